@@ -6,14 +6,13 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from ..version import __version__
@@ -22,6 +21,7 @@ from .bodies import BodyRoute
 from .chat import ChatCompletion
 from .choices import json_encode
 from .completions import TextCompletion
+from .cors import CorsHeaders, CorsQuestions
 from .engine_client import EngineUnavailable, RequestFailed
 from .errors import ApiError, from_engine, unavailable
 from .guard import Guard, GuardRules, RequestContext
@@ -30,6 +30,7 @@ from .metrics import CONTENT_TYPE, Metrics
 from .models import ModelOptions, ModelRegistry, ServedModel
 from .page import PageEndpoints
 from .requests import (
+    MOST_DRAIN_S,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -102,10 +103,11 @@ def make_app(server: Server) -> ASGIApp:
     server.page.add_to(app)
     origins = list(server.options.rules.origins)
     if origins:
-        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+        app.add_middleware(CorsQuestions, origins=origins)
     server.metrics.handlers = {route.path for route in app.routes if isinstance(route, APIRoute)}
     rules = replace(server.options.rules, open_paths=server.page.files.paths)
-    return Guard(app, server.keys, server.admission, rules, server.metrics.answered, server.page.sessions)
+    guard = Guard(app, server.keys, server.admission, rules, server.metrics.answered, server.page.sessions)
+    return CorsHeaders(guard, origins) if origins else guard
 
 
 def _json(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -271,7 +273,11 @@ def _add_health(app: FastAPI, server: Server) -> None:
 
 def _add_admin(app: FastAPI, server: Server) -> None:
     @app.post("/sleep")
-    async def sleep(model: str | None = None, level: int = 1, drain_s: float | None = None) -> Response:
+    async def sleep(
+        model: str | None = None,
+        level: int = 1,
+        drain_s: Annotated[float | None, Query(ge=0, le=MOST_DRAIN_S, allow_inf_nan=False)] = None,
+    ) -> Response:
         """Free the memory of a model, or of all; as vLLM's. `level` makes no difference: weights are read again."""
         named = [server.models.get(model)] if model is not None else list(server.models)
         with server.metrics.sleep_operation("sleep"):
@@ -289,7 +295,9 @@ def _add_admin(app: FastAPI, server: Server) -> None:
 
     @app.get("/is_sleeping")
     async def is_sleeping(model: str | None = None) -> Response:
-        return _json({"is_sleeping": server.models.get(model).state == "asleep"})
+        """Whether a model is asleep; without a name, whether all are."""
+        named = [server.models.get(model)] if model is not None else list(server.models)
+        return _json({"is_sleeping": bool(named) and all(one.state == "asleep" for one in named)})
 
     @app.post("/admin/models/load")
     async def load(body: LoadRequest) -> Response:

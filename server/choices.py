@@ -10,12 +10,12 @@ import msgspec
 
 from ..scheduler.errors import REQUEST_FAULTS
 from .engine_client import Generation
-from .errors import ApiError, invalid
+from .errors import ApiError, invalid, unavailable
 from .messages import Piece
 
 json_encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
-_REASONS = {"stop": "stop", "length": "length", "aborted": "abort"}
+_REASONS = {"stop": "stop", "length": "length"}
 
 Value = TypeVar("Value")
 
@@ -36,9 +36,11 @@ def event(data: Any) -> bytes:
 
 
 def finish_reason(piece: Piece) -> str | None:
-    """OpenAI's finish reason. Raises ApiError where the engine failed on this continuation."""
+    """OpenAI's finish reason. Raises ApiError where the engine failed on this continuation, or was stopped amid it."""
     if piece.finish_reason is None:
         return None
+    if piece.finish_reason == "aborted":  # not by its client, who would not be here
+        raise unavailable("the model was put to sleep, unloaded or shut down before this request had ended")
     if piece.finish_reason == "error":
         if (piece.error or "").startswith(REQUEST_FAULTS):
             raise invalid(f"the request cannot be followed: {piece.error}")

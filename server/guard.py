@@ -19,7 +19,7 @@ from .choices import json_encode
 from .errors import ApiError
 from .keys import ApiKey, ApiKeys
 from .page_sessions import PageSession, PageSessions
-from .streams import has_arrived, header_value
+from .streams import has_arrived, has_left, header_value
 
 log = logging.getLogger(__name__)
 access_log = logging.getLogger("pagetide.access")
@@ -128,12 +128,18 @@ class Guard:
                     headers.append((b"connection", b"close"))
                 message["headers"] = headers + [one for one in PAGE_HEADERS if of_page and one[0] not in given]
             await send(message)
+            if message["type"] == "http.response.start" and has_left(scope):
+                context.status = LEFT
 
         try:
             await self._pass(scope, context, receive, send_marked)
         except ApiError as error:
             await send_error(error, send_marked)
         except Exception:
+            if has_left(scope):
+                context.status = LEFT
+                log.debug("the client of %s left", context.request_id, exc_info=True)
+                return
             if context.status:
                 raise
             log.exception("the request %s failed", context.request_id)

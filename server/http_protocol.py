@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol with limits on the head of a request and on the time in which a request arrives.
+"""uvicorn's HTTP protocol with limits on the head of a request, and on the times in which it arrives and its response is read.
 
 A response may come before its request has arrived: a refusal, for one. The connection then ends with it, gently: closing a
 socket with unread data resets the connection, and a reset can overtake the response. So the server says that it sends no more,
@@ -8,20 +8,26 @@ and drops what still comes until the client closes, for LINGER_S at most (RFC 91
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, ClassVar
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from .choices import json_encode
 from .errors import ApiError
-from .streams import ARRIVED
+from .streams import ARRIVED, LEFT
+
+log = logging.getLogger(__name__)
 
 MOST_HEAD_BYTES = 64 << 10
+MOST_FIELDS = 128  # headers and trailers of a request
 HEAD_S = (
     30.0  # a connection has this long for the head of a request, and this long once its response is sent for the rest
 )
+STALL_S = 60.0  # a client that reads less than STALL_BYTES in this time, while more waits for it, is cut off
+STALL_BYTES = 64 << 10
 _BODY_SHARE = 8  # bytes that chunks of one byte each need beside the body
 LINGER_S = 2.0
 MOST_LINGERING = 128  # connections at the same time; further ones are closed at once
@@ -32,17 +38,20 @@ class _HeadTooLarge(Exception):
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """One connection. uvicorn limits neither the bytes before and after a body nor their time."""
+    """One connection. uvicorn limits neither the bytes before and after a body nor their time, nor that of a response."""
 
     lingering: ClassVar[set[BoundedHttpProtocol]] = set()
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._extra_bytes = 0  # of this request beside its body
-        self._field_bytes = 0  # of its headers and trailers
+        self._field_bytes = self._num_fields = 0  # of its headers and trailers
         self._arriving = True  # the next request, or the rest of one
         self._timer: asyncio.TimerHandle | None = None
         self._refusal: ApiError | None = None
+        self._last_error: ApiError | None = None  # to be sent once the requests before it are answered
+        self._answering: RequestResponseCycle | None = None  # `cycle` is the last request, which may wait for this one
+        self._stall_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin to wait for a request."""
@@ -50,14 +59,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop waiting."""
+        """Stop waiting, and tell the application."""
         self._stop_waiting()
+        self._stop_stall()
         self.lingering.discard(self)
+        if (answering := self._answering) is not None and not answering.response_complete:
+            answering.disconnected = True
+            answering.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Parse `data`."""
-        if self in self.lingering:
+        if self in self.lingering or self._last_error is not None:
             return
         self._extra_bytes += len(data)
         super().data_received(data)
@@ -67,14 +80,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A request begins."""
         super().on_message_begin()
-        self._extra_bytes = self._field_bytes = 0
+        self._extra_bytes = self._field_bytes = self._num_fields = 0
         self._arriving = True
         self._wait()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header, or a trailer."""
         self._field_bytes += len(name) + len(value)
-        if self._field_bytes > MOST_HEAD_BYTES:
+        self._num_fields += 1
+        if self._field_bytes > MOST_HEAD_BYTES or self._num_fields > MOST_FIELDS:
             self._refusal = _too_large()
             raise _HeadTooLarge
         super().on_header(name, value)
@@ -85,6 +99,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if (cycle := self.cycle) is not before:
             self.scope[ARRIVED] = lambda: not cycle.more_body  # type: ignore[literal-required]
+            self.scope[LEFT] = lambda: (  # type: ignore[literal-required]
+                not cycle.response_complete and (cycle.disconnected or self.transport.is_closing())
+            )
+            if self.scope["http_version"] == "1.0":
+                cycle.send = _WithoutChunks(cycle)  # type: ignore[method-assign]
             cycle.transport = _ResponseTransport(cycle.transport, self.end)  # type: ignore[assignment]
 
     def on_response_complete(self) -> None:
@@ -93,6 +112,29 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.flow.resume_reading()
         else:
             super().on_response_complete()
+            if self._last_error is not None and self.cycle.response_complete and not self._is_ending:
+                self._refuse(self._last_error)
+
+    def pause_writing(self) -> None:
+        """The client does not read what was written: it has STALL_S."""
+        super().pause_writing()
+        self._watch_stall()
+
+    def resume_writing(self) -> None:
+        """The client has read most of what was written."""
+        self._stop_stall()
+        super().resume_writing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """No further request came. What the last response still has to be read is dropped."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            super().timeout_keep_alive_handler()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         """A part of the body."""
@@ -110,7 +152,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._refuse(self._refusal or ApiError(400, msg))
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer with `error` unless a response is under way, and close the connection."""
+        """Answer with `error` unless a response is under way, and close the connection. Earlier requests are answered first."""
+        if self.pipeline and self.cycle.more_body:  # it is this request, which has not begun
+            self.pipeline.popleft()
+            self.cycle = self.pipeline[0][0] if self.pipeline else self._answering  # type: ignore[assignment]
+        if self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body:
+            self._last_error, self._arriving = error, True
+            self._stop_waiting()
+            return
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             body = json_encode(error.body)
             head = (
@@ -129,6 +178,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         if not self._arriving or len(self.lingering) >= MOST_LINGERING or self.transport.is_closing():
             self.transport.close()
+            if self._stall_timer is None and self.transport.get_write_buffer_size():
+                self._watch_stall()
             return
         self.lingering.add(self)
         self.flow.resume_reading()
@@ -150,6 +201,23 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._timer.cancel()
             self._timer = None
 
+    def _watch_stall(self) -> None:
+        self._stop_stall()
+        self._stall_timer = self.loop.call_later(STALL_S, self._stalled, self.transport.get_write_buffer_size())
+
+    def _stop_stall(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+
+    def _stalled(self, before_bytes: int) -> None:
+        """STALL_S after `before_bytes` were unread."""
+        if before_bytes - self.transport.get_write_buffer_size() >= STALL_BYTES:
+            self._watch_stall()  # it reads a long response, slowly
+            return
+        log.warning("a client is cut off: it has read too little of its response for %g s", STALL_S)
+        self.transport.abort()
+
     def _late(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
             self._wait()  # for the response: the application limits the time of its body
@@ -157,15 +225,36 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse(ApiError(408, f"the request did not arrive within {HEAD_S:g} s"))
 
 
+class _WithoutChunks:
+    """The `send` of a request of HTTP/1.0, which has no chunks: a response without a length ends with its connection."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._send = cycle.send
+        self._has_length = True
+
+    async def __call__(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self._has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            if not self._has_length:
+                self._cycle.chunked_encoding = False
+        elif not self._has_length:
+            self._cycle.expected_content_length = len(message.get("body", b""))  # of this part
+        await self._send(message)
+
+
 class _ResponseTransport:
-    """The transport of one request's response, whose `close` is that of the connection."""
+    """The transport of one request's response, whose `close` is that of the connection. What the client left is dropped."""
 
     def __init__(self, transport: asyncio.Transport, end: Callable[[], None]) -> None:
         self._transport = transport
-        self.write = transport.write
         self.is_closing = transport.is_closing
         self.close = end
 
+    def write(self, data: bytes) -> None:
+        if not self._transport.is_closing():  # uvloop's raises then
+            self._transport.write(data)
+
 
 def _too_large() -> ApiError:
-    return ApiError(431, f"the head of a request may have {MOST_HEAD_BYTES:,} bytes at most")
+    return ApiError(431, f"the head of a request may have {MOST_HEAD_BYTES:,} bytes and {MOST_FIELDS} headers at most")

@@ -48,6 +48,7 @@ class ServedModel:
         self.created = int(time.time())
         self.num_restarts = 0
         self.process: RemoteEngine | None = None
+        self.changing = asyncio.Lock()  # held while it goes to sleep or wakes up
 
     @property
     def name(self) -> str:
@@ -142,17 +143,19 @@ class ModelRegistry:
 
     async def sleep(self, model: ServedModel, drain_s: float | None) -> None:
         """Let the requests of a model end within `drain_s`, and free all its memory. Idempotent."""
-        if model.state == "asleep":
-            return
-        engine = model.engine
-        model.state = "asleep"
-        await engine.call("sleep", drain_s=drain_s)
+        async with model.changing:
+            if model.state == "asleep":
+                return
+            engine = model.engine
+            model.state = "asleep"
+            await engine.call("sleep", drain_s=drain_s)
 
     async def wake_up(self, model: ServedModel) -> None:
         """Load a model again that sleeps. Idempotent."""
-        if model.state == "asleep" and model.process is not None:
-            await model.process.call("wake_up")
-            model.state = "ready"
+        async with model.changing:
+            if model.state == "asleep" and model.process is not None:
+                await model.process.call("wake_up")
+                model.state = "ready"
 
     async def stop(self, drain_s: float = 0.0) -> None:
         """End all engines."""

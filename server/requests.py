@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ..scheduler.request import SamplingParams
 from .errors import ApiError, invalid
 
+MOST_DRAIN_S = 3600
 MOST_N = 128  # continuations of a request
 MOST_PROMPTS = 2048  # prompts of a request
 MOST_SEQUENCES = 2048  # of all prompts of a request together
@@ -419,7 +420,7 @@ class UnloadRequest(_Body):
     """The body of `POST /admin/models/unload`."""
 
     name: Name
-    drain_s: Annotated[float, Field(ge=0, le=3600)] = 0.0
+    drain_s: Annotated[float, Field(ge=0, le=MOST_DRAIN_S)] = 0.0
 
 
 class ErrorDetail(BaseModel):

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 75
 BACKLOG = 2048
+ANSWER_S = 2.0  # requests that a shutdown fails have so long for their answers
 MOST_OPEN_FILES = (
     1 << 20
 )  # a hard limit may be a thousand times that, and programs that close them one by one take minutes
@@ -161,7 +162,15 @@ class _Drainer:
             async with asyncio.timeout(self._timeout_s):
                 while self._server.admission.num_requests:
                     await asyncio.sleep(0.02)
-        self._http.should_exit = True
+        try:
+            if self._server.admission.num_requests:
+                await self._server.models.stop()  # what is left fails with 503
+            with suppress(TimeoutError):
+                async with asyncio.timeout(ANSWER_S):
+                    while self._server.admission.num_requests:
+                        await asyncio.sleep(0.02)
+        finally:
+            self._http.should_exit = True
 
 
 def raise_open_files() -> None:

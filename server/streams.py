@@ -18,7 +18,7 @@ from .errors import ApiError, from_engine
 log = logging.getLogger(__name__)
 
 ARRIVED = "pagetide.arrived"  # in a scope: whether all of the request has arrived
-STALL_S = 60.0  # a client that reads nothing for so long is cut off
+LEFT = "pagetide.left"  # in a scope: whether the client is gone
 
 Value = TypeVar("Value")
 
@@ -48,23 +48,19 @@ class EventStream(Response):
             await unless_left(self._send_all(send), receive)
         except ClientLeft:
             log.debug("the client left a stream")
-        except (SlowReader, TimeoutError) as error:
-            log.warning("a stream is cut off: %s", error or f"nothing was read for {STALL_S:g} s")
+        except SlowReader as error:
+            log.warning("a stream is cut off: %s", error)
         finally:
             await self._held.aclose()
 
     async def _send_all(self, send: Send) -> None:
         try:
             async for data in self._events:
-                await self._send(send, data)
+                await send({"type": "http.response.body", "body": data, "more_body": True})
         except (ApiError, RequestFailed, EngineUnavailable) as error:
             api_error = error if isinstance(error, ApiError) else from_engine(error)
-            await self._send(send, event(api_error.body) + DONE)
+            await send({"type": "http.response.body", "body": event(api_error.body) + DONE, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _send(self, send: Send, data: bytes) -> None:
-        async with asyncio.timeout(STALL_S):
-            await send({"type": "http.response.body", "body": data, "more_body": True})
 
 
 async def unless_left(work: Awaitable[Value], receive: Receive) -> Value:
@@ -94,6 +90,11 @@ async def _left(receive: Receive) -> None:
 def has_arrived(scope: Scope) -> bool:
     """Whether all of a request has arrived. True if the protocol does not say."""
     return bool(scope.get(ARRIVED, lambda: True)())
+
+
+def has_left(scope: Scope) -> bool:
+    """Whether the client of a request is gone. False if the protocol does not say."""
+    return bool(scope.get(LEFT, lambda: False)())
 
 
 def header_value(headers: list[tuple[bytes, bytes]], name: bytes) -> str | None:

@@ -84,10 +84,16 @@ class PageServer:
         engines: All that were started, by the name of their model, the newest last.
     """
 
-    def __init__(self, names: Sequence[str] = ("one",), keys: ApiKeys | None = None, files: Path | None = None) -> None:
+    def __init__(
+        self,
+        names: Sequence[str] = ("one",),
+        keys: ApiKeys | None = None,
+        files: Path | None = None,
+        options: AppOptions | None = None,
+    ) -> None:
         self.engines: dict[str, list[MadeUpEngine]] = {}
         self.models = ModelRegistry(self._start)
-        self.server = Server(self.models, ApiKeys() if keys is None else keys, AppOptions())
+        self.server = Server(self.models, ApiKeys() if keys is None else keys, options or AppOptions())
         if files is not None:
             self.server.page = PageEndpoints(self.models, self.server.keys, PageFiles(files))
         self._names = names

@@ -291,11 +291,16 @@ def test_a_full_disk_under_the_access_log_stops_nothing(tmp_path: Path) -> None:
 
 
 @asynccontextmanager
-async def guarded(app: Any, keys: ApiKeys) -> AsyncIterator[Any]:
-    """The guard around `app`, on the address that this gives."""
+async def guarded(app: Any, keys: ApiKeys, statuses: list[int] | None = None, **options: Any) -> AsyncIterator[Any]:
+    """The guard around `app`, on the address that this gives. It appends to `statuses` with what a request has ended."""
     uvicorn = pytest.importorskip("uvicorn")
-    layer = Guard(app, keys, RequestAdmission(lambda: 1, 1), GuardRules(), lambda *answer: None)
-    http = uvicorn.Server(uvicorn.Config(layer, http=BoundedHttpProtocol, log_config=None, lifespan="off"))
+
+    def answered(method: str, path: str, status: int, seconds: float) -> None:
+        if statuses is not None:
+            statuses.append(status)
+
+    layer = Guard(app, keys, RequestAdmission(lambda: 1, 1), GuardRules(), answered)
+    http = uvicorn.Server(uvicorn.Config(layer, http=BoundedHttpProtocol, log_config=None, lifespan="off", **options))
     with socket.create_server(("127.0.0.1", 0)) as listening:
         serving = asyncio.create_task(http.serve(sockets=[listening]))
         yield listening.getsockname()
@@ -325,6 +330,149 @@ def test_slow_heads_and_bodies_are_cut_off(monkeypatch: pytest.MonkeyPatch, sent
         return found
 
     assert asyncio.run(run()).startswith(b"HTTP/1.1 408 ")
+
+
+# ---- clients that do not read --------------------------------------------------------------------------------------
+
+LARGE = 16 << 20
+
+
+async def large(scope: Any, receive: Any, send: Any) -> None:
+    """An endpoint with a large response."""
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % LARGE)]})
+    await send({"type": "http.response.body", "body": b"x" * LARGE})
+
+
+def loops() -> list[Any]:
+    try:
+        import uvloop
+    except ImportError:
+        return [asyncio.run]
+    return [asyncio.run, uvloop.run]
+
+
+@pytest.mark.parametrize("runs", loops(), ids=lambda runs: runs.__module__)
+@pytest.mark.parametrize("path", [b"POST /v1/completions", b"GET /static"])
+def test_a_client_that_does_not_read_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, runs: Any, path: bytes
+) -> None:
+    monkeypatch.setattr(http_protocol, "STALL_S", 0.2)
+    request = path + b" HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n"
+    statuses: list[int] = []
+
+    async def run() -> None:
+        async with guarded(large, ApiKeys(), statuses) as address:
+            with socket.create_connection(address) as client:
+                client.sendall(3 * request)
+                # the first response waits in the server's memory; the second waits for it, the third is not begun
+                await until(lambda: statuses == [200, guard.LEFT])
+            with socket.create_connection(address) as client:
+                client.setblocking(False)
+                await asyncio.get_running_loop().sock_sendall(client, request)
+                reader, writer = await asyncio.open_connection(sock=client)
+                found = await asyncio.wait_for(reader.readexactly(LARGE), FAR_S)
+                assert found.startswith(b"HTTP/1.1 200 ")
+                writer.close()
+
+    runs(run())
+    assert statuses == [200, guard.LEFT, 200]
+    assert [record.message for record in caplog.records if record.exc_info or record.levelname == "ERROR"] == []
+
+
+@pytest.fixture
+def connections(monkeypatch: pytest.MonkeyPatch) -> list[BoundedHttpProtocol]:
+    """The connections that were made."""
+    made: list[BoundedHttpProtocol] = []
+    connection_made = BoundedHttpProtocol.connection_made
+
+    def noted(self: BoundedHttpProtocol, transport: asyncio.BaseTransport) -> None:
+        made.append(self)
+        connection_made(self, transport)
+
+    monkeypatch.setattr(BoundedHttpProtocol, "connection_made", noted)
+    return made
+
+
+def test_a_slow_reader_has_as_long_again_while_it_reads(connections: list[BoundedHttpProtocol]) -> None:
+    async def run() -> None:
+        async with guarded(large, ApiKeys()) as address:
+            with socket.create_connection(address) as client:
+                client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                await until(lambda: connections and connections[0]._stall_timer is not None)
+                (connection,) = connections
+                unread = connection.transport.get_write_buffer_size()
+                connection._stalled(unread + http_protocol.STALL_BYTES)
+                assert not connection.transport.is_closing() and connection._stall_timer is not None
+                connection._stalled(unread + http_protocol.STALL_BYTES - 1)
+                assert connection.transport.is_closing()
+
+    asyncio.run(run())
+
+
+def test_what_nobody_reads_is_dropped_at_the_keep_alive_time_out(connections: list[BoundedHttpProtocol]) -> None:
+    async def run() -> None:
+        async with guarded(large, ApiKeys(), timeout_keep_alive=0.2) as address:
+            with socket.create_connection(address) as client:
+                client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                await until(lambda: connections and connections[0].parser is None)  # it is lost
+
+    asyncio.run(run())
+
+
+# ---- requests that others follow, and HTTP/1.0 ----------------------------------------------------------------------
+
+
+async def in_parts(scope: Any, receive: Any, send: Any) -> None:
+    """An endpoint with a stream, which takes a while."""
+    await asyncio.sleep(0.01)
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for part in (b"one ", b"two"):
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def exchanged(sent: bytes) -> bytes:
+    async def run() -> bytes:
+        async with guarded(in_parts, ApiKeys()) as address:
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(sent)
+            found = await asyncio.wait_for(reader.read(), FAR_S)
+            writer.close()
+        return found
+
+    return asyncio.run(run())
+
+
+WHOLE = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\x01\x02\x03 garbage\r\n\r\n",
+        b"GET / HTTP/1.1\r\nno header\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    ],
+)
+@pytest.mark.parametrize("count", [1, 2])
+def test_requests_before_garbage_get_their_own_answers(garbage: bytes, count: int) -> None:
+    found = exchanged(count * WHOLE + garbage)
+    *answers, refusal = found.split(b"HTTP/1.1 ")[1:]
+    assert len(answers) == count and all(answer.startswith(b"200 ") for answer in answers)
+    assert all(answer.endswith(b"4\r\none \r\n3\r\ntwo\r\n0\r\n\r\n") for answer in answers)
+    assert refusal.startswith(b"400 ") and b"connection: close" in refusal
+
+
+def test_http_1_0_gets_a_stream_without_chunks() -> None:
+    head, _, body = exchanged(b"GET / HTTP/1.0\r\nHost: localhost\r\n\r\n").partition(b"\r\n\r\n")
+    assert body == b"one two" and b"transfer-encoding" not in head and b"connection: close" in head
+
+
+@pytest.mark.parametrize(("count", "status"), [(http_protocol.MOST_FIELDS, 200), (http_protocol.MOST_FIELDS + 1, 431)])
+def test_a_head_has_a_number_of_headers(count: int, status: int) -> None:
+    fields = b"".join(b"x%d: a\r\n" % i for i in range(count - 2))
+    found = exchanged(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" + fields + b"\r\n")
+    assert found.startswith(b"HTTP/1.1 %d " % status)
 
 
 # ---- refusals that come before their request has arrived ----------------------------------------------------------

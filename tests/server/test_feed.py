@@ -14,7 +14,7 @@ pytest.importorskip("httpx2")
 from page_rig import FAR_S, EventReader, PageServer, eventually, looking
 
 from pagetide.server import feed as feed_module
-from pagetide.server import streams
+from pagetide.server import http_protocol
 from pagetide.server.engine_client import RequestFailed
 from pagetide.server.errors import ApiError
 from pagetide.server.keys import ApiKey, ApiKeys, digest_of
@@ -127,7 +127,7 @@ def test_a_slow_viewer_skips_frames_and_then_gets_a_whole_one(monkeypatch: pytes
 
 
 def test_a_viewer_that_never_reads_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "STALL_S", 0.2)
+    monkeypatch.setattr(http_protocol, "STALL_S", 0.2)
 
     async def test() -> None:
         async with PageServer() as server:

@@ -121,6 +121,40 @@ def test_bodies_that_never_come_hold_up_nobody(server: ServerProcess) -> None:
     eventually(lambda: httpx.get(f"{server.url}/load", headers=ALICE).json() == {"server_load": 0})
 
 
+LONG = {"prompt": "The sea", "max_tokens": 900, "ignore_eos": True}
+
+
+def amid_requests(server: ServerProcess, ends: Callable[[], None]) -> tuple[Any, list[str]]:
+    """What two long requests get as `ends` is called: the answer of one, and the events of one that streams."""
+    with ThreadPoolExecutor(1) as pool, httpx.stream(
+        "POST", f"{server.url}/v1/completions", headers=ALICE, timeout=60, json=LONG | {"stream": True}
+    ) as stream:  # fmt: skip
+        events = stream.iter_lines()
+        next(events)
+        answer = pool.submit(complete, server, ALICE, **LONG)
+        eventually(lambda: httpx.get(f"{server.url}/load", headers=ALICE).json() == {"server_load": 2})
+        ends()
+        return answer.result(60), [line for line in events if line.startswith("data: ")]
+
+
+def test_sleep_fails_what_does_not_end_in_time(server: ServerProcess) -> None:
+    def sleep() -> None:
+        assert httpx.post(f"{server.url}/sleep?drain_s=0", headers=OPS, timeout=60).status_code == 200
+
+    for drain_s in ("-1", "nan", "inf", "1e9"):
+        refused = httpx.post(f"{server.url}/sleep?drain_s={drain_s}", headers=OPS, timeout=60)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "query.drain_s")
+    answer, events = amid_requests(server, sleep)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+    assert answer.headers["retry-after"]
+    assert events[-1] == "data: [DONE]" and '"code":"unavailable"' in events[-2]
+    assert not any('"finish_reason":"' in event for event in events)
+    assert httpx.get(f"{server.url}/is_sleeping", headers=ALICE).json() == {"is_sleeping": True}
+    assert httpx.post(f"{server.url}/wake_up", headers=OPS, timeout=60).status_code == 200
+    assert httpx.get(f"{server.url}/is_sleeping", headers=ALICE).json() == {"is_sleeping": False}
+    assert complete(server, ALICE).status_code == 200
+
+
 def test_an_engine_that_dies_is_started_again(server: ServerProcess) -> None:
     (engine,) = (int(pid) for pid in children(server.process.pid))
     answers: list[Any] = []
@@ -150,6 +184,8 @@ def test_models_come_and_go_while_others_serve(server: ServerProcess) -> None:
     assert loading.result().json()["name"] == "second"
     assert complete(server, ALICE, model="second", max_tokens=64).json()["choices"][0]["text"] == wanted
     assert complete(server, ALICE, model=None).status_code == 400  # which of the two?
+    assert httpx.post(f"{server.url}/sleep?model=second", headers=OPS, timeout=60).status_code == 200
+    assert httpx.get(f"{server.url}/is_sleeping", headers=ALICE).json() == {"is_sleeping": False}  # not all of them
     again = httpx.post(f"{server.url}/admin/models/load", headers=OPS, json={"model": "demo"})
     assert again.status_code == 409
     missing = httpx.post(f"{server.url}/admin/models/load", headers=OPS, json={"model": "moby"}, timeout=120)
@@ -175,6 +211,16 @@ def test_the_first_signal_drains(server: ServerProcess) -> None:
         lines = [line for line in events if line.startswith("data: ")]
     assert lines[-1] == "data: [DONE]" and '"finish_reason":"length"' in lines[-2]
     assert server.process.wait(60) == 0
+
+
+def test_the_end_of_the_drain_fails_what_still_runs(tmp_path: Path) -> None:
+    (tmp_path / "keys.yaml").write_text(KEYS)
+    arguments = ["demo", *ENGINE, "--api-key-file", str(tmp_path / "keys.yaml"), "--drain-timeout", "0.1"]
+    with ServerProcess(arguments, tmp_path / "log", OMP_NUM_THREADS="1") as server:
+        answer, events = amid_requests(server, lambda: server.process.send_signal(signal.SIGTERM))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+        assert events[-1] == "data: [DONE]" and '"code":"unavailable"' in events[-2]
+        assert server.process.wait(60) == 0 and "Traceback" not in server.said
 
 
 def children(pid: int) -> list[str]:
