@@ -64,15 +64,16 @@ class RequestAdmission:
 
     @contextmanager
     def sequences(self, key: ApiKey | None, count: int) -> Iterator[None]:
-        """Hold the places of a request with `count` sequences, which has one by `request`. Raises ApiError if they are too many."""
+        """Hold the places of a request with `count` sequences, one of them that of `request`. Raises ApiError if too many."""
         most, use = self.limit, None if key is None else self._use(key)
         if count > most:
             raise _too_large(
                 count, f"the server takes {most:,} at a time, running or waiting (max_seqs and --max-queue)"
             )
         if self.num_places + count - 1 > most:
+            free = most - self.num_places + 1
             raise _too_many(
-                f"the request has {count:,} sequences, and {most - self.num_places + 1:,} of the server's {most:,} places are free",
+                f"the request has {count:,} sequences, and {free:,} of the server's {most:,} places are free",
                 self.retry_after_s(count - 1),
             )
         if key is not None and use is not None and key.max_sequences is not None:

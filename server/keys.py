@@ -48,8 +48,8 @@ class ApiKey:
         if priority < self.least_priority and not self.admin:
             raise ApiError(
                 403,
-                f"the key {self.name} may give a priority of {self.least_priority} or more (lower ones go first), got {priority}: "
-                "`least_priority` in the key file permits lower ones",
+                f"the key {self.name} may give a priority of {self.least_priority} or more (lower ones go first), got "
+                f"{priority}: `least_priority` in the key file permits lower ones",
                 param="priority",
             )
 
