@@ -120,10 +120,27 @@ class RequestAdmission:
         finally:
             use.num_blocks -= count
 
-    def count_tokens(self, key: ApiKey | None, count: int) -> None:
-        """Charge the tokens of an ended request to its key."""
+    def reserve_tokens(self, key: ApiKey | None, count: int) -> None:
+        """Charge the tokens that a request may need to its key, until `settle_tokens`. Raises ApiError if they are too many.
+
+        A key with a whole minute's tokens may begin any request: one that needs more leaves it in debt.
+        """
+        if key is None or key.tokens_per_minute is None:
+            return
+        use = self._use(key)
+        wait_s = use.retry_after_s(count)
+        if wait_s is not None:
+            raise _too_many(
+                f"the request may need {count:,} tokens (prompts, and max_tokens for each sequence), and the key {key.name} "
+                f"may use {key.tokens_per_minute:,} tokens a minute",
+                max(math.ceil(wait_s), 1),
+            )
+        use.count_tokens(count)
+
+    def settle_tokens(self, key: ApiKey | None, reserved: int, used: int) -> None:
+        """Charge the tokens that a request used in place of those that it reserved."""
         if key is not None:
-            self._use(key).count_tokens(count)
+            self._use(key).count_tokens(used - reserved)
 
     def retry_after_s(self, count: int = 1) -> int:
         """Seconds after which `count` more places should be free: the queue's length by the rate at which sequences end."""

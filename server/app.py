@@ -69,6 +69,16 @@ class Server:
         """The salt of a request: requests of different keys never share cached blocks."""
         return given if key is None else f"{key.name}\0{given or ''}"
 
+    def token_count(self, model: ServedModel, work: TextCompletion | ChatCompletion) -> int:
+        """The tokens that a request may come to need: its prompts, and their outputs. Its prompts are tokenized."""
+        longest, generations = model.engine.info.max_model_len, work.batch.generations
+        each, total = work.num_sequences // len(generations), 0
+        for one in generations:
+            num_prompt = len(one.prompt_token_ids or ())
+            room = max(longest - num_prompt, 0)
+            total += num_prompt + each * (room if one.max_new_tokens is None else min(one.max_new_tokens, room))
+        return total
+
     def block_count(self, model: ServedModel, work: TextCompletion | ChatCompletion) -> int:
         """The KV blocks that a request may come to need. Its prompts are tokenized."""
         info = model.engine.info
@@ -190,12 +200,21 @@ async def _run(
         def end() -> None:
             work.batch.cancel()
             server.metrics.ended(model.name, work.batch)
-            tokens = [len(one.prompt_token_ids or ()) + one.num_tokens for one in work.batch.generations]
-            server.admission.count_tokens(context.key, sum(tokens))
+            work.batch.when_settled(settle)
+
+        def settle() -> None:
+            used = sum(len(one.prompt_token_ids or ()) + one.num_generated for one in work.batch.generations)
+            if not refused:  # it would be refused again when it comes back as it was told
+                server.admission.settle_tokens(context.key, reserved, used)
+
+        reserved, refused = 0, False
 
         stack.enter_context(server.admission.sequences(context.key, work.num_sequences))
         stack.callback(end)
         await unless_left(work.begin(), request.receive)
+        most, refused = server.token_count(model, work), True
+        server.admission.reserve_tokens(context.key, most)
+        reserved, refused = most, False
         if context.key is not None and context.key.max_blocks is not None:
             stack.enter_context(server.admission.blocks(context.key, server.block_count(model, work)))
         if not body.stream:

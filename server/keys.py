@@ -148,16 +148,17 @@ class KeyUse:
         self._tokens_left = float(key.tokens_per_minute or 0)
         self._filled_at = clock()
 
-    def retry_after_s(self) -> float | None:
-        """Seconds until tokens are left for another request; None if there are."""
+    def retry_after_s(self, count: int = 1) -> float | None:
+        """Seconds until `count` tokens are left, or a whole minute's if `count` is more; None if there are."""
         most = self._key.tokens_per_minute
         if most is None:
             return None
         now = self._clock()
         self._tokens_left = min(float(most), self._tokens_left + (now - self._filled_at) * most / 60)
         self._filled_at = now
-        return None if self._tokens_left > 0 else (1 - self._tokens_left) * 60 / most
+        needed = min(count, most)
+        return None if self._tokens_left >= needed else (needed - self._tokens_left) * 60 / most
 
     def count_tokens(self, count: int) -> None:
-        """Charge tokens of a request that has ended."""
+        """Charge tokens, or give them back if below 0."""
         self._tokens_left -= count

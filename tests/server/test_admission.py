@@ -76,7 +76,7 @@ def test_limits_of_a_key_do_not_touch_others() -> None:
     ):
         pass
     assert caught.value.status == 400 and "retry-after" not in caught.value.headers
-    admission.count_tokens(eve, 160)
+    admission.settle_tokens(eve, 0, 160)
     error = refused(admission, eve)
     assert "100 tokens a minute" in error.message and int(error.headers["retry-after"]) in (36, 37)
 
@@ -108,6 +108,32 @@ def test_a_key_has_a_limit_of_sequences() -> None:
             pass
     with admitted(admission, bob, 3):
         pass
+
+
+def test_tokens_are_reserved_and_settled() -> None:
+    now = [0.0]
+    admission = RequestAdmission(lambda: 10, max_queue=10, clock=lambda: now[0])
+    eve = ApiKey("eve", b"2", tokens_per_minute=60)
+
+    def wait(count: int) -> str | None:
+        try:
+            admission.reserve_tokens(eve, count)
+        except ApiError as error:
+            return error.headers["retry-after"] if error.status == 429 else None
+        return None
+
+    assert wait(40) is None and wait(20) is None  # all of the minute is reserved
+    assert refused(admission, eve).headers["retry-after"] == "1"
+    admission.settle_tokens(eve, 40, 10)
+    assert wait(31) == "1" and wait(30) is None
+    admission.settle_tokens(eve, 30, 0)
+    assert wait(1000) == "30"  # more than a minute's: once all of that is left
+    now[0] = 30.0
+    assert wait(1000) is None and wait(1) == "941"
+    admission.settle_tokens(eve, 1000, 70)
+    assert wait(1) == "11"
+    admission.reserve_tokens(None, 10**9)
+    admission.reserve_tokens(ApiKey("bob", b"1"), 10**9)
 
 
 def test_a_server_that_shuts_down_takes_no_more() -> None:

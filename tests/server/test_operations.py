@@ -24,6 +24,7 @@ KEYS = """
 alice: sk-alice-1234
 bob: {key: sk-bob-12345, max_requests: 1}
 carol: {key: sk-carol-1234, max_blocks: 64}
+dave: {key: sk-dave-12345, tokens_per_minute: 600}
 ops: {key: sk-operator-1, admin: true}
 """
 ENGINE = ["--device", "cpu", "--dtype", "float32", "--kv-memory", "8MiB", "--no-share", "--max-seqs", "2"]
@@ -33,7 +34,8 @@ def key(name: str) -> dict[str, str]:
     return {"Authorization": f"Bearer sk-{name}"}
 
 
-ALICE, BOB, CAROL, OPS = key("alice-1234"), key("bob-12345"), key("carol-1234"), key("operator-1")
+ALICE, BOB, OPS = key("alice-1234"), key("bob-12345"), key("operator-1")
+CAROL, DAVE = key("carol-1234"), key("dave-12345")
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +119,16 @@ def test_a_limit_of_blocks_takes_a_request_that_fits(server: ServerProcess) -> N
     answer = complete(server, CAROL, max_tokens=300, n=4)  # 4 times 19 blocks
     assert answer.status_code == 400 and "the key carol may use 64" in answer.json()["error"]["message"]
     assert complete(server, CAROL, max_tokens=300, n=3).status_code == 200
+
+
+def test_all_that_is_generated_counts(server: ServerProcess) -> None:
+    usage = complete(server, ALICE, n=1, best_of=3, ignore_eos=True).json()["usage"]
+    assert usage["completion_tokens"] == 12 and usage["total_tokens"] == usage["prompt_tokens"] + 12
+    # Of a key with 600 tokens a minute: 3 times 150 are used, and at most 30 come back in 3 s.
+    assert complete(server, DAVE, n=1, best_of=3, max_tokens=150, ignore_eos=True).status_code == 200
+    answer = complete(server, DAVE, n=4, max_tokens=140, ignore_eos=True)
+    assert answer.status_code == 429 and "may need 5" in answer.json()["error"]["message"]
+    assert int(answer.headers["retry-after"]) > 0
 
 
 def test_a_key_has_its_own_limit(server: ServerProcess) -> None:
