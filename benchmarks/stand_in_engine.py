@@ -13,6 +13,7 @@ import sys
 
 from pagetide.server.connection import MessageConnection
 from pagetide.server.messages import (
+    Aborted,
     Accepted,
     Call,
     CallResult,
@@ -60,6 +61,7 @@ class StandInEngine:
                 self._connection.send(Accepted(message.number, [7] * 8))
             case Cancel():
                 self._left.pop(message.number, None)
+                self._connection.send(Aborted(message.number, 0))
             case Call():
                 self._connection.send(CallResult(message.number, {}))
             case Stop():

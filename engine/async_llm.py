@@ -105,6 +105,13 @@ class AsyncLLM:
         encode = partial(RequestIntake.encode, prompts=_read(prompts), params=_read(sampling_params))
         return await self._outputs(encode, priority, cache_salt)
 
+    def begin(
+        self, prompts: Prompts, sampling_params: Params = None, *, priority: int = 0, cache_salt: str | None = None
+    ) -> AsyncOutputs:
+        """As `generate`, for a caller that asks how much was generated, also when it ends early. Raises EngineClosed."""
+        encode = partial(RequestIntake.encode, prompts=_read(prompts), params=_read(sampling_params))
+        return AsyncOutputs(_Submission(self, encode, priority, cache_salt, None))
+
     @explains_arguments("AsyncLLM.chat")
     async def chat(
         self,
@@ -380,6 +387,27 @@ class AsyncRequestHandle:
         return data
 
 
+class AsyncOutputs:
+    """The outputs of a call, and how much it has generated. Closing or collecting it aborts unfinished requests."""
+
+    def __init__(self, submission: _Submission) -> None:
+        self._submission = submission
+
+    async def outputs(self) -> list[RequestOutput]:
+        """Wait for all outputs. Await it once. Raises as `AsyncLLM.generate`."""
+        outputs: list[RequestOutput] = await self._submission.first()
+        return outputs
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens generated so far, with those of continuations that `best_of` leaves out."""
+        return self._submission.num_generated
+
+    def close(self) -> None:
+        """Abort unfinished requests. Idempotent."""
+        self._submission.close()
+
+
 class AsyncStream(AsyncIterator[StreamChunk]):
     """An async iterator over the chunks of requests, for one task. Closing or collecting it aborts unfinished requests."""
 
@@ -415,6 +443,11 @@ class AsyncStream(AsyncIterator[StreamChunk]):
         """
         submission = self._submission
         return () if submission is None else submission.requests
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens generated so far, read or not."""
+        return 0 if self._submission is None else self._submission.num_generated
 
     async def aclose(self) -> None:
         """Abort unfinished requests. Idempotent."""
@@ -467,6 +500,11 @@ class _Submission:
             for group in self._call.groups
             for state in group.exportable
         )
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens generated so far."""
+        return sum(group.num_generated for group in self._call.groups)
 
     async def first(self) -> Any:
         """Wait for the outputs, or for a stream's first chunks."""

@@ -45,7 +45,7 @@ def add_parser(
     http.add_argument("--host", metavar="ADDRESS", help="address to listen on (default 127.0.0.1)")
     http.add_argument("--port", type=int, metavar="N", help="port to listen on; 0 takes a free one (default 8000)")
     http.add_argument("--api-key-file", metavar="FILE", help="API keys and their limits, in YAML")
-    http.add_argument("--max-queue", type=int, metavar="N", help="requests that may wait; more get 429 (default 256)")
+    http.add_argument("--max-queue", type=int, metavar="N", help="sequences that may wait; more get 429 (default 256)")
     http.add_argument(
         "--drain-timeout", type=float, metavar="SECONDS", help="for running requests at SIGTERM (default 30)"
     )

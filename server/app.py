@@ -70,10 +70,26 @@ class Server:
         """The salt of a request: requests of different keys never share cached blocks."""
         return given if key is None else f"{key.name}\0{given or ''}"
 
-    def block_count(self, model: ServedModel, work: TextCompletion | ChatCompletion, most_new: int) -> int:
-        """The KV blocks that a request may come to need."""
-        block_size = model.engine.info.block_size
-        lengths = [len(one.prompt_token_ids or ()) + most_new for one in work.batch.generations]
+    def token_count(self, model: ServedModel, work: TextCompletion | ChatCompletion) -> int:
+        """The tokens that a request may come to need: its prompts, and their outputs. Its prompts are tokenized."""
+        longest, generations = model.engine.info.max_model_len, work.batch.generations
+        each, total = work.num_sequences // len(generations), 0
+        for one in generations:
+            num_prompt = len(one.prompt_token_ids or ())
+            room = max(longest - num_prompt, 0)
+            total += num_prompt + each * (room if one.max_new_tokens is None else min(one.max_new_tokens, room))
+        return total
+
+    def block_count(self, model: ServedModel, work: TextCompletion | ChatCompletion) -> int:
+        """The KV blocks that a request may come to need. Its prompts are tokenized."""
+        info = model.engine.info
+        block_size, longest = info.block_size, info.max_model_len
+        lengths = [
+            longest
+            if one.max_new_tokens is None
+            else min(len(one.prompt_token_ids or ()) + one.max_new_tokens, longest)
+            for one in work.batch.generations
+        ]
         return sum(-(-length // block_size) for length in lengths) * work.num_sequences // len(lengths)
 
 
@@ -156,7 +172,7 @@ def _add_generation(app: FastAPI, server: Server) -> None:
         model, key = server.models.get(body.model), RequestContext.of(request.scope).key
         salt = server.cache_salt(body.cache_salt, key)
         work = TextCompletion(model.engine, body, model.name, salt, server.metrics.of(model))
-        return await _run(server, request, model, work, bool(body.stream), body.max_tokens)
+        return await _run(server, request, model, work, body)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
@@ -165,8 +181,7 @@ def _add_generation(app: FastAPI, server: Server) -> None:
         salt = server.cache_salt(body.cache_salt, key)
         template, observer = model.options.chat_template, server.metrics.of(model)
         work = ChatCompletion(model.engine, body, model.name, salt, model.tool_parser, template, observer)
-        most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        return await _run(server, request, model, work, bool(body.stream), most)
+        return await _run(server, request, model, work, body)
 
 
 async def _run(
@@ -174,27 +189,37 @@ async def _run(
     request: Request,
     model: ServedModel,
     work: TextCompletion | ChatCompletion,
-    streams: bool,
-    most_new: int | None,
+    body: CompletionRequest | ChatRequest,
 ) -> Response:
     """Serve a generating request to its end."""
     context = RequestContext.of(request.scope)
     context.facts["model"] = model.name
     work.batch.request_id = context.request_id
+    if context.key is not None:
+        context.key.check_priority(body.priority)
     async with AsyncExitStack() as stack:
 
         def end() -> None:
             work.batch.cancel()
             server.metrics.ended(model.name, work.batch)
-            tokens = [len(one.prompt_token_ids or ()) + one.num_tokens for one in work.batch.generations]
-            server.admission.count_tokens(context.key, sum(tokens))
+            work.batch.when_settled(settle)
 
+        def settle() -> None:
+            used = sum(len(one.prompt_token_ids or ()) + one.num_generated for one in work.batch.generations)
+            if not refused:  # it would be refused again when it comes back as it was told
+                server.admission.settle_tokens(context.key, reserved, used)
+
+        reserved, refused = 0, False
+
+        stack.enter_context(server.admission.sequences(context.key, work.num_sequences))
         stack.callback(end)
         await unless_left(work.begin(), request.receive)
+        most, refused = server.token_count(model, work), True
+        server.admission.reserve_tokens(context.key, most)
+        reserved, refused = most, False
         if context.key is not None and context.key.max_blocks is not None:
-            longest = model.engine.info.max_model_len if most_new is None else most_new
-            stack.enter_context(server.admission.blocks(context.key, server.block_count(model, work, longest)))
-        if not streams:
+            stack.enter_context(server.admission.blocks(context.key, server.block_count(model, work)))
+        if not body.stream:
             return _json(await unless_left(work.response(), request.receive))
         held = stack.pop_all()  # until the stream has ended
         return EventStream(work.events(), held)

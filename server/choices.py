@@ -51,7 +51,7 @@ def finish_reason(piece: Piece) -> str | None:
 def usage(generations: list[Generation], num_dropped: int = 0) -> dict[str, Any]:
     """OpenAI's `usage` of these prompts. `num_dropped` output tokens were asked for by the server alone."""
     prompt = sum(len(generation.prompt_token_ids or ()) for generation in generations)
-    output = sum(generation.num_tokens for generation in generations) - num_dropped
+    output = sum(generation.num_generated for generation in generations) - num_dropped
     cached = sum(one.finished.num_cached_tokens for one in generations if one.finished is not None)
     return {
         "prompt_tokens": prompt,

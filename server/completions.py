@@ -95,7 +95,7 @@ class TextCompletion:
         yield DONE
 
     def _usage(self) -> dict[str, Any]:
-        dropped = sum(generation.num_tokens for generation in self.batch.generations) if self._scores_only else 0
+        dropped = sum(generation.num_generated for generation in self.batch.generations) if self._scores_only else 0
         return usage(self.batch.generations, dropped)
 
     def _choice(self, number: int, piece: Piece, prompt_scores: Sequence[Score] | None) -> dict[str, Any]:

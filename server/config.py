@@ -39,7 +39,7 @@ class ServeConfig:
         cors_origin: Origins of web pages that may call.
         allowed_host: Further names in the Host header.
         forwarded_allow_ips: Proxies and networks whose X-Forwarded-For and X-Forwarded-Proto are believed; "*" is all.
-        max_queue: Requests that may wait; more get 429.
+        max_queue: Sequences that may wait; more get 429.
         drain_timeout: Seconds that running requests have after SIGTERM.
         max_body: Largest body of a request, in bytes. The default fits a prompt of a million tokens as token ids (8 bytes each,
             with comma and space) and as text (4 to 6 bytes). Parsing costs the streams more than bytes do: see `bodies`.

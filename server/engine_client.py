@@ -10,11 +10,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from .connection import CannotEncode, MessageConnection
 from .messages import (
+    Aborted,
     Accepted,
     Call,
     CallResult,
@@ -109,6 +110,29 @@ class Generation:
         self.num_unread = 0
         self.counts: dict[int, int] = {}
         self._changed = changed
+        self._num_generated = 0  # as the engine says at the end
+        self._when_settled: list[Callable[[], None]] = []
+        self.is_settled = False
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens generated for this prompt so far as is known, with those that `best_of` leaves out; exact once settled."""
+        return max(self._num_generated, self.num_tokens)
+
+    def settle(self, num_generated: int = 0) -> None:
+        """The engine does nothing more for this prompt, and generated so many tokens. Idempotent."""
+        self._num_generated = max(self._num_generated, num_generated)
+        self.is_settled = True
+        waiting, self._when_settled = self._when_settled, []
+        for then in waiting:
+            then()
+
+    def when_settled(self, then: Callable[[], None]) -> None:
+        """Call `then` once the engine has said how much it generated, or has ended."""
+        if self.is_settled:
+            then()
+        else:
+            self._when_settled.append(then)
 
     @property
     def num_tokens(self) -> int:
@@ -131,8 +155,10 @@ class Generation:
                 self.ended_at = time.monotonic()
                 for piece in message.pieces:
                     self._count(piece)
+                self.settle(message.num_generated)
             case Exception():
                 self.error = message
+                self.settle()
         self._changed.set()
 
     def _count(self, piece: Piece) -> None:
@@ -211,6 +237,22 @@ class Batch:
         for generation in self.generations:
             self._engine.cancel(generation)
 
+    def when_settled(self, then: Callable[[], None]) -> None:
+        """Call `then` once the engine has said how much it generated for each prompt, which is after `cancel` too."""
+        left = sum(not generation.is_settled for generation in self.generations)
+        if not left:
+            then()
+            return
+
+        def settled() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                then()
+
+        for generation in [one for one in self.generations if not one.is_settled]:
+            generation.when_settled(settled)
+
     async def _change(self) -> None:
         self._check()
         self._changed.clear()
@@ -259,6 +301,7 @@ class RemoteEngine:
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._numbers = itertools.count()
         self._generations: dict[int, Generation] = {}
+        self._cancelled: dict[int, Generation] = {}  # until the engine says how much it generated
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._connection: MessageConnection[ToServer]
         self._stopping = False
@@ -322,6 +365,7 @@ class RemoteEngine:
     def cancel(self, generation: Generation) -> None:
         """Abort a request, unless it has ended."""
         if self._generations.pop(generation.number, None) is not None and not self.ended.is_set():
+            self._cancelled[generation.number] = generation
             self._connection.send(Cancel(generation.number))
 
     async def call(self, method: str, **arguments: Any) -> Any:
@@ -377,6 +421,10 @@ class RemoteEngine:
         return "its connection broke" if status is None else f"status {status}"
 
     def _receive(self, message: ToServer) -> None:
+        if isinstance(message, Aborted | RequestEnd | Failed) and message.number in self._cancelled:
+            count = 0 if isinstance(message, Failed) else message.num_generated
+            self._cancelled.pop(message.number).settle(count)
+            return
         match message:
             case OutputPieces():
                 for piece in message.pieces:
@@ -420,6 +468,9 @@ class RemoteEngine:
         for generation in self._generations.values():
             generation.take(error)
         self._generations.clear()
+        for generation in self._cancelled.values():
+            generation.settle()
+        self._cancelled.clear()
         for number in list(self._calls):
             self._answer(number, error)
         if not self._ready.done():

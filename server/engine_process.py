@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing, closing, suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from ..scheduler.request import SamplingParams
 from ..version import __version__
 from .connection import MessageConnection
 from .messages import (
+    Aborted,
     Accepted,
     Call,
     CallResult,
@@ -43,7 +44,7 @@ from .messages import (
 )  # fmt: skip
 
 if TYPE_CHECKING:
-    from ..engine.async_llm import AsyncLLM
+    from ..engine.async_llm import AsyncLLM, AsyncOutputs, AsyncStream
     from ..engine.requests.outputs import Completion, RequestOutput, StreamChunk, TokenLogprobs
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class EngineServer:
         self._llm: AsyncLLM | None = None
         self._changing = asyncio.Lock()  # sleeping, waking up
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by the number of the request or call
+        self._outputs: dict[int, AsyncOutputs | AsyncStream] = {}  # of running requests, by number
         self._pieces: list[Piece] = []  # not sent yet
         self.calls: dict[str, Callable[..., Awaitable[Any]]] = {
             "tokenize": self._tokenize,
@@ -112,6 +114,8 @@ class EngineServer:
                 self._begin(message.number, self._generate(message))
             case Cancel():
                 if (task := self._tasks.get(message.number)) is not None:
+                    outputs = self._outputs.get(message.number)
+                    self._send(Aborted(message.number, 0 if outputs is None else outputs.num_generated))
                     task.cancel()
             case Call():
                 self._begin(message.number, self._call(message))
@@ -131,7 +135,7 @@ class EngineServer:
     def _begin(self, number: int, work: Any) -> None:
         task = asyncio.ensure_future(self._reported(number, work))
         self._tasks[number] = task
-        task.add_done_callback(lambda _: self._tasks.pop(number, None))
+        task.add_done_callback(lambda _: (self._tasks.pop(number, None), self._outputs.pop(number, None)))
 
     async def _reported(self, number: int, work: Awaitable[None]) -> None:
         """Await `work`; an error becomes a `Failed` message."""
@@ -176,17 +180,20 @@ class EngineServer:
         make = partial(_scores, llm.tokenizer)
         prompts = [{"prompt_token_ids": ids, "label": submit.request_id}]
         if not submit.streams:
-            outputs = await llm.generate(prompts, params, priority=submit.priority, cache_salt=submit.cache_salt)
-            (output,) = outputs
+            call = llm.begin(prompts, params, priority=submit.priority, cache_salt=submit.cache_salt)
+            self._outputs[submit.number] = call
+            with closing(call):
+                (output,) = await call.outputs()
             pieces = [_whole(submit.number, i, one, make) for i, one in enumerate(output.completions)]
-            self._send(_finished(submit.number, output, pieces, make))
+            self._send(_finished(submit.number, output, pieces, make, call.num_generated))
             return
         stream = llm.stream(prompts, params, priority=submit.priority, cache_salt=submit.cache_salt)
+        self._outputs[submit.number] = stream
         async with aclosing(stream):
             async for chunk in stream:
                 self._give(_piece(submit.number, chunk, make))
                 if chunk.output is not None:
-                    self._send(_finished(submit.number, chunk.output, [], make))
+                    self._send(_finished(submit.number, chunk.output, [], make, stream.num_generated))
 
     def _completed(self, llm: AsyncLLM, params: SamplingParams, num_prompt: int, submit: Submit) -> SamplingParams:
         """The parameters with the API's defaults. Raises PromptTooLong."""
@@ -335,12 +342,14 @@ def _whole(number: int, index: int, completion: Completion, make: _Make) -> Piec
     )  # fmt: skip
 
 
-def _finished(number: int, output: RequestOutput, pieces: list[Piece], make: _Make) -> RequestEnd:
+def _finished(number: int, output: RequestOutput, pieces: list[Piece], make: _Make, num_generated: int) -> RequestEnd:
     scores = make(output.prompt_logprobs, output.prompt_token_ids)
     each = [completion.timings for completion in output.completions]
     first_token_s = min((one.first_token_s for one in each if one.first_token_s is not None), default=None)
     total_s = max(one.total_s for one in each)
-    return RequestEnd(number, pieces, output.num_cached_tokens, scores, each[0].queued_s, first_token_s, total_s)
+    return RequestEnd(
+        number, pieces, output.num_cached_tokens, scores, each[0].queued_s, first_token_s, total_s, num_generated
+    )
 
 
 def load(model: str, options: Mapping[str, Any]) -> AsyncLLM:

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ..monitor.yaml_file import InvalidYaml, read_yaml
+from .errors import ApiError
 
 LEAST_KEY_CHARACTERS = 8
+MOST_PRIORITY = 1000  # of a request, and as many below 0
 
 
 class KeysInvalid(ValueError):
@@ -26,16 +28,30 @@ class ApiKey:
     Attributes:
         digest: SHA-256 of the key.
         max_requests: Requests at the same time.
+        max_sequences: Sequences of its requests at the same time: prompts times `n` or `best_of`.
         max_blocks: KV blocks that its requests may come to need at the same time.
         tokens_per_minute: Tokens of prompts and outputs.
+        least_priority: The lowest `priority` of its requests; lower ones go first. An admin key may give any.
     """
 
     name: str
     digest: bytes = field(repr=False)
     admin: bool = False
     max_requests: int | None = None
+    max_sequences: int | None = None
     max_blocks: int | None = None
     tokens_per_minute: int | None = None
+    least_priority: int = 0
+
+    def check_priority(self, priority: int) -> None:
+        """Raise ApiError if a request with this key may not have this priority."""
+        if priority < self.least_priority and not self.admin:
+            raise ApiError(
+                403,
+                f"the key {self.name} may give a priority of {self.least_priority} or more (lower ones go first), got "
+                f"{priority}: `least_priority` in the key file permits lower ones",
+                param="priority",
+            )
 
 
 def digest_of(key: str) -> bytes:
@@ -113,8 +129,10 @@ def _key(name: str, value: Any, where: str) -> ApiKey:
         if option not in known:
             raise KeysInvalid(f"{where}: unknown option {option!r}; known are {', '.join(sorted(known))}")
         wanted = bool if option == "admin" else int
-        if not isinstance(limit, wanted) or (wanted is int and (isinstance(limit, bool) or limit < 1)):
-            raise KeysInvalid(f"{where}: {option} must be {'true or false' if wanted is bool else 'a number above 0'}")
+        least = -MOST_PRIORITY if option == "least_priority" else 1
+        if not isinstance(limit, wanted) or (wanted is int and (isinstance(limit, bool) or limit < least)):
+            needed = "true or false" if wanted is bool else f"a number of {least} or more"
+            raise KeysInvalid(f"{where}: {option} must be {needed}")
     return ApiKey(name, digest_of(key), **options)
 
 
@@ -123,22 +141,24 @@ class KeyUse:
 
     def __init__(self, key: ApiKey, clock: Callable[[], float] = time.monotonic) -> None:
         self.num_requests = 0
+        self.num_sequences = 0
         self.num_blocks = 0
         self._key = key
         self._clock = clock
         self._tokens_left = float(key.tokens_per_minute or 0)
         self._filled_at = clock()
 
-    def retry_after_s(self) -> float | None:
-        """Seconds until tokens are left for another request; None if there are."""
+    def retry_after_s(self, count: int = 1) -> float | None:
+        """Seconds until `count` tokens are left, or a whole minute's if `count` is more; None if there are."""
         most = self._key.tokens_per_minute
         if most is None:
             return None
         now = self._clock()
         self._tokens_left = min(float(most), self._tokens_left + (now - self._filled_at) * most / 60)
         self._filled_at = now
-        return None if self._tokens_left > 0 else (1 - self._tokens_left) * 60 / most
+        needed = min(count, most)
+        return None if self._tokens_left >= needed else (needed - self._tokens_left) * 60 / most
 
     def count_tokens(self, count: int) -> None:
-        """Charge tokens of a request that has ended."""
+        """Charge tokens, or give them back if below 0."""
         self._tokens_left -= count

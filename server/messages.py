@@ -68,7 +68,7 @@ class Submit(Struct, tag=True, frozen=True):
 
 
 class Cancel(Struct, tag=True, frozen=True):
-    """Abort a request. Nothing more of it is sent."""
+    """Abort a request. It is answered by `Aborted`, unless the request has ended."""
 
     number: int
 
@@ -155,6 +155,7 @@ class RequestEnd(Struct, tag=True, frozen=True):
         pieces: The whole continuations, best first, unless they were streamed.
         queued_s, first_token_s, total_s: Seconds in the engine, from the tokenized prompt to the first admission, the first
             token and the end. None if it never came so far.
+        num_generated: Tokens of all continuations, with those that `best_of` leaves out.
     """
 
     number: int
@@ -164,6 +165,14 @@ class RequestEnd(Struct, tag=True, frozen=True):
     queued_s: float | None = None
     first_token_s: float | None = None
     total_s: float = 0.0
+    num_generated: int = 0
+
+
+class Aborted(Struct, tag=True, frozen=True):
+    """The answer to `Cancel` of a request that had not ended: the tokens that were generated for it."""
+
+    number: int
+    num_generated: int
 
 
 class Failed(Struct, tag=True, frozen=True):
@@ -182,4 +191,4 @@ class CallResult(Struct, tag=True, frozen=True):
 
 
 ToEngine: TypeAlias = Start | Submit | Cancel | Call | Stop
-ToServer: TypeAlias = ModelReady | StartFailed | Accepted | OutputPieces | RequestEnd | Failed | CallResult
+ToServer: TypeAlias = ModelReady | StartFailed | Accepted | OutputPieces | RequestEnd | Aborted | Failed | CallResult

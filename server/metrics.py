@@ -185,8 +185,9 @@ class Metrics:
         for name in self._models.keys() - {model.name for model in models}:
             del self._models[name]  # unloaded
         families.add("gauge", "pagetide_build_info", "The version", {"version": __version__}, 1.0)
-        limit = "Requests that may run or wait; more get 429"
+        limit = "Sequences that may run or wait; more get 429"
         families.add("gauge", "pagetide_requests", "Generating requests in the server", {}, admission.num_requests)
+        families.add("gauge", "pagetide_places", "Sequences of these, each in a place", {}, admission.num_places)
         families.add("gauge", "pagetide_requests_limit", limit, {}, admission.limit)
         self._add_http(families)
         return generate_latest(_Prepared([*families, *self._process.collect()]))

@@ -90,7 +90,7 @@ class ModelRegistry:
 
     @property
     def capacity(self) -> int:
-        """Requests that the loaded models can run at the same time."""
+        """Sequences that the loaded models can run at the same time."""
         ready = [model.process for model in self if model.state == "ready" and model.process is not None]
         return sum(process.info.max_seqs for process in ready)
 

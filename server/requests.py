@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..scheduler.request import SamplingParams
 from .errors import ApiError, invalid
+from .keys import MOST_PRIORITY
 
 MOST_DRAIN_S = 3600
 MOST_N = 128  # continuations of a request
@@ -126,7 +127,7 @@ class _Extras(_Accepted):
     bad_words: Texts | None = None
     structured_outputs: StructuredOutputs | None = None
     prompt_logprobs: int | None = None
-    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
+    priority: Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)] = 0
     cache_salt: Name | None = None
     return_token_ids: bool = False
     request_id: Name | None = None

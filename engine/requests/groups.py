@@ -108,6 +108,11 @@ class BeamGroup(RequestGroup):
         """The first request state, which represents the search."""
         return [state for state in self.states[:1] if state.completion is None]
 
+    @property
+    def num_generated(self) -> int:
+        """See `RequestGroup`: those of the best hypotheses."""
+        return sum(len(found.token_ids) for found in self._search.best)
+
     def deliver(self, request_id: str, event: Event, now: float) -> GroupActions | None:
         """See `RequestGroup`."""
         if isinstance(event, Candidates):

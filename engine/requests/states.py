@@ -327,6 +327,11 @@ class RequestGroup(ABC):
         return all(state.completion is not None for state in self.states)
 
     @property
+    def num_generated(self) -> int:
+        """Tokens generated so far, of all continuations that were started."""
+        return sum(state.num_generated for state in self.states)
+
+    @property
     def output(self) -> RequestOutput:
         """The output. Valid once all request states have ended."""
         first = self.states[0].request

@@ -26,9 +26,10 @@ _MOST_KEPT = 64  # unused constraints kept; the least recently used one is dropp
 # llguidance's limit for compiling one constraint. The worst regular expressions found took 0.9 s and 64 MiB with this
 # limit, and 4.8 s and 200 MiB with the library's default of 1,000,000. They failed at their first token with either.
 _LEXER_FUEL = 300_000
-# The limit for one mask. The items of an ambiguous grammar keep growing: with the library's default of 50,000 a mask took up to
-# 1.9 s with a vocabulary of 4,096, which delays all requests; with this limit, 0.25 s. JSON schemas need less than 2,000.
-_STEP_ITEMS = 20_000
+# The limit for one mask. The items of an ambiguous grammar keep growing, and the time with their square, which delays all
+# requests: with a vocabulary of 4,096 a mask took up to 1.9 s with the library's default of 50,000; in one run on a busy
+# machine 1.07 s with 20,000, and 0.09 s with this limit. JSON schemas need less than 2,000; a chain of 6,000 rules that many.
+_STEP_ITEMS = 8_000
 # The library recurses into rules that refer to each other. A grammar of the longest text that is allowed overflows the usual
 # stack of 8 MiB, which ends the process. Of a larger one, memory is used as far as a compilation goes.
 _STACK_BYTES = 256 << 20

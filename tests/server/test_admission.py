@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
@@ -13,8 +14,14 @@ from pagetide.server.errors import ApiError
 from pagetide.server.keys import ApiKey
 
 
-def refused(admission: RequestAdmission, key: ApiKey | None = None) -> ApiError:
-    with pytest.raises(ApiError) as caught, admission.request(key):
+@contextmanager
+def admitted(admission: RequestAdmission, key: ApiKey | None = None, count: int = 1) -> Iterator[None]:
+    with admission.request(key), admission.sequences(key, count):
+        yield
+
+
+def refused(admission: RequestAdmission, key: ApiKey | None = None, count: int = 1) -> ApiError:
+    with pytest.raises(ApiError) as caught, admitted(admission, key, count):
         pass
     return caught.value
 
@@ -24,18 +31,18 @@ def test_a_full_server_says_when_to_come_back() -> None:
     admission = RequestAdmission(lambda: 2, max_queue=2, clock=lambda: now[0])
     with ExitStack() as stack:
         for _ in range(4):
-            stack.enter_context(admission.request(None))
+            stack.enter_context(admitted(admission))
         error = refused(admission)
         assert (error.status, error.code, error.headers["retry-after"]) == (429, "rate_limit_exceeded", "1")
         assert admission.num_requests == 4
     assert admission.num_requests == 0
     for second in range(1, 11):  # ten requests end, one each 2 s
         now[0] = 2.0 * second
-        with admission.request(None):
+        with admitted(admission):
             pass
     with ExitStack() as stack:
         for _ in range(4):
-            stack.enter_context(admission.request(None))
+            stack.enter_context(admitted(admission))
         # 13 ends in 20 s, 3 must end before there is a place
         assert int(refused(admission).headers["retry-after"]) == 5
 
@@ -44,11 +51,11 @@ def test_the_wait_is_bounded() -> None:
     now = [0.0]
     admission = RequestAdmission(lambda: 0, max_queue=1000, clock=lambda: now[0])
     for now[0] in (0.0, 50.0):
-        with admission.request(None):
+        with admitted(admission):
             pass
     with ExitStack() as stack:
         for _ in range(1000):
-            stack.enter_context(admission.request(None))
+            stack.enter_context(admitted(admission))
         assert admission.retry_after_s() == MOST_RETRY_S
 
 
@@ -63,9 +70,70 @@ def test_limits_of_a_key_do_not_touch_others() -> None:
             pass
     with admission.request(bob), admission.blocks(bob, 8):
         pass
-    admission.count_tokens(eve, 160)
+    with (
+        pytest.raises(ApiError, match="may need 9 KV blocks, and the key bob may use 8") as caught,
+        admission.blocks(bob, 9),
+    ):
+        pass
+    assert caught.value.status == 400 and "retry-after" not in caught.value.headers
+    admission.settle_tokens(eve, 0, 160)
     error = refused(admission, eve)
     assert "100 tokens a minute" in error.message and int(error.headers["retry-after"]) in (36, 37)
+
+
+def test_a_request_takes_a_place_for_each_sequence() -> None:
+    now = [0.0]
+    admission = RequestAdmission(lambda: 4, max_queue=6, clock=lambda: now[0])
+    with admitted(admission, count=7):
+        assert (admission.num_requests, admission.num_places) == (1, 7)
+        error = refused(admission, count=4)
+        assert error.status == 429 and "4 sequences, and 3 of the server's 10 places are free" in error.message
+        assert admission.num_places == 7
+        with admitted(admission, count=3):
+            assert "10 sequences are running or waiting" in refused(admission).message
+    assert (admission.num_requests, admission.num_places) == (0, 0)
+    now[0] = 10.0
+    with admitted(admission, count=9):  # 7 sequences ended in 10 s; 5 that wait and 4 more take 13 s
+        assert refused(admission, count=4).headers["retry-after"] == "13"
+    error = refused(admission, count=11)
+    assert error.status == 400 and "11 sequences" in error.message and "takes 10 at a time" in error.message
+
+
+def test_a_key_has_a_limit_of_sequences() -> None:
+    admission, bob = RequestAdmission(lambda: 4, max_queue=6), ApiKey("bob", b"1", max_sequences=3)
+    with admitted(admission, bob, 2):
+        assert refused(admission, bob, 2).status == 429
+        assert refused(admission, bob, 4).status == 400
+        with admitted(admission, bob), admitted(admission, None, 7):
+            pass
+    with admitted(admission, bob, 3):
+        pass
+
+
+def test_tokens_are_reserved_and_settled() -> None:
+    now = [0.0]
+    admission = RequestAdmission(lambda: 10, max_queue=10, clock=lambda: now[0])
+    eve = ApiKey("eve", b"2", tokens_per_minute=60)
+
+    def wait(count: int) -> str | None:
+        try:
+            admission.reserve_tokens(eve, count)
+        except ApiError as error:
+            return error.headers["retry-after"] if error.status == 429 else None
+        return None
+
+    assert wait(40) is None and wait(20) is None  # all of the minute is reserved
+    assert refused(admission, eve).headers["retry-after"] == "1"
+    admission.settle_tokens(eve, 40, 10)
+    assert wait(31) == "1" and wait(30) is None
+    admission.settle_tokens(eve, 30, 0)
+    assert wait(1000) == "30"  # more than a minute's: once all of that is left
+    now[0] = 30.0
+    assert wait(1000) is None and wait(1) == "941"
+    admission.settle_tokens(eve, 1000, 70)
+    assert wait(1) == "11"
+    admission.reserve_tokens(None, 10**9)
+    admission.reserve_tokens(ApiKey("bob", b"1"), 10**9)
 
 
 def test_a_server_that_shuts_down_takes_no_more() -> None:

@@ -48,3 +48,30 @@ def test_frames_blocks_and_decisions_of_an_engine_process() -> None:
             await engine.stop()
 
     asyncio.run(main())
+
+
+def test_what_was_generated_is_told_at_the_end_and_when_a_request_is_cancelled() -> None:
+    async def main() -> None:
+        engine = await RemoteEngine.start("demo", OPTIONS)
+        try:
+            params = {"max_new_tokens": 5, "ignore_eos": True, "n": 1, "best_of": 3}
+            for streams, more in ((False, {}), (True, {"n": 3}), (False, {"num_beams": 2, "best_of": None})):
+                batch = Batch(engine)
+                batch.submit(prompt=[1, 5, 6], params=params | more, streams=streams)
+                (end,) = await batch.whole()
+                assert batch.generations[0].num_generated == end.num_generated == (10 if "num_beams" in more else 15)
+            for streams, more in ((False, {}), (True, {"n": 3}), (False, {"num_beams": 2, "best_of": None})):
+                before = (await engine.call("stats"))["computed_tokens"]
+                batch = Batch(engine)
+                batch.submit(prompt=[1, 5, 6], params=params | more | {"max_new_tokens": 100}, streams=streams)
+                while (await engine.call("stats"))["computed_tokens"] < before + 30:
+                    await asyncio.sleep(0.01)
+                settled = asyncio.Event()
+                batch.cancel()
+                batch.when_settled(settled.set)
+                await asyncio.wait_for(settled.wait(), 60)
+                assert 20 < batch.generations[0].num_generated < 300 and batch.generations[0].finished is None
+        finally:
+            await engine.stop()
+
+    asyncio.run(main())

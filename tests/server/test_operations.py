@@ -23,6 +23,8 @@ httpx = pytest.importorskip("httpx2")
 KEYS = """
 alice: sk-alice-1234
 bob: {key: sk-bob-12345, max_requests: 1}
+carol: {key: sk-carol-1234, max_blocks: 64}
+dave: {key: sk-dave-12345, tokens_per_minute: 600}
 ops: {key: sk-operator-1, admin: true}
 """
 ENGINE = ["--device", "cpu", "--dtype", "float32", "--kv-memory", "8MiB", "--no-share", "--max-seqs", "2"]
@@ -33,6 +35,7 @@ def key(name: str) -> dict[str, str]:
 
 
 ALICE, BOB, OPS = key("alice-1234"), key("bob-12345"), key("operator-1")
+CAROL, DAVE = key("carol-1234"), key("dave-12345")
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +97,38 @@ def test_a_burst_beyond_the_queue_is_told_when_to_come_back(server: ServerProces
     assert len(taken) + len(refused) == 12 and len(taken) >= 4 and refused
     assert all(answer.json()["usage"]["completion_tokens"] == 200 for answer in taken)
     assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
+
+
+def test_one_request_cannot_take_more_than_the_places_there_are(server: ServerProcess) -> None:
+    answer = complete(server, ALICE, prompt=["The sea"] * 2, n=3)
+    assert answer.status_code == 400 and "6 sequences" in answer.json()["error"]["message"]
+    assert "retry-after" not in answer.headers
+    assert complete(server, ALICE, prompt=["The sea"] * 2, n=2).status_code == 200
+    assert complete(server, ALICE, best_of=5).status_code == 400
+
+
+def test_a_key_may_go_behind_others_and_not_before_them(server: ServerProcess) -> None:
+    found = [complete(server, who, priority=at).status_code for who, at in ((ALICE, 5), (ALICE, -1), (OPS, -1))]
+    assert found == [200, 403, 200]
+
+
+def test_a_limit_of_blocks_takes_a_request_that_fits(server: ServerProcess) -> None:
+    info = httpx.get(f"{server.url}/v1/models/demo", headers=CAROL).json()
+    blocks = -(-info["max_model_len"] // 16)
+    assert complete(server, CAROL, max_tokens=None, n=1).status_code == (200 if blocks <= 64 else 400)
+    answer = complete(server, CAROL, max_tokens=300, n=4)  # 4 times 19 blocks
+    assert answer.status_code == 400 and "the key carol may use 64" in answer.json()["error"]["message"]
+    assert complete(server, CAROL, max_tokens=300, n=3).status_code == 200
+
+
+def test_all_that_is_generated_counts(server: ServerProcess) -> None:
+    usage = complete(server, ALICE, n=1, best_of=3, ignore_eos=True).json()["usage"]
+    assert usage["completion_tokens"] == 12 and usage["total_tokens"] == usage["prompt_tokens"] + 12
+    # Of a key with 600 tokens a minute: 3 times 150 are used, and at most 30 come back in 3 s.
+    assert complete(server, DAVE, n=1, best_of=3, max_tokens=150, ignore_eos=True).status_code == 200
+    answer = complete(server, DAVE, n=4, max_tokens=140, ignore_eos=True)
+    assert answer.status_code == 429 and "may need 5" in answer.json()["error"]["message"]
+    assert int(answer.headers["retry-after"]) > 0
 
 
 def test_a_key_has_its_own_limit(server: ServerProcess) -> None:
