@@ -482,13 +482,38 @@ def _bias(given: dict[str, float] | None) -> dict[int, float] | None:
         raise invalid("logit_bias maps token ids to numbers", "logit_bias") from None
 
 
+# What fields take that take several types; a union's own errors name the types of Python instead.
+_UNIONS = {
+    "prompt": "a text, token ids (from 0 to 2,147,483,647), or a list of them",
+    "stop": "a text, or a list of texts",
+    "tool_choice": '"none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
+    "early_stopping": 'true, false or "never"',
+    "content": "a text, or a list of parts",
+    "arguments": "an object, or its text",
+    "json": "a schema, or its text",
+}  # fmt: skip
+
+
 def from_validation(errors: list[Any]) -> ApiError:
-    """The error for what pydantic says of a body."""
+    """The error for what pydantic says of a body or of the query's parameters."""
     first = errors[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
-    param = ".".join(part for part in place if not part.startswith(("list[", "str", "constrained")))
+    place = list(first["loc"])
+    place = place[1:] if place and place[0] in ("body", "query", "path") else place
+    branch = next((number for number, part in enumerate(place) if _is_branch(part)), None)
+    if branch and (wanted := _UNIONS.get(str(place[branch - 1]))):
+        param = ".".join(map(str, place[:branch]))
+        long = next((error["msg"] for error in errors if error["type"] == "too_long"), None)
+        return invalid(f"{param}: {long or f'give {wanted}'}", param)
+    param = ".".join(str(part) for part in place if not _is_branch(part))
     if first["type"] == "json_invalid":
         return invalid(f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}")
     missing = first["type"] == "missing"
     what = f"{param or 'the body'} is missing" if missing else f"{param or 'the body'}: {first['msg']}"
     return invalid(what, param or None)
+
+
+def _is_branch(part: Any) -> bool:
+    """Whether a part of an error's place is the branch of a union instead of a field: a type's name."""
+    return isinstance(part, str) and (
+        part in ("str", "int", "bool", "float") or bool(re.match(r"[A-Z]|[\w-]+[\[(]|constrained", part))
+    )

@@ -273,8 +273,8 @@ def test_unknown_fields_are_answered(field: str, said: str) -> None:
     ("fields", "status", "code", "param"),
     [
         ({"model": "moby"}, 404, "model_not_found", "model"),
-        ({"prompt": "word " * 3000}, 400, "context_length_exceeded", None),
-        ({"max_tokens": 5000}, 400, "context_length_exceeded", None),
+        ({"prompt": "word " * 3000}, 400, "context_length_exceeded", "prompt"),
+        ({"max_tokens": 5000}, 400, "context_length_exceeded", "prompt"),
         ({"temperature": -1}, 400, None, "temperature"),
         ({"n": 0}, 400, None, "n"),
         ({"prompt": [[5, 99_999]]}, 400, None, None),
