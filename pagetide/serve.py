@@ -14,7 +14,7 @@ _LIBRARIES = ("fastapi", "uvicorn", "msgspec")
 _HTTP_OPTIONS = (
     "host", "port", "api_key_file", "chat_template", "tool_call_parser", "cors_origin", "allowed_host",
     "forwarded_allow_ips", "max_queue", "drain_timeout", "max_body", "ignore_unknown_fields", "open_metrics", "access_log",
-    "ssl_certfile", "ssl_keyfile", "record", "record_text",
+    "ssl_certfile", "ssl_keyfile", "record", "record_text", "served_model_name",
 )  # fmt: skip
 
 
@@ -33,14 +33,17 @@ def add_parser(
     parser: argparse.ArgumentParser = commands.add_parser(
         "serve", help="serve models to OpenAI clients",
         description="Serve models over HTTP, as OpenAI's API does. Every option can be set by PAGETIDE_<OPTION> or in the "
-        "configuration file too; a flag goes first, then the environment, then the file.",
+        "configuration file too; a flag goes first, then the environment, then a model's entry in the file, then its top.",
     )  # fmt: skip
     parser.add_argument("models", nargs="*", metavar="MODEL", help="a name, a folder, or a hub id in the local cache")
     parser.add_argument("--model", dest="more_models", action="append", default=[], metavar="MODEL", help="repeatable")
     parser.add_argument(
         "--served-model-name", action="append", metavar="NAME", help="name in requests; one for each model"
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="settings in YAML")
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE",
+        help="settings in YAML (variable: PAGETIDE_SERVE_CONFIG; PAGETIDE_CONFIG names a models file)",
+    )  # fmt: skip
     http = parser.add_argument_group("server")
     http.add_argument("--host", metavar="ADDRESS", help="address to listen on (default 127.0.0.1)")
     http.add_argument("--port", type=int, metavar="N", help="port to listen on; 0 takes a free one (default 8000)")
@@ -87,13 +90,10 @@ def _serve(args: argparse.Namespace, engine: dict[str, Any]) -> int:
     from .server.models import ModelOptions
     from .server.run import CannotServe, serve
 
-    references = [*args.models, *args.more_models]
-    names = args.served_model_name or references
-    if len(names) != len(references):
-        raise ValueError(f"{len(references)} models, but {len(names)} --served-model-name: give one for each")
-    models = [ModelOptions(name, reference, engine) for name, reference in zip(names, references, strict=True)]
+    models = [ModelOptions(reference, reference) for reference in [*args.models, *args.more_models]]
     given = {name: getattr(args, name) for name in _HTTP_OPTIONS}
-    config = ServeConfig.resolve(given, os.environ, args.config, models, engine)
+    file = args.config or (Path(named) if (named := os.environ.get("PAGETIDE_SERVE_CONFIG")) else None)
+    config = ServeConfig.resolve(given, os.environ, file, models, engine)
     try:
         return serve(config)
     except CannotServe as error:

@@ -137,8 +137,11 @@ def add_errors(app: FastAPI) -> None:
         assert isinstance(error, ApiError)
         return _json(error.body, error.status, error.headers)
 
-    async def from_client(_: Request, error: Exception) -> Response:
-        return await api_error(_, from_engine(error))
+    async def from_client(request: Request, error: Exception) -> Response:
+        found = from_engine(error)
+        if found.code == "context_length_exceeded":
+            found.param = "messages" if request.url.path.endswith("/chat/completions") else "prompt"
+        return await api_error(request, found)
 
     async def validation(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)

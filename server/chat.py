@@ -8,7 +8,7 @@ from typing import Any
 from .choices import DONE, event, finish_reason, merged, new_id, now_s, usage
 from .completions import prompt_logprob
 from .engine_client import Batch, EngineClient, Observer
-from .messages import Piece, Score
+from .messages import Piece, RequestEnd, Score
 from .requests import ChatRequest
 from .tools import ToolCalls, ToolParser
 
@@ -58,18 +58,15 @@ class ChatCompletion:
         self.batch.submit(
             messages=[message.to_template() for message in self._body.messages], template=self._template,
             params=self._params, priority=self._body.priority, cache_salt=self._cache_salt,
-            streams=bool(self._body.stream), fills_context="max_new_tokens" not in self._params,
+            streams=bool(self._body.stream) and self._body.prompt_logprobs is None,  # the prompt's come with the end
+            fills_context="max_new_tokens" not in self._params,
         )  # fmt: skip
         await self.batch.accepted()
 
     async def response(self) -> dict[str, Any]:
         """The whole response, once all has ended. Raises RequestFailed, EngineUnavailable or ApiError."""
         (end,) = await self.batch.whole()
-        extras: dict[str, Any] = {}
-        if self._body.return_token_ids:
-            extras["prompt_token_ids"] = self.batch.generations[0].prompt_token_ids
-        if self._body.prompt_logprobs is not None and end.prompt_scores is not None:
-            extras["prompt_logprobs"] = [prompt_logprob(score) for score in end.prompt_scores]
+        extras = self._of_prompt(end)
         choices = [self._choice(piece) for piece in end.pieces]
         head = {**self._head, "object": "chat.completion"}
         return {**head, "choices": choices, "usage": usage(self.batch.generations), **extras}
@@ -80,10 +77,16 @@ class ChatCompletion:
         asks_usage = options is not None and options.include_usage
         usage_null: dict[str, Any] = {"usage": None} if asks_usage else {}
         head = {**self._head, "object": "chat.completion.chunk"}
+        end = None if self._body.prompt_logprobs is None else (await self.batch.whole())[0]
+        of_prompt = self._of_prompt(end)  # in the first chunk
         for index in range(self.num_choices):
             delta = {"role": "assistant", "content": ""}
             choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-            yield event({**head, "choices": [choice], **usage_null})
+            yield event({**head, "choices": [choice], **usage_null, **of_prompt})
+            of_prompt = {}
+        for piece in () if end is None else end.pieces:
+            for choice in self._deltas(piece):
+                yield event({**head, "choices": [choice], **usage_null})
         while new := await self.batch.read():
             for piece in merged([piece for _, pieces in new for piece in pieces]):
                 running = usage_null
@@ -94,6 +97,15 @@ class ChatCompletion:
         if asks_usage:
             yield event({**head, "choices": [], "usage": usage(self.batch.generations)})
         yield DONE
+
+    def _of_prompt(self, end: RequestEnd | None) -> dict[str, Any]:
+        """vLLM's fields of the prompt, for requests that ask for them."""
+        extras: dict[str, Any] = {}
+        if self._body.return_token_ids:
+            extras["prompt_token_ids"] = self.batch.generations[0].prompt_token_ids
+        if self._body.prompt_logprobs is not None and end is not None and end.prompt_scores is not None:
+            extras["prompt_logprobs"] = [prompt_logprob(score) for score in end.prompt_scores]
+        return extras
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
         """A whole choice."""

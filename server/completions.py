@@ -10,6 +10,8 @@ from .engine_client import Batch, EngineClient, Observer
 from .messages import Piece, Score
 from .requests import CompletionRequest
 
+BROKEN = "\ufffd"  # stands for bytes of a token that are no whole character
+
 
 class TextCompletion:
     """One request of this endpoint. Make it, `begin` it, then take `response` or `events`.
@@ -34,7 +36,7 @@ class TextCompletion:
         self._head = {"id": new_id("cmpl"), "object": "text_completion", "created": now_s(), "model": model}
         self._cache_salt = cache_salt
         self._texts: list[str] = []  # of the prompts, to be echoed
-        self._offsets: dict[int, int] = {}  # characters of each choice so far
+        self._places: dict[int, TextPlaces] = {}  # of each choice that is streamed
         self.batch = Batch(engine, observer)
 
     @property
@@ -52,7 +54,10 @@ class TextCompletion:
 
     async def begin(self) -> None:
         """Send the prompts and wait until they are tokenized. Raises RequestFailed or EngineUnavailable."""
-        streams = bool(self._body.stream) and (self._body.best_of or 1) <= self._each and not self._scores_only
+        # The prompt's log-probabilities come with the end of a request: one that asks for them is streamed in one piece.
+        scores_prompt = self._body.scores_prompt or self._body.prompt_logprobs is not None
+        whole = (self._body.best_of or 1) > self._each or self._scores_only or scores_prompt
+        streams = bool(self._body.stream) and not whole
         for prompt in self._prompts:
             self.batch.submit(
                 prompt=prompt, params=self._params, priority=self._body.priority, cache_salt=self._cache_salt,
@@ -104,12 +109,13 @@ class TextCompletion:
         text, scores = ("", []) if self._scores_only else (piece.text, piece.scores)
         reason = finish_reason(piece)
         logprobs = None
+        text = self._texts[number] + text if body.echo else text
         if body.logprobs is not None:
-            echoed = prompt_scores or () if body.scores_prompt else ()
-            logprobs = _logprobs([*echoed, *(scores or ())])
+            every = [*(prompt_scores or () if body.scores_prompt else ()), *(scores or ())]
+            logprobs = _logprobs(every, TextPlaces().add(text, [score.token for score in every], ends=True))
         return {
             "index": number * self._each + piece.index,
-            "text": self._texts[number] + text if body.echo else text,
+            "text": text,
             "logprobs": logprobs,
             "finish_reason": "length" if self._scores_only else reason,
             **self._extras(number, piece, prompt_scores),
@@ -118,20 +124,18 @@ class TextCompletion:
     def _delta(self, number: int, piece: Piece) -> dict[str, Any]:
         """What is new of a choice."""
         index = number * self._each + piece.index
-        offset = self._offsets.get(index)
-        text = piece.text
-        if offset is None:
-            offset = 0
-            if self._body.echo:
-                text = self._texts[number] + text
-        self._offsets[index] = offset + len(text)
-        return {
-            "index": index,
-            "text": text,
-            "logprobs": None if piece.scores is None else _logprobs(piece.scores, offset),
-            "finish_reason": finish_reason(piece),
-            **({"token_ids": piece.token_ids} if self._body.return_token_ids else {}),
-        }
+        text, begins = piece.text, index not in self._places
+        if begins:
+            self._places[index] = TextPlaces()
+            text = self._texts[number] + text if self._body.echo else text
+        reason, logprobs = finish_reason(piece), None
+        if piece.scores is not None:
+            tokens = [score.token for score in piece.scores]
+            logprobs = _logprobs(piece.scores, self._places[index].add(text, tokens, reason is not None))
+        extras: dict[str, Any] = {"token_ids": piece.token_ids} if self._body.return_token_ids else {}
+        if begins and extras:
+            extras["prompt_token_ids"] = self.batch.generations[number].prompt_token_ids
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason, **extras}
 
     def _extras(self, number: int, piece: Piece, prompt_scores: Sequence[Score] | None) -> dict[str, Any]:
         """vLLM's fields, for requests that ask for them."""
@@ -154,17 +158,72 @@ def prompt_logprob(score: Score) -> dict[str, Any] | None:
     return found
 
 
-def _logprobs(scores: Sequence[Score], offset: int = 0) -> dict[str, Any]:
-    """OpenAI's `logprobs` of completions. `offset` is that of the first token in the text."""
-    offsets, tops = [], []
+class TextPlaces:
+    """Finds the places of tokens in a text that comes in pieces. The text may lag behind its tokens.
+
+    A token that is not in the text (a special one) takes no characters; tokens that make a character together are all at
+    its place.
+    """
+
+    def __init__(self) -> None:
+        self._tail = ""  # the text from the first token on whose place may still change
+        self._tail_at = 0
+        self._open: list[str] = []  # these tokens
+        self._num_broken = 0  # tokens before them that are parts of characters, since the last other token
+
+    def add(self, text: str, tokens: Sequence[str], ends: bool) -> list[int]:
+        """The places of further tokens; with `ends` there is no more text."""
+        self._tail += text
+        every = [*self._open, *tokens]
+        places: list[int] = []
+        at, broken, kept = (
+            0,
+            self._num_broken,
+            None,
+        )  # kept: the first token that stays open, its place, broken before it
+        for number, token in enumerate(every):
+            begin, size, broken_then, sure = self._place(token, at, broken, ends)
+            if not sure and kept is None:
+                kept = number, at, broken
+            places.append(self._tail_at + begin)
+            at, broken = begin + size, broken_then
+        first, known, self._num_broken = kept or (len(every), at, broken)
+        new = places[len(self._open) :]
+        self._open, self._tail, self._tail_at = every[first:], self._tail[known:], self._tail_at + known
+        return new
+
+    def _place(self, token: str, at: int, num_broken: int, ends: bool) -> tuple[int, int, int, bool]:
+        """Where a token begins, its characters, the broken tokens up to it, and whether more text cannot change that."""
+        tail = self._tail
+        if BROKEN in token and not tail.startswith(token, at):
+            lead = token.partition(BROKEN)[0]
+            size = len(lead) if tail.startswith(lead, at) else 0
+            return at, size, num_broken + 1, len(tail) > at + size or ends
+        if not self._tail_at + at and not tail.startswith(token) and tail.startswith(token.lstrip()) and token.strip():
+            return at, len(token.lstrip()), 0, True  # decoders drop the space before the first word
+        if num_broken and (found := tail.find(token, at, at + num_broken + len(token))) >= 0:
+            return found, len(token), 0, True
+        if (
+            num_broken and not ends and len(tail) < at + num_broken + len(token)
+        ):  # their character is there, this is not
+            return min(at + 1, len(tail)), len(token), num_broken, False
+        if tail.startswith(token, at):
+            return at, len(token), 0, True
+        rest = tail[at : at + len(token)]
+        if token.startswith(rest) and len(rest) < len(token) and len(tail) <= at + len(rest):  # the end of the text
+            return at, len(rest) if ends else len(token), num_broken, ends
+        return at, 0, num_broken, True
+
+
+def _logprobs(scores: Sequence[Score], places: list[int]) -> dict[str, Any]:
+    """OpenAI's `logprobs` of completions. `places` are those of the tokens in the text."""
+    tops = []
     for score in scores:
-        offsets.append(offset)
-        offset += len(score.token)
         top = {token: logprob for _, token, logprob in score.top}
         tops.append(None if score.logprob is None else top | {score.token: score.logprob})
     return {
         "tokens": [score.token for score in scores],
         "token_logprobs": [score.logprob for score in scores],
         "top_logprobs": tops,
-        "text_offset": offsets,
+        "text_offset": places,
     }

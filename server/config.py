@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -20,6 +21,25 @@ DEFAULT_DRAIN_S = 30.0
 VARIABLES = "PAGETIDE_"
 ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # with the one that this machine calls
 _MODEL_KEYS = ("name", "model", "tool_call_parser", "chat_template")
+_OF_MODELS = (
+    "tool_call_parser",
+    "chat_template",
+    "record",
+    "record_text",
+)  # settings that a model's entry may have too
+# Arguments of `LLM` that are settings, for all models, with the types of their variables.
+ENGINE_SETTINGS = {
+    "device": "str", "dtype": "str", "kv_memory": "str", "block_size": "int | auto", "attention": "str", "max_seqs": "int",
+    "max_step_tokens": "int", "max_model_len": "int", "max_chunk_tokens": "int", "prefix_cache_memory": "str",
+    "host_kv_memory": "str", "prefix_caching": "bool", "idle_s": "float", "share": "bool", "overlap": "bool",
+    "cuda_graphs": "bool", "self_check": "bool",
+}  # fmt: skip
+NAMES = ("model", "served_model_name")  # lists; `model` is a shorter `models`
+# Variables that are no settings of the file.
+_OTHER_VARIABLES = ("CONFIG", "SERVE_CONFIG", "API_KEY", "ADMIN_KEY", "RUNTIME_DIR", "GID")
+_NEAR = 0.8  # as similar is an unknown variable to one that it is meant to be
+
+log = logging.getLogger(__name__)
 
 
 class ServeConfigInvalid(ValueError):
@@ -114,27 +134,45 @@ class ServeConfig:
         """The settings: `given` on the command line (None: not given), in `environ`, in `file`, else the defaults.
 
         Args:
-            models: Those named on the command line, instead of the file's.
-            engine: Arguments of `LLM` for every model, under those of the file.
+            given: May have `served_model_name` too.
+            models: Those named on the command line, instead of those of `environ` and the file.
+            engine: Arguments of `LLM` on the command line.
 
-        Raises ServeConfigInvalid.
+        A model's entry in the file goes before what the top of the file says for all models. Warns in the log of variables that
+        look like misspelled settings. Raises ServeConfigInvalid.
         """
         from_file = {} if file is None else _read(file)
-        listed = from_file.pop("models", [])
+        _warn_of_variables(environ)
         values: dict[str, Any] = {}
-        for one in fields(cls):
-            name = one.name
-            if name == "models":
-                continue
+        before: dict[str, Any] = {}  # what goes before the models' entries
+        for name in (one.name for one in fields(cls) if one.name != "models"):
             variable = f"{VARIABLES}{name.upper()}"
             if given.get(name) is not None:
-                values[name] = _value(name, given[name], f"--{name.replace('_', '-')}")
+                values[name] = before[name] = _value(name, given[name], f"--{name.replace('_', '-')}")
             elif variable in environ:
-                values[name] = _value(name, environ[variable], variable)
+                values[name] = before[name] = _value(name, environ[variable], variable)
             elif name in from_file:
                 values[name] = _value(name, from_file[name], f"{file}: {name}")
-        found = tuple(models) or tuple(_model(entry, engine or {}, f"{file}: models") for entry in _list(listed))
-        config = cls(**values, models=found)
+        first = _engine_variables(environ) | dict(engine or {})
+        top = {name: from_file[name] for name in ENGINE_SETTINGS if name in from_file}
+        found = [
+            replace(model, engine=top | dict(model.engine) | first)
+            for model in models
+            or _models(environ, from_file, f"{file}: models", [name for name in _OF_MODELS if name in before])
+        ]
+        names = given.get("served_model_name") or _names("served_model_name", environ, from_file)
+        if names and len(names) != len(found):
+            raise ServeConfigInvalid(f"{len(found)} models, but {len(names)} served_model_name: give one for each")
+        if names:
+            found = [replace(model, name=name) for model, name in zip(found, names, strict=True)]
+        template = values.get("chat_template")
+        config = cls(**values, models=tuple(
+            replace(
+                model, tool_parser=model.tool_parser or values.get("tool_call_parser"),
+                chat_template=model.chat_template or (None if template is None else str(template)),
+            )
+            for model in found
+        ))  # fmt: skip
         config._check()
         return config
 
@@ -179,7 +217,7 @@ def _read(file: Path) -> dict[str, Any]:
         raise ServeConfigInvalid(f"{file} cannot be read: {error}") from error
     if not isinstance(data, Mapping):
         raise ServeConfigInvalid(f"{file} must map settings to values")
-    known = [one.name for one in fields(ServeConfig)]
+    known = [*(one.name for one in fields(ServeConfig)), *ENGINE_SETTINGS, *NAMES]
     settings = {str(name).replace("-", "_"): value for name, value in data.items()}
     for name in settings:
         if name not in known:
@@ -190,23 +228,71 @@ def _read(file: Path) -> dict[str, Any]:
     return settings
 
 
+def _warn_of_variables(environ: Mapping[str, str]) -> None:
+    """Warn of PAGETIDE_* variables that nothing reads and that look like a setting."""
+    known = [*(one.name for one in fields(ServeConfig) if one.name != "models"), *ENGINE_SETTINGS, *NAMES]
+    names = [name.upper() for name in known] + [*_OTHER_VARIABLES]
+    for variable in environ:
+        name = variable.removeprefix(VARIABLES)
+        if not variable.startswith(VARIABLES) or name in names:
+            continue
+        if near := difflib.get_close_matches(name, names, n=1, cutoff=_NEAR):
+            log.warning("the variable %s is no setting; did you mean %s%s?", variable, VARIABLES, near[0])
+
+
+def _engine_variables(environ: Mapping[str, str]) -> dict[str, Any]:
+    """The engine's settings among the variables. Raises ServeConfigInvalid."""
+    found: dict[str, Any] = {}
+    for name, kind in ENGINE_SETTINGS.items():
+        text = environ.get(variable := f"{VARIABLES}{name.upper()}")
+        if text is None:
+            continue
+        try:
+            found[name] = text if kind.endswith("auto") and text == "auto" else _parsed(kind.partition(" ")[0], text)
+        except ValueError as error:
+            raise ServeConfigInvalid(f"{variable} must be a value of type {kind}, got {text!r:.80}") from error
+    return found
+
+
+def _names(name: str, environ: Mapping[str, str], from_file: Mapping[str, Any]) -> list[str]:
+    """A list of names: in a variable separated by commas, in the file a text or a list."""
+    given = environ.get(f"{VARIABLES}{name.upper()}", from_file.get(name))
+    if isinstance(given, str):
+        return [part.strip() for part in given.split(",") if part.strip()]
+    return [] if given is None else [str(one) for one in _list(given)]
+
+
+def _models(
+    environ: Mapping[str, str], from_file: Mapping[str, Any], where: str, overridden: Sequence[str]
+) -> list[ModelOptions]:
+    """The models that PAGETIDE_MODEL or the file names; of their entries, `overridden` is left out."""
+    if "models" in from_file and "model" in from_file:
+        raise ServeConfigInvalid(f"{where}: give either model or models")
+    named = _names("model", environ, {} if "models" in from_file else from_file)
+    entries = [_model(entry, where, overridden) for entry in _list(from_file.get("models") or [])]
+    return [ModelOptions(name, name) for name in named] or entries
+
+
+def _parsed(kind: str, value: Any) -> Any:
+    """`value` as a bool, int, float or text. Raises ValueError or TypeError."""
+    if kind == "bool":
+        return _boolean(value)
+    if kind == "int":
+        return int(value)
+    return float(value) if kind == "float" else str(value)
+
+
 def _value(name: str, value: Any, where: str) -> Any:
     """`value` in the type of the setting. Raises ServeConfigInvalid."""
     kind = str(ServeConfig.__annotations__[name])
     if name == "tool_call_parser":
         return tool_parser(value, where)
     try:
-        if kind == "bool":
-            return _boolean(value)
-        if kind == "int":
-            return int(value)
-        if kind == "float":
-            return float(value)
         if kind.startswith("tuple"):
             return (
                 tuple(re.split(r"[\s,]+", value.strip())) if isinstance(value, str) else tuple(map(str, _list(value)))
             )
-        return Path(value) if kind.startswith("Path") else str(value)
+        return Path(value) if kind.startswith("Path") else _parsed(kind, value)
     except (TypeError, ValueError) as error:
         raise ServeConfigInvalid(f"{where} must be a value of type {kind}, got {value!r:.80}") from error
 
@@ -226,12 +312,14 @@ def _list(value: Any) -> list[Any]:
     return list(value)
 
 
-def _model(entry: Any, engine: Mapping[str, Any], where: str) -> ModelOptions:
-    """An entry of `models`: a model, or a mapping of `model`, `name`, and arguments of `LLM`."""
+def _model(entry: Any, where: str, overridden: Sequence[str]) -> ModelOptions:
+    """An entry of `models`: a model, or a mapping of `model`, `name`, and arguments of `LLM`, without what is `overridden`."""
     options = {"model": entry} if isinstance(entry, str) else entry
     if not isinstance(options, Mapping) or not isinstance(options.get("model"), str):
         raise ServeConfigInvalid(f"{where}: an entry is a model, or a mapping with `model:`, got {entry!r:.80}")
-    arguments = {**engine, **{str(name): value for name, value in options.items() if name not in _MODEL_KEYS}}
+    options = {str(name).replace("-", "_"): value for name, value in options.items()}
+    options = {name: value for name, value in options.items() if name not in overridden}
+    arguments = {name: value for name, value in options.items() if name not in _MODEL_KEYS}
     name = str(options.get("name") or options["model"])
     parser, template = tool_parser(options.get("tool_call_parser"), where), options.get("chat_template")
     return ModelOptions(name, options["model"], arguments, parser, template)

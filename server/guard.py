@@ -174,6 +174,9 @@ class Guard:
         if hosts and ((found := _HOST.fullmatch(host)) is None or (found[1] or found[2]).lower() not in hosts):
             raise ApiError(403, f"this server does not answer as {host!r:.200}: use one of {', '.join(hosts)}")
         origin = header_value(scope["headers"], b"origin")
+        foreign = header_value(scope["headers"], b"sec-fetch-site") in ("cross-site", "same-site")
+        if origin is None and foreign and scope["method"] not in ("GET", "HEAD"):
+            raise ApiError(403, "a page of another origin sent this request, and did not say which origin")
         if origin is None or "*" in self._rules.origins or origin in self._rules.origins:
             return
         if origin.partition("://")[2] != host:

@@ -29,6 +29,7 @@ class ModelOptions:
         reference: A name of a models file, a folder, or a hub id in the local cache.
         engine: Arguments of `LLM`.
         tool_parser: The format of tool calls; None: as the chat template says.
+        chat_template: A chat template, used instead of the model's own; among settings the name of its file.
     """
 
     name: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from typing import Annotated, Any, Literal
 
@@ -35,6 +36,16 @@ _ANSWERS = {
     "guided_json": _GUIDED.format('"json"') + ', or "response_format"', "guided_regex": _GUIDED.format('"regex"'),
     "guided_grammar": _GUIDED.format('"grammar"'), "guided_choice": _GUIDED.format('"choice"'),
     "do_sample": 'write "temperature": 0 for greedy output, or a "temperature" above 0',
+    "functions": 'write "tools": [{"type": "function", "function": {...}}]',
+    "function_call": 'write "tool_choice"', "audio": "only text is served",
+}  # fmt: skip
+
+# vLLM's fields, with the value that says what happens here anyway; other values are refused.
+_AS_HERE: dict[str, Any] = {
+    "skip_special_tokens": True, "spaces_between_special_tokens": True, "detokenize": True, "include_reasoning": True,
+    "include_stop_str_in_output": False, "return_tokens_as_token_ids": False, "truncate_prompt_tokens": None,
+    "allowed_token_ids": None, "logits_processors": None, "mm_processor_kwargs": None, "kv_transfer_params": None,
+    "vllm_xargs": None, "chat_template": None, "prompt_embeds": None, "thinking_token_budget": None,
 }  # fmt: skip
 
 
@@ -42,14 +53,27 @@ class _Body(BaseModel):
     model_config = ConfigDict(extra="allow", strict=False, protected_namespaces=())
 
     def check_fields(self, ignores_unknown: bool) -> None:
-        """Raise ApiError for an unknown field, unless those are ignored."""
-        unknown = [] if ignores_unknown else list(self.model_extra or {})
+        """Raise ApiError for an unknown field, unless those are ignored. Null is no value for a field of OpenAI's."""
+        given = {} if ignores_unknown else self.model_extra or {}
+        unknown = [name for name, value in given.items() if not self._means_nothing(name, value)]
         if unknown:
             near = difflib.get_close_matches(unknown[0], type(self).model_fields, n=1)
             meant = f"; did you mean {near[0]!r}?" if near else ""
             if isinstance(self, _Sampling) and unknown[0] in _ANSWERS:
                 meant = f": {_ANSWERS[unknown[0]]}"
+            elif isinstance(self, _Sampling) and unknown[0] in _AS_HERE:
+                here = json.dumps(_AS_HERE[unknown[0]])
+                raise invalid(f"{unknown[0]} is served as {here} alone: leave it out", unknown[0])
             raise invalid(f"unknown field {unknown[0]!r:.200}{meant}", unknown[0][:200])
+
+    def _means_nothing(self, name: str, value: Any) -> bool:
+        if not isinstance(self, _Sampling):
+            return False
+        if value is None and (
+            name in _ANSWERS or name in ChatRequest.model_fields or name in CompletionRequest.model_fields
+        ):
+            return True
+        return name in _AS_HERE and value is _AS_HERE[name]
 
 
 class StreamOptions(BaseModel):
@@ -368,6 +392,8 @@ class ChatRequest(_Sampling):
     reasoning_effort: str | None = None
     verbosity: str | None = None
     modalities: list[Literal["text"]] | None = None
+    prediction: Any = None
+    web_search_options: Any = None
 
     def params(self, **others: Any) -> dict[str, Any]:
         """Arguments of `SamplingParams`; `others` replace them. Raises ApiError."""
@@ -458,13 +484,38 @@ def _bias(given: dict[str, float] | None) -> dict[int, float] | None:
         raise invalid("logit_bias maps token ids to numbers", "logit_bias") from None
 
 
+# What fields take that take several types; a union's own errors name the types of Python instead.
+_UNIONS = {
+    "prompt": "a text, token ids (from 0 to 2,147,483,647), or a list of them",
+    "stop": "a text, or a list of texts",
+    "tool_choice": '"none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
+    "early_stopping": 'true, false or "never"',
+    "content": "a text, or a list of parts",
+    "arguments": "an object, or its text",
+    "json": "a schema, or its text",
+}  # fmt: skip
+
+
 def from_validation(errors: list[Any]) -> ApiError:
-    """The error for what pydantic says of a body."""
+    """The error for what pydantic says of a body or of the query's parameters."""
     first = errors[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
-    param = ".".join(part for part in place if not part.startswith(("list[", "str", "constrained")))
+    place = list(first["loc"])
+    place = place[1:] if place and place[0] in ("body", "query", "path") else place
+    branch = next((number for number, part in enumerate(place) if _is_branch(part)), None)
+    if branch and (wanted := _UNIONS.get(str(place[branch - 1]))):
+        param = ".".join(map(str, place[:branch]))
+        long = next((error["msg"] for error in errors if error["type"] == "too_long"), None)
+        return invalid(f"{param}: {long or f'give {wanted}'}", param)
+    param = ".".join(str(part) for part in place if not _is_branch(part))
     if first["type"] == "json_invalid":
         return invalid(f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}")
     missing = first["type"] == "missing"
     what = f"{param or 'the body'} is missing" if missing else f"{param or 'the body'}: {first['msg']}"
     return invalid(what, param or None)
+
+
+def _is_branch(part: Any) -> bool:
+    """Whether a part of an error's place is the branch of a union instead of a field: a type's name."""
+    return isinstance(part, str) and (
+        part in ("str", "int", "bool", "float") or bool(re.match(r"[A-Z]|[\w-]+[\[(]|constrained", part))
+    )

@@ -47,9 +47,13 @@ def serve(config: ServeConfig) -> int:
             f"{config.host} is reachable from other machines, and there is no API key: set PAGETIDE_API_KEY or "
             "--api-key-file, or listen on 127.0.0.1"
         )
+    models = tuple(
+        one if one.chat_template is None else replace(one, chat_template=read_template(Path(one.chat_template)))
+        for one in config.models
+    )
     raise_open_files()
     listening = listen(config)
-    config = replace(config, port=listening.getsockname()[1])
+    config = replace(config, models=models, port=listening.getsockname()[1])
     with suppress(ImportError):  # where uvloop installs
         import uvloop
 
@@ -193,9 +197,9 @@ def notify(state: str) -> None:
         sender.sendall(state.encode())
 
 
-def read_template(file: Path | None) -> str | None:
+def read_template(file: Path) -> str:
     """The chat template in a file. Raises CannotServe."""
     try:
-        return None if file is None else file.read_text("utf-8")
+        return file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CannotServe(f"the chat template {file} cannot be read: {error}") from error

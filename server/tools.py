@@ -89,7 +89,7 @@ class ToolCalls:
         if self._named is not None:
             return _NamedStream(self._named)
         if self._choice == "required":
-            return _JsonStream()
+            return _RequiredStream()
         if self._parser == "hermes":
             return _HermesStream()
         return _CallStream() if self._parser == "none" else _JsonStream(_MARKS[self._parser])
@@ -224,6 +224,14 @@ class _JsonStream(_ObjectStream):
             more, text = self._read_call(text)
             deltas += more
         return deltas + (self._close() if ends else []), self.num_calls > 0
+
+
+class _RequiredStream(_JsonStream):
+    """The text is constrained to an array of calls: what is cut off before a call has begun is no content."""
+
+    def push(self, text: str, ends: bool) -> tuple[list[Delta], bool]:
+        deltas, called = super().push(text, ends)
+        return [delta for delta in deltas if "content" not in delta], called
 
 
 class _HermesStream(_ObjectStream):

@@ -37,6 +37,7 @@ ENGINE = ["--device", "cpu", "--dtype", "float32", "--kv-memory", "8MiB", "--no-
 GET = b"GET /health HTTP/1.1\r\nConnection: close\r\n"
 HOST = b"Host: 127.0.0.1\r\nAuthorization: Bearer sk-alice-1234\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nConnection: close\r\nContent-Type: application/json\r\n" + HOST
+FORM = POST.replace(b"application/json", b"text/plain") + b"Content-Length: 29\r\n"
 BODY = b'{"prompt":"a","max_tokens":1}'
 CHUNKED = b"1d\r\n" + BODY + b"\r\n0\r\n\r\n"
 FAR_S = 60.0
@@ -137,6 +138,11 @@ def test_smuggling_is_one_refusal(server: ServerProcess, head: bytes) -> None:
         (GET + b"Host: [::1]:1\r\n\r\n", 200),
         (GET + b"Host: localhost\r\nHost: evil.example\r\n\r\n", 400),
         (GET + b"Host: localhost\r\nOrigin: null\r\n\r\n", 403),
+        (FORM + b"Origin: https://evil.example\r\n\r\n" + BODY, 403),
+        (FORM + b"Origin: null\r\n\r\n" + BODY, 403),
+        (FORM + b"Sec-Fetch-Site: cross-site\r\n\r\n" + BODY, 403),
+        (FORM + b"Origin: http://127.0.0.1\r\nSec-Fetch-Site: same-origin\r\n\r\n" + BODY, 200),
+        (FORM + b"\r\n" + BODY, 200),
     ],
 )  # fmt: skip
 def test_heads_and_bodies_beyond_the_limits(server: ServerProcess, data: bytes, status: int) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,10 +13,23 @@ from hypothesis import strategies as st
 
 pytest.importorskip("fastapi")
 
+from fastapi import FastAPI
+
 from pagetide.server import bodies
-from pagetide.server.bodies import LARGE_BYTES, MOST_CONTAINERS, MOST_TEXTS, MOST_VALUES, check_counts, parse_large
+from pagetide.server.app import add_errors
+from pagetide.server.bodies import (
+    LARGE_BYTES,
+    MOST_CONTAINERS,
+    MOST_TEXTS,
+    MOST_VALUES,
+    BodyRoute,
+    check_counts,
+    check_encoding,
+    parse_large,
+    parse_small,
+)
 from pagetide.server.errors import ApiError
-from pagetide.server.requests import MOST_SEQUENCES, ChatRequest, CompletionRequest
+from pagetide.server.requests import MOST_SEQUENCES, ChatRequest, CompletionRequest, DetokenizeRequest
 
 TEXTS = st.text(alphabet=st.sampled_from('a"\\{}[],:\n\u6587'), max_size=8)
 VALUES = st.recursive(
@@ -78,9 +93,63 @@ def test_faults_of_a_large_body_have_their_place() -> None:
     with pytest.raises(ApiError) as caught:
         parse_large(f'{{"messages":[{message},{{"role":"whale"}}]}}'.encode(), ChatRequest)
     assert caught.value.param == "messages.1.role"
-    for body in (b'{"prompt":"a"', b'{"prompt":"\xff"}', b"[" * 10_000):
-        with pytest.raises(ApiError, match="the body is no JSON"):
+    for body in (b'{"prompt":"a"', b'{"prompt":"\xed"}'[:-1], b'"\x00"', b"9" * 5000 + b"x"):
+        with pytest.raises(ApiError, match="the body is no"):
             parse_large(body, CompletionRequest)
+
+
+@pytest.mark.parametrize("parse", [parse_small, lambda body: parse_large(body, None)], ids=["small", "large"])
+def test_bodies_that_are_no_plain_json_say_what_they_are(parse: Callable[[bytes], Any]) -> None:
+    with pytest.raises(ApiError, match=r"the body is not UTF-8: its byte 11 is 0xff; JSON is sent in UTF-8"):
+        parse(b'{"prompt":"\xff"}')
+    for deep in (b"[" * 101 + b"]" * 101, b'{"a":' * 101 + b"1" + b"}" * 101, b"[" * 40_000, b'["\\"",[' + b"[" * 99):
+        with pytest.raises(ApiError, match="objects and lists nested more than 100 deep"):
+            parse(deep)
+    for flat in (
+        b"[" * 100 + b"]" * 100,
+        b"[" + b"[]," * 200 + b"1]",
+        json.dumps({"a": "[" * 500 + '"' + "{" * 500}).encode(),
+    ):
+        assert parse(flat) == json.loads(flat)
+    with pytest.raises(ApiError, match="the body is no JSON"):
+        parse(b'{"prompt":')
+
+
+@pytest.mark.parametrize(("body", "encoding"), [(b"\x1f\x8b\x08", ""), (b"{}", "gzip"), (b"{}", " BR")])
+def test_compressed_bodies_are_refused(body: bytes, encoding: str) -> None:
+    with pytest.raises(ApiError, match="the body is compressed") as caught:
+        check_encoding(body, encoding)
+    assert caught.value.status == 415
+    check_encoding(b"{}", "identity")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=a", "application/json"],
+)
+@pytest.mark.parametrize("size", [1, 2 * LARGE_BYTES])
+def test_a_body_is_json_whatever_its_content_type(kind: str | None, size: int) -> None:
+    app = FastAPI()
+    app.router.route_class = BodyRoute
+    add_errors(app)
+
+    @app.post("/")
+    async def answer(body: DetokenizeRequest) -> int:
+        return len(body.tokens)
+
+    body = json.dumps({"tokens": [5] * size}).encode()
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": body}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [] if kind is None else [(b"content-type", kind.encode())]
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": headers, "query_string": b""}
+    asyncio.run(app(scope, receive, send))
+    assert (sent[0]["status"], sent[1]["body"]) == (200, str(size).encode())
 
 
 @pytest.mark.parametrize(("n", "best_of"), [(16, None), (None, 16), (4, 16)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 
 pytest.importorskip("msgspec")
 
-from pagetide.server.config import ServeConfig, ServeConfigInvalid
+from pagetide import cli
+from pagetide.server.config import ENGINE_SETTINGS, ServeConfig, ServeConfigInvalid
 from pagetide.server.models import ModelOptions
 
 DEMO = [ModelOptions("demo", "demo")]
@@ -38,6 +40,84 @@ def test_lists_in_a_variable_are_separated_by_commas() -> None:
     config = ServeConfig.resolve({}, {"PAGETIDE_FORWARDED_ALLOW_IPS": "127.0.0.1,10.0.0.0/8, ::1"}, models=DEMO)
     assert config.forwarded_allow_ips == ("127.0.0.1", "10.0.0.0/8", "::1")
     assert ServeConfig.resolve({"forwarded_allow_ips": "*"}, {}, models=DEMO).forwarded_allow_ips == ("*",)
+
+
+def engines(config: ServeConfig) -> dict[str, dict[str, Any]]:
+    return {model.name: dict(model.engine) for model in config.models}
+
+
+def test_engine_settings_by_flag_variable_entry_and_top_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(
+        "max-seqs: 1\nmax_step_tokens: 1\nidle_s: 1\ndtype: float16\nchat_template: top\ntool_call_parser: hermes\n"
+        "models:\n- a\n- {model: b, max_seqs: 2, max-step-tokens: 2, idle_s: 2, chat_template: own, tool_call_parser: none}\n"
+    )
+    of_file = {"max_seqs": 1, "max_step_tokens": 1, "idle_s": 1, "dtype": "float16"}
+    of_entry = {"max_seqs": 2, "max_step_tokens": 2, "idle_s": 2, "dtype": "float16"}
+    config = ServeConfig.resolve({}, {}, file)
+    assert engines(config) == {"a": of_file, "b": of_entry}
+    assert [(one.chat_template, one.tool_parser) for one in config.models] == [("top", "hermes"), ("own", "none")]
+    environ = {
+        "PAGETIDE_MAX_SEQS": "3",
+        "PAGETIDE_MAX_STEP_TOKENS": "3",
+        "PAGETIDE_SHARE": "no",
+        "PAGETIDE_BLOCK_SIZE": "auto",
+    }
+    over = {"max_seqs": 3, "max_step_tokens": 4, "share": False, "block_size": "auto"}
+    config = ServeConfig.resolve({"tool_call_parser": "llama3"}, environ, file, engine={"max_step_tokens": 4})
+    assert engines(config) == {"a": of_file | over, "b": of_entry | over}
+    assert [one.tool_parser for one in config.models] == ["llama3", "llama3"]
+    assert engines(ServeConfig.resolve({}, environ, file, DEMO, {"max_step_tokens": 4})) == {"demo": of_file | over}
+    with pytest.raises(ServeConfigInvalid, match=r"PAGETIDE_BLOCK_SIZE must be a value of type int \| auto, got 'big'"):
+        ServeConfig.resolve({}, {"PAGETIDE_BLOCK_SIZE": "big"}, None, DEMO)
+
+
+def test_every_flag_of_the_engine_is_a_setting() -> None:
+    action = next(one for one in cli._parser()._actions if one.choices)
+    groups = {group.title: group for group in dict(action.choices or {})["serve"]._action_groups}
+    assert {one.dest for one in groups["engine"]._group_actions} == set(ENGINE_SETTINGS)
+
+
+def test_names_of_models(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("model: demo\nserved_model_name: [one]\n")
+    both = {"PAGETIDE_MODEL": "a, hub/b", "PAGETIDE_SERVED_MODEL_NAME": "x,y"}
+
+    def named(
+        given: dict[str, Any], environ: dict[str, str], models: Sequence[ModelOptions] = ()
+    ) -> list[tuple[str, str]]:
+        return [(one.name, one.reference) for one in ServeConfig.resolve(given, environ, file, models).models]
+
+    assert named({}, {}) == [("one", "demo")]
+    assert named({}, both) == [("x", "a"), ("y", "hub/b")]
+    assert named({"served_model_name": ["z"]}, {"PAGETIDE_SERVED_MODEL_NAME": "x"}, [ModelOptions("c", "c")]) == [
+        ("z", "c")
+    ]
+    with pytest.raises(ServeConfigInvalid, match="2 models, but 1 served_model_name: give one for each"):
+        named({}, {"PAGETIDE_MODEL": "a,b"})
+    file.write_text("model: demo\nmodels: [demo]\n")
+    with pytest.raises(ServeConfigInvalid, match="either model or models"):
+        named({}, {})
+
+
+def test_variables_that_look_like_settings_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    others = (
+        "SEEDS",
+        "SERVICE_HOST",
+        "CONFIG",
+        "SERVE_CONFIG",
+        "API_KEY",
+        "RUNTIME_DIR",
+        "GID",
+        "STRESS_S",
+        "MAX_QUEUE",
+    )
+    environ = {f"PAGETIDE_{name}": "1" for name in (*others, "MAX_SEQ", "SERVED_MODEL_NAMES")}
+    ServeConfig.resolve({"served_model_name": ["a"]}, environ, None, DEMO)
+    assert [record.getMessage() for record in caplog.records] == [
+        "the variable PAGETIDE_MAX_SEQ is no setting; did you mean PAGETIDE_MAX_SEQS?",
+        "the variable PAGETIDE_SERVED_MODEL_NAMES is no setting; did you mean PAGETIDE_SERVED_MODEL_NAME?",
+    ]
 
 
 def test_models_of_the_file(tmp_path: Path) -> None:

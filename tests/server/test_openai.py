@@ -163,6 +163,15 @@ def test_a_second_turn_finds_the_first_in_the_cache(client: Any) -> None:
     assert first.usage.prompt_tokens - 16 <= cached < first.usage.prompt_tokens and cached % 16 == 0
 
 
+def check_places(choice: Any) -> None:
+    """Each token is where its `text_offset` says, or nowhere in the text."""
+    entries, end = list(zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True)), 0
+    for token, place in entries:
+        assert place == end
+        end += len(token) if choice.text.startswith(token, place) else 0
+    assert end == len(choice.text)
+
+
 def test_log_probabilities(client: Any, llm: LLM) -> None:
     (wanted,) = llm.generate("Call me", SamplingParams(max_new_tokens=3, temperature=0, logprobs=2, prompt_logprobs=1))
     entries = wanted.completions[0].logprobs
@@ -180,6 +189,32 @@ def test_log_probabilities(client: Any, llm: LLM) -> None:
     told = [one.logprob for one in wanted.prompt_logprobs if one is not None]
     assert scored.logprobs.token_logprobs[0] is None
     assert scored.logprobs.token_logprobs[1:] == pytest.approx(told, abs=1e-4) and scored.text.endswith("Call me")
+    check_places(scored)
+    ids = wanted.prompt_token_ids
+    for prompt in ("Call me", ids):  # streamed: the first chunk has the prompt's
+        asked: Any = {
+            "model": "demo",
+            "prompt": prompt,
+            "max_tokens": 3,
+            "temperature": 0,
+            "logprobs": 1,
+            "stream": True,
+        }
+        extra = {"return_token_ids": True, "prompt_logprobs": 0}
+        (streamed,) = (chunk.choices[0] for chunk in client.completions.create(**asked, echo=True, extra_body=extra))
+        assert streamed.logprobs.token_logprobs[1 : len(ids)] == pytest.approx(told, abs=1e-4)
+        assert streamed.prompt_token_ids == ids and len(streamed.prompt_logprobs) == len(ids)
+        assert len(streamed.token_ids) == 3 == len(streamed.logprobs.tokens) - len(ids)
+        check_places(streamed)
+    first, *others = client.completions.create(**asked, extra_body={"return_token_ids": True})
+    assert first.choices[0].prompt_token_ids == ids and not any(
+        hasattr(one.choices[0], "prompt_token_ids") for one in others
+    )
+    first, *others = client.chat.completions.create(
+        model="demo", messages=CONVERSATION, max_tokens=3, stream=True, extra_body=extra
+    )
+    assert len(first.prompt_token_ids) == len(first.prompt_logprobs) > 10
+    assert others[-1].choices[0].finish_reason == "length" and not hasattr(others[0], "prompt_logprobs")
     chat = client.chat.completions.create(
         model="demo", messages=CONVERSATION, max_tokens=3, temperature=0, logprobs=True, top_logprobs=2
     )
@@ -238,8 +273,8 @@ def test_unknown_fields_are_answered(field: str, said: str) -> None:
     ("fields", "status", "code", "param"),
     [
         ({"model": "moby"}, 404, "model_not_found", "model"),
-        ({"prompt": "word " * 3000}, 400, "context_length_exceeded", None),
-        ({"max_tokens": 5000}, 400, "context_length_exceeded", None),
+        ({"prompt": "word " * 3000}, 400, "context_length_exceeded", "prompt"),
+        ({"max_tokens": 5000}, 400, "context_length_exceeded", "prompt"),
         ({"temperature": -1}, 400, None, "temperature"),
         ({"n": 0}, 400, None, "n"),
         ({"prompt": [[5, 99_999]]}, 400, None, None),

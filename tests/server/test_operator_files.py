@@ -33,7 +33,7 @@ from prometheus_client.parser import text_string_to_metric_families  # noqa: E40
 
 from pagetide import cli  # noqa: E402
 from pagetide.engine.config import EngineConfig  # noqa: E402
-from pagetide.server.config import ServeConfig  # noqa: E402
+from pagetide.server.config import ENGINE_SETTINGS, NAMES, ServeConfig  # noqa: E402
 from pagetide.server.engine_client import KILL_AFTER_S  # noqa: E402
 from pagetide.server.keys import read_keys  # noqa: E402
 
@@ -174,15 +174,18 @@ def test_the_settings_are_accepted_and_show_every_key(tmp_path: Path) -> None:
     text = (FOLDER / "serve.yaml").read_text("utf-8")
     keys = {field.name for field in fields(ServeConfig)}
     shown = re.findall(r"^(?:# )?([a-z_]+):(?: |$)", text, re.MULTILINE)
-    assert len(set(shown)) == len(shown) and set(shown) == keys
+    assert len(set(shown)) == len(shown) and set(shown) == keys | set(ENGINE_SETTINGS) | set(NAMES)
     sample, default = ServeConfig.resolve({}, {}, FOLDER / "serve.yaml"), ServeConfig()
     changed = {key for key in keys if getattr(sample, key) != getattr(default, key)}
     assert changed == {"host", "api_key_file", "open_metrics", "models"}
     for model in sample.models:
         EngineConfig.resolve(model.reference, **dict(model.engine))
-    (tmp_path / "all.yaml").write_text(re.sub(r"^# (?=[a-z_]+: )", "", text, flags=re.MULTILINE))
+    (tmp_path / "all.yaml").write_text(re.sub(r"^# (?=(?!model:)[a-z_]+: )", "", text, flags=re.MULTILINE))
     whole = ServeConfig.resolve({}, {}, tmp_path / "all.yaml")
     assert all(getattr(whole, key) not in (None, ()) for key in keys)
+    for model in whole.models:
+        assert set(ENGINE_SETTINGS) <= set(model.engine)
+        EngineConfig.resolve(model.reference, **dict(model.engine) | {"device": "cpu"})
 
 
 def test_the_keys_are_accepted_and_let_the_server_be_reached() -> None:

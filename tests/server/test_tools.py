@@ -96,6 +96,21 @@ def test_a_call_that_is_cut_off_keeps_what_came() -> None:
     assert called and joined(deltas) == ("Well", [("dive", '{"dep')])
 
 
+@pytest.mark.parametrize("size", range(len('[{"name":"dive","parameters":{"depth":4}},{"name":"sur')))
+def test_a_required_call_that_is_cut_off_leaves_no_content(size: int) -> None:
+    text = '[{"name":"dive","parameters":{"depth":4}},{"name":"sur'[:size]
+    arguments = text[29:40]
+    wanted = [("dive", arguments)] if size > 15 else []
+    tools = calls_of("required")
+    deltas = [delta for character in text for delta in tools.stream(0, character, ends=False)[0]]
+    deltas += tools.stream(0, "", ends=True)[0]
+    content, calls = joined(deltas)
+    assert content == "" and all("content" not in delta for delta in deltas)
+    message, called = calls_of("required").parse(text)
+    assert not message["content"] and called == bool(calls)
+    assert calls == wanted
+
+
 def test_required_calls_are_constrained_to_an_array_of_calls() -> None:
     tools = calls_of("required", parallel_tool_calls=False)
     schema = tools.params()["json_schema"]
