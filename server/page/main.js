@@ -38,7 +38,7 @@ class App {
     this.session = new Session(() => this.feed.start());
     this.feed = new Feed({
       models: (list) => this.#showModels(list), frame: (name, frame) => this.#takeFrame(name, frame),
-      state: (state, pause) => this.#showState(state, pause), key: () => this.session.ask(),
+      state: (state, pause, said) => this.#showState(state, pause, said), key: () => this.session.ask(),
     });
     this.tooltip = byId("tooltip");
     this.dirty = true;
@@ -145,8 +145,6 @@ class App {
 
   showTooltip(panel, block, x, y) {
     this.hovered = { panel, block };
-    const row = panel.model.cells[block];
-    void row;
     this.#place(element("p", { text: panel.describe(block) }), x + 14, y + 14);
   }
 
@@ -182,6 +180,7 @@ class App {
   // ---- what the server sends
 
   #showModels(list) {
+    const before = [...this.shown.keys()].join("\n");
     for (const { name, state } of list) {
       if (!this.shown.has(name)) this.#add(name);
       this.shown.get(name).model.state = state;
@@ -194,7 +193,7 @@ class App {
     byId("no-models").hidden = list.length > 0;
     byId("panels").dataset.count = String(Math.min(3, this.shown.size));
     this.prompt.offer(list);
-    for (const { panel } of this.shown.values()) panel.resize();
+    if ([...this.shown.keys()].join("\n") !== before) for (const { panel } of this.shown.values()) panel.resize();
     this.dirty = true;
   }
 
@@ -223,8 +222,8 @@ class App {
     this.dirty = true;
   }
 
-  #showState(state, pause) {
-    const words = { connecting: "connecting", live: "live", lost: "connection lost", paused: "paused" };
+  #showState(state, pause, said) {
+    const words = { connecting: "connecting", live: "live", lost: said ? "refused" : "connection lost", paused: "paused" };
     const status = byId("status");
     if (status.dataset.state === state && state === "live") return;
     if (state === "connecting" && status.dataset.state === "lost") return;
@@ -235,7 +234,7 @@ class App {
     if (state !== "lost") return;
     const newest = Math.max(0, ...this.models.map((model) => model.time));
     const asOf = newest ? ` The picture is as of ${clock(newest)}.` : "";
-    setText(byId("banner-text"), `The server does not answer.${asOf} Trying again in ${Math.max(1, Math.round(pause))} s.`);
+    setText(byId("banner-text"), `${said ? `The server refuses: ${said}.` : "The server does not answer."}${asOf} Trying again in ${Math.max(1, Math.round(pause))} s.`);
   }
 
   #startReplay(info) {

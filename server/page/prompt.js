@@ -2,7 +2,7 @@
 
 import { announce, byId, element, setText } from "./dom.js";
 import { count, duration, percent } from "./format.js";
-import { eventsOf } from "./sse.js";
+import { eventsOf, messageOf } from "./sse.js";
 
 const NUM_ALTERNATIVES = 4;
 // Fields of the form by their names in the API, and how their text becomes a value.
@@ -238,12 +238,4 @@ function scoresTable(scores) {
 /** Spaces and line ends that can be seen. */
 function visible(text) {
   return text.replaceAll(" ", "␣").replaceAll("\n", "⏎").replaceAll("\t", "⇥") || "∅";
-}
-
-async function messageOf(response) {
-  try {
-    return (await response.json()).error.message;
-  } catch {
-    return `the server answered ${response.status}`;
-  }
 }

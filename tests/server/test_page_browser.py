@@ -249,6 +249,36 @@ def test_a_million_blocks_are_drawn_and_can_be_zoomed_into(open_page: Open) -> N
         assert not page.evaluate("pagetide.shown.get('demo').panel.map.isZoomed")
 
 
+VIEW = "JSON.stringify(pagetide.shown.get('demo').panel.map.view)"
+
+
+def test_what_is_zoomed_into_stays_in_view(open_page: Open) -> None:
+    pool = Simulation("demo", 4096, 64)
+    with PageRig([pool]) as rig:
+        page = open_page(rig.url)
+        rig.step(5)
+        wait_for_step(page, pool)
+        page.evaluate("pagetide.shown.get('demo').panel.map.zoom(3, 300, 100)")
+        view = page.evaluate(VIEW)
+        rig.tell()  # as the server does every few seconds
+        rig.tell(demo="asleep")
+        page.get_by_text("asleep: the picture is of").wait_for()
+        rig.tell(demo="ready")
+        rig.step()
+        wait_for_step(page, pool)
+        assert page.evaluate(VIEW) == view
+        middle = """() => { const { map, canvas } = pagetide.shown.get("demo").panel;
+            return [map.isZoomed, map.blockAt(canvas.clientWidth / 2, canvas.clientHeight / 2), map.view.scale]; }"""
+        page.evaluate("() => { const { map } = pagetide.shown.get('demo').panel; map.moveCursor(2080); map.zoom(2); }")
+        is_zoomed, block, scale = page.evaluate(middle)
+        assert is_zoomed and block >= 0
+        width = page.evaluate("document.querySelector('canvas.map').width")
+        page.set_viewport_size({"width": 1190, "height": 760})
+        page.wait_for_function("(width) => document.querySelector('canvas.map').width !== width", arg=width)
+        is_zoomed, after, scale_after = page.evaluate(middle)
+        assert is_zoomed and scale_after == scale and block // 64 == after // 64
+
+
 def test_hovering_and_clicking_a_block_says_what_it_is(open_page: Open) -> None:
     pool = Simulation("demo", 512, 8, lengths=(200, 200), load=8)
     with PageRig([pool], key="sk-1") as rig:
@@ -514,6 +544,43 @@ def test_the_page_comes_back_after_a_restart_of_the_server(open_page: Open) -> N
         rig.step()
         wait_for_step(page, second)
         assert seen(page) == second.cells().tolist()
+        assert page.locator("#banner").is_hidden()
+
+
+def test_the_page_says_that_a_model_loads_or_sleeps(open_page: Open) -> None:
+    """The server answers, and the picture is an old one: neither is said as the other."""
+    first = Simulation("demo", 512, 8, seed=1)
+    with PageRig([first]) as rig:
+        page = open_page(rig.url, may_fail="Failed to load resource")
+        rig.step(20)
+        wait_for_step(page, first)
+        port = rig.port
+    page.locator("#banner").wait_for(state="visible")
+    at = page.evaluate("new Date(pagetide.shown.get('demo').model.time * 1000).toTimeString().slice(0, 8)")
+    second = Simulation("demo", 512, 8, seed=2)
+    with PageRig([second], port=port) as rig:
+        rig.tell(demo="loading")
+        page.get_by_text(f"loading: the picture is of {at}").wait_for()
+        assert page.locator("#banner").is_hidden() and page.locator("#status-text").text_content() == "live"
+        rig.tell(demo="ready")
+        rig.step(3)
+        wait_for_step(page, second)
+        page.locator(".age").wait_for(state="hidden")
+        rig.tell(demo="asleep")
+        page.get_by_text("asleep: the picture is of").wait_for()
+
+
+@pytest.mark.parametrize(("status", "message"), [(429, "too many pages look on"), (503, "the server is ending")])
+def test_the_page_says_why_the_server_refuses(open_page: Open, status: int, message: str) -> None:
+    pool = Simulation("demo", 512, 8)
+    with PageRig([pool]) as rig:
+        rig.refusal = (status, message)
+        page = open_page(rig.url, may_fail="Failed to load resource")
+        page.get_by_text(f"The server refuses: {message}. Trying again").wait_for()
+        rig.refusal = None
+        rig.step()
+        page.get_by_role("button", name="Try now").click()
+        wait_for_step(page, pool)
         assert page.locator("#banner").is_hidden()
 
 
