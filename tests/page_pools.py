@@ -440,6 +440,7 @@ class PageRig:
         self.states = {one.name: "ready" for one in simulations}
         self.refusal: tuple[int, str] | None = None  # status and message of the answers to GET
         self.num_refused = 0
+        self.damage: list[str] = []  # lines before the frames of a recording
         self.bodies: list[tuple[str, dict[str, Any], str]] = []  # path, body, x-request-id
         self.changed = threading.Condition()
         self.version = self.told = 0
@@ -600,7 +601,7 @@ def _handler(rig: PageRig) -> type[BaseHTTPRequestHandler]:
             begin, until = float(query["from"][0]), float(query["until"][0])
             first = max((at for at, one in enumerate(frames) if one["full"] and one["time"] <= begin), default=0)
             chosen = [one for one in frames[first:] if one["time"] <= until]
-            lines = [json.dumps(one) for one in chosen] + [json.dumps({"more": False, "until": until})]
+            lines = [*rig.damage, *(json.dumps(one) for one in chosen)] + [json.dumps({"more": False, "until": until})]
             self.reply(200, "\n".join(lines).encode(), "application/x-ndjson")
 
         def stream(self, events: Iterator[tuple[str, Any]]) -> None:

@@ -114,6 +114,12 @@ class App {
     }
   }
 
+  /** The decisions about a request that a model's engine keeps, null if it does not answer. @returns {Promise<Object[]|null>} */
+  async explain(model, id) {
+    const found = await this.ask(`explain?model=${encodeURIComponent(model.name)}&request=${encodeURIComponent(id)}`);
+    return Array.isArray(found) ? found : found?.decisions ?? null;
+  }
+
   // ---- what views tell
 
   /** Dims all but a request's blocks. @param {string|null} id */
@@ -298,16 +304,30 @@ class App {
     this.#relight();
     this.dirty = true;
     const found = this.models.flatMap((model) => [...model.rows.values(), ...model.waiting]).filter((one) => this.isSought(one));
-    setText(byId("search-result"), text ? (found.length ? `${count(found.length)} found` : "none here: Enter asks the server") : "");
+    this.#sayFound(text ? (found.length ? `${count(found.length)} found` : "none here: Enter asks the server") : "");
   }
 
-  #openFound() {
-    if (!this.sought || !this.shown.size) return;
-    for (const model of this.models) {
+  async #openFound() {
+    const { sought, models } = this;
+    if (!sought || !models.length) return;
+    for (const model of models) {
       const found = [...model.rows.values(), ...model.waiting, ...model.ended].find((one) => this.isSought(one));
       if (found) return this.openRequest(model, found.id, byId("search"));
     }
-    this.openRequest(this.models[0], this.sought, byId("search"));
+    const known = models.find((model) => model.decisionAbout(sought));
+    if (known) return this.openRequest(known, sought, byId("search"));
+    const answers = this.isReplay() ? [[]] : await Promise.all(models.map((model) => this.explain(model, sought)));
+    if (sought !== this.sought) return;
+    const at = answers.findIndex((decisions) => decisions?.length);
+    if (at >= 0) return this.openRequest(models[at], sought, byId("search"));
+    const isAway = answers.every((decisions) => decisions === null);
+    this.#sayFound(isAway ? "the server does not answer" : "no request of that name is known");
+  }
+
+  #sayFound(text) {
+    const said = byId("search-result");
+    setText(said, text);
+    said.classList.toggle("long", text.length > 12);
   }
 
   #update() {

@@ -341,6 +341,28 @@ def test_the_lists_say_what_runs_what_waits_and_why(open_page: Open) -> None:
         page.get_by_role("dialog").get_by_text("forecast peak").first.wait_for()
 
 
+def test_a_search_asks_all_models(open_page: Open) -> None:
+    """Also of requests that the page has not seen."""
+    pools = [Simulation("one", 512, 8, seed=1), Simulation("two", 512, 8, seed=2)]
+    with PageRig(pools) as rig:
+        page = open_page(rig.url)
+        rig.step(5)
+        wait_for_step(page, pools[1])
+        with rig.changed:
+            old = {"n": 1000, "step": 1, "what": "cut", "request_id": "long-ago", "label": "", "needed": 90, "limit": 80}
+            pools[1].decisions.append(old | {"changed": -1})
+        search = page.get_by_role("searchbox")
+        search.fill("never-was")
+        page.keyboard.press("Enter")
+        page.get_by_text("no request of that name is known").wait_for()
+        assert page.get_by_role("dialog").is_hidden()
+        search.fill("long-ago")
+        page.keyboard.press("Enter")
+        details = page.get_by_role("dialog")
+        details.get_by_text("it needs 90 blocks, and the pool may have 80").wait_for()
+        assert "two" in details.locator(".facts-list").text_content()
+
+
 def test_two_models_have_a_panel_each(open_page: Open) -> None:
     pools = [Simulation("one", 512, 8, seed=1), Simulation("two", 1024, 16, seed=2)]
     with PageRig(pools) as rig:
@@ -693,6 +715,30 @@ def test_a_recording_is_played_and_sought(open_page: Open) -> None:
         page.keyboard.press("Home")
         page.wait_for_function("() => pagetide.shown.get('demo').model.step === 1")
         assert json.loads(page.evaluate("JSON.stringify(pagetide.replay.playing)")) is False
+
+
+def test_a_replay_stops_where_no_more_frames_come(open_page: Open) -> None:
+    pool = Simulation("demo", 512, 8, lengths=(200, 200), seed=5)
+    frames = record([pool], 600)
+    with PageRig([pool], recording=frames) as rig:
+        rig.damage = ["{", "\x00"]  # of a damaged file: left out
+        page = open_page(rig.url, may_fail="Failed to load resource")
+        page.wait_for_function("() => pagetide.shown.get('demo')?.model.step === 1")
+        rig.refusal = (503, "the file is gone")
+        page.get_by_label("Speed").select_option("10")
+        page.get_by_role("button", name="Play").click()
+        page.get_by_text("The frames did not come: the file is gone").wait_for()
+        page.get_by_role("button", name="Play").wait_for()  # it stopped when all that came was shown
+        assert page.evaluate("pagetide.replay.time - pagetide.replay.began") == pytest.approx(10, abs=0.1)
+        assert rig.num_refused <= 3
+        page.evaluate("pagetide.replay.seek(pagetide.replay.ended)")
+        page.wait_for_function("() => pagetide.replay.isLost")
+        rig.refusal = None
+        page.evaluate("pagetide.replay.seek(pagetide.replay.began + 10)")
+        page.wait_for_function("() => pagetide.shown.get('demo').model.step >= 100")
+        page.get_by_role("button", name="Play").click()
+        page.wait_for_function("() => pagetide.shown.get('demo').model.step === 600")
+        assert seen(page) == pool.cells().tolist()
 
 
 # ---- the pictures of the documents
