@@ -336,6 +336,7 @@ class App {
     const models = this.models;
     for (const { panel } of this.shown.values()) panel.update();
     this.lists.show(models);
+    this.prompt.update(models);
     this.device.draw(models);
     this.#totals(models.filter((model) => model.stats));
   }

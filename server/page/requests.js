@@ -23,7 +23,7 @@ export class RequestLists {
       const labels = rows.map((one) => one.label);
       return rows.map((one) => ({ ...one, model, named, twin: one.label !== "" && labels.filter((label) => label === one.label).length > 1 }));
     });
-    const waiting = models.flatMap((model) => model.waiting.map((one, at) => ({ ...one, model, named, at })));
+    const waiting = models.flatMap((model) => model.waiting.map((one, at) => ({ entry: one, ...one, model, named, at })));
     const numWaiting = models.reduce((sum, model) => sum + model.numWaiting, 0);
     this.running.show(running.slice(0, MOST_SHOWN), (one) => `${one.model.name} ${one.row} ${one.id}`);
     this.waiting.show(waiting.slice(0, MOST_SHOWN), (one) => `${one.model.name} ${one.id}`);
@@ -100,17 +100,19 @@ export class RequestLists {
       const facts = [several(one.needed, "block"), `waits ${duration(one.waited)}`];
       if (one.preemptions) facts.push(`preempted ${one.preemptions}×`);
       setText(item.facts, facts.join(" · "));
-      setText(why, this.#reason(one));
+      setText(why, whyWaits(one.model, one.entry));
     };
     return { node: item.node, update };
   }
+}
 
-  #reason(one) {
-    const decision = one.model.decisionAbout(one.id);
-    if (decision) return decision.what === "wait" ? inWords(decision) : `${kindInWords(decision)}: ${inWords(decision)}`;
-    if (one.status && one.status !== "waiting") return one.status;
-    if (one.at > 0) return `behind ${several(one.at, "request")} that came first`;
-    const { free, cached } = one.model.counts;
-    return one.needed <= free + cached ? `its blocks are there; it waits for one of the ${one.model.rows.size} that run to end` : "is next";
-  }
+/** Why a request waits. @param {import("./frames.js").Model} model @param {import("./frames.js").Waiting} one */
+export function whyWaits(model, one) {
+  const decision = model.decisionAbout(one.id);
+  if (decision) return decision.what === "wait" ? inWords(decision) : `${kindInWords(decision)}: ${inWords(decision)}`;
+  if (one.status && one.status !== "waiting") return one.status;
+  const at = model.waiting.indexOf(one);
+  if (at > 0) return `behind ${several(at, "request")} that came first`;
+  const { free, cached } = model.counts;
+  return one.needed <= free + cached ? `its blocks are there; it waits for one of the ${model.rows.size} that run to end` : "is next";
 }

@@ -433,6 +433,57 @@ def test_the_request_of_the_prompt_box_is_followed(open_page: Open) -> None:
         assert page.evaluate("pagetide.shown.get('demo').panel.map.followed.size") == 0
 
 
+def test_the_prompt_box_says_where_its_request_is(open_page: Open) -> None:
+    """Beams are all there at the end only: until then the status tells."""
+    pool = Simulation("demo", 512, 8, lengths=(100, 400), load=1, rows=1)
+    with PageRig([pool], answer=[""] * 2, hold=True) as rig:
+        page = open_page(rig.url)
+        rig.step(10)
+        page.get_by_text("Sampling").first.click()
+        page.get_by_role("radio", name="Beams").check()
+        page.get_by_text("Beams come whole at the end").wait_for()
+        assert page.get_by_label("Beams (n)").get_attribute("placeholder") == "4"
+        page.get_by_role("button", name="Run", exact=True).click()
+        path, body, label = rig.wait_for_request()
+        assert (path, body["use_beam_search"], body["n"]) == ("/v1/completions", True, 4) and "logprobs" not in body
+        status = page.locator("#prompt-status")
+        page.get_by_text("Sent …").wait_for()
+        pool.name_of, pool.load = lambda n: (f"mine-{n}", label), 2
+
+        def step_until(reached: Callable[[], bool]) -> None:
+            while not reached():
+                rig.step()
+
+        step_until(lambda: bool(pool.waiting))
+        status.get_by_text("Waits: its blocks are there; it waits for one of the 1 that run to end").wait_for()
+        step_until(lambda: pool.running != [] and pool.running[0].label == label)
+        job = pool.running[0]
+        assert job.computed < job.prompt
+        status.get_by_text(f"Computing the prompt: {job.computed} of {job.prompt} tokens").wait_for()
+        step_until(lambda: job.computed >= job.prompt)
+        status.get_by_text("Searching: ").wait_for()
+
+
+@pytest.mark.parametrize(
+    ("seed", "sent"),
+    [("9007199254740993", 2**53 + 1), ("18446744073709551615", 2**64 - 1), ("-9223372036854775808", -(2**63)), ("007", 7),
+     ("18446744073709551616", None), ("-9223372036854775809", None), ("1e3", None), ("7.0", None)],
+)  # fmt: skip
+def test_a_seed_keeps_its_digits(open_page: Open, seed: str, sent: int | None) -> None:
+    with PageRig([Simulation("demo", 512, 8)]) as rig:
+        page = open_page(rig.url)
+        rig.step()
+        page.get_by_text("Sampling").first.click()
+        page.get_by_label("Seed").fill(seed)
+        page.get_by_role("button", name="Run", exact=True).click()
+        if sent is None:
+            page.locator("#prompt-status.failed", has_text=f"the seed is {seed}; it has to be a whole number").wait_for()
+            assert rig.bodies == []
+        else:
+            assert rig.wait_for_request()[1]["seed"] == sent
+            page.locator("#prompt-status", has_text="4 tokens in").wait_for()
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_tokens_are_divided_without_a_loss(open_page: Open, seed: int) -> None:
     """Whatever the pieces are, the spans together are the text, and each token has one place."""
