@@ -216,7 +216,7 @@ class Simulation:
                 usable = int(np.count_nonzero(self.state > DRAINING))
                 if not any(d["what"] == "wait" and d["request_id"] == job.id for d in self.decisions[-20:]):
                     self.decide({"what": "wait", "request_id": job.id, "label": job.label, "needed": needed, "room": room,
-                                 "usable": usable, "expected": usable * 1.08, "margin": 4.0, "in_steps": 14})  # fmt: skip
+                                 "usable": usable, "expected": usable * 1.08 if needed <= room else None, "margin": 4.0, "in_steps": 14})  # fmt: skip
                 return
             self.waiting.pop(0)
             for block in found:

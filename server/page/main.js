@@ -35,10 +35,10 @@ class App {
     this.events = new EventList(this);
     this.prompt = new PromptBox(this);
     this.device = new DeviceChart(byId("device"), this.theme);
-    this.session = new Session(() => this.feed.start());
+    this.session = new Session(() => this.#signedIn());
     this.feed = new Feed({
       models: (list) => this.#showModels(list), frame: (name, frame) => this.#takeFrame(name, frame),
-      state: (state, pause, said) => this.#showState(state, pause, said), key: () => this.session.ask(),
+      state: (state, pause, said) => this.#showState(state, pause, said), key: () => this.#signedOut(),
     });
     this.tooltip = byId("tooltip");
     this.dirty = true;
@@ -52,11 +52,25 @@ class App {
       setText(byId("version"), info.version ? `pagetide ${info.version}` : "");
       document.body.dataset.mode = info.mode;
       if (info.mode === "replay") return this.#startReplay(info);
-      if (info.needs_key && !info.signed_in) return this.session.ask();
+      if (info.needs_key && !info.signed_in) return this.#signedOut();
     } catch {
       // the feed says that the server is away, and comes back
     }
     this.feed.start();
+  }
+
+  #signedIn() {
+    delete document.body.dataset.session;
+    byId("content").focus();
+    this.feed.start();
+  }
+
+  #signedOut() {
+    document.body.dataset.session = "out";
+    this.details.close();
+    this.hideTooltip();
+    this.#showState("out");
+    this.session.ask();
   }
 
   // ---- what views ask
@@ -229,7 +243,7 @@ class App {
   }
 
   #showState(state, pause, said) {
-    const words = { connecting: "connecting", live: "live", lost: said ? "refused" : "connection lost", paused: "paused" };
+    const words = { connecting: "connecting", live: "live", lost: said ? "refused" : "connection lost", paused: "paused", out: "signed out" };
     const status = byId("status");
     if (status.dataset.state === state && state === "live") return;
     if (state === "connecting" && status.dataset.state === "lost") return;

@@ -1,6 +1,6 @@
 /** The lists of requests: those that run, with their progress, and those that wait, with the reason. */
 
-import { inWords, kindInWords } from "./decisions.js";
+import { inWords, inWordsNow, kindInWords } from "./decisions.js";
 import { KeyedList, byId, element, setText, setVariable } from "./dom.js";
 import { count, duration, several, short } from "./format.js";
 
@@ -109,7 +109,7 @@ export class RequestLists {
 /** Why a request waits. @param {import("./frames.js").Model} model @param {import("./frames.js").Waiting} one */
 export function whyWaits(model, one) {
   const decision = model.decisionAbout(one.id);
-  if (decision) return decision.what === "wait" ? inWords(decision) : `${kindInWords(decision)}: ${inWords(decision)}`;
+  if (decision) return decision.what === "wait" ? inWordsNow(decision, model.step) : `${kindInWords(decision)}: ${inWords(decision)}`;
   if (one.status && one.status !== "waiting") return one.status;
   const at = model.waiting.indexOf(one);
   if (at > 0) return `behind ${several(at, "request")} that came first`;

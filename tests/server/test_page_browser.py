@@ -335,10 +335,62 @@ def test_the_lists_say_what_runs_what_waits_and_why(open_page: Open) -> None:
         decision = next(d for d in reversed(pool.decisions) if d.get("request_id") == pool.waiting[0].id)
         assert decision["what"] == "wait"
         why = page.locator("#waiting .why").first.text_content()
-        assert why.startswith(f"needs {decision['needed']} blocks, {decision['room']} are available")
+        needs = f"needs {decision['needed']} blocks; {decision['room']} are free"
+        peak = f", but with it the running requests are expected to need {round(decision['usable'] * 1.08)} of "
+        assert why.removeprefix("when it came: ").startswith(needs + peak if decision["expected"] else needs)
         page.get_by_role("searchbox").fill(pool.waiting[0].id)
         page.keyboard.press("Enter")
-        page.get_by_role("dialog").get_by_text("forecast peak").first.wait_for()
+        page.get_by_role("dialog").get_by_text(needs).first.wait_for()
+
+
+def test_decisions_are_told_in_plain_words(open_page: Open) -> None:
+    with PageRig([Simulation("demo", 512, 8)]) as rig:
+        page = open_page(rig.url)
+        script = """async ([decision, step]) => {
+            const { inWordsNow, nameIn } = await import("./decisions.js");
+            return [inWordsNow(decision, step), nameIn(decision)];
+        }"""
+        waits = {"what": "wait", "step": 100, "request_id": "r10.1", "label": "x", "needed": 2, "room": 129, "usable": 149,
+                 "expected": 159, "margin": 4.0, "in_steps": 512}  # fmt: skip
+        words, name = page.evaluate(script, [waits, 150])
+        assert words == (
+            "needs 2 blocks; 129 are free, but with it the running requests are expected to need 159 of 149 blocks in about "
+            "512 steps: it waits so that none has to give up its blocks"
+        )
+        assert name == "x · r10.1"
+        assert page.evaluate(script, [waits, 151])[0] == f"when it came: {words}"
+        short = waits | {"room": 1, "expected": None, "margin": None, "in_steps": None, "request_id": "r10"}
+        assert page.evaluate(script, [short, 100]) == ["needs 2 blocks; 1 is free", "x"]
+
+
+def test_events_begin_with_the_decisions_that_are_kept(open_page: Open) -> None:
+    pool = Simulation("demo", 512, 8, lengths=(400, 400), load=24, seed=3)
+    for _ in range(60):
+        pool.step()
+    kept = [one for one in pool.decisions[-64:] if one["what"] != "wait"]
+    assert kept
+    with PageRig([pool]) as rig:
+        page = open_page(rig.url)
+        page.wait_for_function("(n) => document.querySelectorAll('#events li').length === n", arg=len(kept))
+        assert set(page.locator("#events time").all_text_contents()) == {"before"}
+        steps = page.locator("#events time").evaluate_all("(all) => all.map((one) => one.title)")
+        assert steps == [f"step {one['step']}" for one in reversed(kept)]
+        assert page.locator("#no-events").is_hidden()
+
+
+def test_the_scale_of_a_lease_is_that_of_what_is_used(open_page: Open) -> None:
+    """The most that a process may have is for all that it does: the pool can be small beside it."""
+    pool = Simulation("demo", 512, 8, mapped=0.1, lengths=(100, 100), load=2)
+    real = pool.memory
+    lease = {"granted": 20 << 20, "held": 19 << 20, "min": 13 << 20, "max": 40 << 30, "recall_target": None}
+    pool.memory = lambda: real() | {"weights": 8 << 20, "base": 4 << 20, "prepared": 0, "lease": lease}
+    with PageRig([pool]) as rig:
+        page = open_page(rig.url)
+        rig.step(5)
+        wait_for_step(page, pool)
+        drawn = "pagetide.shown.get('demo').panel.chart.drawn"
+        page.wait_for_function(f"() => {drawn}")
+        assert page.evaluate(drawn) == {"top": 10 << 20, "above": ["at most 64 MiB"]}  # of 8 MiB for the cache
 
 
 def test_a_search_asks_all_models(open_page: Open) -> None:
@@ -667,12 +719,16 @@ def test_signing_in(open_page: Open) -> None:
     with PageRig([pool], key="sk-1") as rig:
         page = open_page(rig.url, may_fail="401")
         assert page.evaluate("document.activeElement.id") in ("api-key", "")
+        assert page.locator("#status-text").text_content() == "signed out"
+        assert page.locator(".totals").is_hidden() and page.locator("#search-form").is_hidden()
         sign_in(page, "wrong")
         page.get_by_text("This key is not known here.").wait_for()
         sign_in(page, "sk-1")
         rig.step()
         wait_for_step(page, pool)
         assert page.locator("#sign-in-place").is_hidden()
+        assert page.evaluate("document.activeElement.id") == "content"
+        assert page.locator(".totals").is_visible() and page.locator("#search-form").is_visible()
         assert "sk-1" not in page.evaluate(STORED)
         page.reload()
         wait_for_step(page, pool)
