@@ -214,9 +214,10 @@ class Simulation:
             blocks = self.take(needed) if needed <= room - len(found) - 8 else None
             if blocks is None:
                 usable = int(np.count_nonzero(self.state > DRAINING))
+                peak = usable * 1.08 if needed <= room else None
                 if not any(d["what"] == "wait" and d["request_id"] == job.id for d in self.decisions[-20:]):
                     self.decide({"what": "wait", "request_id": job.id, "label": job.label, "needed": needed, "room": room,
-                                 "usable": usable, "expected": usable * 1.08 if needed <= room else None, "margin": 4.0, "in_steps": 14})  # fmt: skip
+                                 "usable": usable, "expected": peak, "margin": 4.0, "in_steps": 14})  # fmt: skip
                 return
             self.waiting.pop(0)
             for block in found:
@@ -601,7 +602,7 @@ def _handler(rig: PageRig) -> type[BaseHTTPRequestHandler]:
             begin, until = float(query["from"][0]), float(query["until"][0])
             first = max((at for at, one in enumerate(frames) if one["full"] and one["time"] <= begin), default=0)
             chosen = [one for one in frames[first:] if one["time"] <= until]
-            lines = [*rig.damage, *(json.dumps(one) for one in chosen)] + [json.dumps({"more": False, "until": until})]
+            lines = [*rig.damage, *(json.dumps(one) for one in chosen), json.dumps({"more": False, "until": until})]
             self.reply(200, "\n".join(lines).encode(), "application/x-ndjson")
 
         def stream(self, events: Iterator[tuple[str, Any]]) -> None:

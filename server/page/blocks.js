@@ -15,6 +15,7 @@ const WIDEST_GAP = 9; // between extents, CSS pixels
 const LARGEST_ZOOM = 40; // CSS pixels
 const FLASH_MS = 520;
 const PULSE_MS = 1100;
+const ANIMATION_MS = 110; // between pictures of flashes and pulses where no frame comes: a picture costs the browser far more than its cells
 const MOST_FLASHES = 6000;
 const DIM = 0.8;
 const ZOOM_STEP = 1.5;
@@ -47,7 +48,7 @@ export class BlockMap {
     this.cursor = -1;
     this.whole = true; // draw everything
     this.recolour = true; // the picture is out of date
-    this.pending = 0;
+    this.pending = this.timer = 0;
     this.still = matchMedia("(prefers-reduced-motion: reduce)");
   }
 
@@ -157,6 +158,14 @@ export class BlockMap {
     this.whole = this.recolour = true;
   }
 
+  /** Draws again in a while, unless something else does before. */
+  #animate() {
+    this.timer ||= setTimeout(() => {
+      this.timer = 0;
+      this.invalidate();
+    }, ANIMATION_MS);
+  }
+
   /** Draws at the next frame of the screen. */
   invalidate() {
     if (!this.pending) this.pending = requestAnimationFrame((now) => this.#draw(now));
@@ -242,11 +251,13 @@ export class BlockMap {
 
   #draw(now) {
     this.pending = 0;
+    clearTimeout(this.timer);
+    this.timer = 0;
     if (!this.layout || !this.canvas.width) return;
     if (this.isDetailed) this.#drawCells(now);
     else this.#drawPicture(now);
     this.whole = false;
-    if (this.flashes.size || (this.isDetailed && this.pulsing.size && !this.still.matches)) this.invalidate();
+    if (this.flashes.size || (this.isDetailed && this.pulsing.size && !this.still.matches)) this.#animate();
   }
 
   // ---- cell by cell

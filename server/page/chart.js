@@ -19,7 +19,7 @@ const FONT = '10.5px -apple-system, "Segoe UI", "Noto Sans", "Helvetica Neue", A
  */
 export function drawChart(canvas, { layers, lines, marks, seconds, theme, least = 1 }) {
   const ratio = Math.max(1, window.devicePixelRatio || 1);
-  const [width, height] = [canvas.clientWidth, canvas.clientHeight];
+  const [width, height] = sizeOnPage(canvas);
   if (width < 20) return;
   if (canvas.width !== Math.round(width * ratio)) canvas.width = Math.round(width * ratio);
   if (canvas.height !== Math.round(height * ratio)) canvas.height = Math.round(height * ratio);
@@ -58,6 +58,19 @@ function drawAbove(context, above, width, theme) {
   context.textAlign = "right";
   context.textBaseline = "top";
   context.fillText(above.map((text) => `↑ ${text}`).join("   "), width - 6, TOP + 3);
+}
+
+const sizes = new WeakMap(); // of canvases, as their observer told: asking each time would lay the page out
+const observer = new ResizeObserver((entries) => {
+  for (const { target, contentRect } of entries) sizes.set(target, [Math.round(contentRect.width), Math.round(contentRect.height)]);
+});
+
+function sizeOnPage(canvas) {
+  if (!sizes.has(canvas)) {
+    sizes.set(canvas, [canvas.clientWidth, canvas.clientHeight]);
+    observer.observe(canvas);
+  }
+  return sizes.get(canvas);
 }
 
 function highest(layers, lines) {

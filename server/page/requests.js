@@ -1,7 +1,7 @@
 /** The lists of requests: those that run, with their progress, and those that wait, with the reason. */
 
 import { inWords, inWordsNow, kindInWords } from "./decisions.js";
-import { KeyedList, byId, element, setText, setVariable } from "./dom.js";
+import { KeyedList, byId, element, setAttribute, setText, setVariable } from "./dom.js";
 import { count, duration, several, short } from "./format.js";
 
 const MOST_SHOWN = 60;
@@ -58,7 +58,7 @@ export class RequestLists {
     const update = (one) => {
       current = one;
       setText(name, short(one.label || one.id, 18));
-      button.title = one.label ? `${one.label} (${one.id})` : one.id;
+      setAttribute(button, "title", one.label ? `${one.label} (${one.id})` : one.id);
       setText(tag, [one.named ? one.model.name : "", one.twin ? one.id : ""].filter(Boolean).join(" · ")); // twins: continuations of a prompt
       tag.hidden = !one.named && !one.twin;
       button.classList.toggle("found", this.app.isSought(one));
@@ -79,9 +79,9 @@ export class RequestLists {
       setVariable(bar, "--prompt", share(one.prompt));
       setVariable(bar, "--known", share(one.known));
       setVariable(bar, "--computed", share(one.computed));
-      bar.setAttribute("aria-valuemax", String(one.limit));
-      bar.setAttribute("aria-valuenow", String(one.computed));
-      bar.title = `${count(one.computed)} tokens computed, ${count(one.known)} known (${count(one.prompt)} prompt), at most ${count(one.limit)}`;
+      setAttribute(bar, "aria-valuemax", String(one.limit));
+      setAttribute(bar, "aria-valuenow", String(one.computed));
+      setAttribute(bar, "title", `${count(one.computed)} tokens computed, ${count(one.known)} known (${count(one.prompt)} prompt), at most ${count(one.limit)}`);
       const facts = [STATUS[one.status] ?? "", several(one.blocks, "block")];
       if (one.perSecond >= 0.5) facts.push(`${count(one.perSecond)} tok/s`);
       if (one.preemptions) facts.push(`preempted ${one.preemptions}×`);

@@ -317,6 +317,27 @@ def test_the_cells_of_a_request_stand_out_while_it_is_hovered_over(open_page: Op
         assert after[0] == before[0] and after[1][3] < 128
 
 
+def test_a_flash_is_a_few_pictures(open_page: Open) -> None:
+    """And not one for each picture of the screen, which kept a browser busy."""
+    pool = Simulation("demo", 512, 8, lengths=(200, 200), load=8)
+    with PageRig([pool]) as rig:
+        page = open_page(rig.url, reduced_motion="no-preference")
+        rig.step(20)
+        wait_for_step(page, pool)
+        page.evaluate("""() => { globalThis.drawn = globalThis.flashed = 0;
+            const { map } = pagetide.shown.get("demo").panel;
+            const draw = globalThis.requestAnimationFrame;
+            globalThis.requestAnimationFrame = (then) => draw((now) => {
+                drawn += 1;
+                flashed = Math.max(flashed, map.flashes.size);
+                then(now);
+            }); }""")
+        rig.step(10)
+        page.wait_for_function("(step) => pagetide.shown.get('demo').model.step === step", arg=pool.step_number)
+        page.wait_for_function("() => !pagetide.shown.get('demo').panel.map.flashes.size", polling=50)
+        assert page.evaluate("flashed") > 0 and page.evaluate("drawn") <= 8  # 520 ms, nine a second
+
+
 # ---- the lists
 
 
@@ -401,7 +422,15 @@ def test_a_search_asks_all_models(open_page: Open) -> None:
         rig.step(5)
         wait_for_step(page, pools[1])
         with rig.changed:
-            old = {"n": 1000, "step": 1, "what": "cut", "request_id": "long-ago", "label": "", "needed": 90, "limit": 80}
+            old = {
+                "n": 1000,
+                "step": 1,
+                "what": "cut",
+                "request_id": "long-ago",
+                "label": "",
+                "needed": 90,
+                "limit": 80,
+            }
             pools[1].decisions.append(old | {"changed": -1})
         search = page.get_by_role("searchbox")
         search.fill("never-was")
@@ -529,7 +558,9 @@ def test_a_seed_keeps_its_digits(open_page: Open, seed: str, sent: int | None) -
         page.get_by_label("Seed").fill(seed)
         page.get_by_role("button", name="Run", exact=True).click()
         if sent is None:
-            page.locator("#prompt-status.failed", has_text=f"the seed is {seed}; it has to be a whole number").wait_for()
+            page.locator(
+                "#prompt-status.failed", has_text=f"the seed is {seed}; it has to be a whole number"
+            ).wait_for()
             assert rig.bodies == []
         else:
             assert rig.wait_for_request()[1]["seed"] == sent
