@@ -214,9 +214,10 @@ class Simulation:
             blocks = self.take(needed) if needed <= room - len(found) - 8 else None
             if blocks is None:
                 usable = int(np.count_nonzero(self.state > DRAINING))
+                peak = usable * 1.08 if needed <= room else None
                 if not any(d["what"] == "wait" and d["request_id"] == job.id for d in self.decisions[-20:]):
                     self.decide({"what": "wait", "request_id": job.id, "label": job.label, "needed": needed, "room": room,
-                                 "usable": usable, "expected": usable * 1.08, "margin": 4.0, "in_steps": 14})  # fmt: skip
+                                 "usable": usable, "expected": peak, "margin": 4.0, "in_steps": 14})  # fmt: skip
                 return
             self.waiting.pop(0)
             for block in found:
@@ -437,9 +438,13 @@ class PageRig:
     ) -> None:  # fmt: skip
         self.simulations = {one.name: one for one in simulations}
         self.pause_s, self.key, self.recording, self.answer, self.hold = pause_s, key, recording, answer, hold
+        self.states = {one.name: "ready" for one in simulations}
+        self.refusal: tuple[int, str] | None = None  # status and message of the answers to GET
+        self.num_refused = 0
+        self.damage: list[str] = []  # lines before the frames of a recording
         self.bodies: list[tuple[str, dict[str, Any], str]] = []  # path, body, x-request-id
         self.changed = threading.Condition()
-        self.version = 0
+        self.version = self.told = 0
         self.ending = False
         self.http = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
         self.http.daemon_threads = True
@@ -475,6 +480,13 @@ class PageRig:
             self.version += 1
             self.changed.notify_all()
 
+    def tell(self, **states: str) -> None:
+        """Say the states of all models to all viewers, after these changes. Models that are not ready send no frames."""
+        with self.changed:
+            self.states |= states
+            self.told += 1
+            self.changed.notify_all()
+
     def push(self, model: Pushed, frame: dict[str, Any]) -> None:
         """Send a frame of this model to all viewers."""
         with self.changed:
@@ -496,16 +508,19 @@ class PageRig:
 
     def events(self) -> Iterator[tuple[str, Any]]:
         """What one viewer gets, until the server ends."""
-        yield "models", [{"name": name, "state": "ready"} for name in self.simulations]
         sources = {name: viewer_of(one) for name, one in self.simulations.items()}
-        seen = -1
+        seen = told = -1
         while True:
             with self.changed:
-                self.changed.wait_for(lambda seen=seen: self.version != seen or self.ending, 1.0)
+                self.changed.wait_for(lambda seen=(seen, told): (self.version, self.told) != seen or self.ending, 1.0)
                 if self.ending:
                     return
-                seen = self.version
-                frames = [(name, frame) for name, source in sources.items() for frame in source.new()]
+                is_told, seen, told = told == self.told, self.version, self.told
+                states = [{"name": name, "state": state} for name, state in self.states.items()]
+                ready = [(name, source) for name, source in sources.items() if self.states[name] == "ready"]
+                frames = [(name, frame) for name, source in ready for frame in source.new()]
+            if not is_told:
+                yield "models", states
             for name, frame in frames:
                 yield "frame", {"model": name, "frame": frame}
 
@@ -555,6 +570,9 @@ def _handler(rig: PageRig) -> type[BaseHTTPRequestHandler]:
                 return self.reply(200, file.read_bytes(), TYPES[file.suffix])
             if not self.signed_in():
                 return self.json(401, {"error": {"message": "there is no API key"}})
+            if rig.refusal is not None:
+                rig.num_refused += 1
+                return self.json(rig.refusal[0], {"error": {"message": rig.refusal[1]}})
             model = rig.simulations.get(query.get("model", [""])[0])
             if path == "/page/events":
                 return self.stream(rig.events())
@@ -584,7 +602,7 @@ def _handler(rig: PageRig) -> type[BaseHTTPRequestHandler]:
             begin, until = float(query["from"][0]), float(query["until"][0])
             first = max((at for at, one in enumerate(frames) if one["full"] and one["time"] <= begin), default=0)
             chosen = [one for one in frames[first:] if one["time"] <= until]
-            lines = [json.dumps(one) for one in chosen] + [json.dumps({"more": False, "until": until})]
+            lines = [*rig.damage, *(json.dumps(one) for one in chosen), json.dumps({"more": False, "until": until})]
             self.reply(200, "\n".join(lines).encode(), "application/x-ndjson")
 
         def stream(self, events: Iterator[tuple[str, Any]]) -> None:

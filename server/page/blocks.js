@@ -15,6 +15,7 @@ const WIDEST_GAP = 9; // between extents, CSS pixels
 const LARGEST_ZOOM = 40; // CSS pixels
 const FLASH_MS = 520;
 const PULSE_MS = 1100;
+const ANIMATION_MS = 110; // between pictures of flashes and pulses where no frame comes: a picture costs the browser far more than its cells
 const MOST_FLASHES = 6000;
 const DIM = 0.8;
 const ZOOM_STEP = 1.5;
@@ -31,6 +32,7 @@ export class BlockMap {
     this.context = canvas.getContext("2d");
     this.picture = document.createElement("canvas");
     this.layout = null;
+    this.fittedTo = ""; // the size and the layout, as text
     this.view = { scale: 1, x: 0, y: 0 }; // device pixels a cell, and the place of the map's corner
     this.fitted = { ...this.view };
     this.sprites = new Map(); // by look
@@ -46,7 +48,7 @@ export class BlockMap {
     this.cursor = -1;
     this.whole = true; // draw everything
     this.recolour = true; // the picture is out of date
-    this.pending = 0;
+    this.pending = this.timer = 0;
     this.still = matchMedia("(prefers-reduced-motion: reduce)");
   }
 
@@ -58,27 +60,51 @@ export class BlockMap {
     return this.view.scale > this.fitted.scale * 1.001;
   }
 
-  /** Takes the size of its place: `width` and at most `height` CSS pixels. */
+  /** Takes the size of its place: `width` and at most `height` CSS pixels. The part that was zoomed into stays in view. */
   resize(width, height) {
     const { pool } = this.model;
     if (!pool || width < 20) return;
     const ratio = Math.max(1, window.devicePixelRatio || 1);
     const [wide, high] = [Math.floor(width * ratio), Math.floor(height * ratio)];
     const { layout, scale } = fit(pool.num_blocks, pool.blocks_per_extent, wide, high, LARGEST_CELL * ratio, WIDEST_GAP * ratio);
-    this.ratio = ratio;
-    this.layout = layout;
     const margin = Math.floor(Math.max(0, layout.gap * scale - 5 * ratio)); // frames begin where the text above does
     const used = Math.max(Math.ceil(layout.height * scale) - 2 * margin, Math.round(40 * ratio));
+    const fitted = { scale, x: -margin, y: -margin };
+    const key = JSON.stringify([wide, used, ratio, fitted, layout]);
+    if (key === this.fittedTo) return; // what is drawn, and where the viewer looks, stays
+    const kept = this.isZoomed && this.layout?.numBlocks === layout.numBlocks ? this.#middle() : null;
+    Object.assign(this, { fittedTo: key, ratio, layout, fitted, view: { ...fitted } });
     if (this.canvas.width !== wide || this.canvas.height !== used) {
       this.canvas.width = wide;
       this.canvas.height = used;
     }
     this.canvas.style.setProperty("height", `${used / ratio}px`);
-    this.fitted = { scale, x: -margin, y: -margin };
-    this.view = { ...this.fitted };
+    if (kept) this.#lookAt(kept);
     this.extents = new Uint8Array(this.model.numExtents);
     this.#restart();
     this.host.viewChanged();
+  }
+
+  /** The block nearest to the middle of the picture, and the size of a cell in CSS pixels. */
+  #middle() {
+    const { layout, view, canvas } = this;
+    const across = (canvas.width / 2 - view.x) / view.scale - layout.gap;
+    const down = (canvas.height / 2 - view.y) / view.scale - layout.gap;
+    const within = (value, last) => Math.max(0, Math.min(last, Math.floor(value)));
+    const column = within(across / (layout.columns + layout.gap), layout.across - 1);
+    const line = within(down / (layout.rows + layout.gap), layout.numExtents - 1);
+    const inX = within(across - column * (layout.columns + layout.gap), layout.columns - 1);
+    const inY = within(down - line * (layout.rows + layout.gap), layout.rows - 1);
+    const block = (line * layout.across + column) * layout.perExtent + inY * layout.columns + inX;
+    return { block: Math.min(block, layout.numBlocks - 1), size: view.scale / this.ratio };
+  }
+
+  /** Puts a block in the middle, as far as the map reaches. */
+  #lookAt({ block, size }) {
+    const wanted = Math.min(LARGEST_ZOOM, size) * this.ratio;
+    const scale = Math.max(this.fitted.scale, wanted > 2 ? Math.round(wanted) : wanted);
+    const { canvas, layout } = this;
+    this.#look(scale, canvas.width / 2 - (layout.x(block) + 0.5) * scale, canvas.height / 2 - (layout.y(block) + 0.5) * scale);
   }
 
   /** The theme changed, or the hue of a row. */
@@ -130,6 +156,14 @@ export class BlockMap {
     if (this.flashes.size <= MOST_FLASHES) return;
     this.flashes.clear();
     this.whole = this.recolour = true;
+  }
+
+  /** Draws again in a while, unless something else does before. */
+  #animate() {
+    this.timer ||= setTimeout(() => {
+      this.timer = 0;
+      this.invalidate();
+    }, ANIMATION_MS);
   }
 
   /** Draws at the next frame of the screen. */
@@ -217,11 +251,13 @@ export class BlockMap {
 
   #draw(now) {
     this.pending = 0;
+    clearTimeout(this.timer);
+    this.timer = 0;
     if (!this.layout || !this.canvas.width) return;
     if (this.isDetailed) this.#drawCells(now);
     else this.#drawPicture(now);
     this.whole = false;
-    if (this.flashes.size || (this.isDetailed && this.pulsing.size && !this.still.matches)) this.invalidate();
+    if (this.flashes.size || (this.isDetailed && this.pulsing.size && !this.still.matches)) this.#animate();
   }
 
   // ---- cell by cell

@@ -9,15 +9,17 @@ const FONT = '10.5px -apple-system, "Segoe UI", "Noto Sans", "Helvetica Neue", A
 
 /**
  * @typedef {{values: Float64Array, colour: string, alpha?: number}} Layer an area on top of those before it
- * @typedef {{values: Float64Array, colour: string, dash?: number[], width?: number}} Line NaN leaves a gap
+ * @typedef {{values: Float64Array, colour: string, dash?: number[], width?: number, bound?: string}} Line NaN leaves a gap; a `bound`
+ *   with this name does not stretch the scale: one that is above it is an arrow with its number
  *
  * @param {HTMLCanvasElement} canvas
  * @param {{layers: Layer[], lines: Line[], marks: number[], seconds: number, theme: Object, least?: number}} chart
  *   marks are shares of the time shown, 0 .. 1
+ * @returns {{top: number, above: string[]}|undefined} the value at the top, and the bounds above it
  */
 export function drawChart(canvas, { layers, lines, marks, seconds, theme, least = 1 }) {
   const ratio = Math.max(1, window.devicePixelRatio || 1);
-  const [width, height] = [canvas.clientWidth, canvas.clientHeight];
+  const [width, height] = sizeOnPage(canvas);
   if (width < 20) return;
   if (canvas.width !== Math.round(width * ratio)) canvas.width = Math.round(width * ratio);
   if (canvas.height !== Math.round(height * ratio)) canvas.height = Math.round(height * ratio);
@@ -29,7 +31,10 @@ export function drawChart(canvas, { layers, lines, marks, seconds, theme, least 
   const y = (value) => height - BOTTOM - (value / top) * (height - TOP - BOTTOM);
   drawGrid(context, { top, x, y, width, height, seconds, theme });
   drawLayers(context, layers, x, y);
-  for (const line of lines) drawLine(context, line, x, y);
+  const isAbove = ({ bound, values }) => bound && values[values.length - 1] > top;
+  for (const line of lines) if (!isAbove(line)) drawLine(context, line, x, y);
+  const above = lines.filter(isAbove).map(({ bound, values }) => `${bound} ${size(values[values.length - 1])}`);
+  drawAbove(context, above, width, theme);
   context.fillStyle = theme.alarm;
   for (const share of marks) {
     const at = x(share);
@@ -42,6 +47,30 @@ export function drawChart(canvas, { layers, lines, marks, seconds, theme, least 
     context.lineTo(at, TOP);
     context.fill();
   }
+  return { top, above };
+}
+
+/** Names and numbers of bounds above the top, each with an arrow. */
+function drawAbove(context, above, width, theme) {
+  if (!above.length) return;
+  context.font = FONT;
+  context.fillStyle = theme.muted;
+  context.textAlign = "right";
+  context.textBaseline = "top";
+  context.fillText(above.map((text) => `↑ ${text}`).join("   "), width - 6, TOP + 3);
+}
+
+const sizes = new WeakMap(); // of canvases, as their observer told: asking each time would lay the page out
+const observer = new ResizeObserver((entries) => {
+  for (const { target, contentRect } of entries) sizes.set(target, [Math.round(contentRect.width), Math.round(contentRect.height)]);
+});
+
+function sizeOnPage(canvas) {
+  if (!sizes.has(canvas)) {
+    sizes.set(canvas, [canvas.clientWidth, canvas.clientHeight]);
+    observer.observe(canvas);
+  }
+  return sizes.get(canvas);
 }
 
 function highest(layers, lines) {
@@ -52,7 +81,7 @@ function highest(layers, lines) {
     for (const { values } of layers) sum += values[at] || 0;
     if (sum > most) most = sum;
   }
-  for (const { values } of lines) for (const value of values) if (value > most) most = value;
+  for (const { values, bound } of lines) if (!bound) for (const value of values) if (value > most) most = value;
   return most;
 }
 

@@ -6,6 +6,8 @@ const WORDS = {
   wait: "waits", pass: "passes", preempt: "preempted", return: "returns", cut: "cut short", "give up": "cache shrinks",
 };
 
+const OLD_STEPS = 50;
+
 /** A word or two for the kind of a decision. @param {Object} decision */
 export function kindInWords(decision) {
   return WORDS[decision.what] ?? decision.what;
@@ -13,7 +15,12 @@ export function kindInWords(decision) {
 
 /** The request of a decision as people know it. @param {Object} decision */
 export function nameIn(decision) {
-  return decision.label || decision.request_id || "";
+  return nameOf(decision.request_id ?? "", decision.label);
+}
+
+/** A request's name: its label, and of a further continuation of a prompt its id too. @param {string} id @param {string} label */
+export function nameOf(id, label) {
+  return label && /\.\d+$/.test(id) ? `${label} · ${id}` : label || id;
 }
 
 /**
@@ -40,13 +47,19 @@ export function inWords(decision) {
   }
 }
 
+/**
+ * As `inWords`, of a request that waits: its decision was made when it was first refused, and may be of long ago.
+ * @param {Object} decision @param {number} step the newest one
+ */
+export function inWordsNow(decision, step) {
+  return step - decision.step > OLD_STEPS ? `when it came: ${inWords(decision)}` : inWords(decision);
+}
+
 function waits({ needed, room, expected, usable, in_steps: inSteps }) {
-  const short = room < needed;
-  const needs = `needs ${several(needed, "block")}, ${count(room)} ${room === 1 ? "is" : "are"} available`;
-  if (expected === null || expected === undefined) return needs;
-  const peak = Math.round(expected);
-  const forecast = `forecast peak ${count(peak)} of ${several(usable, "block")} in ${several(inSteps, "step")}`;
-  return short || peak > usable ? `${needs}; ${forecast}` : needs;
+  const needs = `needs ${several(needed, "block")}; ${count(room)} ${room === 1 ? "is" : "are"} free`;
+  if (room < needed || expected === null || expected === undefined) return needs;
+  return `${needs}, but with it the running requests are expected to need ${count(Math.round(expected))} of ${several(usable, "block")} `
+    + `in about ${several(inSteps, "step")}: it waits so that none has to give up its blocks`;
 }
 
 function preempted({ blocks_won: won, tokens, chosen, swap_s: swap, compute_s: compute }) {

@@ -113,10 +113,8 @@ export class Details {
     const here = [...model.decisions.values()].filter((one) => [one.request_id, one.label].includes(id) || one.request_id === known?.id);
     showDecisions(list, here);
     if (this.app.isReplay()) return;
-    const path = `explain?model=${encodeURIComponent(model.name)}&request=${encodeURIComponent(known?.id ?? id)}`;
-    const found = await this.app.ask(path);
-    if (asked !== this.asked || !found) return;
-    const decisions = Array.isArray(found) ? found : found.decisions ?? [];
+    const decisions = await this.app.explain(model, known?.id ?? id);
+    if (asked !== this.asked || !decisions) return;
     const times = new Map(here.map((one) => [one.n, one.time]));
     if (decisions.length) showDecisions(list, decisions.map((one) => ({ ...one, time: times.get(one.n) })));
   }

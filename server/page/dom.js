@@ -33,6 +33,11 @@ export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
+/** Sets an attribute only if it differs. */
+export function setAttribute(node, name, value) {
+  if (node.getAttribute(name) !== value) node.setAttribute(name, value);
+}
+
 /** Sets a CSS variable only if it differs. */
 export function setVariable(node, name, value) {
   if (node.style.getPropertyValue(name) !== value) node.style.setProperty(name, value);

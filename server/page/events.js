@@ -1,13 +1,14 @@
 /** What happens: admissions, prefix hits, preemptions, swaps, recalls, ends, as a list of sentences. */
 
-import { inWords, nameIn } from "./decisions.js";
+import { inWords, nameIn, nameOf } from "./decisions.js";
 import { announce, byId, element } from "./dom.js";
 import { clock, count, several, short, size } from "./format.js";
 
 const MOST_EVENTS = 150;
 
 /**
- * @typedef {{kind: string, id?: string, text: string, loud?: boolean}} Event `id`: the request; `loud`: said to screen readers
+ * @typedef {{kind: string, id?: string, text: string, loud?: boolean, early?: number}} Event `id`: the request; `loud`: said to
+ *   screen readers; `early`: the step, of one that was before the first frame
  *
  * The events of one frame, oldest first. Pure.
  * @param {import("./frames.js").Model} model after the frame
@@ -15,13 +16,15 @@ const MOST_EVENTS = 150;
  * @returns {Event[]}
  */
 export function eventsOfChange(model, change) {
-  if (change.full && !change.before) return [];
   const events = [];
-  const decisions = change.full ? [] : change.decisions.filter((decision) => decision.what !== "wait");
+  const isFirst = change.full && !change.before; // it has the decisions that are kept
+  const decisions = change.full && !isFirst ? [] : change.decisions.filter((decision) => decision.what !== "wait");
   for (const decision of decisions) {
     const kind = decision.what === "give up" ? "evict" : decision.what;
-    events.push({ kind, id: decision.request_id, n: decision.n, text: inWords(decision), name: nameIn(decision) });
+    const early = isFirst ? decision.step : null;
+    events.push({ kind, id: decision.request_id, n: decision.n, text: inWords(decision), name: nameIn(decision), early });
   }
+  if (isFirst) return events;
   events.push(...counted(model, change));
   if (!change.full) for (const row of change.admitted.slice(0, 4)) events.push(admitted(row));
   for (const one of change.ended.slice(-6)) events.push(ended(one));
@@ -30,12 +33,12 @@ export function eventsOfChange(model, change) {
 
 function admitted({ id, label, prompt, limit, preemptions }) {
   const again = preemptions ? " again" : "";
-  return { kind: "admit", id, name: label || id, text: `is admitted${again}: ${several(prompt, "prompt token")}, at most ${count(limit)} in all` };
+  return { kind: "admit", id, name: nameOf(id, label), text: `is admitted${again}: ${several(prompt, "prompt token")}, at most ${count(limit)} in all` };
 }
 
 function ended({ id, label, reason, tokens, error }) {
   const why = { stop: "reached its end", length: "reached its length", aborted: "was aborted", error: `failed: ${error}` }[reason] ?? reason;
-  return { kind: reason === "error" ? "error" : "end", id, name: label || id, text: `${why} after ${several(tokens, "token")}` };
+  return { kind: reason === "error" ? "error" : "end", id, name: nameOf(id, label), text: `${why} after ${several(tokens, "token")}` };
 }
 
 /** Events that only counters tell. */
@@ -90,8 +93,10 @@ export class EventList {
     const text = element("span", { class: "what", text: event.text });
     const known = key && this.merged.get(key);
     if (known?.isConnected) return void known.querySelector(".what").replaceWith(text);
+    const isEarly = event.early !== null && event.early !== undefined;
+    const time = element("time", isEarly ? { text: "before", title: `step ${count(event.early)}` } : { text: clock(model.time) });
     const node = element("li", { class: `event ${event.kind}` },
-      element("time", { text: clock(model.time) }), element("span", { class: "badge", text: BADGES[event.kind] ?? event.kind }),
+      time, element("span", { class: "badge", text: BADGES[event.kind] ?? event.kind }),
       element("span", { class: "words" }, this.#name(model, event), text));
     if (this.app.numModels() > 1) node.querySelector(".words").prepend(element("span", { class: "tag", text: model.name }), " ");
     this.list.prepend(node);
@@ -102,7 +107,7 @@ export class EventList {
 
   #name(model, { id, name }) {
     if (!id) return "";
-    const button = element("button", { type: "button", class: "link", text: short(name || id), title: name || id });
+    const button = element("button", { type: "button", class: "link", text: short(name || id, 30), title: name || id });
     button.addEventListener("click", () => this.app.openRequest(model, id, button));
     const holder = element("span", {}, button, " ");
     return holder;

@@ -1,6 +1,6 @@
 /** The live feed: connects, hands events on, and comes back after a loss with growing pauses. */
 
-import { eventsOf } from "./sse.js";
+import { eventsOf, messageOf } from "./sse.js";
 
 const FIRST_PAUSE_S = 0.5;
 const LONGEST_PAUSE_S = 10;
@@ -10,7 +10,8 @@ const SILENCE_S = 15; // frames come at least once a second
 export class Feed {
   /**
    * @param {{models: (list: Object[]) => void, frame: (model: string, frame: Object) => void, state: (state: string,
-   *   pause?: number) => void, key: () => void}} listener states: "connecting", "live", "lost", "paused"
+   *   pause?: number, said?: string) => void, key: () => void}} listener states: "connecting", "live", "lost", "paused"; `said`:
+   *   what the server said when it refused
    * @param {number} [rate] frames a second at most
    */
   constructor(listener, rate = 10) {
@@ -41,6 +42,7 @@ export class Feed {
     const abort = (this.abort = new AbortController());
     this.listener.state("connecting");
     let watchdog = 0;
+    let said = "";
     const alive = () => {
       clearTimeout(watchdog);
       watchdog = setTimeout(() => abort.abort(), SILENCE_S * 1000);
@@ -48,8 +50,11 @@ export class Feed {
     try {
       alive();
       const response = await fetch(`events?rate=${this.rate}`, { signal: abort.signal, cache: "no-store" });
-      if (response.status === 401 || response.status === 403) return void this.#refused(abort);
-      if (!response.ok) throw new Error(`the server answered ${response.status}`);
+      if (response.status === 401) return void this.#refused(abort);
+      if (!response.ok) {
+        said = await messageOf(response);
+        throw new TypeError(said); // shown on the page
+      }
       for await (const { event, data } of eventsOf(response)) {
         if (abort !== this.abort) return;
         alive();
@@ -61,14 +66,14 @@ export class Feed {
     } finally {
       clearTimeout(watchdog);
     }
-    if (this.running && abort === this.abort) this.#again();
+    if (this.running && abort === this.abort) this.#again(said);
   }
 
   #take(event, data) {
+    this.listener.state("live");
     if (event === "models") this.listener.models(JSON.parse(data));
     else if (event === "frame") {
       const { model, frame } = JSON.parse(data);
-      this.listener.state("live");
       this.listener.frame(model, frame);
     }
   }
@@ -79,10 +84,10 @@ export class Feed {
     this.listener.key();
   }
 
-  #again() {
+  #again(said) {
     const pause = this.pause * (0.8 + 0.4 * Math.random());
     this.pause = Math.min(LONGEST_PAUSE_S, this.pause * 1.7);
-    this.listener.state("lost", pause);
+    this.listener.state("lost", pause, said);
     this.timer = setTimeout(() => this.#connect(), pause * 1000);
   }
 

@@ -2,9 +2,11 @@
 
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 
+const NUMBERS = new Intl.NumberFormat("en-US");
+
 /** @param {number} value */
 export function count(value) {
-  return Math.round(value).toLocaleString("en-US");
+  return NUMBERS.format(Math.round(value));
 }
 
 /** `1,536` bytes are "1.5 KiB". @param {number} bytes */

@@ -140,7 +140,7 @@ export class Model {
     }
     Object.assign(this, { stats: frame.stats, host: frame.host, memory: frame.memory ?? this.memory });
     Object.assign(this, { time: frame.time, step: frame.step, seq: frame.seq });
-    this.#sample(before);
+    this.#sample();
     return { full: frame.full, runs, admitted, ended, decisions: frame.decisions ?? [], before };
   }
 
@@ -197,7 +197,7 @@ export class Model {
     }));
   }
 
-  #sample(before) {
+  #sample() {
     const last = this.samples[this.samples.length - 1];
     if (last && this.time < last.time) this.samples = this.samples.filter((sample) => sample.time < this.time);
     const base = this.samples.findLast((sample) => this.time - sample.time >= RATE_S) ?? this.samples[0];
@@ -213,6 +213,5 @@ export class Model {
       counts: this.counts, blockBytes: this.pool.block_bytes, recalls: this.stats.recalls ?? 0,
     });
     if (this.samples.length > MOST_SAMPLES) this.samples.splice(0, this.samples.length - MOST_SAMPLES);
-    void before;
   }
 }

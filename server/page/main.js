@@ -35,10 +35,10 @@ class App {
     this.events = new EventList(this);
     this.prompt = new PromptBox(this);
     this.device = new DeviceChart(byId("device"), this.theme);
-    this.session = new Session(() => this.feed.start());
+    this.session = new Session(() => this.#signedIn());
     this.feed = new Feed({
       models: (list) => this.#showModels(list), frame: (name, frame) => this.#takeFrame(name, frame),
-      state: (state, pause) => this.#showState(state, pause), key: () => this.session.ask(),
+      state: (state, pause, said) => this.#showState(state, pause, said), key: () => this.#signedOut(),
     });
     this.tooltip = byId("tooltip");
     this.dirty = true;
@@ -52,11 +52,25 @@ class App {
       setText(byId("version"), info.version ? `pagetide ${info.version}` : "");
       document.body.dataset.mode = info.mode;
       if (info.mode === "replay") return this.#startReplay(info);
-      if (info.needs_key && !info.signed_in) return this.session.ask();
+      if (info.needs_key && !info.signed_in) return this.#signedOut();
     } catch {
       // the feed says that the server is away, and comes back
     }
     this.feed.start();
+  }
+
+  #signedIn() {
+    delete document.body.dataset.session;
+    byId("content").focus();
+    this.feed.start();
+  }
+
+  #signedOut() {
+    document.body.dataset.session = "out";
+    this.details.close();
+    this.hideTooltip();
+    this.#showState("out");
+    this.session.ask();
   }
 
   // ---- what views ask
@@ -114,6 +128,12 @@ class App {
     }
   }
 
+  /** The decisions about a request that a model's engine keeps, null if it does not answer. @returns {Promise<Object[]|null>} */
+  async explain(model, id) {
+    const found = await this.ask(`explain?model=${encodeURIComponent(model.name)}&request=${encodeURIComponent(id)}`);
+    return Array.isArray(found) ? found : found?.decisions ?? null;
+  }
+
   // ---- what views tell
 
   /** Dims all but a request's blocks. @param {string|null} id */
@@ -145,8 +165,6 @@ class App {
 
   showTooltip(panel, block, x, y) {
     this.hovered = { panel, block };
-    const row = panel.model.cells[block];
-    void row;
     this.#place(element("p", { text: panel.describe(block) }), x + 14, y + 14);
   }
 
@@ -182,6 +200,7 @@ class App {
   // ---- what the server sends
 
   #showModels(list) {
+    const before = [...this.shown.keys()].join("\n");
     for (const { name, state } of list) {
       if (!this.shown.has(name)) this.#add(name);
       this.shown.get(name).model.state = state;
@@ -194,7 +213,7 @@ class App {
     byId("no-models").hidden = list.length > 0;
     byId("panels").dataset.count = String(Math.min(3, this.shown.size));
     this.prompt.offer(list);
-    for (const { panel } of this.shown.values()) panel.resize();
+    if ([...this.shown.keys()].join("\n") !== before) for (const { panel } of this.shown.values()) panel.resize();
     this.dirty = true;
   }
 
@@ -223,8 +242,8 @@ class App {
     this.dirty = true;
   }
 
-  #showState(state, pause) {
-    const words = { connecting: "connecting", live: "live", lost: "connection lost", paused: "paused" };
+  #showState(state, pause, said) {
+    const words = { connecting: "connecting", live: "live", lost: said ? "refused" : "connection lost", paused: "paused", out: "signed out" };
     const status = byId("status");
     if (status.dataset.state === state && state === "live") return;
     if (state === "connecting" && status.dataset.state === "lost") return;
@@ -235,7 +254,7 @@ class App {
     if (state !== "lost") return;
     const newest = Math.max(0, ...this.models.map((model) => model.time));
     const asOf = newest ? ` The picture is as of ${clock(newest)}.` : "";
-    setText(byId("banner-text"), `The server does not answer.${asOf} Trying again in ${Math.max(1, Math.round(pause))} s.`);
+    setText(byId("banner-text"), `${said ? `The server refuses: ${said}.` : "The server does not answer."}${asOf} Trying again in ${Math.max(1, Math.round(pause))} s.`);
   }
 
   #startReplay(info) {
@@ -299,16 +318,30 @@ class App {
     this.#relight();
     this.dirty = true;
     const found = this.models.flatMap((model) => [...model.rows.values(), ...model.waiting]).filter((one) => this.isSought(one));
-    setText(byId("search-result"), text ? (found.length ? `${count(found.length)} found` : "none here: Enter asks the server") : "");
+    this.#sayFound(text ? (found.length ? `${count(found.length)} found` : "none here: Enter asks the server") : "");
   }
 
-  #openFound() {
-    if (!this.sought || !this.shown.size) return;
-    for (const model of this.models) {
+  async #openFound() {
+    const { sought, models } = this;
+    if (!sought || !models.length) return;
+    for (const model of models) {
       const found = [...model.rows.values(), ...model.waiting, ...model.ended].find((one) => this.isSought(one));
       if (found) return this.openRequest(model, found.id, byId("search"));
     }
-    this.openRequest(this.models[0], this.sought, byId("search"));
+    const known = models.find((model) => model.decisionAbout(sought));
+    if (known) return this.openRequest(known, sought, byId("search"));
+    const answers = this.isReplay() ? [[]] : await Promise.all(models.map((model) => this.explain(model, sought)));
+    if (sought !== this.sought) return;
+    const at = answers.findIndex((decisions) => decisions?.length);
+    if (at >= 0) return this.openRequest(models[at], sought, byId("search"));
+    const isAway = answers.every((decisions) => decisions === null);
+    this.#sayFound(isAway ? "the server does not answer" : "no request of that name is known");
+  }
+
+  #sayFound(text) {
+    const said = byId("search-result");
+    setText(said, text);
+    said.classList.toggle("long", text.length > 12);
   }
 
   #update() {
@@ -317,6 +350,7 @@ class App {
     const models = this.models;
     for (const { panel } of this.shown.values()) panel.update();
     this.lists.show(models);
+    this.prompt.update(models);
     this.device.draw(models);
     this.#totals(models.filter((model) => model.stats));
   }

@@ -30,6 +30,16 @@ function forCache({ weights, base, prepared }, bytes) {
   return bytes === null || bytes === undefined ? undefined : Math.max(0, bytes - besideCache({ weights, base, prepared }));
 }
 
+/** The pool can hold no more than all its blocks, whatever the lease has for the process. */
+function capped(bytes, most) {
+  return bytes === undefined ? undefined : Math.min(bytes, most);
+}
+
+/** The bytes of all blocks of a pool. */
+function sizeOf({ num_blocks: blocks, block_bytes: bytes }) {
+  return blocks * bytes;
+}
+
 /** A legend of names with values, as a description list beside a chart. */
 class Legend {
   constructor() {
@@ -75,8 +85,9 @@ export class LeaseChart {
     const bytes = (states) => (sample) => states.reduce((sum, state) => sum + sample.counts[state], 0) * sample.blockBytes;
     const seconds = secondsOf(samples, model.time);
     const of = (value) => binned(samples, model.time, seconds, value);
-    const lease = (name) => of((sample) => forCache(sample, sample.lease?.[name]));
-    drawChart(this.canvas, {
+    const whole = sizeOf(model.pool);
+    const lease = (name) => of((sample) => capped(forCache(sample, sample.lease?.[name]), whole));
+    this.drawn = drawChart(this.canvas, {
       theme, seconds, least: 1024,
       layers: [
         { values: of(bytes(["live"])), colour: theme.accent, alpha: 0.85 },
@@ -84,8 +95,8 @@ export class LeaseChart {
         { values: of(bytes(["free", "draining"])), colour: theme.free },
       ],
       lines: [
-        { values: lease("max"), colour: theme.muted, dash: [2, 3], width: 1 },
-        { values: lease("min"), colour: theme.muted, dash: [2, 3], width: 1 },
+        { values: lease("max"), colour: theme.muted, dash: [2, 3], width: 1, bound: "at most" },
+        { values: lease("min"), colour: theme.muted, dash: [2, 3], width: 1, bound: "at least" },
         { values: lease("granted"), colour: theme.ink, width: 1.25 },
         { values: lease("recall_target"), colour: theme.alarm, width: 2 },
       ],
@@ -95,7 +106,7 @@ export class LeaseChart {
   }
 
   #describe({ counts, memory, pool }) {
-    const lease = Object.fromEntries(Object.entries(memory.lease ?? {}).map(([name, bytes]) => [name, forCache(memory, bytes)]));
+    const lease = Object.fromEntries(Object.entries(memory.lease ?? {}).map(([name, bytes]) => [name, capped(forCache(memory, bytes), sizeOf(pool))]));
     const show = (name, mark, bytes) => this.legend.show(name, mark, bytes === null || bytes === undefined ? null : size(bytes));
     show("live", "live", counts.live * pool.block_bytes);
     show("cached", "cached", (counts.cached + counts.inflight) * pool.block_bytes);

@@ -2,7 +2,7 @@
 
 import { BlockMap } from "./blocks.js";
 import { announce, element, setText } from "./dom.js";
-import { count, percent, several, short, size } from "./format.js";
+import { clock, count, percent, several, short, size } from "./format.js";
 import { isShared, kindOf, rowOf } from "./frames.js";
 import { LeaseChart } from "./memory.js";
 
@@ -59,7 +59,8 @@ export class ModelPanel {
     const title = element("h2", { text: this.model.name, id: `title-${this.number}` });
     const legend = element("div", { class: "states", role: "group", "aria-label": "Blocks by state; press one to see them alone" });
     for (const [kind, name, meaning] of STATES) legend.append(this.#chip(kind, name, meaning));
-    this.place = element("div", { class: "map-place" }, this.canvas);
+    this.age = element("p", { class: "age", role: "status", hidden: true });
+    this.place = element("div", { class: "map-place" }, this.canvas, this.age);
     return element("section", { class: "card panel", "aria-labelledby": `title-${this.number}` },
       element("div", { class: "card-head" }, title, this.statePill, legend, this.tools), this.place, this.summary, this.chart.node);
   }
@@ -108,6 +109,10 @@ export class ModelPanel {
     this.statePill.dataset.state = model.state;
     this.node.classList.toggle("empty", !model.pool);
     if (!model.pool) return setText(this.summary, EMPTY[model.state] ?? "The first frame has not come yet.");
+    const isOld = model.state in EMPTY;
+    this.node.classList.toggle("old", isOld);
+    this.age.hidden = !isOld;
+    if (isOld) setText(this.age, `${model.state}: the picture is of ${clock(model.time)}`);
     const { counts, pool } = model;
     const shown = { ...counts, unmapped: pool.num_blocks - 1 - counts.mapped, shared: countShared(model.cells) };
     for (const [kind, { number }] of this.chips) setText(number, count(shown[kind]));

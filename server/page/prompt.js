@@ -1,18 +1,22 @@
 /** The prompt box: sends a request, shows its text token by token, and follows its blocks. */
 
 import { announce, byId, element, setText } from "./dom.js";
-import { count, duration, percent } from "./format.js";
-import { eventsOf } from "./sse.js";
+import { count, duration, percent, several } from "./format.js";
+import { whyWaits } from "./requests.js";
+import { eventsOf, messageOf } from "./sse.js";
 
 const NUM_ALTERNATIVES = 4;
 // Fields of the form by their names in the API, and how their text becomes a value.
-const NUMBERS = { temperature: Number, top_p: Number, top_k: Number, min_p: Number, seed: Number, min_tokens: Number, max_tokens: Number, n: Number };
+const NUMBERS = { temperature: Number, top_p: Number, top_k: Number, min_p: Number, seed: seedOf, min_tokens: Number, max_tokens: Number, n: Number };
 const SAMPLING_ONLY = ["temperature", "top_p", "top_k", "min_p", "seed"];
+const NUM_BEAMS = 4; // unless it is chosen
+const SEEDS = [-(2n ** 63n), 2n ** 64n - 1n];
 
 /**
  * The body of a request. Pure.
  * @param {Object<string, string>} fields as the form has them
- * @returns {{path: string, body: Object}}
+ * @returns {{path: string, body: string}} the body as JSON
+ * @throws {Error} if a field is wrong
  */
 export function requestOf(fields) {
   const body = { model: fields.model, stream: true, stream_options: { include_usage: true } };
@@ -29,9 +33,22 @@ export function requestOf(fields) {
   if (fields.mode === "greedy") body.temperature = 0;
   if (fields.mode === "beams") {
     body.use_beam_search = true; // as wide as n
+    body.n ??= NUM_BEAMS;
     for (const name of ["logprobs", "top_logprobs"]) delete body[name];
   }
-  return { path: isChat ? "/v1/chat/completions" : "/v1/completions", body };
+  const { seed, ...others } = body;
+  const text = JSON.stringify(others);
+  const whole = seed === undefined ? text : `${text.slice(0, -1)},"seed":${seed}}`; // JSON.stringify takes no BigInt
+  return { path: isChat ? "/v1/chat/completions" : "/v1/completions", body: whole };
+}
+
+/** A seed with all its digits: a Number would round those beyond 2^53. @param {string} text */
+function seedOf(text) {
+  const seed = /^[+-]?\d{1,20}$/.test(text) ? BigInt(text.replace("+", "")) : null;
+  if (seed === null || seed < SEEDS[0] || seed > SEEDS[1]) {
+    throw new Error(`the seed is ${text.slice(0, 40)}; it has to be a whole number from −2^63 to 2^64 − 1, or empty`);
+  }
+  return seed;
 }
 
 /**
@@ -105,19 +122,59 @@ export class PromptBox {
   #showMode() {
     const { mode } = this.#fields();
     for (const node of this.form.querySelectorAll("[data-modes]")) node.hidden = !node.dataset.modes.split(" ").includes(mode);
+    this.form.elements.n.placeholder = mode === "beams" ? NUM_BEAMS : 1;
+  }
+
+  /** What the form asks for, null with an error beside it. */
+  #request() {
+    try {
+      return requestOf(this.#fields());
+    } catch (error) {
+      this.form.querySelector(".parameters").open = true;
+      this.#say(`Failed: ${error.message}.`);
+      return null;
+    }
+  }
+
+  #say(text) {
+    const said = byId("prompt-status");
+    setText(said, text);
+    said.classList.toggle("failed", text.startsWith("Failed"));
+  }
+
+  /** Says how far the request is while it has no text. @param {import("./frames.js").Model[]} models */
+  update(models) {
+    if (!this.abort || this.hasText) return;
+    for (const model of models) {
+      const rows = model.running.filter((one) => one.label === this.id);
+      const waiting = model.waiting.find((one) => one.label === this.id);
+      if (rows.length) this.#say(this.#progress(rows));
+      else if (waiting) this.#say(`Waits: ${whyWaits(model, waiting)} …`);
+    }
+  }
+
+  #progress(rows) {
+    const status = Math.max(...rows.map((one) => one.status));
+    const { computed, prompt, known } = rows[0];
+    if (status === 0) return `Computing the prompt: ${count(Math.min(computed, prompt))} of ${several(prompt, "token")} …`;
+    if (status === 2) return "Paused …";
+    return `${this.isSearch ? "Searching" : "Computing"}: ${several(Math.max(0, known - prompt), "token")} …`;
   }
 
   async #run() {
     if (this.abort) return;
-    const { path, body } = requestOf(this.#fields());
+    const request = this.#request();
+    if (!request) return;
+    const { path, body } = request;
     const id = `page-${crypto.getRandomValues(new Uint32Array(2)).reduce((text, part) => text + part.toString(36), "")}`;
     const abort = (this.abort = new AbortController());
+    this.isSearch = this.#fields().mode === "beams";
     this.#begin(id);
     const began = performance.now();
     let end = "";
     try {
       const headers = { "content-type": "application/json", "x-request-id": id };
-      const response = await fetch(path, { method: "POST", headers, body: JSON.stringify(body), signal: abort.signal });
+      const response = await fetch(path, { method: "POST", headers, body, signal: abort.signal });
       if (!response.ok) throw new Error(await messageOf(response));
       end = await this.#read(response, began);
     } catch (error) {
@@ -147,22 +204,21 @@ export class PromptBox {
   }
 
   #begin(id) {
+    this.id = id;
+    this.hasText = false;
     this.choices.clear();
     this.output.replaceChildren();
     this.output.hidden = false;
     byId("abort").hidden = false;
     byId("run").disabled = true;
-    setText(byId("prompt-status"), "Waiting for blocks …");
-    byId("prompt-status").classList.remove("failed");
+    this.#say("Sent …");
     this.app.follow(id);
   }
 
   #end(text) {
     byId("abort").hidden = true;
     byId("run").disabled = false;
-    const said = byId("prompt-status");
-    setText(said, text);
-    said.classList.toggle("failed", text.startsWith("Failed"));
+    this.#say(text);
     this.output.classList.remove("streaming");
     announce(text);
     this.app.follow(null);
@@ -178,6 +234,7 @@ export class PromptBox {
     }
     const text = choice.text ?? choice.delta?.content ?? "";
     if (!text) return;
+    this.hasText = true;
     this.output.classList.add("streaming");
     setText(byId("prompt-status"), "");
     const atEnd = this.output.scrollHeight - this.output.scrollTop - this.output.clientHeight < 30;
@@ -238,12 +295,4 @@ function scoresTable(scores) {
 /** Spaces and line ends that can be seen. */
 function visible(text) {
   return text.replaceAll(" ", "␣").replaceAll("\n", "⏎").replaceAll("\t", "⇥") || "∅";
-}
-
-async function messageOf(response) {
-  try {
-    return (await response.json()).error.message;
-  } catch {
-    return `the server answered ${response.status}`;
-  }
 }

@@ -2,10 +2,13 @@
 
 import { byId, element, setText } from "./dom.js";
 import { position } from "./format.js";
+import { messageOf } from "./sse.js";
 
 const AHEAD_S = 10; // fetched at once, and before the time shown reaches the end of what is here
 const STEP_S = 1;
 const LEAP_S = 10;
+const FIRST_PAUSE_S = 2; // after frames did not come, doubled each time
+const LONGEST_PAUSE_S = 30;
 
 export class Replay {
   /**
@@ -22,6 +25,9 @@ export class Replay {
     this.queues = new Map(); // model -> frames to come
     this.until = began; // frames are here up to this time
     this.fetching = false;
+    this.pause = FIRST_PAUSE_S;
+    this.retryAt = 0; // of performance.now()
+    this.isLost = false; // what was sought last did not come
     this.turn = 0; // seeks so far: answers to earlier ones are thrown away
     this.slider = byId("replay-slider");
     this.slider.max = String(Math.max(0.1, ended - began));
@@ -43,8 +49,8 @@ export class Replay {
     const tick = (now) => {
       const passed = Math.min(0.5, (now - last) / 1000);
       last = now;
-      if (this.playing) this.#advance(passed * this.speed);
       requestAnimationFrame(tick);
+      if (this.playing) this.#advance(passed * this.speed, now);
     };
     requestAnimationFrame(tick);
   }
@@ -63,7 +69,14 @@ export class Replay {
 
   toggle() {
     if (!this.playing && this.time >= this.ended) this.seek(this.began);
-    this.playing = !this.playing;
+    else if (!this.playing && this.isLost) this.seek(this.time);
+    this.retryAt = 0;
+    this.pause = FIRST_PAUSE_S;
+    this.#play(!this.playing);
+  }
+
+  #play(playing) {
+    this.playing = playing;
     const button = byId("replay-play");
     setText(button, this.playing ? "Pause" : "Play");
     button.classList.toggle("playing", this.playing);
@@ -76,31 +89,34 @@ export class Replay {
     const turn = (this.turn += 1);
     const wanted = this.time;
     const found = await this.#fetch(wanted, Math.min(this.ended, wanted + AHEAD_S));
-    if (turn !== this.turn || !found) return;
+    if (turn !== this.turn) return;
+    this.isLost = !found;
+    if (!found) return this.#play(false);
     this.listener.reset();
     this.queues = found.frames;
     this.until = found.until;
     this.#show();
   }
 
-  #advance(seconds) {
+  #advance(seconds, now) {
+    if (this.isLost) return; // it is sought again
     if (this.time + seconds > this.until && this.until < this.ended) seconds = Math.max(0, this.until - this.time); // wait for more
     this.time = Math.min(this.ended, this.time + seconds);
     this.#showTime();
     this.#show();
-    if (this.time >= this.ended) this.toggle();
-    if (this.until < this.ended && this.until - this.time < AHEAD_S / 2 + this.speed) this.#more();
+    if (this.time >= this.ended) return this.#play(false);
+    if (this.until >= this.ended) return;
+    if (this.retryAt && this.time >= this.until) return this.#play(false); // all that came is shown
+    if (now >= this.retryAt && this.until - this.time < AHEAD_S / 2 + this.speed) this.#more();
   }
 
   /** Hands on the frames up to the time shown. */
   #show() {
     for (const [model, frames] of this.queues) {
       let next = 0;
-      while (next < frames.length && (frames[next].time <= this.time || next === 0 && frames[next].full && frames[next].time - this.time < 1)) {
-        this.listener.frame(model, frames[next]);
-        next += 1;
-      }
-      frames.splice(0, next);
+      const isDue = (frame) => frame.time <= this.time || (next === 0 && frame.full && frame.time - this.time < 1);
+      while (next < frames.length && isDue(frames[next])) next += 1;
+      for (const frame of frames.splice(0, next)) this.listener.frame(model, frame);
     }
   }
 
@@ -111,7 +127,14 @@ export class Replay {
     const from = this.until;
     const found = await this.#fetch(from, Math.min(this.ended, from + AHEAD_S * Math.max(1, this.speed)));
     this.fetching = false;
-    if (turn !== this.turn || !found) return;
+    if (turn !== this.turn) return;
+    if (!found) {
+      this.retryAt = performance.now() + this.pause * 1000;
+      this.pause = Math.min(LONGEST_PAUSE_S, 2 * this.pause);
+      return;
+    }
+    this.retryAt = 0;
+    this.pause = FIRST_PAUSE_S;
     this.until = found.until;
     for (const [model, frames] of found.frames) {
       // the answer begins with a full frame before `from`: what was shown already is left out
@@ -123,7 +146,6 @@ export class Replay {
 
   /** The frames of all models between two times. */
   async #fetch(from, until) {
-    this.failed = false;
     try {
       const answers = await Promise.all(this.models.map((model) => this.#fetchModel(model, from, until)));
       const ends = answers.map(({ until: end }) => end);
@@ -136,8 +158,8 @@ export class Replay {
 
   async #fetchModel(model, from, until) {
     const response = await fetch(`frames?model=${encodeURIComponent(model)}&from=${from}&until=${until}`);
-    if (!response.ok) throw new Error(`the server answered ${response.status}`);
-    const lines = (await response.text()).split("\n").filter((line) => line !== "").map((line) => JSON.parse(line));
+    if (!response.ok) throw new Error(await messageOf(response));
+    const lines = (await response.text()).split("\n").map(parsed).filter((line) => line !== null);
     const frames = lines.filter((line) => line.cells !== undefined);
     const end = lines.find((line) => line.cells === undefined); // the last line: up to when all frames are here
     setText(byId("replay-status"), "");
@@ -149,5 +171,14 @@ export class Replay {
     const text = `${position(this.time - this.began)} of ${position(this.ended - this.began)}`;
     this.slider.setAttribute("aria-valuetext", text);
     setText(byId("replay-time"), text);
+  }
+}
+
+/** A line of JSON, null if it is none: a recording may be damaged. */
+function parsed(line) {
+  try {
+    return JSON.parse(line);
+  } catch {
+    return null;
   }
 }

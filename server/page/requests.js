@@ -1,7 +1,7 @@
 /** The lists of requests: those that run, with their progress, and those that wait, with the reason. */
 
-import { inWords, kindInWords } from "./decisions.js";
-import { KeyedList, byId, element, setText, setVariable } from "./dom.js";
+import { inWords, inWordsNow, kindInWords } from "./decisions.js";
+import { KeyedList, byId, element, setAttribute, setText, setVariable } from "./dom.js";
 import { count, duration, several, short } from "./format.js";
 
 const MOST_SHOWN = 60;
@@ -23,7 +23,7 @@ export class RequestLists {
       const labels = rows.map((one) => one.label);
       return rows.map((one) => ({ ...one, model, named, twin: one.label !== "" && labels.filter((label) => label === one.label).length > 1 }));
     });
-    const waiting = models.flatMap((model) => model.waiting.map((one, at) => ({ ...one, model, named, at })));
+    const waiting = models.flatMap((model) => model.waiting.map((one, at) => ({ entry: one, ...one, model, named, at })));
     const numWaiting = models.reduce((sum, model) => sum + model.numWaiting, 0);
     this.running.show(running.slice(0, MOST_SHOWN), (one) => `${one.model.name} ${one.row} ${one.id}`);
     this.waiting.show(waiting.slice(0, MOST_SHOWN), (one) => `${one.model.name} ${one.id}`);
@@ -58,7 +58,7 @@ export class RequestLists {
     const update = (one) => {
       current = one;
       setText(name, short(one.label || one.id, 18));
-      button.title = one.label ? `${one.label} (${one.id})` : one.id;
+      setAttribute(button, "title", one.label ? `${one.label} (${one.id})` : one.id);
       setText(tag, [one.named ? one.model.name : "", one.twin ? one.id : ""].filter(Boolean).join(" · ")); // twins: continuations of a prompt
       tag.hidden = !one.named && !one.twin;
       button.classList.toggle("found", this.app.isSought(one));
@@ -79,9 +79,9 @@ export class RequestLists {
       setVariable(bar, "--prompt", share(one.prompt));
       setVariable(bar, "--known", share(one.known));
       setVariable(bar, "--computed", share(one.computed));
-      bar.setAttribute("aria-valuemax", String(one.limit));
-      bar.setAttribute("aria-valuenow", String(one.computed));
-      bar.title = `${count(one.computed)} tokens computed, ${count(one.known)} known (${count(one.prompt)} prompt), at most ${count(one.limit)}`;
+      setAttribute(bar, "aria-valuemax", String(one.limit));
+      setAttribute(bar, "aria-valuenow", String(one.computed));
+      setAttribute(bar, "title", `${count(one.computed)} tokens computed, ${count(one.known)} known (${count(one.prompt)} prompt), at most ${count(one.limit)}`);
       const facts = [STATUS[one.status] ?? "", several(one.blocks, "block")];
       if (one.perSecond >= 0.5) facts.push(`${count(one.perSecond)} tok/s`);
       if (one.preemptions) facts.push(`preempted ${one.preemptions}×`);
@@ -100,17 +100,19 @@ export class RequestLists {
       const facts = [several(one.needed, "block"), `waits ${duration(one.waited)}`];
       if (one.preemptions) facts.push(`preempted ${one.preemptions}×`);
       setText(item.facts, facts.join(" · "));
-      setText(why, this.#reason(one));
+      setText(why, whyWaits(one.model, one.entry));
     };
     return { node: item.node, update };
   }
+}
 
-  #reason(one) {
-    const decision = one.model.decisionAbout(one.id);
-    if (decision) return decision.what === "wait" ? inWords(decision) : `${kindInWords(decision)}: ${inWords(decision)}`;
-    if (one.status && one.status !== "waiting") return one.status;
-    if (one.at > 0) return `behind ${several(one.at, "request")} that came first`;
-    const { free, cached } = one.model.counts;
-    return one.needed <= free + cached ? `its blocks are there; it waits for one of the ${one.model.rows.size} that run to end` : "is next";
-  }
+/** Why a request waits. @param {import("./frames.js").Model} model @param {import("./frames.js").Waiting} one */
+export function whyWaits(model, one) {
+  const decision = model.decisionAbout(one.id);
+  if (decision) return decision.what === "wait" ? inWordsNow(decision, model.step) : `${kindInWords(decision)}: ${inWords(decision)}`;
+  if (one.status && one.status !== "waiting") return one.status;
+  const at = model.waiting.indexOf(one);
+  if (at > 0) return `behind ${several(at, "request")} that came first`;
+  const { free, cached } = model.counts;
+  return one.needed <= free + cached ? `its blocks are there; it waits for one of the ${model.rows.size} that run to end` : "is next";
 }

@@ -30,3 +30,12 @@ export async function* eventsOf(response) {
     reader.cancel().catch(() => {});
   }
 }
+
+/** What the server says of a request that it refused. @param {Response} response @returns {Promise<string>} */
+export async function messageOf(response) {
+  try {
+    return (await response.json()).error.message || `the server answered ${response.status}`;
+  } catch {
+    return `the server answered ${response.status}`;
+  }
+}

@@ -249,6 +249,36 @@ def test_a_million_blocks_are_drawn_and_can_be_zoomed_into(open_page: Open) -> N
         assert not page.evaluate("pagetide.shown.get('demo').panel.map.isZoomed")
 
 
+VIEW = "JSON.stringify(pagetide.shown.get('demo').panel.map.view)"
+
+
+def test_what_is_zoomed_into_stays_in_view(open_page: Open) -> None:
+    pool = Simulation("demo", 4096, 64)
+    with PageRig([pool]) as rig:
+        page = open_page(rig.url)
+        rig.step(5)
+        wait_for_step(page, pool)
+        page.evaluate("pagetide.shown.get('demo').panel.map.zoom(3, 300, 100)")
+        view = page.evaluate(VIEW)
+        rig.tell()  # as the server does every few seconds
+        rig.tell(demo="asleep")
+        page.get_by_text("asleep: the picture is of").wait_for()
+        rig.tell(demo="ready")
+        rig.step()
+        wait_for_step(page, pool)
+        assert page.evaluate(VIEW) == view
+        middle = """() => { const { map, canvas } = pagetide.shown.get("demo").panel;
+            return [map.isZoomed, map.blockAt(canvas.clientWidth / 2, canvas.clientHeight / 2), map.view.scale]; }"""
+        page.evaluate("() => { const { map } = pagetide.shown.get('demo').panel; map.moveCursor(2080); map.zoom(2); }")
+        is_zoomed, block, scale = page.evaluate(middle)
+        assert is_zoomed and block >= 0
+        width = page.evaluate("document.querySelector('canvas.map').width")
+        page.set_viewport_size({"width": 1190, "height": 760})
+        page.wait_for_function("(width) => document.querySelector('canvas.map').width !== width", arg=width)
+        is_zoomed, after, scale_after = page.evaluate(middle)
+        assert is_zoomed and scale_after == scale and block // 64 == after // 64
+
+
 def test_hovering_and_clicking_a_block_says_what_it_is(open_page: Open) -> None:
     pool = Simulation("demo", 512, 8, lengths=(200, 200), load=8)
     with PageRig([pool], key="sk-1") as rig:
@@ -287,6 +317,27 @@ def test_the_cells_of_a_request_stand_out_while_it_is_hovered_over(open_page: Op
         assert after[0] == before[0] and after[1][3] < 128
 
 
+def test_a_flash_is_a_few_pictures(open_page: Open) -> None:
+    """And not one for each picture of the screen, which kept a browser busy."""
+    pool = Simulation("demo", 512, 8, lengths=(200, 200), load=8)
+    with PageRig([pool]) as rig:
+        page = open_page(rig.url, reduced_motion="no-preference")
+        rig.step(20)
+        wait_for_step(page, pool)
+        page.evaluate("""() => { globalThis.drawn = globalThis.flashed = 0;
+            const { map } = pagetide.shown.get("demo").panel;
+            const draw = globalThis.requestAnimationFrame;
+            globalThis.requestAnimationFrame = (then) => draw((now) => {
+                drawn += 1;
+                flashed = Math.max(flashed, map.flashes.size);
+                then(now);
+            }); }""")
+        rig.step(10)
+        page.wait_for_function("(step) => pagetide.shown.get('demo').model.step === step", arg=pool.step_number)
+        page.wait_for_function("() => !pagetide.shown.get('demo').panel.map.flashes.size", polling=50)
+        assert page.evaluate("flashed") > 0 and page.evaluate("drawn") <= 8  # 520 ms, nine a second
+
+
 # ---- the lists
 
 
@@ -305,10 +356,92 @@ def test_the_lists_say_what_runs_what_waits_and_why(open_page: Open) -> None:
         decision = next(d for d in reversed(pool.decisions) if d.get("request_id") == pool.waiting[0].id)
         assert decision["what"] == "wait"
         why = page.locator("#waiting .why").first.text_content()
-        assert why.startswith(f"needs {decision['needed']} blocks, {decision['room']} are available")
+        needs = f"needs {decision['needed']} blocks; {decision['room']} are free"
+        peak = f", but with it the running requests are expected to need {round(decision['usable'] * 1.08)} of "
+        assert why.removeprefix("when it came: ").startswith(needs + peak if decision["expected"] else needs)
         page.get_by_role("searchbox").fill(pool.waiting[0].id)
         page.keyboard.press("Enter")
-        page.get_by_role("dialog").get_by_text("forecast peak").first.wait_for()
+        page.get_by_role("dialog").get_by_text(needs).first.wait_for()
+
+
+def test_decisions_are_told_in_plain_words(open_page: Open) -> None:
+    with PageRig([Simulation("demo", 512, 8)]) as rig:
+        page = open_page(rig.url)
+        script = """async ([decision, step]) => {
+            const { inWordsNow, nameIn } = await import("./decisions.js");
+            return [inWordsNow(decision, step), nameIn(decision)];
+        }"""
+        waits = {"what": "wait", "step": 100, "request_id": "r10.1", "label": "x", "needed": 2, "room": 129, "usable": 149,
+                 "expected": 159, "margin": 4.0, "in_steps": 512}  # fmt: skip
+        words, name = page.evaluate(script, [waits, 150])
+        assert words == (
+            "needs 2 blocks; 129 are free, but with it the running requests are expected to need 159 of 149 blocks in about "
+            "512 steps: it waits so that none has to give up its blocks"
+        )
+        assert name == "x · r10.1"
+        assert page.evaluate(script, [waits, 151])[0] == f"when it came: {words}"
+        short = waits | {"room": 1, "expected": None, "margin": None, "in_steps": None, "request_id": "r10"}
+        assert page.evaluate(script, [short, 100]) == ["needs 2 blocks; 1 is free", "x"]
+
+
+def test_events_begin_with_the_decisions_that_are_kept(open_page: Open) -> None:
+    pool = Simulation("demo", 512, 8, lengths=(400, 400), load=24, seed=3)
+    for _ in range(60):
+        pool.step()
+    kept = [one for one in pool.decisions[-64:] if one["what"] != "wait"]
+    assert kept
+    with PageRig([pool]) as rig:
+        page = open_page(rig.url)
+        page.wait_for_function("(n) => document.querySelectorAll('#events li').length === n", arg=len(kept))
+        assert set(page.locator("#events time").all_text_contents()) == {"before"}
+        steps = page.locator("#events time").evaluate_all("(all) => all.map((one) => one.title)")
+        assert steps == [f"step {one['step']}" for one in reversed(kept)]
+        assert page.locator("#no-events").is_hidden()
+
+
+def test_the_scale_of_a_lease_is_that_of_what_is_used(open_page: Open) -> None:
+    """The most that a process may have is for all that it does: the pool can be small beside it."""
+    pool = Simulation("demo", 512, 8, mapped=0.1, lengths=(100, 100), load=2)
+    real = pool.memory
+    lease = {"granted": 20 << 20, "held": 19 << 20, "min": 13 << 20, "max": 40 << 30, "recall_target": None}
+    pool.memory = lambda: real() | {"weights": 8 << 20, "base": 4 << 20, "prepared": 0, "lease": lease}
+    with PageRig([pool]) as rig:
+        page = open_page(rig.url)
+        rig.step(5)
+        wait_for_step(page, pool)
+        drawn = "pagetide.shown.get('demo').panel.chart.drawn"
+        page.wait_for_function(f"() => {drawn}")
+        assert page.evaluate(drawn) == {"top": 10 << 20, "above": ["at most 64 MiB"]}  # of 8 MiB for the cache
+
+
+def test_a_search_asks_all_models(open_page: Open) -> None:
+    """Also of requests that the page has not seen."""
+    pools = [Simulation("one", 512, 8, seed=1), Simulation("two", 512, 8, seed=2)]
+    with PageRig(pools) as rig:
+        page = open_page(rig.url)
+        rig.step(5)
+        wait_for_step(page, pools[1])
+        with rig.changed:
+            old = {
+                "n": 1000,
+                "step": 1,
+                "what": "cut",
+                "request_id": "long-ago",
+                "label": "",
+                "needed": 90,
+                "limit": 80,
+            }
+            pools[1].decisions.append(old | {"changed": -1})
+        search = page.get_by_role("searchbox")
+        search.fill("never-was")
+        page.keyboard.press("Enter")
+        page.get_by_text("no request of that name is known").wait_for()
+        assert page.get_by_role("dialog").is_hidden()
+        search.fill("long-ago")
+        page.keyboard.press("Enter")
+        details = page.get_by_role("dialog")
+        details.get_by_text("it needs 90 blocks, and the pool may have 80").wait_for()
+        assert "two" in details.locator(".facts-list").text_content()
 
 
 def test_two_models_have_a_panel_each(open_page: Open) -> None:
@@ -379,6 +512,59 @@ def test_the_request_of_the_prompt_box_is_followed(open_page: Open) -> None:
         page.get_by_role("button", name="Abort").click()
         page.get_by_text("Aborted.").first.wait_for()
         assert page.evaluate("pagetide.shown.get('demo').panel.map.followed.size") == 0
+
+
+def test_the_prompt_box_says_where_its_request_is(open_page: Open) -> None:
+    """Beams are all there at the end only: until then the status tells."""
+    pool = Simulation("demo", 512, 8, lengths=(100, 400), load=1, rows=1)
+    with PageRig([pool], answer=[""] * 2, hold=True) as rig:
+        page = open_page(rig.url)
+        rig.step(10)
+        page.get_by_text("Sampling").first.click()
+        page.get_by_role("radio", name="Beams").check()
+        page.get_by_text("Beams come whole at the end").wait_for()
+        assert page.get_by_label("Beams (n)").get_attribute("placeholder") == "4"
+        page.get_by_role("button", name="Run", exact=True).click()
+        path, body, label = rig.wait_for_request()
+        assert (path, body["use_beam_search"], body["n"]) == ("/v1/completions", True, 4) and "logprobs" not in body
+        status = page.locator("#prompt-status")
+        page.get_by_text("Sent …").wait_for()
+        pool.name_of, pool.load = lambda n: (f"mine-{n}", label), 2
+
+        def step_until(reached: Callable[[], bool]) -> None:
+            while not reached():
+                rig.step()
+
+        step_until(lambda: bool(pool.waiting))
+        status.get_by_text("Waits: its blocks are there; it waits for one of the 1 that run to end").wait_for()
+        step_until(lambda: pool.running != [] and pool.running[0].label == label)
+        job = pool.running[0]
+        assert job.computed < job.prompt
+        status.get_by_text(f"Computing the prompt: {job.computed} of {job.prompt} tokens").wait_for()
+        step_until(lambda: job.computed >= job.prompt)
+        status.get_by_text("Searching: ").wait_for()
+
+
+@pytest.mark.parametrize(
+    ("seed", "sent"),
+    [("9007199254740993", 2**53 + 1), ("18446744073709551615", 2**64 - 1), ("-9223372036854775808", -(2**63)), ("007", 7),
+     ("18446744073709551616", None), ("-9223372036854775809", None), ("1e3", None), ("7.0", None)],
+)  # fmt: skip
+def test_a_seed_keeps_its_digits(open_page: Open, seed: str, sent: int | None) -> None:
+    with PageRig([Simulation("demo", 512, 8)]) as rig:
+        page = open_page(rig.url)
+        rig.step()
+        page.get_by_text("Sampling").first.click()
+        page.get_by_label("Seed").fill(seed)
+        page.get_by_role("button", name="Run", exact=True).click()
+        if sent is None:
+            page.locator(
+                "#prompt-status.failed", has_text=f"the seed is {seed}; it has to be a whole number"
+            ).wait_for()
+            assert rig.bodies == []
+        else:
+            assert rig.wait_for_request()[1]["seed"] == sent
+            page.locator("#prompt-status", has_text="4 tokens in").wait_for()
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -517,6 +703,43 @@ def test_the_page_comes_back_after_a_restart_of_the_server(open_page: Open) -> N
         assert page.locator("#banner").is_hidden()
 
 
+def test_the_page_says_that_a_model_loads_or_sleeps(open_page: Open) -> None:
+    """The server answers, and the picture is an old one: neither is said as the other."""
+    first = Simulation("demo", 512, 8, seed=1)
+    with PageRig([first]) as rig:
+        page = open_page(rig.url, may_fail="Failed to load resource")
+        rig.step(20)
+        wait_for_step(page, first)
+        port = rig.port
+    page.locator("#banner").wait_for(state="visible")
+    at = page.evaluate("new Date(pagetide.shown.get('demo').model.time * 1000).toTimeString().slice(0, 8)")
+    second = Simulation("demo", 512, 8, seed=2)
+    with PageRig([second], port=port) as rig:
+        rig.tell(demo="loading")
+        page.get_by_text(f"loading: the picture is of {at}").wait_for()
+        assert page.locator("#banner").is_hidden() and page.locator("#status-text").text_content() == "live"
+        rig.tell(demo="ready")
+        rig.step(3)
+        wait_for_step(page, second)
+        page.locator(".age").wait_for(state="hidden")
+        rig.tell(demo="asleep")
+        page.get_by_text("asleep: the picture is of").wait_for()
+
+
+@pytest.mark.parametrize(("status", "message"), [(429, "too many pages look on"), (503, "the server is ending")])
+def test_the_page_says_why_the_server_refuses(open_page: Open, status: int, message: str) -> None:
+    pool = Simulation("demo", 512, 8)
+    with PageRig([pool]) as rig:
+        rig.refusal = (status, message)
+        page = open_page(rig.url, may_fail="Failed to load resource")
+        page.get_by_text(f"The server refuses: {message}. Trying again").wait_for()
+        rig.refusal = None
+        rig.step()
+        page.get_by_role("button", name="Try now").click()
+        wait_for_step(page, pool)
+        assert page.locator("#banner").is_hidden()
+
+
 def sign_in(page: Any, key: str) -> None:
     page.get_by_label("API key").fill(key)
     page.get_by_role("button", name="Sign in").click()
@@ -527,12 +750,16 @@ def test_signing_in(open_page: Open) -> None:
     with PageRig([pool], key="sk-1") as rig:
         page = open_page(rig.url, may_fail="401")
         assert page.evaluate("document.activeElement.id") in ("api-key", "")
+        assert page.locator("#status-text").text_content() == "signed out"
+        assert page.locator(".totals").is_hidden() and page.locator("#search-form").is_hidden()
         sign_in(page, "wrong")
         page.get_by_text("This key is not known here.").wait_for()
         sign_in(page, "sk-1")
         rig.step()
         wait_for_step(page, pool)
         assert page.locator("#sign-in-place").is_hidden()
+        assert page.evaluate("document.activeElement.id") == "content"
+        assert page.locator(".totals").is_visible() and page.locator("#search-form").is_visible()
         assert "sk-1" not in page.evaluate(STORED)
         page.reload()
         wait_for_step(page, pool)
@@ -626,6 +853,30 @@ def test_a_recording_is_played_and_sought(open_page: Open) -> None:
         page.keyboard.press("Home")
         page.wait_for_function("() => pagetide.shown.get('demo').model.step === 1")
         assert json.loads(page.evaluate("JSON.stringify(pagetide.replay.playing)")) is False
+
+
+def test_a_replay_stops_where_no_more_frames_come(open_page: Open) -> None:
+    pool = Simulation("demo", 512, 8, lengths=(200, 200), seed=5)
+    frames = record([pool], 600)
+    with PageRig([pool], recording=frames) as rig:
+        rig.damage = ["{", "\x00"]  # of a damaged file: left out
+        page = open_page(rig.url, may_fail="Failed to load resource")
+        page.wait_for_function("() => pagetide.shown.get('demo')?.model.step === 1")
+        rig.refusal = (503, "the file is gone")
+        page.get_by_label("Speed").select_option("10")
+        page.get_by_role("button", name="Play").click()
+        page.get_by_text("The frames did not come: the file is gone").wait_for()
+        page.get_by_role("button", name="Play").wait_for()  # it stopped when all that came was shown
+        assert page.evaluate("pagetide.replay.time - pagetide.replay.began") == pytest.approx(10, abs=0.1)
+        assert rig.num_refused <= 3
+        page.evaluate("pagetide.replay.seek(pagetide.replay.ended)")
+        page.wait_for_function("() => pagetide.replay.isLost")
+        rig.refusal = None
+        page.evaluate("pagetide.replay.seek(pagetide.replay.began + 10)")
+        page.wait_for_function("() => pagetide.shown.get('demo').model.step >= 100")
+        page.get_by_role("button", name="Play").click()
+        page.wait_for_function("() => pagetide.shown.get('demo').model.step === 600")
+        assert seen(page) == pool.cells().tolist()
 
 
 # ---- the pictures of the documents
