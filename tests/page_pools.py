@@ -671,9 +671,9 @@ def block_details(model: Simulation, block: int) -> dict[str, Any]:
     names = {UNMAPPED: "unmapped", FREE: "free", DRAINING: "draining", CACHED: "cached", NULL: "null"}
     first = rows[0]["position"] * 16 if rows else 0
     text = "<img src=x onerror=alert(1)> the sea was calm, and the ship"
-    known = {"hash": "9f2c41d07a", "hits": 2, "tokens": [first, first + 16], "text": text}
+    known = {"hits": 2, "tokens": [first, first + 16], "text": text}
     if not rows:
-        known = {"hash": None, "hits": 0, "tokens": None, "text": None}
+        known = {"hits": 0, "tokens": None, "text": None}
     return {"state": "live" if rows else names.get(int(model.state[block]), "in flight"), "rows": rows, **known}
 
 

@@ -64,12 +64,11 @@ export class Details {
     this.#blockFacts(body, facts, model, found);
   }
 
-  #blockFacts(body, facts, model, { state, rows = [], hash, hits, tokens, text }) {
+  #blockFacts(body, facts, model, { state, rows = [], hits, tokens, text }) {
     addFacts(facts, {
       "state now": state,
       "tokens of the prompt or output": tokens ? `${count(tokens[0])} to ${count(tokens[1] - 1)}` : null,
       "found again": hits === null || hits === undefined ? null : `${several(hits, "time")}`,
-      hash: hash ?? null,
     });
     if (rows.length) this.#holders(body, model, rows);
     if (text !== null && text !== undefined) {
