@@ -28,7 +28,8 @@ _MOST_KEPT = 64  # unused constraints kept; the least recently used one is dropp
 _LEXER_FUEL = 300_000
 # The limit for one mask. The items of an ambiguous grammar keep growing, and the time with their square, which delays all
 # requests: with a vocabulary of 4,096 a mask took up to 1.9 s with the library's default of 50,000; in one run on a busy
-# machine 1.07 s with 20,000, and 0.09 s with this limit. A choice of 300 JSON objects that begin alike stays below it; a chain of 6,000 rules needs that many.
+# machine 1.07 s with 20,000, and 0.09 s with this limit. A choice of 300 JSON objects that begin alike stays below it; a
+# chain of 6,000 rules needs that many.
 _STEP_ITEMS = 8_000
 # The library recurses into rules that refer to each other. A grammar of the longest text that is allowed overflows the usual
 # stack of 8 MiB, which ends the process. Of a larger one, memory is used as far as a compilation goes.
