@@ -1082,3 +1082,14 @@ def test_minimums_are_always_reachable(seed: int) -> None:
         device.run(r.randrange(4))
     device.run(20)
     assert all(device.granted(lease_id) >= low for lease_id, low in enumerate(lows))
+
+
+def test_a_granule_that_is_left_goes_to_the_least_served_by_weight() -> None:
+    """980 bytes are 482 and 498, by weight; both get 400 in whole granules, which is less for the heavier one."""
+    device = Device(capacity=1100)
+    device.lease(1, granule=100)
+    device.lease(2, weight=1.033, granule=100)
+    for lease_id in (1, 2):
+        device.ask(lease_id, 900)
+    device.run(5)
+    assert device.grants() == {1: 400, 2: 500}
