@@ -116,7 +116,8 @@ def answer(call: str, name: str) -> str | None:
     """What to write instead of argument `name` of `call`; None if neither the table nor another call has the name."""
     if (row := _row(name, call, "error")) is not None:
         return row.answer
-    owner = min((owner for owner, names in _parameters.items() if name in names), key=len, default=None)  # LLM's first
+    owners = [owner for owner, names in _parameters.items() if name in names]
+    owner = min(owners, key=lambda one: one.startswith("Async"), default=None)  # LLM's first
     if owner == "SamplingParams":
         return f"it is an argument of SamplingParams: write generate(prompts, SamplingParams({name}=...))"
     if owner is not None:

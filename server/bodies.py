@@ -35,7 +35,7 @@ _BRACKETS = re.compile(rb"[\[\]{}]")
 
 
 class BodyRoute(APIRoute):
-    """A route whose endpoint takes its body as the argument `body`, if it has one."""
+    """A route with an endpoint that takes its body as the argument `body`, if it has one."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """The handler of a request."""
@@ -54,7 +54,7 @@ class BodyRoute(APIRoute):
 
 
 class _JsonRequest(Request):
-    """A request whose large body is parsed and validated in a thread."""
+    """A request with a large body, which is parsed and validated in a thread."""
 
     def __init__(self, scope: Any, receive: Any, kind: type[BaseModel] | None) -> None:
         super().__init__(scope, receive)

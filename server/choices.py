@@ -39,7 +39,7 @@ def finish_reason(piece: Piece) -> str | None:
     """OpenAI's finish reason. Raises ApiError where the engine failed on this continuation, or was stopped amid it."""
     if piece.finish_reason is None:
         return None
-    if piece.finish_reason == "aborted":  # not by its client, who would not be here
+    if piece.finish_reason == "aborted":  # not by its client, which would not be here
         raise unavailable("the model was put to sleep, unloaded or shut down before this request had ended")
     if piece.finish_reason == "error":
         if (piece.error or "").startswith(REQUEST_FAULTS):

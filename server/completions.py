@@ -166,7 +166,7 @@ class TextPlaces:
     """
 
     def __init__(self) -> None:
-        self._tail = ""  # the text from the first token on whose place may still change
+        self._tail = ""  # the text from the first token on with a place that may still change
         self._tail_at = 0
         self._open: list[str] = []  # these tokens
         self._num_broken = 0  # tokens before them that are parts of characters, since the last other token

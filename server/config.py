@@ -58,7 +58,7 @@ class ServeConfig:
         tool_call_parser: hermes, llama3, mistral or none; default: as the chat template says.
         cors_origin: Origins of web pages that may call.
         allowed_host: Further names in the Host header.
-        forwarded_allow_ips: Proxies and networks whose X-Forwarded-For and X-Forwarded-Proto are believed; "*" is all.
+        forwarded_allow_ips: Proxies and networks with an X-Forwarded-For and X-Forwarded-Proto to believe; "*" is all.
         max_queue: Sequences that may wait; more get 429.
         drain_timeout: Seconds that running requests have after SIGTERM.
         max_body: Largest body of a request, in bytes. The default fits a prompt of a million tokens as token ids (8 bytes each,

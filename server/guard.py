@@ -124,7 +124,7 @@ class Guard:
                 context.status = message["status"]
                 headers = [*message.get("headers", ()), (b"x-request-id", context.request_id.encode())]
                 given = {name for name, _ in headers}
-                if not has_arrived(scope):  # nobody reads the rest of the body: the connection ends with the response
+                if not has_arrived(scope):  # the rest of the body is not read: the connection ends with the response
                     headers.append((b"connection", b"close"))
                 message["headers"] = headers + [one for one in PAGE_HEADERS if of_page and one[0] not in given]
             await send(message)

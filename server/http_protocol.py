@@ -244,7 +244,7 @@ class _WithoutChunks:
 
 
 class _ResponseTransport:
-    """The transport of one request's response, whose `close` is that of the connection. What the client left is dropped."""
+    """The transport of one request's response; its `close` is that of the connection. What the client left is dropped."""
 
     def __init__(self, transport: asyncio.Transport, end: Callable[[], None]) -> None:
         self._transport = transport

@@ -193,8 +193,8 @@ def test_a_killed_process_leaves_a_readable_recording(tmp_path: Path) -> None:
     program = (
         "import os, sys, time; from pagetide import LLM, SamplingParams\n"
         f"llm = LLM('demo', record={str(tmp_path / 'run')!r}, **{SMALL!r})\n"
-        "stream = llm.stream('the tide', SamplingParams(max_new_tokens=100, ignore_eos=True)); next(stream)\n"
-        f"while os.path.getsize({str(tmp_path / 'run')!r}) < 600: next(stream)\n"
+        "params = SamplingParams(max_new_tokens=4, ignore_eos=True)\n"
+        f"while os.path.getsize({str(tmp_path / 'run')!r}) < 600: llm.generate('the tide', params)\n"
         "os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-P", "-c", program], check=False).returncode == -9

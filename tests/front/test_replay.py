@@ -94,7 +94,7 @@ def test_a_trace_says_what_the_frames_say(variant: str, tmp_path: Path, capsys: 
     ends = {(titles[e["tid"]], e["name"].removeprefix("ended: ")) for e in events if e["name"].startswith("ended")}
     assert ends == {(entry[0], entry[2]) for frame in frames for entry in frame["ended"]}
     assert {e["name"] for e in events if e["ph"] == "X"} <= STATES
-    # Whoever has a row in a frame is in a slice of that state from this frame on.
+    # A request that has a row in a frame is in a slice of that state from this frame on.
     slices = {(titles[e["tid"]], e["ts"], e["name"]) for e in events if e["ph"] == "X"}
     id_in, before = {}, {}
     num_starts = 0

@@ -59,6 +59,6 @@ async def asked(origins: tuple[str, ...], method: str, path: str, headers: dict[
     """The answer of a server with an empty queue."""
     options = AppOptions(rules=GuardRules(origins=origins, most_body_bytes=50))
     async with PageServer(keys=KEYS, options=options) as server, server.client() as client:
-        server.server.admission.num_requests = server.server.admission.limit
+        server.server.admission.num_places = server.server.admission.limit
         body = b" " * int(headers.pop("X-Body-Bytes", "0"))
         return await client.request(method, path, headers=headers, content=body)
