@@ -32,6 +32,7 @@ END_S = 10.0
 _PROGRAM = """
 import mmap, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches it too; its parent ends it
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # an interrupted parent may be gone before the first answer
 pieces = []
 print(0, flush=True)
 for line in sys.stdin:
