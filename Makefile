@@ -58,8 +58,9 @@ stress:  ## the long randomised tests
 
 SOAK_S ?= 3600
 
-soak:  ## random load, random walks, recalls, kills and faults for SOAK_S seconds, then 10,000 requests to a server
+soak:  ## native kernels with sanitisers, random load and walks, recalls, kills, faults for SOAK_S seconds, requests to a server
 	$(call setup,test)
+	$(BIN)/python -P tests/sanitized_kernels.py
 	PYTHONPATH=tests $(BIN)/python -m soak --seconds $(SOAK_S)
 
 # The first interpreter that has all of it runs `make gpu` as it is: a GPU machine may have no index to install from.

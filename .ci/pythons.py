@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from environment import ROOT, Environment, SetupError
+
 from setup import name_of, requirements
 
 VERSIONS = ("3.11", "3.12", "3.13")

@@ -363,6 +363,8 @@ def main() -> int:
             raise SetupError(f"TORCH={torch} is no requirement for torch: write TORCH=torch=={torch}, say")
         with exclusive(ROOT / "build" / "setup.lock"):
             set_up(environment, arguments.extra, torch, bool(os.environ.get("PYTHON")), Machine.here())
+            # Its sources may have changed since the project was installed.
+            subprocess.run([environment.python, ROOT / "native" / "build.py"], check=True)
     except SetupError as error:
         print(f"set-up: {error}", file=sys.stderr)
         return 1

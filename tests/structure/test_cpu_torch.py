@@ -17,9 +17,10 @@ from typing import Any
 
 import cpu_torch
 import pytest
-import setup
 from cpu_torch import Machine, NoCpuBuild
 from environment import Environment, SetupError, Stamp
+
+import setup
 
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 TAG = f"cp{PYTHON.replace('.', '')}"

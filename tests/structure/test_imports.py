@@ -18,10 +18,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 # Each may import what stands left of it. `configs` holds data.
-ORDER = ("configs", "monitor", "allocator", "cache", "scheduler", "engine", "server")
+ORDER = ("configs", "monitor", "allocator", "cache", "scheduler", "native", "engine", "server")
 TORCH_LIBRARIES = ("torch", "transformers", "triton", "flash_attn")
 # Modules that may import torch; the rest may neither import torch nor these.
-TORCH_MODULES = ("pagetide.engine", "pagetide.cache.storage", "pagetide.server.engine_process")
+TORCH_MODULES = ("pagetide.native", "pagetide.engine", "pagetide.cache.storage", "pagetide.server.engine_process")
 # Composition roots: import everything, are imported by nothing.
 ROOTS = ("pagetide.cli", "pagetide.vram_monitor")
 # The command line run as a module is the one exception to that.
@@ -219,6 +219,8 @@ PLANTED = [
     ("cache/manager.py", "from . import storage", "which loads torch"),
     ("cache/manager.py", "from importlib import import_module\nimport_module('.storage', __package__)", "loads torch"),
     ("scheduler/a.py", "from ..cache import storage", "which loads torch"),
+    ("native/a.py", "from ..engine import errors", "never back"),
+    ("scheduler/a.py", "from ..native import instructions", "never back"),
     ("engine/a.py", "from ..server import app", "never back"),
     ("server/a.py", "from ..engine.llm import LLM", "which loads torch"),
     ("server/a.py", "from .engine_process import load", "which loads torch"),
@@ -239,7 +241,10 @@ PLANTED = [
 
 ALLOWED = [
     ("engine/a.py", "import torch, transformers, triton\nfrom ..cache.storage import Storage\nfrom . import b"),
-    ("engine/attention/a.py", "import torch\nfrom ...cache import storage\nfrom ..runner import Runner"),
+    (
+        "engine/attention/a.py",
+        "import torch\nfrom ... import native\nfrom ...cache import storage\nfrom ..runner import Runner",
+    ),
     ("engine/torch_kernel.py", "from .torch_sampler import sample"),
     ("cache/storage.py", "import torch\nfrom ..allocator.arena import Arena\nfrom .geometry import Geometry"),
     ("scheduler/a.py", "import numpy as np\nfrom ..cache.manager import CacheManager\nfrom ..monitor import snapshot"),

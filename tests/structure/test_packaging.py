@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from checkout import ROOT, files
 
-PACKAGES = ("monitor", "allocator", "cache", "scheduler", "engine", "server", "configs")
+PACKAGES = ("monitor", "allocator", "cache", "scheduler", "native", "engine", "server", "configs")
 # Prints the files of the wheel, and leaves the wheel of an editable install in the folder that is named.
 BUILD = """
 import json, sys
@@ -57,7 +57,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     clone, site, out = parent / "pagetide", parent / "site", parent / "out"
     for folder in (clone / "src", site, out):
         folder.mkdir(parents=True)
-    for name in ("pyproject.toml", "LICENSE", "docs", "pagetide", *PACKAGES):
+    for name in ("pyproject.toml", "setup.py", "LICENSE", "docs", "pagetide", *PACKAGES):
         (clone / name).symlink_to(ROOT / name)
     (clone / "src" / "pagetide").symlink_to("../pagetide")
     run = subprocess.run(

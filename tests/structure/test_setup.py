@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import setup  # .ci/setup.py
 from packaging.requirements import Requirement
 from packaging.version import Version
+
+import setup  # .ci/setup.py
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

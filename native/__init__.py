@@ -1,0 +1,51 @@
+"""Kernels for the CPU in C++: attention over block tables, products with packed weights, and elementwise operations.
+
+They are operators of torch, `torch.ops.pagetide.*`, built by `native/build.py`. Without the library, everything is computed by
+torch's own operators.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+log = logging.getLogger(__name__)
+
+LIBRARY = Path(os.environ.get("PAGETIDE_NATIVE_LIBRARY") or Path(__file__).parent / "_kernels.so")
+
+
+@lru_cache(maxsize=1)
+def instructions() -> str | None:
+    """The instruction set of the kernels, such as "avx512_amx", "avx2" or "neon"; None if they cannot serve. Loads them.
+
+    The first call says why it cannot. PAGETIDE_NATIVE=0 switches it off, and the name of an instruction set selects that one
+    if the processor has it. PAGETIDE_NATIVE_LIBRARY names another file of the library, such as one with sanitisers.
+    """
+    if os.environ.get("PAGETIDE_NATIVE") == "0":
+        log.info("native kernels are switched off by PAGETIDE_NATIVE=0; torch's own serve")
+        return None
+    if not LIBRARY.exists():
+        log.warning(
+            "native kernels were not built (no C++ compiler?): torch's own serve, at about half the speed on a CPU; "
+            "install g++ or clang, then repeat the installation"
+        )
+        return None
+    try:
+        torch.ops.load_library(LIBRARY)  # type: ignore[no-untyped-call]
+    except OSError as error:
+        log.warning("native kernels cannot be loaded (%s): torch's own serve, at about half the speed on a CPU", error)
+        return None
+    name: str = torch.ops.pagetide.instructions()
+    if not name:
+        log.warning("native kernels need AVX2 or NEON, which this processor lacks: torch's own serve")
+    return name or None
+
+
+@lru_cache(maxsize=1)
+def panel_columns() -> int:
+    """The outputs of a product whose weights lie together: a packed weight has room for a multiple of them."""
+    return int(torch.ops.pagetide.panel_columns())

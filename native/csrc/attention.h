@@ -1,0 +1,606 @@
+// Attention over the blocks of a cache: causal within each sequence.
+//
+// The keys of a sequence are cut into parts of kPart at absolute positions. The scores of a part are computed at once, and its
+// softmax and weighted values by themselves; then the parts are merged in order. So a query's result depends neither on the
+// other queries nor on how the work is divided: an item computes all parts for many queries of a KV head, or, for chunks of
+// few queries, one part, and whoever finishes the last part of such a chunk merges them.
+//
+// The queries of a chunk that read the same KV head are the rows of matrix products: row r is query r / group of the chunk and
+// head r % group of the KV head's. What no row sees is not read: a row of zeros stands for it.
+namespace attention {
+
+using linear::kColumns;
+using linear::kRows;
+using linear::Operand;
+using linear::rounded_up;
+
+constexpr int64_t kPart = 256;
+constexpr int64_t kMostRows = 96;            // of an item
+constexpr int64_t kMostDim = 512;            // of a head
+constexpr int64_t kMostElements = 96 * 128;  // of an item's queries, and of its results
+constexpr int64_t kAhead = 32;               // slots from what is fetched to what is multiplied
+constexpr int64_t kScoreStride = kPart + kLanes;
+constexpr float kLowest = -__builtin_inff();
+
+alignas(64) static const uint8_t zeros[kMostDim * 4] = {};
+
+template <typename T>
+struct Operands {  // of matrix products with elements T in memory
+  using Element = float;
+  static constexpr Operand kind = Operand::float32;
+};
+#if defined(__AVX512BF16__)
+template <>
+struct Operands<BFloat16> {
+  using Element = BFloat16;
+  static constexpr Operand kind = Operand::pairs;
+};
+#endif
+template <typename T>
+constexpr bool kInPairs = Operands<T>::kind == Operand::pairs;
+template <typename T>
+constexpr bool kByTiles = kInPairs<T> && linear::kTiles;  // the processor's tiles multiply, for one query as for many
+
+// Elements of a row of queries: tiles read 64 bytes at a time.
+template <typename T>
+constexpr int64_t query_stride_of(int64_t dim) { return rounded_up(dim, kByTiles<T> ? 32 : 2); }
+
+// --- the division of work ---
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Floats of a row of results: the values, padded to kColumns; the largest score at [padded]; the sum of weights behind it.
+INLINE int64_t padded_values(const AttentionArgs& args) { return rounded_up(args.value.dim, kColumns); }
+INLINE int64_t result_stride(const AttentionArgs& args) { return padded_values(args) + 16; }
+
+INLINE int64_t item_rows(const AttentionArgs& args) {
+  const int64_t dim = args.key.dim > args.value.dim ? args.key.dim : args.value.dim;
+  return least(kMostRows, kMostElements / rounded_up(dim, 32));
+}
+
+struct Chunk {
+  int64_t first_token, first_position;
+  int64_t rows;                    // of each KV head
+  int64_t begin_part, end_part;    // that any row sees
+  bool split;                      // each part is an item
+  int64_t items_per_head;
+};
+
+INLINE Chunk chunk_of(const AttentionArgs& args, int64_t i) {
+  Chunk chunk;
+  const int64_t tokens = args.bounds[i + 1] - args.bounds[i];
+  chunk.first_token = args.bounds[i];
+  chunk.first_position = args.lens[i] - tokens;
+  chunk.rows = args.lens[i] ? tokens * (args.heads / args.kv_heads) : 0;
+  const int64_t first_seen = args.window ? chunk.first_position - args.window + 1 : 0;
+  chunk.begin_part = first_seen > 0 ? first_seen / kPart : 0;
+  chunk.end_part = (args.lens[i] + kPart - 1) / kPart;
+  const int64_t tiles = (chunk.rows + item_rows(args) - 1) / item_rows(args), parts = chunk.end_part - chunk.begin_part;
+  chunk.split = tiles == 1 && parts > 1;
+  chunk.items_per_head = chunk.split ? parts : tiles;
+  return chunk;
+}
+
+// A chunk's place in the scratch memory, one more for the end: all chunks' places come first, then the results of parts.
+struct Place {
+  int64_t first_item;
+  int64_t results;    // of its parts, in bytes; [kv_heads][parts][rows][result_stride]
+  int64_t unfinished; // counters of parts, int32 [kv_heads], in bytes
+};
+
+// Fills `places`, unless it is null. Returns the bytes of scratch memory.
+static int64_t place_chunks(const AttentionArgs& args, Place* places) {
+  Place place = {0, rounded_up((args.chunks + 1) * static_cast<int64_t>(sizeof(Place)), 64), 0};
+  for (int64_t i = 0; i <= args.chunks; ++i) {
+    if (i == args.chunks) {
+      if (places) places[i] = place;
+      break;
+    }
+    const Chunk chunk = chunk_of(args, i);
+    place.unfinished = place.results;
+    if (chunk.split) place.results += rounded_up(args.kv_heads * 4, 64);
+    if (places) places[i] = place;
+    if (chunk.split) place.results += args.kv_heads * chunk.items_per_head * chunk.rows * result_stride(args) * 4;
+    place.first_item += args.kv_heads * chunk.items_per_head;
+  }
+  return place.results;
+}
+
+static int64_t scratch_bytes(const AttentionArgs& args) { return place_chunks(args, nullptr); }
+
+// --- matrix products ---
+
+template <int W, int... L>
+INLINE Vec transposed_low(Vec a, Vec b, std::integer_sequence<int, L...>) {
+  return __builtin_shufflevector(a, b, ((L & W) != 0 ? L - W + kLanes : L)...);
+}
+template <int W, int... L>
+INLINE Vec transposed_high(Vec a, Vec b, std::integer_sequence<int, L...>) {
+  return __builtin_shufflevector(a, b, ((L & W) != 0 ? L + kLanes : L + W)...);
+}
+template <int W = kLanes / 2>
+INLINE void transpose(Vec* rows) {
+  using Lanes = std::make_integer_sequence<int, kLanes>;
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) {
+    if ((i & W) != 0) continue;
+    const Vec a = rows[i], b = rows[i + W];
+    rows[i] = transposed_low<W>(a, b, Lanes{});
+    rows[i + W] = transposed_high<W>(a, b, Lanes{});
+  }
+  if constexpr (W > 1) transpose<W / 2>(rows);
+}
+
+// Transposes kColumns keys into a panel as linear.h has them, [dim][kColumns], or in pairs of dimensions.
+INLINE Vec load_words(const void* from, int64_t bytes) {  // the first `bytes`, or all
+  Vec v{};
+  if (bytes >= static_cast<int64_t>(sizeof v)) {
+    __builtin_memcpy(&v, from, sizeof v);
+  } else {
+    __builtin_memcpy(&v, from, bytes);
+  }
+  return v;
+}
+template <typename T>
+static void pack_keys(const T* const* keys, int64_t dim, typename Operands<T>::Element* panel) {
+  constexpr int64_t kWordElements = 4 / sizeof(T), kStep = kLanes * kWordElements;
+  for (int64_t d = 0; d < dim; d += kStep) {
+    const int64_t bytes = (dim - d) * static_cast<int64_t>(sizeof(T));
+    const int words = static_cast<int>(least(kLanes, (bytes + 3) / 4));
+    for (int v = 0; v < kColumns; v += kLanes) {
+      Vec rows[kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) {
+        __builtin_prefetch(keys[v + i + kAhead] + d);
+        rows[i] = load_words(keys[v + i] + d, bytes);
+      }
+      transpose(rows);
+      for (int i = 0; i < words; ++i) {
+        if constexpr (kWordElements == 1) {
+          store(panel + (d + i) * kColumns + v, rows[i]);
+        } else if constexpr (kInPairs<T>) {
+          __builtin_memcpy(panel + ((d / 2 + i) * kColumns + v) * 2, &rows[i], sizeof(Vec));
+        } else {
+          const BitVec both = bits<BitVec>(rows[i]);
+          const HalfBits first = __builtin_convertvector(both & 0xffff, HalfBits), second = __builtin_convertvector(both >> 16, HalfBits);
+          float* to = panel + (d + 2 * i) * kColumns + v;
+          store(to, load(static_cast<const T*>(static_cast<const void*>(&first))));
+          store(to + kColumns, load(static_cast<const T*>(static_cast<const void*>(&second))));
+        }
+      }
+    }
+  }
+}
+
+// out[R][kBlocks * kColumns] = weights[R][end] times that many columns of the values, from the row `begin` on. Rows of `out` are
+// `out_stride` floats apart. Not kWhole: of the last kColumns only `columns` are there.
+template <int R, int kBlocks, bool kWhole, typename T>
+static void weigh(const float* weights, int64_t stride, const T* const* values, int64_t first, int64_t columns, int64_t begin,
+                  int64_t end, float* out, int64_t out_stride) {
+  constexpr int kVectors = kBlocks * linear::kVectors;
+  Vec total[R][kVectors] = {};
+  for (int64_t j = begin; j < end; ++j) {
+    const T* row = values[j] + first;
+    for (int v = 0; v < kVectors; ++v) __builtin_prefetch(values[j + kAhead] + first + v * kLanes);
+    Vec x[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      const int64_t left = columns - v * kLanes;
+      x[v] = kWhole || left >= kLanes ? load(row + v * kLanes) : left > 0 ? load_some(row + v * kLanes, static_cast<int>(left)) : Vec{};
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+      const Vec factor = broadcast(weights[r * stride + j]);
+      for (int v = 0; v < kVectors; ++v) total[r][v] += factor * x[v];
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    for (int v = 0; v < kVectors; ++v) store(out + r * out_stride + v * kLanes, total[r][v]);
+  }
+}
+
+#if defined(__AVX512BF16__)
+// The same in pairs of rows. `begin` and `end` are even.
+template <int R, int kBlocks, bool kWhole>
+static void weigh(const BFloat16* weights, int64_t stride, const BFloat16* const* values, int64_t first, int64_t columns,
+                  int64_t begin, int64_t end, float* out, int64_t out_stride) {
+  static_assert(linear::kVectors == 2);
+  // Unpacked pairs have columns 0 to 3 of each 8 in one vector, 4 to 7 in the other.
+  const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+  const __mmask32 mask = static_cast<__mmask32>((uint64_t{1} << columns) - 1);
+  __m512 total[R][2 * kBlocks] = {};
+  for (int64_t j = begin; j < end; j += 2) {
+    const BFloat16 *one = values[j] + first, *other = values[j + 1] + first;
+    for (int v = 0; v < kBlocks; ++v) {
+      __builtin_prefetch(values[j + kAhead] + first + v * kColumns);
+      __builtin_prefetch(values[j + kAhead + 1] + first + v * kColumns);
+    }
+    __m512bh x[2 * kBlocks];
+    for (int v = 0; v < kBlocks; ++v) {
+      const __m512i a = kWhole ? _mm512_loadu_si512(one + v * kColumns) : _mm512_maskz_loadu_epi16(mask, one);
+      const __m512i b = kWhole ? _mm512_loadu_si512(other + v * kColumns) : _mm512_maskz_loadu_epi16(mask, other);
+      x[2 * v] = bits<__m512bh>(_mm512_unpacklo_epi16(a, b));
+      x[2 * v + 1] = bits<__m512bh>(_mm512_unpackhi_epi16(a, b));
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+      int32_t pair;
+      __builtin_memcpy(&pair, weights + r * stride + j, sizeof pair);
+      const __m512bh factor = bits<__m512bh>(_mm512_set1_epi32(pair));
+      for (int v = 0; v < 2 * kBlocks; ++v) total[r][v] = _mm512_dpbf16_ps(total[r][v], x[v], factor);
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    for (int v = 0; v < kBlocks; ++v) {
+      float* to = out + r * out_stride + v * kColumns;
+      _mm512_storeu_ps(to, _mm512_permutex2var_ps(total[r][2 * v], low, total[r][2 * v + 1]));
+      _mm512_storeu_ps(to + kLanes, _mm512_permutex2var_ps(total[r][2 * v], high, total[r][2 * v + 1]));
+    }
+  }
+}
+#endif
+
+INLINE const uint8_t* bytes_of(const void* from) { return static_cast<const uint8_t*>(from); }
+
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
+// The values of kColumns slots in columns first .. first + kColumns, as tiles: pairs of slots, of each 8 columns the first 4 in one
+// half of the tiles' row and the others in the other half.
+INLINE void pack_values(const BFloat16* const* values, int64_t first, int64_t columns, BFloat16* panel) {
+  const __mmask32 mask = columns >= kColumns ? 0xffffffff : static_cast<__mmask32>((uint64_t{1} << columns) - 1);
+  for (int64_t j = 0; j < kColumns; j += 2, panel += 2 * kColumns) {
+    __builtin_prefetch(values[j + kAhead] + first);
+    __builtin_prefetch(values[j + kAhead + 1] + first);
+    const __m512i a = _mm512_maskz_loadu_epi16(mask, values[j] + first), b = _mm512_maskz_loadu_epi16(mask, values[j + 1] + first);
+    _mm512_storeu_si512(panel, _mm512_unpacklo_epi16(a, b));
+    _mm512_storeu_si512(panel + kColumns, _mm512_unpackhi_epi16(a, b));
+  }
+}
+
+// weigh_rows for all rows of a part by tiles: `weights` [rows][stride] of `count` slots, a multiple of kColumns.
+static void weigh_by_tiles(int64_t rows, const BFloat16* weights, int64_t stride, const BFloat16* const* values, int64_t dim,
+                           int64_t count, float* out, int64_t out_stride, linear::TileShapes& shapes) {
+  alignas(64) BFloat16 panel[kPart * kColumns];
+  alignas(64) float sums[2 * linear::kTileRows * kColumns];
+  const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+  for (int64_t c = 0; c < dim; c += kColumns) {
+    for (int64_t r = 0; r < rows; r += 2 * linear::kTileRows) {
+      const int n = static_cast<int>(least(2 * linear::kTileRows, rows - r));
+      const bool both = n > linear::kTileRows;
+      const auto multiply = [&](int64_t j) {
+        linear::multiply_tiles<Operand::pairs>(both, bytes_of(weights + r * stride + j), stride * 2, bytes_of(panel + j * kColumns));
+      };
+      shapes.set(n);
+      linear::clear_tiles();
+      for (int64_t j = 0; j < count; j += kColumns) {
+        if (r == 0) pack_values(values + j, c, dim - c, panel + j * kColumns);
+        if (j > 0) multiply(j - kColumns);  // what was packed just now is not in the cache yet
+      }
+      multiply(count - kColumns);
+      linear::store_tiles(both, sums, kColumns * 4);
+      for (int i = 0; i < n; ++i) {
+        const __m512 a = _mm512_load_ps(sums + i * kColumns), b = _mm512_load_ps(sums + i * kColumns + kLanes);
+        float* to = out + (r + i) * out_stride + c;
+        _mm512_storeu_ps(to, _mm512_permutex2var_ps(a, low, b));
+        _mm512_storeu_ps(to + kLanes, _mm512_permutex2var_ps(a, high, b));
+      }
+    }
+  }
+}
+#endif
+
+// All columns for a tile of R rows. Few rows take more columns at once: a sum waits for the one before it.
+template <int R, typename T, typename Element>
+static void weigh_rows(int rows, const Element* weights, int64_t stride, const T* const* values, int64_t dim, int64_t begin, int64_t end,
+                       float* out, int64_t out_stride) {
+  if constexpr (R > 1) {
+    if (rows < R) return weigh_rows<R - 1>(rows, weights, stride, values, dim, begin, end, out, out_stride);
+  }
+  int64_t c = 0;
+  if constexpr (4 * R <= kRows) {
+    for (; c + 4 * kColumns <= dim; c += 4 * kColumns) weigh<R, 4, true>(weights, stride, values, c, 0, begin, end, out + c, out_stride);
+  }
+  if constexpr (2 * R <= kRows) {
+    for (; c + 2 * kColumns <= dim; c += 2 * kColumns) weigh<R, 2, true>(weights, stride, values, c, 0, begin, end, out + c, out_stride);
+  }
+  for (; c + kColumns <= dim; c += kColumns) weigh<R, 1, true>(weights, stride, values, c, 0, begin, end, out + c, out_stride);
+  if (c < dim) weigh<R, 1, false>(weights, stride, values, c, dim - c, begin, end, out + c, out_stride);
+}
+
+// --- softmax ---
+
+INLINE float exponential_of(float x) { return exponential(broadcast(x))[0]; }
+// What scores are relative to: if all are -infinity, their weights are 0.
+INLINE float base_of(float most) { return most == kLowest ? 0.f : most; }
+
+// total = total * x + part * y, for rows of results. One function that is not inlined, so that it rounds alike everywhere.
+__attribute__((noinline)) static void merge(const float* part, int64_t rows, int64_t stride, int64_t padded, float* total) {
+  for (int64_t r = 0; r < rows; ++r, part += stride, total += stride) {
+    const float most = part[padded] > total[padded] ? part[padded] : total[padded], base = base_of(most);
+    const float x = exponential_of(total[padded] - base), y = exponential_of(part[padded] - base);
+    for (int64_t c = 0; c < padded; c += kLanes) store(total + c, load(total + c) * x + load(part + c) * y);
+    total[padded + 1] = total[padded + 1] * x + part[padded + 1] * y;
+    total[padded] = most;
+  }
+}
+
+static void clear_results(int64_t rows, int64_t stride, int64_t padded, float* results) {
+  __builtin_memset(results, 0, rows * stride * 4);
+  for (int64_t r = 0; r < rows; ++r) results[r * stride + padded] = kLowest;
+}
+
+// --- an item ---
+
+template <typename T>
+struct Rows {  // some rows of a chunk and KV head
+  const AttentionArgs& args;
+  const Chunk& chunk;
+  int64_t chunk_index, head;  // KV head
+  int64_t begin, end;         // rows
+  typename Operands<T>::Element* query;  // [rows][query_stride]
+  int64_t query_stride;
+
+  int64_t group() const { return args.heads / args.kv_heads; }
+  int64_t position(int64_t row) const { return chunk.first_position + row / group(); }
+  int64_t first_seen(int64_t row) const {
+    const int64_t first = position(row) - args.window + 1;
+    return args.window && first > 0 ? first : 0;
+  }
+};
+
+template <typename T>
+static void read_query(const Rows<T>& rows) {
+  using Element = typename Operands<T>::Element;
+  const AttentionArgs& args = rows.args;
+  for (int64_t r = rows.begin; r < rows.end; ++r) {
+    const int64_t token = rows.chunk.first_token + r / rows.group(), head = rows.head * rows.group() + r % rows.group();
+    const T* from = static_cast<const T*>(args.query) + token * args.query_stride + head * args.query_head_stride;
+    Element* to = rows.query + (r - rows.begin) * rows.query_stride;
+    if constexpr (kInPairs<T>) {
+      __builtin_memcpy(to, from, args.key.dim * sizeof(T));
+      for (int64_t d = args.key.dim; d < rows.query_stride; ++d) to[d] = {0};
+    } else {
+      for (int64_t d = 0; d < args.key.dim; ++d) to[d] = to_float(from[d]);
+    }
+  }
+}
+
+// Pointers to the keys or values of the positions `begin` .. `end` of a part; to zeros for the rest of the part.
+template <typename T>
+static void find_slots(const AttentionArgs& args, const CacheView& view, const Rows<T>& rows, int64_t part, int64_t begin,
+                       int64_t end, const T** slots) {
+  const T* nothing = static_cast<const T*>(static_cast<const void*>(zeros));
+  const int64_t* table = args.tables + rows.chunk_index * args.width;
+  const T* base = static_cast<const T*>(view.data) + rows.head * view.head_stride;
+  for (int64_t j = 0; j < begin; ++j) slots[j] = nothing;
+  for (int64_t j = begin; j < end;) {
+    const int64_t position = part * kPart + j, block = table[position / args.block_size];
+    int64_t slot = position % args.block_size;
+    const int64_t stop = least(end, j + args.block_size - slot);
+    if (block < 0 || block >= args.num_blocks) {
+      __atomic_store_n(args.fault, 1, __ATOMIC_RELAXED);
+      for (; j < stop; ++j) slots[j] = nothing;
+    } else {
+      const T* from = base + block * view.block_stride + slot * view.slot_stride;
+      for (; j < stop; ++j, from += view.slot_stride) slots[j] = from;
+    }
+  }
+  for (int64_t j = end; j < kPart + kAhead; ++j) slots[j] = nothing;
+}
+
+// Scales and masks a row's products with kColumns keys from `first` of the part on, of which it sees `low` .. `high`.
+// Returns the largest score.
+INLINE Vec finish_scores(const AttentionArgs& args, const float* sums, int64_t first, int64_t low, int64_t high, Vec most, float* scores) {
+  IntVec lane;
+  for (int i = 0; i < kLanes; ++i) lane[i] = i;
+  for (int c = 0; c < kColumns; c += kLanes) {
+    Vec score = load(sums + c) * args.scaling;
+    if (args.softcap != 0.f) score = hyperbolic_tangent(score / args.softcap) * args.softcap;
+    const int64_t at = first + c;
+    if (at < low || at + kLanes > high) {
+      const IntVec key = lane + static_cast<int32_t>(at);
+      const IntVec seen = (key >= static_cast<int32_t>(low)) & (key < static_cast<int32_t>(high));
+      score = select(seen, score, broadcast(kLowest));
+    }
+    most = maximum(most, score);
+    store(scores + at, score);
+  }
+  return most;
+}
+
+// scores[rows][kScoreStride] = the queries times the keys `first` .. `last` of a part, whole panels, by tiles. What is packed or
+// multiplied is not read at once: that would wait for the stores.
+template <typename T, typename Element>
+static void multiply_keys_by_tiles(const Rows<T>& rows, const T* const* slots, int64_t first, int64_t last, Element* panels,
+                                   float* scores, linear::TileShapes& shapes) {
+  const int64_t dim = rows.args.key.dim, stride = rows.query_stride, filled = dim / 2 * 2, count = rows.end - rows.begin;
+  const int64_t together = kMostDim / stride * kColumns;
+  if (stride > filled) {
+    for (int64_t i = 0; i < kMostDim / stride; ++i) {
+      __builtin_memset(panels + (i * stride + filled) * kColumns, 0, (stride - filled) * kColumns * sizeof(Element));
+    }
+  }
+  for (int64_t from = first; from < last; from += together) {
+    const int64_t to = least(last, from + together);
+    for (int64_t c = from; c < to; c += kColumns) pack_keys(slots + c, dim, panels + (c - from) * stride);
+    for (int64_t r = 0; r < count; r += 2 * linear::kTileRows) {
+      const int n = static_cast<int>(least(2 * linear::kTileRows, count - r));
+      shapes.set(n);
+      for (int64_t c = from; c < to; c += kColumns) {
+        linear::add_tiles<Operand::pairs, false>(n, bytes_of(rows.query + r * stride), stride * 2, bytes_of(panels + (c - from) * stride),
+                                                 stride * 2, true, scores + r * kScoreStride + c, kScoreStride * 4);
+      }
+    }
+  }
+}
+
+// results[rows] of one part, of which any row sees something.
+template <typename T>
+static void compute_part(const Rows<T>& rows, int64_t part, float* results, linear::TileShapes& shapes) {
+  using Element = typename Operands<T>::Element;
+  const AttentionArgs& args = rows.args;
+  const int64_t count = rows.end - rows.begin, origin = part * kPart;
+  // What any row sees, and the whole panels around it.
+  int64_t begin = rows.first_seen(rows.begin) - origin, end = rows.position(rows.end - 1) + 1 - origin;
+  begin = begin < 0 ? 0 : begin, end = least(end, kPart);
+  const int64_t first_panel = begin / kColumns * kColumns, last_panel = rounded_up(end, kColumns);
+  const int64_t tiles = (count + kRows - 1) / kRows, tile_rows = (count + tiles - 1) / tiles;
+  const int64_t padded = padded_values(args), stride = result_stride(args);
+
+  const T* slots[kPart + kAhead];
+  alignas(64) Element panel[kMostDim * kColumns];
+  alignas(64) float scores[kMostRows * kScoreStride];
+  alignas(64) float sums[kRows * kColumns];
+  alignas(64) Vec most[kMostRows];
+  for (int64_t r = 0; r < count; ++r) most[r] = broadcast(kLowest);
+  find_slots(args, args.key, rows, part, begin, end, slots);
+  const auto finish_row = [&](int64_t r, const float* products, int64_t c) {
+    const int64_t row = rows.begin + r, low = rows.first_seen(row) - origin, high = rows.position(row) + 1 - origin;
+    most[r] = finish_scores(args, products, c, low, high, most[r], scores + r * kScoreStride);
+  };
+  if constexpr (kByTiles<T>) {
+    multiply_keys_by_tiles(rows, slots, first_panel, last_panel, panel, scores, shapes);
+    for (int64_t r = 0; r < count; ++r) {
+      for (int64_t c = first_panel; c < last_panel; c += kColumns) finish_row(r, scores + r * kScoreStride + c, c);
+    }
+  } else {
+    for (int64_t c = first_panel; c < last_panel; c += kColumns) {
+      pack_keys(slots + c, args.key.dim, panel);
+      for (int64_t r = 0; r < count; r += tile_rows) {
+        const int n = static_cast<int>(least(tile_rows, count - r));
+        linear::tile<kRows>(Operands<T>::kind, n, rows.query + r * rows.query_stride, rows.query_stride, panel, args.key.dim, sums);
+        for (int i = 0; i < n; ++i) finish_row(r + i, sums + i * kColumns, c);
+      }
+    }
+  }
+  // Weights take the place of scores; pairs take the first half of it.
+  for (int64_t r = 0; r < count; ++r) {
+    float* row = scores + r * kScoreStride;
+    const float top = largest(most[r]);
+    const Vec base = broadcast(base_of(top));
+    Vec total{};
+    for (int64_t j = first_panel; j < last_panel; j += kLanes) {
+      const Vec weight = exponential(load(row + j) - base);
+      total += weight;
+      store(static_cast<Element*>(static_cast<void*>(row)) + j, weight);
+    }
+    results[r * stride + padded] = top;
+    results[r * stride + padded + 1] = sum(total);
+  }
+  find_slots(args, args.value, rows, part, begin, end, slots);
+  const int64_t odd = kInPairs<T> ? 1 : 0;
+  begin -= begin & odd, end += end & odd;
+  const auto* weights = static_cast<const Element*>(static_cast<const void*>(scores));
+  const int64_t weight_stride = kScoreStride * static_cast<int64_t>(sizeof(float) / sizeof(Element));
+  if constexpr (kByTiles<T>) {
+    return weigh_by_tiles(count, weights + first_panel, weight_stride, slots + first_panel, args.value.dim, last_panel - first_panel, results,
+                          stride, shapes);
+  }
+  for (int64_t r = 0; r < count; r += tile_rows) {
+    const int n = static_cast<int>(least(tile_rows, count - r));
+    weigh_rows<kRows>(n, weights + r * weight_stride, weight_stride, slots, args.value.dim, begin, end, results + r * stride, stride);
+  }
+}
+
+template <typename T>
+static void finish(const Rows<T>& rows, const float* results) {
+  const AttentionArgs& args = rows.args;
+  const int64_t padded = padded_values(args), dim = args.value.dim;
+  for (int64_t r = rows.begin; r < rows.end; ++r, results += result_stride(args)) {
+    const int64_t head = rows.head * rows.group() + r % rows.group(), token = rows.chunk.first_token + r / rows.group();
+    float factor = 1.f / results[padded + 1];
+    if (args.sinks) {
+      const float sink = args.sinks[head], most = results[padded] > sink ? results[padded] : sink, base = base_of(most);
+      const float scale = exponential_of(results[padded] - base);
+      factor = scale / (results[padded + 1] * scale + exponential_of(sink - base));
+    }
+    T* out = static_cast<T*>(args.out) + (token * args.heads + head) * dim;
+    for (int64_t c = 0; c < dim; c += kLanes) {
+      const Vec v = load(results + c) * factor;
+      if (c + kLanes <= dim) {
+        store(out + c, v);
+      } else {
+        store_some(out + c, v, static_cast<int>(dim - c));
+      }
+    }
+  }
+}
+
+template <typename T>
+static void compute_item(const AttentionArgs& args, const Chunk& chunk, const Place& place, int64_t chunk_index, int64_t item) {
+  alignas(64) typename Operands<T>::Element query[kMostElements + kMostRows];
+  alignas(64) float part_results[kMostElements + kMostRows * 16], total[kMostElements + kMostRows * 16];
+  const int64_t head = item / chunk.items_per_head, padded = padded_values(args), stride = result_stride(args);
+  int64_t number = item % chunk.items_per_head;
+  Rows<T> rows = {args, chunk, chunk_index, head, 0, chunk.rows, query, query_stride_of<T>(args.key.dim)};
+  linear::TileShapes shapes;
+  if (!chunk.split) {
+    rows.begin = number * item_rows(args);
+    rows.end = least(rows.begin + item_rows(args), chunk.rows);
+  }
+  read_query(rows);
+  const int64_t count = rows.end - rows.begin;
+  if (!chunk.split) {
+    clear_results(count, stride, padded, total);
+    for (int64_t part = rows.first_seen(rows.begin) / kPart; part <= rows.position(rows.end - 1) / kPart; ++part) {
+      compute_part(rows, part, part_results, shapes);
+      merge(part_results, count, stride, padded, total);
+    }
+    return finish(rows, total);
+  }
+  auto* results = static_cast<float*>(static_cast<void*>(static_cast<uint8_t*>(args.scratch) + place.results));
+  auto* unfinished = static_cast<int32_t*>(static_cast<void*>(static_cast<uint8_t*>(args.scratch) + place.unfinished));
+  results += head * chunk.items_per_head * count * stride;
+  compute_part(rows, chunk.begin_part + number, results + number * count * stride, shapes);
+  if (__atomic_sub_fetch(unfinished + head, 1, __ATOMIC_ACQ_REL) != 0) return;
+  clear_results(count, stride, padded, total);
+  for (number = 0; number < chunk.items_per_head; ++number) merge(results + number * count * stride, count, stride, padded, total);
+  finish(rows, total);
+}
+
+static void attend(const AttentionArgs& args) {
+  auto* places = static_cast<Place*>(args.scratch);
+  place_chunks(args, places);
+  for (int64_t i = 0; i < args.chunks; ++i) {
+    const Chunk chunk = chunk_of(args, i);
+    auto* unfinished = static_cast<int32_t*>(static_cast<void*>(static_cast<uint8_t*>(args.scratch) + places[i].unfinished));
+    for (int64_t head = 0; chunk.split && head < args.kv_heads; ++head) unfinished[head] = static_cast<int32_t>(chunk.items_per_head);
+  }
+  const int64_t items = places[args.chunks].first_item;
+  for_items(items, args.threads, [&, places, items](int64_t item) {
+    item = items - 1 - item;  // the most work first: chunks of many tokens follow decodes, and their last queries see most
+    int64_t low = 0, high = args.chunks;  // the chunk is in low .. high
+    while (high - low > 1) {
+      const int64_t middle = (low + high) / 2;
+      (places[middle].first_item <= item ? low : high) = middle;
+    }
+    const Chunk chunk = chunk_of(args, low);
+    item -= places[low].first_item;
+    switch (args.type) {
+      case Type::float32: return compute_item<float>(args, chunk, places[low], low, item);
+      case Type::bfloat16: return compute_item<BFloat16>(args, chunk, places[low], low, item);
+      default: return compute_item<Float16>(args, chunk, places[low], low, item);
+    }
+  });
+}
+
+static void write(const WriteArgs& args) {
+  const int64_t bytes = args.type == Type::float32 ? 4 : 2, row = args.to.dim * bytes;
+  const bool together = args.head_stride == args.to.dim && args.to.head_stride == args.to.dim;  // heads follow each other
+  for_items(args.tokens, args.tokens * args.kv_heads * row < 65536 ? 1 : args.threads, [&, bytes, row, together](int64_t t) {
+    if (args.blocks[t] == 0) return;
+    const auto* from = static_cast<const uint8_t*>(args.from) + t * args.token_stride * bytes;
+    auto* to = static_cast<uint8_t*>(args.to.data) + (args.blocks[t] * args.to.block_stride + args.offsets[t] * args.to.slot_stride) * bytes;
+    if (together) {
+      __builtin_memcpy(to, from, args.kv_heads * row);
+      return;
+    }
+    for (int64_t head = 0; head < args.kv_heads; ++head) {
+      __builtin_memcpy(to + head * args.to.head_stride * bytes, from + head * args.head_stride * bytes, row);
+    }
+  });
+}
+
+static const AttentionKernels kernels = {write, scratch_bytes, attend};
+
+}  // namespace attention

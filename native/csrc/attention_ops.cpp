@@ -1,0 +1,125 @@
+// torch.ops.pagetide.*: attention over the blocks of a cache.
+#include <cstring>
+
+#include "ops.h"
+
+namespace pagetide {
+namespace {
+
+CacheView view_of(const Tensor& cache, const char* name) {
+  STD_TORCH_CHECK(cache.dim() == 4, name, " has four dimensions: blocks, slots, heads and the head's");
+  check_dense_rows(cache, name);
+  return {cache.data_ptr(), cache.stride(0), cache.stride(1), cache.stride(2), cache.size(3)};
+}
+
+void check_rows(const Tensor& rows, const char* name, const Tensor& cache, int64_t heads, int64_t dim) {
+  check_dense_rows(rows, name);
+  STD_TORCH_CHECK(rows.dim() == 3 && rows.size(1) == heads && rows.size(2) == dim, name, " must be [tokens, ", heads, ", ", dim, "]");
+  STD_TORCH_CHECK(rows.scalar_type() == cache.scalar_type(), name, " and the cache differ in type");
+}
+
+void write_to(const Tensor& rows, const char* name, Tensor& cache, const Tensor& blocks, const Tensor& offsets) {
+  WriteArgs args{};
+  args.type = type_of(cache, "the cache");
+  args.to = view_of(cache, "the cache");
+  args.tokens = rows.size(0), args.kv_heads = cache.size(2);
+  check_rows(rows, name, cache, args.kv_heads, args.to.dim);
+  args.from = rows.const_data_ptr();
+  args.token_stride = rows.stride(0), args.head_stride = rows.stride(1);
+  args.blocks = static_cast<const int64_t*>(blocks.const_data_ptr());
+  args.offsets = static_cast<const int64_t*>(offsets.const_data_ptr());
+  for (int64_t t = 0; t < args.tokens; ++t) {
+    STD_TORCH_CHECK(0 <= args.blocks[t] && args.blocks[t] < cache.size(0), "token ", t, " goes to block ", args.blocks[t], " of ",
+                    cache.size(0));
+    STD_TORCH_CHECK(0 <= args.offsets[t] && args.offsets[t] < cache.size(1), "token ", t, " goes to slot ", args.offsets[t], " of ",
+                    cache.size(1));
+  }
+  args.threads = threads();
+  kernels()->attention.write(args);
+}
+
+// key, value [tokens, kv_heads, dim] -> slots `offsets` of `blocks` (int64 [tokens]) of the cache. Block 0 is not written.
+void write_kv(const Tensor& key, const Tensor& value, Tensor cache_key, Tensor cache_value, const Tensor& blocks, const Tensor& offsets) {
+  check_dense(blocks, "blocks", ScalarType::Long, key.size(0));
+  check_dense(offsets, "offsets", ScalarType::Long, key.size(0));
+  STD_TORCH_CHECK(value.size(0) == key.size(0), "key and value differ in tokens");
+  write_to(key, "key", cache_key, blocks, offsets);
+  write_to(value, "value", cache_value, blocks, offsets);
+}
+
+// query [tokens, heads, dim] -> [tokens, heads, dim of values]; see AttentionArgs. Padding gets zeros.
+Tensor attend(const Tensor& query, const Tensor& cache_key, const Tensor& cache_value, const Tensor& tables, const Tensor& bounds,
+              const Tensor& lens, double scaling, int64_t window, double softcap, const std::optional<Tensor>& sinks) {
+  AttentionArgs args{};
+  args.type = type_of(query, "query");
+  args.key = view_of(cache_key, "the cache of keys"), args.value = view_of(cache_value, "the cache of values");
+  args.num_blocks = cache_key.size(0), args.block_size = cache_key.size(1), args.kv_heads = cache_key.size(2);
+  for (int64_t d = 0; d < 3; ++d) STD_TORCH_CHECK(cache_value.size(d) == cache_key.size(d), "the caches differ in dimension ", d);
+  STD_TORCH_CHECK(cache_value.scalar_type() == cache_key.scalar_type(), "the caches differ in type");
+  STD_TORCH_CHECK(1 <= args.key.dim && args.key.dim <= 512 && 1 <= args.value.dim && args.value.dim <= 512,
+                  "heads have 1 to 512 dimensions, got ", args.key.dim, " and ", args.value.dim);
+  STD_TORCH_CHECK(query.dim() == 3, "query has three dimensions: tokens, heads and the head's");
+  args.heads = query.size(1);
+  STD_TORCH_CHECK(args.kv_heads > 0 && args.heads % args.kv_heads == 0, args.heads, " heads over ", args.kv_heads, " KV heads");
+  check_rows(query, "query", cache_key, args.heads, args.key.dim);
+  args.query = query.const_data_ptr();
+  args.query_stride = query.stride(0), args.query_head_stride = query.stride(1);
+  STD_TORCH_CHECK(tables.dim() == 2, "tables have two dimensions: chunks and blocks");
+  args.chunks = tables.size(0), args.width = tables.size(1);
+  check_dense(tables, "tables", ScalarType::Long, args.chunks * args.width);
+  check_dense(bounds, "bounds", ScalarType::Int, args.chunks + 1);
+  check_dense(lens, "lens", ScalarType::Int, args.chunks);
+  args.tables = static_cast<const int64_t*>(tables.const_data_ptr());
+  args.bounds = static_cast<const int32_t*>(bounds.const_data_ptr());
+  args.lens = static_cast<const int32_t*>(lens.const_data_ptr());
+  const int64_t tokens = query.size(0), filled = args.bounds[args.chunks];
+  const int64_t token_bytes = args.heads * args.value.dim * (args.type == Type::float32 ? 4 : 2);
+  Tensor out = torch::stable::new_empty(query, {tokens, args.heads, args.value.dim});
+  args.out = out.mutable_data_ptr();
+  const auto clear = [&](int64_t begin, int64_t end) {
+    if (begin == end) return;  // perhaps there is no memory
+    std::memset(static_cast<char*>(args.out) + begin * token_bytes, 0, (end - begin) * token_bytes);
+  };
+  STD_TORCH_CHECK(args.bounds[0] == 0 && filled <= tokens, "chunks of tokens ", args.bounds[0], " to ", filled, " of ", tokens);
+  for (int64_t i = 0; i < args.chunks; ++i) {
+    const int64_t count = static_cast<int64_t>(args.bounds[i + 1]) - args.bounds[i], all = args.lens[i];
+    if (all == 0 && count > 0) {
+      clear(args.bounds[i], args.bounds[i + 1]);
+      continue;
+    }
+    STD_TORCH_CHECK(0 <= count && count <= all && all <= args.width * args.block_size, "chunk ", i, " is ", count, " of ", all,
+                    " tokens in ", args.width, " blocks of ", args.block_size);
+  }
+  STD_TORCH_CHECK(window >= 0 && softcap >= 0, "window and softcap must not be negative");
+  args.scaling = static_cast<float>(scaling), args.window = window, args.softcap = static_cast<float>(softcap);
+  if (sinks) {
+    check_dense(*sinks, "sinks", ScalarType::Float, args.heads);
+    args.sinks = static_cast<const float*>(sinks->const_data_ptr());
+  }
+  clear(filled, tokens);
+  if (filled == 0 || args.heads == 0) return out;
+  args.threads = threads();
+  Tensor scratch = empty_bytes(query, kernels()->attention.scratch_bytes(args));
+  args.scratch = scratch.mutable_data_ptr();
+  int fault = 0;
+  args.fault = &fault;
+  kernels()->attention.attend(args);
+  STD_TORCH_CHECK(fault == 0, "a table names a block that is not among the ", args.num_blocks);
+  return out;
+}
+
+}  // namespace
+}  // namespace pagetide
+
+STABLE_TORCH_LIBRARY_FRAGMENT(pagetide, m) {
+  m.def(
+      "write_kv(Tensor key, Tensor value, Tensor(a!) cache_key, Tensor(b!) cache_value, Tensor blocks, Tensor offsets) -> ()");
+  m.def(
+      "attend(Tensor query, Tensor cache_key, Tensor cache_value, Tensor tables, Tensor bounds, Tensor lens, float scaling, "
+      "int window, float softcap, Tensor? sinks) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(pagetide, CPU, m) {
+  m.impl("write_kv", TORCH_BOX(&pagetide::write_kv));
+  m.impl("attend", TORCH_BOX(&pagetide::attend));
+}

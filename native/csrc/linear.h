@@ -1,0 +1,720 @@
+// Products with packed weights. Weights lie in panels of kColumns columns of the product (rows of the weight), so that a product
+// reads them once, in order. A panel's elements follow each other as the inner loop takes them:
+//
+//     float32, float16   [k][kColumns]
+//     bfloat16           [k / 2][kColumns][2] where the processor multiplies pairs of bfloat16, else [k][kColumns]
+//     int8               int32 [kColumns], kShift times the sums of the columns; then [k / 4][kColumns][4]
+//     int4               [k / 8][kColumns][4] bytes, with weights k .. k + 3 in the low halves and k + 4 .. k + 7 in the high
+//                        ones, each plus 8
+//
+// Zeros follow up to a multiple of what the processor takes at once. An output is the sum of the sums over blocks of kBlock of k,
+// in order; within a block, k by k. Tiles of AMX go on with the sums of the blocks before. Either depends on neither the number
+// of rows nor that of threads. What the inner loop cannot read as it is, is converted block by block first.
+namespace linear {
+
+constexpr int kVectors = 2;  // of a panel's row
+constexpr int kColumns = kVectors * kLanes;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int kRows = 6;  // of a tile: its sums stay in registers
+#else
+constexpr int kRows = 12;
+#endif
+constexpr int64_t kBlock = 256;
+constexpr int64_t kItemRows = 8 * kRows;  // of x in an item, at most
+constexpr int64_t kItemPanels = 4;        // of an item with many rows, which lie in a cache meanwhile
+constexpr int64_t kManyRows = 4 * kRows;
+
+#if defined(__AVX512BF16__)
+constexpr bool kPairs = true;
+#else
+constexpr bool kPairs = false;
+#endif
+#if defined(__AVX512VNNI__)
+constexpr bool kQuads = true;  // products of four int8
+#else
+constexpr bool kQuads = false;
+#endif
+
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
+constexpr bool kTiles = true;  // the processor multiplies tiles of 16 rows of 64 bytes
+constexpr int kShift = 0;      // of x, to be multiplied as bytes without a sign
+#else
+constexpr bool kTiles = false;
+constexpr int kShift = 128;
+#endif
+constexpr int kTileRows = 16;
+constexpr int kTileBytes = 64;  // of a tile's row
+
+// What the inner loop multiplies.
+enum class Operand { float32, pairs, quads };
+
+INLINE int64_t rounded_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+INLINE int64_t operand_bytes(Operand operand) { return operand == Operand::float32 ? 4 : operand == Operand::pairs ? 2 : 1; }
+
+INLINE int64_t panel_bytes(Type type, int64_t k) {
+  switch (type) {
+    case Type::float32: return k * kColumns * 4;
+    case Type::bfloat16: return rounded_up(k, kTiles ? 32 : kPairs ? 2 : 1) * kColumns * 2;
+    case Type::float16: return k * kColumns * 2;
+    case Type::int8: return kColumns * 4 + rounded_up(k, kTiles ? 64 : 4) * kColumns;
+    case Type::int4: return rounded_up(k, kTiles ? 64 : 8) / 2 * kColumns;
+  }
+  return 0;
+}
+
+INLINE int64_t panel_stride(Type type, int64_t k) { return rounded_up(panel_bytes(type, k), 64); }
+
+INLINE int64_t packed_bytes(Type type, int64_t n, int64_t k) {
+  return rounded_up(n, kColumns) / kColumns * panel_stride(type, k);
+}
+
+// Where weight k of column c of a panel is, in elements (int4: in halves of bytes).
+INLINE int64_t place(Type type, int64_t k, int64_t c) {
+  switch (type) {
+    case Type::bfloat16:
+      if (kPairs) return (k / 2 * kColumns + c) * 2 + k % 2;
+      break;
+    case Type::int8: return kColumns * 4 + (k / 4 * kColumns + c) * 4 + k % 4;
+    case Type::int4: return ((k / 8 * kColumns + c) * 4 + k % 4) * 2 + k / 4 % 2;
+    default: break;
+  }
+  return k * kColumns + c;
+}
+
+// How many weights of a column follow each other in a panel, from each multiple of this on.
+constexpr int64_t run_of(Type type) {
+  return type == Type::int4 ? 8 : type == Type::int8 ? 4 : type == Type::bfloat16 && kPairs ? 2 : 1;
+}
+
+// Of subnormal numbers too, which the vectors' conversion to bfloat16 may take for zeros.
+template <typename To, typename From>
+INLINE To converted(From value) {
+  if constexpr (std::is_same_v<To, From>) {
+    return value;
+  } else {
+    return from_float(To{}, to_float(value));
+  }
+}
+
+// A run of weights at its place.
+template <Type type, typename T>
+INLINE void store_run(const T* values, uint8_t* panel, int64_t to) {
+  if constexpr (type == Type::int4) {
+    uint32_t halves[2];
+    __builtin_memcpy(halves, values, sizeof halves);
+    for (uint32_t& four : halves) four = (four ^ 0x08080808) & 0x0f0f0f0f;  // plus 8, byte by byte
+    const uint32_t both = halves[0] | halves[1] << 4;
+    __builtin_memcpy(panel + to / 2, &both, sizeof both);
+  } else {
+    __builtin_memcpy(panel + to * static_cast<int64_t>(sizeof(T)), values, run_of(type) * sizeof(T));
+  }
+}
+
+// Blocks of kBlock of k, so that the lines of the panel which a column writes are in a cache for the next one.
+template <Type type, typename From, typename To>
+static void pack_panel(const From* weight, int64_t n, int64_t k, int64_t first, uint8_t* panel) {
+  constexpr int64_t run = run_of(type);
+  if (k % kBlock != 0 || first + kColumns > n) __builtin_memset(panel, type == Type::int4 ? 0x88 : 0, panel_stride(type, k));
+  int32_t totals[kColumns] = {};
+  for (int64_t k0 = 0; k0 < k; k0 += kBlock) {
+    const int64_t count = k0 + kBlock < k ? kBlock : k - k0;
+    for (int64_t c = 0; c < kColumns && first + c < n; ++c) {
+      const From* row = weight + (first + c) * k + k0;
+      To values[kBlock];
+      for (int64_t i = 0; i < count; ++i) values[i] = converted<To>(row[i]);
+      for (int64_t i = count; i < rounded_up(count, run); ++i) values[i] = To{};
+      for (int64_t i = 0; i < count; i += run) store_run<type>(values + i, panel, place(type, k0 + i, c));
+      if constexpr (type == Type::int8) {
+        for (int64_t i = 0; i < count; ++i) totals[c] += values[i];
+      }
+    }
+  }
+  if constexpr (type == Type::int8) {
+    for (int64_t c = 0; c < kColumns; ++c) static_cast<int32_t*>(static_cast<void*>(panel))[c] = totals[c] * kShift;
+  }
+}
+
+template <Type type, typename From, typename To>
+static void pack_panels(const void* weight, int64_t n, int64_t k, void* packed, int threads) {
+  const int64_t bytes = panel_stride(type, k);
+  for_items(rounded_up(n, kColumns) / kColumns, threads, [=](int64_t p) {
+    pack_panel<type, From, To>(static_cast<const From*>(weight), n, k, p * kColumns, static_cast<uint8_t*>(packed) + p * bytes);
+  });
+}
+
+template <Type type, typename To>
+static void pack_floats(const void* weight, Type from, int64_t n, int64_t k, void* packed, int threads) {
+  switch (from) {
+    case Type::float32: return pack_panels<type, float, To>(weight, n, k, packed, threads);
+    case Type::bfloat16: return pack_panels<type, BFloat16, To>(weight, n, k, packed, threads);
+    default: return pack_panels<type, Float16, To>(weight, n, k, packed, threads);
+  }
+}
+
+static void pack(const void* weight, Type from, Type type, int64_t n, int64_t k, void* packed, int threads) {
+  switch (type) {
+    case Type::float32: return pack_floats<Type::float32, float>(weight, from, n, k, packed, threads);
+    case Type::bfloat16: return pack_floats<Type::bfloat16, BFloat16>(weight, from, n, k, packed, threads);
+    case Type::float16: return pack_floats<Type::float16, Float16>(weight, from, n, k, packed, threads);
+    case Type::int8: return pack_panels<Type::int8, int8_t, int8_t>(weight, n, k, packed, threads);
+    case Type::int4: return pack_panels<Type::int4, int8_t, int8_t>(weight, n, k, packed, threads);
+  }
+}
+
+static void unpack(const void* packed, Type type, int64_t, int64_t k, int64_t row, float* values) {
+  const auto* panel = static_cast<const uint8_t*>(packed) + row / kColumns * panel_stride(type, k);
+  for (int64_t i = 0; i < k; ++i) {
+    const int64_t from = place(type, i, row % kColumns);
+    switch (type) {
+      case Type::float32: values[i] = static_cast<const float*>(static_cast<const void*>(panel))[from]; break;
+      case Type::bfloat16: values[i] = to_float(static_cast<const BFloat16*>(static_cast<const void*>(panel))[from]); break;
+      case Type::float16: values[i] = to_float(static_cast<const Float16*>(static_cast<const void*>(panel))[from]); break;
+      case Type::int8: values[i] = static_cast<float>(static_cast<int8_t>(panel[from])); break;
+      case Type::int4: values[i] = static_cast<float>((from % 2 ? panel[from / 2] >> 4 : panel[from / 2] & 15) - 8); break;
+    }
+  }
+}
+
+template <Type type, typename T>
+static void copy_rows(const void* packed, int64_t k, const int64_t* rows, int64_t count, T* values, int threads) {
+  for_items(count, threads, [=](int64_t item) {
+    const auto* panel = static_cast<const uint8_t*>(packed) + rows[item] / kColumns * panel_stride(type, k);
+    T* to = values + item * k;
+    constexpr int64_t run = run_of(type), bytes = sizeof(T);
+    for (int64_t i = 0; i < k; i += run) {
+      const uint8_t* from = panel + place(type, i, rows[item] % kColumns) * bytes;
+      __builtin_memcpy(to + i, from, (i + run <= k ? run : k - i) * bytes);
+    }
+  });
+}
+
+static void unpack_rows(const void* packed, Type type, int64_t k, const int64_t* rows, int64_t count, void* values,
+                        int threads) {
+  switch (type) {
+    case Type::float32: return copy_rows<Type::float32>(packed, k, rows, count, static_cast<float*>(values), threads);
+    case Type::bfloat16: return copy_rows<Type::bfloat16>(packed, k, rows, count, static_cast<BFloat16*>(values), threads);
+    default: return copy_rows<Type::float16>(packed, k, rows, count, static_cast<Float16*>(values), threads);
+  }
+}
+
+// --- the inner loops: sums[kRows][kColumns] = a tile of R rows of x times a block of a panel ---
+
+// Weights come from memory while the block before them is multiplied.
+template <typename T>
+INLINE void prefetch_next_block(const T* here) {
+  __builtin_prefetch(here + kBlock * kColumns, 0, 2);
+}
+
+template <int R>
+static void tile_floats(const float* x, int64_t stride, const float* panel, int64_t k, float* sums) {
+  Vec total[R][kVectors] = {};
+  for (int64_t i = 0; i < k; ++i, panel += kColumns) {
+    Vec w[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      w[v] = load(panel + v * kLanes);
+      prefetch_next_block(panel + v * kLanes);
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+      const Vec factor = broadcast(x[r * stride + i]);
+      for (int v = 0; v < kVectors; ++v) total[r][v] += factor * w[v];
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    for (int v = 0; v < kVectors; ++v) store(sums + r * kColumns + v * kLanes, total[r][v]);
+  }
+}
+
+#if defined(__AVX512BF16__)
+template <int R>
+static void tile_pairs(const BFloat16* x, int64_t stride, const BFloat16* panel, int64_t k, float* sums) {
+  __m512 total[R][kVectors] = {};
+  for (int64_t i = 0; i < k; i += 2, panel += 2 * kColumns) {
+    __m512bh w[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      w[v] = bits<__m512bh>(_mm512_loadu_si512(panel + v * 2 * kLanes));
+      prefetch_next_block(panel + v * 2 * kLanes);
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+      int32_t pair;
+      __builtin_memcpy(&pair, x + r * stride + i, sizeof pair);
+      const __m512bh factor = bits<__m512bh>(_mm512_set1_epi32(pair));
+      for (int v = 0; v < kVectors; ++v) total[r][v] = _mm512_dpbf16_ps(total[r][v], w[v], factor);
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    for (int v = 0; v < kVectors; ++v) _mm512_storeu_ps(sums + r * kColumns + v * kLanes, total[r][v]);
+  }
+}
+#endif
+
+#if defined(__AVX512VNNI__)
+template <int R>
+static void tile_quads(const uint8_t* x, int64_t stride, const int8_t* panel, int64_t k, float* sums) {
+  __m512i total[R][kVectors] = {};
+  for (int64_t i = 0; i < k; i += 4, panel += 4 * kColumns) {
+    __m512i w[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      w[v] = _mm512_loadu_si512(panel + v * 4 * kLanes);
+      prefetch_next_block(panel + v * 4 * kLanes);
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+      int32_t quad;
+      __builtin_memcpy(&quad, x + r * stride + i, sizeof quad);
+      const __m512i factor = _mm512_set1_epi32(quad);
+      for (int v = 0; v < kVectors; ++v) total[r][v] = _mm512_dpbusd_epi32(total[r][v], factor, w[v]);
+    }
+  }
+  for (int r = 0; r < R; ++r) {  // the sums stay integers: they are bits here
+    for (int v = 0; v < kVectors; ++v) _mm512_storeu_si512(sums + r * kColumns + v * kLanes, total[r][v]);
+  }
+}
+#endif
+
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
+// The processor's tiles as add_tiles uses them: 0 to 3 sums, two by two; 4 and 5 rows of x; 6 and 7 weights.
+class TileShapes {
+ public:
+  TileShapes() = default;
+  TileShapes(const TileShapes&) = delete;
+  TileShapes& operator=(const TileShapes&) = delete;
+  ~TileShapes() { _tile_release(); }
+
+  // For `rows` rows of x, 1 to 2 * kTileRows.
+  void set(int rows) {
+    if (rows == rows_) return;
+    rows_ = rows;
+    struct alignas(64) {
+      uint8_t palette = 1, start = 0, zero[14] = {};
+      uint16_t row_bytes[16] = {};
+      uint8_t rows[16] = {};
+    } shapes;
+    const int first = rows < kTileRows ? rows : kTileRows, second = rows > kTileRows ? rows - kTileRows : first;
+    const int counts[8] = {first, first, second, second, first, second, kTileRows, kTileRows};
+    for (int i = 0; i < 8; ++i) {
+      shapes.row_bytes[i] = kTileBytes;
+      shapes.rows[i] = static_cast<uint8_t>(counts[i]);
+    }
+    _tile_loadconfig(&shapes);
+  }
+
+ private:
+  int rows_ = 0;
+};
+
+// Tiles of sums += 64 bytes of each row of x times 16 rows of a panel; `both`: more than kTileRows rows.
+template <Operand kOperand>
+INLINE void multiply_tiles(bool both, const uint8_t* x, int64_t stride, const uint8_t* panel) {
+  constexpr int kPanelBytes = kColumns * 4;
+  _tile_loadd(4, x, stride);
+  _tile_loadd(6, panel, kPanelBytes);
+  _tile_loadd(7, panel + kTileBytes, kPanelBytes);
+  if (kOperand == Operand::pairs) {
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+  } else {
+    _tile_dpbssd(0, 4, 6);
+    _tile_dpbssd(1, 4, 7);
+  }
+  if (!both) return;
+  _tile_loadd(5, x + kTileRows * stride, stride);
+  if (kOperand == Operand::pairs) {
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  } else {
+    _tile_dpbssd(2, 5, 6);
+    _tile_dpbssd(3, 5, 7);
+  }
+}
+
+INLINE void clear_tiles() {
+  asm volatile("" ::: "memory");  // the intrinsics do not tell the compiler what they read
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+}
+
+INLINE void store_tiles(bool both, float* sums, int64_t sum_bytes) {
+  constexpr int kHalf = kColumns / 2;
+  _tile_stored(0, sums, sum_bytes);
+  _tile_stored(1, sums + kHalf, sum_bytes);
+  if (!both) return;
+  sums += kTileRows * sum_bytes / 4;
+  _tile_stored(2, sums, sum_bytes);
+  _tile_stored(3, sums + kHalf, sum_bytes);
+}
+
+// sums[rows][kColumns] += x[rows] times a panel's block of `row_bytes` bytes per row of x; sums begin with 0 if `first`. Rows of
+// sums are `sum_bytes` apart. kFromMemory: the block is read for the first time.
+template <Operand kOperand, bool kFromMemory>
+static void add_tiles(int rows, const uint8_t* x, int64_t stride, const uint8_t* panel, int64_t row_bytes, bool first, float* sums,
+                      int64_t sum_bytes = kColumns * 4) {
+  constexpr int kPanelBytes = kColumns * 4, kHalf = kColumns / 2;
+  const bool both = rows > kTileRows;
+  clear_tiles();
+  if (!first) {
+    float* more = sums + kTileRows * sum_bytes / 4;
+    _tile_loadd(0, sums, sum_bytes);
+    _tile_loadd(1, sums + kHalf, sum_bytes);
+    if (both) {
+      _tile_loadd(2, more, sum_bytes);
+      _tile_loadd(3, more + kHalf, sum_bytes);
+    }
+  }
+  for (int64_t at = 0; at < row_bytes; at += kTileBytes, panel += kTileRows * kPanelBytes) {
+    for (int line = 0; kFromMemory && line < kTileRows * kPanelBytes; line += 64) {
+      __builtin_prefetch(panel + 2 * kTileRows * kPanelBytes + line, 0, 2);
+    }
+    multiply_tiles<kOperand>(both, x + at, stride, panel);
+  }
+  store_tiles(both, sums, sum_bytes);
+}
+#else
+struct TileShapes {
+  void set(int) {}
+};
+template <Operand kOperand, bool kFromMemory>
+static void add_tiles(int, const uint8_t*, int64_t, const uint8_t*, int64_t, bool, float*, int64_t = 0) {}
+#endif
+
+template <int R>
+static void tile(Operand operand, int rows, const void* x, int64_t stride, const void* panel, int64_t k, float* sums) {
+  if constexpr (R > 1) {
+    if (rows < R) return tile<R - 1>(operand, rows, x, stride, panel, k, sums);
+  }
+  switch (operand) {
+    case Operand::float32:
+      return tile_floats<R>(static_cast<const float*>(x), stride, static_cast<const float*>(panel), k, sums);
+    case Operand::pairs:
+#if defined(__AVX512BF16__)
+      return tile_pairs<R>(static_cast<const BFloat16*>(x), stride, static_cast<const BFloat16*>(panel), k, sums);
+#endif
+    case Operand::quads:
+#if defined(__AVX512VNNI__)
+      return tile_quads<R>(static_cast<const uint8_t*>(x), stride, static_cast<const int8_t*>(panel), k, sums);
+#endif
+      break;
+  }
+}
+
+// --- conversions of a block of a panel ---
+
+// A row of integers as operands: floats, or the low or high half of pairs of bfloat16, in which small integers are exact.
+INLINE void store_integers(Operand operand, IntVec first, IntVec second, void* to, int v) {
+  const Vec a = __builtin_convertvector(first, Vec), b = __builtin_convertvector(second, Vec);
+  if (operand == Operand::float32) {
+    store(static_cast<float*>(to) + v * kLanes, a);
+    store(static_cast<float*>(to) + kColumns + v * kLanes, b);
+  } else {
+    const BitVec pair = bits<BitVec>(a) >> 16 | (bits<BitVec>(b) & 0xffff0000);
+    __builtin_memcpy(static_cast<uint32_t*>(to) + v * kLanes, &pair, sizeof pair);
+  }
+}
+
+static void convert_int8(const uint8_t* panel, int64_t k, Operand operand, uint8_t* to) {
+  const int64_t row_bytes = kColumns * operand_bytes(operand);
+  for (int64_t i = 0; i < k; i += 4, panel += 4 * kColumns, to += 4 * row_bytes) {
+    for (int v = 0; v < kVectors; ++v) {
+      IntVec four;
+      __builtin_memcpy(&four, panel + v * 4 * kLanes, sizeof four);
+      store_integers(operand, four << 24 >> 24, four << 16 >> 24, to, v);
+      store_integers(operand, four << 8 >> 24, four >> 24, to + 2 * row_bytes, v);
+    }
+  }
+}
+
+static void convert_int4(const uint8_t* panel, int64_t k, Operand operand, uint8_t* to) {
+  const int64_t row_bytes = kColumns * operand_bytes(operand);
+  for (int64_t i = 0; i < k; i += 8, panel += 4 * kColumns, to += 8 * row_bytes) {
+    for (int v = 0; v < kVectors; ++v) {
+      IntVec eight;
+      __builtin_memcpy(&eight, panel + v * 4 * kLanes, sizeof eight);
+      for (int half = 0; half < 2; ++half) {
+        const IntVec four = eight >> 4 * half & 0x0f0f0f0f;
+        uint8_t* rows = to + half * 4 * row_bytes;
+        store_integers(operand, (four & 15) - 8, (four >> 8 & 15) - 8, rows, v);
+        store_integers(operand, (four >> 16 & 15) - 8, (four >> 24 & 15) - 8, rows + 2 * row_bytes, v);
+      }
+    }
+  }
+}
+
+template <typename T>
+static void convert_halves(const T* panel, int64_t k, float* to) {
+  for (int64_t i = 0; i < k * kColumns; i += kLanes) store(to + i, load(panel + i));
+}
+
+// Whether tiles multiply. Groups of int4 that are smaller than a tile's row do not fit them.
+INLINE bool by_tiles(const LinearArgs& args, Operand operand) {
+  return kTiles && operand != Operand::float32 && (args.weight_type != Type::int4 || args.group >= 32);
+}
+
+// The block of k0 .. k0 + count of a panel as the inner loop reads it: in the panel, or converted into `buffer`.
+static const void* block(const LinearArgs& args, Operand operand, const uint8_t* panel, int64_t k0, int64_t count, uint8_t* buffer) {
+  if (by_tiles(args, operand) && count % 32 && args.weight_type != args.x_type) {  // a tile's rest
+    __builtin_memset(buffer + count * kColumns * 2, 0, (rounded_up(count, 32) - count) * kColumns * 2);
+  }
+  switch (args.weight_type) {
+    case Type::float32: return panel + k0 * kColumns * 4;
+    case Type::bfloat16:
+      if (operand == Operand::pairs) return panel + k0 * kColumns * 2;
+      convert_halves(static_cast<const BFloat16*>(static_cast<const void*>(panel)) + k0 * kColumns, count,
+                     static_cast<float*>(static_cast<void*>(buffer)));
+      return buffer;
+    case Type::float16:
+      convert_halves(static_cast<const Float16*>(static_cast<const void*>(panel)) + k0 * kColumns, count,
+                     static_cast<float*>(static_cast<void*>(buffer)));
+      return buffer;
+    case Type::int8:
+      panel += kColumns * 4 + k0 * kColumns;
+      if (operand == Operand::quads) return panel;
+      convert_int8(panel, count, operand, buffer);
+      return buffer;
+    case Type::int4: convert_int4(panel + k0 / 2 * kColumns, count, operand, buffer); return buffer;
+  }
+  return nullptr;
+}
+
+// --- rows of x as operands ---
+
+INLINE Operand operand_of(const LinearArgs& args) {
+  if (args.weight_type == Type::int8 && args.rows_in_int8) return kQuads ? Operand::quads : Operand::float32;
+  return kPairs && args.x_type == Type::bfloat16 ? Operand::pairs : Operand::float32;
+}
+
+// Rows this many bytes apart, or multiples of it, share few sets of a cache.
+constexpr int64_t kBadStride = 1024;
+
+// Whether the inner loop can read x where it is, and does it fast.
+INLINE bool direct(const LinearArgs& args, Operand operand) {
+  if (args.in_scales != nullptr || args.rows_in_int8) return false;
+  if (by_tiles(args, operand) && args.k % 32) return false;
+  if (args.rows > (by_tiles(args, operand) ? 2 * kTileRows : 4) && args.x_stride * operand_bytes(operand) % kBadStride == 0) return false;
+  return operand == Operand::pairs ? args.k % 2 == 0 : args.x_type == Type::float32;
+}
+
+INLINE int64_t prepared_bytes(Operand operand, int64_t k) {
+  const int64_t bytes = rounded_up(rounded_up(k, kLanes) * operand_bytes(operand), 64);
+  return bytes % kBadStride ? bytes : bytes + 64;
+}
+
+static int64_t scratch_bytes(const LinearArgs& args) {
+  const Operand operand = operand_of(args);
+  return direct(args, operand) ? 0 : args.rows * (prepared_bytes(operand, args.k) + 4);  // and the scale of the row
+}
+
+template <typename T>
+INLINE Vec scaled(const LinearArgs& args, const T* x, int64_t i) {
+  if (i + kLanes <= args.k) return args.in_scales ? load(x + i) * load(args.in_scales + i) : load(x + i);
+  const int left = static_cast<int>(args.k - i);
+  return args.in_scales ? load_some(x + i, left) * load_some(args.in_scales + i, left) : load_some(x + i, left);
+}
+
+// A row of x as operands at `to`, with zeros up to a multiple of the lanes or 64 bytes. Returns the row's scale.
+template <typename T>
+static float prepare_row(const LinearArgs& args, Operand operand, const T* x, void* to) {
+  const int64_t filled = rounded_up(args.k, kLanes) * operand_bytes(operand);
+  __builtin_memset(static_cast<uint8_t*>(to) + filled, 0, rounded_up(filled, 64) - filled);
+  if (!args.rows_in_int8) {
+    for (int64_t i = 0; i < args.k; i += kLanes) {
+      const Vec v = scaled(args, x, i);
+      if (operand == Operand::pairs) {
+        store(static_cast<BFloat16*>(to) + i, v);
+      } else {
+        store(static_cast<float*>(to) + i, v);
+      }
+    }
+    return 1.f;
+  }
+  Vec most{};
+  IntVec finite = IntVec{} == 0;
+  for (int64_t i = 0; i < args.k; i += kLanes) {
+    const Vec size = bits<Vec>(bits<IntVec>(scaled(args, x, i)) & 0x7fffffff);
+    most = maximum(size, most);
+    finite &= size <= 3.4028235e38f;
+  }
+  const bool good = largest(select(finite, Vec{}, broadcast(1.f))) == 0.f;
+  const float top = largest(most), factor = top > 0.f && good ? 127.f / top : 0.f;
+  for (int64_t i = 0; i < args.k; i += kLanes) {
+    const Vec shifted = (good ? scaled(args, x, i) : Vec{}) * factor + 12582912.f;  // 1.5 * 2^23: rounds to an integer
+    if (operand == Operand::quads) {
+      typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+      const Bytes bytes = __builtin_convertvector(bits<BitVec>(shifted) - 0x4b400000 + kShift, Bytes);
+      __builtin_memcpy(static_cast<uint8_t*>(to) + i, &bytes, sizeof bytes);
+    } else {
+      store(static_cast<float*>(to) + i, shifted - 12582912.f);
+    }
+  }
+  return good ? top / 127.f : __builtin_nanf("");
+}
+
+static void prepare_rows(const LinearArgs& args, Operand operand, int64_t row_bytes) {
+  auto* rows = static_cast<uint8_t*>(args.scratch);
+  auto* scales = static_cast<float*>(static_cast<void*>(rows + args.rows * row_bytes));
+  for_items(args.rows, args.rows * args.k < 16384 ? 1 : args.threads, [&, operand, row_bytes](int64_t r) {
+    uint8_t* to = rows + r * row_bytes;
+    switch (args.x_type) {
+      case Type::float32: scales[r] = prepare_row(args, operand, static_cast<const float*>(args.x) + r * args.x_stride, to); break;
+      case Type::bfloat16: scales[r] = prepare_row(args, operand, static_cast<const BFloat16*>(args.x) + r * args.x_stride, to); break;
+      default: scales[r] = prepare_row(args, operand, static_cast<const Float16*>(args.x) + r * args.x_stride, to); break;
+    }
+  });
+}
+
+// --- an item: some rows of x times some panels ---
+
+template <typename T>
+static void finish_row(const LinearArgs& args, const float* sums, float row_scale, int64_t first, T* out, const T* bias) {
+  const int64_t count = args.n - first < kColumns ? args.n - first : kColumns;
+  for (int64_t c = 0; c < count; c += kLanes) {
+    const int lanes = static_cast<int>(count - c < kLanes ? count - c : kLanes);
+    Vec v = load(sums + c) * row_scale;
+    if (args.weight_type == Type::int8) v *= lanes == kLanes ? load(args.scales + first + c) : load_some(args.scales + first + c, lanes);
+    if (lanes == kLanes) {
+      if (bias) v += load(bias + first + c);
+      store(out + first + c, v);
+    } else {
+      if (bias) v += load_some(bias + first + c, lanes);
+      store_some(out + first + c, v, lanes);
+    }
+  }
+}
+
+// totals += sums of a block, times its scales; the first block sets them. Sums and totals of quads are integers: bits here.
+static void add_block(const LinearArgs& args, Operand operand, const float* sums, int64_t k0, int64_t first, float* totals) {
+  for (int v = 0; v < kVectors; ++v) {
+    Vec add = load(sums + v * kLanes);
+    if (operand == Operand::quads) {
+      if (k0) add = bits<Vec>(bits<IntVec>(add) + bits<IntVec>(load(totals + v * kLanes)));
+      store(totals + v * kLanes, add);
+      continue;
+    }
+    if (args.weight_type == Type::int4) {
+      const int64_t column = first + v * kLanes, left = args.n - column;
+      const float* scales = args.scales + k0 / args.group * args.n + column;
+      add *= left >= kLanes ? load(scales) : left > 0 ? load_some(scales, static_cast<int>(left)) : Vec{};
+    }
+    store(totals + v * kLanes, k0 ? load(totals + v * kLanes) + add : add);
+  }
+}
+
+struct Rows {  // of x, as operands
+  const uint8_t* data;
+  int64_t bytes;        // from one to the next
+  const float* scales;  // of the rows, or null
+};
+
+struct Range {
+  int64_t begin, end;
+};
+
+// add_panel_block where the processor has tiles; `weights` are the block as operands.
+static void add_block_by_tiles(const LinearArgs& args, Operand operand, const Rows& x, Range rows, int64_t p, Range k,
+                               const uint8_t* weights, float* totals, TileShapes& shapes) {
+  const int64_t bytes = rounded_up((k.end - k.begin) * operand_bytes(operand), kTileBytes);
+  for (int64_t r = rows.begin; r < rows.end; r += 2 * kTileRows, totals += 2 * kTileRows * kColumns) {
+    const int count = static_cast<int>(rows.end - r < 2 * kTileRows ? rows.end - r : 2 * kTileRows);
+    const uint8_t* from = x.data + r * x.bytes + k.begin * operand_bytes(operand);
+    shapes.set(count);
+    if (args.weight_type == Type::int4) {  // each block has scales of its own
+      alignas(64) float sums[2 * kTileRows * kColumns];
+      add_tiles<Operand::pairs, false>(count, from, x.bytes, weights, bytes, true, sums);
+      for (int i = 0; i < count; ++i) {
+        add_block(args, operand, sums + i * kColumns, k.begin, p * kColumns, totals + i * kColumns);
+      }
+    } else {
+      const auto add = operand == Operand::pairs ? r == rows.begin ? add_tiles<Operand::pairs, true> : add_tiles<Operand::pairs, false>
+                       : r == rows.begin         ? add_tiles<Operand::quads, true>
+                                                 : add_tiles<Operand::quads, false>;
+      add(count, from, x.bytes, weights, bytes, k.begin == 0, totals, kColumns * 4);
+    }
+  }
+}
+
+// The sums of one panel for `rows` of x, into totals[rows][kColumns] of that panel.
+static void add_panel_block(const LinearArgs& args, Operand operand, const Rows& x, Range rows, int64_t p, Range k, float* totals,
+                            TileShapes& shapes) {
+  alignas(64) uint8_t buffer[kBlock * kColumns * 4];
+  alignas(64) float sums[kRows * kColumns];
+  const uint8_t* panel = static_cast<const uint8_t*>(args.weight) + p * panel_stride(args.weight_type, args.k);
+  const void* weights = block(args, operand, panel, k.begin, k.end - k.begin, buffer);
+  const int64_t count = rows.end - rows.begin;
+  if (by_tiles(args, operand)) {
+    return add_block_by_tiles(args, operand, x, rows, p, k, static_cast<const uint8_t*>(weights), totals, shapes);
+  }
+  const int64_t tiles = (count + kRows - 1) / kRows, tile_rows = (count + tiles - 1) / tiles;
+  for (int64_t r = rows.begin; r < rows.end; r += tile_rows) {
+    const int left = static_cast<int>(rows.end - r < tile_rows ? rows.end - r : tile_rows);
+    const uint8_t* from = x.data + r * x.bytes + k.begin * operand_bytes(operand);
+    tile<kRows>(operand, left, from, x.bytes / operand_bytes(operand), weights, k.end - k.begin, sums);
+    for (int i = 0; i < left; ++i) {
+      add_block(args, operand, sums + i * kColumns, k.begin, p * kColumns, totals + (r - rows.begin + i) * kColumns);
+    }
+  }
+}
+
+// The outputs of one panel from their totals.
+static void finish_panel(const LinearArgs& args, Operand operand, const Rows& x, Range rows, int64_t p, float* totals) {
+  const uint8_t* panel = static_cast<const uint8_t*>(args.weight) + p * panel_stride(args.weight_type, args.k);
+  for (int64_t r = rows.begin; r < rows.end; ++r, totals += kColumns) {
+    if (operand == Operand::quads) {  // x was shifted by kShift
+      const auto* shifted = static_cast<const float*>(static_cast<const void*>(panel));
+      for (int c = 0; c < kColumns; c += kLanes) {
+        const IntVec exact = bits<IntVec>(load(totals + c)) - bits<IntVec>(load(shifted + c));
+        store(totals + c, __builtin_convertvector(exact, Vec));
+      }
+    }
+    const float scale = x.scales ? x.scales[r] : 1.f;
+    const int64_t to = r * args.out_stride, first = p * kColumns;
+    switch (args.x_type) {
+      case Type::float32: finish_row(args, totals, scale, first, static_cast<float*>(args.out) + to, static_cast<const float*>(args.bias)); break;
+      case Type::bfloat16:
+        finish_row(args, totals, scale, first, static_cast<BFloat16*>(args.out) + to, static_cast<const BFloat16*>(args.bias));
+        break;
+      default: finish_row(args, totals, scale, first, static_cast<Float16*>(args.out) + to, static_cast<const Float16*>(args.bias)); break;
+    }
+  }
+}
+
+static void compute_item(const LinearArgs& args, Operand operand, const Rows& x, Range rows, Range panels) {
+  alignas(64) float totals[kItemPanels][kItemRows * kColumns];
+  TileShapes shapes;
+  const bool in_place = operand == Operand::quads || args.weight_type == args.x_type;  // no block is converted
+  int64_t step = args.weight_type == Type::int4 && args.group < kBlock ? args.group : kBlock;
+  if (by_tiles(args, operand) && in_place && rows.end - rows.begin <= 2 * kTileRows) step = rounded_up(args.k, kBlock);
+  for (int64_t k = 0; k < args.k; k += step) {
+    for (int64_t p = panels.begin; p < panels.end; ++p) {
+      add_panel_block(args, operand, x, rows, p, {k, k + step < args.k ? k + step : args.k}, totals[p - panels.begin], shapes);
+    }
+  }
+  for (int64_t p = panels.begin; p < panels.end; ++p) finish_panel(args, operand, x, rows, p, totals[p - panels.begin]);
+}
+
+static void multiply(const LinearArgs& args) {
+  const Operand operand = operand_of(args);
+  Rows x;
+  if (direct(args, operand)) {
+    x = {static_cast<const uint8_t*>(args.x), args.x_stride * operand_bytes(operand), nullptr};
+  } else {
+    x.bytes = prepared_bytes(operand, args.k);
+    prepare_rows(args, operand, x.bytes);
+    x.data = static_cast<const uint8_t*>(args.scratch);
+    x.scales = static_cast<const float*>(static_cast<const void*>(x.data + args.rows * x.bytes));
+  }
+  const int64_t num_panels = rounded_up(args.n, kColumns) / kColumns, parts = (args.rows + kItemRows - 1) / kItemRows;
+  const int64_t spread = by_tiles(args, operand) ? num_panels / (8 * args.threads) : 1;  // setting tiles costs as much as a panel's block
+  const int64_t few = spread < 1 ? 1 : spread < kItemPanels ? spread : kItemPanels;
+  const int64_t together = args.rows >= kManyRows ? kItemPanels : few;
+  for_items((num_panels + together - 1) / together * parts, args.threads, [&, operand, num_panels, parts, together](int64_t item) {
+    const int64_t row = item % parts * kItemRows, panel = item / parts * together;
+    const Range rows{row, row + kItemRows < args.rows ? row + kItemRows : args.rows};
+    compute_item(args, operand, x, rows, {panel, panel + together < num_panels ? panel + together : num_panels});
+  });
+}
+
+static const LinearKernels kernels = {kColumns, packed_bytes, pack, unpack, unpack_rows, scratch_bytes, multiply};
+
+}  // namespace linear

@@ -1,0 +1,38 @@
+"""Builds the native kernels (native/build.py) into wheels and editable installs. Everything else is in pyproject.toml."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+_spec = importlib.util.spec_from_file_location("native_build", Path(__file__).parent / "native" / "build.py")
+native_build = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(native_build)
+
+
+class BuildPy(build_py):
+    """Adds the library: to the checkout for an editable install, else to what becomes the wheel."""
+
+    def run(self) -> None:
+        super().run()
+        folder = None if self.editable_mode else Path(self.build_lib, "pagetide", "native")
+        native_build.try_to_build(native_build.LIBRARY if folder is None else folder / native_build.LIBRARY.name)
+
+
+class BdistWheel(bdist_wheel):
+    """A wheel with the library is for one platform, and for any Python 3 on it."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.root_is_pure = native_build.obstacle() is not None
+
+    def get_tag(self) -> tuple[str, str, str]:
+        tag = super().get_tag()
+        return tag if self.root_is_pure else ("py3", "none", tag[2])
+
+
+setup(cmdclass={"build_py": BuildPy, "bdist_wheel": BdistWheel})

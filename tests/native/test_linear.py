@@ -1,0 +1,243 @@
+"""Products with packed weights against float64."""
+
+from __future__ import annotations
+
+import mmap
+
+import pytest
+import torch
+from torch import nn
+
+from pagetide import native
+from pagetide.engine.loading.linears import NativeLinear
+
+pytestmark = pytest.mark.skipif(native.instructions() is None, reason="the native kernels are not built")
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+ERRORS = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}  # of the largest output
+SHAPES = (
+    (1, 1, 1),
+    (1, 64, 64),
+    (3, 70, 33),
+    (13, 31, 257),
+    (50, 129, 300),
+    (97, 200, 515),
+    (200, 65, 1024),
+    (5, 40, 2048),
+)
+INT8, INT4 = 3, 4
+
+
+def product(x, packed, kind, n, bias=None, scales=None, group=0, in_scales=None, rows_in_int8=False):
+    return torch.ops.pagetide.linear(x, packed, kind, n, bias, scales, group, in_scales, rows_in_int8)
+
+
+def assert_near(out, expected, dtype, factor=1.0):
+    assert out.dtype == dtype and out.shape == expected.shape
+    assert (out.double() - expected).abs().max() <= factor * ERRORS[dtype] * expected.abs().max()
+
+
+def drawn(dtype, rows, n, k):
+    generator = torch.Generator().manual_seed(rows * 10_007 + n * 101 + k)
+    x = torch.randn(rows, k, generator=generator).to(dtype)
+    return x, torch.randn(n, k, generator=generator).to(dtype), torch.randn(n, generator=generator).to(dtype), generator
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(("rows", "n", "k"), SHAPES)
+def test_weights_of_the_same_type(dtype, rows, n, k):
+    x, weight, bias, _ = drawn(dtype, rows, n, k)
+    packed = torch.ops.pagetide.pack_weight(weight, TYPES[dtype])
+    expected = x.double() @ weight.double().T
+    assert_near(product(x, packed, TYPES[dtype], n), expected, dtype)
+    assert_near(product(x, packed, TYPES[dtype], n, bias), expected + bias.double(), dtype)
+    for row in {0, n // 2, n - 1}:
+        assert torch.equal(torch.ops.pagetide.unpack_row(packed, TYPES[dtype], n, k, row), weight[row].float())
+
+
+@pytest.mark.parametrize("stored", TYPES, ids=str)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (33, 70), (64, 256), (100, 513)])
+def test_weights_are_converted_as_torch_converts_them(stored, dtype, n, k):
+    """Bit by bit, subnormal numbers, infinities and overflow too."""
+    weight = torch.randn(n, k, generator=torch.Generator().manual_seed(n * k)).to(stored)
+    special = torch.tensor([1e-40, -3e-39, 6e-8, 7e4, -1e5, 3.4e38, torch.inf, -torch.inf, 0.0, -0.0])
+    weight.view(-1)[: len(special)] = special[: weight.numel()].to(stored)
+    packed = torch.ops.pagetide.pack_weight(weight, TYPES[dtype])
+    assert torch.equal(packed, torch.ops.pagetide.pack_weight(weight.to(dtype), TYPES[dtype]))
+    ids = torch.tensor([n - 1, 0, n // 2, n - 1])
+    rows = torch.ops.pagetide.embed(packed, TYPES[dtype], n, k, ids)
+    assert rows.dtype == dtype and torch.equal(rows.view(torch.uint8), weight.to(dtype)[ids].view(torch.uint8))
+
+
+def test_rows_outside_of_a_packed_weight_are_refused():
+    packed = torch.ops.pagetide.pack_weight(torch.randn(40, 8), 0)
+    assert torch.ops.pagetide.embed(packed, 0, 40, 8, torch.zeros(0, dtype=torch.int64)).shape == (0, 8)
+    for row in (-1, 40):
+        with pytest.raises(RuntimeError, match=f"index {row} is out of range: 40 rows"):
+            torch.ops.pagetide.embed(packed, 0, 40, 8, torch.tensor([0, row]))
+    with pytest.raises(RuntimeError, match="integers"):
+        torch.ops.pagetide.embed(packed, INT8, 40, 8, torch.tensor([0]))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(("rows", "n", "k"), SHAPES)
+def test_int8_weights(dtype, rows, n, k):
+    x, _, bias, generator = drawn(dtype, rows, n, k)
+    weight = torch.randint(-127, 128, (n, k), generator=generator, dtype=torch.int8)
+    scales, factors = torch.rand(n, generator=generator), torch.rand(k, generator=generator) + 0.5
+    packed = torch.ops.pagetide.pack_weight(weight, INT8)
+    expected = x.double() @ (weight.double() * scales.double()[:, None]).T + bias.double()
+    assert_near(product(x, packed, INT8, n, bias, scales), expected, dtype)
+    scaled = (x.double() * factors.double()).to(dtype if dtype == torch.bfloat16 else torch.float32).double()
+    expected = scaled @ (weight.double() * scales.double()[:, None]).T
+    assert_near(product(x, packed, INT8, n, None, scales, 0, factors), expected, dtype)
+    assert torch.equal(torch.ops.pagetide.unpack_row(packed, INT8, n, k, n - 1), weight[-1].float())
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(("rows", "n", "k"), SHAPES)
+def test_rows_in_int8(dtype, rows, n, k):
+    """A row is rounded to 255 steps of its largest value, and the product of the integers is exact."""
+    x, _, _, generator = drawn(dtype, rows, n, k)
+    weight = torch.randint(-127, 128, (n, k), generator=generator, dtype=torch.int8)
+    scales = torch.rand(n, generator=generator) * 0.01
+    steps = x.double().abs().amax(1, keepdim=True) / 127
+    rounded = (x.double() / steps).round() * steps
+    out = product(x, torch.ops.pagetide.pack_weight(weight, INT8), INT8, n, None, scales, 0, None, True)
+    ties = 1 if dtype == torch.float32 else 2  # a value may be halfway between two steps
+    assert_near(out, rounded @ (weight.double() * scales.double()[:, None]).T, dtype, 10 * ties)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("group", [8, 32, 256])
+@pytest.mark.parametrize(("rows", "n", "k"), SHAPES)
+def test_int4_weights(dtype, group, rows, n, k):
+    x, _, bias, generator = drawn(dtype, rows, n, k)
+    weight = torch.randint(-8, 8, (n, k), generator=generator, dtype=torch.int8)
+    scales = torch.rand(-(-k // group), n, generator=generator)
+    whole = weight.double() * scales.double().repeat_interleave(group, 0)[:k].T
+    packed = torch.ops.pagetide.pack_weight(weight, INT4)
+    out = product(x, packed, INT4, n, bias, scales, group)
+    assert_near(out, x.double() @ whole.T + bias.double(), dtype)
+    assert torch.equal(torch.ops.pagetide.unpack_row(packed, INT4, n, k, n - 1), weight[-1].float())
+
+
+@pytest.mark.parametrize("kind", range(5))
+def test_the_sums_of_a_row_depend_on_it_alone(kind):
+    """Neither on other rows, nor on their number, nor on the number of threads."""
+    dtype = {0: torch.float32, 1: torch.bfloat16, 2: torch.float16}.get(kind, torch.bfloat16)
+    n, k = 130, 700
+    x, weight, _, generator = drawn(dtype, 300, n, k)
+    scales = None
+    if kind >= INT8:
+        weight = torch.randint(-8, 8, (n, k), generator=generator, dtype=torch.int8)
+        scales = torch.rand((-(-k // 64), n) if kind == INT4 else n, generator=generator)
+    packed = torch.ops.pagetide.pack_weight(weight, kind)
+    before = torch.get_num_threads()
+    for rows_in_int8 in (False, True) if kind == INT8 else (False,):
+        whole = product(x, packed, kind, n, None, scales, 64, None, rows_in_int8)
+        try:
+            for threads in (1, 2, 5):
+                torch.set_num_threads(threads)
+                for first, last in ((0, 1), (7, 8), (3, 20), (100, 199)):
+                    some = product(x[first:last], packed, kind, n, None, scales, 64, None, rows_in_int8)
+                    assert torch.equal(some, whole[first:last])
+        finally:
+            torch.set_num_threads(before)
+
+
+def test_strided_rows_and_poisoned_neighbours():
+    memory = torch.full((9, 100), float("nan"))
+    x = memory[1:8, 10:74]
+    x.copy_(torch.randn(7, 64))
+    weight = torch.randn(20, 64)
+    out = product(x, torch.ops.pagetide.pack_weight(weight, 0), 0, 20)
+    assert_near(out, x.double() @ weight.double().T, torch.float32)
+
+
+def without_pages(num_bytes):
+    """Zeros that take memory only where they are written: uint8 [num_bytes]."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
+    return torch.frombuffer(mmap.mmap(-1, num_bytes, flags=flags), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("kind", [1, INT8])
+def test_weights_beyond_two_to_the_31_elements(kind):
+    """All are zeros but those of the last 32 outputs."""
+    n, k = 65_600, 32_768
+    x, weight, _, generator = drawn(torch.bfloat16, 2, 32, k)
+    scales = None
+    if kind == INT8:
+        weight = torch.randint(-127, 128, (32, k), generator=generator, dtype=torch.int8)
+        scales = torch.rand(n, generator=generator)
+    last = torch.ops.pagetide.pack_weight(weight, kind)
+    packed = without_pages(last.numel() // 32 * n)
+    packed[-last.numel() :] = last
+    out = product(x, packed, kind, n, None, scales)
+    assert not out[:, :-32].any()
+    expected = product(x, last, kind, 32, None, None if scales is None else scales[-32:].clone())
+    assert torch.equal(out[:, -32:], expected) and expected.any()
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_rows_beyond_two_to_the_31_elements(dtype):
+    stride, k = 1 << 30, 64
+    x = without_pages((3 * stride + k) * dtype.itemsize).view(dtype).as_strided((4, k), (stride, 1))
+    near, weight, bias, _ = drawn(dtype, 4, 40, k)
+    x.copy_(near)
+    packed = torch.ops.pagetide.pack_weight(weight, TYPES[dtype])
+    assert torch.equal(product(x, packed, TYPES[dtype], 40, bias), product(near, packed, TYPES[dtype], 40, bias))
+
+
+def test_a_nan_stays_in_its_row():
+    x = torch.randn(20, 64)
+    x[3, 5], x[4, 0] = float("nan"), float("inf")
+    weight = torch.randint(-127, 128, (40, 64), dtype=torch.int8)
+    for rows_in_int8 in (False, True):
+        packed = torch.ops.pagetide.pack_weight(weight, INT8)
+        out = product(x, packed, INT8, 40, None, torch.rand(40), 0, None, rows_in_int8)
+        bad = ~out.isfinite().all(1)
+        assert bad.nonzero().flatten().tolist() == [3, 4]
+
+
+def test_nothing_to_do():
+    packed = torch.ops.pagetide.pack_weight(torch.randn(8, 16), 0)
+    assert product(torch.empty(0, 16), packed, 0, 8).shape == (0, 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.randn(16)}, "two dimensions"),
+        ({"x": torch.randn(2, 17)}, "packed must have"),
+        ({"x": torch.randn(2, 16, dtype=torch.float64)}, "must be float32"),
+        ({"x": torch.randn(2, 16, dtype=torch.bfloat16)}, "differ in type"),
+        ({"n": 400}, "packed must have"),
+        ({"kind": 9}, "unknown type"),
+        ({"bias": torch.randn(9)}, "bias must have 8 elements"),
+        ({"scales": torch.randn(8)}, "scales"),
+        ({"in_scales": torch.randn(8)}, "in_scales must have 16"),
+        ({"rows_in_int8": True}, "rows are quantised"),
+    ],
+)
+def test_bad_arguments_are_refused(change, message):
+    arguments = {
+        "x": torch.randn(2, 16),
+        "packed": torch.ops.pagetide.pack_weight(torch.randn(8, 16), 0),
+        "kind": 0,
+        "n": 8,
+    }
+    with pytest.raises(RuntimeError, match=message):
+        product(**{**arguments, **change})
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_a_layer(dtype):
+    torch.manual_seed(0)
+    linear = nn.Linear(96, 160, dtype=dtype).requires_grad_(False)
+    layer = NativeLinear(linear)
+    x = torch.randn(1, 3, 5, 96, dtype=dtype)
+    expected = x.double() @ linear.weight.double().T + linear.bias.double()
+    assert_near(layer(x), expected, dtype)
+    assert (layer.weight.shape, layer.weight.device.type, layer.weight.dtype) == ((160, 96), "meta", dtype)

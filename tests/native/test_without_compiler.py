@@ -1,0 +1,62 @@
+"""A machine without a C++ compiler: the build says so and succeeds, and an engine generates by torch's operators."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from pagetide import LLM, SamplingParams
+from pagetide.native import build
+
+GENERATE = """
+import json, logging, sys
+logging.basicConfig(level=logging.WARNING, format="%(message)s")
+from pagetide import LLM, SamplingParams
+for _ in range(2):
+    with LLM("demo", device="cpu", dtype="float32", kv_memory="8MiB") as llm:
+        outputs = llm.generate(["the sea", "a whale"], SamplingParams(max_new_tokens=8, temperature=0.0), progress=False)
+        sampled = llm.generate("the sea", SamplingParams(max_new_tokens=8, top_k=20, top_p=0.9, seed=1), progress=False)
+        stats = llm.stats()
+print(json.dumps([[o.token_ids for o in outputs], len(sampled[0].token_ids), stats["attention"]]))
+"""
+
+
+def environment(library: Path) -> dict[str, str]:
+    """An environment without programs, and whose library of native kernels is `library`."""
+    others = {name: value for name, value in os.environ.items() if name not in ("CXX", "PAGETIDE_NATIVE")}
+    return others | {"PATH": "", "PAGETIDE_NATIVE_LIBRARY": str(library), "OMP_NUM_THREADS": "1"}
+
+
+def test_it_is_built_without_and_generates_and_says_once_what_that_costs(tmp_path: Path) -> None:
+    library = tmp_path / "_kernels.so"
+    command = [sys.executable, "-P", build.__file__, "--output", str(library)]
+    run = subprocess.run(command, env=environment(library), capture_output=True, text=True)
+    assert (run.returncode, run.stdout, library.exists()) == (0, "", False)
+    why = "there is no C++ compiler: install g++ or clang"
+    assert run.stderr == f"native kernels: not built, as {why}; torch's own operators serve, slower\n"
+
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", GENERATE], env=environment(library), capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    said = [line for line in run.stderr.splitlines() if "native kernels" in line]
+    assert len(said) == 1 and "at about half the speed" in said[0] and "install g++ or clang" in said[0]
+    with LLM("demo", device="cpu", dtype="float32", kv_memory="8MiB") as llm:
+        outputs = llm.generate(
+            ["the sea", "a whale"], SamplingParams(max_new_tokens=8, temperature=0.0), progress=False
+        )
+    assert run.stdout == f'[{[o.token_ids for o in outputs]}, 8, "torch"]\n'
+
+
+def test_a_library_that_cannot_be_loaded_is_said_once_too(tmp_path: Path) -> None:
+    library = tmp_path / "_kernels.so"
+    library.write_bytes(b"not a library")
+    script = (
+        "import logging; logging.basicConfig(format='%(message)s'); from pagetide import native; "
+        "print(native.instructions(), native.instructions())"
+    )
+    run = subprocess.run([sys.executable, "-P", "-c", script], env=environment(library), capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (0, "None None\n")
+    assert run.stderr.count("native kernels cannot be loaded") == 1
