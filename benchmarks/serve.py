@@ -60,7 +60,7 @@ class MeasuredServer:
         )
         app = make_app(Server(self._models, ApiKeys(), AppOptions(max_queue=1 << 20)))
         config = uvicorn.Config(
-            app, port=0, log_config=None, access_log=False, lifespan="on", server_header=False, date_header=False
+            app, port=0, log_config=None, access_log=False, lifespan="off", server_header=False, date_header=False
         )
         self._http = uvicorn.Server(config)
         self._serving: asyncio.Task[None] | None = None
@@ -78,6 +78,7 @@ class MeasuredServer:
         self._http.should_exit = True
         assert self._serving is not None
         await self._serving
+        await self._models.stop()
 
     @property
     def port(self) -> int:

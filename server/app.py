@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
@@ -94,20 +93,12 @@ class Server:
 
 
 def make_app(server: Server) -> ASGIApp:
-    """The ASGI application: the endpoints behind the guard."""
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        yield
-        await server.models.stop()
-
+    """The ASGI application: the endpoints behind the guard. Who runs it stops the models at its end."""
     failures = {"4XX": "The request is refused", "503": "The model cannot serve now"}
     responses: dict[int | str, dict[str, Any]] = {
         status: {"model": ErrorBody, "description": text} for status, text in failures.items()
     }
-    app = FastAPI(
-        title="pagetide", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, responses=responses
-    )
+    app = FastAPI(title="pagetide", version=__version__, docs_url=None, redoc_url=None, responses=responses)
     app.state.server = server
     app.router.route_class = BodyRoute
     add_errors(app)
@@ -200,6 +191,7 @@ async def _run(
     work.batch.request_id = context.request_id
     if context.key is not None:
         context.key.check_priority(body.priority)
+    reserved: int | None = 0  # tokens; None if they are refused
     async with AsyncExitStack() as stack:
 
         def end() -> None:
@@ -209,17 +201,15 @@ async def _run(
 
         def settle() -> None:
             used = sum(len(one.prompt_token_ids or ()) + one.num_generated for one in work.batch.generations)
-            if not refused:  # it would be refused again when it comes back as it was told
+            if reserved is not None:  # else it would be refused again when it comes back as it was told
                 server.admission.settle_tokens(context.key, reserved, used)
-
-        reserved, refused = 0, False
 
         stack.enter_context(server.admission.sequences(context.key, work.num_sequences))
         stack.callback(end)
         await unless_left(work.begin(), request.receive)
-        most, refused = server.token_count(model, work), True
+        most, reserved = server.token_count(model, work), None
         server.admission.reserve_tokens(context.key, most)
-        reserved, refused = most, False
+        reserved = most
         if context.key is not None and context.key.max_blocks is not None:
             stack.enter_context(server.admission.blocks(context.key, server.block_count(model, work)))
         if not body.stream:

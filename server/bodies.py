@@ -54,7 +54,7 @@ class BodyRoute(APIRoute):
 
 
 class _JsonRequest(Request):
-    """A request with a large body, which is parsed and validated in a thread."""
+    """A request; if its body is large, it is parsed and validated in a thread."""
 
     def __init__(self, scope: Any, receive: Any, kind: type[BaseModel] | None) -> None:
         super().__init__(scope, receive)

@@ -8,7 +8,6 @@ import logging
 import math
 import signal
 import socket
-from contextlib import suppress
 
 import uvicorn
 from fastapi import FastAPI, Query
@@ -26,7 +25,7 @@ from .guard import LOOPBACK, Guard, GuardRules
 from .http_protocol import BoundedHttpProtocol
 from .keys import ApiKeys
 from .page import PageFiles
-from .run import CannotServe, HttpServer, listen
+from .run import CannotServe, HttpServer, listen, run_event_loop
 
 MOST_FRAMES = 2000  # of an answer, beside those that lead to its first moment
 MOST_ANSWER_BYTES = 32 << 20
@@ -39,12 +38,7 @@ def serve_recording(recording: FrameRecording, host: str, port: int) -> int:
         raise CannotServe(f"a recording is shown on this machine alone: --host is 127.0.0.1 or ::1, not {host}")
     listening = listen(ServeConfig(host=host, port=port))
     config = ServeConfig(host=host, port=listening.getsockname()[1])
-    with suppress(ImportError):  # where uvloop installs
-        import uvloop
-
-        uvloop.run(_serve(recording, config, listening))
-        return 0
-    asyncio.run(_serve(recording, config, listening))
+    run_event_loop(_serve(recording, config, listening))
     return 0
 
 

@@ -9,9 +9,11 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import uvicorn
 
@@ -23,6 +25,8 @@ from .keys import ApiKeys, read_keys
 from .models import ModelRegistry
 
 log = logging.getLogger(__name__)
+
+Value = TypeVar("Value")
 
 KEEP_ALIVE_S = 75
 BACKLOG = 2048
@@ -54,11 +58,17 @@ def serve(config: ServeConfig) -> int:
     raise_open_files()
     listening = listen(config)
     config = replace(config, models=models, port=listening.getsockname()[1])
-    with suppress(ImportError):  # where uvloop installs
+    return run_event_loop(_serve(config, keys, listening))
+
+
+def run_event_loop(main: Coroutine[Any, Any, Value]) -> Value:
+    """Run `main` to its end on a new event loop: uvloop's if that is installed. Returns its result."""
+    run: Callable[[Coroutine[Any, Any, Value]], Value] = asyncio.run
+    with suppress(ImportError):  # on Windows
         import uvloop
 
-        return uvloop.run(_serve(config, keys, listening))
-    return asyncio.run(_serve(config, keys, listening))
+        run = uvloop.run
+    return run(main)
 
 
 def listen(config: ServeConfig) -> socket.socket:

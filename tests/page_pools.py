@@ -67,6 +67,7 @@ class Job:
     prefix: int = -1  # which of the common beginnings it has
     known: int = 0
     computed: int = 0
+    cached: int = 0  # tokens that it found at its first admission
     preemptions: int = 0
     row: int = -1
     table: list[int] = field(default_factory=list)
@@ -230,7 +231,8 @@ class Simulation:
                 )
             else:
                 self.stats["prompt_tokens"] += job.prompt
-                self.stats["cached_prompt_tokens"] += job.computed
+                job.cached = job.computed
+                self.stats["cached_prompt_tokens"] += job.cached
             self.running.append(job)
             if job.prefix >= 0 and job.prefix not in self.prefixes:
                 self.prefixes[job.prefix] = job.table[: job.known // 32]
@@ -377,7 +379,7 @@ class Frames:
             "v": 1, "seq": self.seq, "time": round(pool.now, 3), "step": pool.step_number, "full": full,
             "cells": encode_runs(self.before, cells),
             "blocks": [counts[0], counts[1], live, counts[2], counts[3], mapped, mapped],
-            "rows": [[job.row, job.id, job.label, job.prompt, job.limit, 0, job.arrival] for job in new],
+            "rows": [[job.row, job.id, job.label, job.prompt, job.limit, 0, job.arrival, job.cached] for job in new],
             "left": left,
             "running": [[job.row, int(job.computed >= job.prompt), job.known, job.computed, len(job.table), job.preemptions]
                         for job in pool.running],

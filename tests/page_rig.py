@@ -98,7 +98,7 @@ class PageServer:
             self.server.page = PageEndpoints(self.models, self.server.keys, PageFiles(files))
         self._names = names
         self.http = uvicorn.Server(
-            uvicorn.Config(make_app(self.server), port=0, http=BoundedHttpProtocol, log_config=None, lifespan="on",
+            uvicorn.Config(make_app(self.server), port=0, http=BoundedHttpProtocol, log_config=None, lifespan="off",
                            timeout_graceful_shutdown=1)
         )  # fmt: skip
         self._serving: asyncio.Task[None]
@@ -123,6 +123,7 @@ class PageServer:
         self.server.page.feed.stop()
         self.http.should_exit = True
         await self._serving
+        await self.models.stop()
 
     @property
     def port(self) -> int:

@@ -14,6 +14,11 @@ from ...scheduler.frames.recording import MOST_BYTES, FrameRecording, FrameWrite
 from ...scheduler.frames.source import Frame, FrameSource, encode
 from ..errors import ConfigError
 
+try:
+    import fcntl
+except ImportError:  # Windows: two engines that record into one file are not noticed
+    fcntl = None  # type: ignore[assignment]
+
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 0.1  # between frames
@@ -28,7 +33,7 @@ class EngineRecorder:
 
     The file is made, readable by this user only, or another run is appended to it.
 
-    Raises ConfigError if the file cannot be written, or is something else.
+    Raises ConfigError if the file cannot be written, is something else, or another engine records into it.
     """
 
     def __init__(
@@ -147,17 +152,21 @@ class EngineRecorder:
 
 
 def open_recording(path: str) -> int:
-    """Open the recording at `path` for appending, or make it. Returns the file's descriptor. Raises ConfigError."""
+    """Open the recording at `path` for appending, or make it, and lock it. Returns its descriptor. Raises ConfigError."""
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        if os.fstat(file).st_size:
-            try:
+        try:
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the descriptor is closed
+            if os.fstat(file).st_size:
                 FrameRecording(path).close()
-            except RecordingError as error:
-                os.close(file)
-                raise ConfigError(
-                    f"record: {error}, and nothing is appended to it: name another file, or remove it"
-                ) from error
+        except BaseException:
+            os.close(file)
+            raise
         return file
+    except BlockingIOError as error:
+        raise ConfigError(f"record: another engine records into {path}: name another file") from error
+    except RecordingError as error:
+        raise ConfigError(f"record: {error}, and nothing is appended to it: name another file, or remove it") from error
     except OSError as error:
         raise ConfigError(f"record: {path} cannot be written: {error}") from error

@@ -60,10 +60,15 @@ class TraceWriter:
             self._id_in = {}
         for row in frame["left"]:
             self._id_in.pop(row, None)
-        for row, name, label, num_prompt, limit, priority, arrival, *_ in frame["rows"]:
+        for row, name, label, num_prompt, limit, priority, arrival, num_cached, *_ in frame["rows"]:
             self._id_in[row] = name
             if name not in self._tracks:
-                facts = {"prompt_tokens": num_prompt, "limit_tokens": limit, "priority": priority}
+                facts = {
+                    "prompt_tokens": num_prompt,
+                    "limit_tokens": limit,
+                    "priority": priority,
+                    "cached_tokens": num_cached,
+                }
                 yield from self._open(name, label, "waiting", arrival, facts)
         yield from self._waiting(frame, now)
         yield from self._running(frame, now)

@@ -5,14 +5,15 @@
      "cells": runs of the changed cells (cell_runs.py); full: of all that are not 0
      "blocks": [free, draining, live, cached, in_flight, mapped, limit],
      "left": [row, ...]            rows given up since the last frame; apply before "rows"
-     "rows": [[row, id, label, prompt_tokens, limit_tokens, priority, arrival_time], ...]   assigned since; full: all
+     "rows": [[row, id, label, prompt_tokens, limit_tokens, priority, arrival_time, cached_tokens], ...]
+                                   assigned since; full: all. cached_tokens: of the prompt, at its first admission
      "running": [[row, status, known, computed, blocks, preemptions], ...]                  all rows with a sequence
      "waiting": [total, [[id, label, known, needed_blocks, priority, waited_s, preemptions, status], ...]]
      "ended": [[id, label, reason, tokens_generated, error], ...]                           since the last frame
      "decisions": [{"n", "label", ...}, ...]   made or changed since; full: all that are kept
      "stats": {...}, "host": [used, total] or null, "memory": {...}}
 
-"pool" is in full frames only. With `text`, an entry of "rows" has the prompt's token ids as an eighth element, and one
+"pool" is in full frames only. With `text`, an entry of "rows" has the prompt's token ids as a ninth element, and one
 of "ended" the output's token ids as a sixth. docs/page.md has the whole form.
 """
 
@@ -185,7 +186,7 @@ class FrameSource:
         request = sequence.request
         entry = [
             row, request.request_id, request.label, len(request.prompt_token_ids), limit, request.priority,
-            round(request.arrival + to_wall, 3),
+            round(request.arrival + to_wall, 3), 0 if sequence.leader else sequence.root.num_cached_tokens,
         ]  # fmt: skip
         if self._text:
             entry.append(request.prompt_token_ids.tolist())

@@ -25,8 +25,11 @@ export function eventsOfChange(model, change) {
     events.push({ kind, id: decision.request_id, n: decision.n, text: inWords(decision), name: nameIn(decision), early });
   }
   if (isFirst) return events;
-  events.push(...counted(model, change));
-  if (!change.full) for (const row of change.admitted.slice(0, 4)) events.push(admitted(row));
+  const rows = change.full ? [] : change.admitted;
+  const hits = rows.filter(({ cached, preemptions }) => cached && !preemptions);
+  events.push(...counted(model, change, hits));
+  for (const row of rows.slice(0, 4)) events.push(admitted(row));
+  for (const row of hits) events.push(hit(row));
   for (const one of change.ended.slice(-6)) events.push(ended(one));
   return events;
 }
@@ -36,18 +39,22 @@ function admitted({ id, label, prompt, limit, preemptions }) {
   return { kind: "admit", id, name: nameOf(id, label), text: `is admitted${again}: ${several(prompt, "prompt token")}, at most ${count(limit)} in all` };
 }
 
+function hit({ id, label, cached }) {
+  return { kind: "hit", id, name: nameOf(id, label), text: `found ${several(cached, "prompt token")} in the cache, not computed again` };
+}
+
 function ended({ id, label, reason, tokens, error }) {
   const why = { stop: "reached its end", length: "reached its length", aborted: "was aborted", error: `failed: ${error}` }[reason] ?? reason;
   return { kind: reason === "error" ? "error" : "end", id, name: nameOf(id, label), text: `${why} after ${several(tokens, "token")}` };
 }
 
-/** Events that only counters tell. */
-function counted(model, { before }) {
+/** Events that only counters tell; of the hits those of requests that were not seen with a row. */
+function counted(model, { before }, seen) {
   if (!before) return [];
   const events = [];
   const grown = (name) => Math.max(0, (model.stats[name] ?? 0) - (before.stats[name] ?? 0));
-  const hits = grown("cached_prompt_tokens");
-  if (hits) events.push({ kind: "hit", text: `${several(hits, "prompt token")} found in the cache, not computed again` });
+  const hits = grown("cached_prompt_tokens") - seen.reduce((sum, { cached }) => sum + cached, 0);
+  if (hits > 0) events.push({ kind: "hit", text: `${several(hits, "prompt token")} of other requests found in the cache, not computed again` });
   if (grown("promoted_blocks")) events.push({ kind: "swap", text: `${several(grown("promoted_blocks"), "block")} copied back from the host` });
   const bytes = grown("recalled_bytes");
   const target = model.memory?.lease?.recall_target;

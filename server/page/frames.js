@@ -63,7 +63,7 @@ export function applyRuns(base64, cells, changed) {
 /**
  * A request that holds a row.
  * @typedef {{row: number, id: string, label: string, prompt: number, limit: number, priority: number, arrival: number,
- *   status: number, known: number, computed: number, blocks: number, preemptions: number, perSecond: number}} Running
+ *   cached: number, status: number, known: number, computed: number, blocks: number, preemptions: number, perSecond: number}} Running
  *
  * A request that waits.
  * @typedef {{id: string, label: string, known: number, needed: number, priority: number, waited: number,
@@ -166,11 +166,11 @@ export class Model {
     if (frame.full) this.rows = new Map();
     for (const row of frame.left ?? []) this.rows.delete(row);
     const admitted = [];
-    for (const [row, id, label, prompt, limit, priority, arrival] of frame.rows ?? []) {
+    for (const [row, id, label, prompt, limit, priority, arrival, cached] of frame.rows ?? []) {
       const old = before.get(row);
       const same = old && old.id === id;
       const entry = same ? old : { status: 0, known: 0, computed: 0, blocks: 0, preemptions: 0, perSecond: 0 };
-      this.rows.set(row, Object.assign(entry, { row, id, label, prompt, limit, priority, arrival }));
+      this.rows.set(row, Object.assign(entry, { row, id, label, prompt, limit, priority, arrival, cached }));
       if (!same) admitted.push(entry);
     }
     return admitted;

@@ -185,7 +185,7 @@ def test_a_recording_with_text_has_the_tokens(tmp_path: Path, monkeypatch: pytes
         frames = [json.loads(frame.line) for frame in recording.frames()]
     ended = {entry[0]: entry[5] for frame in frames for entry in frame["ended"]}
     assert ended == {f"r{i}": output.completions[0].token_ids for i, output in enumerate(outputs)}
-    prompts = {entry[1]: entry[7] for frame in frames for entry in frame["rows"]}
+    prompts = {entry[1]: entry[8] for frame in frames for entry in frame["rows"]}
     assert prompts and all(prompts[f"r{i}"] == PROMPTS[i]["prompt_token_ids"] for i in range(6) if f"r{i}" in prompts)
 
 
@@ -244,6 +244,19 @@ class Still:
                 self.world.add(f"r{self.now:.1f}", 9)
             self.world.step()
             recorder.turn(lambda make: make())
+
+
+def test_a_file_that_another_engine_records_into_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("fcntl")
+    still = Still()
+    recorder = still.recorder(tmp_path / "run")
+    still.life(recorder, 5)
+    before = (tmp_path / "run").read_bytes()
+    with pytest.raises(ConfigError, match="another engine records into"):
+        Still().recorder(tmp_path / "run")
+    assert (tmp_path / "run").read_bytes() == before
+    recorder.close()
+    Still().recorder(tmp_path / "run").close()
 
 
 def test_full_frames_come_every_ten_seconds_and_idle_ones_seldom(tmp_path: Path) -> None:

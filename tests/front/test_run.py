@@ -625,7 +625,10 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
             "run.yaml:1: unknown key 'kv_memoy' at the top level; did you mean kv_memory, under `engine`?",
         ),
         ("sampling: {seed: 1}", "'seed' does not stand under `sampling` but at the top level"),
-        ("engine: {xyzzy: 1}", "run.yaml:1: unknown key 'xyzzy' under `engine`; known are device, dtype, kv_memory"),
+        (
+            "engine: {xyzzy: 1}",
+            "run.yaml:1: unknown key 'xyzzy' under `engine`; known are device, dtype, quantization, kv_memory",
+        ),
         (
             "engine: {kv_memory: {maximum: 1GiB}}",
             "run.yaml:3: kv_memory has an unknown key 'maximum'; did you mean max?",

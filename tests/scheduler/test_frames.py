@@ -100,11 +100,12 @@ class Watcher:
     def _check_rows(self, scheduler: Scheduler) -> None:
         assert self.state.rows.keys() == seated(scheduler).keys()
         for row, entry in self.state.rows.items():
-            request = seated(scheduler)[row].request
+            sequence = seated(scheduler)[row]
+            request, cached = sequence.request, 0 if sequence.leader else sequence.root.num_cached_tokens
             limit = scheduler.limit_of(request)
             arrival = 5000.0 - NOW + request.arrival
             assert entry == [
-                row, request.request_id, "", len(request.prompt_token_ids), limit, request.priority, round(arrival, 3)
+                row, request.request_id, "", len(request.prompt_token_ids), limit, request.priority, round(arrival, 3), cached
             ]  # fmt: skip
 
 
@@ -159,8 +160,8 @@ def test_labels_text_and_ends() -> None:
     texts.take()
     world.requests = {"r0": request}
     plan = world.schedule()
-    assert plain.take()["rows"][0] == [0, "r0", "req-1", 5, 7, 0, 4990.0]
-    assert texts.take()["rows"][0] == [0, "r0", "req-1", 5, 7, 0, 4990.0, [1, 2, 3, 4, 5]]
+    assert plain.take()["rows"][0] == [0, "r0", "req-1", 5, 7, 0, 4990.0, 0]
+    assert texts.take()["rows"][0] == [0, "r0", "req-1", 5, 7, 0, 4990.0, 0, [1, 2, 3, 4, 5]]
     world.finish(plan)
     world.run()
     tokens = world.finished["r0"].token_ids.tolist()
@@ -168,6 +169,23 @@ def test_labels_text_and_ends() -> None:
     assert texts.take()["ended"][0] == ["r0", "req-1", "length", 2, None, tokens]
     assert plain.take()["ended"] == [], "an end is told once"
     assert plain.take(full=True)["ended"] == []
+
+
+def test_rows_say_what_was_found_of_a_prompt() -> None:
+    """At the first admission, also after a preemption; its forks found nothing themselves."""
+    world = World(usable=40, block_size=4, max_seqs=4, caching=True)
+    source, prompt = source_of(world), np.arange(1, 11, dtype=np.int32)
+    world.add("first", prompt, 1)
+    world.run()
+    world.add("again", prompt, 20)
+    world.add("fork", prompt, 3, fork_of="again")
+    world.add("urgent", world.prompt(120), 30, priority=-1)
+    found: dict[str, set[int]] = {}
+    while world.scheduler.has_work:
+        world.step()
+        for entry in source.take()["rows"]:
+            found.setdefault(entry[1], set()).add(entry[7])
+    assert found == {"again": {8}, "fork": {0}, "urgent": {0}} and world.finished["again"].num_preemptions
 
 
 def test_a_fault_of_the_engine_gives_a_full_frame() -> None:

@@ -314,6 +314,20 @@ async def guarded(app: Any, keys: ApiKeys, statuses: list[int] | None = None, **
         await serving
 
 
+def exchanged(sent: bytes, app: Any) -> bytes:
+    """What the guard around `app` answers to `sent` until it closes the connection."""
+
+    async def run() -> bytes:
+        async with guarded(app, ApiKeys()) as address:
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(sent)
+            found = await asyncio.wait_for(reader.read(), FAR_S)
+            writer.close()
+        return found
+
+    return asyncio.run(run())
+
+
 async def unused(scope: Any, receive: Any, send: Any) -> None:
     raise AssertionError("a refused request went through")
 
@@ -327,15 +341,7 @@ def test_slow_heads_and_bodies_are_cut_off(monkeypatch: pytest.MonkeyPatch, sent
         while (await receive()).get("more_body"):
             pass
 
-    async def run() -> bytes:
-        async with guarded(app, ApiKeys()) as address:
-            reader, writer = await asyncio.open_connection(*address)
-            writer.write(sent)
-            found = await asyncio.wait_for(reader.read(), FAR_S)
-            writer.close()
-        return found
-
-    assert asyncio.run(run()).startswith(b"HTTP/1.1 408 ")
+    assert exchanged(sent, app).startswith(b"HTTP/1.1 408 ")
 
 
 # ---- clients that do not read --------------------------------------------------------------------------------------
@@ -437,18 +443,6 @@ async def in_parts(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
-def exchanged(sent: bytes) -> bytes:
-    async def run() -> bytes:
-        async with guarded(in_parts, ApiKeys()) as address:
-            reader, writer = await asyncio.open_connection(*address)
-            writer.write(sent)
-            found = await asyncio.wait_for(reader.read(), FAR_S)
-            writer.close()
-        return found
-
-    return asyncio.run(run())
-
-
 WHOLE = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
@@ -462,7 +456,7 @@ WHOLE = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 )
 @pytest.mark.parametrize("count", [1, 2])
 def test_requests_before_garbage_get_their_own_answers(garbage: bytes, count: int) -> None:
-    found = exchanged(count * WHOLE + garbage)
+    found = exchanged(count * WHOLE + garbage, in_parts)
     *answers, refusal = found.split(b"HTTP/1.1 ")[1:]
     assert len(answers) == count and all(answer.startswith(b"200 ") for answer in answers)
     assert all(answer.endswith(b"4\r\none \r\n3\r\ntwo\r\n0\r\n\r\n") for answer in answers)
@@ -470,14 +464,14 @@ def test_requests_before_garbage_get_their_own_answers(garbage: bytes, count: in
 
 
 def test_http_1_0_gets_a_stream_without_chunks() -> None:
-    head, _, body = exchanged(b"GET / HTTP/1.0\r\nHost: localhost\r\n\r\n").partition(b"\r\n\r\n")
+    head, _, body = exchanged(b"GET / HTTP/1.0\r\nHost: localhost\r\n\r\n", in_parts).partition(b"\r\n\r\n")
     assert body == b"one two" and b"transfer-encoding" not in head and b"connection: close" in head
 
 
 @pytest.mark.parametrize(("count", "status"), [(http_protocol.MOST_FIELDS, 200), (http_protocol.MOST_FIELDS + 1, 431)])
 def test_a_head_has_a_number_of_headers(count: int, status: int) -> None:
     fields = b"".join(b"x%d: a\r\n" % i for i in range(count - 2))
-    found = exchanged(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" + fields + b"\r\n")
+    found = exchanged(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" + fields + b"\r\n", in_parts)
     assert found.startswith(b"HTTP/1.1 %d " % status)
 
 

@@ -109,6 +109,7 @@ def test_two_steps_after_a_client_has_left_its_blocks_are_cached() -> None:
                 writer.close()
             http.should_exit = True
             await serving
+            await models.stop()
 
     asyncio.run(run())
 

@@ -284,3 +284,17 @@ def test_starts_that_cannot_succeed_say_why(tmp_path: Path) -> None:
     missing = run("moby", "--port", "0")
     assert missing.returncode == 1 and "the model moby cannot be loaded" in missing.stderr
     assert all("Traceback" not in one.stderr for one in (open_to_all, busy, nothing, missing))
+
+
+def test_an_import_that_fails_while_it_serves_ends_it_once() -> None:
+    from pagetide.server.run import run_event_loop
+
+    begun: list[int] = []
+
+    async def main() -> None:
+        begun.append(1)
+        raise ImportError("planted")
+
+    with pytest.raises(ImportError, match="planted"):
+        run_event_loop(main())
+    assert begun == [1]

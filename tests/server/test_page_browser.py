@@ -399,6 +399,36 @@ def test_events_begin_with_the_decisions_that_are_kept(open_page: Open) -> None:
         assert page.locator("#no-events").is_hidden()
 
 
+def test_hits_are_told_by_request(open_page: Open) -> None:
+    pool = Simulation("demo", 4096, 8, lengths=(400, 100), load=8, seed=3)
+    with PageRig([pool]) as rig:
+        page = open_page(rig.url)
+        wait_for_step(page, pool)
+        expected: dict[str, str] = {}
+        for _ in range(40):
+            rig.step()
+            wait_for_step(page, pool)
+            for job in pool.running:
+                if job.cached:
+                    expected.setdefault(job.id, f"{job.label or job.id} found {job.cached} prompt tokens")
+        hits = page.locator("#events li.hit .words").all_text_contents()
+        assert len(hits) > 1 and [text.split(" in the cache")[0] for text in reversed(hits)] == list(expected.values())
+        script = """async () => {
+            const { eventsOfChange } = await import("./events.js");
+            const row = { id: "r1", label: "", prompt: 90, limit: 99 };
+            const rows = [[64, 0], [64, 1], [0, 0]].map(([cached, preemptions]) => ({ ...row, cached, preemptions }));
+            const model = { stats: { cached_prompt_tokens: 100 }, counts: {} };
+            const change = { full: false, admitted: rows, ended: [], decisions: [], before: { stats: {}, counts: {} } };
+            const hits = (one) => eventsOfChange(model, one).filter(({ kind }) => kind === "hit");
+            return [change, { ...change, full: true }].map((one) => hits(one).map(({ id, text }) => [id ?? null, text]));
+        }"""
+        rest = "of other requests found in the cache, not computed again"
+        assert page.evaluate(script) == [
+            [[None, f"36 prompt tokens {rest}"], ["r1", "found 64 prompt tokens in the cache, not computed again"]],
+            [[None, f"100 prompt tokens {rest}"]],
+        ]
+
+
 def test_the_scale_of_a_lease_is_that_of_what_is_used(open_page: Open) -> None:
     """The most that a process may have is for all that it does: the pool can be small beside it."""
     pool = Simulation("demo", 512, 8, mapped=0.1, lengths=(100, 100), load=2)
@@ -683,14 +713,20 @@ def test_markup_stays_text(open_page: Open) -> None:
 # ---- when things go wrong
 
 
-def test_the_page_comes_back_after_a_restart_of_the_server(open_page: Open) -> None:
-    first = Simulation("demo", 512, 8, seed=1)
-    with PageRig([first]) as rig:
+def page_without_server(open_page: Open) -> tuple[Any, int]:
+    """A page that has frames of a server which has ended since, and the server's port."""
+    pool = Simulation("demo", 512, 8, seed=1)
+    with PageRig([pool]) as rig:
         page = open_page(rig.url, may_fail="Failed to load resource")
         rig.step(20)
-        wait_for_step(page, first)
+        wait_for_step(page, pool)
         port = rig.port
     page.locator("#banner").wait_for(state="visible")
+    return page, port
+
+
+def test_the_page_comes_back_after_a_restart_of_the_server(open_page: Open) -> None:
+    page, port = page_without_server(open_page)
     assert "does not answer" in page.locator("#banner-text").text_content()
     second = Simulation("demo", 1024, 16, seed=2)  # another pool: nothing of the old one may stay
     with PageRig([second], port=port) as rig:
@@ -705,13 +741,7 @@ def test_the_page_comes_back_after_a_restart_of_the_server(open_page: Open) -> N
 
 def test_the_page_says_that_a_model_loads_or_sleeps(open_page: Open) -> None:
     """The server answers, and the picture is an old one: neither is said as the other."""
-    first = Simulation("demo", 512, 8, seed=1)
-    with PageRig([first]) as rig:
-        page = open_page(rig.url, may_fail="Failed to load resource")
-        rig.step(20)
-        wait_for_step(page, first)
-        port = rig.port
-    page.locator("#banner").wait_for(state="visible")
+    page, port = page_without_server(open_page)
     at = page.evaluate("new Date(pagetide.shown.get('demo').model.time * 1000).toTimeString().slice(0, 8)")
     second = Simulation("demo", 512, 8, seed=2)
     with PageRig([second], port=port) as rig:
