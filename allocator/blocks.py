@@ -40,6 +40,7 @@ from .pool_view import PoolView, format_ids
 
 _NONE: BlockIndex = np.empty(0, np.int64)
 _NO_BLOCKS: BlockIds = np.empty(0, np.int32)
+_AT_HAND = 64  # blocks found at once at least: steps of decodes take a few each
 _ONE = np.uint32(1)  # same type as `room`: np.add.at is ten times slower when it converts
 
 
@@ -58,8 +59,8 @@ class BlockAllocator(PoolView):
     ) -> None:
         super().__init__(num_blocks, blocks_per_extent, mapped)
         self._mark = np.empty(num_blocks, np.int32)  # scratch: detects duplicate ids without sorting
-        self._at_hand: BlockIndex = _NONE  # cache: the free blocks of the fullest extent; cleared when a block is freed
-        self._extent_at_hand = 0
+        self._at_hand: BlockIndex = _NONE  # cache: the next blocks to allocate; cleared when a block is freed
+        self._extent_at_hand: int | None = None  # in which they lie; None: in several
 
     # -- blocks --------------------------------------------------------------------------------------------------
 
@@ -72,11 +73,14 @@ class BlockAllocator(PoolView):
             raise ValueError(f"cannot allocate {n} blocks")
         if n > self._num_free:
             raise NoFreeBlocks(n, self._num_free)
-        if n <= len(self._at_hand):
-            ids, self._at_hand = self._at_hand[:n], self._at_hand[n:]
-            self._extents.room[self._extent_at_hand] -= n
+        if n > len(self._at_hand):
+            ids = self._take_next(n)
         else:
-            ids = self._take_fullest(n)
+            ids, self._at_hand = self._at_hand[:n], self._at_hand[n:]
+            if self._extent_at_hand is None:
+                np.subtract.at(self._extents.room, ids // self.blocks_per_extent, _ONE)
+            else:
+                self._extents.room[self._extent_at_hand] -= n
         self._free[ids] = False
         self._references[ids] = 1
         self._num_free -= n
@@ -248,26 +252,36 @@ class BlockAllocator(PoolView):
 
     def check_invariants(self, tables: Iterable[BlockIds] | None = None, findable: BlockIds | None = None) -> None:
         super().check_invariants(tables, findable)
-        if len(self._at_hand):
-            fullest = self._extents.fullest()
-            at_hand = np.flatnonzero(self._by_extent[fullest]) + fullest * self.blocks_per_extent
-            assert fullest == self._extent_at_hand, "the blocks at hand are not of the fullest extent"
-            assert np.array_equal(self._at_hand, at_hand), "the blocks at hand are not those of the fullest extent"
+        if num := len(self._at_hand):
+            free = self._blocks_of(self._extents.fullest_with(num))
+            assert np.array_equal(self._at_hand, free[:num]), "the blocks at hand are not the next ones to allocate"
 
     # -- internal ------------------------------------------------------------------------------------------------
 
-    def _take_fullest(self, n: int) -> BlockIndex:
-        """Take `n` free blocks from the fullest extents and reduce their room. The pool must have `n`."""
+    def _take_next(self, n: int) -> BlockIndex:
+        """Take the next `n` free blocks from the fullest extents, and reduce their room. The pool must have `n`.
+
+        Allocation makes the fullest extent fuller, so the order of the others stays until a block is freed.
+        """
         room, last = self._extents.room, self._extents.fullest()
         if n <= room[last]:
             free = np.flatnonzero(self._by_extent[last]) + last * self.blocks_per_extent
         else:
-            extents = self._extents.fullest_with(n)
-            free, last = self._at(extents, np.flatnonzero(self._by_extent[extents])), int(extents[-1])
+            num = min(max(n, _AT_HAND), self._num_free)
+            extents = self._extents.fullest_with(num)
+            free, last = self._blocks_of(extents), int(extents[-1])
+            if num > n:
+                np.subtract.at(room, free[:n] // self.blocks_per_extent, _ONE)
+                self._at_hand, self._extent_at_hand = free[n:], None
+                return free[:n]
             room[extents] = 0
         room[last] = len(free) - n
         self._at_hand, self._extent_at_hand = free[n:], last
         return free[:n]
+
+    def _blocks_of(self, extents: ExtentIds) -> BlockIndex:
+        """The free blocks of `extents`, in their order."""
+        return self._at(extents, np.flatnonzero(self._by_extent[extents]))
 
     def _at(self, extents: ExtentIds, places: BlockIndex) -> BlockIndex:
         """The blocks at `places` of `extents` laid end to end."""

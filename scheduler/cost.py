@@ -89,6 +89,8 @@ class SwapCost:
             self._bandwidth.observe(result.swapped * self.block_bytes, result.swap_s)
         if result.compute_s > 0:
             tokens = plan.num_tokens
+            if tokens == len(plan.rows):  # decodes only
+                return
             if tokens >= max(_LEAST_TOKENS, 2 * int(np.count_nonzero(plan.lengths == 1))):
                 self._prefill.observe(tokens, result.compute_s)
 

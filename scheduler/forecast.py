@@ -164,8 +164,9 @@ class ExpectedBlocks:
 
     def needed(self, running: Index, newcomers: list[Sequence]) -> int:
         """The forecast, but at least the blocks of all tokens now, and at most the pool's capacity."""
-        known = [*self._rows.known[running].tolist(), *(len(s.tokens) for s in newcomers)]
-        if not known:
+        known = np.append(self._rows.known[running], np.array([len(s.tokens) for s in newcomers], np.int64))
+        if not len(known):
             return 0
-        now = sum(self._cache.blocks_for(tokens) for tokens in known) - self._cache.shared
+        blocks = int((-(-known // self._cache.block_size)).sum()) * len(self._cache.tables)
+        now = blocks - self._cache.shared
         return min(max(now, self.peak(running, newcomers).blocks), self._cache.pool.capacity)

@@ -37,9 +37,14 @@ class InputBatch:
     kv_lens: Index  # [n]
 
     @property
+    def awaits_tokens(self) -> bool:
+        """Whether an id is ON_ITS_WAY."""
+        return bool(len(self.arrays[0])) and bool(self.arrays[0].min() == ON_ITS_WAY)
+
+    @property
     def num_decodes(self) -> int:
         """The number of chunks of one token, which come first."""
-        return int(np.count_nonzero(self.q_lens == 1))
+        return len(self.q_lens) if len(self.arrays[0]) == len(self.q_lens) else int(np.count_nonzero(self.q_lens == 1))
 
 
 def pack(tokens: Int32, rows: Index, starts: Index, lengths: Index, padded: int = 0) -> InputBatch:
@@ -47,22 +52,32 @@ def pack(tokens: Int32, rows: Index, starts: Index, lengths: Index, padded: int 
 
     `padded`, for batches of decodes only, is the number of chunks to pad to. Padding chunks have a KV length of 0 and no row.
     """
-    missing = max(0, padded - len(rows))
-    q_lens = np.append(lengths, np.ones(missing, np.int64))
-    ends = np.cumsum(q_lens)
-    q_starts, kv_lens = ends - q_lens, np.append(starts + lengths, np.zeros(missing, np.int64))
-    rows = np.append(rows, np.full(missing, len(tokens)))
-    owners = np.repeat(np.arange(len(rows)), q_lens)
-    positions = np.arange(len(owners)) + (np.maximum(kv_lens - q_lens, 0) - q_starts)[owners]
-    ids = tokens[np.minimum(rows, len(tokens) - 1)[owners], positions].astype(np.int64)
-    ids[len(ids) - missing :] = 0
-    bounds = np.append(0, ends).astype(np.int32)
-    return InputBatch((ids, owners, positions, rows, kv_lens.astype(np.int32), bounds), q_starts, q_lens, kv_lens)
+    num_tokens = int(lengths.sum())
+    if num_tokens == len(rows):  # decodes
+        bounds = np.arange(len(rows) + 1)
+        owners, positions, own_rows = bounds[:-1], starts, rows
+    else:
+        bounds = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum(lengths, out=bounds[1:])
+        owners = np.repeat(np.arange(len(rows)), lengths)
+        positions = np.arange(num_tokens) + (starts - bounds[:-1])[owners]
+        own_rows = rows[owners]
+    ids = tokens.take(own_rows * tokens.shape[1] + positions).astype(np.int64)
+    kv_lens = starts + lengths
+    if missing := max(0, padded - len(rows)):
+        fill = np.zeros(missing, np.int64)
+        ids, positions, kv_lens = (np.append(of, fill) for of in (ids, positions, kv_lens))
+        rows, lengths = np.append(rows, fill + len(tokens)), np.append(lengths, fill + 1)
+        owners, bounds = np.arange(padded), np.append(bounds, num_tokens + 1 + np.arange(missing))
+    arrays = (ids, owners, positions, rows, kv_lens.astype(np.int32), bounds.astype(np.int32))
+    return InputBatch(arrays, bounds[:-1], lengths, kv_lens)
 
 
 class DeviceRows:
     """The device's state per row: block tables per group, int64 [num_rows + 1, slots], and the newest sampled token, int64
     [num_rows + 1]. The last row is for padding: its table holds only the null block.
+
+    On a CPU the tables are read and changed through numpy, whose operations on small arrays take half the time of torch's.
     """
 
     def __init__(self, num_rows: int, max_tokens: int, geometry: Geometry, device: torch.device) -> None:
@@ -72,6 +87,8 @@ class DeviceRows:
         with torch.inference_mode(False):
             self.tables = tuple(torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(num_groups))
             self.newest = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
+            self._slot_starts = torch.arange(shape[1], device=device) * self._block_size  # first positions
+        self._on_host = tuple(table.numpy() for table in self.tables) if device.type == "cpu" else ()
 
     @property
     def num_slots(self) -> int:
@@ -79,15 +96,23 @@ class DeviceRows:
         return self.tables[0].shape[1]
 
     def changes(self, plan: Plan) -> list[Array]:
-        """The arrays that `follow` needs on the device for the plan's new table entries."""
-        return [
-            np.stack((update.rows, update.slots, update.blocks)).astype(np.int64, copy=False)
-            for update in plan.tables
-            if len(update.rows)
-        ]
+        """The arrays that `follow` needs on the device for the plan's new table entries; on a CPU none."""
+        return (
+            []
+            if self._on_host
+            else [
+                np.stack((update.rows, update.slots, update.blocks)).astype(np.int64, copy=False)
+                for update in plan.tables
+                if len(update.rows)
+            ]
+        )
 
     def follow(self, plan: Plan, changes: Sequence[torch.Tensor]) -> None:
         """Apply the plan's new table entries."""
+        for on_host, update in zip(self._on_host, plan.tables, strict=False):
+            on_host[update.rows, update.slots] = update.blocks
+        if self._on_host:
+            return
         changed = [table for table, update in zip(self.tables, plan.tables, strict=False) if len(update.rows)]
         for table, change in zip(changed, changes, strict=True):
             rows, slots, blocks = change.unbind(0)
@@ -108,8 +133,13 @@ class DeviceRows:
         lengths are upper bounds.
         """
         ids, owners, positions, rows, lens, bounds = there
-        slots = torch.arange(width, device=lens.device) * self._block_size < lens[:, None]  # other entries are stale
-        tables = tuple(table[:, :width].index_select(0, rows) * slots for table in self.tables)
+        if self._on_host and not bounded:
+            tables, write_blocks, write_offsets = self._places_on_host(batch, width)
+        else:
+            slots = self._slot_starts[:width] < lens[:, None]  # other entries are stale
+            tables = tuple(table[:, :width].index_select(0, rows) * slots for table in self.tables)
+            write_blocks = tuple(table[owners, positions // self._block_size] for table in tables)
+            write_offsets = positions % self._block_size
         step = StepContext(
             layers=layers,
             kernel=kernel,
@@ -120,10 +150,25 @@ class DeviceRows:
             lens=lens,
             bounds=bounds,
             tables=tables,
-            write_blocks=tuple(table[owners, positions // self._block_size] for table in tables),
-            write_offsets=positions % self._block_size,
+            write_blocks=write_blocks,
+            write_offsets=write_offsets,
             block_size=self._block_size,
             bounded=bounded,
         )
-        ids = torch.where(ids == ON_ITS_WAY, self.newest[rows][owners], ids)
+        if bounded or batch.awaits_tokens:
+            ids = torch.where(ids == ON_ITS_WAY, self.newest[rows][owners], ids)
         return step, ids, positions
+
+    def _places_on_host(
+        self, batch: InputBatch, width: int
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...], torch.Tensor]:
+        """`tables`, `write_blocks` and `write_offsets` of the context of a batch."""
+        _, owners, positions, rows, _, _ = batch.arrays
+        slots = positions // self._block_size
+        offsets = positions - slots * self._block_size
+        used = (
+            np.arange(0, width * self._block_size, self._block_size) < batch.kv_lens[:, None]
+        )  # other entries are stale
+        tables = tuple(on_host[rows, :width] * used for on_host in self._on_host)
+        blocks = tuple(torch.from_numpy(table[owners, slots]) for table in tables)
+        return tuple(map(torch.from_numpy, tables)), blocks, torch.from_numpy(offsets)

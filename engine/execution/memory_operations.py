@@ -176,7 +176,7 @@ class MemoryExecutor:
 
 def joined(ids: Sequence[Int32]) -> Int32:
     """All of `ids` in one array."""
-    return np.concatenate([NO_TOKENS, *ids])
+    return np.concatenate([NO_TOKENS, *ids]) if ids else NO_TOKENS
 
 
 def _refusal(change: Callable[[Sequence[int]], None], extents: Index) -> str | None:

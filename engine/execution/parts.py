@@ -28,9 +28,9 @@ class ChunkGroup:
     samples: Bool
 
     @classmethod
-    def of(cls, plan: Plan, chunks: Index) -> ChunkGroup:
-        """Whole chunks of `plan`."""
-        return cls(chunks, plan.rows[chunks], plan.starts[chunks], plan.lengths[chunks], plan.samples[chunks])
+    def of(cls, plan: Plan) -> ChunkGroup:
+        """All chunks of `plan`."""
+        return cls(np.arange(len(plan.rows)), plan.rows, plan.starts, plan.lengths, plan.samples)
 
     def __len__(self) -> int:
         return len(self.chunks)

@@ -32,7 +32,7 @@ from ..sampling.logprobs import TokenSpan, score
 from ..sampling.sampler import Sampler
 from .batch import ON_ITS_WAY, DeviceRows, InputBatch, pack
 from .graphs import DecodeGraphs, Record
-from .host_pool import HostPool
+from .host_pool import HostPool, Swapped
 from .memory_operations import MemoryExecutor, MemoryOperations, joined
 from .parts import ChunkGroup, Computed, PendingTokens
 from .row_states import RowStates, format_error
@@ -53,6 +53,7 @@ class _Work:
     part: ChunkGroup
     batch: InputBatch
     sampling: Index  # places of the chunks that sample
+    sampled_rows: Index  # their rows
     at: Index  # positions of the tokens they sample
     prompts: list[TokenSpan]  # prompt tokens to score
     keep: Index  # tokens of the batch that need logits
@@ -63,7 +64,7 @@ class _Work:
     def arrays(self) -> list[Array]:
         """The arrays to upload. The batch comes first, at the addresses that captured steps read."""
         draws = () if self.settings is None else self.settings.arrays
-        return [*self.batch.arrays, self.keep, self.part.rows[self.sampling], *draws]
+        return [*self.batch.arrays, self.keep, self.sampled_rows, *draws]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,23 +83,29 @@ class PendingStep:
         If the tokens cannot be read from the device, all chunks are computed again, as in `ModelRunner.begin`.
         """
         plan, moves = self._plan, self._moves
-        with self._runner.at_work():
-            try:
-                computed = self._runner._collect(plan, self._computed)
-            finally:
-                swaps = moves.done()
+        computed = self._computed
+        swaps: list[Swapped] = []
+        if computed.drawn is not None or moves.swaps:
+            with self._runner.at_work():
+                try:
+                    computed = self._runner._collect(plan, computed)
+                finally:
+                    swaps = moves.done()
         failed, deferred = computed.failures, sorted(computed.deferred)
-        counts = plan.samples.astype(np.int64)
-        counts[[*failed, *deferred, *(c.index for c in computed.candidates)]] = 0
+        counts, tokens = plan.samples.astype(np.int64), computed.tokens
+        if without := [*failed, *deferred, *(c.index for c in computed.candidates)]:
+            counts[without] = 0
+        if np.count_nonzero(counts) < len(counts):
+            tokens = tokens[counts > 0]
         return Result(
             plan.step_id,
             counts,
-            computed.tokens[counts > 0],
+            tokens,
             tuple(Failure(i, message) for i, message in failed.items()),
             moves.mapped,
             moves.unmapped,
             moves.refused,
-            lost_slots=np.concatenate([NO_TOKENS, *(swap.lost_slots for swap in swaps)]),
+            lost_slots=joined([swap.lost_slots for swap in swaps]),
             failed_slots=joined(moves.failed_slots),
             failed_blocks=joined(moves.failed_blocks),
             deferred=np.array(deferred, np.int64),
@@ -119,11 +126,13 @@ class ModelRunner:
         host: Without it no plan may swap.
         max_step_tokens: Sizes the upload buffer. Larger steps allocate memory of their own.
         overlaps: Whether sampled tokens stay on the device, so that a plan can begin before the previous one ends.
+        threads: Of steps on a CPU.
     """
 
     def __init__(
         self, model: Any, storage: Storage, kernel: AttentionKernel, sampler: Sampler, *, num_rows: int, max_tokens: int,
         max_step_tokens: int = 8192, arena: Arena | None = None, host: HostPool | None = None, overlaps: bool = False,
+        threads: CpuThreads | None = None,
     ) -> None:  # fmt: skip
         self.storage = storage
         self.arena = arena
@@ -137,7 +146,7 @@ class ModelRunner:
         self._layers = tuple(storage.layer(i) for i in range(len(geometry.layers)))
         self._device = self._layers[0].key.device
         self._stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
-        self._threads = CpuThreads()
+        self._threads = threads or CpuThreads()
         self._block_size = geometry.block_size
         self._max_tokens = max_tokens
         self._rows = DeviceRows(num_rows, max_tokens, geometry, self._device)
@@ -237,7 +246,7 @@ class ModelRunner:
 
     def _compute_plan(self, plan: Plan) -> Computed:
         """The outputs of the plan's chunks."""
-        all_chunks = ChunkGroup.of(plan, np.arange(len(plan.rows)))
+        all_chunks = ChunkGroup.of(plan)
         if self._row_states.faulty:
             return self._compute_in_parts(plan, [all_chunks])
         changes = self._rows.changes(plan)
@@ -265,7 +274,7 @@ class ModelRunner:
                 "the tokens of step %d could not be copied from the device; computing them again", plan.step_id
             )
         newest = self._rows.newest.clone()  # of the next step, which has begun
-        all_chunks = ChunkGroup.of(plan, np.arange(len(plan.rows)))
+        all_chunks = ChunkGroup.of(plan)
         self._recover(all_chunks)
         computed = self._compute_in_parts(plan, [all_chunks])
         self._rows.newest.copy_(newest)
@@ -324,8 +333,12 @@ class ModelRunner:
     def _prepare(self, part: ChunkGroup, recorded: bool = True) -> _Work:
         """Prepare `part` as one batch. Without `recorded`, no graph is used."""
         rows, starts, lengths = part.rows, part.starts, part.lengths
-        sampling = np.flatnonzero(part.samples)
-        sampled_rows, at = rows[sampling], (starts + lengths)[sampling]
+        ends = starts + lengths
+        if np.count_nonzero(part.samples) == len(rows):
+            sampling, sampled_rows, at = np.arange(len(rows)), rows, ends
+        else:
+            sampling = np.flatnonzero(part.samples)
+            sampled_rows, at = rows[sampling], ends[sampling]
         prompts = self._row_states.logprob_requests.of_prompts(rows, starts, lengths)
         on_device = self.overlaps and self._row_states.draws_on_device(sampled_rows, at)
         settings = self.sampler.settings(sampled_rows, at) if on_device else None
@@ -337,7 +350,7 @@ class ModelRunner:
         if prompts:
             behind = [(batch.q_starts - starts)[p.place] + p.first - 1 + np.arange(p.length) for p in prompts]
             keep = np.concatenate([keep, *behind])
-        return _Work(part, batch, sampling, at, prompts, keep, settings, graph)
+        return _Work(part, batch, sampling, sampled_rows, at, prompts, keep, settings, graph)
 
     def _compute(self, work: _Work, uploaded: Sequence[torch.Tensor]) -> Computed:
         """Run a batch, with its uploaded arrays `uploaded`."""
@@ -370,7 +383,7 @@ class ModelRunner:
         assert work.settings is not None
         rows, settings = uploaded[0], uploaded[1 : 1 + len(work.settings.arrays)]
         found = self.sampler.draw(logits, work.settings, settings)
-        sampled_rows, chunks = work.part.rows[work.sampling], work.part.chunks[work.sampling]
+        sampled_rows, chunks = work.sampled_rows, work.part.chunks[work.sampling]
         computed.drawn = PendingTokens(work.sampling, chunks, sampled_rows, work.at, Download(found.packed))
         # Last: if anything before raises, the step is computed again with the old tokens as inputs.
         self._rows.newest.index_copy_(0, rows, found.tokens)
@@ -390,7 +403,7 @@ class ModelRunner:
     def _sample(self, computed: Computed, work: _Work, logits: torch.Tensor) -> None:
         """Sample the token `at[i]` of the chunk `sampling[i]` from `logits[i]`, and its logprobs. May overwrite the logits."""
         chunks, rows, sampling, at = work.part.chunks, work.part.rows, work.sampling, work.at
-        beams = self._row_states.has_candidates[rows[sampling]]
+        beams = self._row_states.has_candidates[work.sampled_rows]
         if np.count_nonzero(beams):
             beam_logits = logits[self._to_device(np.flatnonzero(beams))]
             self._add_candidates(computed, chunks, rows, sampling[beams], at[beams], beam_logits)
@@ -398,12 +411,13 @@ class ModelRunner:
             sampling, at = sampling[~beams], at[~beams]
             if not len(sampling):
                 return
-        samples = self._row_states.logprob_requests.of_samples(rows[sampling], at)
+        sampled_rows = rows[sampling]
+        samples = self._row_states.logprob_requests.of_samples(sampled_rows, at)
         places = np.array([s.place for s in samples], np.int64)
         raw = logits[self._to_device(places)] if samples else None  # a copy
-        sampled, bad = self.sampler.sample(rows[sampling], at, logits)
-        computed.tokens[sampling] = self._row_states.tokens[rows[sampling], at] = sampled
-        if (complete := self.sampler.complete(rows[sampling])) is not None:
+        sampled, bad = self.sampler.sample(sampled_rows, at, logits)
+        computed.tokens[sampling] = self._row_states.tokens[sampled_rows, at] = sampled
+        if (complete := self.sampler.complete(sampled_rows)) is not None:
             computed.complete += chunks[sampling[complete]].tolist()
         if bad is not None:
             for i in np.flatnonzero(bad):

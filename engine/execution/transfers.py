@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 Array = npt.NDArray[Any]
+_Views = tuple[list[Array], torch.Tensor]  # of one place: of each host buffer, and of the device's
 
 _ALIGNMENT = 16  # bytes: suits every item type, and vector loads
 _NUM_STAGES = 3  # host buffers: two steps may be queued while the third is written
@@ -45,10 +46,10 @@ class Upload:
                 self._there if self._on_host else torch.zeros(self._there.shape, dtype=torch.uint8, pin_memory=True)
                 for _ in range(1 if self._on_host else _NUM_STAGES)
             ]
-        self._stages = [(stage, stage.numpy()) for stage in stages]
+        self._stages = stages
         self._sent: list[torch.cuda.Event | None] = [None] * len(stages)
         self._turn = 0
-        self._views: dict[tuple[int, tuple[int, ...], np.dtype[Any]], torch.Tensor] = {}
+        self._views: dict[tuple[int, tuple[int, ...], np.dtype[Any]], _Views] = {}
 
     def put(self, arrays: Sequence[Array]) -> list[torch.Tensor]:
         """The arrays on the device, as views of its buffer."""
@@ -58,16 +59,18 @@ class Upload:
             count = sum(place + array.nbytes <= len(self._there) for place, array in zip(places, arrays, strict=True))
             fitting, rest = arrays[:count], arrays[count:]
             places, end = _places(fitting)
-        stage, memory = self._stages[self._turn]
         if (sent := self._sent[self._turn]) is not None:
             sent.synchronize()
-        _pack(fitting, places, memory)
+        there = []
+        for place, array in zip(places, fitting, strict=True):
+            on_stages, on_device = self._views_of(place, array)
+            on_stages[self._turn][...] = array
+            there.append(on_device)
         if not self._on_host:
-            self._there[:end].copy_(stage[:end], non_blocking=True)
+            self._there[:end].copy_(self._stages[self._turn][:end], non_blocking=True)
             self._sent[self._turn] = sent = sent or torch.cuda.Event()
             sent.record(torch.cuda.current_stream(self._device))
             self._turn = (self._turn + 1) % _NUM_STAGES
-        there = [self._view(*where) for where in zip(places, fitting, strict=True)]
         return there + self._apart(rest) if rest else there
 
     def like(self, arrays: Sequence[Array]) -> list[torch.Tensor]:
@@ -78,22 +81,25 @@ class Upload:
         places, end = _places(arrays)
         if end > len(self._there):
             raise ValueError(f"{end:,} bytes do not fit a buffer of {len(self._there):,}")
-        return [self._view(*where) for where in zip(places, arrays, strict=True)]
+        return [self._views_of(*where)[1] for where in zip(places, arrays, strict=True)]
 
-    def _view(self, place: int, array: Array) -> torch.Tensor:
+    def _views_of(self, place: int, array: Array) -> _Views:
+        """The views for an array of this shape and type, whose bytes begin at `place`."""
         key = (place, array.shape, array.dtype)
-        view = self._views.get(key)
-        if view is None:
+        views = self._views.get(key)
+        if views is None:
             if len(self._views) >= _MOST_VIEWS:
                 self._views.clear()
-            view = self._views[key] = _cut(self._there, place, array)
-        return view
+            on_stages = [_cut(stage, place, array).numpy() for stage in self._stages]
+            views = self._views[key] = on_stages, _cut(self._there, place, array)
+        return views
 
     def _apart(self, arrays: Sequence[Array]) -> list[torch.Tensor]:
         places, end = _places(arrays)
-        memory = np.empty(end, np.uint8)
-        _pack(arrays, places, memory)
-        there = torch.from_numpy(memory).to(self._device)
+        stage = torch.empty(end, dtype=torch.uint8)
+        for place, array in zip(places, arrays, strict=True):
+            _cut(stage, place, array).numpy()[...] = array
+        there = stage.to(self._device)
         return [_cut(there, *where) for where in zip(places, arrays, strict=True)]
 
 
@@ -153,11 +159,6 @@ def _places(arrays: Sequence[Array]) -> tuple[list[int], int]:
         places.append(end)
         end += _aligned(array.nbytes)
     return places, end
-
-
-def _pack(arrays: Sequence[Array], places: Sequence[int], memory: npt.NDArray[np.uint8]) -> None:
-    for place, array in zip(places, arrays, strict=True):
-        memory[place : place + array.nbytes].view(array.dtype)[:] = array.reshape(-1)
 
 
 def _cut(there: torch.Tensor, place: int, array: Array) -> torch.Tensor:

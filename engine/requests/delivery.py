@@ -1,4 +1,8 @@
-"""Delivers the outputs and errors of steps to the request groups they belong to; an error in a group ends this group alone."""
+"""Delivers the outputs and errors of steps to the request groups they belong to; an error in a group ends this group alone.
+
+A step may give thousands of tokens, and most requests need them only at their end: `KeptTokens` takes these. The others, of
+streams and of requests with stop strings, are events for their groups.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,8 @@ from ...scheduler.outcome import Finished, StepOutputs
 from ...scheduler.request import Request
 from ..core import EngineCore
 from ..errors import is_interrupt
-from .states import Event, GroupActions, RequestGroup
+from .kept_tokens import KeptTokens
+from .states import Event, GroupActions, RequestGroup, RequestState
 
 log = logging.getLogger(__name__)
 
@@ -20,11 +25,14 @@ class OutputDelivery:
 
     def __init__(self) -> None:
         self.groups: dict[str, RequestGroup] = {}  # by each request whose end has not been delivered
-        # Called at the end of `deliver` with the groups that have new tokens, and those of ended requests. A group may occur
-        # several times.
+        # Called at the end of `deliver` with the groups that have new tokens and are followed, and those of ended requests. A
+        # group may occur several times.
         self.on_outputs: Callable[[Sequence[RequestGroup], Sequence[RequestGroup]], None] | None = None
         # Events of the last step. Empty between steps unless an interrupt stopped their delivery.
         self._undelivered: deque[tuple[str, Event]] = deque()
+        self._unfollowed = KeptTokens()
+        self._without_token: dict[str, RequestState] = {}  # of these requests, those without a token so far
+        self._started: list[RequestState] = []  # of these, those whose first token is being delivered
 
     @property
     def is_pending(self) -> bool:
@@ -33,20 +41,38 @@ class OutputDelivery:
 
     def add(self, group: RequestGroup, requests: Iterable[Request]) -> None:
         """Deliver the outputs of `requests` to `group`."""
-        self.groups.update((request.request_id, group) for request in requests)
+        for request in requests:
+            self.groups[request.request_id] = group
+            if (state := group.unfollowed_state(request.request_id)) is not None:
+                state.keep_tokens_in(self._unfollowed)
+                self._without_token[request.request_id] = state
 
     def remove(self, request_ids: Iterable[str]) -> None:
         """Ignore further outputs of these requests."""
         for request_id in request_ids:
-            self.groups.pop(request_id, None)
+            self._unfollowed.remove(request_id)
+            for known in (self.groups, self._without_token):
+                known.pop(request_id, None)
 
     def queue(self, outputs: StepOutputs) -> None:
         """Queue the outputs of a step, for `deliver`."""
         events = self._undelivered
         events.extend(outputs.scores)  # before their tokens
-        events.extend(zip(outputs.request_ids, outputs.tokens, strict=True))
+        self._queue_tokens(outputs.request_ids, outputs.tokens)
         events.extend((finished.request_id, finished) for finished in outputs.finished)
         events.extend(outputs.candidates)  # after the ends: only for beams that are still running
+
+    def _queue_tokens(self, request_ids: list[str], tokens: list[int]) -> None:
+        unfollowed, pairs = self._unfollowed, zip(request_ids, tokens, strict=True)
+        if not len(unfollowed):
+            self._undelivered.extend(pairs)
+            return
+        unfollowed.put(request_ids, tokens)
+        if len(unfollowed) < len(self.groups):
+            self._undelivered.extend(pair for pair in pairs if pair[0] not in unfollowed)
+        if self._without_token:
+            started = list(filter(self._without_token.__contains__, request_ids))
+            self._started += [self._without_token.pop(request_id) for request_id in started]
 
     def deliver(self, core: EngineCore, now: float) -> None:
         """Deliver the queued outputs, and apply to `core` what their groups ask for.
@@ -55,6 +81,8 @@ class OutputDelivery:
         next call delivers the rest.
         """
         groups, events = self.groups, self._undelivered
+        while self._started:
+            self._started.pop().note_token(now)
         updated: list[RequestGroup] = []
         ended: list[RequestGroup] = []
         try:
@@ -66,7 +94,7 @@ class OutputDelivery:
                     updated.append(group)
                 elif isinstance(event, Finished):
                     ended.append(group)
-                    del groups[request_id]
+                    self.remove([request_id])
                 try:
                     actions = group.deliver(request_id, event, now)
                     if actions is not None:

@@ -40,6 +40,11 @@ class ContinuationGroup(RequestGroup):
         """See `RequestGroup`."""
         return [state for state in self.states if state.completion is None]
 
+    def unfollowed_state(self, request_id: str) -> RequestState | None:
+        """See `RequestGroup`."""
+        state = self._state_of[request_id]
+        return None if state.is_followed else state
+
     def deliver(self, request_id: str, event: Event, now: float) -> GroupActions | None:
         """See `RequestGroup`."""
         state = self._state_of[request_id]

@@ -20,6 +20,7 @@ from ..errors import is_interrupt
 from ..text.detokenizer import TextStream
 from .handover import Handover, resolved_params, scores_of
 from .inputs import PromptInput
+from .kept_tokens import KeptTokens
 from .logprob_table import LogprobTable
 from .outputs import Completion, RequestOutput, StreamChunk, Timings, TokenLogprobs
 
@@ -43,8 +44,10 @@ class RequestState:
         self._output_table = None if request.sampling.logprobs is None else LogprobTable(self._num_prompt)
         self._text = text
         self._eager = text is not None and (streams or text.has_stops)
+        self.is_followed = streams or self._eager  # each token is due at once; else they are only kept
         self._num_taken = 0  # tokens delivered in chunks
-        self._new: list[int] = []
+        self._new: list[int] = []  # that no chunk has delivered
+        self._kept: KeptTokens | None = None  # has the latest tokens, if the state is not followed
         self._new_text: list[str] = []
         self._first_token_at: float | None = None
         self._num_preemptions = 0  # in another process, before the import
@@ -58,14 +61,25 @@ class RequestState:
         if table is not None:
             table.put(scores)
 
-    def push(self, token: int, now: float) -> FinishReason | None:
-        """Record a token. Returns "stop" after a stop string, "error" if detokenization failed, else None."""
+    def keep_tokens_in(self, kept: KeptTokens) -> None:
+        """Take the request's further tokens from `kept`, not by `push`. For a state that is not followed."""
+        self._kept = kept
+        kept.add(self.request.request_id, self._new)
+
+    def note_token(self, now: float) -> None:
+        """Record the time of the first token."""
         if self._first_token_at is None:
             self._first_token_at = now
+
+    def push(self, token: int, now: float) -> FinishReason | None:
+        """Record a token. Returns "stop" after a stop string, "error" if detokenization failed, else None."""
+        self.note_token(now)
         self._new.append(token)
-        if self._eager and self._failure is None:
+        if not self._eager or self._text is None:
+            return "error" if self._failure else None
+        if self._failure is None:
             self._detokenize([token])
-        return "error" if self._failure else "stop" if self._text is not None and self._text.stopped else None
+        return "error" if self._failure else "stop" if self._text.stopped else None
 
     def fail(self, error: BaseException) -> None:
         """Mark the request to end with `error`; the first error counts."""
@@ -118,6 +132,8 @@ class RequestState:
     @property
     def num_generated(self) -> int:
         """Tokens received so far."""
+        if self._kept is not None:
+            self._kept.settle()
         return self._num_taken + len(self._new) if self.completion is None else len(self.completion.token_ids)
 
     def check_exportable(self) -> None:
@@ -300,6 +316,10 @@ class RequestGroup(ABC):
     @abstractmethod
     def exportable(self) -> list[RequestState]:
         """The unfinished request states that can be handed over one by one."""
+
+    def unfollowed_state(self, request_id: str) -> RequestState | None:
+        """The request's state, if `deliver` need not get its tokens: they go to `RequestState.keep_tokens_in`."""
+        return None
 
     @abstractmethod
     def deliver(self, request_id: str, event: Event, now: float) -> GroupActions | None:

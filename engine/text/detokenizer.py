@@ -50,7 +50,11 @@ class Detokenizer:
 
     def push(self, ids: Sequence[int]) -> str:
         """Add the next ids. Returns the text that has become certain."""
-        vocabulary, parts = self._vocabulary, []
+        vocabulary = self._vocabulary
+        usual = len(ids) == 1 and not self._pending and self._anchor  # of a stream
+        if usual and (piece := vocabulary.pieces.get(ids[0])) is not None:
+            return piece
+        parts = []
         for token_id in map(int, ids):
             if vocabulary.is_silent(token_id):
                 continue
@@ -127,21 +131,18 @@ class TextStream:
         """Add the next ids. Returns the new visible text, and whether a stop string has been found."""
         if self.stopped:
             return "", True
-        return self._give(self._detokenizer.push(ids)), self.stopped
+        visible, self.stopped = self._stop_strings.push(self._detokenizer.push(ids))
+        self._parts.append(visible)
+        return visible, self.stopped
 
     def finish(self) -> str:
         """The visible text still held back, which may contain a stop string too. No `push` may follow."""
         if self.stopped:
             return ""
-        text = self._give(self._detokenizer.finish())
-        rest = self._stop_strings.flush()
-        self._parts.append(rest)
-        return text + rest
-
-    def _give(self, text: str) -> str:
-        visible, self.stopped = self._stop_strings.push(text)
-        self._parts.append(visible)
-        return visible
+        text, self.stopped = self._stop_strings.push(self._detokenizer.finish())
+        text += self._stop_strings.flush()
+        self._parts.append(text)
+        return text
 
 
 class _Vocabulary:
@@ -161,7 +162,7 @@ class _Vocabulary:
         self._special = special if skip_special_tokens else set()
         self._silent: dict[int, bool] = {}
         self._byte: dict[int, bool] = {}
-        self._pieces: dict[int, str | None] = {}
+        self.pieces: dict[int, str | None] = {}  # what `whole_piece` gave
         self._piecewise = _decodes_piecewise(tokenizer)
         self.anchor: tuple[int, ...] = ()
         self._anchor_length = 0
@@ -193,14 +194,14 @@ class _Vocabulary:
         return byte
 
     def whole_piece(self, token_id: int) -> str | None:
-        """The text that the id adds after whole characters; None if it depends on what follows."""
-        if token_id in self._pieces:
-            return self._pieces[token_id]
+        """The text that the id, which is not silent, adds after whole characters; None if it depends on what follows."""
+        if token_id in self.pieces:
+            return self.pieces[token_id]
         piece: str | None = None
         if self._piecewise and not self.is_byte(token_id):
             text = self.text(self.anchor, [token_id])
             piece = None if _REPLACEMENT in text else text
-        self._pieces[token_id] = piece
+        self.pieces[token_id] = piece
         return piece
 
     def _can_stand_first(self, token_id: int) -> bool:

@@ -34,6 +34,7 @@ class StopPatterns:
         # By state: the state of its longest proper suffix that is a prefix of a stop string.
         self._shorter = [_START] * len(self._next)
         self._link()
+        self.initials = frozenset(self._next[_START])
 
     def step(self, state: int, character: str) -> int:
         """The state after one more character. Amortized constant time."""
@@ -82,6 +83,8 @@ class StopStrings:
         patterns = self._patterns
         if self._hit or not patterns.stops:
             return ("" if self._hit else text), self._hit
+        if self._state == _START and patterns.initials.isdisjoint(text):
+            return text, False
         state, text, begin = self._state, self._held + text, len(self._held)
         for place in range(begin, len(text)):
             state = patterns.step(state, text[place])

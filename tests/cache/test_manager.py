@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from pagetide.cache.eviction import Lru
 from pagetide.cache.manager import CacheManager
+from pagetide.cache.prefix_hash import PrefixHasher
 
 
 def rows(*values: int) -> np.ndarray:
@@ -158,3 +160,21 @@ def test_without_a_hasher_nothing_is_ever_found():
     assert cache.swapping.evicted_blocks == 0
     assert (cache.pool.counts().free, cache.host.take_swaps()) == (15, None)
     assert cache.rebuilt().index.capacity == 0
+
+
+def test_a_large_cache_gives_up_blocks_for_several_steps_at_once():
+    """Decode steps need a block now and then: of 640 cached blocks 10 go at once, those that would go first anyway."""
+    cache = CacheManager(641, 4, 4, 2560, hasher=PrefixHasher(4, b"seed"), eviction=Lru)
+    tokens = np.arange(2560, dtype=np.int32)
+    chain = cache.chain(tokens, None)
+    assert cache.admit(0, 2560, cache.lookup(chain, 2560)) is not None
+    cache.commit(0, chain, 2560)
+    cache.release(rows(0))
+    assert cache.pool.counts()[:4] == (0, 0, 0, 640)
+
+    for step in range(1, 20):
+        assert cache.extend(rows(1), rows(4 * step)) is not None
+        evicted = 10 if step <= 10 else 19
+        assert (cache.swapping.evicted_blocks, cache.pool.num_free) == (evicted, evicted - step)
+    assert cache.lookup(chain, 2560).num_tokens == 2560 - 4 * 19
+    cache.check_invariants()

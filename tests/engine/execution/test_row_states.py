@@ -56,7 +56,7 @@ def plan_of(chunks: list[tuple[int, int, int]] = [], **changes: Any) -> Plan:  #
 
 
 def group(plan: Plan) -> ChunkGroup:
-    return ChunkGroup.of(plan, np.arange(len(plan.rows)))
+    return ChunkGroup.of(plan)
 
 
 @pytest.fixture

@@ -37,14 +37,14 @@ class Rig:
         ] = []  # groups with tokens, groups of ended requests
         self.delivery.on_outputs = lambda updated, ended: self.noted.append((list(updated), list(ended)))
 
-    def add(self, name: str, n: int = 1, num_beams: int = 1, new: int = 3) -> RequestGroup:
+    def add(self, name: str, n: int = 1, num_beams: int = 1, new: int = 3, streams: bool = True) -> RequestGroup:
         params = SamplingParams(temperature=0, max_new_tokens=new, n=n, num_beams=num_beams)
         prompt = PromptInput(None, np.array([5, 6, 7], np.int32), params, PreparedParams())
         request = Request(name, prompt.token_ids, params.resolve())
         group: RequestGroup
         if num_beams == 1:
             requests = request.forked(n)
-            group = ContinuationGroup(0, prompt, requests)
+            group = ContinuationGroup(0, prompt, requests, streams=streams)
         else:
             rules = BeamRules.resolve(params, (), new)
             sampling = type(request.sampling)(
@@ -89,6 +89,22 @@ def test_groups_of_both_kinds_get_their_outputs() -> None:
     ]
     assert [search in updated for updated, _ in rig.noted] == [False] * len(rig.noted), "candidates are no output"
     assert sum(ended.count(search) for _, ended in rig.noted) == 3
+
+
+def test_tokens_that_are_not_followed_are_kept_and_not_noted() -> None:
+    rig = Rig()
+    waits, both, stream = rig.add("a", streams=False), rig.add("b", n=2, streams=False), rig.add("c")
+    counts = []
+    for now in (1.0, 2.0, 3.0, 4.0):  # the second of `both` starts when the first has its prompt
+        rig.step()
+        counts.append([state.num_generated for group in (waits, both) for state in group.states])
+        rig.delivery.deliver(rig.core, now)
+    assert counts == [[1, 1, 0], [2, 2, 1], [3, 3, 2], [3, 3, 3]]
+    assert not rig.core.has_work and not rig.delivery.is_pending and not rig.delivery.groups
+    assert [updated for updated, _ in rig.noted] == [[stream]] * 3 + [[]]
+    assert tokens(waits) * 2 == tokens(both) == tokens(stream) * 2
+    first = [one.timings.first_token_s for group in (waits, both, stream) for one in group.output.completions]
+    assert first == [1.0 - waits.states[0].request.arrival + late for late in (0, 0, 1, 0)]
 
 
 def test_removed_requests_get_nothing_more() -> None:
