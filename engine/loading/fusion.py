@@ -1,0 +1,225 @@
+"""Fewer, larger calls in a model on a CPU: modules replaced by native kernels, recognised by what they compute.
+
+One forward pass over a few random tokens is watched. Linear layers that read the same tensor one after the other become one
+product (`merged_linears`); RMS norms (`norms`), gated MLPs (`gated_mlps`) and rotary embeddings (`rotary`) become one native
+kernel each. No model is known by name: each replacement must equal its module on random inputs, and the logits of the whole
+model must stay the same, or everything is undone (docs/decisions/0050-replaced-modules.md).
+
+A replacement is an attribute `forward` of the module instance, so that classes, names and other instances stay as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from ... import native
+from .gated_mlps import native_mlp
+from .linears import NativeLinear
+from .log_suppression import quiet_transformers
+from .merged_linears import MergedLinears, PackedLayer
+from .norms import native_norm
+from .probe import random_tokens
+from .quantized_linears import QuantizedLinear
+from .rotary import RotaryWatch, native_attention_forward
+
+log = logging.getLogger(__name__)
+
+NUM_TOKENS = 5
+# The most that logits may change, relative to a token's: in float32 of any token, in 16-bit types, where rounding may route a
+# token to other experts, of the median one.
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+
+@dataclass(slots=True)
+class Fused:
+    """What was replaced in a model."""
+
+    products: list[MergedLinears] = field(default_factory=list)
+    norms: list[nn.Module] = field(default_factory=list)
+    mlps: list[nn.Module] = field(default_factory=list)
+    rotations: list[nn.Module] = field(default_factory=list)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many there are of each kind."""
+        return {name: len(getattr(self, name)) for name in ("products", "norms", "mlps", "rotations")}
+
+    def undo(self) -> None:
+        """Let the modules compute as before. Products stay, and each layer returns a copy of its columns."""
+        for module in (*self.norms, *self.mlps, *self.rotations):
+            del module.forward
+        for product in self.products:
+            product.dense = True
+        self.norms, self.mlps, self.rotations = [], [], []
+
+
+@dataclass(slots=True, eq=False)
+class _ModuleCall:
+    """A call of a module."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    parent: nn.Module | None
+    linears: list[_ModuleCall] = field(default_factory=list)  # those inside, in order
+
+    @property
+    def input(self) -> torch.Tensor | None:
+        """The tensor that the module was called with, if it got nothing else."""
+        one = len(self.args) == 1 and not self.kwargs and isinstance(self.args[0], torch.Tensor)
+        return self.args[0] if one else None
+
+
+class _ForwardWatch:
+    """The calls of modules in a forward pass."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.calls: list[_ModuleCall] = []
+        self.rotaries = [RotaryWatch(module) for module in model.modules()]
+        self._model = model
+        self._open: list[_ModuleCall] = []
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Run the model over `tokens` [1, n], and note all calls. Returns the logits [n, vocabulary]."""
+        hooks = []
+        for module in self._model.modules():
+            hooks.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+            hooks.append(module.register_forward_hook(self._leave))
+        for rotary in self.rotaries:
+            rotary.install()
+        try:
+            return _logits(self._model, tokens)
+        finally:
+            for rotary in self.rotaries:
+                rotary.remove()
+            for hook in hooks:
+                hook.remove()
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._open.append(_ModuleCall(module, args, kwargs, self._open[-1].module if self._open else None))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        call = self._open.pop()
+        self.calls.append(call)
+        if isinstance(module, NativeLinear | QuantizedLinear):
+            for around in self._open:
+                around.linears.append(call)
+
+
+def fuse(model: Any) -> Fused:
+    """Replace what native kernels compute in `model`. Mutates the model; nothing without native kernels or on other devices.
+
+    Linear layers must be packed before. Costs a few forward passes over 5 tokens.
+    """
+    device = next(model.parameters()).device  # of the embedding: packed weights say "meta"
+    if native.instructions() is None or device.type != "cpu":
+        return Fused()
+    tokens = random_tokens(model.config.get_text_config(decoder=True), NUM_TOKENS)[None]
+    with quiet_transformers(), torch.inference_mode():
+        try:
+            watch = _ForwardWatch(model)
+            before = watch.logits(tokens)
+        except Exception as error:  # of a model that cannot be served either: the probe says why
+            log.debug("the model is left as it is: %s: %s", type(error).__name__, error)
+            return Fused()
+        fused = _replaced(watch)
+        if (why := _difference(model, tokens, before)) is not None:
+            fused.undo()
+            log.warning(
+                "modules of this model compute something else by native kernels (%s): they stay as they are", why
+            )
+    _shorten_lookups(model)
+    log.info("replaced by native kernels: %s", ", ".join(f"{n} {kind}" for kind, n in fused.counts.items()))
+    return fused
+
+
+def _shorten_lookups(model: nn.Module) -> None:
+    """Make children plain attributes of their modules: `nn.Module.__getattr__` is Python, and took 5 % of a small step.
+
+    Assigning another module to such a name replaces both, as `nn.Module.__setattr__` does.
+    """
+    for module in model.modules():
+        vars(module).update(module.named_children())
+
+
+def _replaced(watch: _ForwardWatch) -> Fused:
+    fused, times = Fused(), Counter(call.module for call in watch.calls)
+    for group in _groups(
+        [call for call in watch.calls if isinstance(call.module, NativeLinear | QuantizedLinear)], times
+    ):
+        if (merged := MergedLinears.of(group)) is not None:
+            fused.products.append(merged)
+    merged_as = {layer: merged for merged in fused.products for layer in merged.layers}
+    for module in times:
+        calls = [call for call in watch.calls if call.module is module]
+        inputs = [call.input for call in calls]
+        if inputs[0] is None or any(one is None for one in inputs):
+            continue
+        forward: Callable[..., Any] | None
+        layers: list[Any] = [call.module for call in calls[0].linears]
+        if not layers and (forward := native_norm(module, inputs[0])) is not None:
+            module.forward = forward
+            fused.norms.append(module)
+        elif (
+            _like_an_mlp(calls, times) and (forward := native_mlp(module, layers, merged_as.get(layers[0]))) is not None
+        ):
+            module.forward = forward
+            fused.mlps.append(module)
+    for rotary in watch.rotaries:
+        if (forward := native_attention_forward(rotary.module, rotary.calls)) is not None:
+            rotary.module.forward = forward
+            fused.rotations.append(rotary.module)
+    return fused
+
+
+def _groups(calls: list[_ModuleCall], times: Counter[nn.Module]) -> list[list[PackedLayer]]:
+    """Layers that read the same tensor one after the other, called by the same module; each is called once."""
+    groups: list[list[PackedLayer]] = []
+    open_group = False
+    for one, other in pairwise(calls):
+        same = one.input is not None and one.input is other.input and one.parent is other.parent
+        if not same or times[one.module] > 1 or times[other.module] > 1:
+            open_group = False
+            continue
+        if not open_group:
+            groups.append([one.module])  # type: ignore[list-item]
+        groups[-1].append(other.module)  # type: ignore[arg-type]
+        open_group = True
+    return groups
+
+
+def _like_an_mlp(calls: list[_ModuleCall], times: Counter[nn.Module]) -> bool:
+    """Whether a module is called once, with a tensor, and calls two or three linear layers once, itself."""
+    linears = calls[0].linears
+    return (
+        len(calls) == 1
+        and len(linears) in (2, 3)
+        and all(call.parent is calls[0].module and times[call.module] == 1 for call in linears)
+    )
+
+
+def _logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    logits: torch.Tensor = model(input_ids=tokens, use_cache=False).logits[0]
+    return logits
+
+
+def _difference(model: Any, tokens: torch.Tensor, before: torch.Tensor) -> str | None:
+    """How the model's logits differ from `before` [n, vocabulary] by more than rounding; None if they do not."""
+    try:
+        after = _logits(model, tokens)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    right = before.double()
+    errors = (after.double() - right).norm(dim=-1) / right.norm(dim=-1)
+    if not bool(right.isfinite().all()):
+        return None  # the probe refuses such a model
+    worst = float(errors.max() if before.dtype == torch.float32 else errors.median())
+    return None if worst <= TOLERANCES[before.dtype] else f"logits differ by {worst:.2g} of their size"

@@ -1,0 +1,111 @@
+"""Recognises gated MLPs, down(activation(gate(x)) * up(x)), by their outputs, and computes them in three native calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .merged_linears import MergedLinears, PackedLayer
+
+KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+# Beyond rounding in float32; in 16-bit types the activation is rounded before the product is.
+ERRORS = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
+SCALES = (0.05, 1.0, 30.0)  # of trial inputs: among large ones a bound shows
+_ROWS = 5
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GateParts:
+    """The product that holds gate and up, and the columns at which they begin."""
+
+    whole: PackedLayer
+    gate_at: int
+    up_at: int
+    n: int
+
+
+def native_mlp(
+    module: nn.Module, layers: list[PackedLayer], merged: MergedLinears | None
+) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """A function that equals `module`; None if it is not known to be a gated MLP.
+
+    Args:
+        module: Gets one tensor, and has called `layers`, and no other linear layers, in this order.
+        layers: Two or three; the last one gives the result.
+        merged: All but the last one, if they are merged.
+    """
+    down, x = layers[-1], _trial_input(layers[0])
+    try:
+        hidden, result, out = _hidden(module, x, down)
+    except Exception:  # a module of another kind may raise anything on such an input
+        return None
+    if hidden is None or out is not result:
+        return None
+    for parts in _places(layers, merged):
+        both = parts.whole(x)
+        for kind in KINDS.values():
+            if _agrees(torch.ops.pagetide.gated(both, parts.n, parts.gate_at, parts.up_at, kind), hidden):
+                return _mlp(parts, kind, down)
+    return None
+
+
+def _mlp(parts: GateParts, kind: int, down: PackedLayer) -> Callable[[torch.Tensor], torch.Tensor]:
+    whole, gated = parts.whole.forward, torch.ops.pagetide.gated.default
+    n, gate_at, up_at = parts.n, parts.gate_at, parts.up_at
+
+    def mlp(x: torch.Tensor) -> torch.Tensor:
+        return down(gated(whole(x), n, gate_at, up_at, kind))  # type: ignore[no-any-return]
+
+    return mlp
+
+
+def _places(layers: list[PackedLayer], merged: MergedLinears | None) -> Iterator[GateParts]:
+    """Where gate and up may be: two layers of a product, or the halves of one layer."""
+    n = layers[-1].in_features
+    if len(layers) == 2 and layers[0].out_features == 2 * n:
+        yield GateParts(layers[0], 0, n, n)
+        yield GateParts(layers[0], n, 0, n)
+    if len(layers) == 3 and merged is not None and [width for _, width in merged.ranges] == [n, n]:
+        (first, _), (second, _) = merged.ranges
+        yield GateParts(merged.whole, first, second, n)
+        yield GateParts(merged.whole, second, first, n)
+
+
+def _trial_input(layer: PackedLayer) -> torch.Tensor:
+    """[1, rows, in_features], some rows of each scale."""
+    noise = torch.randn((1, _ROWS, layer.in_features), generator=torch.Generator().manual_seed(0))
+    return torch.cat([noise * scale for scale in SCALES], 1).to(layer.weight.dtype)
+
+
+def _hidden(
+    module: nn.Module, x: torch.Tensor, down: PackedLayer
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+    """The input and output of the last layer, and the module's output; None if that layer is not called exactly once."""
+    calls: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with _noted(down, calls):
+        out = module(x)
+    hidden, result = calls[0] if len(calls) == 1 else (None, None)
+    return hidden, result, out
+
+
+@contextmanager
+def _noted(layer: nn.Module, calls: list[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+    handle = layer.register_forward_hook(lambda _, inputs, output: calls.append((inputs[0], output)))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _agrees(out: torch.Tensor, hidden: torch.Tensor) -> bool:
+    if (out.shape, out.dtype) != (hidden.shape, hidden.dtype):
+        return False
+    relative, info = ERRORS[out.dtype], torch.finfo(out.dtype)
+    # Where an activation nearly cancels, its error counts relative to its row.
+    size = hidden.float().abs()
+    bound = relative * size + relative * 1e-1 * size.mean(-1, keepdim=True) + 4 * info.tiny * info.eps
+    return bool(((out.float() - hidden.float()).abs() <= bound).all())

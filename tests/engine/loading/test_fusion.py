@@ -1,0 +1,321 @@
+"""What is replaced in models, and what only looks like it and is left alone."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from engines import TinyEngine, plain, prompts
+from families import FAMILIES, VOCAB, tiny
+from torch import nn
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from pagetide import native
+from pagetide.engine.loading.fusion import Fused, fuse
+from pagetide.engine.loading.linears import NativeLinear, pack_linears
+from pagetide.engine.loading.merged_linears import MergedLinears
+from pagetide.engine.loading.norms import native_norm
+from pagetide.engine.loading.quantization import Method
+from pagetide.engine.loading.quantized_linears import QuantizedLinear, quantize_linear
+from pagetide.scheduler.request import Sampling
+
+pytestmark = pytest.mark.skipif(native.instructions() is None, reason="the native kernels are not built")
+
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+# By layer: q, k, v and gate, up are products.
+EXPECTED = {
+    "llama": {"products": 6, "norms": 7, "mlps": 3, "rotations": 3},
+    "qwen2": {"products": 6, "norms": 7, "mlps": 3, "rotations": 3},
+    "qwen3": {"products": 6, "norms": 13, "mlps": 3, "rotations": 3},
+    "mistral": {"products": 6, "norms": 7, "mlps": 3, "rotations": 3},
+    "gemma2": {"products": 8, "norms": 17, "mlps": 4, "rotations": 4},
+    "gemma3_text": {"products": 8, "norms": 25, "mlps": 4, "rotations": 4},
+    "phi3": {"products": 0, "norms": 7, "mlps": 3, "rotations": 3},
+    "gpt2": {"products": 0, "norms": 0, "mlps": 0, "rotations": 0},
+    "opt": {"products": 3, "norms": 0, "mlps": 0, "rotations": 0},
+    "gpt_neox": {"products": 0, "norms": 0, "mlps": 0, "rotations": 3},
+    "mixtral": {"products": 3, "norms": 7, "mlps": 0, "rotations": 3},
+    "gpt_oss": {"products": 4, "norms": 9, "mlps": 0, "rotations": 4},
+}
+
+
+def fused_model(model):
+    pack_linears(model)
+    return fuse(model)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_replaced(name, dtype):
+    model = tiny(name).to(dtype)
+    names = [name for name, _ in model.named_modules()]
+    assert fused_model(model).counts == EXPECTED[name]
+    assert [name for name, _ in model.named_modules()] == names
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tokens_equal_those_of_transformers(name):
+    model, inputs = tiny(name), prompts([1, 7, 16, 33, 100], VOCAB)
+    expected = plain(model, inputs, 16)
+    fused_model(model)
+    engine = TinyEngine(model, usable=60, block_size=4, max_seqs=4, max_chunk_tokens=7)
+    assert engine.generate(inputs, Sampling(16)) == expected
+    sampling = Sampling(16, temperature=1.0, seed=3)
+    first, again = (engine.generate(some, sampling) for some in (inputs, inputs[2:3]))
+    assert first[2:3] == again, "the same seed, whatever else runs"
+
+
+def test_other_instances_stay_as_they_are():
+    model = tiny("llama")
+    other = copy.deepcopy(model)
+    fused_model(model)
+    assert all("forward" not in vars(module) for module in other.modules())
+    ids = torch.arange(9)[None]
+    torch.testing.assert_close(model(input_ids=ids).logits, other(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_children_can_still_be_replaced():
+    model = tiny("llama")
+    fused_model(model)
+    layer = model.model.layers[0]
+    assert vars(layer)["mlp"] is layer.mlp is dict(layer.named_children())["mlp"]
+    layer.mlp = nn.Identity()
+    assert type(layer.mlp) is type(dict(layer.named_children())["mlp"]) is nn.Identity
+
+
+def test_nothing_without_native_kernels(monkeypatch):
+    model = tiny("llama")
+    pack_linears(model)
+    monkeypatch.setattr(native, "instructions", lambda: None)
+    assert fuse(model) == Fused()
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_a_model_that_computes_something_else_is_undone(monkeypatch, caplog):
+    """A fault in a kernel: rotations by another angle."""
+    model = tiny("llama")
+    ids = torch.arange(9)[None]
+    before = model(input_ids=ids).logits
+    pack_linears(model)
+    monkeypatch.setattr(
+        "pagetide.engine.loading.fusion.native_attention_forward",
+        lambda module, calls: (lambda **more: (torch.zeros_like(more["hidden_states"]), None)) if calls else None,
+    )
+    assert fuse(model).counts == {"products": 6, "norms": 0, "mlps": 0, "rotations": 0}
+    assert "logits differ" in caplog.text
+    torch.testing.assert_close(model(input_ids=ids).logits, before, rtol=1e-4, atol=1e-4)
+
+
+# --- norms ---
+
+
+class Clamped(LlamaRMSNorm):
+    def forward(self, x):
+        return super().forward(x).clamp(-3, 3)
+
+
+class Shifted(LlamaRMSNorm):
+    def forward(self, x):
+        return super().forward(x) + 1e-3
+
+
+class OtherEps(LlamaRMSNorm):
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 2 * self.variance_epsilon)
+
+
+class Centred(LlamaRMSNorm):
+    def forward(self, x):
+        return super().forward(x - x.mean(-1, keepdim=True))
+
+
+def filled(norm, dtype):
+    norm = norm.to(dtype).requires_grad_(False)
+    norm.weight.add_(0.3 * torch.randn(norm.weight.shape, generator=torch.Generator().manual_seed(0)).to(dtype))
+    return norm
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("eps", [1e-8, 1e-6, 1e-5, 1e-3])
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, Gemma2RMSNorm])
+def test_norms(kind, eps, dtype):
+    norm, x = filled(kind(48, eps=eps), dtype), torch.randn(3, 48).to(dtype)
+    found = native_norm(norm, x)
+    assert found is not None
+    torch.testing.assert_close(found(x), norm(x), rtol=max(1e-6, 2 * torch.finfo(dtype).eps), atol=0)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("kind", [Clamped, Shifted, OtherEps, Centred, nn.LayerNorm])
+def test_what_only_looks_like_a_norm(kind, dtype):
+    norm = filled(kind(48, bias=False) if kind is nn.LayerNorm else kind(48, eps=1e-5), dtype)
+    assert native_norm(norm, torch.randn(3, 48).to(dtype)) is None
+
+
+def test_a_norm_of_another_type_or_width():
+    norm = filled(LlamaRMSNorm(48), torch.float32)
+    assert native_norm(norm, torch.randn(3, 48).bfloat16()) is None
+    assert native_norm(norm, torch.randn(3, 96)) is None
+
+
+# --- MLPs and products ---
+
+
+class Gated(nn.Module):
+    def __init__(self, act=F.silu, bias=False):
+        super().__init__()
+        self.gate, self.up, self.down = (
+            nn.Linear(48, 96, bias=bias),
+            nn.Linear(48, 96, bias=bias),
+            nn.Linear(96, 48, bias=bias),
+        )
+        self.act = act
+
+    def forward(self, x):
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+
+class UpFirst(Gated):
+    def forward(self, x):
+        return self.down(self.up(x) * self.act(self.gate(x)))
+
+
+class ClampedGate(Gated):
+    def forward(self, x):
+        return self.down(self.act(self.gate(x).clamp(max=7)) * self.up(x))
+
+
+class Doubled(Gated):
+    def forward(self, x):
+        return 2 * self.down(self.act(self.gate(x)) * self.up(x))
+
+
+class Plus(Gated):
+    def forward(self, x):
+        return self.down(self.act(self.gate(x)) * (self.up(x) + 1))
+
+
+class Halves(nn.Module):
+    """One layer for both, the gate last."""
+
+    def __init__(self, act=F.silu, bias=False):
+        super().__init__()
+        self.both, self.down, self.act = nn.Linear(48, 192, bias=bias), nn.Linear(96, 48, bias=bias), act
+
+    def forward(self, x):
+        up, gate = self.both(x).chunk(2, -1)
+        return self.down(up * self.act(gate))
+
+
+class Flat(nn.Module):
+    """Reads its layers' outputs as rows without gaps."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(48, 24), nn.Linear(48, 24)
+
+    def forward(self, x):
+        return x + torch.cat([self.a(x).view(-1), self.b(x).view(-1)]).view(x.shape)
+
+
+class Model(nn.Module):
+    """As much of a language model as `fuse` needs."""
+
+    def __init__(self, inner):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.inner, self.head = nn.Embedding(50, 48), inner, nn.Linear(48, 50)
+        self.requires_grad_(False)
+        self.config = tiny("llama").config
+        self.config.vocab_size = 50
+
+    def forward(self, input_ids, use_cache):
+        x = self.embedding(input_ids)
+        return SimpleNamespace(logits=self.head(x + self.inner(x)))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("act", [F.silu, F.gelu, lambda x: F.gelu(x, approximate="tanh")])
+@pytest.mark.parametrize("kind", [Gated, UpFirst, Halves])
+@pytest.mark.parametrize("bias", [False, True])
+def test_mlps(kind, act, bias, dtype):
+    model = Model(kind(act, bias)).to(dtype)
+    x = torch.randn(2, 3, 48).to(dtype)
+    expected = model.inner(x)
+    assert fused_model(model).mlps == [model.inner]
+    torch.testing.assert_close(model.inner(x), expected, rtol=0.05, atol=1e-6 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("kind", [ClampedGate, Doubled, Plus, lambda: Gated(F.relu), lambda: Gated(F.mish)])
+def test_what_only_looks_like_a_gated_mlp(kind, dtype):
+    model = Model(kind()).to(dtype)
+    x = torch.randn(2, 3, 48).to(dtype)
+    pack_linears(model)
+    expected = model.inner(x)
+    assert fuse(model).counts == {"products": 1, "norms": 0, "mlps": 0, "rotations": 0}
+    assert torch.equal(model.inner(x), expected)
+
+
+def test_a_module_that_cannot_read_rows_with_gaps(caplog):
+    model = Model(Flat())
+    pack_linears(model)
+    x = torch.randn(1, 5, 48)
+    expected = model.inner(x)
+    fuse(model)
+    assert "view size is not compatible" in caplog.text
+    assert torch.equal(model.inner(x), expected)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("widths", [(64, 32, 32), (48, 16, 16), (1, 70, 33)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_are_the_same_to_the_bit(widths, bias, dtype):
+    torch.manual_seed(0)
+    layers = [NativeLinear(nn.Linear(50, n, bias=bias, dtype=dtype).requires_grad_(False)) for n in widths]
+    x, other = torch.randn(2, 2, 7, 50).to(dtype)
+    expected = [[layer(one) for layer in layers] for one in (x, other)]
+    size = sum(layer._packed.numel() for layer in layers)
+    merged = MergedLinears.of(layers)
+    assert merged is not None
+    for one, outs in ((x, expected[0]), (other, expected[1])):
+        assert all(map(torch.equal, [layer(one) for layer in layers], outs))
+        assert merged._input is None and not merged._columns, "nothing is kept"
+    backwards = [layers[i](x) for i in (2, 1, 0)][::-1]
+    assert all(map(torch.equal, backwards, expected[0]))
+    mixed = [layers[0](x), layers[0](other), layers[1](x), layers[2](x), layers[1](other)]
+    for out, right in zip(mixed, (expected[0][0], expected[1][0], *expected[0][1:], expected[1][1]), strict=True):
+        assert torch.equal(out, right)
+    storages = {layer._packed.untyped_storage().data_ptr() for layer in layers}
+    assert storages == {merged.whole._packed.untyped_storage().data_ptr()}
+    assert merged.whole._packed.untyped_storage().nbytes() == size, "no weight is held twice"
+    for layer in layers:
+        del layer.forward  # by its view of the weight
+    assert all(map(torch.equal, [layer(x) for layer in layers], expected[0]))
+
+
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_products_of_quantized_layers(bits):
+    torch.manual_seed(0)
+    method = Method(bits, None, False, 0.0)
+    layers = [quantize_linear(nn.Linear(128, n).requires_grad_(False), method, torch.float32) for n in (64, 32)]
+    x = torch.randn(3, 128)
+    expected = [layer(x) for layer in layers]
+    assert MergedLinears.of(layers) is not None
+    assert all(map(torch.equal, [layer(x) for layer in layers], expected))
+    assert len({layer.packed.packed.untyped_storage().data_ptr() for layer in layers}) == 1
+    assert len({layer.packed.scales.untyped_storage().data_ptr() for layer in layers}) == 1
+
+
+def test_layers_that_differ_are_not_merged():
+    def layer(k=50, bias=True, dtype=torch.float32):
+        return NativeLinear(nn.Linear(k, 8, bias=bias, dtype=dtype).requires_grad_(False))
+
+    for other in (layer(k=60), layer(bias=False), layer(dtype=torch.bfloat16)):
+        assert MergedLinears.of([layer(), other]) is None
+    quantized = quantize_linear(nn.Linear(50, 8).requires_grad_(False), Method("int8", None, False, 0.0), torch.float32)
+    assert isinstance(quantized, QuantizedLinear) and MergedLinears.of([layer(), quantized]) is None
