@@ -1,0 +1,270 @@
+"""The disk cache of quantized weights: one file per checkpoint, form and processor.
+
+    $XDG_CACHE_HOME/pagetide/quantized/KEY.weights     ~/.cache if the variable is not set or not absolute
+    $XDG_CACHE_HOME/pagetide/quantized/digests.json    SHA-256 of checkpoint files by path, size and times
+
+A key is a digest of the checkpoint's content, of what the engine computes with it, and of VERSION. A file is written beside its
+place and renamed once it is complete, so several processes may write and read. The least recently used files are deleted to
+keep the folder below PAGETIDE_CACHE_SIZE (default 20 GiB; 0 keeps nothing), and a file that is not whole is deleted when it is
+read. Nothing here is needed: where the folder cannot be written, weights are quantized at each start.
+
+A file is a line of JSON, and the arrays it lists, each aligned to 64 bytes. Arrays stay mapped, so engines share them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import mmap
+import os
+import tempfile
+import time
+import zlib
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from ...monitor.units import GIB, format_bytes, parse_bytes
+from ...native import instructions
+from ..errors import ConfigError
+from .checkpoint import Checkpoint
+from .models import Quantization
+from .quantization import VERSION
+from .quantized_linears import PackedWeight
+
+log = logging.getLogger(__name__)
+
+VARIABLE = "PAGETIDE_CACHE_SIZE"
+DEFAULT_MOST_BYTES = 20 * GIB
+_ALIGNMENT = 64
+_MOST_HEADER_BYTES = 64 << 20
+_MOST_DIGESTS = 1000
+_ABANDONED_S = 3600.0  # age of half a file whose writer must be gone
+_ARRAYS = {"packed": torch.uint8, "scales": torch.float32, "in_scales": torch.float32}
+
+
+def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """The folder of the cache. Does not create it. It is relative if there is no home directory."""
+    named = environ.get("XDG_CACHE_HOME", "")
+    base = Path(named) if os.path.isabs(named) else Path(os.path.expanduser("~")) / ".cache"
+    return base / "pagetide" / "quantized"
+
+
+def most_bytes(environ: Mapping[str, str] = os.environ) -> int:
+    """The bound of the folder's size. Raises ConfigError for a variable that is no size."""
+    text = environ.get(VARIABLE, "")
+    try:
+        return 0 if text == "0" else parse_bytes(text) if text else DEFAULT_MOST_BYTES
+    except ValueError as error:
+        raise ConfigError(f"{VARIABLE}: {error}; or 0, which keeps nothing") from error
+
+
+@dataclass(frozen=True, slots=True)
+class CacheFile:
+    """A file in the folder."""
+
+    path: Path
+    num_bytes: int
+    used_s: float  # Unix time
+
+
+class QuantizedCache:
+    """The quantized weights in a folder."""
+
+    def __init__(self, folder: Path | None = None, most: int | None = None) -> None:
+        self.folder = cache_dir() if folder is None else folder
+        self.most_bytes = most_bytes() if most is None else most
+
+    def key(self, checkpoint: Checkpoint, quantization: Quantization, dtype: torch.dtype) -> str | None:
+        """The key of these weights; None if they are not kept: a loaded model, or a folder that cannot be used.
+
+        Reads the checkpoint's files once, and again when they change.
+        """
+        if not self.most_bytes or checkpoint.spec.loaded is not None or not self.folder.is_absolute():
+            return None
+        try:
+            files = [checkpoint.spec.path / "config.json", *checkpoint.weights.paths]
+            digests = [self._digest(path) for path in files]
+        except OSError as error:
+            log.warning("quantized weights are not kept: %s", error)
+            return None
+        what = [VERSION, quantization, str(dtype), instructions(), *digests]
+        return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
+
+    def read(self, key: str) -> dict[str, PackedWeight] | None:
+        """The weights by their layers' names, or None without a whole file."""
+        path = self._path(key)
+        try:
+            with path.open("rb") as file:
+                weights = _read(file)
+            os.utime(path)
+            return weights
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            log.warning("%s is not used, and deleted: %s", path, error)
+            with suppress(OSError):
+                path.unlink()
+            return None
+
+    def write(self, key: str, weights: Mapping[str, PackedWeight]) -> None:
+        """Keep `weights`, and delete others if the folder becomes too large. Logs what goes wrong."""
+        header, arrays = _header(weights)
+        size = len(header) + sum(_aligned(len(data)) for data in arrays)
+        if size > self.most_bytes:
+            log.info(
+                "quantized weights of %s are not kept: %s is %d bytes", format_bytes(size), VARIABLE, self.most_bytes
+            )
+            return
+        half = None
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._make_room(size)
+            descriptor, half = tempfile.mkstemp(prefix=key, suffix=".tmp", dir=self.folder)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(header)
+                for data in arrays:
+                    file.write(data)
+                    file.write(bytes(_aligned(len(data)) - len(data)))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(half, self._path(key))
+            half = None
+        except OSError as error:
+            log.warning("quantized weights are not kept, and are made again at the next start: %s", error)
+        finally:
+            if half is not None:
+                with suppress(OSError):
+                    os.unlink(half)
+
+    def files(self) -> list[CacheFile]:
+        """The files of weights, also unfinished ones; the least recently used first."""
+        found = []
+        for pattern in ("*.weights", "*.tmp"):
+            for path in self.folder.glob(pattern):
+                with suppress(OSError):  # another process has deleted it
+                    status = path.stat()
+                    found.append(CacheFile(path, status.st_size, status.st_mtime))
+        return sorted(found, key=lambda file: file.used_s)
+
+    def clear(self) -> int:
+        """Delete all files. Returns the bytes that they had. Engines that use them are not affected. Raises OSError."""
+        files = self.files()
+        for path in [*(file.path for file in files), self.folder / "digests.json"]:
+            path.unlink(missing_ok=True)
+        return sum(file.num_bytes for file in files)
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key}.weights"
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Delete abandoned files, and the least recently used ones until `num_bytes` fit."""
+        now, kept = time.time(), []
+        for file in self.files():
+            if file.path.suffix == ".tmp" and now - file.used_s > _ABANDONED_S:
+                file.path.unlink(missing_ok=True)
+            else:
+                kept.append(file)
+        total = sum(file.num_bytes for file in kept)
+        for file in kept:
+            if total + num_bytes <= self.most_bytes:
+                return
+            if file.path.suffix == ".weights":
+                file.path.unlink(missing_ok=True)
+                total -= file.num_bytes
+
+    def _digest(self, path: Path) -> str:
+        """SHA-256 of a file, remembered until the file changes. Raises OSError."""
+        status = path.stat()
+        what = [str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+        identity = hashlib.sha256(json.dumps(what).encode()).hexdigest()
+        known = self._known_digests()
+        if identity in known:
+            return known[identity]
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        self._remember({**known, identity: found})
+        return found
+
+    def _known_digests(self) -> dict[str, str]:
+        try:
+            known = json.loads((self.folder / "digests.json").read_text("utf-8"))
+        except (OSError, ValueError):
+            return {}
+        usable = isinstance(known, dict) and all(isinstance(digest, str) for digest in known.values())
+        return known if usable else {}
+
+    def _remember(self, digests: dict[str, str]) -> None:
+        """Keep the newest `digests`. If two processes do so at once, one of them reads a file again later."""
+        newest = dict(list(digests.items())[-_MOST_DIGESTS:])
+        half = None
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor, half = tempfile.mkstemp(prefix="digests", suffix=".tmp", dir=self.folder)
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                json.dump(newest, file)
+            os.replace(half, self.folder / "digests.json")
+        except OSError as error:
+            log.debug("digests of checkpoints are not kept: %s", error)
+            if half is not None:
+                with suppress(OSError):
+                    os.unlink(half)
+
+
+def _header(weights: Mapping[str, PackedWeight]) -> tuple[bytes, list[memoryview]]:
+    """The line of JSON, padded, and the arrays in the order of their offsets (from the end of the line)."""
+    offset, entries, arrays = 0, {}, []
+    for name, weight in weights.items():
+        entry: dict[str, Any] = {
+            "quantization": weight.quantization, "n": weight.n, "k": weight.k, "rows_in_int8": weight.rows_in_int8,
+        }  # fmt: skip
+        for part in _ARRAYS:
+            if (tensor := getattr(weight, part)) is not None:
+                data = memoryview(tensor.contiguous().numpy()).cast("B")
+                entry[part] = {"offset": offset, "shape": list(tensor.shape), "crc32": zlib.crc32(data)}
+                arrays.append(data)
+                offset += _aligned(len(data))
+        entries[name] = entry
+    text = json.dumps({"weights": entries, "bytes": offset}).encode()
+    text = b"%s %08x" % (text, zlib.crc32(text))
+    return text.ljust(_aligned(len(text) + 1) - 1) + b"\n", arrays
+
+
+def _read(file: BinaryIO) -> dict[str, PackedWeight]:
+    """The weights of a file, mapped. Raises ValueError, KeyError or TypeError for one that is not whole."""
+    line = file.readline(_MOST_HEADER_BYTES)
+    text, _, check = line.rstrip().rpartition(b" ")
+    if not check or len(check) != 8 or int(check, 16) != zlib.crc32(text):
+        raise ValueError("its header is damaged")
+    header = json.loads(text)
+    if os.fstat(file.fileno()).st_size != len(line) + header["bytes"]:
+        raise ValueError("it is not as long as its header says")
+    content = memoryview(mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
+    return {name: _weight(name, entry, content[len(line) :]) for name, entry in header["weights"].items()}
+
+
+def _weight(name: str, entry: dict[str, Any], content: memoryview) -> PackedWeight:
+    arrays = {part: _array(name, entry[part], dtype, content) for part, dtype in _ARRAYS.items() if part in entry}
+    return PackedWeight(
+        entry["quantization"], entry["n"], entry["k"], entry["rows_in_int8"], arrays["packed"], arrays["scales"],
+        arrays.get("in_scales"),
+    )  # fmt: skip
+
+
+def _array(name: str, entry: dict[str, Any], dtype: torch.dtype, content: memoryview) -> torch.Tensor:
+    count = 1
+    for size in entry["shape"]:
+        count *= size
+    data = content[entry["offset"] : entry["offset"] + count * dtype.itemsize]
+    if zlib.crc32(data) != entry["crc32"]:
+        raise ValueError(f"the weights of {name} are damaged")
+    return torch.frombuffer(data, dtype=dtype, count=count).view(entry["shape"])
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,120 @@
+"""Quantizes a model as it is loaded, by the disk cache if the weights are there, and counts the bytes that it will have."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from ...monitor.units import format_bytes
+from ..errors import ConfigError
+from .checkpoint import Checkpoint
+from .log_suppression import quiet_transformers
+from .mapped_files import MappedFiles
+from .models import Quantization
+from .probe import random_tokens
+from .quantization import weight_bytes
+from .quantized_cache import QuantizedCache
+from .quantized_linears import NUM_TOKENS, PackedWeight, QuantizedLinear, quantizable, quantize_linears, replace_linears
+
+log = logging.getLogger(__name__)
+
+
+def quantize_model(
+    model: Any,
+    checkpoint: Checkpoint,
+    quantization: Quantization,
+    dtype: torch.dtype,
+    cache: QuantizedCache | None = None,
+) -> None:
+    """Quantize the linear layers of `model`, and convert everything else to `dtype`. Mutates the model.
+
+    `model` has the checkpoint's type, so that weights that are quantized stay mapped from their files until then; with weights
+    from the cache they are never read. Raises ConfigError if the checkpoint is quantized already, or if there is nothing
+    to quantize.
+    """
+    if checkpoint.quantized:
+        raise ConfigError(
+            f"{checkpoint.spec.name} is quantized already, and quantization={quantization!r} was asked for: leave it out"
+        )
+    began, cache = time.perf_counter(), cache or QuantizedCache()
+    key = cache.key(checkpoint, quantization, dtype)
+    _convert(model, dtype, keep=quantizable)
+    kept = None if key is None else cache.read(key)
+    if kept is not None and (layers := _layers_of(model, kept, dtype)):
+        replace_linears(model, layers)
+        done = "from the cache"
+    else:
+        tokens = min(NUM_TOKENS[1], checkpoint.context_length or NUM_TOKENS[1])
+        ids = random_tokens(model.config.get_text_config(decoder=True), NUM_TOKENS[0] * tokens)
+        mapped = MappedFiles(checkpoint.weights.paths)
+        kept = quantize_linears(model, quantization, ids.view(NUM_TOKENS[0], tokens), mapped.give_back)
+        if key is not None:
+            cache.write(key, kept)
+        done = "made now"
+    _convert(model, dtype)
+    size = sum(one.num_bytes for one in kept.values())
+    log.info("%s weights of %s, %s, in %.1f s", quantization, format_bytes(size), done, time.perf_counter() - began)
+
+
+def quantized_bytes(checkpoint: Checkpoint, quantization: Quantization, dtype: torch.dtype) -> int:
+    """Bytes that the weights take once quantized. Those of a loaded model that the engine shares with it are not counted.
+
+    Reads no weights: the model is made without memory.
+    """
+    loaded = checkpoint.spec.loaded
+    if loaded is None:
+        with quiet_transformers(), torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(
+                checkpoint.config, dtype=dtype, attn_implementation="eager",
+                trust_remote_code=checkpoint.spec.trust_remote_code,
+            )  # fmt: skip
+    else:
+        model = loaded.model
+    head, total = model.get_output_embeddings(), 0
+    for module in model.modules():
+        if quantizable(module):
+            n, k = module.weight.shape
+            total += weight_bytes(n, k, "int8" if module is head else quantization)
+    for parameter in _plain_parameters(model):
+        if loaded is None or (parameter.is_floating_point() and parameter.dtype != dtype):
+            total += parameter.numel() * (dtype.itemsize if parameter.is_floating_point() else parameter.itemsize)
+    return total
+
+
+def _plain_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters that are not quantized, each once."""
+    found: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if name != "weight" or not quantizable(module):
+                found[id(parameter)] = parameter
+    yield from found.values()
+
+
+def _layers_of(model: nn.Module, kept: dict[str, PackedWeight], dtype: torch.dtype) -> dict[str, QuantizedLinear]:
+    """Layers with the cached weights; none unless each of them has a layer of its shape."""
+    there = {name: module for name, module in model.named_modules() if quantizable(module)}
+    if any(name not in there or there[name].weight.shape != (one.n, one.k) for name, one in kept.items()):
+        log.warning("the cache has quantized weights of other layers than the model: they are made again")
+        return {}
+    return {name: QuantizedLinear(one, there[name].bias, dtype) for name, one in kept.items()}
+
+
+def _convert(model: Any, dtype: torch.dtype, keep: Any = lambda module: False) -> None:
+    """Convert the parameters of the modules that are not to `keep` their type. The model's own exceptions stay float32."""
+    exceptions = [*(getattr(model, "_keep_in_fp32_modules", None) or ())]
+    exceptions += getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    for path, module in model.named_modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if (keep(module) and name == "weight") or parameter.dtype == dtype or not parameter.is_floating_point():
+                continue
+            if parameter.device.type == "meta" or any(re.search(one, path) for one in exceptions):
+                continue
+            setattr(module, name, nn.Parameter(parameter.detach().to(dtype), requires_grad=False))

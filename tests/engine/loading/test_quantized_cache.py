@@ -1,0 +1,321 @@
+"""Quantized weights on disk: the same weights come back, and nothing that goes wrong there is noticed but in the log."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+from families import tiny
+from torch import nn
+
+from pagetide import ConfigError, native
+from pagetide.cli import main
+from pagetide.engine.loading import quantized_cache, quantized_linears, quantized_model
+from pagetide.engine.loading.checkpoint import Checkpoint
+from pagetide.engine.loading.loader import load_model
+from pagetide.engine.loading.models import resolve_model
+from pagetide.engine.loading.quantization import Method, quantize
+from pagetide.engine.loading.quantized_cache import DEFAULT_MOST_BYTES, QuantizedCache, cache_dir, most_bytes
+from pagetide.engine.loading.quantized_linears import PackedWeight, QuantizedLinear
+
+pytestmark = pytest.mark.skipif(native.instructions() is None, reason="the native kernels are not built")
+
+CPU = torch.device("cpu")
+
+
+def weights(seed=0, n=40, in_scales=True):
+    generator = torch.Generator().manual_seed(seed)
+
+    def one(form, columns, rows_in_int8):
+        factors = torch.rand(columns, generator=generator) + 0.5 if in_scales else None
+        weight = quantize(torch.randn(n, columns, generator=generator), Method(form, factors, rows_in_int8, 0.0))
+        return PackedWeight.of(weight, rows_in_int8)
+
+    return {"model.a": one("int8", 33, True), "model.b": one("int4", 130, False)}
+
+
+def assert_same(found, expected):
+    assert found is not None and list(found) == list(expected)
+    for name, one in found.items():
+        other = expected[name]
+        for field in ("quantization", "n", "k", "rows_in_int8"):
+            assert getattr(one, field) == getattr(other, field)
+        assert torch.equal(one.packed, other.packed) and torch.equal(one.scales, other.scales)
+        assert (one.in_scales is None) == (other.in_scales is None)
+        assert one.in_scales is None or torch.equal(one.in_scales, other.in_scales)
+        assert one.packed.data_ptr() % 64 == 0
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return QuantizedCache(tmp_path / "cache", 1 << 20)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tiny("llama", hidden_size=96).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("in_scales", [True, False])
+def test_what_is_kept_comes_back(cache, in_scales):
+    assert cache.read("key") is None
+    cache.write("key", weights(in_scales=in_scales))
+    assert_same(cache.read("key"), weights(in_scales=in_scales))
+    assert [file.path.name for file in cache.files()] == ["key.weights"]
+
+
+def test_weights_in_use_outlive_their_file(cache):
+    cache.write("key", weights())
+    found = cache.read("key")
+    assert cache.clear() > 0 and cache.files() == []
+    assert_same(found, weights())
+    assert cache.read("key") is None
+
+
+def test_every_damaged_byte_is_noticed(cache, caplog):
+    """A file with a wrong byte anywhere but in its padding is deleted, and made again."""
+    cache.write("key", weights())
+    path = cache.files()[0].path
+    right = path.read_bytes()
+    line = right.index(b"\n") + 1
+    header = json.loads(right[:line].rstrip().rpartition(b" ")[0])
+    arrays = [one[part] for one in header["weights"].values() for part in ("packed", "scales", "in_scales")]
+    places = [
+        0,
+        5,
+        line // 3,
+        *(line + array["offset"] for array in arrays),
+        *(line + a["offset"] + 40 for a in arrays),
+    ]
+    for place in places:
+        path.write_bytes(right[:place] + bytes([right[place] ^ 0x10]) + right[place + 1 :])
+        caplog.clear()
+        assert cache.read("key") is None, place
+        assert "deleted" in caplog.text and not path.exists()
+    path.write_bytes(right)
+    assert_same(cache.read("key"), weights())
+
+
+@pytest.mark.parametrize("length", [0, 1, 100, -1, -64, -5000])
+def test_a_file_that_is_cut_off_is_deleted(cache, length):
+    cache.write("key", weights())
+    path = cache.files()[0].path
+    path.write_bytes(path.read_bytes()[:length])
+    assert cache.read("key") is None and not path.exists()
+
+
+def test_a_full_disk_leaves_nothing(cache, monkeypatch, caplog):
+    class Full:
+        def __init__(self, file):
+            self.file, self.left = file, 3
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.file.close()
+
+        def write(self, data):
+            self.left -= 1
+            if not self.left:
+                raise OSError(errno.ENOSPC, "no space left")
+            self.file.write(data)
+
+    whole = os.fdopen
+    monkeypatch.setattr(quantized_cache.os, "fdopen", lambda fd, mode: Full(whole(fd, mode)))
+    cache.write("key", weights())
+    assert "no space left" in caplog.text and list(cache.folder.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path, caplog):
+    (tmp_path / "cache").write_text("a file")
+    cache = QuantizedCache(tmp_path / "cache", 1 << 20)
+    cache.write("key", weights())
+    assert "not kept" in caplog.text and cache.read("key") is None and cache.files() == []
+
+
+def test_the_least_recently_used_go_first(tmp_path):
+    one = QuantizedCache(tmp_path, 1 << 20)
+    one.write("a", weights())
+    size = one.files()[0].num_bytes
+    cache = QuantizedCache(tmp_path, 3 * size)
+    for key in "bc":
+        cache.write(key, weights())
+    for age, key in enumerate("cba"):
+        os.utime(tmp_path / f"{key}.weights", (1000 - age, 1000 - age))
+    assert cache.read("a") is not None  # used now
+    cache.write("d", weights())
+    assert {file.path.stem for file in cache.files()} == {"a", "c", "d"}
+    assert sum(file.num_bytes for file in cache.files()) <= cache.most_bytes
+
+
+def test_what_is_larger_than_the_bound_is_not_kept_and_drives_nothing_out(tmp_path):
+    cache = QuantizedCache(tmp_path, 1 << 20)
+    cache.write("a", weights())
+    QuantizedCache(tmp_path, 1000).write("b", weights())
+    assert [file.path.stem for file in cache.files()] == ["a"]
+
+
+def test_half_a_file_of_a_writer_that_is_gone_is_deleted(cache):
+    cache.write("a", weights())
+    old, new = cache.folder / "old.tmp", cache.folder / "new.tmp"
+    old.write_bytes(b"half"), new.write_bytes(b"half")
+    os.utime(old, (1000, 1000))
+    cache.write("b", weights())
+    assert not old.exists() and new.exists()
+
+
+def test_writers_and_readers_at_the_same_time(cache):
+    """Each reader gets a whole file or none, whoever writes."""
+    expected = weights()
+
+    def work(number):
+        if number % 2:
+            cache.write("key", expected)
+        elif (found := cache.read("key")) is not None:
+            assert_same(found, expected)
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(work, range(80)))
+    assert_same(cache.read("key"), expected)
+    assert [file.path.suffix for file in cache.files()] == [".weights"]
+
+
+def test_a_writer_that_is_killed_leaves_no_file_under_the_key(tmp_path):
+    code = (
+        f"import os, sys; sys.path[:0] = [{os.path.dirname(__file__)!r}];"
+        "from pagetide.engine.loading import quantized_cache as q; from test_quantized_cache import weights;"
+        "from pathlib import Path; q.os.fsync = lambda fd: os._exit(9);"
+        f"q.QuantizedCache(Path({str(tmp_path)!r}), 1 << 20).write('key', weights())"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", code], check=False, env=environment).returncode == 9
+    assert [path.suffix for path in tmp_path.iterdir()] == [".tmp"]
+    cache = QuantizedCache(tmp_path, 1 << 20)
+    assert cache.read("key") is None
+    cache.write("key", weights())
+    assert_same(cache.read("key"), weights())
+
+
+# --- keys
+
+
+def test_the_key_depends_on_content_and_on_what_is_computed(saved, cache, tmp_path, monkeypatch):
+    def key(form="int8", dtype=torch.float32, folder=saved):
+        return cache.key(Checkpoint.open(resolve_model(folder)), form, dtype)
+
+    first = key()
+    assert first == key() and len({first, key("int4"), key(dtype=torch.bfloat16)}) == 3
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in saved.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    assert key(folder=copy) == first
+    content = bytearray((copy / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (copy / "model.safetensors").write_bytes(content)
+    assert key(folder=copy) != first
+    monkeypatch.setattr(quantized_cache, "VERSION", quantized_cache.VERSION + 1)
+    assert key() != first
+
+
+def test_content_is_read_once_until_it_changes(saved, cache, monkeypatch):
+    read, digest = [], quantized_cache.hashlib.file_digest
+    monkeypatch.setattr(
+        quantized_cache.hashlib, "file_digest", lambda file, kind: (read.append(file.name), digest(file, kind))[1]
+    )
+    checkpoint = Checkpoint.open(resolve_model(saved))
+    key = cache.key(checkpoint, "int8", torch.float32)
+    assert len(read) == 2
+    assert cache.key(checkpoint, "int8", torch.float32) == key and len(read) == 2
+    os.utime(saved / "model.safetensors")
+    assert cache.key(checkpoint, "int8", torch.float32) == key and len(read) == 3
+    (cache.folder / "digests.json").write_text('["no digests"]')
+    assert cache.key(checkpoint, "int8", torch.float32) == key and len(read) == 5
+
+
+def test_loaded_models_and_a_cache_of_no_size_have_no_key(saved, tmp_path):
+    from pagetide.engine.loading.models import loaded_spec
+
+    model = tiny("llama")
+    loaded = Checkpoint.open(loaded_spec(model))
+    assert QuantizedCache(tmp_path, 1 << 20).key(loaded, "int8", torch.float32) is None
+    assert QuantizedCache(tmp_path, 0).key(Checkpoint.open(resolve_model(saved)), "int8", torch.float32) is None
+
+
+def test_place_and_bound_come_from_the_environment():
+    assert str(cache_dir({"XDG_CACHE_HOME": "/var/tmp/x"})) == "/var/tmp/x/pagetide/quantized"
+    assert cache_dir({"XDG_CACHE_HOME": "relative"}) == cache_dir({})
+    assert most_bytes({}) == DEFAULT_MOST_BYTES and most_bytes({"PAGETIDE_CACHE_SIZE": "0"}) == 0
+    assert most_bytes({"PAGETIDE_CACHE_SIZE": "2GiB"}) == 2 << 30
+    with pytest.raises(ConfigError, match="PAGETIDE_CACHE_SIZE"):
+        most_bytes({"PAGETIDE_CACHE_SIZE": "much"})
+
+
+# --- loading
+
+
+@pytest.fixture
+def own_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(quantized_linears, "LEAST_WEIGHTS", 1)
+    return tmp_path / "pagetide" / "quantized"
+
+
+def quantized(folder, dtype=torch.float32):
+    return load_model(Checkpoint.open(resolve_model(folder)), CPU, dtype, quantization="int8")
+
+
+def test_a_second_load_is_the_same_and_quantizes_nothing(saved, own_folder, monkeypatch):
+    ids = torch.arange(2, 30)[None]
+    with torch.inference_mode():
+        first = quantized(saved)(ids).logits
+        monkeypatch.setattr(quantized_model, "quantize_linears", None)
+        second = quantized(saved)(ids).logits
+    assert torch.equal(first, second)
+    assert len(list(own_folder.glob("*.weights"))) == 1
+
+
+def test_a_file_for_other_layers_is_not_used(saved, own_folder):
+    quantized(saved)
+    cache, file = QuantizedCache(), next(own_folder.glob("*.weights"))
+    kept = cache.read(file.stem)
+    name = next(iter(kept))
+    cache.write(file.stem, {**kept, name: replace(kept[name], n=kept[name].n + 1)})
+    model = quantized(saved)
+    assert sum(isinstance(module, QuantizedLinear) for module in model.modules()) == len(kept)
+    assert cache.read(file.stem)[name].n == kept[name].n
+
+
+def test_models_of_other_types_are_converted_but_for_what_is_quantized(saved, own_folder):
+    model = quantized(saved, torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert not any(type(module) is nn.Linear for module in model.modules())
+    with torch.inference_mode():
+        assert model(torch.arange(2, 30)[None]).logits.dtype == torch.bfloat16
+
+
+# --- the command
+
+
+def test_the_command_shows_and_clears(saved, own_folder, capsys):
+    quantized(saved)
+    size = next(own_folder.glob("*.weights")).stat().st_size
+    assert main(["cache", "info", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["bytes"] == size and shown["folder"] == str(own_folder) and len(shown["files"]) == 1
+    assert main(["cache", "info"]) == 0
+    text = capsys.readouterr().out
+    assert shown["files"][0]["name"] in text and "of at most 20.00 GiB" in text
+    assert main(["cache", "clear"]) == 0 and "freed" in capsys.readouterr().out
+    assert list(own_folder.iterdir()) == []
+    assert main(["cache", "clear", "--json"]) == 0 and json.loads(capsys.readouterr().out) == {"freed_bytes": 0}
