@@ -37,13 +37,16 @@ from .execution.graphs import CudaRecorder, sizes_for
 from .execution.host_pool import HostPool
 from .execution.runner import ModelRunner
 from .loading.checkpoint import Checkpoint
+from .loading.fusion import fuse
 from .loading.hub_kernels import no_hub_kernels
-from .loading.linears import bound_primitives, pack_linears
+from .loading.linears import bound_primitives, is_native
 from .loading.loader import choose_device, choose_dtype, load_model, load_tokenizer
 from .loading.probe import probe
+from .loading.quantized_linears import check_native, rows_as_they_are
 from .memory.engine_memory import READY_LIMIT_BYTES, EngineMemory
 from .memory.lease_holder import HEAP_BYTES, LeaseHolder, Sharing, acquire_lease
 from .memory.planning import MemoryPlan, plan_memory
+from .process.cpu_threads import CpuThreads
 from .process.memory_usage import trim
 from .sampling.sampler import Sampler
 from .text.encoder import Encoder
@@ -97,6 +100,7 @@ class Engine:
             "model": self.plan.model,
             "device": self.plan.device,
             "dtype": self.plan.dtype,
+            "quantization": self.plan.quantization,
             "attention": self.core.runner.kernel.name,
             "overlap": self.core.runner.overlaps,
             "cuda_graphs": [] if self.core.runner.graphs is None else list(self.core.runner.graphs.sizes),
@@ -228,11 +232,12 @@ def _build(
     if device.type == "cpu":
         bound_primitives()
     tokenizer = load_tokenizer(config.model)
-    model = load_model(checkpoint, device, dtype)
-    if device.type == "cpu":
-        pack_linears(model)
+    model = load_model(checkpoint, device, dtype, quantization=config.quantization, pack=True)
     watched = WatchedKernel()
-    probe(model, plan.geometry, max_length=plan.max_model_len, kernel=watched)
+    with rows_as_they_are():
+        if device.type == "cpu":
+            fuse(model)
+        probe(model, plan.geometry, max_length=plan.max_model_len, kernel=watched)
     register()
     model.set_attn_implementation(NAME)
     kernel = choose(config.attention, Site.of(device, plan.geometry), watched.specs, faults=faults)
@@ -282,6 +287,8 @@ def _planned(config: EngineConfig, context: int | None) -> tuple[Checkpoint, tor
     checkpoint = Checkpoint.open(config.model)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, checkpoint, device)
+    if config.quantization is not None:
+        check_native(config.quantization, device)
     return checkpoint, device, dtype, plan_memory(config, checkpoint, device, dtype, context=context)
 
 
@@ -384,6 +391,7 @@ def _core(
         arena=arena,
         host=host,
         overlaps=storage.device.type == "cuda" if config.overlap is None else config.overlap,
+        threads=CpuThreads(set_native=torch.ops.pagetide.set_threads.default if is_native(model) else None),
     )
     if config.cuda_graphs and storage.device.type == "cuda":
         _record(runner, limits.num_rows)

@@ -17,9 +17,11 @@ from .loading.models import (
     DTYPES,
     ModelEntry,
     ModelSpec,
+    Quantization,
     check_attention,
     check_device,
     check_dtype,
+    check_quantization,
     loaded_spec,
     read_models,
     resolve_model,
@@ -94,12 +96,18 @@ class RecordArguments(TypedDict, total=False):
     record_text: bool
 
 
-class EngineArguments(RecordArguments, total=False):
+class WeightArguments(TypedDict, total=False):
+    """Those arguments of `LLM` that determine the type of the weights."""
+
+    dtype: str | torch.dtype
+    quantization: Quantization | None
+
+
+class EngineArguments(RecordArguments, WeightArguments, total=False):
     """The arguments of `LLM` besides the model, for type checkers of calls that pass them on."""
 
     tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None
     device: str | torch.device
-    dtype: str | torch.dtype
     kv_memory: int | str | Mapping[str, Any]
     block_size: int | str
     max_seqs: int
@@ -126,6 +134,7 @@ class EngineConfig:
     Args:
         device: "auto", "cpu", "cuda" or "cuda:N".
         dtype: "auto", "float32", "float16" or "bfloat16".
+        quantization: "int8" or "int4": weights of linear layers in fewer bits, on a CPU. See `loading/quantization`.
         kv_memory: Bounds of the KV pool.
         block_size: Tokens per block; None is 16, or what the attention backend needs.
         max_seqs: Maximum number of running sequences.
@@ -149,6 +158,7 @@ class EngineConfig:
     model: ModelSpec
     device: str = "auto"
     dtype: str = "auto"
+    quantization: Quantization | None = None
     kv_memory: KvMemory = field(default_factory=KvMemory)
     block_size: int | None = None
     max_seqs: int = DEFAULT_MAX_SEQS
@@ -179,6 +189,7 @@ class EngineConfig:
         if isinstance(idle, bool) or not isinstance(idle, int | float) or not idle >= 0:
             raise ConfigError(f"idle_s must be a number of seconds of at least 0, got {idle!r}")
         check_attention(self.attention)
+        check_quantization(self.quantization)
         for name in ("prefix_caching", "share", "cuda_graphs", "self_check", "record_text"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
@@ -206,6 +217,7 @@ class EngineConfig:
         *,
         device: object = None,
         dtype: object = None,
+        quantization: object = None,
         kv_memory: int | str | Mapping[str, Any] | None = None,
         block_size: int | str | None = None,
         max_seqs: int = DEFAULT_MAX_SEQS,
@@ -227,12 +239,9 @@ class EngineConfig:
         record: object = None,
         record_text: bool = False,
     ) -> EngineConfig:
-        """Validate and resolve the arguments of an engine.
+        """Validate and resolve the arguments of an engine, as `LLM` describes them; `model` may be a ModelSpec too.
 
-        None, or "auto" if applicable, leaves the choice to the models file and then to the engine. `model` is a name, a folder,
-        a hub id, a loaded model or a ModelSpec; `tokenizer` is one of the first three or a loaded tokenizer. `kv_memory` is as
-        in `KvMemory.resolve`. `prefix_cache_memory` and `host_kv_memory` are sizes or 0. `device` and `dtype` may be torch's.
-
+        None, or "auto" if applicable, leaves the choice to the models file and then to the engine.
         Raises ModelNotFound as `resolve_model` does, and ConfigError, which names the argument that is wrong.
         """
         spec = _resolve_spec(model, tokenizer, trust_remote_code)
@@ -240,6 +249,7 @@ class EngineConfig:
             model=spec,
             device=check_device(spec.device or "auto" if device in (None, "auto") else device),
             dtype=check_dtype(spec.dtype or "auto" if dtype in (None, "auto") else dtype),
+            quantization=check_quantization(quantization),
             kv_memory=KvMemory.resolve(kv_memory),
             block_size=None if block_size == "auto" else block_size,  # type: ignore[arg-type]  # checked in __post_init__
             max_seqs=max_seqs,

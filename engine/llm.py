@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from .build import Engine, ModelFacts
+    from .loading.models import Quantization
 
 _UNSET_PROGRESS_DELAY_S = 2.0  # shorter calls show no bar
 
@@ -45,6 +46,8 @@ class LLM:
         device: "cpu", "cuda", "cuda:1"; "auto" is CUDA if there is a device.
         dtype: "float32" (or "float"), "bfloat16", "float16" (or "half"), or a torch dtype; "auto" is the checkpoint's, but
             float32 instead of float16 on a CPU.
+        quantization: "int8" or "int4": hold the weights of linear layers in 8 or about 4.5 bits, on a CPU with the native
+            kernels. They are made of any checkpoint at the first load, and kept on disk. None: as `dtype` says.
         kv_memory: Bytes of the KV cache. A number, or a text like "2GiB", is the exact size. With a mapping {"min", "max",
             "weight", "priority"} the pool grows and shrinks between the bounds; with "auto", up to the size that
             `pagetide plan` shows.
@@ -93,6 +96,7 @@ class LLM:
         tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
         device: str | torch.device = "auto",
         dtype: str | torch.dtype = "auto",
+        quantization: Quantization | None = None,
         kv_memory: int | str | Mapping[str, Any] = "auto",
         block_size: int | str = "auto",
         max_seqs: int = 256,
@@ -118,6 +122,7 @@ class LLM:
             tokenizer=tokenizer,
             device=device,
             dtype=dtype,
+            quantization=quantization,
             kv_memory=kv_memory,
             block_size=block_size,
             max_seqs=max_seqs,

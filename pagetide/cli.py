@@ -146,14 +146,15 @@ def _add_demo(commands: Any) -> argparse.ArgumentParser:
 
 def _add_modules(commands: Any) -> list[argparse.ArgumentParser]:
     """Add the commands that have modules of their own."""
-    from . import doctor, replay, serve
+    from . import disk_cache, doctor, replay, serve
     from .batch import run
 
     def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
         return _engine_arguments(args) | _serving_arguments(args)
 
     serving = serve.add_parser(commands, _add_engine_options, _add_serving, engine_arguments)
-    return [run.add_parser(commands), serving, replay.add_parser(commands), doctor.add_parser(commands)]
+    others = [one.add_parser(commands) for one in (replay, doctor, disk_cache)]
+    return [run.add_parser(commands), serving, *others]
 
 
 def _add_json(parser: argparse.ArgumentParser, what: str) -> None:
@@ -184,6 +185,9 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGr
     engine = parser.add_argument_group("engine")
     engine.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
     engine.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the checkpoint's)")
+    engine.add_argument(
+        "--quantization", metavar="FORM", help="int8 or int4 weights, on a CPU (default: as --dtype says)"
+    )
     engine.add_argument(
         "--kv-memory", metavar="BYTES",
         help="like 2GiB, or bounds: min=1GiB,max=4GiB,weight=2,priority=0 (default: see `pagetide plan`)",
@@ -316,7 +320,8 @@ def _given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 def _engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     return _given(
-        args, "device", "dtype", "kv_memory", "block_size", "attention", "max_seqs", "max_step_tokens", "max_model_len"
+        args, "device", "dtype", "quantization", "kv_memory", "block_size", "attention", "max_seqs", "max_step_tokens",
+        "max_model_len",
     )  # fmt: skip
 
 

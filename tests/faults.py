@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagetide.cache.storage import Storage
-from pagetide.engine.attention.torch_kernel import TorchKernel
 from pagetide.engine.build import Engine
 from pagetide.engine.execution import runner as runner_module
 from pagetide.engine.execution.host_pool import HostPool
@@ -37,9 +36,9 @@ class Point:
 
 POINTS = {
     "model": Point(lambda engine: engine.core.runner, "model"),
-    "kernel, attention": Point(lambda engine: TorchKernel, "attend"),
-    "kernel, writing": Point(lambda engine: TorchKernel, "write"),
-    "kernel, buffers": Point(lambda engine: TorchKernel, "release_buffers", always=None),
+    "kernel, attention": Point(lambda engine: type(engine.core.runner.kernel), "attend"),
+    "kernel, writing": Point(lambda engine: type(engine.core.runner.kernel), "write"),
+    "kernel, buffers": Point(lambda engine: type(engine.core.runner.kernel), "release_buffers", always=None),
     "upload": Point(lambda engine: Upload, "put"),
     "sampler, start of a row": Point(lambda engine: Sampler, "admit"),
     "sampler, end of a row": Point(lambda engine: Sampler, "release"),

@@ -17,7 +17,7 @@ class Needs:
 
     install: str | None = None  # how to install it; None: part of pagetide
     dtypes: tuple[str, ...] = ("float32", *_HALF)
-    majors: tuple[int, ...] | None = None  # compute capability; None: it runs on a CPU too
+    majors: tuple[int, ...] | None = None  # compute capability; None: it runs on a CPU too; none: only there
     block_multiple: int = 1  # tokens
     max_head_dim: int | None = None
     head_dim_multiple: int = 1
@@ -47,6 +47,7 @@ class AttentionSpec:
 # All support sliding windows. Head dims must be multiples of 8 because of 16-byte copies: blocks begin at multiples of 64.
 BACKENDS: dict[str, Needs] = {
     "torch": Needs(),
+    "native": Needs("install g++ or clang, then repeat the installation of pagetide", majors=(), max_head_dim=512),
     "triton": Needs("pip install 'pagetide[triton]'", majors=_ANY_MAJOR, max_head_dim=512, buffer_bytes=32 * MIB),
     "flash-attn": Needs(
         "pip install 'pagetide[flash]'", _HALF, (8, 9, 10, 12), block_multiple=256, max_head_dim=256, head_dim_multiple=8,
@@ -104,9 +105,9 @@ def unmet(
     """
     needs = BACKENDS[name]
     if needs.majors is not None:
-        if capability is None:
-            return f"it needs a CUDA device, and the engine runs on {device}"
-        if capability[0] not in needs.majors:
+        if (capability is None) != (not needs.majors):
+            return f"it needs a {'CUDA device' if needs.majors else 'CPU'}, and the engine runs on {device}"
+        if capability is not None and capability[0] not in needs.majors:
             known = ", ".join(f"{major}.x" for major in needs.majors)
             return f"it runs on compute capabilities {known}, and {device} has {capability[0]}.{capability[1]}"
     if dtype not in needs.dtypes:

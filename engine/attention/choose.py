@@ -1,6 +1,7 @@
 """Selection of the attention kernel: the requested one, or the fastest usable one as measured at start.
 
-    "auto"       CPU: torch. CUDA: the fastest kernel that supports the model, is installed and agrees with torch
+    "auto"       CPU: native, if it is built and agrees with torch, else torch
+                 CUDA: the fastest kernel that supports the model, is installed and agrees with torch
     requested    it supports the model, is installed and agrees with torch; otherwise the engine fails to start and says why
 
 A failing library is dropped with a warning, but its damage to the device cannot be undone here: an illegal access ends the CUDA
@@ -111,8 +112,12 @@ def choose(
     makers = MAKERS if makers is None else makers
     with torch.inference_mode():
         if name == AUTO:
-            sound = {backend: make for backend, make in makers.items() if backend not in faults}
-            kernel = TorchKernel() if site.capability is None else _fastest(site, specs, sound, measure)
+            sound = {
+                backend: make
+                for backend, make in makers.items()
+                if backend not in faults and (site.capability is not None or backend == "native")
+            }
+            kernel = _fastest(site, specs, sound, measure)
         else:
             kernel = _asked_for(name, site, specs, makers)
     if site.device.type == "cuda":
@@ -123,7 +128,7 @@ def choose(
 def _asked_for(name: str, site: Site, specs: Counter[AttentionSpec], makers: Mapping[str, Make]) -> AttentionKernel:
     _refuse(name, site, specs)
     kernel = _made(name, makers)
-    if name == "torch" or site.capability is None:
+    if name == "torch" or (name == "triton" and site.capability is None):  # interpreted, which takes long
         return kernel
     try:
         fault = trial.fault(kernel, list(specs), site.block_size, site.dtype, site.device)
@@ -141,8 +146,8 @@ def _fastest(
     site: Site, specs: Counter[AttentionSpec], makers: Mapping[str, Make], measure: Measure
 ) -> AttentionKernel:
     kernels = [TorchKernel(), *_that_agree(site, specs, makers)]
-    if len(kernels) == 1 or not specs:
-        return kernels[0]
+    if site.capability is None or len(kernels) == 1 or not specs:
+        return kernels[-1]
     usual = specs.most_common(1)[0][0]
     try:
         results = trial.seconds(kernels, usual, site.block_size, site.dtype, site.device, measure)
@@ -226,6 +231,12 @@ def _triton() -> AttentionKernel:
     return TritonKernel()
 
 
+def _native() -> AttentionKernel:
+    from .native_kernel import NativeKernel
+
+    return NativeKernel()
+
+
 def _library(module: str, kernel: str) -> Make:
     def make() -> AttentionKernel:
         from importlib import import_module
@@ -239,6 +250,7 @@ def _library(module: str, kernel: str) -> Make:
 
 MAKERS: dict[str, Make] = {
     "torch": TorchKernel,
+    "native": _native,
     "triton": _triton,
     "flash-attn": _library("flash_attn_kernel", "FlashKernel"),
     "flash-attn-3": _library("flash_attn_kernel", "Flash3Kernel"),

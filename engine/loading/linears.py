@@ -1,26 +1,33 @@
-"""Faster linear layers on the CPU: weights packed once in oneDNN's layout, and products of a few fixed sizes.
+"""Faster linear layers on the CPU: weights packed once, at load.
 
-A decode step multiplies few rows with large weights, and a plain `F.linear` reorders the weight each time: packed layers are
-1.2 to 1.6 times as fast on 16 rows, and 4 times on some machines. Layers are selected by size alone, never by
-measurement, so that a model computes the same sums each time it is loaded. A packed weight replaces the plain one; if
-it is tied to the embedding, both are kept.
+With native kernels (`pagetide.native`), each plain linear layer becomes a `NativeLinear`, whose sums depend on neither the
+number of rows nor that of threads. Without them, large ones become a `PackedLinear` in oneDNN's layout: a decode step
+multiplies few rows with large weights, and a plain `F.linear` reorders the weight each time, so that packed layers are 1.2
+to 1.6 times as fast on 16 rows, and 4 times on some machines. Layers are selected by size alone, never by measurement, so
+that a model computes the same sums each time it is loaded. A packed weight replaces the plain one. If it is tied to the
+embedding, a `PackedEmbedding` reads its rows out of a native one; with oneDNN both are kept.
 
 oneDNN compiles and keeps a primitive for each shape of a product: 0.05 to 0.65 MiB, depending on the CPU's instructions. An
-engine's steps eventually have every number of tokens, which came to hundreds of MiB. A packed layer therefore splits its rows
-into pieces of 13 sizes, the last one padded, and all primitives exist once the model is loaded.
+engine's steps eventually have every number of tokens, which came to hundreds of MiB. A layer packed for oneDNN therefore splits
+its rows into pieces of 13 sizes, the last one padded, and all primitives exist once the model is loaded.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
+import math
 import os
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ... import native
 from ..process.cpu_threads import own_threads, thread_counts
 from .model_config import layer_configs
 
@@ -35,16 +42,116 @@ _CAPACITY = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 _PRIMITIVE_BYTES = 640 * 1024  # at most; 50 to 200 KiB on older CPUs
 
 
-class PackedLinear(nn.Module):
-    """`nn.Linear` with a packed weight. Its `weight` has the shape and type, but no memory."""
+_NATIVE_SHARE = 0.9
+_NATIVE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of weights, as the native kernels number them
 
-    def __init__(self, linear: nn.Linear) -> None:
+
+class NativeLinear(nn.Module):
+    """`nn.Linear` by the native kernels, in `dtype`. Its `weight` has the shape and type, but no memory."""
+
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype | None = None) -> None:
         super().__init__()
+        dtype = dtype or linear.weight.dtype
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight = nn.Parameter(linear.weight.detach().to("meta"), requires_grad=False)
-        self.bias = linear.bias
+        self.weight, self.bias = _placeholder(linear.weight, dtype), _converted(linear.bias, dtype)
+        self._type = _NATIVE_TYPES[dtype]
+        weight = linear.weight.detach().contiguous()
+        if weight.dtype not in _NATIVE_TYPES:  # the kernels convert the others
+            weight = weight.to(dtype)
+        self._packed: torch.Tensor = torch.ops.pagetide.pack_weight(weight, self._type)
+        self._multiply = torch.ops.pagetide.linear.default
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in_features] -> [..., out_features]."""
+        rows = x.reshape(-1, self.in_features)
+        out: torch.Tensor = self._multiply(
+            rows, self._packed, self._type, self.out_features, self.bias, None, 0, None, False
+        )
+        return out.view(*x.shape[:-1], self.out_features)
+
+    @classmethod
+    def joined(cls, layers: Sequence[NativeLinear]) -> tuple[NativeLinear, list[int]] | None:
+        """One layer with the outputs of all `layers`, and the outputs at which each of them begins.
+
+        The layers have the same input. Where panels are not full, there are zeros between their outputs. None if the layers
+        differ in type or input size, or only some have a bias.
+        """
+        first, columns = layers[0], native.panel_columns()
+        if len({(one._type, one.in_features, one.bias is None) for one in layers}) > 1:
+            return None
+        widths = [-(-one.out_features // columns) * columns for one in layers[:-1]] + [layers[-1].out_features]
+        starts = [0, *itertools.accumulate(widths[:-1])]
+        whole = cls.__new__(cls)
+        nn.Module.__init__(whole)
+        whole.in_features, whole.out_features = first.in_features, sum(widths)
+        shape = (whole.out_features, whole.in_features)
+        whole.weight = nn.Parameter(first.weight.new_empty(shape), requires_grad=False)
+        whole.register_parameter("bias", None)
+        if first.bias is not None:
+            biases = first.bias.new_zeros(whole.out_features)
+            for start, one in zip(starts, layers, strict=True):
+                biases[start : start + one.out_features] = one.bias  # type: ignore[assignment]
+            whole.register_parameter("bias", nn.Parameter(biases, requires_grad=False))
+        whole._type, whole._multiply = first._type, first._multiply
+        whole._packed = torch.cat([one._packed for one in layers])
+        return whole, starts
+
+    def share_weight(self, whole: NativeLinear, start: int) -> None:
+        """Free the weight, which is also in `whole`, `joined` with this layer as its outputs from `start` on."""
+        columns = native.panel_columns()
+        panel_bytes = whole._packed.numel() // -(-whole.out_features // columns)
+        first = start // columns * panel_bytes
+        self._packed = whole._packed[first : first + self._packed.numel()]
+
+
+class PackedEmbedding(nn.Embedding):
+    """`nn.Embedding` whose rows are read out of a packed output head. Its `weight` is NaN without memory.
+
+    An embedding becomes one by its class (`share`), so that a subclass which scales what it looks up still does.
+    """
+
+    _head: tuple[torch.Tensor, int]  # packed, and the number of its type
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """input int64 or int32 [...] -> [..., embedding_dim]."""
+        packed, number = self._head
+        rows: torch.Tensor = torch.ops.pagetide.embed(
+            packed, number, self.num_embeddings, self.embedding_dim, input.reshape(-1).to(torch.int64)
+        )
+        return rows.view(*input.shape, self.embedding_dim)
+
+    @classmethod
+    def share(cls, embedding: nn.Embedding, head: NativeLinear) -> bool:
+        """Make `embedding`, which is tied to the weight of `head`, read that one. Mutates it; returns whether it could.
+
+        It cannot where a subclass looks up by itself: then nothing changes.
+        """
+        kind, weight = type(embedding), embedding.weight
+        if embedding.max_norm is not None or "forward" in vars(embedding):  # it changes its weight; or is replaced
+            return False
+        ids, dtype = torch.tensor([[0, len(weight) // 2, len(weight) - 1]]), head.weight.dtype
+        with torch.no_grad():
+            expected = embedding(ids).to(dtype)
+            embedding._head = (head._packed, head._type)  # type: ignore[assignment]
+            embedding.weight = nn.Parameter(torch.full((1, 1), math.nan, dtype=dtype).expand(weight.shape), False)
+            embedding.__class__ = cls if kind is nn.Embedding else type(kind.__name__, (kind, cls), {})
+            if torch.allclose(embedding(ids), expected, rtol=0.02, atol=1e-6):
+                return True
+        embedding.__class__, embedding.weight = kind, weight
+        del embedding._head
+        return False
+
+
+class PackedLinear(nn.Module):
+    """`nn.Linear` with a packed weight, in `dtype`. Its `weight` has the shape and type, but no memory."""
+
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        dtype = dtype or linear.weight.dtype
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = _placeholder(linear.weight, dtype), _converted(linear.bias, dtype)
         self._sizes = tuple(size for size in SIZES if size == 1 or size * self.out_features <= _MOST_OUTPUTS)
-        self._packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
+        self._packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().to(dtype), None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] -> [..., out_features]."""
@@ -80,23 +187,71 @@ def _divided(count: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     return min([(covering,), *ways], key=lambda way: sum(way) + _CALL_ROWS * len(way))
 
 
-def pack_linears(model: nn.Module, least_weights: int = LEAST_WEIGHTS) -> int:
-    """Pack the large linear layers of `model` on a CPU, and create their primitives. Mutates the model; returns how many.
+def pack_linears(
+    model: nn.Module,
+    least_weights: int = LEAST_WEIGHTS,
+    *,
+    dtype: torch.dtype | None = None,
+    give_back: Callable[[torch.Tensor], None] | None = None,
+) -> int:
+    """Pack the linear layers of `model` on a CPU, and create their primitives, if any. Mutates the model; returns how many.
 
-    Only exact `nn.Linear` layers are packed, since a subclass may interpret its weight differently. In half precision, if
-    oneDNN computes plain layers too, small ones are also packed.
+    Only exact `nn.Linear` layers are packed, since a subclass may interpret its weight differently. Of float32, oneDNN packs
+    layers of `least_weights` or more; in half precision, if it computes plain layers too, small ones are also packed.
+
+    Args:
+        dtype: The type of the packed layers, biases too. None: each layer's own.
+        give_back: Called with each weight that nothing uses any more, before the next one is read.
+
+    The largest are packed first: while a weight is packed it is held twice, and then little else is held.
     """
-    packed: list[PackedLinear] = []
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
+    kind = PackedLinear if native.instructions() is None else NativeLinear
+    places: dict[nn.Linear, list[tuple[nn.Module, str]]] = {}
+    uses, embeddings = uses_of_parameters(model), defaultdict[int, list[nn.Embedding]](list)
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            embeddings[id(module.weight)].append(module)
+        for name, child in module.named_children():
             if type(child) is not nn.Linear or child.weight.device.type != "cpu":
                 continue
-            if packs(child.weight.numel(), child.weight.dtype, least_weights):
-                setattr(module, name, layer := PackedLinear(child))
-                packed.append(layer)
-    _make_primitives(packed)
-    log.info("packed %d linear layers for oneDNN", len(packed))
+            if packs(child.weight.numel(), dtype or child.weight.dtype, least_weights):
+                places.setdefault(child, []).append((module, name))
+    packed = []
+    for linear in sorted(places, key=lambda one: one.weight.numel(), reverse=True):
+        weight, layer = linear.weight, kind(linear, dtype)
+        packed.append(layer)
+        for module, name in places[linear]:
+            setattr(module, name, layer)
+        uses[id(weight)] -= 1
+        if isinstance(layer, NativeLinear):
+            uses[id(weight)] -= sum(PackedEmbedding.share(one, layer) for one in embeddings.pop(id(weight), ()))
+        if give_back is not None and not uses[id(weight)]:
+            give_back(weight)
+    _make_primitives([layer for layer in packed if isinstance(layer, PackedLinear)])
+    log.info("packed %d linear layers for %s", len(packed), native.instructions() or "oneDNN")
     return len(packed)
+
+
+def uses_of_parameters(model: nn.Module) -> Counter[int]:
+    """How many modules use each parameter, by its id."""
+    return Counter(id(one) for module in model.modules() for one in module._parameters.values() if one is not None)
+
+
+def _placeholder(weight: torch.Tensor, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.empty(weight.shape, dtype=dtype, device="meta"), requires_grad=False)
+
+
+def _converted(bias: nn.Parameter | None, dtype: torch.dtype) -> nn.Parameter | None:
+    return bias if bias is None or bias.dtype == dtype else nn.Parameter(bias.detach().to(dtype), requires_grad=False)
+
+
+def is_native(model: nn.Module) -> bool:
+    """Whether native kernels multiply by nearly all weights of `model`: embeddings do not count."""
+    if native.instructions() is None:
+        return False
+    looked_up = {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)}
+    sizes = [(one.is_meta, one.numel()) for one in model.parameters() if id(one) not in looked_up]
+    return sum(size for packed, size in sizes if packed) >= _NATIVE_SHARE * sum(size for _, size in sizes)
 
 
 def _make_primitives(layers: list[PackedLinear]) -> None:
@@ -134,14 +289,27 @@ def _capacity() -> int:
 
 
 def held_twice_bytes(text_config: Any, dtype: torch.dtype) -> int:
-    """Bytes that `pack_linears` adds to such a model: an output head tied to the embedding."""
+    """Bytes that `pack_linears` adds to such a model: with oneDNN, an output head tied to the embedding."""
+    if native.instructions() is not None:
+        return 0
     rows, width = int(text_config.vocab_size), int(getattr(text_config, "hidden_size", 0) or 0)
     tied = bool(getattr(text_config, "tie_word_embeddings", False))
     return rows * width * dtype.itemsize if tied and packs(rows * width, dtype) else 0
 
 
+def scratch_bytes(text_config: Any, num_rows: int, dtype: torch.dtype) -> int:
+    """The most bytes that a native product of such a model takes for `num_rows` rows, besides inputs and outputs."""
+    if native.instructions() is None or dtype not in _NATIVE_TYPES:
+        return 0
+    hidden = int(getattr(text_config, "hidden_size", 0) or 0)
+    widest = max(k for layer in layer_configs(text_config) for _, k, _ in _layer_shapes(layer, hidden))
+    return int(torch.ops.pagetide.most_scratch_bytes(_NATIVE_TYPES[dtype], num_rows, widest))
+
+
 def primitive_bytes(text_config: Any, dtype: torch.dtype) -> int:
-    """The most bytes that oneDNN's primitives take for such a model."""
+    """The most bytes that oneDNN's primitives take for such a model: none with native kernels."""
+    if native.instructions() is not None:
+        return 0
     hidden = int(getattr(text_config, "hidden_size", 0) or 0)
     shapes = {("head", hidden, int(text_config.vocab_size))}
     for layer in layer_configs(text_config):
@@ -175,6 +343,8 @@ def available() -> bool:
 
 def packs(num_weights: int, dtype: torch.dtype, least_weights: int = LEAST_WEIGHTS) -> bool:
     """Whether linear layers with this many weights are packed on this CPU."""
+    if native.instructions() is not None:
+        return dtype in _NATIVE_TYPES
     if not available():
         return False
     if dtype == torch.float32:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ... import native
 from ..errors import ConfigError, UnsupportedModel
 from .linears import packs
 from .weight_files import StoredTensor
@@ -66,12 +67,13 @@ class Loaded:
     def added_bytes(self, device: torch.device, dtype: torch.dtype) -> int:
         """Bytes that an engine takes on `device` besides the tensors shared with the model.
 
-        They are the converted weights and, on a CPU, those of packed linear layers (`linears`), except one tied to the
-        embedding: `planning` counts that one.
+        They are the converted weights and, on a CPU, those of packed linear layers (`linears`), except one tied to an
+        embedding that is kept: `planning` counts that one.
         """
         model, dtype_to = self.model, self._dtype_to(dtype)
         layers = [m.weight for m in model.modules() if type(m) is nn.Linear] if device.type == "cpu" else []
-        embedding = getattr(model.get_input_embeddings(), "weight", None)
+        kept = native.instructions() is None
+        embedding = getattr(model.get_input_embeddings(), "weight", None) if kept else None
         own = {id(w) for w in layers if w is not embedding and packs(w.numel(), dtype_to or w.dtype)}
         return sum(
             tensor.numel() * (dtype_to.itemsize if dtype_to and tensor.is_floating_point() else tensor.itemsize)
@@ -79,8 +81,10 @@ class Loaded:
             if id(tensor) in own or _changes(tensor, device, dtype_to)
         )
 
-    def copied(self, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    def copied(self, device: torch.device, dtype: torch.dtype | None) -> PreTrainedModel:
         """A copy of the model over the same tensors, in evaluation mode. Tensors of another device or type are converted.
+
+        `dtype` None keeps the types.
 
         Changes to the copy, such as another attention or packed layers, do not affect the original.
         """
@@ -103,7 +107,7 @@ class Loaded:
             ) from error
         return made.eval()
 
-    def _dtype_to(self, dtype: torch.dtype) -> torch.dtype | None:
+    def _dtype_to(self, dtype: torch.dtype | None) -> torch.dtype | None:
         """The target type of floating-point weights; None for a quantized model, which is never converted."""
         return None if getattr(self.config, "quantization_config", None) is not None else dtype
 

@@ -16,10 +16,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from ...monitor.host_memory import free_host_bytes, host_memory
 from ...monitor.units import format_bytes
 from ..errors import CheckpointError, DeviceNotFound, EngineError, NotEnoughMemory
+from ..process.cpu_threads import mend_threads_of_a_fork
 from .checkpoint import Checkpoint
 from .log_suppression import quiet_transformers
 from .model_config import check_counts, read_json
-from .models import DTYPES, TOKENIZER_FILES, ModelSpec, check_device, check_dtype
+from .models import DTYPES, TOKENIZER_FILES, ModelSpec, Quantization, check_device, check_dtype
+from .packed_model import pack_model, stored_dtype
+from .quantized_model import quantize_model, quantized_bytes
 from .weight_files import shorten
 
 __all__ = ["Checkpoint", "choose_device", "choose_dtype", "free_bytes", "load_model", "load_tokenizer"]
@@ -83,7 +86,11 @@ def total_bytes(device: torch.device) -> int:
 
 
 def check_weights_fit(
-    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, free: Callable[[torch.device], int] = free_bytes
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    free: Callable[[torch.device], int] = free_bytes,
+    quantization: Quantization | None = None,
 ) -> int:
     """The bytes of the weights, from their headers. Raises NotEnoughMemory if `free` reports too little memory.
 
@@ -91,7 +98,10 @@ def check_weights_fit(
     additional bytes count.
     """
     loaded = checkpoint.spec.loaded
-    asked = checkpoint.weights_bytes(dtype) if loaded is None else loaded.added_bytes(device, dtype)
+    if quantization is not None:
+        asked = quantized_bytes(checkpoint, quantization, dtype)
+    else:
+        asked = checkpoint.weights_bytes(dtype) if loaded is None else loaded.added_bytes(device, dtype)
     there = free(device)
     if loaded is None and device.type != "cpu" and asked <= there and checkpoint.converts(dtype):
         device, there = torch.device("cpu"), free(torch.device("cpu"))
@@ -108,30 +118,74 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype,
     *,
+    quantization: Quantization | None = None,
+    pack: bool = False,
     free: Callable[[torch.device], int] = free_bytes,
 ) -> PreTrainedModel:
-    """The model with exactly the checkpoint's weights, in evaluation mode, without gradients.
+    """The model with exactly the checkpoint's weights, or quantized ones, in evaluation mode, without gradients.
 
     On a CPU, weights that need no conversion stay mapped from their files. They are read on first use and belong to the page
     cache, so free memory falls by less than their size.
 
+    Args:
+        pack: On a CPU, pack the linear layers (`linears`). Weights are converted and packed one by one, and the pages of
+            their files are given back, so that little more is held than stays.
+
     Raises:
         NotEnoughMemory: the weights do not fit; nothing was read.
         CheckpointError: a file is broken, or weights are missing; says which.
+        ConfigError: the model cannot be quantized.
     """
-    check_weights_fit(checkpoint, device, dtype, free)
+    check_weights_fit(checkpoint, device, dtype, free, quantization)
     loaded = checkpoint.spec.loaded
+    packs = pack and device.type == "cpu"
     try:
-        module = _read(checkpoint, dtype) if loaded is None else loaded.copied(device, dtype)
-        return cast(PreTrainedModel, module.to(device))
+        if loaded is not None:
+            # What is packed is converted then, one by one.
+            module: Any = loaded.copied(device, None if packs else dtype)
+        elif quantization is not None:
+            # What is quantized is read from the mapped file, never converted as a whole.
+            module = _read(checkpoint, getattr(torch, checkpoint.dtype, dtype))
+        else:
+            module = _read_to_pack(checkpoint, dtype) if packs else _read(checkpoint, dtype)
+        module = module.to(device)
+        if quantization is not None:
+            quantize_model(module, checkpoint, quantization, dtype)
+        if packs:
+            pack_model(module, checkpoint, None if checkpoint.quantized or quantization is not None else dtype)
+        return cast(PreTrainedModel, module)
     except torch.OutOfMemoryError as error:  # another process took the memory since
         asked = checkpoint.weights_bytes(dtype)
         what = f"the weights of {checkpoint.spec.name} as {_name(dtype)} on {device}"
         raise NotEnoughMemory(asked, free(device), what, "another process took memory meanwhile: try again") from error
 
 
+def _read_to_pack(checkpoint: Checkpoint, dtype: torch.dtype) -> torch.nn.Module:
+    """The model with weights as they are stored, mapped from their files, if all that `pack_model` has to do is convert them.
+
+    Else as `dtype`: if the files have several types, if `dtype` leaves some parameters in float32, or if buffers, which
+    are computed, have the model's type.
+    """
+    stored = stored_dtype(checkpoint)
+    if stored is None or stored == dtype or checkpoint.quantized:
+        return _read(checkpoint, dtype)
+    with quiet_transformers(), torch.device("meta"):
+        wanted: Any = AutoModelForCausalLM.from_config(
+            checkpoint.config, dtype=dtype, attn_implementation="eager",
+            trust_remote_code=checkpoint.spec.trust_remote_code,
+        )  # fmt: skip
+    if wanted._get_dtype_plan(dtype):
+        return _read(checkpoint, dtype)
+    module = _read(checkpoint, stored)
+    types = {name: buffer.dtype for name, buffer in module.named_buffers()}
+    return (
+        module if types == {name: buffer.dtype for name, buffer in wanted.named_buffers()} else _read(checkpoint, dtype)
+    )
+
+
 def _read(checkpoint: Checkpoint, dtype: torch.dtype) -> torch.nn.Module:
     """The model from the checkpoint's files, on the host."""
+    mend_threads_of_a_fork()
     with quiet_transformers() as said, torch.device("cpu"):
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import yaml
 
@@ -42,6 +42,8 @@ TOKENIZER_FILES = (
     "tekken.json", "vocab.json", "vocab.txt", "merges.txt", "tiktoken.model",
 )  # fmt: skip
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+Quantization = Literal["int8", "int4"]
+QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 _DTYPE_SYNONYMS = {"half": "float16", "float": "float32"}  # torch's and vLLM's
 _ENTRY_KEYS = ("path", "dtype", "device", "tokenizer", "trust_remote_code", "sampling", "attention")
 # Not a model default: fields without an "unset" value, or that belong to one request.
@@ -426,6 +428,13 @@ def check_attention(attention: object) -> str:
     if attention not in ATTENTION:
         raise ConfigError(f"attention must be one of {', '.join(ATTENTION)}, got {attention!r:.80}")
     return str(attention)
+
+
+def check_quantization(quantization: object) -> Quantization | None:
+    """The form of quantized weights, or None. Raises ConfigError for an unknown one."""
+    if quantization is None or quantization in QUANTIZATIONS:
+        return quantization
+    raise ConfigError(f"quantization must be {', '.join(QUANTIZATIONS)} or None, got {quantization!r:.80}")
 
 
 def check_device(device: object) -> str:

@@ -1,6 +1,6 @@
 """Determines at load whether a model can be served from paged blocks, by observing it instead of by a list of names.
 
-Four tests, each on a few random tokens:
+Four tests on a few random tokens, in as few forward passes as possible, since each reads all weights:
 
 1. The plain model with transformers' own eager attention gives the reference logits.
 
@@ -9,10 +9,11 @@ geometry's shapes, causally, and without features that paged attention lacks. A 
 causality and the `sliding_window` keyword at positions far beyond the few tokens. Attention returns zeros here, to show its
 effect on the logits.
 
-3. pagetide's attention over blocks full of NaN, in chunks, packed with a second sequence, must give the same logits. This
+3. pagetide's attention over blocks full of NaN, in chunks, packed with another sequence, must give the same logits. This
 reveals state other than K and V, and dependence on a token's place in the batch.
 
-4. The same with the second sequence at the far end of the context: its positions must not change the first one's logits.
+4. In these passes the other sequence is at the far end of the context: its positions must not change the first one's logits.
+If they differ, the passes are repeated without that, to tell the reasons apart.
 """
 
 from __future__ import annotations
@@ -38,13 +39,14 @@ from ..attention.torch_kernel import TorchKernel
 from ..errors import UnsupportedModel
 from .log_suppression import quiet_transformers
 
-# Two sequences over a few steps, as (sequence, tokens) per chunk. The logits of sequence 0 are compared, in three parts:
-# from nothing, on top of earlier blocks, and as decodes.
-STEPS = (((0, 10), (1, 5)), ((1, 1), (0, 6)), ((0, 1), (1, 1)), ((1, 1), (0, 1)), ((0, 1),))
+# Three sequences over a few steps, as (sequence, tokens) per chunk. Sequence 1 is another one; 0 and 2 have the same tokens, so
+# that logits are compared, in three parts, from nothing and on top of earlier blocks (of 0), and as decodes (of 0 and 2).
+STEPS = (((0, 10), (1, 5), (2, 16)), ((2, 1), (1, 1), (0, 6)), ((2, 1), (0, 1)))
+COMPARED = (*range(17), 16, 17)  # the tokens' positions, those of sequence 0 first
 PARTS = (slice(0, 10), slice(10, 16), slice(16, 19))
-NUM_TOKENS, OTHER_TOKENS = 19, 8
+NUM_TOKENS, OTHER_TOKENS = 19, 6
 BLOCK_SIZE = 4
-NUM_BLOCKS = 12
+NUM_BLOCKS = 13
 FARTHEST = 1 << 20  # range of the mask comparison without a model limit
 
 # Bounds on an error: relative to attention's contribution to the logits, plus relative to the logits.
@@ -62,7 +64,7 @@ def probe(
 ) -> None:
     """Return if `model` gives the same logits from paged blocks as by itself.
 
-    Costs eight forward passes over at most 19 tokens, and a pool of a few blocks of 4 tokens on the model's device. Restores
+    Costs five forward passes over at most 31 tokens, and a pool of a few blocks of 4 tokens on the model's device. Restores
     the model's attention implementation.
 
     Args:
@@ -92,7 +94,7 @@ class _Probe:
         few = replace(geometry, block_size=BLOCK_SIZE, granule_bytes=PAGE_BYTES, extent_target_bytes=PAGE_BYTES)
         arena = TensorArena(few.extents_for_blocks(NUM_BLOCKS), few.extent_bytes, self.device)
         self.storage = Storage(few, arena, self.device)
-        self.tokens = _random_tokens(self.config, NUM_TOKENS + OTHER_TOKENS).to(self.device)
+        self.tokens = random_tokens(self.config, NUM_TOKENS + OTHER_TOKENS).to(self.device)
 
     def run(self) -> None:
         """Raises UnsupportedModel."""
@@ -104,20 +106,21 @@ class _Probe:
         calls, without = self.watch()
         self.judge(calls)
         self.model.set_attn_implementation(register())
-        part, excess = _worst(right, without, self.paged(), self.storage.layer(0).key.dtype)
+        compared, dtype = (right[[*COMPARED]], without[[*COMPARED]]), self.storage.layer(0).key.dtype
+        shift = max(0, self.limit - OTHER_TOKENS)
+        if _worst(*compared, self.paged(shift), dtype)[1] <= 1:
+            return
+        part, excess = _worst(*compared, self.paged(0), dtype)
         if excess > 1:
             where = ("a prompt's first tokens", "a prompt's later chunk", "decoded tokens")[part]
             raise self.refusal(
                 f"the logits of {where} differ from those of a plain forward pass (by {excess:.3g} times what rounding"
                 " explains), so it keeps a state besides K and V, or ignores position_ids"
             )
-        if self.limit > NUM_TOKENS + OTHER_TOKENS:
-            first = self.paged(shift=self.limit - OTHER_TOKENS, num_steps=1)
-            if _worst(right[: len(first)], without, first, self.storage.layer(0).key.dtype)[1] > 1:
-                raise self.refusal(
-                    "its rotary embeddings change with the longest sequence of a batch, so requests would change each"
-                    f" other's results; set max_model_len to at most {self.unscaled_length()}"
-                )
+        raise self.refusal(
+            "its rotary embeddings change with the longest sequence of a batch, so requests would change each"
+            f" other's results; set max_model_len to at most {self.unscaled_length()}"
+        )
 
     def refusal(self, why: str) -> UnsupportedModel:
         """The error: which model, why, what to do."""
@@ -149,15 +152,12 @@ class _Probe:
                 break
         return watch.calls, logits
 
-    def paged(self, shift: int = 0, num_steps: int = len(STEPS)) -> torch.Tensor:
-        """float32 [tokens, vocabulary]: the first sequence's logits by paged attention.
-
-        The second sequence's positions are increased by `shift`.
-        """
+    def paged(self, shift: int) -> torch.Tensor:
+        """float32 [len(COMPARED), vocabulary]: logits by paged attention, with the other sequence's positions increased."""
         self.storage.blocks.view(self.storage.layer(0).key.dtype).fill_(math.nan)
         self.storage.clear([0])
-        done, rows = [0, 0], []
-        for chunks in STEPS[:num_steps]:
+        done, rows = [0, 0, 0], ([], [], [])  # type: tuple[list[int], tuple[list[torch.Tensor], ...]]
+        for chunks in STEPS:
             step, tokens, positions = self.pack(chunks, done, shift)
             try:
                 with running(step):
@@ -168,16 +168,15 @@ class _Probe:
             starts = np.cumsum([0, *(n for _, n in chunks)])
             for (sequence, n), start in zip(chunks, starts, strict=False):
                 done[sequence] += n
-                if sequence == 0:
-                    rows.append(logits[start : start + n])
-        return torch.cat(rows)
+                rows[sequence].append(logits[start : start + n])
+        return torch.cat([*rows[0], *rows[2][1:]])
 
     def pack(
         self, chunks: tuple[tuple[int, int], ...], done: list[int], shift: int
     ) -> tuple[StepContext, torch.Tensor, torch.Tensor]:
         """A step, its input ids and its position ids [1, T]."""
         ids = np.random.default_rng(0).permutation(np.arange(1, NUM_BLOCKS))
-        tables = (ids[:5], np.append(ids[5:7], [0, 0, 0]))  # by sequence, scattered
+        tables = (ids[:5], np.append(ids[5:7], [0, 0, 0]), ids[7:])  # by sequence, scattered
         q_lens = np.array([n for _, n in chunks], np.int32)
         kv_lens = np.array([done[s] + n for s, n in chunks], np.int32)
         places = [(s, p) for s, n in chunks for p in range(done[s], done[s] + n)]  # (sequence, position) of each token
@@ -194,8 +193,8 @@ class _Probe:
             write_offsets=self.tensor(np.array([p % BLOCK_SIZE for _, p in places])),
             block_size=BLOCK_SIZE,
         )
-        tokens = self.tokens[[s * NUM_TOKENS + p for s, p in places]]
-        return step, tokens[None], self.tensor(np.array([p + s * shift for s, p in places]))[None]
+        tokens = self.tokens[[(s == 1) * NUM_TOKENS + p for s, p in places]]
+        return step, tokens[None], self.tensor(np.array([p + (s == 1) * shift for s, p in places]))[None]
 
     def tensor(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
         """`array` as int64 on the model's device."""
@@ -395,7 +394,7 @@ def _implementation_kept(model: Any) -> Iterator[None]:
             config._attn_implementation_internal = implementation
 
 
-def _random_tokens(config: Any, count: int) -> torch.Tensor:
+def random_tokens(config: Any, count: int) -> torch.Tensor:
     """int64 [count], without ids named in the config (padding, images) if the vocabulary allows."""
     named = {v for k, v in vars(config).items() if k.endswith(("_id", "_index", "_ids")) and isinstance(v, int)}
     usual = [t for t in range(config.vocab_size) if t not in named] or list(range(config.vocab_size))
@@ -411,14 +410,13 @@ def _logits(output: Any) -> torch.Tensor:
 def _worst(right: torch.Tensor, without: torch.Tensor, got: torch.Tensor, dtype: torch.dtype) -> tuple[int, float]:
     """(part, excess): the worst part of PARTS, and its error over the tolerance.
 
-    All arguments are [tokens, vocabulary]. Excess is infinite for NaN. In 16-bit types a part's median token counts, because
+    All tensors are [tokens, vocabulary]. Excess is infinite for NaN. In 16-bit types a part's median token counts, because
     rounding may route one token of a mixture of experts elsewhere; in float32 its worst token counts.
     """
     share, noise = TOLERANCES[dtype]
-    bound = share * (right - without[: len(right)]).norm(dim=-1) + noise * right.norm(dim=-1)
+    bound = share * (right - without).norm(dim=-1) + noise * right.norm(dim=-1)
     excess = ((got - right).norm(dim=-1) / bound).nan_to_num(nan=math.inf)
-    parts = [excess[part] for part in PARTS if len(excess[part])]
-    found = [float(p.max() if dtype == torch.float32 else p.median()) for p in parts]
+    found = [float((p.max if dtype == torch.float32 else p.median)()) for p in (excess[part] for part in PARTS)]
     worst = int(np.argmax(found))
     return worst, found[worst]
 

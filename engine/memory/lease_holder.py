@@ -100,7 +100,8 @@ def acquire_lease(config: EngineConfig, plan: MemoryPlan, holder: LeaseHolder) -
         log.warning("memory is not shared with other engines: %s", error)
         return None
     held = holder.base_bytes
-    base = held + plan.weights_bytes + plan.primitives_bytes + plan.reserve_bytes + HEAP_BYTES + _LIBRARIES_BYTES
+    working = max(plan.reserve_bytes, plan.loading_bytes)  # no step runs before the weights are read
+    base = held + plan.weights_bytes + plan.primitives_bytes + working + HEAP_BYTES + _LIBRARIES_BYTES
     try:
         return Sharing(watched, _lease(config, plan, watched, _device(watched, holder.device), base, held))
     except LeaseRefused as error:

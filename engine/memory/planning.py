@@ -24,9 +24,11 @@ from ..config import EngineConfig, KvMemory
 from ..errors import ConfigError, NotEnoughMemory, UnsupportedModel
 from ..execution.graphs import sizes_for
 from ..loading.checkpoint import Checkpoint
-from ..loading.linears import held_twice_bytes, primitive_bytes
+from ..loading.linears import held_twice_bytes, primitive_bytes, scratch_bytes
 from ..loading.loader import check_weights_fit, free_bytes, total_bytes
 from ..loading.model_config import layer_configs
+from ..loading.models import Quantization
+from ..loading.packed_model import loading_bytes
 
 DEFAULT_CONTEXT = 4096  # tokens, for models without a limit
 CUDA_GRANULE_BYTES = 2 * MIB
@@ -55,6 +57,8 @@ class MemoryPlan:
     geometry: Geometry  # with extents that fit the pool
     max_model_len: int
     context: int  # tokens of the sequences counted in `sequences_that_fit`
+    quantization: Quantization | None = None  # of the weights
+    loading_bytes: int = 0  # held while weights are read on a CPU, besides those that stay
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -94,10 +98,9 @@ class MemoryPlan:
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
         names = (
-            "model", "device", "dtype", "free_bytes", "weights_bytes", "primitives_bytes", "reserve_bytes", "kv_bytes",
-            "min_kv_bytes", "num_blocks",
-            "block_size", "kv_bytes_per_token", "max_model_len", "context", "tokens_that_fit", "sequences_that_fit",
-            "left_bytes",
+            "model", "device", "dtype", "quantization", "free_bytes", "weights_bytes", "primitives_bytes", "reserve_bytes",
+            "kv_bytes", "min_kv_bytes", "num_blocks", "block_size", "kv_bytes_per_token", "max_model_len", "context",
+            "tokens_that_fit", "sequences_that_fit", "left_bytes",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
@@ -106,7 +109,7 @@ class MemoryPlan:
         lines = (
             ("model", f"{self.model} as {self.dtype} on {self.device}"),
             ("free now", format_bytes(self.free_bytes)),
-            ("weights", format_bytes(self.weights_bytes)),
+            ("weights", format_bytes(self.weights_bytes) + (f" in {self.quantization}" if self.quantization else "")),
             *([("primitives", format_bytes(self.primitives_bytes))] if self.primitives_bytes else []),
             ("working reserve", format_bytes(self.reserve_bytes)),
             ("KV pool", f"{format_bytes(self.kv_bytes)}: {self.num_blocks:,} blocks of {self.block_size} tokens"),
@@ -148,9 +151,7 @@ def plan_memory(
             f"context must be 1 to {length:,} tokens, which {checkpoint.spec.name} takes; got {context:,}"
         )
     there = free(device)
-    weights = check_weights_fit(checkpoint, device, dtype, lambda asked: there if asked == device else free(asked))
-    if device.type == "cpu":
-        weights += held_twice_bytes(checkpoint.text_config, dtype)
+    weights = _weights_bytes(config, checkpoint, device, dtype, lambda asked: there if asked == device else free(asked))
     primitives = primitive_bytes(checkpoint.text_config, dtype) if device.type == "cpu" else 0
     reserve = _reserve_bytes(config, checkpoint, device, dtype)
     base = _geometry(config.tokens_per_block(), checkpoint, device, dtype)
@@ -175,14 +176,32 @@ def plan_memory(
         geometry=geometry,
         max_model_len=length,
         context=context or length,
+        quantization=config.quantization,
+        loading_bytes=loading_bytes(checkpoint, dtype) if device.type == "cpu" and config.quantization is None else 0,
     )
     _refuse_bad_pool(plan, asked)
     return plan
 
 
+def _weights_bytes(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    free: Callable[[torch.device], int],
+) -> int:
+    """Bytes of the weights. Raises NotEnoughMemory if they do not fit."""
+    weights = check_weights_fit(checkpoint, device, dtype, free, config.quantization)
+    if device.type == "cpu" and config.quantization is None:  # else the head is quantized, and counted
+        weights += held_twice_bytes(checkpoint.text_config, dtype)
+    return weights
+
+
 def _reserve_bytes(config: EngineConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> int:
-    """Memory for a step: activations and logits, and on CUDA the kernels' buffers and captured steps."""
+    """Memory for a step: activations and logits; on CUDA the kernels' buffers and captured steps, on a CPU products' rows."""
     reserve = working_reserve_bytes(checkpoint.text_config, config.max_step_tokens, config.max_seqs, dtype, device)
+    if device.type == "cpu":
+        reserve += scratch_bytes(checkpoint.text_config, config.max_step_tokens, dtype)
     if device.type == "cuda":
         reserve += buffer_bytes(config.attention)
         if config.cuda_graphs:

@@ -4,6 +4,9 @@ OpenMP threads spin at a barrier at the end of every matrix product. If one of t
 others spin through that process's time slices: one busy process on two cores made steps four times as slow. So a step
 uses as many threads as there are idle cores: all that torch would use, or a half, a quarter or an eighth of them, as
 oneDNN keeps primitives for each number of threads.
+
+Native kernels have threads of their own, which hardly spin. Beside them torch's would only be in the way: where nearly all
+weights are the kernels', torch's operators use one thread in a step.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from contextlib import contextmanager, nullcontext
 import psutil
 import torch
 
+from .fork import MakerProcess
+
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.25  # interval of measurements
@@ -29,6 +34,7 @@ _BUSY_CORES = 0.3  # load of other processes that is ignored
 _NAMES = ("user", "system", "irq", "softirq")  # CPU times that count; steal time is no process's here
 _DIVISORS = (1, 2, 4, 8)  # of torch's number of threads
 
+_first_process = MakerProcess()
 _lock = threading.Lock()
 _num_reduced = 0  # steps of this process that currently use fewer threads than torch's own number
 _full = 0  # torch's own number meanwhile
@@ -48,6 +54,16 @@ def use_own_threads(count: int) -> None:
     """Set torch's number of threads for the calling thread, a new thread of an engine: see `own_threads`."""
     if torch.get_num_threads() != count:
         torch.set_num_threads(count)
+
+
+def mend_threads_of_a_fork() -> None:
+    """In a forked process, have torch replace its pool of threads, which the fork lacks. Elsewhere do nothing.
+
+    Torch does it at the pool's first use. If that is in several threads at once, as when transformers loads weights, one of
+    them finds no pool and raises ("Invalid thread pool!", torch 2.13).
+    """
+    if not _first_process.is_current:
+        torch.set_num_threads(torch.get_num_threads())
 
 
 def thread_counts(most: int) -> tuple[int, ...]:
@@ -70,11 +86,17 @@ class CpuThreads:
     Args:
         clock: Seconds, monotonic.
         used: CPU seconds used so far by all processes on the cores of this process, and by this process.
+        set_native: Sets the native kernels' threads for the calling thread, 0 for torch's number. If it is given, torch's own
+            operators use one thread.
     """
 
     def __init__(
-        self, clock: Callable[[], float] = time.monotonic, used: Callable[[], tuple[float, float]] | None = None
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        used: Callable[[], tuple[float, float]] | None = None,
+        set_native: Callable[[int], None] | None = None,
     ) -> None:
+        self._set_native = set_native
         self._clock = clock
         self._used = used or _used
         self._adapts = not _fixed()
@@ -86,14 +108,27 @@ class CpuThreads:
 
     @contextmanager
     def for_a_step(self) -> Iterator[None]:
-        """Within the context, torch uses as many threads for the calling thread as there are spare cores."""
+        """Within the context, a step of the calling thread uses as many threads as there are spare cores."""
         most = torch.get_num_threads()
         count = self.count(most) if self._adapts and most > 1 else most
+        of_torch = count if self._set_native is None else 1
         try:
-            with nullcontext() if count == most else _reduced(count, most):
+            with nullcontext() if of_torch == most else _reduced(of_torch, most), self._native(count):
                 yield
         finally:
             self._left_at = self._clock()
+
+    @contextmanager
+    def _native(self, count: int) -> Iterator[None]:
+        """Within the context, native kernels use `count` threads for the calling thread."""
+        if self._set_native is None:
+            yield
+            return
+        self._set_native(count)
+        try:
+            yield
+        finally:
+            self._set_native(0)
 
     def count(self, most: int) -> int:
         """The number of threads to use now, at most `most`."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...scheduler.errors import LOGITS_OVERFLOW, NO_TOKEN_LEFT
 from ...scheduler.request import Sampling
+from . import native_sampling
 from .builtin_processors import (
     BadWords,
     BuiltinLogitsProcessor,
@@ -83,6 +84,7 @@ class Sampler:
     ) -> None:  # fmt: skip
         device = torch.device(device)
         self._at_hand = device.type == "cpu" if at_hand is None else at_hand
+        self._native = self._at_hand and native_sampling.serves(device)
         self._vocab_size = vocab_size
         self._seed = np.zeros(num_rows, np.uint64)
         self._index = np.zeros(num_rows, np.uint64)
@@ -136,8 +138,13 @@ class Sampler:
             tokens int32[n], and bool[n] marking rows without a token (their token is 0), or None if all rows have one. A row
                 has none if its logits hold a NaN, a +inf or only -inf, or for the reason that `trouble` gives.
         """
+        draws = self._transforms.draws(rows)
+        if self._at_hand and not np.count_nonzero(draws | self._has_builtin[rows]):  # the quick way for greedy rows
+            tokens, top = argmax(logits)
+            if np.count_nonzero(np.isfinite(top)) == len(top):
+                return tokens.astype(np.int32), None
         processed = self._processed_rows(rows, positions)
-        tokens, top = self._drawn(rows, positions, logits, self._transforms.draws(rows) & ~processed)
+        tokens, top = self._drawn(rows, positions, logits, draws & ~processed)
         bad = ~np.isfinite(top)
         plain = ~(processed | bad)
         bad[plain] = ~self._well(top[plain], rows[plain])
@@ -165,7 +172,10 @@ class Sampler:
 
         Args:
             logits: As for `sample`; may be overwritten.
+            uploaded: The arrays of `settings` on the device.
         """
+        if self._native:
+            return DrawnTokens(*native_sampling.sample(logits, uploaded))
         tokens, top = largest(logits, self._at_hand)
         warmed = top
         if settings.parts:
@@ -240,7 +250,10 @@ class Sampler:
         settings = self._settings(rows, positions, self._transforms.draws(rows))
         uploaded = [on_device(array, x) for array in settings.arrays]
         for part in settings.parts:
-            weights = self._transforms.weights(x, part, uploaded)[:, : self._vocab_size]
+            if self._native:
+                weights = native_sampling.weights(x, [array[part.rows] for array in uploaded])
+            else:
+                weights = self._transforms.weights(x, part, uploaded)[:, : self._vocab_size]
             result[uploaded[0][part.rows]] = weights / weights.sum(-1, keepdim=True, dtype=torch.float64).float()
         return result
 

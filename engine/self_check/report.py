@@ -26,7 +26,7 @@ POOL, GRAPHS, SWAPS = "pool", "graphs", "swaps"
 # Backends without required capabilities run anywhere; "auto" never chooses those that compile for minutes.
 PARTS = (
     POOL,
-    *(name for name, needs in BACKENDS.items() if needs.majors is not None and not needs.compiles),
+    *(name for name, needs in BACKENDS.items() if needs.majors and not needs.compiles),
     GRAPHS,
     SWAPS,
 )

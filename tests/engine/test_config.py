@@ -418,7 +418,9 @@ def test_given_arguments(model: Path) -> None:
         model, device="cuda:1", dtype="bfloat16", kv_memory="1.5G", block_size=32, max_seqs=8, max_step_tokens=64,
         max_model_len=100, max_chunk_tokens=16, trust_remote_code=True,
     )  # fmt: skip
-    assert config == EngineConfig(config.model, "cuda:1", "bfloat16", KvMemory(3 << 29, 3 << 29), 32, 8, 64, 100, 16)
+    assert config == EngineConfig(
+        config.model, "cuda:1", "bfloat16", None, KvMemory(3 << 29, 3 << 29), 32, 8, 64, 100, 16
+    )
     assert config.model.trust_remote_code
 
 
@@ -491,7 +493,9 @@ def test_attention_is_a_known_backend(model: Path) -> None:
     assert [EngineConfig.resolve(spec, attention=name).attention for name in (None, "auto", "torch")] == [
         "triton", "triton", "torch",
     ]  # fmt: skip
-    with pytest.raises(ConfigError, match=r"attention must be one of auto, torch, triton, flash-attn, .*, got 'flash'"):
+    with pytest.raises(
+        ConfigError, match=r"attention must be one of auto, torch, native, triton, flash-attn, .*, got 'flash'"
+    ):
         EngineConfig.resolve(model, attention="flash")
 
 

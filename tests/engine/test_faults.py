@@ -23,7 +23,6 @@ from transformers.generation.streamers import BaseStreamer
 from pagetide import LLM, AsyncLLM, RequestOutput, SamplingParams
 from pagetide.cli import main
 from pagetide.engine import build as build_module
-from pagetide.engine.attention.torch_kernel import TorchKernel
 from pagetide.engine.build import Engine
 from pagetide.engine.execution import runner as runner_module
 from pagetide.engine.streamers import generate_into
@@ -165,7 +164,7 @@ def test_a_fault_that_stays(llm: LLM, expected, point: Point, caplog) -> None:
 @pytest.mark.parametrize("free", ["release_buffers", "trim"])
 def test_a_fault_while_a_step_is_made_ready_for_its_repetition(llm: LLM, expected, free: str, caplog) -> None:
     llm.reset_prefix_cache()
-    owner = TorchKernel if free == "release_buffers" else runner_module
+    owner = type(llm._manager.open().core.runner.kernel) if free == "release_buffers" else runner_module
     with (
         planted(llm._manager.open().core.runner, "model", 3, always=False),
         planted(owner, free, 1, always=True) as fault,

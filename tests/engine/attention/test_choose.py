@@ -13,7 +13,7 @@ import torch
 from attention_fakes import Library
 from families import tiny
 
-from pagetide import LLM
+from pagetide import LLM, native
 from pagetide.cache.geometry import Geometry, LayerShape
 from pagetide.engine.attention import choose as choosing
 from pagetide.engine.attention import trial
@@ -284,15 +284,21 @@ def options(**over):
     return {"device": "cpu", "kv_memory": "4MiB", "max_model_len": 64, "share": False, **over}
 
 
-def test_an_engine_on_a_cpu_attends_by_torch_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_on_a_cpu_attends_by_native_kernels_else_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with LLM("demo", **options()) as llm:
-        assert llm.stats()["attention"] == "torch" and llm.stats()["block_size"] == 16
+        assert llm.stats()["attention"] == ("torch" if native.instructions() is None else "native")
+        assert llm.stats()["block_size"] == 16
+    monkeypatch.setattr(native, "instructions", lambda: None)
+    with LLM("demo", **options()) as llm:
+        assert llm.stats()["attention"] == "torch"
+    with pytest.raises(ConfigError, match=r"attention='native' is not there .* install g\+\+ or clang"):
+        LLM("demo", **options(attention="native"))
     with pytest.raises(ConfigError, match="attention='triton' cannot serve this model: it needs a CUDA device"):
         LLM("demo", **options(attention="triton"))
     with pytest.raises(ConfigError, match=r"block_size 16 does not suit flash-attn, .* multiples of 256; use 256, or"):
         LLM("demo", **options(attention="flash-attn", block_size=16))
-    with pytest.raises(ConfigError, match=r"attention must be one of auto, torch, triton, .* got 'fast'"):
+    with pytest.raises(ConfigError, match=r"attention must be one of auto, torch, native, triton, .* got 'fast'"):
         LLM("demo", **options(attention="fast"))
 
 

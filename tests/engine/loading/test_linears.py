@@ -1,4 +1,4 @@
-"""Packed linear layers give what plain ones give, and what may not be packed is left alone."""
+"""Linear layers packed for oneDNN give what plain ones give, and what may not be packed is left alone."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from families import VOCAB, tiny
 from torch import nn
 from transformers import Gemma4TextConfig
 
+from pagetide import native
 from pagetide.engine.loading.linears import (
     LEAST_WEIGHTS,
     SIZES,
@@ -28,6 +29,11 @@ from pagetide.engine.process.cpu_threads import thread_counts
 from pagetide.scheduler.request import Sampling
 
 pytestmark = pytest.mark.skipif(not available(), reason="this torch has no packed linear layers")
+
+
+@pytest.fixture(autouse=True)
+def without_native_kernels(monkeypatch):
+    monkeypatch.setattr(native, "instructions", lambda: None)
 
 
 HALF = pytest.mark.skipif(
@@ -78,7 +84,7 @@ with torch.inference_mode():
     for rows in range(1, 700):
         model(torch.zeros(rows, 512))
 """
-    environ = os.environ | {"ONEDNN_VERBOSE": "profile_create", "OMP_NUM_THREADS": "1"}
+    environ = os.environ | {"PAGETIDE_NATIVE": "0", "ONEDNN_VERBOSE": "profile_create", "OMP_NUM_THREADS": "1"}
     run = subprocess.run([sys.executable, "-P", "-c", program], env=environ, capture_output=True, text=True, check=True)
     made = [line for line in run.stdout.splitlines() if "create:cache_miss" in line and ",inner_product," in line]
     assert len(made) == 2 * len(SIZES) and "create:cache_hit" in run.stdout

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from pagetide.engine.process.cpu_threads import CpuThreads, _reduced, own_threads, thread_counts, use_own_threads
+from pagetide import native
+from pagetide.engine.process.cpu_threads import (
+    CpuThreads,
+    _reduced,
+    mend_threads_of_a_fork,
+    own_threads,
+    thread_counts,
+    use_own_threads,
+)
 
 
 class Machine:
@@ -179,3 +188,45 @@ def test_the_real_counters_go_up() -> None:
     while threads._used()[0] == everybody:
         torch.zeros(1 << 22).add_(1)
     assert threads._used()[1] > own
+
+
+def test_a_fork_gets_a_pool_of_threads_before_several_threads_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch makes it in `set_num_threads`. The first process has one."""
+    made: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", made.append)
+    mend_threads_of_a_fork()
+    assert made == []
+    if (child := os.fork()) == 0:
+        try:
+            mend_threads_of_a_fork()
+        finally:
+            os._exit(0 if made == [torch.get_num_threads()] else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_beside_native_threads_torch_uses_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, 8)
+    of_kernels: list[int] = []
+    machine.cpu_threads = CpuThreads(
+        lambda: machine.now, lambda: (machine.everybody_s, machine.own_s), of_kernels.append
+    )
+    assert machine.steps(2) == [1, 1] and of_kernels == [8, 0, 8, 0]
+    machine.others = 4.0
+    assert machine.steps(3) == [1] * 3 and of_kernels[-4:] == [4, 0, 4, 0]
+    assert machine.threads == 8
+
+
+def test_native_threads_are_those_of_the_calling_thread() -> None:
+    if native.instructions() is None:
+        pytest.skip("the native kernels are not built")
+    found: list[int] = []
+    before = torch.get_num_threads()
+    torch.ops.pagetide.set_threads(before + 3)
+    try:
+        thread = threading.Thread(target=lambda: found.append(torch.ops.pagetide.num_threads()))
+        thread.start()
+        thread.join()
+        assert (found, torch.ops.pagetide.num_threads()) == ([before], before + 3)
+    finally:
+        torch.ops.pagetide.set_threads(0)
+    assert torch.ops.pagetide.num_threads() == before

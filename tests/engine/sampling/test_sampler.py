@@ -144,7 +144,9 @@ def test_distribution_is_that_of_transformers(case: tuple[list[Sampling], list[n
     rows, positions = _ids(np.arange(len(x))), np.array([len(history) for history in histories])
     ours = sampler.distribution(rows, positions, x).double()
     unread = _admitted(sampling, histories, x.shape[-1], at_hand=False)
-    assert torch.equal(unread.distribution(rows, positions, x).double(), ours)
+    other = unread.distribution(rows, positions, x).double()
+    assert torch.equal(other == 0, ours == 0)
+    torch.testing.assert_close(other, ours, atol=1e-7, rtol=2e-6)  # exponentials of torch, or of the native kernels
     noise = uniform(np.array([s.seed for s in sampling], np.uint64), np.zeros(len(x), np.uint64), positions)
     tokens, bad = sampler.sample(rows, positions, x.clone())
     assert bad is None

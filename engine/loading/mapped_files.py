@@ -1,0 +1,54 @@
+"""Pages of weight files that this process has mapped, and their return to the system once a tensor is used no more.
+
+Tensors of a safetensors or PyTorch file are views of one private mapping of it, which stays until the last of them is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from bisect import bisect_right
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+_MAPS = Path("/proc/self/maps")
+
+
+class MappedFiles:
+    """The mappings of some files in this process, as they are now. None where the system does not tell (not Linux)."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        names = {os.path.realpath(path) for path in paths}
+        self._ranges: list[tuple[int, int]] = []  # ascending
+        for line in _MAPS.read_text().splitlines() if names and _MAPS.exists() else ():
+            addresses, permissions, _, _, _, *name = line.split(maxsplit=5)
+            if name and permissions.endswith("p") and name[0] in names:
+                begin, end = (int(address, 16) for address in addresses.split("-"))
+                self._ranges.append((begin, end))
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's elements lie in a mapping."""
+        begin, end = _span(tensor)
+        at = bisect_right(self._ranges, (begin, end)) - 1
+        # A tensor may begin where a mapping does.
+        return any(first <= begin and end <= last for first, last in self._ranges[max(0, at) : at + 2])
+
+    def give_back(self, tensor: torch.Tensor) -> None:
+        """Drop the pages that lie within a mapped tensor, which must not have been written. Reading it reads the file again."""
+        if not self.holds(tensor):
+            return
+        begin, end = _span(tensor)
+        begin, end = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+        if begin < end:  # a refusal only leaves the pages where they are
+            _LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+
+
+_LIBC = ctypes.CDLL(None)
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses of the first byte and behind the last one, of a tensor without gaps."""
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
