@@ -2,12 +2,16 @@
 
     python -m benchmarks.engine_cpu [--json FILE] [--rounds 3] [--dtypes float32 bfloat16] [--profile] [--seed 0]
                                     [--hidden 512] [--layers 8] [--prompts 16] [--new-tokens 64]
+                                    [--peers DIR [--busy 0] [--long-prompt 2048]]
 
 A random Llama (hidden 512, 8 layers, 8 heads over 4 KV heads, vocabulary 8192), 16 ragged prompts of 64 to 256 tokens, 64
 new tokens each, greedy, output tokens from end to end. Targets are for these sizes. The engines take turns, so that drift in
 the machine's speed affects all of them; a figure is the median over the rounds of the ratio within a round. transformers'
 `generate` gets the prompts padded on the left; its `generate_batch` is tuned: pages of 64, just enough blocks, 4,096 tokens
 a batch.
+
+With `--peers DIR` OpenVINO GenAI and llama.cpp run instead of transformers, in the environments and on the models that
+`python -m benchmarks.peers.make DIR` makes; `--busy N` has N busy processes run beside every engine.
 """
 
 from __future__ import annotations
@@ -20,35 +24,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation import ContinuousBatchingConfig
 
 from benchmarks.arguments import whole
+from benchmarks.cpu_workload import agreement, prompts, save_model
 from benchmarks.figures import Figure, report
+from benchmarks.peers.compare import compare as compare_peers
 from benchmarks.profile_step import profile
 from pagetide import LLM, SamplingParams
 
 HIDDEN, LAYERS, PROMPTS, NEW_TOKENS = 512, 8, 16, 64
 TARGETS = {"float32": 1.3, "bfloat16": 1.0}
-
-
-def save_model(folder: Path, hidden: int, layers: int, seed: int) -> None:
-    """The random Llama, with logits far enough apart that its greedy tokens are its own."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        hidden_size=hidden, intermediate_size=11 * hidden // 4, num_hidden_layers=layers, num_attention_heads=8,
-        num_key_value_heads=4, vocab_size=8192, max_position_embeddings=2048, initializer_range=0.05, tie_word_embeddings=False,
-        bos_token_id=None, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
-
-
-def prompts(count: int, seed: int) -> list[list[int]]:
-    """Ragged prompts of 64 to 256 tokens."""
-    rng = np.random.default_rng(seed)
-    return [rng.integers(1, 8192, int(n)).tolist() for n in rng.integers(64, 257, count)]
 
 
 def padded(model: Any, inputs: list[list[int]], new_tokens: int) -> list[list[int]]:
@@ -81,14 +69,6 @@ def timed(run: Callable[[], list[list[int]]], num: int, new_tokens: int) -> tupl
     if [len(o) for o in out] != [new_tokens] * num:
         raise RuntimeError(f"an engine gave {[len(o) for o in out]} tokens instead of {new_tokens} each")
     return num * new_tokens / seconds, out
-
-
-def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
-    """Share of tokens before the first that differs, over all prompts."""
-    same = 0
-    for a, b in zip(ours, theirs, strict=True):
-        same += next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
-    return same / sum(map(len, ours))
 
 
 def compare(folder: Path, dtype: str, inputs: list[list[int]], new_tokens: int, rounds: int) -> list[Figure]:
@@ -132,7 +112,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=sorted(TARGETS))
     parser.add_argument("--profile", action="store_true", help="also say where a decode step's time goes")
+    parser.add_argument("--peers", type=Path, metavar="DIR", help="other engines, made by benchmarks.peers.make")
+    parser.add_argument("--busy", type=int, default=0, help="busy processes beside the peers (%(default)s)")
+    parser.add_argument("--long-prompt", type=whole, default=2048, help="tokens before the peers' first (%(default)s)")
     args = parser.parse_args(argv)
+    if args.peers is not None:
+        found = compare_peers(
+            args.peers.absolute(), args.prompts, args.new_tokens, args.long_prompt, args.rounds, args.busy, args.seed
+        )
+        report(f"engines on the CPU, {args.busy} busy processes", found, args.seed, args.json)
+        return
     if args.hidden % 16:
         parser.error(f"8 heads of an even size need a hidden size that is a multiple of 16, got {args.hidden}")
     inputs = prompts(args.prompts, args.seed)

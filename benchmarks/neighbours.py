@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.arguments import above_0, from_0, whole
-from benchmarks.engine_cpu import prompts, save_model
+from benchmarks.cpu_workload import prompts, save_model
 from benchmarks.figures import Figure, report
 from benchmarks.processes import Worker
 

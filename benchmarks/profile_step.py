@@ -16,7 +16,7 @@ from pagetide import LLM, SamplingParams
 
 
 @contextmanager
-def _clocked(owner: Any, name: str, spent: dict[str, float]) -> Iterator[None]:
+def clocked(owner: Any, name: str, spent: dict[str, float]) -> Iterator[None]:
     """Add the time inside the method `owner.name` to `spent[name]`."""
     inner: Callable[..., Any] = getattr(owner, name)
 
@@ -69,7 +69,7 @@ def profile(folder: Path, dtype: str, inputs: list[list[int]], new_tokens: int) 
                 (runner.kernel, "attend"), (runner.sampler, "sample"), (runner, "begin"),
                 (scheduler, "schedule"), (scheduler, "apply"),
             ):  # fmt: skip
-                clocks.enter_context(_clocked(owner, name, spent))
+                clocks.enter_context(clocked(owner, name, spent))
         start = time.perf_counter()
         llm.generate(inputs, sampling)
         total = time.perf_counter() - start

@@ -9,6 +9,7 @@ import importlib
 import json
 import math
 import multiprocessing
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from transformers import AutoTokenizer
 
 from benchmarks import goodput, processes
 from benchmarks.gpu import __main__ as gpu
+from benchmarks.peers import make
 from pagetide.engine import demo_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,11 +32,13 @@ COMMANDS = {
     "bookkeeping": "--steps 2 --sequences 8 --repeats 1",
     "divergence": "--model MODEL --dtypes float32 --prompts 4 --new-tokens 16",
     "engine_cpu": "--rounds 1 --hidden 32 --layers 1 --prompts 2 --new-tokens 3 --dtypes float32 --profile",
+    "host_step": "--sequences 8 --steps 3 --rounds 1",
     "memory": "--batches 3 --hidden 32 --layers 1 --most 2 --first 1",
     "page": "--frames 2 --minutes 0.02 --seconds 0.5 --pools 10000",
     "prefix": "--repeats 1 --blocks 2000",
     "prefix_hits": "--data none --requests 10",
     "pressure": "--seeds 1 --requests 20",
+    "quantization": "--passages 1 --hidden 128 --layers 1 --vocab 256 --sequences 2 --new-tokens 2 --rounds 1",
     "replay": "--scaling --up-to 10",  # the replay itself: test_replay.py
     "serve": "--streams 1,3 --tokens 4 --requests 3 --step-ms 1 --hidden 32 --layers 1 --rounds 1",
     "swap": "--mib 2 --kib 128 --for-the-record 8 --repeats 1",
@@ -42,6 +46,7 @@ COMMANDS = {
 WITH_PROCESSES = {
     "elastic": "--rounds 1 --moved 48MiB --new-tokens 2 --only half-decode,growth,idle,speed",
     "goodput": "--data none --rounds 1 --seconds 0.25 --step-ms 1 --only pagetide",
+    "loading": "--rounds 1 --hidden 64 --layers 1 --dtypes float32",
     "monitor": "--starts 1 --seconds 0.1",
     "neighbours": "--rounds 1 --seconds 0.1 --settle 0 --hidden 32 --layers 1 --prompts 2 --new-tokens 3",
 }
@@ -94,6 +99,23 @@ def test_those_with_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.M
     ]  # fmt: skip
     for part in parts.values():
         check_results(part)
+
+
+def test_peers_take_turns_and_agree(tmp_path: Path) -> None:
+    """A second pagetide stands in for OpenVINO: no other engine is installed here."""
+    make.save_models(tmp_path / "models", 32, 1, 64, 1)
+    make.write_engines(tmp_path, {"openvino": (sys.executable, "benchmarks.peers.pagetide_server")})
+    command = f"--peers {tmp_path} --rounds 1 --prompts 2 --new-tokens 3 --long-prompt 32 --busy 1"
+    names = run("engine_cpu", command, tmp_path)
+    figures = read_results(tmp_path / "new" / "engine_cpu.json")["figures"]
+    assert len(names) == 6 * 4  # workloads; two speeds, a ratio and an agreement
+    assert {f["value"] for f in figures if f["unit"] == "share"} == {1.0}
+    assert {f["target"] for f in figures if f["unit"] == "x"} == {0.9, None}
+
+
+def test_peers_that_are_not_made_are_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"benchmarks\.peers\.make"):
+        run("engine_cpu", f"--peers {tmp_path}", tmp_path)
 
 
 def test_another_form_of_results_is_refused() -> None:

@@ -1,0 +1,126 @@
+"""Loading a model on the CPU: its peak of memory and its time, against what stays and against reading the file.
+
+    python -m benchmarks.loading [--json FILE] [--rounds 3] [--hidden 1024] [--layers 24] [--dtypes bfloat16 float32] [--seed 0]
+
+A random Qwen2-like model of 0.4 billion parameters in bfloat16, in a temporary directory and in the page cache. Each
+load runs in a process of its own, which has loaded a tiny model before, so that libraries and their first use count for
+nothing. Memory is the resident set: what stays is its rise by the loaded engine (weights and primitives, with a KV pool
+of 1 MiB), the peak its rise at most, by the kernel's own high-water mark. Reading is `read` of the whole file into
+fresh memory, in the same process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.arguments import whole
+from benchmarks.cpu_workload import save_qwen2
+from benchmarks.figures import Figure, report
+from pagetide import LLM
+from pagetide.monitor.units import MIB
+
+ROOT = Path(__file__).resolve().parents[1]
+HIDDEN, LAYERS = 1024, 24
+MOST_TIME, MOST_MEMORY = 2.5, 1.15
+
+
+def memory_bytes(name: str) -> int:
+    """A size of this process from /proc: VmRSS or VmHWM."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return 1024 * int(line.split()[1])
+    raise RuntimeError(f"/proc/self/status has no {name}")
+
+
+def load(folder: str, dtype: str) -> LLM:
+    """An engine with next to no KV."""
+    return LLM(folder, device="cpu", dtype=dtype, kv_memory="1MiB", max_seqs=4, max_model_len=64, share=False)
+
+
+def measure_here(folder: str, tiny: str, dtype: str) -> dict[str, float]:
+    """Load the model of `folder` once, in a process that has loaded none but that of `tiny`."""
+    with load(tiny, dtype):
+        pass
+    gc.collect()
+    file = Path(folder) / "model.safetensors"
+    began = time.perf_counter()
+    with file.open("rb", buffering=0) as stream:
+        content = stream.readall()
+    read_s = time.perf_counter() - began
+    del content
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins again
+    before, began = memory_bytes("VmRSS"), time.perf_counter()
+    with load(folder, dtype) as llm:
+        loaded_s = time.perf_counter() - began
+        stays = memory_bytes("VmRSS") - before
+        return {
+            "read_s": read_s, "load_s": loaded_s, "stays": stays, "peak": memory_bytes("VmHWM") - before,
+            "weights": llm.stats()["weights_bytes"],
+        }  # fmt: skip
+
+
+def measure(folder: Path, tiny: Path, dtype: str, rounds: int) -> list[Figure]:
+    """The figures of one type of weights."""
+    command = [sys.executable, "-m", "benchmarks.loading", "--load", str(folder), str(tiny), dtype]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # also where PYTHONSAFEPATH leaves the directory out
+    runs = []
+    for _ in range(rounds):
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"a load failed:\n{done.stderr}")
+        runs.append(json.loads(done.stdout.splitlines()[-1]))
+    times = [run["load_s"] / run["read_s"] for run in runs]
+    peaks = [run["peak"] / run["stays"] for run in runs]
+
+    def median(key: str) -> float:
+        return statistics.median(run[key] for run in runs)
+
+    bound = MOST_TIME if dtype == "bfloat16" else None  # other types are converted
+    return [
+        Figure(f"{dtype}: peak of memory / what stays", statistics.median(peaks), "x", MOST_MEMORY, samples=peaks),
+        Figure(f"{dtype}: time / reading the file", statistics.median(times), "x", bound, samples=times),
+        Figure(f"{dtype}: time", median("load_s"), "s"),
+        Figure(f"{dtype}: reading the file", median("read_s"), "s"),
+        Figure(f"{dtype}: what stays", median("stays") / MIB, "MiB"),
+        Figure(f"{dtype}: peak", median("peak") / MIB, "MiB"),
+        Figure(f"{dtype}: weights, by the plan", median("weights") / MIB, "MiB"),
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--rounds", type=whole, default=3)
+    parser.add_argument("--hidden", type=whole, default=HIDDEN, help="of the model, a multiple of 64 (%(default)s)")
+    parser.add_argument("--layers", type=whole, default=LAYERS, help="of the model (%(default)s)")
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--load", nargs=3, help=argparse.SUPPRESS)  # of one process
+    args = parser.parse_args(argv)
+    if args.load is not None:
+        print(json.dumps(measure_here(*args.load)))
+        return
+    if args.hidden % 64:
+        parser.error(f"16 heads of an even size need a hidden size that is a multiple of 64, got {args.hidden}")
+    figures: list[Figure] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        model, tiny = Path(scratch) / "model", Path(scratch) / "tiny"
+        save_qwen2(model, args.hidden, args.layers, args.seed)
+        save_qwen2(tiny, 64, 1, args.seed)
+        for dtype in args.dtypes:
+            figures += measure(model, tiny, dtype, args.rounds)
+    report("loading on the CPU", figures, args.seed, args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Other engines on the CPU, each in a process of its own."""

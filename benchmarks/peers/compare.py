@@ -1,0 +1,138 @@
+"""pagetide and other engines on the same models and prompts, taking turns."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cpu_workload import agreement, prompts
+from benchmarks.figures import Figure
+from benchmarks.neighbours import busy
+from benchmarks.peers.protocol import PeerProcess
+
+OURS, FASTEST = "pagetide", "openvino"
+LEAST_BUSY = 0.9
+KV_BYTES, KV_TOKENS = 2**30, 16384
+
+
+@dataclass(frozen=True)
+class PeerWorkload:
+    """A model, a dtype and a number of prompts. `least` is the target of the ratio to OpenVINO GenAI."""
+
+    name: str
+    model: str
+    dtype: str
+    count: int
+    least: float | None = None
+    first_token: bool = False
+
+
+WORKLOADS = (
+    PeerWorkload("512 x 8 float32 x 16", "llama", "float32", 16, 0.9),
+    PeerWorkload("512 x 8 bfloat16 x 16", "llama", "bfloat16", 16, 0.75),
+    PeerWorkload("512 x 8 float32 x 1", "llama", "float32", 1, 0.8),
+    PeerWorkload("0.39 B bfloat16 x 16", "qwen2", "bfloat16", 16, 0.95),
+    PeerWorkload("512 x 8 bfloat16 first token", "llama", "bfloat16", 1, first_token=True),
+    PeerWorkload("0.39 B bfloat16 first token", "qwen2", "bfloat16", 1, first_token=True),
+)
+MOST_FIRST_TOKEN = 1.1
+
+
+@dataclass
+class PeerRuns:
+    """Seconds of each round and the tokens of the last, by engine."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    tokens: dict[str, list[list[int]]] = field(default_factory=dict)
+
+
+def engines(folder: Path) -> dict[str, Any]:
+    """Python and module of each engine, pagetide first. Raises FileNotFoundError where `benchmarks.peers.make` has not run."""
+    file = folder / "engines.json"
+    if not file.exists():
+        raise FileNotFoundError(f"there is no {file}; make it: python -m benchmarks.peers.make {folder}")
+    return {
+        OURS: {"python": sys.executable, "module": "benchmarks.peers.pagetide_server"},
+        **json.loads(file.read_text()),
+    }
+
+
+def run(
+    folder: Path, work: PeerWorkload, inputs: list[list[int]], new_tokens: int, rounds: int, num_busy: int
+) -> PeerRuns:
+    """Every engine once to warm up, then in turns. Raises RuntimeError when an output has another length."""
+    runs = PeerRuns()
+    with ExitStack() as stack:
+        peers = {}
+        for name, engine in engines(folder).items():
+            peers[name] = stack.enter_context(PeerProcess(engine["python"], engine["module"]))
+            settings = peers[name].request(
+                op="load", model=str(folder / "models" / work.model), dtype=work.dtype,
+                threads=len(os.sched_getaffinity(0)), max_seqs=work.count, kv_bytes=KV_BYTES, kv_tokens=KV_TOKENS,
+            )  # fmt: skip
+            print(f"{work.name}: {name} {settings}", flush=True)
+            peers[name].request(op="run", prompts=inputs, new_tokens=new_tokens)
+        stack.enter_context(busy(num_busy))
+        for _ in range(rounds):
+            for name, peer in peers.items():
+                answer = peer.request(op="run", prompts=inputs, new_tokens=new_tokens)
+                if any(len(tokens) != new_tokens for tokens in answer["tokens"]):
+                    raise RuntimeError(
+                        f"{name} gave {[len(t) for t in answer['tokens']]} tokens instead of {new_tokens} each"
+                    )
+                runs.seconds.setdefault(name, []).append(answer["seconds"])
+                runs.tokens[name] = answer["tokens"]
+    return runs
+
+
+def figures(work: PeerWorkload, runs: PeerRuns, num_tokens: int, num_busy: int) -> list[Figure]:
+    """Speed of each engine, our ratio to each of the others within a round, and how far the tokens agree."""
+    found = []
+    ours = runs.seconds[OURS]
+    for name, seconds in runs.seconds.items():
+        if work.first_token:
+            found.append(Figure(f"{work.name} {name}", statistics.median(seconds), "s", samples=seconds))
+        else:
+            rates = [num_tokens / each for each in seconds]
+            found.append(Figure(f"{work.name} {name}", statistics.median(rates), "tokens/s", None, "higher", rates))
+    for name in runs.seconds.keys() - {OURS}:
+        theirs = runs.seconds[name]
+        label = f"{work.name} pagetide / {name}"
+        if work.first_token:
+            ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+            most = MOST_FIRST_TOKEN if name == FASTEST and not num_busy else None
+            found.append(Figure(label, statistics.median(ratios), "x", most, "lower", ratios))
+        else:
+            ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
+            if num_busy:
+                least = LEAST_BUSY if name == FASTEST else None
+            else:
+                least = work.least if name == FASTEST else 1.0
+            found.append(Figure(label, statistics.median(ratios), "x", least, "higher", ratios))
+        same = agreement(runs.tokens[OURS], runs.tokens[name])
+        found.append(Figure(f"{work.name} same tokens as {name}", same, "share", better="higher"))
+    return sorted(found, key=lambda figure: figure.unit == "share")
+
+
+def compare(
+    folder: Path, count: int, new_tokens: int, long_prompt: int, rounds: int, num_busy: int, seed: int
+) -> list[Figure]:
+    """The figures of all workloads. `count` replaces 16 prompts; a first token's prompt has `long_prompt` tokens."""
+    found: list[Figure] = []
+    for work in WORKLOADS:
+        if work.first_token:
+            pieces = prompts(long_prompt // 64 + 1, seed)
+            inputs, tokens = [[token for piece in pieces for token in piece][:long_prompt]], 1
+        else:
+            inputs, tokens = prompts(min(work.count, count), seed), new_tokens
+        runs = run(folder, work, inputs, tokens, rounds, num_busy)
+        found += figures(work, runs, tokens * len(inputs), num_busy)
+        for figure in found[-2 * len(runs.seconds) :]:
+            print(f"  {figure.name}: {figure.value:.2f} {figure.unit}", flush=True)
+    return found

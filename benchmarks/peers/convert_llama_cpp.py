@@ -1,0 +1,89 @@
+"""Converts a Llama or Qwen2 model in transformers' format for llama.cpp. Runs in llama.cpp's environment.
+
+    python -m benchmarks.peers.convert_llama_cpp MODEL
+
+Writes MODEL/float32.gguf and MODEL/bfloat16.gguf, without a tokenizer: prompts are token ids. Vectors stay in float32.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+NAMES = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
+OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def tensors(file: Path) -> Iterator[tuple[str, Any]]:
+    """Names and float32 arrays of a safetensors file in float32 or bfloat16."""
+    content = file.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    for name, entry in json.loads(content[8 : 8 + size]).items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            data = content[8 + size + begin : 8 + size + end]
+            if entry["dtype"] == "BF16":
+                array = (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
+            else:
+                array = np.frombuffer(data, {"F32": np.float32}[entry["dtype"]])
+            yield name, array.reshape(entry["shape"])
+
+
+def renamed(name: str) -> str:
+    """llama.cpp's name of a tensor."""
+    module, kind = name.rsplit(".", 1)
+    if module in OUTSIDE:
+        return f"{OUTSIDE[module]}.{kind}"
+    _, _, layer, inner = module.split(".", 3)
+    return f"blk.{layer}.{NAMES[inner]}.{kind}"
+
+
+def interleaved(array: Any, heads: int) -> Any:
+    """Rows of q or k in the order of llama.cpp's rotary embedding for Llama: pairs beside each other."""
+    rows = array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
+    return rows.swapaxes(1, 2).reshape(array.shape)
+
+
+def write(folder: Path, dtype: str) -> None:
+    """Write one file."""
+    config = json.loads((folder / "config.json").read_text())
+    kind = config["model_type"]
+    writer = gguf.GGUFWriter(str(folder / f"{dtype}.gguf"), kind)
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_rope_dimension_count(config["hidden_size"] // heads)
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")
+    for name, array in tensors(folder / "model.safetensors"):
+        if kind == "llama" and ".q_proj." in name:
+            array = interleaved(array, heads)
+        if kind == "llama" and ".k_proj." in name:
+            array = interleaved(array, kv_heads)
+        to = gguf.GGMLQuantizationType.BF16 if dtype == "bfloat16" and array.ndim > 1 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(renamed(name), gguf.quants.quantize(np.ascontiguousarray(array), to), raw_dtype=to)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+if __name__ == "__main__":
+    for each in ("float32", "bfloat16"):
+        write(Path(sys.argv[1]), each)

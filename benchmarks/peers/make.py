@@ -1,0 +1,82 @@
+"""Makes the environments of OpenVINO GenAI and llama.cpp and their models.
+
+    python -m benchmarks.peers.make DIR
+
+About 10 minutes: llama.cpp is compiled for this processor, which needs cmake and a C++ compiler. A complete environment is
+kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.cpu_workload import save_model, save_qwen2
+from benchmarks.peers.protocol import ROOT
+
+POSITIONS = 4096
+TORCH = "torch==2.13.0"  # first and bounding the others: a later one may come as a build for CUDA
+# Each line is one call of pip. optimum-intel wants torchvision, which it does not use here and which replaces torch.
+PACKAGES = {
+    "openvino": [
+        [TORCH],
+        [
+            TORCH, "openvino==2026.4.1", "openvino-genai==2026.4.1.0", "openvino-tokenizers==2026.4.1.0",
+            "transformers==5.5.4", "nncf==3.4.0", "requests", "setuptools",
+        ],
+        ["--no-deps", "optimum==2.3.0", "optimum-intel==2.2.0"],
+    ],
+    "llama_cpp": [["llama-cpp-python==0.3.36", "gguf==0.19.0"]],
+}  # fmt: skip
+
+
+def make_environment(folder: Path, calls: list[list[str]]) -> None:
+    """A virtual environment with packages. A file in it says that it is complete."""
+    complete = folder / "complete"
+    if complete.exists():
+        return
+    subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+    environment = {**os.environ, "CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"}
+    for packages in calls:
+        subprocess.run([folder / "bin" / "python", "-m", "pip", "install", *packages], env=environment, check=True)
+    complete.touch()
+
+
+def save_models(
+    folder: Path, hidden: int = 512, layers: int = 8, qwen_hidden: int = 1024, qwen_layers: int = 24
+) -> None:
+    """The models in transformers' format."""
+    save_model(folder / "llama", hidden, layers, 0, POSITIONS)
+    save_qwen2(folder / "qwen2", qwen_hidden, qwen_layers, 0, POSITIONS)
+
+
+def write_engines(folder: Path, engines: dict[str, tuple[str, str]]) -> None:
+    """Write which Python runs which module for each engine."""
+    content = {name: {"python": python, "module": module} for name, (python, module) in engines.items()}
+    (folder / "engines.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("dir", type=Path, metavar="DIR")
+    folder = parser.parse_args(argv).dir.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    save_models(folder / "models")
+    engines = {}
+    for name, calls in PACKAGES.items():
+        make_environment(folder / name, calls)
+        python = str(folder / name / "bin" / "python")
+        for model in ("llama", "qwen2"):
+            command = [python, "-m", f"benchmarks.peers.convert_{name}", str(folder / "models" / model)]
+            subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+        engines[name] = python, f"benchmarks.peers.{name}_server"
+    write_engines(folder, engines)
+
+
+if __name__ == "__main__":
+    main()
