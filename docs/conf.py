@@ -38,6 +38,7 @@ NAVIGATION = {
             "docs/serve",
             "docs/page",
             "docs/run",
+            "docs/quantization",
             "docs/migrating",
             "docs/monitor",
             "docs/gpu",
