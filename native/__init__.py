@@ -47,5 +47,5 @@ def instructions() -> str | None:
 
 @lru_cache(maxsize=1)
 def panel_columns() -> int:
-    """The outputs of a product whose weights lie together: a packed weight has room for a multiple of them."""
+    """The number of outputs with weights that lie together: a packed weight has room for a multiple of them."""
     return int(torch.ops.pagetide.panel_columns())

@@ -46,7 +46,7 @@ def obstacle() -> str | None:
     if _compiler() is None:
         return "there is no C++ compiler: install g++ or clang"
     if _torch() is None:
-        return "torch is not installed yet, whose headers they need"
+        return "torch is not installed yet, and they need its headers"
     return None
 
 

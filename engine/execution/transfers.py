@@ -84,7 +84,7 @@ class Upload:
         return [self._views_of(*where)[1] for where in zip(places, arrays, strict=True)]
 
     def _views_of(self, place: int, array: Array) -> _Views:
-        """The views for an array of this shape and type, whose bytes begin at `place`."""
+        """The views for an array of this shape and type with bytes from `place` on."""
         key = (place, array.shape, array.dtype)
         views = self._views.get(key)
         if views is None:

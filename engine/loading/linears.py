@@ -1,6 +1,6 @@
 """Faster linear layers on the CPU: weights packed once, at load.
 
-With native kernels (`pagetide.native`), each plain linear layer becomes a `NativeLinear`, whose sums depend on neither the
+With native kernels (`pagetide.native`), each plain linear layer becomes a `NativeLinear`: its sums depend on neither the
 number of rows nor that of threads. Without them, large ones become a `PackedLinear` in oneDNN's layout: a decode step
 multiplies few rows with large weights, and a plain `F.linear` reorders the weight each time, so that packed layers are 1.2
 to 1.6 times as fast on 16 rows, and 4 times on some machines. Layers are selected by size alone, never by measurement, so
@@ -105,7 +105,7 @@ class NativeLinear(nn.Module):
 
 
 class PackedEmbedding(nn.Embedding):
-    """`nn.Embedding` whose rows are read out of a packed output head. Its `weight` is NaN without memory.
+    """`nn.Embedding` that reads its rows out of a packed output head. Its `weight` is NaN without memory.
 
     An embedding becomes one by its class (`share`), so that a subclass which scales what it looks up still does.
     """

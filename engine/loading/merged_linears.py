@@ -19,7 +19,7 @@ PackedLayer = NativeLinear | QuantizedLinear
 
 
 class MergedLinears:
-    """Layers whose outputs are columns of one product. Keeps input and product until the last layer has its columns."""
+    """Layers with outputs that are columns of one product. Keeps input and product until the last layer has its columns."""
 
     def __init__(self, layers: Sequence[PackedLayer], whole: PackedLayer, starts: Sequence[int]) -> None:
         self.layers, self.whole = tuple(layers), whole

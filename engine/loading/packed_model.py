@@ -23,7 +23,7 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
 
 
 def loading_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-    """Bytes that `pack_model` holds at most besides the weights that stay: pages of files whose tensors it reads.
+    """Bytes that `pack_model` holds at most besides the weights that stay: pages of files that it reads tensors from.
 
     What transformers converts while it reads is held beside the whole of its file.
     """

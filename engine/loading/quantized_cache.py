@@ -44,7 +44,7 @@ DEFAULT_MOST_BYTES = 20 * GIB
 _ALIGNMENT = 64
 _MOST_HEADER_BYTES = 64 << 20
 _MOST_DIGESTS = 1000
-_ABANDONED_S = 3600.0  # age of half a file whose writer must be gone
+_ABANDONED_S = 3600.0  # age of half a file: its writer must be gone
 _ARRAYS = {"packed": torch.uint8, "scales": torch.float32, "in_scales": torch.float32}
 
 

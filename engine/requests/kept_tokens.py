@@ -13,7 +13,7 @@ KEPT_STEPS = 16
 
 
 class KeptTokens:
-    """The lists of requests, and the steps whose tokens are not in them yet: fewer than KEPT_STEPS. Thread-safe."""
+    """The lists of requests, and the steps with tokens that are not in them yet: fewer than KEPT_STEPS. Thread-safe."""
 
     def __init__(self) -> None:
         self._lists: dict[str, list[int]] = {}  # by request

@@ -147,7 +147,8 @@ class Child:
             undo.pop_all()
         self.is_over = False  # it will write no more
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        threading.Thread(target=self._read, name="pagetide-self-check", daemon=True).start()
+        self._reader = threading.Thread(target=self._read, name="pagetide-self-check", daemon=True)
+        self._reader.start()
 
     @property
     def status(self) -> int | None:
@@ -218,4 +219,5 @@ class Child:
             self._kill()
             with suppress(subprocess.TimeoutExpired):  # a process stuck in the driver is left behind
                 self._process.wait(_END_S)
+        self._reader.join(_END_S)  # it closes the output
         self._said.close()

@@ -1,5 +1,5 @@
 // torch.ops.pagetide.instructions(): the instruction set of the kernels, empty if this processor has none of theirs;
-// panel_columns(): the outputs of a product whose weights lie together.
+// panel_columns(): the number of outputs with weights that lie together.
 #include <string>
 
 #include "ops.h"

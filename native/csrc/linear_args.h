@@ -19,7 +19,7 @@ struct LinearArgs {
 };
 
 struct LinearKernels {
-  int64_t panel_columns;  // outputs whose weights lie together
+  int64_t panel_columns;  // outputs with weights that lie together
   int64_t (*packed_bytes)(Type type, int64_t n, int64_t k);
   // weight [n, k], contiguous: floats of type `from`, which are converted to `type` as torch does it, or int8 values for int8
   // (-127 .. 127) and int4 (-8 .. 7). `packed` is aligned to 64.

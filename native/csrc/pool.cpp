@@ -1,5 +1,5 @@
 // The state of a loop is one word, the ticket: (generation, most workers, items left). Whoever lowers `items left` has an item.
-// A loop cannot end while one of its items is taken and not done, so that who took an item may read the loop's function and
+// A loop cannot end while one of its items is taken and not done, so that the thread with that item may read the loop's function and
 // context; a thread that comes too late finds no item left and touches nothing.
 #include "pool.h"
 
@@ -14,7 +14,7 @@
 namespace pagetide {
 namespace {
 
-constexpr auto kSpin = std::chrono::microseconds(40);  // of a worker without items, and of a caller whose items others finish
+constexpr auto kSpin = std::chrono::microseconds(40);  // of a worker without items, and of a caller while others finish its items
 constexpr int kMostWorkers = 0xfff;
 constexpr int64_t kMostItems = 0xffffffff;
 
@@ -97,7 +97,7 @@ class Pool {
     }
   }
 
-  std::mutex mutex_;  // held by the caller whose loop runs
+  std::mutex mutex_;  // held by the caller of the loop that runs
   int started_ = 0;
   ItemFunction function_ = nullptr;
   const void* context_ = nullptr;

@@ -3,7 +3,7 @@
 // A thread does a whole row, in an order that depends on the row alone. Top-k reads the row once: the k-th largest of the
 // maxima of many groups is a bound that at least k logits reach and few others; only these are looked at closely. Top-p sums
 // the weights by the distance of their logit to the largest one, in steps, and looks closely only at the step in which the
-// nucleus ends. What is kept is decided by logits, not by weights, whose rounding may not be monotonic.
+// nucleus ends. What is kept is decided by logits, not by weights, as their rounding may not be monotonic.
 namespace sampling {
 
 constexpr int64_t kBlock = 256;   // weights that are summed in float32; sums of blocks are added in float64

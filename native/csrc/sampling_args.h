@@ -10,7 +10,7 @@ struct SamplingArgs {
   const double* top_p;           // the share that the nucleus must exceed; from 1 on: off
   const float* min_p;            // 0: off
   const double* noise;           // in [0, 1)
-  int64_t* tokens;  // [rows]; 0 for a row whose largest logit, divided by the temperature, is not finite
+  int64_t* tokens;  // [rows]; 0 if the row's largest logit, divided by the temperature, is not finite
   float* tops;      // [rows], the largest logits; NaN if there is any
   float* weights;   // by setting, [settings, vocab]: proportional to what the row draws from; or null
   void* scratch;    // `scratch_bytes(args)` bytes, aligned to 64

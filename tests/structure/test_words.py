@@ -7,10 +7,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = (
-    "monitor", "allocator", "cache", "scheduler", "engine", "server", "pagetide", "configs", "benchmarks", "examples", "docs",
-    ".ci",
+    "monitor", "allocator", "cache", "scheduler", "native", "engine", "server", "pagetide", "configs", "benchmarks",
+    "examples", "docs", ".ci",
 )  # fmt: skip
-SUFFIXES = (".py", ".md", ".yaml", ".toml", ".c")
+SUFFIXES = (".py", ".md", ".yaml", ".toml", ".c", ".cpp", ".h")
 MOST = 60  # for users, operators and other persons
 PERSON = re.compile(r"\b(who|whom|whose|whoever|nobody|somebody|everybody)\b", re.IGNORECASE)
 
