@@ -27,8 +27,9 @@ from .fork import MakerProcess
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.25  # interval of measurements
+_PAUSE_S = 0.25  # a longer time without a step is not measured: others may use the cores that the engine leaves idle
 _STALE_S = 2.0  # after this time without a step, measurements are discarded
-_FIRST_LOOK_S = 0.1  # interval until the first measurement after that
+_FIRST_LOOK_S = 0.1  # interval until the first measurement after a pause
 _LOOKS = 4  # number of measurements kept; the busiest counts
 _BUSY_CORES = 0.3  # load of other processes that is ignored
 _NAMES = ("user", "system", "irq", "softirq")  # CPU times that count; steal time is no process's here
@@ -139,8 +140,8 @@ class CpuThreads:
 
     def _look(self) -> None:
         now = self._clock()
-        idle = now - self._left_at > _STALE_S
-        if not idle and now - self._looked_at < self._look_s:
+        pause_s = now - self._left_at
+        if pause_s <= _PAUSE_S and now - self._looked_at < self._look_s:
             return
         try:
             before, self._before = self._before, self._used()
@@ -150,9 +151,10 @@ class CpuThreads:
             self._others.extend([0.0] * _LOOKS)
             return
         elapsed, self._looked_at = now - self._looked_at, now
-        if idle:
-            self._others.clear()
-            self._others.append(0.0)
+        if pause_s > _PAUSE_S:
+            if pause_s > _STALE_S:
+                self._others.clear()
+                self._others.append(0.0)
             self._look_s = _FIRST_LOOK_S
             return
         (all_before, own_before), (all_now, own_now) = before, self._before

@@ -23,6 +23,7 @@ constexpr int64_t kBlock = 256;
 constexpr int64_t kItemRows = 8 * kRows;  // of x in an item, at most
 constexpr int64_t kItemPanels = 4;        // of an item with many rows, which lie in a cache meanwhile
 constexpr int64_t kManyRows = 4 * kRows;
+constexpr int64_t kItemsPerThread = 8;    // at least, with fewer rows
 
 #if defined(__AVX512BF16__)
 constexpr bool kPairs = true;
@@ -679,18 +680,31 @@ static void finish_panel(const LinearArgs& args, Operand operand, const Rows& x,
   }
 }
 
+// With few rows, panel by panel: weights are read in the order in which they lie. With many, block by block of k for all panels:
+// the block of x stays in a cache meanwhile.
 static void compute_item(const LinearArgs& args, Operand operand, const Rows& x, Range rows, Range panels) {
   alignas(64) float totals[kItemPanels][kItemRows * kColumns];
   TileShapes shapes;
   const bool in_place = operand == Operand::quads || args.weight_type == args.x_type;  // no block is converted
   int64_t step = args.weight_type == Type::int4 && args.group < kBlock ? args.group : kBlock;
   if (by_tiles(args, operand) && in_place && rows.end - rows.begin <= 2 * kTileRows) step = rounded_up(args.k, kBlock);
-  for (int64_t k = 0; k < args.k; k += step) {
-    for (int64_t p = panels.begin; p < panels.end; ++p) {
-      add_panel_block(args, operand, x, rows, p, {k, k + step < args.k ? k + step : args.k}, totals[p - panels.begin], shapes);
+  const int64_t together = rows.end - rows.begin >= kManyRows ? kItemPanels : 1;
+  for (int64_t first = panels.begin; first < panels.end; first += together) {
+    const int64_t last = first + together < panels.end ? first + together : panels.end;
+    for (int64_t k = 0; k < args.k; k += step) {
+      for (int64_t p = first; p < last; ++p) {
+        add_panel_block(args, operand, x, rows, p, {k, k + step < args.k ? k + step : args.k}, totals[p - first], shapes);
+      }
     }
+    for (int64_t p = first; p < last; ++p) finish_panel(args, operand, x, rows, p, totals[p - first]);
   }
-  for (int64_t p = panels.begin; p < panels.end; ++p) finish_panel(args, operand, x, rows, p, totals[p - panels.begin]);
+}
+
+// The place of item `item` of `count`: threads that take items in turns each go on where their last one ended, so that what they
+// fetch in advance is what they read next.
+INLINE int64_t in_streams(int64_t item, int64_t count, int64_t threads) {
+  const int64_t stream = item % threads, longer = count % threads;
+  return stream * (count / threads) + (stream < longer ? stream : longer) + item / threads;
 }
 
 static void multiply(const LinearArgs& args) {
@@ -705,11 +719,12 @@ static void multiply(const LinearArgs& args) {
     x.scales = static_cast<const float*>(static_cast<const void*>(x.data + args.rows * x.bytes));
   }
   const int64_t num_panels = rounded_up(args.n, kColumns) / kColumns, parts = (args.rows + kItemRows - 1) / kItemRows;
-  const int64_t spread = by_tiles(args, operand) ? num_panels / (8 * args.threads) : 1;  // setting tiles costs as much as a panel's block
-  const int64_t few = spread < 1 ? 1 : spread < kItemPanels ? spread : kItemPanels;
-  const int64_t together = args.rows >= kManyRows ? kItemPanels : few;
-  for_items((num_panels + together - 1) / together * parts, args.threads, [&, operand, num_panels, parts, together](int64_t item) {
-    const int64_t row = item % parts * kItemRows, panel = item / parts * together;
+  const int64_t run = num_panels / (kItemsPerThread * args.threads);
+  const int64_t together = args.rows >= kManyRows ? kItemPanels : run > 1 ? run : 1;
+  const int64_t groups = (num_panels + together - 1) / together;
+  for_items(groups * parts, args.threads, [&, operand, num_panels, parts, together, groups](int64_t item) {
+    const int64_t row = item % parts * kItemRows, group = parts == 1 ? in_streams(item, groups, args.threads) : item / parts;
+    const int64_t panel = group * together;
     const Range rows{row, row + kItemRows < args.rows ? row + kItemRows : args.rows};
     compute_item(args, operand, x, rows, {panel, panel + together < num_panels ? panel + together : num_panels});
   });

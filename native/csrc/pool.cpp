@@ -14,7 +14,7 @@
 namespace pagetide {
 namespace {
 
-constexpr auto kSpin = std::chrono::microseconds(40);  // of a worker without items, and of a caller while others finish its items
+constexpr auto kSpin = std::chrono::microseconds(100);  // of a worker without items, and of a caller while others finish its items
 constexpr int kMostWorkers = 0xfff;
 constexpr int64_t kMostItems = 0xffffffff;
 

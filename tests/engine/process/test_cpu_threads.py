@@ -113,6 +113,20 @@ def test_short_bursts_far_apart_see_who_is_there_now(monkeypatch: pytest.MonkeyP
         assert machine.steps(20, 0.01)[-1] == expected
 
 
+def test_cores_that_a_pause_leaves_to_others_count_as_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines that take turns are no neighbours; one that was there before a short pause still is."""
+    machine = Machine(monkeypatch, 2)
+    for _ in range(3):
+        machine.own, machine.others = 2.0, 0.0
+        assert machine.steps(8, 0.05) == [2] * 8
+        machine.own, machine.others = 0.0, 2.0
+        machine.goes_on(1.5)
+    machine.own = machine.others = 1.0
+    assert machine.steps(8)[-1] == 1
+    machine.goes_on(1.0)
+    assert machine.steps(8) == [1] * 8
+
+
 def test_threads_that_begin_during_a_step_of_another_engine_have_all_of_them() -> None:
     found: list[int] = []
 
