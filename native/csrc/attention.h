@@ -452,11 +452,16 @@ static void compute_part(const Rows<T>& rows, int64_t part, float* results, line
   alignas(64) float scores[kMostRows * kScoreStride];
   alignas(64) float sums[kRows * kColumns];
   alignas(64) Vec most[kMostRows];
-  for (int64_t r = 0; r < count; ++r) most[r] = broadcast(kLowest);
+  struct {
+    int64_t low, high;  // slots of the part that a row sees
+  } seen[kMostRows];
+  for (int64_t r = 0; r < count; ++r) {
+    most[r] = broadcast(kLowest);
+    seen[r] = {rows.first_seen(rows.begin + r) - origin, rows.position(rows.begin + r) + 1 - origin};
+  }
   find_slots(args, args.key, rows, part, begin, end, slots);
   const auto finish_row = [&](int64_t r, const float* products, int64_t c) {
-    const int64_t row = rows.begin + r, low = rows.first_seen(row) - origin, high = rows.position(row) + 1 - origin;
-    most[r] = finish_scores(args, products, c, low, high, most[r], scores + r * kScoreStride);
+    most[r] = finish_scores(args, products, c, seen[r].low, seen[r].high, most[r], scores + r * kScoreStride);
   };
   if constexpr (kByTiles<T>) {
     multiply_keys_by_tiles(rows, slots, first_panel, last_panel, panel, scores, shapes);
@@ -478,14 +483,18 @@ static void compute_part(const Rows<T>& rows, int64_t part, float* results, line
     float* row = scores + r * kScoreStride;
     const float top = largest(most[r]);
     const Vec base = broadcast(base_of(top));
-    Vec total{};
-    for (int64_t j = first_panel; j < last_panel; j += kLanes) {
-      const Vec weight = exponential(load(row + j) - base);
-      total += weight;
-      store(static_cast<Element*>(static_cast<void*>(row)) + j, weight);
+    Vec total[linear::kVectors] = {};  // independent, so that the processor computes them at once
+    for (int64_t j = first_panel; j < last_panel; j += kColumns) {
+      Vec weight[linear::kVectors];
+      for (int v = 0; v < linear::kVectors; ++v) {
+        weight[v] = exponential_of_negative(load(row + j + v * kLanes) - base);
+        total[v] += weight[v];
+      }
+      for (int v = 0; v < linear::kVectors; ++v) store(static_cast<Element*>(static_cast<void*>(row)) + j + v * kLanes, weight[v]);
     }
+    for (int v = 1; v < linear::kVectors; ++v) total[0] += total[v];
     results[r * stride + padded] = top;
-    results[r * stride + padded + 1] = sum(total);
+    results[r * stride + padded + 1] = sum(total[0]);
   }
   find_slots(args, args.value, rows, part, begin, end, slots);
   const int64_t odd = kInPairs<T> ? 1 : 0;

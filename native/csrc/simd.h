@@ -127,26 +127,36 @@ INLINE Vec select(IntVec condition, Vec yes, Vec no) {
 INLINE Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
 INLINE Vec minimum(Vec a, Vec b) { return a < b ? a : b; }
 
-// e^x with a relative error below 3e-7; 0 below -87.3, infinity above 88.7, NaN for NaN.
-INLINE Vec exponential(Vec x) {
-  const Vec clamped = minimum(maximum(x, broadcast(-88.f)), broadcast(89.f));
-  const Vec shifted = clamped * 1.44269504f + 12582912.f;  // 1.5 * 2^23: rounds to an integer
-  const IntVec power = bits<IntVec>(shifted) - 0x4b400000;
+// e^x = value * 2^power, value between 0.7 and 1.42.
+INLINE Vec exponential_parts(Vec x, IntVec& power) {
+  const Vec shifted = x * 1.44269504f + 12582912.f;  // 1.5 * 2^23: rounds to an integer
+  power = bits<IntVec>(shifted) - 0x4b400000;
   const Vec whole = shifted - 12582912.f;
-  Vec rest = whole * -0.693359375f + clamped;
+  Vec rest = whole * -0.693359375f + x;
   rest = whole * 2.12194440e-4f + rest;
   Vec value = rest * 1.9875691500e-4f + 1.3981999507e-3f;
   value = value * rest + 8.3334519073e-3f;
   value = value * rest + 4.1665795894e-2f;
   value = value * rest + 1.6666665459e-1f;
   value = value * rest + 5.0000001201e-1f;
-  value = value * (rest * rest) + rest + 1.f;
+  return value * (rest * rest) + rest + 1.f;
+}
+// e^x with a relative error below 3e-7; 0 below -87.3, infinity above 88.7, NaN for NaN.
+INLINE Vec exponential(Vec x) {
+  IntVec power;
+  Vec value = exponential_parts(minimum(maximum(x, broadcast(-88.f)), broadcast(89.f)), power);
   // 2^power in two factors, since power may be 128.
   const Vec half = bits<Vec>(((power >> 1) + 127) << 23);
   const Vec other = bits<Vec>((power - (power >> 1) + 127) << 23);
   value = value * half * other;
   value = select(x < -87.33654f, Vec{}, value);
   return select(x == x, value, x);
+}
+// The same for x <= 0, in fewer operations; 0 below -87.7.
+INLINE Vec exponential_of_negative(Vec x) {
+  IntVec power;
+  const Vec value = exponential_parts(maximum(x, broadcast(-88.f)), power);
+  return select(x == x, value * bits<Vec>((power + 127) << 23), x);
 }
 // tanh x with an absolute error below 3e-7.
 INLINE Vec hyperbolic_tangent(Vec x) { return 1.f - 2.f / (exponential(x * 2.f) + 1.f); }
