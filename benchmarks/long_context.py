@@ -4,7 +4,7 @@
                                       [--steps 64] [--seed 0]
 
 A random Llama (hidden 512, 8 layers, 8 heads over 4 KV heads) in float32, greedy. A case is a number of sequences and the
-tokens of each prompt. The time of a step is that of `--steps` and one more tokens, less that of one token, divided by the steps.
+tokens of each prompt. The time of a step is that of `--steps` and one more tokens, less that of one token, over the steps.
 Both engines take turns; a ratio is the median over the rounds of the ratio within a round.
 """
 
