@@ -75,7 +75,7 @@ def compare(folder: Path, dtype: str, inputs: list[list[int]], new_tokens: int, 
     """Figures of one dtype."""
     sampling = SamplingParams(max_new_tokens=new_tokens, temperature=0, ignore_eos=True)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
-    with LLM(folder, device="cpu", dtype=dtype, kv_memory="256MiB") as llm:
+    with LLM(folder, device="cpu", dtype=dtype, kv_memory="256MiB", prefix_caching=False) as llm:
         engines: dict[str, Callable[[], list[list[int]]]] = {
             "generate": lambda: padded(model, inputs, new_tokens),
             "generate_batch": lambda: continuous(model, inputs, new_tokens),

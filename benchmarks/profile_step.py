@@ -60,7 +60,7 @@ def profile(folder: Path, dtype: str, inputs: list[list[int]], new_tokens: int) 
     """Share of the time of a whole `generate` by part. The clocks themselves cost a few percent."""
     spent: dict[str, float] = defaultdict(float)
     sampling = SamplingParams(max_new_tokens=new_tokens, temperature=0, ignore_eos=True)
-    with LLM(folder, device="cpu", dtype=dtype, kv_memory="256MiB") as llm, ExitStack() as clocks:
+    with LLM(folder, device="cpu", dtype=dtype, kv_memory="256MiB", prefix_caching=False) as llm, ExitStack() as clocks:
         llm.generate(inputs[:2], sampling)
         with llm.locked_engine() as engine:
             runner, scheduler = engine.core.runner, engine.core.scheduler
