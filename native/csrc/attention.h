@@ -388,6 +388,15 @@ static void find_slots(const AttentionArgs& args, const CacheView& view, const R
   for (int64_t j = end; j < kPart + kAhead; ++j) slots[j] = nothing;
 }
 
+// Fetches the first rows of a part: those that follow are fetched kAhead slots before they are read.
+template <typename T>
+INLINE void fetch_first(const T* const* slots, int64_t dim) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  for (int64_t j = 0; j < kAhead; ++j) {
+    for (int64_t d = 0; d < dim; d += kLine) __builtin_prefetch(slots[j] + d);
+  }
+}
+
 // Scales and masks a row's products with kColumns keys from `first` of the part on, of which it sees `low` .. `high`.
 // Returns the largest score.
 INLINE Vec finish_scores(const AttentionArgs& args, const float* sums, int64_t first, int64_t low, int64_t high, Vec most, float* scores) {
@@ -447,7 +456,7 @@ static void compute_part(const Rows<T>& rows, int64_t part, float* results, line
   const int64_t tiles = (count + kRows - 1) / kRows, tile_rows = (count + tiles - 1) / tiles;
   const int64_t padded = padded_values(args), stride = result_stride(args);
 
-  const T* slots[kPart + kAhead];
+  const T *keys[kPart + kAhead], *values[kPart + kAhead];
   alignas(64) Element panel[kMostDim * kColumns];
   alignas(64) float scores[kMostRows * kScoreStride];
   alignas(64) float sums[kRows * kColumns];
@@ -459,18 +468,20 @@ static void compute_part(const Rows<T>& rows, int64_t part, float* results, line
     most[r] = broadcast(kLowest);
     seen[r] = {rows.first_seen(rows.begin + r) - origin, rows.position(rows.begin + r) + 1 - origin};
   }
-  find_slots(args, args.key, rows, part, begin, end, slots);
+  find_slots(args, args.key, rows, part, begin, end, keys);
+  find_slots(args, args.value, rows, part, begin, end, values);
+  fetch_first(keys + begin, args.key.dim);
   const auto finish_row = [&](int64_t r, const float* products, int64_t c) {
     most[r] = finish_scores(args, products, c, seen[r].low, seen[r].high, most[r], scores + r * kScoreStride);
   };
   if constexpr (kByTiles<T>) {
-    multiply_keys_by_tiles(rows, slots, first_panel, last_panel, panel, scores, shapes);
+    multiply_keys_by_tiles(rows, keys, first_panel, last_panel, panel, scores, shapes);
     for (int64_t r = 0; r < count; ++r) {
       for (int64_t c = first_panel; c < last_panel; c += kColumns) finish_row(r, scores + r * kScoreStride + c, c);
     }
   } else {
     for (int64_t c = first_panel; c < last_panel; c += kColumns) {
-      pack_keys(slots + c, args.key.dim, panel);
+      pack_keys(keys + c, args.key.dim, panel);
       for (int64_t r = 0; r < count; r += tile_rows) {
         const int n = static_cast<int>(least(tile_rows, count - r));
         linear::tile<kRows>(Operands<T>::kind, n, rows.query + r * rows.query_stride, rows.query_stride, panel, args.key.dim, sums);
@@ -478,6 +489,7 @@ static void compute_part(const Rows<T>& rows, int64_t part, float* results, line
       }
     }
   }
+  fetch_first(values + begin, args.value.dim);
   // Weights take the place of scores; pairs take the first half of it.
   for (int64_t r = 0; r < count; ++r) {
     float* row = scores + r * kScoreStride;
@@ -496,18 +508,17 @@ static void compute_part(const Rows<T>& rows, int64_t part, float* results, line
     results[r * stride + padded] = top;
     results[r * stride + padded + 1] = sum(total[0]);
   }
-  find_slots(args, args.value, rows, part, begin, end, slots);
   const int64_t odd = kInPairs<T> ? 1 : 0;
   begin -= begin & odd, end += end & odd;
   const auto* weights = static_cast<const Element*>(static_cast<const void*>(scores));
   const int64_t weight_stride = kScoreStride * static_cast<int64_t>(sizeof(float) / sizeof(Element));
   if constexpr (kByTiles<T>) {
-    return weigh_by_tiles(count, weights + first_panel, weight_stride, slots + first_panel, args.value.dim, last_panel - first_panel, results,
+    return weigh_by_tiles(count, weights + first_panel, weight_stride, values + first_panel, args.value.dim, last_panel - first_panel, results,
                           stride, shapes);
   }
   for (int64_t r = 0; r < count; r += tile_rows) {
     const int n = static_cast<int>(least(tile_rows, count - r));
-    weigh_rows<kRows>(n, weights + r * weight_stride, weight_stride, slots, args.value.dim, begin, end, results + r * stride, stride);
+    weigh_rows<kRows>(n, weights + r * weight_stride, weight_stride, values, args.value.dim, begin, end, results + r * stride, stride);
   }
 }
 
@@ -539,8 +550,9 @@ template <typename T>
 static void compute_item(const AttentionArgs& args, const Chunk& chunk, const Place& place, int64_t chunk_index, int64_t item) {
   alignas(64) typename Operands<T>::Element query[kMostElements + kMostRows];
   alignas(64) float part_results[kMostElements + kMostRows * 16], total[kMostElements + kMostRows * 16];
-  const int64_t head = item / chunk.items_per_head, padded = padded_values(args), stride = result_stride(args);
-  int64_t number = item % chunk.items_per_head;
+  // KV heads of the same slots follow each other: they lie side by side in memory.
+  const int64_t head = item % args.kv_heads, padded = padded_values(args), stride = result_stride(args);
+  int64_t number = item / args.kv_heads;
   Rows<T> rows = {args, chunk, chunk_index, head, 0, chunk.rows, query, query_stride_of<T>(args.key.dim)};
   linear::TileShapes shapes;
   if (!chunk.split) {
