@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+# The benchmarks are programs of the checkout, not part of what is installed. Last: what is installed goes first.
+ROOT = str(Path(__file__).resolve().parents[1])
+if ROOT not in sys.path:
+    sys.path.append(ROOT)
 
 # How long an example takes says how busy the machine is, not whether the code is right.
 settings.register_profile("pagetide", deadline=None)

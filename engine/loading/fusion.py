@@ -161,7 +161,7 @@ def _replaced(watch: _ForwardWatch) -> Fused:
     for module in times:
         calls = [call for call in watch.calls if call.module is module]
         inputs = [call.input for call in calls]
-        if inputs[0] is None or any(one is None for one in inputs):
+        if inputs[0] is None or any(one is None for one in inputs) or "forward" in vars(module):
             continue
         forward: Callable[..., Any] | None
         layers: list[Any] = [call.module for call in calls[0].linears]
@@ -174,6 +174,8 @@ def _replaced(watch: _ForwardWatch) -> Fused:
             module.forward = forward
             fused.mlps.append(module)
     for rotary in watch.rotaries:
+        if "forward" in vars(rotary.module):
+            continue
         if (forward := native_attention_forward(rotary.module, rotary.calls)) is not None:
             rotary.module.forward = forward
             fused.rotations.append(rotary.module)

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, Pr
 
 from ... import native
 from ..errors import ConfigError, UnsupportedModel
-from .linears import packs
+from .linears import is_plain, packs
 from .weight_files import StoredTensor
 
 _STORED = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -71,7 +71,7 @@ class Loaded:
         embedding that is kept: `planning` counts that one.
         """
         model, dtype_to = self.model, self._dtype_to(dtype)
-        layers = [m.weight for m in model.modules() if type(m) is nn.Linear] if device.type == "cpu" else []
+        layers = [m.weight for m in model.modules() if is_plain(m)] if device.type == "cpu" else []
         kept = native.instructions() is None
         embedding = getattr(model.get_input_embeddings(), "weight", None) if kept else None
         own = {id(w) for w in layers if w is not embedding and packs(w.numel(), dtype_to or w.dtype)}

@@ -23,7 +23,7 @@ from torch import nn
 
 from ...native import instructions, panel_columns
 from ..errors import ConfigError
-from .linears import uses_of_parameters
+from .linears import is_plain, uses_of_parameters
 from .models import Quantization
 from .quantization import GROUP, Method, QuantizedWeight, choose, quantize
 
@@ -122,8 +122,8 @@ def _same_factors(one: PackedWeight, other: PackedWeight) -> bool:
 
 
 def quantizable(module: nn.Module) -> bool:
-    """Whether `module` is quantized if it runs. A subclass of `nn.Linear` may interpret its weight differently."""
-    return type(module) is nn.Linear and module.weight.numel() >= LEAST_WEIGHTS and module.weight.is_floating_point()
+    """Whether `module` is quantized if it runs."""
+    return is_plain(module) and module.weight.numel() >= LEAST_WEIGHTS and module.weight.is_floating_point()
 
 
 def quantize_linears(

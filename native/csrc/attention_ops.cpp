@@ -18,7 +18,7 @@ void check_rows(const Tensor& rows, const char* name, const Tensor& cache, int64
   STD_TORCH_CHECK(rows.scalar_type() == cache.scalar_type(), name, " and the cache differ in type");
 }
 
-void write_to(const Tensor& rows, const char* name, Tensor& cache, const Tensor& blocks, const Tensor& offsets) {
+WriteArgs checked_write(const Tensor& rows, const char* name, const Tensor& cache, const Tensor& blocks, const Tensor& offsets) {
   WriteArgs args{};
   args.type = type_of(cache, "the cache");
   args.to = view_of(cache, "the cache");
@@ -35,16 +35,19 @@ void write_to(const Tensor& rows, const char* name, Tensor& cache, const Tensor&
                     cache.size(1));
   }
   args.threads = threads();
-  kernels()->attention.write(args);
+  return args;
 }
 
 // key, value [tokens, kv_heads, dim] -> slots `offsets` of `blocks` (int64 [tokens]) of the cache. Block 0 is not written.
 void write_kv(const Tensor& key, const Tensor& value, Tensor cache_key, Tensor cache_value, const Tensor& blocks, const Tensor& offsets) {
+  STD_TORCH_CHECK(key.dim() == 3 && value.dim() == 3, "key and value have three dimensions: tokens, heads and the head's");
   check_dense(blocks, "blocks", ScalarType::Long, key.size(0));
   check_dense(offsets, "offsets", ScalarType::Long, key.size(0));
   STD_TORCH_CHECK(value.size(0) == key.size(0), "key and value differ in tokens");
-  write_to(key, "key", cache_key, blocks, offsets);
-  write_to(value, "value", cache_value, blocks, offsets);
+  const WriteArgs keys = checked_write(key, "key", cache_key, blocks, offsets);
+  const WriteArgs values = checked_write(value, "value", cache_value, blocks, offsets);
+  kernels()->attention.write(keys);
+  kernels()->attention.write(values);
 }
 
 // query [tokens, heads, dim] -> [tokens, heads, dim of values]; see AttentionArgs. Padding gets zeros.
@@ -83,12 +86,12 @@ Tensor attend(const Tensor& query, const Tensor& cache_key, const Tensor& cache_
   STD_TORCH_CHECK(args.bounds[0] == 0 && filled <= tokens, "chunks of tokens ", args.bounds[0], " to ", filled, " of ", tokens);
   for (int64_t i = 0; i < args.chunks; ++i) {
     const int64_t count = static_cast<int64_t>(args.bounds[i + 1]) - args.bounds[i], all = args.lens[i];
-    if (all == 0 && count > 0) {
-      clear(args.bounds[i], args.bounds[i + 1]);
-      continue;
-    }
-    STD_TORCH_CHECK(0 <= count && count <= all && all <= args.width * args.block_size, "chunk ", i, " is ", count, " of ", all,
-                    " tokens in ", args.width, " blocks of ", args.block_size);
+    const bool fits = count <= all && all <= args.width * args.block_size;
+    STD_TORCH_CHECK(0 <= count && (all == 0 || fits), "chunk ", i, " is ", count, " of ", all, " tokens in ", args.width, " blocks of ",
+                    args.block_size);
+  }
+  for (int64_t i = 0; i < args.chunks; ++i) {  // all bounds are in order by now
+    if (args.lens[i] == 0) clear(args.bounds[i], args.bounds[i + 1]);
   }
   STD_TORCH_CHECK(window >= 0 && softcap >= 0, "window and softcap must not be negative");
   args.scaling = static_cast<float>(scaling), args.window = window, args.softcap = static_cast<float>(softcap);

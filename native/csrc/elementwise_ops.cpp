@@ -67,6 +67,8 @@ std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
   Tensor rows = x;
   prepare_norm(args, rows, weight, eps, offset, rounds_first);
   check_dense(residual, "residual", x.scalar_type(), x.numel());
+  STD_TORCH_CHECK(residual.dim() == x.dim(), "x and residual differ in shape");
+  for (int64_t d = 0; d < x.dim(); ++d) STD_TORCH_CHECK(residual.size(d) == x.size(d), "x and residual differ in dimension ", d);
   args.residual = residual.const_data_ptr();
   Tensor total = empty_of_shape(x), out = empty_of_shape(x);
   args.total = total.mutable_data_ptr(), args.out = out.mutable_data_ptr();

@@ -12,7 +12,10 @@ std::string instructions() { return kernels() != nullptr ? kernels()->name : "";
 thread_local int64_t own_threads = 0;
 
 // For the calling thread; 0: torch's number again.
-void set_threads(int64_t count) { own_threads = count; }
+void set_threads(int64_t count) {
+  STD_TORCH_CHECK(0 <= count && count <= INT16_MAX, "a kernel uses 1 to ", INT16_MAX, " threads, or 0 for torch's number, got ", count);
+  own_threads = count;
+}
 
 int64_t num_threads() { return threads(); }
 

@@ -9,6 +9,18 @@ Type weight_type(int64_t type) {
   return static_cast<Type>(type);
 }
 
+constexpr int64_t kMostSize = int64_t{1} << 28;  // of a dimension: bytes of a weight do not overflow
+
+void check_sizes(int64_t n, int64_t k) {
+  STD_TORCH_CHECK(0 <= n && n <= kMostSize && 0 <= k && k <= kMostSize, "a weight of ", n, " by ", k, ": each is from 0 to ", kMostSize);
+}
+
+// The bytes of a packed weight [n, k].
+void check_packed(const Tensor& packed, Type type, int64_t n, int64_t k) {
+  check_sizes(n, k);
+  check_dense(packed, "packed", ScalarType::Byte, kernels()->linear.packed_bytes(type, n, k));
+}
+
 // weight [n, k] -> bytes. Weights of another type of floats are converted; int8 and int4 come as int8.
 Tensor pack_weight(const Tensor& weight, int64_t type_number) {
   const Type type = weight_type(type_number);
@@ -25,7 +37,7 @@ Tensor pack_weight(const Tensor& weight, int64_t type_number) {
 // float32 [k]: row `row` of a packed weight, without scales.
 Tensor unpack_row(const Tensor& packed, int64_t type_number, int64_t n, int64_t k, int64_t row) {
   const Type type = weight_type(type_number);
-  check_dense(packed, "packed", ScalarType::Byte, kernels()->linear.packed_bytes(type, n, k));
+  check_packed(packed, type, n, k);
   STD_TORCH_CHECK(0 <= row && row < n, "row ", row, " of ", n);
   Tensor values = torch::stable::new_empty(packed, {k}, ScalarType::Float);
   kernels()->linear.unpack(packed.const_data_ptr(), type, n, k, row, static_cast<float*>(values.mutable_data_ptr()));
@@ -37,7 +49,7 @@ Tensor embed(const Tensor& packed, int64_t type_number, int64_t n, int64_t k, co
   const Type type = weight_type(type_number);
   const ScalarType types[] = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half};
   STD_TORCH_CHECK(type != Type::int8 && type != Type::int4, "rows of integers have no scales here");
-  check_dense(packed, "packed", ScalarType::Byte, kernels()->linear.packed_bytes(type, n, k));
+  check_packed(packed, type, n, k);
   const int64_t count = ids.numel();
   check_dense(ids, "ids", ScalarType::Long, count);
   const auto* rows = static_cast<const int64_t*>(ids.const_data_ptr());
@@ -51,6 +63,7 @@ Tensor embed(const Tensor& packed, int64_t type_number, int64_t n, int64_t k, co
 
 // The most bytes that `linear` takes for copies of its rows, whatever their layout and the weight's type.
 int64_t most_scratch_bytes(int64_t x_type, int64_t rows, int64_t k) {
+  check_sizes(rows, k);
   const float scale = 1;
   LinearArgs args{};
   args.x_type = weight_type(x_type);
@@ -72,7 +85,8 @@ Tensor linear(const Tensor& x, const Tensor& packed, int64_t type_number, int64_
   args.x_stride = args.rows > 1 ? x.stride(0) : args.k;
   const bool whole = args.weight_type == args.x_type;
   STD_TORCH_CHECK(whole || args.weight_type == Type::int8 || args.weight_type == Type::int4, "x and weight differ in type");
-  check_dense(packed, "packed", ScalarType::Byte, kernels()->linear.packed_bytes(args.weight_type, n, args.k));
+  check_packed(packed, args.weight_type, n, args.k);
+  STD_TORCH_CHECK(args.k > 0, "x has no features");
   args.group = group;
   if (args.weight_type == Type::int4) {
     STD_TORCH_CHECK(group >= 8 && group <= 256 && (group & (group - 1)) == 0, "group must be a power of 2 from 8 to 256, got ", group);

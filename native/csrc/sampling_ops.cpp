@@ -1,4 +1,5 @@
 // torch.ops.pagetide.sample: tokens from rows of logits.
+#include <cfloat>
 #include <tuple>
 #include <vector>
 
@@ -19,7 +20,8 @@ std::vector<int64_t> settings_of_rows(const SamplingArgs& args, const int64_t* p
   for (int64_t s = 0; s < count; ++s) {
     STD_TORCH_CHECK(0 <= places[s] && places[s] < args.rows && setting[places[s]] < 0, "places[", s, "] is ", places[s], " of ",
                     args.rows, " rows, or there is another for the same row");
-    STD_TORCH_CHECK(args.temperature[s] > 0, "temperature[", s, "] must be positive, got ", args.temperature[s]);
+    STD_TORCH_CHECK(args.temperature[s] > 0 && args.temperature[s] <= FLT_MAX, "temperature[", s, "] must be positive and finite, got ",
+                    args.temperature[s]);
     STD_TORCH_CHECK(1 <= args.top_k[s] && args.top_k[s] <= args.vocab, "top_k[", s, "] is ", args.top_k[s], " of ", args.vocab);
     STD_TORCH_CHECK(args.top_p[s] == args.top_p[s], "top_p[", s, "] is not a number");
     STD_TORCH_CHECK(0 <= args.min_p[s] && args.min_p[s] <= 1, "min_p[", s, "] must be from 0 to 1, got ", args.min_p[s]);

@@ -186,3 +186,21 @@ def test_caches_of_any_stride() -> None:
     turned = [view.transpose(1, 2).contiguous().transpose(1, 2) for view in (cache.key, cache.value)]
     other = replace(built.call, cache=LayerCache(*turned, group=1))
     assert torch.equal(kernel().attend(other), kernel().attend(built.call))
+
+
+@pytest.mark.parametrize("middle", [6, 100_000, -3])
+def test_bounds_out_of_order_are_refused_before_anything_is_written(middle: int) -> None:
+    cache = torch.randn(2, 16, 2, 8)
+    bounds, lens = torch.tensor([0, middle, 4], dtype=torch.int32), torch.tensor([0, 4], dtype=torch.int32)
+    tables = torch.zeros(2, 1, dtype=torch.int64)
+    with pytest.raises(RuntimeError, match=r"chunk \d is -?\d+ of \d tokens"):
+        torch.ops.pagetide.attend(torch.randn(4, 2, 8), cache, cache.clone(), tables, bounds, lens, 1.0, 0, 0.0, None)
+
+
+def test_keys_are_not_written_if_their_values_cannot_be() -> None:
+    key, cache = torch.randn(3, 2, 8), torch.zeros(2, 16, 2, 8)
+    places = torch.ones(3, dtype=torch.int64), torch.arange(3)
+    for value in (torch.randn(3, 2, 7), torch.randn(3, 16), torch.randn(2, 2, 8)):
+        with pytest.raises(RuntimeError, match="value"):
+            torch.ops.pagetide.write_kv(key, value, cache, torch.zeros(2, 16, 2, 8), *places)
+        assert not cache.any()

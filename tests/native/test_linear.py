@@ -201,6 +201,25 @@ def test_a_nan_stays_in_its_row():
         assert bad.nonzero().flatten().tolist() == [3, 4]
 
 
+def test_sizes_that_overflow_are_refused():
+    """The bytes of such a weight, modulo 2^64, are those of an empty one."""
+    empty = torch.empty(0, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="a weight of"):
+        torch.ops.pagetide.unpack_row(empty, 0, 2**62, 4, 0)
+    with pytest.raises(RuntimeError, match="a weight of"):
+        torch.ops.pagetide.embed(empty, 0, 2**62, 4, torch.tensor([5]))
+    with pytest.raises(RuntimeError, match="a weight of -5 by -7"):
+        torch.ops.pagetide.most_scratch_bytes(0, -5, -7)
+
+
+@pytest.mark.parametrize("count", [-1, 2**31, 2**32])
+def test_numbers_of_threads_that_are_none_are_refused(count):
+    before = torch.ops.pagetide.num_threads()
+    with pytest.raises(RuntimeError, match=f"or 0 for torch's number, got {count}"):
+        torch.ops.pagetide.set_threads(count)
+    assert torch.ops.pagetide.num_threads() == before
+
+
 def test_nothing_to_do():
     packed = torch.ops.pagetide.pack_weight(torch.randn(8, 16), 0)
     assert product(torch.empty(0, 16), packed, 0, 8).shape == (0, 8)
@@ -214,6 +233,9 @@ def test_nothing_to_do():
         ({"x": torch.randn(2, 16, dtype=torch.float64)}, "must be float32"),
         ({"x": torch.randn(2, 16, dtype=torch.bfloat16)}, "differ in type"),
         ({"n": 400}, "packed must have"),
+        ({"n": -1}, "a weight of -1 by 16"),
+        ({"n": 2**62}, "a weight of 4611686018427387904 by 16"),
+        ({"x": torch.randn(2, 0), "packed": torch.ops.pagetide.pack_weight(torch.randn(8, 0), 0)}, "no features"),
         ({"kind": 9}, "unknown type"),
         ({"bias": torch.randn(9)}, "bias must have 8 elements"),
         ({"scales": torch.randn(8)}, "scales"),

@@ -247,6 +247,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"places": torch.tensor([2])}, "is 2 of 2"),
     ({"places": torch.tensor([-1])}, "is -1 of 2"),
     ({"temperature": torch.tensor([0.0])}, "temperature"),
+    ({"temperature": torch.tensor([math.inf])}, "positive and finite"),
+    ({"temperature": torch.tensor([math.nan])}, "positive and finite"),
     ({"temperature": torch.tensor([1.0, 1.0])}, "temperature must have 1"),
     ({"top_k": torch.tensor([0])}, "top_k"),
     ({"top_k": torch.tensor([10])}, "top_k"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,45 @@ def test_another_type_is_a_conversion_of_the_weights_alone() -> None:
     with make(model, dtype="float32") as llm:
         assert llm.stats()["dtype"] == "float32"
     assert model.dtype == torch.bfloat16
+
+
+def hook_output(model: Any) -> None:
+    model.model.layers[0].self_attn.o_proj.register_forward_hook(lambda layer, args, out: out * -2)
+
+
+def hook_input(model: Any) -> None:
+    model.lm_head.register_forward_pre_hook(lambda layer, args: (args[0].flip(-1),))
+
+
+def replace_forward(model: Any) -> None:
+    layer = model.model.layers[1].mlp.gate_proj
+    layer.forward = lambda x: torch.nn.functional.linear(x, layer.weight) * -3  # as some adapters do
+
+
+@pytest.mark.parametrize("change", [hook_output, hook_input, replace_forward])
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_layers_with_hooks_and_forwards_of_their_own_keep_them(
+    change: Callable[[Any], None], kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernels == "torch":
+        monkeypatch.setattr(native, "instructions", lambda: None)
+    model = tiny("llama", hidden_size=288, intermediate_size=320).eval()
+    alone = plainly(model)
+    change(model)
+    changed = plainly(model)
+    assert changed != alone
+    with make(model) as llm:
+        assert ours(llm) == changed
+
+
+@pytest.mark.skipif(native.instructions() is None, reason="the native kernels are not built")
+def test_quantized_models_keep_hooks_too() -> None:
+    model = tiny("llama", hidden_size=288, intermediate_size=320).eval()
+    with make(model, quantization="int8") as llm:
+        alone = ours(llm)  # from now on in the disk cache, if at all
+    hook_output(model)
+    with make(model, quantization="int8") as llm:
+        assert ours(llm) != alone
 
 
 def test_weights_that_are_shared_are_not_counted_again() -> None:
