@@ -67,8 +67,9 @@ class LLM:
         idle_s: Seconds after which memory that no request needs is given back, cached prefixes included.
         share: Hold a lease of the device, so that memory can move between engines. False: do not share memory.
         trust_remote_code: Run Python code from the model's files; None is the models file's setting (default: no).
-        attention: The attention backend: "torch", "triton", "flash-attn" (block sizes that are multiples of 256 tokens),
-            "flash-attn-3", "flash-attn-4", "flashinfer" or "varlen" (torch's). "auto" is torch on a CPU. On CUDA it benchmarks
+        attention: The attention backend: "torch", "native" (CPUs), "triton", "flash-attn" (block sizes that are multiples of
+            256 tokens), "flash-attn-3", "flash-attn-4", "flashinfer" or "varlen" (torch's). "auto" is native on a CPU, or torch
+            without the native kernels. On CUDA it benchmarks
             the installed backends that support model and block size, except "flash-attn-4" and "flashinfer", and picks the
             fastest. `stats()` names the backend in use.
         overlap: Launch the next decode step before the previous step's tokens reach the host (asynchronous scheduling), so the

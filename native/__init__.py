@@ -25,21 +25,27 @@ def instructions() -> str | None:
     The first call says why it cannot. PAGETIDE_NATIVE=0 switches it off, and the name of an instruction set selects that one
     if the processor has it. PAGETIDE_NATIVE_LIBRARY names another file of the library, such as one with sanitisers.
     """
-    if os.environ.get("PAGETIDE_NATIVE") == "0":
+    wanted = os.environ.get("PAGETIDE_NATIVE", "")
+    if wanted == "0":
         log.info("native kernels are switched off by PAGETIDE_NATIVE=0; torch's own serve")
         return None
     if not LIBRARY.exists():
+        named = "PAGETIDE_NATIVE_LIBRARY names it" if "PAGETIDE_NATIVE_LIBRARY" in os.environ else "no C++ compiler?"
         log.warning(
-            "native kernels were not built (no C++ compiler?): torch's own serve, at about half the speed on a CPU; "
-            "install g++ or clang, then repeat the installation"
-        )
+            "native kernels were not built, there is no %s (%s): torch's own serve, at about half the speed on a CPU; "
+            "install g++ or clang, then repeat the installation", LIBRARY, named,
+        )  # fmt: skip
         return None
     try:
         torch.ops.load_library(LIBRARY)  # type: ignore[no-untyped-call]
-    except OSError as error:
+        name: str = torch.ops.pagetide.instructions()
+    except (OSError, AttributeError) as error:  # no library, or another one
         log.warning("native kernels cannot be loaded (%s): torch's own serve, at about half the speed on a CPU", error)
         return None
-    name: str = torch.ops.pagetide.instructions()
+    if wanted not in ("", "1", name):
+        log.warning(
+            "PAGETIDE_NATIVE=%r: native kernels for %s serve; 0 switches them off", wanted, name or "no processor"
+        )
     if not name:
         log.warning("native kernels need AVX2 or NEON, which this processor lacks: torch's own serve")
     return name or None

@@ -100,7 +100,12 @@ def try_to_build(library: Path = LIBRARY, sanitize: bool = False) -> None:
     """`build`, but say on stderr why it failed instead of raising."""
     try:
         build(library, sanitize)
-    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+        subprocess.CalledProcessError,
+    ) as error:  # ValueError: CXX cannot be split
         print(f"native kernels: not built, as {error}; torch's own operators serve, slower", file=sys.stderr)
 
 

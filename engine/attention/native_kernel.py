@@ -19,7 +19,9 @@ class NativeKernel:
 
     def __init__(self) -> None:
         if native.instructions() is None:
-            raise ImportError("the native kernels were not built, are switched off, or do not know this processor")
+            raise ImportError(
+                "the native kernels do not serve; the log says why, and PAGETIDE_NATIVE=0 switches them off"
+            )
         self._write = torch.ops.pagetide.write_kv.default
         self._attend = torch.ops.pagetide.attend.default
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from ... import native
 from .gated_mlps import native_mlp
-from .linears import NativeLinear
+from .linears import NativeLinear, is_changed
 from .log_suppression import quiet_transformers
 from .merged_linears import MergedLinears, PackedLayer
 from .norms import native_norm
@@ -53,12 +53,12 @@ class Fused:
         return {name: len(getattr(self, name)) for name in ("products", "norms", "mlps", "rotations")}
 
     def undo(self) -> None:
-        """Let the modules compute as before. Products stay, and each layer returns a copy of its columns."""
+        """Let the modules compute as before. The weights of merged layers stay joined."""
         for module in (*self.norms, *self.mlps, *self.rotations):
             del module.forward
         for product in self.products:
-            product.dense = True
-        self.norms, self.mlps, self.rotations = [], [], []
+            product.undo()
+        self.products, self.norms, self.mlps, self.rotations = [], [], [], []
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +70,7 @@ class _ModuleCall:
     kwargs: dict[str, Any]
     parent: nn.Module | None
     linears: list[_ModuleCall] = field(default_factory=list)  # those inside, in order
+    content: torch.Tensor | None = None  # of a linear layer: a copy of its input
 
     @property
     def input(self) -> torch.Tensor | None:
@@ -104,7 +105,10 @@ class _ForwardWatch:
                 hook.remove()
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._open.append(_ModuleCall(module, args, kwargs, self._open[-1].module if self._open else None))
+        call = _ModuleCall(module, args, kwargs, self._open[-1].module if self._open else None)
+        if isinstance(module, NativeLinear | QuantizedLinear) and call.input is not None:
+            call.content = call.input.clone()
+        self._open.append(call)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         call = self._open.pop()
@@ -147,7 +151,9 @@ def _shorten_lookups(model: nn.Module) -> None:
     Assigning another module to such a name replaces both, as `nn.Module.__setattr__` does.
     """
     for module in model.modules():
-        vars(module).update(module.named_children())
+        for name, child in module.named_children():
+            if not hasattr(type(module), name):
+                vars(module)[name] = child
 
 
 def _replaced(watch: _ForwardWatch) -> Fused:
@@ -161,7 +167,7 @@ def _replaced(watch: _ForwardWatch) -> Fused:
     for module in times:
         calls = [call for call in watch.calls if call.module is module]
         inputs = [call.input for call in calls]
-        if inputs[0] is None or any(one is None for one in inputs) or "forward" in vars(module):
+        if inputs[0] is None or any(one is None for one in inputs) or is_changed(module):
             continue
         forward: Callable[..., Any] | None
         layers: list[Any] = [call.module for call in calls[0].linears]
@@ -174,8 +180,6 @@ def _replaced(watch: _ForwardWatch) -> Fused:
             module.forward = forward
             fused.mlps.append(module)
     for rotary in watch.rotaries:
-        if "forward" in vars(rotary.module):
-            continue
         if (forward := native_attention_forward(rotary.module, rotary.calls)) is not None:
             rotary.module.forward = forward
             fused.rotations.append(rotary.module)
@@ -183,12 +187,12 @@ def _replaced(watch: _ForwardWatch) -> Fused:
 
 
 def _groups(calls: list[_ModuleCall], times: Counter[nn.Module]) -> list[list[PackedLayer]]:
-    """Layers that read the same tensor one after the other, called by the same module; each is called once."""
+    """Layers that read the same tensor with the same content one after the other, called by the same module, once each."""
     groups: list[list[PackedLayer]] = []
     open_group = False
     for one, other in pairwise(calls):
         same = one.input is not None and one.input is other.input and one.parent is other.parent
-        if not same or times[one.module] > 1 or times[other.module] > 1:
+        if not same or not _equal(one.content, other.content) or times[one.module] > 1 or times[other.module] > 1:
             open_group = False
             continue
         if not open_group:
@@ -196,6 +200,10 @@ def _groups(calls: list[_ModuleCall], times: Counter[nn.Module]) -> list[list[Pa
         groups[-1].append(other.module)  # type: ignore[arg-type]
         open_group = True
     return groups
+
+
+def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is not None and other is not None and torch.equal(one, other)
 
 
 def _like_an_mlp(calls: list[_ModuleCall], times: Counter[nn.Module]) -> bool:

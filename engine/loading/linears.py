@@ -59,6 +59,7 @@ class NativeLinear(nn.Module):
         if weight.dtype not in _NATIVE_TYPES:  # the kernels convert the others
             weight = weight.to(dtype)
         self._packed: torch.Tensor = torch.ops.pagetide.pack_weight(weight, self._type)
+        self.shares_weight = False  # with layers that have the same parameter
         self._multiply = torch.ops.pagetide.linear.default
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -92,9 +93,13 @@ class NativeLinear(nn.Module):
             for start, one in zip(starts, layers, strict=True):
                 biases[start : start + one.out_features] = one.bias  # type: ignore[assignment]
             whole.register_parameter("bias", nn.Parameter(biases, requires_grad=False))
-        whole._type, whole._multiply = first._type, first._multiply
+        whole._type, whole._multiply, whole.shares_weight = first._type, first._multiply, False
         whole._packed = torch.cat([one._packed for one in layers])
         return whole, starts
+
+    def share_parameter(self, other: NativeLinear) -> None:
+        """Free the weight, which is that of `other`."""
+        self._packed, self.shares_weight, other.shares_weight = other._packed, True, True
 
     def share_weight(self, whole: NativeLinear, start: int) -> None:
         """Free the weight, which is also in `whole`, `joined` with this layer as its outputs from `start` on."""
@@ -216,7 +221,7 @@ def pack_linears(
                 continue
             if packs(child.weight.numel(), dtype or child.weight.dtype, least_weights):
                 places.setdefault(child, []).append((module, name))
-    packed = []
+    packed, of_parameter = [], dict[int, NativeLinear]()
     for linear in sorted(places, key=lambda one: one.weight.numel(), reverse=True):
         weight, layer = linear.weight, kind(linear, dtype)
         packed.append(layer)
@@ -224,6 +229,8 @@ def pack_linears(
             setattr(module, name, layer)
         uses[id(weight)] -= 1
         if isinstance(layer, NativeLinear):
+            if (same := of_parameter.setdefault(id(weight), layer)) is not layer:
+                layer.share_parameter(same)
             uses[id(weight)] -= sum(PackedEmbedding.share(one, layer) for one in embeddings.pop(id(weight), ()))
         if give_back is not None and not uses[id(weight)]:
             give_back(weight)
@@ -233,9 +240,13 @@ def pack_linears(
 
 
 def is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether `module` computes what an `nn.Linear` does: no subclass, without hooks, and with the `forward` of its class."""
-    changed = "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
-    return type(module) is nn.Linear and not changed
+    """Whether `module` computes what an `nn.Linear` does."""
+    return type(module) is nn.Linear and not is_changed(module)
+
+
+def is_changed(module: nn.Module) -> bool:
+    """Whether hooks or a `forward` of its own may make `module` compute something else than its class."""
+    return bool("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
 
 
 def uses_of_parameters(model: nn.Module) -> Counter[int]:

@@ -24,7 +24,6 @@ class MergedLinears:
     def __init__(self, layers: Sequence[PackedLayer], whole: PackedLayer, starts: Sequence[int]) -> None:
         self.layers, self.whole = tuple(layers), whole
         self.ranges = [(start, one.out_features) for start, one in zip(starts, layers, strict=True)]
-        self.dense = False  # each layer returns memory of its own, for models that cannot read rows with gaps
         self._sizes: list[int] = []  # of the pieces of the product: columns of layers, and gaps
         self._pieces: list[int] = []  # those of the layers
         for start, width in self.ranges:
@@ -38,7 +37,7 @@ class MergedLinears:
     @classmethod
     def of(cls, layers: Sequence[PackedLayer]) -> MergedLinears | None:
         """Merge `layers`, and free their own weights. None, and nothing changes, if they differ in kind or form."""
-        native = [one for one in layers if type(one) is NativeLinear]
+        native = [one for one in layers if type(one) is NativeLinear and not one.shares_weight]
         quantized = [one for one in layers if type(one) is QuantizedLinear]
         if len(native) == len(layers):
             if (joined := NativeLinear.joined(native)) is None:
@@ -63,6 +62,11 @@ class MergedLinears:
         for i, layer in enumerate(self.layers):
             layer.forward = self._reader(i)  # type: ignore[method-assign, assignment]
 
+    def undo(self) -> None:
+        """Let each layer compute its own product again, from its part of the joined weight."""
+        for layer in self.layers:
+            del layer.forward
+
     def _reader(self, i: int) -> Callable[[torch.Tensor], torch.Tensor]:
         def read(x: torch.Tensor) -> torch.Tensor:
             """x [..., in_features] -> [..., out_features], rows as far apart as those of the whole product."""
@@ -72,7 +76,7 @@ class MergedLinears:
             out = self._columns.pop(i)
             if not self._columns:
                 self._input = None
-            return out.contiguous() if self.dense else out
+            return out
 
         return read
 

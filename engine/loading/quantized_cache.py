@@ -18,6 +18,8 @@ import json
 import logging
 import mmap
 import os
+import re
+import stat
 import tempfile
 import time
 import zlib
@@ -45,6 +47,7 @@ _ALIGNMENT = 64
 _MOST_HEADER_BYTES = 64 << 20
 _MOST_DIGESTS = 1000
 _ABANDONED_S = 3600.0  # age of half a file: its writer must be gone
+_OWN_NAME = re.compile(r"[0-9a-f]{32}\.weights|([0-9a-f]{32}|digests)\w*\.tmp")  # of files that may be deleted
 _ARRAYS = {"packed": torch.uint8, "scales": torch.float32, "in_scales": torch.float32}
 
 
@@ -100,14 +103,15 @@ class QuantizedCache:
         """The weights by their layers' names, or None without a whole file."""
         path = self._path(key)
         try:
-            with path.open("rb") as file:
+            with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
                 weights = _read(file)
-            os.utime(path)
+            with suppress(OSError):  # a file of others, or one that cannot be written
+                os.utime(path)
             return weights
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            log.warning("%s is not used, and deleted: %s", path, error)
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            log.warning("%s is not used, and is deleted if that is possible: %s", path, error)
             with suppress(OSError):
                 path.unlink()
             return None
@@ -145,17 +149,20 @@ class QuantizedCache:
     def files(self) -> list[CacheFile]:
         """The files of weights, also unfinished ones; the least recently used first."""
         found = []
-        for pattern in ("*.weights", "*.tmp"):
-            for path in self.folder.glob(pattern):
+        for path in self.folder.glob("*"):
+            if _OWN_NAME.fullmatch(path.name):
                 with suppress(OSError):  # another process has deleted it
-                    status = path.stat()
-                    found.append(CacheFile(path, status.st_size, status.st_mtime))
+                    status = path.lstat()
+                    if not stat.S_ISDIR(status.st_mode):
+                        found.append(CacheFile(path, status.st_size, status.st_mtime))
         return sorted(found, key=lambda file: file.used_s)
 
     def clear(self) -> int:
-        """Delete all files. Returns the bytes that they had. Engines that use them are not affected. Raises OSError."""
-        files = self.files()
-        for path in [*(file.path for file in files), self.folder / "digests.json"]:
+        """Delete all files, and nothing else in the folder. Returns the bytes that they had. Engines that use them are not
+        affected. Raises OSError.
+        """
+        files, digests = self.files(), self.folder / "digests.json"
+        for path in (*(file.path for file in files), *([digests] if digests.is_file() else [])):
             path.unlink(missing_ok=True)
         return sum(file.num_bytes for file in files)
 
@@ -193,8 +200,9 @@ class QuantizedCache:
 
     def _known_digests(self) -> dict[str, str]:
         try:
-            known = json.loads((self.folder / "digests.json").read_text("utf-8"))
-        except (OSError, ValueError):
+            path = self.folder / "digests.json"
+            known = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+        except (OSError, ValueError, RecursionError):
             return {}
         usable = isinstance(known, dict) and all(isinstance(digest, str) for digest in known.values())
         return known if usable else {}
@@ -237,6 +245,8 @@ def _header(weights: Mapping[str, PackedWeight]) -> tuple[bytes, list[memoryview
 
 def _read(file: BinaryIO) -> dict[str, PackedWeight]:
     """The weights of a file, mapped. Raises ValueError, KeyError or TypeError for one that is not whole."""
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        raise ValueError("it is not a regular file")
     line = file.readline(_MOST_HEADER_BYTES)
     text, _, check = line.rstrip().rpartition(b" ")
     if not check or len(check) != 8 or int(check, 16) != zlib.crc32(text):

@@ -11,6 +11,7 @@ The embedding keeps its type. The output head has 8 bits in both forms.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -132,7 +133,9 @@ def quantize_linears(
     tokens: torch.Tensor,
     give_back: Callable[[torch.Tensor], None] = lambda weight: None,
 ) -> dict[str, PackedWeight]:
-    """Quantize the linear layers of `model` that run. Mutates the model; returns the weights by their layers' names.
+    """Quantize the linear layers of `model`. Mutates the model; returns the weights by their layers' names.
+
+    Layers that do not run over `tokens`, such as experts that no token is routed to, are rounded by their weights alone.
 
     Args:
         model: A causal language model on the CPU.
@@ -162,6 +165,15 @@ def quantize_linears(
 
     with _instead(groups, run):
         _run(model, tokens)
+    dtype = next(iter(made.values())).weight.dtype
+    for layer in layers:
+        if layer not in made:
+            weight = layer.weight
+            made[layer] = quantize_linear(
+                layer, Method("int8" if layer is head else quantization, None, False, math.inf), dtype
+            )
+            if uses[id(weight)] == 1:
+                give_back(weight)
     replace_linears(model, {layers[old]: new for old, new in made.items()})
     _log(made)
     return {layers[old]: new.packed for old, new in made.items()}

@@ -81,6 +81,8 @@ def native_attention_forward(module: nn.Module, calls: list[RotaryCall]) -> Call
     if len(calls) != 1:
         return None
     call = calls[0]
+    if any(isinstance(one, torch.Tensor) for one in (*call.rest, *call.more.values())):
+        return None  # it may depend on their content
     function = global_functions(module)[call.name]
     for token_dim in (1, 2):
         for rotation in ROTATIONS:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import _ctypes
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-from pagetide import LLM, SamplingParams
+import pytest
+
+from pagetide import LLM, SamplingParams, native
 from pagetide.native import build
 
 GENERATE = """
@@ -50,9 +53,13 @@ def test_it_is_built_without_and_generates_and_says_once_what_that_costs(tmp_pat
     assert run.stdout == f'[{[o.token_ids for o in outputs]}, 8, "torch"]\n'
 
 
-def test_a_library_that_cannot_be_loaded_is_said_once_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["text", "foreign"])
+def test_a_library_that_cannot_be_loaded_is_said_once_too(tmp_path: Path, kind: str) -> None:
     library = tmp_path / "_kernels.so"
-    library.write_bytes(b"not a library")
+    if kind == "text":
+        library.write_bytes(b"not a library")
+    else:
+        library.symlink_to(_ctypes.__file__)  # one that loads
     script = (
         "import logging; logging.basicConfig(format='%(message)s'); from pagetide import native; "
         "print(native.instructions(), native.instructions())"
@@ -60,3 +67,21 @@ def test_a_library_that_cannot_be_loaded_is_said_once_too(tmp_path: Path) -> Non
     run = subprocess.run([sys.executable, "-P", "-c", script], env=environment(library), capture_output=True, text=True)
     assert (run.returncode, run.stdout) == (0, "None None\n")
     assert run.stderr.count("native kernels cannot be loaded") == 1
+
+
+def test_a_value_that_names_no_instruction_set_is_said() -> None:
+    script = (
+        "import logging; logging.basicConfig(format='%(message)s'); from pagetide import native; native.instructions()"
+    )
+    environ = os.environ | {"PAGETIDE_NATIVE": "off"}
+    run = subprocess.run([sys.executable, "-P", "-c", script], env=environ, capture_output=True, text=True)
+    assert run.returncode == 0 and ("PAGETIDE_NATIVE='off'" in run.stderr) == (native.instructions() is not None)
+
+
+def test_a_compiler_that_cannot_be_read_is_no_error(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", build.__file__, "--output", str(tmp_path / "_kernels.so")]
+    run = subprocess.run(command, env=os.environ | {"CXX": 'g++ "'}, capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (
+        0,
+        "native kernels: not built, as No closing quotation; torch's own operators serve, slower\n",
+    )

@@ -16,6 +16,7 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     BertForMaskedLM,
+    LlamaModel,
     PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
@@ -132,6 +133,23 @@ def test_layers_with_hooks_and_forwards_of_their_own_keep_them(
     assert changed != alone
     with make(model) as llm:
         assert ours(llm) == changed
+
+
+class Direct(LlamaModel):
+    """Reads the weight of its embedding by itself."""
+
+    def forward(self, input_ids: Any = None, inputs_embeds: Any = None, **more: Any) -> Any:
+        if inputs_embeds is None:
+            inputs_embeds = torch.nn.functional.embedding(input_ids, self.embed_tokens.weight)
+        return super().forward(inputs_embeds=inputs_embeds, **more)
+
+
+def test_models_that_read_weights_by_themselves_are_served(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny("llama", hidden_size=288, intermediate_size=320, tie_word_embeddings=True).eval()
+    model.model.__class__ = Direct
+    with make(model) as llm:
+        assert ours(llm) == plainly(model)
+    assert ("stay as they are" in caplog.text) == (native.instructions() is not None)
 
 
 @pytest.mark.skipif(native.instructions() is None, reason="the native kernels are not built")

@@ -175,7 +175,7 @@ def test_an_embedding_reads_the_packed_head(embedding: nn.Embedding, shared: boo
     with torch.no_grad():
         expected, weight = embedding(ids), embedding.weight
         assert pack_linears(model, give_back=returned.append) == 1
-        assert torch.equal(model.embedding(ids), expected)
+        torch.testing.assert_close(model.embedding(ids), expected)  # renormalised again, a last bit may change
     assert isinstance(embedding, PackedEmbedding) == shared
     assert [one is weight for one in returned] == [True] * shared
     assert embedding.weight.shape == (40, 24) and embedding.weight.untyped_storage().nbytes() == (4 if shared else 3840)

@@ -53,6 +53,9 @@ def assert_same(found, expected):
         assert one.packed.data_ptr() % 64 == 0
 
 
+KEY = "0123456789abcdef" * 2
+
+
 @pytest.fixture
 def cache(tmp_path):
     return QuantizedCache(tmp_path / "cache", 1 << 20)
@@ -67,23 +70,23 @@ def saved(tmp_path_factory):
 
 @pytest.mark.parametrize("in_scales", [True, False])
 def test_what_is_kept_comes_back(cache, in_scales):
-    assert cache.read("key") is None
-    cache.write("key", weights(in_scales=in_scales))
-    assert_same(cache.read("key"), weights(in_scales=in_scales))
-    assert [file.path.name for file in cache.files()] == ["key.weights"]
+    assert cache.read(KEY) is None
+    cache.write(KEY, weights(in_scales=in_scales))
+    assert_same(cache.read(KEY), weights(in_scales=in_scales))
+    assert [file.path.name for file in cache.files()] == [f"{KEY}.weights"]
 
 
 def test_weights_in_use_outlive_their_file(cache):
-    cache.write("key", weights())
-    found = cache.read("key")
+    cache.write(KEY, weights())
+    found = cache.read(KEY)
     assert cache.clear() > 0 and cache.files() == []
     assert_same(found, weights())
-    assert cache.read("key") is None
+    assert cache.read(KEY) is None
 
 
 def test_every_damaged_byte_is_noticed(cache, caplog):
     """A file with a wrong byte anywhere but in its padding is deleted, and made again."""
-    cache.write("key", weights())
+    cache.write(KEY, weights())
     path = cache.files()[0].path
     right = path.read_bytes()
     line = right.index(b"\n") + 1
@@ -99,18 +102,18 @@ def test_every_damaged_byte_is_noticed(cache, caplog):
     for place in places:
         path.write_bytes(right[:place] + bytes([right[place] ^ 0x10]) + right[place + 1 :])
         caplog.clear()
-        assert cache.read("key") is None, place
+        assert cache.read(KEY) is None, place
         assert "deleted" in caplog.text and not path.exists()
     path.write_bytes(right)
-    assert_same(cache.read("key"), weights())
+    assert_same(cache.read(KEY), weights())
 
 
 @pytest.mark.parametrize("length", [0, 1, 100, -1, -64, -5000])
 def test_a_file_that_is_cut_off_is_deleted(cache, length):
-    cache.write("key", weights())
+    cache.write(KEY, weights())
     path = cache.files()[0].path
     path.write_bytes(path.read_bytes()[:length])
-    assert cache.read("key") is None and not path.exists()
+    assert cache.read(KEY) is None and not path.exists()
 
 
 def test_a_full_disk_leaves_nothing(cache, monkeypatch, caplog):
@@ -132,45 +135,45 @@ def test_a_full_disk_leaves_nothing(cache, monkeypatch, caplog):
 
     whole = os.fdopen
     monkeypatch.setattr(quantized_cache.os, "fdopen", lambda fd, mode: Full(whole(fd, mode)))
-    cache.write("key", weights())
+    cache.write(KEY, weights())
     assert "no space left" in caplog.text and list(cache.folder.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path, caplog):
     (tmp_path / "cache").write_text("a file")
     cache = QuantizedCache(tmp_path / "cache", 1 << 20)
-    cache.write("key", weights())
-    assert "not kept" in caplog.text and cache.read("key") is None and cache.files() == []
+    cache.write(KEY, weights())
+    assert "not kept" in caplog.text and cache.read(KEY) is None and cache.files() == []
 
 
 def test_the_least_recently_used_go_first(tmp_path):
     one = QuantizedCache(tmp_path, 1 << 20)
-    one.write("a", weights())
+    one.write("a" * 32, weights())
     size = one.files()[0].num_bytes
     cache = QuantizedCache(tmp_path, 3 * size)
     for key in "bc":
-        cache.write(key, weights())
+        cache.write(key * 32, weights())
     for age, key in enumerate("cba"):
-        os.utime(tmp_path / f"{key}.weights", (1000 - age, 1000 - age))
-    assert cache.read("a") is not None  # used now
-    cache.write("d", weights())
-    assert {file.path.stem for file in cache.files()} == {"a", "c", "d"}
+        os.utime(tmp_path / f"{key * 32}.weights", (1000 - age, 1000 - age))
+    assert cache.read("a" * 32) is not None  # used now
+    cache.write("d" * 32, weights())
+    assert {file.path.stem[0] for file in cache.files()} == {"a", "c", "d"}
     assert sum(file.num_bytes for file in cache.files()) <= cache.most_bytes
 
 
 def test_what_is_larger_than_the_bound_is_not_kept_and_drives_nothing_out(tmp_path):
     cache = QuantizedCache(tmp_path, 1 << 20)
-    cache.write("a", weights())
-    QuantizedCache(tmp_path, 1000).write("b", weights())
-    assert [file.path.stem for file in cache.files()] == ["a"]
+    cache.write("a" * 32, weights())
+    QuantizedCache(tmp_path, 1000).write("b" * 32, weights())
+    assert [file.path.stem for file in cache.files()] == ["a" * 32]
 
 
 def test_half_a_file_of_a_writer_that_is_gone_is_deleted(cache):
-    cache.write("a", weights())
-    old, new = cache.folder / "old.tmp", cache.folder / "new.tmp"
+    cache.write("a" * 32, weights())
+    old, new = cache.folder / f"{KEY}old.tmp", cache.folder / f"{KEY}new.tmp"
     old.write_bytes(b"half"), new.write_bytes(b"half")
     os.utime(old, (1000, 1000))
-    cache.write("b", weights())
+    cache.write("b" * 32, weights())
     assert not old.exists() and new.exists()
 
 
@@ -180,13 +183,13 @@ def test_writers_and_readers_at_the_same_time(cache):
 
     def work(number):
         if number % 2:
-            cache.write("key", expected)
-        elif (found := cache.read("key")) is not None:
+            cache.write(KEY, expected)
+        elif (found := cache.read(KEY)) is not None:
             assert_same(found, expected)
 
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(work, range(80)))
-    assert_same(cache.read("key"), expected)
+    assert_same(cache.read(KEY), expected)
     assert [file.path.suffix for file in cache.files()] == [".weights"]
 
 
@@ -195,15 +198,15 @@ def test_a_writer_that_is_killed_leaves_no_file_under_the_key(tmp_path):
         f"import os, sys; sys.path[:0] = [{os.path.dirname(__file__)!r}];"
         "from pagetide.engine.loading import quantized_cache as q; from test_quantized_cache import weights;"
         "from pathlib import Path; q.os.fsync = lambda fd: os._exit(9);"
-        f"q.QuantizedCache(Path({str(tmp_path)!r}), 1 << 20).write('key', weights())"
+        f"q.QuantizedCache(Path({str(tmp_path)!r}), 1 << 20).write({KEY!r}, weights())"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run([sys.executable, "-c", code], check=False, env=environment).returncode == 9
     assert [path.suffix for path in tmp_path.iterdir()] == [".tmp"]
     cache = QuantizedCache(tmp_path, 1 << 20)
-    assert cache.read("key") is None
-    cache.write("key", weights())
-    assert_same(cache.read("key"), weights())
+    assert cache.read(KEY) is None
+    cache.write(KEY, weights())
+    assert_same(cache.read(KEY), weights())
 
 
 # --- keys
@@ -319,3 +322,46 @@ def test_the_command_shows_and_clears(saved, own_folder, capsys):
     assert main(["cache", "clear"]) == 0 and "freed" in capsys.readouterr().out
     assert list(own_folder.iterdir()) == []
     assert main(["cache", "clear", "--json"]) == 0 and json.loads(capsys.readouterr().out) == {"freed_bytes": 0}
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "device"])
+def test_what_is_no_regular_file_is_not_read_and_does_not_hang(cache, kind, caplog):
+    cache.folder.mkdir()
+    path = cache.folder / f"{KEY}.weights"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero")
+    assert cache.read(KEY) is None
+    assert "is not used" in caplog.text
+    assert cache.clear() == 0
+
+
+def test_a_file_whose_times_cannot_be_set_is_used(cache, monkeypatch):
+    def refuse(*args):
+        raise PermissionError(errno.EPERM, "not yours")
+
+    cache.write(KEY, weights())
+    monkeypatch.setattr(quantized_cache.os, "utime", refuse)
+    assert_same(cache.read(KEY), weights())
+    assert cache.files()
+
+
+@pytest.mark.parametrize("content", ["[" * 200_000, "[]", '{"a": 1}', "\0"])
+def test_digests_that_cannot_be_read_are_made_again(saved, cache, content):
+    checkpoint = Checkpoint.open(resolve_model(saved))
+    right = cache.key(checkpoint, "int8", torch.float32)
+    (cache.folder / "digests.json").write_text(content)
+    assert cache.key(checkpoint, "int8", torch.float32) == right
+
+
+def test_only_files_of_the_cache_are_deleted(cache):
+    cache.write(KEY, weights())
+    others = [cache.folder / name for name in ("model.weights", "notes.tmp", "notes.txt")]
+    for path in others:
+        path.write_text("of the user")
+    (cache.folder / "digests.json").mkdir()
+    assert cache.clear() > 0
+    assert sorted(path.name for path in cache.folder.iterdir()) == sorted(["digests.json", *(p.name for p in others)])
