@@ -41,7 +41,6 @@ from .loading.fusion import fuse
 from .loading.hub_kernels import no_hub_kernels
 from .loading.linears import bound_primitives, is_native
 from .loading.loader import choose_device, choose_dtype, load_model, load_tokenizer
-from .loading.packed_model import computes
 from .loading.probe import probe
 from .loading.quantized_linears import check_native, rows_as_they_are
 from .memory.engine_memory import READY_LIMIT_BYTES, EngineMemory
@@ -234,14 +233,12 @@ def _build(
         bound_primitives()
     tokenizer = load_tokenizer(config.model)
     model = load_model(checkpoint, device, dtype, quantization=config.quantization, pack=True)
-    if device.type == "cpu" and config.quantization is None and not computes(model):
-        log.warning("linear layers of %s stay as they are: it does not compute with packed ones", plan.model)
-        del model
-        model = load_model(checkpoint, device, dtype)
     watched = WatchedKernel()
     with rows_as_they_are():
-        if device.type == "cpu":
-            fuse(model)
+        if device.type == "cpu" and not fuse(model).computes and config.quantization is None:
+            log.warning("linear layers of %s stay as they are: it does not compute with packed ones", plan.model)
+            del model
+            model = load_model(checkpoint, device, dtype)
         probe(model, plan.geometry, max_length=plan.max_model_len, kernel=watched)
     register()
     model.set_attn_implementation(NAME)

@@ -42,6 +42,7 @@ TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 class Fused:
     """What was replaced in a model."""
 
+    computes: bool = True  # False: a forward pass raises, or its logits are not finite
     products: list[MergedLinears] = field(default_factory=list)
     norms: list[nn.Module] = field(default_factory=list)
     mlps: list[nn.Module] = field(default_factory=list)
@@ -133,7 +134,9 @@ def fuse(model: Any) -> Fused:
             before = watch.logits(tokens)
         except Exception as error:  # of a model that cannot be served either: the probe says why
             log.debug("the model is left as it is: %s: %s", type(error).__name__, error)
-            return Fused()
+            return Fused(computes=False)
+        if not bool(before.isfinite().all()):
+            return Fused(computes=False)
         fused = _replaced(watch)
         if (why := _difference(model, tokens, before)) is not None:
             fused.undo()
@@ -229,7 +232,5 @@ def _difference(model: Any, tokens: torch.Tensor, before: torch.Tensor) -> str |
         return f"{type(error).__name__}: {error}"
     right = before.double()
     errors = (after.double() - right).norm(dim=-1) / right.norm(dim=-1)
-    if not bool(right.isfinite().all()):
-        return None  # the probe refuses such a model
     worst = float(errors.max() if before.dtype == torch.float32 else errors.median())
     return None if worst <= TOLERANCES[before.dtype] else f"logits differ by {worst:.2g} of their size"

@@ -9,12 +9,9 @@ from torch import nn
 
 from .checkpoint import Checkpoint
 from .linears import pack_linears
-from .log_suppression import quiet_transformers
 from .mapped_files import MappedFiles
-from .probe import random_tokens
 
 _MOST_COPIED_BYTES = 1 << 20  # of a mapped parameter: the mapping of a file stays as long as any tensor of it is used
-_NUM_TOKENS = 4
 _INTEGERS = ("I", "U", "BOOL")
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -38,16 +35,6 @@ def loading_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
         made += tensor.num_elements * dtype.itemsize
         most = max(most, made + tensor.num_bytes - total)
     return most
-
-
-def computes(model: Any) -> bool:
-    """Whether `model` gives finite logits. One that reads weights of its layers by itself does not once they are packed."""
-    tokens = random_tokens(model.config.get_text_config(decoder=True), _NUM_TOKENS)[None]
-    try:
-        with quiet_transformers(), torch.inference_mode():
-            return bool(model(input_ids=tokens, use_cache=False).logits.isfinite().all())
-    except Exception:  # the model's code may raise anything
-        return False
 
 
 def pack_model(model: Any, checkpoint: Checkpoint, dtype: torch.dtype | None) -> None:

@@ -421,6 +421,7 @@ static void convert_int8(const uint8_t* panel, int64_t k, Operand operand, uint8
     for (int v = 0; v < kVectors; ++v) {
       IntVec four;
       __builtin_memcpy(&four, panel + v * 4 * kLanes, sizeof four);
+      __builtin_prefetch(panel + v * 4 * kLanes + kBlock * kColumns, 0, 2);
       store_integers(operand, four << 24 >> 24, four << 16 >> 24, to, v);
       store_integers(operand, four << 8 >> 24, four >> 24, to + 2 * row_bytes, v);
     }
@@ -433,6 +434,7 @@ static void convert_int4(const uint8_t* panel, int64_t k, Operand operand, uint8
     for (int v = 0; v < kVectors; ++v) {
       IntVec eight;
       __builtin_memcpy(&eight, panel + v * 4 * kLanes, sizeof eight);
+      __builtin_prefetch(panel + v * 4 * kLanes + kBlock * kColumns / 2, 0, 2);
       for (int half = 0; half < 2; ++half) {
         const IntVec four = eight >> 4 * half & 0x0f0f0f0f;
         uint8_t* rows = to + half * 4 * row_bytes;
