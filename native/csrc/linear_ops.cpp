@@ -30,6 +30,7 @@ Tensor pack_weight(const Tensor& weight, int64_t type_number) {
   const int64_t n = weight.size(0), k = weight.size(1);
   check_dense(weight, "weight", floats ? weight.scalar_type() : ScalarType::Char, n * k);
   Tensor packed = empty_bytes(weight, kernels()->linear.packed_bytes(type, n, k));
+  if (n == 0 || k == 0) return packed;  // perhaps there is no memory
   kernels()->linear.pack(weight.const_data_ptr(), from, type, n, k, packed.mutable_data_ptr(), threads());
   return packed;
 }
