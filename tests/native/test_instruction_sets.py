@@ -21,7 +21,7 @@ def test_other_instruction_sets(instructions):
     run = subprocess.run([sys.executable, "-P", "-c", check], env=environ, capture_output=True, text=True, check=True)
     if run.stdout.strip() != instructions or native.instructions() == instructions:
         pytest.skip(f"this processor uses {run.stdout.strip()}")
-    others = {"test_instruction_sets.py", "test_other_processors.py"}
+    others = {"test_instruction_sets.py", "test_other_processors.py", "test_without_compiler.py"}
     files = [str(file) for file in Path(__file__).parent.glob("test_*.py") if file.name not in others]
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     run = subprocess.run(command, env=environ, capture_output=True, text=True)
