@@ -10,7 +10,9 @@ A block holds `block_size` tokens of K and V of all layers, contiguously. With e
     |<------------------------- block_stride ------------------------->|
 
 With unequal layers it is the concatenation of each layer's K piece and V piece: `[block_size, num_kv_heads, k_dim]` and
-`[block_size, num_kv_heads, v_dim]`. A layer that reads another's K and V (`shares`) has no pieces.
+`[block_size, num_kv_heads, v_dim]`. A layer that reads another's K and V (`shares`) has no pieces; one whose V is a part of
+its K (`v_in_k`) has only a K piece. Elements of one byte (`SCALED`) come with a float16 scale for each token and head; the
+scales of all layers lie behind the pieces: `[block_size, num_kv_heads]` of each layer's K, then of its V.
 
 Pieces begin at multiples of 64 bytes: a cache line, and the alignment of vector loads. The end of a block is padded so
 that `blocks_per_extent` strides are a whole number of granules. An extent thus holds whole blocks, and block `i` lies
@@ -25,7 +27,9 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any, Self
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
+SCALED = ("int8", "float8_e4m3fn")  # element types that stand for themselves times a scale
+SCALE_BYTES = 2  # a float16
 ALIGNMENT = 64  # bytes; where a piece may begin
 PAGE_BYTES = 4096
 EXTENT_TARGET_BYTES = 32 << 20
@@ -42,6 +46,7 @@ class LayerShape:
     """One layer's K and V for one token: `[num_kv_heads, k_dim]` and `[num_kv_heads, v_dim]`.
 
     `shares` is the layer from which this one reads K and V instead of having its own. 0 heads: a layer without attention.
+    `v_in_k` says that V is the first `v_dim` elements of K, so that only K is stored.
     """
 
     num_kv_heads: int
@@ -49,6 +54,12 @@ class LayerShape:
     v_dim: int
     group: int = 0
     shares: int | None = None
+    v_in_k: bool = False
+
+    @property
+    def stored_dims(self) -> tuple[int, ...]:
+        """The dimensions of what is stored for each token and head: K and V, or K alone."""
+        return (self.k_dim,) if self.v_in_k else (self.k_dim, self.v_dim)
 
 
 @dataclass(frozen=True)  # no slots: the derived numbers are computed once and kept in the instance's dict
@@ -103,11 +114,18 @@ class Geometry:
         """Bytes of one element."""
         return ITEM_BYTES[self.dtype]
 
+    @property
+    def has_scales(self) -> bool:
+        """Whether elements come with scales."""
+        return self.dtype in SCALED
+
     @cached_property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of one token's K and V in all layers."""
-        own = (layer for layer in self.layers if layer.shares is None)
-        return sum(layer.num_kv_heads * (layer.k_dim + layer.v_dim) for layer in own) * self.itemsize
+        """Bytes of one token's K and V in all layers, with their scales."""
+        own = [layer for layer in self.layers if layer.shares is None]
+        elements = sum(layer.num_kv_heads * sum(layer.stored_dims) for layer in own)
+        scales = sum(layer.num_kv_heads * len(layer.stored_dims) for layer in own) if self.has_scales else 0
+        return elements * self.itemsize + scales * SCALE_BYTES
 
     @property
     def block_bytes(self) -> int:
@@ -117,7 +135,7 @@ class Geometry:
     @property
     def payload_bytes(self) -> int:
         """Bytes from a block's start to the end of its last piece: what a copy has to transfer."""
-        return self._layout[1]
+        return self._scale_layout[1] if self.has_scales else self._layout[1]
 
     @property
     def block_stride(self) -> int:
@@ -132,6 +150,15 @@ class Geometry:
     def piece(self, layer: int) -> tuple[int, int]:
         """(K, V) offsets of a layer's pieces from the start of the block, in elements."""
         return self._layout[0][layer]
+
+    def scale_piece(self, layer: int) -> tuple[int, int]:
+        """(K, V) offsets of a layer's scales from the start of the block, in float16 elements.
+
+        Raises GeometryError if the elements have no scales.
+        """
+        if not self.has_scales:
+            raise GeometryError(f"elements of type {self.dtype} have no scales")
+        return self._scale_layout[0][layer]
 
     @cached_property
     def layout_id(self) -> str:
@@ -181,18 +208,34 @@ class Geometry:
 
     @cached_property
     def _layout(self) -> tuple[tuple[tuple[int, int], ...], int]:
-        """((K, V) offsets per layer in elements, payload bytes)."""
+        """((K, V) offsets per layer in elements, bytes to the end of the last)."""
+        return self._laid_out(0, ALIGNMENT, self.itemsize, [layer.stored_dims for layer in self.layers])
+
+    @cached_property
+    def _scale_layout(self) -> tuple[tuple[tuple[int, int], ...], int]:
+        """((K, V) offsets per layer of the scales in float16 elements, bytes to the end of the last)."""
+        return self._laid_out(
+            self._layout[1], SCALE_BYTES, SCALE_BYTES, [(1,) * len(layer.stored_dims) for layer in self.layers]
+        )
+
+    def _laid_out(
+        self, end: int, alignment: int, itemsize: int, dims: Sequence[tuple[int, ...]]
+    ) -> tuple[tuple[tuple[int, int], ...], int]:
+        """((K, V) offsets per layer in items, bytes to the end of the last), for pieces one after the other from byte `end` on.
+
+        `dims` are the items of each layer's pieces for a token and head.
+        """
         pieces: list[tuple[int, int]] = []
-        end = 0  # bytes
-        for layer in self.layers:
+        for layer, sizes in zip(self.layers, dims, strict=True):
             if layer.shares is not None:
                 pieces.append(pieces[layer.shares])
                 continue
-            tokens = self.block_size * layer.num_kv_heads * self.itemsize
-            k_offset = _align(end, ALIGNMENT)
-            v_offset = _align(k_offset + tokens * layer.k_dim, ALIGNMENT)
-            end = v_offset + tokens * layer.v_dim
-            pieces.append((k_offset // self.itemsize, v_offset // self.itemsize))
+            offsets = []
+            for size in sizes:
+                start = _align(end, alignment)
+                end = start + self.block_size * layer.num_kv_heads * size * itemsize
+                offsets.append(start // itemsize)
+            pieces.append((offsets[0], offsets[-1]))
         return tuple(pieces), end
 
     @cached_property
@@ -384,6 +427,8 @@ def _get(record: Any, name: str) -> Any:
 def _check_layer(layers: Sequence[LayerShape], index: int, layer: LayerShape) -> None:
     if min(layer.num_kv_heads, layer.k_dim, layer.v_dim, layer.group) < 0:
         raise GeometryError(f"layer {index} has a negative size: {layer}")
+    if layer.v_in_k and layer.v_dim > layer.k_dim:
+        raise GeometryError(f"layer {index} has V of {layer.v_dim} elements within K of {layer.k_dim}")
     if layer.shares is None:
         return
     if not 0 <= layer.shares < index or layers[layer.shares].shares is not None:
@@ -395,7 +440,9 @@ def _check_layer(layers: Sequence[LayerShape], index: int, layer: LayerShape) ->
 
 
 def _layer_name(layer: LayerShape) -> str:
-    return f"={layer.shares}" if layer.shares is not None else f"{layer.num_kv_heads}x({layer.k_dim}+{layer.v_dim})"
+    if layer.shares is not None:
+        return f"={layer.shares}"
+    return f"{layer.num_kv_heads}x({layer.k_dim}{'>' if layer.v_in_k else '+'}{layer.v_dim})"
 
 
 def _ceil(amount: int, unit: int) -> int:

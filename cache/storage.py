@@ -21,9 +21,9 @@ from ..allocator.arena import Arena, NoPreparedExtents
 from ..allocator.errors import BlockMisuse, OutOfDeviceMemory
 from ..allocator.lease_record import HeldBounds
 from ..monitor.host_memory import free_host_bytes
-from .geometry import Geometry
+from .geometry import ITEM_BYTES, Geometry
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
 _NULL_BLOCK = 0
 
 BlockIds = npt.NDArray[np.integer[Any]]
@@ -31,12 +31,19 @@ BlockIds = npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerCache:
-    """One layer's K and V in the arena, as strided views: `[num_blocks, block_size, num_kv_heads, head_dim]`."""
+    """One layer's K and V in the arena, as strided views: `[num_blocks, block_size, num_kv_heads, head_dim]`.
+
+    Elements of one byte (int8, float8_e4m3fn) stand for themselves times the scale of their token and head, float16
+    `[num_blocks, block_size, num_kv_heads]`; other elements have no scales.
+    """
 
     key: torch.Tensor
     value: torch.Tensor  # its head_dim may differ from the key's
     group: int = 0
     aliased: bool = False  # the layer reads another layer's K and V and writes none
+    v_in_k: bool = False  # `value` is the first part of `key`, and is not written by itself
+    key_scale: torch.Tensor | None = None
+    value_scale: torch.Tensor | None = None  # with `v_in_k` that of the key
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,8 +86,7 @@ class Storage:
             memory = _as_bytes(arena.buffer, self.device)  # [num_blocks * block_stride]
             self.blocks = memory.view(num_blocks, geometry.block_stride)  # uint8
             self._words = memory.view(torch.int64).view(num_blocks, -1)  # the same, in the widest items that copy fast
-            elements = memory.view(_DTYPES[geometry.dtype])
-            self._layers = tuple(self._views(elements, layer) for layer in range(len(geometry.layers)))
+            self._layers = tuple(self._views(memory, layer) for layer in range(len(geometry.layers)))
 
     def layer(self, layer: int) -> LayerCache:
         """The views of one layer. A layer that shares another's K and V has the same memory, and `aliased` set."""
@@ -164,17 +170,24 @@ class Storage:
         self._check(ids)
         self._words.index_fill_(0, self._index(ids), 0)
 
-    def _views(self, elements: torch.Tensor, index: int) -> LayerCache:
+    def _views(self, memory: torch.Tensor, index: int) -> LayerCache:
         geometry, layer = self.geometry, self.geometry.layers[index]
-        stride = geometry.block_stride // geometry.itemsize
+        rows = (self.num_blocks, geometry.block_size, layer.num_kv_heads)
+
+        def view(dtype: torch.dtype, offset: int, size: int) -> torch.Tensor:
+            strides = (geometry.block_stride // dtype.itemsize, layer.num_kv_heads * size, size, 1)
+            return memory.view(dtype).as_strided((*rows, size), strides, offset)
+
         k_offset, v_offset = geometry.piece(index)
-
-        def view(offset: int, size: int) -> torch.Tensor:
-            shape = (self.num_blocks, geometry.block_size, layer.num_kv_heads, size)
-            return elements.as_strided(shape, (stride, layer.num_kv_heads * size, size, 1), offset)
-
+        dtype, scales = _DTYPES[geometry.dtype], geometry.scale_piece(index) if geometry.has_scales else ()
+        key = view(dtype, k_offset, layer.k_dim)
         return LayerCache(
-            view(k_offset, layer.k_dim), view(v_offset, layer.v_dim), layer.group, aliased=layer.shares is not None
+            key,
+            key[..., : layer.v_dim] if layer.v_in_k else view(dtype, v_offset, layer.v_dim),
+            layer.group,
+            layer.shares is not None,
+            layer.v_in_k,
+            *(view(torch.float16, offset, 1)[..., 0] for offset in scales),
         )
 
     def _index(self, ids: BlockIds) -> torch.Tensor:
