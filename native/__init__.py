@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from .build import sources_digest
+
 log = logging.getLogger(__name__)
 
 LIBRARY = Path(os.environ.get("PAGETIDE_NATIVE_LIBRARY") or Path(__file__).parent / "_kernels.so")
@@ -38,10 +40,17 @@ def instructions() -> str | None:
         return None
     try:
         torch.ops.load_library(LIBRARY)  # type: ignore[no-untyped-call]
-        name: str = torch.ops.pagetide.instructions()
+        sources: str = torch.ops.pagetide.sources()
     except (OSError, AttributeError) as error:  # no library, or another one
         log.warning("native kernels cannot be loaded (%s): torch's own serve, at about half the speed on a CPU", error)
         return None
+    if sources != sources_digest():
+        log.warning(
+            "native kernels in %s are built from other sources than are here: torch's own serve, at about half the speed on "
+            "a CPU; `make` or another installation builds them again", LIBRARY,
+        )  # fmt: skip
+        return None
+    name: str = torch.ops.pagetide.instructions()
     if wanted not in ("", "1", name):
         log.warning(
             "PAGETIDE_NATIVE=%r: native kernels for %s serve; 0 switches them off", wanted, name or "no processor"

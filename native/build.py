@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import hashlib
 import importlib.util
 import os
 import platform
@@ -37,6 +38,14 @@ INSTRUCTION_SETS: dict[str, dict[str, list[str]]] = {
 }
 ALIASES = {"AMD64": "x86_64", "arm64": "aarch64"}  # of machines
 SANITIZERS = ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g"]  # -O3 would take minutes
+
+
+def sources_digest() -> str:
+    """A digest of the sources. The library gives that of its own, so that one which is out of date is noticed."""
+    digest = hashlib.sha256()
+    for path in sorted(SOURCES.iterdir()):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def obstacle() -> str | None:
@@ -74,6 +83,7 @@ def build(library: Path = LIBRARY, sanitize: bool = False) -> None:
             *checks,
             *known,
             f"-DTORCH_TARGET_VERSION={TARGET_VERSION}",
+            f'-DPAGETIDE_SOURCES="{sources_digest()}"',
             "-isystem",
             str(torch / "include"),
         ]

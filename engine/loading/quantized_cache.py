@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+import transformers
 
 from ...monitor.units import GIB, format_bytes, parse_bytes
 from ...native import instructions
@@ -91,12 +92,13 @@ class QuantizedCache:
         if not self.most_bytes or checkpoint.spec.loaded is not None or not self.folder.is_absolute():
             return None
         try:
+            self._check_owner()
             files = [checkpoint.spec.path / "config.json", *checkpoint.weights.paths]
             digests = [self._digest(path) for path in files]
         except OSError as error:
             log.warning("quantized weights are not kept: %s", error)
             return None
-        what = [VERSION, quantization, str(dtype), instructions(), *digests]
+        what = [VERSION, transformers.__version__, quantization, str(dtype), instructions(), *digests]
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
 
     def read(self, key: str) -> dict[str, PackedWeight] | None:
@@ -165,6 +167,16 @@ class QuantizedCache:
         for path in (*(file.path for file in files), *([digests] if digests.is_file() else [])):
             path.unlink(missing_ok=True)
         return sum(file.num_bytes for file in files)
+
+    def _check_owner(self) -> None:
+        """Raise PermissionError for a folder that others can write to: its weights could be anything."""
+        with suppress(FileNotFoundError):
+            status = self.folder.stat()
+            if status.st_uid != _user(status.st_uid) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise PermissionError(
+                    f"{self.folder} belongs to another user, or others can write to it: make it yours, with mode 0700, or "
+                    "set XDG_CACHE_HOME"
+                )
 
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.weights"
@@ -274,6 +286,11 @@ def _array(name: str, entry: dict[str, Any], dtype: torch.dtype, content: memory
     if zlib.crc32(data) != entry["crc32"]:
         raise ValueError(f"the weights of {name} are damaged")
     return torch.frombuffer(data, dtype=dtype, count=count).view(entry["shape"])
+
+
+def _user(otherwise: int) -> int:
+    """This process's user, or `otherwise` where files have no such owners."""
+    return os.geteuid() if hasattr(os, "geteuid") else otherwise
 
 
 def _aligned(num_bytes: int) -> int:

@@ -1,11 +1,13 @@
 // torch.ops.pagetide.instructions(): the instruction set of the kernels, empty if this processor has none of theirs;
-// panel_columns(): the number of outputs with weights that lie together.
+// panel_columns(): the number of outputs with weights that lie together; sources(): the digest of the sources that it is built from.
 #include <string>
 
 #include "ops.h"
 
 namespace pagetide {
 namespace {
+
+std::string sources() { return PAGETIDE_SOURCES; }
 
 std::string instructions() { return kernels() != nullptr ? kernels()->name : ""; }
 
@@ -28,6 +30,7 @@ int threads() { return own_threads > 0 ? static_cast<int>(own_threads) : static_
 }  // namespace pagetide
 
 STABLE_TORCH_LIBRARY(pagetide, m) {
+  m.def("sources() -> str");
   m.def("instructions() -> str");
   m.def("panel_columns() -> int");
   m.def("set_threads(int count) -> ()");
@@ -35,6 +38,7 @@ STABLE_TORCH_LIBRARY(pagetide, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pagetide, CompositeExplicitAutograd, m) {
+  m.impl("sources", TORCH_BOX(&pagetide::sources));
   m.impl("instructions", TORCH_BOX(&pagetide::instructions));
   m.impl("panel_columns", TORCH_BOX(&pagetide::panel_columns));
   m.impl("set_threads", TORCH_BOX(&pagetide::set_threads));

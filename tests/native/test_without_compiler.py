@@ -53,6 +53,20 @@ def test_it_is_built_without_and_generates_and_says_once_what_that_costs(tmp_pat
     assert run.stdout == f'[{[o.token_ids for o in outputs]}, 8, "torch"]\n'
 
 
+@pytest.mark.skipif(not native.LIBRARY.exists(), reason="the native kernels are not built")
+def test_a_library_of_other_sources_does_not_serve(tmp_path: Path) -> None:
+    library, content = tmp_path / "_kernels.so", native.LIBRARY.read_bytes()
+    assert content.count(build.sources_digest().encode()) == 1
+    library.write_bytes(content.replace(build.sources_digest().encode(), b"0" * 16))
+    script = (
+        "import logging; logging.basicConfig(format='%(message)s'); from pagetide import native; "
+        "print(native.instructions(), native.instructions())"
+    )
+    run = subprocess.run([sys.executable, "-P", "-c", script], env=environment(library), capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (0, "None None\n")
+    assert run.stderr.count("are built from other sources than are here") == 1
+
+
 @pytest.mark.parametrize("kind", ["text", "foreign"])
 def test_a_library_that_cannot_be_loaded_is_said_once_too(tmp_path: Path, kind: str) -> None:
     library = tmp_path / "_kernels.so"

@@ -146,6 +146,25 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path, caplog):
     assert "not kept" in caplog.text and cache.read(KEY) is None and cache.files() == []
 
 
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o1777])
+def test_a_folder_that_others_can_write_to_is_not_used(saved, tmp_path, mode, caplog):
+    folder = tmp_path / "others"
+    folder.mkdir()
+    folder.chmod(mode)
+    cache = QuantizedCache(folder, 1 << 30)
+    assert cache.key(Checkpoint.open(resolve_model(str(saved))), "int8", torch.float32) is None
+    assert "others can write to it" in caplog.text and list(folder.iterdir()) == []
+    folder.chmod(0o755)
+    assert cache.key(Checkpoint.open(resolve_model(str(saved))), "int8", torch.float32) is not None
+
+
+def test_a_folder_of_another_user_is_not_used(saved, tmp_path, monkeypatch, caplog):
+    cache = QuantizedCache(tmp_path, 1 << 30)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert cache.key(Checkpoint.open(resolve_model(str(saved))), "int8", torch.float32) is None
+    assert "belongs to another user" in caplog.text
+
+
 def test_the_least_recently_used_go_first(tmp_path):
     one = QuantizedCache(tmp_path, 1 << 20)
     one.write("a" * 32, weights())
