@@ -195,7 +195,7 @@ def build(config: EngineConfig) -> Engine:
         faults = {} if checked is None else checked.faults
         # Raises if the model does not fit, before weights are read.
         checkpoint, device, dtype, plan = _planned(config, None)
-        check(config.attention, Site.of(device, plan.geometry), plan.geometry, faults)
+        check(config.attention, Site.of(device, dtype, plan.geometry), plan.geometry, faults)
         holder, sharing = LeaseHolder(device, plan.weights_bytes), None
         try:
             sharing = acquire_lease(config, plan, holder)
@@ -242,7 +242,7 @@ def _build(
         probe(model, plan.geometry, max_length=plan.max_model_len, kernel=watched)
     register()
     model.set_attn_implementation(NAME)
-    kernel = choose(config.attention, Site.of(device, plan.geometry), watched.specs, faults=faults)
+    kernel = choose(config.attention, Site.of(device, dtype, plan.geometry), watched.specs, faults=faults)
     host = _host_pool(plan, config, pins="swaps" not in faults)
     arena, first = _open_pool(plan, holder, None if sharing is None else sharing.lease, elastic="pool" not in faults)
     holder.arena, holder.host = arena, host
