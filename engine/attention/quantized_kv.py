@@ -14,8 +14,8 @@ _LARGEST_SCALE = torch.finfo(torch.float16).max
 def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """(values [..., dim] of `dtype`, float16 scales [...]) of `x` [..., dim]. `x` is about the values times their scale.
 
-    The largest value of a row is about `LARGEST`. Values are relative to the scale as it is stored, rounded to the nearest, half
-    to even. A row whose scale is too small for float16 becomes zeros.
+    The largest value of a row is about `LARGEST`. Values are relative to the scale as it is stored, rounded to the nearest, and
+    half to even. A row whose scale is too small for float16 becomes zeros.
     """
     x, largest = x.float(), LARGEST[dtype]
     scales = (x.abs().amax(-1) / largest).clamp_(max=_LARGEST_SCALE).half()
