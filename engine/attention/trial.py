@@ -107,7 +107,10 @@ def _pool(
 ) -> tuple[torch.Tensor, LayerCache]:
     """A pool of one layer full of NaN, and the layer's views of it."""
     rows = (block_size, spec.num_kv_heads)
-    pieces = [((*rows, spec.head_dim), dtype), ((*rows, spec.v_head_dim), dtype)]
+    pieces: list[tuple[tuple[int, ...], torch.dtype]] = [
+        ((*rows, spec.head_dim), dtype),
+        ((*rows, spec.v_head_dim), dtype),
+    ]
     pieces += [(rows, torch.float16)] * (2 * has_scales)
     sizes = [-(-math.prod(shape) * of.itemsize // ALIGNMENT) * ALIGNMENT for shape, of in pieces]
     pool = torch.full((num_blocks, 2 * AROUND + sum(sizes)), _NAN, dtype=torch.uint8, device=device)

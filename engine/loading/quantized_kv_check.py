@@ -43,8 +43,8 @@ class Divergence:
 
     def __str__(self) -> str:
         return (
-            f"over a test text the distribution of the next token differs by {self.nats:.2g} nats on average, and the likeliest "
-            f"token is the same in {self.agreement:.1%} of the places"
+            f"over a test text the distribution of the next token differs by {self.nats:.2g} nats on average, and the "
+            f"likeliest token is the same in {self.agreement:.1%} of the places"
         )
 
 
