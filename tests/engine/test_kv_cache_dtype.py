@@ -1,4 +1,4 @@
-"""Engines over quantized K and V: disturbed requests get the tokens of undisturbed ones, and all entry points take the argument."""
+"""Engines over quantized K and V: disturbed requests get the tokens of undisturbed ones; wrong arguments are refused."""
 
 from __future__ import annotations
 
@@ -101,11 +101,15 @@ def test_an_unknown_type_is_refused(wrong: object) -> None:
 
 
 def test_left_out_it_is_the_models_own() -> None:
-    assert EngineConfig.resolve("demo").kv_cache_dtype == EngineConfig.resolve("demo", kv_cache_dtype=None).kv_cache_dtype
+    assert (
+        EngineConfig.resolve("demo").kv_cache_dtype == EngineConfig.resolve("demo", kv_cache_dtype=None).kv_cache_dtype
+    )
     assert EngineConfig.resolve("demo").kv_cache_dtype == "auto"
 
 
 def test_a_backend_that_reads_no_scales_is_refused() -> None:
-    said = "attention='native' cannot serve this model: it takes no K and V in float8_e4m3fn with scales; use 'auto', or 'torch'"
+    said = (
+        "attention='native' cannot serve this model: it takes no K and V in float8_e4m3fn with scales; use 'auto', or"
+    )
     with pytest.raises(ConfigError, match=re.escape(said)):
         LLM("demo", device="cpu", kv_memory="4MiB", share=False, attention="native", kv_cache_dtype="fp8")

@@ -146,9 +146,7 @@ def test_logits_that_are_no_numbers_are_refused() -> None:
 
     model.forward = broken
     with pytest.raises(UnsupportedModel, match=r"tiny cannot be served with kv_cache_dtype='int8': .* by nan nats"):
-        check_quantized_kv(
-            model, plain, quantized, random_tokens(model.config, 20), name="tiny", kv_cache_dtype="int8"
-        )
+        check_quantized_kv(model, plain, quantized, random_tokens(model.config, 20), name="tiny", kv_cache_dtype="int8")
 
 
 # --- the text
