@@ -4,8 +4,8 @@
                                         [--cases 16x500 1x8000] [--new-tokens 32] [--rounds 5] [--seed 0]
 
 Perplexity is that of the demo model's held-out text, `heldout.txt`, in float32; with it comes the share of places where the
-likeliest token is that of full precision. Steps are those of a random Qwen2-like model in bfloat16 with heads of 64. A case is a
-number of sequences and the tokens of each prompt; prompts are cached, so that only steps that decode are timed. Engines take
+likeliest token is that of full precision. Steps are those of a random Qwen2-like model in bfloat16 with heads of 64. A case is
+a number of sequences and the tokens of each prompt; prompts are cached, so that only steps that decode are timed. Engines take
 turns; a ratio is the median over the rounds of the ratio within a round.
 """
 
