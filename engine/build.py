@@ -6,6 +6,7 @@ import gc
 import logging
 import threading
 import time
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -27,9 +28,10 @@ from ..scheduler.cost import SwapCost
 from ..scheduler.outcome import STEP_TOKEN_BOUNDS
 from ..scheduler.request import SamplingParams
 from ..scheduler.scheduler import Limits, Scheduler
+from .attention.backends import AttentionSpec
 from .attention.choose import Site, WatchedKernel, check, choose
 from .attention.context import AttentionKernel
-from .attention.interface import NAME, register
+from .attention.interface import register
 from .config import EngineConfig
 from .core import EngineCore
 from .errors import ConfigError, NotEnoughMemory
@@ -42,6 +44,7 @@ from .loading.hub_kernels import no_hub_kernels
 from .loading.linears import bound_primitives, is_native
 from .loading.loader import choose_device, choose_dtype, load_model, load_tokenizer
 from .loading.probe import probe
+from .loading.quantized_kv_check import TOKENS, calibration_tokens, check_quantized_kv
 from .loading.quantized_linears import check_native, rows_as_they_are
 from .memory.engine_memory import READY_LIMIT_BYTES, EngineMemory
 from .memory.lease_holder import HEAP_BYTES, LeaseHolder, Sharing, acquire_lease
@@ -101,6 +104,7 @@ class Engine:
             "device": self.plan.device,
             "dtype": self.plan.dtype,
             "quantization": self.plan.quantization,
+            "kv_cache_dtype": self.plan.kv_cache_dtype,
             "attention": self.core.runner.kernel.name,
             "overlap": self.core.runner.overlaps,
             "cuda_graphs": [] if self.core.runner.graphs is None else list(self.core.runner.graphs.sizes),
@@ -195,7 +199,7 @@ def build(config: EngineConfig) -> Engine:
         faults = {} if checked is None else checked.faults
         # Raises if the model does not fit, before weights are read.
         checkpoint, device, dtype, plan = _planned(config, None)
-        check(config.attention, Site.of(device, plan.geometry), plan.geometry, faults)
+        check(config.attention, Site.of(device, dtype, plan.geometry), plan.geometry, faults)
         holder, sharing = LeaseHolder(device, plan.weights_bytes), None
         try:
             sharing = acquire_lease(config, plan, holder)
@@ -233,16 +237,13 @@ def _build(
         bound_primitives()
     tokenizer = load_tokenizer(config.model)
     model = load_model(checkpoint, device, dtype, quantization=config.quantization, pack=True)
-    watched = WatchedKernel()
     with rows_as_they_are():
         if device.type == "cpu" and not fuse(model).computes and config.quantization is None:
             log.warning("linear layers of %s stay as they are: it does not compute with packed ones", plan.model)
             del model
             model = load_model(checkpoint, device, dtype)
-        probe(model, plan.geometry, max_length=plan.max_model_len, kernel=watched)
-    register()
-    model.set_attn_implementation(NAME)
-    kernel = choose(config.attention, Site.of(device, plan.geometry), watched.specs, faults=faults)
+        specs = _check_attention(model, plan, tokenizer, checkpoint)
+    kernel = choose(config.attention, Site.of(device, dtype, plan.geometry), specs, faults=faults)
     host = _host_pool(plan, config, pins="swaps" not in faults)
     arena, first = _open_pool(plan, holder, None if sharing is None else sharing.lease, elastic="pool" not in faults)
     holder.arena, holder.host = arena, host
@@ -271,6 +272,23 @@ def _build(
     )  # fmt: skip
     sampling, eos_token_ids = checkpoint.default_sampling, checkpoint.eos_token_ids
     return Engine(core, encoder, plan, arena, holder, sharing, sampling, eos_token_ids, checked)
+
+
+def _check_attention(
+    model: Any, plan: MemoryPlan, tokenizer: Any | None, checkpoint: Checkpoint
+) -> Counter[AttentionSpec]:
+    """Check that the model can be served over the plan's blocks, and set its attention to these.
+
+    Returns what its layers need of a kernel, with their number. Raises UnsupportedModel.
+    """
+    watched = WatchedKernel()
+    plain = replace(plan.geometry, dtype=plan.dtype)
+    probe(model, plain, max_length=plan.max_model_len, kernel=watched)
+    model.set_attn_implementation(register())
+    if plan.geometry.has_scales:
+        tokens = calibration_tokens(tokenizer, checkpoint.text_config, min(TOKENS, plan.max_model_len))
+        check_quantized_kv(model, plain, plan.geometry, tokens, name=plan.model, kv_cache_dtype=plan.kv_cache_dtype)
+    return watched.specs
 
 
 def _trim(core: EngineCore, device: torch.device) -> None:

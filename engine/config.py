@@ -15,12 +15,14 @@ from .attention.backends import block_multiple
 from .errors import ConfigError
 from .loading.models import (
     DTYPES,
+    KvCacheDtype,
     ModelEntry,
     ModelSpec,
     Quantization,
     check_attention,
     check_device,
     check_dtype,
+    check_kv_cache_dtype,
     check_quantization,
     loaded_spec,
     read_models,
@@ -108,6 +110,7 @@ class EngineArguments(RecordArguments, WeightArguments, total=False):
 
     tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None
     device: str | torch.device
+    kv_cache_dtype: KvCacheDtype
     kv_memory: int | str | Mapping[str, Any]
     block_size: int | str
     max_seqs: int
@@ -135,6 +138,7 @@ class EngineConfig:
         device: "auto", "cpu", "cuda" or "cuda:N".
         dtype: "auto", "float32", "float16" or "bfloat16".
         quantization: "int8" or "int4": weights of linear layers in fewer bits, on a CPU. See `loading/quantization`.
+        kv_cache_dtype: "int8" or "fp8": K and V in one byte, with a scale for each token and head. "auto": the model's dtype.
         kv_memory: Bounds of the KV pool.
         block_size: Tokens per block; None is 16, or what the attention backend needs.
         max_seqs: Maximum number of running sequences.
@@ -159,6 +163,7 @@ class EngineConfig:
     device: str = "auto"
     dtype: str = "auto"
     quantization: Quantization | None = None
+    kv_cache_dtype: KvCacheDtype = "auto"
     kv_memory: KvMemory = field(default_factory=KvMemory)
     block_size: int | None = None
     max_seqs: int = DEFAULT_MAX_SEQS
@@ -190,6 +195,7 @@ class EngineConfig:
             raise ConfigError(f"idle_s must be a number of seconds of at least 0, got {idle!r}")
         check_attention(self.attention)
         check_quantization(self.quantization)
+        check_kv_cache_dtype(self.kv_cache_dtype)
         for name in ("prefix_caching", "share", "cuda_graphs", "self_check", "record_text"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
@@ -218,6 +224,7 @@ class EngineConfig:
         device: object = None,
         dtype: object = None,
         quantization: object = None,
+        kv_cache_dtype: object = None,
         kv_memory: int | str | Mapping[str, Any] | None = None,
         block_size: int | str | None = None,
         max_seqs: int = DEFAULT_MAX_SEQS,
@@ -250,6 +257,7 @@ class EngineConfig:
             device=check_device(spec.device or "auto" if device in (None, "auto") else device),
             dtype=check_dtype(spec.dtype or "auto" if dtype in (None, "auto") else dtype),
             quantization=check_quantization(quantization),
+            kv_cache_dtype=check_kv_cache_dtype(kv_cache_dtype),
             kv_memory=KvMemory.resolve(kv_memory),
             block_size=None if block_size == "auto" else block_size,  # type: ignore[arg-type]  # checked in __post_init__
             max_seqs=max_seqs,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from .build import Engine, ModelFacts
-    from .loading.models import Quantization
+    from .loading.models import KvCacheDtype, Quantization
 
 _UNSET_PROGRESS_DELAY_S = 2.0  # shorter calls show no bar
 
@@ -48,6 +48,8 @@ class LLM:
             float32 instead of float16 on a CPU.
         quantization: "int8" or "int4": hold the weights of linear layers in 8 or about 4.5 bits, on a CPU with the native
             kernels. They are made of any checkpoint at the first load, and kept on disk. None: as `dtype` says.
+        kv_cache_dtype: "int8" or "fp8": hold K and V in one byte, with a scale for each token and head, so that about twice as
+            many tokens fit. "auto": in the model's dtype. The model is checked at load; see docs/quantization.md.
         kv_memory: Bytes of the KV cache. A number, or a text like "2GiB", is the exact size. With a mapping {"min", "max",
             "weight", "priority"} the pool grows and shrinks between the bounds; with "auto", up to the size that
             `pagetide plan` shows.
@@ -98,6 +100,7 @@ class LLM:
         device: str | torch.device = "auto",
         dtype: str | torch.dtype = "auto",
         quantization: Quantization | None = None,
+        kv_cache_dtype: KvCacheDtype = "auto",
         kv_memory: int | str | Mapping[str, Any] = "auto",
         block_size: int | str = "auto",
         max_seqs: int = 256,
@@ -124,6 +127,7 @@ class LLM:
             device=device,
             dtype=dtype,
             quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
             kv_memory=kv_memory,
             block_size=block_size,
             max_seqs=max_seqs,

@@ -189,6 +189,9 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGr
         "--quantization", metavar="FORM", help="int8 or int4 weights, on a CPU (default: as --dtype says)"
     )
     engine.add_argument(
+        "--kv-cache-dtype", metavar="FORM", help="int8 or fp8: K and V in one byte (default: the model's dtype)"
+    )
+    engine.add_argument(
         "--kv-memory", metavar="BYTES",
         help="like 2GiB, or bounds: min=1GiB,max=4GiB,weight=2,priority=0 (default: see `pagetide plan`)",
     )  # fmt: skip
@@ -320,8 +323,8 @@ def _given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 def _engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     return _given(
-        args, "device", "dtype", "quantization", "kv_memory", "block_size", "attention", "max_seqs", "max_step_tokens",
-        "max_model_len",
+        args, "device", "dtype", "quantization", "kv_cache_dtype", "kv_memory", "block_size", "attention", "max_seqs",
+        "max_step_tokens", "max_model_len",
     )  # fmt: skip
 
 

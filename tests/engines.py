@@ -25,7 +25,7 @@ from pagetide.scheduler.plan import Plan, Result
 from pagetide.scheduler.request import Request, Sampling
 from pagetide.scheduler.scheduler import Limits, Scheduler
 
-POISON = float("nan")
+POISON = 0xFF  # as bytes: NaN in floating types, scales among them
 
 
 class AlwaysSwap(SwapCost):
@@ -49,8 +49,9 @@ class TinyEngine:
         self, model: Any, *, usable: int, block_size: int = 16, max_seqs: int = 16, max_step_tokens: int = 2048,
         max_chunk_tokens: int | None = None, max_model_len: int = 512, forecast: bool = False, device: str = "cpu",
         caching: bool = False, host_slots: int = 0, cost: SwapCost | None = None, overlaps: bool = False,
+        kv_dtype: str = "float32",
     ) -> None:  # fmt: skip
-        geometry = Geometry.from_config(model.config, block_size=block_size, dtype="float32").with_extents(4096)
+        geometry = Geometry.from_config(model.config, block_size=block_size, dtype=kv_dtype).with_extents(4096)
         num_extents = geometry.extents_for_blocks(usable + 1)
         if device == "cpu":
             self.arena = HostArena(num_extents, geometry.extent_bytes)
@@ -58,7 +59,7 @@ class TinyEngine:
         else:
             self.arena = TensorArena(num_extents, geometry.extent_bytes, device)
         storage = Storage(geometry, self.arena, device)
-        storage.blocks.view(torch.float32)[1:] = POISON
+        storage.blocks[1:] = POISON
         register()
         model.set_attn_implementation(NAME)
         limits = Limits(max_seqs, max_step_tokens, max_model_len, max_chunk_tokens, forecast)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -32,6 +31,7 @@ class PagedDriver:
         chunk: Most tokens of a sequence in a step; None is all of them.
         read_fault: Spoils the block tables that are read, not those that are written.
         position_fault: Added to the position ids of all tokens that are not in a first chunk.
+        dtype: Of K and V in the pool.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class PagedDriver:
         kernel: AttentionKernel | None = None,
         read_fault: ReadFault = lambda table, tokens: table,
         position_fault: int = 0,
+        dtype: str = "float32",
     ) -> None:
         self.model = model
         self.chunk = chunk
@@ -50,7 +51,7 @@ class PagedDriver:
         self.read_fault = read_fault
         self.position_fault = position_fault
         self.geometry = Geometry.from_config(
-            model.config, block_size=block_size, dtype="float32", extent_target_bytes=PAGE_BYTES
+            model.config, block_size=block_size, dtype=dtype, extent_target_bytes=PAGE_BYTES
         )
 
     def logits(self, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
@@ -86,7 +87,7 @@ class PagedDriver:
         arena = HostArena(num_extents, self.geometry.extent_bytes)
         arena.map(range(num_extents))
         storage = Storage(self.geometry, arena)
-        storage.blocks.view(torch.float32).fill_(math.nan)
+        storage.blocks.fill_(0xFF)  # NaN in floating types, scales among them
         storage.clear([0])
         ids = np.random.default_rng(3).permutation(np.arange(1, storage.num_blocks))
         ends = np.cumsum(counts)

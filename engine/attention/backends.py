@@ -9,6 +9,8 @@ from ...monitor.units import MIB
 
 _HALF = ("float16", "bfloat16")
 _ANY_MAJOR = tuple(range(8, 13))  # Ampere to Blackwell
+_FLOAT8 = "float8_e4m3fn"
+_FLOAT8_CAPABILITY = (8, 9)  # the first that converts float8_e4m3fn
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +18,7 @@ class Needs:
     """What a backend supports, and the memory it uses."""
 
     install: str | None = None  # how to install it; None: part of pagetide
-    dtypes: tuple[str, ...] = ("float32", *_HALF)
+    dtypes: tuple[str, ...] = ("float32", *_HALF)  # of the model
     majors: tuple[int, ...] | None = None  # compute capability; None: it runs on a CPU too; none: only there
     block_multiple: int = 1  # tokens
     max_head_dim: int | None = None
@@ -25,6 +27,7 @@ class Needs:
     equal_dims: bool = False  # K and V have the same head dim
     softcap: bool = True
     sinks: bool = True
+    scaled: tuple[str, ...] = ()  # types of K and V with scales
     buffer_bytes: int = 0  # device memory besides the usual workspaces, kept or per call
     compiles: bool = False  # compiles for long on first use: only used on request
 
@@ -46,9 +49,14 @@ class AttentionSpec:
 # flash-attn-4 (flash_attn/cute/interface.py), flashinfer-python (flashinfer/prefill.py), torch 2.13 (torch/nn/attention).
 # All support sliding windows. Head dims must be multiples of 8 because of 16-byte copies: blocks begin at multiples of 64.
 BACKENDS: dict[str, Needs] = {
-    "torch": Needs(),
-    "native": Needs("install g++ or clang, then repeat the installation of pagetide", majors=(), max_head_dim=512),
-    "triton": Needs("pip install 'pagetide[triton]'", majors=_ANY_MAJOR, max_head_dim=512, buffer_bytes=32 * MIB),
+    "torch": Needs(scaled=("int8", _FLOAT8)),
+    "native": Needs(
+        "install g++ or clang, then repeat the installation of pagetide", scaled=("int8",), majors=(), max_head_dim=512
+    ),
+    "triton": Needs(
+        "pip install 'pagetide[triton]'", scaled=("int8", _FLOAT8), majors=_ANY_MAJOR, max_head_dim=512,
+        buffer_bytes=32 * MIB,
+    ),
     "flash-attn": Needs(
         "pip install 'pagetide[flash]'", _HALF, (8, 9, 10, 12), block_multiple=256, max_head_dim=256, head_dim_multiple=8,
         equal_dims=True, sinks=False, buffer_bytes=32 * MIB,
@@ -93,6 +101,7 @@ def unmet(
     device: str,
     capability: tuple[int, int] | None,
     dtype: str,
+    kv_dtype: str,
     block_size: int,
     specs: Iterable[AttentionSpec],
 ) -> str | None:
@@ -101,7 +110,8 @@ def unmet(
     Args:
         device: As torch names it.
         capability: Its compute capability; None if it is not a CUDA device.
-        dtype: Of K and V.
+        dtype: Of the model.
+        kv_dtype: Of K and V in the cache; another than `dtype` comes with scales.
     """
     needs = BACKENDS[name]
     if needs.majors is not None:
@@ -112,6 +122,11 @@ def unmet(
             return f"it runs on compute capabilities {known}, and {device} has {capability[0]}.{capability[1]}"
     if dtype not in needs.dtypes:
         return f"it takes {' and '.join(needs.dtypes)}, and the model runs in {dtype}"
+    if kv_dtype != dtype and kv_dtype not in needs.scaled:
+        return f"it takes no K and V in {kv_dtype} with scales"
+    if kv_dtype == _FLOAT8 and capability is not None and needs.majors and capability < _FLOAT8_CAPABILITY:
+        least, there = (".".join(map(str, version)) for version in (_FLOAT8_CAPABILITY, capability))
+        return f"it takes K and V in {kv_dtype} from compute capability {least} on, and {device} has {there}"
     if block_size % needs.block_multiple:
         return f"it takes blocks of multiples of {needs.block_multiple} tokens, and they have {block_size}"
     return next((why for spec in specs if (why := _unmet_by(needs, spec)) is not None), None)

@@ -36,28 +36,31 @@ NO_FAULTS: Mapping[str, str] = {}
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """The device, dtype and block size for a kernel."""
+    """The device, dtypes and block size for a kernel."""
 
     device: torch.device
-    dtype: torch.dtype
+    dtype: torch.dtype  # the model's
     block_size: int
     capability: tuple[int, int] | None  # of a CUDA device
+    kv_dtype: torch.dtype | None = None  # of K and V with scales; None: they have the model's
 
     @classmethod
-    def of(cls, device: torch.device, geometry: Geometry) -> Site:
-        """The site of an engine on `device`."""
+    def of(cls, device: torch.device, dtype: torch.dtype, geometry: Geometry) -> Site:
+        """The site of an engine on `device`, with a model in `dtype`."""
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        return cls(device, getattr(torch, geometry.dtype), geometry.block_size, capability)
+        kv_dtype = getattr(torch, geometry.dtype) if geometry.has_scales else None
+        return cls(device, dtype, geometry.block_size, capability, kv_dtype)
 
     def obstacle(self, name: str, specs: Iterable[AttentionSpec]) -> str | None:
         """Why backend `name` cannot serve layers with these specs here, as a clause; None if it can."""
         capability = self.capability
         if name == "triton" and self.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
             capability = (9, 0)  # the interpreter supports everything
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype, kv_dtype = (str(one).removeprefix("torch.") for one in (self.dtype, self.kv_dtype or self.dtype))
         return unmet(
-            name, device=str(self.device), capability=capability, dtype=dtype, block_size=self.block_size, specs=specs
-        )
+            name, device=str(self.device), capability=capability, dtype=dtype, kv_dtype=kv_dtype,
+            block_size=self.block_size, specs=specs,
+        )  # fmt: skip
 
 
 class WatchedKernel(TorchKernel):
@@ -131,7 +134,7 @@ def _asked_for(name: str, site: Site, specs: Counter[AttentionSpec], makers: Map
     if name == "torch" or (name == "triton" and site.capability is None):  # interpreted, which takes long
         return kernel
     try:
-        fault = trial.fault(kernel, list(specs), site.block_size, site.dtype, site.device)
+        fault = trial.fault(kernel, list(specs), site.block_size, site.dtype, site.device, site.kv_dtype)
     except Exception as error:  # a library may raise anything
         raise ConfigError(
             f"attention={name!r} fails here ({type(error).__name__}: {error}); use attention='auto'"
@@ -150,7 +153,7 @@ def _fastest(
         return kernels[-1]
     usual = specs.most_common(1)[0][0]
     try:
-        results = trial.seconds(kernels, usual, site.block_size, site.dtype, site.device, measure)
+        results = trial.seconds(kernels, usual, site.block_size, site.dtype, site.device, measure, site.kv_dtype)
     except Exception as error:  # for example, no room for the pool to measure over
         log.warning("attention by %s, unmeasured: %s: %s", kernels[1].name, type(error).__name__, error)
         return kernels[1]
@@ -163,7 +166,7 @@ def _fastest(
     if not taken:
         return kernels[0]
     first, *others = sorted(taken, key=lambda kernel: taken[kernel])
-    context = trial.longest_context(usual, site.block_size, site.dtype)
+    context = trial.longest_context(usual, site.block_size, site.kv_dtype or site.dtype)
     log.info(
         "attention by %s: %.3g ms a layer%s (%d decodes of %d tokens and a chunk of %d)",
         first.name, taken[first] * 1000, "".join(f"; {other.name} {taken[other] * 1000:.3g}" for other in others),
@@ -191,7 +194,7 @@ def _that_agree(site: Site, specs: Counter[AttentionSpec], makers: Mapping[str, 
             _leave_out(name, error)
             continue
         try:
-            fault = trial.fault(kernel, list(specs), site.block_size, site.dtype, site.device)
+            fault = trial.fault(kernel, list(specs), site.block_size, site.dtype, site.device, site.kv_dtype)
         except Exception as error:  # a library may raise anything
             _leave_out(name, error)
             continue

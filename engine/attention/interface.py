@@ -50,7 +50,8 @@ def paged_attention(
         _refuse(module, attention_mask, position_bias, dropout, is_causal)
     step = current(kwargs)
     cache = _layer_cache(module, step, query, key)
-    dtype = cache.key.dtype  # the arena's; a model may rotate in a wider type
+    # The arena's, or with scales the model's: that of V, as a model may rotate in a wider type.
+    dtype = cache.key.dtype if cache.key_scale is None else value.dtype
     call = AttentionCall(
         query[0].transpose(0, 1).to(dtype),
         key[0].transpose(0, 1).to(dtype),

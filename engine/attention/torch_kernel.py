@@ -8,6 +8,9 @@ Prefill goes sequence by sequence, in query tiles if a mask is needed. Queries t
 length (decode) or on a dimension of stride 0 in K and V (prefill), so K and V are never repeated. An attention sink is one more
 key, of zeros, with the sink's logit as its mask entry.
 
+Quantized K and V are dequantized as they are gathered, into the query's type. Attention then reads what is stored of a chunk's
+own tokens too, so that results do not depend on how a prompt is cut into chunks.
+
 In half precision on a CPU, torch compiles and keeps a kernel for each number of queries and of keys: 50 MiB over a thousand
 random chunks. There both are padded to multiples, with positions that no query sees.
 
@@ -25,6 +28,7 @@ import torch
 import torch.nn.functional as F
 
 from .context import AttentionCall, LayerCache, StepContext
+from .quantized_kv import gather, store
 
 MAX_PADDING = 1.3  # slots of a decode tile, relative to visible slots
 FREE_PADDING = 128  # slots of padding that cost less than another tile
@@ -56,7 +60,7 @@ class _Shape(NamedTuple):
     def of(cls, call: AttentionCall) -> _Shape:
         """The shape of a layer's calls."""
         (_, num_heads, head_dim), (_, num_kv_heads, v_head_dim) = call.query.shape, call.value.shape
-        dtype, softcap = call.cache.key.dtype, call.softcap is not None
+        dtype, softcap = call.query.dtype, call.softcap is not None
         sinks = call.sinks is not None and not softcap
         stepped = not softcap and dtype.itemsize < 4 and call.query.device.type == "cpu"
         group, window = call.cache.group, call.window
@@ -138,8 +142,8 @@ class TorchKernel:
         """See `AttentionKernel.write`."""
         cache, step = call.cache, call.step
         places = (step.write_blocks[cache.group], step.write_offsets)
-        cache.key.index_put_(places, call.key)
-        cache.value.index_put_(places, call.value)
+        store(call.key, cache.key, cache.key_scale, places)
+        store(call.value, cache.value, cache.value_scale, places)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """See `AttentionKernel.attend`."""
@@ -168,8 +172,8 @@ class TorchKernel:
         packed = packed.view(-1, shape.num_kv_heads, shape.group_size, shape.head_dim)
         outs = []
         for tile in decodes.tiles:
-            torch.index_select(cache.key, 0, tile.blocks, out=tile.key_blocks)
-            torch.index_select(cache.value, 0, tile.blocks, out=tile.value_blocks)
+            gather(cache.key, cache.key_scale, tile.blocks, tile.key_blocks)
+            gather(cache.value, cache.value_scale, tile.blocks, tile.value_blocks)
             if tile.stale is not None:
                 tile.key_blocks.flatten(0, 1).index_fill_(0, tile.stale, 0)
                 tile.value_blocks.flatten(0, 1).index_fill_(0, tile.stale, 0)
@@ -239,7 +243,7 @@ class TorchKernel:
         query = call.query[tokens]
         n, end, window = len(query), int(plan.step.kv_lens[chunk]), shape.window
         start = end - n
-        if start == 0 and not call.cache.aliased:
+        if start == 0 and not call.cache.aliased and call.cache.key_scale is None:
             base, key, value = 0, call.key[tokens], call.value[tokens]
         else:
             base, key, value = self._gather_chunk(chunk, start, end, call.cache, plan.step, shape)
@@ -278,9 +282,10 @@ class TorchKernel:
         blocks = step.tables[cache.group][chunk, first : -(-end // size)]
         buffers = self._take_both(len(blocks) * size, shape, blocks.device)
         views = []
-        for source, buffer in zip((cache.key, cache.value), buffers, strict=True):
+        stored = ((cache.key, cache.key_scale), (cache.value, cache.value_scale))
+        for (source, scales), buffer in zip(stored, buffers, strict=True):
             view = buffer.view(len(blocks), *source.shape[1:])
-            torch.index_select(source, 0, blocks, out=view)
+            gather(source, scales, blocks, view)
             views.append(view.flatten(0, 1)[: end - first * size])
         return first * size, views[0], views[1]
 

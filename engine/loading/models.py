@@ -44,6 +44,8 @@ TOKENIZER_FILES = (
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 Quantization = Literal["int8", "int4"]
 QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
+KvCacheDtype = Literal["auto", "int8", "fp8"]
+KV_CACHE_DTYPES: tuple[KvCacheDtype, ...] = get_args(KvCacheDtype)
 _DTYPE_SYNONYMS = {"half": "float16", "float": "float32"}  # torch's and vLLM's
 _ENTRY_KEYS = ("path", "dtype", "device", "tokenizer", "trust_remote_code", "sampling", "attention")
 # Not a model default: fields without an "unset" value, or that belong to one request.
@@ -435,6 +437,16 @@ def check_quantization(quantization: object) -> Quantization | None:
     if quantization is None or quantization in QUANTIZATIONS:
         return quantization
     raise ConfigError(f"quantization must be {', '.join(QUANTIZATIONS)} or None, got {quantization!r:.80}")
+
+
+def check_kv_cache_dtype(dtype: object) -> KvCacheDtype:
+    """The type of K and V in the cache; None is "auto". Raises ConfigError for an unknown one."""
+    if dtype is None:
+        return "auto"
+    for known in KV_CACHE_DTYPES:
+        if dtype == known:
+            return known
+    raise ConfigError(f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, got {dtype!r:.80}")
 
 
 def check_device(device: object) -> str:

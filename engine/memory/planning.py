@@ -27,7 +27,7 @@ from ..loading.checkpoint import Checkpoint
 from ..loading.linears import held_twice_bytes, primitive_bytes, scratch_bytes
 from ..loading.loader import check_weights_fit, free_bytes, total_bytes
 from ..loading.model_config import layer_configs
-from ..loading.models import Quantization
+from ..loading.models import KV_CACHE_DTYPES, KvCacheDtype, Quantization
 from ..loading.packed_model import loading_bytes
 
 DEFAULT_CONTEXT = 4096  # tokens, for models without a limit
@@ -38,6 +38,7 @@ _HOST_MOST_BYTES = GIB
 _HOST_SHARE = 1 / 4
 _LEAST_EXTENTS = 32  # of a pool, so that rounding to whole extents costs little
 _LEAST_BLOCKS = 2  # the null block and a usable one
+_SCALED: dict[KvCacheDtype, str] = {"int8": "int8", "fp8": "float8_e4m3fn"}  # types of elements; "auto": the model's
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,11 @@ class MemoryPlan:
     def kv_bytes_per_token(self) -> int:
         """Bytes of K and V per token in all layers."""
         return self.geometry.kv_bytes_per_token
+
+    @property
+    def kv_cache_dtype(self) -> str:
+        """The type of K and V: the model's, or one with scales."""
+        return next((name for name, of in _SCALED.items() if of == self.geometry.dtype), self.dtype)
 
     @property
     def block_size(self) -> int:
@@ -95,17 +101,33 @@ class MemoryPlan:
         """Bytes that stay free on the device with the whole plan allocated."""
         return self.free_bytes - self.weights_bytes - self.primitives_bytes - self.reserve_bytes - self.kv_bytes
 
+    def with_kv_cache_dtype(self, kv_cache_dtype: KvCacheDtype) -> MemoryPlan:
+        """The plan with K and V in another type, in a pool of the same bytes."""
+        other = replace(self.geometry, dtype=_SCALED.get(kv_cache_dtype, self.dtype))
+        geometry, num_blocks = _pool_of(other, self.kv_bytes)
+        return replace(self, geometry=geometry, num_blocks=num_blocks)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
         names = (
-            "model", "device", "dtype", "quantization", "free_bytes", "weights_bytes", "primitives_bytes", "reserve_bytes",
-            "kv_bytes", "min_kv_bytes", "num_blocks", "block_size", "kv_bytes_per_token", "max_model_len", "context",
-            "tokens_that_fit", "sequences_that_fit", "left_bytes",
+            "model", "device", "dtype", "quantization", "kv_cache_dtype", "free_bytes", "weights_bytes", "primitives_bytes",
+            "reserve_bytes", "kv_bytes", "min_kv_bytes", "num_blocks", "block_size", "kv_bytes_per_token", "max_model_len",
+            "context", "tokens_that_fit", "sequences_that_fit", "left_bytes",
         )  # fmt: skip
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in names} | {
+            "kv_cache_dtypes": {
+                name: {
+                    "kv_bytes_per_token": (other := self.with_kv_cache_dtype(name)).kv_bytes_per_token,
+                    "sequences_that_fit": other.sequences_that_fit,
+                }
+                for name in KV_CACHE_DTYPES
+            }
+        }
 
     def describe(self) -> str:
         """The plan as lines of text."""
+        has_scales = self.geometry.has_scales
+        other = self.with_kv_cache_dtype("auto" if has_scales else "int8")  # fp8 takes the same bytes
         lines = (
             ("model", f"{self.model} as {self.dtype} on {self.device}"),
             ("free now", format_bytes(self.free_bytes)),
@@ -114,9 +136,13 @@ class MemoryPlan:
             ("working reserve", format_bytes(self.reserve_bytes)),
             ("KV pool", f"{format_bytes(self.kv_bytes)}: {self.num_blocks:,} blocks of {self.block_size} tokens"),
             ("... at least", format_bytes(self.min_kv_bytes)),
-            ("KV per token", f"{self.kv_bytes_per_token:,} bytes"),
+            ("KV per token", f"{self.kv_bytes_per_token:,} bytes in {self.kv_cache_dtype}"),
             ("tokens that fit", f"{self.tokens_that_fit:,}"),
             (f"sequences of {self.context:,}", f"{self.sequences_that_fit:,} at the same time"),
+            (
+                f"... in {self.dtype if has_scales else 'int8 or fp8'}",
+                f"{other.sequences_that_fit:,} with the same memory, {other.kv_bytes_per_token:,} bytes per token",
+            ),
         )
         width = max(len(name) for name, _ in lines)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
@@ -154,7 +180,7 @@ def plan_memory(
     weights = _weights_bytes(config, checkpoint, device, dtype, lambda asked: there if asked == device else free(asked))
     primitives = primitive_bytes(checkpoint.text_config, dtype) if device.type == "cpu" else 0
     reserve = _reserve_bytes(config, checkpoint, device, dtype)
-    base = _geometry(config.tokens_per_block(), checkpoint, device, dtype)
+    base = _geometry(config, checkpoint, device, dtype)
     asked = config.kv_memory
     if asked.max_bytes is None:
         geometry, num_blocks = _auto_pool(base, device, there - weights - primitives, reserve, config.max_seqs, length)
@@ -341,9 +367,10 @@ def graph_bytes(text_config: Any, max_seqs: int, dtype: torch.dtype) -> int:
     return working_reserve_bytes(text_config, rows, rows, dtype, torch.device("cpu"))  # "cpu": without workspaces
 
 
-def _geometry(block_size: int, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Geometry:
+def _geometry(config: EngineConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Geometry:
     granule = PAGE_BYTES if device.type == "cpu" else CUDA_GRANULE_BYTES
-    name = str(dtype).removeprefix("torch.")
+    name = _SCALED.get(config.kv_cache_dtype, str(dtype).removeprefix("torch."))
+    block_size = config.tokens_per_block()
     try:
         return Geometry.from_config(checkpoint.config, block_size=block_size, dtype=name, granule_bytes=granule)
     except GeometryError as error:

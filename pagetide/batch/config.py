@@ -62,6 +62,7 @@ class EngineOptions:
     device: str | None = None
     dtype: str | None = None
     quantization: str | None = None
+    kv_cache_dtype: str | None = None
     kv_memory: int | str | Mapping[str, Any] | None = None
     prefix_cache_memory: int | str | None = None
     host_kv_memory: int | str | None = None
@@ -123,8 +124,8 @@ _SWITCHES = (
 )  # fmt: skip
 _LISTS = ("stop", "stop_token_ids", "bad_words")  # repeatable flags
 _TEXTS = (
-    "model", "path", "format", "device", "dtype", "quantization", "kv_memory", "prefix_cache_memory", "host_kv_memory",
-    "stop", "bad_words", "json_schema", "regex", "grammar", "attention", "record",
+    "model", "path", "format", "device", "dtype", "quantization", "kv_cache_dtype", "kv_memory", "prefix_cache_memory",
+    "host_kv_memory", "stop", "bad_words", "json_schema", "regex", "grammar", "attention", "record",
 )  # fmt: skip
 _TITLES = {
     "": "run", "input": "input", "output": "output", "engine": "engine",
@@ -156,6 +157,7 @@ _HELP = {
     "device": "cpu, cuda, cuda:1 (default: cuda where there is one)",
     "dtype": "float32, bfloat16 or float16 (default: the checkpoint's)",
     "quantization": "int8 or int4 weights, on a CPU (default: as dtype says)",
+    "kv_cache_dtype": "int8 or fp8: K and V in one byte (default: the model's dtype)",
     "attention": f"{', '.join(ATTENTION)} (default: the fastest here)",
     "stop": "a string that ends the text; repeatable",
     "stop_token_ids": "a token id that ends the text; repeatable",

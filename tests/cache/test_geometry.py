@@ -37,7 +37,7 @@ geometries = st.builds(
     Geometry,
     layers,
     st.integers(1, 300),
-    st.sampled_from(["float32", "bfloat16", "float16"]),
+    st.sampled_from(["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"]),
     st.sampled_from([64, 4096, 65536, 2 * MIB]),
     st.integers(0, 64 * MIB),
 )
@@ -149,7 +149,63 @@ def test_pieces_are_aligned_and_apart(geometry: Geometry) -> None:
             assert end <= offset < end + ALIGNMENT
             assert offset * geometry.itemsize % ALIGNMENT == 0
             end = offset + geometry.block_size * layer.num_kv_heads * dim
-    assert end * geometry.itemsize == geometry.payload_bytes
+    end_bytes = end * geometry.itemsize
+    if geometry.has_scales:
+        end_bytes += end_bytes % 2
+        for index, layer in enumerate(geometry.layers):
+            for offset in geometry.scale_piece(index):
+                assert 2 * offset == end_bytes
+                end_bytes += 2 * geometry.block_size * layer.num_kv_heads
+    assert end_bytes == geometry.payload_bytes
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_scales_lie_behind_all_pieces(dtype: str) -> None:
+    geometry = Geometry(MIXED.layers, 4, dtype)
+    assert [geometry.piece(layer) for layer in range(6)] == [
+        (0, 64),
+        (128, 256),
+        (0, 64),
+        (320, 320),
+        (320, 384),
+        (320, 384),
+    ]
+    assert [geometry.scale_piece(layer) for layer in range(6)] == [
+        (234, 242),  # the pieces end after 384 + 4 * 3 * 7 bytes
+        (250, 254),
+        (234, 242),
+        (258, 258),
+        (258, 270),
+        (258, 270),
+    ]
+    assert geometry.payload_bytes == 2 * (270 + 4 * 3)
+    assert geometry.kv_bytes_per_token == (2 * 16 + 40 + 3 * 12) + 2 * 2 * (2 + 1 + 3)
+    assert geometry.block_bytes == 4 * geometry.kv_bytes_per_token
+
+
+def test_v_within_k_has_one_piece_and_one_scale() -> None:
+    layers = (LayerShape(1, 576, 512, v_in_k=True), LayerShape(1, 8, 8))
+    geometry = Geometry(layers, 16, "int8")
+    assert [geometry.piece(layer) for layer in (0, 1)] == [(0, 0), (16 * 576, 16 * 576 + 128)]
+    start = (16 * 576 + 256) // 2
+    assert [geometry.scale_piece(layer) for layer in (0, 1)] == [(start, start), (start + 16, start + 32)]
+    assert geometry.kv_bytes_per_token == 576 + 2 + 2 * (8 + 2)
+    assert Geometry(layers, 16, "bfloat16").kv_bytes_per_token == 2 * (576 + 16)
+
+
+def test_other_elements_have_no_scales() -> None:
+    assert not LLAMA_8B.has_scales
+    with pytest.raises(GeometryError, match="elements of type bfloat16 have no scales"):
+        LLAMA_8B.scale_piece(0)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_elements_of_one_byte_take_about_half(dtype: str, head_dim: int) -> None:
+    shapes = (LayerShape(8, head_dim, head_dim),) * 24
+    plain, quantized = Geometry(shapes, 16, "bfloat16"), Geometry(shapes, 16, dtype)
+    assert plain.kv_bytes_per_token / quantized.kv_bytes_per_token == 2 * head_dim / (head_dim + 2)
+    assert plain.block_stride / quantized.block_stride >= 1.9
 
 
 def test_the_layout_id_names_what_fixes_the_payload_and_no_more() -> None:
@@ -159,10 +215,13 @@ def test_the_layout_id_names_what_fixes_the_payload_and_no_more() -> None:
     others = [
         Geometry(LLAMA_8B.layers, 32, "bfloat16"),
         Geometry(LLAMA_8B.layers, 16, "float16"),
+        Geometry(LLAMA_8B.layers, 16, "int8"),
+        Geometry(LLAMA_8B.layers, 16, "float8_e4m3fn"),
+        Geometry((LayerShape(8, 128, 128, v_in_k=True),) * 32, 16, "bfloat16"),
         Geometry(LLAMA_8B.layers[1:], 16, "bfloat16"),
         Geometry(LLAMA_8B.layers, 16, "bfloat16", shard=(1, 2)),
     ]
-    assert len({LLAMA_8B.layout_id, *(other.layout_id for other in others)}) == 5
+    assert len({LLAMA_8B.layout_id, *(other.layout_id for other in others)}) == 8
 
 
 @pytest.mark.parametrize(
@@ -174,6 +233,7 @@ def test_the_layout_id_names_what_fixes_the_payload_and_no_more() -> None:
         ({"layers": ()}, "nothing to cache"),
         ({"layers": (LayerShape(0, 0, 0),)}, "nothing to cache"),
         ({"layers": (LayerShape(-1, 4, 4),)}, "layer 0"),
+        ({"layers": (LayerShape(1, 4, 5, v_in_k=True),)}, "layer 0 has V of 5 elements within K of 4"),
         ({"layers": (LayerShape(1, 4, 4), LayerShape(1, 4, 4, shares=1))}, "layer 1 shares"),
         ({"layers": (LayerShape(1, 4, 4), LayerShape(1, 4, 8, shares=0))}, "layer 1 differs"),
     ],

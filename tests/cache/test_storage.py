@@ -16,10 +16,11 @@ from pagetide.allocator.arena import Arena
 from pagetide.allocator.errors import BlockMisuse, OutOfDeviceMemory
 from pagetide.allocator.host_arena import HostArena
 from pagetide.cache.geometry import Geometry, LayerShape
-from pagetide.cache.storage import Storage, TensorArena, _runs
+from pagetide.cache.storage import LayerCache, Storage, TensorArena, _runs
 
 SENTINEL = 0xAB
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SCALED = ("int8", "float8_e4m3fn")
 MIXED = (
     LayerShape(2, 8, 8),
     LayerShape(1, 24, 16),
@@ -74,6 +75,13 @@ def _place(storage: Storage, layer: int, which: int, block: int, offset: int) ->
     token = shape.num_kv_heads * (shape.k_dim, shape.v_dim)[which] * geometry.itemsize
     start = geometry.piece(layer)[which] * geometry.itemsize + offset * token
     return start, start + token
+
+
+def _scale_place(storage: Storage, layer: int, which: int, block: int, offset: int) -> tuple[int, int]:
+    """(first, last) byte within the block of the scales of one token's K (0) or V (1)."""
+    heads = storage.geometry.layers[layer].num_kv_heads
+    start = 2 * (storage.geometry.scale_piece(layer)[which] + offset * heads)
+    return start, start + 2 * heads
 
 
 # --- addresses
@@ -140,6 +148,46 @@ def test_differing_layers_do_not_touch_each_other(pool: Callable[..., Storage], 
     assert np.array_equal(_bytes(storage.blocks), expected)
 
 
+@pytest.mark.parametrize("dtype", SCALED)
+def test_values_and_scales_land_in_their_slots_and_nowhere_else(pool: Callable[..., Storage], dtype: str) -> None:
+    storage = pool(MIXED, 4, dtype, 7)
+    storage.blocks.fill_(SENTINEL)
+    expected = _expected(storage)
+    for index, shape in enumerate(MIXED):
+        layer = storage.layer(index)
+        assert layer.key_scale is not None and layer.value_scale is not None
+        assert layer.key.dtype == layer.value.dtype == getattr(torch, dtype)
+        assert layer.key_scale.dtype == torch.float16
+        assert layer.key_scale.shape == layer.value_scale.shape == (storage.num_blocks, 4, shape.num_kv_heads)
+        if layer.aliased or not shape.num_kv_heads:
+            continue
+        for which, (values, scales) in enumerate(((layer.key, layer.key_scale), (layer.value, layer.value_scale))):
+            values.view(torch.uint8)[3, 2] = which + 1
+            start, end = _place(storage, index, which, 3, 2)
+            expected[3, start:end] = which + 1
+            scales[3, 2] = _numbers(shape.num_kv_heads, dtype=torch.float16, device=storage.device, seed=index)
+            start, end = _scale_place(storage, index, which, 3, 2)
+            expected[3, start:end] = _bytes(scales[3, 2])
+    assert np.array_equal(_bytes(storage.blocks), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_other_elements_come_without_scales(pool: Callable[..., Storage], dtype: str) -> None:
+    layer = pool(MIXED, 4, dtype, 2).layer(0)
+    assert layer.key_scale is None and layer.value_scale is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", *SCALED])
+def test_v_within_k_is_a_view_of_it(pool: Callable[..., Storage], dtype: str) -> None:
+    storage = pool((LayerShape(2, 8, 8), LayerShape(1, 24, 16, v_in_k=True)), 4, dtype, 3)
+    plain, layer = storage.layer(0), storage.layer(1)
+    assert (plain.v_in_k, layer.v_in_k) == (False, True)
+    assert layer.value.shape == (storage.num_blocks, 4, 1, 16)
+    assert layer.value.data_ptr() == layer.key.data_ptr() and layer.value.stride() == layer.key.stride()
+    if layer.key_scale is not None and layer.value_scale is not None:
+        assert layer.value_scale.data_ptr() == layer.key_scale.data_ptr()
+
+
 def test_a_layer_that_shares_reads_what_its_source_wrote(pool: Callable[..., Storage]) -> None:
     storage = pool(MIXED, 4, "float16", 5)
     source, reader = storage.layer(0), storage.layer(2)
@@ -199,6 +247,23 @@ def test_a_fork_copies_the_partly_filled_block(pool: Callable[..., Storage], dty
             assert torch.equal(key[child].flatten(0, 1)[:10], key[parent].flatten(0, 1)[:10])
     storage.layer(0).key[4, 2] = 7.0  # the first child's next token
     assert np.array_equal(_bytes(storage.blocks[[3, 5]]), expected[[3, 5]])
+
+
+@pytest.mark.parametrize("dtype", SCALED)
+def test_a_copied_block_carries_its_scales(pool: Callable[..., Storage], dtype: str) -> None:
+    storage = pool(MIXED, 4, dtype, 7)
+    storage.blocks.fill_(SENTINEL)
+    layers = [storage.layer(index) for index in range(len(MIXED)) if MIXED[index].num_kv_heads]
+    for seed, layer in enumerate(layers):
+        assert layer.key_scale is not None and layer.value_scale is not None
+        for scales in (layer.key_scale, layer.value_scale):
+            scales[3] = _numbers(*scales.shape[1:], dtype=torch.float16, device=storage.device, seed=seed)
+    storage.copy(np.array([3]), np.array([5]))
+    for layer in layers:
+        assert layer.key_scale is not None and layer.value_scale is not None
+        assert torch.equal(layer.key_scale[5], layer.key_scale[3])
+        assert torch.equal(layer.value_scale[5], layer.value_scale[3])
+    assert (storage.blocks[4] == SENTINEL).all()
 
 
 @pytest.mark.parametrize(
@@ -262,6 +327,12 @@ def test_clear_zeroes_whole_blocks(pool: Callable[..., Storage]) -> None:
     assert storage.blocks.any(1).tolist() == [block not in (0, 4) for block in range(storage.num_blocks)]
 
 
+def _views(layer: LayerCache) -> list[torch.Tensor]:
+    """All that is stored of a layer, as plain bytes where torch cannot index its type."""
+    stored = [layer.key, layer.value, layer.key_scale, layer.value_scale]
+    return [view.view(torch.uint8) if view.itemsize == 1 else view for view in stored if view is not None]
+
+
 def _dense(storage: Storage) -> Storage:
     """A host pool of the same layout and another stride: more blocks share an extent's padding."""
     geometry = storage.geometry.with_extents(1 << 20)
@@ -276,7 +347,7 @@ def _alike(storage: Storage) -> Storage:
     return Storage(geometry, _mapped(HostArena(geometry.extents_for_blocks(storage.num_blocks), geometry.extent_bytes)))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [*DTYPES, *SCALED])
 @pytest.mark.parametrize("host_pool", [_dense, _alike])
 def test_blocks_go_to_another_pool_and_come_back_elsewhere(
     pool: Callable[..., Storage], host_pool: Callable[[Storage], Storage], dtype: str
@@ -289,7 +360,7 @@ def test_blocks_go_to_another_pool_and_come_back_elsewhere(
     table, slots = np.array([3, 4, 5, 9, 1, 2, 8, 12, 11, 10]), np.array([5, 6, 7, 1, 2, 3, 4, 10, 9, 8])
     back = np.array([17, 18, 19, 20, 21, 13, 23, 22, 15, 14])
     layers = [device.layer(index) for index in range(len(MIXED))]
-    before = [(_bytes(layer.key[table]), _bytes(layer.value[table])) for layer in layers]
+    before = [[_bytes(view[table]) for view in _views(layer)] for layer in layers]
     untouched = _bytes(device.blocks[[0, 6, 7, 16]])
     host.copy_from(device, table, slots)
     if device.device.type == "cuda":
@@ -297,9 +368,9 @@ def test_blocks_go_to_another_pool_and_come_back_elsewhere(
     assert (host.blocks[11:] == SENTINEL).all() and (host.blocks[0] == SENTINEL).all()
     device.blocks[table] = SENTINEL
     device.copy_from(host, slots, back)
-    for layer, (key, value) in zip(layers, before, strict=True):
-        assert np.array_equal(_bytes(layer.key[back]), key)
-        assert np.array_equal(_bytes(layer.value[back]), value)
+    for layer, content in zip(layers, before, strict=True):
+        for view, expected in zip(_views(layer), content, strict=True):
+            assert np.array_equal(_bytes(view[back]), expected)
     assert np.array_equal(_bytes(device.blocks[[0, 6, 7, 16]]), untouched)
     assert (device.blocks[table] == SENTINEL).all()
 

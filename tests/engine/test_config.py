@@ -419,7 +419,7 @@ def test_given_arguments(model: Path) -> None:
         max_model_len=100, max_chunk_tokens=16, trust_remote_code=True,
     )  # fmt: skip
     assert config == EngineConfig(
-        config.model, "cuda:1", "bfloat16", None, KvMemory(3 << 29, 3 << 29), 32, 8, 64, 100, 16
+        config.model, "cuda:1", "bfloat16", None, "auto", KvMemory(3 << 29, 3 << 29), 32, 8, 64, 100, 16
     )
     assert config.model.trust_remote_code
 

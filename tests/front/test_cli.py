@@ -420,7 +420,12 @@ def test_plan(demo: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines["model".ljust(len(next(iter(lines))))].strip() == "demo as float32 on cpu"
     shown = {name.strip(): value.strip() for name, value in lines.items()}
     assert shown["sequences of 200"] == f"{told['sequences_that_fit']:,} at the same time"
-    assert shown["KV per token"] == "8,192 bytes"
+    assert shown["KV per token"] == "8,192 bytes in float32"
+    in_int8 = told["kv_cache_dtypes"]["int8"]
+    assert (
+        shown["... in int8 or fp8"] == f"{in_int8['sequences_that_fit']:,} with the same memory, 2,176 bytes per token"
+    )
+    assert told["kv_cache_dtypes"]["fp8"] == in_int8
     assert shown["tokens that fit"] == f"{told['tokens_that_fit']:,}"
     assert "context must be 1 to 1,024 tokens" in refused(capsys, "plan", "demo", "--context", "1025")
     assert "context must be 1 to" in refused(capsys, "plan", "demo", "--context", "0")

@@ -26,7 +26,7 @@ from pagetide.engine.errors import ConfigError
 from pagetide.engine.loading.models import loaded_spec
 from pagetide.engine.loading.probe import probe
 
-HALF = torch.bfloat16
+HALF, EIGHT = torch.bfloat16, torch.float8_e4m3fn
 PLAIN = AttentionSpec(4, 2, 16, 16)
 CALLS = Counter({PLAIN: 3, replace(PLAIN, window=5): 1})
 CPU = Site(torch.device("cpu"), torch.float32, 16, None)
@@ -75,6 +75,19 @@ def test_a_cpu_gets_torch_unmeasured() -> None:
     assert type(choose("auto", CPU, CALLS, makers={}, measure=measuring())) is TorchKernel
 
 
+@pytest.mark.parametrize(("kv_dtype", "made"), [(torch.int8, "native"), (EIGHT, "torch"), (None, "native")])
+def test_on_a_cpu_native_kernels_take_int8_and_no_float8(kv_dtype: torch.dtype | None, made: str) -> None:
+    site = replace(CPU, kv_dtype=kv_dtype)
+    assert choose("auto", site, CALLS, makers=NONE | {"native": named("native")}, measure=measuring()).name == made
+
+
+def test_a_site_has_the_types_of_the_model_and_of_its_k_and_v() -> None:
+    layers = (LayerShape(2, 16, 16),)
+    for name, kv_dtype in (("bfloat16", None), ("int8", torch.int8), ("float8_e4m3fn", EIGHT)):
+        site = Site.of(torch.device("cpu"), HALF, Geometry(layers, 32, name))
+        assert site == Site(torch.device("cpu"), HALF, 32, None, kv_dtype)
+
+
 def test_the_fastest_is_taken_and_named_with_the_figures(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "pagetide")
     measure = measuring(0.9e-3, 1e-3, 0.11e-3, 0.1e-3, 0.2e-3, 0.05e-3, 1.0, 0.7e-3)  # decodes and a chunk of each
@@ -104,6 +117,10 @@ def test_kernels_are_really_run_over_the_pool_that_they_are_timed_with() -> None
         (replace(CARD, capability=(12, 0)), {"torch", "triton", "flash-attn"}),
         (replace(CARD, capability=(7, 5)), {"torch"}),
         (replace(CARD, dtype=torch.float32), {"torch", "triton"}),
+        (replace(CARD, kv_dtype=torch.int8), {"torch", "triton"}),
+        (replace(CARD, kv_dtype=EIGHT), {"torch", "triton"}),
+        (replace(CARD, capability=(8, 6), kv_dtype=torch.int8), {"torch", "triton"}),
+        (replace(CARD, capability=(8, 6), kv_dtype=EIGHT), {"torch"}),
     ],
 )
 def test_candidates_are_those_that_can(site: Site, names: set[str]) -> None:
@@ -212,6 +229,11 @@ def test_what_compiles_for_long_is_taken_only_when_asked_for() -> None:
         ("flash-attn", CARD, replace(PLAIN, head_dim=20, v_head_dim=20), "multiples of 8, and a layer has 20"),
         ("flash-attn", CARD, replace(PLAIN, head_dim=24), "K and V of one head dim, and a layer has 24 and 16"),
         ("flashinfer", CARD, PLAIN, "takes head dims of 64, 128, 256, and a layer has 16"),
+        ("flash-attn", replace(CARD, kv_dtype=torch.int8), PLAIN, "it takes no K and V in int8 with scales; use 'auto', or"
+         " 'triton' or 'torch'"),
+        ("native", replace(CPU, kv_dtype=EIGHT), PLAIN, "no K and V in float8_e4m3fn with scales; use 'auto', or 'torch'"),
+        ("triton", replace(CARD, capability=(8, 6), kv_dtype=EIGHT), PLAIN,
+         r"K and V in float8_e4m3fn from compute capability 8\.9 on, and cpu has 8\.6; use 'auto', or 'torch'"),
         ("triton", CARD, replace(PLAIN, head_dim=576), "up to 512, and a layer has 576; use 'auto', or 'torch'"),
     ],
 )  # fmt: skip

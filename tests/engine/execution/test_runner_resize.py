@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from dense_kernel import DenseKernel
-from engines import TinyEngine, prompts
+from engines import POISON, TinyEngine, prompts
 from families import VOCAB, tiny
 from tape import Tape, recorder
 
@@ -45,7 +45,7 @@ class PoisonedArena(HostArena):
     def __init__(self, num_extents: int, extent_bytes: int, block_bytes: int) -> None:
         self.full = self.stubborn = False
         self.order: list[str] = []
-        self.null_block = block_bytes // 4
+        self.null_block_bytes = block_bytes
         super().__init__(num_extents, extent_bytes)
 
     def map(self, extents: Sequence[int]) -> None:
@@ -53,9 +53,9 @@ class PoisonedArena(HostArena):
         if self.full:
             raise OutOfDeviceMemory(len(extents) * self.extent_bytes, 0)
         super().map(extents)
-        floats = np.frombuffer(self.buffer, np.float32)
-        floats.reshape(self.num_extents, -1)[list(extents)] = np.nan
-        floats[: self.null_block] = 0
+        memory = np.frombuffer(self.buffer, np.uint8)
+        memory.reshape(self.num_extents, -1)[list(extents)] = POISON
+        memory[: self.null_block_bytes] = 0
 
     def unmap(self, extents: Sequence[int]) -> None:
         self.order.append(f"unmap {sorted(extents)}")
@@ -67,8 +67,9 @@ class PoisonedArena(HostArena):
 class ElasticEngine(TinyEngine):
     """`TinyEngine` over extents of a few blocks, of which the first `num_mapped` have memory at the start."""
 
-    def __init__(self, model, *, num_mapped: int, **limits) -> None:
-        geometry = Geometry.from_config(model.config, block_size=BLOCK_SIZE, dtype="float32").with_extents(8192)
+    def __init__(self, model, *, num_mapped: int, kv_dtype: str = "float32", **limits) -> None:
+        extent_bytes = 8192 if kv_dtype == "float32" else 4096
+        geometry = Geometry.from_config(model.config, block_size=BLOCK_SIZE, dtype=kv_dtype).with_extents(extent_bytes)
         num_extents = geometry.extents_for_blocks(NUM_BLOCKS)
         self.arena = PoisonedArena(num_extents, geometry.extent_bytes, geometry.block_stride)
         self.arena.map(range(num_mapped))
@@ -121,9 +122,9 @@ def model(family: str = "llama"):
 
 
 @functools.cache
-def expected(family: str, sampling: Sampling) -> list[list[int]]:
+def expected(family: str, sampling: Sampling, kv_dtype: str = "float32") -> list[list[int]]:
     """The tokens of a pool of fixed size in which everybody has room."""
-    engine = TinyEngine(model(family), usable=200, block_size=BLOCK_SIZE, max_seqs=6)
+    engine = TinyEngine(model(family), usable=200, block_size=BLOCK_SIZE, max_seqs=6, kv_dtype=kv_dtype)
     return engine.generate(INPUTS, sampling)
 
 
@@ -132,14 +133,14 @@ def tokens(ends) -> list[list[int]]:
     return [ends[f"r{i}"].token_ids.tolist() for i in range(len(INPUTS))]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_resizing_at_random_changes_no_token(family):
+@pytest.mark.parametrize(("family", "kv_dtype"), [("llama", "float32"), ("gemma2", "float32"), ("gemma2", "int8")])
+def test_resizing_at_random_changes_no_token(family, kv_dtype):
     all_stats = []
     for seed, chunk in enumerate([None, 7, 16]):
-        engine = ElasticEngine(model(family), num_mapped=1 + seed * 4, max_chunk_tokens=chunk)
+        engine = ElasticEngine(model(family), num_mapped=1 + seed * 4, max_chunk_tokens=chunk, kv_dtype=kv_dtype)
         sampling = Sampling(NEW, temperature=1.0, seed=7) if seed else Sampling(NEW)
         engine.submit(sampling)
-        assert tokens(run_resizing(engine, np.random.default_rng(seed))) == expected(family, sampling)
+        assert tokens(run_resizing(engine, np.random.default_rng(seed))) == expected(family, sampling, kv_dtype)
         all_stats.append(engine.scheduler.stats)
         engine.arena.full = engine.arena.stubborn = False
         engine.scheduler.pool.give_back(ALL)

@@ -94,7 +94,7 @@ def test_samples_with_seeds_are_the_same_behind_a_swap():
 # ---- host memory (D 33, 34) ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8", "float8_e4m3fn"])
 def test_a_round_trip_is_exact_to_the_bit(dtype):
     """D 33. Ten blocks with patterns of their own go out, are overwritten, and come back to other ids."""
     model, _, _ = family("llama")

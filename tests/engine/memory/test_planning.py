@@ -77,7 +77,40 @@ def test_numbers_of_a_known_model(checkpoint: Checkpoint) -> None:
     assert (made.max_model_len, made.context, made.tokens_that_fit, made.sequences_that_fit) == (128, 128, 512, 4)
     assert made.left_bytes == GIB - made.weights_bytes - made.reserve_bytes - made.kv_bytes
     assert "4 at the same time" in made.describe()
-    assert f"{KV_BYTES:,} bytes" in made.describe()
+    assert f"{KV_BYTES:,} bytes in float32" in made.describe()
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_k_and_v_in_one_byte_count_with_their_scales(checkpoint: Checkpoint, kv_cache_dtype: str) -> None:
+    token = 2 * 2 * 2 * (8 + 2)  # layers, K and V, heads; 8 values and a scale
+    plain, made = plan(checkpoint, kv_memory="1MiB"), plan(checkpoint, kv_memory="1MiB", kv_cache_dtype=kv_cache_dtype)
+    assert (made.dtype, made.kv_cache_dtype, made.kv_bytes_per_token) == ("float32", kv_cache_dtype, token)
+    assert (plain.kv_cache_dtype, plain.kv_bytes_per_token) == ("float32", KV_BYTES)
+    assert (made.weights_bytes, made.reserve_bytes) == (plain.weights_bytes, plain.reserve_bytes)
+    assert made.num_blocks == MIB // (16 * token) // 16 * 16  # extents of 16 blocks, five pages
+    assert f"{token:,} bytes in {kv_cache_dtype}" in made.describe()
+    assert f"... in float32    {plain.sequences_that_fit:,} with the same memory, {KV_BYTES} bytes" in made.describe()
+
+
+def test_a_plan_shows_what_other_types_would_bring(checkpoint: Checkpoint) -> None:
+    plans = {
+        name: plan(checkpoint, kv_memory="1MiB", context=64, kv_cache_dtype=name) for name in ("auto", "int8", "fp8")
+    }
+    shown = {
+        name: {"kv_bytes_per_token": made.kv_bytes_per_token, "sequences_that_fit": made.sequences_that_fit}
+        for name, made in plans.items()
+    }
+    assert plans["auto"].to_dict()["kv_cache_dtypes"] == shown
+    for name in ("int8", "fp8"):
+        others = plans[name].to_dict()["kv_cache_dtypes"]
+        assert (others["int8"], others["fp8"]) == (shown["int8"], shown["fp8"])
+        assert shown["auto"]["sequences_that_fit"] - others["auto"]["sequences_that_fit"] in (0, 1), "whole extents"
+    assert plans["auto"].to_dict()["kv_cache_dtype"] == "float32" and plans["fp8"].to_dict()["kv_cache_dtype"] == "fp8"
+    assert (
+        shown["int8"] == shown["fp8"] and shown["int8"]["sequences_that_fit"] > 3 * shown["auto"]["sequences_that_fit"]
+    )
+    line = f"... in int8 or fp8  {shown['int8']['sequences_that_fit']} with the same memory, 80 bytes per token"
+    assert line in plans["auto"].describe()
 
 
 def test_context_counts_and_does_not_change_the_pool(checkpoint: Checkpoint) -> None:
