@@ -53,9 +53,15 @@ def test_random_steps(case: Case) -> None:
     check_attention(small_kernel(), case)
 
 
+@settings(max_examples=25, deadline=None)
+@given(cases(48, scaled=True))
+def test_random_steps_over_one_byte_elements_and_latents(case: Case) -> None:
+    check_attention(small_kernel(), case)
+
+
 @pytest.mark.stress
 @settings(max_examples=150, deadline=None)
-@given(cases(200))
+@given(st.one_of(cases(200), cases(200, scaled=True)))
 def test_many_random_steps(case: Case) -> None:
     check_attention(small_kernel(), case)
 
