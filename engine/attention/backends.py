@@ -20,6 +20,7 @@ class Needs:
     majors: tuple[int, ...] | None = None  # compute capability; None: it runs on a CPU too; none: only there
     block_multiple: int = 1  # tokens
     max_head_dim: int | None = None
+    max_v_head_dim: int | None = None  # where V's limit is lower
     head_dim_multiple: int = 1
     head_dims: tuple[int, ...] | None = None  # None: all within the two limits above
     equal_dims: bool = False  # K and V have the same head dim
@@ -48,7 +49,9 @@ class AttentionSpec:
 BACKENDS: dict[str, Needs] = {
     "torch": Needs(),
     "native": Needs("install g++ or clang, then repeat the installation of pagetide", majors=(), max_head_dim=512),
-    "triton": Needs("pip install 'pagetide[triton]'", majors=_ANY_MAJOR, max_head_dim=512, buffer_bytes=32 * MIB),
+    "triton": Needs(
+        "pip install 'pagetide[triton]'", majors=_ANY_MAJOR, max_head_dim=576, max_v_head_dim=512, buffer_bytes=32 * MIB
+    ),
     "flash-attn": Needs(
         "pip install 'pagetide[flash]'", _HALF, (8, 9, 10, 12), block_multiple=256, max_head_dim=256, head_dim_multiple=8,
         equal_dims=True, sinks=False, buffer_bytes=32 * MIB,
@@ -123,6 +126,8 @@ def _unmet_by(needs: Needs, spec: AttentionSpec) -> str | None:
         return f"it takes K and V of one head dim, and a layer has {dims[0]} and {dims[1]}"
     if needs.max_head_dim is not None and max(dims) > needs.max_head_dim:
         return f"it takes head dims up to {needs.max_head_dim}, and a layer has {max(dims)}"
+    if needs.max_v_head_dim is not None and spec.v_head_dim > needs.max_v_head_dim:
+        return f"it takes V of head dims up to {needs.max_v_head_dim}, and a layer has {spec.v_head_dim}"
     if any(dim % needs.head_dim_multiple for dim in dims):
         return f"it takes head dims that are multiples of {needs.head_dim_multiple}, and a layer has {spec.head_dim}"
     if needs.head_dims is not None and spec.head_dim not in needs.head_dims:

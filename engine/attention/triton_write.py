@@ -90,12 +90,12 @@ def _store(
 
 @triton.jit
 def _quantized(rows: tl.tensor, TYPE: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Elements of one byte, and each row's scale in float16. A row whose scale is zero has elements of zero."""
+    """Elements of one byte, and each row's scale in float16. A row whose scale rounds to zero becomes zeros."""
     most: tl.constexpr = 127.0 if TYPE == tl.int8 else 448.0
     highest = tl.max(tl.abs(rows), 1)
     scales = tl.minimum(tl.div_rn(highest, tl.full(highest.shape, most, tl.float32)), MAX_FLOAT16).to(tl.float16)
-    divisors = tl.broadcast_to(scales.to(tl.float32)[:, None], rows.shape)
-    quotients = tl.where(divisors > 0, tl.div_rn(rows, tl.where(divisors > 0, divisors, 1.0)), 0.0)
+    divisors = tl.where(scales > 0, scales.to(tl.float32), 1.0)
+    quotients = tl.div_rn(rows, tl.broadcast_to(divisors[:, None], rows.shape))
     quotients = tl.maximum(tl.minimum(quotients, most), -most)
     if TYPE == tl.int8:
         quotients = (quotients + ROUNDING) - ROUNDING

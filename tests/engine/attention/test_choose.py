@@ -212,7 +212,8 @@ def test_what_compiles_for_long_is_taken_only_when_asked_for() -> None:
         ("flash-attn", CARD, replace(PLAIN, head_dim=20, v_head_dim=20), "multiples of 8, and a layer has 20"),
         ("flash-attn", CARD, replace(PLAIN, head_dim=24), "K and V of one head dim, and a layer has 24 and 16"),
         ("flashinfer", CARD, PLAIN, "takes head dims of 64, 128, 256, and a layer has 16"),
-        ("triton", CARD, replace(PLAIN, head_dim=576), "up to 512, and a layer has 576; use 'auto', or 'torch'"),
+        ("triton", CARD, replace(PLAIN, head_dim=592), "up to 576, and a layer has 592; use 'auto', or 'torch'"),
+        ("triton", CARD, replace(PLAIN, head_dim=576, v_head_dim=576), "V of head dims up to 512, and a layer has 576"),
     ],
 )  # fmt: skip
 def test_what_cannot_serve_is_refused_with_the_reason(name: str, site: Site, spec: AttentionSpec, said: str) -> None:
