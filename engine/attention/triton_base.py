@@ -80,7 +80,12 @@ DECODE_TILINGS: dict[int, dict[int, Tiling]] = {
     4: {128: Tiling(16, 16, 4, 3), 256: Tiling(16, 16, 8, 2), 512: Tiling(16, 16, 8, 2)},
 }
 PREFILL_TILINGS: dict[int, dict[int, Tiling]] = {
-    1: {128: Tiling(32, 128, 8, 3), 256: Tiling(32, 32, 8, 2), 512: Tiling(32, 32, 8, 2)},
+    1: {
+        64: Tiling(64, 128, 8, 3),
+        128: Tiling(32, 128, 8, 3),
+        256: Tiling(32, 32, 8, 2),
+        512: Tiling(32, 32, 8, 2),
+    },
     2: {128: Tiling(64, 128, 8, 3), 256: Tiling(64, 64, 8, 2), 512: Tiling(16, 64, 8, 2)},
     4: {128: Tiling(16, 16, 4, 2), 256: Tiling(16, 16, 8, 2), 512: Tiling(16, 16, 8, 2)},
 }
