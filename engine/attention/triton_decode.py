@@ -1,9 +1,10 @@
 """Paged attention of decode rows, split over the context if the batch alone does not fill the card.
 
-A program attends with the query heads of one KV head to one split of a row's keys, so K and V are read once. It iterates over
-tiles of keys, gathered from blocks token by token, so blocks may have any size. Splits store partial results in float32, which
-a second kernel merges. Lengths are read on the device, and launches depend only on the number of rows and splits, so a captured
-CUDA graph serves any lengths. Rows of length 0 are padding and get zeros.
+A program attends with the query heads of one KV head to one split of a row's keys, so K and V are read once; only if results of
+all heads exceed the registers (MLA), several programs share them. It iterates over tiles of keys, gathered from blocks token by
+token, so blocks may have any size. Splits store partial results in float32, which a second kernel merges. Lengths are read on
+the device, and launches depend only on the number of rows and splits, so a captured CUDA graph serves any lengths. Rows of
+length 0 are padding and get zeros. Scales of one-byte elements multiply scores (K) and weights (V), once per token and head.
 
     partials   float32   [rows, num_heads, splits, v_head_dim] divided by their sums | [rows, num_heads, splits] log2 of these
 """
