@@ -13,7 +13,10 @@ from pagetide.engine.attention.torch_kernel import TorchKernel
 from pagetide.engine.attention.triton_gather import copy_blocks
 
 BOUNDS = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}  # of what is above 1 relative
-BITS = {4: torch.int32, 2: torch.int16}
+BITS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
+MOST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # of elements with scales
+LEAD = 16  # items before K
+POISON = 0x7F  # in each byte: a NaN of float8_e4m3fn and of float16, and the largest int8
 
 
 @dataclass(frozen=True)
@@ -32,14 +35,20 @@ class Case:
     padding: int = 0  # tokens behind the chunks
     aliased: bool = False
     seed: int = 0
+    stored: torch.dtype | None = None  # elements of one byte, with scales; None: as `dtype`
+    v_in_k: bool = False
 
     @property
     def num_decodes(self) -> int:
         return sum(n == 1 for n, _ in self.chunks)
 
 
-def cases(longest: int, *, splits: bool = False) -> st.SearchStrategy[Case]:
-    """Random cases with up to `longest` tokens a sequence. Lengths like to lie at block borders."""
+def cases(longest: int, *, splits: bool = False, scaled: bool = False) -> st.SearchStrategy[Case]:
+    """Random cases with up to `longest` tokens a sequence. Lengths like to lie at block borders.
+
+    `scaled`: over caches of one-byte elements, or of V in K, or of both.
+    """
+    kinds = [(stored, v_in_k) for stored in (None, *MOST) for v_in_k in (False, True)]
     block_sizes = st.sampled_from([4, 16, 24, 32, 100])
 
     def lengths(size: int) -> st.SearchStrategy[int]:
@@ -72,6 +81,14 @@ def cases(longest: int, *, splits: bool = False) -> st.SearchStrategy[Case]:
             seed=st.integers(0, 1000),
         )
 
+    def of_kind(case: Case, kind: tuple[torch.dtype | None, bool]) -> Case:
+        stored, v_in_k = kind
+        return replace(
+            case, stored=stored, v_in_k=v_in_k, dims=(max(case.dims), min(case.dims)) if v_in_k else case.dims
+        )
+
+    if scaled:
+        return st.builds(of_kind, block_sizes.flatmap(case), st.sampled_from(kinds[1:]))
     return block_sizes.flatmap(case)
 
 
@@ -80,10 +97,62 @@ class Built:
     """A case in memory. Every slot that no token owns is NaN, block 0 and the tables' other group too."""
 
     case: Case
-    arena: torch.Tensor  # [num_blocks, items], of which K and V have a part
+    arena: torch.Tensor  # [num_blocks, items], of which K and V have a part; bytes if these have scales
     call: AttentionCall  # with a query strided as models hand it over; the batch's own K and V are still to be written
-    keys: list[torch.Tensor]  # per chunk, of the whole sequence
+    keys: list[torch.Tensor]  # per chunk, of the whole sequence, as they are read from the arena
     values: list[torch.Tensor]
+
+
+def quantized(rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Elements and scales of rows `[..., dim]`, computed on the CPU, where torch divides by numbers exactly."""
+    rows, most = rows.cpu().float(), MOST[dtype]
+    scales = (rows.abs().amax(-1) / most).clamp(max=65504).half()
+    divisors = torch.where(scales > 0, scales.float(), 1.0)[..., None]
+    elements = (rows / divisors).clamp(-most, most)
+    return (elements.round() if dtype == torch.int8 else elements).to(dtype), scales
+
+
+def put(cache: LayerCache, places: tuple[torch.Tensor, torch.Tensor], key: torch.Tensor, value: torch.Tensor) -> None:
+    """Write K and V of some tokens as the kernels have to."""
+    pieces = [(cache.key, cache.key_scale, key), (cache.value, cache.value_scale, value)]
+    for view, scales, rows in pieces[:1] if cache.v_in_k else pieces:
+        if scales is not None:
+            rows, row_scales = (part.to(view.device) for part in quantized(rows, view.dtype))
+            scales.index_put_(places, row_scales)
+        bits(view).index_put_(places, bits(rows.contiguous()))
+
+
+def as_stored(rows: torch.Tensor, case: Case) -> torch.Tensor:
+    """What is read after a write of `rows`."""
+    if case.stored is None:
+        return rows
+    elements, scales = quantized(rows, case.stored)
+    return elements.float() * scales.float()[..., None]
+
+
+def views(case: Case, arena: torch.Tensor) -> LayerCache:
+    """The layer's part of an arena, between foreign items."""
+    size, (dim, v_dim), heads, typed = case.block_size, case.dims, case.kv_heads, arena.view(case.stored or arena.dtype)
+
+    def view(typed: torch.Tensor, offset: int, width: int) -> torch.Tensor:
+        return typed.as_strided((len(arena), size, heads, width), (typed.stride(0), heads * width, width, 1), offset)
+
+    k_items, v_items = size * heads * dim, 0 if case.v_in_k else size * heads * v_dim
+    key = view(typed, LEAD, dim)
+    value = key[..., :v_dim] if case.v_in_k else view(typed, LEAD + k_items, v_dim)
+    cache = LayerCache(key, value, group=1, aliased=case.aliased, v_in_k=case.v_in_k)
+    if case.stored is None:
+        return cache
+    start, halves = (LEAD + k_items + v_items) // 2, arena.view(torch.float16)
+    offsets = start, start if case.v_in_k else start + size * heads
+    key_scale, value_scale = (view(halves, offset, 1)[..., 0] for offset in offsets)
+    return replace(cache, key_scale=key_scale, value_scale=value_scale)
+
+
+def layer_items(case: Case) -> int:
+    """Items of a block up to the end of the layer's part."""
+    rows, (dim, v_dim), scales = case.block_size * case.kv_heads, case.dims, 0 if case.stored is None else 2
+    return LEAD + rows * (dim + scales + (0 if case.v_in_k else v_dim + scales))
 
 
 def build(case: Case, device: str = "cpu", arena: torch.Tensor | None = None, ids: np.ndarray | None = None) -> Built:
@@ -97,27 +166,24 @@ def build(case: Case, device: str = "cpu", arena: torch.Tensor | None = None, id
     counts = [-(-kv // size) for _, kv in case.chunks]
     ids = rng.permutation(np.arange(1, sum(counts) + 4)) if ids is None else ids
     tables = np.zeros((len(case.chunks), max(counts) + 1), np.int64)
-    lead, k_items, v_items = 8, size * heads * dim, size * heads * v_dim
     if arena is None:
-        arena = torch.full((len(ids) + 1, lead + k_items + v_items + 24), torch.nan, dtype=case.dtype, device=device)
-    views = []
-    for offset, width in ((lead, dim), (lead + k_items, v_dim)):
-        shape, strides = (len(arena), size, heads, width), (arena.stride(0), heads * width, width, 1)
-        views.append(arena.as_strided(shape, strides, offset))
-    cache = LayerCache(views[0], views[1], group=1, aliased=case.aliased)
+        shape, poison = (len(ids) + 1, layer_items(case) + 24), torch.nan if case.stored is None else POISON
+        arena = torch.full(shape, poison, dtype=case.dtype if case.stored is None else torch.uint8, device=device)
+    cache = views(case, arena)
     keys, values, own, owners, used = [], [], [], [], 0
     for i, ((n, kv), count) in enumerate(zip(case.chunks, counts, strict=True)):
         tables[i, :count] = ids[used : used + count]
         used += count
-        keys.append(drawn(kv, heads, dim))
-        values.append(drawn(kv, heads, v_dim))
+        key = drawn(kv, heads, dim)
+        value = key[..., :v_dim] if case.v_in_k else drawn(kv, heads, v_dim)
+        keys.append(as_stored(key, case))
+        values.append(keys[-1][..., :v_dim] if case.v_in_k else as_stored(value, case))
         slots = np.arange(kv)
         old = slots[: kv if case.aliased else max(0, kv - n)]
         places = [torch.from_numpy(index).to(device) for index in (tables[i][old // size], old % size)]
-        for view, full in zip(views, (keys[-1], values[-1]), strict=True):
-            view.index_put_(tuple(places), full[: len(old)])
+        put(cache, (places[0], places[1]), key[: len(old)], value[: len(old)])
         if kv:
-            own.append((keys[-1][kv - n :], values[-1][kv - n :]))
+            own.append((key[kv - n :], value[kv - n :]))
             owners += [(tables[i, p // size], p % size) for p in range(kv - n, kv)]
         else:
             own.append((drawn(n, heads, dim) * torch.nan, drawn(n, heads, v_dim) * torch.nan))
@@ -142,6 +208,7 @@ def build(case: Case, device: str = "cpu", arena: torch.Tensor | None = None, id
         block_size=size,
     )
     key, value = (torch.cat(parts).transpose(0, 1).contiguous().transpose(0, 1) for parts in zip(*own, strict=True))
+    value = key[..., :v_dim] if case.v_in_k else value
     query = drawn(heads * case.group, len(owners), dim).transpose(0, 1)
     sinks = drawn(heads * case.group) if case.sinks else None
     call = AttentionCall(query, key, value, cache, step, 0.3, case.window, case.softcap, sinks)
@@ -167,10 +234,13 @@ def reference(built: Built) -> torch.Tensor:
 
 
 def assert_near(got: torch.Tensor, built: Built) -> None:
-    assert got.dtype == built.case.dtype
+    case = built.case
+    assert got.dtype == case.dtype
     expected = reference(built)
     error = (got.double().cpu() - expected).abs() / expected.abs().clamp(min=1)
-    assert error.nan_to_num(nan=torch.inf).max() < BOUNDS[built.case.dtype], error.max()
+    half_rounds_as_brain = case.stored is not None and case.dtype == torch.float16  # scaled weights do
+    bound = BOUNDS[torch.bfloat16 if half_rounds_as_brain else case.dtype]
+    assert error.nan_to_num(nan=torch.inf).max() < bound, error.max()
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -180,11 +250,10 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def check_write(kernel, built: Built) -> None:
     """The batch's own K and V arrive; not a bit of anything else changes."""
     expected = built.arena.clone()
-    call, step, cache = built.call, built.call.step, built.call.cache
+    call, step = built.call, built.call.step
     real = step.write_blocks[1] != 0
-    for view, rows in ((cache.key, call.key), (cache.value, call.value)):
-        copy = expected.as_strided(view.shape, view.stride(), view.storage_offset())
-        copy.index_put_((step.write_blocks[1][real], step.write_offsets[real]), rows[real])
+    places = step.write_blocks[1][real], step.write_offsets[real]
+    put(views(built.case, expected), places, call.key[real], call.value[real])
     kernel.write(call)
     assert torch.equal(bits(built.arena), bits(expected))
 
@@ -212,20 +281,27 @@ def check_far_blocks(kernel, arena: torch.Tensor) -> None:
     """Of an arena of zeros [FAR_BLOCKS, FAR_STRIDE] blocks behind 2^31 elements are written and read, and nothing else."""
     ids = np.array([19, 9, 17, 10, 18, 16, 8, 15, 7])
     case = Case(((1, 40), (1, 5), (17, 60)), dtype=arena.dtype)
-    items = 8 + 2 * 16 * 2 * 16
+    if arena.dtype == torch.uint8:
+        case = replace(case, dtype=torch.bfloat16, stored=torch.int8)
+    items = layer_items(case)
     for block in (0, *ids.tolist()):
-        arena[block, : items + 24] = torch.nan
+        arena[block, : items + 24] = POISON if case.stored is not None else torch.nan
     built = build(case, str(arena.device), arena, ids)
-    call, step = built.call, built.call.step
+    call, step, cache = built.call, built.call.step, built.call.cache
     kernel.write(call)
-    for view, rows in ((call.cache.key, call.key), (call.cache.value, call.value)):
-        assert torch.equal(view[step.write_blocks[1], step.write_offsets], rows)
+    for view, scales, rows in ((cache.key, cache.key_scale, call.key), (cache.value, cache.value_scale, call.value)):
+        got = view[step.write_blocks[1], step.write_offsets]
+        if scales is not None:
+            rows, row_scales = (part.to(arena.device) for part in quantized(rows, view.dtype))
+            assert torch.equal(scales[step.write_blocks[1], step.write_offsets], row_scales)
+        assert torch.equal(got, rows)
     assert_near(kernel.attend(call), built)
     flat = arena.view(-1)
     for block in ids.tolist():
         at = block * FAR_STRIDE
         for wrapped in {at % (1 << 31), at % (1 << 32)} - {at}:  # where 32 bits would point
-            assert not flat[wrapped : wrapped + items].nan_to_num().any()
+            there = flat[wrapped : wrapped + items]
+            assert not torch.where(there == POISON, 0, there.nan_to_num()).any()
 
 
 def check_copies(

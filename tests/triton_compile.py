@@ -19,31 +19,59 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from pagetide.engine.attention import triton_decode, triton_gather, triton_prefill, triton_write
-from pagetide.engine.attention.triton_base import DECODE_TILINGS, PREFILL_TILINGS, padded, tiling
+from pagetide.engine.attention.triton_base import DECODE_TILINGS, PREFILL_TILINGS, padded, split_heads, tiling
 
 TARGET = GPUTarget("cuda", 90, 32)
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 FLOATS = ("inner", "outer")
 ADDRESSES = ("source", "target")
 ANY_NUMBER = ("table_row", "num_splits", "reach", "count", "tiles", "turns", "num_heads")  # others are multiples of 16
+STRIDES = ("block", "token", "head")
 
 Kernel = tuple[str, Any, dict[str, str], dict[str, Any], int, int]  # name, function, pointers, constants, warps, stages
 
 
+def absent(*views: str) -> dict[str, None]:
+    """The arguments of views that a cache does not have."""
+    return dict.fromkeys(views) | {f"{view}_{stride}": None for view in views for stride in STRIDES}
+
+
+def scales(stored: str | None) -> dict[str, int | None]:
+    """The scales' constant arguments."""
+    return absent("key_scales", "value_scales") if stored is None else {"key_scales_head": 1, "value_scales_head": 1}
+
+
 def attention(kind: str, dtype: str, dim: int, **over: Any) -> Kernel:
-    """Decode or prefill with the tiles of their tables."""
+    """Decode or prefill with the tiles of their tables. `stored`: elements with scales; `further`: V is in K."""
     name = " ".join((kind, dtype, str(dim), *(f"{key}={value}" for key, value in over.items())))
-    group, options = over.pop("group", 4), {"BLOCK_SIZE": 16, "SOFTCAP": False, "sinks": None, **over}
+    group, stored, further = over.pop("group", 4), over.pop("stored", None), over.pop("further", None)
+    options = {"BLOCK_SIZE": 16, "SOFTCAP": False, "sinks": None, **over}
     table = DECODE_TILINGS if kind == "decode" else PREFILL_TILINGS
-    tiles = tiling(table, 4 if dtype == "fp32" else 2, dim)
-    pointers = dict.fromkeys(("out", "query", "key", "value"), dtype) | {"table": "i64", "lens": "i32", "sums": "fp32"}
+    tiles = tiling(table, 4 if dtype == "fp32" else 1 if stored else 2, dim)
+    pointers = dict.fromkeys(("out", "query"), dtype) | dict.fromkeys(("key", "value"), stored or dtype)
+    pointers |= {"table": "i64", "lens": "i32", "sums": "fp32", "key_scales": "fp16", "value_scales": "fp16"}
     dims = {"GROUP": group, "DIM": dim, "DIM_PAD": padded(dim), "V_DIM": dim, "V_DIM_PAD": padded(dim)}
+    dims |= {"FURTHER": further or 0, "FURTHER_PAD": padded(further or 0)}
     constants = {**dims, "KEYS": tiles.keys, **options}
+    constants |= scales(stored)
+    if further is not None and stored is None:
+        constants |= absent("value")
     if kind == "decode":
-        constants["GROUP_PAD"], warps = padded(group), triton_decode.num_warps(tiles, group)
+        heads, constants["PROGRAMS"] = split_heads(group, dim)
+        constants["GROUP_PAD"], warps = padded(heads), triton_decode.num_warps(tiles, heads)
         return name, triton_decode._decode, pointers | {"out": "fp32"}, constants, warps, tiles.stages
-    constants["ROWS"] = max(tiles.rows, padded(group))
+    heads, constants["PROGRAMS"] = split_heads(group, dim, tiles.rows)
+    constants |= {"HEADS": heads, "ROWS": max(tiles.rows, padded(heads))}
     return name, triton_prefill._prefill, pointers | {"tiles": "i32"}, constants, tiles.warps, tiles.stages
+
+
+def write(stored: str | None = None) -> Kernel:
+    """Writes K and V of 8 heads."""
+    pointers = dict.fromkeys(("key", "value"), "bf16") | dict.fromkeys(("key_cache", "value_cache"), stored or "bf16")
+    pointers |= {"blocks": "i64", "offsets": "i64", "key_scales": "fp16", "value_scales": "fp16"}
+    constants = {"HEADS": 8, "DIM": 128, "DIM_PAD": 128, "V_DIM": 128, "V_DIM_PAD": 128}
+    constants |= scales(stored)
+    return f"write {stored}" if stored else "write", triton_write._write, pointers, constants, 4, 3
 
 
 def some() -> Iterator[Kernel]:
@@ -53,11 +81,12 @@ def some() -> Iterator[Kernel]:
     pointers = {"out": "bf16", "partials": "fp32", "sums": "fp32", "lens": "i32", "sinks": "bf16"}
     constants = {"V_DIM": 128, "V_DIM_PAD": 128, "KEYS": 64, "SPLITS": triton_decode.MERGED_AT_ONCE}
     yield "merge", triton_decode._merge, pointers, constants, 4, 3
-    pointers = dict.fromkeys(("key", "value", "key_cache", "value_cache"), "bf16") | {"blocks": "i64", "offsets": "i64"}
-    constants = {"HEADS": 8, "DIM": 128, "DIM_PAD": 128, "V_DIM": 128, "V_DIM_PAD": 128}
-    yield "write", triton_write._write, pointers, constants, 4, 3
+    yield write()
     constants = {"WORD": triton.language.int64, "TILE": triton_gather.TILE_WORDS}
     yield "blocks", triton_gather._copy_words, {"ids": "i64"}, constants, 8, 3
+    yield attention("decode", "bf16", 128, stored="i8")
+    yield attention("prefill", "bf16", 128, stored="i8")
+    yield write("i8")
 
 
 def all_() -> Iterator[Kernel]:
@@ -69,6 +98,13 @@ def all_() -> Iterator[Kernel]:
         yield attention(kind, "bf16", 128, SOFTCAP=True, BLOCK_SIZE=24)
         yield attention(kind, "bf16", 128, sinks="bf16", BLOCK_SIZE=256)
         yield attention(kind, "bf16", 128, group=71)
+        for stored in ("i8", "fp8e4nv"):
+            for dtype, dim in (("bf16", 64), ("fp16", 128), ("bf16", 256), ("fp32", 128), ("bf16", 512)):
+                yield attention(kind, dtype, dim, stored=stored)
+        for group in (16, 128):  # latents of MLA
+            for dtype, stored in (("bf16", None), ("bf16", "i8"), ("bf16", "fp8e4nv"), ("fp32", None), ("fp32", "i8")):
+                yield attention(kind, dtype, 512, group=group, further=64, stored=stored)
+    yield write("fp8e4nv")
     yield attention("decode", "bf16", 128, sums=None)
 
 
@@ -86,7 +122,7 @@ def compiled(kernel: Kernel) -> dict[str, Any]:
         else:
             number = "i64" if argument in ADDRESSES else "i32"
             signature[argument] = f"*{pointers[argument]}" if argument in pointers else number
-            if argument not in ANY_NUMBER:
+            if argument not in ANY_NUMBER and not argument.endswith("scales_token"):
                 attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature=signature, constexprs=values, attrs=attributes)
     made = triton.compile(source, target=TARGET, options={"num_warps": warps, "num_stages": stages})

@@ -1,7 +1,7 @@
 """Triton's kernels on the CPU: import this before any module that has kernels. Skips the module where they run on a device.
 
-Two things of the interpreter are mended: with numpy from 2.4 on no argument of a kernel can be a loop's bound, and a third of
-the time goes into patching Triton's functions anew for each call of one of them.
+Three things of the interpreter are mended: with numpy from 2.4 on no argument of a kernel can be a loop's bound, a third of
+the time goes into patching Triton's functions anew for each call of one of them, and float8_e4m3fn is rounded wrongly.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -27,6 +28,7 @@ if not hasattr(
 
 from triton.runtime import interpreter
 
+_convert_float = interpreter._convert_float
 _patch_tensor = interpreter._patch_lang_tensor
 _prepared: set[Any] = set()
 
@@ -44,5 +46,13 @@ def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
     return function.rewrite()(*args, **kwargs)
 
 
+def _convert_float_too(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
+    """float32 to float8_e4m3fn by torch: to nearest, ties to even."""
+    if (source.name, target.name) != ("fp32", "fp8e4nv"):
+        return _convert_float(data, source, target, rounding_mode)
+    return torch.from_numpy(np.array(data, np.float32)).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+
+interpreter._convert_float = _convert_float_too
 interpreter._patch_lang_tensor = _patch_tensor_too
 interpreter.InterpretedFunction.__call__ = _call

@@ -22,6 +22,7 @@ class Needs:
     majors: tuple[int, ...] | None = None  # compute capability; None: it runs on a CPU too; none: only there
     block_multiple: int = 1  # tokens
     max_head_dim: int | None = None
+    max_v_head_dim: int | None = None  # where V's limit is lower
     head_dim_multiple: int = 1
     head_dims: tuple[int, ...] | None = None  # None: all within the two limits above
     equal_dims: bool = False  # K and V have the same head dim
@@ -54,7 +55,7 @@ BACKENDS: dict[str, Needs] = {
         "install g++ or clang, then repeat the installation of pagetide", scaled=("int8",), majors=(), max_head_dim=512
     ),
     "triton": Needs(
-        "pip install 'pagetide[triton]'", scaled=("int8", _FLOAT8), majors=_ANY_MAJOR, max_head_dim=512,
+        "pip install 'pagetide[triton]'", scaled=("int8", _FLOAT8), majors=_ANY_MAJOR, max_head_dim=576, max_v_head_dim=512,
         buffer_bytes=32 * MIB,
     ),
     "flash-attn": Needs(
@@ -138,6 +139,8 @@ def _unmet_by(needs: Needs, spec: AttentionSpec) -> str | None:
         return f"it takes K and V of one head dim, and a layer has {dims[0]} and {dims[1]}"
     if needs.max_head_dim is not None and max(dims) > needs.max_head_dim:
         return f"it takes head dims up to {needs.max_head_dim}, and a layer has {max(dims)}"
+    if needs.max_v_head_dim is not None and spec.v_head_dim > needs.max_v_head_dim:
+        return f"it takes V of head dims up to {needs.max_v_head_dim}, and a layer has {spec.v_head_dim}"
     if any(dim % needs.head_dim_multiple for dim in dims):
         return f"it takes head dims that are multiples of {needs.head_dim_multiple}, and a layer has {spec.head_dim}"
     if needs.head_dims is not None and spec.head_dim not in needs.head_dims:

@@ -18,7 +18,8 @@ def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
     half to even. A row whose scale is too small for float16 becomes zeros.
     """
     x, largest = x.float(), LARGEST[dtype]
-    scales = (x.abs().amax(-1) / largest).clamp_(max=_LARGEST_SCALE).half()
+    # Not divided by a Python number: CUDA would multiply by its reciprocal, which gives other bits.
+    scales = (x.abs().amax(-1) / x.new_full((), largest)).clamp_(max=_LARGEST_SCALE).half()
     divisors = scales.float().masked_fill_(scales == 0, 1.0)
     values = (x / divisors[..., None]).clamp_(-largest, largest)
     return (values.round_() if dtype == torch.int8 else values).to(dtype), scales

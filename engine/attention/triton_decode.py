@@ -1,9 +1,10 @@
 """Paged attention of decode rows, split over the context if the batch alone does not fill the card.
 
-A program attends with the query heads of one KV head to one split of a row's keys, so K and V are read once. It iterates over
-tiles of keys, gathered from blocks token by token, so blocks may have any size. Splits store partial results in float32, which
-a second kernel merges. Lengths are read on the device, and launches depend only on the number of rows and splits, so a captured
-CUDA graph serves any lengths. Rows of length 0 are padding and get zeros.
+A program attends with the query heads of one KV head to one split of a row's keys, so K and V are read once; only if results of
+all heads exceed the registers (MLA), several programs share them. It iterates over tiles of keys, gathered from blocks token by
+token, so blocks may have any size. Splits store partial results in float32, which a second kernel merges. Lengths are read on
+the device, and launches depend only on the number of rows and splits, so a captured CUDA graph serves any lengths. Rows of
+length 0 are padding and get zeros. Scales of one-byte elements multiply scores (K) and weights (V), once per token and head.
 
     partials   float32   [rows, num_heads, splits, v_head_dim] divided by their sums | [rows, num_heads, splits] log2 of these
 """
@@ -23,13 +24,18 @@ from .triton_base import (
     UNKNOWN_SPLITS,
     ScoreTransform,
     Tiling,
+    add_values,
+    key_scores,
     load_rows,
+    load_scales,
     logits,
     on_device,
     padded,
-    product,
+    split_dims,
+    split_heads,
     tl,
     triton,
+    views_and_strides,
 )
 
 MERGED_AT_ONCE = 16  # splits
@@ -63,9 +69,9 @@ def splits_of_unknown(
     return UNKNOWN_SPLITS, max(1, UNKNOWN_SPLIT_KEYS // tiling.keys) if alike == 1 else LEAST_SPLIT_TILES
 
 
-def num_warps(tiling: Tiling, group: int) -> int:
-    """Warps per program: more than in the table if many query heads share a KV head, as their results are kept in registers."""
-    return max(tiling.warps, padded(group) // 16)
+def num_warps(tiling: Tiling, heads: int) -> int:
+    """Warps per program: more than in the table if it has many query heads, as their results are kept in registers."""
+    return max(tiling.warps, padded(heads) // 16)
 
 
 def decode(
@@ -82,21 +88,23 @@ def decode(
 ) -> None:
     """Fill the rows' places in `out`."""
     num_rows, num_heads = len(lens), query.shape[1]
-    block_size, num_kv_heads, dim = cache.key.shape[1:]
-    v_dim = cache.value.shape[-1]
+    block_size, num_kv_heads = cache.key.shape[1:3]
+    (dim, further), v_dim = split_dims(cache), cache.value.shape[-1]
     group = num_heads // num_kv_heads
+    heads, programs = split_heads(group, v_dim)
+    views, strides = views_and_strides(cache, reads=True)
     target, sums = out, None
     if partials is not None:
         target = partials[: num_rows * num_heads * num_splits * v_dim]
         sums = partials[len(target) :]
     with on_device(query):
-        _decode[(num_kv_heads, num_rows, num_splits)](
-            target, sums, query, cache.key, cache.value, table, lens, scores.sinks,
-            *query.stride()[:2], *cache.key.stride()[:3], *cache.value.stride()[:3],
-            table.stride(0), num_splits, least_tiles, scores.reach, scores.inner, scores.outer,
-            GROUP=group, GROUP_PAD=padded(group), DIM=dim, DIM_PAD=padded(dim), V_DIM=v_dim, V_DIM_PAD=padded(v_dim),
+        _decode[(num_kv_heads * programs, num_rows, num_splits)](
+            target, sums, query, *views, table, lens, scores.sinks,
+            *query.stride()[:2], *strides, table.stride(0), num_splits, least_tiles, scores.reach, scores.inner, scores.outer,
+            GROUP=group, GROUP_PAD=padded(heads), PROGRAMS=programs, DIM=dim, DIM_PAD=padded(dim),
+            FURTHER=further, FURTHER_PAD=padded(further), V_DIM=v_dim, V_DIM_PAD=padded(v_dim),
             BLOCK_SIZE=block_size, KEYS=tiling.keys, SOFTCAP=scores.has_softcap,
-            num_warps=num_warps(tiling, group), num_stages=tiling.stages,
+            num_warps=num_warps(tiling, heads), num_stages=tiling.stages,
         )  # fmt: skip
         if sums is not None:
             _merge[(num_heads, num_rows)](
@@ -115,27 +123,35 @@ def _keys_per_split(
 
 @triton.jit
 def _add_tile(
-    highest: tl.tensor, total: tl.tensor, mixed: tl.tensor, scores: tl.tensor, v: tl.tensor
+    highest: tl.tensor, total: tl.tensor, mixed: tl.tensor, scores: tl.tensor, v: tl.tensor, scales: tl.tensor,
+    TYPE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Add a tile of keys, at least one of them visible to each row, to the running softmax and its weighted values."""
     new = tl.maximum(highest, tl.max(scores, 1))
     weights = tl.exp2(scores - new[:, None])
     shrink = tl.exp2(highest - new)
-    return new, total * shrink + tl.sum(weights, 1), product(weights.to(v.dtype), v, mixed * shrink[:, None])
+    total = total * shrink + tl.sum(weights, 1)
+    return new, total, add_values(mixed, shrink, weights, v, scales, TYPE)
 
 
 @triton.jit(do_not_specialize=["table_row", "num_splits", "least_tiles", "reach"])
 def _decode(
-    out: tl.tensor, sums: tl.tensor,
-    query: tl.tensor, key: tl.tensor, value: tl.tensor, table: tl.tensor, lens: tl.tensor, sinks: tl.tensor,
+    out: tl.tensor, sums: tl.tensor, query: tl.tensor, key: tl.tensor, value: tl.tensor,
+    key_scales: tl.tensor, value_scales: tl.tensor, table: tl.tensor, lens: tl.tensor, sinks: tl.tensor,
     query_token: tl.tensor, query_head: tl.tensor,  # strides, by name
     key_block: tl.tensor, key_token: tl.tensor, key_head: tl.tensor,
-    value_block: tl.tensor, value_token: tl.tensor, value_head: tl.tensor, table_row: tl.tensor,
+    value_block: tl.tensor, value_token: tl.tensor, value_head: tl.tensor,
+    key_scales_block: tl.tensor, key_scales_token: tl.tensor, key_scales_head: tl.tensor,
+    value_scales_block: tl.tensor, value_scales_token: tl.tensor, value_scales_head: tl.tensor, table_row: tl.tensor,
     num_splits: tl.tensor, least_tiles: tl.tensor, reach: tl.tensor, inner: tl.tensor, outer: tl.tensor,
-    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    V_DIM: tl.constexpr, V_DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, PROGRAMS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    FURTHER: tl.constexpr, FURTHER_PAD: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program: one split of one row, for the query heads of one KV head. `sums` None: no splits, `out` is final."""
+    """One program: one split of one row, for GROUP_PAD query heads of one KV head. `sums` None: no splits, `out` is final.
+
+    `value` None: V is the keys' leading elements, and has their scales.
+    """
     kv_head = tl.program_id(0)  # fastest dimension: neighbours read the same blocks concurrently
     row = tl.program_id(1).to(tl.int64)
     last = tl.load(lens + row)
@@ -147,18 +163,58 @@ def _decode(
         if first >= last:
             return
     group = tl.arange(0, GROUP_PAD)
+    if PROGRAMS > 1:
+        group += kv_head % PROGRAMS * GROUP_PAD
+        kv_head = kv_head // PROGRAMS
     heads = (kv_head * GROUP + group).to(tl.int64)
     q = load_rows(query + row * query_token, heads * query_head, group < GROUP, DIM, DIM_PAD)
+    q_further = None
+    if FURTHER:
+        q_further = load_rows(query + row * query_token + DIM, heads * query_head, group < GROUP, FURTHER, FURTHER_PAD)
     table += row * table_row
-    key += kv_head * key_head
-    value += kv_head * value_head
-
     highest = tl.full((GROUP_PAD,), float("-inf"), tl.float32)
     total = tl.zeros((GROUP_PAD,), tl.float32)
     if sums is None and sinks is not None:  # a sink is a key with a given logit and a value of zero
         highest = tl.load(sinks + heads, mask=group < GROUP, other=0.0).to(tl.float32) * LOG2_E
         total += 1.0
     mixed = tl.zeros((GROUP_PAD, V_DIM_PAD), tl.float32)
+    highest, total, mixed = _attend(
+        highest, total, mixed, q, q_further, key, value, key_scales, value_scales, table, kv_head,
+        first, last, key_block, key_token, key_head, value_block, value_token, value_head,
+        key_scales_block, key_scales_token, key_scales_head, value_scales_block, value_scales_token, value_scales_head,
+        inner, outer, DIM, DIM_PAD, FURTHER, FURTHER_PAD, V_DIM, V_DIM_PAD, BLOCK_SIZE, KEYS, SOFTCAP,
+    )  # fmt: skip
+    mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
+    places = row * (tl.num_programs(0) // PROGRAMS * GROUP) + heads
+    if sums is not None:
+        places = places * num_splits + tl.program_id(2)
+        tl.store(sums + places, highest + tl.log2(total), mask=group < GROUP)
+    v_dims = tl.arange(0, V_DIM_PAD)
+    o_mask = (group < GROUP)[:, None] & (v_dims < V_DIM)[None, :]
+    tl.store(out + places[:, None] * V_DIM + v_dims[None, :], mixed.to(out.dtype.element_ty), mask=o_mask)
+
+
+@triton.jit
+def _attend(
+    highest: tl.tensor, total: tl.tensor, mixed: tl.tensor,  # so far
+    q: tl.tensor, q_further: tl.tensor, key: tl.tensor, value: tl.tensor,
+    key_scales: tl.tensor, value_scales: tl.tensor, table: tl.tensor, kv_head: tl.tensor, first: tl.tensor, last: tl.tensor,
+    key_block: tl.tensor, key_token: tl.tensor, key_head: tl.tensor,
+    value_block: tl.tensor, value_token: tl.tensor, value_head: tl.tensor,
+    key_scales_block: tl.tensor, key_scales_token: tl.tensor, key_scales_head: tl.tensor,
+    value_scales_block: tl.tensor, value_scales_token: tl.tensor, value_scales_head: tl.tensor,
+    inner: tl.tensor, outer: tl.tensor,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, FURTHER: tl.constexpr, FURTHER_PAD: tl.constexpr,
+    V_DIM: tl.constexpr, V_DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """Attend to the keys from `first` to `last`."""
+    key += kv_head * key_head
+    if value is not None:
+        value += kv_head * value_head
+    if key_scales is not None:
+        key_scales += kv_head * key_scales_head
+    if value_scales is not None:
+        value_scales += kv_head * value_scales_head
     # Block ids are loaded one iteration ahead. The compiler pipelines K and V loads fully only if their addresses do not
     # depend on a load of the same iteration.
     at = first + tl.arange(0, KEYS)
@@ -169,20 +225,18 @@ def _decode(
         blocks = next_blocks  # int64, as are all pointer offsets
         next_blocks = tl.load(table + (at + KEYS) // BLOCK_SIZE, mask=at + KEYS < last, other=0)
         slots = at % BLOCK_SIZE
-        k = load_rows(key, blocks * key_block + slots * key_token, seen, DIM, DIM_PAD)
-        scores = product(q, tl.trans(k), tl.zeros((GROUP_PAD, KEYS), tl.float32))
+        scales = None
+        if key_scales is not None:
+            scales = load_scales(key_scales, blocks * key_scales_block + slots * key_scales_token, seen)
+        places = blocks * key_block + slots * key_token
+        scores, v = key_scores(q, q_further, key, places, seen, scales, DIM, DIM_PAD, FURTHER, FURTHER_PAD)
         scores = tl.where(seen[None, :], logits(scores, inner, outer, SOFTCAP), float("-inf"))
-        v = load_rows(value, blocks * value_block + slots * value_token, seen, V_DIM, V_DIM_PAD)
-        highest, total, mixed = _add_tile(highest, total, mixed, scores, v)
-
-    mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
-    places = row * (tl.num_programs(0) * GROUP) + heads
-    if sums is not None:
-        places = places * num_splits + tl.program_id(2)
-        tl.store(sums + places, highest + tl.log2(total), mask=group < GROUP)
-    v_dims = tl.arange(0, V_DIM_PAD)
-    o_mask = (group < GROUP)[:, None] & (v_dims < V_DIM)[None, :]
-    tl.store(out + places[:, None] * V_DIM + v_dims[None, :], mixed.to(out.dtype.element_ty), mask=o_mask)
+        if value is not None:
+            v = load_rows(value, blocks * value_block + slots * value_token, seen, V_DIM, V_DIM_PAD)
+        if value_scales is not None:
+            scales = load_scales(value_scales, blocks * value_scales_block + slots * value_scales_token, seen)
+        highest, total, mixed = _add_tile(highest, total, mixed, scores, v, scales, q.dtype)
+    return highest, total, mixed
 
 
 @triton.jit(do_not_specialize=["num_splits", "least_tiles", "reach"])

@@ -12,7 +12,15 @@ import numpy as np
 import torch
 
 from .context import AttentionCall, LayerCache, StepContext
-from .triton_base import DECODE_TILINGS, DEFAULT_NUM_SMS, PREFILL_TILINGS, ScoreTransform, Tiling, tiling
+from .triton_base import (
+    DECODE_TILINGS,
+    DEFAULT_NUM_SMS,
+    PREFILL_TILINGS,
+    ScoreTransform,
+    Tiling,
+    cache_tiling,
+    split_heads,
+)
 from .triton_decode import choose_splits, decode, partial_items, splits_of_unknown
 from .triton_prefill import list_tiles, prefill, queries_per_tile
 from .triton_write import write
@@ -33,6 +41,8 @@ class _TritonPlan:
 
 class TritonKernel:
     """An `AttentionKernel` by Triton, for blocks of any size, float16, bfloat16 and float32, and head dims up to 512.
+
+    Caches have elements of these types, or of one byte with scales. Keys may have up to 576 elements, and V may be a part of K.
 
     It keeps only the last step's launch data. Partial results of decodes (up to 32 MiB) come from torch's cache in each call.
 
@@ -61,18 +71,20 @@ class TritonKernel:
         write(call)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """See `AttentionKernel.attend`. Raises ValueError for head dims above 512. Reads K and V only from the
-        arena."""
+        """See `AttentionKernel.attend`. Reads K and V only from the arena.
+
+        Raises ValueError for keys of more than 576 elements, and for V of more than 512.
+        """
         query, cache, step = call.dense_query, call.cache, call.step
         if self._plan is None or self._plan.step is not step:
             self._plan = _planned(step)
         plan, table = self._plan, step.tables[cache.group]
         scores = ScoreTransform.of(call)
-        num_tokens, num_heads, head_dim = query.shape
-        v_dim, itemsize = cache.value.shape[-1], query.itemsize
+        num_tokens, num_heads, _ = query.shape
+        v_dim = cache.value.shape[-1]
         out = (query.new_empty if plan.is_full else query.new_zeros)(num_tokens, num_heads, v_dim)
         if step.num_decodes:
-            cut = self._decode_tiling or tiling(DECODE_TILINGS, itemsize, max(head_dim, v_dim))
+            cut = self._decode_tiling or cache_tiling(DECODE_TILINGS, query, cache)
             num_splits, least_tiles = self._splits(plan, num_heads, cache, scores.reach, cut)
             partials = None
             if num_splits > 1:
@@ -82,7 +94,7 @@ class TritonKernel:
                 query, cache, table, step.lens[: step.num_decodes], out, partials, num_splits, scores, cut, least_tiles
             )
         if step.num_decodes < len(step.q_lens):
-            cut = self._prefill_tiling or tiling(PREFILL_TILINGS, itemsize, max(head_dim, v_dim))
+            cut = self._prefill_tiling or cache_tiling(PREFILL_TILINGS, query, cache)
             size = queries_per_tile(cut, num_heads // cache.key.shape[2])
             if size not in plan.tiles:
                 plan.tiles[size] = list_tiles(step, size)
@@ -95,12 +107,13 @@ class TritonKernel:
         shape = (num_heads, num_kv_heads, v_dim, reach)
         if shape not in plan.splits:
             step, sms = plan.step, self._sms(plan.step.lens.device)
+            programs = num_kv_heads * split_heads(num_heads // num_kv_heads, v_dim)[1]  # of one split of a row
             seen = np.minimum(step.kv_lens[: step.num_decodes], reach).astype(np.int64)
             most = PARTIAL_BYTES // (4 * partial_items(len(seen), num_heads, v_dim))
             if step.bounded:
-                plan.splits[shape] = splits_of_unknown(len(seen), int(seen.max()), num_kv_heads, cut, sms, most)
+                plan.splits[shape] = splits_of_unknown(len(seen), int(seen.max()), programs, cut, sms, most)
             else:
-                plan.splits[shape] = choose_splits(seen, num_kv_heads, cut, sms, most), 1
+                plan.splits[shape] = choose_splits(seen, programs, cut, sms, most), 1
         return plan.splits[shape]
 
     def _sms(self, device: torch.device) -> int:

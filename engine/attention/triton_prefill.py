@@ -10,7 +10,23 @@ import numpy as np
 import torch
 
 from .context import LayerCache, StepContext
-from .triton_base import LOG2_E, ScoreTransform, Tiling, load_rows, logits, on_device, padded, product, tl, triton
+from .triton_base import (
+    LOG2_E,
+    ScoreTransform,
+    Tiling,
+    add_values,
+    key_scores,
+    load_rows,
+    load_scales,
+    logits,
+    on_device,
+    padded,
+    split_dims,
+    split_heads,
+    tl,
+    triton,
+    views_and_strides,
+)
 
 
 def queries_per_tile(tiling: Tiling, group: int) -> int:
@@ -48,32 +64,40 @@ def prefill(
 ) -> None:
     """Fill the tiles' places in `out`."""
     num_heads = query.shape[1]
-    block_size, num_kv_heads, dim = cache.key.shape[1:]
-    v_dim = cache.value.shape[-1]
+    block_size, num_kv_heads = cache.key.shape[1:3]
+    (dim, further), v_dim = split_dims(cache), cache.value.shape[-1]
     group = num_heads // num_kv_heads
+    heads, programs = split_heads(group, v_dim, tiling.rows)
+    views, strides = views_and_strides(cache, reads=True)
     with on_device(query):
-        _prefill[(num_kv_heads, len(tiles))](
-            out, query, cache.key, cache.value, table, tiles, scores.sinks,
-            *query.stride()[:2], *cache.key.stride()[:3], *cache.value.stride()[:3],
-            table.stride(0), scores.reach, scores.inner, scores.outer,
-            GROUP=group, ROWS=max(tiling.rows, padded(group)), DIM=dim, DIM_PAD=padded(dim), V_DIM=v_dim,
-            V_DIM_PAD=padded(v_dim), BLOCK_SIZE=block_size, KEYS=tiling.keys, SOFTCAP=scores.has_softcap,
+        _prefill[(num_kv_heads * programs, len(tiles))](
+            out, query, *views, table, tiles, scores.sinks,
+            *query.stride()[:2], *strides, table.stride(0), scores.reach, scores.inner, scores.outer,
+            GROUP=group, HEADS=heads, PROGRAMS=programs, ROWS=max(tiling.rows, padded(heads)), DIM=dim,
+            DIM_PAD=padded(dim), FURTHER=further, FURTHER_PAD=padded(further), V_DIM=v_dim, V_DIM_PAD=padded(v_dim),
+            BLOCK_SIZE=block_size, KEYS=tiling.keys, SOFTCAP=scores.has_softcap,
             num_warps=tiling.warps, num_stages=tiling.stages,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["table_row", "reach"])
 def _prefill(
-    out: tl.tensor,
-    query: tl.tensor, key: tl.tensor, value: tl.tensor, table: tl.tensor, tiles: tl.tensor, sinks: tl.tensor,
+    out: tl.tensor, query: tl.tensor, key: tl.tensor, value: tl.tensor,
+    key_scales: tl.tensor, value_scales: tl.tensor, table: tl.tensor, tiles: tl.tensor, sinks: tl.tensor,
     query_token: tl.tensor, query_head: tl.tensor,  # strides, by name
     key_block: tl.tensor, key_token: tl.tensor, key_head: tl.tensor,
-    value_block: tl.tensor, value_token: tl.tensor, value_head: tl.tensor, table_row: tl.tensor,
-    reach: tl.tensor, inner: tl.tensor, outer: tl.tensor,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    value_block: tl.tensor, value_token: tl.tensor, value_head: tl.tensor,
+    key_scales_block: tl.tensor, key_scales_token: tl.tensor, key_scales_head: tl.tensor,
+    value_scales_block: tl.tensor, value_scales_token: tl.tensor, value_scales_head: tl.tensor,
+    table_row: tl.tensor, reach: tl.tensor, inner: tl.tensor, outer: tl.tensor,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, PROGRAMS: tl.constexpr, ROWS: tl.constexpr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, FURTHER: tl.constexpr, FURTHER_PAD: tl.constexpr,
     V_DIM: tl.constexpr, V_DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program: one tile of queries, for the query heads of one KV head. Row r is query r // GROUP, head r % GROUP."""
+    """One program: one tile of queries, for HEADS query heads of one KV head. Row r is query r // HEADS, head r % HEADS.
+
+    `value` None: V is the keys' leading elements, and has their scales.
+    """
     kv_head = tl.program_id(0)
     tiles += tl.program_id(1) * 4
     chunk = tl.load(tiles).to(tl.int64)
@@ -81,43 +105,35 @@ def _prefill(
     position = tl.load(tiles + 2)
     num_queries = tl.load(tiles + 3)
     rows = tl.arange(0, ROWS)
-    queries = rows // GROUP
-    heads = (kv_head * GROUP + rows % GROUP).to(tl.int64)
+    queries = rows // HEADS
+    group = rows % HEADS
     real = queries < num_queries
-    v_dims = tl.arange(0, V_DIM_PAD)
-    q = load_rows(query, (token + queries) * query_token + heads * query_head, real, DIM, DIM_PAD)
+    if PROGRAMS > 1:
+        group += kv_head % PROGRAMS * HEADS
+        kv_head = kv_head // PROGRAMS
+        real = real & (group < GROUP)
+    heads = (kv_head * GROUP + group).to(tl.int64)
+    offsets = (token + queries) * query_token + heads * query_head
+    q = load_rows(query, offsets, real, DIM, DIM_PAD)
+    q_further = None
+    if FURTHER:
+        q_further = load_rows(query + DIM, offsets, real, FURTHER, FURTHER_PAD)
     table += chunk * table_row
-    key += kv_head * key_head
-    value += kv_head * value_head
-
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     if sinks is not None:  # a sink is a key with a given logit and a value of zero
         highest = tl.load(sinks + heads, mask=real, other=0.0).to(tl.float32) * LOG2_E
         total += 1.0
     mixed = tl.zeros((ROWS, V_DIM_PAD), tl.float32)
-
-    # Some query sees keys first .. last. All queries see the whole tiles middle .. right, which need no mask.
-    first = tl.maximum(position - reach + 1, 0)
-    last = position + num_queries
-    middle = first + tl.cdiv(tl.maximum(last - reach, 0) - first, KEYS) * KEYS
-    right = tl.maximum(first + (position + 1 - first) // KEYS * KEYS, middle)
-    at = position + queries  # each row's position
     highest, total, mixed = _attend(
-        highest, total, mixed, q, key, value, table, at, first, tl.minimum(middle, last), last, key_block, key_token,
-        value_block, value_token, reach, inner, outer, DIM, DIM_PAD, V_DIM, V_DIM_PAD, BLOCK_SIZE, KEYS, SOFTCAP, True,
+        highest, total, mixed, q, q_further, key, value, key_scales, value_scales, table, kv_head, position, position + queries,
+        position + num_queries, key_block, key_token, key_head, value_block, value_token, value_head,
+        key_scales_block, key_scales_token, key_scales_head, value_scales_block, value_scales_token, value_scales_head,
+        reach, inner, outer, DIM, DIM_PAD, FURTHER, FURTHER_PAD, V_DIM, V_DIM_PAD, BLOCK_SIZE, KEYS, SOFTCAP,
     )  # fmt: skip
-    highest, total, mixed = _attend(
-        highest, total, mixed, q, key, value, table, at, middle, right, last, key_block, key_token,
-        value_block, value_token, reach, inner, outer, DIM, DIM_PAD, V_DIM, V_DIM_PAD, BLOCK_SIZE, KEYS, SOFTCAP, False,
-    )  # fmt: skip
-    highest, total, mixed = _attend(
-        highest, total, mixed, q, key, value, table, at, right, last, last, key_block, key_token,
-        value_block, value_token, reach, inner, outer, DIM, DIM_PAD, V_DIM, V_DIM_PAD, BLOCK_SIZE, KEYS, SOFTCAP, True,
-    )  # fmt: skip
-
     mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
-    places = (token + queries) * (tl.num_programs(0) * GROUP) + heads
+    places = (token + queries) * (tl.num_programs(0) // PROGRAMS * GROUP) + heads
+    v_dims = tl.arange(0, V_DIM_PAD)
     o_mask = real[:, None] & (v_dims < V_DIM)[None, :]
     tl.store(out + places[:, None] * V_DIM + v_dims[None, :], mixed.to(out.dtype.element_ty), mask=o_mask)
 
@@ -125,16 +141,57 @@ def _prefill(
 @triton.jit
 def _attend(
     highest: tl.tensor, total: tl.tensor, mixed: tl.tensor,  # so far
-    q: tl.tensor, key: tl.tensor, value: tl.tensor, table: tl.tensor, at: tl.tensor,
-    start: tl.tensor, stop: tl.tensor, last: tl.tensor,
-    key_block: tl.tensor, key_token: tl.tensor, value_block: tl.tensor, value_token: tl.tensor,
+    q: tl.tensor, q_further: tl.tensor, key: tl.tensor, value: tl.tensor, key_scales: tl.tensor, value_scales: tl.tensor,
+    table: tl.tensor, kv_head: tl.tensor, position: tl.tensor, at: tl.tensor, last: tl.tensor,
+    key_block: tl.tensor, key_token: tl.tensor, key_head: tl.tensor,
+    value_block: tl.tensor, value_token: tl.tensor, value_head: tl.tensor,
+    key_scales_block: tl.tensor, key_scales_token: tl.tensor, key_scales_head: tl.tensor,
+    value_scales_block: tl.tensor, value_scales_token: tl.tensor, value_scales_head: tl.tensor,
     reach: tl.tensor, inner: tl.tensor, outer: tl.tensor,
-    DIM: tl.constexpr, DIM_PAD: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, FURTHER: tl.constexpr, FURTHER_PAD: tl.constexpr,
+    V_DIM: tl.constexpr, V_DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """Attend to all keys that the queries from `position` to `last` see. `at` is each row's position."""
+    key += kv_head * key_head
+    if value is not None:
+        value += kv_head * value_head
+    if key_scales is not None:
+        key_scales += kv_head * key_scales_head
+    if value_scales is not None:
+        value_scales += kv_head * value_scales_head
+    # Some query sees keys first .. last. All queries see the whole tiles middle .. right, which need no mask.
+    first = tl.maximum(position - reach + 1, 0)
+    middle = first + tl.cdiv(tl.maximum(last - reach, 0) - first, KEYS) * KEYS
+    right = tl.maximum(first + (position + 1 - first) // KEYS * KEYS, middle)
+    for part in tl.static_range(3):
+        start, stop = first, tl.minimum(middle, last)
+        if part == 1:
+            start, stop = middle, right
+        if part == 2:
+            start, stop = right, last
+        highest, total, mixed = _attend_part(
+            highest, total, mixed, q, q_further, key, value, key_scales, value_scales, table, at, start, stop, last,
+            key_block, key_token, value_block, value_token, key_scales_block, key_scales_token,
+            value_scales_block, value_scales_token, reach, inner, outer,
+            DIM, DIM_PAD, FURTHER, FURTHER_PAD, V_DIM, V_DIM_PAD, BLOCK_SIZE, KEYS, SOFTCAP, part != 1,
+        )  # fmt: skip
+    return highest, total, mixed
+
+
+@triton.jit
+def _attend_part(
+    highest: tl.tensor, total: tl.tensor, mixed: tl.tensor,  # so far
+    q: tl.tensor, q_further: tl.tensor, key: tl.tensor, value: tl.tensor, key_scales: tl.tensor, value_scales: tl.tensor,
+    table: tl.tensor, at: tl.tensor, start: tl.tensor, stop: tl.tensor, last: tl.tensor,
+    key_block: tl.tensor, key_token: tl.tensor, value_block: tl.tensor, value_token: tl.tensor,
+    key_scales_block: tl.tensor, key_scales_token: tl.tensor,
+    value_scales_block: tl.tensor, value_scales_token: tl.tensor,
+    reach: tl.tensor, inner: tl.tensor, outer: tl.tensor,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, FURTHER: tl.constexpr, FURTHER_PAD: tl.constexpr,
+    V_DIM: tl.constexpr, V_DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Attend to the tiles of keys from `start` to `stop`. Without MASKED, tiles are whole and visible to all rows."""
-    dims = tl.arange(0, DIM_PAD)
-    v_dims = tl.arange(0, V_DIM_PAD)
     end = stop
     if MASKED:
         end = last
@@ -144,21 +201,23 @@ def _attend(
         keys = tile + tl.arange(0, KEYS)
         blocks = next_blocks  # int64, as are all pointer offsets
         next_blocks = tl.load(table + (keys + KEYS) // BLOCK_SIZE, mask=keys + KEYS < end, other=0)
-        k_mask = (dims < DIM)[None, :]
-        v_mask = (v_dims < V_DIM)[None, :]
-        if MASKED:
-            k_mask = k_mask & (keys < last)[:, None]
-            v_mask = v_mask & (keys < last)[:, None]
         slots = keys % BLOCK_SIZE
-        k = tl.load(key + (blocks * key_block + slots * key_token)[:, None] + dims[None, :], mask=k_mask, other=0.0)
-        scores = product(q, tl.trans(k), tl.zeros((q.shape[0], KEYS), tl.float32))
+        real = None
+        if MASKED:
+            real = keys < last
+        scales = None
+        if key_scales is not None:
+            scales = load_scales(key_scales, blocks * key_scales_block + slots * key_scales_token, real)
+        places = blocks * key_block + slots * key_token
+        scores, v = key_scores(q, q_further, key, places, real, scales, DIM, DIM_PAD, FURTHER, FURTHER_PAD)
         scores = logits(scores, inner, outer, SOFTCAP)
         if MASKED:
             seen = (keys[None, :] <= at[:, None]) & (keys[None, :] > (at - reach)[:, None]) & (keys < last)[None, :]
             scores = tl.where(seen, scores, float("-inf"))
-        v = tl.load(
-            value + (blocks * value_block + slots * value_token)[:, None] + v_dims[None, :], mask=v_mask, other=0.0
-        )
+        if value is not None:
+            v = load_rows(value, blocks * value_block + slots * value_token, real, V_DIM, V_DIM_PAD)
+        if value_scales is not None:
+            scales = load_scales(value_scales, blocks * value_scales_block + slots * value_scales_token, real)
         new = tl.maximum(highest, tl.max(scores, 1))
         base = new
         if MASKED:  # a row without a visible key so far
@@ -166,6 +225,6 @@ def _attend(
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(highest - base)
         total = total * shrink + tl.sum(weights, 1)
-        mixed = product(weights.to(v.dtype), v, mixed * shrink[:, None])
+        mixed = add_values(mixed, shrink, weights, v, scales, q.dtype)
         highest = new
     return highest, total, mixed

@@ -63,12 +63,40 @@ def test_random_steps(dtype, block_size, kv_heads, group, dims, special: bool) -
         )  # fmt: skip
 
 
+SCALED = [  # of K and V, dtype, block size, KV heads, query heads of each, dims, V within K
+    (torch.int8, BRAIN, 16, 8, 4, (128, 128), False),
+    (torch.int8, HALF, 24, 2, 3, (64, 64), False),
+    (torch.int8, FULL, 16, 2, 2, (32, 16), False),
+    (torch.int8, BRAIN, 16, 1, 7, (256, 256), False),
+    (torch.float8_e4m3fn, BRAIN, 16, 8, 4, (128, 128), False),
+    (torch.float8_e4m3fn, HALF, 16, 2, 8, (192, 128), False),
+    (None, BRAIN, 16, 1, 16, (576, 512), True),
+    (torch.int8, BRAIN, 16, 1, 128, (576, 512), True),
+]
+
+
+@pytest.mark.parametrize(("stored", "dtype", "block_size", "kv_heads", "group", "dims", "v_in_k"), SCALED)
+def test_elements_of_one_byte_and_latents(stored, dtype, block_size, kv_heads, group, dims, v_in_k: bool) -> None:
+    if stored == torch.float8_e4m3fn and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("float8_e4m3fn needs compute capability 8.9")
+    for seed, (window, special) in enumerate([(None, False), (50, True)]):
+        chunks = ((1, 1500), (1, 0), (1, 33), (40, 700), (7, 7))
+        check_attention(
+            TritonKernel(),
+            Case(
+                chunks, dtype, block_size, kv_heads, group, dims, window, 20.0 if special else None, special, padding=2,
+                seed=seed, stored=stored, v_in_k=v_in_k,
+            ),
+            "cuda",
+        )  # fmt: skip
+
+
 def test_rows_of_real_length() -> None:
     chunks = (*[(1, 4096 - i) for i in range(4)], (64, 2048))
     check_attention(TritonKernel(), Case(chunks, BRAIN, 16, 8, 4, (128, 128)), "cuda")
 
 
-@pytest.mark.parametrize("dtype", [BRAIN, FULL])
+@pytest.mark.parametrize("dtype", [BRAIN, FULL, torch.uint8])
 def test_beyond_two_to_the_31_elements(dtype: torch.dtype) -> None:
     num_bytes = FAR_BLOCKS * FAR_STRIDE * dtype.itemsize
     if torch.cuda.mem_get_info()[0] < num_bytes + (2 << 30):

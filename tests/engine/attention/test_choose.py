@@ -234,7 +234,8 @@ def test_what_compiles_for_long_is_taken_only_when_asked_for() -> None:
         ("native", replace(CPU, kv_dtype=EIGHT), PLAIN, "no K and V in float8_e4m3fn with scales; use 'auto', or 'torch'"),
         ("triton", replace(CARD, capability=(8, 6), kv_dtype=EIGHT), PLAIN,
          r"K and V in float8_e4m3fn from compute capability 8\.9 on, and cpu has 8\.6; use 'auto', or 'torch'"),
-        ("triton", CARD, replace(PLAIN, head_dim=576), "up to 512, and a layer has 576; use 'auto', or 'torch'"),
+        ("triton", CARD, replace(PLAIN, head_dim=592), "up to 576, and a layer has 592; use 'auto', or 'torch'"),
+        ("triton", CARD, replace(PLAIN, head_dim=576, v_head_dim=576), "V of head dims up to 512, and a layer has 576"),
     ],
 )  # fmt: skip
 def test_what_cannot_serve_is_refused_with_the_reason(name: str, site: Site, spec: AttentionSpec, said: str) -> None:

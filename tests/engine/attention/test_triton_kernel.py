@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from triton_checks import (
     FAR_BLOCKS,
     FAR_STRIDE,
+    MOST,
     Built,
     Case,
     assert_near,
@@ -33,7 +34,14 @@ from triton_checks import (
 
 from pagetide.engine.attention import triton_base, triton_decode, triton_kernel, triton_prefill
 from pagetide.engine.attention.context import AttentionKernel, lengths_on
-from pagetide.engine.attention.triton_base import DECODE_TILINGS, PREFILL_TILINGS, ScoreTransform, Tiling, tiling
+from pagetide.engine.attention.triton_base import (
+    DECODE_TILINGS,
+    PREFILL_TILINGS,
+    ScoreTransform,
+    Tiling,
+    padded,
+    tiling,
+)
 from pagetide.engine.attention.triton_kernel import TritonKernel
 from pagetide.engine.execution.graphs import CaptureCheck
 from pagetide.scheduler.request import Sampling
@@ -53,9 +61,15 @@ def test_random_steps(case: Case) -> None:
     check_attention(small_kernel(), case)
 
 
+@settings(max_examples=25, deadline=None)
+@given(cases(48, scaled=True))
+def test_random_steps_over_one_byte_elements_and_latents(case: Case) -> None:
+    check_attention(small_kernel(), case)
+
+
 @pytest.mark.stress
 @settings(max_examples=150, deadline=None)
-@given(cases(200))
+@given(st.one_of(cases(200), cases(200, scaled=True)))
 def test_many_random_steps(case: Case) -> None:
     check_attention(small_kernel(), case)
 
@@ -76,8 +90,8 @@ def decode_in(built: Built, num_splits: int) -> torch.Tensor:
     return out
 
 
-@settings(max_examples=12, deadline=None)
-@given(cases(80, splits=True), st.integers(1, 7))
+@settings(max_examples=20, deadline=None)
+@given(st.one_of(cases(80, splits=True), cases(80, splits=True, scaled=True)), st.integers(1, 7))
 def test_any_number_of_splits(case: Case, num_splits: int) -> None:
     """Also more than there are tiles of keys: so a number that was chosen once serves rows of any length."""
     built = build(case)
@@ -91,6 +105,66 @@ def test_splits_of_several_merges() -> None:
     assert_near(decode_in(built, 35), built)
 
 
+# --- elements of one byte, and wide heads
+
+
+@pytest.mark.parametrize("stored", list(MOST))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_what_is_written_is_rounded_to_the_bit(stored: torch.dtype, dtype: torch.dtype) -> None:
+    """Rows of any size: zeros, rows whose scales are too small or too large for float16, and numbers halfway between two."""
+    built = build(Case(((1, 5), (8, 30)), dtype=dtype, kv_heads=3, dims=(40, 24), stored=stored))
+    rows = [*built.call.key, *built.call.value]
+    sizes = [0.0, -0.0, 1e-7, 3e-6, 1e-4, 1.0, 3e4, torch.finfo(dtype).max / 8]
+    for i, row in enumerate(rows):
+        row.mul_(sizes[i % len(sizes)])
+    halves = torch.arange(-20, 20) + 0.5
+    built.call.key[3, 1] = torch.cat((torch.tensor([127.0]), halves[1:])).to(dtype)  # a scale of 1 over int8
+    check_write(small_kernel(), built)
+
+
+def test_scaled_elements_hold_every_value_of_one_byte() -> None:
+    """A conversion that is wrong for some of them would show in few random cases."""
+    for stored in MOST:
+        built = build(
+            Case(((1, 16),), dtype=torch.float32, kv_heads=1, group=1, dims=(16, 256), aliased=True, stored=stored)
+        )
+        cache, values = built.call.cache, torch.arange(256, dtype=torch.uint8).view(stored)
+        values = torch.where(values.float().isnan(), 0.0, values.float()).to(stored)
+        rows = cache.value[built.call.step.tables[1][0, 0]]
+        rows.view(torch.uint8).copy_(values.view(torch.uint8))
+        cache.value_scale[built.call.step.tables[1][0, 0]] = 0.25
+        exact = replace(built, values=[(values.float() * 0.25).expand(16, 1, 256)])
+        assert_near(small_kernel().attend(built.call), exact)
+
+
+@pytest.mark.parametrize(
+    ("stored", "v_in_k", "group"),
+    [(None, False, 2), (None, True, 16), (torch.int8, True, 40), (torch.float8_e4m3fn, False, 3)],
+)
+def test_latents_of_real_size(stored: torch.dtype | None, v_in_k: bool, group: int) -> None:
+    """K of 576 elements, V of 512, also of more query heads than one program takes; with the tables' own tiles."""
+    chunks = ((1, 70), (1, 0), (3, 20))
+    case = Case(chunks, kv_heads=1, group=group, dims=(576, 512), stored=stored, v_in_k=v_in_k, sinks=group == 40)
+    check_attention(TritonKernel(num_sms=10), case)
+
+
+@pytest.mark.parametrize(
+    ("group", "rows"), [(71, (64, 2)), (16, (16, 1)), (17, (32, 1)), (64, (64, 1)), (128, (64, 2))]
+)
+def test_query_heads_are_divided_where_results_exceed_the_registers(group: int, rows: tuple[int, int]) -> None:
+    heads, programs = triton_base.split_heads(group, 256)
+    assert (padded(heads), programs) == rows and heads * programs >= group
+    assert triton_base.split_heads(group, 512, 128) == (group, 1)
+
+
+def test_divided_query_heads_of_several_kv_heads() -> None:
+    """A program's last heads may be none, and their places in sinks, queries and results belong to the next KV head."""
+    for chunks in (((1, 90), (1, 3), (2, 20)), ((3, 3),)):
+        built = build(Case(chunks, kv_heads=2, group=35, dims=(24, 512), sinks=True, aliased=True))
+        for num_sms in (1, 132):
+            assert_near(TritonKernel(decode=SMALL, prefill=SMALL, num_sms=num_sms).attend(built.call), built)
+
+
 # --- offsets
 
 
@@ -101,7 +175,7 @@ def sparse(num_blocks: int, stride: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=dtype).view(num_blocks, stride)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
 def test_arenas_beyond_two_to_the_31_elements(dtype: torch.dtype) -> None:
     check_far_blocks(small_kernel(num_sms=10), sparse(FAR_BLOCKS, FAR_STRIDE, dtype))
 
@@ -244,6 +318,12 @@ def test_refusals() -> None:
         assert tiling(table, 2, 512) and tiling(table, 4, 3)
         with pytest.raises(ValueError, match="head dims up to 512, got 576"):
             tiling(table, 2, 576)
+    wide = build(Case(((1, 9),), dims=(592, 16), aliased=True))
+    with pytest.raises(ValueError, match="keys of up to 576 elements, got 592"):
+        small_kernel().attend(wide.call)
+    wide = build(Case(((1, 9),), dims=(16, 576), aliased=True))
+    with pytest.raises(ValueError, match="head dims up to 512, got 576"):
+        TritonKernel().attend(wide.call)
 
 
 def test_without_triton_the_import_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
