@@ -47,7 +47,7 @@ class AttentionSpec:
 # All support sliding windows. Head dims must be multiples of 8 because of 16-byte copies: blocks begin at multiples of 64.
 BACKENDS: dict[str, Needs] = {
     "torch": Needs(),
-    "native": Needs("install g++ or clang, then repeat the installation of pagetide", majors=(), max_head_dim=512),
+    "native": Needs("install g++ or clang, then repeat the installation of pagetide", majors=(), max_head_dim=576),
     "triton": Needs("pip install 'pagetide[triton]'", majors=_ANY_MAJOR, max_head_dim=512, buffer_bytes=32 * MIB),
     "flash-attn": Needs(
         "pip install 'pagetide[flash]'", _HALF, (8, 9, 10, 12), block_multiple=256, max_head_dim=256, head_dim_multiple=8,

@@ -238,12 +238,12 @@ static void weigh(const float* weights, int64_t stride, const C* const* values, 
 }
 
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
-INLINE __m512i add_products(__m512i total, __m512i x, __m512i y, BFloat16) {
-  return bits<__m512i>(_mm512_dpbf16_ps(bits<__m512>(total), bits<__m512bh>(x), bits<__m512bh>(y)));
+INLINE Vec add_products(Vec total, __m512i x, __m512i y) {
+  return bits<Vec>(_mm512_dpbf16_ps(bits<__m512>(total), bits<__m512bh>(x), bits<__m512bh>(y)));
 }
-INLINE __m512i add_products(__m512i total, __m512i x, __m512i y, int16_t) { return _mm512_dpwssd_epi32(total, x, y); }
-INLINE __m512 to_floats(__m512i total, BFloat16) { return bits<__m512>(total); }
-INLINE __m512 to_floats(__m512i total, int16_t) { return bits<__m512>(__builtin_convertvector(bits<IntVec>(total), Vec)); }
+INLINE IntVec add_products(IntVec total, __m512i x, __m512i y) { return linear::add_products(total, x, y, int16_t{}); }
+INLINE __m512 to_floats(Vec total) { return bits<__m512>(total); }
+INLINE __m512 to_floats(IntVec total) { return bits<__m512>(__builtin_convertvector(total, Vec)); }
 
 // kColumns elements in 16 bits, or zeros where `mask` has none.
 template <bool kWhole>
@@ -266,7 +266,7 @@ static void weigh(const Element* weights, int64_t stride, const C* const* values
   const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
   const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
   const __mmask32 mask = static_cast<__mmask32>((uint64_t{1} << columns) - 1);
-  __m512i total[R][2 * kBlocks] = {};
+  std::conditional_t<kInWords<Element>, IntVec, Vec> total[R][2 * kBlocks] = {};
   for (int64_t j = begin; j < end; j += 2) {
     const C *one = values[j] + first, *other = values[j + 1] + first;
     for (int v = 0; v < kBlocks; v += kLine) {
@@ -284,13 +284,13 @@ static void weigh(const Element* weights, int64_t stride, const C* const* values
       int32_t pair;
       __builtin_memcpy(&pair, weights + r * stride + j, sizeof pair);
       const __m512i factor = _mm512_set1_epi32(pair);
-      for (int v = 0; v < 2 * kBlocks; ++v) total[r][v] = add_products(total[r][v], x[v], factor, Element{});
+      for (int v = 0; v < 2 * kBlocks; ++v) total[r][v] = add_products(total[r][v], x[v], factor);
     }
   }
   for (int r = 0; r < R; ++r) {
     for (int v = 0; v < kBlocks; ++v) {
       float* to = out + r * out_stride + v * kColumns;
-      const __m512 a = to_floats(total[r][2 * v], Element{}), b = to_floats(total[r][2 * v + 1], Element{});
+      const __m512 a = to_floats(total[r][2 * v]), b = to_floats(total[r][2 * v + 1]);
       _mm512_storeu_ps(to, _mm512_permutex2var_ps(a, low, b));
       _mm512_storeu_ps(to + kLanes, _mm512_permutex2var_ps(a, high, b));
     }

@@ -251,14 +251,19 @@ static void tile_pairs(const BFloat16* x, int64_t stride, const BFloat16* panel,
 #endif
 
 #if defined(__AVX512VNNI__)
-INLINE __m512i add_products(__m512i total, __m512i x, __m512i w, uint8_t) { return _mm512_dpbusd_epi32(total, x, w); }
-INLINE __m512i add_products(__m512i total, __m512i x, __m512i w, int16_t) { return _mm512_dpwssd_epi32(total, x, w); }
+// Totals of the very type that the instruction adds to: GCC 12 stores others to memory each time.
+INLINE IntVec add_products(IntVec total, __m512i x, __m512i w, uint8_t) {
+  return bits<IntVec>(_mm512_dpbusd_epi32(bits<__m512i>(total), x, w));
+}
+INLINE IntVec add_products(IntVec total, __m512i x, __m512i w, int16_t) {
+  return bits<IntVec>(_mm512_dpwssd_epi32(bits<__m512i>(total), x, w));
+}
 
 // Quads of uint8 and int8, or pairs of int16.
 template <int R, typename X, typename W>
 static void tile_integers(const X* x, int64_t stride, const W* panel, int64_t k, float* sums) {
   constexpr int kTogether = 4 / sizeof(X);
-  __m512i total[R][kVectors] = {};
+  IntVec total[R][kVectors] = {};
   for (int64_t i = 0; i < k; i += kTogether, panel += kTogether * kColumns) {
     __m512i w[kVectors];
     for (int v = 0; v < kVectors; ++v) {
@@ -274,7 +279,7 @@ static void tile_integers(const X* x, int64_t stride, const W* panel, int64_t k,
     }
   }
   for (int r = 0; r < R; ++r) {  // the sums stay integers: they are bits here
-    for (int v = 0; v < kVectors; ++v) _mm512_storeu_si512(sums + r * kColumns + v * kLanes, total[r][v]);
+    for (int v = 0; v < kVectors; ++v) store(sums + r * kColumns + v * kLanes, bits<Vec>(total[r][v]));
   }
 }
 #endif
