@@ -52,7 +52,7 @@ class AttentionSpec:
 BACKENDS: dict[str, Needs] = {
     "torch": Needs(scaled=("int8", _FLOAT8)),
     "native": Needs(
-        "install g++ or clang, then repeat the installation of pagetide", scaled=("int8",), majors=(), max_head_dim=512
+        "install g++ or clang, then repeat the installation of pagetide", scaled=("int8",), majors=(), max_head_dim=576
     ),
     "triton": Needs(
         "pip install 'pagetide[triton]'", scaled=("int8", _FLOAT8), majors=_ANY_MAJOR, max_head_dim=576, max_v_head_dim=512,

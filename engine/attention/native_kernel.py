@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ... import native
-from .context import AttentionCall
+from .context import AttentionCall, LayerCache
 
 
 class NativeKernel:
@@ -30,17 +30,28 @@ class NativeKernel:
 
     def write(self, call: AttentionCall) -> None:
         """See `AttentionKernel.write`."""
-        cache, step = call.cache, call.step
+        cache, step = _supported(call.cache), call.step
         key = call.key if call.key.stride(-1) == 1 else call.key.contiguous()
         value = call.value if call.value.stride(-1) == 1 else call.value.contiguous()
-        self._write(key, value, cache.key, cache.value, step.write_blocks[cache.group], step.write_offsets)
+        self._write(
+            key, None if cache.v_in_k else value, cache.key, cache.value, step.write_blocks[cache.group], step.write_offsets,
+            cache.key_scale, cache.value_scale,
+        )  # fmt: skip
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """See `AttentionKernel.attend`."""
-        cache, step = call.cache, call.step
+        cache, step = _supported(call.cache), call.step
         sinks = None if call.sinks is None else call.sinks.float()
         result: torch.Tensor = self._attend(
             call.dense_query, cache.key, cache.value, step.tables[cache.group], step.bounds, step.lens,
             call.scaling, call.window or 0, call.softcap or 0.0, sinks,
+            cache.key_scale, cache.value_scale,
         )  # fmt: skip
         return result
+
+
+def _supported(cache: LayerCache) -> LayerCache:
+    """`cache`. Raises ValueError for elements that the kernels do not read."""
+    if cache.key.dtype == torch.float8_e4m3fn:
+        raise ValueError("the native kernels read and write int8, not float8_e4m3fn")
+    return cache

@@ -7,6 +7,10 @@
 //
 // The queries of a chunk that read the same KV head are the rows of matrix products: row r is query r / group of the chunk and
 // head r % group of the KV head's. What no row sees is not read: a row of zeros stands for it.
+//
+// Of a cache of int8, the scale of a key becomes a factor of its scores, and that of a value a factor of its weights. Where the
+// processor multiplies pairs of int16, queries in 16 bits and the part's weights are rounded to integers, relative to the largest
+// of the row: sums are exact then.
 namespace attention {
 
 using linear::kColumns;
@@ -16,7 +20,7 @@ using linear::rounded_up;
 
 constexpr int64_t kPart = 256;
 constexpr int64_t kMostRows = 96;            // of an item
-constexpr int64_t kMostDim = 512;            // of a head
+constexpr int64_t kMostDim = 576;            // of a head
 constexpr int64_t kMostElements = 96 * 128;  // of an item's queries, and of its results
 constexpr int64_t kAhead = 32;               // slots from what is fetched to what is multiplied
 constexpr int64_t kScoreStride = kPart + kLanes;
@@ -24,26 +28,47 @@ constexpr float kLowest = -__builtin_inff();
 
 alignas(64) static const uint8_t zeros[kMostDim * 4] = {};
 
-template <typename T>
-struct Operands {  // of matrix products with elements T in memory
+// What the products of queries of type T with cached elements C multiply.
+template <typename T, typename C>
+struct Operands {
   using Element = float;
-  static constexpr Operand kind = Operand::float32;
 };
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 template <>
-struct Operands<BFloat16> {
+struct Operands<BFloat16, BFloat16> {
   using Element = BFloat16;
-  static constexpr Operand kind = Operand::pairs;
+};
+template <typename T>
+struct Operands<T, int8_t> {
+  using Element = int16_t;
+};
+template <>
+struct Operands<float, int8_t> {
+  using Element = float;
 };
 #endif
-template <typename T>
-constexpr bool kInPairs = Operands<T>::kind == Operand::pairs;
-template <typename T>
-constexpr bool kByTiles = kInPairs<T> && linear::kTiles;  // the processor's tiles multiply, for one query as for many
+template <typename T, typename C>
+using ElementOf = typename Operands<T, C>::Element;
+
+template <typename Element>
+constexpr bool kInWords = std::is_same_v<Element, int16_t>;
+template <typename Element>
+constexpr bool kInPairs = sizeof(Element) == 2;
+template <typename Element>
+constexpr Operand kOperand = kInWords<Element> ? Operand::words : kInPairs<Element> ? Operand::pairs : Operand::float32;
+template <typename Element>  // the processor's tiles multiply, for one query as for many
+constexpr bool kByTiles = std::is_same_v<Element, BFloat16> && linear::kTiles;
+template <typename C>
+constexpr bool kScaled = std::is_same_v<C, int8_t>;
+
+// Of queries: sums of kMostDim products with int8 are below 2^31.
+constexpr float kLargestWord = 0x7fffffff / (kMostDim * 128);
+// Of weights: sums of kPart products with int8 are below 2^31.
+constexpr float kLargestWeight = 32767;
 
 // Elements of a row of queries: tiles read 64 bytes at a time.
-template <typename T>
-constexpr int64_t query_stride_of(int64_t dim) { return rounded_up(dim, kByTiles<T> ? 32 : 2); }
+template <typename Element>
+constexpr int64_t query_stride_of(int64_t dim) { return rounded_up(dim, kByTiles<Element> ? 32 : kInWords<Element> ? kLanes : 2); }
 
 // --- the division of work ---
 
@@ -131,7 +156,8 @@ INLINE void transpose(Vec* rows) {
   if constexpr (W > 1) transpose<W / 2>(rows);
 }
 
-// Transposes kColumns keys into a panel as linear.h has them, [dim][kColumns], or in pairs of dimensions.
+// Transposes kColumns keys into a panel as linear.h has them, [dim][kColumns], or in pairs of dimensions: of int8, dimensions 0 and
+// 2, and 1 and 3, of each four.
 INLINE Vec load_words(const void* from, int64_t bytes) {  // the first `bytes`, or all
   Vec v{};
   if (bytes >= static_cast<int64_t>(sizeof v)) {
@@ -141,11 +167,11 @@ INLINE Vec load_words(const void* from, int64_t bytes) {  // the first `bytes`, 
   }
   return v;
 }
-template <typename T>
-static void pack_keys(const T* const* keys, int64_t dim, typename Operands<T>::Element* panel) {
-  constexpr int64_t kWordElements = 4 / sizeof(T), kStep = kLanes * kWordElements;
+template <typename C, typename Element>
+static void pack_keys(const C* const* keys, int64_t dim, Element* panel) {
+  constexpr int64_t kWordElements = 4 / sizeof(C), kStep = kLanes * kWordElements;
   for (int64_t d = 0; d < dim; d += kStep) {
-    const int64_t bytes = (dim - d) * static_cast<int64_t>(sizeof(T));
+    const int64_t bytes = (dim - d) * static_cast<int64_t>(sizeof(C));
     const int words = static_cast<int>(least(kLanes, (bytes + 3) / 4));
     for (int v = 0; v < kColumns; v += kLanes) {
       Vec rows[kLanes];
@@ -158,14 +184,26 @@ static void pack_keys(const T* const* keys, int64_t dim, typename Operands<T>::E
       for (int i = 0; i < words; ++i) {
         if constexpr (kWordElements == 1) {
           store(panel + (d + i) * kColumns + v, rows[i]);
-        } else if constexpr (kInPairs<T>) {
+        } else if constexpr (kInWords<Element>) {
+          const WordVec both = bits<WordVec>(rows[i]), first = both << 8 >> 8, second = both >> 8;
+          Element* to = panel + ((d / 2 + 2 * i) * kColumns + v) * 2;
+          __builtin_memcpy(to, &first, sizeof first);
+          __builtin_memcpy(to + 2 * kColumns, &second, sizeof second);
+        } else if constexpr (kWordElements == 4) {
+          const IntVec four = bits<IntVec>(rows[i]);
+          float* to = panel + (d + 4 * i) * kColumns + v;
+          store(to, __builtin_convertvector(four << 24 >> 24, Vec));
+          store(to + kColumns, __builtin_convertvector(four << 16 >> 24, Vec));
+          store(to + 2 * kColumns, __builtin_convertvector(four << 8 >> 24, Vec));
+          store(to + 3 * kColumns, __builtin_convertvector(four >> 24, Vec));
+        } else if constexpr (kInPairs<Element>) {
           __builtin_memcpy(panel + ((d / 2 + i) * kColumns + v) * 2, &rows[i], sizeof(Vec));
         } else {
           const BitVec both = bits<BitVec>(rows[i]);
           const HalfBits first = __builtin_convertvector(both & 0xffff, HalfBits), second = __builtin_convertvector(both >> 16, HalfBits);
           float* to = panel + (d + 2 * i) * kColumns + v;
-          store(to, load(static_cast<const T*>(static_cast<const void*>(&first))));
-          store(to + kColumns, load(static_cast<const T*>(static_cast<const void*>(&second))));
+          store(to, load(static_cast<const C*>(static_cast<const void*>(&first))));
+          store(to + kColumns, load(static_cast<const C*>(static_cast<const void*>(&second))));
         }
       }
     }
@@ -174,14 +212,15 @@ static void pack_keys(const T* const* keys, int64_t dim, typename Operands<T>::E
 
 // out[R][kBlocks * kColumns] = weights[R][end] times that many columns of the values, from the row `begin` on. Rows of `out` are
 // `out_stride` floats apart. Not kWhole: of the last kColumns only `columns` are there.
-template <int R, int kBlocks, bool kWhole, typename T>
-static void weigh(const float* weights, int64_t stride, const T* const* values, int64_t first, int64_t columns, int64_t begin,
+template <int R, int kBlocks, bool kWhole, typename C>
+static void weigh(const float* weights, int64_t stride, const C* const* values, int64_t first, int64_t columns, int64_t begin,
                   int64_t end, float* out, int64_t out_stride) {
-  constexpr int kVectors = kBlocks * linear::kVectors;
+  constexpr int kVectors = kBlocks * linear::kVectors, kVectorBytes = kLanes * sizeof(C);
+  constexpr int kLine = kVectorBytes < 32 ? 64 / kVectorBytes : 1;  // vectors of a line of the cache
   Vec total[R][kVectors] = {};
   for (int64_t j = begin; j < end; ++j) {
-    const T* row = values[j] + first;
-    for (int v = 0; v < kVectors; ++v) __builtin_prefetch(values[j + kAhead] + first + v * kLanes);
+    const C* row = values[j] + first;
+    for (int v = 0; v < kVectors; v += kLine) __builtin_prefetch(values[j + kAhead] + first + v * kLanes);
     Vec x[kVectors];
     for (int v = 0; v < kVectors; ++v) {
       const int64_t left = columns - v * kLanes;
@@ -198,45 +237,77 @@ static void weigh(const float* weights, int64_t stride, const T* const* values, 
   }
 }
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
+INLINE Vec add_products(Vec total, __m512i x, __m512i y) {
+  return bits<Vec>(_mm512_dpbf16_ps(bits<__m512>(total), bits<__m512bh>(x), bits<__m512bh>(y)));
+}
+INLINE IntVec add_products(IntVec total, __m512i x, __m512i y) { return linear::add_products(total, x, y, int16_t{}); }
+INLINE __m512 to_floats(Vec total) { return bits<__m512>(total); }
+INLINE __m512 to_floats(IntVec total) { return bits<__m512>(__builtin_convertvector(total, Vec)); }
+
+// kColumns elements in 16 bits, or zeros where `mask` has none.
+template <bool kWhole>
+INLINE __m512i load_columns(const BFloat16* from, __mmask32 mask) {
+  return kWhole ? _mm512_loadu_si512(from) : _mm512_maskz_loadu_epi16(mask, from);
+}
+template <bool kWhole>
+INLINE __m512i load_columns(const int8_t* from, __mmask32 mask) {
+  const __m256i bytes = kWhole ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)) : _mm256_maskz_loadu_epi8(mask, from);
+  return _mm512_cvtepi8_epi16(bytes);
+}
+
 // The same in pairs of rows. `begin` and `end` are even.
-template <int R, int kBlocks, bool kWhole>
-static void weigh(const BFloat16* weights, int64_t stride, const BFloat16* const* values, int64_t first, int64_t columns,
-                  int64_t begin, int64_t end, float* out, int64_t out_stride) {
+template <int R, int kBlocks, bool kWhole, typename Element, typename C>
+static void weigh(const Element* weights, int64_t stride, const C* const* values, int64_t first, int64_t columns, int64_t begin,
+                  int64_t end, float* out, int64_t out_stride) {
   static_assert(linear::kVectors == 2);
+  constexpr int kLine = kColumns * sizeof(C) < 64 ? 2 : 1;  // blocks of a line of the cache
   // Unpacked pairs have columns 0 to 3 of each 8 in one vector, 4 to 7 in the other.
   const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
   const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
   const __mmask32 mask = static_cast<__mmask32>((uint64_t{1} << columns) - 1);
-  __m512 total[R][2 * kBlocks] = {};
+  std::conditional_t<kInWords<Element>, IntVec, Vec> total[R][2 * kBlocks] = {};
   for (int64_t j = begin; j < end; j += 2) {
-    const BFloat16 *one = values[j] + first, *other = values[j + 1] + first;
-    for (int v = 0; v < kBlocks; ++v) {
+    const C *one = values[j] + first, *other = values[j + 1] + first;
+    for (int v = 0; v < kBlocks; v += kLine) {
       __builtin_prefetch(values[j + kAhead] + first + v * kColumns);
       __builtin_prefetch(values[j + kAhead + 1] + first + v * kColumns);
     }
-    __m512bh x[2 * kBlocks];
+    __m512i x[2 * kBlocks];
     for (int v = 0; v < kBlocks; ++v) {
-      const __m512i a = kWhole ? _mm512_loadu_si512(one + v * kColumns) : _mm512_maskz_loadu_epi16(mask, one);
-      const __m512i b = kWhole ? _mm512_loadu_si512(other + v * kColumns) : _mm512_maskz_loadu_epi16(mask, other);
-      x[2 * v] = bits<__m512bh>(_mm512_unpacklo_epi16(a, b));
-      x[2 * v + 1] = bits<__m512bh>(_mm512_unpackhi_epi16(a, b));
+      const __m512i a = load_columns<kWhole>(one + v * kColumns, mask), b = load_columns<kWhole>(other + v * kColumns, mask);
+      x[2 * v] = _mm512_unpacklo_epi16(a, b);
+      x[2 * v + 1] = _mm512_unpackhi_epi16(a, b);
     }
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
       int32_t pair;
       __builtin_memcpy(&pair, weights + r * stride + j, sizeof pair);
-      const __m512bh factor = bits<__m512bh>(_mm512_set1_epi32(pair));
-      for (int v = 0; v < 2 * kBlocks; ++v) total[r][v] = _mm512_dpbf16_ps(total[r][v], x[v], factor);
+      const __m512i factor = _mm512_set1_epi32(pair);
+      for (int v = 0; v < 2 * kBlocks; ++v) total[r][v] = add_products(total[r][v], x[v], factor);
     }
   }
   for (int r = 0; r < R; ++r) {
     for (int v = 0; v < kBlocks; ++v) {
       float* to = out + r * out_stride + v * kColumns;
-      _mm512_storeu_ps(to, _mm512_permutex2var_ps(total[r][2 * v], low, total[r][2 * v + 1]));
-      _mm512_storeu_ps(to + kLanes, _mm512_permutex2var_ps(total[r][2 * v], high, total[r][2 * v + 1]));
+      const __m512 a = to_floats(total[r][2 * v]), b = to_floats(total[r][2 * v + 1]);
+      _mm512_storeu_ps(to, _mm512_permutex2var_ps(a, low, b));
+      _mm512_storeu_ps(to + kLanes, _mm512_permutex2var_ps(a, high, b));
     }
   }
+}
+
+// A query in integers, in the order of pack_keys, and zeros up to a multiple of kLanes. Returns what they are multiples of.
+template <typename T>
+static float pack_query(const T* from, int64_t dim, int16_t* to) {
+  const float most = largest_size(from, dim), inverse = most > 1e-30f ? kLargestWord / most : 0.f;
+  for (int64_t d = 0; d < dim; d += kLanes) {
+    store(to + d, (d + kLanes <= dim ? load(from + d) : load_some(from + d, static_cast<int>(dim - d))) * inverse);
+    const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(to + d));
+    constexpr int kOrder = 0xd8;  // 0, 2, 1, 3
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + d), _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(words, kOrder), kOrder));
+  }
+  return most / kLargestWord;
 }
 #endif
 
@@ -290,8 +361,8 @@ static void weigh_by_tiles(int64_t rows, const BFloat16* weights, int64_t stride
 #endif
 
 // All columns for a tile of R rows. Few rows take more columns at once: a sum waits for the one before it.
-template <int R, typename T, typename Element>
-static void weigh_rows(int rows, const Element* weights, int64_t stride, const T* const* values, int64_t dim, int64_t begin, int64_t end,
+template <int R, typename C, typename Element>
+static void weigh_rows(int rows, const Element* weights, int64_t stride, const C* const* values, int64_t dim, int64_t begin, int64_t end,
                        float* out, int64_t out_stride) {
   if constexpr (R > 1) {
     if (rows < R) return weigh_rows<R - 1>(rows, weights, stride, values, dim, begin, end, out, out_stride);
@@ -331,14 +402,15 @@ static void clear_results(int64_t rows, int64_t stride, int64_t padded, float* r
 
 // --- an item ---
 
-template <typename T>
+template <typename T, typename C>
 struct Rows {  // some rows of a chunk and KV head
   const AttentionArgs& args;
   const Chunk& chunk;
   int64_t chunk_index, head;  // KV head
   int64_t begin, end;         // rows
-  typename Operands<T>::Element* query;  // [rows][query_stride]
+  ElementOf<T, C>* query;     // [rows][query_stride]
   int64_t query_stride;
+  float* factors;             // [rows], from products to scores
 
   int64_t group() const { return args.heads / args.kv_heads; }
   int64_t position(int64_t row) const { return chunk.first_position + row / group(); }
@@ -348,15 +420,18 @@ struct Rows {  // some rows of a chunk and KV head
   }
 };
 
-template <typename T>
-static void read_query(const Rows<T>& rows) {
-  using Element = typename Operands<T>::Element;
+template <typename T, typename C>
+static void read_query(const Rows<T, C>& rows) {
+  using Element = ElementOf<T, C>;
   const AttentionArgs& args = rows.args;
   for (int64_t r = rows.begin; r < rows.end; ++r) {
     const int64_t token = rows.chunk.first_token + r / rows.group(), head = rows.head * rows.group() + r % rows.group();
     const T* from = static_cast<const T*>(args.query) + token * args.query_stride + head * args.query_head_stride;
     Element* to = rows.query + (r - rows.begin) * rows.query_stride;
-    if constexpr (kInPairs<T>) {
+    rows.factors[r - rows.begin] = args.scaling;
+    if constexpr (kInWords<Element>) {
+      rows.factors[r - rows.begin] *= pack_query(from, args.key.dim, to);
+    } else if constexpr (kInPairs<Element>) {
       __builtin_memcpy(to, from, args.key.dim * sizeof(T));
       for (int64_t d = args.key.dim; d < rows.query_stride; ++d) to[d] = {0};
     } else {
@@ -365,47 +440,70 @@ static void read_query(const Rows<T>& rows) {
   }
 }
 
-// Pointers to the keys or values of the positions `begin` .. `end` of a part; to zeros for the rest of the part.
-template <typename T>
-static void find_slots(const AttentionArgs& args, const CacheView& view, const Rows<T>& rows, int64_t part, int64_t begin,
-                       int64_t end, const T** slots) {
-  const T* nothing = static_cast<const T*>(static_cast<const void*>(zeros));
-  const int64_t* table = args.tables + rows.chunk_index * args.width;
-  const T* base = static_cast<const T*>(view.data) + rows.head * view.head_stride;
-  for (int64_t j = 0; j < begin; ++j) slots[j] = nothing;
+// Calls `visit(j, stop, block, slot)` for runs of the positions `begin` .. `end` of a part in one block; block -1: there is none.
+template <typename Visit>
+INLINE void visit_blocks(const AttentionArgs& args, int64_t chunk_index, int64_t part, int64_t begin, int64_t end, const Visit& visit) {
+  const int64_t* table = args.tables + chunk_index * args.width;
   for (int64_t j = begin; j < end;) {
-    const int64_t position = part * kPart + j, block = table[position / args.block_size];
-    int64_t slot = position % args.block_size;
+    const int64_t position = part * kPart + j, block = table[position / args.block_size], slot = position % args.block_size;
     const int64_t stop = least(end, j + args.block_size - slot);
-    if (block < 0 || block >= args.num_blocks) {
-      __atomic_store_n(args.fault, 1, __ATOMIC_RELAXED);
-      for (; j < stop; ++j) slots[j] = nothing;
-    } else {
-      const T* from = base + block * view.block_stride + slot * view.slot_stride;
-      for (; j < stop; ++j, from += view.slot_stride) slots[j] = from;
-    }
+    const bool there = 0 <= block && block < args.num_blocks;
+    if (!there) __atomic_store_n(args.fault, 1, __ATOMIC_RELAXED);
+    visit(j, stop, there ? block : -1, slot);
+    j = stop;
   }
+}
+
+// Pointers to the keys or values of the positions `begin` .. `end` of a part; to zeros for the rest of the part.
+template <typename T, typename C>
+static void find_slots(const CacheView& view, const Rows<T, C>& rows, int64_t part, int64_t begin, int64_t end, const C** slots) {
+  const C* nothing = static_cast<const C*>(static_cast<const void*>(zeros));
+  const C* base = static_cast<const C*>(view.data) + rows.head * view.head_stride;
+  for (int64_t j = 0; j < begin; ++j) slots[j] = nothing;
+  visit_blocks(rows.args, rows.chunk_index, part, begin, end, [&](int64_t j, int64_t stop, int64_t block, int64_t slot) {
+    const C* from = block < 0 ? nothing : base + block * view.block_stride + slot * view.slot_stride;
+    const int64_t step = block < 0 ? 0 : view.slot_stride;
+    for (; j < stop; ++j, from += step) slots[j] = from;
+  });
   for (int64_t j = end; j < kPart + kAhead; ++j) slots[j] = nothing;
 }
 
+// The scales of the same positions, and zeros.
+template <typename T, typename C>
+static void find_scales(const ScaleView& view, const Rows<T, C>& rows, int64_t part, int64_t begin, int64_t end, float* scales) {
+  Float16 found[kPart] = {};
+  const Float16* base = static_cast<const Float16*>(view.data) + rows.head * view.head_stride;
+  visit_blocks(rows.args, rows.chunk_index, part, begin, end, [&](int64_t j, int64_t stop, int64_t block, int64_t slot) {
+    if (block < 0) return;
+    const Float16* from = base + block * view.block_stride + slot * view.slot_stride;
+    for (; j < stop; ++j, from += view.slot_stride) found[j] = *from;
+  });
+  for (int64_t j = 0; j < kPart; j += kLanes) store(scales + j, load(found + j));
+}
+
 // Fetches the first rows of a part: those that follow are fetched kAhead slots before they are read.
-template <typename T>
-INLINE void fetch_first(const T* const* slots, int64_t dim) {
-  constexpr int64_t kLine = 64 / sizeof(T);
+template <typename C>
+INLINE void fetch_first(const C* const* slots, int64_t dim) {
+  constexpr int64_t kLine = 64 / sizeof(C);
   for (int64_t j = 0; j < kAhead; ++j) {
     for (int64_t d = 0; d < dim; d += kLine) __builtin_prefetch(slots[j] + d);
   }
 }
 
 // Scales and masks a row's products with kColumns keys from `first` of the part on, of which it sees `low` .. `high`.
-// Returns the largest score.
-INLINE Vec finish_scores(const AttentionArgs& args, const float* sums, int64_t first, int64_t low, int64_t high, Vec most, float* scores) {
+// Returns the largest score. `factor` is the row's; `scales` are of a part's keys, or null.
+template <typename Element>
+INLINE Vec finish_scores(const AttentionArgs& args, const float* sums, float factor, const float* scales, int64_t first, int64_t low,
+                         int64_t high, Vec most, float* scores) {
   IntVec lane;
   for (int i = 0; i < kLanes; ++i) lane[i] = i;
   for (int c = 0; c < kColumns; c += kLanes) {
-    Vec score = load(sums + c) * args.scaling;
-    if (args.softcap != 0.f) score = hyperbolic_tangent(score / args.softcap) * args.softcap;
     const int64_t at = first + c;
+    Vec score = load(sums + c);
+    if constexpr (kInWords<Element>) score = __builtin_convertvector(bits<IntVec>(score), Vec);
+    score = score * factor;
+    if (scales != nullptr) score = score * load(scales + at);
+    if (args.softcap != 0.f) score = hyperbolic_tangent(score / args.softcap) * args.softcap;
     if (at < low || at + kLanes > high) {
       const IntVec key = lane + static_cast<int32_t>(at);
       const IntVec seen = (key >= static_cast<int32_t>(low)) & (key < static_cast<int32_t>(high));
@@ -419,8 +517,8 @@ INLINE Vec finish_scores(const AttentionArgs& args, const float* sums, int64_t f
 
 // scores[rows][kScoreStride] = the queries times the keys `first` .. `last` of a part, whole panels, by tiles. What is packed or
 // multiplied is not read at once: that would wait for the stores.
-template <typename T, typename Element>
-static void multiply_keys_by_tiles(const Rows<T>& rows, const T* const* slots, int64_t first, int64_t last, Element* panels,
+template <typename T, typename C, typename Element>
+static void multiply_keys_by_tiles(const Rows<T, C>& rows, const C* const* slots, int64_t first, int64_t last, Element* panels,
                                    float* scores, linear::TileShapes& shapes) {
   const int64_t dim = rows.args.key.dim, stride = rows.query_stride, filled = dim / 2 * 2, count = rows.end - rows.begin;
   const int64_t together = kMostDim / stride * kColumns;
@@ -444,9 +542,9 @@ static void multiply_keys_by_tiles(const Rows<T>& rows, const T* const* slots, i
 }
 
 // results[rows] of one part, of which any row sees something.
-template <typename T>
-static void compute_part(const Rows<T>& rows, int64_t part, float* results, linear::TileShapes& shapes) {
-  using Element = typename Operands<T>::Element;
+template <typename T, typename C>
+static void compute_part(const Rows<T, C>& rows, int64_t part, float* results, linear::TileShapes& shapes) {
+  using Element = ElementOf<T, C>;
   const AttentionArgs& args = rows.args;
   const int64_t count = rows.end - rows.begin, origin = part * kPart;
   // What any row sees, and the whole panels around it.
@@ -456,7 +554,8 @@ static void compute_part(const Rows<T>& rows, int64_t part, float* results, line
   const int64_t tiles = (count + kRows - 1) / kRows, tile_rows = (count + tiles - 1) / tiles;
   const int64_t padded = padded_values(args), stride = result_stride(args);
 
-  const T *keys[kPart + kAhead], *values[kPart + kAhead];
+  const C *keys[kPart + kAhead], *values[kPart + kAhead];
+  alignas(64) float key_scales[kPart], value_scales[kPart];
   alignas(64) Element panel[kMostDim * kColumns];
   alignas(64) float scores[kMostRows * kScoreStride];
   alignas(64) float sums[kRows * kColumns];
@@ -468,51 +567,73 @@ static void compute_part(const Rows<T>& rows, int64_t part, float* results, line
     most[r] = broadcast(kLowest);
     seen[r] = {rows.first_seen(rows.begin + r) - origin, rows.position(rows.begin + r) + 1 - origin};
   }
-  find_slots(args, args.key, rows, part, begin, end, keys);
-  find_slots(args, args.value, rows, part, begin, end, values);
+  find_slots(args.key, rows, part, begin, end, keys);
+  find_slots(args.value, rows, part, begin, end, values);
   fetch_first(keys + begin, args.key.dim);
+  if constexpr (kScaled<C>) {
+    find_scales(args.key.scales, rows, part, begin, end, key_scales);
+    find_scales(args.value.scales, rows, part, begin, end, value_scales);
+  }
   const auto finish_row = [&](int64_t r, const float* products, int64_t c) {
-    most[r] = finish_scores(args, products, c, seen[r].low, seen[r].high, most[r], scores + r * kScoreStride);
+    most[r] = finish_scores<Element>(args, products, rows.factors[r], kScaled<C> ? key_scales : nullptr, c, seen[r].low, seen[r].high,
+                                     most[r], scores + r * kScoreStride);
   };
-  if constexpr (kByTiles<T>) {
+  if constexpr (kByTiles<Element>) {
     multiply_keys_by_tiles(rows, keys, first_panel, last_panel, panel, scores, shapes);
     for (int64_t r = 0; r < count; ++r) {
       for (int64_t c = first_panel; c < last_panel; c += kColumns) finish_row(r, scores + r * kScoreStride + c, c);
     }
   } else {
+    const int64_t panel_rows = rounded_up(args.key.dim, kInWords<Element> ? 4 : 1);
     for (int64_t c = first_panel; c < last_panel; c += kColumns) {
       pack_keys(keys + c, args.key.dim, panel);
       for (int64_t r = 0; r < count; r += tile_rows) {
         const int n = static_cast<int>(least(tile_rows, count - r));
-        linear::tile<kRows>(Operands<T>::kind, n, rows.query + r * rows.query_stride, rows.query_stride, panel, args.key.dim, sums);
+        linear::tile<kRows>(kOperand<Element>, n, rows.query + r * rows.query_stride, rows.query_stride, panel, panel_rows, sums);
         for (int i = 0; i < n; ++i) finish_row(r + i, sums + i * kColumns, c);
       }
     }
   }
   fetch_first(values + begin, args.value.dim);
-  // Weights take the place of scores; pairs take the first half of it.
+  // Weights take the place of scores; pairs take the first half of it. Integers are multiples of their row's unit.
+  float units[kMostRows];
   for (int64_t r = 0; r < count; ++r) {
     float* row = scores + r * kScoreStride;
     const float top = largest(most[r]);
     const Vec base = broadcast(base_of(top));
+    Element* row_weights = static_cast<Element*>(static_cast<void*>(row));
     Vec total[linear::kVectors] = {};  // independent, so that the processor computes them at once
+    Vec heaviest{};
     for (int64_t j = first_panel; j < last_panel; j += kColumns) {
       Vec weight[linear::kVectors];
       for (int v = 0; v < linear::kVectors; ++v) {
         weight[v] = exponential_of_negative(load(row + j + v * kLanes) - base);
         total[v] += weight[v];
+        if constexpr (kScaled<C>) weight[v] = weight[v] * load(value_scales + j + v * kLanes);
+        if constexpr (kInWords<Element>) heaviest = maximum(weight[v], heaviest);
       }
-      for (int v = 0; v < linear::kVectors; ++v) store(static_cast<Element*>(static_cast<void*>(row)) + j + v * kLanes, weight[v]);
+      for (int v = 0; v < linear::kVectors; ++v) {
+        if constexpr (kInWords<Element>) {
+          store(row + j + v * kLanes, weight[v]);
+        } else {
+          store(row_weights + j + v * kLanes, weight[v]);
+        }
+      }
+    }
+    if constexpr (kInWords<Element>) {
+      const float most_weight = largest(heaviest), inverse = most_weight > 0.f ? kLargestWeight / most_weight : 0.f;
+      units[r] = most_weight / kLargestWeight;
+      for (int64_t j = first_panel; j < last_panel; j += kLanes) store(row_weights + j, load(row + j) * inverse);
     }
     for (int v = 1; v < linear::kVectors; ++v) total[0] += total[v];
     results[r * stride + padded] = top;
     results[r * stride + padded + 1] = sum(total[0]);
   }
-  const int64_t odd = kInPairs<T> ? 1 : 0;
+  const int64_t odd = kInPairs<Element> ? 1 : 0;
   begin -= begin & odd, end += end & odd;
   const auto* weights = static_cast<const Element*>(static_cast<const void*>(scores));
   const int64_t weight_stride = kScoreStride * static_cast<int64_t>(sizeof(float) / sizeof(Element));
-  if constexpr (kByTiles<T>) {
+  if constexpr (kByTiles<Element>) {
     return weigh_by_tiles(count, weights + first_panel, weight_stride, values + first_panel, args.value.dim, last_panel - first_panel, results,
                           stride, shapes);
   }
@@ -520,10 +641,15 @@ static void compute_part(const Rows<T>& rows, int64_t part, float* results, line
     const int n = static_cast<int>(least(tile_rows, count - r));
     weigh_rows<kRows>(n, weights + r * weight_stride, weight_stride, values, args.value.dim, begin, end, results + r * stride, stride);
   }
+  if constexpr (kInWords<Element>) {
+    for (int64_t r = 0; r < count; ++r) {
+      for (float* to = results + r * stride; to < results + r * stride + padded; to += kLanes) store(to, load(to) * units[r]);
+    }
+  }
 }
 
-template <typename T>
-static void finish(const Rows<T>& rows, const float* results) {
+template <typename T, typename C>
+static void finish(const Rows<T, C>& rows, const float* results) {
   const AttentionArgs& args = rows.args;
   const int64_t padded = padded_values(args), dim = args.value.dim;
   for (int64_t r = rows.begin; r < rows.end; ++r, results += result_stride(args)) {
@@ -546,14 +672,16 @@ static void finish(const Rows<T>& rows, const float* results) {
   }
 }
 
-template <typename T>
+template <typename T, typename C>
 static void compute_item(const AttentionArgs& args, const Chunk& chunk, const Place& place, int64_t chunk_index, int64_t item) {
-  alignas(64) typename Operands<T>::Element query[kMostElements + kMostRows];
+  using Element = ElementOf<T, C>;
+  alignas(64) Element query[kMostElements + kMostRows];
+  float factors[kMostRows];
   alignas(64) float part_results[kMostElements + kMostRows * 16], total[kMostElements + kMostRows * 16];
   // KV heads of the same slots follow each other: they lie side by side in memory.
   const int64_t head = item % args.kv_heads, padded = padded_values(args), stride = result_stride(args);
   int64_t number = item / args.kv_heads;
-  Rows<T> rows = {args, chunk, chunk_index, head, 0, chunk.rows, query, query_stride_of<T>(args.key.dim)};
+  Rows<T, C> rows = {args, chunk, chunk_index, head, 0, chunk.rows, query, query_stride_of<Element>(args.key.dim), factors};
   linear::TileShapes shapes;
   if (!chunk.split) {
     rows.begin = number * item_rows(args);
@@ -579,6 +707,12 @@ static void compute_item(const AttentionArgs& args, const Chunk& chunk, const Pl
   finish(rows, total);
 }
 
+template <typename T>
+static void compute_item_of(const AttentionArgs& args, const Chunk& chunk, const Place& place, int64_t chunk_index, int64_t item) {
+  if (args.key.scales.data != nullptr) return compute_item<T, int8_t>(args, chunk, place, chunk_index, item);
+  return compute_item<T, T>(args, chunk, place, chunk_index, item);
+}
+
 static void attend(const AttentionArgs& args) {
   auto* places = static_cast<Place*>(args.scratch);
   place_chunks(args, places);
@@ -598,11 +732,42 @@ static void attend(const AttentionArgs& args) {
     const Chunk chunk = chunk_of(args, low);
     item -= places[low].first_item;
     switch (args.type) {
-      case Type::float32: return compute_item<float>(args, chunk, places[low], low, item);
-      case Type::bfloat16: return compute_item<BFloat16>(args, chunk, places[low], low, item);
-      default: return compute_item<Float16>(args, chunk, places[low], low, item);
+      case Type::float32: return compute_item_of<float>(args, chunk, places[low], low, item);
+      case Type::bfloat16: return compute_item_of<BFloat16>(args, chunk, places[low], low, item);
+      default: return compute_item_of<Float16>(args, chunk, places[low], low, item);
     }
   });
+}
+
+// --- writing ---
+
+// Integers relative to the scale as it is stored. A scale that is 0 or NaN has zeros.
+template <typename T>
+static void quantize(const T* from, int64_t dim, int8_t* to, Float16* scale) {
+  constexpr float kLargest = 127.f, kLargestScale = 65504.f;
+  const float exact = largest_size(from, dim) / kLargest;
+  *scale = from_float(Float16{}, exact > kLargestScale ? kLargestScale : exact);
+  const float divisor = to_float(*scale);
+  if (!(divisor > 0.f)) {
+    __builtin_memset(to, 0, dim);
+    return;
+  }
+  const auto quotient = [&](Vec x) { return maximum(minimum(x / divisor, broadcast(kLargest)), broadcast(-kLargest)); };
+  int64_t d = 0;
+  for (; d + kLanes <= dim; d += kLanes) store(to + d, quotient(load(from + d)));
+  const int left = static_cast<int>(dim - d);
+  if (left > 0) store_some(to + d, quotient(load_some(from + d, left)), left);
+}
+
+template <typename T>
+static void quantize_token(const WriteArgs& args, int64_t t) {
+  const CacheView& to = args.to;
+  const T* from = static_cast<const T*>(args.from) + t * args.token_stride;
+  int8_t* values = static_cast<int8_t*>(to.data) + args.blocks[t] * to.block_stride + args.offsets[t] * to.slot_stride;
+  Float16* scales = static_cast<Float16*>(to.scales.data) + args.blocks[t] * to.scales.block_stride + args.offsets[t] * to.scales.slot_stride;
+  for (int64_t head = 0; head < args.kv_heads; ++head) {
+    quantize(from + head * args.head_stride, to.dim, values + head * to.head_stride, scales + head * to.scales.head_stride);
+  }
 }
 
 static void write(const WriteArgs& args) {
@@ -610,6 +775,13 @@ static void write(const WriteArgs& args) {
   const bool together = args.head_stride == args.to.dim && args.to.head_stride == args.to.dim;  // heads follow each other
   for_items(args.tokens, args.tokens * args.kv_heads * row < 65536 ? 1 : args.threads, [&, bytes, row, together](int64_t t) {
     if (args.blocks[t] == 0) return;
+    if (args.to.scales.data != nullptr) {
+      switch (args.type) {
+        case Type::float32: return quantize_token<float>(args, t);
+        case Type::bfloat16: return quantize_token<BFloat16>(args, t);
+        default: return quantize_token<Float16>(args, t);
+      }
+    }
     const auto* from = static_cast<const uint8_t*>(args.from) + t * args.token_stride * bytes;
     auto* to = static_cast<uint8_t*>(args.to.data) + (args.blocks[t] * args.to.block_stride + args.offsets[t] * args.to.slot_stride) * bytes;
     if (together) {

@@ -1,13 +1,19 @@
 // Attention over the blocks of a cache, and writing to them. Strides are in elements; the last dimension's is 1.
 
+struct ScaleView {  // float16 [blocks, block_size, kv_heads]; without data there are none
+  void* data;
+  int64_t block_stride, slot_stride, head_stride;
+};
+
 struct CacheView {  // [blocks, block_size, kv_heads, dim]
   void* data;
   int64_t block_stride, slot_stride, head_stride;
   int64_t dim;
+  ScaleView scales = {};  // with them, elements are int8 and stand for themselves times the scale of their token and head
 };
 
 struct WriteArgs {
-  Type type;
+  Type type;         // of `from`, and of `to` without scales
   const void* from;  // [tokens, kv_heads, dim]
   int64_t token_stride, head_stride;
   CacheView to;
@@ -18,7 +24,7 @@ struct WriteArgs {
 };
 
 struct AttentionArgs {
-  Type type;          // of query, key, value and out
+  Type type;          // of query and out, and of key and value without scales
   const void* query;  // [tokens, heads, key.dim]
   int64_t query_stride, query_head_stride;
   CacheView key, value;

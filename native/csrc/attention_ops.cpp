@@ -6,24 +6,38 @@
 namespace pagetide {
 namespace {
 
-CacheView view_of(const Tensor& cache, const char* name) {
+ScaleView scales_of(const Tensor& scales, const Tensor& cache, const char* name) {
+  STD_TORCH_CHECK(scales.is_cpu(), "the scales of ", name, " must be on the CPU");
+  STD_TORCH_CHECK(scales.scalar_type() == ScalarType::Half, "the scales of ", name, " must be float16");
+  STD_TORCH_CHECK(scales.dim() == 3, "the scales of ", name, " have three dimensions: blocks, slots and heads");
+  for (int64_t d = 0; d < 3; ++d) STD_TORCH_CHECK(scales.size(d) == cache.size(d), name, " and its scales differ in dimension ", d);
+  return {scales.data_ptr(), scales.stride(0), scales.stride(1), scales.stride(2)};
+}
+
+// `type` is that of elements without scales.
+CacheView view_of(const Tensor& cache, const std::optional<Tensor>& scales, Type type, const char* name) {
   STD_TORCH_CHECK(cache.dim() == 4, name, " has four dimensions: blocks, slots, heads and the head's");
   check_dense_rows(cache, name);
-  return {cache.data_ptr(), cache.stride(0), cache.stride(1), cache.stride(2), cache.size(3)};
+  const bool scaled = cache.scalar_type() == ScalarType::Char;
+  STD_TORCH_CHECK(scaled == scales.has_value(), name, scaled ? " is int8 and needs scales" : " is not int8 and has no scales");
+  STD_TORCH_CHECK(scaled || type_of(cache, name) == type, name, " and what is read or written with it differ in type");
+  CacheView view = {cache.data_ptr(), cache.stride(0), cache.stride(1), cache.stride(2), cache.size(3)};
+  if (scaled) view.scales = scales_of(*scales, cache, name);
+  return view;
 }
 
-void check_rows(const Tensor& rows, const char* name, const Tensor& cache, int64_t heads, int64_t dim) {
+void check_rows(const Tensor& rows, const char* name, int64_t heads, int64_t dim) {
   check_dense_rows(rows, name);
   STD_TORCH_CHECK(rows.dim() == 3 && rows.size(1) == heads && rows.size(2) == dim, name, " must be [tokens, ", heads, ", ", dim, "]");
-  STD_TORCH_CHECK(rows.scalar_type() == cache.scalar_type(), name, " and the cache differ in type");
 }
 
-WriteArgs checked_write(const Tensor& rows, const char* name, const Tensor& cache, const Tensor& blocks, const Tensor& offsets) {
+WriteArgs checked_write(const Tensor& rows, const char* name, const Tensor& cache, const std::optional<Tensor>& scales,
+                        const Tensor& blocks, const Tensor& offsets) {
   WriteArgs args{};
-  args.type = type_of(cache, "the cache");
-  args.to = view_of(cache, "the cache");
+  args.type = type_of(rows, name);
+  args.to = view_of(cache, scales, args.type, "the cache");
   args.tokens = rows.size(0), args.kv_heads = cache.size(2);
-  check_rows(rows, name, cache, args.kv_heads, args.to.dim);
+  check_rows(rows, name, args.kv_heads, args.to.dim);
   args.from = rows.const_data_ptr();
   args.token_stride = rows.stride(0), args.head_stride = rows.stride(1);
   args.blocks = static_cast<const int64_t*>(blocks.const_data_ptr());
@@ -38,33 +52,39 @@ WriteArgs checked_write(const Tensor& rows, const char* name, const Tensor& cach
   return args;
 }
 
-// key, value [tokens, kv_heads, dim] -> slots `offsets` of `blocks` (int64 [tokens]) of the cache. Block 0 is not written.
-void write_kv(const Tensor& key, const Tensor& value, Tensor cache_key, Tensor cache_value, const Tensor& blocks, const Tensor& offsets) {
-  STD_TORCH_CHECK(key.dim() == 3 && value.dim() == 3, "key and value have three dimensions: tokens, heads and the head's");
+// key, value [tokens, kv_heads, dim] -> slots `offsets` of `blocks` (int64 [tokens]) of the cache. Block 0 is not written. A cache of
+// int8 has float16 scales [blocks, slots, heads]. Without a value only keys are written: values are a part of them.
+void write_kv(const Tensor& key, const std::optional<Tensor>& value, Tensor cache_key, Tensor cache_value, const Tensor& blocks,
+              const Tensor& offsets, const std::optional<Tensor>& key_scale, const std::optional<Tensor>& value_scale) {
+  STD_TORCH_CHECK(key.dim() == 3 && (!value || value->dim() == 3), "key and value have three dimensions: tokens, heads and the head's");
   check_dense(blocks, "blocks", ScalarType::Long, key.size(0));
   check_dense(offsets, "offsets", ScalarType::Long, key.size(0));
-  STD_TORCH_CHECK(value.size(0) == key.size(0), "key and value differ in tokens");
-  const WriteArgs keys = checked_write(key, "key", cache_key, blocks, offsets);
-  const WriteArgs values = checked_write(value, "value", cache_value, blocks, offsets);
+  STD_TORCH_CHECK(!value || value->size(0) == key.size(0), "key and value differ in tokens");
+  const WriteArgs keys = checked_write(key, "key", cache_key, key_scale, blocks, offsets);
+  if (value) {
+    const WriteArgs values = checked_write(*value, "value", cache_value, value_scale, blocks, offsets);
+    kernels()->attention.write(values);
+  }
   kernels()->attention.write(keys);
-  kernels()->attention.write(values);
 }
 
 // query [tokens, heads, dim] -> [tokens, heads, dim of values]; see AttentionArgs. Padding gets zeros.
 Tensor attend(const Tensor& query, const Tensor& cache_key, const Tensor& cache_value, const Tensor& tables, const Tensor& bounds,
-              const Tensor& lens, double scaling, int64_t window, double softcap, const std::optional<Tensor>& sinks) {
+              const Tensor& lens, double scaling, int64_t window, double softcap, const std::optional<Tensor>& sinks,
+              const std::optional<Tensor>& key_scale, const std::optional<Tensor>& value_scale) {
   AttentionArgs args{};
   args.type = type_of(query, "query");
-  args.key = view_of(cache_key, "the cache of keys"), args.value = view_of(cache_value, "the cache of values");
+  args.key = view_of(cache_key, key_scale, args.type, "the cache of keys");
+  args.value = view_of(cache_value, value_scale, args.type, "the cache of values");
   args.num_blocks = cache_key.size(0), args.block_size = cache_key.size(1), args.kv_heads = cache_key.size(2);
   for (int64_t d = 0; d < 3; ++d) STD_TORCH_CHECK(cache_value.size(d) == cache_key.size(d), "the caches differ in dimension ", d);
   STD_TORCH_CHECK(cache_value.scalar_type() == cache_key.scalar_type(), "the caches differ in type");
-  STD_TORCH_CHECK(1 <= args.key.dim && args.key.dim <= 512 && 1 <= args.value.dim && args.value.dim <= 512,
-                  "heads have 1 to 512 dimensions, got ", args.key.dim, " and ", args.value.dim);
+  STD_TORCH_CHECK(1 <= args.key.dim && args.key.dim <= 576 && 1 <= args.value.dim && args.value.dim <= 576,
+                  "heads have 1 to 576 dimensions, got ", args.key.dim, " and ", args.value.dim);
   STD_TORCH_CHECK(query.dim() == 3, "query has three dimensions: tokens, heads and the head's");
   args.heads = query.size(1);
   STD_TORCH_CHECK(args.kv_heads > 0 && args.heads % args.kv_heads == 0, args.heads, " heads over ", args.kv_heads, " KV heads");
-  check_rows(query, "query", cache_key, args.heads, args.key.dim);
+  check_rows(query, "query", args.heads, args.key.dim);
   args.query = query.const_data_ptr();
   args.query_stride = query.stride(0), args.query_head_stride = query.stride(1);
   STD_TORCH_CHECK(tables.dim() == 2, "tables have two dimensions: chunks and blocks");
@@ -116,10 +136,11 @@ Tensor attend(const Tensor& query, const Tensor& cache_key, const Tensor& cache_
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pagetide, m) {
   m.def(
-      "write_kv(Tensor key, Tensor value, Tensor(a!) cache_key, Tensor(b!) cache_value, Tensor blocks, Tensor offsets) -> ()");
+      "write_kv(Tensor key, Tensor? value, Tensor(a!) cache_key, Tensor(b!) cache_value, Tensor blocks, Tensor offsets, "
+      "Tensor(c!)? key_scale=None, Tensor(d!)? value_scale=None) -> ()");
   m.def(
       "attend(Tensor query, Tensor cache_key, Tensor cache_value, Tensor tables, Tensor bounds, Tensor lens, float scaling, "
-      "int window, float softcap, Tensor? sinks) -> Tensor");
+      "int window, float softcap, Tensor? sinks, Tensor? key_scale=None, Tensor? value_scale=None) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pagetide, CPU, m) {

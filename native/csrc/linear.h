@@ -47,10 +47,10 @@ constexpr int kTileRows = 16;
 constexpr int kTileBytes = 64;  // of a tile's row
 
 // What the inner loop multiplies.
-enum class Operand { float32, pairs, quads };
+enum class Operand { float32, pairs, quads, words };  // words: pairs of int16, for attention alone
 
 INLINE int64_t rounded_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-INLINE int64_t operand_bytes(Operand operand) { return operand == Operand::float32 ? 4 : operand == Operand::pairs ? 2 : 1; }
+INLINE int64_t operand_bytes(Operand operand) { return operand == Operand::float32 ? 4 : operand == Operand::quads ? 1 : 2; }
 
 INLINE int64_t panel_bytes(Type type, int64_t k) {
   switch (type) {
@@ -251,25 +251,35 @@ static void tile_pairs(const BFloat16* x, int64_t stride, const BFloat16* panel,
 #endif
 
 #if defined(__AVX512VNNI__)
-template <int R>
-static void tile_quads(const uint8_t* x, int64_t stride, const int8_t* panel, int64_t k, float* sums) {
-  __m512i total[R][kVectors] = {};
-  for (int64_t i = 0; i < k; i += 4, panel += 4 * kColumns) {
+// Totals of the very type that the instruction adds to: GCC 12 stores others to memory each time.
+INLINE IntVec add_products(IntVec total, __m512i x, __m512i w, uint8_t) {
+  return bits<IntVec>(_mm512_dpbusd_epi32(bits<__m512i>(total), x, w));
+}
+INLINE IntVec add_products(IntVec total, __m512i x, __m512i w, int16_t) {
+  return bits<IntVec>(_mm512_dpwssd_epi32(bits<__m512i>(total), x, w));
+}
+
+// Quads of uint8 and int8, or pairs of int16.
+template <int R, typename X, typename W>
+static void tile_integers(const X* x, int64_t stride, const W* panel, int64_t k, float* sums) {
+  constexpr int kTogether = 4 / sizeof(X);
+  IntVec total[R][kVectors] = {};
+  for (int64_t i = 0; i < k; i += kTogether, panel += kTogether * kColumns) {
     __m512i w[kVectors];
     for (int v = 0; v < kVectors; ++v) {
-      w[v] = _mm512_loadu_si512(panel + v * 4 * kLanes);
-      prefetch_next_block(panel + v * 4 * kLanes);
+      w[v] = _mm512_loadu_si512(panel + v * kTogether * kLanes);
+      prefetch_next_block(panel + v * kTogether * kLanes);
     }
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
-      int32_t quad;
-      __builtin_memcpy(&quad, x + r * stride + i, sizeof quad);
-      const __m512i factor = _mm512_set1_epi32(quad);
-      for (int v = 0; v < kVectors; ++v) total[r][v] = _mm512_dpbusd_epi32(total[r][v], factor, w[v]);
+      int32_t several;
+      __builtin_memcpy(&several, x + r * stride + i, sizeof several);
+      const __m512i factor = _mm512_set1_epi32(several);
+      for (int v = 0; v < kVectors; ++v) total[r][v] = add_products(total[r][v], factor, w[v], X{});
     }
   }
   for (int r = 0; r < R; ++r) {  // the sums stay integers: they are bits here
-    for (int v = 0; v < kVectors; ++v) _mm512_storeu_si512(sums + r * kColumns + v * kLanes, total[r][v]);
+    for (int v = 0; v < kVectors; ++v) store(sums + r * kColumns + v * kLanes, bits<Vec>(total[r][v]));
   }
 }
 #endif
@@ -395,7 +405,11 @@ static void tile(Operand operand, int rows, const void* x, int64_t stride, const
 #endif
     case Operand::quads:
 #if defined(__AVX512VNNI__)
-      return tile_quads<R>(static_cast<const uint8_t*>(x), stride, static_cast<const int8_t*>(panel), k, sums);
+      return tile_integers<R>(static_cast<const uint8_t*>(x), stride, static_cast<const int8_t*>(panel), k, sums);
+#endif
+    case Operand::words:
+#if defined(__AVX512VNNI__)
+      return tile_integers<R>(static_cast<const int16_t*>(x), stride, static_cast<const int16_t*>(panel), k, sums);
 #endif
       break;
   }

@@ -15,6 +15,8 @@ typedef float Vec __attribute__((vector_size(kLanes * 4)));
 typedef int32_t IntVec __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t BitVec __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t HalfBits __attribute__((vector_size(kLanes * 2)));
+typedef int16_t WordVec __attribute__((vector_size(kLanes * 4)));
+typedef int8_t ByteVec __attribute__((vector_size(kLanes)));
 
 #define INLINE __attribute__((always_inline)) static inline
 
@@ -65,12 +67,13 @@ INLINE void store(BFloat16* to, Vec v) {
 }
 
 // --- float16 ---
+// Conversions are masked where GCC 12 warns of those that are not.
 #if defined(__x86_64__)
 INLINE float to_float(Float16 x) { return _cvtsh_ss(x.bits); }
 INLINE Float16 from_float(Float16, float x) { return {static_cast<uint16_t>(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT))}; }
 INLINE Vec load(const Float16* from) {
 #if defined(__AVX512F__)
-  return bits<Vec>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+  return bits<Vec>(_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
 #else
   return bits<Vec>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 #endif
@@ -90,6 +93,31 @@ INLINE Vec load(const Float16* from) {
 }
 INLINE void store(Float16* to, Vec v) { vst1_f16(reinterpret_cast<__fp16*>(to), vcvt_f16_f32(bits<float32x4_t>(v))); }
 #endif
+
+// --- integers ---
+INLINE Vec load(const int8_t* from) {
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return __builtin_convertvector(bits<IntVec>(_mm512_maskz_cvtepi8_epi32(0xffff, bytes)), Vec);
+#elif defined(__AVX2__)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+  return __builtin_convertvector(bits<IntVec>(_mm256_cvtepi8_epi32(bytes)), Vec);
+#else
+  ByteVec bytes;
+  __builtin_memcpy(&bytes, from, sizeof bytes);
+  return __builtin_convertvector(__builtin_convertvector(bytes, IntVec), Vec);
+#endif
+}
+// To the nearest, ties to even, of what is in the integers' range.
+INLINE IntVec rounded(Vec v) { return bits<IntVec>(v + 12582912.f) - 0x4b400000; }  // 1.5 * 2^23
+INLINE void store(int8_t* to, Vec v) {
+  const ByteVec bytes = __builtin_convertvector(rounded(v), ByteVec);
+  __builtin_memcpy(to, &bytes, sizeof bytes);
+}
+INLINE void store(int16_t* to, Vec v) {
+  const HalfBits half = __builtin_convertvector(bits<BitVec>(rounded(v)), HalfBits);
+  __builtin_memcpy(to, &half, sizeof half);
+}
 
 // The first `count` < kLanes elements; the others are 0 when loaded and kept when stored.
 template <typename T>
@@ -120,6 +148,19 @@ INLINE float largest(Vec v) {
   float most = lanes[0];
   for (int i = 1; i < kLanes; ++i) most = lanes[i] > most ? lanes[i] : most;
   return most;
+}
+// The largest absolute value of a row; NaN if any is. As bits, NaN are the largest.
+template <typename T>
+INLINE float largest_size(const T* row, int64_t count) {
+  IntVec most{};
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const Vec x = i + kLanes <= count ? load(row + i) : load_some(row + i, static_cast<int>(count - i));
+    const IntVec size = bits<IntVec>(x) & 0x7fffffff;
+    most = size > most ? size : most;
+  }
+  int32_t top = most[0];
+  for (int i = 1; i < kLanes; ++i) top = most[i] > top ? most[i] : top;
+  return bits<float>(top);
 }
 INLINE Vec select(IntVec condition, Vec yes, Vec no) {
   return bits<Vec>((bits<IntVec>(yes) & condition) | (bits<IntVec>(no) & ~condition));

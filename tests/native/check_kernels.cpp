@@ -121,27 +121,53 @@ void check_linear(const Format& format, Type weight_type, bool rows_in_int8, int
   check(worst <= (rows_in_int8 ? 0.02 : format.error) * most, "a product", format.name, worst);
 }
 
-void check_attention(const Format& format, int64_t window, float softcap, bool with_sinks) {
+// K or V of a cache: elements of a format, or int8 with scales.
+struct Cached {
+  int64_t heads, dim;
+  Array floats;
+  std::vector<int8_t> integers;
+  std::vector<uint16_t> scales;
+  Cached(const Format& format, bool scaled, int64_t h, int64_t d, int64_t slots)
+      : heads(h), dim(d), floats(format, slots * h * d), integers(scaled ? slots * h * d + 64 : 0, 127),
+        scales(scaled ? slots * h : 0, 0x7fff) {}
+  CacheView view(int64_t block_size) {
+    CacheView view = {floats.data(), block_size * heads * dim, heads * dim, dim, dim};
+    if (!scales.empty()) view.data = integers.data(), view.scales = {scales.data(), block_size * heads, heads, 1};
+    return view;
+  }
+  double get(int64_t row, int64_t d) const {  // row: slot * heads + head
+    return scales.empty() ? floats.get(row * dim + d) : integers[row * dim + d] * half_value(scales[row]);
+  }
+  // Writes random rows by the kernel, and checks them.
+  void write(int64_t block, int64_t offset, int64_t block_size) {
+    Array rows(floats.format, heads * dim);
+    for (int64_t i = 0; i < heads * dim; ++i) rows.set(i, exact(normal()));
+    WriteArgs args{};
+    args.type = floats.format.type, args.from = rows.data(), args.token_stride = heads * dim, args.head_stride = dim;
+    args.to = view(block_size);
+    args.tokens = 1, args.kv_heads = heads, args.blocks = &block, args.offsets = &offset, args.threads = 1;
+    kernels()->attention.write(args);
+    for (int64_t i = 0; i < heads * dim; ++i) {
+      const int64_t row = (block * block_size + offset) * heads + i / dim;
+      const double difference = std::fabs(get(row, i % dim) - rows.get(i)), most = scales.empty() ? 0 : half_value(scales[row]) * 0.55;
+      check(difference <= most, "what is written", floats.format.name, difference);
+    }
+  }
+};
+
+void check_attention(const Format& format, int64_t window, float softcap, bool with_sinks, bool scaled) {
   constexpr int64_t kBlocks = 64, kSize = 16, kKvHeads = 2, kHeads = 6, kDim = 40, kValueDim = 24, kWidth = 40;
   const AttentionKernels& kernel = kernels()->attention;
   const int32_t lens[] = {1, 300, 560, 70}, queries[] = {1, 1, 37, 70}, bounds[] = {0, 1, 2, 39, 109};
   const int64_t tokens = bounds[4];
-  Array key(format, kBlocks * kSize * kKvHeads * kDim), value(format, kBlocks * kSize * kKvHeads * kValueDim);
-  Array query(format, tokens * kHeads * kDim), out(format, tokens * kHeads * kValueDim), row(format, kKvHeads * kDim);
+  Cached key(format, scaled, kKvHeads, kDim, kBlocks * kSize), value(format, scaled, kKvHeads, kValueDim, kBlocks * kSize);
+  Array query(format, tokens * kHeads * kDim), out(format, tokens * kHeads * kValueDim);
   std::vector<int64_t> tables(4 * kWidth, 0);
   int64_t next = 1;
   for (int64_t i = 0; i < 4; ++i) {
     for (int64_t b = 0; b * kSize < lens[i]; ++b) tables[i * kWidth + b] = kBlocks - next++;
     for (int64_t t = 0; t < lens[i]; ++t) {
-      const int64_t slot = (tables[i * kWidth + t / kSize] * kSize + t % kSize) * kKvHeads;
-      for (int64_t d = 0; d < kKvHeads * kValueDim; ++d) value.set(slot * kValueDim + d, exact(normal()));
-      for (int64_t d = 0; d < kKvHeads * kDim; ++d) row.set(d, exact(normal()));
-      const int64_t block = tables[i * kWidth + t / kSize], offset = t % kSize;
-      WriteArgs write{};
-      write.type = format.type, write.from = row.data(), write.token_stride = kKvHeads * kDim, write.head_stride = kDim;
-      write.to = {key.data(), kSize * kKvHeads * kDim, kKvHeads * kDim, kDim, kDim};
-      write.tokens = 1, write.kv_heads = kKvHeads, write.blocks = &block, write.offsets = &offset, write.threads = 1;
-      kernel.write(write);
+      for (Cached* cached : {&key, &value}) cached->write(tables[i * kWidth + t / kSize], t % kSize, kSize);
     }
   }
   for (int64_t i = 0; i < tokens * kHeads * kDim; ++i) query.set(i, exact(normal()));
@@ -149,8 +175,7 @@ void check_attention(const Format& format, int64_t window, float softcap, bool w
   AttentionArgs args{};
   int fault = 0;
   args.type = format.type, args.query = query.data(), args.query_stride = kHeads * kDim, args.query_head_stride = kDim;
-  args.key = {key.data(), kSize * kKvHeads * kDim, kKvHeads * kDim, kDim, kDim};
-  args.value = {value.data(), kSize * kKvHeads * kValueDim, kKvHeads * kValueDim, kValueDim, kValueDim};
+  args.key = key.view(kSize), args.value = value.view(kSize);
   args.num_blocks = kBlocks, args.block_size = kSize, args.heads = kHeads, args.kv_heads = kKvHeads;
   args.tables = tables.data(), args.chunks = 4, args.width = kWidth, args.bounds = bounds, args.lens = lens;
   args.scaling = 0.2f, args.window = window, args.softcap = softcap, args.sinks = with_sinks ? sinks : nullptr;
@@ -166,11 +191,11 @@ void check_attention(const Format& format, int64_t window, float softcap, bool w
         for (int64_t t = first; t <= last; ++t) {
           const int64_t slot = (tables[i * kWidth + t / kSize] * kSize + t % kSize) * kKvHeads + h / (kHeads / kKvHeads);
           double score = 0;
-          for (int64_t d = 0; d < kDim; ++d) score += query.get(((bounds[i] + q) * kHeads + h) * kDim + d) * key.get(slot * kDim + d);
+          for (int64_t d = 0; d < kDim; ++d) score += query.get(((bounds[i] + q) * kHeads + h) * kDim + d) * key.get(slot, d);
           score *= args.scaling;
           if (softcap != 0) score = std::tanh(score / softcap) * softcap;
           total += std::exp(score);
-          for (int64_t d = 0; d < kValueDim; ++d) sums[d] += std::exp(score) * value.get(slot * kValueDim + d);
+          for (int64_t d = 0; d < kValueDim; ++d) sums[d] += std::exp(score) * value.get(slot, d);
         }
         for (int64_t d = 0; d < kValueDim; ++d) {
           const double difference = std::fabs(out.get(((bounds[i] + q) * kHeads + h) * kValueDim + d) - sums[d] / total);
@@ -238,8 +263,10 @@ int main() {
       check_linear(format, Type::int8, true, rows, n, k);
       check_linear(format, Type::int4, false, rows, n, k);
     }
-    check_attention(format, 0, 0, false);
-    check_attention(format, 100, 5, true);
+    for (const bool scaled : {false, true}) {
+      check_attention(format, 0, 0, false, scaled);
+      check_attention(format, 100, 5, true, scaled);
+    }
     for (const int64_t vocab : {1, 17, 300, 1001}) {
       check_sampling(format, vocab, vocab, 2, 0);
       check_sampling(format, vocab, vocab < 20 ? 1 : 20, 2, 0);

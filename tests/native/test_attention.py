@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from scaled_checks import scaled
 from triton_checks import (
     FAR_BLOCKS,
     FAR_STRIDE,
@@ -69,9 +70,10 @@ def test_arenas_beyond_two_to_the_31_elements(dtype: torch.dtype) -> None:
 # --- the same bits, however the work is divided
 
 
-def rows_of(case: Case, chunk: int) -> tuple[torch.Tensor, AttentionCall]:
+def rows_of(case: Case, chunk: int, in_int8: bool) -> tuple[torch.Tensor, AttentionCall]:
     """The results of one chunk of a step, and the step's call."""
     built = build(replace(case, aliased=True))
+    built = scaled(built).built if in_int8 else built
     start, n = built.call.step.q_starts[chunk], built.call.step.q_lens[chunk]
     return kernel().attend(built.call)[start : start + n], built.call
 
@@ -93,8 +95,9 @@ def part_of(call: AttentionCall, chunk: int, tokens: slice) -> AttentionCall:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("in_int8", [False, True])
 def test_bits_depend_neither_on_other_sequences_nor_on_chunks_nor_on_threads(
-    dtype: torch.dtype, window: int | None
+    dtype: torch.dtype, window: int | None, in_int8: bool
 ) -> None:
     """A chunk of a batch, alone, cut into chunks of any length, and query by query, with one thread and several."""
     case = Case(((1, 600), (1, 900), (31, 31), (330, 1100)), dtype, dims=(24, 40), group=4, window=window, sinks=True)
@@ -102,7 +105,7 @@ def test_bits_depend_neither_on_other_sequences_nor_on_chunks_nor_on_threads(
     try:
         for chunk in range(4):
             torch.set_num_threads(3)
-            together, call = rows_of(case, chunk)
+            together, call = rows_of(case, chunk, in_int8)
             torch.set_num_threads(1)
             for size in (400, 60, 23, 1):
                 pieces = [
