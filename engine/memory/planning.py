@@ -104,6 +104,8 @@ class MemoryPlan:
     def with_kv_cache_dtype(self, kv_cache_dtype: KvCacheDtype) -> MemoryPlan:
         """The plan with K and V in another type, in a pool of the same bytes."""
         other = replace(self.geometry, dtype=_SCALED.get(kv_cache_dtype, self.dtype))
+        if other == self.geometry:
+            return self
         geometry, num_blocks = _pool_of(other, self.kv_bytes)
         return replace(self, geometry=geometry, num_blocks=num_blocks)
 

@@ -63,7 +63,7 @@ def test_disturbed_requests_get_the_same_tokens(kv_cache_dtype: str, case: str) 
     with open_demo(kv_cache_dtype=kv_cache_dtype, **options) as llm:
         admit_whatever_fits(llm)
         mapped_before = llm.stats()["extents"]["mapped"]
-        for _ in range(2):
+        for _ in range(2 if "hits" in happens else 1):
             assert tokens(llm, params) == expected
         stats = llm.stats()
     counts = {

@@ -101,6 +101,8 @@ def test_a_plan_shows_what_other_types_would_bring(checkpoint: Checkpoint) -> No
         for name, made in plans.items()
     }
     assert plans["auto"].to_dict()["kv_cache_dtypes"] == shown
+    unbounded = plan(checkpoint, max_seqs=3)
+    assert unbounded.to_dict()["kv_cache_dtypes"]["auto"]["sequences_that_fit"] == unbounded.sequences_that_fit == 3
     for name in ("int8", "fp8"):
         others = plans[name].to_dict()["kv_cache_dtypes"]
         assert (others["int8"], others["fp8"]) == (shown["int8"], shown["fp8"])
