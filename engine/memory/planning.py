@@ -24,7 +24,7 @@ from ..config import EngineConfig, KvMemory
 from ..errors import ConfigError, NotEnoughMemory, UnsupportedModel
 from ..execution.graphs import sizes_for
 from ..loading.checkpoint import Checkpoint
-from ..loading.linears import held_twice_bytes, primitive_bytes, scratch_bytes
+from ..loading.linears import by_head_primitive_bytes, held_twice_bytes, primitive_bytes, scratch_bytes
 from ..loading.loader import check_weights_fit, free_bytes, total_bytes
 from ..loading.model_config import layer_configs
 from ..loading.models import Quantization
@@ -152,9 +152,12 @@ def plan_memory(
         )
     there = free(device)
     weights = _weights_bytes(config, checkpoint, device, dtype, lambda asked: there if asked == device else free(asked))
-    primitives = primitive_bytes(checkpoint.text_config, dtype) if device.type == "cpu" else 0
-    reserve = _reserve_bytes(config, checkpoint, device, dtype)
     base = _geometry(config.tokens_per_block(), checkpoint, device, dtype)
+    primitives = 0
+    if device.type == "cpu":
+        by_head = any(layer.v_in_k for layer in base.layers)
+        primitives = primitive_bytes(checkpoint.text_config, dtype) + (by_head_primitive_bytes(dtype) if by_head else 0)
+    reserve = _reserve_bytes(config, checkpoint, device, dtype)
     asked = config.kv_memory
     if asked.max_bytes is None:
         geometry, num_blocks = _auto_pool(base, device, there - weights - primitives, reserve, config.max_seqs, length)
@@ -313,7 +316,14 @@ def _values_per_token(layer: Any) -> int:
     dense = getattr(layer, "intermediate_size", None) or 4 * hidden
     widest = max(dense if isinstance(dense, (list, tuple)) else (dense,))
     intermediate = max(widest, experts * (one_expert or widest))
-    return int(4 * hidden + 3 * intermediate + 2 * head_dim * (heads + 2 * kv_heads))
+    attention = 2 * head_dim * (heads + 2 * kv_heads)
+    if rank := getattr(
+        layer, "kv_lora_rank", None
+    ):  # queries, before and after the product by head; outputs the same way
+        rope_dim, v_dim = layer.qk_rope_head_dim, layer.v_head_dim
+        query = layer.qk_nope_head_dim + rope_dim
+        attention = heads * (2 * query + rank + (rank + rope_dim) + rank + 2 * v_dim) + 3 * (rank + rope_dim)
+    return int(4 * hidden + 3 * intermediate + attention)
 
 
 def working_reserve_bytes(
@@ -321,13 +331,15 @@ def working_reserve_bytes(
 ) -> int:
     """Bytes for the activations of the largest step, besides weights and KV.
 
-        max_step_tokens x (4 hidden + 3 intermediate + 2 x (q + 2 kv)) x bytes per element
+        max_step_tokens x (4 hidden + 3 intermediate + 2 x (q + 2 kv)) x bytes per element, with latent attention instead of
+            2 x (q + 2 kv): heads x (2 q + (3 rank + rope) + 2 v) + 3 x (rank + rope)
       + max_seqs x vocabulary x (bytes per element + 8)
       + 256 MiB of workspaces on CUDA
 
     Live at the same time in a layer: the residual, its norm, the outputs of attention and MLP; gate, up and their product (of
     all experts of a token); query, key and value, before and after the rotation. Logits are computed for the sequences that
-    sample, and the sampler needs them twice as float32. Of layers that differ, the largest counts.
+    sample, and the sampler needs them twice as float32. Latent attention has queries and outputs by head both as the model has
+    them and as products with latents. Of layers that differ, the largest counts.
     """
     per_token = max(map(_values_per_token, layer_configs(text_config)))
     logits = max_seqs * int(text_config.vocab_size) * (dtype.itemsize + 8)
@@ -345,7 +357,13 @@ def _geometry(block_size: int, checkpoint: Checkpoint, device: torch.device, dty
     granule = PAGE_BYTES if device.type == "cpu" else CUDA_GRANULE_BYTES
     name = str(dtype).removeprefix("torch.")
     try:
-        return Geometry.from_config(checkpoint.config, block_size=block_size, dtype=name, granule_bytes=granule)
+        return Geometry.from_config(
+            checkpoint.config,
+            block_size=block_size,
+            dtype=name,
+            granule_bytes=granule,
+            latents=checkpoint.caches_latents,
+        )
     except GeometryError as error:
         raise UnsupportedModel(f"{checkpoint.spec.name}: {error}") from error
 
