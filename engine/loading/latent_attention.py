@@ -6,7 +6,9 @@ layer with `v_in_k` caches them too, as one head: K is the latent and the rotate
 
 K and V of the heads are linear in the latent, so that the heads' weights move to the other side of the products: queries are
 multiplied by those of K, and what a head attends to, a mean of latents, by those of V (the absorbed form). In between is
-attention of all heads to one KV head, which every kernel computes (docs/decisions/0052-latent-attention.md).
+attention of all heads to one KV head, which every kernel computes. It has three times as many products as attention to the
+heads' own K and V, so that a long chunk expands those of its sequence, some heads at a time.
+docs/decisions/0052-latent-attention.md has the figures.
 
 `expand_kv` of each layer must equal these products on random latents.
 """
@@ -18,12 +20,13 @@ import types
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from ...cache.geometry import Geometry, LayerShape
-from ..attention.context import AttentionCall
+from ..attention.context import AttentionCall, LayerCache
 from ..attention.interface import LATENT_ATTENTION, NAME
 from ..errors import UnsupportedModel
 from .latent_projections import latent_attention_modules
@@ -32,6 +35,9 @@ from .linears import divided
 log = logging.getLogger(__name__)
 
 ERRORS = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}  # of elements around 1
+EXPANDED_FROM = 256  # tokens of a chunk: expanding takes as many products as the absorbed form has more for about 170
+EXPANDED_BYTES = 32 << 20  # of K and V at a time
+_EXPANDED_COPIES = 3  # products by head, K and V together, K
 _TRIAL_TOKENS = 5
 
 
@@ -45,30 +51,112 @@ class LatentAttention:
     """
 
     def __init__(self, weight: torch.Tensor, nope_dim: int, rope_dim: int) -> None:
+        self.weight = weight
         self.key = weight[:, :nope_dim]  # [num_heads, nope_dim, rank]
         self.value = weight[:, nope_dim:].transpose(1, 2)  # [num_heads, rank, v_dim]
         self.expanded = LayerShape(len(weight), nope_dim + rope_dim, weight.shape[1] - nope_dim)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:  # [T, num_heads, v_dim]
         """Attend by the step's kernel. The query of `call` is the model's, [T, num_heads, nope_dim + rope_dim]."""
-        latents = call.step.kernel.attend(replace(call, query=self._absorbed(call.query)))
+        step, query = call.step, call.query
+        if (step.q_lens < EXPANDED_FROM).all():
+            return self._absorbed(call)
+        out = query.new_zeros(len(query), len(self.weight), self.expanded.v_dim)
+        begin = 0  # of the short chunks before chunk i
+        for i in [*np.flatnonzero(step.q_lens >= EXPANDED_FROM).tolist(), len(step.q_lens)]:
+            if begin < i:
+                part, tokens = _part(call, begin, i)
+                out[tokens] = self._absorbed(part)
+            if i < len(step.q_lens):
+                self._attend_expanded(call, i, out)
+            begin = i + 1
+        return out
+
+    def _absorbed(self, call: AttentionCall) -> torch.Tensor:  # [T, num_heads, v_dim]
+        """Attention to the cached latents, between two products by head."""
+        nope, rope = call.query.transpose(0, 1).split_with_sizes(
+            (self.key.shape[1], call.query.shape[-1] - self.key.shape[1]), -1
+        )
+        query = torch.cat((_products(nope, self.key), rope), -1).transpose(0, 1)
+        latents = call.step.kernel.attend(replace(call, query=query))
         return _products(latents.transpose(0, 1), self.value).transpose(0, 1)
 
-    def _absorbed(self, query: torch.Tensor) -> torch.Tensor:
-        """The queries of cached keys, [T, num_heads, rank + rope_dim]."""
-        nope, rope = query.transpose(0, 1).split_with_sizes(
-            (self.key.shape[1], query.shape[-1] - self.key.shape[1]), -1
-        )
-        return torch.cat((_products(nope, self.key), rope), -1).transpose(0, 1)
+    def _attend_expanded(self, call: AttentionCall, chunk: int, out: torch.Tensor) -> None:
+        """Fill the chunk's places in `out` [T, num_heads, v_dim], by K and V of its sequence that are expanded now.
+
+        They are a cache of their own for the kernel, made for as many heads at a time as fit EXPANDED_BYTES.
+        """
+        part, tokens = _part(call, chunk, chunk + 1)
+        step, cache = part.step, call.cache
+        num_blocks = -(-int(step.kv_lens[0]) // step.block_size)
+        latents = cache.key.index_select(
+            0, step.tables[cache.group][0, :num_blocks]
+        )  # [blocks, block_size, 1, rank + rope]
+        rotated = latents[..., cache.value.shape[-1] :]
+        rows = latents.flatten(0, 2)[:, : cache.value.shape[-1]]
+        nope_dim, (num_heads, dims, _) = self.key.shape[1], self.weight.shape
+        by_head = len(rows) * (dims + rotated.shape[-1]) * rows.itemsize
+        table = torch.arange(num_blocks, device=rows.device)[None]
+        step = replace(step, tables=(table,))
+        tail = slice(int(step.kv_lens[0] - step.q_lens[0]), int(step.kv_lens[0]))
+        for heads in torch.arange(num_heads).split(max(1, EXPANDED_BYTES // by_head)):
+            some = slice(int(heads[0]), int(heads[-1]) + 1)
+            both = _projected(rows, self.weight[some]).view(*latents.shape[:2], len(heads), dims)
+            key = torch.cat((both[..., :nope_dim], rotated.expand(-1, -1, len(heads), -1)), -1)
+            value = both[..., nope_dim:]
+            out[tokens, some] = step.kernel.attend(
+                replace(
+                    part, query=part.query[:, some], key=key.flatten(0, 1)[tail], value=value.flatten(0, 1)[tail],
+                    cache=LayerCache(key, value), step=step, sinks=None if call.sinks is None else call.sinks[some],
+                )
+            )  # fmt: skip
+
+
+def _part(call: AttentionCall, begin: int, end: int) -> tuple[AttentionCall, slice]:
+    """The chunks `begin .. end` of a call, as a call of their own, and their tokens."""
+    step = call.step
+    first, last = int(step.q_starts[begin]), int(step.q_starts[end - 1] + step.q_lens[end - 1])
+    tokens = slice(first, last)
+    part = replace(
+        step,
+        q_starts=step.q_starts[begin:end] - first,
+        q_lens=step.q_lens[begin:end],
+        kv_lens=step.kv_lens[begin:end],
+        num_decodes=max(0, min(step.num_decodes, end) - begin),
+        lens=step.lens[begin:end],
+        bounds=step.bounds[begin : end + 1] - first,
+        tables=tuple(table[begin:end] for table in step.tables),
+    )
+    return replace(call, query=call.query[tokens], key=call.key[tokens], value=call.value[tokens], step=part), tokens
 
 
 def _products(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """[H, T, k] x [H, k, n] -> [H, T, n]. On a CPU in 16 bits in pieces of few sizes, as oneDNN keeps a primitive for each."""
-    if rows.device.type != "cpu" or rows.dtype == torch.float32:
+    """[H, T, k] x [H, k, n] -> [H, T, n], in pieces of few sizes if oneDNN computes them: it keeps a primitive for each."""
+    if not _by_onednn(rows):
         return torch.bmm(rows, weights)
     num_rows, sizes = rows.shape[1], divided(rows.shape[1])
     pieces = F.pad(rows, (0, 0, 0, sum(sizes) - num_rows)).split(sizes, 1)
     return torch.cat([torch.bmm(piece, weights) for piece in pieces], 1)[:, :num_rows]
+
+
+def _projected(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """[S, rank] by [H, n, rank] -> [S, H, n]. By head if oneDNN computes it: few shapes."""
+    if not _by_onednn(rows):
+        return F.linear(rows, weights.flatten(0, 1)).unflatten(-1, weights.shape[:2])
+    return torch.stack([_products(rows[None], weight.T[None])[0] for weight in weights], 1)
+
+
+def _by_onednn(rows: torch.Tensor) -> bool:
+    return rows.device.type == "cpu" and rows.dtype != torch.float32
+
+
+def expansion_bytes(text_config: Any, num_tokens: int, dtype: torch.dtype) -> int:
+    """The most bytes that expanded K and V of a chunk take, while it attends to a sequence of `num_tokens`."""
+    config = text_config
+    both = num_tokens * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) * dtype.itemsize
+    held = min(max(EXPANDED_BYTES, both), both * config.num_attention_heads)
+    latents = num_tokens * (config.kv_lora_rank + config.qk_rope_head_dim) * dtype.itemsize
+    return int(_EXPANDED_COPIES * held + latents)
 
 
 def attend_to_latents(model: Any, geometry: Geometry) -> None:

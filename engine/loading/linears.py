@@ -336,10 +336,10 @@ def primitive_bytes(text_config: Any, dtype: torch.dtype) -> int:
 
 
 def by_head_primitive_bytes(dtype: torch.dtype) -> int:
-    """The most bytes that oneDNN's primitives take for the two products by head of latent attention, of SIZES rows."""
+    """The most bytes that oneDNN's primitives take for the three products by head of latent attention, of SIZES rows."""
     if dtype == torch.float32 or not available() or not _by_onednn(dtype):
         return 0
-    return 2 * len(SIZES) * len(thread_counts(own_threads())) * _PRIMITIVE_BYTES
+    return 3 * len(SIZES) * len(thread_counts(own_threads())) * _PRIMITIVE_BYTES
 
 
 def _layer_shapes(layer: Any, hidden: int) -> set[tuple[str, int, int]]:

@@ -24,6 +24,7 @@ from ..config import EngineConfig, KvMemory
 from ..errors import ConfigError, NotEnoughMemory, UnsupportedModel
 from ..execution.graphs import sizes_for
 from ..loading.checkpoint import Checkpoint
+from ..loading.latent_attention import EXPANDED_FROM, expansion_bytes
 from ..loading.linears import by_head_primitive_bytes, held_twice_bytes, primitive_bytes, scratch_bytes
 from ..loading.loader import check_weights_fit, free_bytes, total_bytes
 from ..loading.model_config import layer_configs
@@ -157,7 +158,7 @@ def plan_memory(
     if device.type == "cpu":
         by_head = any(layer.v_in_k for layer in base.layers)
         primitives = primitive_bytes(checkpoint.text_config, dtype) + (by_head_primitive_bytes(dtype) if by_head else 0)
-    reserve = _reserve_bytes(config, checkpoint, device, dtype)
+    reserve = _reserve_bytes(config, checkpoint, base, device, dtype)
     asked = config.kv_memory
     if asked.max_bytes is None:
         geometry, num_blocks = _auto_pool(base, device, there - weights - primitives, reserve, config.max_seqs, length)
@@ -200,9 +201,16 @@ def _weights_bytes(
     return weights
 
 
-def _reserve_bytes(config: EngineConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> int:
-    """Memory for a step: activations and logits; on CUDA the kernels' buffers and captured steps, on a CPU products' rows."""
+def _reserve_bytes(
+    config: EngineConfig, checkpoint: Checkpoint, geometry: Geometry, device: torch.device, dtype: torch.dtype
+) -> int:
+    """Memory for a step: activations, logits, K and V that latent attention expands; the device's buffers.
+
+    These are on CUDA the kernels' and captured steps, on a CPU rows of products.
+    """
     reserve = working_reserve_bytes(checkpoint.text_config, config.max_step_tokens, config.max_seqs, dtype, device)
+    if config.max_step_tokens >= EXPANDED_FROM and any(layer.v_in_k for layer in geometry.layers):
+        reserve += expansion_bytes(checkpoint.text_config, model_length(config, checkpoint), dtype)
     if device.type == "cpu":
         reserve += scratch_bytes(checkpoint.text_config, config.max_step_tokens, dtype)
     if device.type == "cuda":
