@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 ERRORS = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}  # of elements around 1
 EXPANDED_FROM = 256  # tokens of a chunk: expanding takes as many products as the absorbed form has more for about 170
 EXPANDED_BYTES = 32 << 20  # of K and V at a time
-_EXPANDED_COPIES = 3  # products by head, K and V together, K
+_EXPANDED_COPIES = 4  # products by head, these joined, K, and what a kernel gathers and pads
 _TRIAL_TOKENS = 5
 
 
@@ -54,6 +54,7 @@ class LatentAttention:
         self.weight = weight
         self.key = weight[:, :nope_dim]  # [num_heads, nope_dim, rank]
         self.value = weight[:, nope_dim:].transpose(1, 2)  # [num_heads, rank, v_dim]
+        self.k_dims = (nope_dim, rope_dim)
         self.expanded = LayerShape(len(weight), nope_dim + rope_dim, weight.shape[1] - nope_dim)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:  # [T, num_heads, v_dim]
@@ -74,9 +75,7 @@ class LatentAttention:
 
     def _absorbed(self, call: AttentionCall) -> torch.Tensor:  # [T, num_heads, v_dim]
         """Attention to the cached latents, between two products by head."""
-        nope, rope = call.query.transpose(0, 1).split_with_sizes(
-            (self.key.shape[1], call.query.shape[-1] - self.key.shape[1]), -1
-        )
+        nope, rope = call.query.transpose(0, 1).split_with_sizes(self.k_dims, -1)
         query = torch.cat((_products(nope, self.key), rope), -1).transpose(0, 1)
         latents = call.step.kernel.attend(replace(call, query=query))
         return _products(latents.transpose(0, 1), self.value).transpose(0, 1)
@@ -87,27 +86,23 @@ class LatentAttention:
         They are a cache of their own for the kernel, made for as many heads at a time as fit EXPANDED_BYTES.
         """
         part, tokens = _part(call, chunk, chunk + 1)
-        step, cache = part.step, call.cache
-        num_blocks = -(-int(step.kv_lens[0]) // step.block_size)
-        latents = cache.key.index_select(
-            0, step.tables[cache.group][0, :num_blocks]
-        )  # [blocks, block_size, 1, rank + rope]
-        rotated = latents[..., cache.value.shape[-1] :]
-        rows = latents.flatten(0, 2)[:, : cache.value.shape[-1]]
-        nope_dim, (num_heads, dims, _) = self.key.shape[1], self.weight.shape
-        by_head = len(rows) * (dims + rotated.shape[-1]) * rows.itemsize
-        table = torch.arange(num_blocks, device=rows.device)[None]
-        step = replace(step, tables=(table,))
-        tail = slice(int(step.kv_lens[0] - step.q_lens[0]), int(step.kv_lens[0]))
-        for heads in torch.arange(num_heads).split(max(1, EXPANDED_BYTES // by_head)):
-            some = slice(int(heads[0]), int(heads[-1]) + 1)
-            both = _projected(rows, self.weight[some]).view(*latents.shape[:2], len(heads), dims)
-            key = torch.cat((both[..., :nope_dim], rotated.expand(-1, -1, len(heads), -1)), -1)
-            value = both[..., nope_dim:]
-            out[tokens, some] = step.kernel.attend(
+        length, group = int(part.step.kv_lens[0]), call.cache.group
+        blocks = part.step.tables[group][0, : -(-length // part.step.block_size)]
+        cached = call.cache.key.index_select(0, blocks)  # [blocks, block_size, 1, rank + rope_dim]
+        latents, rotated = cached.split_with_sizes((self.key.shape[2], self.k_dims[1]), -1)
+        rows, own = latents.flatten(0, 2), slice(length - int(part.step.q_lens[0]), length)
+        step = replace(part.step, tables=(torch.arange(len(blocks), device=rows.device)[None],))
+        num_heads, shape = len(self.weight), self.expanded
+        at_a_time = max(1, EXPANDED_BYTES // (len(rows) * (shape.k_dim + shape.v_dim) * rows.itemsize))
+        for first in range(0, num_heads, at_a_time):
+            heads = slice(first, min(first + at_a_time, num_heads))
+            both = _projected(rows, self.weight[heads]).unflatten(0, cached.shape[:2])
+            nope, value = both.split_with_sizes((self.k_dims[0], shape.v_dim), -1)
+            key = torch.cat((nope, rotated.expand(-1, -1, nope.shape[2], -1)), -1)
+            out[tokens, heads] = step.kernel.attend(
                 replace(
-                    part, query=part.query[:, some], key=key.flatten(0, 1)[tail], value=value.flatten(0, 1)[tail],
-                    cache=LayerCache(key, value), step=step, sinks=None if call.sinks is None else call.sinks[some],
+                    part, query=part.query[:, heads], key=key.flatten(0, 1)[own], value=value.flatten(0, 1)[own],
+                    cache=LayerCache(key, value), step=step, sinks=None if call.sinks is None else call.sinks[heads],
                 )
             )  # fmt: skip
 
@@ -152,11 +147,10 @@ def _by_onednn(rows: torch.Tensor) -> bool:
 
 def expansion_bytes(text_config: Any, num_tokens: int, dtype: torch.dtype) -> int:
     """The most bytes that expanded K and V of a chunk take, while it attends to a sequence of `num_tokens`."""
-    config = text_config
-    both = num_tokens * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) * dtype.itemsize
-    held = min(max(EXPANDED_BYTES, both), both * config.num_attention_heads)
-    latents = num_tokens * (config.kv_lora_rank + config.qk_rope_head_dim) * dtype.itemsize
-    return int(_EXPANDED_COPIES * held + latents)
+    rope_dim, itemsize = text_config.qk_rope_head_dim, dtype.itemsize
+    by_head = num_tokens * (text_config.qk_nope_head_dim + rope_dim + text_config.v_head_dim) * itemsize
+    held = min(max(EXPANDED_BYTES, by_head), by_head * text_config.num_attention_heads)
+    return int(_EXPANDED_COPIES * held + num_tokens * (text_config.kv_lora_rank + rope_dim) * itemsize)
 
 
 def attend_to_latents(model: Any, geometry: Geometry) -> None:

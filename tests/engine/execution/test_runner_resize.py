@@ -25,6 +25,7 @@ from pagetide.engine.attention.interface import NAME, register
 from pagetide.engine.attention.torch_kernel import TorchKernel
 from pagetide.engine.core import EngineCore
 from pagetide.engine.execution.runner import ModelRunner
+from pagetide.engine.loading.latent_attention import attend_to_latents
 from pagetide.engine.sampling.sampler import Sampler
 from pagetide.scheduler.outcome import Finished
 from pagetide.scheduler.plan import NO_ROWS, Plan, Resize
@@ -69,6 +70,7 @@ class ElasticEngine(TinyEngine):
 
     def __init__(self, model, *, num_mapped: int, **limits) -> None:
         geometry = Geometry.from_config(model.config, block_size=BLOCK_SIZE, dtype="float32").with_extents(8192)
+        attend_to_latents(model, geometry)
         num_extents = geometry.extents_for_blocks(NUM_BLOCKS)
         self.arena = PoisonedArena(num_extents, geometry.extent_bytes, geometry.block_stride)
         self.arena.map(range(num_mapped))
@@ -132,7 +134,7 @@ def tokens(ends) -> list[list[int]]:
     return [ends[f"r{i}"].token_ids.tolist() for i in range(len(INPUTS))]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3"])
 def test_resizing_at_random_changes_no_token(family):
     all_stats = []
     for seed, chunk in enumerate([None, 7, 16]):

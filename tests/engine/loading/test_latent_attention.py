@@ -206,7 +206,7 @@ def test_the_reserve_counts_both_forms(folder):
     small, large = plan(max_step_tokens=128), plan(max_step_tokens=512)
     query, rank = 20, 128
     absorbed = 6 * (2 * query + 3 * rank + 8 + 2 * 10) * 4
-    expanded = 3 * 512 * 6 * (20 + 10) * 4 + 512 * (rank + 8) * 4
+    expanded = 4 * 512 * 6 * (20 + 10) * 4 + 512 * (rank + 8) * 4
     assert large.reserve_bytes - small.reserve_bytes >= (512 - 128) * absorbed + expanded
 
 
