@@ -154,10 +154,7 @@ def plan_memory(
     there = free(device)
     weights = _weights_bytes(config, checkpoint, device, dtype, lambda asked: there if asked == device else free(asked))
     base = _geometry(config.tokens_per_block(), checkpoint, device, dtype)
-    primitives = 0
-    if device.type == "cpu":
-        by_head = any(layer.v_in_k for layer in base.layers)
-        primitives = primitive_bytes(checkpoint.text_config, dtype) + (by_head_primitive_bytes(dtype) if by_head else 0)
+    primitives = _primitives_bytes(checkpoint, base, device, dtype)
     reserve = _reserve_bytes(config, checkpoint, base, device, dtype)
     asked = config.kv_memory
     if asked.max_bytes is None:
@@ -201,6 +198,18 @@ def _weights_bytes(
     return weights
 
 
+def _primitives_bytes(checkpoint: Checkpoint, geometry: Geometry, device: torch.device, dtype: torch.dtype) -> int:
+    """Bytes of oneDNN's primitives on a CPU."""
+    if device.type != "cpu":
+        return 0
+    by_head = by_head_primitive_bytes(dtype) if _has_latents(geometry) else 0
+    return primitive_bytes(checkpoint.text_config, dtype) + by_head
+
+
+def _has_latents(geometry: Geometry) -> bool:
+    return any(layer.v_in_k for layer in geometry.layers)
+
+
 def _reserve_bytes(
     config: EngineConfig, checkpoint: Checkpoint, geometry: Geometry, device: torch.device, dtype: torch.dtype
 ) -> int:
@@ -209,7 +218,7 @@ def _reserve_bytes(
     These are on CUDA the kernels' and captured steps, on a CPU rows of products.
     """
     reserve = working_reserve_bytes(checkpoint.text_config, config.max_step_tokens, config.max_seqs, dtype, device)
-    if config.max_step_tokens >= EXPANDED_FROM and any(layer.v_in_k for layer in geometry.layers):
+    if config.max_step_tokens >= EXPANDED_FROM and _has_latents(geometry):
         reserve += expansion_bytes(checkpoint.text_config, model_length(config, checkpoint), dtype)
     if device.type == "cpu":
         reserve += scratch_bytes(checkpoint.text_config, config.max_step_tokens, dtype)
