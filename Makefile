@@ -124,6 +124,7 @@ bench:  ## measure; the figures go to build/bench
 	$(BIN)/python -m benchmarks.divergence --json build/bench/divergence.json
 	$(BIN)/python -m benchmarks.engine_cpu --json build/bench/engine_cpu.json
 	$(BIN)/python -m benchmarks.long_context --json build/bench/long_context.json
+	$(BIN)/python -m benchmarks.latent_attention --json build/bench/latent_attention.json
 	$(BIN)/python -m benchmarks.quantization --json build/bench/quantization.json
 	$(BIN)/python -m benchmarks.kv_cache_dtype --json build/bench/kv_cache_dtype.json
 	$(BIN)/python -m benchmarks.loading --json build/bench/loading.json

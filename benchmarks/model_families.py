@@ -31,6 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from benchmarks.tiny_models import VOCABULARY, CannotBeTiny, tiny_model
 from pagetide import LLM, RequestOutput, RequestRejected, SamplingParams, UnsupportedModel
+from pagetide.cache.geometry import LATENT_TYPES
 
 EQUAL, DIFFERENT, REFUSED, FAILED, NOT_TRIED = "equal", "different", "refused", "failed", "not tried"
 PROMPT_LENGTHS = (3, 7, 12, 18, 21, 26)
@@ -206,6 +207,9 @@ without a cache, and that every log-probability is within {tolerance} of theirs;
 windows, quantised weights) may be refused, and one with settings that avoid a refused part may be served. Types with
 images or sound were given text only. Nothing here was run on a GPU. The probe runs at each load, so a model that is
 served has passed it.
+
+**Latent attention.** Types {latent} cache latents instead of
+K and V of all heads ([0052](decisions/0052-latent-attention.md)).
 """
 SECTIONS = {
     EQUAL: "Served, and equal to transformers",
@@ -226,6 +230,7 @@ def document(outcomes: Sequence[Outcome]) -> str:
             lengths=", ".join(map(str, PROMPT_LENGTHS)),
             new=NEW_TOKENS,
             tolerance=TOLERANCE,
+            latent=", ".join(f"`{name}`" for name in sorted(LATENT_TYPES)),
         )
     ]
     for status, title in SECTIONS.items():

@@ -99,9 +99,13 @@ class Geometry:
         dtype: str,
         granule_bytes: int = PAGE_BYTES,
         extent_target_bytes: int = EXTENT_TARGET_BYTES,
+        latents: bool = True,
     ) -> Self:
-        """The geometry of the model described by `config`, a transformers config. Raises GeometryError."""
-        return cls(layer_shapes(config), block_size, dtype, granule_bytes, extent_target_bytes)
+        """The geometry of the model described by `config`, a transformers config. Raises GeometryError.
+
+        `latents` as for `layer_shapes`.
+        """
+        return cls(layer_shapes(config, latents=latents), block_size, dtype, granule_bytes, extent_target_bytes)
 
     def with_extents(self, target_bytes: int) -> Self:
         """The same blocks in extents of at most `target_bytes` (or of one block). The stride may differ."""
@@ -256,12 +260,18 @@ class Geometry:
         return stride, count
 
 
-def layer_shapes(config: Any) -> tuple[LayerShape, ...]:
+# Model types with latent attention (MLA) as transformers computes it in DeepSeek's models: K and V of all heads are linear in a
+# latent that the heads share, but for a rotated part of K, which they share too.
+LATENT_TYPES = frozenset({"axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu"})
+
+
+def layer_shapes(config: Any, *, latents: bool = True) -> tuple[LayerShape, ...]:
     """The K and V that each layer of a transformers model passes to its attention function.
 
     `config` is a text config, or one that has one (`get_text_config`). Attribute names differ between families:
-    aliases, per-layer lists, `per_layer_config` and `block_configs` are understood. Raises GeometryError naming the
-    missing attribute, or a layer that keeps a state other than K and V.
+    aliases, per-layer lists, `per_layer_config` and `block_configs` are understood. With `latents`, layers of LATENT_TYPES
+    have one head: its K is the latent and the rotated part, its V the latent. Raises GeometryError naming the missing
+    attribute, or a layer that keeps a state other than K and V.
     """
     if hasattr(config, "get_text_config"):
         config = config.get_text_config(decoder=True)
@@ -271,7 +281,8 @@ def layer_shapes(config: Any) -> tuple[LayerShape, ...]:
     types = _layer_types(config, num_layers)
     views = _layer_configs(config, num_layers)
     sources = _sources(config, num_layers, types)
-    shapes = [_shape(view, index, kind) for index, (view, kind) in enumerate(zip(views, types, strict=True))]
+    latents = latents and getattr(config, "model_type", None) in LATENT_TYPES
+    shapes = [_shape(view, index, kind, latents) for index, (view, kind) in enumerate(zip(views, types, strict=True))]
     return tuple(
         shape if source is None else replace(shapes[source], shares=source)
         for shape, source in zip(shapes, sources, strict=True)
@@ -324,13 +335,16 @@ def _sources(config: Any, num_layers: int, types: Sequence[str]) -> Iterator[int
             yield like[-1]
 
 
-def _shape(config: Any, index: int, kind: str) -> LayerShape:
+def _shape(config: Any, index: int, kind: str, latents: bool) -> LayerShape:
     """One layer's shape; `config` is the layer's own view."""
     block = _block_attention(config, index)
     if kind in _EMPTY_TYPES or _first(block, "no_op") or _first(block, "replace_with_linear"):
         return LayerShape(0, 0, 0)
     nope, rope = (_size(config, f"qk_{part}_head_dim", index=index) for part in ("nope", "rope"))
-    if nope is not None and rope is not None:  # MLA as transformers computes it: K and V expanded to all heads
+    if nope is not None and rope is not None:  # latent attention
+        if latents and (rank := _size(config, "kv_lora_rank", index=index)):
+            return LayerShape(1, rank + rope, rank, v_in_k=True)
+        # K and V expanded to all heads
         heads = _need(config, "num_attention_heads", index=index)
         return LayerShape(heads, nope + rope, _need(config, "v_head_dim", index=index))
     head_dim = _head_dim(config, index, kind)

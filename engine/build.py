@@ -41,6 +41,7 @@ from .execution.runner import ModelRunner
 from .loading.checkpoint import Checkpoint
 from .loading.fusion import fuse
 from .loading.hub_kernels import no_hub_kernels
+from .loading.latent_attention import attend_to_latents
 from .loading.linears import bound_primitives, is_native
 from .loading.loader import choose_device, choose_dtype, load_model, load_tokenizer
 from .loading.probe import probe
@@ -242,6 +243,7 @@ def _build(
             log.warning("linear layers of %s stay as they are: it does not compute with packed ones", plan.model)
             del model
             model = load_model(checkpoint, device, dtype)
+        attend_to_latents(model, plan.geometry)
         specs = _check_attention(model, plan, tokenizer, checkpoint)
     kernel = choose(config.attention, Site.of(device, dtype, plan.geometry), specs, faults=faults)
     host = _host_pool(plan, config, pins="swaps" not in faults)

@@ -18,6 +18,7 @@ from pagetide.engine.attention.torch_kernel import TorchKernel
 from pagetide.engine.core import EngineCore
 from pagetide.engine.execution.host_pool import HostPool
 from pagetide.engine.execution.runner import ModelRunner
+from pagetide.engine.loading.latent_attention import attend_to_latents
 from pagetide.engine.sampling.sampler import Sampler
 from pagetide.scheduler.cost import SwapCost
 from pagetide.scheduler.outcome import Finished
@@ -52,6 +53,7 @@ class TinyEngine:
         kv_dtype: str = "float32",
     ) -> None:  # fmt: skip
         geometry = Geometry.from_config(model.config, block_size=block_size, dtype=kv_dtype).with_extents(4096)
+        attend_to_latents(model, geometry)
         num_extents = geometry.extents_for_blocks(usable + 1)
         if device == "cpu":
             self.arena = HostArena(num_extents, geometry.extent_bytes)

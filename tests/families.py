@@ -28,6 +28,24 @@ _GQA = {**_BASE, "num_key_value_heads": 2}
 _ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
+# Latent attention, K wider than V; a layer without experts, and layers with.
+_LATENT = {
+    **_BASE,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "num_key_value_heads": 6,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "rope_parameters": _ROPE,
+}
+
 _ENDLESS = {"eos_token_id": None, "bos_token_id": None}
 
 # What engines are tested with: together they have all that attention can be asked for.
@@ -65,6 +83,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "rope_parameters": _ROPE,
     },
+    "deepseek_v2": {**_LATENT, "q_lora_rank": None},
+    "deepseek_v3": {**_LATENT, "q_lora_rank": 24},
 }
 
 
@@ -99,7 +119,7 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
 
 def _gain(name: str) -> float:
     """How much larger than its input a layer's output is, about."""
-    if any(part in name for part in ("q_proj", "k_proj", "qkv", "c_attn", "query_key_value")):
+    if any(part in name for part in ("q_proj", "k_proj", "qkv", "c_attn", "query_key_value", "q_b_proj", "kv_b_proj")):
         return 2.0
     if any(part in name for part in ("v_proj", "o_proj", "out_proj", "attn.c_proj", "attention.dense")):
         return 1.5

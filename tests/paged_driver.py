@@ -13,6 +13,7 @@ from pagetide.cache.storage import Storage
 from pagetide.engine.attention.context import AttentionKernel, StepContext, lengths_on, running
 from pagetide.engine.attention.interface import register
 from pagetide.engine.attention.torch_kernel import TorchKernel
+from pagetide.engine.loading.latent_attention import attend_to_latents
 
 ReadFault = Callable[[np.ndarray, int], np.ndarray]  # (a chunk's block table, tokens it covers) -> a wrong one
 
@@ -53,6 +54,7 @@ class PagedDriver:
         self.geometry = Geometry.from_config(
             model.config, block_size=block_size, dtype=dtype, extent_target_bytes=PAGE_BYTES
         )
+        attend_to_latents(model, self.geometry)
 
     def logits(self, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """Per sequence float32 [tokens, vocabulary]. Sequence i joins at step i, so that steps mix kinds of chunks."""

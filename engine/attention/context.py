@@ -104,7 +104,8 @@ class AttentionKernel(Protocol):
     def write(self, call: AttentionCall) -> None:
         """Write the batch's K and V to the step's `write_blocks` and `write_offsets`, and nowhere else.
 
-        The layer's cache is not aliased. Tokens for block 0 are padding; writing them is optional.
+        The layer's cache is not aliased. With `v_in_k`, V needs no write of its own. Tokens for block 0 are padding; writing
+        them is optional.
         """
         ...
 

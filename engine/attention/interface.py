@@ -15,6 +15,8 @@ import torch
 from .context import AttentionCall, LayerCache, StepContext, current
 
 NAME = "pagetide"
+# The attribute of modules that hand over latents: an object with `attend(call)` in place of the kernel's.
+LATENT_ATTENTION = "latent_attention"
 
 
 @lru_cache(maxsize=1)
@@ -65,7 +67,8 @@ def paged_attention(
     )
     if not cache.aliased:
         step.kernel.write(call)
-    return step.kernel.attend(call)[None], None
+    attending = module.__dict__.get(LATENT_ATTENTION, step.kernel)
+    return attending.attend(call)[None], None
 
 
 def _refuse(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ... import native
-from .context import AttentionCall, LayerCache
+from .context import AttentionCall
 
 
 class NativeKernel:
@@ -30,7 +30,7 @@ class NativeKernel:
 
     def write(self, call: AttentionCall) -> None:
         """See `AttentionKernel.write`."""
-        cache, step = _supported(call.cache), call.step
+        cache, step = call.cache, call.step
         key = call.key if call.key.stride(-1) == 1 else call.key.contiguous()
         value = call.value if call.value.stride(-1) == 1 else call.value.contiguous()
         self._write(
@@ -40,7 +40,7 @@ class NativeKernel:
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """See `AttentionKernel.attend`."""
-        cache, step = _supported(call.cache), call.step
+        cache, step = call.cache, call.step
         sinks = None if call.sinks is None else call.sinks.float()
         result: torch.Tensor = self._attend(
             call.dense_query, cache.key, cache.value, step.tables[cache.group], step.bounds, step.lens,
@@ -48,10 +48,3 @@ class NativeKernel:
             cache.key_scale, cache.value_scale,
         )  # fmt: skip
         return result
-
-
-def _supported(cache: LayerCache) -> LayerCache:
-    """`cache`. Raises ValueError for elements that the kernels do not read."""
-    if cache.key.dtype == torch.float8_e4m3fn:
-        raise ValueError("the native kernels read and write int8, not float8_e4m3fn")
-    return cache

@@ -6,7 +6,8 @@ zeroed, because a mask over NaN still gives NaN.
 
 Prefill goes sequence by sequence, in query tiles if a mask is needed. Queries that share a KV head are placed on the query
 length (decode) or on a dimension of stride 0 in K and V (prefill), so K and V are never repeated. An attention sink is one more
-key, of zeros, with the sink's logit as its mask entry.
+key, of zeros, with the sink's logit as its mask entry. Where V is the first part of K, K is gathered once and multiplied whole,
+so that both are equally wide; outputs are cut to V's width.
 
 Quantized K and V are dequantized as they are gathered, into the query's type. Attention then reads what is stored of a chunk's
 own tokens too, so that results do not depend on how a prompt is cut into chunks.
@@ -55,6 +56,7 @@ class _Shape(NamedTuple):
     softcap: bool
     sinks: bool  # as one more key; with a softcap they are part of the explicit scores instead
     stepped: bool = False  # key and query counts are multiples of KEY_STEP and QUERY_STEP
+    v_in_k: bool = False
 
     @classmethod
     def of(cls, call: AttentionCall) -> _Shape:
@@ -64,7 +66,13 @@ class _Shape(NamedTuple):
         sinks = call.sinks is not None and not softcap
         stepped = not softcap and dtype.itemsize < 4 and call.query.device.type == "cpu"
         group, window = call.cache.group, call.window
-        return cls(group, num_heads, num_kv_heads, head_dim, v_head_dim, dtype, window, softcap, sinks, stepped)
+        v_in_k = call.cache.v_in_k
+        return cls(group, num_heads, num_kv_heads, head_dim, v_head_dim, dtype, window, softcap, sinks, stepped, v_in_k)
+
+    @property
+    def gathered_dim(self) -> int:
+        """Elements that are gathered for a token and KV head."""
+        return self.head_dim if self.v_in_k else self.head_dim + self.v_head_dim
 
     @property
     def group_size(self) -> int:
@@ -89,7 +97,7 @@ class _Tile:
     key_blocks: torch.Tensor  # [rows * blocks a row, block_size, num_kv_heads, head_dim], gather target
     value_blocks: torch.Tensor
     key: torch.Tensor  # [rows, num_kv_heads, span, head_dim], the same memory, visible part
-    value: torch.Tensor
+    value: torch.Tensor  # with `v_in_k` the key
     stale: torch.Tensor | None  # int64, gathered slots that their row does not see: to be zeroed
     mask: torch.Tensor | None  # 0 or -inf [rows, 1, 1, span]; with sinks [rows, num_kv_heads, group_size, span]
 
@@ -143,7 +151,8 @@ class TorchKernel:
         cache, step = call.cache, call.step
         places = (step.write_blocks[cache.group], step.write_offsets)
         store(call.key, cache.key, cache.key_scale, places)
-        store(call.value, cache.value, cache.value_scale, places)
+        if not cache.v_in_k:
+            store(call.value, cache.value, cache.value_scale, places)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """See `AttentionKernel.attend`."""
@@ -173,10 +182,12 @@ class TorchKernel:
         outs = []
         for tile in decodes.tiles:
             gather(cache.key, cache.key_scale, tile.blocks, tile.key_blocks)
-            gather(cache.value, cache.value_scale, tile.blocks, tile.value_blocks)
             if tile.stale is not None:
                 tile.key_blocks.flatten(0, 1).index_fill_(0, tile.stale, 0)
-                tile.value_blocks.flatten(0, 1).index_fill_(0, tile.stale, 0)
+            if not shape.v_in_k:
+                gather(cache.value, cache.value_scale, tile.blocks, tile.value_blocks)
+                if tile.stale is not None:
+                    tile.value_blocks.flatten(0, 1).index_fill_(0, tile.stale, 0)
             q = packed[tile.rows]  # [rows, Hk, G, D]
             if call.softcap is not None:  # tiles of one row
                 outs.append(_explicit(q[0].unsqueeze(2), tile.key[0], tile.value[0], None, call).permute(2, 0, 1, 3))
@@ -185,7 +196,7 @@ class TorchKernel:
                 assert tile.mask is not None
                 tile.mask[..., -1] = sinks
             outs.append(_fused(q, tile.key, tile.value, tile.mask, call.scaling))
-        merged = torch.cat([o.reshape(-1, shape.num_heads, shape.v_head_dim) for o in outs])
+        merged = torch.cat([o.reshape(-1, shape.num_heads, o.shape[-1])[..., : shape.v_head_dim] for o in outs])
         out.index_copy_(0, decodes.places, merged)
 
     def _plan_decodes(self, step: StepContext, shape: _Shape, device: torch.device) -> _Decodes:
@@ -217,7 +228,7 @@ class TorchKernel:
         limit = self._tile_bytes
         if limit is None:
             limit = CPU_TILE_BYTES * torch.get_num_threads() if device.type == "cpu" else DEVICE_TILE_BYTES
-        token_bytes = shape.num_kv_heads * (shape.head_dim + shape.v_head_dim) * shape.dtype.itemsize
+        token_bytes = shape.num_kv_heads * shape.gathered_dim * shape.dtype.itemsize
         lengths: list[int] = extents.tolist()
         bounds, low, seen = [], 0, lengths[0]
         for row in range(1, len(lengths)):
@@ -244,7 +255,7 @@ class TorchKernel:
         n, end, window = len(query), int(plan.step.kv_lens[chunk]), shape.window
         start = end - n
         if start == 0 and not call.cache.aliased and call.cache.key_scale is None:
-            base, key, value = 0, call.key[tokens], call.value[tokens]
+            base, key, value = 0, call.key[tokens], (call.key if shape.v_in_k else call.value)[tokens]
         else:
             base, key, value = self._gather_chunk(chunk, start, end, call.cache, plan.step, shape)
         q = query.view(n, shape.num_kv_heads, shape.group_size, -1).permute(1, 2, 0, 3)  # [Hk, G, n, D]
@@ -252,7 +263,7 @@ class TorchKernel:
         if start == 0 and not explicit and (window is None or n <= window):
             filled = _grouped(*_with_keys(shape.filled_keys(n), key, value), shape)
             out = _fused(_with_queries(shape.filled_queries(n), q), *filled, None, call.scaling, is_causal=True)
-            return out[:, :, :n].permute(2, 0, 1, 3).reshape(n, shape.num_heads, -1)
+            return out[:, :, :n, : shape.v_head_dim].permute(2, 0, 1, 3).reshape(n, shape.num_heads, -1)
         if shape.softcap:
             key, value = key.float(), value.float()
         sinks = _grouped_sinks(call, shape)
@@ -270,7 +281,7 @@ class TorchKernel:
                 if sinks is not None:
                     mask = _with_sinks(mask, sinks, tile.shape[2], len(k))
                 got = _fused(tile, *_grouped(k, v, shape), mask, call.scaling)
-            out[low:high] = got[:, :, : high - low].permute(2, 0, 1, 3).flatten(1, 2)
+            out[low:high] = got[:, :, : high - low, : shape.v_head_dim].permute(2, 0, 1, 3).flatten(1, 2)
         return out
 
     def _gather_chunk(
@@ -283,15 +294,17 @@ class TorchKernel:
         buffers = self._take_both(len(blocks) * size, shape, blocks.device)
         views = []
         stored = ((cache.key, cache.key_scale), (cache.value, cache.value_scale))
-        for (source, scales), buffer in zip(stored, buffers, strict=True):
+        for (source, scales), buffer in zip(stored[:1] if shape.v_in_k else stored, buffers, strict=False):
             view = buffer.view(len(blocks), *source.shape[1:])
             gather(source, scales, blocks, view)
             views.append(view.flatten(0, 1)[: end - first * size])
-        return first * size, views[0], views[1]
+        return first * size, views[0], views[-1]
 
     def _take_both(self, slots: int, shape: _Shape, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """The K and the V buffer, cut to `slots` tokens, flat."""
+        """The K and the V buffer, cut to `slots` tokens, flat. With `v_in_k` both are one."""
         key = self._take("key", slots * shape.num_kv_heads * shape.head_dim, shape.dtype, device)
+        if shape.v_in_k:
+            return key, key
         return key, self._take("value", slots * shape.num_kv_heads * shape.v_head_dim, shape.dtype, device)
 
     def _take(self, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -333,7 +346,10 @@ def _make_tile(
         low -= low % KEY_STEP
     high = shape.filled_keys(int(stops.max()) + shape.sinks)
     gathered, cut = [], []
-    for buffer, dim in ((key_buffer, shape.head_dim), (value_buffer, shape.v_head_dim)):
+    for buffer, dim in (
+        (key_buffer, shape.head_dim),
+        (value_buffer, shape.head_dim if shape.v_in_k else shape.v_head_dim),
+    ):
         flat = buffer[: num_rows * per_row * block_size * shape.num_kv_heads * dim]
         gathered.append(flat.view(num_rows * per_row, block_size, shape.num_kv_heads, dim))
         by_row = flat.view(num_rows, per_row * block_size, shape.num_kv_heads, dim)

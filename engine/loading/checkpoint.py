@@ -130,6 +130,19 @@ class Checkpoint:
         return getattr(self.config, "quantization_config", None) is not None
 
     @property
+    def caches_latents(self) -> bool:
+        """Whether latent attention of this model is served from cached latents, not from K and V of all heads.
+
+        Not with code of the folder's own, with weights that are stored quantized, or with a loaded model that was changed.
+        """
+        if self.spec.loaded is not None:
+            return self.spec.loaded.expands_plainly
+        own_code = self.spec.trust_remote_code and "AutoModelForCausalLM" in (
+            getattr(self.config, "auto_map", None) or {}
+        )
+        return not self.quantized and not own_code
+
+    @property
     def dtype(self) -> str:
         """The checkpoint's intended type, by name: from its configuration, else the type of most bytes."""
         said = getattr(self.config, "dtype", None) or getattr(self.text_config, "dtype", None)

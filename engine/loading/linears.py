@@ -335,6 +335,13 @@ def primitive_bytes(text_config: Any, dtype: torch.dtype) -> int:
     return min(packed * len(SIZES) * len(thread_counts(own_threads())), _capacity()) * _PRIMITIVE_BYTES
 
 
+def by_head_primitive_bytes(dtype: torch.dtype) -> int:
+    """The most bytes that oneDNN's primitives take for the three products by head of latent attention, of SIZES rows."""
+    if dtype == torch.float32 or not available() or not _by_onednn(dtype):
+        return 0
+    return 3 * len(SIZES) * len(thread_counts(own_threads())) * _PRIMITIVE_BYTES
+
+
 def _layer_shapes(layer: Any, hidden: int) -> set[tuple[str, int, int]]:
     """(place, rows, columns) of a layer's linear layers; `layer` is the configuration as that layer sees it."""
     heads = int(getattr(layer, "num_attention_heads", 0) or 1)

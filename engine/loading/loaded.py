@@ -13,6 +13,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, Pr
 
 from ... import native
 from ..errors import ConfigError, UnsupportedModel
+from .latent_projections import expands_plainly, latent_projections
 from .linears import is_plain, packs
 from .weight_files import StoredTensor
 
@@ -64,6 +65,11 @@ class Loaded:
             for name, tensor in self.model.named_parameters()
         )
 
+    @property
+    def expands_plainly(self) -> bool:
+        """Whether the model's latent attention, if it has such, is transformers' own, with unchanged projections."""
+        return expands_plainly(self.model)
+
     def added_bytes(self, device: torch.device, dtype: torch.dtype) -> int:
         """Bytes that an engine takes on `device` besides the tensors shared with the model.
 
@@ -71,7 +77,10 @@ class Loaded:
         embedding that is kept: `planning` counts that one.
         """
         model, dtype_to = self.model, self._dtype_to(dtype)
-        layers = [m.weight for m in model.modules() if is_plain(m)] if device.type == "cpu" else []
+        unpacked = latent_projections(model) if self.expands_plainly else frozenset()
+        layers = (
+            [m.weight for m in model.modules() if is_plain(m) and m not in unpacked] if device.type == "cpu" else []
+        )
         kept = native.instructions() is None
         embedding = getattr(model.get_input_embeddings(), "weight", None) if kept else None
         own = {id(w) for w in layers if w is not embedding and packs(w.numel(), dtype_to or w.dtype)}

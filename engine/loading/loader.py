@@ -18,6 +18,7 @@ from ...monitor.units import format_bytes
 from ..errors import CheckpointError, DeviceNotFound, EngineError, NotEnoughMemory
 from ..process.cpu_threads import mend_threads_of_a_fork
 from .checkpoint import Checkpoint
+from .latent_projections import keep_projections
 from .log_suppression import quiet_transformers
 from .model_config import check_counts, read_json
 from .models import DTYPES, TOKENIZER_FILES, ModelSpec, Quantization, check_device, check_dtype
@@ -149,6 +150,8 @@ def load_model(
         else:
             module = _read_to_pack(checkpoint, dtype) if packs else _read(checkpoint, dtype)
         module = module.to(device)
+        if checkpoint.caches_latents:
+            keep_projections(module)
         if quantization is not None:
             quantize_model(module, checkpoint, quantization, dtype)
         if packs:

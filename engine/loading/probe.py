@@ -31,10 +31,10 @@ import torch
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import AttentionInterface
 
-from ...cache.geometry import PAGE_BYTES, Geometry
+from ...cache.geometry import PAGE_BYTES, Geometry, LayerShape
 from ...cache.storage import Storage, TensorArena
 from ..attention.context import AttentionKernel, StepContext, lengths_on, running
-from ..attention.interface import register
+from ..attention.interface import LATENT_ATTENTION, register
 from ..attention.torch_kernel import TorchKernel
 from ..errors import UnsupportedModel
 from .log_suppression import quiet_transformers
@@ -239,7 +239,7 @@ class _Probe:
     def complaint(self, call: _Call) -> str | None:
         """What is wrong with one call."""
         assert call.layer is not None
-        shape = self.shapes[call.layer]
+        shape = call.expanded or self.shapes[call.layer]
         expected = [(1, shape.num_kv_heads, NUM_TOKENS, dim) for dim in (shape.k_dim, shape.v_dim)]
         if [call.key_shape, call.value_shape] != expected or call.num_queries != NUM_TOKENS:
             return (
@@ -295,6 +295,7 @@ class _Call:
     is_causal: bool
     sliding_window: int | None
     unknown: tuple[str, ...]  # keywords with a value that paged attention lacks
+    expanded: LayerShape | None  # of a layer that hands latents to paged attention: what other attention gets
     mask: torch.Tensor | None
     rule: Callable[..., Any] | None  # (batch, head, query position, key position) -> visible; None if unknown
 
@@ -361,6 +362,7 @@ class _Watch:
                 is_causal=bool(getattr(module, "is_causal", True) if is_causal is None else is_causal),
                 sliding_window=kwargs.get("sliding_window"),
                 unknown=tuple(name for name, value in kwargs.items() if value is not None and name not in known),
+                expanded=getattr(getattr(module, LATENT_ATTENTION, None), "expanded", None),
                 mask=attention_mask,
                 rule=rules[0] if rules else None,
             )

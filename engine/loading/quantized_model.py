@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from ...monitor.units import format_bytes
 from ..errors import ConfigError
 from .checkpoint import Checkpoint
+from .latent_projections import latent_projections
 from .log_suppression import quiet_transformers
 from .mapped_files import MappedFiles
 from .models import Quantization
@@ -78,22 +79,23 @@ def quantized_bytes(checkpoint: Checkpoint, quantization: Quantization, dtype: t
     else:
         model = loaded.model
     head, total = model.get_output_embeddings(), 0
+    kept = latent_projections(model) if checkpoint.caches_latents else frozenset()
     for module in model.modules():
-        if quantizable(module):
+        if quantizable(module) and module not in kept:
             n, k = module.weight.shape
             total += weight_bytes(n, k, "int8" if module is head else quantization)
-    for parameter in _plain_parameters(model):
+    for parameter in _plain_parameters(model, kept):
         if loaded is None or (parameter.is_floating_point() and parameter.dtype != dtype):
             total += parameter.numel() * (dtype.itemsize if parameter.is_floating_point() else parameter.itemsize)
     return total
 
 
-def _plain_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters that are not quantized, each once."""
+def _plain_parameters(model: nn.Module, kept: Collection[nn.Module]) -> Iterator[nn.Parameter]:
+    """The parameters that are not quantized, each once. Those of modules in `kept` are not."""
     found: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if name != "weight" or not quantizable(module):
+            if name != "weight" or module in kept or not quantizable(module):
                 found[id(parameter)] = parameter
     yield from found.values()
 

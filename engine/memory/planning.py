@@ -24,7 +24,8 @@ from ..config import EngineConfig, KvMemory
 from ..errors import ConfigError, NotEnoughMemory, UnsupportedModel
 from ..execution.graphs import sizes_for
 from ..loading.checkpoint import Checkpoint
-from ..loading.linears import held_twice_bytes, primitive_bytes, scratch_bytes
+from ..loading.latent_attention import EXPANDED_FROM, expansion_bytes
+from ..loading.linears import by_head_primitive_bytes, held_twice_bytes, primitive_bytes, scratch_bytes
 from ..loading.loader import check_weights_fit, free_bytes, total_bytes
 from ..loading.model_config import layer_configs
 from ..loading.models import KV_CACHE_DTYPES, KvCacheDtype, Quantization
@@ -180,9 +181,9 @@ def plan_memory(
         )
     there = free(device)
     weights = _weights_bytes(config, checkpoint, device, dtype, lambda asked: there if asked == device else free(asked))
-    primitives = primitive_bytes(checkpoint.text_config, dtype) if device.type == "cpu" else 0
-    reserve = _reserve_bytes(config, checkpoint, device, dtype)
     base = _geometry(config, checkpoint, device, dtype)
+    primitives = _primitives_bytes(checkpoint, base, device, dtype)
+    reserve = _reserve_bytes(config, checkpoint, base, device, dtype)
     asked = config.kv_memory
     if asked.max_bytes is None:
         geometry, num_blocks = _auto_pool(base, device, there - weights - primitives, reserve, config.max_seqs, length)
@@ -225,9 +226,28 @@ def _weights_bytes(
     return weights
 
 
-def _reserve_bytes(config: EngineConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> int:
-    """Memory for a step: activations and logits; on CUDA the kernels' buffers and captured steps, on a CPU products' rows."""
+def _primitives_bytes(checkpoint: Checkpoint, geometry: Geometry, device: torch.device, dtype: torch.dtype) -> int:
+    """Bytes of oneDNN's primitives on a CPU."""
+    if device.type != "cpu":
+        return 0
+    by_head = by_head_primitive_bytes(dtype) if _has_latents(geometry) else 0
+    return primitive_bytes(checkpoint.text_config, dtype) + by_head
+
+
+def _has_latents(geometry: Geometry) -> bool:
+    return any(layer.v_in_k for layer in geometry.layers)
+
+
+def _reserve_bytes(
+    config: EngineConfig, checkpoint: Checkpoint, geometry: Geometry, device: torch.device, dtype: torch.dtype
+) -> int:
+    """Memory for a step: activations, logits, K and V that latent attention expands; the device's buffers.
+
+    These are on CUDA the kernels' and captured steps, on a CPU rows of products.
+    """
     reserve = working_reserve_bytes(checkpoint.text_config, config.max_step_tokens, config.max_seqs, dtype, device)
+    if config.max_step_tokens >= EXPANDED_FROM and _has_latents(geometry):
+        reserve += expansion_bytes(checkpoint.text_config, model_length(config, checkpoint), dtype)
     if device.type == "cpu":
         reserve += scratch_bytes(checkpoint.text_config, config.max_step_tokens, dtype)
     if device.type == "cuda":
@@ -341,7 +361,14 @@ def _values_per_token(layer: Any) -> int:
     dense = getattr(layer, "intermediate_size", None) or 4 * hidden
     widest = max(dense if isinstance(dense, (list, tuple)) else (dense,))
     intermediate = max(widest, experts * (one_expert or widest))
-    return int(4 * hidden + 3 * intermediate + 2 * head_dim * (heads + 2 * kv_heads))
+    attention = 2 * head_dim * (heads + 2 * kv_heads)
+    if rank := getattr(
+        layer, "kv_lora_rank", None
+    ):  # queries, before and after the product by head; outputs the same way
+        rope_dim, v_dim = layer.qk_rope_head_dim, layer.v_head_dim
+        query = layer.qk_nope_head_dim + rope_dim
+        attention = heads * (2 * query + rank + (rank + rope_dim) + rank + 2 * v_dim) + 3 * (rank + rope_dim)
+    return int(4 * hidden + 3 * intermediate + attention)
 
 
 def working_reserve_bytes(
@@ -349,13 +376,15 @@ def working_reserve_bytes(
 ) -> int:
     """Bytes for the activations of the largest step, besides weights and KV.
 
-        max_step_tokens x (4 hidden + 3 intermediate + 2 x (q + 2 kv)) x bytes per element
+        max_step_tokens x (4 hidden + 3 intermediate + 2 x (q + 2 kv)) x bytes per element, with latent attention instead of
+            2 x (q + 2 kv): heads x (2 q + (3 rank + rope) + 2 v) + 3 x (rank + rope)
       + max_seqs x vocabulary x (bytes per element + 8)
       + 256 MiB of workspaces on CUDA
 
     Live at the same time in a layer: the residual, its norm, the outputs of attention and MLP; gate, up and their product (of
     all experts of a token); query, key and value, before and after the rotation. Logits are computed for the sequences that
-    sample, and the sampler needs them twice as float32. Of layers that differ, the largest counts.
+    sample, and the sampler needs them twice as float32. Latent attention has queries and outputs by head both as the model has
+    them and as products with latents. Of layers that differ, the largest counts.
     """
     per_token = max(map(_values_per_token, layer_configs(text_config)))
     logits = max_seqs * int(text_config.vocab_size) * (dtype.itemsize + 8)
@@ -374,7 +403,13 @@ def _geometry(config: EngineConfig, checkpoint: Checkpoint, device: torch.device
     name = _SCALED.get(config.kv_cache_dtype, str(dtype).removeprefix("torch."))
     block_size = config.tokens_per_block()
     try:
-        return Geometry.from_config(checkpoint.config, block_size=block_size, dtype=name, granule_bytes=granule)
+        return Geometry.from_config(
+            checkpoint.config,
+            block_size=block_size,
+            dtype=name,
+            granule_bytes=granule,
+            latents=checkpoint.caches_latents,
+        )
     except GeometryError as error:
         raise UnsupportedModel(f"{checkpoint.spec.name}: {error}") from error
 

@@ -34,6 +34,7 @@ COMMANDS = {
     "engine_cpu": "--rounds 1 --hidden 32 --layers 1 --prompts 2 --new-tokens 3 --dtypes float32 --profile",
     "host_step": "--sequences 8 --steps 3 --rounds 1",
     "kv_cache_dtype": "--passages 1 --hidden 128 --layers 1 --vocab 256 --cases 2x20 1x40 --new-tokens 2 --rounds 1",
+    "latent_attention": "--heads 2 --rank 32 --nope 16 --rope 8 --value 16 --decodes 2x32 --chunks 16+0 16+32 --rounds 1",
     "long_context": "--rounds 1 --hidden 32 --layers 1 --cases 2x32 1x64 --steps 2",
     "memory": "--batches 3 --hidden 32 --layers 1 --most 2 --first 1",
     "page": "--frames 2 --minutes 0.02 --seconds 0.5 --pools 10000",

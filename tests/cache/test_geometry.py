@@ -430,7 +430,7 @@ def _handed_over(config: Any) -> dict[int, tuple[Any, Any]]:
 @pytest.mark.parametrize("model_type", CONFIGS)
 def test_shapes_are_what_the_model_hands_over(model_type: str) -> None:
     config = _tiny(model_type)
-    shapes, seen = layer_shapes(config), _handed_over(config)
+    shapes, seen = layer_shapes(config, latents=False), _handed_over(config)
     assert len(seen) == len(shapes)
     for index, (key, value) in seen.items():
         shape = shapes[index]
@@ -444,7 +444,8 @@ def test_shapes_are_what_the_model_hands_over(model_type: str) -> None:
 
 def test_the_configs_above_cover_what_differs() -> None:
     """The sizes are told apart by the tiny configs, so that a test above cannot pass by chance."""
-    shapes = {name: {(s.num_kv_heads, s.k_dim, s.v_dim) for s in layer_shapes(_tiny(name))} for name in CONFIGS}
+    layers = {name: layer_shapes(_tiny(name), latents=False) for name in CONFIGS}
+    shapes = {name: {(s.num_kv_heads, s.k_dim, s.v_dim) for s in of} for name, of in layers.items()}
     assert shapes["llama"] == {(2, 8, 8)}
     assert shapes["qwen3"] == {(2, 16, 16)}
     assert shapes["gpt2"] == {(4, 8, 8)}
@@ -454,6 +455,16 @@ def test_the_configs_above_cover_what_differs() -> None:
     assert shapes["mimo_v2_flash"] == {(2, 16, 12), (4, 16, 12)}
     assert shapes["gemma4_text"] == {(2, 16, 16), (1, 32, 32)}
     assert [s.shares for s in layer_shapes(_tiny("gemma3n_text"))] == [None, None, None, 1, 2, 1]
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "minicpm3"])
+def test_latent_attention_caches_a_head_whose_k_holds_its_v(model_type: str) -> None:
+    assert set(layer_shapes(_tiny(model_type))) == {LayerShape(1, 16, 8, v_in_k=True)}
+
+
+def test_other_types_with_the_names_of_latent_attention_cache_all_heads() -> None:
+    latent = {"kv_lora_rank": 8, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
+    assert set(layer_shapes(_config(**latent, model_type="unknown", num_attention_heads=4))) == {LayerShape(4, 20, 10)}
 
 
 @pytest.mark.parametrize("new", [False, True])

@@ -25,6 +25,7 @@ from pagetide.engine.attention.interface import NAME, register
 from pagetide.engine.attention.torch_kernel import TorchKernel
 from pagetide.engine.core import EngineCore
 from pagetide.engine.execution.runner import ModelRunner
+from pagetide.engine.loading.latent_attention import attend_to_latents
 from pagetide.engine.sampling.sampler import Sampler
 from pagetide.scheduler.outcome import Finished
 from pagetide.scheduler.plan import NO_ROWS, Plan, Resize
@@ -70,6 +71,7 @@ class ElasticEngine(TinyEngine):
     def __init__(self, model, *, num_mapped: int, kv_dtype: str = "float32", **limits) -> None:
         extent_bytes = 8192 if kv_dtype == "float32" else 4096
         geometry = Geometry.from_config(model.config, block_size=BLOCK_SIZE, dtype=kv_dtype).with_extents(extent_bytes)
+        attend_to_latents(model, geometry)
         num_extents = geometry.extents_for_blocks(NUM_BLOCKS)
         self.arena = PoisonedArena(num_extents, geometry.extent_bytes, geometry.block_stride)
         self.arena.map(range(num_mapped))
@@ -133,7 +135,10 @@ def tokens(ends) -> list[list[int]]:
     return [ends[f"r{i}"].token_ids.tolist() for i in range(len(INPUTS))]
 
 
-@pytest.mark.parametrize(("family", "kv_dtype"), [("llama", "float32"), ("gemma2", "float32"), ("gemma2", "int8")])
+@pytest.mark.parametrize(
+    ("family", "kv_dtype"),
+    [("llama", "float32"), ("gemma2", "float32"), ("gemma2", "int8"), ("deepseek_v3", "float32")],
+)
 def test_resizing_at_random_changes_no_token(family, kv_dtype):
     all_stats = []
     for seed, chunk in enumerate([None, 7, 16]):

@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from pagetide import native
 from pagetide.engine.loading.fusion import Fused, fuse
+from pagetide.engine.loading.latent_projections import keep_projections
 from pagetide.engine.loading.linears import NativeLinear, pack_linears
 from pagetide.engine.loading.merged_linears import MergedLinears
 from pagetide.engine.loading.norms import native_norm
@@ -41,10 +42,13 @@ EXPECTED = {
     "gpt_neox": {"products": 0, "norms": 0, "mlps": 0, "rotations": 3},
     "mixtral": {"products": 3, "norms": 7, "mlps": 0, "rotations": 3},
     "gpt_oss": {"products": 4, "norms": 9, "mlps": 0, "rotations": 4},
+    "deepseek_v2": {"products": 6, "norms": 10, "mlps": 3, "rotations": 0},  # q and the latent are one product
+    "deepseek_v3": {"products": 3, "norms": 13, "mlps": 3, "rotations": 0},
 }
 
 
 def fused_model(model):
+    keep_projections(model)
     pack_linears(model)
     return fuse(model)
 

@@ -16,19 +16,17 @@ from transformers.masking_utils import AttentionMaskInterface
 from pagetide.cache.geometry import Geometry, LayerShape
 from pagetide.engine.attention.torch_kernel import TorchKernel
 from pagetide.engine.errors import UnsupportedModel
+from pagetide.engine.loading.latent_attention import attend_to_latents
 from pagetide.engine.loading.probe import probe
 
 SMALL = {"vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6}
 GATED = {**SMALL, "intermediate_size": 64, "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": 0}
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-LATENT |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1}
 HALF_SHARED = {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
 
 # Beyond FAMILIES, each for something of its own.
 ALSO_SERVED = {
     "stablelm": GATED,  # swallows the step keyword: the context variable
     "nemotron": GATED,  # the same
-    "deepseek_v3": {**GATED, **LATENT, "num_key_value_heads": 6, "n_shared_experts": 1},  # K wider than V
     "granite": {**GATED, "attention_multiplier": 0.3, "logits_scaling": 1.0},
     "gpt_bigcode": {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 512},  # one KV head
     "gemma3n_text": {  # layers that read other layers' K and V
@@ -138,7 +136,9 @@ REFUSED = {
 
 
 def geometry_of(model, **over) -> Geometry:
-    return Geometry.from_config(model.config, **{"block_size": 16, "dtype": "float32", **over})
+    geometry = Geometry.from_config(model.config, **{"block_size": 16, "dtype": "float32", **over})
+    attend_to_latents(model, geometry)
+    return geometry
 
 
 def refusal(model, geometry: Geometry, **over) -> str:
