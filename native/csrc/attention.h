@@ -764,9 +764,10 @@ static void quantize_token(const WriteArgs& args, int64_t t) {
   const CacheView& to = args.to;
   const T* from = static_cast<const T*>(args.from) + t * args.token_stride;
   int8_t* values = static_cast<int8_t*>(to.data) + args.blocks[t] * to.block_stride + args.offsets[t] * to.slot_stride;
-  Float16* scales = static_cast<Float16*>(to.scales.data) + args.blocks[t] * to.scales.block_stride + args.offsets[t] * to.scales.slot_stride;
+  const ScaleView& view = to.scales;
+  Float16* scales = static_cast<Float16*>(view.data) + args.blocks[t] * view.block_stride + args.offsets[t] * view.slot_stride;
   for (int64_t head = 0; head < args.kv_heads; ++head) {
-    quantize(from + head * args.head_stride, to.dim, values + head * to.head_stride, scales + head * to.scales.head_stride);
+    quantize(from + head * args.head_stride, to.dim, values + head * to.head_stride, scales + head * view.head_stride);
   }
 }
 
