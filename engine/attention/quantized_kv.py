@@ -15,7 +15,7 @@ def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
     """(values [..., dim] of `dtype`, float16 scales [...]) of `x` [..., dim]. `x` is about the values times their scale.
 
     The largest value of a row is about `LARGEST`. Values are relative to the scale as it is stored, rounded to the nearest, and
-    half to even. A row whose scale is too small for float16 becomes zeros.
+    half to even. A row with a scale that is too small for float16 becomes zeros.
     """
     x, largest = x.float(), LARGEST[dtype]
     # Not divided by a Python number: CUDA would multiply by its reciprocal, which gives other bits.

@@ -73,7 +73,7 @@ def _store(
     target_block: tl.tensor, target_token: tl.tensor, target_head: tl.tensor,
     scales: tl.tensor, scales_head: tl.tensor, heads: tl.tensor, real: tl.tensor, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the `real` heads of one token, whose scales begin at `scales`."""
+    """Write the `real` heads of one token, with scales that begin at `scales`."""
     dims = tl.arange(0, DIM_PAD)
     mask = real[:, None] & (dims < DIM)[None, :]
     source = source + heads[:, None] * source_head + dims[None, :]
