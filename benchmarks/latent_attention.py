@@ -90,7 +90,7 @@ def forms(args: argparse.Namespace, dtype: torch.dtype, of: Case) -> dict[str, A
         shape = LayerShape(cache.key.shape[2], cache.key.shape[3], cache.value.shape[3], v_in_k=cache.v_in_k)
         geometry = Geometry((shape,), BLOCK_SIZE, str(dtype).removeprefix("torch."))
         spec = AttentionSpec(heads, shape.num_kv_heads, shape.k_dim, shape.v_dim)
-        kernel = choose(args.kernel, Site.of(torch.device("cpu"), geometry), Counter([spec]))
+        kernel = choose(args.kernel, Site.of(torch.device("cpu"), dtype, geometry), Counter([spec]))
         step = step_of(kernel, of)
         places = (
             step.tables[0].repeat_interleave(BLOCK_SIZE, 1),

@@ -18,6 +18,7 @@ from pagetide.cache.geometry import Geometry
 from pagetide.engine import demo_model
 from pagetide.engine.attention.interface import register
 from pagetide.engine.errors import UnsupportedModel
+from pagetide.engine.loading.latent_attention import attend_to_latents
 from pagetide.engine.loading.probe import random_tokens
 from pagetide.engine.loading.quantized_kv_check import (
     LARGE_DIVERGENCE,
@@ -70,6 +71,7 @@ def test_the_demo_model_loses_next_to_nothing(kv_cache_dtype: str, nats: float, 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_int8_serves_models_in_which_all_depends_on_attention(family: str) -> None:
     model = tiny(family)
+    attend_to_latents(model, geometries(model, "int8")[1])
     tokens = random_tokens(model.config, 256)
     int8, fp8 = (measured(model, name, tokens) for name in NAMES)
     assert 0 < int8.nats < LARGE_DIVERGENCE and int8.agreement > 0.9
