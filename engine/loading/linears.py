@@ -53,7 +53,7 @@ class NativeLinear(nn.Module):
         super().__init__()
         dtype = dtype or linear.weight.dtype
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = _placeholder(linear.weight, dtype), _converted(linear.bias, dtype)
+        self.weight, self.bias = placeholder(linear.weight.shape, dtype), _converted(linear.bias, dtype)
         self._type = _NATIVE_TYPES[dtype]
         weight = linear.weight.detach().contiguous()
         if weight.dtype not in _NATIVE_TYPES:  # the kernels convert the others
@@ -154,7 +154,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         dtype = dtype or linear.weight.dtype
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = _placeholder(linear.weight, dtype), _converted(linear.bias, dtype)
+        self.weight, self.bias = placeholder(linear.weight.shape, dtype), _converted(linear.bias, dtype)
         self._sizes = tuple(size for size in SIZES if size == 1 or size * self.out_features <= _MOST_OUTPUTS)
         self._packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().to(dtype), None)
 
@@ -254,8 +254,23 @@ def uses_of_parameters(model: nn.Module) -> Counter[int]:
     return Counter(id(one) for module in model.modules() for one in module._parameters.values() if one is not None)
 
 
-def _placeholder(weight: torch.Tensor, dtype: torch.dtype) -> nn.Parameter:
-    return nn.Parameter(torch.empty(weight.shape, dtype=dtype, device="meta"), requires_grad=False)
+class _WithoutMemory(torch.Tensor):
+    """A meta tensor that raises where it meets one with memory: torch would multiply the two, and return what memory holds."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if any(isinstance(one, torch.Tensor) and not one.is_meta for one in (*args, *(kwargs or {}).values())):
+                raise RuntimeError("the weight of a packed linear layer has no memory: its module multiplies by it")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def placeholder(shape: Sequence[int], dtype: torch.dtype) -> nn.Parameter:
+    """A parameter of this shape and type without memory. Computing with it raises RuntimeError."""
+    meta = torch.empty(shape, dtype=dtype, device="meta").as_subclass(_WithoutMemory)
+    return nn.Parameter(meta, requires_grad=False)
 
 
 def _converted(bias: nn.Parameter | None, dtype: torch.dtype) -> nn.Parameter | None:

@@ -24,7 +24,7 @@ from torch import nn
 
 from ...native import instructions, panel_columns
 from ..errors import ConfigError
-from .linears import is_plain, uses_of_parameters
+from .linears import is_plain, placeholder, uses_of_parameters
 from .models import Quantization
 from .quantization import GROUP, Method, QuantizedWeight, choose, quantize
 
@@ -81,7 +81,7 @@ class QuantizedLinear(nn.Module):
     def __init__(self, packed: PackedWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
         self.in_features, self.out_features = packed.k, packed.n
-        self.weight = nn.Parameter(torch.empty((packed.n, packed.k), dtype=dtype, device="meta"), requires_grad=False)
+        self.weight = placeholder((packed.n, packed.k), dtype)
         self.bias = None if bias is None else nn.Parameter(bias.detach().to(dtype), requires_grad=False)
         self.packed = packed
 

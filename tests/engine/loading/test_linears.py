@@ -23,6 +23,7 @@ from pagetide.engine.loading.linears import (
     held_twice_bytes,
     pack_linears,
     packs,
+    placeholder,
     primitive_bytes,
 )  # fmt: skip
 from pagetide.engine.process.cpu_threads import thread_counts
@@ -117,6 +118,16 @@ def test_a_packed_model_gives_the_same_tokens(name):
     expected = plain(model, inputs, 16)
     assert pack_linears(model, least_weights=0) > 0
     assert TinyEngine(model, usable=60).generate(inputs, Sampling(16)) == expected
+
+
+@pytest.mark.parametrize("read", [lambda w: w, lambda w: w.type(torch.float32), lambda w: w.float().detach()])
+def test_a_packed_weight_that_is_read_raises_and_gives_no_garbage(read):
+    weight = placeholder((5, 48), torch.float32)
+    assert isinstance(weight, nn.Parameter) and weight.is_meta and weight.shape == (5, 48) and not weight.requires_grad
+    x = torch.randn(3, 48)
+    for product in (lambda w: nn.functional.linear(x, w), lambda w: x @ w.T, lambda w: torch.mm(x, w.T)):
+        with pytest.raises(RuntimeError, match="has no memory"):
+            product(read(weight))
 
 
 def test_a_tied_head_is_counted_twice():
