@@ -26,6 +26,7 @@ from typing import Any, TypeGuard
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ... import native
 from ..process.cpu_threads import own_threads, thread_counts
@@ -262,7 +263,7 @@ class _WithoutMemory(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            if any(isinstance(one, torch.Tensor) and not one.is_meta for one in (*args, *(kwargs or {}).values())):
+            if any(isinstance(one, torch.Tensor) and not one.is_meta for one in tree_leaves((args, kwargs))):
                 raise RuntimeError("the weight of a packed linear layer has no memory: its module multiplies by it")
         return super().__torch_function__(func, types, args, kwargs or {})
 

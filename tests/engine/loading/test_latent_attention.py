@@ -67,6 +67,29 @@ def test_same_tokens_in_both_forms(name, expanded_from, native_kernel, monkeypat
     assert engine.core.scheduler.stats.prefix_lookups.hit_tokens
 
 
+@pytest.mark.parametrize("native_kernel", [False, True], ids=["torch", "native"])
+def test_both_forms_read_quantized_latents(native_kernel, monkeypatch):
+    """What is stored is near full precision, so that a raw reading of it would be far off."""
+    if native_kernel and native.instructions() is None:
+        pytest.skip("the native kernels are not built")
+    model, inputs = tiny("deepseek_v3"), prompts([2, 33, 64], VOCAB)
+    scores = []
+    for kv_dtype, expanded_from in (("float32", 1 << 20), ("int8", 1 << 20), ("int8", 6)):
+        monkeypatch.setattr(latent_attention, "EXPANDED_FROM", expanded_from)
+        attention = "native" if native_kernel else "torch"
+        with LLM(
+            model, dtype="float32", kv_cache_dtype="auto" if kv_dtype == "float32" else kv_dtype, attention=attention,
+            device="cpu", kv_memory="4MiB", share=False,
+        ) as llm:  # fmt: skip
+            params = SamplingParams(max_new_tokens=1, temperature=0, prompt_logprobs=0)
+            outputs = llm.generate(inputs, params, progress=False)
+        found = [one.logprob for output in outputs for one in output.prompt_logprobs if one is not None]
+        scores.append(torch.tensor(found))
+    full, absorbed, expanded = scores
+    assert (absorbed - expanded).abs().max() < 0.01
+    assert 0 < (absorbed - full).abs().mean() < 0.2, "of logits of about 10"
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_same_tokens_behind_the_host_tier(name):
     model, inputs = tiny(name), prompts([33, 34, 35, 36], VOCAB)

@@ -125,7 +125,9 @@ def test_a_packed_weight_that_is_read_raises_and_gives_no_garbage(read):
     weight = placeholder((5, 48), torch.float32)
     assert isinstance(weight, nn.Parameter) and weight.is_meta and weight.shape == (5, 48) and not weight.requires_grad
     x = torch.randn(3, 48)
-    for product in (lambda w: nn.functional.linear(x, w), lambda w: x @ w.T, lambda w: torch.mm(x, w.T)):
+    products = [lambda w: nn.functional.linear(x, w), lambda w: x @ w.T, lambda w: torch.mm(input=x, mat2=w.T)]
+    products += [lambda w: torch.cat((x, w)), lambda w: torch.einsum("tk,nk->tn", [x, w])]
+    for product in products:
         with pytest.raises(RuntimeError, match="has no memory"):
             product(read(weight))
 
