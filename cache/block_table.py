@@ -1,4 +1,4 @@
-"""Block tables: the ordered block ids of each row's sequence. There is one set of tables per group of layers."""
+"""Block tables: the ordered block ids of each row's sequence. A group of layers has one table or several per row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Index = npt.NDArray[np.int64]  # rows, positions, lengths: numpy's fastest index
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TableUpdate:
-    """New entries of one group's block tables: `tables[rows[i], slots[i]] = blocks[i]`. Plain data, never modified."""
+    """New entries of one table per row: `tables[rows[i], slots[i]] = blocks[i]`. Plain data, never modified."""
 
     rows: Index
     slots: Index
@@ -34,25 +34,78 @@ class BlockCopies:
 
 
 class BlockTables:
-    """The tables of `num_rows` rows of up to `max_blocks` blocks each. Entries beyond a row's length are undefined."""
+    """The tables of one group: `num_tables` for each of `num_rows` rows, of up to `max_blocks` blocks each.
 
-    def __init__(self, num_rows: int, max_blocks: int) -> None:
-        self.blocks = np.zeros((num_rows, max_blocks), np.int32)  # its memory pages are touched only as rows grow
+    The tables of a row have the entries from `starts` up to `lengths`: blocks before were released, as nothing reads them any
+    more. Other entries are undefined.
+    """
+
+    def __init__(self, num_rows: int, max_blocks: int, num_tables: int = 1) -> None:
+        # [table, row, slot]; its memory pages are touched only as rows grow
+        self.blocks = np.zeros((num_tables, num_rows, max_blocks), np.int32)
         self.lengths = np.zeros(num_rows, np.int64)
+        self.starts = np.zeros(num_rows, np.int64)
+
+    @property
+    def num_tables(self) -> int:
+        """Tables of a row."""
+        return len(self.blocks)
 
     def of(self, row: int) -> Int32:
-        """The blocks of `row`: a view, valid until the row changes."""
-        return self.blocks[row, : self.lengths[row]]
+        """The blocks of `row`, [num_tables, held]: a view, valid until the row changes."""
+        return self.blocks[:, row, self.starts[row] : self.lengths[row]]
+
+    def held(self, rows: Index) -> Index:
+        """Entries of each of `rows` in each of its tables."""
+        held: Index = self.lengths[rows] - self.starts[rows]
+        return held
 
     def entries(self, rows: Index) -> tuple[Index, Index]:
         """The row and slot indices of all entries of `rows`, in the order of `rows`."""
-        lengths = self.lengths[rows]
-        of_rows = np.repeat(rows, lengths)
-        return of_rows, np.arange(len(of_rows)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        starts = self.starts[rows]
+        held = self.lengths[rows] - starts
+        of_rows = np.repeat(rows, held)
+        return of_rows, np.arange(len(of_rows)) + np.repeat(starts - np.cumsum(held) + held, held)
 
     def of_all(self, rows: Index) -> Int32:
-        """The blocks of `rows`, concatenated."""
+        """The blocks of `rows`, [num_tables, entries]: concatenated by row."""
         if len(rows) == 1:
             return self.of(int(rows[0]))
-        blocks: Int32 = self.blocks[self.entries(rows)]
+        of_rows, slots = self.entries(rows)
+        blocks: Int32 = self.blocks[:, of_rows, slots]
         return blocks
+
+    def append(self, rows: Index, need: Index, blocks: Int32) -> tuple[TableUpdate, ...]:
+        """Append the next `need[i]` of `blocks` [num_tables, sum of need] to the tables of each `rows[i]` (distinct)."""
+        slots = self.lengths[rows]
+        self.lengths[rows] = slots + need
+        if blocks.shape[1] != len(rows) or not need.all():  # not one block per row, as in decoding
+            rows = np.repeat(rows, need)
+            ends = np.cumsum(need)  # end of each row's part of `blocks`
+            slots = np.repeat(slots - ends + need, need) + np.arange(blocks.shape[1])
+        self.blocks[:, rows, slots] = blocks
+        return tuple([TableUpdate(rows, slots, of_table) for of_table in blocks])
+
+    def replace(self, row: int, slots: Index, blocks: Int32) -> tuple[TableUpdate, ...]:
+        """Put `blocks` [num_tables, len(slots)] into the `slots` of `row`."""
+        self.blocks[:, row, slots] = blocks
+        return tuple([TableUpdate(np.full(len(slots), row), slots, of_table) for of_table in blocks])
+
+    def release(self, rows: Index) -> None:
+        """Empty the tables of `rows`."""
+        self.lengths[rows] = 0
+        self.starts[rows] = 0
+
+
+NO_UPDATE = TableUpdate(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int32))
+
+
+def merged(updates: list[tuple[TableUpdate, ...]]) -> tuple[TableUpdate, ...]:
+    """Concatenate updates, in the order in which they happened, into one update per table."""
+    updates = [update for update in updates if update]
+    if len(updates) <= 1:
+        return updates[0] if updates else ()
+    return tuple(
+        TableUpdate(*(np.concatenate([getattr(u, name) for u in of_table]) for name in ("rows", "slots", "blocks")))
+        for of_table in zip(*updates, strict=True)
+    )

@@ -1,6 +1,7 @@
 """Sizes of a model's KV cache: conversions between model shape, bytes, blocks and extents.
 
-A block holds `block_size` tokens of K and V of all layers, contiguously. With equal layers it is
+A block holds `block_size` tokens of K and V of all layers, contiguously. If some layers read only a part of a sequence
+(layer_groups.py), it holds those of the layers of one table, and all tables' blocks have one stride. With equal layers it is
 
     [num_layers, 2 (K, V), block_size, num_kv_heads, head_dim]
 
@@ -27,12 +28,15 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any, Self
 
+from .layer_groups import LayerGroup, most_slots_in, pages_to_hold, split_into_tables
+
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 SCALED = ("int8", "float8_e4m3fn")  # element types that stand for themselves times a scale
 SCALE_BYTES = 2  # a float16
 ALIGNMENT = 64  # bytes; where a piece may begin
 PAGE_BYTES = 4096
 EXTENT_TARGET_BYTES = 32 << 20
+MOST_WINDOW = 1 << 40  # tokens; more than any sequence has
 MOST_LAYERS = 4096  # of a model; the deepest models have a few hundred
 _MOST_SIZE = 1 << 20  # of heads, and of their elements
 
@@ -46,15 +50,18 @@ class LayerShape:
     """One layer's K and V for one token: `[num_kv_heads, k_dim]` and `[num_kv_heads, v_dim]`.
 
     `shares` is the layer from which this one reads K and V instead of having its own. 0 heads: a layer without attention.
-    `v_in_k` says that V is the first `v_dim` elements of K, so that only K is stored.
+    `v_in_k` says that V is the first `v_dim` elements of K, so that only K is stored. `window` and `chunked` are those of the
+    layer's group, `table` the number of the block table with its blocks, among those of all groups.
     """
 
     num_kv_heads: int
     k_dim: int
     v_dim: int
-    group: int = 0
+    table: int = 0
     shares: int | None = None
     v_in_k: bool = False
+    window: int | None = None
+    chunked: bool = False
 
     @property
     def stored_dims(self) -> tuple[int, ...]:
@@ -87,8 +94,9 @@ class Geometry:
             raise GeometryError(f"granule_bytes must be a power of two from {ALIGNMENT}, got {self.granule_bytes}")
         for index, layer in enumerate(self.layers):
             _check_layer(self.layers, index, layer)
-        if not self.block_bytes:
+        if not self.kv_bytes_per_token:
             raise GeometryError("no layer has K and V of its own: there is nothing to cache")
+        _check_tables(self._own)
 
     @classmethod
     def from_config(
@@ -100,12 +108,15 @@ class Geometry:
         granule_bytes: int = PAGE_BYTES,
         extent_target_bytes: int = EXTENT_TARGET_BYTES,
         latents: bool = True,
+        max_tokens: int | None = None,
     ) -> Self:
         """The geometry of the model described by `config`, a transformers config. Raises GeometryError.
 
-        `latents` as for `layer_shapes`.
+        `latents` as for `layer_shapes`. `max_tokens` are the most tokens of a sequence: windows that hold them are none.
         """
-        return cls(layer_shapes(config, latents=latents), block_size, dtype, granule_bytes, extent_target_bytes)
+        layers = layer_shapes(config, latents=latents)
+        tables = in_tables(layers, block_size, max_tokens)
+        return cls(tables, block_size, dtype, granule_bytes, extent_target_bytes)
 
     def with_extents(self, target_bytes: int) -> Self:
         """The same blocks in extents of at most `target_bytes` (or of one block). The stride may differ."""
@@ -126,20 +137,49 @@ class Geometry:
     @cached_property
     def kv_bytes_per_token(self) -> int:
         """Bytes of one token's K and V in all layers, with their scales."""
-        own = [layer for layer in self.layers if layer.shares is None]
-        elements = sum(layer.num_kv_heads * sum(layer.stored_dims) for layer in own)
-        scales = sum(layer.num_kv_heads * len(layer.stored_dims) for layer in own) if self.has_scales else 0
-        return elements * self.itemsize + scales * SCALE_BYTES
+        return sum(map(self.token_bytes, self._own))
+
+    def token_bytes(self, layer: LayerShape) -> int:
+        """Bytes of one token's K and V in one layer of its own, with their scales."""
+        scales = len(layer.stored_dims) * SCALE_BYTES if self.has_scales else 0
+        return layer.num_kv_heads * (sum(layer.stored_dims) * self.itemsize + scales)
+
+    @cached_property
+    def block_bytes(self) -> int:
+        """Bytes of K and V in a block, without padding; if tables differ, in one of the table with the most."""
+        of_tables = [0] * self.num_tables
+        for layer in self._own:
+            of_tables[layer.table] += self.token_bytes(layer)
+        return self.block_size * max(of_tables)
+
+    @cached_property
+    def _own(self) -> tuple[LayerShape, ...]:
+        """The layers with K and V of their own."""
+        return tuple(layer for layer in self.layers if layer.shares is None and layer.num_kv_heads)
+
+    # --- groups of layers
+
+    @cached_property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        """The groups of layers, in the order of their tables."""
+        tables = {layer.table: (layer.window, layer.chunked) for layer in self._own}
+        return tuple(
+            LayerGroup(len(list(run)), *kind) for kind, run in groupby(tables[table] for table in sorted(tables))
+        )
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes of K and V in a block, without padding."""
-        return self.block_size * self.kv_bytes_per_token
+    def num_tables(self) -> int:
+        """Block tables of a sequence: those of all groups."""
+        return sum(group.num_tables for group in self.groups)
+
+    def layers_of(self, group: LayerGroup) -> tuple[LayerShape, ...]:
+        """The layers of `group` with K and V of their own."""
+        return tuple(layer for layer in self._own if (layer.window, layer.chunked) == (group.window, group.chunked))
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes from a block's start to the end of its last piece: what a copy has to transfer."""
-        return self._scale_layout[1] if self.has_scales else self._layout[1]
+        """Bytes from a block's start to the end of its last piece, in the longest table: what a copy has to transfer."""
+        return max((self._scale_layout if self.has_scales else self._layout)[1])
 
     @property
     def block_stride(self) -> int:
@@ -187,9 +227,23 @@ class Geometry:
         """Bytes of one extent: a whole number of granules."""
         return self.block_stride * self.blocks_per_extent
 
-    def blocks_for_tokens(self, num_tokens: int) -> int:
-        """Blocks that one sequence of `num_tokens` needs."""
+    def slots_for_tokens(self, num_tokens: int) -> int:
+        """Entries of a block table for `num_tokens`."""
         return _ceil(num_tokens, self.block_size)
+
+    def blocks_for_tokens(self, num_tokens: int) -> int:
+        """Blocks that one sequence of `num_tokens` holds in all tables, once its last token is computed."""
+        return pages_to_hold(self.groups, self.slots_for_tokens(num_tokens), self.block_size)
+
+    def blocks_for_chunk(self, num_tokens: int) -> int:
+        """Blocks beyond `blocks_for_tokens` that a chunk of a prompt needs, so long as it is computed: those of windows."""
+        windows = sum(group.num_tables for group in self.groups if group.window is not None)
+        return windows * self.slots_for_tokens(num_tokens)
+
+    def tokens_in_blocks(self, num_blocks: int, most: int) -> int:
+        """Tokens, up to `most`, of the longest sequence that `num_blocks` hold, in whole blocks."""
+        slots = most_slots_in(self.groups, num_blocks, self.block_size, self.slots_for_tokens(most))
+        return min(most, slots * self.block_size)
 
     def extents_for_blocks(self, num_blocks: int) -> int:
         """The fewest extents that hold `num_blocks`, including the null block."""
@@ -211,36 +265,36 @@ class Geometry:
         return max(0, num_blocks - 1)
 
     @cached_property
-    def _layout(self) -> tuple[tuple[tuple[int, int], ...], int]:
-        """((K, V) offsets per layer in elements, bytes to the end of the last)."""
-        return self._laid_out(0, ALIGNMENT, self.itemsize, [layer.stored_dims for layer in self.layers])
+    def _layout(self) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
+        """((K, V) offsets per layer in elements, bytes to the end of each table's last piece)."""
+        dims = [layer.stored_dims for layer in self.layers]
+        return self._laid_out((0,) * self.num_tables, ALIGNMENT, self.itemsize, dims)
 
     @cached_property
-    def _scale_layout(self) -> tuple[tuple[tuple[int, int], ...], int]:
-        """((K, V) offsets per layer of the scales in float16 elements, bytes to the end of the last)."""
-        return self._laid_out(
-            self._layout[1], SCALE_BYTES, SCALE_BYTES, [(1,) * len(layer.stored_dims) for layer in self.layers]
-        )
+    def _scale_layout(self) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
+        """((K, V) offsets per layer of the scales in float16 elements, bytes to the end of each table's last)."""
+        dims = [(1,) * len(layer.stored_dims) for layer in self.layers]
+        return self._laid_out(self._layout[1], SCALE_BYTES, SCALE_BYTES, dims)
 
     def _laid_out(
-        self, end: int, alignment: int, itemsize: int, dims: Sequence[tuple[int, ...]]
-    ) -> tuple[tuple[tuple[int, int], ...], int]:
-        """((K, V) offsets per layer in items, bytes to the end of the last), for pieces one after the other from byte `end` on.
-
-        `dims` are the items of each layer's pieces for a token and head.
+        self, starts: tuple[int, ...], alignment: int, itemsize: int, dims: Sequence[tuple[int, ...]]
+    ) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
+        """((K, V) offsets per layer in items, bytes to the end of each table's last), for pieces one after the other from byte
+        `starts[table]` on. `dims` are the items of each layer's pieces for a token and head.
         """
         pieces: list[tuple[int, int]] = []
+        ends = list(starts)
         for layer, sizes in zip(self.layers, dims, strict=True):
             if layer.shares is not None:
                 pieces.append(pieces[layer.shares])
                 continue
             offsets = []
             for size in sizes:
-                start = _align(end, alignment)
-                end = start + self.block_size * layer.num_kv_heads * size * itemsize
+                start = _align(ends[layer.table], alignment)
+                ends[layer.table] = start + self.block_size * layer.num_kv_heads * size * itemsize
                 offsets.append(start // itemsize)
             pieces.append((offsets[0], offsets[-1]))
-        return tuple(pieces), end
+        return tuple(pieces), tuple(ends)
 
     @cached_property
     def _packing(self) -> tuple[int, int]:
@@ -270,8 +324,8 @@ def layer_shapes(config: Any, *, latents: bool = True) -> tuple[LayerShape, ...]
 
     `config` is a text config, or one that has one (`get_text_config`). Attribute names differ between families:
     aliases, per-layer lists, `per_layer_config` and `block_configs` are understood. With `latents`, layers of LATENT_TYPES
-    have one head: its K is the latent and the rotated part, its V the latent. Raises GeometryError naming the missing
-    attribute, or a layer that keeps a state other than K and V.
+    have one head: its K is the latent and the rotated part, its V the latent. All are of one table; `in_tables` splits them.
+    Raises GeometryError naming the missing attribute, or a layer that keeps a state other than K and V.
     """
     if hasattr(config, "get_text_config"):
         config = config.get_text_config(decoder=True)
@@ -282,10 +336,43 @@ def layer_shapes(config: Any, *, latents: bool = True) -> tuple[LayerShape, ...]
     views = _layer_configs(config, num_layers)
     sources = _sources(config, num_layers, types)
     latents = latents and getattr(config, "model_type", None) in LATENT_TYPES
-    shapes = [_shape(view, index, kind, latents) for index, (view, kind) in enumerate(zip(views, types, strict=True))]
+    shapes = [
+        replace(_shape(view, index, kind, latents), **_window(view, index, kind))
+        for index, (view, kind) in enumerate(zip(views, types, strict=True))
+    ]
     return tuple(
         shape if source is None else replace(shapes[source], shares=source)
         for shape, source in zip(shapes, sources, strict=True)
+    )
+
+
+def in_tables(layers: tuple[LayerShape, ...], block_size: int, max_tokens: int | None = None) -> tuple[LayerShape, ...]:
+    """`layers` with the tables that hold their K and V, those of the widest group first.
+
+    A window that holds `max_tokens` is none, nor is a chunked one that is not of whole blocks.
+    """
+    layers = tuple(
+        replace(layer, window=None, chunked=False)
+        if layer.window is not None
+        and ((max_tokens is not None and layer.window >= max_tokens) or (layer.chunked and layer.window % block_size))
+        else layer
+        for layer in layers
+    )
+    own = [index for index, layer in enumerate(layers) if layer.shares is None and layer.num_kv_heads]
+    by_group: dict[tuple[int | None, bool], list[int]] = {}
+    for index in own:
+        by_group.setdefault((layers[index].window, layers[index].chunked), []).append(index)
+    if not by_group:
+        return layers
+    groups = [by_group[kind] for kind in sorted(by_group, key=lambda kind: (-(kind[0] or MOST_WINDOW), kind[1]))]
+    sizes = [[layers[index].num_kv_heads * sum(layers[index].stored_dims) for index in group] for group in groups]
+    tables, first = dict.fromkeys(range(len(layers)), 0), 0
+    for group, of_group in zip(groups, split_into_tables(sizes), strict=True):
+        tables |= {index: first + table for index, table in zip(group, of_group, strict=True)}
+        first += of_group[-1] + 1
+    return tuple(
+        replace(layer, table=tables[index if layer.shares is None else layer.shares])
+        for index, layer in enumerate(layers)
     )
 
 
@@ -350,6 +437,19 @@ def _shape(config: Any, index: int, kind: str, latents: bool) -> LayerShape:
     head_dim = _head_dim(config, index, kind)
     v_dim = _by_kind(config, "v_head_dim", index, kind) or head_dim
     return LayerShape(_kv_heads(config, index, kind, block), head_dim, v_dim)
+
+
+# Model types without layer types that pass their `sliding_window` to the attention of all layers.
+_WINDOWED_TYPES = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
+
+
+def _window(config: Any, index: int, kind: str) -> dict[str, Any]:
+    """`window` and `chunked` of a layer. None where the config does not plainly say: more than a window is kept then."""
+    if kind == "chunked_attention":
+        window = _size(config, "attention_chunk_size", index=index)
+        return {"window": window or None, "chunked": bool(window)}
+    typed = kind == "sliding_attention" or getattr(config, "model_type", None) in _WINDOWED_TYPES
+    return {"window": (_size(config, "sliding_window", index=index) or None) if typed else None, "chunked": False}
 
 
 def _kv_heads(config: Any, index: int, kind: str, block: Any) -> int:
@@ -439,7 +539,7 @@ def _get(record: Any, name: str) -> Any:
 
 
 def _check_layer(layers: Sequence[LayerShape], index: int, layer: LayerShape) -> None:
-    if min(layer.num_kv_heads, layer.k_dim, layer.v_dim, layer.group) < 0:
+    if min(layer.num_kv_heads, layer.k_dim, layer.v_dim, layer.table) < 0:
         raise GeometryError(f"layer {index} has a negative size: {layer}")
     if layer.v_in_k and layer.v_dim > layer.k_dim:
         raise GeometryError(f"layer {index} has V of {layer.v_dim} elements within K of {layer.k_dim}")
@@ -453,10 +553,23 @@ def _check_layer(layers: Sequence[LayerShape], index: int, layer: LayerShape) ->
         raise GeometryError(f"layer {index} differs from layer {layer.shares}, but shares its K and V")
 
 
+def _check_tables(own: tuple[LayerShape, ...]) -> None:
+    tables: dict[int, tuple[int | None, bool]] = {}
+    for layer in own:
+        if tables.setdefault(layer.table, (layer.window, layer.chunked)) != (layer.window, layer.chunked):
+            raise GeometryError(f"table {layer.table} has layers of different windows: {own}")
+    if sorted(tables) != list(range(len(tables))):
+        raise GeometryError(f"the tables are numbered from 0 on without a gap, got {sorted(tables)}")
+    kinds = [kind for kind, _ in groupby(tables[table] for table in range(len(tables)))]
+    if len(set(kinds)) < len(kinds) or (None, False) in kinds[1:]:
+        raise GeometryError(f"the tables of a group follow one another, those without a window come first; got {kinds}")
+
+
 def _layer_name(layer: LayerShape) -> str:
     if layer.shares is not None:
         return f"={layer.shares}"
-    return f"{layer.num_kv_heads}x({layer.k_dim}{'>' if layer.v_in_k else '+'}{layer.v_dim})"
+    name = f"{layer.num_kv_heads}x({layer.k_dim}{'>' if layer.v_in_k else '+'}{layer.v_dim})"
+    return f"{name}@{layer.table}" if layer.table else name
 
 
 def _ceil(amount: int, unit: int) -> int:

@@ -45,11 +45,11 @@ class Swaps:
         return len(self.out_slots) > self.num_before or len(self.in_slots) > 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class HostTail:
-    """`slot` holds the last, partly filled block of the first `num_tokens` tokens of a sequence."""
+    """`slots` hold the last, partly filled block of the first `num_tokens` tokens of a sequence, one per table."""
 
-    slot: int
+    slots: Int32
     num_tokens: int
 
 
@@ -179,7 +179,7 @@ class HostTier:
         """Check that every slot is exactly one of free, findable, a tail or about to be read. Raises AssertionError."""
         free = self._free[: self.num_free].tolist()
         read = [slot for slots, _ in self._ins for slot in slots.tolist()]
-        held = [*findable.tolist(), *(tail.slot for tail in self.tails.values()), *read]
+        held = [*findable.tolist(), *(slot for tail in self.tails.values() for slot in tail.slots.tolist()), *read]
         assert len({*free, *held}) == len(free) + len(held) == self.num_slots, "a slot is lost, or twice in use"
         assert not self._leaving[free].any(), "a copy to a free slot is queued"
         assert not self._leaving[read].any(), "a slot is to be read and written"

@@ -17,25 +17,30 @@ preempted sequence therefore swaps the sequence out, as far as its space is need
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ..allocator.blocks import BlockAllocator, BlockIds
 from ..allocator.errors import NoFreeBlocks
 from ..allocator.pool_view import PoolView
-from .block_table import BlockCopies, BlockTables, Index, Int32, TableUpdate
+from .block_table import NO_UPDATE, BlockCopies, BlockTables, Index, Int32, TableUpdate, merged
 from .eviction import Lru, PolicyFactory
+from .layer_groups import LayerGroup, most_slots_in, pages_to_hold
 from .prefix_hash import Chain, NullHasher, PrefixHasher
 from .prefix_index import PrefixHit, PrefixIndex
+from .prefix_tree import NONE
 from .resizing import PoolResizer
 from .reuse_density import ReuseDensity
 from .swapping import Swapping
+from .window_pages import WindowPages
 
 # Of a full pool each decode step evicts a few blocks. An eviction takes some 0.2 ms, however few they are, so it is done
 # for several steps at once.
 _EVICTED_SHARE = 64
+_NODES_PER_BLOCK = 4  # of the index, where nodes have no bytes
+_ANCHORS_PER_EXTENT = 1024  # an allocation looks at one extent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,41 +70,67 @@ class CacheManager:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, num_rows: int, max_tokens: int, *, num_groups: int = 1,
-        blocks_per_extent: int | None = None, mapped: Iterable[int] | None = None,
-        hasher: PrefixHasher | None = None, eviction: PolicyFactory = ReuseDensity,
-        max_cached_blocks: int | None = None, host_slots: int = 0,
+        self, num_blocks: int, block_size: int, num_rows: int, max_tokens: int, *,
+        groups: Sequence[LayerGroup] = (LayerGroup(),), blocks_per_extent: int | None = None,
+        mapped: Iterable[int] | None = None, hasher: PrefixHasher | None = None,
+        eviction: PolicyFactory = ReuseDensity, max_cached_blocks: int | None = None, host_slots: int = 0,
     ) -> None:  # fmt: skip
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1 token, got {block_size}")
-        if hasher is not None and (num_groups > 1 or hasher.block_size != block_size):
+        if hasher is not None and hasher.block_size != block_size:
             raise ValueError(
-                f"prefixes are cached in one group of blocks as large as the hasher's ({hasher.block_size} tokens), "
-                f"not in {num_groups} of {block_size}"
+                f"prefixes are cached in blocks as large as the hasher's ({hasher.block_size} tokens), not {block_size}"
             )
         if host_slots and hasher is None:
             raise ValueError("a host tier keeps what the prefix cache finds again: it needs a hasher")
         if max_cached_blocks is not None and (hasher is None or max_cached_blocks < 0):
             raise ValueError(f"max_cached_blocks bounds a prefix cache, which needs a hasher, got {max_cached_blocks}")
         self.block_size = block_size
+        self.groups = tuple(groups)
         self._shape = (num_blocks, block_size, num_rows, max_tokens)
         self._blocks_per_extent = blocks_per_extent
-        in_pool = (num_blocks - 1) // num_groups * block_size
-        self.max_tokens = min(max_tokens, in_pool + 1)  # of one row; the newest token needs no slot in the cache yet
+        most_slots = most_slots_in(self.groups, num_blocks - 1, block_size, -(-max_tokens // block_size))
+        # Of one row; the newest token needs no slot in the cache yet.
+        self.max_tokens = min(max_tokens, most_slots * block_size + 1)
         self._allocator = BlockAllocator(num_blocks, blocks_per_extent=blocks_per_extent, mapped=mapped)
         self.pool: PoolView = self._allocator
-        self.tables = tuple(BlockTables(num_rows, -(-self.max_tokens // block_size)) for _ in range(num_groups))
+        self._make_tables(num_rows, -(-self.max_tokens // block_size))
         self._eviction = eviction
         self._bytes_at = np.arange(num_blocks, dtype=np.int32)  # where a block's bytes are until the next plan is done
         self._committed = np.zeros(num_rows, np.int64)  # blocks of each row that are findable, or never will be
+        slots = host_slots + (host_slots > 0)  # slot 0 is never used
         self.index = PrefixIndex(
-            hasher or NullHasher(block_size), num_blocks, Lru if hasher is None else eviction,
-            num_slots=host_slots + (host_slots > 0), host_eviction=Lru,  # slot 0 is never used
-            capacity=0 if hasher is None else None,
+            hasher or NullHasher(block_size), self._anchors.num_blocks, Lru if hasher is None else eviction,
+            num_slots=slots, host_eviction=Lru, groups=[group for group, _ in self._others], num_pages=num_blocks,
+            capacity=0 if hasher is None else min(self._anchors.num_blocks, _NODES_PER_BLOCK * num_blocks) + slots,
         )  # fmt: skip
-        self.swapping = Swapping(self.index, self._allocator, host_slots, self._bytes_at, max_cached_blocks)
+        self.swapping = Swapping(
+            self.index, self._allocator, self._anchors, host_slots, self._bytes_at, max_cached_blocks
+        )
         self.host = self.swapping.host
-        self.resizer = PoolResizer(self._allocator, self.tables, self.index, self.swapping, self._bytes_at)
+        self.resizer = PoolResizer(
+            self._allocator, self.tables, self.index, self.swapping, self._bytes_at, self._anchors is self._allocator
+        )
+
+    def _make_tables(self, num_rows: int, max_slots: int) -> None:
+        """The tables of the anchor, of which the index has a node for each block, and of the other groups."""
+        first, *others = self.groups
+        if first.window is None:
+            self._anchors = self._allocator
+            if first.num_tables > 1:
+                others = [replace(first, num_tables=first.num_tables - 1), *others]
+        else:  # no layer reads all tokens: nodes are places without bytes, as many as all rows and the cache can need
+            others = [first, *others]
+            extents = -(-(1 + num_rows * max_slots + _NODES_PER_BLOCK * self.pool.num_blocks) // _ANCHORS_PER_EXTENT)
+            self._anchors = BlockAllocator(extents * _ANCHORS_PER_EXTENT, blocks_per_extent=_ANCHORS_PER_EXTENT)
+        self._anchor = BlockTables(num_rows, max_slots)
+        self._others = tuple((group, BlockTables(num_rows, max_slots, group.num_tables)) for group in others)
+        self._all_tables = (self._anchor, *(table for _, table in self._others))
+        self._all_groups = (LayerGroup(), *others)
+        tables = [table for _, table in self._others]
+        self.tables = tuple([self._anchor, *tables] if self._anchors is self._allocator else tables)
+        self.num_tables = sum(table.num_tables for table in self.tables)
+        self.num_full_tables = sum(group.num_tables for group in self.groups if group.window is None)
 
     def rebuilt(self, mapped: Iterable[int] | None = None) -> CacheManager:
         """A new, empty manager of the same pool, to replace this one after an error in its bookkeeping.
@@ -111,7 +142,7 @@ class CacheManager:
         else:
             extents = self.pool.mapped_extents.tolist() if mapped is None else mapped
         return CacheManager(
-            *self._shape, num_groups=len(self.tables), blocks_per_extent=self._blocks_per_extent, mapped=extents,
+            *self._shape, groups=self.groups, blocks_per_extent=self._blocks_per_extent, mapped=extents,
             hasher=self.index.hasher if self.index.capacity else None, eviction=self._eviction,
             max_cached_blocks=self.swapping.max_cached_blocks, host_slots=self.host.capacity,
         )  # fmt: skip
@@ -119,61 +150,198 @@ class CacheManager:
     @property
     def shared(self) -> int:
         """Blocks saved by sharing: table entries minus distinct live blocks."""
-        return int(sum(table.lengths.sum() for table in self.tables)) - self.pool.counts().live
+        held = sum(int(table.lengths.sum() - table.starts.sum()) * table.num_tables for table in self.tables)
+        return held - self.pool.counts().live
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks in all groups together that a sequence of `tokens` tokens holds."""
-        return -(-tokens // self.block_size) * len(self.tables)
+        """Blocks in all tables together that a sequence of `tokens` tokens holds, once the last of them is computed."""
+        return pages_to_hold(self.groups, -(-tokens // self.block_size), self.block_size)
+
+    def blocks_for_all(self, tokens: Index) -> Index:
+        """`blocks_for` each of `tokens`."""
+        slots = -(-tokens // self.block_size)
+        blocks = np.zeros(len(tokens), np.int64)
+        for group in self.groups:
+            most = group.most_slots(self.block_size)
+            blocks += group.num_tables * (slots if most is None else np.minimum(slots, most))
+        return blocks
+
+    @property
+    def slots_of_rows(self) -> Index:
+        """The blocks of tokens that the tables of each row reach. Read-only."""
+        return self._anchor.lengths
 
     def short(self, rows: Index, upto: Index) -> Index:
         """The `rows` with tables that do not reach `upto[i]` tokens."""
-        return rows[upto > self.tables[0].lengths[rows] * self.block_size]
+        return rows[upto > self._anchor.lengths[rows] * self.block_size]
 
-    def extend(self, rows: Index, upto: Index, hit: PrefixHit | None = None) -> Extension | None:
-        """Extend the tables of `rows` (distinct) to cover `upto[i]` tokens each; None, and no change, if blocks are short.
-
-        `hit` is the prefix of a row that is being admitted: the contents of its slots are not evicted.
-        """
+    def extend(self, rows: Index, upto: Index) -> Extension | None:
+        """Extend the tables of `rows` (distinct) to cover `upto[i]` tokens each; None, and no change, if blocks are short."""
         wanted = (upto + (self.block_size - 1)) // self.block_size
-        needs = [np.maximum(wanted - table.lengths[rows], 0) for table in self.tables]
+        return self._extend(self._all_tables, rows, wanted)
+
+    def _extend(
+        self, tables: Sequence[BlockTables], rows: Index, wanted: Index, hit: PrefixHit | None = None
+    ) -> Extension | None:
+        """Extend `tables` of `rows` to `wanted[i]` entries; None, and no change, if blocks are short."""
+        needs = [np.maximum(wanted - table.lengths[rows], 0) for table in tables]
         totals = [int(need.sum()) for need in needs]
+        counts = [table.num_tables * total for table, total in zip(tables, totals, strict=True)]
+        no_bytes = counts[0] if self._is_apart(tables[0]) else 0
         try:
-            blocks = self._allocate(sum(totals), hit)
+            blocks = self._allocate(sum(counts) - no_bytes, hit)
         except NoFreeBlocks:
             return None
-        updates, first = [], 0
-        for table, need, total in zip(self.tables, needs, totals, strict=True):
-            updates.append(_append(table, rows, need, blocks[first : first + total]))
-            first += total
-        return Extension(tuple(updates))
+        anchors = self._anchors.allocate(no_bytes) if no_bytes else blocks[:0]
+        changed, first = {}, 0
+        for table, need, total, count in zip(tables, needs, totals, counts, strict=True):
+            if self._is_apart(table):
+                table.append(rows, need, anchors[None])
+                continue
+            own = blocks[first : first + count].reshape(table.num_tables, total)
+            changed[id(table)] = table.append(rows, need, own)
+            first += count
+        return Extension(self._updates(changed))
+
+    def _updates(self, changed: dict[int, tuple[TableUpdate, ...]]) -> tuple[TableUpdate, ...]:
+        """The updates of all tables, from those of the groups that have some."""
+        updates: list[TableUpdate] = []
+        for table in self.tables:
+            updates += changed.get(id(table), (NO_UPDATE,) * table.num_tables)
+        return tuple(updates)
+
+    def _is_apart(self, table: BlockTables) -> bool:
+        """Whether the entries of `table` are places without bytes."""
+        return table is self._anchor and self._anchors is not self._allocator
+
+    # -- groups that read a part of a sequence -----------------------------------------------------------------------
+
+    def release_passed(self, rows: Index, computed: Index) -> None:
+        """Release the blocks of `rows` that no token from `computed[i]` on reads. They stay findable until evicted."""
+        for window, (group, table) in zip(self.index.windows, self._others, strict=True):
+            if group.window is None:
+                continue
+            starts = group.first_read(computed) // self.block_size
+            before = table.starts[rows]
+            behind = np.flatnonzero(starts > before)
+            if len(behind):
+                self._release_entries(window, table, rows[behind], before[behind], starts[behind])
+        self.swapping.trim()
+
+    def _release_entries(
+        self, window: WindowPages, table: BlockTables, rows: Index, starts: Index, ends: Index
+    ) -> None:
+        """Release the entries of `rows` from `starts[i]` to `ends[i]`, with which their tables begin."""
+        held = ends - starts
+        if len(rows) == 1:
+            blocks = table.blocks[:, int(rows[0]), int(starts[0]) : int(ends[0])]
+        else:
+            slots = np.arange(int(held.sum())) + np.repeat(starts - np.cumsum(held) + held, held)
+            blocks = table.blocks[:, np.repeat(rows, held), slots]
+        table.starts[rows] = ends
+        if len(self._allocator.release(blocks.ravel())):
+            self._wait_for_eviction(window, blocks, passed=True)
+
+    def _wait_for_eviction(self, window: WindowPages, blocks: Int32, passed: bool) -> None:
+        """Queue those of the released `blocks` [tables, n] that are findable and have no reference."""
+        nodes = np.unique(window.blocks[0].node_at[blocks[0]]).astype(np.int64)
+        nodes = nodes[nodes != NONE]
+        nodes = nodes[self.pool.references(window.blocks[0].of_node[nodes]) == 0]
+        window.mark_evictable(nodes, passed)
+
+    def reach(self, row: int, upto: int, room: int) -> tuple[int, tuple[TableUpdate, ...]]:
+        """Extend the tables of windows of `row` for a chunk that ends at `upto` tokens, or before.
+
+        Of more than one entry, at most `room` blocks are taken. Returns the tokens that the tables reach, at most `upto`, and
+        the table entries. The tables without a window have theirs from the row's admission on.
+        """
+        tables = [table for table in self._all_tables if table.lengths[row] * self.block_size < upto]
+        if not tables:
+            return upto, ()
+        pages = sum(table.num_tables for table in tables)
+        have = int(tables[0].lengths[row])  # of all of them: they were extended together
+        more = min(self.pool.available, max(room, pages)) // pages
+        wanted = min(-(-upto // self.block_size), have + more)
+        if wanted == have:
+            return have * self.block_size, ()
+        extension = self._extend(tables, np.array([row]), np.array([wanted]))
+        assert extension is not None, "so many blocks were available"
+        return min(upto, wanted * self.block_size), extension.tables
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether a group reads a part of a sequence only, so that `release_passed` and `reach` have something to do."""
+        return any(group.window is not None for group in self.groups)
+
+    def can_fork(self, parent: int, num_tokens: int) -> bool:
+        """Whether row `parent` still holds what a row that shares its first `num_tokens` tokens reads."""
+        return all(
+            table.starts[parent] * self.block_size <= group.first_read(num_tokens) for group, table in self._others
+        )
+
+    def shared_by_fork(self, num_tokens: int) -> int:
+        """The blocks that `fork` shares."""
+        full = num_tokens // self.block_size
+        return sum(
+            table.num_tables * (full - group.first_read(num_tokens) // self.block_size)
+            for table, group in zip(self._all_tables, self._all_groups, strict=True)
+            if not self._is_apart(table)
+        )
 
     def fork(self, parent: int, child: int, num_tokens: int, upto: int | None = None) -> Extension | None:
         """Share the first `num_tokens` tokens of row `parent` with row `child` (empty), and make room for `upto` (None:
-        no more).
+        no more) in the tables without a window.
 
         Full blocks are shared; a partly filled block is copied. Returns None, and changes nothing, if blocks are short.
-        The parent's tokens must be computed by plans that are done.
+        The parent's tokens must be computed by plans that are done, and `can_fork` must hold.
         """
         full, rest = divmod(num_tokens, self.block_size)
-        num_fresh = self.blocks_for(num_tokens if upto is None else upto) // len(self.tables) - full
-        try:
-            fresh = self._allocate(num_fresh * len(self.tables)).reshape(len(self.tables), num_fresh)
-        except NoFreeBlocks:
+        slots = -(-max(num_tokens, upto or 0) // self.block_size)
+        if self._to_extend(slots - full, bool(rest)) > self.pool.available:
             return None
-        updates, sources = [], []
-        for table, own in zip(self.tables, fresh, strict=True):
-            blocks = table.of(parent)[: full + bool(rest)].copy()
-            self._allocator.retain(blocks[:full])
-            sources.append(blocks[full:])
-            blocks = np.append(blocks[:full], own)
-            updates.append(_append(table, np.array([child]), np.array([len(blocks)]), blocks))
+        shared: dict[int, tuple[TableUpdate, ...]] = {}
+        for table, group in zip(self._all_tables, self._all_groups, strict=True):
+            first = group.first_read(num_tokens) // self.block_size
+            blocks = table.blocks[:, parent, first:full].copy()
+            (self._anchors if table is self._anchor else self._allocator).retain(blocks.ravel())
+            table.starts[child] = table.lengths[child] = first
+            shared[id(table)] = table.append(np.array([child]), np.array([full - first]), blocks)
+        extension = self._extend_new(child, slots, full + bool(rest))
         self._committed[child] = min(int(self._committed[parent]), full)
-        copies = BlockCopies(self._bytes_at[np.concatenate(sources)], fresh[:, 0].copy()) if rest else None
-        return Extension(tuple(updates), copies, num_computed=num_tokens)
+        copies = None
+        if rest:
+            pairs = [(t.blocks[:, parent, full], t.blocks[:, child, full]) for t in self.tables]
+            sources, targets = (np.concatenate(side) for side in zip(*pairs, strict=True))
+            copies = BlockCopies(self._bytes_at[sources], targets)
+        return Extension(merged([self._updates(shared), extension]), copies, num_computed=num_tokens)
+
+    def _to_extend(self, slots: int, slots_of_windows: int) -> int:
+        """Blocks for so many more entries of a row, in the tables without a window and in those with one."""
+        return sum(
+            table.num_tables * (slots if group.window is None else slots_of_windows)
+            for table, group in zip(self._all_tables, self._all_groups, strict=True)
+            if not self._is_apart(table)
+        )
+
+    def _extend_new(
+        self, row: int, slots: int, slots_of_windows: int, hit: PrefixHit | None = None
+    ) -> tuple[TableUpdate, ...]:
+        """Extend the tables of a new `row` to `slots` entries, those of windows to fewer. There must be enough blocks."""
+        updates = []
+        for table, group in zip(self._all_tables, self._all_groups, strict=True):
+            wanted = np.array([slots if group.window is None else slots_of_windows])
+            extension = self._extend([table], np.array([row]), wanted, hit)
+            assert extension is not None, "enough blocks were available"
+            updates.append(extension.tables)
+        return merged(updates)
+
+    # -- what rows hold ----------------------------------------------------------------------------------------------
 
     def held_blocks(self, rows: Index) -> Index:
         """Blocks in the tables of each of `rows`, all groups together."""
-        held: Index = sum((table.lengths[rows] for table in self.tables), np.zeros(len(rows), np.int64))
+        held = np.zeros(len(rows), np.int64)
+        for table in self.tables:
+            held += table.held(rows) * table.num_tables
         return held
 
     def sole_blocks(self, rows: Index) -> Index:
@@ -182,21 +350,33 @@ class CacheManager:
             return self.held_blocks(rows)
         sole = np.zeros(len(rows), np.int64)
         for table in self.tables:
-            lengths = table.lengths[rows]
-            alone = self.pool.references(table.of_all(rows)) == 1
-            sole += np.bincount(np.repeat(np.arange(len(rows)), lengths), alone, len(rows)).astype(np.int64)
+            of_rows = np.repeat(np.arange(len(rows)), table.held(rows))
+            for blocks in table.of_all(rows):
+                sole += np.bincount(of_rows, self.pool.references(blocks) == 1, len(rows)).astype(np.int64)
         return sole
+
+    def sole_tokens(self, rows: Index, computed: Index) -> Index:
+        """Of the `computed[i]` tokens of each of `rows`, those in blocks that no other row holds."""
+        if not self.shared:
+            return computed
+        of_rows = np.repeat(np.arange(len(rows)), self._anchor.held(rows))
+        shared = np.bincount(of_rows, self._anchors.references(self._anchor.of_all(rows)[0]) > 1, len(rows))
+        return np.maximum(computed - shared.astype(np.int64) * self.block_size, 0)
 
     def release(self, rows: Index) -> None:
         """Release the blocks of `rows` (distinct) and empty their tables."""
-        for table in self.tables:
+        blocks = self._anchor.of_all(rows)[0]
+        evictable = self._anchors.release(blocks)
+        for i in self.swapping.demotion.sample(len(rows)):
+            self.swapping.demotion.left(self._anchor.of(int(rows[i]))[0])
+        if len(evictable):
+            self.index.mark_evictable(evictable if len(rows) == 1 else _in_order(evictable, blocks))
+        self._anchor.release(rows)
+        for window, (_, table) in zip(self.index.windows, self._others, strict=True):
             blocks = table.of_all(rows)
-            evictable = self._allocator.release(blocks)
-            for i in self.swapping.demotion.sample(len(rows)):
-                self.swapping.demotion.left(table.of(int(rows[i])))
-            if len(evictable):
-                self.index.mark_evictable(evictable if len(rows) == 1 else _in_order(evictable, blocks))
-            table.lengths[rows] = 0
+            if len(self._allocator.release(blocks.ravel())):
+                self._wait_for_eviction(window, blocks, passed=False)
+            table.release(rows)
         self._committed[rows] = 0
         self.swapping.trim()
 
@@ -211,88 +391,183 @@ class CacheManager:
         return self.swapping.worth_promoting(self.index.lookup(chain, max_tokens))
 
     def needed(self, upto: int, hit: PrefixHit) -> int:
-        """Blocks that `admit` takes from `available`: new blocks, and found blocks without references."""
-        evictable = np.count_nonzero(self.pool.references(hit.blocks) == 0) if len(hit.blocks) else 0
-        return self.blocks_for(upto) - len(hit.blocks) + int(evictable)
+        """Blocks that `admit` and the chunk after it take from `available`: new ones, and found ones without references."""
+        return self.blocks_for(upto) - self._found_in_use(hit)
+
+    def _found_in_use(self, hit: PrefixHit) -> int:
+        """The blocks of `hit` that other rows hold."""
+        if not hit.num_tokens:
+            return 0
+        found = 0
+        if self._anchors is self._allocator:
+            found = int(np.count_nonzero(self.pool.references(hit.blocks)))
+        for window in self.index.windows:
+            nodes = self.index.read_next(window, hit.nodes)
+            nodes = nodes[window.have(nodes, on_host=False)]
+            found += int(np.count_nonzero(self.pool.references(window.blocks_of(nodes).ravel())))
+        return found
 
     def admit(self, row: int, upto: int, hit: PrefixHit, name: str = "") -> Extension | None:
         """Assign `hit` to `row` (empty) and extend it to `upto` tokens; None, and no change, if blocks are short.
 
-        The tail kept for `name` is swapped in too, if it follows the tokens found. After a successful admission nothing
-        is kept for `name` any more.
+        The tables of windows are extended by `reach`, chunk by chunk. The tail kept for `name` is swapped in too, if it
+        follows the tokens found. After a successful admission nothing is kept for `name` any more.
         """
         if self.needed(upto, hit) > self.pool.available:
             return None
         owed, returns = self.host.num_owed, self.swapping.stop_waiting(name)
-        tables = self._assign(row, upto, hit)
-        num_tail = self.swapping.admitted(name, hit, self.tables[0].blocks[row], returns)
-        waits = self.host.num_owed > owed or self.host.is_arriving(hit.blocks)
+        num_tail = self.swapping.tail_behind(name, hit)
+        tables = self._assign(row, upto, hit, num_tail)
+        blocks = self._anchor.blocks[0, row]
+        self.swapping.admitted(hit, blocks, returns)
+        full = len(hit.nodes)
+        tail = [table.blocks[:, row, full] for table in self.tables] if num_tail else [blocks[:0]]
+        self.swapping.take_tail(name, np.concatenate(tail))
+        waits = self.host.num_owed > owed or self._is_arriving(row, full)
         return Extension(tables, num_computed=hit.num_tokens + num_tail, waits=waits)
 
-    def _assign(self, row: int, upto: int, hit: PrefixHit) -> tuple[TableUpdate, ...]:
+    def _is_arriving(self, row: int, full: int) -> bool:
+        """Whether the next plan copies to one of the first `full` blocks of `row`."""
+        return any(
+            self.host.is_arriving(table.blocks[:, row, int(table.starts[row]) : full].ravel()) for table in self.tables
+        )
+
+    def _assign(self, row: int, upto: int, hit: PrefixHit, num_tail: int) -> tuple[TableUpdate, ...]:
         """Assign `hit` to `row` (empty), with room for `upto` tokens; there must be enough blocks. Returns the table
         entries.
         """
         one = np.array([row])
-        found: tuple[TableUpdate, ...] = ()
-        num_blocks, num_slots = len(hit.blocks), len(hit.slots)
+        num_nodes, num_blocks = len(hit.nodes), len(hit.blocks)
+        self.index.keep_branch(hit)
+        changed: dict[int, tuple[TableUpdate, ...]] = {}
         if num_blocks:
-            taken = self._allocator.retain(hit.blocks)
+            taken = self._anchors.retain(hit.blocks)
             if len(taken):
                 self.index.mark_used(taken)
-            found = (_append(self.tables[0], one, np.array([num_blocks]), hit.blocks),)
-        extension = self.extend(one, np.array([upto]), hit)
-        assert extension is not None, "enough blocks were available"
-        if hit.num_tokens:
-            if num_slots:
-                self.swapping.promote(hit.slots, self.tables[0].blocks[row, num_blocks : num_blocks + num_slots])
+            changed[id(self._anchor)] = self._anchor.append(one, np.array([num_blocks]), hit.blocks[None])
+        read = [self.index.read_next(window, hit.nodes) for window in self.index.windows]
+        there = [window.have(nodes, on_host=False) for window, nodes in zip(self.index.windows, read, strict=True)]
+        for window, nodes, on_device in zip(self.index.windows, read, there, strict=True):
+            self._allocator.retain(window.blocks_of(nodes[on_device]).ravel())
+            window.mark_used(nodes[on_device])
+        returning = []
+        for window, (_, table), nodes, on_device in zip(self.index.windows, self._others, read, there, strict=True):
+            fresh = self._allocate(table.num_tables * int(np.count_nonzero(~on_device)), hit)
+            blocks = np.empty((table.num_tables, len(nodes)), np.int32)
+            blocks[:, on_device] = window.blocks_of(nodes[on_device])
+            blocks[:, ~on_device] = fresh.reshape(table.num_tables, -1)
+            table.starts[row] = table.lengths[row] = num_nodes - len(nodes)
+            changed[id(table)] = table.append(one, np.array([len(nodes)]), blocks)
+            returning.append((window, nodes[~on_device], blocks[:, ~on_device]))
+        slots = -(-upto // self.block_size)
+        extension = self._extend_new(row, slots, num_nodes + bool(num_tail), hit)
+        if len(hit.slots):
+            self.swapping.promote(hit.slots, self._anchor.blocks[0, row, num_blocks:num_nodes])
+        for window, nodes, blocks in returning:
+            if len(nodes):
+                self.swapping.promote_pages(window, nodes, blocks)
+        if num_nodes:
             self.index.accept(hit)
-            self._committed[row] = num_blocks + num_slots
-        return merged([found, extension.tables])
+            self._committed[row] = num_nodes
+        if self._is_apart(self._anchor):
+            changed.pop(id(self._anchor), None)
+        return merged([self._updates(changed) if num_nodes else (), extension])
 
-    def commit(self, row: int, chain: Chain, num_tokens: int) -> tuple[TableUpdate, ...]:
+    def commit(self, row: int, chain: Chain, num_tokens: int, is_prompt: bool = False) -> tuple[TableUpdate, ...]:
         """Make the full blocks of `row`'s first `num_tokens` tokens findable.
 
-        These tokens are computed, and are those of `chain`. Returns the changed table entries.
+        These tokens are computed, and are those of `chain`; `is_prompt`: they are all of a prompt, which may come again.
+        Returns the changed table entries.
         """
-        full, first = num_tokens // self.block_size, int(self._committed[row])
+        updates = self._commit(row, chain, num_tokens // self.block_size)
+        if is_prompt and self.has_windows:
+            self._keep_end(row, num_tokens)
+        return updates
+
+    def _keep_end(self, row: int, num_tokens: int) -> None:
+        """Keep the pages that the last of `num_tokens` tokens of `row` reads, and the first block of tokens behind them."""
+        full = min(num_tokens // self.block_size, int(self._committed[row]))
+        for window, (group, _) in zip(self.index.windows, self._others, strict=True):
+            before = (num_tokens - 1) // self.block_size * self.block_size
+            blocks = self._anchor.blocks[0, row, group.first_read(before) // self.block_size : full]
+            nodes = self.index.blocks.node_at[blocks].astype(np.int64)
+            window.keep(nodes[nodes != NONE])
+
+    def _commit(self, row: int, chain: Chain, full: int) -> tuple[TableUpdate, ...]:
+        """Make the first `full` blocks of `row` findable."""
+        first = int(self._committed[row])
         if full <= first or not self.index.capacity:
             return ()
-        table = self.tables[0]
-        blocks = table.blocks[row, :full]
+        self._make_nodes(full - first)
+        blocks = self._anchor.blocks[0, row, :full]
         places = self.index.register(chain, blocks, first)
         found = places.blocks
-        own = blocks[first : first + len(found)]
-        self._committed[row] = full if len(found) == full - first else table.blocks.shape[1]
+        upto = first + len(found)
+        own = blocks[first:upto].copy()
+        self._committed[row] = full if upto == full else self._anchor.blocks.shape[2]
         self.swapping.registered(own[found == own], places.slots)
-        known = np.flatnonzero(found != own)
-        if not len(known):
-            self._allocator.publish(own)
-            return ()
-        self._allocator.publish(own[found == own])
-        theirs, slots = found[known], first + known
-        taken = self._allocator.retain(theirs)
+        changed: dict[int, tuple[TableUpdate, ...]] = {}
+        taken, new = self._share(self._anchors, self._anchor, row, np.arange(first, upto), own[None], found[None])
         if len(taken):
             self.index.mark_used(taken)
-        self._allocator.release(own[known])
-        table.blocks[row, slots] = theirs
-        return (TableUpdate(np.full(len(known), row), slots, theirs),)
+        if new and not self._is_apart(self._anchor):
+            changed[id(self._anchor)] = new
+        for window, (_, table) in zip(self.index.windows, self._others, strict=True):
+            start = max(first, int(table.starts[row]))
+            if start >= upto:
+                continue
+            nodes = self.index.blocks.nodes_in(found[start - first :])
+            own = table.blocks[:, row, start:upto].copy()
+            window_found, replaced = self.index.attach(window, nodes, own)
+            self.swapping.replaced(replaced.slots)
+            taken, new = self._share(self._allocator, table, row, np.arange(start, upto), own, window_found)
+            window.mark_used(nodes[window_found[0] != own[0]])
+            if new:
+                changed[id(table)] = new
+        return self._updates(changed) if changed else ()
+
+    def _share(
+        self, allocator: BlockAllocator, table: BlockTables, row: int, slots: Index, own: Int32, found: Int32
+    ) -> tuple[BlockIds, tuple[TableUpdate, ...]]:
+        """Publish those of `own` [tables, slots] that were registered; replace the others in `row` by `found`, known before.
+
+        Returns the blocks that had no reference before, and the table entries.
+        """
+        known = np.flatnonzero(found[0] != own[0])
+        if not len(known):
+            allocator.publish(own.ravel())
+            return own[0, :0], ()
+        allocator.publish(np.delete(own, known, axis=1).ravel())
+        taken = allocator.retain(found[:, known].ravel())
+        allocator.release(own[:, known].ravel())
+        return taken, table.replace(row, slots[known], found[:, known])
+
+    def _make_nodes(self, num: int) -> None:
+        """Let the index have room for `num` more nodes, where they need not lie in blocks."""
+        if self._anchors is not self._allocator:
+            lacking = self.index.num_nodes + num - self.index.capacity
+            if lacking > 0:
+                self.swapping.evict_nodes(max(lacking, self.index.capacity // _EVICTED_SHARE))
 
     def reset(self) -> None:
         """Forget all cached prefixes. Rows keep their blocks."""
-        places = self.index.reset()
-        self._allocator.forget(places.blocks)
-        self.swapping.reset(places.slots)
-        self._committed[:] = self.tables[0].blocks.shape[1]  # their parents are no longer findable
-        self._committed[self.tables[0].lengths == 0] = 0
+        self.swapping.reset(self.index.reset())
+        self._committed[:] = self._anchor.blocks.shape[2]  # their parents are no longer findable
+        self._committed[self._anchor.lengths == 0] = 0
 
     def rows_with(self, blocks: Int32) -> Index:
         """Rows with one of `blocks` in their tables, lowest first."""
         found = []
         for table in self.tables:
             rows, slots = table.entries(np.flatnonzero(table.lengths))
-            found.append(rows[np.isin(table.blocks[rows, slots], blocks)])
+            found.append(rows[np.isin(table.blocks[:, rows, slots], blocks).any(axis=0)])
         return np.unique(np.concatenate(found))
+
+    def slot_of(self, row: int, block: int) -> int:
+        """The place of `block` in the tables of `row`, which holds it."""
+        return int(
+            np.concatenate([np.nonzero(table.of(row) == block)[1] + table.starts[row] for table in self.tables])[0]
+        )
 
     def forget(self, blocks: Int32) -> None:
         """Forget `blocks`, which no table contains, and their cached descendants."""
@@ -306,10 +581,7 @@ class CacheManager:
         """
         lacking = n - self.pool.num_free
         if lacking > 0 and lacking <= (num_cached := self.pool.available - self.pool.num_free):
-            least = 0 if self.host.demotes else num_cached // _EVICTED_SHARE
-            while lacking > 0 and len(victims := self.index.victims(max(lacking, least))):
-                self.swapping.reclaim(victims, hit)
-                lacking = n - self.pool.num_free  # blocks that a pending copy reads become free later
+            self.swapping.make_room(lacking, 0 if self.host.demotes else num_cached // _EVICTED_SHARE, hit)
         return self._allocator.allocate(n)
 
     # -- the host tier -------------------------------------------------------------------------------------------
@@ -321,8 +593,9 @@ class CacheManager:
         kept, unless no slot is available or the blocks before it are not all findable.
         """
         full, rest = divmod(num_tokens, self.block_size)
-        num_tail = 1 if rest and self._committed[row] == full else 0
-        self.swapping.keep_for(name, chain, num_tokens, self.tables[0].blocks[row, full : full + num_tail])
+        keeps = rest and self._committed[row] == full
+        tail = [table.blocks[:, row, full] for table in self.tables] if keeps else [self._anchor.blocks[0, row, :0]]
+        self.swapping.keep_for(name, chain, num_tokens, np.concatenate(tail))
 
     def set_swap_costs(self, *, least_chance: float, promotes: bool) -> None:
         """Set which swaps are worth their cost from now on.
@@ -334,23 +607,30 @@ class CacheManager:
 
     def check_invariants(self) -> None:
         """Recompute every derived fact from the tables. Raises AssertionError naming what does not hold."""
-        every = np.arange(self.pool.num_blocks, dtype=np.int32)
-        findable = every[self.index.findable(every)]
-        tables = [t.of(int(row)) for t in self.tables for row in np.flatnonzero(t.lengths)]
-        self._allocator.check_invariants(tables, findable)
+        findable = self.index.blocks.used
+        tables = [t.of(int(row)).ravel() for t in self.tables for row in np.flatnonzero(t.lengths)]
+        if self._anchors is self._allocator:
+            self._allocator.check_invariants(tables, np.concatenate((findable, self.index.pages)))
+        else:
+            self._allocator.check_invariants(tables, self.index.pages)
+            rows = np.flatnonzero(self._anchor.lengths)
+            self._anchors.check_invariants([self._anchor.of(int(row))[0] for row in rows], findable)
         self.index.check_invariants()
         self.swapping.check_invariants(findable)
+        self._check_windows()
 
-
-def merged(updates: list[tuple[TableUpdate, ...]]) -> tuple[TableUpdate, ...]:
-    """Concatenate updates, in the order in which they happened, into one update per group."""
-    updates = [update for update in updates if update]
-    if len(updates) <= 1:
-        return updates[0] if updates else ()
-    return tuple(
-        TableUpdate(*(np.concatenate([getattr(u, name) for u in group]) for name in ("rows", "slots", "blocks")))
-        for group in zip(*updates, strict=True)
-    )
+    def _check_windows(self) -> None:
+        for window, (group, table) in zip(self.index.windows, self._others, strict=True):
+            assert (table.starts <= table.lengths).all() and (table.lengths <= self._anchor.lengths).all(), (
+                "odd lengths"
+            )
+            assert group.window is not None or not table.starts.any(), "a block is passed that all tokens read"
+            nodes = window.blocks[0].node_at[window.blocks[0].used].astype(np.int64)
+            idle = (self.pool.references(window.blocks_of(nodes).ravel()) == 0).reshape(group.num_tables, -1)
+            assert (idle == idle[:1]).all(), "a node's pages are not all in use, or not"
+            assert (window.evictable(nodes) == idle[0]).all(), (
+                "pages without a reference wait for no eviction, or others do"
+            )
 
 
 def _in_order(some: BlockIds, blocks: BlockIds) -> BlockIds:
@@ -358,18 +638,3 @@ def _in_order(some: BlockIds, blocks: BlockIds) -> BlockIds:
     places = np.flatnonzero(np.isin(blocks, some))
     _, first = np.unique(blocks[places], return_index=True)
     return blocks[places[np.sort(first)]]
-
-
-def _append(table: BlockTables, rows: Index, need: Index, blocks: Int32) -> TableUpdate:
-    """Append the next `need[i]` of `blocks` to the table of `rows[i]`."""
-    if len(blocks) == len(rows) and need.all():  # one block per row, as in decoding
-        slots = table.lengths[rows]
-        table.lengths[rows] = slots + 1
-    else:
-        slots = table.lengths[rows]
-        table.lengths[rows] = slots + need
-        rows = np.repeat(rows, need)
-        ends = np.cumsum(need)  # end of each row's part of `blocks`
-        slots = np.repeat(slots - ends + need, need) + np.arange(len(blocks))
-    table.blocks[rows, slots] = blocks
-    return TableUpdate(rows, slots, blocks)

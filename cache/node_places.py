@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +19,17 @@ Ids = Sequence[int] | BlockIds | Index
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockPlaces:
-    """Blocks of the device and slots of the host tier, each in the order of the call that returns them."""
+    """Blocks of the device and slots of the host tier, each in the order of the call that returns them.
+
+    `pages` are blocks with pages that belong to nodes (window_pages.py); `slots` are those of nodes and of such pages.
+    """
 
     blocks: BlockIds
     slots: Int32
+    pages: BlockIds = field(default_factory=lambda: _NO_BLOCKS)
 
 
+_NO_BLOCKS: BlockIds = np.empty(0, np.int32)
 NOWHERE = BlockPlaces(np.empty(0, np.int32), np.empty(0, np.int32))
 
 

@@ -9,12 +9,14 @@ slot of the host tier. The parent of a node on the device is on the device. The 
                                             ├────────────────────────────┘ │ demote           │ evict_slots
                                             └───────────── promote ─── findable, on the host ─┘
 
-A node is evictable while no sequence references it. The policy chooses the next node to evict (eviction.py). Reasons:
-docs/decisions/0017-prefix-index.md.
+A node is evictable while no sequence references it. The policy chooses the next node to evict (eviction.py). What other
+groups of layers have computed for a node's tokens is in their pages (window_pages.py): a hit ends at the last node behind
+which each group has the pages that are read next. Reasons: docs/decisions/0017-prefix-index.md, 0053-groups-of-layers.md.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,22 +28,26 @@ from ..allocator.pool_view import format_ids
 from .block_table import Index, Int32
 from .digest_table import DigestTable, leading, num_new
 from .eviction import Lru, PolicyFactory, Ranks
+from .layer_groups import LayerGroup
 from .node_places import NOWHERE, BlockPlaces, Ids, NodePlaces, as_index
 from .prefix_hash import Chain, Digests, PrefixHasher, Root
 from .prefix_tree import NONE, Nodes, PrefixTree
+from .window_pages import WindowPages
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefixHit:
     """The longest findable prefix of a chain: first `blocks` of the device, then `slots` of the host tier.
 
-    Valid until the index changes.
+    Of `matched`, the nodes of the chain's tokens, `nodes` are the first ones, up to where every group can go on. Valid until
+    the index changes.
     """
 
     num_tokens: int
     blocks: BlockIds
     slots: Int32
     nodes: Nodes
+    matched: Nodes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,14 +59,15 @@ class IndexEntry:
     tokens: Int32
 
 
-NO_HIT = PrefixHit(0, np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int64))
+NO_HIT = PrefixHit(0, np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 class PrefixIndex:
     """Finds prefixes among the blocks `0 .. num_blocks - 1` of the device and the slots `0 .. num_slots - 1` of the host.
 
     `eviction` makes the policy that orders the nodes on the device, `host_eviction` that of the nodes on the host. By
-    default there is room for a node in each block and each slot. With a `capacity` of 0 nothing is ever found.
+    default there is room for a node in each block and each slot. With a `capacity` of 0 nothing is ever found. `groups` are
+    those of which pages belong to nodes; these lie among `num_pages` blocks (None: the nodes' own).
 
     A call that raises BlockMisuse changes nothing. Each call costs a few array operations over the given blocks,
     whatever the pool's size.
@@ -69,6 +76,7 @@ class PrefixIndex:
     def __init__(
         self, hasher: PrefixHasher, num_blocks: int, eviction: PolicyFactory,
         *, num_slots: int = 0, host_eviction: PolicyFactory | None = None, capacity: int | None = None,
+        groups: Sequence[LayerGroup] = (), num_pages: int | None = None,
     ) -> None:  # fmt: skip
         if num_blocks < 1 or num_slots < 0:
             raise ValueError(f"an index of {num_blocks} blocks and {num_slots} slots has no use")
@@ -78,6 +86,8 @@ class PrefixIndex:
         self._num_blocks = num_blocks
         self._num_slots = num_slots
         self.capacity = num_blocks + num_slots if capacity is None else capacity  # the largest number of nodes
+        self._groups = tuple(groups)
+        self._num_pages = num_blocks if num_pages is None else num_pages
         self._tree = PrefixTree(self.capacity)
         self._policy = eviction(self._tree)
         self._host_policy = (host_eviction or Lru)(self._tree if num_slots else PrefixTree(0))
@@ -94,6 +104,7 @@ class PrefixIndex:
         # Each node in use is in one of these.
         self.blocks = NodePlaces("blocks", num_blocks, capacity)
         self.slots = NodePlaces("slots", num_slots, capacity)
+        self.windows = tuple(WindowPages(group, self._num_pages, num_slots, capacity) for group in self._groups)
         self._unused = np.arange(capacity - 1, -1, -1, dtype=np.int32)  # a stack: the first `capacity - num_nodes`
         self.num_nodes = 0
 
@@ -111,15 +122,52 @@ class PrefixIndex:
             return NO_HIT
         nodes = self._table.find(chain.digests(most))
         nodes = nodes[: self._num_true(chain, nodes[: leading(nodes != NONE)], 0, None)]
+        return self._hit(nodes, nodes)
+
+    def on_device(self, hit: PrefixHit) -> PrefixHit:
+        """The part of `hit` for which nothing is on the host."""
+        return self._hit(hit.nodes[: len(hit.blocks)], hit.matched, on_host=False)
+
+    def places_of(self, nodes: Nodes) -> tuple[BlockIds, Int32]:
+        """The blocks and slots of `nodes`, part of a chain in its order."""
         blocks = self.blocks.of_node[nodes]
         on_device = leading(blocks != NONE)
-        slots = self.slots.of_node[nodes[on_device:]]
-        return PrefixHit(len(nodes) * self.hasher.block_size, blocks[:on_device], slots, nodes)
+        return blocks[:on_device], self.slots.of_node[nodes[on_device:]]
+
+    def _hit(self, nodes: Nodes, matched: Nodes, on_host: bool = True) -> PrefixHit:
+        """The hit of `nodes`, the first ones of `matched`, or of fewer if a group lacks pages behind the last."""
+        if self.windows:
+            nodes = nodes[: self._num_readable(nodes, on_host)]
+        return PrefixHit(len(nodes) * self.hasher.block_size, *self.places_of(nodes), nodes, matched)
+
+    def _num_readable(self, nodes: Nodes, on_host: bool) -> int:
+        """The most of the leading `nodes` behind which every group has the pages that the next token reads."""
+        lengths = np.arange(len(nodes) + 1)
+        good = np.ones(len(nodes) + 1, np.bool_)
+        for window in self.windows:
+            missing = np.where(window.have(nodes, on_host), -1, lengths[:-1])
+            good[1:] &= np.maximum.accumulate(missing) < self._first_read(window, lengths[1:])
+        return int(np.flatnonzero(good)[-1])
+
+    def read_next(self, window: WindowPages, nodes: Nodes) -> Nodes:
+        """The last of `nodes`, a chain from its root, of which the token behind them reads pages of `window`."""
+        return nodes[int(self._first_read(window, np.array([len(nodes)]))[0]) :]
+
+    def _first_read(self, window: WindowPages, num_nodes: Index) -> Index:
+        """The number of the first block that is read by the token behind so many blocks."""
+        size = self.hasher.block_size
+        return window.group.first_read(num_nodes * size) // size
 
     def accept(self, hit: PrefixHit) -> None:
         """Count the hit, and report to the policy that a request uses those nodes of `hit` that are on the device now."""
         self._hits[hit.nodes] += 1
         self._policy.hit(hit.nodes[self.blocks.have(hit.nodes)])
+
+    def keep_branch(self, hit: PrefixHit) -> None:
+        """Where requests share a prefix up to the end of `hit.matched` and go different ways then, keep what is read there."""
+        if self.windows and len(hit.matched) and len(self._tree.children(hit.matched[-1:])):
+            for window in self.windows:
+                window.keep(self.read_next(window, hit.matched))
 
     def register(self, chain: Chain, blocks: BlockIds, first: int) -> BlockPlaces:
         """Make `blocks[first:]` findable, which hold the computed tokens of the chain's blocks `first .. len(blocks) - 1`.
@@ -185,13 +233,27 @@ class PrefixIndex:
         self._policy.mark_used(nodes)
 
     def findable(self, blocks: Ids) -> npt.NDArray[np.bool_]:
-        """Which of `blocks` are findable."""
+        """Which of `blocks` are findable as nodes."""
         found: npt.NDArray[np.bool_] = self.blocks.node_at[as_index(blocks)] != NONE
         return found
 
+    @property
+    def pages(self) -> BlockIds:
+        """The blocks with pages of nodes. Looks at all blocks."""
+        found = [places.used for window in self.windows for places in window.blocks]
+        return np.concatenate(found) if found else NOWHERE.blocks
+
+    @property
+    def used_slots(self) -> Int32:
+        """The slots with nodes or pages of nodes. Looks at all slots."""
+        return np.concatenate([self.slots.used, *(p.used for window in self.windows for p in window.slots)])
+
     def entry_in(self, block: int) -> IndexEntry | None:
-        """What is findable in `block`, for watchers; None if nothing is."""
-        node = int(self.blocks.node_at[block])
+        """What is findable in `block` of the device, for watchers; None if nothing is."""
+        places = [p for window in self.windows for p in window.blocks]
+        if self._num_blocks == self._num_pages:
+            places.append(self.blocks)
+        node = max((int(p.node_at[block]) for p in places), default=NONE)
         if node == NONE:
             return None
         return IndexEntry(int(self._tree.depths[node]), int(self._hits[node]), self._tokens[node].copy())
@@ -232,8 +294,13 @@ class PrefixIndex:
         return self._evict(self.blocks.nodes_in(blocks))
 
     def evict_slots(self, slots: Ids) -> BlockPlaces:
-        """Forget the contents of `slots` and all their descendants. Returns the places of all of them: only slots."""
+        """Forget the nodes in `slots` and all their descendants. Returns the places of all of them."""
         return self._evict(self.slots.nodes_in(slots))
+
+    def evict_pages(self, window: WindowPages, nodes: Nodes) -> BlockPlaces:
+        """Forget the pages of `nodes` in `window`, which nothing references; the nodes stay. Returns their places."""
+        blocks, slots = window.evict(nodes)
+        return BlockPlaces(NOWHERE.blocks, slots, blocks)
 
     def reset(self) -> BlockPlaces:
         """Forget everything. Sequences keep their blocks; what they compute later stays unregistered."""
@@ -245,7 +312,7 @@ class PrefixIndex:
     # -- the host tier -----------------------------------------------------------------------------------------------
 
     def demote(self, blocks: Ids, slots: Ids) -> None:
-        """Move the nodes in `blocks` (evictable, in the order of `victims`) to `slots`.
+        """Move the nodes in `blocks` (evictable, in the order of `victims`) to `slots`. Their pages stay where they are.
 
         Raises BlockMisuse if a descendant would be left on the device, or a slot is in use.
         """
@@ -280,6 +347,19 @@ class PrefixIndex:
             raise BlockMisuse("slots come back to the device in the order of a chain, behind what is there")
         self._promote(nodes, to)
 
+    def attach(self, window: WindowPages, nodes: Nodes, blocks: BlockIds) -> tuple[BlockIds, BlockPlaces]:
+        """Let `blocks` [tables, nodes] of a sequence be the pages of those of `nodes` that have none on the device.
+
+        Returns the pages that the nodes have now, and the places of pages on the host that they replace. Where pages differ
+        from the sequence's own, the caller treats them as the blocks that `register` returns.
+        """
+        slots = window.evict_slots(nodes)
+        fresh = ~window.have(nodes)
+        for places, of_table in zip(window.blocks, blocks, strict=True):
+            places.check_free(of_table[fresh])
+        window.put(nodes[fresh], blocks[:, fresh])
+        return window.blocks_of(nodes), BlockPlaces(NOWHERE.blocks, slots)
+
     # -- checks ----------------------------------------------------------------------------------------------------
 
     def check_invariants(self) -> None:
@@ -293,6 +373,8 @@ class PrefixIndex:
         self.blocks.check_invariants(nodes[on_device])
         self.slots.check_invariants(nodes[~on_device])
         self._tree.check_invariants(nodes)
+        for window in self.windows:
+            window.check_invariants(nodes)
         parents = self._tree.parents_of(nodes)
         roots = set(nodes[parents == NONE].tolist())
         named = {(salt, self._tokens[root].tobytes()): root for root, salt in self._salts.items()}
@@ -340,6 +422,8 @@ class PrefixIndex:
         self._hits[nodes] = 0
         self.blocks.put(nodes, blocks)
         self.slots.of_node[nodes] = NONE
+        for window in self.windows:
+            window.add(nodes)
         self._tree.add_chain(parent, nodes)
         if parent is None:
             self._roots[chain.root] = root = int(nodes[0])
@@ -370,15 +454,19 @@ class PrefixIndex:
         return places
 
     def _leave_places(self, nodes: Nodes) -> BlockPlaces:
-        """Take `nodes` out of their places and policies. Returns the places."""
+        """Take `nodes` and their pages out of their places and policies. Returns the places."""
         on_device = self.blocks.have(nodes)
-        if on_device.all():
+        if on_device.all() and not self.windows:
             self._policy.remove(nodes)
             return BlockPlaces(self.blocks.remove(nodes), NOWHERE.slots)
         above, below = nodes[on_device], nodes[~on_device]
         self._policy.remove(above)
         self._host_policy.remove(below)
-        return BlockPlaces(self.blocks.remove(above), self.slots.remove(below))
+        pages, slots = [NOWHERE.blocks], [self.slots.remove(below)]
+        for window in self.windows:
+            for found, places in zip((pages, slots), window.evict(nodes), strict=True):
+                found.append(places)
+        return BlockPlaces(self.blocks.remove(above), np.concatenate(slots), np.concatenate(pages))
 
     def _check_evictable(self, nodes: Nodes) -> None:
         evictable = self._evictable[nodes]

@@ -12,6 +12,7 @@ from ..allocator.drain import DrainPlan
 from ..allocator.extents import ExtentIds
 from .block_table import BlockCopies, BlockTables, Int32, TableUpdate
 from .prefix_index import PrefixIndex
+from .prefix_tree import NONE
 from .swapping import Swapping
 
 
@@ -36,8 +37,9 @@ class PoolResizer:
 
     def __init__(
         self, allocator: BlockAllocator, tables: Sequence[BlockTables], index: PrefixIndex, swapping: Swapping,
-        bytes_at: Int32,
+        bytes_at: Int32, nodes_have_bytes: bool = True,
     ) -> None:  # fmt: skip
+        self._nodes_have_bytes = nodes_have_bytes
         self._allocator = allocator
         self._tables = tables
         self._index = index
@@ -68,12 +70,15 @@ class PoolResizer:
             return Shrink(plan.extents)
         targets = self._allocator.move(moves)
         self._bytes_at[targets] = moves
-        self._index.blocks.move(moves, targets)
-        self._swapping.demotion.moved(moves, targets)
+        if self._nodes_have_bytes:
+            self._index.blocks.move(moves, targets)
+            self._swapping.demotion.moved(moves, targets)
+        for window in self._index.windows:
+            window.move(moves, targets)
         places = np.zeros(self._allocator.num_blocks, np.int32)  # block -> its new block; the null block: not moved
         places[moves] = targets
-        updates = tuple(_moved(table, places) for table in self._tables)
-        return Shrink(plan.extents, updates, BlockCopies(moves, targets))
+        updates = [update for table in self._tables for update in _moved(table, places)]
+        return Shrink(plan.extents, tuple(updates), BlockCopies(moves, targets))
 
     def plan_shrink(self, num_extents: int) -> DrainPlan:
         """The extents and moves that `shrink` would choose."""
@@ -82,7 +87,13 @@ class PoolResizer:
             return plan
         cached = self._allocator.cached_blocks
         worth = np.zeros(self._allocator.num_blocks)
-        worth[cached] = self._index.ranks(cached)
+        for window in self._index.windows:
+            for places in window.blocks:
+                pages = cached[places.node_at[cached] != NONE]
+                worth[pages] = window.ranks(places.node_at[pages])
+        if self._nodes_have_bytes:
+            cached = cached[self._index.findable(cached)]
+            worth[cached] = self._index.ranks(cached)
         return self._allocator.plan_drain(num_extents, worth)
 
     def moved(self, copies: BlockCopies) -> None:
@@ -102,11 +113,13 @@ class PoolResizer:
         self._allocator.undrain(extents)
 
 
-def _moved(table: BlockTables, places: Int32) -> TableUpdate:
+def _moved(table: BlockTables, places: Int32) -> list[TableUpdate]:
     """Replace moved blocks in every table entry by their new blocks."""
     rows, slots = table.entries(np.flatnonzero(table.lengths))
-    blocks = places[table.blocks[rows, slots]]
-    hits = np.flatnonzero(blocks)
-    rows, slots, blocks = rows[hits], slots[hits], blocks[hits]
-    table.blocks[rows, slots] = blocks
-    return TableUpdate(rows, slots, blocks)
+    updates = []
+    for blocks in table.blocks:
+        moved = places[blocks[rows, slots]]
+        hits = np.flatnonzero(moved)
+        updates.append(TableUpdate(rows[hits], slots[hits], moved[hits]))
+        blocks[rows[hits], slots[hits]] = moved[hits]
+    return updates

@@ -39,7 +39,7 @@ class LayerCache:
 
     key: torch.Tensor
     value: torch.Tensor  # its head_dim may differ from the key's
-    group: int = 0
+    table: int = 0  # the number of the block table with its blocks
     aliased: bool = False  # the layer reads another layer's K and V and writes none
     v_in_k: bool = False  # `value` is the first part of `key`, and is not written by itself
     key_scale: torch.Tensor | None = None
@@ -184,7 +184,7 @@ class Storage:
         return LayerCache(
             key,
             key[..., : layer.v_dim] if layer.v_in_k else view(dtype, v_offset, layer.v_dim),
-            layer.group,
+            layer.table,
             layer.shares is not None,
             layer.v_in_k,
             *(view(torch.float16, offset, 1)[..., 0] for offset in scales),

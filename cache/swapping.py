@@ -3,6 +3,9 @@
 Blocks that leave the pool are demoted to slots (host_tier.py) if that is worth it (host_offload.py) and slots are
 available; older slots are evicted for them. The other blocks are evicted. A hit in a slot is promoted to a block of the
 new row. The last, partly filled block of a preempted sequence is not findable; it is kept as its tail.
+
+With several groups of layers, pages that windows have passed leave first, then nodes with their pages, then other pages
+without a reference (window_pages.py). Where no layer reads all tokens, nodes have no bytes, and only pages leave.
 """
 
 from __future__ import annotations
@@ -13,8 +16,11 @@ from ..allocator.blocks import BlockAllocator, BlockIds
 from .block_table import Int32
 from .host_offload import HostOffloadPolicy
 from .host_tier import HostTail, HostTier
+from .node_places import BlockPlaces
 from .prefix_hash import Chain
 from .prefix_index import PrefixHit, PrefixIndex
+from .prefix_tree import Nodes
+from .window_pages import WindowPages
 
 _NO_SLOTS: Int32 = np.empty(0, np.int32)
 _NO_SLOTS.flags.writeable = False
@@ -24,32 +30,51 @@ class Swapping:
     """Reclaims blocks of `allocator` that `index` finds: evicts them or swaps them out to a host tier.
 
     The tier has `num_slots` slots, which may be 0. At most `max_cached_blocks` blocks without references stay cached
-    (None: no limit). `bytes_at` is the manager's: where each block's bytes are until the next plan is done.
+    (None: no limit). `bytes_at` is the manager's: where each block's bytes are until the next plan is done. `anchors` are
+    the blocks of the index's nodes: those of `allocator`, or, where no layer reads all tokens, places without bytes.
 
     Callers of the cache manager may read all attributes, and call `drop_for`, `rest`, `forget_slots` and `lost`.
     """
 
     def __init__(
-        self, index: PrefixIndex, allocator: BlockAllocator, num_slots: int, bytes_at: Int32,
+        self, index: PrefixIndex, allocator: BlockAllocator, anchors: BlockAllocator, num_slots: int, bytes_at: Int32,
         max_cached_blocks: int | None = None,
     ) -> None:  # fmt: skip
         self.host = HostTier(num_slots)
-        self.demotion = HostOffloadPolicy(allocator.num_blocks, num_slots)
+        self.demotion = HostOffloadPolicy(anchors.num_blocks, num_slots)
         self.max_cached_blocks = max_cached_blocks
         self.evicted_blocks = 0  # since the start, to make room or to respect the bound
         self._index = index
         self._allocator = allocator
+        self._anchors = anchors
+        self._nodes_have_bytes = anchors is allocator
         self._bytes_at = bytes_at
         self._block_size = index.hasher.block_size
         self._waiting: dict[str, tuple[Chain, int]] = {}  # preempted sequences: chain, number of computed tokens
 
     # -- blocks that leave and return --------------------------------------------------------------------------------
 
+    def make_room(self, num_blocks: int, least: int = 0, hit: PrefixHit | None = None) -> None:
+        """Demote or evict cached blocks until `num_blocks` more are free, or none is left: `least` at once, where it matters.
+
+        `hit` is the prefix of a row that is being admitted: the contents of its slots stay there.
+        """
+        wanted = self._allocator.num_free + num_blocks
+        while (lacking := wanted - self._allocator.num_free) > 0 and self._evict_passed(lacking):
+            pass
+        while (lacking := wanted - self._allocator.num_free) > 0:  # blocks that a pending copy reads become free later
+            victims = self._index.victims(max(lacking, least)) if self._nodes_have_bytes else _NO_SLOTS
+            if not len(victims):
+                break
+            self.reclaim(victims, hit)
+        while (lacking := wanted - self._allocator.num_free) > 0 and self._reclaim_kept(lacking, hit):
+            pass
+
     def reclaim(self, victims: BlockIds, hit: PrefixHit | None = None) -> None:
         """Demote those of `victims` that are worth it and find a slot; evict the others.
 
-        `victims` are in the order of `PrefixIndex.victims`; if slots are short the last ones are demoted. `hit` is the
-        prefix of a row that is being admitted: the contents of its slots stay there.
+        `victims` are in the order of `PrefixIndex.victims`; if slots are short the last ones are demoted. `hit` is as for
+        `make_room`.
         """
         if not self.host.demotes:
             self.evicted_blocks += self._evict(victims)
@@ -59,62 +84,90 @@ class Swapping:
             self.evicted_blocks += self._evict(victims[~worth])
             victims = victims[worth]
             victims = victims[self._index.findable(victims)]  # without descendants of an evicted block
-        slots = self._take_slots(len(victims), _NO_SLOTS if hit is None else hit.slots)
-        num_left = len(victims) - len(slots)
+        nodes = self._index.blocks.nodes_in(victims)
+        sizes = np.ones(len(victims), np.int64)  # blocks of each, with its pages
+        for window in self._index.windows:
+            sizes += window.have(nodes, on_host=False) * window.group.num_tables
+        slots = self._take_slots(int(sizes.sum()), hit)
+        from_last = np.cumsum(sizes[::-1])
+        num_left = len(victims) - int(np.searchsorted(from_last, len(slots), "right"))
+        used = int(sizes[num_left:].sum())
+        self.host.free(slots[used:])
         self.evicted_blocks += self._evict(victims[:num_left])
-        demoted = victims[num_left:]
-        if len(demoted):
-            self._index.demote(demoted, slots)
-            self.demotion.demoted(demoted, slots)
-            self._allocator.forget(demoted)
-            self.host.queue_swap_out(self._bytes_at[demoted], slots, beside=hit is not None)
+        if num_left < len(victims):
+            self._demote(victims[num_left:], nodes[num_left:], slots[:used], beside=self._leaves_beside(hit))
+
+    def evict_nodes(self, n: int) -> None:
+        """Evict `n` nodes with their pages, or all that are evictable."""
+        self.evicted_blocks += self._evict(self._index.victims(n))
 
     def trim(self) -> None:
         """Demote or evict cached blocks beyond `max_cached_blocks`: the least valuable first, descendants before ancestors."""
         if self.max_cached_blocks is None:
             return
-        # Victims in flight did not count as cached: count again.
+        # Blocks in flight did not count as cached: count again.
         while (excess := self._allocator.counts().cached - self.max_cached_blocks) > 0:
-            self.reclaim(self._index.victims(excess))
+            self.make_room(excess)
 
     def reclaim_trees(self, roots: BlockIds) -> None:
-        """Demote or evict `roots`, findable and without references, with all their descendants."""
+        """Demote or evict `roots`, without references: nodes with all their descendants, and pages with their node's others."""
+        if self._index.windows:
+            for window in self._index.windows:
+                self._forget_places(self._index.evict_pages(window, window.nodes_in(window.blocks, roots)))
+            if not self._nodes_have_bytes:
+                return
+            roots = roots[self._index.findable(roots)]
         self.reclaim(self._index.with_descendants(roots) if self.host.demotes else roots)
 
     def worth_promoting(self, hit: PrefixHit) -> PrefixHit:
         """`hit`, without its slots if promoting them is not worth it."""
-        if self.host.promotes or not len(hit.slots):
+        if self.host.promotes or not (len(hit.slots) or self._index.windows):
             return hit
-        n = len(hit.blocks)
-        return PrefixHit(n * self._block_size, hit.blocks, _NO_SLOTS, hit.nodes[:n])
+        return self._index.on_device(hit)
 
     def promote(self, slots: Int32, blocks: BlockIds) -> None:
         """Move the contents of `slots`, found after the blocks of a row, to the row's `blocks`."""
+        nodes = self._index.slots.nodes_in(slots)
         self._index.promote(slots, blocks)
         self.demotion.returned(slots, blocks)
         self._allocator.publish(blocks)
         self.host.queue_swap_in(slots, blocks.copy())
+        for window in self._index.windows:
+            window.stay_on_host(nodes)
+
+    def promote_pages(self, window: WindowPages, nodes: Nodes, blocks: BlockIds) -> None:
+        """Move the pages of `nodes` from the host to `blocks` [tables, nodes] of a row."""
+        slots = window.promote(nodes, blocks)
+        self._allocator.publish(blocks.ravel())
+        self.host.queue_swap_in(slots.ravel(), blocks.ravel())
 
     def registered(self, blocks: BlockIds, slots: Int32) -> None:
         """`blocks` are findable from now on. The first of them, recomputed, lay in `slots` until now, which are freed."""
         self.demotion.registered(blocks, slots)
         self.host.free(slots)
 
+    def replaced(self, slots: Int32) -> None:
+        """`slots` held pages on the host that a row has computed again."""
+        self._forget(slots)
+
     # -- waiting sequences -------------------------------------------------------------------------------------------
 
     def keep_for(self, name: str, chain: Chain, num_tokens: int, tail: BlockIds) -> None:
         """Record that `name`, which computed the first `num_tokens` tokens of `chain`, waits for its blocks.
 
-        `tail` is its last block, to keep if a slot is available; empty: no block is to be kept. Does nothing without slots.
+        `tail` are its last blocks, one per table, to keep if slots are available; empty: none is to be kept. Does nothing
+        without slots.
         """
         if not self.host.capacity:
             return
         self._waiting[name] = chain, num_tokens
         self._want(chain, num_tokens, 1)
         slots = self._take_slots(len(tail))
-        if len(slots):
+        if len(slots) < len(tail):
+            self.host.free(slots)
+        elif len(slots):
             self.host.queue_swap_out(self._bytes_at[tail], slots, beside=False)
-            self.host.tails[name] = HostTail(int(slots[0]), num_tokens)
+            self.host.tails[name] = HostTail(slots, num_tokens)
 
     def stop_waiting(self, name: str) -> bool:
         """Record that `name` does not wait for its blocks any more. Returns whether it did."""
@@ -123,23 +176,28 @@ class Swapping:
         self._want(*waiting, -1)
         return True
 
-    def admitted(self, name: str, hit: PrefixHit, blocks: BlockIds, returns: bool) -> int:
-        """Account for the admission of `name` with the prefix `hit` into `blocks`; `returns`: it was preempted before.
-
-        Its tail is swapped in if it follows the tokens found. Returns the number of tokens in the tail, or 0.
-        """
+    def admitted(self, hit: PrefixHit, blocks: BlockIds, returns: bool) -> None:
+        """Account for an admission with the prefix `hit` into `blocks`; `returns`: the sequence was preempted before."""
         self.host.resting = False
         if hit.num_tokens and not returns:  # else no new request found it
             self.demotion.found(blocks[: len(hit.blocks) + len(hit.slots)])
-        if (tail := self.host.tails.pop(name, None)) is None:
+
+    def tail_behind(self, name: str, hit: PrefixHit) -> int:
+        """The tokens of the tail that is kept for `name`, if it follows `hit` and is worth promoting; else 0."""
+        tail = self.host.tails.get(name)
+        if tail is None or not self.host.promotes:
             return 0
-        slot = np.array([tail.slot], np.int32)
         full, rest = divmod(tail.num_tokens, self._block_size)
-        if not self.host.promotes or hit.num_tokens != full * self._block_size:
-            self.host.free(slot)
-            return 0
-        self.host.queue_swap_in(slot, blocks[full : full + 1].copy())
-        return rest
+        return rest if hit.num_tokens == full * self._block_size else 0
+
+    def take_tail(self, name: str, blocks: BlockIds) -> None:
+        """Swap the tail of `name` in to `blocks`, one per table; with no blocks, drop it. Does nothing without a tail."""
+        if (tail := self.host.tails.pop(name, None)) is None:
+            return
+        if len(blocks):
+            self.host.queue_swap_in(tail.slots, blocks)
+        else:
+            self.host.free(tail.slots)
 
     def drop_for(self, name: str) -> None:
         """Forget what was kept for `name`, which will not return. Does nothing if nothing was kept."""
@@ -148,28 +206,31 @@ class Swapping:
 
     # -- the tier as a whole -----------------------------------------------------------------------------------------
 
-    def reset(self, slots: Int32) -> None:
-        """Forget all of the tier after a reset of the index: the contents of `slots`, waiting sequences and tails."""
-        self._forget(slots)
+    def reset(self, places: BlockPlaces) -> None:
+        """Forget everything after a reset of the index: the contents of `places`, waiting sequences and tails."""
+        self._forget_places(places)
         self._waiting.clear()
         self._drop_tails()
 
     def rest(self) -> None:
         """Empty the tier, so that it needs no memory. It stays unused until a row is admitted."""
-        self._forget_slots(self._index.slots.used)
+        self._forget_slots(self._index.used_slots)
         self._drop_tails()
         self.host.rest()
 
     def forget(self, blocks: BlockIds) -> None:
-        """Forget `blocks`, which no table contains, and their descendants, without demoting them."""
-        self._evict(blocks[self._index.findable(blocks)])
+        """Forget `blocks`, which no table contains, without demoting them: nodes with their descendants, and pages."""
+        for window in self._index.windows:
+            self._forget_places(self._index.evict_pages(window, window.nodes_in(window.blocks, blocks)))
+        if self._nodes_have_bytes:
+            self._evict(blocks[self._index.findable(blocks)])
         self.forget_slots(self.host.owed(blocks))
 
     def forget_slots(self, slots: Int32) -> None:
         """Forget the contents of `slots`, to which a copy has failed, and tails there."""
-        for name in [name for name, tail in self.host.tails.items() if tail.slot in slots]:
+        for name in [name for name, tail in self.host.tails.items() if np.isin(tail.slots, slots).any()]:
             self._drop_tail(name)
-        self._forget_slots(np.intersect1d(slots, self._index.slots.used))
+        self._forget_slots(slots)
 
     def lost(self, slots: Int32) -> None:
         """Forget the contents of `slots`, to which a plan was to copy, and retire them: there was no memory for them."""
@@ -181,38 +242,108 @@ class Swapping:
         if self.max_cached_blocks is not None:
             cached = self._allocator.counts().cached
             assert cached <= self.max_cached_blocks, f"{cached} blocks are cached, of {self.max_cached_blocks} at most"
-        used_slots = self._index.slots.used
+        used_slots = self._index.used_slots
         self.host.check_invariants(used_slots)
         hits = [self._index.lookup(chain, num_tokens) for chain, num_tokens in self._waiting.values()]
-        self.demotion.check_invariants(findable, used_slots, [(hit.blocks, hit.slots) for hit in hits])
+        wanted = [self._index.places_of(hit.matched) for hit in hits]
+        self.demotion.check_invariants(findable, self._index.slots.used, wanted)
 
     # -- helpers -----------------------------------------------------------------------------------------------------
 
-    def _take_slots(self, n: int, keep: Int32 = _NO_SLOTS) -> Int32:
-        """Take up to `n` slots, evicting slots other than `keep` if needed; none if demoting is not worth it."""
+    def _demote(self, blocks: BlockIds, nodes: Nodes, slots: Int32, beside: bool) -> None:
+        """Move `nodes`, in `blocks`, to the first `slots`, and their pages to the others."""
+        ours, slots = slots[: len(blocks)], slots[len(blocks) :]
+        self._index.demote(blocks, ours)
+        self.demotion.demoted(blocks, ours)
+        self._swap_out(blocks, ours, beside)
+        for window in self._index.windows:
+            window.go_with(nodes)
+            having = nodes[window.have(nodes, on_host=False)]
+            num = len(having) * window.group.num_tables
+            self._demote_pages(window, having, slots[:num], beside)
+            slots = slots[num:]
+
+    def _demote_pages(self, window: WindowPages, nodes: Nodes, slots: Int32, beside: bool) -> None:
+        blocks = window.demote(nodes, slots.reshape(window.group.num_tables, -1))
+        self._swap_out(blocks.ravel(), slots, beside)
+
+    def _leaves_beside(self, hit: PrefixHit | None) -> bool:
+        """Whether copies out may run concurrently with the next plan's chunks: all blocks go to a row that is admitted.
+
+        Pages go together, and so more blocks than the row needs.
+        """
+        return hit is not None and not self._index.windows
+
+    def _swap_out(self, blocks: BlockIds, slots: Int32, beside: bool) -> None:
+        self._allocator.forget(blocks)
+        self.host.queue_swap_out(self._bytes_at[blocks], slots, beside=beside)
+
+    def _evict_passed(self, num_blocks: int) -> bool:
+        """Evict passed pages, at least `num_blocks` if there are so many. Returns whether there were some."""
+        for window in self._index.windows:
+            if len(nodes := window.passed(-(-num_blocks // window.group.num_tables))):
+                self.evicted_blocks += self._forget_places(self._index.evict_pages(window, nodes))
+                return True
+        return False
+
+    def _reclaim_kept(self, num_blocks: int, hit: PrefixHit | None) -> bool:
+        """Demote or evict other pages without a reference. Returns whether there were some."""
+        for window in self._index.windows:
+            tables = window.group.num_tables
+            nodes = window.kept(-(-num_blocks // tables))
+            if not len(nodes):
+                continue
+            if not self._nodes_have_bytes and self.host.demotes:
+                anchors = self._index.blocks.of_node[nodes]
+                worth = nodes[self.demotion.worth(anchors, self.host.least_chance)]
+                slots = self._take_slots(len(worth) * tables, hit)
+                worth = worth[len(worth) - len(slots) // tables :]
+                self.host.free(slots[len(worth) * tables :])
+                if len(worth):
+                    self._demote_pages(window, worth, slots[: len(worth) * tables], beside=self._leaves_beside(hit))
+                    window.stay_on_host(worth)
+                nodes = nodes[~np.isin(nodes, worth)]
+            self.evicted_blocks += self._forget_places(self._index.evict_pages(window, nodes))
+            return True
+        return False
+
+    def _take_slots(self, n: int, hit: PrefixHit | None = None) -> Int32:
+        """Take up to `n` slots, evicting slots other than those of `hit` if needed; none if demoting is not worth it."""
         if not n or not self.host.demotes:
             return _NO_SLOTS
         self.demotion.taking(n, self.host.num_slots)
+        for window in self._index.windows:
+            lacking = n - self.host.num_free
+            if lacking > 0 and len(nodes := window.host_victims(-(-lacking // window.group.num_tables))):
+                if hit is not None:
+                    nodes = nodes[~np.isin(nodes, hit.nodes)]
+                self._forget_places(self._index.evict_pages(window, nodes))
         lacking = n - self.host.num_free
         if lacking > 0:
+            keep = _NO_SLOTS if hit is None else hit.slots
             victims = self._index.host_victims(lacking + len(keep))
             victims = victims[~np.isin(victims, keep)][:lacking]
             if len(victims):
-                self._forget_slots(victims)
+                self._forget_places(self._index.evict_slots(victims))
         return self.host.take(min(n, self.host.num_free))
 
     def _evict(self, blocks: BlockIds) -> int:
         """Forget `blocks`, which have no references, and their descendants. Returns the number of blocks forgotten."""
-        if not len(blocks):
-            return 0
-        places = self._index.evict(blocks)
-        self._allocator.forget(places.blocks)
-        self._forget(places.slots)
-        return len(places.blocks)
+        return self._forget_places(self._index.evict(blocks)) if len(blocks) else 0
 
     def _forget_slots(self, slots: Int32) -> None:
-        """Forget the contents of `slots` and their descendants."""
-        self._forget(self._index.evict_slots(slots).slots)
+        """Forget the contents of those of `slots` that have some, and descendants of nodes there."""
+        for window in self._index.windows:
+            self._forget_places(self._index.evict_pages(window, window.nodes_in(window.slots, slots)))
+        self._forget_places(self._index.evict_slots(np.intersect1d(slots, self._index.slots.used)))
+
+    def _forget_places(self, places: BlockPlaces) -> int:
+        """Free `places`, which the index does not know any more. Returns the number of blocks."""
+        self._anchors.forget(places.blocks)
+        if len(places.pages):
+            self._allocator.forget(places.pages)
+        self._forget(places.slots)
+        return len(places.blocks) + len(places.pages)
 
     def _forget(self, slots: Int32) -> None:
         """Free `slots`, which the index does not know any more."""
@@ -222,12 +353,11 @@ class Swapping:
 
     def _want(self, chain: Chain, num_tokens: int, by: int) -> None:
         """Count `by` more sequences that wait for the first `num_tokens` tokens of `chain`."""
-        hit = self._index.lookup(chain, num_tokens)
-        self.demotion.wanted(hit.blocks, hit.slots, by)
+        self.demotion.wanted(*self._index.places_of(self._index.lookup(chain, num_tokens).matched), by)
 
     def _drop_tail(self, name: str) -> None:
         if (tail := self.host.tails.pop(name, None)) is not None:
-            self.host.free(np.array([tail.slot], np.int32))
+            self.host.free(tail.slots)
 
     def _drop_tails(self) -> None:
         for name in list(self.host.tails):

@@ -395,7 +395,7 @@ def _core(
     elastic = not isinstance(arena, TensorArena)  # a TensorArena is one fixed allocation
     kept = config.prefix_cache_memory
     cache = CacheManager(
-        plan.num_blocks, plan.block_size, limits.num_rows, plan.max_model_len,
+        plan.num_blocks, plan.block_size, limits.num_rows, plan.max_model_len, groups=plan.geometry.groups,
         blocks_per_extent=plan.geometry.blocks_per_extent if elastic else None,
         mapped=arena.mapped_extents if elastic else None,
         hasher=PrefixHasher(plan.block_size, config.prefix_hash_secret) if config.prefix_caching else None,

@@ -103,14 +103,14 @@ class AdmissionController:
         if leader is not None and leader.row is not None and most == known - 1 <= sequence.shares:
             if not leader.is_computed:
                 return None
-            shared = (known - 1) // cache.block_size * len(cache.tables)
-            return AdmissionPlan(cache.blocks_for(known) - shared, NO_HIT, leader.row)
+            if cache.can_fork(leader.row, most):  # else it went on, and a window has passed
+                return AdmissionPlan(cache.blocks_for(known) - cache.shared_by_fork(most), NO_HIT, leader.row)
         hit = cache.lookup(sequence.chain, most)
         return AdmissionPlan(cache.needed(known, hit), hit)
 
     def _fits(self, sequence: Sequence, start: AdmissionPlan, step: int, decisions: Decisions) -> bool:
         """Whether the sequence fits now and, unless it runs alone, the forecast growth of all sequences too."""
-        cache, needed, room, peak = self._cache, start.num_blocks, self._room, None
+        cache, needed, room, peak = self._cache, start.num_blocks, self.room, None
         usable = min(cache.pool.usable - self._pool.withheld_blocks, self._pool.limit_blocks)
         if needed <= room:
             goes_on = start.leader_row is not None and len(sequence.tokens) > len(sequence.request.prompt_token_ids)
@@ -126,7 +126,7 @@ class AdmissionController:
         return False
 
     @property
-    def _room(self) -> int:
+    def room(self) -> int:
         """Blocks available to a new sequence: free, not withheld, and within the limit.
 
         Blocks in flight do not count as used: they are free after this step's copies.

@@ -76,9 +76,8 @@ class SwapCost:
         """Seconds to compute `num_tokens` of a prompt."""
         return num_tokens / self.tokens_per_s
 
-    def victims_s(self, tokens: Index) -> tuple[Seconds, Seconds]:
-        """Seconds to swap out and in, and seconds to recompute, `tokens[i]` computed tokens of each victim."""
-        blocks = -(-tokens // self.block_size)
+    def victims_s(self, tokens: Index, blocks: Index) -> tuple[Seconds, Seconds]:
+        """Seconds to swap out and in, and to recompute, `tokens[i]` computed tokens in `blocks[i]` blocks of each victim."""
         return np.multiply(blocks, self.swap_s(1), dtype=float), np.multiply(tokens, self.compute_s(1), dtype=float)
 
     def observe(self, plan: Plan, result: Result) -> None:

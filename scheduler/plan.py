@@ -94,7 +94,7 @@ class Plan:
     samples: Bool  # [n]
     released: Index = field(default_factory=lambda: NO_ROWS)
     admitted: tuple[Admission, ...] = ()
-    tables: tuple[TableUpdate, ...] = ()  # one per group, or empty if no table grew
+    tables: tuple[TableUpdate, ...] = ()  # one per block table, or empty if none grew
     copies: BlockCopies | None = None
     resize: Resize = NO_RESIZE
     swaps: Swaps | None = None

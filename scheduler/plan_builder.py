@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..cache.block_table import BlockCopies, Index
-from ..cache.manager import CacheManager, merged
+from ..cache.block_table import BlockCopies, Index, merged
+from ..cache.manager import CacheManager
 from .cost import SwapCost
 from .errors import InvalidCallOrder
 from .outcome import Decisions, Stats

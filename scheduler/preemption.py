@@ -89,9 +89,8 @@ class Preemption:
         assert self._cost is not None
         rows = np.array([s.row for s in sequences], np.int64)
         won = self._cache.sole_blocks(rows)
-        shared = (self._cache.held_blocks(rows) - won) // len(self._cache.tables)
-        tokens = np.maximum(self._rows.computed[rows] - shared * self._cache.block_size, 0)
-        return won, tokens, self._cost.victims_s(tokens)
+        tokens = self._cache.sole_tokens(rows, self._rows.computed[rows])
+        return won, tokens, self._cost.victims_s(tokens, self._cache.blocks_for_all(tokens))
 
     def _explain(self, victims: list[Sequence]) -> None:
         """Record what preempting `victims` wins and loses; of more than 64 only the last 64."""

@@ -122,7 +122,10 @@ class Running:
 
     def commit(self, sequence: Sequence) -> None:
         """Make the computed tokens of `sequence` findable in the prefix cache; no effect if it has no row."""
-        if sequence.row is not None and (updates := self._commit(sequence, sequence.row)):
+        if sequence.row is None:
+            return
+        is_prompt = sequence.status is not SequenceStatus.PREFILLING  # all of it is computed, and nothing more
+        if updates := self._commit(sequence, sequence.row, is_prompt):
             self.changes.tables.append(updates)
 
     def promote(self) -> list[Sequence]:
@@ -174,7 +177,7 @@ class Running:
 
     def check_invariants(self) -> None:
         """Recompute every derived fact. Raises AssertionError naming what does not hold."""
-        rows, blocks = self._rows, self._cache.tables[0].lengths
+        rows, blocks = self._rows, self._cache.slots_of_rows
         assert all(s.row == row for row, s in self.by_row.items()), "a sequence's row is not its own"
         by_status: dict[SequenceStatus, list[int]] = defaultdict(list)
         for row, sequence in self.by_row.items():
@@ -248,9 +251,9 @@ class Running:
         sequence.leader, sequence.shares = source, len(sequence.tokens)
         sequence.computed = 0
 
-    def _commit(self, sequence: Sequence, row: int) -> tuple[TableUpdate, ...]:
+    def _commit(self, sequence: Sequence, row: int, is_prompt: bool = False) -> tuple[TableUpdate, ...]:
         """Make the computed tokens in `row` findable. Returns the table entries that changed."""
         chain, computed = sequence.chain, int(self._rows.computed[row])
         if computed > chain.num_tokens:
             chain.append(self._rows.tokens[row, chain.num_tokens : computed])
-        return self._cache.commit(row, chain, computed)
+        return self._cache.commit(row, chain, computed, is_prompt)

@@ -7,7 +7,9 @@ sequence are handled alike. Rules:
 - Decodes (sequences that lack one token) come first, all of them in every step, unless a copy still uses their next
   block. Unfinished prompts follow in order, each by at most `max_chunk_tokens`; then waiting requests, while rows,
   tokens and blocks last.
-- Admission allocates the blocks of all known tokens; admission.py decides which request, and when.
+- Admission allocates the blocks of all known tokens; admission.py decides which request, and when. Layers with a window
+  get blocks chunk by chunk instead, and give them back as soon as no later token reads them (layer_groups.py). If blocks are
+  short, chunks are smaller.
 - A fork starts with the blocks of its leader's prompt; the last token is computed again to sample from.
 - An admitted request reuses cached prefix blocks under the same salt, for all tokens but the last. If it asks for
   prompt log-probabilities, it reuses only tokens for which it has returned them. Prompt blocks enter the prefix cache
@@ -112,6 +114,7 @@ class Scheduler:
         self.ends = ends or Ends()
         self.rows = rows = Rows(limits.num_rows, min(limits.max_model_len, cache.max_tokens))
         self._now = 0.0  # of the last `schedule`
+        self._lacks_blocks = False  # a prompt's next chunk waits for blocks that only a preemption frees
         self._scorable = 0  # prompt tokens with log-probabilities that this step may still compute
         self._plans = plans = PendingPlans()
         self._waiting = waiting = Waiting()
@@ -220,14 +223,18 @@ class Scheduler:
         self._now = now
         self._sequences.end_aborted()
         preemptions = self.stats.preemptions
+        self._release_passed(np.array([sequence.row for sequence in self._running.prefilling], np.int64))
         decodes = self._extend_decodes()
         budget = self.limits.max_step_tokens - len(decodes)
         self._scorable = self.limits.max_scored_tokens
         chunks = self._chunk_prefills(budget)
+        while self._lacks_blocks and not len(decodes) and not chunks:
+            self._preemption.preempt([self._preemption.by_worth(self._running.by_row.values())[-1]])
+            chunks = self._chunk_prefills(budget)
         budget -= sum([length for _, length in chunks])
         # a sequence just preempted does not return at once
         settled = self.stats.preemptions == preemptions or not self._running
-        if budget > 0 and settled and self._waiting.has_candidates:
+        if budget > 0 and settled and not self._lacks_blocks and self._waiting.has_candidates:
             chunks += self._admit(budget)
         while not len(decodes) and not chunks and self._running.paused and self._waiting.queue and self.pool.admits:
             self._preemption.preempt([self._preemption.by_worth(self._running.paused.values())[-1]])
@@ -254,6 +261,7 @@ class Scheduler:
         decodes, known = decided
         short = self.cache.short(decodes, known)
         if len(short):
+            self._release_passed(short)
             extension = self.cache.extend(short, self.rows.known[short] + 1)
             if extension is None:
                 return None
@@ -318,10 +326,11 @@ class Scheduler:
         known, later = self.rows.known, NO_ROWS
         short = self.cache.short(self._running.decoding, known[self._running.decoding])
         if len(short):
+            self._release_passed(short)
             extension = self.cache.extend(short, known[short])
             if extension is None:
                 short = self._make_room(short)
-                now = self.cache.pool.available // len(self.cache.tables)
+                now = self.cache.pool.available // self.cache.num_tables
                 short, later = short[:now], short[now:]
                 extension = self.cache.extend(short, known[short])
                 assert extension is not None, "room was made for these rows"
@@ -333,9 +342,8 @@ class Scheduler:
 
         Returns the remaining rows.
         """
-        groups = len(self.cache.tables)
         victims = self._preemption.by_worth(self._running.by_row.values())
-        while len(short) * groups > self.cache.pool.available + self.cache.pool.pending_free_blocks:
+        while len(short) * self.cache.num_tables > self.cache.pool.available + self.cache.pool.pending_free_blocks:
             victim = victims.pop()
             short = short[short != victim.row]
             if victims or self.cache.blocks_for(int(self.rows.known[victim.row])) <= self.pool.limit_blocks:
@@ -346,8 +354,14 @@ class Scheduler:
                 self._sequences.end(victim, "length")  # the limit forbids it: the sequence cannot get longer
         return short
 
+    def _release_passed(self, rows: Index) -> None:
+        """Release blocks of `rows` that windows have passed, by the tokens that have a result."""
+        if self.cache.has_windows and len(rows):
+            self.cache.release_passed(rows, self.rows.computed[rows])
+
     def _chunk_prefills(self, budget: int) -> list[tuple[Sequence, int]]:
         chunks = []
+        self._lacks_blocks = False
         for sequence in self._running.prefilling:
             if budget <= 0:
                 break
@@ -370,16 +384,26 @@ class Scheduler:
         return chunks
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
-        """Tokens of `sequence` (with a row) to compute now; 0 if the budget for prompt log-probabilities is used up."""
+        """Tokens of `sequence` (with a row) to compute now.
+
+        0 if the budget for prompt log-probabilities is used up, or if windows need blocks and none are available.
+        """
         assert sequence.row is not None
         computed = int(self.rows.computed[sequence.row])
         lacking = int(self.rows.known[sequence.row]) - computed
         length = min(lacking, budget, self.limits.max_chunk_tokens or lacking)
+        to_score = 0
         if sequence.is_unscored:
             to_score = max(0, len(sequence.request.prompt_token_ids) - 1 - computed)
             if to_score > self._scorable:
                 length = min(length, self._scorable)
-            self._scorable -= min(length, to_score)
+        if self.cache.has_windows and length:
+            reached, tables = self.cache.reach(sequence.row, computed + length, self._admission.room)
+            if tables:
+                self._running.changes.tables.append(tables)
+            length = reached - computed
+            self._lacks_blocks |= not length and not self.cache.pool.pending_free_blocks
+        self._scorable -= min(length, to_score)
         return length
 
     def _assign_row(self, sequence: Sequence, start: AdmissionPlan) -> bool:

@@ -105,6 +105,7 @@ class CellReader:
         self._places = np.empty(0, np.int64)
         self._blocks = np.empty(0, np.int32)
         self._owners = np.empty(0, np.uint16)
+        self._index = np.empty(0, np.int64)
 
     def read(self, view: SchedulerView, served_last_first: Index) -> tuple[Cells, Cells]:
         """The cells now, and those read before; valid until the next call.
@@ -123,7 +124,7 @@ class CellReader:
 
     def _write_owners(self, cells: Cells, table: BlockTables, rows: Index) -> None:
         """Write the cell of each of `rows` to its blocks; of several rows with a block the last one stays."""
-        lengths = table.lengths[rows]
+        lengths = table.held(rows)
         rows, lengths = rows[lengths > 0], lengths[lengths > 0]
         total = int(lengths.sum())
         if not total:
@@ -131,10 +132,12 @@ class CellReader:
         if total > len(self._places):
             self._places, self._blocks = np.empty(2 * total, np.int64), np.empty(2 * total, np.int32)
             self._owners = np.empty(2 * total, np.uint16)
+            self._index = np.empty(2 * total, np.int64)
         places, blocks, owners = self._places[:total], self._blocks[:total], self._owners[:total]
+        index = self._index[:total]
         starts = np.cumsum(lengths) - lengths
         # Both are sums of their steps: within a row, and from the end of a row to the start of the next one.
-        firsts = rows * table.blocks.shape[1]
+        firsts = rows * table.blocks.shape[2] + table.starts[rows]
         places.fill(1)
         places[starts] = np.diff(firsts, prepend=0)
         places[starts[1:]] -= lengths[:-1] - 1
@@ -143,9 +146,10 @@ class CellReader:
         owners.fill(0)
         owners[starts] = np.diff(values, prepend=0).astype(np.uint16)  # modulo 2**16
         np.cumsum(owners, dtype=np.uint16, out=owners)
-        np.take(table.blocks.reshape(-1), places, out=blocks, mode="clip")
-        np.copyto(places, blocks)  # numpy's fastest type of index: six times as fast as int32 for a million blocks
-        cells[places] = owners
+        for of_table in table.blocks:
+            np.take(of_table.reshape(-1), places, out=blocks, mode="clip")
+            np.copyto(index, blocks)  # numpy's fastest type of index: six times as fast as int32 for a million blocks
+            cells[index] = owners
 
 
 def cell_of(row: int) -> int:

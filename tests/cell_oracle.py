@@ -18,8 +18,9 @@ def naive_cells(scheduler: Scheduler) -> list[int]:
     held: dict[int, list[int]] = {}
     for row in seated(scheduler):
         for table in tables:
-            for slot in range(int(table.lengths[row])):
-                held.setdefault(int(table.blocks[row, slot]), []).append(row)
+            for slot in range(int(table.starts[row]), int(table.lengths[row])):
+                for blocks in table.blocks:
+                    held.setdefault(int(blocks[row, slot]), []).append(row)
     cells = []
     for block in range(pool.num_blocks):
         extent = block // pool.blocks_per_extent

@@ -19,7 +19,7 @@ class DenseKernel(TorchKernel):
         if step.num_decodes < len(step.q_lens):
             return super().attend(call)
         out = query.new_zeros(*query.shape[:2], cache.value.shape[-1])
-        query, table = query[: len(step.q_lens)], step.tables[cache.group]
+        query, table = query[: len(step.q_lens)], step.tables[cache.table]
         at = torch.arange(table.shape[1] * step.block_size)
         seen = at < step.lens[:, None]
         if call.window is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,9 @@ class AlwaysSwap(SwapCost):
 class TinyEngine:
     """One model over a pool of `usable` blocks filled with NaN, so that anything read before it is written shows.
 
+    A block counts for the tokens of all layers: with groups of layers there are more blocks and slots, as many as hold as
+    much of sequences of 160 tokens.
+
     With `host_slots` there is a host tier of so many blocks; `cost` None: it is always worth it. Where it `overlaps`, steps are
     begun before the result of the one before them is in.
     """
@@ -52,7 +56,13 @@ class TinyEngine:
         caching: bool = False, host_slots: int = 0, cost: SwapCost | None = None, overlaps: bool = False,
         kv_dtype: str = "float32",
     ) -> None:  # fmt: skip
-        geometry = Geometry.from_config(model.config, block_size=block_size, dtype=kv_dtype).with_extents(4096)
+        geometry = Geometry.from_config(
+            model.config, block_size=block_size, dtype=kv_dtype, max_tokens=max_model_len
+        ).with_extents(4096)
+        per_slot = geometry.blocks_for_tokens(160) / geometry.slots_for_tokens(160)
+        usable, host_slots = math.ceil(usable * per_slot), math.ceil(host_slots * per_slot)
+        if geometry.num_tables > 1:
+            usable = max(usable, geometry.blocks_for_tokens(min(max_model_len, 320)))
         attend_to_latents(model, geometry)
         num_extents = geometry.extents_for_blocks(usable + 1)
         if device == "cpu":
@@ -67,7 +77,8 @@ class TinyEngine:
         limits = Limits(max_seqs, max_step_tokens, max_model_len, max_chunk_tokens, forecast)
         hasher = PrefixHasher(block_size) if caching else None
         cache = CacheManager(
-            usable + 1, block_size, limits.num_rows, max_model_len, hasher=hasher, host_slots=host_slots
+            usable + 1, block_size, limits.num_rows, max_model_len, groups=geometry.groups, hasher=hasher,
+            host_slots=host_slots,
         )  # fmt: skip
         sampler = Sampler(limits.num_rows, model.config.get_text_config().vocab_size, device)
         # Extents of one block each, so that there are just as many slots as asked for.

@@ -1,8 +1,8 @@
 """A runner without a model: it keeps token ids where a model keeps K and V, so that a wrong block shows as a wrong token.
 
-The next token of a sequence is a hash of everything read through its block table; `continuation` computes the same from
-the plain list of tokens. What was never written is poison, and so is what lies in an extent without memory. The host tier
-is a pool of token ids too.
+With several block tables every one of them holds the token ids that its group of layers reads. The next token of a sequence
+is a hash of everything read through its block tables; `continuation` computes the same from the plain list of tokens. What was
+never written is poison, and so is what lies in an extent without memory. The host tier is a pool of token ids too.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from pagetide.cache.layer_groups import LayerGroup
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
 from pagetide.scheduler.cost import SwapCost
@@ -67,9 +68,10 @@ class FakeRunner:
 
     def __init__(
         self, num_blocks: int, block_size: int, num_rows: int, max_tokens: int, *, num_extents: int = 1, mapped=(0,),
-        host_slots: int = 0,
+        host_slots: int = 0, groups: tuple[LayerGroup, ...] = (LayerGroup(),),
     ) -> None:  # fmt: skip
         self.block_size = block_size
+        self.group_of = [group for group in groups for _ in range(group.num_tables)]  # by table
         self.pool = np.full((num_blocks, block_size), UNMAPPED, np.int32)
         self.by_extent = self.pool.reshape(num_extents, -1)
         self.by_extent[list(mapped)] = POISON
@@ -77,12 +79,14 @@ class FakeRunner:
         self.refuses_map = self.refuses_unmap = self.refuses_slots = False
         self.host = np.full((host_slots + 1, block_size), POISON, np.int32)
         self.on_host: set[int] = set()  # slots that have memory
-        self.tables = np.zeros((num_rows, -(-max_tokens // block_size)), np.int32)
+        self.tables = np.zeros((len(self.group_of), num_rows, -(-max_tokens // block_size)), np.int32)
         self.tokens = np.zeros((num_rows, max_tokens), np.int32)
         self.owner: dict[int, str] = {}
         self.written = np.zeros(num_rows, np.int64)  # tokens of each row, what it found included
         self.waits: set[int] = set()  # rows without a chunk yet: how much they found their first one says
-        self.taken: dict[int, set[int]] = {}  # places in the tables of these, of blocks that are new to them
+        self.taken: dict[
+            int, set[tuple[int, int]]
+        ] = {}  # tables and places in these rows, of blocks that are new to them
         self.first_starts: dict[str, int] = {}  # by request: where its first chunk began
         self.fail: set[str] = set()
         self.faults: np.random.Generator | None = None
@@ -124,21 +128,22 @@ class FakeRunner:
             self.asks[new.row] = new.sampling, new.num_prompt
         if plan.given is not None:
             self.tokens[plan.given.rows, plan.given.positions] = plan.given.tokens
-        for update in plan.tables:
-            self.tables[update.rows, update.slots] = update.blocks
+        for number, update in enumerate(plan.tables):
+            self.tables[number, update.rows, update.slots] = update.blocks
             assert UNMAPPED not in self.pool[update.blocks], "a table names a block without memory"
             known = ~np.isin(update.rows, list(self.waits))
             written = self.written[update.rows[known]]
             self.pool[update.blocks[known][update.slots[known] * self.block_size >= written]] = POISON
             for row, slot in zip(update.rows[~known].tolist(), update.slots[~known].tolist(), strict=True):
-                self.taken.setdefault(row, set()).add(slot)
+                self.taken.setdefault(row, set()).add((number, slot))
         for row, start in zip(plan.rows.tolist(), plan.starts.tolist(), strict=True):
             if row in self.waits:
                 self.waits.remove(row)
                 self.written[row] = start
                 self.first_starts.setdefault(self.owner[row], start)
-                fresh = [slot for slot in self.taken.pop(row, ()) if slot * self.block_size >= start]
-                self.pool[self.tables[row, fresh]] = POISON
+                for number, slot in self.taken.pop(row, ()):
+                    if slot * self.block_size >= start:
+                        self.pool[self.tables[number, row, slot]] = POISON
         self._fresh(mapped["mapped"])
         moved = self._move_memory(plan)
         assert list(plan.lengths == 1) == sorted(plan.lengths == 1, reverse=True), "chunks of one token come first"
@@ -250,13 +255,12 @@ class FakeRunner:
                 sampled += [0] * int(counts[i])
                 continue
             for position in range(start, start + length):
-                block, offset = self.tables[row, position // self.block_size], position % self.block_size
-                assert block != 0, "wrote to the null block"
-                assert self.pool[block, offset] != UNMAPPED, "wrote to memory that is gone"
-                self.pool[block, offset] = self.tokens[row, position]
+                blocks, offset = self.tables[:, row, position // self.block_size], position % self.block_size
+                assert len({*blocks.tolist()} - {0}) == len(blocks), "wrote to the null block, or twice to a block"
+                assert UNMAPPED not in self.pool[blocks, offset], "wrote to memory that is gone"
+                self.pool[blocks, offset] = self.tokens[row, position]
             self.written[row] = start + length
-            blocks = self.tables[row, : -(-(start + length) // self.block_size)]
-            read = self.pool[blocks].ravel()[: start + length]
+            read, blocks = self._read(int(row), int(start), int(start + length))
             scores += self._scores(i, int(row), start, read, bool(plan.samples[i]))
             if plan.samples[i]:
                 if np.isin(self.failed_blocks, blocks).any():
@@ -277,6 +281,22 @@ class FakeRunner:
             plan.step_id, counts, tokens, tuple(failures), scores=tuple(scores), candidates=tuple(candidates),
             deferred=np.array(deferred, np.int64),
         )  # fmt: skip
+
+    def _read(self, row: int, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens up to `end` as a chunk from `start` on reads them, and the blocks that it reads.
+
+        Tokens that no group reads, and those that all groups read right, are those of the row.
+        """
+        read, found = self.tokens[row, :end].copy(), []
+        for group, table in zip(self.group_of, self.tables[:, row], strict=True):
+            first = group.first_read(start)
+            blocks = table[first // self.block_size : -(-end // self.block_size)]
+            skipped = first % self.block_size
+            got = self.pool[blocks].ravel()[skipped : skipped + end - first]
+            wrong = got != self.tokens[row, first:end]
+            read[first:][wrong] = got[wrong]
+            found.append(blocks)
+        return read, np.concatenate(found)
 
     def _scores(self, index: int, row: int, start: int, read: np.ndarray, samples: bool) -> list[ChunkLogprobs]:
         """Of the prompt's tokens behind `read[start:]`, and of the one that is sampled, where they are asked for."""
@@ -323,11 +343,12 @@ class World:
         max_model_len: int = 4096, max_chunk_tokens: int | None = None, forecast: bool = False,
         blocks_per_extent: int | None = None, num_mapped: int | None = None, caching: bool = False,
         max_cached: int | None = None, host_slots: int = 0, cost: SwapCost | None = None, ahead: bool = False,
+        groups: tuple[LayerGroup, ...] = (LayerGroup(),),
     ) -> None:  # fmt: skip
         num_extents = (usable + 1) // (blocks_per_extent or usable + 1)
         mapped = range(num_extents if num_mapped is None else num_mapped)
         self.cache = CacheManager(
-            usable + 1, block_size, max_seqs, max_model_len,
+            usable + 1, block_size, max_seqs, max_model_len, groups=groups,
             blocks_per_extent=blocks_per_extent, mapped=None if blocks_per_extent is None else mapped,
             hasher=PrefixHasher(block_size, b"seed") if caching else None, max_cached_blocks=max_cached,
             host_slots=host_slots,
@@ -337,7 +358,7 @@ class World:
         self.scheduler = Scheduler(self.cache, limits, cost or SwapCost(1, block_size))
         self.runner = FakeRunner(
             usable + 1, block_size, max_seqs, max_model_len, num_extents=num_extents, mapped=mapped,
-            host_slots=host_slots,
+            host_slots=host_slots, groups=groups,
         )  # fmt: skip
         self.rng = np.random.default_rng(0)
         self.requests: dict[str, Request] = {}
@@ -481,19 +502,26 @@ class World:
         index, runner = self.cache.index, self.runner
         leaving = self.cache.host._leaving
         for node in index._table.contents().tolist():
-            block, slot = int(index.blocks.of_node[node]), int(index.slots.of_node[node])
-            if slot >= 0 and leaving[slot]:
-                continue  # the next plan brings it there
-            if block >= 0:
-                block = int(self.cache._bytes_at[block])
-            found = runner.pool[block] if block >= 0 else runner.host[slot]
-            assert found.tolist() == index._tokens[node].tolist(), f"block {block} or slot {slot} holds something else"
+            places = [(index.blocks, index.slots)] if self.cache._anchors is self.cache._allocator else []
+            places += [pair for window in index.windows for pair in zip(window.blocks, window.slots, strict=True)]
+            for blocks, slots in places:
+                block, slot = int(blocks.of_node[node]), int(slots.of_node[node])
+                if block < 0 and slot < 0:
+                    continue  # pages that a window has passed
+                if slot >= 0 and leaving[slot]:
+                    continue  # the next plan brings it there
+                if block >= 0:
+                    block = int(self.cache._bytes_at[block])
+                found = runner.pool[block] if block >= 0 else runner.host[slot]
+                assert found.tolist() == index._tokens[node].tolist(), (
+                    f"block {block} or slot {slot} holds something else"
+                )
         waiting = {s.request.request_id: s for s in self.scheduler._sequences.by_id.values() if s.row is None}
         for name, tail in self.cache.host.tails.items():
             rest = tail.num_tokens % self.cache.block_size
             tokens = waiting[name].tokens[tail.num_tokens - rest : tail.num_tokens]
-            if not leaving[tail.slot]:
-                assert runner.host[tail.slot, :rest].tolist() == tokens.tolist(), "a tail is not its sequence's"
+            for slot in tail.slots[leaving[tail.slots] == 0].tolist():
+                assert runner.host[slot, :rest].tolist() == tokens.tolist(), "a tail is not its sequence's"
 
     def step(self) -> StepOutputs:
         plan = self.due()

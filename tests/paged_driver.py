@@ -82,9 +82,9 @@ class PagedDriver:
                 done[i] += n
         return [torch.cat(r) for r in rows]
 
-    def _pool(self, lengths: Sequence[int]) -> tuple[Storage, list[np.ndarray]]:
-        """Blocks full of NaN, but for the null block, and a table of scattered ids per sequence."""
-        counts = [self.geometry.blocks_for_tokens(n) for n in lengths]
+    def _pool(self, lengths: Sequence[int]) -> tuple[Storage, list[list[np.ndarray]]]:
+        """Blocks full of NaN, but for the null block, and tables of scattered ids per sequence."""
+        counts = [self.geometry.slots_for_tokens(n) for n in lengths for _ in range(self.geometry.num_tables)]
         num_extents = self.geometry.extents_for_blocks(sum(counts) + 4)
         arena = HostArena(num_extents, self.geometry.extent_bytes)
         arena.map(range(num_extents))
@@ -93,17 +93,20 @@ class PagedDriver:
         storage.clear([0])
         ids = np.random.default_rng(3).permutation(np.arange(1, storage.num_blocks))
         ends = np.cumsum(counts)
-        return storage, [ids[end - count : end] for end, count in zip(ends, counts, strict=True)]
+        tables = [ids[end - count : end] for end, count in zip(ends, counts, strict=True)]
+        number = self.geometry.num_tables
+        return storage, [tables[first : first + number] for first in range(0, len(tables), number)]
 
     def _step(self, chunks, done, tables, storage) -> StepContext:
         size = self.geometry.block_size
         q_lens = np.array([n for _, n in chunks], np.int32)
         kv_lens = np.array([done[i] + n for i, n in chunks], np.int32)
-        width = self.geometry.blocks_for_tokens(int(kv_lens.max()))
-        read = np.zeros((len(chunks), width), np.int64)
+        width = self.geometry.slots_for_tokens(int(kv_lens.max()))
+        read = np.zeros((self.geometry.num_tables, len(chunks), width), np.int64)
         for row, ((i, _), tokens) in enumerate(zip(chunks, kv_lens.tolist(), strict=True)):
-            used = tables[i][: self.geometry.blocks_for_tokens(tokens)]
-            read[row, : len(used)] = self.read_fault(used, tokens)
+            for number, table in enumerate(tables[i]):
+                used = table[: self.geometry.slots_for_tokens(tokens)]
+                read[number, row, : len(used)] = self.read_fault(used, tokens)
         places = [(i, p) for i, n in chunks for p in range(done[i], done[i] + n)]
         return StepContext(
             layers=tuple(storage.layer(i) for i in range(len(self.geometry.layers))),
@@ -113,8 +116,10 @@ class PagedDriver:
             kv_lens=kv_lens,
             num_decodes=int((q_lens == 1).sum()),
             **lengths_on("cpu", q_lens, kv_lens),
-            tables=(torch.from_numpy(read),),
-            write_blocks=(torch.tensor([int(tables[i][p // size]) for i, p in places]),),
+            tables=tuple(torch.from_numpy(read)),
+            write_blocks=tuple(
+                torch.tensor([int(tables[i][number][p // size]) for i, p in places]) for number in range(len(read))
+            ),
             write_offsets=torch.tensor([p % size for _, p in places]),
             block_size=size,
         )

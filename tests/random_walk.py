@@ -3,8 +3,8 @@
 In an elastic walk the pool grows and gives back between steps, its limit moves, and the device refuses now and then. With
 caching, prompts begin alike, some with what another request has generated; in half the walks what stays cached is bounded.
 With a host tier, of 1 to 12 slots, what has to go is swapped out and in; now and then swapping is not worth it, or the host
-has no memory. Ahead, a step is mostly planned while the one before is out, and anything may happen in between. In a faulty
-walk some chunks are deferred and some copies fail.
+has no memory. With groups, some layers read only a part of each sequence. Ahead, a step is mostly planned while the one before
+is out, and anything may happen in between. In a faulty walk some chunks are deferred and some copies fail.
 """
 
 from __future__ import annotations
@@ -17,13 +17,18 @@ import numpy as np
 import pytest
 from fakes import VOCAB, World, continuation, fake_logprob
 
+from pagetide.cache.layer_groups import LayerGroup, most_slots_in
 from pagetide.scheduler.cost import SwapCost
 from pagetide.scheduler.errors import InvalidCallOrder, PromptTooLong, RequestRejected
 
 VARIANTS = tuple(
     "-".join(words)
     for words in product(
-        ("fixed", "elastic"), ("bare", "prefixes", "host"), ("alternate", "ahead"), ("sound", "faulty")
+        ("fixed", "elastic"),
+        ("bare", "prefixes", "host"),
+        ("alternate", "ahead"),
+        ("sound", "faulty"),
+        ("full", "groups"),
     )
 )
 
@@ -34,10 +39,11 @@ def walk(
     """`events` random events in a random small world, then the rest is run to its end and everything is checked.
 
     `variant`, one of VARIANTS, says whether the pool is fixed or elastic; whether nothing is cached, prefixes are, or there is
-    a host tier too; whether plans and results alternate or steps are planned ahead; and whether chunks and copies fail.
+    a host tier too; whether plans and results alternate or steps are planned ahead; whether chunks and copies fail; and whether
+    all layers read all tokens, or there are groups with windows.
     The books are looked at in one of `check_every` plans and results, and at the end; each time `look` is called too.
     """
-    pool, kept, order, faults = variant.split("-")
+    pool, kept, order, faults, layers = variant.split("-")
     rng = np.random.default_rng(seed)
     if pool == "fixed":
         usable = int(rng.integers(2, 24))
@@ -55,8 +61,25 @@ def walk(
     max_cached = int(apart.choice([0, apart.integers(0, shape["usable"] + 1)])) if bounded else None
     return _walk(
         rng, events, **shape, caching=kept != "bare", max_cached=max_cached, ahead=order == "ahead",
-        faults=faults == "faulty", check_every=check_every, look=look,
+        faults=faults == "faulty", check_every=check_every, look=look, with_groups=layers == "groups",
     )  # fmt: skip
+
+
+def capacity_of(world: World) -> int:
+    """Tokens of the longest sequence that the whole pool holds; those of no window's pool have no end."""
+    cache = world.cache
+    return most_slots_in(cache.groups, cache.pool.capacity, cache.block_size, 1 << 20) * cache.block_size
+
+
+def _groups(rng: np.random.Generator, block_size: int) -> tuple[LayerGroup, ...]:
+    """Layers that read all tokens, or none; layers with one or two windows, or chunks."""
+    windows = sorted({int(rng.integers(1, 60)) for _ in range(int(rng.integers(1, 3)))}, reverse=True)
+    groups = [LayerGroup(int(rng.integers(1, 3)), window) for window in windows]
+    if rng.random() < 0.2:
+        groups[-1] = LayerGroup(1, int(rng.integers(1, 6)) * block_size, chunked=True)
+    if rng.random() < 0.75:
+        groups.insert(0, LayerGroup(int(rng.integers(1, 3))))
+    return tuple(groups)
 
 
 def _slots(rng: np.random.Generator, kept: str) -> int:
@@ -65,20 +88,21 @@ def _slots(rng: np.random.Generator, kept: str) -> int:
 
 def _walk(
     rng: np.random.Generator, events: int, usable: int, tides: float = 0.0, faults: bool = False, check_every: int = 1,
-    look: Callable[[World], None] | None = None, **pool,
+    look: Callable[[World], None] | None = None, with_groups: bool = False, **pool,
 ) -> World:  # fmt: skip
     block_size = int(rng.choice([1, 3, 4, 16]))
+    groups = _groups(rng, block_size) if with_groups else (LayerGroup(),)
     world = World(
         usable=usable, block_size=block_size, max_seqs=int(rng.integers(1, 13)),
         max_step_tokens=int(rng.choice([3, 30, 300])), max_model_len=2 + int(usable * block_size * rng.choice([0.3, 1.0, 2.0])),
         max_chunk_tokens=int(rng.integers(1, 30)) if rng.random() < 0.3 else None, forecast=bool(rng.random() < 0.3),
-        cost=Whim(1, block_size), **pool,
+        cost=Whim(1, block_size), groups=groups, **pool,
     )  # fmt: skip
     world.rng = rng
     world.check_every = check_every
     world.look = look
     world.runner.faults = np.random.default_rng(rng.integers(1 << 30)) if faults else None
-    capacity = world.cache.pool.capacity * block_size
+    capacity = capacity_of(world)
     least = world.cache.pool.capacity  # the lowest limit there was
     for n in range(events):
         if world.cache.host.capacity and rng.random() < 0.05:
@@ -129,7 +153,7 @@ def _walk(
             plan = world.due()
             can = world.scheduler.num_running + world.scheduler.num_waiting
             # Who is seated may have been told to wait for a copy that was called off: the next step computes its tokens.
-            idle = not (len(plan.rows) or plan.resize or plan.swaps or plan.admitted)
+            idle = not (len(plan.rows) or plan.moves_memory or plan.admitted)
             assert begun or not (idle and can) or waits_for_memory(world), "an idle step"
             if world.ahead and rng.random() < 0.9:
                 world.go_ahead()
@@ -212,7 +236,7 @@ def _fork(world: World, leader: str, n: int) -> None:
 
 def _family(world: World, n: int) -> None:
     """Some that tell candidates, and are steered."""
-    rng, capacity = world.rng, world.cache.pool.capacity * world.cache.block_size
+    rng, capacity = world.rng, capacity_of(world)
     longest = min(capacity, world.scheduler.limits.max_model_len)
     if longest > 2:
         prompt = _alike(world, int(rng.integers(1, max(2, longest // 2))))
@@ -300,7 +324,7 @@ def check_end(world: World, name: str, request, least: int) -> None:
         assert name in world.aborted
     elif len(got) < len(expected):
         total = len(request.prompt_token_ids) + len(got)
-        capacity = world.cache.pool.capacity * world.cache.block_size
+        capacity = capacity_of(world)
         full = total in (world.scheduler.limits.max_model_len, capacity + 1)
         assert full or world.cache.blocks_for(total) > least, f"{name} ended early"
         assert end.reason == "length"

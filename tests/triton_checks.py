@@ -140,7 +140,7 @@ def views(case: Case, arena: torch.Tensor) -> LayerCache:
     k_items, v_items = size * heads * dim, 0 if case.v_in_k else size * heads * v_dim
     key = view(typed, LEAD, dim)
     value = key[..., :v_dim] if case.v_in_k else view(typed, LEAD + k_items, v_dim)
-    cache = LayerCache(key, value, group=1, aliased=case.aliased, v_in_k=case.v_in_k)
+    cache = LayerCache(key, value, table=1, aliased=case.aliased, v_in_k=case.v_in_k)
     if case.stored is None:
         return cache
     start, halves = (LEAD + k_items + v_items) // 2, arena.view(torch.float16)

@@ -37,8 +37,8 @@ class StepContext:
     num_decodes: int
     lens: torch.Tensor  # int32 [n], `kv_lens` on the device
     bounds: torch.Tensor  # int32 [n + 1], `q_starts` on the device, and the end of the last chunk
-    tables: tuple[torch.Tensor, ...]  # per group: int64 [n, W] block ids, W covers the longest; the rest is block 0
-    write_blocks: tuple[torch.Tensor, ...]  # per group: int64 [T], the block each token's K and V go to
+    tables: tuple[torch.Tensor, ...]  # each int64 [n, W] block ids, W covers the longest; what is not read is block 0
+    write_blocks: tuple[torch.Tensor, ...]  # per table: int64 [T], the block each token's K and V go to
     write_offsets: torch.Tensor  # int64 [T], the token's place within that block
     block_size: int
     bounded: bool = False  # `kv_lens` are upper bounds

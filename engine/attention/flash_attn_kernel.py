@@ -31,7 +31,7 @@ class FlashKernel(LibraryKernel):
         """See `LibraryKernel.attend_part`. The KV-cache function splits long rows, for decodes; the varlen function
         takes chunks."""
         cache = call.cache
-        options = flash_options(call) | {"block_table": part.table(cache.group)}
+        options = flash_options(call) | {"block_table": part.table(cache.table)}
         if part.max_q == 1:
             out = self._library.flash_attn_with_kvcache(
                 query[:, None], cache.key, cache.value, cache_seqlens=part.lens, **options
@@ -60,7 +60,7 @@ class Flash3Kernel(LibraryKernel):
         cache = call.cache
         return self._library.flash_attn_with_kvcache(
             query, cache.key, cache.value,
-            cache_seqlens=part.lens, page_table=part.table(cache.group), cu_seqlens_q=part.q_starts,
+            cache_seqlens=part.lens, page_table=part.table(cache.table), cu_seqlens_q=part.q_starts,
             max_seqlen_q=part.max_q, **flash_options(call),
         )  # fmt: skip
 
@@ -82,7 +82,7 @@ class Flash4Kernel(LibraryKernel):
         out, *_ = self._library.flash_attn_varlen_func(
             query, cache.key, cache.value,
             cu_seqlens_q=part.q_starts, seqused_k=part.lens, max_seqlen_q=part.max_q, max_seqlen_k=part.max_kv,
-            page_table=part.table(cache.group), softmax_scale=call.scaling, causal=True,
+            page_table=part.table(cache.table), softmax_scale=call.scaling, causal=True,
             window_size=(call.left, None if call.left is None else 0),
             learnable_sink=call.sinks, softcap=call.softcap or 0.0,
         )  # fmt: skip

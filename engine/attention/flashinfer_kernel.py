@@ -52,7 +52,7 @@ class FlashInferKernel(LibraryKernel):
     def attend_part(self, call: AttentionCall, part: SequenceGroup, query: torch.Tensor) -> torch.Tensor:
         """See `LibraryKernel.attend_part`."""
         cache, decodes = call.cache, part.max_q == 1
-        kind = (decodes, cache.group, query.shape[1:], cache.key.shape[1:], query.dtype, *_settings(call).items())
+        kind = (decodes, cache.table, query.shape[1:], cache.key.shape[1:], query.dtype, *_settings(call).items())
         planned = self._planned.get(kind)
         if planned is None:
             planned = self._planned[kind] = _Planned(self._wrapper(decodes, query.device))
@@ -89,7 +89,7 @@ def _plan(wrapper: Any, decodes: bool, call: AttentionCall, part: SequenceGroup)
     # no pages: FlashInfer's formula then gives 0 tokens
     last = np.where(pages > 0, kv_lens - (pages - 1) * block_size, block_size)
     rows = np.repeat(np.arange(len(pages)), pages)
-    table = part.table(cache.group)
+    table = part.table(cache.table)
     flat = rows * table.shape[1] + np.arange(len(rows)) - starts[rows]
     ids = table.reshape(-1)[torch.from_numpy(flat).to(table.device, non_blocking=True)]
     lists = (torch.from_numpy(starts.astype(np.int32)), ids, torch.from_numpy(last.astype(np.int32)))

@@ -19,7 +19,7 @@ from .torch_kernel import TorchKernel
 class SequenceGroup:
     """The decodes of a step, or its longer chunks: n sequences with consecutive tokens in the batch.
 
-    Tensors are int32, contiguous and on the device. `tables` are per group, as in the step, and made on first use.
+    Tensors are int32, contiguous and on the device. `tables` are by number, as in the step, and made on first use.
     """
 
     step: StepContext
@@ -42,11 +42,11 @@ class SequenceGroup:
         """The most tokens of a sequence."""
         return int(self.kv_lens.max())
 
-    def table(self, group: int) -> torch.Tensor:
+    def table(self, number: int) -> torch.Tensor:
         """int32 [n, W]: block ids."""
-        if group not in self.tables:
-            self.tables[group] = self.step.tables[group][self.rows].to(torch.int32)
-        return self.tables[group]
+        if number not in self.tables:
+            self.tables[number] = self.step.tables[number][self.rows].to(torch.int32)
+        return self.tables[number]
 
 
 class LibraryKernel(ABC):

@@ -34,7 +34,7 @@ class NativeKernel:
         key = call.key if call.key.stride(-1) == 1 else call.key.contiguous()
         value = call.value if call.value.stride(-1) == 1 else call.value.contiguous()
         self._write(
-            key, None if cache.v_in_k else value, cache.key, cache.value, step.write_blocks[cache.group], step.write_offsets,
+            key, None if cache.v_in_k else value, cache.key, cache.value, step.write_blocks[cache.table], step.write_offsets,
             cache.key_scale, cache.value_scale,
         )  # fmt: skip
 
@@ -43,7 +43,7 @@ class NativeKernel:
         cache, step = call.cache, call.step
         sinks = None if call.sinks is None else call.sinks.float()
         result: torch.Tensor = self._attend(
-            call.dense_query, cache.key, cache.value, step.tables[cache.group], step.bounds, step.lens,
+            call.dense_query, cache.key, cache.value, step.tables[cache.table], step.bounds, step.lens,
             call.scaling, call.window or 0, call.softcap or 0.0, sinks,
             cache.key_scale, cache.value_scale,
         )  # fmt: skip

@@ -46,7 +46,7 @@ Ints = npt.NDArray[np.int64]
 class _Shape(NamedTuple):
     """What a step's tiles depend on besides the step: a layer's shape and kind of attention."""
 
-    group: int
+    table: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -65,9 +65,9 @@ class _Shape(NamedTuple):
         dtype, softcap = call.query.dtype, call.softcap is not None
         sinks = call.sinks is not None and not softcap
         stepped = not softcap and dtype.itemsize < 4 and call.query.device.type == "cpu"
-        group, window = call.cache.group, call.window
+        table, window = call.cache.table, call.window
         v_in_k = call.cache.v_in_k
-        return cls(group, num_heads, num_kv_heads, head_dim, v_head_dim, dtype, window, softcap, sinks, stepped, v_in_k)
+        return cls(table, num_heads, num_kv_heads, head_dim, v_head_dim, dtype, window, softcap, sinks, stepped, v_in_k)
 
     @property
     def gathered_dim(self) -> int:
@@ -149,7 +149,7 @@ class TorchKernel:
     def write(self, call: AttentionCall) -> None:
         """See `AttentionKernel.write`."""
         cache, step = call.cache, call.step
-        places = (step.write_blocks[cache.group], step.write_offsets)
+        places = (step.write_blocks[cache.table], step.write_offsets)
         store(call.key, cache.key, cache.key_scale, places)
         if not cache.v_in_k:
             store(call.value, cache.value, cache.value_scale, places)
@@ -290,7 +290,7 @@ class TorchKernel:
         """`base`, and K and V [tokens, num_kv_heads, dim] of positions `base` .. `end` of a sequence."""
         size = step.block_size
         first = 0 if shape.window is None else max(0, start - shape.window + 1) // size
-        blocks = step.tables[cache.group][chunk, first : -(-end // size)]
+        blocks = step.tables[cache.table][chunk, first : -(-end // size)]
         buffers = self._take_both(len(blocks) * size, shape, blocks.device)
         views = []
         stored = ((cache.key, cache.key_scale), (cache.value, cache.value_scale))
@@ -322,7 +322,7 @@ def _gathered_blocks(
     step: StepContext, shape: _Shape, order: Ints, first_blocks: Ints, width: int, device: torch.device
 ) -> torch.Tensor:
     """int64 [num_decodes, width]: the blocks to gather for the rows, in the given order, padded with block 0."""
-    tables = step.tables[shape.group].index_select(0, torch.from_numpy(order).to(device))
+    tables = step.tables[shape.table].index_select(0, torch.from_numpy(order).to(device))
     if not first_blocks.any():
         return F.pad(tables, (0, max(0, width - tables.shape[1])))
     columns = torch.from_numpy(first_blocks[:, None] + np.arange(width)).to(device)

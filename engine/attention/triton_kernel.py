@@ -78,7 +78,7 @@ class TritonKernel:
         query, cache, step = call.dense_query, call.cache, call.step
         if self._plan is None or self._plan.step is not step:
             self._plan = _planned(step)
-        plan, table = self._plan, step.tables[cache.group]
+        plan, table = self._plan, step.tables[cache.table]
         scores = ScoreTransform.of(call)
         num_tokens, num_heads, _ = query.shape
         v_dim = cache.value.shape[-1]

@@ -28,7 +28,7 @@ def write(call: AttentionCall) -> None:
     heads = max(1, min(triton.next_power_of_2(num_heads), TILE_ITEMS // max(dim_pad, v_dim_pad)))
     with on_device(key):
         _write[(num_tokens, triton.cdiv(num_heads, heads))](
-            key, value, *views, step.write_blocks[cache.group], step.write_offsets,
+            key, value, *views, step.write_blocks[cache.table], step.write_offsets,
             *key.stride()[:2], *value.stride()[:2], *strides, num_heads,
             HEADS=heads, DIM=dim, DIM_PAD=dim_pad, V_DIM=v_dim, V_DIM_PAD=v_dim_pad,
         )  # fmt: skip

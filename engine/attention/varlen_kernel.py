@@ -35,5 +35,5 @@ class VarlenKernel(LibraryKernel):
         return self._library.varlen_attn(
             query, cache.key, cache.value, part.q_starts, None, part.max_q, part.max_kv,
             scale=call.scaling, window_size=(-1 if call.left is None else call.left, 0),
-            enable_gqa=query.shape[1] != cache.key.shape[2], seqused_k=part.lens, block_table=part.table(cache.group),
+            enable_gqa=query.shape[1] != cache.key.shape[2], seqused_k=part.lens, block_table=part.table(cache.table),
         )  # fmt: skip

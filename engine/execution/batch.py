@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from ...cache.block_table import Index, Int32
 from ...cache.geometry import Geometry
+from ...cache.layer_groups import LayerGroup
 from ...cache.storage import LayerCache
 from ...scheduler.plan import Plan
 from ..attention.context import AttentionKernel, StepContext
@@ -74,7 +76,7 @@ def pack(tokens: Int32, rows: Index, starts: Index, lengths: Index, padded: int 
 
 
 class DeviceRows:
-    """The device's state per row: block tables per group, int64 [num_rows + 1, slots], and the newest sampled token, int64
+    """The device's state per row: block tables, each int64 [num_rows + 1, slots], and the newest sampled token, int64
     [num_rows + 1]. The last row is for padding: its table holds only the null block.
 
     On a CPU the tables are read and changed through numpy, whose operations on small arrays take half the time of torch's.
@@ -82,12 +84,13 @@ class DeviceRows:
 
     def __init__(self, num_rows: int, max_tokens: int, geometry: Geometry, device: torch.device) -> None:
         self._block_size = geometry.block_size
-        shape = (num_rows + 1, geometry.blocks_for_tokens(max_tokens))
-        num_groups = 1 + max(layer.group for layer in geometry.layers)
+        shape = (num_rows + 1, geometry.slots_for_tokens(max_tokens))
+        self._group_of = tuple(group for group in geometry.groups for _ in range(group.num_tables))
         with torch.inference_mode(False):
-            self.tables = tuple(torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(num_groups))
+            self.tables = tuple(torch.zeros(shape, dtype=torch.int64, device=device) for _ in self._group_of)
             self.newest = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
             self._slot_starts = torch.arange(shape[1], device=device) * self._block_size  # first positions
+        self._windows = {group for group in self._group_of if group.window is not None}
         self._on_host = tuple(table.numpy() for table in self.tables) if device.type == "cpu" else ()
 
     @property
@@ -109,11 +112,13 @@ class DeviceRows:
 
     def follow(self, plan: Plan, changes: Sequence[torch.Tensor]) -> None:
         """Apply the plan's new table entries."""
-        for on_host, update in zip(self._on_host, plan.tables, strict=False):
+        for on_host, update in zip(self._on_host, plan.tables, strict=bool(plan.tables and self._on_host)):
             on_host[update.rows, update.slots] = update.blocks
         if self._on_host:
             return
-        changed = [table for table, update in zip(self.tables, plan.tables, strict=False) if len(update.rows)]
+        changed = [
+            table for table, update in zip(self.tables, plan.tables, strict=bool(plan.tables)) if len(update.rows)
+        ]
         for table, change in zip(changed, changes, strict=True):
             rows, slots, blocks = change.unbind(0)
             table.index_put_((rows, slots), blocks)
@@ -136,8 +141,11 @@ class DeviceRows:
         if self._on_host and not bounded:
             tables, write_blocks, write_offsets = self._places_on_host(batch, width)
         else:
-            slots = self._slot_starts[:width] < lens[:, None]  # other entries are stale
-            tables = tuple(table[:, :width].index_select(0, rows) * slots for table in self.tables)
+            used = self._used_on_device(lens, lens - bounds.diff(), width)
+            tables = tuple(
+                table[:, :width].index_select(0, rows) * used[group]
+                for table, group in zip(self.tables, self._group_of, strict=True)
+            )
             write_blocks = tuple(table[owners, positions // self._block_size] for table in tables)
             write_offsets = positions % self._block_size
         step = StepContext(
@@ -159,6 +167,20 @@ class DeviceRows:
             ids = torch.where(ids == ON_ITS_WAY, self.newest[rows][owners], ids)
         return step, ids, positions
 
+    def _used_on_device(self, lens: torch.Tensor, starts: torch.Tensor, width: int) -> dict[LayerGroup, torch.Tensor]:
+        """Which table entries of each group chunks with these lengths and first tokens read: [n, width]. Others are stale."""
+        slot_starts = self._slot_starts[:width]
+        written = slot_starts < lens[:, None]
+        return {
+            group: written & (slot_starts >= self._first_used(group, starts)[:, None]) if group.window else written
+            for group in set(self._group_of)
+        }
+
+    def _first_used(self, group: LayerGroup, starts: Any) -> Any:
+        """The first token of the first block that chunks from each of `starts` on read."""
+        first = group.first_read(starts)
+        return first - first % self._block_size
+
     def _places_on_host(
         self, batch: InputBatch, width: int
     ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...], torch.Tensor]:
@@ -166,9 +188,15 @@ class DeviceRows:
         _, owners, positions, rows, _, _ = batch.arrays
         slots = positions // self._block_size
         offsets = positions - slots * self._block_size
-        used = (
-            np.arange(0, width * self._block_size, self._block_size) < batch.kv_lens[:, None]
-        )  # other entries are stale
-        tables = tuple(on_host[rows, :width] * used for on_host in self._on_host)
+        slot_starts = np.arange(0, width * self._block_size, self._block_size)
+        written = slot_starts < batch.kv_lens[:, None]  # other entries are stale
+        used = {None: written} | {
+            group: written & (slot_starts >= self._first_used(group, batch.kv_lens - batch.q_lens)[:, None])
+            for group in self._windows
+        }
+        tables = tuple(
+            on_host[rows, :width] * used[group if group.window else None]
+            for on_host, group in zip(self._on_host, self._group_of, strict=True)
+        )
         blocks = tuple(torch.from_numpy(table[owners, slots]) for table in tables)
         return tuple(map(torch.from_numpy, tables)), blocks, torch.from_numpy(offsets)

@@ -123,7 +123,7 @@ def block_details(scheduler: Scheduler, block: int) -> dict[str, Any]:
         sequence = view.sequence_in(row)
         if sequence is None:
             continue
-        position = int(np.concatenate([np.flatnonzero(table.of(row) == block) for table in cache.tables])[0])
+        position = cache.slot_of(row, block)
         request = sequence.request
         details["rows"].append({"id": request.request_id, "label": request.label, "row": row, "position": position})
         first = position * cache.block_size

@@ -87,8 +87,8 @@ class LatentAttention:
         They are a cache of their own for the kernel, made for as many heads at a time as fit EXPANDED_BYTES.
         """
         part, tokens = _part(call, chunk, chunk + 1)
-        length, group = int(part.step.kv_lens[0]), call.cache.group
-        blocks = part.step.tables[group][0, : -(-length // part.step.block_size)]
+        length, table = int(part.step.kv_lens[0]), call.cache.table
+        blocks = part.step.tables[table][0, : -(-length // part.step.block_size)]
         cached = call.query.new_empty(
             len(blocks), *call.cache.key.shape[1:]
         )  # [blocks, block_size, 1, rank + rope_dim]

@@ -92,7 +92,8 @@ class _Probe:
         lengths = (getattr(self.config, "max_position_embeddings", None), max_length)
         self.limit = min((n for n in lengths if isinstance(n, int) and n > 0), default=FARTHEST)
         few = replace(geometry, block_size=BLOCK_SIZE, granule_bytes=PAGE_BYTES, extent_target_bytes=PAGE_BYTES)
-        arena = TensorArena(few.extents_for_blocks(NUM_BLOCKS), few.extent_bytes, self.device)
+        num_blocks = 1 + (NUM_BLOCKS - 1) * few.num_tables
+        arena = TensorArena(few.extents_for_blocks(num_blocks), few.extent_bytes, self.device)
         self.storage = Storage(few, arena, self.device)
         self.tokens = random_tokens(self.config, NUM_TOKENS + OTHER_TOKENS).to(self.device)
 
@@ -188,8 +189,8 @@ class _Probe:
             kv_lens=kv_lens,
             num_decodes=int((q_lens == 1).sum()),
             **lengths_on(self.device, q_lens, kv_lens),
-            tables=self.by_group(np.stack([tables[s] for s, _ in chunks])),
-            write_blocks=self.by_group(np.array([tables[s][p // BLOCK_SIZE] for s, p in places])),
+            tables=self.by_table(np.stack([tables[s] for s, _ in chunks])),
+            write_blocks=self.by_table(np.array([tables[s][p // BLOCK_SIZE] for s, p in places])),
             write_offsets=self.tensor(np.array([p % BLOCK_SIZE for _, p in places])),
             block_size=BLOCK_SIZE,
         )
@@ -200,9 +201,12 @@ class _Probe:
         """`array` as int64 on the model's device."""
         return torch.from_numpy(array.astype(np.int64)).to(self.device)
 
-    def by_group(self, array: np.ndarray[Any, Any]) -> tuple[torch.Tensor, ...]:
-        """The same block ids for every group: a block holds all layers' pieces."""
-        return (self.tensor(array),) * (1 + max(shape.group for shape in self.shapes))
+    def by_table(self, array: np.ndarray[Any, Any]) -> tuple[torch.Tensor, ...]:
+        """Block ids below NUM_BLOCKS, and for each further table as many other ones; 0 stays the null block."""
+        return tuple(
+            self.tensor(array + (array > 0) * table * (NUM_BLOCKS - 1))
+            for table in range(self.storage.geometry.num_tables)
+        )
 
     # --- judging
 
@@ -252,7 +256,12 @@ class _Probe:
             return "lets a token see later ones"
         if call.rule is None:
             return "makes an attention mask of its own, by a rule that cannot be seen from outside"
-        return self.mask_complaint(call)
+        why = self.mask_complaint(call)
+        if why is None and shape.window is not None and (call.sliding_window or math.inf) > shape.window:
+            why = (
+                f"has a window of {call.sliding_window}; its configuration promises {shape.window}, and no more is kept"
+            )
+        return why
 
     def mask_complaint(self, call: _Call) -> str | None:
         """The first difference between the layer's mask and causality with its sliding window."""

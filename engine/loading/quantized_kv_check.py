@@ -101,10 +101,11 @@ def _logits(model: Any, geometry: Geometry, tokens: torch.Tensor) -> torch.Tenso
     """[count, vocabulary]: of a forward pass of `tokens` as one chunk over a pool of its own."""
     device, count = tokens.device, len(tokens)
     own = replace(geometry, granule_bytes=PAGE_BYTES, extent_target_bytes=PAGE_BYTES)
-    num_blocks = own.blocks_for_tokens(count)
-    storage = Storage(own, TensorArena(own.extents_for_blocks(1 + num_blocks), own.extent_bytes, device), device)
+    slots = own.slots_for_tokens(count)
+    num_extents = own.extents_for_blocks(1 + own.num_tables * slots)
+    storage = Storage(own, TensorArena(num_extents, own.extent_bytes, device), device)
     places = torch.arange(count, device=device)
-    groups = 1 + max(shape.group for shape in own.layers)
+    tables = torch.arange(1, 1 + own.num_tables * slots, device=device).view(-1, 1, slots)
     lengths = np.array([count], np.int32)
     step = StepContext(
         layers=tuple(storage.layer(i) for i in range(len(own.layers))),
@@ -114,8 +115,8 @@ def _logits(model: Any, geometry: Geometry, tokens: torch.Tensor) -> torch.Tenso
         kv_lens=lengths,
         num_decodes=int(count == 1),
         **lengths_on(device, lengths, lengths),
-        tables=(torch.arange(1, 1 + num_blocks, device=device)[None],) * groups,
-        write_blocks=(1 + places // own.block_size,) * groups,
+        tables=tuple(tables),
+        write_blocks=tuple(tables[:, 0, places // own.block_size]),
         write_offsets=places % own.block_size,
         block_size=own.block_size,
     )

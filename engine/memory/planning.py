@@ -18,6 +18,7 @@ import torch
 
 from ...allocator.host_arena import preferred_granule
 from ...cache.geometry import EXTENT_TARGET_BYTES, PAGE_BYTES, Geometry, GeometryError
+from ...cache.layer_groups import LayerGroup
 from ...monitor.units import GIB, MIB, format_bytes
 from ..attention.backends import buffer_bytes
 from ..config import EngineConfig, KvMemory
@@ -38,6 +39,7 @@ _CUDA_SHARE = 0.9
 _HOST_MOST_BYTES = GIB
 _HOST_SHARE = 1 / 4
 _LEAST_EXTENTS = 32  # of a pool, so that rounding to whole extents costs little
+_GOOD_CHUNK = 256  # tokens of a prompt in a step
 _LEAST_BLOCKS = 2  # the null block and a usable one
 _SCALED: dict[KvCacheDtype, str] = {"int8": "int8", "fp8": "float8_e4m3fn"}  # types of elements; "auto": the model's
 
@@ -89,8 +91,10 @@ class MemoryPlan:
 
     @property
     def tokens_that_fit(self) -> int:
-        """Tokens that the pool holds."""
-        return self.geometry.usable_blocks(self.num_blocks) * self.block_size
+        """Tokens that the pool holds, in sequences of `context`."""
+        geometry = self.geometry
+        slots = geometry.usable_blocks(self.num_blocks) * geometry.slots_for_tokens(self.context)
+        return slots // geometry.blocks_for_tokens(self.context) * self.block_size
 
     @property
     def sequences_that_fit(self) -> int:
@@ -101,6 +105,14 @@ class MemoryPlan:
     def left_bytes(self) -> int:
         """Bytes that stay free on the device with the whole plan allocated."""
         return self.free_bytes - self.weights_bytes - self.primitives_bytes - self.reserve_bytes - self.kv_bytes
+
+    def without_windows(self) -> MemoryPlan:
+        """The plan if every layer kept all tokens, in a pool of the same bytes."""
+        if all(group.window is None for group in self.geometry.groups):
+            return self
+        layers = tuple(replace(layer, window=None, chunked=False, table=0) for layer in self.geometry.layers)
+        geometry, num_blocks = _pool_of(replace(self.geometry, layers=layers), self.kv_bytes)
+        return replace(self, geometry=geometry, num_blocks=num_blocks)
 
     def with_kv_cache_dtype(self, kv_cache_dtype: KvCacheDtype) -> MemoryPlan:
         """The plan with K and V in another type, in a pool of the same bytes."""
@@ -124,12 +136,31 @@ class MemoryPlan:
                     "sequences_that_fit": other.sequences_that_fit,
                 }
                 for name in KV_CACHE_DTYPES
-            }
-        }
+            },
+            "groups": [
+                {
+                    "layers": len(self.geometry.layers_of(group)), "window": group.window, "chunked": group.chunked,
+                    "tables": group.num_tables, "kv_bytes_per_token": self._bytes_per_token(group),
+                }
+                for group in self.geometry.groups
+            ],
+            "without_windows": {"sequences_that_fit": self.without_windows().sequences_that_fit},
+        }  # fmt: skip
+
+    def _bytes_per_token(self, group: LayerGroup) -> int:
+        return sum(map(self.geometry.token_bytes, self.geometry.layers_of(group)))
+
+    def _describe(self, group: LayerGroup) -> tuple[str, str]:
+        """A line about `group`."""
+        kept = f"the last {group.window:,} tokens" if group.window else "all tokens"
+        if group.chunked:
+            kept = f"tokens since the last multiple of {group.window:,}"
+        num_layers = len(self.geometry.layers_of(group))
+        return (f"... of {num_layers} layers", f"{self._bytes_per_token(group):,} bytes, for {kept}")
 
     def describe(self) -> str:
         """The plan as lines of text."""
-        has_scales = self.geometry.has_scales
+        has_scales, plain = self.geometry.has_scales, self.without_windows()
         other = self.with_kv_cache_dtype("auto" if has_scales else "int8")  # fp8 takes the same bytes
         lines = (
             ("model", f"{self.model} as {self.dtype} on {self.device}"),
@@ -140,11 +171,17 @@ class MemoryPlan:
             ("KV pool", f"{format_bytes(self.kv_bytes)}: {self.num_blocks:,} blocks of {self.block_size} tokens"),
             ("... at least", format_bytes(self.min_kv_bytes)),
             ("KV per token", f"{self.kv_bytes_per_token:,} bytes in {self.kv_cache_dtype}"),
+            *(map(self._describe, self.geometry.groups) if plain is not self else ()),
             ("tokens that fit", f"{self.tokens_that_fit:,}"),
             (f"sequences of {self.context:,}", f"{self.sequences_that_fit:,} at the same time"),
             (
                 f"... in {self.dtype if has_scales else 'int8 or fp8'}",
                 f"{other.sequences_that_fit:,} with the same memory, {other.kv_bytes_per_token:,} bytes per token",
+            ),
+            *(
+                [("... without windows", f"{plain.sequences_that_fit:,} with the same memory")]
+                if plain is not self
+                else ()
             ),
         )
         width = max(len(name) for name, _ in lines)
@@ -322,7 +359,8 @@ def _auto_pool(
         wanted = min(int(max(0, free_after_weights) * _HOST_SHARE), _HOST_MOST_BYTES)
     else:
         wanted = int(room * _CUDA_SHARE)
-    least, most = 1 + per_sequence, 1 + max_seqs * per_sequence
+    least, most = 1 + _blocks_to_compute(geometry, max_model_len), 1 + max_seqs * per_sequence
+    most = max(least, most)
     about = min(most * geometry.block_stride, max(wanted, least * geometry.block_stride))
     fitted = pool_geometry(geometry, about)
     num_blocks = min(most, fitted.blocks_for_bytes(wanted))
@@ -336,8 +374,13 @@ def _least_extents(geometry: Geometry, num_blocks: int, max_model_len: int, min_
     most = geometry.extents_for_blocks(num_blocks)
     if min_bytes is not None:
         return min(most, max(1, -(-min_bytes // geometry.extent_bytes)))
-    sequence = geometry.extents_for_blocks(1 + geometry.blocks_for_tokens(max_model_len))
+    sequence = geometry.extents_for_blocks(1 + _blocks_to_compute(geometry, max_model_len))
     return max(1, min(sequence, -(-most // 4)))
+
+
+def _blocks_to_compute(geometry: Geometry, num_tokens: int) -> int:
+    """Blocks for one sequence, also while its prompt is computed in chunks of a size that is no slower than larger ones."""
+    return geometry.blocks_for_tokens(num_tokens) + geometry.blocks_for_chunk(min(_GOOD_CHUNK, num_tokens))
 
 
 def pool_geometry(geometry: Geometry, kv_bytes: int) -> Geometry:
@@ -409,6 +452,7 @@ def _geometry(config: EngineConfig, checkpoint: Checkpoint, device: torch.device
             dtype=name,
             granule_bytes=granule,
             latents=checkpoint.caches_latents,
+            max_tokens=model_length(config, checkpoint),
         )
     except GeometryError as error:
         raise UnsupportedModel(f"{checkpoint.spec.name}: {error}") from error

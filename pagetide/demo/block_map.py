@@ -74,7 +74,7 @@ def sample_blocks(scheduler: Scheduler, numbers: Mapping[str, int]) -> BlockHold
     held = [(numbers[rows[row]], row) for row in range(len(rows)) if rows[row] in numbers]
     for number, row in sorted(held, reverse=True):
         for table in cache.tables:
-            holders[table.of(row)] = number
+            holders[table.of(row).ravel()] = number
     return BlockHolders(holders[1:])
 
 

@@ -193,7 +193,7 @@ def test_what_is_evicted_comes_back_from_its_slots() -> None:
     assert cache.begin(0, A) == 16
     out, back, in_ = cache.swaps()
     assert sorted(in_) == [1, 2, 3, 4] and not back
-    assert [in_[slot] for slot in (4, 3, 2, 1)] == cache.manager.tables[0].of(0)[:4].tolist(), (
+    assert [in_[slot] for slot in (4, 3, 2, 1)] == cache.manager.tables[0].of(0)[0][:4].tolist(), (
         "in the order of the table"
     )
     assert len(out) == 4 and not set(out.values()) & set(in_), "B's blocks leave, to other slots"
@@ -227,7 +227,7 @@ def test_a_tail_comes_back_behind_all_that_was_before_it() -> None:
     cache.end(0, tokens, "a")
     assert cache.swaps() == ({4: 1}, {}, {})
     assert cache.begin(0, A, "a") == 14
-    assert cache.swaps() == ({}, {}, {1: int(cache.manager.tables[0].of(0)[3])})
+    assert cache.swaps() == ({}, {}, {1: int(cache.manager.tables[0].of(0)[0][3])})
     assert cache.manager.host.num_used == 0 and not cache.manager.host.tails
 
 
@@ -298,7 +298,7 @@ def test_a_shrink_demotes_before_it_moves() -> None:
     cache.manager.check_invariants()
     cache.manager.resizer.grow(shrink.extents)
     assert cache.begin(1, B) == 16
-    assert sorted(cache.swaps()[2].values()) == sorted(cache.manager.tables[0].of(1)[:4].tolist())
+    assert sorted(cache.swaps()[2].values()) == sorted(cache.manager.tables[0].of(1)[0][:4].tolist())
 
 
 def test_a_block_that_moves_leaves_from_where_its_bytes_are() -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pagetide.cache.eviction import Lru
+from pagetide.cache.layer_groups import LayerGroup
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
 
@@ -36,8 +37,8 @@ def test_extend_many_rows_at_once_keeps_each_rows_order():
     update = cache.extend(rows(0, 1, 3), rows(13, 3, 9)).tables[0]
     assert update.rows.tolist() == [0, 0, 1, 3, 3, 3]
     assert update.slots.tolist() == [2, 3, 0, 0, 1, 2]
-    assert cache.tables[0].of(0).tolist() == [1, 2, 3, 4]
-    assert cache.tables[0].of(3).tolist() == [6, 7, 8]
+    assert cache.tables[0].of(0)[0].tolist() == [1, 2, 3, 4]
+    assert cache.tables[0].of(3)[0].tolist() == [6, 7, 8]
     cache.check_invariants()
 
 
@@ -56,7 +57,7 @@ def test_short_names_the_rows_at_a_border():
 
 
 def test_groups_have_tables_of_their_own():
-    cache = CacheManager(9, 4, 2, 64, num_groups=2)
+    cache = CacheManager(9, 4, 2, 64, groups=(LayerGroup(2),))
     extension = cache.extend(rows(0), rows(6))
     first, second = (update.blocks.tolist() for update in extension.tables)
     assert (len(first), len(second), len(set(first + second))) == (2, 2, 4)
@@ -69,12 +70,12 @@ def test_groups_have_tables_of_their_own():
 def test_fork_shares_full_blocks_and_copies_the_last():
     cache = CacheManager(17, 4, 4, 64)
     cache.extend(rows(0), rows(10))
-    parent = cache.tables[0].of(0).tolist()
+    parent = cache.tables[0].of(0)[0].tolist()
     for child in (1, 2):
         fork = cache.fork(0, child, 10)
         assert fork.copies.sources.tolist() == [parent[2]]
-        assert fork.copies.targets.tolist() == [cache.tables[0].of(child)[2]]
-        assert cache.tables[0].of(child)[:2].tolist() == parent[:2]
+        assert fork.copies.targets.tolist() == [cache.tables[0].of(child)[0][2]]
+        assert cache.tables[0].of(child)[0][:2].tolist() == parent[:2]
     assert cache.pool.references(parent).tolist() == [3, 3, 1]
     assert cache.pool.counts().live == 5
     cache.check_invariants()
@@ -92,7 +93,7 @@ def test_fork_at_a_border_copies_nothing_and_a_full_pool_forks_nothing():
     assert cache.tables[0].lengths.tolist() == [3, 0, 0, 0]
     fork = cache.fork(0, 1, 8)
     assert fork.copies is None
-    assert cache.tables[0].of(1).tolist() == cache.tables[0].of(0)[:2].tolist()
+    assert cache.tables[0].of(1)[0].tolist() == cache.tables[0].of(0)[0][:2].tolist()
     cache.check_invariants()
 
 
@@ -113,7 +114,7 @@ def test_conservation_under_fuzz(seed):
             partly = tokens[row] % 4 != 0
             assert (fork is None) == (partly and 32 == len({b for t in tables.values() for b in t}))
             if fork is not None:
-                tables[child], tokens[child] = cache.tables[0].of(child).tolist(), tokens[row]
+                tables[child], tokens[child] = cache.tables[0].of(child)[0].tolist(), tokens[row]
                 assert tables[child][: tokens[row] // 4] == tables[row][: tokens[row] // 4]
         else:
             upto = min(tokens.get(row, 0) + int(rng.integers(1, 20)), 128)
@@ -125,7 +126,7 @@ def test_conservation_under_fuzz(seed):
                 tables[row] = tables.get(row, []) + extension.tables[0].blocks.tolist()
                 tokens[row] = upto
         cache.check_invariants()
-        assert {r: cache.tables[0].of(r).tolist() for r in tables} == tables
+        assert {r: cache.tables[0].of(r)[0].tolist() for r in tables} == tables
     for row in list(tables):
         cache.release(np.array([row]))
     assert cache.pool.counts().free == 32

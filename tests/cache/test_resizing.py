@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from pagetide.cache.layer_groups import LayerGroup
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
 
@@ -48,7 +49,7 @@ def test_shrink_moves_shared_blocks_in_every_table():
         [0, 1, 2, 0, 1],
         [1, 2, 3, 1, 2],
     )
-    assert (cache.tables[0].of(1).tolist(), cache.tables[0].of(2).tolist()) == ([1, 2, 3], [1, 2])
+    assert (cache.tables[0].of(1)[0].tolist(), cache.tables[0].of(2)[0].tolist()) == ([1, 2, 3], [1, 2])
     assert cache.pool.counts()._asdict() == {
         "free": 0, "draining": 1, "live": 3, "cached": 0, "in_flight": 3, "mapped": 7
     }  # fmt: skip
@@ -60,14 +61,14 @@ def test_shrink_moves_shared_blocks_in_every_table():
 
 
 def test_shrink_moves_blocks_of_every_group():
-    cache = CacheManager(12, 4, 2, 64, num_groups=2, blocks_per_extent=3)
+    cache = CacheManager(12, 4, 2, 64, groups=(LayerGroup(2),), blocks_per_extent=3)
     cache.extend(rows(0), rows(12))  # blocks 1 .. 3 and 4 .. 6
     cache.extend(rows(1), rows(4))  # 7 and 8
     cache.release(np.array([0]))
     shrink = cache.resizer.shrink(3)
     assert (shrink.extents.tolist(), shrink.copies.sources.tolist()) == ([3, 1, 2], [7, 8])
     assert [update.rows.tolist() for update in shrink.tables] == [[1], [1]]
-    assert [table.of(1).tolist() for table in cache.tables] == [[1], [2]]
+    assert [table.of(1).tolist() for table in cache.tables] == [[[1]], [[2]]]
 
 
 def test_a_shrink_evicts_with_descendants_and_counts_what_it_evicts():
@@ -107,7 +108,9 @@ class Elastic(RuleBasedStateMachine):
     def start(self, data, per, num_extents, groups, lengths):
         unmapped = data.draw(st.sets(st.integers(1, num_extents - 1)))
         mapped = set(range(num_extents)) - unmapped
-        self.cache = CacheManager(per * num_extents, 4, 5, 64, num_groups=groups, blocks_per_extent=per, mapped=mapped)
+        self.cache = CacheManager(
+            per * num_extents, 4, 5, 64, groups=(LayerGroup(groups),), blocks_per_extent=per, mapped=mapped
+        )
         self.memory = np.full((per * num_extents, 4), UNMAPPED)  # a token's number in each slot of a block
         self.by_extent = self.memory.reshape(num_extents, -1)
         self.by_extent[sorted(mapped)] = UNWRITTEN
@@ -116,6 +119,9 @@ class Elastic(RuleBasedStateMachine):
         self.number = 0
         for row, length in enumerate(lengths):
             self.extend(row, length)
+
+    def table(self, number, row):
+        return [blocks for table in self.cache.tables for blocks in table.of(row)][number]
 
     def execute(self):
         """Copies, in the order they were asked for; then memory goes; then what the step computes is written."""
@@ -127,14 +133,14 @@ class Elastic(RuleBasedStateMachine):
             self.by_extent[shrink.extents] = UNMAPPED
         for row, group, position in self.writes:
             if row in self.tokens:
-                block = self.cache.tables[group].of(row)[position // 4]
+                block = self.table(group, row)[position // 4]
                 assert self.memory[block, 0] != UNMAPPED, "wrote to memory that is gone"
                 self.memory[block, position % 4] = self.tokens[row][group][position]
         self.shrinks, self.writes = [], []
 
     @rule(row=st.integers(0, 4), more=st.integers(1, 20))
     def extend(self, row, more):
-        lists = self.tokens.get(row, [[] for _ in self.cache.tables])
+        lists = self.tokens.get(row, [[] for _ in range(self.cache.num_tables)])
         upto = min(len(lists[0]) + more, self.cache.max_tokens - 1)
         need = self.cache.blocks_for(upto) - self.cache.blocks_for(len(lists[0]))
         if self.cache.extend(rows(row), rows(upto)) is None:
@@ -197,8 +203,8 @@ class Elastic(RuleBasedStateMachine):
         self.execute()
         assert (self.cache.pool.counts().draining, self.cache.pool.counts().in_flight) == (0, 0)
         for row, lists in self.tokens.items():
-            for table, tokens in zip(self.cache.tables, lists, strict=True):
-                assert self.memory[table.of(row)].ravel()[: len(tokens)].tolist() == tokens
+            for group, tokens in enumerate(lists):
+                assert self.memory[self.table(group, row)].ravel()[: len(tokens)].tolist() == tokens
         mapped = self.memory[:, 0] != UNMAPPED
         mapped[0] = False
         assert self.cache.pool.counts().mapped == mapped.sum()

@@ -200,7 +200,7 @@ class EveryPosition:
             name = str(self._engine.core.scheduler.rows.request_ids[row])
             if row not in new:
                 kind = "decode" if length == 1 else "chunk border"
-            elif promoted & set(self._engine.core.scheduler.cache.tables[0].of(row).tolist()):
+            elif promoted & set(self._engine.core.scheduler.cache.tables[0].of(row)[0].tolist()):
                 kind = "swap-in"
             elif len(new[row].token_ids) > new[row].num_prompt:
                 kind = "resume"

@@ -39,7 +39,7 @@ def naive_cells(llm: LLM) -> list[int]:
         by_row = {**scheduler._running.by_row, **scheduler._running.finishing}
         cells = [1 if pool._free[block] else 3 if pool._findable[block] else 0 for block in range(pool.num_blocks)]
         for row in sorted(by_row, key=lambda row: by_row[row].key, reverse=True):
-            for block in table.of(row).tolist():
+            for block in table.of(row).ravel().tolist():
                 cells[block] = 16 + row + (0x8000 if pool._references[block] > 1 else 0)
         return [5, *cells[1:]]
 

@@ -82,7 +82,7 @@ def trace_of(path: Path, capsys: pytest.CaptureFixture[str]) -> list[dict[str, A
     return events
 
 
-@pytest.mark.parametrize("variant", ["elastic-host-alternate-sound", "fixed-bare-ahead-faulty"])
+@pytest.mark.parametrize("variant", ["elastic-host-alternate-sound-full", "fixed-bare-ahead-faulty-full"])
 def test_a_trace_says_what_the_frames_say(variant: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recorded = Recorded(tmp_path / "run")
     world = walk(3, variant, events=250, check_every=2, look=recorded)

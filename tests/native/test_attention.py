@@ -187,7 +187,7 @@ def test_caches_of_any_stride() -> None:
     built = build(Case(((1, 20), (9, 30)), torch.float32, aliased=True))
     cache = built.call.cache
     turned = [view.transpose(1, 2).contiguous().transpose(1, 2) for view in (cache.key, cache.value)]
-    other = replace(built.call, cache=LayerCache(*turned, group=1))
+    other = replace(built.call, cache=LayerCache(*turned, table=1))
     assert torch.equal(kernel().attend(other), kernel().attend(built.call))
 
 

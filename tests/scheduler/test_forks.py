@@ -20,7 +20,7 @@ def forked(world: World, prompt: int | np.ndarray, n: int, max_new: int = 6, **m
 
 def blocks(world: World, name: str) -> list[int]:
     (row,) = (r for r, s in world.scheduler._running.by_row.items() if s.request.request_id == name)
-    found: list[int] = world.cache.tables[0].of(row).tolist()
+    found: list[int] = world.cache.tables[0].of(row)[0].tolist()
     return found
 
 

@@ -42,7 +42,7 @@ def naive_running(scheduler: Scheduler) -> list[list[int]]:
     return [
         [
             row, STATUSES[sequence.status.value], int(rows.known[row]), int(rows.computed[row]),
-            sum(int(table.lengths[row]) for table in tables), sequence.preemptions,
+            sum(table.of(row).size for table in tables), sequence.preemptions,
         ]
         for row, sequence in sorted(seated(scheduler).items())
     ]  # fmt: skip
@@ -119,7 +119,9 @@ def test_frames_say_what_the_books_say(variant: str, seed: int) -> None:
 
 def test_the_walks_show_every_state_and_every_end() -> None:
     kinds: set[int] = set()
-    for seed, variant in itertools.product(range(3), ("elastic-host-alternate-sound", "elastic-prefixes-ahead-sound")):
+    for seed, variant in itertools.product(
+        range(3), ("elastic-host-alternate-sound-full", "elastic-prefixes-ahead-sound-full")
+    ):
         watcher = Watcher(seed)
         world = walk(seed, variant, events=150, look=watcher)
         assert watcher.source is not None
@@ -133,7 +135,7 @@ def test_the_walks_show_every_state_and_every_end() -> None:
 
 def test_a_late_reader_reaches_the_same_state_from_any_full_frame() -> None:
     watcher = Watcher(1)
-    walk(1, "elastic-host-ahead-sound", events=200, look=watcher)
+    walk(1, "elastic-host-ahead-sound-full", events=200, look=watcher)
     starts = [i for i, line in enumerate(watcher.frames) if json.loads(line)["full"]]
     assert len(starts) > 3
     for start in starts:

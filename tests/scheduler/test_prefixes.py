@@ -411,7 +411,5 @@ def test_giving_back_moves_what_is_cached_while_holes_suffice_and_evicts_it_wher
 
 
 def test_the_manager_refuses_what_it_cannot_cache() -> None:
-    with pytest.raises(ValueError, match="one group"):
-        CacheManager(9, 4, 2, 64, num_groups=2, hasher=PrefixHasher(4))
     with pytest.raises(ValueError, match="hasher's"):
         CacheManager(9, 4, 2, 64, hasher=PrefixHasher(16))

@@ -37,7 +37,7 @@ def test_the_walks_really_find_prefixes():
 
 
 def test_the_walks_really_bound_what_stays_cached():
-    caches = [walk(seed, "fixed-prefixes-alternate-sound", 150, check_every=16).cache for seed in range(6)]
+    caches = [walk(seed, "fixed-prefixes-alternate-sound-full", 150, check_every=16).cache for seed in range(6)]
     evicted = [cache.swapping.evicted_blocks for cache in caches if cache.swapping.max_cached_blocks is not None]
     assert 0 < len(evicted) < len(caches)
     assert sum(evicted) > 20
@@ -45,7 +45,7 @@ def test_the_walks_really_bound_what_stays_cached():
 
 @pytest.mark.parametrize("pool", ["fixed", "elastic"])
 def test_the_walks_really_go_ahead(pool):
-    variants = [f"{pool}-{kept}-ahead-sound" for kept in ("bare", "host")]
+    variants = [f"{pool}-{kept}-ahead-sound-full" for kept in ("bare", "host")]
     worlds = [walk(seed, variant, 300, check_every=16) for seed in range(4) for variant in variants]
     assert sum(len(world.planned_ahead) for world in worlds) > 400
     assert sum(world.num_left for world in worlds) > 10, "sequences that ended with a plan out behind them"
@@ -58,12 +58,12 @@ def test_the_walks_really_fail():
 
 
 def test_the_walks_really_preempt():
-    worlds = [walk(seed, "fixed-bare-alternate-sound", 300, check_every=16) for seed in range(14)]
+    worlds = [walk(seed, "fixed-bare-alternate-sound-full", 300, check_every=16) for seed in range(14)]
     assert sum(world.scheduler.stats.preemptions for world in worlds) > 20
 
 
 def test_the_elastic_walks_really_move_and_refuse():
-    stats = [walk(seed, "elastic-bare-alternate-sound", 400, check_every=16).scheduler.stats for seed in range(12)]
+    stats = [walk(seed, "elastic-bare-alternate-sound-full", 400, check_every=16).scheduler.stats for seed in range(12)]
     for counter, least in {
         "preemptions": 30, "grown_extents": 100, "given_back_extents": 100, "moved_blocks": 30, "refused_resizes": 10
     }.items():  # fmt: skip

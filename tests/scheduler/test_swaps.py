@@ -88,8 +88,8 @@ def test_shared_blocks_stay() -> None:
     world.step()
     rows = {str(world.scheduler.rows.request_ids[row]): row for row in world.scheduler._running.by_row}
     tables = world.cache.tables[0]
-    shared = tables.of(rows["old"])[:3].tolist()
-    assert tables.of(rows["young"])[:3].tolist() == shared and world.used == 6
+    shared = tables.of(rows["old"])[0, :3].tolist()
+    assert tables.of(rows["young"])[0, :3].tolist() == shared and world.used == 6
     while not world.scheduler.stats.preemptions:
         world.step()
     while world.scheduler.num_waiting:
@@ -98,7 +98,7 @@ def test_shared_blocks_stay() -> None:
         if not plan.admitted:
             world.finish(plan)
     (new,) = plan.admitted
-    assert tables.of(new.row)[:3].tolist() == shared, "still the very blocks"
+    assert tables.of(new.row)[0, :3].tolist() == shared, "still the very blocks"
     world.finish(plan)
     world.run()
     world.check_outputs()

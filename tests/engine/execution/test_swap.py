@@ -65,11 +65,14 @@ def test_same_tokens_and_logits_with_a_host_tier_too_small_exact_and_ample(name)
         for _ in range(2):
             for i in sorted(range(len(inputs)), key=lambda i: i * 5 % len(inputs)):
                 assert engine.generate([inputs[i]], GREEDY) == [expected[i]], (slots, i)
-        assert (stats.demoted_blocks > 0) == (stats.promoted_blocks > 0) == (slots > 0)
+        assert (stats.demoted_blocks > 0) == (slots > 0) >= (stats.promoted_blocks > 0)
         if slots >= needed:
             assert stats.recomputed_tokens == 0, "everything that was computed came back"
-            assert stats.promoted_blocks > needed // 2
-        assert engine.host is None or engine.core.scheduler.cache.host.num_used <= slots
+            assert stats.promoted_blocks > (0 if engine.core.scheduler.cache.has_windows else needed // 2)
+        assert (
+            engine.host is None
+            or engine.core.scheduler.cache.host.num_used <= engine.core.scheduler.cache.host.capacity
+        )
         longest = max(range(len(inputs)), key=lambda i: len(inputs[i]))
         assert engine.generate([inputs[longest]], GREEDY) == [expected[longest]]
         model.set_attn_implementation("eager")

@@ -1,0 +1,173 @@
+"""The findable pages of a group of layers that is not the index's first: for some nodes, one page in each of its tables.
+
+The tree of the prefix index (prefix_index.py) has a node for each block of tokens. What a group with a window has computed
+for that block belongs to the node as long as it is kept: its *pages*, one per table, which are found, used and evicted
+together. A prefix can be used up to a block at whose end every group has the pages that the next token reads.
+
+Pages without a reference wait in one of two queues:
+
+    passed   a sequence went on beyond their window: only a request that leaves its prompt just there would read them. They
+             are evicted before anything else
+    kept     the end of a prompt and the end of a sequence, where a next one may go on, and places where requests have left a
+             common prefix. They go with their node, or when nothing else is left
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ..allocator.blocks import BlockIds
+from .block_table import Int32
+from .eviction import EvictableQueue
+from .layer_groups import LayerGroup
+from .node_places import NodePlaces
+from .prefix_tree import NONE, Nodes
+
+
+class WindowPages:
+    """Pages of `group` in the blocks `0 .. num_blocks - 1` of the device and the slots `0 .. num_slots - 1` of the host, for
+    nodes below `capacity`.
+
+    Arrays of pages are [tables, nodes].
+    """
+
+    def __init__(self, group: LayerGroup, num_blocks: int, num_slots: int, capacity: int) -> None:
+        self.group = group
+        self._capacity = capacity
+        self.blocks = tuple(NodePlaces("blocks", num_blocks, capacity) for _ in range(group.num_tables))
+        self.slots = tuple(NodePlaces("slots", num_slots, capacity) for _ in range(group.num_tables))
+        self._since = np.zeros(capacity, np.int64)  # running number of the last queueing; 0: referenced, or no pages
+        self._num_queued = 0
+        self._passed, self._kept, self._on_host = EvictableQueue(), EvictableQueue(), EvictableQueue()
+        self._keeps = np.zeros(capacity, np.bool_)  # requests may leave a common prefix behind these
+
+    def add(self, nodes: Nodes) -> None:
+        """`nodes` are new, and have no pages."""
+        for places in (*self.blocks, *self.slots):
+            places.of_node[nodes] = NONE
+        self._since[nodes] = 0
+        self._keeps[nodes] = False
+
+    def have(self, nodes: Nodes, on_host: bool = True) -> npt.NDArray[np.bool_]:
+        """Which of `nodes` have pages on the device, or, with `on_host`, anywhere."""
+        found = self.blocks[0].have(nodes)
+        return found | self.slots[0].have(nodes) if on_host else found
+
+    def have_slots(self, nodes: Nodes) -> npt.NDArray[np.bool_]:
+        """Which of `nodes` have their pages on the host."""
+        return self.slots[0].have(nodes)
+
+    def blocks_of(self, nodes: Nodes) -> BlockIds:
+        """The device's pages of `nodes`, which have some."""
+        return np.stack([places.of_node[nodes] for places in self.blocks])
+
+    def slots_of(self, nodes: Nodes) -> Int32:
+        """The host's pages of `nodes`, which have some."""
+        return np.stack([places.of_node[nodes] for places in self.slots])
+
+    def put(self, nodes: Nodes, blocks: BlockIds) -> None:
+        """`blocks` are the pages of `nodes`, which have none; a sequence holds them."""
+        for places, of_table in zip(self.blocks, blocks, strict=True):
+            places.put(nodes, of_table)
+
+    def keep(self, nodes: Nodes) -> None:
+        """Requests may leave a common prefix behind `nodes`: do not evict their pages first."""
+        self._keeps[nodes] = True
+
+    def mark_evictable(self, nodes: Nodes, passed: bool) -> None:
+        """The pages of `nodes` lost their last reference: because a sequence went on (`passed`), or ended."""
+        keeps = self._keeps[nodes] if passed else np.ones(len(nodes), np.bool_)
+        for queue, of_queue in ((self._kept, nodes[keeps]), (self._passed, nodes[~keeps])):
+            if len(of_queue):
+                self._enter(queue, of_queue)
+
+    def mark_used(self, nodes: Nodes) -> None:
+        """The pages of `nodes` are referenced again."""
+        self._since[nodes] = 0
+
+    def passed(self, n: int) -> Nodes:
+        """The next `n` nodes to take passed pages from; fewer only if fewer have some."""
+        return self._passed.first(n, self._since)
+
+    def kept(self, n: int) -> Nodes:
+        """The next `n` nodes to take other pages from; fewer only if fewer have some without a reference."""
+        return self._kept.first(n, self._since)
+
+    def ranks(self, nodes: Nodes) -> npt.NDArray[np.float64]:
+        """Of passed pages the order in which they go, all below 0; of others infinite."""
+        ranks = np.full(len(nodes), np.inf)
+        is_passed = np.isin(nodes, self._passed.first(self._capacity, self._since))
+        ranks[is_passed] = -1.0 / self._since[nodes[is_passed]]
+        return ranks
+
+    def evict(self, nodes: Nodes) -> tuple[BlockIds, Int32]:
+        """Take the pages of those of `nodes` that have some. Returns the blocks and slots that held them."""
+        blocks = [places.remove(nodes[places.have(nodes)]) for places in self.blocks]
+        slots = [places.remove(nodes[places.have(nodes)]) for places in self.slots]
+        self._since[nodes] = 0
+        return np.concatenate(blocks), np.concatenate(slots)
+
+    def evict_slots(self, nodes: Nodes) -> Int32:
+        """Take the pages on the host from those of `nodes` that have some there. Returns their slots."""
+        nodes = nodes[self.have_slots(nodes)]
+        self._since[nodes] = 0
+        return np.concatenate([places.remove(nodes) for places in self.slots])
+
+    def demote(self, nodes: Nodes, slots: Int32) -> BlockIds:
+        """Move the pages of `nodes`, all on the device, to `slots`. Returns the blocks."""
+        blocks = np.stack([places.remove(nodes) for places in self.blocks])
+        for places, of_table in zip(self.slots, slots, strict=True):
+            places.put(nodes, of_table)
+        self._since[nodes] = 0
+        return blocks
+
+    def stay_on_host(self, nodes: Nodes) -> None:
+        """Those of `nodes`, which are on the device, that have pages on the host keep them until slots are short."""
+        nodes = nodes[self.have_slots(nodes)]
+        if len(nodes):
+            self._enter(self._on_host, nodes)
+
+    def go_with(self, nodes: Nodes) -> None:
+        """`nodes` are on the host: what they have there goes with them."""
+        self._since[nodes[self.have_slots(nodes)]] = 0
+
+    def promote(self, nodes: Nodes, blocks: BlockIds) -> Int32:
+        """Move the pages of `nodes`, all on the host, to `blocks`, which a sequence holds. Returns the slots."""
+        slots = np.stack([places.remove(nodes) for places in self.slots])
+        self.put(nodes, blocks)
+        self._since[nodes] = 0
+        return slots
+
+    def host_victims(self, n: int) -> Nodes:
+        """The next `n` nodes to take pages on the host from, of those that are on the device themselves."""
+        return self._on_host.first(n, self._since)
+
+    def nodes_in(self, places: tuple[NodePlaces, ...], ids: Int32) -> Nodes:
+        """The nodes with a page in one of `ids`, which are `places` of this group or not."""
+        nodes = np.concatenate([of_table.node_at[ids] for of_table in places])
+        return np.unique(nodes[nodes != NONE]).astype(np.int64)
+
+    def move(self, sources: BlockIds, targets: BlockIds) -> None:
+        """Move the page in block `sources[i]`, if it is one, to `targets[i]`."""
+        for places in self.blocks:
+            places.move(sources, targets)
+
+    def check_invariants(self, nodes: Nodes) -> None:
+        """Check the pages of `nodes`, those in use. Raises AssertionError."""
+        on_device, on_host = self.blocks[0].have(nodes), self.have_slots(nodes)
+        assert not (on_device & on_host).any(), "pages lie in two places"
+        for places, have in (*((p, on_device) for p in self.blocks), *((p, on_host) for p in self.slots)):
+            assert (places.have(nodes) == have).all(), "a node has pages in some tables only"
+            places.check_invariants(nodes[have])
+        assert not self._since[nodes[~on_device & ~on_host]].any(), "pages that are not there wait for eviction"
+
+    def evictable(self, nodes: Nodes) -> npt.NDArray[np.bool_]:
+        """Which of `nodes` have pages that wait for eviction."""
+        waiting: npt.NDArray[np.bool_] = self._since[nodes] > 0
+        return waiting
+
+    def _enter(self, queue: EvictableQueue, nodes: Nodes) -> None:
+        first, self._num_queued = self._num_queued + 1, self._num_queued + len(nodes)
+        self._since[nodes] = np.arange(first, first + len(nodes))
+        queue.append(nodes, self._since)
