@@ -361,7 +361,8 @@ class CacheManager:
             return computed
         of_rows = np.repeat(np.arange(len(rows)), self._anchor.held(rows))
         shared = np.bincount(of_rows, self._anchors.references(self._anchor.of_all(rows)[0]) > 1, len(rows))
-        return np.maximum(computed - shared.astype(np.int64) * self.block_size, 0)
+        tokens: Index = np.maximum(computed - shared.astype(np.int64) * self.block_size, 0)
+        return tokens
 
     def release(self, rows: Index) -> None:
         """Release the blocks of `rows` (distinct) and empty their tables."""

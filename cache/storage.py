@@ -42,6 +42,7 @@ class LayerCache:
     table: int = 0  # the number of the block table with its blocks
     aliased: bool = False  # the layer reads another layer's K and V and writes none
     v_in_k: bool = False  # `value` is the first part of `key`, and is not written by itself
+    chunk: int | None = None  # a token reads those since the last multiple of so many; None: it may read all
     key_scale: torch.Tensor | None = None
     value_scale: torch.Tensor | None = None  # with `v_in_k` that of the key
 
@@ -187,6 +188,7 @@ class Storage:
             layer.table,
             layer.shares is not None,
             layer.v_in_k,
+            layer.window if layer.chunked else None,
             *(view(torch.float16, offset, 1)[..., 0] for offset in scales),
         )
 

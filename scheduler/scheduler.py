@@ -355,8 +355,11 @@ class Scheduler:
         return short
 
     def _release_passed(self, rows: Index) -> None:
-        """Release blocks of `rows` that windows have passed, by the tokens that have a result."""
+        """Release blocks of `rows` that windows have passed, by the tokens that have a result; not those that forks wait for."""
         if self.cache.has_windows and len(rows):
+            by_row = self._running.by_row
+            leads = [bool(by_row[row].forks) for row in rows.tolist()]
+            rows = rows[~np.array(leads)] if any(leads) else rows
             self.cache.release_passed(rows, self.rows.computed[rows])
 
     def _chunk_prefills(self, budget: int) -> list[tuple[Sequence, int]]:

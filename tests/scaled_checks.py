@@ -54,7 +54,7 @@ def scaled_cache(memory: torch.Tensor, cache: LayerCache, v_in_k: bool) -> Layer
     key, value, key_scale, value_scale = views
     if v_in_k:
         value, value_scale = key[..., : value.shape[-1]], key_scale
-    return LayerCache(key, value, cache.table, cache.aliased, v_in_k, key_scale, value_scale)
+    return LayerCache(key, value, cache.table, cache.aliased, v_in_k, None, key_scale, value_scale)
 
 
 def block_bytes(cache: LayerCache) -> int:

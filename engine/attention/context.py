@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -42,6 +42,45 @@ class StepContext:
     write_offsets: torch.Tensor  # int64 [T], the token's place within that block
     block_size: int
     bounded: bool = False  # `kv_lens` are upper bounds
+    _in_chunks: dict[int, StepContext] = field(default_factory=dict)
+
+    def in_chunks(self, size: int) -> StepContext:
+        """The same tokens for layers in which a token reads those since the last multiple of `size`, a multiple of blocks.
+
+        They are chunks of sequences that begin at such a multiple: tables begin there, and lengths count from there. A chunk
+        that crosses one is several. Made once; writes are those of this step.
+        """
+        if size not in self._in_chunks:
+            self._in_chunks[size] = self._made_in_chunks(size)
+        return self._in_chunks[size]
+
+    def _made_in_chunks(self, size: int) -> StepContext:
+        starts = self.kv_lens - self.q_lens
+        if self.bounded:  # decodes, of which only the device knows the lengths
+            owners = np.arange(len(starts))
+            parts: dict[str, Any] = {"kv_lens": np.minimum(self.kv_lens, size)}
+            lens = torch.where(self.lens > 0, (self.lens - 1) % size + 1, 0)
+            first_slots = ((self.lens - lens) // self.block_size).long()
+        else:
+            numbers = np.maximum((self.kv_lens - 1) // size - starts // size, 0) + 1  # parts of each chunk
+            owners = np.repeat(np.arange(len(starts)), numbers)
+            places = np.arange(len(owners)) - (np.cumsum(numbers) - numbers)[owners]
+            origins = (starts[owners] // size + places) * size
+            begins = np.maximum(starts[owners], origins)
+            ends = np.minimum(self.kv_lens[owners], origins + size)
+            kv_lens, q_lens = (ends - origins).astype(np.int32), (ends - begins).astype(np.int32)
+            q_starts = self.q_starts[owners] + (begins - starts[owners])
+            parts = {"q_starts": q_starts, "q_lens": q_lens, "kv_lens": kv_lens}
+            there = torch.from_numpy(np.concatenate((kv_lens, q_starts, origins // self.block_size)).astype(np.int32))
+            lens, bounds, first_slots = there.to(self.lens.device).split(len(owners))
+            parts["bounds"] = torch.cat((bounds, self.bounds[-1:]))
+        width = min(self.tables[0].shape[1], -(-size // self.block_size))
+        slots = first_slots.long()[:, None] + torch.arange(width, device=lens.device)
+        read = torch.arange(width, device=lens.device) * self.block_size < lens[:, None]
+        slots = torch.where(read, slots, 0)
+        at = torch.from_numpy(owners).to(lens.device)
+        tables = tuple(table[at].gather(1, slots) * read for table in self.tables)
+        return replace(self, **parts, lens=lens.int(), tables=tables, _in_chunks={})
 
 
 def lengths_on(device: torch.device | str, q_lens: Lengths, kv_lens: Lengths) -> dict[str, Any]:

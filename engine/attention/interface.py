@@ -52,6 +52,8 @@ def paged_attention(
         _refuse(module, attention_mask, position_bias, dropout, is_causal)
     step = current(kwargs)
     cache = _layer_cache(module, step, query, key)
+    if cache.chunk is not None:
+        step = step.in_chunks(cache.chunk)
     # The arena's, or with scales the model's: that of V, as a model may rotate in a wider type.
     dtype = cache.key.dtype if cache.key_scale is None else value.dtype
     call = AttentionCall(

@@ -120,7 +120,7 @@ def _pool(
         for place, (shape, of) in zip(places, pieces, strict=True)
     ]
     key, value, *scales = views
-    return pool, LayerCache(key, value, 0, False, False, *scales)
+    return pool, LayerCache(key, value, 0, False, False, None, *scales)
 
 
 def fault(

@@ -257,17 +257,21 @@ class _Probe:
         if call.rule is None:
             return "makes an attention mask of its own, by a rule that cannot be seen from outside"
         why = self.mask_complaint(call)
-        if why is None and shape.window is not None and (call.sliding_window or math.inf) > shape.window:
-            why = (
-                f"has a window of {call.sliding_window}; its configuration promises {shape.window}, and no more is kept"
-            )
+        own = self.shapes[call.layer]
+        kept = None if own.chunked else own.window
+        if why is None and kept is not None and (call.sliding_window or math.inf) > kept:
+            why = f"has a window of {call.sliding_window}; its configuration promises {kept}, and no more is kept"
         return why
 
     def mask_complaint(self, call: _Call) -> str | None:
         """The first difference between the layer's mask and causality with its sliding window."""
         assert call.rule is not None
-        query, key = _position_pairs(self.limit, call.sliding_window, self.device)
+        assert call.layer is not None
+        shape = self.shapes[call.layer]
+        query, key = _position_pairs(self.limit, call.sliding_window or shape.window, self.device)
         ours = (key <= query) if call.sliding_window is None else (key <= query) & (key > query - call.sliding_window)
+        if shape.chunked and shape.window is not None:
+            ours &= key // shape.window == query // shape.window
         zero = torch.zeros((), dtype=torch.int64, device=self.device)
         try:
             theirs = torch.as_tensor(call.rule(zero, zero, query, key), device=self.device).bool().expand_as(ours)
