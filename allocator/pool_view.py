@@ -167,6 +167,11 @@ class PoolView:
         """A mask over all blocks [num_blocks]: those that several block tables hold. Written into `out`, if given."""
         return np.greater(self._references, 1, out=out)
 
+    def are_sole(self, ids: BlockIds) -> npt.NDArray[np.bool_]:
+        """Which of `ids` one block table holds, and no request can find: what it holds goes with that table's entry."""
+        sole: npt.NDArray[np.bool_] = (self._references[ids] == 1) & ~self._findable[ids]
+        return sole
+
     def references(self, ids: Iterable[int] | BlockIds) -> npt.NDArray[np.int32]:
         """The number of block tables that hold each of `ids`."""
         return self._references[self._checked(ids)]

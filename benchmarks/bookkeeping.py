@@ -16,6 +16,7 @@ import numpy as np
 from benchmarks.arguments import whole
 from benchmarks.figures import Figure, report
 from pagetide.allocator.blocks import BlockAllocator
+from pagetide.cache.layer_groups import LayerGroup
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
 from pagetide.scheduler.plan import Plan, Result
@@ -29,6 +30,8 @@ TARGETS = {
     256: (70, 90),
     4096: (450, 700),
 }  # us of a decode step of so many sequences: in a fixed pool, in an elastic one
+GROUPS = (LayerGroup(), LayerGroup(1, window=256))  # half of the sequences pass the window
+GROUPS_TARGETS = {256: 80, 4096: 500}  # us, in a fixed pool
 
 
 def answer(plan: Plan, rng: np.random.Generator) -> Result:
@@ -38,8 +41,9 @@ def answer(plan: Plan, rng: np.random.Generator) -> Result:
 
 
 def decode_steps(
-    num_seqs: int, steps: int, seed: int, num_extents: int | None = None, caching: bool = False, ahead: bool = False
-) -> list[float]:
+    num_seqs: int, steps: int, seed: int, num_extents: int | None = None, caching: bool = False, ahead: bool = False,
+    groups: tuple[LayerGroup, ...] = (LayerGroup(),),
+) -> list[float]:  # fmt: skip
     """Seconds of each of `steps` consecutive steps in which `num_seqs` sequences each gain a token.
 
     The pool is fixed, or has `num_extents` extents that could be mapped and unmapped. With `caching`, prefixes are cached.
@@ -47,11 +51,11 @@ def decode_steps(
     """
     rng = np.random.default_rng(seed)
     most = 400 + steps + 16
-    num_blocks = 1 + num_seqs * (-(-most // BLOCK_SIZE) + 1)
+    num_blocks = 1 + sum(group.num_tables for group in groups) * num_seqs * (-(-most // BLOCK_SIZE) + 1)
     per = None if num_extents is None else -(-num_blocks // num_extents)
     cache = CacheManager(
         num_blocks if per is None else per * -(-num_blocks // per), BLOCK_SIZE, num_seqs, most, blocks_per_extent=per,
-        hasher=PrefixHasher(BLOCK_SIZE) if caching else None,
+        hasher=PrefixHasher(BLOCK_SIZE) if caching else None, groups=groups,
     )  # fmt: skip
     scheduler = Scheduler(cache, Limits(num_seqs, max(num_seqs * 400, 8192), most, forecast=False))
     told: dict[str, list[int]] = {f"r{i}": [] for i in range(num_seqs)}
@@ -207,6 +211,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             p99 = float(np.percentile(samples, 99)) * 1e6
             figures += [median, Figure(f"decode step, {num_seqs:,}{pool}, p99 / median", p99 / median.value, "x", 3.0)]
             if num_extents is None:
+                samples = decode_steps(num_seqs, args.steps, args.seed, groups=GROUPS)
+                bound = GROUPS_TARGETS.get(num_seqs)
+                figures.append(figure(f"decode step, {num_seqs:,}, two groups, median", samples, "us", bound))
                 samples = decode_steps(num_seqs, args.steps, args.seed, ahead=True)
                 figures.append(figure(f"decode step, {num_seqs:,}, planned ahead, median", samples, "us", None))
     figures += [

@@ -83,8 +83,11 @@ class BlockTables:
             rows = np.repeat(rows, need)
             ends = np.cumsum(need)  # end of each row's part of `blocks`
             slots = np.repeat(slots - ends + need, need) + np.arange(blocks.shape[1])
-        self.blocks[:, rows, slots] = blocks
-        return tuple([TableUpdate(rows, slots, of_table) for of_table in blocks])
+        updates = []
+        for table, own in zip(self.blocks, blocks, strict=True):
+            table[rows, slots] = own
+            updates.append(TableUpdate(rows, slots, own))
+        return tuple(updates)
 
     def replace(self, row: int, slots: Index, blocks: Int32) -> tuple[TableUpdate, ...]:
         """Put `blocks` [num_tables, len(slots)] into the `slots` of `row`."""

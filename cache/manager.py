@@ -130,6 +130,8 @@ class CacheManager:
         tables = [table for _, table in self._others]
         self.tables = tuple([self._anchor, *tables] if self._anchors is self._allocator else tables)
         self.num_tables = sum(table.num_tables for table in self.tables)
+        # Whether a group reads a part of a sequence only, so that `release_passed` and `reach` have something to do.
+        self.has_windows = any(group.window is not None for group in self.groups)
         self.num_full_tables = sum(group.num_tables for group in self.groups if group.window is None)
 
     def rebuilt(self, mapped: Iterable[int] | None = None) -> CacheManager:
@@ -184,6 +186,15 @@ class CacheManager:
         self, tables: Sequence[BlockTables], rows: Index, wanted: Index, hit: PrefixHit | None = None
     ) -> Extension | None:
         """Extend `tables` of `rows` to `wanted[i]` entries; None, and no change, if blocks are short."""
+        if len(tables) == 1 and not self._is_apart(table := tables[0]):  # as always without groups
+            need = np.maximum(wanted - table.lengths[rows], 0)
+            total = int(need.sum())
+            try:
+                blocks = self._allocate(table.num_tables * total, hit)
+            except NoFreeBlocks:
+                return None
+            updates = table.append(rows, need, blocks.reshape(table.num_tables, total))
+            return Extension(updates if len(self.tables) == 1 else self._updates({id(table): updates}))
         needs = [np.maximum(wanted - table.lengths[rows], 0) for table in tables]
         totals = [int(need.sum()) for need in needs]
         counts = [table.num_tables * total for table, total in zip(tables, totals, strict=True)]
@@ -228,6 +239,47 @@ class CacheManager:
                 self._release_entries(window, table, rows[behind], before[behind], starts[behind])
         self.swapping.trim()
 
+    def advance(self, rows: Index, computed: Index) -> Extension | None:
+        """Release what `release_passed` does, and extend the tables of `rows` (distinct) by one block of tokens each; returns
+        None without extending any if blocks are short.
+
+        A block that is passed becomes the new one of its table, if no other row has it and it is not findable. So most decodes
+        of a window need no block.
+        """
+        reused, num_fresh = [], len(rows) * (self._anchor.num_tables if not self._is_apart(self._anchor) else 0)
+        for window, (group, table) in zip(self.index.windows, self._others, strict=True):
+            starts = table.starts[rows]
+            passed = group.first_read(computed) // self.block_size - starts
+            own = (passed == 1) & self._allocator.are_sole(table.blocks[0, rows, starts])
+            released = np.flatnonzero((passed > 0) & ~own)
+            if len(released):
+                ends = starts[released] + passed[released]
+                self._release_entries(window, table, rows[released], starts[released], ends)
+                starts[released] = ends
+            reused.append((starts, own))
+            num_fresh += table.num_tables * (len(rows) - int(np.count_nonzero(own)))
+        try:
+            fresh = self._allocate(num_fresh)
+        except NoFreeBlocks:
+            return None
+        ones = np.ones(len(rows), np.int64)
+        if self._is_apart(self._anchor):
+            self._anchor.append(rows, ones, self._anchors.allocate(len(rows))[None])
+            updates: list[TableUpdate] = []
+        else:
+            updates = list(self._anchor.append(rows, ones, fresh[None, : len(rows)]))
+            fresh = fresh[len(rows) :]
+        for (_, table), (starts, own) in zip(self._others, reused, strict=True):
+            blocks = table.blocks[:, rows, starts]
+            lacking = np.flatnonzero(~own)
+            if len(lacking):
+                taken = table.num_tables * len(lacking)
+                blocks[:, lacking] = fresh[:taken].reshape(table.num_tables, -1)
+                fresh = fresh[taken:]
+            table.starts[rows] = starts + own
+            updates += table.append(rows, ones, blocks)
+        return Extension(tuple(updates))
+
     def _release_entries(
         self, window: WindowPages, table: BlockTables, rows: Index, starts: Index, ends: Index
     ) -> None:
@@ -267,11 +319,6 @@ class CacheManager:
         extension = self._extend(tables, np.array([row]), np.array([wanted]))
         assert extension is not None, "so many blocks were available"
         return min(upto, wanted * self.block_size), extension.tables
-
-    @property
-    def has_windows(self) -> bool:
-        """Whether a group reads a part of a sequence only, so that `release_passed` and `reach` have something to do."""
-        return any(group.window is not None for group in self.groups)
 
     def can_fork(self, parent: int, num_tokens: int) -> bool:
         """Whether row `parent` still holds what a row that shares its first `num_tokens` tokens reads."""

@@ -38,7 +38,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..cache.block_table import Index
-from ..cache.manager import CacheManager
+from ..cache.manager import CacheManager, Extension
 from .admission import AdmissionController, check_request
 from .cost import SwapCost
 from .errors import InvalidCallOrder
@@ -223,11 +223,16 @@ class Scheduler:
         self._now = now
         self._sequences.end_aborted()
         preemptions = self.stats.preemptions
-        self._release_passed(np.array([sequence.row for sequence in self._running.prefilling], np.int64))
+        prefilling = np.array([sequence.row for sequence in self._running.prefilling], np.int64)
+        if self.cache.has_windows and len(prefilling):
+            self.cache.release_passed(prefilling, self._passed(prefilling))
         decodes = self._extend_decodes()
         budget = self.limits.max_step_tokens - len(decodes)
         self._scorable = self.limits.max_scored_tokens
         chunks = self._chunk_prefills(budget)
+        if self._lacks_blocks and not len(decodes) and not chunks:  # forks have to find what they wait for
+            self.cache.release_passed(prefilling, self.rows.computed[prefilling])
+            chunks = self._chunk_prefills(budget)
         while self._lacks_blocks and not len(decodes) and not chunks:
             self._preemption.preempt([self._preemption.by_worth(self._running.by_row.values())[-1]])
             chunks = self._chunk_prefills(budget)
@@ -261,8 +266,7 @@ class Scheduler:
         decodes, known = decided
         short = self.cache.short(decodes, known)
         if len(short):
-            self._release_passed(short)
-            extension = self.cache.extend(short, self.rows.known[short] + 1)
+            extension = self._extend(short, self.rows.known[short] + 1)
             if extension is None:
                 return None
             self._running.changes.tables.append(extension.tables)
@@ -326,9 +330,9 @@ class Scheduler:
         known, later = self.rows.known, NO_ROWS
         short = self.cache.short(self._running.decoding, known[self._running.decoding])
         if len(short):
-            self._release_passed(short)
-            extension = self.cache.extend(short, known[short])
+            extension = self._extend(short, known[short])
             if extension is None:
+                self.cache.release_passed(short, self.rows.computed[short])  # also what forks wait for
                 short = self._make_room(short)
                 now = self.cache.pool.available // self.cache.num_tables
                 short, later = short[:now], short[now:]
@@ -354,13 +358,20 @@ class Scheduler:
                 self._sequences.end(victim, "length")  # the limit forbids it: the sequence cannot get longer
         return short
 
-    def _release_passed(self, rows: Index) -> None:
-        """Release blocks of `rows` that windows have passed, by the tokens that have a result; not those that forks wait for."""
-        if self.cache.has_windows and len(rows):
-            by_row = self._running.by_row
-            leads = [bool(by_row[row].forks) for row in rows.tolist()]
-            rows = rows[~np.array(leads)] if any(leads) else rows
-            self.cache.release_passed(rows, self.rows.computed[rows])
+    def _passed(self, rows: Index) -> Index:
+        """The tokens of each of `rows` that are computed for good, up to where a fork is to go on that waits for them."""
+        computed: Index = self.rows.computed[rows]
+        by_row = self._running.by_row
+        for i, row in enumerate(rows.tolist()):
+            if forks := by_row[row].forks:
+                computed[i] = min(int(computed[i]), *(len(fork.tokens) - 1 for fork in forks))
+        return computed
+
+    def _extend(self, rows: Index, known: Index) -> Extension | None:
+        """Extend the tables of decoding `rows`, each at a block border, to `known` tokens."""
+        if self.cache.has_windows:
+            return self.cache.advance(rows, self._passed(rows))
+        return self.cache.extend(rows, known)
 
     def _chunk_prefills(self, budget: int) -> list[tuple[Sequence, int]]:
         chunks = []
