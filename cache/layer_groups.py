@@ -5,7 +5,7 @@
     chunked     those since the last multiple of `window`
 
 All pages (blocks) of a pool have one size, so that any page can serve any group and no memory is split between groups. A
-group with more layers than a page holds therefore has several tables, whose entries come and go together:
+group with more layers than a page holds therefore has several tables, with entries that come and go together:
 
     34 layers, 29 of them with a window, 5 to a page:    1 table of the full layers, 6 tables of the others
 

@@ -18,14 +18,14 @@ preempted sequence therefore swaps the sequence out, as far as its space is need
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from ..allocator.blocks import BlockAllocator, BlockIds
 from ..allocator.errors import NoFreeBlocks
 from ..allocator.pool_view import PoolView
-from .block_table import NO_UPDATE, BlockCopies, BlockTables, Index, Int32, TableUpdate, merged
+from .block_table import BlockCopies, BlockTables, Index, Int32, TableUpdate, merged
 from .eviction import Lru, PolicyFactory
 from .layer_groups import LayerGroup, most_slots_in, pages_to_hold
 from .prefix_hash import Chain, NullHasher, PrefixHasher
@@ -33,6 +33,7 @@ from .prefix_index import PrefixHit, PrefixIndex
 from .prefix_tree import NONE
 from .resizing import PoolResizer
 from .reuse_density import ReuseDensity
+from .row_tables import RowTables
 from .swapping import Swapping
 from .window_pages import WindowPages
 
@@ -40,7 +41,6 @@ from .window_pages import WindowPages
 # for several steps at once.
 _EVICTED_SHARE = 64
 _NODES_PER_BLOCK = 4  # of the index, where nodes have no bytes
-_ANCHORS_PER_EXTENT = 1024  # an allocation looks at one extent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,22 +86,30 @@ class CacheManager:
         if max_cached_blocks is not None and (hasher is None or max_cached_blocks < 0):
             raise ValueError(f"max_cached_blocks bounds a prefix cache, which needs a hasher, got {max_cached_blocks}")
         self.block_size = block_size
-        self.groups = tuple(groups)
         self._shape = (num_blocks, block_size, num_rows, max_tokens)
         self._blocks_per_extent = blocks_per_extent
-        most_slots = most_slots_in(self.groups, num_blocks - 1, block_size, -(-max_tokens // block_size))
+        most_slots = most_slots_in(groups, num_blocks - 1, block_size, -(-max_tokens // block_size))
         # Of one row; the newest token needs no slot in the cache yet.
         self.max_tokens = min(max_tokens, most_slots * block_size + 1)
         self._allocator = BlockAllocator(num_blocks, blocks_per_extent=blocks_per_extent, mapped=mapped)
         self.pool: PoolView = self._allocator
-        self._make_tables(num_rows, -(-self.max_tokens // block_size))
+        self.row_tables = RowTables(
+            groups,
+            self._allocator,
+            num_rows,
+            -(-self.max_tokens // block_size),
+            block_size,
+            _NODES_PER_BLOCK * num_blocks,
+        )
+        self.tables = self.row_tables.with_bytes
+        self._anchor, self._anchors = self.row_tables.anchor, self.row_tables.anchors
         self._eviction = eviction
         self._bytes_at = np.arange(num_blocks, dtype=np.int32)  # where a block's bytes are until the next plan is done
         self._committed = np.zeros(num_rows, np.int64)  # blocks of each row that are findable, or never will be
         slots = host_slots + (host_slots > 0)  # slot 0 is never used
         self.index = PrefixIndex(
             hasher or NullHasher(block_size), self._anchors.num_blocks, Lru if hasher is None else eviction,
-            num_slots=slots, host_eviction=Lru, groups=[group for group, _ in self._others], num_pages=num_blocks,
+            num_slots=slots, host_eviction=Lru, groups=[group for group, _ in self.row_tables.others], num_pages=num_blocks,
             capacity=0 if hasher is None else min(self._anchors.num_blocks, _NODES_PER_BLOCK * num_blocks) + slots,
         )  # fmt: skip
         self.swapping = Swapping(
@@ -109,30 +117,8 @@ class CacheManager:
         )
         self.host = self.swapping.host
         self.resizer = PoolResizer(
-            self._allocator, self.tables, self.index, self.swapping, self._bytes_at, self._anchors is self._allocator
+            self._allocator, self.tables, self.index, self.swapping, self._bytes_at, self.row_tables.anchor_has_bytes
         )
-
-    def _make_tables(self, num_rows: int, max_slots: int) -> None:
-        """The tables of the anchor, of which the index has a node for each block, and of the other groups."""
-        first, *others = self.groups
-        if first.window is None:
-            self._anchors = self._allocator
-            if first.num_tables > 1:
-                others = [replace(first, num_tables=first.num_tables - 1), *others]
-        else:  # no layer reads all tokens: nodes are places without bytes, as many as all rows and the cache can need
-            others = [first, *others]
-            extents = -(-(1 + num_rows * max_slots + _NODES_PER_BLOCK * self.pool.num_blocks) // _ANCHORS_PER_EXTENT)
-            self._anchors = BlockAllocator(extents * _ANCHORS_PER_EXTENT, blocks_per_extent=_ANCHORS_PER_EXTENT)
-        self._anchor = BlockTables(num_rows, max_slots)
-        self._others = tuple((group, BlockTables(num_rows, max_slots, group.num_tables)) for group in others)
-        self._all_tables = (self._anchor, *(table for _, table in self._others))
-        self._all_groups = (LayerGroup(), *others)
-        tables = [table for _, table in self._others]
-        self.tables = tuple([self._anchor, *tables] if self._anchors is self._allocator else tables)
-        self.num_tables = sum(table.num_tables for table in self.tables)
-        # Whether a group reads a part of a sequence only, so that `release_passed` and `reach` have something to do.
-        self.has_windows = any(group.window is not None for group in self.groups)
-        self.num_full_tables = sum(group.num_tables for group in self.groups if group.window is None)
 
     def rebuilt(self, mapped: Iterable[int] | None = None) -> CacheManager:
         """A new, empty manager of the same pool, to replace this one after an error in its bookkeeping.
@@ -144,49 +130,25 @@ class CacheManager:
         else:
             extents = self.pool.mapped_extents.tolist() if mapped is None else mapped
         return CacheManager(
-            *self._shape, groups=self.groups, blocks_per_extent=self._blocks_per_extent, mapped=extents,
+            *self._shape, groups=self.row_tables.groups, blocks_per_extent=self._blocks_per_extent, mapped=extents,
             hasher=self.index.hasher if self.index.capacity else None, eviction=self._eviction,
             max_cached_blocks=self.swapping.max_cached_blocks, host_slots=self.host.capacity,
         )  # fmt: skip
 
-    @property
-    def shared(self) -> int:
-        """Blocks saved by sharing: table entries minus distinct live blocks."""
-        held = sum(int(table.lengths.sum() - table.starts.sum()) * table.num_tables for table in self.tables)
-        return held - self.pool.counts().live
-
     def blocks_for(self, tokens: int) -> int:
         """Blocks in all tables together that a sequence of `tokens` tokens holds, once the last of them is computed."""
-        return pages_to_hold(self.groups, -(-tokens // self.block_size), self.block_size)
-
-    def blocks_for_all(self, tokens: Index) -> Index:
-        """`blocks_for` each of `tokens`."""
-        slots = -(-tokens // self.block_size)
-        blocks = np.zeros(len(tokens), np.int64)
-        for group in self.groups:
-            most = group.most_slots(self.block_size)
-            blocks += group.num_tables * (slots if most is None else np.minimum(slots, most))
-        return blocks
-
-    @property
-    def slots_of_rows(self) -> Index:
-        """The blocks of tokens that the tables of each row reach. Read-only."""
-        return self._anchor.lengths
-
-    def short(self, rows: Index, upto: Index) -> Index:
-        """The `rows` with tables that do not reach `upto[i]` tokens."""
-        return rows[upto > self._anchor.lengths[rows] * self.block_size]
+        return pages_to_hold(self.row_tables.groups, -(-tokens // self.block_size), self.block_size)
 
     def extend(self, rows: Index, upto: Index) -> Extension | None:
         """Extend the tables of `rows` (distinct) to cover `upto[i]` tokens each; None, and no change, if blocks are short."""
         wanted = (upto + (self.block_size - 1)) // self.block_size
-        return self._extend(self._all_tables, rows, wanted)
+        return self._extend([table for _, table in self.row_tables.all], rows, wanted)
 
     def _extend(
         self, tables: Sequence[BlockTables], rows: Index, wanted: Index, hit: PrefixHit | None = None
     ) -> Extension | None:
         """Extend `tables` of `rows` to `wanted[i]` entries; None, and no change, if blocks are short."""
-        if len(tables) == 1 and not self._is_apart(table := tables[0]):  # as always without groups
+        if len(tables) == 1 and (table := tables[0]) is not self.row_tables.without_bytes:  # as always without groups
             need = np.maximum(wanted - table.lengths[rows], 0)
             total = int(need.sum())
             try:
@@ -194,11 +156,11 @@ class CacheManager:
             except NoFreeBlocks:
                 return None
             updates = table.append(rows, need, blocks.reshape(table.num_tables, total))
-            return Extension(updates if len(self.tables) == 1 else self._updates({id(table): updates}))
+            return Extension(updates if len(self.tables) == 1 else self.row_tables.updates({table: updates}))
         needs = [np.maximum(wanted - table.lengths[rows], 0) for table in tables]
         totals = [int(need.sum()) for need in needs]
         counts = [table.num_tables * total for table, total in zip(tables, totals, strict=True)]
-        no_bytes = counts[0] if self._is_apart(tables[0]) else 0
+        no_bytes = counts[0] if tables[0] is self.row_tables.without_bytes else 0
         try:
             blocks = self._allocate(sum(counts) - no_bytes, hit)
         except NoFreeBlocks:
@@ -206,30 +168,19 @@ class CacheManager:
         anchors = self._anchors.allocate(no_bytes) if no_bytes else blocks[:0]
         changed, first = {}, 0
         for table, need, total, count in zip(tables, needs, totals, counts, strict=True):
-            if self._is_apart(table):
+            if table is self.row_tables.without_bytes:
                 table.append(rows, need, anchors[None])
                 continue
             own = blocks[first : first + count].reshape(table.num_tables, total)
-            changed[id(table)] = table.append(rows, need, own)
+            changed[table] = table.append(rows, need, own)
             first += count
-        return Extension(self._updates(changed))
-
-    def _updates(self, changed: dict[int, tuple[TableUpdate, ...]]) -> tuple[TableUpdate, ...]:
-        """The updates of all tables, from those of the groups that have some."""
-        updates: list[TableUpdate] = []
-        for table in self.tables:
-            updates += changed.get(id(table), (NO_UPDATE,) * table.num_tables)
-        return tuple(updates)
-
-    def _is_apart(self, table: BlockTables) -> bool:
-        """Whether the entries of `table` are places without bytes."""
-        return table is self._anchor and self._anchors is not self._allocator
+        return Extension(self.row_tables.updates(changed))
 
     # -- groups that read a part of a sequence -----------------------------------------------------------------------
 
     def release_passed(self, rows: Index, computed: Index) -> None:
         """Release the blocks of `rows` that no token from `computed[i]` on reads. They stay findable until evicted."""
-        for window, (group, table) in zip(self.index.windows, self._others, strict=True):
+        for window, (group, table) in zip(self.index.windows, self.row_tables.others, strict=True):
             if group.window is None:
                 continue
             starts = group.first_read(computed) // self.block_size
@@ -246,8 +197,8 @@ class CacheManager:
         A block that is passed becomes the new one of its table, if no other row has it and it is not findable. So most decodes
         of a window need no block.
         """
-        reused, num_fresh = [], len(rows) * (self._anchor.num_tables if not self._is_apart(self._anchor) else 0)
-        for window, (group, table) in zip(self.index.windows, self._others, strict=True):
+        reused, num_fresh = [], len(rows) * (self._anchor.num_tables if self.row_tables.anchor_has_bytes else 0)
+        for window, (group, table) in zip(self.index.windows, self.row_tables.others, strict=True):
             starts = table.starts[rows]
             passed = group.first_read(computed) // self.block_size - starts
             own = (passed == 1) & self._allocator.are_sole(table.blocks[0, rows, starts])
@@ -256,6 +207,7 @@ class CacheManager:
                 ends = starts[released] + passed[released]
                 self._release_entries(window, table, rows[released], starts[released], ends)
                 starts[released] = ends
+                self.swapping.trim()
             reused.append((starts, own))
             num_fresh += table.num_tables * (len(rows) - int(np.count_nonzero(own)))
         try:
@@ -263,13 +215,13 @@ class CacheManager:
         except NoFreeBlocks:
             return None
         ones = np.ones(len(rows), np.int64)
-        if self._is_apart(self._anchor):
+        if not self.row_tables.anchor_has_bytes:
             self._anchor.append(rows, ones, self._anchors.allocate(len(rows))[None])
             updates: list[TableUpdate] = []
         else:
             updates = list(self._anchor.append(rows, ones, fresh[None, : len(rows)]))
             fresh = fresh[len(rows) :]
-        for (_, table), (starts, own) in zip(self._others, reused, strict=True):
+        for (_, table), (starts, own) in zip(self.row_tables.others, reused, strict=True):
             blocks = table.blocks[:, rows, starts]
             lacking = np.flatnonzero(~own)
             if len(lacking):
@@ -307,7 +259,11 @@ class CacheManager:
         Of more than one entry, at most `room` blocks are taken. Returns the tokens that the tables reach, at most `upto`, and
         the table entries. The tables without a window have theirs from the row's admission on.
         """
-        tables = [table for table in self._all_tables if table.lengths[row] * self.block_size < upto]
+        tables = [
+            table
+            for table in [table for _, table in self.row_tables.all]
+            if table.lengths[row] * self.block_size < upto
+        ]
         if not tables:
             return upto, ()
         pages = sum(table.num_tables for table in tables)
@@ -320,21 +276,6 @@ class CacheManager:
         assert extension is not None, "so many blocks were available"
         return min(upto, wanted * self.block_size), extension.tables
 
-    def can_fork(self, parent: int, num_tokens: int) -> bool:
-        """Whether row `parent` still holds what a row that shares its first `num_tokens` tokens reads."""
-        return all(
-            table.starts[parent] * self.block_size <= group.first_read(num_tokens) for group, table in self._others
-        )
-
-    def shared_by_fork(self, num_tokens: int) -> int:
-        """The blocks that `fork` shares."""
-        full = num_tokens // self.block_size
-        return sum(
-            table.num_tables * (full - group.first_read(num_tokens) // self.block_size)
-            for table, group in zip(self._all_tables, self._all_groups, strict=True)
-            if not self._is_apart(table)
-        )
-
     def fork(self, parent: int, child: int, num_tokens: int, upto: int | None = None) -> Extension | None:
         """Share the first `num_tokens` tokens of row `parent` with row `child` (empty), and make room for `upto` (None:
         no more) in the tables without a window.
@@ -344,15 +285,15 @@ class CacheManager:
         """
         full, rest = divmod(num_tokens, self.block_size)
         slots = -(-max(num_tokens, upto or 0) // self.block_size)
-        if self._to_extend(slots - full, bool(rest)) > self.pool.available:
+        if self.row_tables.blocks_to_extend(slots - full, bool(rest)) > self.pool.available:
             return None
-        shared: dict[int, tuple[TableUpdate, ...]] = {}
-        for table, group in zip(self._all_tables, self._all_groups, strict=True):
+        shared: dict[BlockTables, tuple[TableUpdate, ...]] = {}
+        for group, table in self.row_tables.all:
             first = group.first_read(num_tokens) // self.block_size
             blocks = table.blocks[:, parent, first:full].copy()
             (self._anchors if table is self._anchor else self._allocator).retain(blocks.ravel())
             table.starts[child] = table.lengths[child] = first
-            shared[id(table)] = table.append(np.array([child]), np.array([full - first]), blocks)
+            shared[table] = table.append(np.array([child]), np.array([full - first]), blocks)
         extension = self._extend_new(child, slots, full + bool(rest))
         self._committed[child] = min(int(self._committed[parent]), full)
         copies = None
@@ -360,22 +301,14 @@ class CacheManager:
             pairs = [(t.blocks[:, parent, full], t.blocks[:, child, full]) for t in self.tables]
             sources, targets = (np.concatenate(side) for side in zip(*pairs, strict=True))
             copies = BlockCopies(self._bytes_at[sources], targets)
-        return Extension(merged([self._updates(shared), extension]), copies, num_computed=num_tokens)
-
-    def _to_extend(self, slots: int, slots_of_windows: int) -> int:
-        """Blocks for so many more entries of a row, in the tables without a window and in those with one."""
-        return sum(
-            table.num_tables * (slots if group.window is None else slots_of_windows)
-            for table, group in zip(self._all_tables, self._all_groups, strict=True)
-            if not self._is_apart(table)
-        )
+        return Extension(merged([self.row_tables.updates(shared), extension]), copies, num_computed=num_tokens)
 
     def _extend_new(
         self, row: int, slots: int, slots_of_windows: int, hit: PrefixHit | None = None
     ) -> tuple[TableUpdate, ...]:
         """Extend the tables of a new `row` to `slots` entries, those of windows to fewer. There must be enough blocks."""
         updates = []
-        for table, group in zip(self._all_tables, self._all_groups, strict=True):
+        for group, table in self.row_tables.all:
             wanted = np.array([slots if group.window is None else slots_of_windows])
             extension = self._extend([table], np.array([row]), wanted, hit)
             assert extension is not None, "enough blocks were available"
@@ -383,33 +316,6 @@ class CacheManager:
         return merged(updates)
 
     # -- what rows hold ----------------------------------------------------------------------------------------------
-
-    def held_blocks(self, rows: Index) -> Index:
-        """Blocks in the tables of each of `rows`, all groups together."""
-        held = np.zeros(len(rows), np.int64)
-        for table in self.tables:
-            held += table.held(rows) * table.num_tables
-        return held
-
-    def sole_blocks(self, rows: Index) -> Index:
-        """Blocks that only this row holds, for each of `rows`: what releasing the row gains."""
-        if not self.shared:
-            return self.held_blocks(rows)
-        sole = np.zeros(len(rows), np.int64)
-        for table in self.tables:
-            of_rows = np.repeat(np.arange(len(rows)), table.held(rows))
-            for blocks in table.of_all(rows):
-                sole += np.bincount(of_rows, self.pool.references(blocks) == 1, len(rows)).astype(np.int64)
-        return sole
-
-    def sole_tokens(self, rows: Index, computed: Index) -> Index:
-        """Of the `computed[i]` tokens of each of `rows`, those in blocks that no other row holds."""
-        if not self.shared:
-            return computed
-        of_rows = np.repeat(np.arange(len(rows)), self._anchor.held(rows))
-        shared = np.bincount(of_rows, self._anchors.references(self._anchor.of_all(rows)[0]) > 1, len(rows))
-        tokens: Index = np.maximum(computed - shared.astype(np.int64) * self.block_size, 0)
-        return tokens
 
     def release(self, rows: Index) -> None:
         """Release the blocks of `rows` (distinct) and empty their tables."""
@@ -420,7 +326,7 @@ class CacheManager:
         if len(evictable):
             self.index.mark_evictable(evictable if len(rows) == 1 else _in_order(evictable, blocks))
         self._anchor.release(rows)
-        for window, (_, table) in zip(self.index.windows, self._others, strict=True):
+        for window, (_, table) in zip(self.index.windows, self.row_tables.others, strict=True):
             blocks = table.of_all(rows)
             if len(self._allocator.release(blocks.ravel())):
                 self._wait_for_eviction(window, blocks, passed=False)
@@ -447,10 +353,10 @@ class CacheManager:
         if not hit.num_tokens:
             return 0
         found = 0
-        if self._anchors is self._allocator:
+        if self.row_tables.anchor_has_bytes:
             found = int(np.count_nonzero(self.pool.references(hit.blocks)))
         for window in self.index.windows:
-            nodes = self.index.read_next(window, hit.nodes)
+            nodes = self.index.windows.read_next(window, hit.nodes)
             nodes = nodes[window.have(nodes, on_host=False)]
             found += int(np.count_nonzero(self.pool.references(window.blocks_of(nodes).ravel())))
         return found
@@ -463,14 +369,14 @@ class CacheManager:
         """
         if self.needed(upto, hit) > self.pool.available:
             return None
-        owed, returns = self.host.num_owed, self.swapping.stop_waiting(name)
-        num_tail = self.swapping.tail_behind(name, hit)
+        owed, returns = self.host.num_owed, self.swapping.suspended.resume(name)
+        num_tail = self.swapping.suspended.tail_behind(name, hit)
         tables = self._assign(row, upto, hit, num_tail)
         blocks = self._anchor.blocks[0, row]
         self.swapping.admitted(hit, blocks, returns)
         full = len(hit.nodes)
         tail = [table.blocks[:, row, full] for table in self.tables] if num_tail else [blocks[:0]]
-        self.swapping.take_tail(name, np.concatenate(tail))
+        self.swapping.suspended.take_tail(name, np.concatenate(tail))
         waits = self.host.num_owed > owed or self._is_arriving(row, full)
         return Extension(tables, num_computed=hit.num_tokens + num_tail, waits=waits)
 
@@ -487,25 +393,27 @@ class CacheManager:
         one = np.array([row])
         num_nodes, num_blocks = len(hit.nodes), len(hit.blocks)
         self.index.keep_branch(hit)
-        changed: dict[int, tuple[TableUpdate, ...]] = {}
+        changed: dict[BlockTables, tuple[TableUpdate, ...]] = {}
         if num_blocks:
             taken = self._anchors.retain(hit.blocks)
             if len(taken):
                 self.index.mark_used(taken)
-            changed[id(self._anchor)] = self._anchor.append(one, np.array([num_blocks]), hit.blocks[None])
-        read = [self.index.read_next(window, hit.nodes) for window in self.index.windows]
+            changed[self._anchor] = self._anchor.append(one, np.array([num_blocks]), hit.blocks[None])
+        read = [self.index.windows.read_next(window, hit.nodes) for window in self.index.windows]
         there = [window.have(nodes, on_host=False) for window, nodes in zip(self.index.windows, read, strict=True)]
         for window, nodes, on_device in zip(self.index.windows, read, there, strict=True):
             self._allocator.retain(window.blocks_of(nodes[on_device]).ravel())
             window.mark_used(nodes[on_device])
         returning = []
-        for window, (_, table), nodes, on_device in zip(self.index.windows, self._others, read, there, strict=True):
+        for window, (_, table), nodes, on_device in zip(
+            self.index.windows, self.row_tables.others, read, there, strict=True
+        ):
             fresh = self._allocate(table.num_tables * int(np.count_nonzero(~on_device)), hit)
             blocks = np.empty((table.num_tables, len(nodes)), np.int32)
             blocks[:, on_device] = window.blocks_of(nodes[on_device])
             blocks[:, ~on_device] = fresh.reshape(table.num_tables, -1)
             table.starts[row] = table.lengths[row] = num_nodes - len(nodes)
-            changed[id(table)] = table.append(one, np.array([len(nodes)]), blocks)
+            changed[table] = table.append(one, np.array([len(nodes)]), blocks)
             returning.append((window, nodes[~on_device], blocks[:, ~on_device]))
         slots = -(-upto // self.block_size)
         extension = self._extend_new(row, slots, num_nodes + bool(num_tail), hit)
@@ -517,9 +425,9 @@ class CacheManager:
         if num_nodes:
             self.index.accept(hit)
             self._committed[row] = num_nodes
-        if self._is_apart(self._anchor):
-            changed.pop(id(self._anchor), None)
-        return merged([self._updates(changed) if num_nodes else (), extension])
+        if not self.row_tables.anchor_has_bytes:
+            changed.pop(self._anchor, None)
+        return merged([self.row_tables.updates(changed) if num_nodes else (), extension])
 
     def commit(self, row: int, chain: Chain, num_tokens: int, is_prompt: bool = False) -> tuple[TableUpdate, ...]:
         """Make the full blocks of `row`'s first `num_tokens` tokens findable.
@@ -528,14 +436,14 @@ class CacheManager:
         Returns the changed table entries.
         """
         updates = self._commit(row, chain, num_tokens // self.block_size)
-        if is_prompt and self.has_windows:
+        if is_prompt and self.row_tables.has_windows:
             self._keep_end(row, num_tokens)
         return updates
 
     def _keep_end(self, row: int, num_tokens: int) -> None:
         """Keep the pages that the last of `num_tokens` tokens of `row` reads, and the first block of tokens behind them."""
         full = min(num_tokens // self.block_size, int(self._committed[row]))
-        for window, (group, _) in zip(self.index.windows, self._others, strict=True):
+        for window, (group, _) in zip(self.index.windows, self.row_tables.others, strict=True):
             before = (num_tokens - 1) // self.block_size * self.block_size
             blocks = self._anchor.blocks[0, row, group.first_read(before) // self.block_size : full]
             nodes = self.index.blocks.node_at[blocks].astype(np.int64)
@@ -554,25 +462,25 @@ class CacheManager:
         own = blocks[first:upto].copy()
         self._committed[row] = full if upto == full else self._anchor.blocks.shape[2]
         self.swapping.registered(own[found == own], places.slots)
-        changed: dict[int, tuple[TableUpdate, ...]] = {}
+        changed: dict[BlockTables, tuple[TableUpdate, ...]] = {}
         taken, new = self._share(self._anchors, self._anchor, row, np.arange(first, upto), own[None], found[None])
         if len(taken):
             self.index.mark_used(taken)
-        if new and not self._is_apart(self._anchor):
-            changed[id(self._anchor)] = new
-        for window, (_, table) in zip(self.index.windows, self._others, strict=True):
+        if new and self.row_tables.anchor_has_bytes:
+            changed[self._anchor] = new
+        for window, (_, table) in zip(self.index.windows, self.row_tables.others, strict=True):
             start = max(first, int(table.starts[row]))
             if start >= upto:
                 continue
             nodes = self.index.blocks.nodes_in(found[start - first :])
             own = table.blocks[:, row, start:upto].copy()
-            window_found, replaced = self.index.attach(window, nodes, own)
-            self.swapping.replaced(replaced.slots)
+            window_found, replaced = self.index.windows.attach(window, nodes, own)
+            self.swapping.replaced(replaced)
             taken, new = self._share(self._allocator, table, row, np.arange(start, upto), own, window_found)
             window.mark_used(nodes[window_found[0] != own[0]])
             if new:
-                changed[id(table)] = new
-        return self._updates(changed) if changed else ()
+                changed[table] = new
+        return self.row_tables.updates(changed) if changed else ()
 
     def _share(
         self, allocator: BlockAllocator, table: BlockTables, row: int, slots: Index, own: Int32, found: Int32
@@ -592,7 +500,7 @@ class CacheManager:
 
     def _make_nodes(self, num: int) -> None:
         """Let the index have room for `num` more nodes, where they need not lie in blocks."""
-        if self._anchors is not self._allocator:
+        if not self.row_tables.anchor_has_bytes:
             lacking = self.index.num_nodes + num - self.index.capacity
             if lacking > 0:
                 self.swapping.evict_nodes(max(lacking, self.index.capacity // _EVICTED_SHARE))
@@ -602,20 +510,6 @@ class CacheManager:
         self.swapping.reset(self.index.reset())
         self._committed[:] = self._anchor.blocks.shape[2]  # their parents are no longer findable
         self._committed[self._anchor.lengths == 0] = 0
-
-    def rows_with(self, blocks: Int32) -> Index:
-        """Rows with one of `blocks` in their tables, lowest first."""
-        found = []
-        for table in self.tables:
-            rows, slots = table.entries(np.flatnonzero(table.lengths))
-            found.append(rows[np.isin(table.blocks[:, rows, slots], blocks).any(axis=0)])
-        return np.unique(np.concatenate(found))
-
-    def slot_of(self, row: int, block: int) -> int:
-        """The place of `block` in the tables of `row`, which holds it."""
-        return int(
-            np.concatenate([np.nonzero(table.of(row) == block)[1] + table.starts[row] for table in self.tables])[0]
-        )
 
     def forget(self, blocks: Int32) -> None:
         """Forget `blocks`, which no table contains, and their cached descendants."""
@@ -643,7 +537,7 @@ class CacheManager:
         full, rest = divmod(num_tokens, self.block_size)
         keeps = rest and self._committed[row] == full
         tail = [table.blocks[:, row, full] for table in self.tables] if keeps else [self._anchor.blocks[0, row, :0]]
-        self.swapping.keep_for(name, chain, num_tokens, np.concatenate(tail))
+        self.swapping.suspended.keep(name, chain, num_tokens, np.concatenate(tail))
 
     def set_swap_costs(self, *, least_chance: float, promotes: bool) -> None:
         """Set which swaps are worth their cost from now on.
@@ -657,28 +551,21 @@ class CacheManager:
         """Recompute every derived fact from the tables. Raises AssertionError naming what does not hold."""
         findable = self.index.blocks.used
         tables = [t.of(int(row)).ravel() for t in self.tables for row in np.flatnonzero(t.lengths)]
-        if self._anchors is self._allocator:
-            self._allocator.check_invariants(tables, np.concatenate((findable, self.index.pages)))
+        if self.row_tables.anchor_has_bytes:
+            self._allocator.check_invariants(tables, np.concatenate((findable, self.index.windows.blocks)))
         else:
-            self._allocator.check_invariants(tables, self.index.pages)
+            self._allocator.check_invariants(tables, self.index.windows.blocks)
             rows = np.flatnonzero(self._anchor.lengths)
             self._anchors.check_invariants([self._anchor.of(int(row))[0] for row in rows], findable)
         self.index.check_invariants()
         self.swapping.check_invariants(findable)
-        self._check_windows()
-
-    def _check_windows(self) -> None:
-        for window, (group, table) in zip(self.index.windows, self._others, strict=True):
-            assert (table.starts <= table.lengths).all() and (table.lengths <= self._anchor.lengths).all(), (
-                "odd lengths"
-            )
-            assert group.window is not None or not table.starts.any(), "a block is passed that all tokens read"
-            nodes = window.blocks[0].node_at[window.blocks[0].used].astype(np.int64)
-            idle = (self.pool.references(window.blocks_of(nodes).ravel()) == 0).reshape(group.num_tables, -1)
+        self.row_tables.check_invariants()
+        for window in self.index.windows:
+            blocks = window.blocks_of(window.nodes)
+            idle = (self.pool.references(blocks.ravel()) == 0).reshape(blocks.shape)
             assert (idle == idle[:1]).all(), "a node's pages are not all in use, or not"
-            assert (window.evictable(nodes) == idle[0]).all(), (
-                "pages without a reference wait for no eviction, or others do"
-            )
+            waits = window.evictable(window.nodes)
+            assert (waits == idle[0]).all(), "pages without a reference wait for no eviction, or others do"
 
 
 def _in_order(some: BlockIds, blocks: BlockIds) -> BlockIds:

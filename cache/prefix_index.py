@@ -32,7 +32,7 @@ from .layer_groups import LayerGroup
 from .node_places import NOWHERE, BlockPlaces, Ids, NodePlaces, as_index
 from .prefix_hash import Chain, Digests, PrefixHasher, Root
 from .prefix_tree import NONE, Nodes, PrefixTree
-from .window_pages import WindowPages
+from .window_pages import GroupPages
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,8 +86,9 @@ class PrefixIndex:
         self._num_blocks = num_blocks
         self._num_slots = num_slots
         self.capacity = num_blocks + num_slots if capacity is None else capacity  # the largest number of nodes
-        self._groups = tuple(groups)
-        self._num_pages = num_blocks if num_pages is None else num_pages
+        num_pages = num_blocks if num_pages is None else num_pages
+        self.windows = GroupPages(groups, hasher.block_size, num_pages, num_slots, self.capacity)
+        self._pages_are_apart = num_pages != num_blocks
         self._tree = PrefixTree(self.capacity)
         self._policy = eviction(self._tree)
         self._host_policy = (host_eviction or Lru)(self._tree if num_slots else PrefixTree(0))
@@ -104,7 +105,7 @@ class PrefixIndex:
         # Each node in use is in one of these.
         self.blocks = NodePlaces("blocks", num_blocks, capacity)
         self.slots = NodePlaces("slots", num_slots, capacity)
-        self.windows = tuple(WindowPages(group, self._num_pages, num_slots, capacity) for group in self._groups)
+        self.windows = self.windows.emptied()
         self._unused = np.arange(capacity - 1, -1, -1, dtype=np.int32)  # a stack: the first `capacity - num_nodes`
         self.num_nodes = 0
 
@@ -115,7 +116,7 @@ class PrefixIndex:
 
         Tokens, salts and parents are compared: colliding digests give a shorter hit, never a wrong one.
         """
-        self._check_hasher(chain)
+        _check_hasher(chain, self.hasher)
         most = min(max_tokens // self.hasher.block_size, chain.num_blocks)
         # Most misses miss the first block: these need no hashes.
         if most < 1 or chain.root not in self._roots:
@@ -137,26 +138,8 @@ class PrefixIndex:
     def _hit(self, nodes: Nodes, matched: Nodes, on_host: bool = True) -> PrefixHit:
         """The hit of `nodes`, the first ones of `matched`, or of fewer if a group lacks pages behind the last."""
         if self.windows:
-            nodes = nodes[: self._num_readable(nodes, on_host)]
+            nodes = nodes[: self.windows.num_readable(nodes, on_host)]
         return PrefixHit(len(nodes) * self.hasher.block_size, *self.places_of(nodes), nodes, matched)
-
-    def _num_readable(self, nodes: Nodes, on_host: bool) -> int:
-        """The most of the leading `nodes` behind which every group has the pages that the next token reads."""
-        lengths = np.arange(len(nodes) + 1)
-        good = np.ones(len(nodes) + 1, np.bool_)
-        for window in self.windows:
-            missing = np.where(window.have(nodes, on_host), -1, lengths[:-1])
-            good[1:] &= np.maximum.accumulate(missing) < self._first_read(window, lengths[1:])
-        return int(np.flatnonzero(good)[-1])
-
-    def read_next(self, window: WindowPages, nodes: Nodes) -> Nodes:
-        """The last of `nodes`, a chain from its root, of which the token behind them reads pages of `window`."""
-        return nodes[int(self._first_read(window, np.array([len(nodes)]))[0]) :]
-
-    def _first_read(self, window: WindowPages, num_nodes: Index) -> Index:
-        """The number of the first block that is read by the token behind so many blocks."""
-        size = self.hasher.block_size
-        return window.group.first_read(num_nodes * size) // size
 
     def accept(self, hit: PrefixHit) -> None:
         """Count the hit, and report to the policy that a request uses those nodes of `hit` that are on the device now."""
@@ -166,8 +149,7 @@ class PrefixIndex:
     def keep_branch(self, hit: PrefixHit) -> None:
         """Where requests share a prefix up to the end of `hit.matched` and go different ways then, keep what is read there."""
         if self.windows and len(hit.matched) and len(self._tree.children(hit.matched[-1:])):
-            for window in self.windows:
-                window.keep(self.read_next(window, hit.matched))
+            self.windows.keep_end(hit.matched)
 
     def register(self, chain: Chain, blocks: BlockIds, first: int) -> BlockPlaces:
         """Make `blocks[first:]` findable, which hold the computed tokens of the chain's blocks `first .. len(blocks) - 1`.
@@ -180,7 +162,7 @@ class PrefixIndex:
 
         Raises BlockMisuse when one of the blocks is findable as something else.
         """
-        self._check_hasher(chain)
+        _check_hasher(chain, self.hasher)
         if not 0 <= first <= len(blocks) <= chain.num_blocks:
             raise ValueError(
                 f"asked to register blocks {first} to {len(blocks)} of a chain that has {chain.num_blocks} full ones"
@@ -237,21 +219,10 @@ class PrefixIndex:
         found: npt.NDArray[np.bool_] = self.blocks.node_at[as_index(blocks)] != NONE
         return found
 
-    @property
-    def pages(self) -> BlockIds:
-        """The blocks with pages of nodes. Looks at all blocks."""
-        found = [places.used for window in self.windows for places in window.blocks]
-        return np.concatenate(found) if found else NOWHERE.blocks
-
-    @property
-    def used_slots(self) -> Int32:
-        """The slots with nodes or pages of nodes. Looks at all slots."""
-        return np.concatenate([self.slots.used, *(p.used for window in self.windows for p in window.slots)])
-
     def entry_in(self, block: int) -> IndexEntry | None:
         """What is findable in `block` of the device, for watchers; None if nothing is."""
         places = [p for window in self.windows for p in window.blocks]
-        if self._num_blocks == self._num_pages:
+        if not self._pages_are_apart:
             places.append(self.blocks)
         node = max((int(p.node_at[block]) for p in places), default=NONE)
         if node == NONE:
@@ -297,11 +268,6 @@ class PrefixIndex:
         """Forget the nodes in `slots` and all their descendants. Returns the places of all of them."""
         return self._evict(self.slots.nodes_in(slots))
 
-    def evict_pages(self, window: WindowPages, nodes: Nodes) -> BlockPlaces:
-        """Forget the pages of `nodes` in `window`, which nothing references; the nodes stay. Returns their places."""
-        blocks, slots = window.evict(nodes)
-        return BlockPlaces(NOWHERE.blocks, slots, blocks)
-
     def reset(self) -> BlockPlaces:
         """Forget everything. Sequences keep their blocks; what they compute later stays unregistered."""
         nodes = self._table.contents()
@@ -346,19 +312,6 @@ class PrefixIndex:
         if not self.blocks.have(inner).all() or (parents[1:] != nodes[:-1]).any():
             raise BlockMisuse("slots come back to the device in the order of a chain, behind what is there")
         self._promote(nodes, to)
-
-    def attach(self, window: WindowPages, nodes: Nodes, blocks: BlockIds) -> tuple[BlockIds, BlockPlaces]:
-        """Let `blocks` [tables, nodes] of a sequence be the pages of those of `nodes` that have none on the device.
-
-        Returns the pages that the nodes have now, and the places of pages on the host that they replace. Where pages differ
-        from the sequence's own, the caller treats them as the blocks that `register` returns.
-        """
-        slots = window.evict_slots(nodes)
-        fresh = ~window.have(nodes)
-        for places, of_table in zip(window.blocks, blocks, strict=True):
-            places.check_free(of_table[fresh])
-        window.put(nodes[fresh], blocks[:, fresh])
-        return window.blocks_of(nodes), BlockPlaces(NOWHERE.blocks, slots)
 
     # -- checks ----------------------------------------------------------------------------------------------------
 
@@ -422,8 +375,7 @@ class PrefixIndex:
         self._hits[nodes] = 0
         self.blocks.put(nodes, blocks)
         self.slots.of_node[nodes] = NONE
-        for window in self.windows:
-            window.add(nodes)
+        self.windows.add(nodes)
         self._tree.add_chain(parent, nodes)
         if parent is None:
             self._roots[chain.root] = root = int(nodes[0])
@@ -462,11 +414,8 @@ class PrefixIndex:
         above, below = nodes[on_device], nodes[~on_device]
         self._policy.remove(above)
         self._host_policy.remove(below)
-        pages, slots = [NOWHERE.blocks], [self.slots.remove(below)]
-        for window in self.windows:
-            for found, places in zip((pages, slots), window.evict(nodes), strict=True):
-                found.append(places)
-        return BlockPlaces(self.blocks.remove(above), np.concatenate(slots), np.concatenate(pages))
+        pages, slots = self.windows.evict(nodes)
+        return BlockPlaces(self.blocks.remove(above), np.concatenate((self.slots.remove(below), slots)), pages)
 
     def _check_evictable(self, nodes: Nodes) -> None:
         evictable = self._evictable[nodes]
@@ -475,6 +424,7 @@ class PrefixIndex:
             shown = format_ids(self.blocks.of_node[used])
             raise BlockMisuse(f"blocks in use, or something behind a block is: {shown}")
 
-    def _check_hasher(self, chain: Chain) -> None:
-        if chain.hasher is not self.hasher:
-            raise ValueError("the chain's hashes are another hasher's; make chains by this index's `hasher`")
+
+def _check_hasher(chain: Chain, hasher: PrefixHasher) -> None:
+    if chain.hasher is not hasher:
+        raise ValueError("the chain's hashes are another hasher's; make chains by this index's `hasher`")

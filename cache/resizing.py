@@ -12,7 +12,6 @@ from ..allocator.drain import DrainPlan
 from ..allocator.extents import ExtentIds
 from .block_table import BlockCopies, BlockTables, Int32, TableUpdate
 from .prefix_index import PrefixIndex
-from .prefix_tree import NONE
 from .swapping import Swapping
 
 
@@ -73,8 +72,7 @@ class PoolResizer:
         if self._nodes_have_bytes:
             self._index.blocks.move(moves, targets)
             self._swapping.demotion.moved(moves, targets)
-        for window in self._index.windows:
-            window.move(moves, targets)
+        self._index.windows.move(moves, targets)
         places = np.zeros(self._allocator.num_blocks, np.int32)  # block -> its new block; the null block: not moved
         places[moves] = targets
         updates = [update for table in self._tables for update in _moved(table, places)]
@@ -87,10 +85,7 @@ class PoolResizer:
             return plan
         cached = self._allocator.cached_blocks
         worth = np.zeros(self._allocator.num_blocks)
-        for window in self._index.windows:
-            for places in window.blocks:
-                pages = cached[places.node_at[cached] != NONE]
-                worth[pages] = window.ranks(places.node_at[pages])
+        self._index.windows.ranks(cached, worth)
         if self._nodes_have_bytes:
             cached = cached[self._index.findable(cached)]
             worth[cached] = self._index.ranks(cached)

@@ -2,7 +2,7 @@
 
 Blocks that leave the pool are demoted to slots (host_tier.py) if that is worth it (host_offload.py) and slots are
 available; older slots are evicted for them. The other blocks are evicted. A hit in a slot is promoted to a block of the
-new row. The last, partly filled block of a preempted sequence is not findable; it is kept as its tail.
+new row. What is kept for preempted sequences is in suspended.py.
 
 With several groups of layers, pages that windows have passed leave first, then nodes with their pages, then other pages
 without a reference (window_pages.py). Where no layer reads all tokens, nodes have no bytes, and only pages leave.
@@ -15,11 +15,11 @@ import numpy as np
 from ..allocator.blocks import BlockAllocator, BlockIds
 from .block_table import Int32
 from .host_offload import HostOffloadPolicy
-from .host_tier import HostTail, HostTier
+from .host_tier import HostTier
 from .node_places import BlockPlaces
-from .prefix_hash import Chain
 from .prefix_index import PrefixHit, PrefixIndex
 from .prefix_tree import Nodes
+from .suspended import SuspendedSequences
 from .window_pages import WindowPages
 
 _NO_SLOTS: Int32 = np.empty(0, np.int32)
@@ -33,7 +33,7 @@ class Swapping:
     (None: no limit). `bytes_at` is the manager's: where each block's bytes are until the next plan is done. `anchors` are
     the blocks of the index's nodes: those of `allocator`, or, where no layer reads all tokens, places without bytes.
 
-    Callers of the cache manager may read all attributes, and call `drop_for`, `rest`, `forget_slots` and `lost`.
+    Callers of the cache manager may read all attributes, and call `rest`, `forget_slots` and `lost`.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Swapping:
         self._nodes_have_bytes = anchors is allocator
         self._bytes_at = bytes_at
         self._block_size = index.hasher.block_size
-        self._waiting: dict[str, tuple[Chain, int]] = {}  # preempted sequences: chain, number of computed tokens
+        self.suspended = SuspendedSequences(index, self.host, self.demotion, bytes_at, self._take_slots)
 
     # -- blocks that leave and return --------------------------------------------------------------------------------
 
@@ -111,12 +111,11 @@ class Swapping:
 
     def reclaim_trees(self, roots: BlockIds) -> None:
         """Demote or evict `roots`, without references: nodes with all their descendants, and pages with their node's others."""
-        if self._index.windows:
-            for window in self._index.windows:
-                self._forget_places(self._index.evict_pages(window, window.nodes_in(window.blocks, roots)))
-            if not self._nodes_have_bytes:
-                return
-            roots = roots[self._index.findable(roots)]
+        for window in self._index.windows:
+            self._forget_pages(window, window.nodes_in(window.blocks, roots))
+        if not self._nodes_have_bytes:
+            return
+        roots = roots[self._index.findable(roots)]
         self.reclaim(self._index.with_descendants(roots) if self.host.demotes else roots)
 
     def worth_promoting(self, hit: PrefixHit) -> PrefixHit:
@@ -150,86 +149,36 @@ class Swapping:
         """`slots` held pages on the host that a row has computed again."""
         self._forget(slots)
 
-    # -- waiting sequences -------------------------------------------------------------------------------------------
-
-    def keep_for(self, name: str, chain: Chain, num_tokens: int, tail: BlockIds) -> None:
-        """Record that `name`, which computed the first `num_tokens` tokens of `chain`, waits for its blocks.
-
-        `tail` are its last blocks, one per table, to keep if slots are available; empty: none is to be kept. Does nothing
-        without slots.
-        """
-        if not self.host.capacity:
-            return
-        self._waiting[name] = chain, num_tokens
-        self._want(chain, num_tokens, 1)
-        slots = self._take_slots(len(tail))
-        if len(slots) < len(tail):
-            self.host.free(slots)
-        elif len(slots):
-            self.host.queue_swap_out(self._bytes_at[tail], slots, beside=False)
-            self.host.tails[name] = HostTail(slots, num_tokens)
-
-    def stop_waiting(self, name: str) -> bool:
-        """Record that `name` does not wait for its blocks any more. Returns whether it did."""
-        if (waiting := self._waiting.pop(name, None)) is None:
-            return False
-        self._want(*waiting, -1)
-        return True
-
     def admitted(self, hit: PrefixHit, blocks: BlockIds, returns: bool) -> None:
         """Account for an admission with the prefix `hit` into `blocks`; `returns`: the sequence was preempted before."""
         self.host.resting = False
         if hit.num_tokens and not returns:  # else no new request found it
             self.demotion.found(blocks[: len(hit.blocks) + len(hit.slots)])
 
-    def tail_behind(self, name: str, hit: PrefixHit) -> int:
-        """The tokens of the tail that is kept for `name`, if it follows `hit` and is worth promoting; else 0."""
-        tail = self.host.tails.get(name)
-        if tail is None or not self.host.promotes:
-            return 0
-        full, rest = divmod(tail.num_tokens, self._block_size)
-        return rest if hit.num_tokens == full * self._block_size else 0
-
-    def take_tail(self, name: str, blocks: BlockIds) -> None:
-        """Swap the tail of `name` in to `blocks`, one per table; with no blocks, drop it. Does nothing without a tail."""
-        if (tail := self.host.tails.pop(name, None)) is None:
-            return
-        if len(blocks):
-            self.host.queue_swap_in(tail.slots, blocks)
-        else:
-            self.host.free(tail.slots)
-
-    def drop_for(self, name: str) -> None:
-        """Forget what was kept for `name`, which will not return. Does nothing if nothing was kept."""
-        self.stop_waiting(name)
-        self._drop_tail(name)
-
     # -- the tier as a whole -----------------------------------------------------------------------------------------
 
     def reset(self, places: BlockPlaces) -> None:
         """Forget everything after a reset of the index: the contents of `places`, waiting sequences and tails."""
         self._forget_places(places)
-        self._waiting.clear()
-        self._drop_tails()
+        self.suspended.reset()
 
     def rest(self) -> None:
         """Empty the tier, so that it needs no memory. It stays unused until a row is admitted."""
-        self._forget_slots(self._index.used_slots)
-        self._drop_tails()
+        self._forget_slots(self._used_slots)
+        self.suspended.drop_tails()
         self.host.rest()
 
     def forget(self, blocks: BlockIds) -> None:
         """Forget `blocks`, which no table contains, without demoting them: nodes with their descendants, and pages."""
         for window in self._index.windows:
-            self._forget_places(self._index.evict_pages(window, window.nodes_in(window.blocks, blocks)))
+            self._forget_pages(window, window.nodes_in(window.blocks, blocks))
         if self._nodes_have_bytes:
             self._evict(blocks[self._index.findable(blocks)])
         self.forget_slots(self.host.owed(blocks))
 
     def forget_slots(self, slots: Int32) -> None:
         """Forget the contents of `slots`, to which a copy has failed, and tails there."""
-        for name in [name for name, tail in self.host.tails.items() if np.isin(tail.slots, slots).any()]:
-            self._drop_tail(name)
+        self.suspended.drop_tails(slots)
         self._forget_slots(slots)
 
     def lost(self, slots: Int32) -> None:
@@ -242,11 +191,8 @@ class Swapping:
         if self.max_cached_blocks is not None:
             cached = self._allocator.counts().cached
             assert cached <= self.max_cached_blocks, f"{cached} blocks are cached, of {self.max_cached_blocks} at most"
-        used_slots = self._index.used_slots
-        self.host.check_invariants(used_slots)
-        hits = [self._index.lookup(chain, num_tokens) for chain, num_tokens in self._waiting.values()]
-        wanted = [self._index.places_of(hit.matched) for hit in hits]
-        self.demotion.check_invariants(findable, self._index.slots.used, wanted)
+        self.host.check_invariants(self._used_slots)
+        self.demotion.check_invariants(findable, self._index.slots.used, self.suspended.wanted())
 
     # -- helpers -----------------------------------------------------------------------------------------------------
 
@@ -282,7 +228,7 @@ class Swapping:
         """Evict passed pages, at least `num_blocks` if there are so many. Returns whether there were some."""
         for window in self._index.windows:
             if len(nodes := window.passed(-(-num_blocks // window.group.num_tables))):
-                self.evicted_blocks += self._forget_places(self._index.evict_pages(window, nodes))
+                self.evicted_blocks += self._forget_pages(window, nodes)
                 return True
         return False
 
@@ -303,7 +249,7 @@ class Swapping:
                     self._demote_pages(window, worth, slots[: len(worth) * tables], beside=self._leaves_beside(hit))
                     window.stay_on_host(worth)
                 nodes = nodes[~np.isin(nodes, worth)]
-            self.evicted_blocks += self._forget_places(self._index.evict_pages(window, nodes))
+            self.evicted_blocks += self._forget_pages(window, nodes)
             return True
         return False
 
@@ -317,7 +263,7 @@ class Swapping:
             if lacking > 0 and len(nodes := window.host_victims(-(-lacking // window.group.num_tables))):
                 if hit is not None:
                     nodes = nodes[~np.isin(nodes, hit.nodes)]
-                self._forget_places(self._index.evict_pages(window, nodes))
+                self._forget_pages(window, nodes)
         lacking = n - self.host.num_free
         if lacking > 0:
             keep = _NO_SLOTS if hit is None else hit.slots
@@ -331,10 +277,19 @@ class Swapping:
         """Forget `blocks`, which have no references, and their descendants. Returns the number of blocks forgotten."""
         return self._forget_places(self._index.evict(blocks)) if len(blocks) else 0
 
+    @property
+    def _used_slots(self) -> Int32:
+        return np.concatenate((self._index.slots.used, self._index.windows.slots))
+
+    def _forget_pages(self, window: WindowPages, nodes: Nodes) -> int:
+        """Forget the pages of `nodes`, which nothing references; the nodes stay. Returns the number of blocks."""
+        blocks, slots = window.evict(nodes)
+        return self._forget_places(BlockPlaces(_NO_SLOTS, slots, blocks))
+
     def _forget_slots(self, slots: Int32) -> None:
         """Forget the contents of those of `slots` that have some, and descendants of nodes there."""
         for window in self._index.windows:
-            self._forget_places(self._index.evict_pages(window, window.nodes_in(window.slots, slots)))
+            self._forget_pages(window, window.nodes_in(window.slots, slots))
         self._forget_places(self._index.evict_slots(np.intersect1d(slots, self._index.slots.used)))
 
     def _forget_places(self, places: BlockPlaces) -> int:
@@ -350,15 +305,3 @@ class Swapping:
         if len(slots):
             self.demotion.forgotten(slots)
             self.host.free(slots)
-
-    def _want(self, chain: Chain, num_tokens: int, by: int) -> None:
-        """Count `by` more sequences that wait for the first `num_tokens` tokens of `chain`."""
-        self.demotion.wanted(*self._index.places_of(self._index.lookup(chain, num_tokens).matched), by)
-
-    def _drop_tail(self, name: str) -> None:
-        if (tail := self.host.tails.pop(name, None)) is not None:
-            self.host.free(tail.slots)
-
-    def _drop_tails(self) -> None:
-        for name in list(self.host.tails):
-            self._drop_tail(name)

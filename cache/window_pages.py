@@ -14,15 +14,19 @@ Pages without a reference wait in one of two queues:
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 import numpy.typing as npt
 
 from ..allocator.blocks import BlockIds
-from .block_table import Int32
+from .block_table import Index, Int32
 from .eviction import EvictableQueue
 from .layer_groups import LayerGroup
 from .node_places import NodePlaces
 from .prefix_tree import NONE, Nodes
+
+_NONE: Int32 = np.empty(0, np.int32)
 
 
 class WindowPages:
@@ -153,6 +157,12 @@ class WindowPages:
         for places in self.blocks:
             places.move(sources, targets)
 
+    @property
+    def nodes(self) -> Nodes:
+        """The nodes with pages on the device. Looks at all blocks."""
+        places = self.blocks[0]
+        return places.node_at[places.used].astype(np.int64)
+
     def check_invariants(self, nodes: Nodes) -> None:
         """Check the pages of `nodes`, those in use. Raises AssertionError."""
         on_device, on_host = self.blocks[0].have(nodes), self.have_slots(nodes)
@@ -171,3 +181,94 @@ class WindowPages:
         first, self._num_queued = self._num_queued + 1, self._num_queued + len(nodes)
         self._since[nodes] = np.arange(first, first + len(nodes))
         queue.append(nodes, self._since)
+
+
+class GroupPages:
+    """The pages of each of `groups`: its items, in their order. A node stands for `block_size` tokens."""
+
+    def __init__(
+        self, groups: Sequence[LayerGroup], block_size: int, num_blocks: int, num_slots: int, capacity: int
+    ) -> None:
+        self._shape = (groups, block_size, num_blocks, num_slots, capacity)
+        self._block_size = block_size
+        self._each = tuple(WindowPages(group, num_blocks, num_slots, capacity) for group in groups)
+
+    def emptied(self) -> GroupPages:
+        """The same without any pages."""
+        return GroupPages(*self._shape)
+
+    def __iter__(self) -> Iterator[WindowPages]:
+        return iter(self._each)
+
+    def __len__(self) -> int:
+        return len(self._each)
+
+    @property
+    def blocks(self) -> BlockIds:
+        """The blocks with pages. Looks at all blocks."""
+        return np.concatenate([_NONE, *(places.used for one in self._each for places in one.blocks)])
+
+    @property
+    def slots(self) -> Int32:
+        """The slots with pages. Looks at all slots."""
+        return np.concatenate([_NONE, *(places.used for one in self._each for places in one.slots)])
+
+    def num_readable(self, nodes: Nodes, on_host: bool) -> int:
+        """The most of the leading `nodes`, a chain from its root, behind which every group has the pages that are read next;
+        with `on_host` also those on the host.
+        """
+        lengths = np.arange(len(nodes) + 1)
+        good = np.ones(len(nodes) + 1, np.bool_)
+        for one in self._each:
+            missing = np.where(one.have(nodes, on_host), -1, lengths[:-1])
+            good[1:] &= np.maximum.accumulate(missing) < self._first_read(one, lengths[1:])
+        return int(np.flatnonzero(good)[-1])
+
+    def read_next(self, one: WindowPages, nodes: Nodes) -> Nodes:
+        """The last of `nodes`, a chain from its root, of which the token behind them reads pages of group `one`."""
+        return nodes[int(self._first_read(one, np.array([len(nodes)]))[0]) :]
+
+    def keep_end(self, nodes: Nodes) -> None:
+        """Keep what the token behind `nodes`, a chain from its root, reads: requests leave a common prefix there."""
+        for one in self._each:
+            one.keep(self.read_next(one, nodes))
+
+    def add(self, nodes: Nodes) -> None:
+        """`nodes` are new, and have no pages."""
+        for one in self._each:
+            one.add(nodes)
+
+    def attach(self, one: WindowPages, nodes: Nodes, blocks: BlockIds) -> tuple[BlockIds, Int32]:
+        """Let `blocks` [tables, nodes] of a sequence be the pages of those of `nodes` that have none on the device.
+
+        Returns the pages that the nodes have now, and the slots of pages on the host that they replace. Where pages differ
+        from the sequence's own, the caller treats them as the blocks that `PrefixIndex.register` returns.
+        """
+        slots = one.evict_slots(nodes)
+        fresh = ~one.have(nodes)
+        for places, of_table in zip(one.blocks, blocks, strict=True):
+            places.check_free(of_table[fresh])
+        one.put(nodes[fresh], blocks[:, fresh])
+        return one.blocks_of(nodes), slots
+
+    def evict(self, nodes: Nodes) -> tuple[BlockIds, Int32]:
+        """Take all pages of `nodes`. Returns the blocks and slots that held them."""
+        found = [one.evict(nodes) for one in self._each]
+        blocks, slots = zip(*found, strict=True) if found else ((), ())
+        return np.concatenate([_NONE, *blocks]), np.concatenate([_NONE, *slots])
+
+    def move(self, sources: BlockIds, targets: BlockIds) -> None:
+        """Move the page in block `sources[i]`, if it is one, to `targets[i]`."""
+        for one in self._each:
+            one.move(sources, targets)
+
+    def ranks(self, blocks: BlockIds, worth: npt.NDArray[np.float64]) -> None:
+        """Write the rank of each of `blocks` that is a page to `worth` [num_blocks]: lower is evicted first."""
+        for one in self._each:
+            for places in one.blocks:
+                pages = blocks[places.node_at[blocks] != NONE]
+                worth[pages] = one.ranks(places.node_at[pages])
+
+    def _first_read(self, one: WindowPages, num_nodes: Index) -> Index:
+        """The number of the first block that is read by the token behind so many blocks."""
+        return one.group.first_read(num_nodes * self._block_size) // self._block_size

@@ -103,8 +103,10 @@ class AdmissionController:
         if leader is not None and leader.row is not None and most == known - 1 <= sequence.shares:
             if not leader.is_computed:
                 return None
-            if cache.can_fork(leader.row, most):  # else it went on, and a window has passed
-                return AdmissionPlan(cache.blocks_for(known) - cache.shared_by_fork(most), NO_HIT, leader.row)
+            if cache.row_tables.can_fork(leader.row, most):  # else it went on, and a window has passed
+                return AdmissionPlan(
+                    cache.blocks_for(known) - cache.row_tables.shared_by_fork(most), NO_HIT, leader.row
+                )
         hit = cache.lookup(sequence.chain, most)
         return AdmissionPlan(cache.needed(known, hit), hit)
 

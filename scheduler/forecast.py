@@ -161,7 +161,10 @@ class ExpectedBlocks:
         allowed = np.append(rows.limit[running] - rows.prompt[running], limit - prompt)
         known = np.append(rows.known[running], known)
         peak = self._lengths.peak(known, generated, allowed, self._cache.block_size)
-        return replace(peak, blocks=self._in_all_tables(peak.blocks, known, allowed - generated) - self._cache.shared)
+        return replace(
+            peak,
+            blocks=self._in_all_tables(peak.blocks, known, allowed - generated) - self._cache.row_tables.num_shared,
+        )
 
     def _in_all_tables(self, blocks: int, known: Index, left: Index) -> int:
         """Blocks in all tables of sequences that together have `blocks` in a table without a window.
@@ -169,20 +172,20 @@ class ExpectedBlocks:
         A sequence with `known` tokens now is taken to have `known + left` at most, and its share of the growth before that.
         """
         cache = self._cache
-        if not cache.has_windows:
-            return blocks * cache.num_tables
+        if not cache.row_tables.has_windows:
+            return blocks * cache.row_tables.num_tables
         slots = -(-known // cache.block_size)
         share = max(0.0, (blocks - int(slots.sum())) / max(1, int((-(-left // cache.block_size)).sum())))
         then = known + np.ceil(left * min(1.0, share)).astype(np.int64)
-        of_windows = int(cache.blocks_for_all(then).sum()) - cache.num_full_tables * int(
+        of_windows = int(cache.row_tables.blocks_for_each(then).sum()) - cache.row_tables.num_full_tables * int(
             (-(-then // cache.block_size)).sum()
         )
-        return blocks * cache.num_full_tables + of_windows
+        return blocks * cache.row_tables.num_full_tables + of_windows
 
     def needed(self, running: Index, newcomers: list[Sequence]) -> int:
         """The forecast, but at least the blocks of all tokens now, and at most the pool's capacity."""
         known = np.append(self._rows.known[running], np.array([len(s.tokens) for s in newcomers], np.int64))
         if not len(known):
             return 0
-        now = int(self._cache.blocks_for_all(known).sum()) - self._cache.shared
+        now = int(self._cache.row_tables.blocks_for_each(known).sum()) - self._cache.row_tables.num_shared
         return min(max(now, self.peak(running, newcomers).blocks), self._cache.pool.capacity)

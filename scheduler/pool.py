@@ -169,7 +169,7 @@ class ElasticPool:
         due = min(num_extents, removable)
         while self._running and (missing := self._missing_blocks(due)) > 0:
             victims = self._preemption.by_worth(self._running.by_row.values())[::-1]
-            held = np.cumsum(self._cache.held_blocks(np.array([s.row for s in victims])))
+            held = np.cumsum(self._cache.row_tables.held_blocks(np.array([s.row for s in victims])))
             last = int(np.searchsorted(held, missing))
             self._preemption.preempt(victims[: last + 1])  # some blocks may be shared: check again
             self.admits = False

@@ -63,7 +63,7 @@ class Preemption:
 
     def recompute(self, blocks: Int32) -> None:
         """Requeue sequences that hold one of `blocks` (of unknown contents); drop the blocks from the prefix cache."""
-        rows = self._cache.rows_with(blocks).tolist()
+        rows = self._cache.row_tables.rows_with(blocks).tolist()
         if rows:
             self._requeue([self._running.by_row[row] for row in rows], computed=False)
         self._cache.forget(blocks)
@@ -88,9 +88,9 @@ class Preemption:
         """
         assert self._cost is not None
         rows = np.array([s.row for s in sequences], np.int64)
-        won = self._cache.sole_blocks(rows)
-        tokens = self._cache.sole_tokens(rows, self._rows.computed[rows])
-        return won, tokens, self._cost.victims_s(tokens, self._cache.blocks_for_all(tokens))
+        won = self._cache.row_tables.sole_blocks(rows)
+        tokens = self._cache.row_tables.sole_tokens(rows, self._rows.computed[rows])
+        return won, tokens, self._cost.victims_s(tokens, self._cache.row_tables.blocks_for_each(tokens))
 
     def _explain(self, victims: list[Sequence]) -> None:
         """Record what preempting `victims` wins and loses; of more than 64 only the last 64."""

@@ -122,7 +122,7 @@ class ResultProcessor:
 
     def _deferring(self, plan: Plan, result: Result) -> Result:
         """`result` with chunks of invalid input deferred: an earlier plan gave no output, or a copy failed."""
-        unsound = np.append(self._plans.stale, self._cache.rows_with(result.failed_blocks))
+        unsound = np.append(self._plans.stale, self._cache.row_tables.rows_with(result.failed_blocks))
         return result.deferring(np.flatnonzero(np.isin(plan.rows, unsound)))
 
     def _scored(self, plan: Plan, scores: ChunkLogprobs) -> tuple[str, ChunkLogprobs]:

@@ -177,7 +177,7 @@ class Running:
 
     def check_invariants(self) -> None:
         """Recompute every derived fact. Raises AssertionError naming what does not hold."""
-        rows, blocks = self._rows, self._cache.slots_of_rows
+        rows, blocks = self._rows, self._cache.row_tables.lengths
         assert all(s.row == row for row, s in self.by_row.items()), "a sequence's row is not its own"
         by_status: dict[SequenceStatus, list[int]] = defaultdict(list)
         for row, sequence in self.by_row.items():
@@ -244,7 +244,7 @@ class Running:
         if sequence.is_running:
             self.leave([sequence], computed=False)
         self._waiting.wait_for_move(sequence)
-        self._cache.swapping.drop_for(sequence.request.request_id)
+        self._cache.swapping.suspended.drop(sequence.request.request_id)
         self.commit(source)  # so that the shared tokens become findable once
         sequence.tokens = self.tokens_of(source)
         sequence.chain = self._cache.chain(sequence.tokens, sequence.request.cache_salt)

@@ -224,7 +224,7 @@ class Scheduler:
         self._sequences.end_aborted()
         preemptions = self.stats.preemptions
         prefilling = np.array([sequence.row for sequence in self._running.prefilling], np.int64)
-        if self.cache.has_windows and len(prefilling):
+        if self.cache.row_tables.has_windows and len(prefilling):
             self.cache.release_passed(prefilling, self._passed(prefilling))
         decodes = self._extend_decodes()
         budget = self.limits.max_step_tokens - len(decodes)
@@ -264,7 +264,7 @@ class Scheduler:
         if (decided := continuation(out, self.rows, self._running)) is None:
             return None
         decodes, known = decided
-        short = self.cache.short(decodes, known)
+        short = self.cache.row_tables.short(decodes, known)
         if len(short):
             extension = self._extend(short, self.rows.known[short] + 1)
             if extension is None:
@@ -328,13 +328,13 @@ class Scheduler:
         Returns the rows that decode in this step: all, unless a copy still uses their new block.
         """
         known, later = self.rows.known, NO_ROWS
-        short = self.cache.short(self._running.decoding, known[self._running.decoding])
+        short = self.cache.row_tables.short(self._running.decoding, known[self._running.decoding])
         if len(short):
             extension = self._extend(short, known[short])
             if extension is None:
                 self.cache.release_passed(short, self.rows.computed[short])  # also what forks wait for
                 short = self._make_room(short)
-                now = self.cache.pool.available // self.cache.num_tables
+                now = self.cache.pool.available // self.cache.row_tables.num_tables
                 short, later = short[:now], short[now:]
                 extension = self.cache.extend(short, known[short])
                 assert extension is not None, "room was made for these rows"
@@ -347,7 +347,10 @@ class Scheduler:
         Returns the remaining rows.
         """
         victims = self._preemption.by_worth(self._running.by_row.values())
-        while len(short) * self.cache.num_tables > self.cache.pool.available + self.cache.pool.pending_free_blocks:
+        while (
+            len(short) * self.cache.row_tables.num_tables
+            > self.cache.pool.available + self.cache.pool.pending_free_blocks
+        ):
             victim = victims.pop()
             short = short[short != victim.row]
             if victims or self.cache.blocks_for(int(self.rows.known[victim.row])) <= self.pool.limit_blocks:
@@ -369,7 +372,7 @@ class Scheduler:
 
     def _extend(self, rows: Index, known: Index) -> Extension | None:
         """Extend the tables of decoding `rows`, each at a block border, to `known` tokens."""
-        if self.cache.has_windows:
+        if self.cache.row_tables.has_windows:
             return self.cache.advance(rows, self._passed(rows))
         return self.cache.extend(rows, known)
 
@@ -411,7 +414,7 @@ class Scheduler:
             to_score = max(0, len(sequence.request.prompt_token_ids) - 1 - computed)
             if to_score > self._scorable:
                 length = min(length, self._scorable)
-        if self.cache.has_windows and length:
+        if self.cache.row_tables.has_windows and length:
             reached, tables = self.cache.reach(sequence.row, computed + length, self._admission.room)
             if tables:
                 self._running.changes.tables.append(tables)

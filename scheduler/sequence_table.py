@@ -86,7 +86,7 @@ class SequenceTable:
             sequence.set_status(SequenceStatus.FINISHED)
         if sequence.forks:
             self._hand_over_forks(sequence)
-        self._cache.swapping.drop_for(request.request_id)
+        self._cache.swapping.suspended.drop(request.request_id)
         self._waiting.look_again()
         prompt = len(request.prompt_token_ids)
         generated = sequence.tokens[prompt:]

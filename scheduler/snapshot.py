@@ -117,7 +117,7 @@ class CellReader:
         pool.states(cells, self._mask)
         for table in view.cache.tables:
             self._write_owners(cells, table, served_last_first)
-        if view.cache.shared:
+        if view.cache.row_tables.num_shared:
             np.bitwise_or(cells, np.uint16(SHARED), out=cells, where=pool.are_shared(self._mask))
         self.cells, self._next = cells, before
         return cells, before

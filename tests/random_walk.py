@@ -68,7 +68,7 @@ def walk(
 def capacity_of(world: World) -> int:
     """Tokens of the longest sequence that the whole pool holds; those of no window's pool have no end."""
     cache = world.cache
-    return most_slots_in(cache.groups, cache.pool.capacity, cache.block_size, 1 << 20) * cache.block_size
+    return most_slots_in(cache.row_tables.groups, cache.pool.capacity, cache.block_size, 1 << 20) * cache.block_size
 
 
 def _groups(rng: np.random.Generator, block_size: int) -> tuple[LayerGroup, ...]:

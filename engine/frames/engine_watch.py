@@ -119,11 +119,11 @@ def block_details(scheduler: Scheduler, block: int) -> dict[str, Any]:
     }  # fmt: skip
     if block == NULL_BLOCK:
         return details
-    for row in cache.rows_with(np.array([block], np.int32)).tolist():
+    for row in cache.row_tables.rows_with(np.array([block], np.int32)).tolist():
         sequence = view.sequence_in(row)
         if sequence is None:
             continue
-        position = cache.slot_of(row, block)
+        position = cache.row_tables.slot_of(row, block)
         request = sequence.request
         details["rows"].append({"id": request.request_id, "label": request.label, "row": row, "position": position})
         first = position * cache.block_size

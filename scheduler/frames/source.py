@@ -199,7 +199,7 @@ class FrameSource:
         table[:, 1] = view.statuses()[rows]
         table[:, 2] = view.rows.known[rows]
         table[:, 3] = view.rows.computed[rows]
-        table[:, 4] = view.cache.held_blocks(rows)
+        table[:, 4] = view.cache.row_tables.held_blocks(rows)
         table[:, 5] = self._preemptions[rows]
         entries: list[list[int]] = table.tolist()
         return entries

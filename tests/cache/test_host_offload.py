@@ -201,7 +201,7 @@ def test_who_ends_while_it_waits_wants_nothing_any_more() -> None:
     cache = Cache(10, 20)
     cache.begin(0, A)
     cache.end(0, A, "a")
-    cache.manager.swapping.drop_for("a")
+    cache.manager.swapping.suspended.drop("a")
     cache.run(B)
     cache.run(C)
     assert cache.demoted() == 0 and cache.manager.host.num_used == 0
@@ -253,7 +253,7 @@ def test_what_was_forgotten_with_the_cache_is_wanted_by_nobody() -> None:
     for tokens in B, C, D:
         cache.run(tokens)
     assert cache.demoted() == 0
-    cache.manager.swapping.drop_for("a")
+    cache.manager.swapping.suspended.drop("a")
     cache.manager.check_invariants()
 
 

@@ -53,7 +53,7 @@ def test_extend_is_all_or_nothing():
 def test_short_names_the_rows_at_a_border():
     cache = CacheManager(9, 4, 3, 64)
     cache.extend(rows(0, 1), rows(4, 8))
-    assert cache.short(rows(0, 1, 2), rows(5, 8, 0)).tolist() == [0]
+    assert cache.row_tables.short(rows(0, 1, 2), rows(5, 8, 0)).tolist() == [0]
 
 
 def test_groups_have_tables_of_their_own():

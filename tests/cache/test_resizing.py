@@ -140,7 +140,7 @@ class Elastic(RuleBasedStateMachine):
 
     @rule(row=st.integers(0, 4), more=st.integers(1, 20))
     def extend(self, row, more):
-        lists = self.tokens.get(row, [[] for _ in range(self.cache.num_tables)])
+        lists = self.tokens.get(row, [[] for _ in range(self.cache.row_tables.num_tables)])
         upto = min(len(lists[0]) + more, self.cache.max_tokens - 1)
         need = self.cache.blocks_for(upto) - self.cache.blocks_for(len(lists[0]))
         if self.cache.extend(rows(row), rows(upto)) is None:

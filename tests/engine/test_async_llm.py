@@ -339,7 +339,7 @@ def held_blocks(llm: AsyncLLM) -> int:
     """What those that run come to, sharing nothing."""
     scheduler = llm._manager.open().core.scheduler
     rows = np.array([s.row for s in scheduler._running.by_row.values()], np.int64)
-    return int(scheduler.cache.held_blocks(rows).sum()) if len(rows) else 0
+    return int(scheduler.cache.row_tables.held_blocks(rows).sum()) if len(rows) else 0
 
 
 def test_half_of_the_streams_dropped_give_their_blocks_back_within_two_steps(load: Callable[..., AsyncLLM]) -> None:

@@ -92,7 +92,7 @@ def test_same_tokens_and_logits_behind_cached_prefixes(name):
             assert engine.generate([inputs[i]], GREEDY) == [expected[i]], (case, i)
             assert engine.generate([turns[i]], Sampling(NEW - 12)) == [expected[i][12:]], (case, i)
         # With windows, hits end where each layer can go on: at the ends of prompts and sequences, in whole blocks.
-        share = 0.95 if engine.core.scheduler.cache.has_windows else 1
+        share = 0.95 if engine.core.scheduler.cache.row_tables.has_windows else 1
         assert stats.prefix_lookups.hit_tokens > first + share * sum(LENGTHS[i] for i in chosen), case
         engine.core.scheduler.check_invariants()
         model.set_attn_implementation("eager")

@@ -136,13 +136,15 @@ def test_a_sequence_holds_no_more_than_its_windows(name: str) -> None:
     engine.add("r", prompt, GREEDY)
     cache = engine.core.scheduler.cache
     most = sum(
-        group.num_tables * (1 + (group.most_slots(block_size) or 10**6)) for group in cache.groups if group.window
+        group.num_tables * (1 + (group.most_slots(block_size) or 10**6))
+        for group in cache.row_tables.groups
+        if group.window
     )
-    full = sum(group.num_tables for group in cache.groups if group.window is None)
+    full = sum(group.num_tables for group in cache.row_tables.groups if group.window is None)
     while engine.core.has_work:
         engine.core.step()
         for row in engine.core.scheduler._running.by_row:
-            held = int(cache.held_blocks(np.array([row]))[0])
+            held = int(cache.row_tables.held_blocks(np.array([row]))[0])
             assert held <= most + full * -(-(20 * window + NEW) // block_size)
 
 
