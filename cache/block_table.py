@@ -83,6 +83,9 @@ class BlockTables:
             rows = np.repeat(rows, need)
             ends = np.cumsum(need)  # end of each row's part of `blocks`
             slots = np.repeat(slots - ends + need, need) + np.arange(blocks.shape[1])
+        if len(blocks) == 1:  # as without groups
+            self.blocks[0][rows, slots] = blocks[0]
+            return (TableUpdate(rows, slots, blocks[0]),)
         updates = []
         for table, own in zip(self.blocks, blocks, strict=True):
             table[rows, slots] = own

@@ -142,7 +142,7 @@ class CacheManager:
     def extend(self, rows: Index, upto: Index) -> Extension | None:
         """Extend the tables of `rows` (distinct) to cover `upto[i]` tokens each; None, and no change, if blocks are short."""
         wanted = (upto + (self.block_size - 1)) // self.block_size
-        return self._extend([table for _, table in self.row_tables.all], rows, wanted)
+        return self._extend(self.row_tables.every, rows, wanted)
 
     def _extend(
         self, tables: Sequence[BlockTables], rows: Index, wanted: Index, hit: PrefixHit | None = None
@@ -259,11 +259,7 @@ class CacheManager:
         Of more than one entry, at most `room` blocks are taken. Returns the tokens that the tables reach, at most `upto`, and
         the table entries. The tables without a window have theirs from the row's admission on.
         """
-        tables = [
-            table
-            for table in [table for _, table in self.row_tables.all]
-            if table.lengths[row] * self.block_size < upto
-        ]
+        tables = [table for table in self.row_tables.every if table.lengths[row] * self.block_size < upto]
         if not tables:
             return upto, ()
         pages = sum(table.num_tables for table in tables)
@@ -346,20 +342,16 @@ class CacheManager:
 
     def needed(self, upto: int, hit: PrefixHit) -> int:
         """Blocks that `admit` and the chunk after it take from `available`: new ones, and found ones without references."""
-        return self.blocks_for(upto) - self._found_in_use(hit)
-
-    def _found_in_use(self, hit: PrefixHit) -> int:
-        """The blocks of `hit` that other rows hold."""
+        needed = self.blocks_for(upto)
         if not hit.num_tokens:
-            return 0
-        found = 0
+            return needed
         if self.row_tables.anchor_has_bytes:
-            found = int(np.count_nonzero(self.pool.references(hit.blocks)))
+            needed -= int(np.count_nonzero(self.pool.references(hit.blocks)))
         for window in self.index.windows:
             nodes = self.index.windows.read_next(window, hit.nodes)
             nodes = nodes[window.have(nodes, on_host=False)]
-            found += int(np.count_nonzero(self.pool.references(window.blocks_of(nodes).ravel())))
-        return found
+            needed -= int(np.count_nonzero(self.pool.references(window.blocks_of(nodes).ravel())))
+        return needed
 
     def admit(self, row: int, upto: int, hit: PrefixHit, name: str = "") -> Extension | None:
         """Assign `hit` to `row` (empty) and extend it to `upto` tokens; None, and no change, if blocks are short.

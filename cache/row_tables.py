@@ -40,20 +40,13 @@ class RowTables:
         self.anchor = BlockTables(num_rows, max_slots)
         self.others = tuple((group, BlockTables(num_rows, max_slots, group.num_tables)) for group in others)
         self.all = ((LayerGroup(), self.anchor), *self.others)
+        self.every = tuple(table for _, table in self.all)
+        self.anchor_has_bytes = self.anchors is allocator  # some layer reads all tokens
+        self.without_bytes = None if self.anchor_has_bytes else self.anchor
         self.with_bytes = tuple(table for _, table in (self.all if self.anchor_has_bytes else self.others))
         self.num_tables = sum(table.num_tables for table in self.with_bytes)
         self.num_full_tables = sum(group.num_tables for group in groups if group.window is None)
         self.has_windows = any(group.window is not None for group in groups)
-
-    @property
-    def anchor_has_bytes(self) -> bool:
-        """Whether some layer reads all tokens, so that the anchor's entries are blocks of the pool."""
-        return self.anchors is self._allocator
-
-    @property
-    def without_bytes(self) -> BlockTables | None:
-        """The anchor, if its entries are places without bytes."""
-        return None if self.anchors is self._allocator else self.anchor
 
     # -- what rows hold ----------------------------------------------------------------------------------------------
 

@@ -95,7 +95,7 @@ class Swapping:
         self.host.free(slots[used:])
         self.evicted_blocks += self._evict(victims[:num_left])
         if num_left < len(victims):
-            self._demote(victims[num_left:], nodes[num_left:], slots[:used], beside=self._leaves_beside(hit))
+            self._demote(victims[num_left:], nodes[num_left:], slots[:used], hit)
 
     def evict_nodes(self, n: int) -> None:
         """Evict `n` nodes with their pages, or all that are evictable."""
@@ -196,32 +196,31 @@ class Swapping:
 
     # -- helpers -----------------------------------------------------------------------------------------------------
 
-    def _demote(self, blocks: BlockIds, nodes: Nodes, slots: Int32, beside: bool) -> None:
+    def _demote(self, blocks: BlockIds, nodes: Nodes, slots: Int32, hit: PrefixHit | None) -> None:
         """Move `nodes`, in `blocks`, to the first `slots`, and their pages to the others."""
         ours, slots = slots[: len(blocks)], slots[len(blocks) :]
         self._index.demote(blocks, ours)
         self.demotion.demoted(blocks, ours)
-        self._swap_out(blocks, ours, beside)
+        self._swap_out(blocks, ours, hit)
         for window in self._index.windows:
             window.go_with(nodes)
             having = nodes[window.have(nodes, on_host=False)]
             num = len(having) * window.group.num_tables
-            self._demote_pages(window, having, slots[:num], beside)
+            self._demote_pages(window, having, slots[:num], hit)
             slots = slots[num:]
 
-    def _demote_pages(self, window: WindowPages, nodes: Nodes, slots: Int32, beside: bool) -> None:
+    def _demote_pages(self, window: WindowPages, nodes: Nodes, slots: Int32, hit: PrefixHit | None) -> None:
         blocks = window.demote(nodes, slots.reshape(window.group.num_tables, -1))
-        self._swap_out(blocks.ravel(), slots, beside)
+        self._swap_out(blocks.ravel(), slots, hit)
 
-    def _leaves_beside(self, hit: PrefixHit | None) -> bool:
-        """Whether copies out may run concurrently with the next plan's chunks: all blocks go to a row that is admitted.
+    def _swap_out(self, blocks: BlockIds, slots: Int32, hit: PrefixHit | None) -> None:
+        """Let the next plan copy `blocks`, which are free now, to `slots`.
 
-        Pages go together, and so more blocks than the row needs.
+        It does so concurrently with its chunks if a row that is admitted with `hit` gets all of them. With groups pages go
+        together, and so more blocks than the row needs.
         """
-        return hit is not None and not self._index.windows
-
-    def _swap_out(self, blocks: BlockIds, slots: Int32, beside: bool) -> None:
         self._allocator.forget(blocks)
+        beside = hit is not None and not self._index.windows
         self.host.queue_swap_out(self._bytes_at[blocks], slots, beside=beside)
 
     def _evict_passed(self, num_blocks: int) -> bool:
@@ -246,7 +245,7 @@ class Swapping:
                 worth = worth[len(worth) - len(slots) // tables :]
                 self.host.free(slots[len(worth) * tables :])
                 if len(worth):
-                    self._demote_pages(window, worth, slots[: len(worth) * tables], beside=self._leaves_beside(hit))
+                    self._demote_pages(window, worth, slots[: len(worth) * tables], hit)
                     window.stay_on_host(worth)
                 nodes = nodes[~np.isin(nodes, worth)]
             self.evicted_blocks += self._forget_pages(window, nodes)

@@ -223,8 +223,9 @@ class Scheduler:
         self._now = now
         self._sequences.end_aborted()
         preemptions = self.stats.preemptions
-        prefilling = np.array([sequence.row for sequence in self._running.prefilling], np.int64)
-        if self.cache.row_tables.has_windows and len(prefilling):
+        prefilling = NO_ROWS
+        if self.cache.row_tables.has_windows and self._running.prefilling:
+            prefilling = np.array([sequence.row for sequence in self._running.prefilling])
             self.cache.release_passed(prefilling, self._passed(prefilling))
         decodes = self._extend_decodes()
         budget = self.limits.max_step_tokens - len(decodes)

@@ -52,10 +52,10 @@ def test_swap_costs_decide_what_is_swapped(least_chance: float, promotes: bool) 
 def test_nothing_is_kept_for_a_sequence_without_slots() -> None:
     cache, chain = cache_of(0)
     cache.keep_for("a", 0, chain, 18)
-    assert not cache.swapping.stop_waiting("a") and not cache.host.tails
+    assert not cache.swapping.suspended.resume("a") and not cache.host.tails
     with_slots, chain = cache_of(1)
     with_slots.keep_for("a", 0, chain, 20)
-    assert with_slots.swapping.stop_waiting("a")
+    assert with_slots.swapping.suspended.resume("a")
 
 
 @pytest.mark.parametrize("host_slots", [0, 9])

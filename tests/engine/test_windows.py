@@ -103,8 +103,8 @@ def test_same_tokens_behind_preemptions_prefixes_and_swaps(name: str, window: in
         stats = engine.core.scheduler.stats
         preemptions, hits = preemptions + stats.preemptions, hits + stats.prefix_lookups.hit_tokens
         swaps += stats.promoted_blocks
-    assert hits > 0 and swaps > 0
-    assert preemptions > 0 or window > 8, "nothing was forced out"
+    assert hits > 0
+    assert (preemptions > 0 and swaps > 0) or window > 8, "nothing was forced out"
 
 
 @pytest.mark.parametrize("name", MODELS)
