@@ -1,7 +1,8 @@
 """The cache manager: assigns KV-cache blocks to the scheduler's rows and takes them back.
 
-The scheduler calls the cache through this class and its parts, and numbers the rows. The table of a row covers its first
-`lengths * block_size` tokens. A call that fails changes nothing.
+The scheduler calls the cache through this class and its parts, and numbers the rows. The tables of a row cover its first
+`lengths * block_size` tokens, those of layers with a window only the last of them (layer_groups.py). A call that fails
+changes nothing.
 
 With a hasher, later requests with the same prefix find full blocks of computed tokens (prefix_index.py):
 
@@ -13,6 +14,12 @@ With a hasher, later requests with the same prefix find full blocks of computed 
 With a host tier, an evicted block is first copied to a host slot (demoted), if that is worth the copy and a slot is
 available. A later hit copies it back (promotes it), if that is worth it too (swapping.py). Releasing the row of a
 preempted sequence therefore swaps the sequence out, as far as its space is needed.
+
+With windows:
+
+    release_passed   give up the blocks that no later token reads
+    reach            extend the tables of windows for the next chunk of a prompt
+    advance          both, for decodes at a block border
 """
 
 from __future__ import annotations
@@ -45,7 +52,7 @@ _NODES_PER_BLOCK = 4  # of the index, where nodes have no bytes
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Extension:
-    """The result of an extend, a fork or an admission: the new table entries of each group, and blocks to copy first, if any.
+    """The result of an extend, a fork or an admission: new entries of each block table, and blocks to copy first, if any.
 
     After an admission or a fork, `num_computed` tokens are computed already. `waits`: the next plan copies to or from
     the admitted row's blocks concurrently with its chunks, so none of the row's own chunks may be in that plan.
@@ -60,9 +67,9 @@ class Extension:
 class CacheManager:
     """Block tables for `num_rows` rows of at most `max_tokens` tokens each, from a pool of `num_blocks` blocks.
 
-    With a `hasher` prefixes are cached; this needs a single group. `eviction` makes the eviction policy. At most
-    `max_cached_blocks` blocks without references stay cached (None: no limit). `host_slots` is the number of slots of
-    the host tier, which evicts the oldest entries first.
+    `groups` are the groups of layers, those without a window first. With a `hasher` prefixes are cached. `eviction` makes
+    the eviction policy. At most `max_cached_blocks` blocks without references stay cached (None: no limit). `host_slots` is
+    the number of slots of the host tier, which evicts the oldest entries first.
 
     With `blocks_per_extent` the pool is elastic: the extents in `mapped` (None: all) have memory at the start.
 

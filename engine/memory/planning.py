@@ -155,8 +155,8 @@ class MemoryPlan:
         kept = f"the last {group.window:,} tokens" if group.window else "all tokens"
         if group.chunked:
             kept = f"tokens since the last multiple of {group.window:,}"
-        num_layers = len(self.geometry.layers_of(group))
-        return (f"... of {num_layers} layers", f"{self._bytes_per_token(group):,} bytes, for {kept}")
+        number = len(self.geometry.layers_of(group))
+        return (f"... in {number} layer" + "s" * (number > 1), f"{self._bytes_per_token(group):,} bytes, for {kept}")
 
     def describe(self) -> str:
         """The plan as lines of text."""

@@ -11,7 +11,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import Gemma4TextConfig, LlamaConfig, LlamaForCausalLM, MambaConfig, MixtralConfig
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Gemma4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MixtralConfig,
+)
 
 from pagetide import native
 from pagetide.cache.geometry import Geometry, LayerShape
@@ -90,6 +98,31 @@ def test_k_and_v_in_one_byte_count_with_their_scales(checkpoint: Checkpoint, kv_
     assert made.num_blocks == MIB // (16 * token) // 16 * 16  # extents of 16 blocks, five pages
     assert f"{token:,} bytes in {kv_cache_dtype}" in made.describe()
     assert f"... in float32    {plain.sequences_that_fit:,} with the same memory, {KV_BYTES} bytes" in made.describe()
+
+
+def test_a_plan_shows_the_groups_of_layers_and_what_windows_bring(tmp_path: Path) -> None:
+    config = Gemma3TextConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        vocab_size=64, max_position_embeddings=1024, sliding_window=128, sliding_window_pattern=6,
+    )  # fmt: skip
+    Gemma3ForCausalLM(config).save_pretrained(tmp_path)
+    checkpoint = Checkpoint.open(ModelSpec("tiny", tmp_path, "a test"))
+    made, layer = plan(checkpoint, kv_memory="1MiB"), 2 * 2 * 8 * 4  # K and V, heads, head_dim, float32
+    full, window = made.to_dict()["groups"]
+    assert full == {"layers": 1, "window": None, "chunked": False, "tables": 1, "kv_bytes_per_token": layer}
+    assert window == {"layers": 5, "window": 128, "chunked": False, "tables": 5, "kv_bytes_per_token": 5 * layer}
+    per_sequence = 1024 // 16 + 5 * (128 // 16 + 1)
+    assert made.geometry.blocks_for_tokens(1024) == per_sequence
+    assert made.sequences_that_fit == (made.num_blocks - 1) // per_sequence
+    without = made.to_dict()["without_windows"]["sequences_that_fit"]
+    assert without == (MIB // (6 * layer * 16)) // 64 < made.sequences_that_fit
+    shown = dict(line.split("  ", 1) for line in made.describe().splitlines())
+    shown = {name: value.strip() for name, value in shown.items()}
+    assert shown["... in 1 layer"] == f"{layer} bytes, for all tokens"
+    assert shown["... in 5 layers"] == f"{5 * layer} bytes, for the last 128 tokens"
+    assert shown["... without windows"] == f"{without} with the same memory"
+    short = plan(checkpoint, kv_memory="1MiB", max_model_len=128)
+    assert len(short.to_dict()["groups"]) == 1, "no sequence is longer than the window"
 
 
 def test_a_plan_shows_what_other_types_would_bring(checkpoint: Checkpoint) -> None:
