@@ -94,7 +94,12 @@ def preempted(model: PreTrainedModel, prompts: list[list[int]], block_bytes: int
     """The outputs from a pool so small that requests are preempted."""
     longest = -(-(max(PROMPT_LENGTHS) + NEW_TOKENS) // BLOCK_SIZE)
     few, many = range(2 * longest, longest, -1), range(4 * longest, 2 * longest, -1)
-    for num_blocks in (*few, *many):  # many, as small pools may have larger strides: of layers that differ, up to twice
+    several = range(4 * longest, 12 * longest, 3)  # blocks of a token, with groups of layers
+    for num_blocks in (
+        *few,
+        *many,
+        *several,
+    ):  # many, as small pools may have larger strides: of layers that differ, up to twice
         try:
             outputs, stats = run(model, prompts, (num_blocks + 1) * block_bytes)
         except RequestRejected:  # longer than the pool

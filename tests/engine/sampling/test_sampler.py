@@ -145,7 +145,9 @@ def test_distribution_is_that_of_transformers(case: tuple[list[Sampling], list[n
     ours = sampler.distribution(rows, positions, x).double()
     unread = _admitted(sampling, histories, x.shape[-1], at_hand=False)
     other = unread.distribution(rows, positions, x).double()
-    assert torch.equal(other > 1e-36, ours > 1e-36)  # smaller ones are 0 in one of two vector units, and subnormal in another
+    assert torch.equal(
+        other > 1e-36, ours > 1e-36
+    )  # smaller ones are 0 in one of two vector units, and subnormal in another
     torch.testing.assert_close(other, ours, atol=1e-7, rtol=2e-6)  # exponentials of torch, or of the native kernels
     noise = uniform(np.array([s.seed for s in sampling], np.uint64), np.zeros(len(x), np.uint64), positions)
     tokens, bad = sampler.sample(rows, positions, x.clone())
