@@ -93,7 +93,7 @@ REFUSED = {
     ),
     "diffllama": (GATED, "layer 0 calls 2 times"),
     "doge": (GATED, "layer 0 .DogeAttention. makes an attention mask of its own"),
-    "llama4_text": ({**CHUNKED, "attention_chunk_size": 64}, "does not let token 64 see token 63.* up to 64 tokens"),
+    "llama4_text": ({**CHUNKED, "attention_chunk_size": 63}, "does not let token 63 see token 62.* up to 63 tokens"),
     "bert": ({**SMALL, "intermediate_size": 64}, "layer 0 .BertSelfAttention. lets a token see later ones"),
     "roberta": (
         {**SMALL, "intermediate_size": 64, "is_decoder": True},
@@ -185,10 +185,12 @@ def test_encoder_decoders_are_refused() -> None:
     assert "encoder-decoder" in refusal(model, Geometry((LayerShape(2, 8, 8),), 16, "float32"))
 
 
-def test_a_chunked_mask_is_no_matter_below_a_chunk() -> None:
-    model = tiny("llama4_text", **CHUNKED, attention_chunk_size=64)
-    probe(model, geometry_of(model), max_length=64)
-    assert "sliding_window keyword is None" in refusal(model, geometry_of(model), max_length=65)
+def test_a_chunked_mask_of_whole_blocks_is_computed_and_another_is_no_matter_below_a_chunk() -> None:
+    whole = tiny("llama4_text", **CHUNKED, attention_chunk_size=64)
+    probe(whole, geometry_of(whole))
+    model = tiny("llama4_text", **CHUNKED, attention_chunk_size=63)
+    probe(model, geometry_of(model), max_length=63)
+    assert "sliding_window keyword is None" in refusal(model, geometry_of(model), max_length=64)
 
 
 def test_queries_scaled_by_their_place_in_the_batch_are_refused() -> None:
