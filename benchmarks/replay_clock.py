@@ -82,6 +82,7 @@ GPUS = {
 MODELS = {
     "llama-3.1-8b": Model("Llama-3.1-8B", 32, 4096, 14336, 32, 8, 128, 128256),
     "qwen3-4b": Model("Qwen3-4B", 36, 2560, 9728, 32, 8, 128, 151936),
+    "gemma-3-4b": Model("Gemma-3-4B", 34, 2560, 10240, 8, 4, 256, 262208),
 }
 
 
@@ -145,9 +146,13 @@ class Roofline:
 
 
 class ReplayClock:
-    """Seconds of plans over blocks of `block_size` tokens, which come in the order of their steps."""
+    """Seconds of plans over blocks of `block_size` tokens, which come in the order of their steps.
 
-    def __init__(self, roofline: Roofline, block_size: int) -> None:
+    A block that is moved or copied has `block_bytes` (None: K and V of all layers). Attention is that of full layers: windows
+    read less.
+    """
+
+    def __init__(self, roofline: Roofline, block_size: int, block_bytes: int | None = None) -> None:
         gpu, model = roofline.gpu, roofline.model
         self._gpu = gpu
         self._overhead_s = roofline.overhead_s
@@ -158,7 +163,7 @@ class ReplayClock:
         self._attended_flops = 4 * model.layers * model.heads * model.head_dim
         self._read_bytes = 2 * (model.layer_weights + model.head_weights)
         self._kv_bytes = model.kv_bytes
-        self._block_bytes = roofline.block_bytes(block_size)
+        self._block_bytes = block_bytes or roofline.block_bytes(block_size)
         self._decoding: Index = NO_ROWS  # the rows of the last plan, if each computed and sampled one token
         self._before = 0  # tokens computed before that plan, of all its rows
 

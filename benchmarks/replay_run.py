@@ -19,6 +19,7 @@ import numpy.typing as npt
 from benchmarks.replay_clock import ReplayClock, Roofline
 from benchmarks.replay_stub import ReplayStub, Seconds
 from benchmarks.replay_traces import STOP, Trace
+from pagetide.cache.layer_groups import LayerGroup
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
 from pagetide.scheduler.cost import SwapCost
@@ -84,11 +85,13 @@ class ReplaySettings:
     caching: bool = True
     host_slots: int = 0  # blocks that the host tier holds
     sample_s: float = 1.0
+    groups: tuple[LayerGroup, ...] = (LayerGroup(),)
+    page_bytes: int | None = None  # of a block; None: K and V of all layers, as a single group has them
 
     @property
     def block_bytes(self) -> int:
         """K and V of a block."""
-        return self.roofline.block_bytes(self.block_size)
+        return self.page_bytes or self.roofline.block_bytes(self.block_size)
 
     @property
     def blocks_per_extent(self) -> int:
@@ -209,6 +212,7 @@ def build(settings: ReplaySettings) -> Scheduler:
         settings.block_size,
         settings.limits.num_rows,
         settings.limits.max_model_len,
+        groups=settings.groups,
         blocks_per_extent=settings.blocks_per_extent,
         hasher=PrefixHasher(settings.block_size, b"replay") if settings.caching else None,
         host_slots=settings.host_slots,
@@ -240,7 +244,7 @@ class Replay:
         self.settings = settings
         self.scheduler = build(settings)
         self.stub = ReplayStub(trace, settings.limits.num_rows)
-        self.clock = ReplayClock(settings.roofline, settings.block_size)
+        self.clock = ReplayClock(settings.roofline, settings.block_size, settings.block_bytes)
         self.now = self.busy_s = self.copy_s = 0.0
         self.refused = 0
         self.samples: list[PoolSample] = []
