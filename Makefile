@@ -131,6 +131,7 @@ bench:  ## measure; the figures go to build/bench
 	$(BIN)/python -m benchmarks.host_step --json build/bench/host_step.json
 	$(BIN)/python -m benchmarks.api --json build/bench/api.json
 	$(BIN)/python -m benchmarks.serve --json build/bench/serve.json
+	$(BIN)/python -m benchmarks.windows --json build/bench/windows.json
 
 RELEASE ?=
 

@@ -45,6 +45,7 @@ COMMANDS = {
     "replay": "--scaling --up-to 10",  # the replay itself: test_replay.py
     "serve": "--streams 1,3 --tokens 4 --requests 3 --step-ms 1 --hidden 32 --layers 1 --rounds 1",
     "swap": "--mib 2 --kib 128 --for-the-record 8 --repeats 1",
+    "windows": "--data none --context 2048 --requests 20",
 }
 WITH_PROCESSES = {
     "elastic": "--rounds 1 --moved 48MiB --new-tokens 2 --only half-decode,growth,idle,speed",
