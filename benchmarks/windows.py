@@ -15,7 +15,8 @@ What is compared with the shared pool, in the same bytes:
     one group    all layers keep all tokens, in blocks of 34 layers
     static split a share r of the pages is for full layers, the rest for windows. No second manager computes it, it is bounded
                  from above: at r, its goodput is at most the lower of two replays, one in which only full layers take pages
-                 and one in which only windows do. The bound is that of the best r, chosen with hindsight for each load
+                 and one in which only windows do. The bound is that of the best r, chosen with hindsight for each load,
+                 and, over all loads, that of the best r for all of them
 
 Goodput is the share of requests with a first token and tokens in time. "In time" is 5 times what 90 % of the requests take at
 a twentieth of the load. The speeds of the loads are such that the shared pool serves about 90 % in time. The clock counts
@@ -169,7 +170,15 @@ def bounds_of(load: Load) -> tuple[float, float]:
     return SLACK * ttft_s, SLACK * tpot_s
 
 
-def figures_of(name: str, load: Load) -> list[Figure]:
+@dataclass(frozen=True, slots=True)
+class Goodputs:
+    """Of one load: of the shared pool, and at most of a static split at each of RATIOS."""
+
+    shared: float
+    split: tuple[float, ...]
+
+
+def figures_of(name: str, load: Load) -> tuple[list[Figure], Goodputs]:
     """Figures of one load."""
     ttft_s, tpot_s = bounds_of(load)
     trace = load.trace.taken(None, load.speed)
@@ -178,23 +187,48 @@ def figures_of(name: str, load: Load) -> list[Figure]:
         f"\n{name}: {len(trace.turns):,} requests in {trace.turns[-1].at_s:,.0f} s, a pool of {load.pool_bytes / 1e9:g} GB, "
         f"{load.gpus} x {GPUS['h200'].name}; in time: first token in {ttft_s:.2f} s, others every {1e3 * tpot_s:.1f} ms"
     )
-    split, lines = 0.0, []
+    splits = []
     for ratio in RATIOS:
         full, windows = split_at(trace, load, ratio)
         good = [outcome.goodput(ttft_s, tpot_s) for outcome in (full, windows)]
-        split = max(split, min(good))
-        lines.append(f"  {ratio:.0%} for full layers: at most {good[0]:.3f} by these, {good[1]:.3f} by the windows")
-    print("\n".join(lines))
-    good, all_good = shared.goodput(ttft_s, tpot_s), by_all.goodput(ttft_s, tpot_s)
-    return [
+        splits.append(min(good))
+        print(
+            f"  {ratio:.0%} for full layers: at most {good[0]:.3f} by these, {good[1]:.3f} by the windows", flush=True
+        )
+    goodputs = Goodputs(shared.goodput(ttft_s, tpot_s), tuple(splits))
+    figures = [
         *of_memory(name, shared.samples),
-        Figure(f"{name}: goodput, shared pool", good, "share"),
-        Figure(f"{name}: goodput, bound of a static split", split, "share"),
-        Figure(f"{name}: goodput, one group", all_good, "share"),
+        Figure(f"{name}: goodput, shared pool", goodputs.shared, "share"),
+        Figure(f"{name}: goodput, bound of a static split", max(splits), "share"),
+        Figure(f"{name}: goodput, one group", by_all.goodput(ttft_s, tpot_s), "share"),
         Figure(f"{name}: requests refused, one group", by_all.refused, "requests"),
-        Figure(f"{name}: goodput, shared / bound of a static split", good / max(split, 1e-9), "x", 1.15, "higher"),
+        Figure(
+            f"{name}: goodput, shared / bound of a static split",
+            over(goodputs.shared, max(splits)),
+            "x",
+            1.15,
+            "higher",
+        ),
         *of_hits(name, load, shared, by_all),
     ]
+    return figures, goodputs
+
+
+def of_all_loads(goodputs: Sequence[Goodputs]) -> list[Figure]:
+    """Against a static split that has one ratio for all loads: the best one for the mean of their goodput."""
+    shared = float(np.mean([of.shared for of in goodputs]))
+    split = float(np.max(np.mean([of.split for of in goodputs], axis=0)))
+    label = "all loads: mean goodput"
+    return [
+        Figure(f"{label}, shared pool", shared, "share"),
+        Figure(f"{label}, bound of a static split with one ratio for all", split, "share"),
+        Figure(f"{label}, shared / bound of a static split with one ratio for all", over(shared, split), "x"),
+    ]
+
+
+def over(one: float, other: float) -> float:
+    """One goodput in terms of another, which may be 0."""
+    return one / max(other, 1e-9)
 
 
 def split_at(trace: Trace, load: Load, ratio: float) -> tuple[ReplayOutcome, ReplayOutcome]:
@@ -309,12 +343,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     if unknown := [part for part in parts if part not in PARTS]:
         parser.error(f"there is no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
     figures = memory(args.context, MEMORY_POOL_BYTES) if "memory" in parts else []
+    goodputs = []
     try:
         for name, make in loads(args.data, args.requests, args.seed).items():
             if name in parts:
-                figures += figures_of(name, make())
+                of_load, of_goodput = figures_of(name, make())
+                figures += of_load
+                goodputs.append(of_goodput)
     except BadTrace as error:
         raise SystemExit(f"windows: {error}") from None
+    if len(goodputs) > 1:
+        figures += of_all_loads(goodputs)
     report("Windows: groups of layers in one pool", figures, args.seed, args.json)
 
 
