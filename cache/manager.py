@@ -48,6 +48,9 @@ from .window_pages import WindowPages
 # for several steps at once.
 _EVICTED_SHARE = 64
 _NODES_PER_BLOCK = 4  # of the index, where nodes have no bytes
+_KEPT_ENDS = (
+    64  # tokens at the end of a prompt that the next turn of a chat may begin otherwise, such as a template's last ones
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -440,10 +443,10 @@ class CacheManager:
         return updates
 
     def _keep_end(self, row: int, num_tokens: int) -> None:
-        """Keep the pages that the last of `num_tokens` tokens of `row` reads, and the first block of tokens behind them."""
+        """Keep the pages that are read behind the last _KEPT_ENDS of `num_tokens` tokens of `row`."""
         full = min(num_tokens // self.block_size, int(self._committed[row]))
+        before = max(0, num_tokens - _KEPT_ENDS) // self.block_size * self.block_size
         for window, (group, _) in zip(self.index.windows, self.row_tables.others, strict=True):
-            before = (num_tokens - 1) // self.block_size * self.block_size
             blocks = self._anchor.blocks[0, row, group.first_read(before) // self.block_size : full]
             nodes = self.index.blocks.node_at[blocks].astype(np.int64)
             window.keep(nodes[nodes != NONE])
