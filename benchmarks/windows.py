@@ -122,7 +122,7 @@ def filled(by: Arrangement, context: int, pool_bytes: float) -> tuple[int, int]:
     cache = CacheManager(num_blocks, BLOCK_SIZE, most, context + 1, groups=by.groups)
     held, row = 0, 0
     while computed(cache, row, context):
-        held = held or int(cache.held_blocks(np.array([row]))[0])
+        held = held or int(cache.row_tables.held_blocks(np.array([row]))[0])
         row += 1
     cache.check_invariants()
     return held * by.block_bytes, row
@@ -141,7 +141,7 @@ def computed(cache: CacheManager, row: int, context: int) -> bool:
             return False
         done = reached
     for known in range(prompt + 1, context + 1):
-        if len(cache.short(rows, np.array([known]))):
+        if len(cache.row_tables.short(rows, np.array([known]))):
             more = (
                 cache.advance(rows, np.array([known - 1]))
                 if cache.has_windows

@@ -48,9 +48,7 @@ from .window_pages import WindowPages
 # for several steps at once.
 _EVICTED_SHARE = 64
 _NODES_PER_BLOCK = 4  # of the index, where nodes have no bytes
-_KEPT_ENDS = (
-    64  # tokens at the end of a prompt that the next turn of a chat may begin otherwise, such as a template's last ones
-)
+_KEPT_ENDS = 64  # tokens; the least from the end of a prompt up behind which requests find what windows read
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -258,8 +256,12 @@ class CacheManager:
 
     def _wait_for_eviction(self, window: WindowPages, blocks: Int32, passed: bool) -> None:
         """Queue those of the released `blocks` [tables, n] that are findable and have no reference."""
-        nodes = np.unique(window.blocks[0].node_at[blocks[0]]).astype(np.int64)
+        nodes = window.blocks[0].node_at[blocks[0]].astype(np.int64)
         nodes = nodes[nodes != NONE]
+        if not passed:  # from the end of a sequence up, so that a hit becomes shorter
+            nodes = nodes[::-1]
+        _, first = np.unique(nodes, return_index=True)
+        nodes = nodes[np.sort(first)]
         nodes = nodes[self.pool.references(window.blocks[0].of_node[nodes]) == 0]
         window.mark_evictable(nodes, passed)
 
@@ -443,10 +445,14 @@ class CacheManager:
         return updates
 
     def _keep_end(self, row: int, num_tokens: int) -> None:
-        """Keep the pages that are read behind the last _KEPT_ENDS of `num_tokens` tokens of `row`."""
+        """Keep the pages that are read behind any of the last of `num_tokens` tokens of `row`: half a window, or 64 tokens.
+
+        The next turn of a chat may render the end of a template otherwise, and nodes are evicted from the end up.
+        """
         full = min(num_tokens // self.block_size, int(self._committed[row]))
-        before = max(0, num_tokens - _KEPT_ENDS) // self.block_size * self.block_size
         for window, (group, _) in zip(self.index.windows, self.row_tables.others, strict=True):
+            before = num_tokens - max(_KEPT_ENDS, (group.window or 0) // 2)
+            before = max(0, before) // self.block_size * self.block_size
             blocks = self._anchor.blocks[0, row, group.first_read(before) // self.block_size : full]
             nodes = self.index.blocks.node_at[blocks].astype(np.int64)
             window.keep(nodes[nodes != NONE])

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..allocator.blocks import BlockAllocator, BlockIds
-from .block_table import Int32
+from .block_table import Index, Int32
 from .host_offload import HostOffloadPolicy
 from .host_tier import HostTier
 from .node_places import BlockPlaces
@@ -66,6 +66,9 @@ class Swapping:
             victims = self._index.victims(max(lacking, least)) if self._nodes_have_bytes else _NO_SLOTS
             if not len(victims):
                 break
+            if self._index.windows:  # a node's pages go with it: fewer nodes are enough
+                sizes = np.cumsum(self._sizes(self._index.blocks.nodes_in(victims)))
+                victims = victims[: int(np.searchsorted(sizes, max(lacking, least))) + 1]
             self.reclaim(victims, hit)
         while (lacking := wanted - self._allocator.num_free) > 0 and self._reclaim_kept(lacking, hit):
             pass
@@ -85,9 +88,7 @@ class Swapping:
             victims = victims[worth]
             victims = victims[self._index.findable(victims)]  # without descendants of an evicted block
         nodes = self._index.blocks.nodes_in(victims)
-        sizes = np.ones(len(victims), np.int64)  # blocks of each, with its pages
-        for window in self._index.windows:
-            sizes += window.have(nodes, on_host=False) * window.group.num_tables
+        sizes = self._sizes(nodes)
         slots = self._take_slots(int(sizes.sum()), hit)
         from_last = np.cumsum(sizes[::-1])
         num_left = len(victims) - int(np.searchsorted(from_last, len(slots), "right"))
@@ -96,6 +97,13 @@ class Swapping:
         self.evicted_blocks += self._evict(victims[:num_left])
         if num_left < len(victims):
             self._demote(victims[num_left:], nodes[num_left:], slots[:used], hit)
+
+    def _sizes(self, nodes: Nodes) -> Index:
+        """The blocks that each of `nodes`, all on the device, has with its pages."""
+        sizes = np.ones(len(nodes), np.int64)
+        for window in self._index.windows:
+            sizes += window.have(nodes, on_host=False) * window.group.num_tables
+        return sizes
 
     def evict_nodes(self, n: int) -> None:
         """Evict `n` nodes with their pages, or all that are evictable."""

@@ -38,12 +38,14 @@ class WindowPages:
 
     def __init__(self, group: LayerGroup, num_blocks: int, num_slots: int, capacity: int) -> None:
         self.group = group
-        self._capacity = capacity
         self.blocks = tuple(NodePlaces("blocks", num_blocks, capacity) for _ in range(group.num_tables))
         self.slots = tuple(NodePlaces("slots", num_slots, capacity) for _ in range(group.num_tables))
         self._since = np.zeros(capacity, np.int64)  # running number of the last queueing; 0: referenced, or no pages
         self._num_queued = 0
         self._passed, self._kept, self._on_host = EvictableQueue(), EvictableQueue(), EvictableQueue()
+        self._has_passed = np.zeros(
+            capacity, np.bool_
+        )  # of pages without a reference: whether they wait as passed ones
         self._keeps = np.zeros(capacity, np.bool_)  # requests may leave a common prefix behind these
 
     def add(self, nodes: Nodes) -> None:
@@ -78,10 +80,17 @@ class WindowPages:
     def keep(self, nodes: Nodes) -> None:
         """Requests may leave a common prefix behind `nodes`: do not evict their pages first."""
         self._keeps[nodes] = True
+        moved = nodes[self._has_passed[nodes] & (self._since[nodes] > 0)]
+        if len(moved):
+            self.mark_evictable(moved, passed=False)
 
     def mark_evictable(self, nodes: Nodes, passed: bool) -> None:
-        """The pages of `nodes` lost their last reference: because a sequence went on (`passed`), or ended."""
+        """The pages of `nodes` lost their last reference: because a sequence went on (`passed`), or ended.
+
+        They are in the order in which they may go.
+        """
         keeps = self._keeps[nodes] if passed else np.ones(len(nodes), np.bool_)
+        self._has_passed[nodes] = ~keeps
         for queue, of_queue in ((self._kept, nodes[keeps]), (self._passed, nodes[~keeps])):
             if len(of_queue):
                 self._enter(queue, of_queue)
@@ -101,7 +110,7 @@ class WindowPages:
     def ranks(self, nodes: Nodes) -> npt.NDArray[np.float64]:
         """Of passed pages the order in which they go, all below 0; of others infinite."""
         ranks = np.full(len(nodes), np.inf)
-        is_passed = np.isin(nodes, self._passed.first(self._capacity, self._since))
+        is_passed = self._has_passed[nodes] & (self._since[nodes] > 0)
         ranks[is_passed] = -1.0 / self._since[nodes[is_passed]]
         return ranks
 
@@ -129,6 +138,7 @@ class WindowPages:
     def stay_on_host(self, nodes: Nodes) -> None:
         """Those of `nodes`, which are on the device, that have pages on the host keep them until slots are short."""
         nodes = nodes[self.have_slots(nodes)]
+        self._has_passed[nodes] = False
         if len(nodes):
             self._enter(self._on_host, nodes)
 

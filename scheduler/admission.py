@@ -160,9 +160,11 @@ def check_request(request: Request, here: Mapping[str, Sequence], max_model_len:
         )
     needed = cache.blocks_for(length)
     if needed > cache.pool.capacity:
+        number = cache.row_tables.num_tables
+        tables = f" in {number} tables" if number > 1 else ""
         raise PromptTooLong(
-            f"the prompt's {length:,} tokens{also} need {needed:,} blocks of {cache.block_size} tokens, the whole pool "
-            f"has {cache.pool.capacity:,}: shorten it, or give the engine more kv_memory"
+            f"the prompt's {length:,} tokens{also} need {needed:,} blocks of {cache.block_size} tokens{tables}, the whole "
+            f"pool has {cache.pool.capacity:,}: shorten it, or give the engine more kv_memory"
         )
 
 

@@ -91,8 +91,11 @@ class _Probe:
         self.device = next(model.parameters()).device
         lengths = (getattr(self.config, "max_position_embeddings", None), max_length)
         self.limit = min((n for n in lengths if isinstance(n, int) and n > 0), default=FARTHEST)
-        few = replace(geometry, block_size=BLOCK_SIZE, granule_bytes=PAGE_BYTES, extent_target_bytes=PAGE_BYTES)
-        num_blocks = 1 + (NUM_BLOCKS - 1) * few.num_tables
+        chunks = [shape.window for shape in geometry.layers if shape.chunked and shape.window is not None]
+        self.block_size = math.gcd(BLOCK_SIZE, *chunks)  # of which chunks are whole numbers
+        self.blocks = (NUM_BLOCKS - 1) * BLOCK_SIZE // self.block_size  # in each table
+        few = replace(geometry, block_size=self.block_size, granule_bytes=PAGE_BYTES, extent_target_bytes=PAGE_BYTES)
+        num_blocks = 1 + self.blocks * few.num_tables
         arena = TensorArena(few.extents_for_blocks(num_blocks), few.extent_bytes, self.device)
         self.storage = Storage(few, arena, self.device)
         self.tokens = random_tokens(self.config, NUM_TOKENS + OTHER_TOKENS).to(self.device)
@@ -176,8 +179,13 @@ class _Probe:
         self, chunks: tuple[tuple[int, int], ...], done: list[int], shift: int
     ) -> tuple[StepContext, torch.Tensor, torch.Tensor]:
         """A step, its input ids and its position ids [1, T]."""
-        ids = np.random.default_rng(0).permutation(np.arange(1, NUM_BLOCKS))
-        tables = (ids[:5], np.append(ids[5:7], [0, 0, 0]), ids[7:])  # by sequence, scattered
+        ids, more = np.random.default_rng(0).permutation(np.arange(1, 1 + self.blocks)), BLOCK_SIZE // self.block_size
+        unused = np.zeros(3 * more, np.int64)
+        tables = (
+            ids[: 5 * more],
+            np.append(ids[5 * more : 7 * more], unused),
+            ids[7 * more :],
+        )  # by sequence, scattered
         q_lens = np.array([n for _, n in chunks], np.int32)
         kv_lens = np.array([done[s] + n for s, n in chunks], np.int32)
         places = [(s, p) for s, n in chunks for p in range(done[s], done[s] + n)]  # (sequence, position) of each token
@@ -190,9 +198,9 @@ class _Probe:
             num_decodes=int((q_lens == 1).sum()),
             **lengths_on(self.device, q_lens, kv_lens),
             tables=self.by_table(np.stack([tables[s] for s, _ in chunks])),
-            write_blocks=self.by_table(np.array([tables[s][p // BLOCK_SIZE] for s, p in places])),
-            write_offsets=self.tensor(np.array([p % BLOCK_SIZE for _, p in places])),
-            block_size=BLOCK_SIZE,
+            write_blocks=self.by_table(np.array([tables[s][p // self.block_size] for s, p in places])),
+            write_offsets=self.tensor(np.array([p % self.block_size for _, p in places])),
+            block_size=self.block_size,
         )
         tokens = self.tokens[[(s == 1) * NUM_TOKENS + p for s, p in places]]
         return step, tokens[None], self.tensor(np.array([p + (s == 1) * shift for s, p in places]))[None]
@@ -202,10 +210,9 @@ class _Probe:
         return torch.from_numpy(array.astype(np.int64)).to(self.device)
 
     def by_table(self, array: np.ndarray[Any, Any]) -> tuple[torch.Tensor, ...]:
-        """Block ids below NUM_BLOCKS, and for each further table as many other ones; 0 stays the null block."""
+        """Block ids up to `blocks`, and for each further table as many other ones; 0 stays the null block."""
         return tuple(
-            self.tensor(array + (array > 0) * table * (NUM_BLOCKS - 1))
-            for table in range(self.storage.geometry.num_tables)
+            self.tensor(array + (array > 0) * table * self.blocks) for table in range(self.storage.geometry.num_tables)
         )
 
     # --- judging
@@ -232,6 +239,10 @@ class _Probe:
         for call in calls:
             why = self.complaint(call)
             if why is not None:
+                assert call.layer is not None
+                if types and types[call.layer] == "chunked_attention" and not self.shapes[call.layer].chunked:
+                    size = getattr(self.config, "attention_chunk_size", None)
+                    why += f"; a block_size that divides its attention_chunk_size, {size}, or max_model_len={size} would do"
                 raise self.refusal(f"layer {call.layer} ({call.name}) {why}")
         floor_scale = getattr(self.config, "floor_scale", None)
         if getattr(self.config, "attn_temperature_tuning", False) and floor_scale and self.limit > floor_scale:

@@ -40,7 +40,6 @@ _HOST_MOST_BYTES = GIB
 _HOST_SHARE = 1 / 4
 _LEAST_EXTENTS = 32  # of a pool, so that rounding to whole extents costs little
 _GOOD_CHUNK = 256  # tokens of a prompt in a step
-_LEAST_BLOCKS = 2  # the null block and a usable one
 _SCALED: dict[KvCacheDtype, str] = {"int8": "int8", "fp8": "float8_e4m3fn"}  # types of elements; "auto": the model's
 
 
@@ -93,7 +92,10 @@ class MemoryPlan:
     def tokens_that_fit(self) -> int:
         """Tokens that the pool holds, in sequences of `context`."""
         geometry = self.geometry
-        slots = geometry.usable_blocks(self.num_blocks) * geometry.slots_for_tokens(self.context)
+        usable = geometry.usable_blocks(self.num_blocks)
+        if not self.sequences_that_fit:
+            return geometry.tokens_in_blocks(usable, self.context)
+        slots = usable * geometry.slots_for_tokens(self.context)
         return slots // geometry.blocks_for_tokens(self.context) * self.block_size
 
     @property
@@ -464,14 +466,15 @@ def _refuse_bad_pool(plan: MemoryPlan, asked: KvMemory) -> None:
         now_bytes, asked_bytes = plan.min_kv_bytes, asked.min_bytes
     else:
         now_bytes = plan.kv_bytes
-    least = pool_geometry(plan.geometry, 0).bytes_for_blocks(_LEAST_BLOCKS)
-    if asked.max_bytes is not None and plan.num_blocks < _LEAST_BLOCKS:
+    least_blocks = 1 + plan.geometry.blocks_for_tokens(1)  # the null block, and those of a token
+    least = pool_geometry(plan.geometry, 0).bytes_for_blocks(least_blocks)
+    if asked.max_bytes is not None and plan.num_blocks < least_blocks:
         raise ConfigError(
-            f"kv_memory {format_bytes(asked.max_bytes)} is no pool: the least is {_LEAST_BLOCKS} blocks, one of them the "
+            f"kv_memory {format_bytes(asked.max_bytes)} is no pool: the least is {least_blocks} blocks, one of them the "
             f"null block, and one of {plan.block_size} tokens takes {format_bytes(plan.geometry.block_stride)}; ask "
             f"for {least:,} bytes or more, or for smaller blocks"
         )
-    if plan.num_blocks < _LEAST_BLOCKS or now_bytes > room:
+    if plan.num_blocks < least_blocks or now_bytes > room:
         needed, besides = max(now_bytes, least), f"{format_bytes(plan.weights_bytes)} of weights"
         if plan.primitives_bytes:
             besides += f" and {format_bytes(plan.primitives_bytes)} of oneDNN's primitives"
