@@ -69,7 +69,7 @@ class Arrangement:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class TraceLoad:
     """A trace, and the device that is too small for it."""
 
     trace: Trace
@@ -144,7 +144,7 @@ def computed(cache: CacheManager, row: int, context: int) -> bool:
         if len(cache.row_tables.short(rows, np.array([known]))):
             more = (
                 cache.advance(rows, np.array([known - 1]))
-                if cache.has_windows
+                if cache.row_tables.has_windows
                 else cache.extend(rows, np.array([known]))
             )
             if more is None:
@@ -155,14 +155,14 @@ def computed(cache: CacheManager, row: int, context: int) -> bool:
 # -- traces ----------------------------------------------------------------------------------------------------------
 
 
-def settings(trace: Trace, load: Load, by: Arrangement, share: float = 1.0) -> ReplaySettings:
+def settings(trace: Trace, load: TraceLoad, by: Arrangement, share: float = 1.0) -> ReplaySettings:
     """`share` of the load's pool, arranged so."""
     blocks = max(2, int(load.pool_bytes * share // by.block_bytes))
     plain = settings_for(trace, Roofline(GPUS["h200"], MODEL, load.gpus), BLOCK_SIZE)
     return replace(plain, num_blocks=blocks, groups=by.groups, page_bytes=by.block_bytes)
 
 
-def bounds_of(load: Load) -> tuple[float, float]:
+def bounds_of(load: TraceLoad) -> tuple[float, float]:
     """Seconds until the first token and between tokens that are in time."""
     trace = load.trace.taken(UNLOADED_REQUESTS, load.speed / UNLOADED)
     unloaded = replay(trace, settings(trace, load, arrangement(True)))
@@ -178,7 +178,7 @@ class Goodputs:
     split: tuple[float, ...]
 
 
-def figures_of(name: str, load: Load) -> tuple[list[Figure], Goodputs]:
+def figures_of(name: str, load: TraceLoad) -> tuple[list[Figure], Goodputs]:
     """Figures of one load."""
     ttft_s, tpot_s = bounds_of(load)
     trace = load.trace.taken(None, load.speed)
@@ -231,7 +231,7 @@ def over(one: float, other: float) -> float:
     return one / max(other, 1e-9)
 
 
-def split_at(trace: Trace, load: Load, ratio: float) -> tuple[ReplayOutcome, ReplayOutcome]:
+def split_at(trace: Trace, load: TraceLoad, ratio: float) -> tuple[ReplayOutcome, ReplayOutcome]:
     """Two replays: only full layers take pages, in `ratio` of them; only windows do, in the rest."""
     by = arrangement(True)
     full = Arrangement(tuple(group for group in by.groups if group.window is None), by.block_bytes)
@@ -257,7 +257,7 @@ def of_memory(name: str, samples: Sequence[PoolSample]) -> list[Figure]:
     return figures
 
 
-def of_hits(name: str, load: Load, shared: ReplayOutcome, by_all: ReplayOutcome) -> list[Figure]:
+def of_hits(name: str, load: TraceLoad, shared: ReplayOutcome, by_all: ReplayOutcome) -> list[Figure]:
     """Prefix hits, where the load has some."""
     pairs = {"prefix hit tokens": (shared, by_all)}
     if load.cut is not None:
@@ -273,7 +273,7 @@ def of_hits(name: str, load: Load, shared: ReplayOutcome, by_all: ReplayOutcome)
     return figures
 
 
-def loads(data: Path | None, num_requests: int | None, seed: int) -> dict[str, Callable[[], Load]]:
+def loads(data: Path | None, num_requests: int | None, seed: int) -> dict[str, Callable[[], TraceLoad]]:
     """By name, what makes each load. Sizes and speeds are those of the module's docstring."""
 
     def mooncake() -> Trace:
@@ -285,14 +285,14 @@ def loads(data: Path | None, num_requests: int | None, seed: int) -> dict[str, C
     def first(trace: Trace, num: int) -> Trace:
         return trace.taken(num_requests or num, 1.0)
 
-    def with_prefixes() -> Load:
+    def with_prefixes() -> TraceLoad:
         trace = first(mooncake(), 600)
-        return Load(trace, 1.75, 8e9, 4, whole_ids(trace))
+        return TraceLoad(trace, 1.75, 8e9, 4, whole_ids(trace))
 
     return {
         "mooncake": with_prefixes,
-        "azure": lambda: Load(first(azure(), 1_000), 2.2, 2e9, 1),
-        "turns": lambda: Load(first(in_turns(mooncake(), azure(), 4.0), 1_200), 1.8, 4e9, 4),
+        "azure": lambda: TraceLoad(first(azure(), 1_000), 2.2, 2e9, 1),
+        "turns": lambda: TraceLoad(first(in_turns(mooncake(), azure(), 4.0), 1_200), 1.8, 4e9, 4),
     }
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..allocator.blocks import BlockAllocator, BlockIds
-from .block_table import Index, Int32
+from .block_table import Int32
 from .host_offload import HostOffloadPolicy
 from .host_tier import HostTier
 from .node_places import BlockPlaces
@@ -67,7 +67,7 @@ class Swapping:
             if not len(victims):
                 break
             if self._index.windows:  # a node's pages go with it: fewer nodes are enough
-                sizes = np.cumsum(self._sizes(self._index.blocks.nodes_in(victims)))
+                sizes = np.cumsum(1 + self._index.windows.num_blocks(self._index.blocks.nodes_in(victims)))
                 victims = victims[: int(np.searchsorted(sizes, max(lacking, least))) + 1]
             self.reclaim(victims, hit)
         while (lacking := wanted - self._allocator.num_free) > 0 and self._reclaim_kept(lacking, hit):
@@ -88,7 +88,7 @@ class Swapping:
             victims = victims[worth]
             victims = victims[self._index.findable(victims)]  # without descendants of an evicted block
         nodes = self._index.blocks.nodes_in(victims)
-        sizes = self._sizes(nodes)
+        sizes = 1 + self._index.windows.num_blocks(nodes)
         slots = self._take_slots(int(sizes.sum()), hit)
         from_last = np.cumsum(sizes[::-1])
         num_left = len(victims) - int(np.searchsorted(from_last, len(slots), "right"))
@@ -97,13 +97,6 @@ class Swapping:
         self.evicted_blocks += self._evict(victims[:num_left])
         if num_left < len(victims):
             self._demote(victims[num_left:], nodes[num_left:], slots[:used], hit)
-
-    def _sizes(self, nodes: Nodes) -> Index:
-        """The blocks that each of `nodes`, all on the device, has with its pages."""
-        sizes = np.ones(len(nodes), np.int64)
-        for window in self._index.windows:
-            sizes += window.have(nodes, on_host=False) * window.group.num_tables
-        return sizes
 
     def evict_nodes(self, n: int) -> None:
         """Evict `n` nodes with their pages, or all that are evictable."""

@@ -223,6 +223,13 @@ class GroupPages:
         """The slots with pages. Looks at all slots."""
         return np.concatenate([_NONE, *(places.used for one in self._each for places in one.slots)])
 
+    def num_blocks(self, nodes: Nodes) -> Index:
+        """The blocks of the pages that each of `nodes` has on the device."""
+        blocks = np.zeros(len(nodes), np.int64)
+        for one in self._each:
+            blocks += one.have(nodes, on_host=False) * one.group.num_tables
+        return blocks
+
     def num_readable(self, nodes: Nodes, on_host: bool) -> int:
         """The most of the leading `nodes`, a chain from its root, behind which every group has the pages that are read next;
         with `on_host` also those on the host.

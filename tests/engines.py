@@ -60,9 +60,8 @@ class TinyEngine:
             model.config, block_size=block_size, dtype=kv_dtype, max_tokens=max_model_len
         ).with_extents(4096)
         per_slot = geometry.blocks_for_tokens(160) / geometry.slots_for_tokens(160)
-        usable, host_slots = math.ceil(usable * per_slot), math.ceil(host_slots * per_slot)
-        if geometry.num_tables > 1:
-            usable = max(usable, geometry.blocks_for_tokens(min(max_model_len, 320)))
+        longest = geometry.blocks_for_tokens(min(max_model_len, usable * block_size))
+        usable, host_slots = max(math.ceil(usable * per_slot), longest), math.ceil(host_slots * per_slot)
         attend_to_latents(model, geometry)
         num_extents = geometry.extents_for_blocks(usable + 1)
         if device == "cpu":

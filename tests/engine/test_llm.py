@@ -1148,8 +1148,8 @@ def raise_at(owner: Any, name: str, call: int, error: BaseException, ran: bool =
 PLACES: dict[str, Callable[[Any], tuple[Any, str, bool]]] = {
     "before the step runs": lambda core: (core.runner, "begin", False),
     "after the step ran": lambda core: (core.runner, "begin", True),
-    "before blocks are taken": lambda core: (core.scheduler.cache, "extend", False),
-    "after blocks were taken": lambda core: (core.scheduler.cache, "extend", True),
+    "before blocks are taken": lambda core: (core.scheduler.cache, "_allocate", False),
+    "after blocks were taken": lambda core: (core.scheduler.cache, "_allocate", True),
     "before tokens are taken in": lambda core: (core.scheduler.rows, "append", False),
     "after tokens were taken in": lambda core: (core.scheduler.rows, "append", True),
 }

@@ -74,13 +74,13 @@ class ElasticEngine(TinyEngine):
         attend_to_latents(model, geometry)
         num_extents = geometry.extents_for_blocks(NUM_BLOCKS)
         self.arena = PoisonedArena(num_extents, geometry.extent_bytes, geometry.block_stride)
-        self.arena.map(range(num_mapped))
+        self.arena.map(range(min(num_mapped, num_extents)))
         storage = Storage(geometry, self.arena)
         register()
         model.set_attn_implementation(NAME)
         bounds = Limits(**{"max_seqs": 6, "max_step_tokens": 64, "max_model_len": 200, "forecast": False} | limits)
         cache = CacheManager(
-            NUM_BLOCKS, BLOCK_SIZE, bounds.num_rows, 200, groups=geometry.groups,
+            num_extents * geometry.blocks_per_extent, BLOCK_SIZE, bounds.num_rows, 200, groups=geometry.groups,
             blocks_per_extent=geometry.blocks_per_extent, mapped=self.arena.mapped_extents,
         )  # fmt: skip
         sampler = Sampler(bounds.num_rows, VOCAB, "cpu")

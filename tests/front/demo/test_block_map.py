@@ -27,7 +27,7 @@ def oracle(world: World, numbers: dict[str, int]) -> list[int]:
         in_rows = [
             row
             for row in range(len(rows))
-            if rows[row] is not None and any(block in table.of(row).tolist() for table in world.cache.tables)
+            if rows[row] is not None and any(block in table.of(row) for table in world.cache.tables)
         ]
         if in_rows:
             found.append(min(numbers[rows[row]] for row in in_rows))
