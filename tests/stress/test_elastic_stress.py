@@ -64,6 +64,7 @@ class Scene:
     held_mib: dict[int, int] = field(default_factory=dict)  # by external processes
     engines: dict[str, tuple[DeviceUser, dict[str, Any]]] = field(default_factory=dict)
     monitor: MonitorProcess | None = None
+    watcher: Watcher | None = None
     allocations: int = 0
     failures: list[str] = field(default_factory=list)  # of external processes
     overdrafts: list[str] = field(default_factory=list)  # where a driver would have refused an engine
@@ -163,8 +164,23 @@ def busy(state: dict[str, Any]) -> bool:
     return bool(state.get("running") or state.get("waiting"))
 
 
+@dataclass(frozen=True)
+class Look:
+    """What an engine held at an instant, and what it was granted as far as the broker had said."""
+
+    at: str
+    name: str
+    pid: int
+    held_bytes: int
+    granted_bytes: int
+
+
 class Watcher:
-    """Looks from outside, all the time. `violations` tells what must not be."""
+    """Looks from outside, all the time. `violations` tells what must not be.
+
+    What is granted the broker says. A broker that is killed may have granted more since it was asked last, so what each
+    engine holds without one is asked of the engines, once (`killing`).
+    """
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
@@ -176,13 +192,17 @@ class Watcher:
         self.oldest_ms = 0  # recall that was not served
         self._granted: dict[int, int] = {}
         self._promised: set[int] = set()  # pids that were granted their minimum once
+        self._unjudged: list[Look] = []
+        self._killing = False
+        self._lock = threading.Lock()  # held for a look
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run)
 
     def _run(self) -> None:
         while not self._closed.wait(0.02):
             try:
-                self._look()
+                with self._lock:
+                    self._look()
             except Exception as error:
                 self.violations.append(f"the watcher failed: {error!r}")
                 raise
@@ -193,23 +213,51 @@ class Watcher:
         held = {pid: resident_bytes(pid) for pid in names}
         after = self._views()
         self.looks += 1
+        at = self.at()
         for pid, name in names.items():
-            allowed = max(before.get(pid, 0), after.get(pid, 0))
-            if allowed:
-                self.worst = max(self.worst, held[pid] - allowed)
-                if held[pid] > allowed + TOLERANCE_BYTES:
-                    self.violations.append(
-                        f"{self.at()}: {name} holds {held[pid] >> 20} MiB of {allowed >> 20} MiB granted"
-                    )
+            if allowed := max(before.get(pid, 0), after.get(pid, 0)):
+                self._unjudged.append(Look(at, name, pid, held[pid], allowed))
+        if not self._killing:
+            self._judge({})
+
+    def _judge(self, kept: dict[int, int]) -> None:
+        """Judge the looks that are not judged yet. `kept`: what engines say they hold, by pid, after a broker's end."""
+        for look in self._unjudged:
+            allowed = max(look.granted_bytes, kept.get(look.pid, 0))
+            self.worst = max(self.worst, look.held_bytes - allowed)
+            if look.held_bytes > allowed + TOLERANCE_BYTES:
+                self.violations.append(
+                    f"{look.at}: {look.name} holds {look.held_bytes >> 20} MiB of {allowed >> 20} MiB granted"
+                )
+        self._unjudged.clear()
+
+    @contextmanager
+    def killing(self) -> Iterator[dict[int, int]]:
+        """Inside the broker is killed, and its caller asks each engine, by pid, what it holds once it has noticed.
+
+        Looks are judged afterwards. From then on, until it is back at a broker, an engine may hold that and no more.
+        """
+        self._killing = True
+        kept: dict[int, int] = {}
+        try:
+            yield kept
+        finally:
+            with self._lock:
+                if (total := sum(kept.values())) > self.scene.capacity:
+                    self.violations.append(f"{total >> 20} MiB are held without a broker")
+                self._judge(kept)
+                self._granted = self._granted | kept
+                self._killing = False
 
     def _views(self) -> dict[int, int]:
-        """What is granted, by pid; as it was last where no broker answers, since engines may grow without one no further."""
+        """What is granted, by pid; where no broker answers as it was last, or as the engines said."""
         try:
             views = self.scene.client.leases()
         except LeaseError:
             return self._granted
         if (total := sum(view.granted_bytes for view in views)) > self.scene.capacity:
             self.violations.append(f"{total >> 20} MiB are granted")
+        now = dict(self._granted)
         for view in views:
             if view.granted_bytes >= view.min_bytes:
                 self._promised.add(view.pid)
@@ -222,10 +270,13 @@ class Watcher:
                     self.overdue.add((view.name, view.recall_target_bytes))
                 if view.recall_target_bytes < view.min_bytes:
                     self.violations.append(f"{view.name} is recalled below its minimum")
-        # An engine whose socket was cut may map what it was granted until it looks at it.
-        living = {view.pid: view.granted_bytes for view in views if view.state != "reaping"}
-        self._granted = self._granted | living
-        return self._granted
+            # An engine whose socket was cut may map what it was granted until it looks at it.
+            if view.state == "reaping":
+                now[view.pid] = max(now.get(view.pid, 0), view.granted_bytes)
+            else:
+                now[view.pid] = view.granted_bytes
+        self._granted = now
+        return now
 
     def at(self) -> str:
         """Seconds since it began to look."""
@@ -301,6 +352,7 @@ def check_nothing_stays(made: Scene) -> None:
 
 def play(made: Scene, act: Callable[[float], None], seconds: float) -> None:
     with Watcher(made) as watcher:
+        made.watcher = watcher
         for user, _ in made.engines.values():
             user.write("bursts")
         act(time.monotonic() + seconds)
@@ -398,14 +450,25 @@ def test_nobody_loses_whatever_is_killed_stopped_or_cut(tmp_path: Path) -> None:
         assert made.failures == made.overdrafts == []
 
 
+def lease_of(user: DeviceUser) -> dict[str, Any]:
+    """What an engine says of its lease."""
+    return user.tell("state")["memory"]["lease"]
+
+
 def kill_the_daemon(made: Scene, uuid: str, away_s: float | None = None) -> None:
     """While it is away external processes take nothing: nobody would notice."""
-    assert made.monitor is not None
-    made.monitor.kill()
-    time.sleep(made.rng.random() if away_s is None else away_s)
+    assert made.monitor is not None and made.watcher is not None
+    away_s = made.rng.random() if away_s is None else away_s
+    with made.watcher.killing() as kept:
+        made.monitor.kill()
+        back_at = time.monotonic() + away_s
+        for user, info in made.engines.values():
+            wait_until(lambda t=user: not lease_of(t)["connected"], "an engine to notice")
+            kept[info["pid"]] = lease_of(user)["held_bytes"]
+    time.sleep(max(0.0, back_at - time.monotonic()))
     assert made.open() == uuid
     for user, _ in made.engines.values():
-        wait_until(lambda t=user: t.tell("state")["memory"]["lease"]["connected"], "an engine to be back")
+        wait_until(lambda t=user: lease_of(t)["connected"], "an engine to be back")
     time.sleep(2 + RECALL_S)  # the grace in which nobody is recalled
 
 
@@ -448,4 +511,4 @@ def stop_an_engine(made: Scene, uuid: str) -> None:
 def cut_a_socket(made: Scene, uuid: str) -> None:
     user, _ = made.engines[made.rng.choice(sorted(made.engines))]
     user.write("cut")
-    wait_until(lambda: user.tell("state")["memory"]["lease"]["connected"], "the engine to be back")
+    wait_until(lambda: lease_of(user)["connected"], "the engine to be back")
