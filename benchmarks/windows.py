@@ -1,4 +1,4 @@
-"""Memory, goodput and prefix hits of a model with sliding windows, whose layer groups share one pool of equal pages.
+"""Memory, goodput and prefix hits of a model with sliding windows: groups of layers share one pool of equal pages.
 
 python -m benchmarks.windows [--data DIR] [--only memory,mooncake,azure,turns] [--requests N] [--json FILE] [--seed 0]
 

@@ -2,7 +2,7 @@
 
 The tree of the prefix index (prefix_index.py) has a node for each block of tokens. What a group with a window has computed
 for that block belongs to the node as long as it is kept: its *pages*, one per table, which are found, used and evicted
-together. A prefix can be used up to a block at whose end every group has the pages that the next token reads.
+together. A prefix can be used up to a block behind which every group has the pages that the next token reads.
 
 Pages without a reference wait in one of two queues:
 
