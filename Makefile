@@ -62,6 +62,7 @@ soak:  ## native kernels with sanitisers, random load and walks, recalls, kills,
 	$(call setup,test)
 	$(BIN)/python -P tests/sanitized_kernels.py
 	PYTHONPATH=tests $(BIN)/python -m soak --seconds $(SOAK_S)
+	PAGETIDE_STRESS_SECONDS=600 $(RUN) pytest -q -m stress tests/stress/test_elastic_stress.py
 
 # The first interpreter that has all of it runs `make gpu` as it is: a GPU machine may have no index to install from.
 # Otherwise the environment is made. What asks for a compiler goes side by side; what counts the device's memory does not.

@@ -14,7 +14,7 @@ def of(*words: str) -> list[str]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_any_seed(variant, seed):
     walk(seed, variant, events=100)

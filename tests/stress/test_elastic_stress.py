@@ -1,6 +1,6 @@
 """Engines, a broker and external processes on one device, for minutes: none loses, whatever is killed, stopped or cut.
 
-PAGETIDE_STRESS_SECONDS (default 300) is how long the first scene lasts, the others last shares of that.
+PAGETIDE_STRESS_SECONDS (default 150) is how long the first scene lasts, the others last shares of that.
 PAGETIDE_SEEDS names the seed, and whatever it is it is printed.
 """
 
@@ -29,7 +29,7 @@ from pagetide.monitor.runtime_dir import RuntimeDir
 from pagetide.monitor.watching import OTHERS_FIRST_S, watch
 
 pytestmark = pytest.mark.stress
-SECONDS = float(os.environ.get("PAGETIDE_STRESS_SECONDS", "300"))
+SECONDS = float(os.environ.get("PAGETIDE_STRESS_SECONDS", "150"))
 SEED = int(os.environ.get("PAGETIDE_SEEDS", "").split(",")[0] or random.randrange(2**32))
 GIB = 1 << 30
 RECALL_S = 1.1  # the deadline of a recall, and what it takes to see that memory was taken

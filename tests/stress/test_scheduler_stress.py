@@ -20,4 +20,4 @@ SEEDS = [int(s) for s in os.environ.get("PAGETIDE_SEEDS", "").split(",") if s] o
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_walk(variant, seed):
     print("seed", seed)
-    walk(seed, variant, events=1_000, check_every=8)
+    walk(seed, variant, events=500, check_every=8)
