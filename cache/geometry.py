@@ -172,10 +172,6 @@ class Geometry:
         """Block tables of a sequence: those of all groups."""
         return sum(group.num_tables for group in self.groups)
 
-    def layers_of(self, group: LayerGroup) -> tuple[LayerShape, ...]:
-        """The layers of `group` with K and V of their own."""
-        return tuple(layer for layer in self._own if (layer.window, layer.chunked) == (group.window, group.chunked))
-
     @property
     def payload_bytes(self) -> int:
         """Bytes from a block's start to the end of its last piece, in the longest table: what a copy has to transfer."""
@@ -234,11 +230,6 @@ class Geometry:
     def blocks_for_tokens(self, num_tokens: int) -> int:
         """Blocks that one sequence of `num_tokens` holds in all tables, once its last token is computed."""
         return pages_to_hold(self.groups, self.slots_for_tokens(num_tokens), self.block_size)
-
-    def blocks_for_chunk(self, num_tokens: int) -> int:
-        """Blocks beyond `blocks_for_tokens` that a chunk of a prompt needs, so long as it is computed: those of windows."""
-        windows = sum(group.num_tables for group in self.groups if group.window is not None)
-        return windows * self.slots_for_tokens(num_tokens)
 
     def tokens_in_blocks(self, num_blocks: int, most: int) -> int:
         """Tokens, up to `most`, of the longest sequence that `num_blocks` hold, in whole blocks."""
@@ -445,11 +436,13 @@ _WINDOWED_TYPES = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
 
 def _window(config: Any, index: int, kind: str) -> dict[str, Any]:
     """`window` and `chunked` of a layer. None where the config does not plainly say: more than a window is kept then."""
-    if kind == "chunked_attention":
-        window = _size(config, "attention_chunk_size", index=index)
-        return {"window": window or None, "chunked": bool(window)}
-    typed = kind == "sliding_attention" or getattr(config, "model_type", None) in _WINDOWED_TYPES
-    return {"window": (_size(config, "sliding_window", index=index) or None) if typed else None, "chunked": False}
+    chunked = kind == "chunked_attention"
+    window = None
+    if chunked or kind == "sliding_attention" or getattr(config, "model_type", None) in _WINDOWED_TYPES:
+        window = _first(config, "attention_chunk_size" if chunked else "sliding_window", index=index)
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:  # some say -1 or 0 for none
+        return {"window": None, "chunked": False}
+    return {"window": window, "chunked": chunked}
 
 
 def _kv_heads(config: Any, index: int, kind: str, block: Any) -> int:

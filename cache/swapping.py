@@ -49,7 +49,6 @@ class Swapping:
         self._anchors = anchors
         self._nodes_have_bytes = anchors is allocator
         self._bytes_at = bytes_at
-        self._block_size = index.hasher.block_size
         self.suspended = SuspendedSequences(index, self.host, self.demotion, bytes_at, self._take_slots)
 
     # -- blocks that leave and return --------------------------------------------------------------------------------

@@ -43,9 +43,7 @@ class WindowPages:
         self._since = np.zeros(capacity, np.int64)  # running number of the last queueing; 0: referenced, or no pages
         self._num_queued = 0
         self._passed, self._kept, self._on_host = EvictableQueue(), EvictableQueue(), EvictableQueue()
-        self._has_passed = np.zeros(
-            capacity, np.bool_
-        )  # of pages without a reference: whether they wait as passed ones
+        self._has_passed = np.zeros(capacity, np.bool_)  # whether pages that wait for eviction are passed ones
         self._keeps = np.zeros(capacity, np.bool_)  # requests may leave a common prefix behind these
 
     def add(self, nodes: Nodes) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ...allocator.host_arena import preferred_granule
-from ...cache.geometry import EXTENT_TARGET_BYTES, PAGE_BYTES, Geometry, GeometryError
+from ...cache.geometry import EXTENT_TARGET_BYTES, PAGE_BYTES, Geometry, GeometryError, LayerShape
 from ...cache.layer_groups import LayerGroup
 from ...monitor.units import GIB, MIB, format_bytes
 from ..attention.backends import buffer_bytes
@@ -141,7 +141,7 @@ class MemoryPlan:
             },
             "groups": [
                 {
-                    "layers": len(self.geometry.layers_of(group)), "window": group.window, "chunked": group.chunked,
+                    "layers": len(self._layers_of(group)), "window": group.window, "chunked": group.chunked,
                     "tables": group.num_tables, "kv_bytes_per_token": self._bytes_per_token(group),
                 }
                 for group in self.geometry.groups
@@ -150,14 +150,19 @@ class MemoryPlan:
         }  # fmt: skip
 
     def _bytes_per_token(self, group: LayerGroup) -> int:
-        return sum(map(self.geometry.token_bytes, self.geometry.layers_of(group)))
+        return sum(map(self.geometry.token_bytes, self._layers_of(group)))
+
+    def _layers_of(self, group: LayerGroup) -> list[LayerShape]:
+        """The layers of `group` with K and V of their own."""
+        own = (layer for layer in self.geometry.layers if layer.shares is None and layer.num_kv_heads)
+        return [layer for layer in own if (layer.window, layer.chunked) == (group.window, group.chunked)]
 
     def _describe(self, group: LayerGroup) -> tuple[str, str]:
         """A line about `group`."""
         kept = f"the last {group.window:,} tokens" if group.window else "all tokens"
         if group.chunked:
             kept = f"tokens since the last multiple of {group.window:,}"
-        number = len(self.geometry.layers_of(group))
+        number = len(self._layers_of(group))
         return (f"... in {number} layer" + "s" * (number > 1), f"{self._bytes_per_token(group):,} bytes, for {kept}")
 
     def describe(self) -> str:
@@ -381,8 +386,9 @@ def _least_extents(geometry: Geometry, num_blocks: int, max_model_len: int, min_
 
 
 def _blocks_to_compute(geometry: Geometry, num_tokens: int) -> int:
-    """Blocks for one sequence, also while its prompt is computed in chunks of a size that is no slower than larger ones."""
-    return geometry.blocks_for_tokens(num_tokens) + geometry.blocks_for_chunk(min(_GOOD_CHUNK, num_tokens))
+    """Blocks for one sequence, also while its prompt is computed: in windows, those of a chunk of a good size besides."""
+    tables = sum(group.num_tables for group in geometry.groups if group.window is not None)
+    return geometry.blocks_for_tokens(num_tokens) + tables * geometry.slots_for_tokens(min(_GOOD_CHUNK, num_tokens))
 
 
 def pool_geometry(geometry: Geometry, kv_bytes: int) -> Geometry:
