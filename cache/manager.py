@@ -33,6 +33,7 @@ from ..allocator.blocks import BlockAllocator, BlockIds
 from ..allocator.errors import NoFreeBlocks
 from ..allocator.pool_view import PoolView
 from .block_table import BlockCopies, BlockTables, Index, Int32, TableUpdate, merged
+from .cache_events import CacheEventLog
 from .eviction import Lru, PolicyFactory
 from .layer_groups import LayerGroup, most_slots_in, pages_to_hold
 from .prefix_hash import Chain, NullHasher, PrefixHasher
@@ -47,7 +48,7 @@ from .window_pages import WindowPages
 # Of a full pool each decode step evicts a few blocks. An eviction takes some 0.2 ms, however few they are, so it is done
 # for several steps at once.
 _EVICTED_SHARE = 64
-_NODES_PER_BLOCK = 4  # of the index, where nodes have no bytes
+_SPARE_NODES = 4  # of the index for each block and slot, where nodes have no bytes; more than those of sequences
 _KEPT_ENDS = 64  # tokens; the least from the end of a prompt up behind which requests find what windows read
 
 
@@ -70,7 +71,7 @@ class CacheManager:
 
     `groups` are the groups of layers, those without a window first. With a `hasher` prefixes are cached. `eviction` makes
     the eviction policy. At most `max_cached_blocks` blocks without references stay cached (None: no limit). `host_slots` is
-    the number of slots of the host tier, which evicts the oldest entries first.
+    the number of slots of the host tier, which evicts the oldest entries first. `events` is the prefix index's log.
 
     With `blocks_per_extent` the pool is elastic: the extents in `mapped` (None: all) have memory at the start.
 
@@ -82,6 +83,7 @@ class CacheManager:
         groups: Sequence[LayerGroup] = (LayerGroup(),), blocks_per_extent: int | None = None,
         mapped: Iterable[int] | None = None, hasher: PrefixHasher | None = None,
         eviction: PolicyFactory = ReuseDensity, max_cached_blocks: int | None = None, host_slots: int = 0,
+        events: CacheEventLog | None = None,
     ) -> None:  # fmt: skip
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1 token, got {block_size}")
@@ -101,24 +103,19 @@ class CacheManager:
         self.max_tokens = min(max_tokens, most_slots * block_size + 1)
         self._allocator = BlockAllocator(num_blocks, blocks_per_extent=blocks_per_extent, mapped=mapped)
         self.pool: PoolView = self._allocator
-        self.row_tables = RowTables(
-            groups,
-            self._allocator,
-            num_rows,
-            -(-self.max_tokens // block_size),
-            block_size,
-            _NODES_PER_BLOCK * num_blocks,
-        )
+        slots = host_slots + (host_slots > 0)  # slot 0 is never used
+        max_slots = -(-self.max_tokens // block_size)
+        num_nodes = 0 if hasher is None else _most_nodes(groups, num_blocks + slots, block_size, num_rows, max_slots)
+        self.row_tables = RowTables(groups, self._allocator, num_rows, max_slots, block_size, num_nodes)
         self.tables = self.row_tables.with_bytes
         self._anchor, self._anchors = self.row_tables.anchor, self.row_tables.anchors
         self._eviction = eviction
         self._bytes_at = np.arange(num_blocks, dtype=np.int32)  # where a block's bytes are until the next plan is done
         self._committed = np.zeros(num_rows, np.int64)  # blocks of each row that are findable, or never will be
-        slots = host_slots + (host_slots > 0)  # slot 0 is never used
         self.index = PrefixIndex(
             hasher or NullHasher(block_size), self._anchors.num_blocks, Lru if hasher is None else eviction,
             num_slots=slots, host_eviction=Lru, groups=[group for group, _ in self.row_tables.others], num_pages=num_blocks,
-            capacity=0 if hasher is None else min(self._anchors.num_blocks, _NODES_PER_BLOCK * num_blocks) + slots,
+            capacity=num_nodes, events=events,
         )  # fmt: skip
         self.swapping = Swapping(
             self.index, self._allocator, self._anchors, host_slots, self._bytes_at, max_cached_blocks
@@ -140,7 +137,7 @@ class CacheManager:
         return CacheManager(
             *self._shape, groups=self.row_tables.groups, blocks_per_extent=self._blocks_per_extent, mapped=extents,
             hasher=self.index.hasher if self.index.capacity else None, eviction=self._eviction,
-            max_cached_blocks=self.swapping.max_cached_blocks, host_slots=self.host.capacity,
+            max_cached_blocks=self.swapping.max_cached_blocks, host_slots=self.host.capacity, events=self.index.events,
         )  # fmt: skip
 
     def blocks_for(self, tokens: int) -> int:
@@ -574,6 +571,18 @@ class CacheManager:
             assert (idle == idle[:1]).all(), "a node's pages are not all in use, or not"
             waits = window.evictable(window.nodes)
             assert (waits == idle[0]).all(), "pages without a reference wait for no eviction, or others do"
+
+
+def _most_nodes(groups: Sequence[LayerGroup], num_places: int, block_size: int, num_rows: int, max_slots: int) -> int:
+    """The most nodes of an index of pages in `num_places` blocks and slots.
+
+    Where no layer reads all tokens, a sequence has a node for each block of its tokens, but pages for its last ones only: there
+    are nodes for as many sequences of `max_slots` blocks as have pages or rows, and some more.
+    """
+    if groups[0].window is None:
+        return num_places
+    per_place = -(-max_slots // pages_to_hold(groups, max_slots, block_size))
+    return min(num_places * per_place, num_rows * max_slots) + num_places * _SPARE_NODES
 
 
 def _in_order(some: BlockIds, blocks: BlockIds) -> BlockIds:

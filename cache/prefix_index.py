@@ -26,6 +26,7 @@ from ..allocator.blocks import BlockIds
 from ..allocator.errors import BlockMisuse
 from ..allocator.pool_view import format_ids
 from .block_table import Index, Int32
+from .cache_events import BlockBatch, CacheEventLog
 from .digest_table import DigestTable, leading, num_new
 from .eviction import Lru, PolicyFactory, Ranks
 from .layer_groups import LayerGroup
@@ -67,7 +68,8 @@ class PrefixIndex:
 
     `eviction` makes the policy that orders the nodes on the device, `host_eviction` that of the nodes on the host. By
     default there is room for a node in each block and each slot. With a `capacity` of 0 nothing is ever found. `groups` are
-    those of which pages belong to nodes; these lie among `num_pages` blocks (None: the nodes' own).
+    those of which pages belong to nodes; these lie among `num_pages` blocks (None: the nodes' own). `events` is the log of
+    what becomes findable and what does not stay so (None: none).
 
     A call that raises BlockMisuse changes nothing. Each call costs a few array operations over the given blocks,
     whatever the pool's size.
@@ -76,13 +78,14 @@ class PrefixIndex:
     def __init__(
         self, hasher: PrefixHasher, num_blocks: int, eviction: PolicyFactory,
         *, num_slots: int = 0, host_eviction: PolicyFactory | None = None, capacity: int | None = None,
-        groups: Sequence[LayerGroup] = (), num_pages: int | None = None,
+        groups: Sequence[LayerGroup] = (), num_pages: int | None = None, events: CacheEventLog | None = None,
     ) -> None:  # fmt: skip
         if num_blocks < 1 or num_slots < 0:
             raise ValueError(f"an index of {num_blocks} blocks and {num_slots} slots has no use")
         if num_slots and host_eviction is None:
             raise ValueError(f"{num_slots} slots on the host need a policy that says which are freed first")
         self.hasher = hasher
+        self.events = events
         self._num_blocks = num_blocks
         self._num_slots = num_slots
         self.capacity = num_blocks + num_slots if capacity is None else capacity  # the largest number of nodes
@@ -108,6 +111,8 @@ class PrefixIndex:
         self.windows = self.windows.emptied()
         self._unused = np.arange(capacity - 1, -1, -1, dtype=np.int32)  # a stack: the first `capacity - num_nodes`
         self.num_nodes = 0
+        if self.events is not None:
+            self.events.add_cleared()
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -229,6 +234,20 @@ class PrefixIndex:
             return None
         return IndexEntry(int(self._tree.depths[node]), int(self._hits[node]), self._tokens[node].copy())
 
+    def snapshot(self, nodes: Nodes | None = None) -> BlockBatch:
+        """The findable blocks of `nodes`; None: of all, parents before children."""
+        if nodes is None:
+            nodes = self._table.contents()
+            nodes = nodes[np.argsort(self._tree.depths[nodes], kind="stable")]
+        parents = self._tree.parents_of(nodes)
+        is_root = parents == NONE
+        digests = self._table.digests
+        salts = {at: self._salts[int(nodes[at])] for at in np.flatnonzero(is_root).tolist()}
+        return BlockBatch(
+            digests[nodes], digests.take(parents, axis=0, mode="clip"), is_root, self._tokens[nodes],
+            self.slots.have(nodes), {at: salt for at, salt in salts.items() if salt is not None},
+        )  # fmt: skip
+
     # -- eviction --------------------------------------------------------------------------------------------------
 
     def victims(self, n: int) -> BlockIds:
@@ -297,6 +316,8 @@ class PrefixIndex:
         nodes = nodes[::-1]  # roots first
         self._host_policy.add(nodes, self._table.digests[nodes, 0])
         self._host_policy.mark_evictable(nodes)
+        if self.events is not None:
+            self.events.add_moved(self.snapshot(nodes))
 
     def promote(self, slots: Ids, blocks: Ids) -> None:
         """Move the nodes in `slots` (part of a chain, in its order) to `blocks`, which a request holds.
@@ -340,16 +361,9 @@ class PrefixIndex:
             "an evictable node is missing"
         )
         for leaf in np.setdiff1d(nodes, parents).tolist():
-            self._check_path(leaf)
-
-    def _check_path(self, leaf: int) -> None:
-        """Check that the digests of `leaf` and its ancestors are those of the stored tokens."""
-        path = [leaf]
-        while (parent := int(self._tree.parents[path[-1]])) != NONE:
-            path.append(parent)
-        path.reverse()
-        chain = self.hasher.chain(self._tokens[path].ravel(), self._salts[path[0]])
-        assert (self._table.digests[path] == chain.digests(len(path))).all(), "a digest is not that of its tokens"
+            path = self._tree.path_to(leaf)
+            chain = self.hasher.chain(self._tokens[path].ravel(), self._salts[int(path[0])])
+            assert (self._table.digests[path] == chain.digests(len(path))).all(), "a digest is not that of its tokens"
 
     # -- helpers -----------------------------------------------------------------------------------------------------
 
@@ -382,6 +396,8 @@ class PrefixIndex:
             self._salts[root] = chain.salt
         self._table.insert(nodes, digests)
         self._policy.add(nodes, digests[:, 0])
+        if self.events is not None:
+            self.events.add_stored(self.snapshot(nodes))
         return nodes
 
     def _promote(self, nodes: Nodes, blocks: BlockIds | Index) -> None:
@@ -391,12 +407,16 @@ class PrefixIndex:
         self.blocks.put(nodes, blocks)
         self._evictable[nodes] = False
         self._policy.add(nodes, self._table.digests[nodes, 0])
+        if self.events is not None:
+            self.events.add_moved(self.snapshot(nodes))
 
     def _evict(self, nodes: Nodes) -> BlockPlaces:
         nodes = self._tree.with_descendants(nodes)
         self._check_evictable(nodes)
         places = self._leave_places(nodes)
         self._evictable[nodes] = False
+        if self.events is not None:
+            self.events.add_removed(self._table.digests[nodes])
         self._table.remove(nodes)
         for root in self._tree.remove(nodes).tolist():
             del self._roots[self._salts.pop(root), self._tokens[root].tobytes()]

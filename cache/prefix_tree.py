@@ -58,6 +58,13 @@ class PrefixTree:
         """The parents of `nodes`, NONE for roots."""
         return self.parents[nodes].astype(np.int64)
 
+    def path_to(self, node: int) -> Nodes:
+        """The ancestors of `node` from its root on, and `node`."""
+        path = [node]
+        while (parent := self._parent_at[path[-1]]) != NONE:
+            path.append(parent)
+        return np.array(path[::-1], np.int64)
+
     def with_descendants(self, nodes: Nodes) -> Nodes:
         """`nodes` (distinct), followed by their descendants that are not among them."""
         chosen = self._chosen

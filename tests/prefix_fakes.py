@@ -1,11 +1,13 @@
-"""What a prefix index stands between, made naive: an eviction policy that is strict, and hashes that collide."""
+"""What a prefix index stands between, made naive: a strict eviction policy, hashes that collide, a consumer of events."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from pagetide.cache.cache_events import CacheEvents, StoredBlock
 from pagetide.cache.eviction import EvictionPolicy, Keys, Ranks
 from pagetide.cache.prefix_hash import Digests, PrefixHasher
+from pagetide.cache.prefix_index import PrefixIndex
 from pagetide.cache.prefix_tree import Nodes, PrefixTree
 
 
@@ -104,3 +106,32 @@ class WeakHasher(PrefixHasher):
 
     def digests(self, sums: Digests) -> Digests:
         return np.column_stack((super().digests(sums)[:, 0] & self.mask, np.zeros(len(sums), np.uint64)))
+
+
+class EventCopy:
+    """What a consumer knows. It is strict: an event that changes nothing, or without its parent, is an error."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, StoredBlock] = {}
+
+    def apply(self, events: CacheEvents) -> None:
+        assert not events.lost
+        if events.cleared:
+            self.blocks.clear()
+        assert len(set(events.removed)) == len(events.removed)
+        for digest in events.removed:
+            del self.blocks[digest]
+        left = {block.digest for block in events.stored}
+        for block in events.stored:
+            left.remove(block.digest)
+            assert block.parent not in left, "a block before its parent"
+            before = self.blocks.get(block.digest)
+            assert block.parent is None or block.parent in self.blocks, "a block without its parent"
+            assert before is None or before.on_host != block.on_host, "nothing changed"
+            self.blocks[block.digest] = block
+
+
+def blocks_of(index: PrefixIndex) -> dict[int, StoredBlock]:
+    found = list(index.snapshot().blocks())
+    assert len({block.digest for block in found}) == len(found) == index.num_nodes
+    return {block.digest: block for block in found}

@@ -1,4 +1,4 @@
-"""Random lives of a prefix index, on the device and the host, against a dict of token tuples."""
+"""Random lives of a prefix index and of the consumers of its events, on device and host, against a dict of token tuples."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
-from prefix_fakes import OldestFirst, Watched, WeakHasher
+from prefix_fakes import EventCopy, OldestFirst, Watched, WeakHasher, blocks_of
 
 from pagetide.allocator.errors import BlockMisuse
+from pagetide.cache.cache_events import CacheEventLog
 from pagetide.cache.eviction import Lru
 from pagetide.cache.prefix_hash import Chain, PrefixHasher
 from pagetide.cache.prefix_index import PrefixIndex
@@ -59,7 +60,10 @@ class Life(RuleBasedStateMachine):
             policies.append(Watched(tree, self.real(tree)) if self.real else OldestFirst(tree))
             return policies[-1]
 
-        self.index = PrefixIndex(hasher, NUM_BLOCKS, make, num_slots=NUM_SLOTS, host_eviction=make)
+        self.log = CacheEventLog()
+        self.index = PrefixIndex(hasher, NUM_BLOCKS, make, num_slots=NUM_SLOTS, host_eviction=make, events=self.log)
+        self.copy = EventCopy()
+        self.looks_now_and_then = False
         self.policy, self.host_policy = policies
         self.free = set(range(1, NUM_BLOCKS))
         self.references = dict.fromkeys(self.free, 0)
@@ -280,7 +284,29 @@ class Life(RuleBasedStateMachine):
                 with pytest.raises(BlockMisuse):
                     self.index.promote([slot], [min(self.free)])
 
+    @rule(often=st.booleans())
+    def look(self, often: bool) -> None:
+        """The consumer takes the events: from now on after every operation, or not before the next look."""
+        self.follow()
+        self.looks_now_and_then = not often
+
+    def follow(self) -> None:
+        self.copy.apply(self.log.take().events())
+        blocks = self.copy.blocks
+        assert blocks == blocks_of(self.index)
+        expected = {}
+        for prefix, on_host in (dict.fromkeys(self.blocks, False) | dict.fromkeys(self.slots, True)).items():
+            salt, tokens = prefix
+            first, second = np.frombuffer(self.digest(prefix), np.uint64).tolist()
+            expected[first << 64 | second] = tokens[-SIZE:], on_host, salt if len(tokens) == SIZE else None
+        assert {digest: (one.tokens, one.on_host, one.salt) for digest, one in blocks.items()} == expected
+
     # -- what always holds
+
+    @invariant()
+    def the_consumer_agrees(self) -> None:
+        if not self.looks_now_and_then:
+            self.follow()
 
     @invariant()
     def the_index_agrees(self) -> None:

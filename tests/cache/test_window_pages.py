@@ -111,6 +111,26 @@ def test_without_a_layer_that_reads_all_tokens() -> None:
     assert one.cache.pool.counts().cached <= 40
 
 
+def test_a_prompt_of_any_length_is_found_without_a_layer_that_reads_all_tokens() -> None:
+    """It has more blocks of tokens than a small pool has pages, and a place in the index for each of them."""
+    one = OneRow(20, (LayerGroup(1, WINDOW),))
+    prompt, other = prompts(900, 60)
+    one.serve(prompt)
+    assert one.found(prompt) == 896
+    assert one.serve(other) == 0
+    assert one.found(other) == 56
+
+
+@pytest.mark.parametrize("host_slots", [0, 900])
+def test_rows_have_places_for_their_tokens_however_many_prompts_are_cached(host_slots: int) -> None:
+    one = OneRow(100, (LayerGroup(1, WINDOW),), chunk=333, host_slots=host_slots)
+    index = one.cache.index
+    for prompt in prompts(*[999] * (index.capacity // 249 + 3)):
+        assert one.serve(prompt) == 0
+        assert one.found(prompt) == 996
+    assert index.num_nodes > index.capacity - 250, "all nodes were in use"
+
+
 def test_layers_are_split_into_tables_with_little_padding() -> None:
     assert split_into_tables([[8] * 7]) == [[0] * 7], "one group, one table"
     full, window = split_into_tables([[8] * 5, [8] * 29])
