@@ -21,7 +21,7 @@ from .chat import ChatCompletion
 from .choices import json_encode
 from .completions import TextCompletion
 from .cors import CorsHeaders, CorsQuestions
-from .engine_client import EngineUnavailable, RequestFailed
+from .engine_client import Batch, EngineClient, EngineUnavailable, RequestFailed
 from .errors import ApiError, from_engine, unavailable
 from .guard import Guard, GuardRules, RequestContext
 from .keys import ApiKey, ApiKeys
@@ -39,6 +39,7 @@ from .requests import (
     UnloadRequest,
     from_validation,
 )  # fmt: skip
+from .resume import DurableRequest
 from .streams import ClientLeft, EventStream, unless_left
 
 OWNER = "pagetide"
@@ -55,7 +56,7 @@ class AppOptions:
 
 
 class Server:
-    """The state behind the endpoints: models, keys, admission, the page."""
+    """The state behind the endpoints: models, keys, admission, the page, and the durable requests that have a reader here."""
 
     def __init__(self, models: ModelRegistry, keys: ApiKeys, options: AppOptions) -> None:
         self.models = models
@@ -63,17 +64,26 @@ class Server:
         self.options = options
         self.admission = RequestAdmission(lambda: models.capacity, options.max_queue)
         self.metrics = Metrics()
+        self.durable_batches: set[Batch] = set()
         self.page = PageEndpoints(models, keys)
+
+    def detach(self) -> None:
+        """End the readers of durable requests; their clients continue elsewhere."""
+        for batch in self.durable_batches:
+            batch.detach()
 
     def cache_salt(self, given: str | None, key: ApiKey | None) -> str | None:
         """The salt of a request: requests of different keys never share cached blocks."""
         return given if key is None else f"{key.name}\0{given or ''}"
 
     def token_count(self, model: ServedModel, work: TextCompletion | ChatCompletion) -> int:
-        """The tokens that a request may come to need: its prompts, and their outputs. Its prompts are tokenized."""
+        """The tokens that a request may come to need: its prompts, and their outputs. Its prompts are tokenized.
+
+        A request that was there before has its tokens already.
+        """
         longest, generations = model.engine.info.max_model_len, work.batch.generations
         each, total = work.num_sequences // len(generations), 0
-        for one in generations:
+        for one in (one for one in generations if not one.is_attached):
             num_prompt = len(one.prompt_token_ids or ())
             room = max(longest - num_prompt, 0)
             total += num_prompt + each * (room if one.max_new_tokens is None else min(one.max_new_tokens, room))
@@ -93,7 +103,7 @@ class Server:
 
 
 def make_app(server: Server) -> ASGIApp:
-    """The ASGI application: the endpoints behind the guard. Who runs it stops the models at its end."""
+    """The ASGI application: the endpoints behind the guard. Its runner stops the models at the end."""
     failures = {"4XX": "The request is refused", "503": "The model cannot serve now"}
     responses: dict[int | str, dict[str, Any]] = {
         status: {"model": ErrorBody, "description": text} for status, text in failures.items()
@@ -165,8 +175,9 @@ def _add_generation(app: FastAPI, server: Server) -> None:
         body.check_fields(server.options.ignore_unknown_fields)
         model, key = server.models.get(body.model), RequestContext.of(request.scope).key
         salt = server.cache_salt(body.cache_salt, key)
-        work = TextCompletion(model.engine, body, model.name, salt, server.metrics.of(model))
-        return await _run(server, request, model, work, body)
+        durable = await _durable(model.engine, "cmpl", request, body)
+        work = TextCompletion(model.engine, body, model.name, salt, server.metrics.of(model), durable)
+        return await _run(server, request, model, work, body, durable)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
@@ -174,8 +185,20 @@ def _add_generation(app: FastAPI, server: Server) -> None:
         model, key = server.models.get(body.model), RequestContext.of(request.scope).key
         salt = server.cache_salt(body.cache_salt, key)
         template, observer = model.options.chat_template, server.metrics.of(model)
-        work = ChatCompletion(model.engine, body, model.name, salt, model.tool_parser, template, observer)
-        return await _run(server, request, model, work, body)
+        durable = await _durable(model.engine, "chatcmpl", request, body)
+        work = ChatCompletion(model.engine, body, model.name, salt, model.tool_parser, template, observer, durable)
+        return await _run(server, request, model, work, body, durable)
+
+
+async def _durable(
+    engine: EngineClient, kind: str, request: Request, body: CompletionRequest | ChatRequest
+) -> DurableRequest | None:
+    """What makes a request durable; None if the engine is not. Raises ApiError for its headers."""
+    if not engine.is_durable:
+        return None
+    key = RequestContext.of(request.scope).key
+    tenant = "" if key is None else key.name
+    return DurableRequest.of(kind, request.scope["headers"], tenant, await request.body(), bool(body.stream))
 
 
 async def _run(
@@ -184,36 +207,47 @@ async def _run(
     model: ServedModel,
     work: TextCompletion | ChatCompletion,
     body: CompletionRequest | ChatRequest,
+    durable: DurableRequest | None,
 ) -> Response:
     """Serve a generating request to its end."""
-    context = RequestContext.of(request.scope)
+    context, batch = RequestContext.of(request.scope), work.batch
     context.facts["model"] = model.name
-    work.batch.request_id = context.request_id
+    batch.request_id = context.request_id
     if context.key is not None:
         context.key.check_priority(body.priority)
     reserved: int | None = 0  # tokens; None if they are refused
     async with AsyncExitStack() as stack:
 
         def end() -> None:
-            work.batch.cancel()
-            server.metrics.ended(model.name, work.batch)
-            work.batch.when_settled(settle)
+            batch.end()
+            server.metrics.ended(model.name, batch)
+            batch.when_settled(settle)
 
         def settle() -> None:
-            used = sum(len(one.prompt_token_ids or ()) + one.num_generated for one in work.batch.generations)
-            if reserved is not None:  # else it would be refused again when it comes back as it was told
-                server.admission.settle_tokens(context.key, reserved, used)
+            if reserved is None:  # charged, it would be refused again when it comes back as it was told
+                return
+            used = reserved if batch.goes_on else batch.num_computed  # what goes on may come to need them all
+            server.admission.settle_tokens(context.key, reserved, used)
 
         stack.enter_context(server.admission.sequences(context.key, work.num_sequences))
+        if durable is not None:
+            batch.is_kept = durable.has_key
+            server.durable_batches.add(batch)
+            stack.callback(server.durable_batches.discard, batch)
         stack.callback(end)
         await unless_left(work.begin(), request.receive)
-        most, reserved = server.token_count(model, work), None
-        server.admission.reserve_tokens(context.key, most)
-        reserved = most
-        if context.key is not None and context.key.max_blocks is not None:
-            stack.enter_context(server.admission.blocks(context.key, server.block_count(model, work)))
+        try:
+            most, reserved = server.token_count(model, work), None
+            server.admission.reserve_tokens(context.key, most)
+            reserved = most
+            if context.key is not None and context.key.max_blocks is not None:
+                stack.enter_context(server.admission.blocks(context.key, server.block_count(model, work)))
+        except ApiError:  # it is refused
+            batch.is_kept = any(one.is_attached for one in batch.generations)
+            raise
         if not body.stream:
             return _json(await unless_left(work.response(), request.receive))
+        batch.is_resumable = durable is not None
         held = stack.pop_all()  # until the stream has ended
         return EventStream(work.events(), held)
 
@@ -330,5 +364,8 @@ def _add_admin(app: FastAPI, server: Server) -> None:
 
     @app.post("/admin/models/unload")
     async def unload(body: UnloadRequest) -> Response:
+        engine = server.models.get(body.name).process
+        if engine is not None and engine.is_durable:
+            raise ApiError(400, f"the model {body.name} is served by other processes, not by this server", param="name")
         await server.models.remove(body.name, body.drain_s)
         return _json({"name": body.name})

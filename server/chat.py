@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from .choices import DONE, event, finish_reason, merged, new_id, now_s, usage
+from .choices import finish_reason, new_id, running_usage, usage
 from .completions import prompt_logprob
 from .engine_client import Batch, EngineClient, Observer
 from .messages import Piece, RequestEnd, Score
 from .requests import ChatRequest
+from .resume import DurableRequest, StreamPosition
 from .tools import ToolCalls, ToolParser
 
 
@@ -21,6 +22,9 @@ class ChatCompletion:
         cache_salt: See `messages.Submit`.
         tools: The format of the model's tool calls.
         chat_template: Used instead of the model's own.
+        durable: Given with a durable engine.
+
+    Raises ApiError.
     """
 
     def __init__(
@@ -32,14 +36,18 @@ class ChatCompletion:
         tools: ToolParser,
         chat_template: str | None = None,
         observer: Observer | None = None,
+        durable: DurableRequest | None = None,
     ) -> None:
         self._body = body
-        self._tools = ToolCalls(body, tools)
+        response_id = new_id("chatcmpl") if durable is None else durable.base_id
+        self._tools = ToolCalls(body, tools, response_id)
         self._params = body.params(**self._tools.params())
         self._template = body.template() | self._tools.template()
         if chat_template is not None:
             self._template["chat_template"] = chat_template
-        self._head = {"id": new_id("chatcmpl"), "created": now_s(), "model": model}
+        self._head = {"id": response_id, "created": 0, "model": model}
+        self._durable = durable
+        self._position = StreamPosition(durable, self.num_choices, joins=not self._tools.may_call)
         self._cache_salt = cache_salt
         self.batch = Batch(engine, observer)
 
@@ -60,8 +68,10 @@ class ChatCompletion:
             params=self._params, priority=self._body.priority, cache_salt=self._cache_salt,
             streams=bool(self._body.stream) and self._body.prompt_logprobs is None,  # the prompt's come with the end
             fills_context="max_new_tokens" not in self._params,
+            **({} if self._durable is None else self._durable.fields(0)),
         )  # fmt: skip
         await self.batch.accepted()
+        self._head["created"] = self.batch.generations[0].created
 
     async def response(self) -> dict[str, Any]:
         """The whole response, once all has ended. Raises RequestFailed, EngineUnavailable or ApiError."""
@@ -77,26 +87,30 @@ class ChatCompletion:
         asks_usage = options is not None and options.include_usage
         usage_null: dict[str, Any] = {"usage": None} if asks_usage else {}
         head = {**self._head, "object": "chat.completion.chunk"}
+        num_tokens, position = 0, self._position
         end = None if self._body.prompt_logprobs is None else (await self.batch.whole())[0]
         of_prompt = self._of_prompt(end)  # in the first chunk
         for index in range(self.num_choices):
             delta = {"role": "assistant", "content": ""}
             choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-            yield event({**head, "choices": [choice], **usage_null, **of_prompt})
+            for data in position.events(index, 1, [{**head, "choices": [choice], **usage_null, **of_prompt}]):
+                yield data
             of_prompt = {}
         for piece in () if end is None else end.pieces:
-            for choice in self._deltas(piece):
-                yield event({**head, "choices": [choice], **usage_null})
+            bodies = [{**head, "choices": [choice], **usage_null} for choice in self._deltas(piece)]
+            for data in position.events(piece.index, 1, bodies):
+                yield data
         while new := await self.batch.read():
-            for piece in merged([piece for _, pieces in new for piece in pieces]):
-                running = usage_null
+            for index, num_records, piece in position.portions(0, [piece for _, pieces in new for piece in pieces]):
+                running, num_tokens = usage_null, num_tokens + len(piece.token_ids)
                 if options is not None and options.continuous_usage_stats:
-                    running = {"usage": usage(self.batch.generations)}
-                for choice in self._deltas(piece):
-                    yield event({**head, "choices": [choice], **running})
-        if asks_usage:
-            yield event({**head, "choices": [], "usage": usage(self.batch.generations)})
-        yield DONE
+                    running = {"usage": running_usage(self.batch.generations, num_tokens)}
+                bodies = [{**head, "choices": [choice], **running} for choice in self._deltas(piece)]
+                for data in position.events(index, num_records, bodies):
+                    yield data
+        end_usage = {**head, "choices": [], "usage": usage(self.batch.generations)} if asks_usage else None
+        for data in position.last(end_usage):
+            yield data
 
     def _of_prompt(self, end: RequestEnd | None) -> dict[str, Any]:
         """vLLM's fields of the prompt, for requests that ask for them."""
@@ -109,7 +123,7 @@ class ChatCompletion:
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
         """A whole choice."""
-        message, calls = self._tools.parse(piece.text)
+        message, calls = self._tools.parse(piece.index, piece.text)
         reason = finish_reason(piece)
         return {
             "index": piece.index,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from typing import Any, TypeVar
 
 import msgspec
@@ -23,11 +22,6 @@ Value = TypeVar("Value")
 def new_id(kind: str) -> str:
     """An id such as "cmpl-5f..."."""
     return f"{kind}-{secrets.token_hex(12)}"
-
-
-def now_s() -> int:
-    """The time of creation, in seconds since 1970."""
-    return int(time.time())
 
 
 def event(data: Any) -> bytes:
@@ -61,17 +55,14 @@ def usage(generations: list[Generation], num_dropped: int = 0) -> dict[str, Any]
     }
 
 
-def merged(pieces: list[Piece]) -> list[Piece]:
-    """The pieces of one prompt with those of each continuation joined, for readers that fell behind."""
-    if len(pieces) == 1:
-        return pieces
-    by_index: dict[int, list[Piece]] = {}
-    for piece in pieces:
-        by_index.setdefault(piece.index, []).append(piece)
-    return [_joined(several) for several in by_index.values()]
+def running_usage(generations: list[Generation], num_output: int) -> dict[str, Any]:
+    """OpenAI's `usage` amid a stream of which so many tokens are sent."""
+    prompt = sum(len(generation.prompt_token_ids or ()) for generation in generations)
+    return {"prompt_tokens": prompt, "completion_tokens": num_output, "total_tokens": prompt + num_output}
 
 
-def _joined(pieces: list[Piece]) -> Piece:
+def joined(pieces: list[Piece]) -> Piece:
+    """Successive pieces of a continuation as one."""
     last = pieces[-1]
     if len(pieces) == 1:
         return last

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from .choices import DONE, event, finish_reason, merged, new_id, now_s, usage
+from .choices import finish_reason, new_id, running_usage, usage
 from .engine_client import Batch, EngineClient, Observer
 from .messages import Piece, Score
 from .requests import CompletionRequest
+from .resume import DurableRequest, StreamPosition
 
 BROKEN = "\ufffd"  # stands for bytes of a token that are no whole character
 
@@ -19,6 +20,9 @@ class TextCompletion:
     Args:
         model: The model's name in responses.
         cache_salt: See `messages.Submit`.
+        durable: Given with a durable engine.
+
+    Raises ApiError.
     """
 
     def __init__(
@@ -28,12 +32,16 @@ class TextCompletion:
         model: str,
         cache_salt: str | None,
         observer: Observer | None = None,
+        durable: DurableRequest | None = None,
     ) -> None:
         self._engine = engine
         self._body = body
         self._prompts = body.prompts()
         self._params = body.params()
-        self._head = {"id": new_id("cmpl"), "object": "text_completion", "created": now_s(), "model": model}
+        response_id = new_id("cmpl") if durable is None else durable.base_id
+        self._head = {"id": response_id, "object": "text_completion", "created": 0, "model": model}
+        self._durable = durable
+        self._position = StreamPosition(durable, len(self._prompts) * self._each)
         self._cache_salt = cache_salt
         self._texts: list[str] = []  # of the prompts, to be echoed
         self._places: dict[int, TextPlaces] = {}  # of each choice that is streamed
@@ -58,12 +66,14 @@ class TextCompletion:
         scores_prompt = self._body.scores_prompt or self._body.prompt_logprobs is not None
         whole = (self._body.best_of or 1) > self._each or self._scores_only or scores_prompt
         streams = bool(self._body.stream) and not whole
-        for prompt in self._prompts:
+        for number, prompt in enumerate(self._prompts):
             self.batch.submit(
                 prompt=prompt, params=self._params, priority=self._body.priority, cache_salt=self._cache_salt,
                 streams=streams, fills_context=self._body.max_tokens is None,
+                **({} if self._durable is None else self._durable.fields(number)),
             )  # fmt: skip
         await self.batch.accepted()
+        self._head["created"] = self.batch.generations[0].created
         if self._body.echo:
             self._texts = [
                 prompt if isinstance(prompt, str) else await self._engine.call("detokenize", tokens=prompt)
@@ -83,21 +93,24 @@ class TextCompletion:
         options = self._body.stream_options
         asks_usage = options is not None and options.include_usage
         usage_null: dict[str, Any] = {"usage": None} if asks_usage else {}
+        num_tokens, position = 0, self._position
         while new := await self.batch.read():
             for number, pieces in new:
-                for piece in merged(pieces):
-                    running = usage_null
+                for choice, num_records, piece in position.portions(number * self._each, pieces):
+                    running, num_tokens = usage_null, num_tokens + len(piece.token_ids)
                     if options is not None and options.continuous_usage_stats:
-                        running = {"usage": self._usage()}
-                    yield event({**self._head, "choices": [self._delta(number, piece)], **running})
+                        running = {"usage": running_usage(self.batch.generations, num_tokens)}
+                    body = {**self._head, "choices": [self._delta(number, piece)], **running}
+                    for data in position.events(choice, num_records, [body]):
+                        yield data
         for number, generation in enumerate(self.batch.generations):  # what could not be streamed
             assert generation.finished is not None
             for piece in generation.finished.pieces:
-                choice = self._choice(number, piece, generation.finished.prompt_scores)
-                yield event({**self._head, "choices": [choice], **usage_null})
-        if asks_usage:
-            yield event({**self._head, "choices": [], "usage": self._usage()})
-        yield DONE
+                whole = self._choice(number, piece, generation.finished.prompt_scores)
+                for data in position.events(whole["index"], 1, [{**self._head, "choices": [whole], **usage_null}]):
+                    yield data
+        for data in position.last({**self._head, "choices": [], "usage": self._usage()} if asks_usage else None):
+            yield data
 
     def _usage(self) -> dict[str, Any]:
         dropped = sum(generation.num_generated for generation in self.batch.generations) if self._scores_only else 0

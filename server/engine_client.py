@@ -1,4 +1,4 @@
-"""The server's side of an engine process: starts it, sends requests, and hands their output to whoever awaits it."""
+"""The server's side of an engine process: starts it, sends requests, and hands their output to their readers."""
 
 from __future__ import annotations
 
@@ -45,6 +45,10 @@ class EngineUnavailable(Exception):
     """The engine cannot serve this now: its process has ended, or it is not loaded."""
 
 
+class Detached(EngineUnavailable):
+    """The server shuts down and leaves a durable request running."""
+
+
 class RequestFailed(Exception):
     """The engine refused the request, or failed on it. `kind` is that of `messages.Failed`."""
 
@@ -55,7 +59,7 @@ class RequestFailed(Exception):
     @property
     def is_refusal(self) -> bool:
         """Whether the request is at fault, and not the engine."""
-        return self.kind in ("invalid", "too_long")
+        return self.kind in ("invalid", "too_long", "conflict", "not_found")
 
 
 class SlowReader(Exception):
@@ -84,6 +88,8 @@ class Generation:
     """The output of one prompt as it arrives. Its `Batch` reads it.
 
     Attributes:
+        created: When the request began, in seconds since 1970. A durable engine client sets it before `Accepted`.
+        is_attached: The request was there before. A durable engine client sets it before `Accepted`.
         prompt_token_ids, max_new_tokens: Set once the prompt is tokenized.
         finished: Set once all output has arrived.
         error: Why the request failed.
@@ -95,6 +101,8 @@ class Generation:
     """
 
     def __init__(self, number: int, changed: asyncio.Event, observer: Observer | None = None) -> None:
+        self.created = int(time.time())
+        self.is_attached = False
         self.submitted_at = time.monotonic()
         self.first_token_at: float | None = None
         self.ended_at: float | None = None
@@ -146,7 +154,7 @@ class Generation:
                 self.pieces.append(message)
                 self.num_unread += len(message.token_ids)
                 self._count(message)
-                if self._observer is not None and message.token_ids:
+                if self._observer is not None and message.token_ids and not self.is_attached:
                     self._observe(self._observer, message.index, len(message.token_ids))
             case Accepted():
                 self.prompt_token_ids, self.max_new_tokens = message.prompt_token_ids, message.max_new_tokens
@@ -186,16 +194,21 @@ class Batch:
     """The prompts of one HTTP request, for one reader. `cancel` it, also after errors.
 
     Args:
-        most_unread: Tokens that may wait for the reader; beyond it `read` raises SlowReader.
+        most_unread: Tokens that may wait for the reader; beyond it `read` raises SlowReader. A durable engine's output is
+            kept elsewhere and may arrive at once: it has no such limit.
 
     Attributes:
         request_id: Of the HTTP request; the label of its requests in the engine.
+        is_resumable: The client knows the id of the response and can ask for the rest of it elsewhere.
+        is_kept: Durable requests go on when their reader leaves.
     """
 
     def __init__(
         self, engine: EngineClient, observer: Observer | None = None, most_unread: int = MOST_UNREAD_TOKENS
     ) -> None:
         self.request_id = ""
+        self.is_resumable = self.is_kept = False
+        self._is_detached = False
         self._observer = observer
         self.generations: list[Generation] = []
         self._engine = engine
@@ -207,8 +220,28 @@ class Batch:
         request["request_id"] = self.request_id
         self.generations.append(self._engine.submit(self._changed, self._observer, **request))
 
+    @property
+    def num_computed(self) -> int:
+        """Tokens of the prompts and outputs of the requests that began here; exact once they are settled."""
+        return sum(
+            len(one.prompt_token_ids or ()) + one.num_generated for one in self.generations if not one.is_attached
+        )
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a request that is kept has not ended."""
+        return any(map(self._goes_on, self.generations))
+
+    @property
+    def counted(self) -> list[Generation]:
+        """The requests that began here and do not go on without their reader."""
+        return [one for one in self.generations if not one.is_attached and not self._goes_on(one)]
+
+    def _goes_on(self, generation: Generation) -> bool:
+        return self.is_kept and generation.finished is None and generation.error is None
+
     async def accepted(self) -> None:
-        """Wait until all prompts are tokenized. Raises RequestFailed or EngineUnavailable."""
+        """Wait until all prompts are tokenized. Raises RequestFailed or EngineUnavailable, and Detached after `detach`."""
         while any(generation.prompt_token_ids is None for generation in self.generations):
             await self._change()
         self._check()
@@ -218,7 +251,8 @@ class Batch:
         while True:
             self._changed.clear()
             self._check()
-            if sum(generation.num_unread for generation in self.generations) > self._most_unread:
+            num_unread = sum(generation.num_unread for generation in self.generations)
+            if num_unread > self._most_unread and not self._engine.is_durable:
                 raise SlowReader(f"the client left more than {self._most_unread:,} tokens unread")
             new = [(i, one.read()) for i, one in enumerate(self.generations) if one.pieces]
             if new or all(generation.finished is not None for generation in self.generations):
@@ -232,10 +266,21 @@ class Batch:
         self._check()
         return [one.finished for one in self.generations if one.finished is not None]
 
+    def detach(self) -> None:
+        """End the reader; requests that the client can ask for again go on."""
+        self.is_kept = self.is_kept or self.is_resumable
+        self._is_detached = True
+        self._changed.set()
+
     def cancel(self) -> None:
         """Abort what has not ended. Idempotent."""
         for generation in self.generations:
             self._engine.cancel(generation)
+
+    def end(self) -> None:
+        """Leave what is kept, and abort what else has not ended. Idempotent."""
+        for generation in self.generations:
+            (self._engine.leave if self.is_kept else self._engine.cancel)(generation)
 
     def when_settled(self, then: Callable[[], None]) -> None:
         """Call `then` once the engine has said how much it generated for each prompt, which is after `cancel` too."""
@@ -262,14 +307,32 @@ class Batch:
         for generation in self.generations:
             if generation.error is not None:
                 raise generation.error
+        if self._is_detached:
+            raise Detached("the server shuts down; the request goes on if the client can ask for it again")
 
 
 class EngineClient(Protocol):
-    """What serves requests for one model: an engine process, or, later, a fleet of them."""
+    """What serves requests for one model: an engine process, or a queue in front of several."""
+
+    @property
+    def name(self) -> str:
+        """The model's name in messages."""
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether requests outlive this process: a request of the same `durable_id` gets all output from the first on."""
 
     @property
     def info(self) -> ModelInfo:
         """Facts about the model. Raises EngineUnavailable before it is loaded."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests can be served."""
+
+    @property
+    def ended(self) -> asyncio.Event:
+        """Set once the client can serve no more: another one is started."""
 
     @property
     def num_unfinished(self) -> int:
@@ -284,15 +347,23 @@ class EngineClient(Protocol):
     def cancel(self, generation: Generation) -> None:
         """Abort a request, unless it has ended."""
 
+    def leave(self, generation: Generation) -> None:
+        """Deliver no more of a request. One that is durable goes on, and is settled here at once; any other is aborted."""
+
     async def call(self, method: str, **arguments: Any) -> Any:
         """The result of a call: see `EngineServer.calls`. Raises RequestFailed or EngineUnavailable."""
 
     async def stop(self, drain_s: float = 0.0) -> None:
         """Refuse new requests, give the running ones `drain_s` seconds, and end. Idempotent."""
 
+    async def kill(self) -> None:
+        """End at once."""
+
 
 class RemoteEngine:
     """An engine in a process of its own. Make it with `start`."""
+
+    is_durable = False
 
     def __init__(self, process: subprocess.Popen[bytes], name: str) -> None:
         self.name = name
@@ -368,6 +439,10 @@ class RemoteEngine:
             self._cancelled[generation.number] = generation
             self._connection.send(Cancel(generation.number))
 
+    def leave(self, generation: Generation) -> None:
+        """Abort a request, unless it has ended: it does not outlive its reader."""
+        self.cancel(generation)
+
     async def call(self, method: str, **arguments: Any) -> Any:
         """The result of a call: see `EngineServer.calls`. Raises RequestFailed or EngineUnavailable."""
         self._check()
@@ -408,9 +483,9 @@ class RemoteEngine:
     def _send(self, message: Submit | Call) -> None:
         """Send a client's values. Raises RequestFailed if they cannot be sent."""
         if isinstance(message, Submit):
-            _check_depth([message.params, message.template, message.messages])
+            check_depth([message.params, message.template, message.messages])
         else:
-            _check_depth([message.arguments.get("messages"), message.arguments.get("template")])
+            check_depth([message.arguments.get("messages"), message.arguments.get("template")])
         try:
             self._connection.send(message)
         except CannotEncode as error:
@@ -477,7 +552,7 @@ class RemoteEngine:
             self._ready.set_exception(EngineUnavailable(f"the engine of {self.name} ended while it was loading"))
 
 
-def _check_depth(values: list[Any]) -> None:
+def check_depth(values: list[Any]) -> None:
     """Raise RequestFailed for values that are nested too deeply."""
     level = values
     for _ in range(MOST_DEPTH):

@@ -12,30 +12,28 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing, closing, suppress
-from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..scheduler.errors import PromptTooLong, RequestRejected
+from ..scheduler.errors import RequestRejected
 from ..scheduler.request import SamplingParams
 from ..version import __version__
 from .connection import MessageConnection
+from .defaults import completed, template_options
+from .engine_outputs import Asleep, error_kind, piece_of, request_end, scores, token_text_of, whole_piece
 from .messages import (
     Aborted,
     Accepted,
     Call,
     CallResult,
     Cancel,
-    ErrorKind,
     Failed,
     ModelInfo,
     ModelReady,
     OutputPieces,
     Piece,
-    RequestEnd,
-    Score,
     Start,
     StartFailed,
     Stop,
@@ -45,17 +43,11 @@ from .messages import (
 
 if TYPE_CHECKING:
     from ..engine.async_llm import AsyncLLM, AsyncOutputs, AsyncStream
-    from ..engine.requests.outputs import Completion, RequestOutput, StreamChunk, TokenLogprobs
 
 log = logging.getLogger(__name__)
 
 UNLIMITED_WAITING = 1 << 30  # the server bounds its queue
 MOST_DETOKENIZED = 65_536  # tokens of a call, or the model's context
-API_TEMPERATURE = 1.0  # OpenAI's default, for models whose generation config samples nothing
-
-
-class Asleep(Exception):
-    """The model is asleep."""
 
 
 class EngineServer:
@@ -142,7 +134,7 @@ class EngineServer:
         try:
             await work
         except Exception as error:
-            kind = _kind(error)
+            kind = error_kind(error)
             if kind == "internal":
                 log.exception("request %d failed", number)
             self._send(Failed(number, kind, str(error) or type(error).__name__))
@@ -175,48 +167,29 @@ class EngineServer:
             ids = await self._render(submit.messages, submit.template)
         else:
             ids = await llm.tokenize(submit.prompt or "" if submit.prompt is None else submit.prompt, params)
-        params = self._completed(llm, params, len(ids), submit)
+        params = completed(submit, params, len(ids), _info(llm).max_model_len, llm.facts.sampling.temperature)
         self._send(Accepted(submit.number, ids, params.max_new_tokens))
-        make = partial(_scores, llm.tokenizer)
+        make = partial(scores, llm.tokenizer)
         prompts = [{"prompt_token_ids": ids, "label": submit.request_id}]
         if not submit.streams:
             call = llm.begin(prompts, params, priority=submit.priority, cache_salt=submit.cache_salt)
             self._outputs[submit.number] = call
             with closing(call):
                 (output,) = await call.outputs()
-            pieces = [_whole(submit.number, i, one, make) for i, one in enumerate(output.completions)]
-            self._send(_finished(submit.number, output, pieces, make, call.num_generated))
+            pieces = [whole_piece(submit.number, i, one, make) for i, one in enumerate(output.completions)]
+            self._send(request_end(submit.number, output, pieces, make, call.num_generated))
             return
         stream = llm.stream(prompts, params, priority=submit.priority, cache_salt=submit.cache_salt)
         self._outputs[submit.number] = stream
         async with aclosing(stream):
             async for chunk in stream:
-                self._give(_piece(submit.number, chunk, make))
+                self._give(piece_of(submit.number, chunk, make))
                 if chunk.output is not None:
-                    self._send(_finished(submit.number, chunk.output, [], make, stream.num_generated))
-
-    def _completed(self, llm: AsyncLLM, params: SamplingParams, num_prompt: int, submit: Submit) -> SamplingParams:
-        """The parameters with the API's defaults. Raises PromptTooLong."""
-        info = _info(llm)
-        room = info.max_model_len - num_prompt
-        if params.max_new_tokens is None and submit.fills_context and room > 0:
-            params = replace(params, max_new_tokens=max(room, params.min_new_tokens or 0))
-        elif submit.strict_length and params.max_new_tokens is not None and params.max_new_tokens > room:
-            raise PromptTooLong(
-                f"the model's context is {info.max_model_len:,} tokens; the prompt has {num_prompt:,} and max_tokens asks for "
-                f"{params.max_new_tokens:,} more: shorten the prompt, or ask for at most {max(room, 0):,} tokens"
-            )
-        if params.temperature is None:
-            params = replace(params, temperature=llm.facts.sampling.temperature or API_TEMPERATURE)
-        return params
+                    self._send(request_end(submit.number, chunk.output, [], make, stream.num_generated))
 
     async def _render(self, messages: list[dict[str, Any]], template: Mapping[str, Any]) -> list[int]:
-        from ..engine.text.chat_template import options_from_data
-
         llm = self._awake()
-        trusted = {name: template[name] for name in _TRUSTED_OPTIONS if name in template}
-        others = {name: value for name, value in template.items() if name not in trusted}
-        return await llm.render(messages, **options_from_data(llm.tokenizer, others), **trusted)
+        return await llm.render(messages, **template_options(llm.tokenizer, template))
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
@@ -235,7 +208,7 @@ class EngineServer:
             ids = await self._render(messages, template or {})
         else:
             ids = await llm.tokenize(prompt or "", SamplingParams(add_special_tokens=add_special_tokens))
-        return {"tokens": ids, "texts": [_token_text(llm.tokenizer, i) for i in ids]}
+        return {"tokens": ids, "texts": [token_text_of(llm.tokenizer, i) for i in ids]}
 
     async def _detokenize(self, tokens: list[int]) -> str:
         llm = self._awake()
@@ -268,10 +241,6 @@ class EngineServer:
                 self._llm = await asyncio.to_thread(self._load, start.model, start.options)
 
 
-# Options of the chat template that the server sets; a request's own go through `options_from_data`.
-_TRUSTED_OPTIONS = ("add_generation_prompt", "continue_final_message", "tools", "documents", "chat_template")
-
-
 def _info(llm: AsyncLLM) -> ModelInfo:
     tokenizer = llm.tokenizer
     facts = llm.facts
@@ -286,69 +255,6 @@ def _info(llm: AsyncLLM) -> ModelInfo:
         device=facts.device,
         dtype=facts.dtype,
         version=__version__,
-    )
-
-
-def _kind(error: Exception) -> ErrorKind:
-    from ..engine.errors import EngineClosed
-
-    if isinstance(error, PromptTooLong):
-        return "too_long"
-    if isinstance(error, RequestRejected | ValueError | TypeError):
-        return "invalid"
-    return "unavailable" if isinstance(error, Asleep | EngineClosed) else "internal"
-
-
-@lru_cache(maxsize=1 << 16)
-def _token_text(tokenizer: Any, token_id: int) -> str:
-    from ..engine.text.detokenizer import token_text
-
-    return "" if tokenizer is None else token_text(tokenizer, token_id)
-
-
-def _scores(tokenizer: Any, logprobs: Sequence[TokenLogprobs | None] | None, ids: Sequence[int]) -> list[Score] | None:
-    """The log-probabilities of the tokens `ids`, of which the first of a prompt has none."""
-    if logprobs is None:
-        return None
-    return [
-        Score(
-            token_id, _token_text(tokenizer, token_id), None if one is None else one.logprob, 0 if one is None else one.rank,
-            [] if one is None else [(i, _token_text(tokenizer, i), logprob) for i, logprob in one.top],
-        )
-        for token_id, one in zip(ids, logprobs, strict=False)  # a request that ended early scored a part of its prompt
-    ]  # fmt: skip
-
-
-_Make = Callable[[Any, Sequence[int]], "list[Score] | None"]
-
-
-def _piece(number: int, chunk: StreamChunk, make: _Make) -> Piece:
-    error = chunk.completion.error if chunk.completion is not None else None
-    return Piece(
-        number,
-        chunk.number,
-        chunk.text,
-        chunk.token_ids,
-        make(chunk.logprobs, chunk.token_ids),
-        chunk.finish_reason,
-        error,
-    )
-
-
-def _whole(number: int, index: int, completion: Completion, make: _Make) -> Piece:
-    return Piece(
-        number, index, completion.text or "", completion.token_ids, make(completion.logprobs, completion.token_ids),
-        completion.finish_reason, completion.error,
-    )  # fmt: skip
-
-
-def _finished(number: int, output: RequestOutput, pieces: list[Piece], make: _Make, num_generated: int) -> RequestEnd:
-    scores = make(output.prompt_logprobs, output.prompt_token_ids)
-    each = [completion.timings for completion in output.completions]
-    first_token_s = min((one.first_token_s for one in each if one.first_token_s is not None), default=None)
-    total_s = max(one.total_s for one in each)
-    return RequestEnd(
-        number, pieces, output.num_cached_tokens, scores, each[0].queued_s, first_token_s, total_s, num_generated
     )
 
 

@@ -62,6 +62,10 @@ def from_engine(error: Exception) -> ApiError:
             return invalid(str(error), code="context_length_exceeded")
         if error.kind == "invalid":
             return invalid(str(error))
+        if error.kind == "conflict":
+            return ApiError(422, str(error), code="idempotency_conflict")
+        if error.kind == "not_found":
+            return ApiError(404, str(error), code="request_not_found")
         if error.kind == "unavailable":
             return unavailable(str(error))
         return ApiError(500, f"the engine failed on this request: {error}")

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from .choices import json_encode
-from .engine_client import EngineUnavailable, RemoteEngine, RequestFailed
+from .engine_client import EngineClient, EngineUnavailable, RequestFailed
 from .errors import ApiError, unavailable
 from .models import ServedModel
 
@@ -218,7 +218,7 @@ class FollowedEngine:
         self._feed = feed
         name = json_encode(model.name)
         self._head = b'event: frame\ndata: {"model":' + name + b',"frame":'
-        self._engine: RemoteEngine | None = None
+        self._engine: EngineClient | None = None
         self._cost_s = 0.0  # of a frame, on the mean
         self._said = b""  # by the last frame that was sent, without its number and time
         self._sent_at = self._whole_at = 0.0
@@ -238,7 +238,8 @@ class FollowedEngine:
     async def _follow(self) -> None:
         while True:
             engine = self._model.process
-            if self._model.state != "ready" or engine is None or not engine.is_alive:
+            # A durable client has no blocks of its own to be shown.
+            if self._model.state != "ready" or engine is None or not engine.is_alive or engine.is_durable:
                 self._engine = None
                 await asyncio.sleep(LOOK_S)
                 continue
@@ -259,7 +260,7 @@ class FollowedEngine:
             ):
                 await asyncio.sleep(pause_s)
 
-    async def _ask(self, engine: RemoteEngine) -> bool:
+    async def _ask(self, engine: EngineClient) -> bool:
         """Ask for a frame, and hand it on. Returns whether it tells anything new. Raises what `call` raises."""
         full = self._wants_whole()
         frame, cost_s = await engine.call("frame", full=full)

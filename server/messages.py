@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from ..scheduler.sequence import FinishReason
 
-ErrorKind: TypeAlias = Literal["invalid", "too_long", "unavailable", "internal"]
+ErrorKind: TypeAlias = Literal["invalid", "too_long", "unavailable", "internal", "conflict", "not_found"]
 
 
 class Score(Struct, array_like=True, frozen=True):
@@ -52,6 +52,11 @@ class Submit(Struct, tag=True, frozen=True):
         fills_context: Without `max_new_tokens` generate up to the model's context.
         strict_length: Reject the request if prompt and `max_new_tokens` exceed the model's context.
         request_id: The id of the HTTP request, as the request's label.
+        durable_id: Names the request for good. A durable engine client attaches to the request of this id, or begins it if
+            there is none. An engine process ignores this field and those below.
+        tenant: The name of the API key. A request of another tenant is not found.
+        fingerprint: A digest of the HTTP request's body; the request of the same id with another one is a conflict.
+        attach: Fail with "not_found" instead of beginning the request.
     """
 
     number: int
@@ -65,6 +70,10 @@ class Submit(Struct, tag=True, frozen=True):
     fills_context: bool = False
     strict_length: bool = True
     request_id: str = ""
+    durable_id: str = ""
+    tenant: str = ""
+    fingerprint: str = ""
+    attach: bool = False
 
 
 class Cancel(Struct, tag=True, frozen=True):

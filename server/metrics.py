@@ -151,7 +151,7 @@ class Metrics:
     def ended(self, model: str, batch: Batch) -> None:
         """Count a request that has ended or was left."""
         if (counted := self._models.get(model)) is not None:  # else it was unloaded meanwhile
-            for one in batch.generations:
+            for one in batch.counted:
                 counted.ended(one)
 
     def answered(self, method: str, path: str, status: int, seconds: float) -> None:
@@ -180,8 +180,13 @@ class Metrics:
         """The page, with the state of all engines now."""
         each = await asyncio.gather(*(_stats(model) for model in models))
         families = _Families()
-        for model, stats in zip(models, each, strict=True):
-            self._add_model(families, model, stats or {})
+        for model, (stats, others) in zip(models, each, strict=True):
+            self._add_model(families, model)
+            for engine, one in stats.items():
+                families.add_engine({"model_name": model.name, "engine": engine}, one)
+            for name, family in others.items():
+                for further, value in family["samples"]:
+                    families.add(family["type"], name, family["help"], further, value)
         for name in self._models.keys() - {model.name for model in models}:
             del self._models[name]  # unloaded
         families.add("gauge", "pagetide_build_info", "The version", {"version": __version__}, 1.0)
@@ -192,7 +197,7 @@ class Metrics:
         self._add_http(families)
         return generate_latest(_Prepared([*families, *self._process.collect()]))
 
-    def _add_model(self, families: _Families, model: ServedModel, stats: Mapping[str, Any]) -> None:
+    def _add_model(self, families: _Families, model: ServedModel) -> None:
         name = {"model_name": model.name}
         labels = name | {"engine": ENGINE}
         families.add("gauge", "pagetide_model_ready", "1 if it serves requests", name, float(model.state == "ready"))
@@ -216,13 +221,6 @@ class Metrics:
             for metric, distribution in counted.histograms.items():
                 text, _ = HISTOGRAMS[metric]
                 families.add_histogram(f"vllm:{metric}", text, labels, distribution.buckets, distribution.total)
-        for sample in samples(stats):
-            families.add(sample.kind, sample.name, sample.text, {**labels, **sample.labels}, sample.value)
-        if stats:
-            steps = stats["step_tokens"]
-            buckets = cumulated(steps["up_to"], steps["steps"])
-            name_of_vllm = "vllm:iteration_tokens_total"  # a histogram, for all its name
-            families.add_histogram(name_of_vllm, "Tokens of a step", labels, buckets, stats["computed_tokens"])
 
     def _add_http(self, families: _Families) -> None:
         for (method, handler, status), count in self._http.items():
@@ -257,6 +255,16 @@ class _Families:
             self._by_name[name] = make(name, text, labels=list(labels))
         self._by_name[name].add_metric(list(labels.values()), value)
 
+    def add_engine(self, labels: Mapping[str, str], stats: Mapping[str, Any]) -> None:
+        """Add the statistics of an engine, if there are any."""
+        for sample in samples(stats):
+            self.add(sample.kind, sample.name, sample.text, {**labels, **sample.labels}, sample.value)
+        if stats:
+            steps = stats["step_tokens"]
+            buckets = cumulated(steps["up_to"], steps["steps"])
+            name_of_vllm = "vllm:iteration_tokens_total"  # a histogram, for all its name
+            self.add_histogram(name_of_vllm, "Tokens of a step", labels, buckets, stats["computed_tokens"])
+
     def add_histogram(
         self, name: str, text: str, labels: Mapping[str, str], buckets: list[tuple[str, float]], total: float
     ) -> None:
@@ -278,13 +286,23 @@ class _Prepared(CollectorRegistry):
         yield from self._families
 
 
-async def _stats(model: ServedModel) -> Mapping[str, Any] | None:
-    """The statistics of a model's engine; None if it cannot answer."""
-    if model.process is None or model.state != "ready":
-        return None
+_Named = Mapping[str, Mapping[str, Any]]
+
+
+async def _stats(model: ServedModel) -> tuple[_Named, _Named]:
+    """The statistics of a model's engines by their label, and further metrics by name. Empty if it cannot answer.
+
+    A durable client has several engines: "stats" is `{"workers": {name: statistics}}`. Its "fleet_metrics" are
+    `{name: {"help": text, "type": "gauge" or "counter", "samples": [[labels, value], ...]}}`.
+    """
+    engine = model.process
+    if engine is None or model.state != "ready":
+        return {}, {}
     try:
         async with asyncio.timeout(STATS_S):
-            stats: Mapping[str, Any] = await model.process.call("stats")
-        return stats
+            if not engine.is_durable:
+                return {ENGINE: await engine.call("stats")}, {}
+            stats, others = await asyncio.gather(engine.call("stats"), engine.call("fleet_metrics"))
+            return stats["workers"], others
     except (RequestFailed, EngineUnavailable, TimeoutError):
-        return None
+        return {}, {}

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .engine_client import EngineUnavailable, LoadFailed, RemoteEngine
+from .engine_client import EngineClient, EngineUnavailable, LoadFailed, RemoteEngine, RequestFailed
 from .errors import ApiError, unavailable
 from .tools import ToolParser, detect_parser
 
@@ -48,7 +48,7 @@ class ServedModel:
         self.error: str | None = None
         self.created = int(time.time())
         self.num_restarts = 0
-        self.process: RemoteEngine | None = None
+        self.process: EngineClient | None = None
         self.changing = asyncio.Lock()  # held while it goes to sleep or wakes up
 
     @property
@@ -57,7 +57,7 @@ class ServedModel:
         return self.options.name
 
     @property
-    def engine(self) -> RemoteEngine:
+    def engine(self) -> EngineClient:
         """The engine. Raises ApiError while it cannot serve."""
         if self.state == "asleep":
             raise unavailable(f"the model {self.name} is asleep: wake it up with POST /wake_up")
@@ -78,10 +78,10 @@ class ModelRegistry:
     """The models by name, in the order in which they were named.
 
     Args:
-        start: Makes an engine process; replaced by tests and benchmarks with a stand-in for the engine.
+        start: Makes the client of a model: starts an engine process unless it is given.
     """
 
-    def __init__(self, start: Callable[..., Awaitable[RemoteEngine]] = RemoteEngine.start) -> None:
+    def __init__(self, start: Callable[..., Awaitable[EngineClient]] = RemoteEngine.start) -> None:
         self._start = start
         self._models: dict[str, ServedModel] = {}
         self._watchers: dict[str, asyncio.Task[None]] = {}
@@ -149,7 +149,12 @@ class ModelRegistry:
                 return
             engine = model.engine
             model.state = "asleep"
-            await engine.call("sleep", drain_s=drain_s)
+            try:
+                await engine.call("sleep", drain_s=drain_s)
+            except RequestFailed as error:
+                if error.is_refusal:
+                    model.state = "ready"
+                raise
 
     async def wake_up(self, model: ServedModel) -> None:
         """Load a model again that sleeps. Idempotent."""

@@ -58,7 +58,7 @@ def serve(config: ServeConfig) -> int:
     raise_open_files()
     listening = listen(config)
     config = replace(config, models=models, port=listening.getsockname()[1])
-    return run_event_loop(_serve(config, keys, listening))
+    return run_event_loop(serve_on(config, keys, listening))
 
 
 def run_event_loop(main: Coroutine[Any, Any, Value]) -> Value:
@@ -85,13 +85,25 @@ def listen(config: ServeConfig) -> socket.socket:
     return listening
 
 
-async def _serve(config: ServeConfig, keys: ApiKeys, listening: socket.socket) -> int:
+async def serve_on(
+    config: ServeConfig,
+    keys: ApiKeys,
+    listening: socket.socket,
+    models: ModelRegistry | None = None,
+    stop: asyncio.Event | None = None,
+) -> int:
+    """Serve `config.models` on a listening socket. Returns the exit status as `serve`.
+
+    Args:
+        models: The registry that starts them; None: each in an engine process.
+        stop: Begins the drain when it is set, on an event loop that gets no signals; None: SIGTERM and SIGINT do.
+    """
     restricted = config.is_loopback or config.allowed_host
     names = [*LOOPBACK, config.host, *config.allowed_host] if restricted else []
     hosts = tuple(dict.fromkeys(name.lower() for name in names))
     rules = GuardRules(hosts, config.cors_origin, not config.open_metrics, config.max_body)
     options = AppOptions(config.max_queue, config.ignore_unknown_fields, rules)
-    models = ModelRegistry()
+    models = ModelRegistry() if models is None else models
     server = Server(models, keys, options)
     http = HttpServer(
         uvicorn.Config(
@@ -105,14 +117,17 @@ async def _serve(config: ServeConfig, keys: ApiKeys, listening: socket.socket) -
     logging.getLogger("pagetide.access").setLevel(logging.INFO if config.access_log else logging.WARNING)
     drainer = _Drainer(server, http, config.drain_timeout)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT) if stop is None else ():
         loop.add_signal_handler(number, drainer.signalled)
+    stopping = None if stop is None else asyncio.create_task(drainer.after(stop))
     for one in config.recorded_models:
         models.add(one)
     loading = asyncio.create_task(_load(server, http, config, keys.has_users))
     await http.serve(sockets=[listening])
-    loading.cancel()
-    await asyncio.gather(loading, return_exceptions=True)
+    waiting = [task for task in (loading, stopping) if task is not None]
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
     await models.stop()
     return int(loading.done() and not loading.cancelled() and loading.result() is False)
 
@@ -158,9 +173,15 @@ class _Drainer:
         self._timeout_s = timeout_s
         self._draining: asyncio.Task[None] | None = None
 
+    async def after(self, stop: asyncio.Event) -> None:
+        """Begin the drain when `stop` is set."""
+        await stop.wait()
+        self.signalled()
+
     def signalled(self) -> None:
         """Handle SIGTERM or SIGINT."""
         if self._draining is not None:
+            self._server.detach()
             self._http.should_exit = self._http.force_exit = True
             return
         self._server.admission.draining = True
@@ -172,19 +193,23 @@ class _Drainer:
         left = self._server.admission.num_requests
         if left:
             log.info("shutting down: %d requests have %g s; another signal ends at once", left, self._timeout_s)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._timeout_s):
-                while self._server.admission.num_requests:
-                    await asyncio.sleep(0.02)
+        await self._until_idle(self._timeout_s)
         try:
+            if self._server.durable_batches:
+                self._server.detach()
+                await self._until_idle(ANSWER_S)
             if self._server.admission.num_requests:
                 await self._server.models.stop()  # what is left fails with 503
-            with suppress(TimeoutError):
-                async with asyncio.timeout(ANSWER_S):
-                    while self._server.admission.num_requests:
-                        await asyncio.sleep(0.02)
+            await self._until_idle(ANSWER_S)
         finally:
             self._http.should_exit = True
+
+    async def _until_idle(self, timeout_s: float) -> None:
+        """Wait until all requests have ended, or for `timeout_s`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._server.admission.num_requests:
+                    await asyncio.sleep(0.02)
 
 
 def raise_open_files() -> None:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from .choices import DONE, event
-from .engine_client import EngineUnavailable, RequestFailed, SlowReader
+from .engine_client import Detached, EngineUnavailable, RequestFailed, SlowReader
 from .errors import ApiError, from_engine
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class ClientLeft(Exception):
 
 
 class EventStream(Response):
-    """Sends the events of `events` as they come. An error becomes the last event.
+    """Sends the events of `events` as they come. An error becomes the last event, without an id.
 
     Args:
         held: Closed at the end, however it comes: complete, failed, left or cut off.
@@ -50,6 +50,8 @@ class EventStream(Response):
             log.debug("the client left a stream")
         except SlowReader as error:
             log.warning("a stream is cut off: %s", error)
+        except Detached:
+            log.debug("a stream is closed before its end: its client can continue it elsewhere")
         finally:
             await self._held.aclose()
 
@@ -57,6 +59,8 @@ class EventStream(Response):
         try:
             async for data in self._events:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
+        except Detached:
+            raise
         except (ApiError, RequestFailed, EngineUnavailable) as error:
             api_error = error if isinstance(error, ApiError) else from_engine(error)
             await send({"type": "http.response.body", "body": event(api_error.body) + DONE, "more_body": True})

@@ -6,8 +6,8 @@ constrained to a JSON array of calls, with a named function to its arguments.
 
 from __future__ import annotations
 
+import hashlib
 import json
-import secrets
 from typing import Any, Literal, get_args
 
 from .errors import invalid
@@ -33,9 +33,14 @@ def detect_parser(chat_template: str | None) -> ToolParser:
 
 
 class ToolCalls:
-    """The tools of one request, and the calls in each of its choices. Raises ApiError for inconsistent fields."""
+    """The tools of one request, and the calls in each of its choices. Raises ApiError for inconsistent fields.
 
-    def __init__(self, body: ChatRequest, parser: ToolParser) -> None:
+    Args:
+        response_id: The ids of the calls are made of it, so that they are the same whenever the output is read.
+    """
+
+    def __init__(self, body: ChatRequest, parser: ToolParser, response_id: str) -> None:
+        self._response_id = response_id
         self._tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
         choice = body.tool_choice or ("auto" if self._tools else "none")
         if choice != "none" and not self._tools:
@@ -52,6 +57,11 @@ class ToolCalls:
         self._parser: ToolParser = parser if choice == "auto" else "none"
         self._streams: dict[int, _CallStream] = {}  # by choice
 
+    @property
+    def may_call(self) -> bool:
+        """Whether calls are looked for: a portion of text may become several deltas then."""
+        return self._named is not None or self._choice == "required" or self._parser != "none"
+
     def params(self) -> dict[str, Any]:
         """The constraint, as arguments of `SamplingParams`."""
         if self._named is not None:
@@ -63,9 +73,9 @@ class ToolCalls:
         """Options of the chat template."""
         return {"tools": self._tools} if self._choice != "none" else {}
 
-    def parse(self, text: str) -> tuple[Delta, bool]:
-        """The message in a whole text, `content` and perhaps `tool_calls`, and whether it has calls."""
-        deltas, called = self._new_stream().push(text, ends=True)
+    def parse(self, index: int, text: str) -> tuple[Delta, bool]:
+        """The message in the whole text of a choice, `content` and perhaps `tool_calls`, and whether it has calls."""
+        deltas, called = self._new_stream(index).push(text, ends=True)
         content = "".join(delta.get("content") or "" for delta in deltas)
         if not called:
             return {"content": content}, False
@@ -82,17 +92,18 @@ class ToolCalls:
     def stream(self, index: int, text: str, ends: bool) -> tuple[list[Delta], bool]:
         """The deltas of new text of a choice, and whether the choice has calls so far."""
         if index not in self._streams:
-            self._streams[index] = self._new_stream()
+            self._streams[index] = self._new_stream(index)
         return self._streams[index].push(text, ends)
 
-    def _new_stream(self) -> _CallStream:
+    def _new_stream(self, index: int) -> _CallStream:
+        choice_id = f"{self._response_id}/{index}"
         if self._named is not None:
-            return _NamedStream(self._named)
+            return _NamedStream(choice_id, self._named)
         if self._choice == "required":
-            return _RequiredStream()
+            return _RequiredStream(choice_id)
         if self._parser == "hermes":
-            return _HermesStream()
-        return _CallStream() if self._parser == "none" else _JsonStream(_MARKS[self._parser])
+            return _HermesStream(choice_id)
+        return _CallStream(choice_id) if self._parser == "none" else _JsonStream(choice_id, _MARKS[self._parser])
 
     def _calls_schema(self) -> dict[str, Any]:
         """An array of calls. Definitions of the functions' parameters move to the top, where references look for them."""
@@ -116,8 +127,9 @@ class ToolCalls:
 class _CallStream:
     """Turns the text of a choice into deltas. This base class finds no calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, choice_id: str) -> None:
         self.num_calls = 0
+        self._choice_id = choice_id
 
     def push(self, text: str, ends: bool) -> tuple[list[Delta], bool]:
         """The deltas of new text, and whether there are calls so far."""
@@ -125,8 +137,9 @@ class _CallStream:
 
     def _head(self, name: str) -> Delta:
         """The delta that begins a call."""
+        digest = hashlib.sha256(f"{self._choice_id}/{self.num_calls}".encode()).hexdigest()
         call = {
-            "index": self.num_calls, "id": f"call_{secrets.token_hex(12)}", "type": "function",
+            "index": self.num_calls, "id": f"call_{digest[:24]}", "type": "function",
             "function": {"name": name, "arguments": ""},
         }  # fmt: skip
         self.num_calls += 1
@@ -140,8 +153,8 @@ class _CallStream:
 class _NamedStream(_CallStream):
     """The whole text is the arguments of one function."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__()
+    def __init__(self, choice_id: str, name: str) -> None:
+        super().__init__(choice_id)
         self._name = name
 
     def push(self, text: str, ends: bool) -> tuple[list[Delta], bool]:
@@ -152,8 +165,8 @@ class _NamedStream(_CallStream):
 class _ObjectStream(_CallStream):
     """Reads calls that are JSON objects. Subclasses find where they begin."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, choice_id: str) -> None:
+        super().__init__(choice_id)
         self._call: _CallScanner | None = None  # the call that is being read
         self._held = ""  # text that may turn out to be a part of a call
         self._raw = ""  # text since the last delta that is content unless a call begins with it
@@ -186,8 +199,8 @@ class _ObjectStream(_CallStream):
 class _JsonStream(_ObjectStream):
     """The whole text is a call, several calls, or an array of calls, perhaps after a mark; otherwise it is content."""
 
-    def __init__(self, mark: str = "") -> None:
-        super().__init__()
+    def __init__(self, choice_id: str, mark: str = "") -> None:
+        super().__init__(choice_id)
         self._mark = mark
         self._begun = False  # the text has calls
         self._content = False  # the text has none

@@ -35,6 +35,8 @@ class MadeUpEngine:
         error: Raised by each call.
     """
 
+    is_durable = False
+
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
         self.info = INFO

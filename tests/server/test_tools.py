@@ -24,7 +24,7 @@ TOOLS = [
 
 def calls_of(choice: Any = "auto", parser: ToolParser = "hermes", **fields: Any) -> ToolCalls:
     body = {"messages": [{"role": "user", "content": "?"}], "tools": TOOLS, "tool_choice": choice, **fields}
-    return ToolCalls(ChatRequest.model_validate(body), parser)
+    return ToolCalls(ChatRequest.model_validate(body), parser, "chatcmpl-1")
 
 
 def joined(deltas: list[dict[str, Any]]) -> tuple[str, list[tuple[str, str]]]:
@@ -66,7 +66,7 @@ CASES: list[tuple[ToolParser, str, str, list[tuple[str, str]]]] = [
 
 @pytest.mark.parametrize(("parser", "text", "content", "calls"), CASES)
 def test_formats(parser: ToolParser, text: str, content: str, calls: list[tuple[str, str]]) -> None:
-    message, called = calls_of(parser=parser).parse(text)
+    message, called = calls_of(parser=parser).parse(0, text)
     found = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
     assert (message["content"] or "", found, called) == (content, calls, bool(calls))
 
@@ -87,7 +87,7 @@ def test_pieces_of_any_size_add_up_to_the_whole(
 
 @given(st.sampled_from(["hermes", "mistral", "llama3"]), st.text(alphabet='[{<tol_ca>}]":,n \\', max_size=60))
 def test_no_text_breaks_the_parser(parser: ToolParser, text: str) -> None:
-    whole, called = calls_of(parser=parser).parse(text)
+    whole, called = calls_of(parser=parser).parse(0, text)
     assert called or whole["content"].strip() == text.strip()
 
 
@@ -106,7 +106,7 @@ def test_a_required_call_that_is_cut_off_leaves_no_content(size: int) -> None:
     deltas += tools.stream(0, "", ends=True)[0]
     content, calls = joined(deltas)
     assert content == "" and all("content" not in delta for delta in deltas)
-    message, called = calls_of("required").parse(text)
+    message, called = calls_of("required").parse(0, text)
     assert not message["content"] and called == bool(calls)
     assert calls == wanted
 
