@@ -32,6 +32,7 @@ COMMANDS = {
     "bookkeeping": "--steps 2 --sequences 8 --repeats 1",
     "divergence": "--model MODEL --dtypes float32 --prompts 4 --new-tokens 16",
     "engine_cpu": "--rounds 1 --hidden 32 --layers 1 --prompts 2 --new-tokens 3 --dtypes float32 --profile",
+    "fleet_routing": "--data none --requests 40 --rounds 1 --workers 2 --sensitivity",
     "host_step": "--sequences 8 --steps 3 --rounds 1",
     "kv_cache_dtype": "--passages 1 --hidden 128 --layers 1 --vocab 256 --cases 2x20 1x40 --new-tokens 2 --rounds 1",
     "latent_attention": "--heads 2 --rank 32 --nope 16 --rope 8 --value 16 --decodes 2x32 --chunks 16+0 16+32 --rounds 1",
