@@ -23,13 +23,14 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
+from ..cache.cache_events import CacheEvents
 from ..scheduler.arguments import explains_arguments, explains_names
 from ..scheduler.errors import RequestRejected
 from ..scheduler.frames.source import encode
 from ..scheduler.request import SamplingParams
 from .config import EngineArguments, EngineConfig
 from .errors import ConfigError, EngineClosed
-from .frames.engine_watch import decoder, with_text
+from .frames.engine_watch import EngineWatch, decoder, with_text
 from .requests.engine_thread import EngineThread
 from .requests.inputs import Message, Prompt, PromptInput, Prompts, check_count, paired, text_of
 from .requests.intake import RequestIntake
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from .build import ModelFacts
 
 DEFAULT_MAX_WAITING = 1024
+MOST_ON_LOOP = 1024  # blocks of which the event loop makes plain data, some 2 ms; of more another thread does
 
 Pair = tuple[Prompt, SamplingParams | None]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -249,6 +251,16 @@ class AsyncLLM:
         """CPU seconds that `frame` has taken of the engine's thread so far; 0 once the engine is stopped."""
         watch = self._manager.watch
         return 0.0 if watch is None else watch.frame_s
+
+    async def cache_events(self) -> CacheEvents:
+        """The changes of the set of findable blocks since the last call: see `LLM.cache_events`."""
+        pending = await _send(self._engine_thread.look, EngineWatch.cache_events)
+        return await asyncio.to_thread(pending.events) if pending.num_blocks > MOST_ON_LOOP else pending.events()
+
+    async def cache_snapshot(self) -> CacheEvents:
+        """All findable blocks: see `LLM.cache_snapshot`."""
+        found = await _send(self._engine_thread.look, EngineWatch.cache_snapshot)
+        return CacheEvents(await asyncio.to_thread(lambda: list(found.blocks())), cleared=True)
 
     async def block(self, block: int, text: bool = False) -> dict[str, Any]:
         """The details of a block: see `LLM.block`."""

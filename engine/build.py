@@ -19,6 +19,7 @@ from ..allocator.errors import DriverUnavailable, GrantExceeded, OutOfDeviceMemo
 from ..allocator.host_arena import HostArena
 from ..allocator.lease import Lease
 from ..allocator.leased_arena import LeasedArena
+from ..cache.cache_events import CacheEventLog
 from ..cache.manager import CacheManager
 from ..cache.prefix_hash import PrefixHasher
 from ..cache.storage import Storage, TensorArena
@@ -72,6 +73,10 @@ class ModelFacts:
     device: str
     dtype: str
     sampling: SamplingParams
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    num_tables: int = 1  # block tables of a sequence
+    layout: str = ""  # how weights, K and V are stored: engines that differ in it may compute other tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,8 +98,10 @@ class Engine:
         """Facts about the loaded model."""
         plan = self.plan
         return ModelFacts(
-            plan.max_model_len, self.encoder.vocab_size, plan.block_size, plan.device, plan.dtype, self.sampling
-        )
+            plan.max_model_len, self.encoder.vocab_size, plan.block_size, plan.device, plan.dtype, self.sampling,
+            self.eos_token_ids, self.encoder.bos_token_id, plan.geometry.num_tables,
+            f"weights {plan.quantization or plan.dtype}, KV {plan.kv_cache_dtype}",
+        )  # fmt: skip
 
     def stats(self) -> dict[str, Any]:
         """The engine's state and counters as plain data."""
@@ -401,6 +408,7 @@ def _core(
         hasher=PrefixHasher(plan.block_size, config.prefix_hash_secret) if config.prefix_caching else None,
         max_cached_blocks=None if kept is None else kept // plan.geometry.block_stride,
         host_slots=0 if host is None else host.num_slots,
+        events=CacheEventLog() if config.kv_events else None,
     )  # fmt: skip
     runner = ModelRunner(
         model,

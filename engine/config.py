@@ -105,7 +105,16 @@ class WeightArguments(TypedDict, total=False):
     quantization: Quantization | None
 
 
-class EngineArguments(RecordArguments, WeightArguments, total=False):
+class PrefixArguments(TypedDict, total=False):
+    """Those arguments of `LLM` that concern the prefix cache on the device."""
+
+    prefix_caching: bool
+    prefix_cache_memory: int | str | None
+    prefix_hash_secret: bytes | None
+    kv_events: bool
+
+
+class EngineArguments(RecordArguments, WeightArguments, PrefixArguments, total=False):
     """The arguments of `LLM` besides the model, for type checkers of calls that pass them on."""
 
     tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None
@@ -117,9 +126,6 @@ class EngineArguments(RecordArguments, WeightArguments, total=False):
     max_step_tokens: int
     max_model_len: int | None
     max_chunk_tokens: int | None
-    prefix_caching: bool
-    prefix_cache_memory: int | str | None
-    prefix_hash_secret: bytes | None
     host_kv_memory: int | str | None
     idle_s: float
     share: bool
@@ -148,6 +154,7 @@ class EngineConfig:
         prefix_caching: Compute common prefixes of prompts once.
         prefix_cache_memory: Maximum bytes of cached blocks that no running request holds; None is no bound.
         prefix_hash_secret: Key of the prefix hashes, at least 16 bytes; None is a random one. Not in the repr.
+        kv_events: Keep a log of what the prefix cache comes to hold, for `AsyncLLM.cache_events`.
         host_kv_memory: Bytes of host memory to which K and V are swapped out when the pool is full; 0: none.
         idle_s: Seconds after which memory that no request needs is given back, cached prefixes included.
         share: Hold a lease of the device, so that other engines and `vram-monitor` can reclaim memory.
@@ -173,6 +180,7 @@ class EngineConfig:
     prefix_caching: bool = True
     prefix_cache_memory: int | None = None
     prefix_hash_secret: bytes | None = field(default=None, repr=False)
+    kv_events: bool = False
     host_kv_memory: int = 0
     idle_s: float = DEFAULT_IDLE_S
     share: bool = True
@@ -196,7 +204,7 @@ class EngineConfig:
         check_attention(self.attention)
         check_quantization(self.quantization)
         check_kv_cache_dtype(self.kv_cache_dtype)
-        for name in ("prefix_caching", "share", "cuda_graphs", "self_check", "record_text"):
+        for name in ("prefix_caching", "kv_events", "share", "cuda_graphs", "self_check", "record_text"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if not isinstance(self.overlap, bool | None):
@@ -206,6 +214,8 @@ class EngineConfig:
                 "host_kv_memory keeps what the prefix cache finds again: leave prefix_caching on, or host_kv_memory out"
             )
         _check_secret(self.prefix_hash_secret, self.prefix_caching)
+        if self.kv_events and not self.prefix_caching:
+            raise ConfigError("kv_events tell what the prefix cache holds: leave prefix_caching on, or kv_events out")
         if self.prefix_cache_memory is not None and not self.prefix_caching:
             raise ConfigError(
                 "prefix_cache_memory is a bound on the prefix cache: leave prefix_caching on, or prefix_cache_memory out"
@@ -218,34 +228,17 @@ class EngineConfig:
 
     @classmethod
     def resolve(
-        cls,
-        model: object,
-        *,
-        device: object = None,
-        dtype: object = None,
-        quantization: object = None,
-        kv_cache_dtype: object = None,
-        kv_memory: int | str | Mapping[str, Any] | None = None,
-        block_size: int | str | None = None,
-        max_seqs: int = DEFAULT_MAX_SEQS,
-        max_step_tokens: int = DEFAULT_MAX_STEP_TOKENS,
-        max_model_len: int | None = None,
-        max_chunk_tokens: int | None = None,
-        prefix_caching: bool = True,
-        prefix_cache_memory: int | str | None = None,
-        prefix_hash_secret: bytes | None = None,
-        host_kv_memory: int | str | None = None,
-        idle_s: float = DEFAULT_IDLE_S,
-        share: bool = True,
-        trust_remote_code: bool | None = None,
-        tokenizer: object = None,
-        attention: str | None = None,
-        overlap: bool | None = None,
-        cuda_graphs: bool = True,
-        self_check: bool = True,
-        record: object = None,
+        cls, model: object, *, device: object = None, dtype: object = None, quantization: object = None,
+        kv_cache_dtype: object = None, kv_memory: int | str | Mapping[str, Any] | None = None,
+        block_size: int | str | None = None, max_seqs: int = DEFAULT_MAX_SEQS,
+        max_step_tokens: int = DEFAULT_MAX_STEP_TOKENS, max_model_len: int | None = None,
+        max_chunk_tokens: int | None = None, prefix_caching: bool = True,
+        prefix_cache_memory: int | str | None = None, prefix_hash_secret: bytes | None = None, kv_events: bool = False,
+        host_kv_memory: int | str | None = None, idle_s: float = DEFAULT_IDLE_S, share: bool = True,
+        trust_remote_code: bool | None = None, tokenizer: object = None, attention: str | None = None,
+        overlap: bool | None = None, cuda_graphs: bool = True, self_check: bool = True, record: object = None,
         record_text: bool = False,
-    ) -> EngineConfig:
+    ) -> EngineConfig:  # fmt: skip
         """Validate and resolve the arguments of an engine, as `LLM` describes them; `model` may be a ModelSpec too.
 
         None, or "auto" if applicable, leaves the choice to the models file and then to the engine.
@@ -267,6 +260,7 @@ class EngineConfig:
             prefix_caching=prefix_caching,
             prefix_cache_memory=_size_or_0("prefix_cache_memory", prefix_cache_memory, "no bound"),
             prefix_hash_secret=prefix_hash_secret,
+            kv_events=kv_events,
             host_kv_memory=_size_or_0("host_kv_memory", host_kv_memory, "none") or 0,
             idle_s=idle_s,
             share=share,

@@ -12,12 +12,13 @@ from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from ..cache.cache_events import CacheEvents
 from ..scheduler.arguments import explains_arguments, explains_names
 from ..scheduler.errors import RequestRejected
 from ..scheduler.frames.source import encode
 from ..scheduler.request import SamplingParams
 from .config import DEFAULT_IDLE_S, EngineConfig
-from .frames.engine_watch import decoder, with_text
+from .frames.engine_watch import EngineWatch, decoder, with_text
 from .requests.inputs import Message, Prompt, Prompts, check_count, joined_progress, paired, text_of
 from .requests.manager import RequestManager
 from .requests.outputs import RequestOutput, StreamChunk, refused
@@ -64,6 +65,7 @@ class LLM:
             at the same time, and nothing stays cached after they end.
         prefix_hash_secret: Key of the prefix hashes, at least 16 bytes. Engines with equal secret and block size have equal
             hashes of the same tokens and `cache_salt`. None: a random one. Keep it secret (`pagetide.cache.prefix_hash`).
+        kv_events: Keep a log of the blocks that the prefix cache comes to hold and evicts, for `cache_events`.
         host_kv_memory: Host memory, such as "8GiB", for blocks swapped out when the pool is full, instead of computing them
             again. None: none. Allocated as needed; freed after `idle_s` without a request and by `close`.
         idle_s: Seconds after which memory that no request needs is given back, cached prefixes included.
@@ -110,6 +112,7 @@ class LLM:
         prefix_caching: bool = True,
         prefix_cache_memory: int | str | None = None,
         prefix_hash_secret: bytes | None = None,
+        kv_events: bool = False,
         host_kv_memory: int | str | None = None,
         idle_s: float = DEFAULT_IDLE_S,
         share: bool = True,
@@ -137,6 +140,7 @@ class LLM:
             prefix_caching=prefix_caching,
             prefix_cache_memory=prefix_cache_memory,
             prefix_hash_secret=prefix_hash_secret,
+            kv_events=kv_events,
             host_kv_memory=host_kv_memory,
             idle_s=idle_s,
             share=share,
@@ -360,6 +364,25 @@ class LLM:
         series of frames for each engine. Texts and token ids are not in it.
         """
         return encode(self._manager.look(lambda watch: watch.frame(full)))
+
+    def cache_events(self) -> CacheEvents:
+        """The blocks that became findable in the prefix cache, and those that did not stay so, since the last call.
+
+        Apply the changes in the order `cleared`, `removed`, `stored`; if changes are `lost`, begin anew with
+        `cache_snapshot`. Up to 65,536 changed blocks are kept between two calls. There is one series of events for each engine.
+        With layers that read a part of each sequence, a hit may end before the last findable block of a prompt.
+
+        Raises:
+            ConfigError: the engine was made without `kv_events`.
+        """
+        return self._manager.look(EngineWatch.cache_events).events()
+
+    def cache_snapshot(self) -> CacheEvents:
+        """All findable blocks, as events with `cleared`: the next `cache_events` are the changes since then.
+
+        Raises ConfigError as `cache_events` does.
+        """
+        return CacheEvents([*self._manager.look(EngineWatch.cache_snapshot).blocks()], cleared=True)
 
     def block(self, block: int, text: bool = False) -> dict[str, Any]:
         """The details of a block of the pool: plain data.

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from .engine.errors import ConfigError, EngineClosed, ModelNotFound, NotEnoughMemory, UnsupportedModel
     from .engine.llm import LLM
     from .engine.requests.outputs import Completion, RequestOutput, StreamChunk, TokenLogprobs
+    from .fleet.api import Fleet
+    from .fleet.errors import FleetError
     from .pipelines import pipeline
     from .scheduler.errors import RequestRejected
     from .scheduler.request import SamplingParams
@@ -28,6 +30,8 @@ __all__ = [
     "Completion",
     "ConfigError",
     "EngineClosed",
+    "Fleet",
+    "FleetError",
     "ModelNotFound",
     "NotEnoughMemory",
     "RequestOutput",
@@ -45,6 +49,8 @@ _NAMES_OF = {
     ".engine.errors": ("ConfigError", "EngineClosed", "ModelNotFound", "NotEnoughMemory", "UnsupportedModel"),
     ".engine.llm": ("LLM",),
     ".engine.requests.outputs": ("Completion", "RequestOutput", "StreamChunk", "TokenLogprobs"),
+    ".fleet.api": ("Fleet",),
+    ".fleet.errors": ("FleetError",),
     ".pipelines": ("pipeline",),
     ".scheduler.errors": ("RequestRejected",),
     ".scheduler.request": ("SamplingParams",),

@@ -146,14 +146,14 @@ def _add_demo(commands: Any) -> argparse.ArgumentParser:
 
 def _add_modules(commands: Any) -> list[argparse.ArgumentParser]:
     """Add the commands that have modules of their own."""
-    from . import disk_cache, doctor, replay, serve
+    from . import disk_cache, doctor, fleet_command, replay, serve
     from .batch import run
 
     def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
         return _engine_arguments(args) | _serving_arguments(args)
 
     serving = serve.add_parser(commands, _add_engine_options, _add_serving, engine_arguments)
-    others = [one.add_parser(commands) for one in (replay, doctor, disk_cache)]
+    others = [one.add_parser(commands) for one in (replay, doctor, disk_cache, fleet_command)]
     return [run.add_parser(commands), serving, *others]
 
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .server.models import ModelOptions
 
 _LIBRARIES = ("fastapi", "uvicorn", "msgspec")
 _HTTP_OPTIONS = (
@@ -44,6 +48,12 @@ def add_parser(
         "--config", type=Path, metavar="FILE",
         help="settings in YAML (variable: PAGETIDE_SERVE_CONFIG; PAGETIDE_CONFIG names a models file)",
     )  # fmt: skip
+    fleet = parser.add_argument_group("fleet")
+    fleet.add_argument(
+        "--fleet", metavar="ADDRESS",
+        help="serve a running fleet instead of MODEL: the address of its Ray cluster, or local for this machine's",
+    )  # fmt: skip
+    fleet.add_argument("--fleet-name", default="fleet", metavar="NAME", help="name of the fleet (default fleet)")
     http = parser.add_argument_group("server")
     http.add_argument("--host", metavar="ADDRESS", help="address to listen on (default 127.0.0.1)")
     http.add_argument("--port", type=int, metavar="N", help="port to listen on; 0 takes a free one (default 8000)")
@@ -93,9 +103,46 @@ def _serve(args: argparse.Namespace, engine: dict[str, Any]) -> int:
     models = [ModelOptions(reference, reference) for reference in [*args.models, *args.more_models]]
     given = {name: getattr(args, name) for name in _HTTP_OPTIONS}
     file = args.config or (Path(named) if (named := os.environ.get("PAGETIDE_SERVE_CONFIG")) else None)
-    config = ServeConfig.resolve(given, os.environ, file, models, engine)
     try:
-        return serve(config)
+        if args.fleet is not None:
+            return _serve_fleet(args, given, file, models, engine)
+        return serve(ServeConfig.resolve(given, os.environ, file, models, engine))
     except CannotServe as error:
         print(f"pagetide: {error}", file=sys.stderr)
         return 2
+
+
+def _serve_fleet(
+    args: argparse.Namespace,
+    given: dict[str, Any],
+    file: Path | None,
+    models: Sequence[ModelOptions],
+    engine: dict[str, Any],
+) -> int:
+    """Serve a running fleet. Raises ValueError for settings of engines, FleetError and CannotServe."""
+    from .fleet.front import serve_fleet
+    from .fleet.sync import model_of_fleet
+    from .server.config import ServeConfig
+    from .server.models import ModelOptions
+    from .server.run import read_template
+
+    if models or _names_models(file):
+        raise ValueError("--fleet serves the fleet's model: leave out MODEL, --model, PAGETIDE_MODEL and models:")
+    model = model_of_fleet(args.fleet, args.fleet_name)
+    own = ModelOptions(model.reference, model.reference)
+    config = ServeConfig.resolve(given, os.environ, file, [own], engine)
+    (own,) = config.recorded_models
+    if own.engine:
+        raise ValueError(f"the fleet's workers have their own engine settings: leave out {', '.join(own.engine)}")
+    if own.chat_template is not None:
+        own = replace(own, chat_template=read_template(Path(own.chat_template)))
+    return serve_fleet(replace(config, models=(own,)), args.fleet, args.fleet_name)
+
+
+def _names_models(file: Path | None) -> bool:
+    """Whether the environment or the configuration file names models. Raises ValueError for a file that cannot be read."""
+    from .monitor.yaml_file import read_yaml
+
+    _, data = (None, None) if file is None else read_yaml(file)
+    in_file = isinstance(data, Mapping) and any(data.get(name) for name in ("model", "models"))
+    return in_file or bool(os.environ.get("PAGETIDE_MODEL"))

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...allocator.pool_view import NULL_BLOCK, BlockState
+from ...cache.cache_events import BlockBatch, CacheEventLog, PendingEvents
 from ...monitor.errors import MonitorError
 from ...scheduler.errors import RequestRejected
 from ...scheduler.frames.source import Frame, FrameSource, MemoryFigures, PoolFacts, with_labels
 from ...scheduler.outcome import Decision
 from ...scheduler.scheduler import Scheduler
+from ..errors import ConfigError
 
 if TYPE_CHECKING:
     from ..build import Engine  # imports torch
@@ -54,6 +56,22 @@ class EngineWatch:
     def explain(self, request: str | None) -> list[Decision]:
         """The decisions that are kept, or those that concern a request, by its id or label."""
         return decisions_about(self._engine.core.scheduler, request)
+
+    def cache_events(self) -> PendingEvents:
+        """The changes of the set of findable blocks since the last call. Raises ConfigError if no log is kept."""
+        return self._events.take()
+
+    def cache_snapshot(self) -> BlockBatch:
+        """All findable blocks; `cache_events` goes on from here. Raises ConfigError as it does."""
+        self._events.take()
+        return self._engine.core.scheduler.cache.index.snapshot()
+
+    @property
+    def _events(self) -> CacheEventLog:
+        events = self._engine.core.scheduler.cache.index.events
+        if events is None:
+            raise ConfigError("this engine keeps no log of its prefix cache: make it with kv_events=True")
+        return events
 
 
 def frame_source(engine: Engine, *, text: bool = False, **clocks: Callable[[], float]) -> FrameSource:

@@ -210,8 +210,11 @@ def _plain(text: str) -> Any:
         raise argparse.ArgumentTypeError(f"cannot be read as YAML: {text!r:.80}") from error
 
 
-def read_config(args: argparse.Namespace) -> RunConfig:
+def read_config(args: argparse.Namespace, model: str | None = None) -> RunConfig:
     """Build the run's configuration from the flags of `add_flags` and the file they may name. Does not look up the model.
+
+    Args:
+        model: That of a fleet, unless flags or file name one.
 
     Raises:
         ConfigError: An unknown key, an invalid value, or a missing one; the message names it with its line or flag.
@@ -222,6 +225,8 @@ def read_config(args: argparse.Namespace) -> RunConfig:
         for key in keys:
             if (value := getattr(args, _dest(section, key))) is not None:
                 settings[section, key] = SourcedValue(value, _flag(section, key))
+    if model is not None and settings.get(("", "model"), SourcedValue(None, "")).value is None:
+        settings["", "model"] = SourcedValue(model, "--fleet")
     return _build({place: setting for place, setting in settings.items() if setting.value is not None})
 
 

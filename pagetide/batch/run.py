@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..engine.errors import ConfigError, EngineError
 from ..engine.loading.models import ModelSpec, resolve_model
 from ..engine.requests.progress import Bar
 from ..engine.text.chat_template import options_from_data
 from ..scheduler.request import SamplingParams
+from ..serve import check_libraries
 from .config import STDIN, RunConfig, add_flags, fingerprint, read_config
 from .input import InputFile, InputRequest, Summary, read_line
 from .output import Output, Settings, files_of
@@ -27,6 +28,9 @@ from .results import Record, ResultBuilder, failure_of, is_error, line_of, usage
 
 if TYPE_CHECKING:
     from ..engine.llm import LLM
+    from ..engine.requests.outputs import RequestOutput
+    from ..fleet.messages import FleetModel
+    from ..fleet.sync import SyncFleet
 
 RECORDS_VERSION = 1  # the version of the record format: a run does not resume with another
 MOST_FAILURES = 32  # consecutive lines that may fail in the engine before a run stops; none of them is written
@@ -48,6 +52,12 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument("--restart", action="store_true", help="throw away what an earlier start left unfinished")
     parser.add_argument("--overwrite", action="store_true", help="replace the output once all records are there")
     parser.add_argument("--json", action="store_true", help="the summary as JSON")
+    fleet = parser.add_argument_group("fleet")
+    fleet.add_argument(
+        "--fleet", metavar="ADDRESS",
+        help="let a running fleet serve the lines, with its model: the address of its Ray cluster, or local for this machine's",
+    )  # fmt: skip
+    fleet.add_argument("--fleet-name", default="fleet", metavar="NAME", help="name of the fleet (default fleet)")
     add_flags(parser)
     parser.set_defaults(run=main)
     return parser
@@ -59,13 +69,27 @@ def main(args: argparse.Namespace) -> int:
     Raises the errors that `pagetide.cli` reports with status 2: ConfigError, ModelNotFound, OSError and so on. Records
     written so far stay.
     """
-    config = read_config(args)
+    if args.fleet is None:
+        return _run(args, None)
+    check_libraries("pagetide run --fleet")
+    from ..fleet.api import Fleet
+    from ..fleet.sync import SyncFleet
+
+    with SyncFleet(Fleet(args.fleet, args.fleet_name)) as fleet:
+        return _run(args, fleet)
+
+
+def _run(args: argparse.Namespace, fleet: SyncFleet | None) -> int:
+    """Run the command on an engine of its own, or on a fleet. Returns and raises as `main`."""
+    config = read_config(args) if fleet is None else _fleet_config(args, fleet.model)
     spec = resolve_model(config.model)
     target = _checked_output(config, None if args.config is None else Path(args.config))
     with closing(InputFile(config.input)) as source, Output(target) as output:
         survey = source.survey()
         settings = {**_settings(config, spec), "input": survey.sha256, "input.format": survey.format}
-        run = _RunState(config, source, survey, output, settings)
+        if fleet is not None:
+            settings |= _fleet_settings(fleet.model)
+        run = _RunState(config, source, survey, output, settings, fleet)
         if not (args.restart or args.overwrite) and (counts := output.finished(run.settings)) is not None:
             print(
                 f"{target} is there already, whole and of these settings: nothing is left to be done", file=sys.stderr
@@ -141,13 +165,20 @@ class _RunState:
     """One start of a run, from the existing records to the last."""
 
     def __init__(
-        self, config: RunConfig, source: InputFile, survey: Summary, output: Output, settings: Settings
+        self,
+        config: RunConfig,
+        source: InputFile,
+        survey: Summary,
+        output: Output,
+        settings: Settings,
+        fleet: SyncFleet | None = None,
     ) -> None:
         self.settings = settings
         self.tally = _Tally()
         self._config = config
         self._survey = survey
         self._output = output
+        self._fleet = fleet
         self._digest = hashlib.sha256()
         self._lines = source.lines(self._digest)
         self._line = next(self._lines, None)  # the first line without a request or a record
@@ -160,7 +191,10 @@ class _RunState:
             self.tally.resumed_lines = self.tally.lines
             said = f"going on: {self.tally.lines:,} of {self._survey.num_lines:,} records are there"
             print(said, file=sys.stderr)
-        if self.tally.lines < self._survey.num_lines:
+        if self.tally.lines < self._survey.num_lines and self._fleet is not None:
+            self._serve(self._fleet)
+            self.tally.preemptions = self._fleet.stats()["preemptions"]
+        elif self.tally.lines < self._survey.num_lines:
             from ..engine.llm import LLM
 
             with LLM(self._config.model, **self._config.engine.arguments()) as llm:
@@ -179,9 +213,17 @@ class _RunState:
             self.tally.add(record)
             self._line = next(self._lines, None)
 
-    def _serve(self, llm: LLM) -> None:
-        prompts, params = itertools.tee(self._requests(llm))
-        outputs = llm.generate_each((prompt for prompt, _ in prompts), (own for _, own in params))
+    def _outputs(self, llm: LLM | SyncFleet) -> Iterator[RequestOutput]:
+        """The outputs of the lines without records, in order."""
+        requests = self._requests(llm)
+        if self._fleet is not None:
+            run_id = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()
+            return self._fleet.generate_each(requests, lambda: f"run {run_id} line {self._asked[-1].line}")
+        prompts, params = itertools.tee(requests)
+        return cast("LLM", llm).generate_each((prompt for prompt, _ in prompts), (own for _, own in params))
+
+    def _serve(self, llm: LLM | SyncFleet) -> None:
+        outputs = self._outputs(llm)
         recorder = ResultBuilder(self._config.output, self._config.model, self._survey.sha256[:12], _token_text(llm))
         held: list[Record] = []  # failed lines since the last that did not fail
         began = time.perf_counter()
@@ -208,7 +250,7 @@ class _RunState:
             bar.update()
         records.clear()
 
-    def _requests(self, llm: LLM) -> Iterator[tuple[str | list[int], SamplingParams]]:
+    def _requests(self, llm: LLM | SyncFleet) -> Iterator[tuple[str | list[int], SamplingParams]]:
         """The prompts for the engine.
 
         An invalid line becomes an empty prompt, which the engine refuses at its place. So such lines keep their order
@@ -244,7 +286,7 @@ class _RunState:
         )  # fmt: skip
 
 
-def _token_text(llm: LLM) -> Callable[[int], str]:
+def _token_text(llm: LLM | SyncFleet) -> Callable[[int], str]:
     """A function that converts one token of the model to text."""
 
     def said(token_id: int) -> str:
@@ -277,6 +319,22 @@ def _is_same(path: Path, other: Path) -> bool:
     if path.resolve() == other.resolve():
         return True
     return path.exists() and other.exists() and path.samefile(other)
+
+
+def _fleet_config(args: argparse.Namespace, model: FleetModel) -> RunConfig:
+    """The configuration of a run on a fleet. Raises ConfigError for what the fleet decides."""
+    config = read_config(args, model.reference)
+    if config.model not in (model.reference, model.name):
+        raise ConfigError(f"the fleet serves {model.reference}, and not {config.model}: leave the model out")
+    if given := config.engine.arguments():
+        raise ConfigError(f"the fleet's workers have their own engine settings: leave out {', '.join(given)}")
+    return config
+
+
+def _fleet_settings(model: FleetModel) -> Settings:
+    """What determines the records among a fleet's settings."""
+    names = ("identity", "dtype", "layout", "max_model_len")
+    return {f"fleet.{name}": getattr(model, name) for name in names}
 
 
 def _settings(config: RunConfig, spec: ModelSpec) -> Settings:

@@ -1,0 +1,134 @@
+"""The settings of a fleet: `fleet.yaml`."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ..monitor.yaml_file import InvalidYaml, read_yaml
+from ..server.config import ENGINE_SETTINGS, ServeConfig
+
+DEFAULT_NAME = "fleet"
+LOCAL = "local"  # an address: Ray is started on this machine
+_SERVER_SETTINGS = tuple(
+    one.name for one in fields(ServeConfig) if one.name not in ("models", "host", "port", "record", "record_text")
+)
+_DURABILITIES = ("process", "power")
+
+
+class FleetConfigInvalid(ValueError):
+    """A setting is wrong; the message names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetConfig:
+    """The settings of a fleet.
+
+    Attributes:
+        model: A name of a models file, a folder, or a hub id in the local cache.
+        name: Of the fleet; several on one cluster have different ones.
+        address: Of a running Ray cluster, or "local".
+        workers, front_ends: How many of each are started.
+        engine: Arguments of `LLM` for each worker.
+        worker_resources: What Ray reserves for a worker: `num_gpus`, `num_cpus`, and others by their names.
+        threads: Of a worker's computations; 0: the machine's cores divided among its workers.
+        host, port: Where the first front end listens; each further one listens on the next port.
+        server: Other settings of `pagetide serve`.
+        state_dir: Folder of the journal.
+        durability: "process" or "power": the crash after which the journal has every record that a client has seen.
+        hang_s: Seconds of silence after which a worker's requests are given to others.
+        keep_s: How long ended requests can be read again.
+        shares: Weights of tenants (names of API keys) in the queue; others have 1.
+        kv_events: Where each worker publishes the events of its prefix cache: the port of the first one; None: nowhere.
+    """
+
+    model: str
+    name: str = DEFAULT_NAME
+    address: str = LOCAL
+    workers: int = 1
+    front_ends: int = 1
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    worker_resources: Mapping[str, float] = field(default_factory=dict)
+    threads: int = 0
+    host: str = "127.0.0.1"
+    port: int = 8000
+    server: Mapping[str, Any] = field(default_factory=dict)
+    state_dir: str = ""
+    durability: str = "process"
+    hang_s: float = 5.0
+    keep_s: float = 600.0
+    shares: Mapping[str, float] = field(default_factory=dict)
+    kv_events: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("workers", 0), ("front_ends", 0), ("threads", 0), ("port", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise FleetConfigInvalid(f"{name} must be an integer of at least {least}, got {value!r:.80}")
+        for name in ("hang_s", "keep_s"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0.5 <= value < 1e9:
+                raise FleetConfigInvalid(f"{name} must be a number of seconds of at least 0.5, got {value!r:.80}")
+        if self.durability not in _DURABILITIES:
+            raise FleetConfigInvalid(f"durability must be process or power, got {self.durability!r:.80}")
+        for tenant, share in self.shares.items():
+            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1e9:
+                raise FleetConfigInvalid(f"shares: {tenant!r} must have a weight above 0, got {share!r:.80}")
+        if not isinstance(self.name, str) or not self.name.replace("-", "").replace("_", "").isalnum():
+            raise FleetConfigInvalid(f"name must be of letters, digits, - and _, got {self.name!r:.80}")
+        _check_keys("engine", self.engine, ENGINE_SETTINGS)
+        _check_keys("server", self.server, _SERVER_SETTINGS)
+
+    @property
+    def journal(self) -> Path:
+        """The journal's file."""
+        folder = Path(self.state_dir) if self.state_dir else state_dir(os.environ) / self.name
+        return folder / "journal.sqlite"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for `FleetConfig(**data)`."""
+        found = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: dict(value) if isinstance(value, Mapping) else value for name, value in found.items()}
+
+    @classmethod
+    def read(cls, file: Path, given: Mapping[str, Any] | None = None) -> FleetConfig:
+        """The settings in a file; `given` go first. Raises FleetConfigInvalid."""
+        try:
+            _, data = read_yaml(file)
+        except (OSError, InvalidYaml) as error:
+            raise FleetConfigInvalid(f"{file} cannot be read: {error}") from error
+        if not isinstance(data, Mapping):
+            raise FleetConfigInvalid(f"{file} must map settings to values")
+        settings = {str(name).replace("-", "_"): value for name, value in data.items()}
+        known = [one.name for one in fields(cls)]
+        try:
+            _check_keys(str(file), settings, known)
+            settings.update({name: value for name, value in (given or {}).items() if value is not None})
+            for name in ("engine", "server", "shares", "worker_resources"):
+                if not isinstance(settings.get(name) or {}, Mapping):
+                    raise FleetConfigInvalid(f"{name} must map names to values, got {settings[name]!r:.80}")
+                settings[name] = {str(k).replace("-", "_"): v for k, v in (settings.get(name) or {}).items()}
+            if not isinstance(settings.get("model"), str):
+                raise FleetConfigInvalid("model: name the model that the workers load")
+            return cls(**settings)
+        except FleetConfigInvalid as error:
+            raise FleetConfigInvalid(f"{file}: {str(error).removeprefix(f'{file}: ')}") from error
+
+
+def state_dir(environ: Mapping[str, str]) -> Path:
+    """The folder of all fleets' states: $XDG_STATE_HOME/pagetide."""
+    base = environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "pagetide"
+
+
+def _check_keys(where: str, given: Mapping[str, Any], known: Any) -> None:
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), list(known), n=1)
+            raise FleetConfigInvalid(
+                f"{where}: unknown setting {name!r}" + (f"; did you mean {near[0]}?" if near else "")
+            )

@@ -1,0 +1,132 @@
+"""The outputs that front ends follow: journaled records, and how many of them each front end has."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class _Output:
+    """The journaled records of a request, and the front ends that follow it."""
+
+    records: list[bytes]
+    is_complete: bool = False
+    followers: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _FrontEnd:
+    """A front end: how many records it has of each request that it follows, and which have news."""
+
+    seen_at: float
+    positions: dict[int, int] = field(default_factory=dict)
+    news: dict[int, None] = field(default_factory=dict)  # ordered
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Followers:
+    """Hands journaled records to the front ends that follow their requests, each record once.
+
+    Outputs that are complete and followed by no front end are dropped: the journal has them.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._outputs: dict[int, _Output] = {}
+        self._fronts: dict[str, _FrontEnd] = {}
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._outputs
+
+    @property
+    def num_fronts(self) -> int:
+        """Front ends that were heard of lately."""
+        return len(self._fronts)
+
+    # -- outputs -----------------------------------------------------------------------------------------------------
+
+    def add(self, number: int, records: Sequence[bytes] = (), is_complete: bool = False) -> None:
+        """Begin the output of a request, with its records so far. Does nothing if it is there."""
+        self._outputs.setdefault(number, _Output(list(records), is_complete))
+
+    def show(self, number: int, data: bytes, ends: bool) -> None:
+        """Append a record that is in the journal."""
+        output = self._outputs[number]
+        output.records.append(data)
+        output.is_complete = output.is_complete or ends
+        for name in output.followers:
+            front = self._fronts[name]
+            front.news[number] = None
+            front.changed.set()
+        self._drop_if_done(number)
+
+    def _drop_if_done(self, number: int) -> None:
+        output = self._outputs.get(number)
+        if output is not None and output.is_complete and not output.followers:
+            del self._outputs[number]
+
+    # -- front ends --------------------------------------------------------------------------------------------------
+
+    def _front(self, name: str) -> _FrontEnd:
+        front = self._fronts.get(name)
+        if front is None:
+            front = self._fronts[name] = _FrontEnd(self._clock())
+        front.seen_at = self._clock()
+        return front
+
+    def follow(self, name: str, number: int, position: int = 0) -> None:
+        """Let a front end follow an output that is there, from its record `position` on."""
+        front = self._front(name)
+        self._outputs[number].followers.add(name)
+        front.positions[number] = position
+        front.news[number] = None
+        front.changed.set()
+
+    def leave(self, name: str, numbers: Iterable[int]) -> None:
+        """Let a front end follow these requests no longer."""
+        front = self._fronts.get(name)
+        for number in numbers:
+            if front is not None and front.positions.pop(number, None) is not None and number in self._outputs:
+                self._outputs[number].followers.discard(name)
+                self._drop_if_done(number)
+
+    async def read(self, name: str, timeout_s: float) -> dict[int, tuple[int, list[bytes]]]:
+        """New records by request; waits for some. An output that is complete is followed no longer once it is read."""
+        front = self._front(name)
+        if not (found := self._take(name, front)):
+            front.changed.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await front.changed.wait()
+            found = self._take(name, front)
+        front.seen_at = self._clock()
+        return found
+
+    def _take(self, name: str, front: _FrontEnd) -> dict[int, tuple[int, list[bytes]]]:
+        found = {}
+        numbers, front.news = front.news, {}
+        for number in numbers:
+            position, output = front.positions.get(number), self._outputs.get(number)
+            if position is None or output is None:
+                continue
+            if len(output.records) > position:
+                found[number] = position, output.records[position:]
+                front.positions[number] = len(output.records)
+            if output.is_complete:
+                self.leave(name, [number])
+        return found
+
+    def positions(self) -> Mapping[str, int]:
+        """Requests that each front end follows."""
+        return {name: len(front.positions) for name, front in self._fronts.items()}
+
+    def forget(self, unseen_s: float) -> None:
+        """Forget front ends that have read nothing for so long."""
+        now = self._clock()
+        for name in [name for name, front in self._fronts.items() if now - front.seen_at > unseen_s]:
+            self.leave(name, list(self._fronts[name].positions))
+            del self._fronts[name]

@@ -1,0 +1,118 @@
+"""How front ends and workers reach the queue: the calls, and the errors of a queue that is away.
+
+`QueueLink` is the one seam to the transport: Ray in a fleet (ray_cluster.py), the `QueueServer` itself in tests (`DirectLink`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from .messages import (
+    CacheChanges,
+    Deliveries,
+    FleetInfo,
+    NewRequest,
+    Orders,
+    Registration,
+    Report,
+    StaleEpoch,
+    Submission,
+    WorkerRefused,
+    encode,
+)  # fmt: skip
+from .queue_server import QueueServer
+
+
+class QueueUnavailable(Exception):
+    """The queue cannot be reached now: its process has ended and is being restarted, or the cluster is gone."""
+
+
+class QueueLink(Protocol):
+    """The queue's calls. All raise QueueUnavailable; those of workers StaleEpoch too."""
+
+    async def info(self, wait_s: float = 30.0) -> FleetInfo | None:
+        """See `QueueServer.info`."""
+
+    async def submit(self, front: str, requests: Sequence[NewRequest]) -> list[Submission]:
+        """See `QueueServer.submit`."""
+
+    async def attach(self, front: str, request_id: str, tenant: str) -> Submission:
+        """See `QueueServer.attach`."""
+
+    async def read(self, front: str, positions: Mapping[int, int] | None = None) -> Deliveries:
+        """See `QueueServer.read`."""
+
+    async def leave(self, front: str, numbers: Sequence[int], cancels: bool) -> None:
+        """See `QueueServer.leave`."""
+
+    async def status(self) -> dict[str, Any]:
+        """See `QueueServer.status`."""
+
+    async def register(self, registration: Registration) -> int:
+        """See `QueueServer.register`. Raises WorkerRefused."""
+
+    async def pull(self, worker: str, epoch: int) -> Orders:
+        """See `QueueServer.pull`."""
+
+    async def report(self, report: Report) -> None:
+        """See `QueueServer.report`."""
+
+    async def cache(self, worker: str, epoch: int, changes: CacheChanges) -> None:
+        """See `QueueServer.cache`."""
+
+
+class DirectLink:
+    """A link to a queue on the same event loop. While `server` is None, the queue is away. For tests."""
+
+    def __init__(self, server: QueueServer | None) -> None:
+        self.server = server
+
+    def __getattr__(self, name: str) -> Any:
+        if self.server is not None:
+            return getattr(self.server, name)
+
+        async def away(*_: object, **__: object) -> None:
+            raise QueueUnavailable("the queue is away")
+
+        return away
+
+
+# The calls by name: the types of their arguments and of their result. What is sent is msgpack.
+CALLS: dict[str, tuple[Any, Any]] = {
+    "info": (tuple[float], FleetInfo | None),
+    "submit": (tuple[str, list[NewRequest]], list[Submission]),
+    "attach": (tuple[str, str, str], Submission),
+    "read": (tuple[str, dict[int, int] | None], Deliveries),
+    "leave": (tuple[str, list[int], bool], None),
+    "status": (tuple[()], dict[str, Any]),
+    "register": (tuple[Registration], int),
+    "pull": (tuple[str, int], Orders),
+    "report": (tuple[Report], None),
+    "cache": (tuple[str, int, CacheChanges], None),
+    "drain": (tuple[str], None),
+    "add": (tuple[int], list[str]),
+    "stop": (tuple[float], None),
+}
+ERRORS: dict[str, type[Exception]] = {one.__name__: one for one in (StaleEpoch, WorkerRefused)}
+
+
+async def answer_call(target: Any, method: str, data: bytes) -> bytes:
+    """Call `method` of `target` with encoded arguments. Returns the encoded result, or one of ERRORS."""
+    arguments, _ = CALLS[method]
+    try:
+        result = await getattr(target, method)(*msgspec.msgpack.decode(data, type=arguments))
+    except tuple(ERRORS.values()) as error:
+        return encode(["error", type(error).__name__, str(error)])
+    return encode(["result", result])
+
+
+def result_of(method: str, data: bytes) -> Any:
+    """The result in the answer to a call. Raises one of ERRORS."""
+    kind, *rest = msgspec.msgpack.decode(data, type=list[msgspec.Raw])
+    if msgspec.msgpack.decode(kind) == "error":
+        name, message = (msgspec.msgpack.decode(one) for one in rest)
+        raise ERRORS[name](message)
+    return msgspec.msgpack.decode(rest[0], type=CALLS[method][1])

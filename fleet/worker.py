@@ -1,0 +1,297 @@
+"""A worker: one engine that pulls requests from the queue and reports what it generates."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..server.engine_outputs import MakeScores, error_kind, piece_of, request_end, scores
+from ..server.messages import Failed, Piece, RequestEnd
+from ..version import __version__
+from .links import QueueLink, QueueUnavailable
+from .messages import Assignment, CacheChanges, FleetModel, Orders, Registration, Report, StaleEpoch, WorkerState
+from .report_buffer import ReportBuffer
+
+if TYPE_CHECKING:
+    from ..cache.cache_events import CacheEvents
+    from ..engine.async_llm import AsyncLLM
+    from ..engine.requests.outputs import RequestOutput
+    from .kv_events import KvEventPublisher
+
+log = logging.getLogger(__name__)
+
+STATE_EVERY_S = 0.1
+STATS_EVERY_S = 1.0
+AGAIN_S = 0.1  # between attempts to reach the queue
+UNLIMITED_WAITING = 1 << 30  # the queue bounds what waits
+
+
+class Worker:
+    """Serves the queue from one engine, under one epoch after the other, until the queue orders its end.
+
+    Args:
+        publisher: Gets the events of the prefix cache too.
+        model: See `FleetModel`; `model_of` makes it.
+    """
+
+    def __init__(
+        self, name: str, llm: AsyncLLM, model: FleetModel, link: QueueLink, publisher: KvEventPublisher | None = None
+    ) -> None:
+        self.name = name
+        self.model = model
+        self._llm = llm
+        self._link = link
+        self._publisher = publisher
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # by the number of the request
+        self._buffer = ReportBuffer()
+        self._stats_at = 0.0
+        self.num_epochs = 0
+
+    async def run(self) -> None:
+        """Serve until the queue orders the end. Raises WorkerRefused."""
+        while True:
+            try:
+                epoch = await self._register()
+                self.num_epochs += 1
+                await self._serve(epoch)
+                return
+            except (StaleEpoch, QueueUnavailable) as error:
+                log.warning("the worker %s begins anew: %s", self.name, error)
+                await asyncio.sleep(AGAIN_S)
+            finally:
+                await self._abort(list(self._tasks))
+
+    async def _register(self) -> int:
+        self._buffer = ReportBuffer()
+        state = await self._state()
+        registration = Registration(
+            self.name, self.model, self._llm.config.max_seqs, state, os.getpid(), socket.gethostname()
+        )
+        epoch = await self._link.register(registration)
+        await self._link.cache(self.name, epoch, await self._whole_cache())
+        return epoch
+
+    async def _serve(self, epoch: int) -> None:
+        """Pull and report until the end is ordered."""
+        pulling, reporting = asyncio.create_task(self._pull(epoch)), asyncio.create_task(self._report(epoch))
+        try:
+            await asyncio.wait({pulling, reporting}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (pulling, reporting):
+                if task.done():
+                    task.result()
+        finally:
+            for task in (pulling, reporting):
+                task.cancel()
+            await asyncio.gather(pulling, reporting, return_exceptions=True)
+
+    # -- orders ------------------------------------------------------------------------------------------------------
+
+    async def _pull(self, epoch: int) -> None:
+        while True:
+            orders = await self._link.pull(self.name, epoch)
+            await self._follow(orders)
+            if orders.stop and not self._tasks and self._buffer.is_empty:
+                return
+
+    async def _follow(self, orders: Orders) -> None:
+        for assignment in orders.assignments:
+            task = asyncio.create_task(self._generate(assignment))
+            self._tasks[assignment.number] = task
+            task.add_done_callback(partial(self._ended, assignment.number))
+        if orders.cancelled:
+            await self._abort(orders.cancelled)
+            for number in orders.cancelled:
+                self._buffer.drop(number)
+        for number in orders.released:
+            if number in self._tasks:
+                await self._abort([number])
+                self._buffer.release(number)
+
+    def _ended(self, number: int, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(number) is task:
+            del self._tasks[number]
+
+    async def _abort(self, numbers: Sequence[int]) -> None:
+        tasks = [task for number in numbers if (task := self._tasks.get(number)) is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    async def _generate(self, assignment: Assignment) -> None:
+        """Continue a request to its end. What it generates goes into the buffer."""
+        number = assignment.number
+        try:
+            await self._stream(assignment)
+        except Exception as error:
+            kind = error_kind(error)
+            if kind == "internal":
+                log.exception("request %d failed", number)
+            self._buffer.add(Failed(number, kind, str(error) or type(error).__name__))
+
+    async def _stream(self, assignment: Assignment) -> None:
+        number, make = assignment.number, partial(scores, self._llm.tokenizer)
+        handovers, pieces = self._split(assignment)
+        searches = any((one["sampling"].get("num_beams") or 1) > 1 for one in handovers)
+        self._buffer.add_all(pieces)
+        outputs: list[RequestOutput | None] = [None] * len(handovers)
+        found: list[Piece] = []
+        if handovers:
+            stream = self._llm.import_request(handovers)
+            async with aclosing(stream):
+                async for chunk in stream:
+                    piece = piece_of(number, chunk, make)
+                    if searches:
+                        found.append(piece)  # beams come at the end, and in one record with it
+                    else:
+                        self._buffer.add(_at_index(piece, handovers[chunk.index]["index"]))
+                    if chunk.output is not None:
+                        outputs[chunk.index] = chunk.output
+                        self._refuse_if_aborted(chunk.output)
+        self._buffer.add_all([*found, _end_of(number, [one for one in outputs if one is not None], make)])
+
+    @staticmethod
+    def _refuse_if_aborted(output: RequestOutput) -> None:
+        """An engine that is being stopped aborts its requests: they go on elsewhere."""
+        if output.finish_reason == "aborted":
+            raise asyncio.CancelledError
+
+    def _split(self, assignment: Assignment) -> tuple[list[dict[str, Any]], list[Piece]]:
+        """The continuations to go on with; pieces that end those whose last token is recorded and whose end is not."""
+        going, pieces = [], []
+        for one in assignment.handovers:
+            reason = _reason_of_end(one)
+            if reason is None:
+                going.append(one)
+            else:
+                pieces.append(Piece(assignment.number, one["index"], "", [], None, reason))  # type: ignore[arg-type]
+        return going, pieces
+
+    # -- reports -----------------------------------------------------------------------------------------------------
+
+    async def _report(self, epoch: int) -> None:
+        """Report new records at once where they begin or end a request, else within REPORT_EVERY_S; and the state."""
+        loop = asyncio.get_running_loop()
+        sequence, state_at = 0, 0.0
+        while True:
+            await self._buffer.wait(state_at + STATE_EVERY_S - loop.time())
+            records, released = self._buffer.take()
+            state = cache = None
+            if loop.time() - state_at >= STATE_EVERY_S:
+                state_at = loop.time()
+                state, cache = await self._state(), await self._cache_changes()
+            if records or released or state is not None:
+                sequence += 1
+                await self._link.report(Report(self.name, epoch, sequence, records, released, state, cache))
+
+    async def _state(self) -> WorkerState:
+        stats = await self._llm.stats()
+        blocks, now = stats["blocks"], asyncio.get_running_loop().time()
+        told = None
+        if now - self._stats_at >= STATS_EVERY_S:
+            self._stats_at, told = now, stats
+        return WorkerState(
+            blocks["usable"],
+            blocks["limit"],
+            blocks["free"],
+            stats["waiting"],
+            stats["preemptions"],
+            stats["device"],
+            told,
+        )
+
+    async def _cache_changes(self) -> CacheChanges | None:
+        if not self._follows_cache:
+            return None
+        events = await self._llm.cache_events()
+        if events.lost:
+            return await self._whole_cache()
+        if self._publisher is not None and events:
+            self._publisher.publish(events)
+        return _changes(events) if events else None
+
+    async def _whole_cache(self) -> CacheChanges:
+        if not self._follows_cache:
+            return CacheChanges(cleared=True)
+        await self._llm.cache_events()  # what has happened so far is in the snapshot
+        events = replace(await self._llm.cache_snapshot(), cleared=True)
+        if self._publisher is not None:
+            self._publisher.publish(events)
+        return _changes(events)
+
+    @property
+    def _follows_cache(self) -> bool:
+        return self._llm.config.kv_events
+
+
+def _changes(events: CacheEvents) -> CacheChanges:
+    """The changes as the queue needs them: the first 64 bits of each digest."""
+    stored, removed = [block.digest >> 64 for block in events.stored], [digest >> 64 for digest in events.removed]
+    return CacheChanges(stored, removed, events.cleared)
+
+
+def _at_index(piece: Piece, index: int) -> Piece:
+    if piece.index == index:
+        return piece
+    return Piece(piece.number, index, piece.text, piece.token_ids, piece.scores, piece.finish_reason, piece.error)
+
+
+def _end_of(number: int, outputs: Sequence[RequestOutput], make: MakeScores) -> RequestEnd:
+    """The end of a request of which these continuations ended here."""
+    if not outputs:
+        return RequestEnd(number, [], 0)
+    generated = sum(len(completion.token_ids) for output in outputs for completion in output.completions)
+    return request_end(number, outputs[0], [], make, generated)
+
+
+def _reason_of_end(handover: Mapping[str, Any]) -> str | None:
+    """Why a continuation is at its end already: its last token is recorded, and its end was lost with its worker."""
+    tokens, sampling = handover["token_ids"], handover["sampling"]
+    if not tokens:
+        return None
+    if tokens[-1] in sampling["stop_token_ids"] and len(tokens) >= (sampling.get("min_new_tokens") or 0):
+        return "stop"
+    return "length" if len(tokens) >= sampling["max_new_tokens"] else None
+
+
+def model_of(llm: AsyncLLM, reference: str) -> FleetModel:
+    """What front ends and the queue need to know of a loaded model."""
+    facts, spec = llm.facts, llm.config.model
+    defaults = {field.name: getattr(facts.sampling, field.name) for field in fields(facts.sampling)}
+    return FleetModel(
+        reference=reference,
+        path=str(spec.path),
+        name=spec.name,
+        identity=_identity(Path(spec.path)),
+        dtype=facts.dtype,
+        layout=facts.layout,
+        max_model_len=facts.max_model_len,
+        vocab_size=facts.vocab_size,
+        block_size=facts.block_size,
+        num_tables=facts.num_tables,
+        eos_token_ids=list(facts.eos_token_ids),
+        bos_token_id=facts.bos_token_id,
+        sampling={name: value for name, value in defaults.items() if value is not None},
+        version=__version__,
+    )
+
+
+def _identity(folder: Path) -> str:
+    """A digest of the configuration in a model's folder, and of the names and sizes of its weight files."""
+    digest = hashlib.blake2b(digest_size=8)
+    for file in sorted(folder.glob("*")):
+        if file.suffix in (".safetensors", ".bin"):
+            digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+        elif file.name == "config.json":
+            digest.update(file.read_bytes())
+    return digest.hexdigest()

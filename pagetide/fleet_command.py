@@ -1,0 +1,181 @@
+"""`pagetide fleet`: start, look at, change and end a fleet of engines."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .serve import check_libraries
+
+EXAMPLE = """\
+fleet.yaml:
+  model: demo
+  workers: 4
+  front_ends: 1
+  port: 8000
+  engine:
+    kv_memory: 64MiB
+"""
+
+
+def add_parser(commands: Any) -> argparse.ArgumentParser:
+    """Add the subcommand `fleet` to `commands`."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "fleet", help="run several engines behind one queue",
+        description="Run a fleet: workers with an engine each, a queue that owns every accepted request, and front ends that "
+        "speak HTTP, as processes on Ray.",
+        epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    start = actions.add_parser("start", help="start a fleet, on this machine or on a running Ray cluster")
+    start.add_argument("--config", type=Path, metavar="FILE", required=True, help="settings in YAML: docs/fleet.md")
+    start.add_argument("--workers", type=int, metavar="N", help="instead of the file's")
+    start.add_argument("--port", type=int, metavar="N", help="instead of the file's")
+    start.set_defaults(run=_start)
+    status = _action(actions, "status", "workers, queue and front ends", _status)
+    status.add_argument("--json", action="store_true", help="as JSON")
+    drain = _action(actions, "drain", "hand a worker's requests over to others, and end it", _drain)
+    drain.add_argument("worker", metavar="WORKER", help="its name, as status says it")
+    add = _action(actions, "add", "start more workers", _add)
+    add.add_argument("count", type=int, nargs="?", default=1, metavar="N", help="how many (default 1)")
+    stop = _action(actions, "stop", "end a fleet", _stop)
+    stop.add_argument(
+        "--drain-timeout", type=float, default=30.0, metavar="SECONDS", help="for running requests (default 30)"
+    )
+    return parser
+
+
+def _action(actions: Any, name: str, text: str, run: Any) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = actions.add_parser(name, help=text)
+    add_address(parser)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def add_address(parser: argparse._ActionsContainer) -> None:
+    """Add the options that name a running fleet."""
+    parser.add_argument(
+        "--address", default="local", metavar="ADDRESS", help="of its Ray cluster (default: this machine's)"
+    )
+    parser.add_argument("--name", default="fleet", metavar="NAME", help="of the fleet (default fleet)")
+
+
+def fleet_errors() -> tuple[type[Exception], ...]:
+    """The errors of a fleet that a command reports in one line."""
+    check_libraries("pagetide fleet")
+    from .fleet.config import FleetConfigInvalid
+    from .fleet.errors import FleetError
+    from .fleet.links import QueueUnavailable
+    from .fleet.messages import StaleEpoch
+
+    return FleetConfigInvalid, FleetError, QueueUnavailable, StaleEpoch
+
+
+def _reported(error: Exception) -> int:
+    print(f"pagetide: {error}", file=sys.stderr)
+    return 2
+
+
+def _start(args: argparse.Namespace) -> int:
+    errors = fleet_errors()
+    from .fleet.config import FleetConfig
+    from .fleet.ray_cluster import start_fleet
+
+    try:
+        config = FleetConfig.read(args.config, {"workers": args.workers, "port": args.port})
+        print(f"starting {config.workers} workers of {config.model} ...", file=sys.stderr, flush=True)
+        fleet = start_fleet(config)
+    except errors as error:
+        return _reported(error)
+    for url in fleet.urls:
+        print(f"serving {config.model} at {url}")
+    print(f"the journal is {config.journal}\n  pagetide fleet status\n  pagetide fleet stop", flush=True)
+    return 0
+
+
+def _call(args: argparse.Namespace, method: str, *arguments: Any) -> Any:
+    """The result of a call to the queue."""
+    from .fleet.ray_cluster import RayLink, connect
+
+    link = RayLink(connect(args.address, args.name))
+    return asyncio.run(getattr(link, method)(*arguments))
+
+
+def _status(args: argparse.Namespace) -> int:
+    errors = fleet_errors()
+    try:
+        status: Mapping[str, Any] = _call(args, "status")
+    except errors as error:
+        return _reported(error)
+    if args.json:
+        shown = {name: value for name, value in status.items() if name not in ("stats", "fleet_metrics")}
+        print(json.dumps(shown, indent=2))
+    else:
+        print(describe(status))
+    return 0
+
+
+def describe(status: Mapping[str, Any]) -> str:
+    """The state of a fleet as text: the queue, and a row for each worker."""
+    queue, journal = status["queue"], status["journal"]
+    lines = [
+        f"model      {status['model'] or 'no worker is ready yet'}",
+        f"queue      {queue['waiting']:,} waiting, {queue['running']:,} running, {queue['ended']:,} ended "
+        f"({queue['failed']:,} with an error), {queue['requeued']:,} moved from lost workers",
+        f"journal    {journal['path']}" + (f": {journal['fault']}" if journal["fault"] else ""),
+        "",
+        f"{'worker':<12} {'state':<9} {'requests':>8} {'sequences':>9} {'blocks':>15} {'cached':>8}  device",
+    ]
+    ready = {worker["name"] for worker in status["workers"]}
+    for worker in status["workers"]:
+        blocks = worker["blocks"]
+        used = f"{blocks['usable'] - blocks['free']:,}/{blocks['limit']:,}"
+        lines.append(
+            f"{worker['name']:<12} {worker['state']:<9} {worker['requests']:>8,} {worker['sequences']:>9,} {used:>15} "
+            f"{worker['cached_blocks']:>8,}  {worker['device']}"
+        )
+    lines += [
+        f"{name:<12} starting  {status['errors'].get(name, '')}".rstrip()
+        for name in status.get("kept", ())
+        if name not in ready
+    ]
+    return "\n".join(lines)
+
+
+def _drain(args: argparse.Namespace) -> int:
+    errors = fleet_errors()
+    try:
+        _call(args, "drain", args.worker)
+    except errors as error:
+        return _reported(error)
+    print(f"{args.worker} hands its requests over and ends")
+    return 0
+
+
+def _add(args: argparse.Namespace) -> int:
+    errors = fleet_errors()
+    if args.count < 1:
+        return _reported(ValueError(f"add needs a number of at least 1, got {args.count}"))
+    try:
+        names = _call(args, "add", args.count)
+    except errors as error:
+        return _reported(error)
+    print(f"starting {', '.join(names)}")
+    return 0
+
+
+def _stop(args: argparse.Namespace) -> int:
+    errors = fleet_errors()
+    from .fleet.ray_cluster import stop_fleet
+
+    try:
+        stop_fleet(args.name, args.address, args.drain_timeout)
+    except errors as error:
+        return _reported(error)
+    print(f"the fleet {args.name} has ended; unfinished requests stay in its journal")
+    return 0
