@@ -41,6 +41,10 @@ demo:  ## watch the engine serve many prompts out of a pool too small for all of
 	$(call setup,constrained server)
 	$(BIN)/pagetide demo
 
+fleet:  ## start four workers of the bundled model on the CPU behind one queue, and an HTTP front end
+	$(call setup,constrained ray)
+	$(BIN)/pagetide fleet start --config configs/fleet-demo.yaml
+
 test:  ## the tests that need no GPU and no patience
 	$(call setup,test parallel)
 	$(PARALLEL) pytest -q -n $(JOBS) -m "not gpu and not stress"
@@ -133,6 +137,8 @@ bench:  ## measure; the figures go to build/bench
 	$(BIN)/python -m benchmarks.api --json build/bench/api.json
 	$(BIN)/python -m benchmarks.serve --json build/bench/serve.json
 	$(BIN)/python -m benchmarks.windows --json build/bench/windows.json
+	$(BIN)/python -m benchmarks.fleet_routing --json build/bench/fleet_routing.json
+	$(BIN)/python -m benchmarks.fleet --json build/bench/fleet.json
 
 RELEASE ?=
 
@@ -146,4 +152,4 @@ clean:  ## remove everything that make made, the environment too
 	rm -rf "$(VENV)"
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-pythons stress soak gpu gpu-environment docs check bench dist clean help
+.PHONY: demo fleet test test-pythons stress soak gpu gpu-environment docs check bench dist clean help

@@ -20,6 +20,7 @@ FOLDERS = (
     "scheduler",
     "engine",
     "server",
+    "fleet",
     "pagetide",
     "configs",
     "benchmarks",

@@ -51,6 +51,7 @@ SIZES_MB = {
     "matplotlib": 25,
     "mypy": 17,
     "ruff": 10,
+    "ray": 80,
 }
 
 

@@ -35,7 +35,7 @@ _NONE: Ids = np.empty(0, np.int64)
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class ModelRequest:
     """One request and its state. `ids` are those of the prompt's full blocks. Mutated by the worker that has it."""
 
     number: int
@@ -64,13 +64,13 @@ class Request:
         return self.prompt_tokens + self.done_tokens
 
 
-def requests_of(trace: Trace, block_tokens: int) -> tuple[list[Request], int]:
+def requests_of(trace: Trace, block_tokens: int) -> tuple[list[ModelRequest], int]:
     """The trace's requests with dense ids of full prompt blocks, and the number of ids."""
     chains = [turn.ids[: turn.prompt_tokens // block_tokens] for turn in trace.turns]
     distinct, dense = np.unique(np.concatenate(chains), return_inverse=True)
     ends = np.cumsum([len(chain) for chain in chains])
     requests = [
-        Request(number, turn.at_s, turn.prompt_tokens, turn.output_tokens, dense[end - len(chain) : end])
+        ModelRequest(number, turn.at_s, turn.prompt_tokens, turn.output_tokens, dense[end - len(chain) : end])
         for number, (turn, chain, end) in enumerate(zip(trace.turns, chains, ends.tolist(), strict=True))
     ]
     return requests, len(distinct)
@@ -229,16 +229,16 @@ class ModelWorker:
 
     def __init__(self, cache: PrefixCache, clock: StepClock, block_tokens: int) -> None:
         self.cache = cache
-        self.waiting: deque[Request] = deque()
-        self.running: dict[int, Request] = {}  # by number, in order of admission
-        self.left: list[Request] = []  # ended or returned; taken by the fleet
+        self.waiting: deque[ModelRequest] = deque()
+        self.running: dict[int, ModelRequest] = {}  # by number, in order of admission
+        self.left: list[ModelRequest] = []  # ended or returned; taken by the fleet
         self.is_stepping = False
         self.busy_s = 0.0
         self.reported: list[int] = []
         self.last_assignment = -1
         self._clock, self._block = clock, block_tokens
-        self._prefilling: deque[Request] = deque()
-        self._chunks: list[tuple[Request, int]] = []
+        self._prefilling: deque[ModelRequest] = deque()
+        self._chunks: list[tuple[ModelRequest, int]] = []
         self._steps = 0  # decode steps so far
         self._planned = 0  # decode steps of the plan
         self._context = 0  # tokens of all decoding sequences
@@ -276,7 +276,7 @@ class ModelWorker:
         self.is_stepping = True
         return now + seconds
 
-    def _chunk(self, request: Request, budget: int) -> int:
+    def _chunk(self, request: ModelRequest, budget: int) -> int:
         chunk = min(request.left_tokens, budget)
         if chunk > 0:
             self._chunks.append((request, chunk))
@@ -307,7 +307,7 @@ class ModelWorker:
                     self._begin_decoding(request, now)
         self._chunks = []
 
-    def _begin_decoding(self, request: Request, now: float) -> None:
+    def _begin_decoding(self, request: ModelRequest, now: float) -> None:
         self._prefilling.remove(request)
         new = request.ids[len(request.held_ids) :]
         request.own_blocks -= len(new)
@@ -329,7 +329,7 @@ class ModelWorker:
         due = -(-stored // self._block) * self._block - stored + 1
         heapq.heappush(self._boundaries, (self._steps + due, request.number, self._steps))
 
-    def _end(self, request: Request, now: float) -> None:
+    def _end(self, request: ModelRequest, now: float) -> None:
         request.end_s = now
         self._remove(request)
         request.done_tokens = request.output_tokens
@@ -337,7 +337,7 @@ class ModelWorker:
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
-    def _admit(self, request: Request) -> bool:
+    def _admit(self, request: ModelRequest) -> bool:
         """Begin the first waiting request, if it fits."""
         if len(self.running) >= MAX_RUNNING:
             return False
@@ -402,7 +402,7 @@ class ModelWorker:
         self._remove(request)
         self.left.append(request)
 
-    def _remove(self, request: Request) -> None:
+    def _remove(self, request: ModelRequest) -> None:
         del self.running[request.number]
         self.cache.release(request.held_ids, request.own_blocks)
         if request.started >= 0:

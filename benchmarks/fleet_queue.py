@@ -25,7 +25,7 @@ from benchmarks.fleet_model import (
     Ids,
     ModelWorker,
     PrefixCache,
-    Request,
+    ModelRequest,
     StepClock,
     WorkerReport,
     leading,
@@ -34,7 +34,7 @@ from benchmarks.replay_clock import Roofline
 from pagetide.fleet.routing import RequestNeed, Weights, Why, WorkerView, route
 
 PULL_STEPS = 1  # a worker asks for work below so many full steps of prompts
-HOLD_S = 30.0  # a request is held for a worker without room at most so long
+HOLD_S = 0.005  # a request is held for a worker without room at most so long
 OVERTAKING_S = 5.0  # a request that no worker can hold is overtaken at most so long
 AFFINE = 0.3  # of a prompt: SGLang's default `cache_threshold`
 SCANNED = 64  # waiting requests that one match looks at
@@ -62,7 +62,7 @@ class KnownWorker:
     def __init__(self, name: str, worker: ModelWorker, num_ids: int) -> None:
         self.name = name
         self.report: WorkerReport = worker.report()
-        self.unseen: list[Request] = []  # assigned, and not in the report
+        self.unseen: list[ModelRequest] = []  # assigned, and not in the report
         self.assignments = 0
         self._have: npt.NDArray[np.int16] = np.zeros(num_ids, np.int16)  # reported, and promised by assigned prompts
         self._promised: dict[int, Ids] = {}
@@ -77,7 +77,7 @@ class KnownWorker:
             if number in self._promised:
                 self._have[self._promised.pop(number)] -= 1
 
-    def assign(self, request: Request, cached_blocks: int, prompt_blocks: int) -> None:
+    def assign(self, request: ModelRequest, cached_blocks: int, prompt_blocks: int) -> None:
         """Count a request, and its prompt as cached."""
         request.assignment, self.assignments = self.assignments, self.assignments + 1
         request.expected_blocks = prompt_blocks - cached_blocks
@@ -179,10 +179,10 @@ def policy_named(name: str, weights: Weights, seed: int) -> Policy:
 POLICIES = ("ours", "prefix", "prefix-or-load", "least-loaded", "round-robin", "random", "oracle")
 
 
-class Fleet:
+class ModelFleet:
     """One run of a trace through a fleet with a policy. `run` ends when all requests have ended."""
 
-    def __init__(self, settings: FleetSettings, policy: Policy, requests: Sequence[Request], num_ids: int) -> None:
+    def __init__(self, settings: FleetSettings, policy: Policy, requests: Sequence[ModelRequest], num_ids: int) -> None:
         block, limit = settings.block_tokens, settings.limit_blocks
         clock = StepClock(settings.roofline, block)
         mapped = int(limit * settings.mapped_share)
@@ -192,7 +192,7 @@ class Fleet:
         self.requests = requests
         self._index = {known.name: i for i, known in enumerate(self.known)}
         self._settings, self._policy = settings, policy
-        self._waiting: list[Request] = []
+        self._waiting: list[ModelRequest] = []
         self._now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0
@@ -248,7 +248,7 @@ class Fleet:
         report = worker.report()
         self._at(self._now + delay_s, lambda: self._take(i, report, returned))
 
-    def _take(self, i: int, report: WorkerReport, returned: list[Request]) -> None:
+    def _take(self, i: int, report: WorkerReport, returned: list[ModelRequest]) -> None:
         self.known[i].take(report)
         if returned:
             self._waiting = sorted([*returned, *self._waiting], key=lambda request: request.number)
@@ -264,7 +264,7 @@ class Fleet:
 
     # -- routing -----------------------------------------------------------------------------------------------------
 
-    def _forecast_blocks(self, request: Request) -> int:
+    def _forecast_blocks(self, request: ModelRequest) -> int:
         ended = len(self.requests) - self._left
         mean = self._output_tokens / ended if ended else FIRST_FORECAST_TOKENS
         return max(1, -(-int(mean - request.done_tokens) // self._settings.block_tokens))
@@ -272,7 +272,7 @@ class Fleet:
     def _match(self) -> None:
         block = self._settings.block_tokens
         held_blocks = [0] * len(self.known)
-        kept: list[Request] = []
+        kept: list[ModelRequest] = []
         scanned = self._waiting[:SCANNED]
         for at, request in enumerate(scanned):
             waited_s = self._now - request.at_s
@@ -302,7 +302,7 @@ class Fleet:
                 break
         self._waiting = kept + self._waiting[SCANNED:]
 
-    def _assign(self, request: Request, i: int, cached_blocks: int, need: RequestNeed) -> None:
+    def _assign(self, request: ModelRequest, i: int, cached_blocks: int, need: RequestNeed) -> None:
         request.growth_blocks = need.growth_blocks
         self.known[i].assign(request, min(cached_blocks, need.prompt_blocks), need.prompt_blocks)
         worker = self.workers[i]
@@ -312,7 +312,7 @@ class Fleet:
 
 
 @dataclass(frozen=True, slots=True)
-class RunOutcome:
+class FleetOutcome:
     """What a run came to."""
 
     hit_ratio: float  # cached tokens at first admission, of all prompt tokens
@@ -322,17 +322,17 @@ class RunOutcome:
 
 
 def run_fleet(
-    settings: FleetSettings, name: str, weights: Weights, requests: Sequence[Request], num_ids: int
-) -> RunOutcome:
+    settings: FleetSettings, name: str, weights: Weights, requests: Sequence[ModelRequest], num_ids: int
+) -> FleetOutcome:
     """Serve fresh copies of the requests."""
     if name == "oracle":
         settings = replace(settings, delay_s=0.0)
-    fleet = Fleet(settings, policy_named(name, weights, settings.seed), [replace(r) for r in requests], num_ids)
+    fleet = ModelFleet(settings, policy_named(name, weights, settings.seed), [replace(r) for r in requests], num_ids)
     fleet.run()
     served = fleet.requests
     prompt_tokens = sum(request.prompt_tokens for request in served)
     busy = [worker.busy_s for worker in fleet.workers]
-    return RunOutcome(
+    return FleetOutcome(
         sum(request.hit_blocks for request in served) * settings.block_tokens / prompt_tokens,
         np.array([request.first_token_s - request.at_s for request in served]),
         fleet.num_returned,

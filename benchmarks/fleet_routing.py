@@ -24,8 +24,8 @@ import numpy as np
 
 from benchmarks.arguments import above_0, add_data, whole
 from benchmarks.figures import Figure, report
-from benchmarks.fleet_model import Request, requests_of
-from benchmarks.fleet_queue import HOLD_S, POLICIES, PULL_STEPS, FleetSettings, RunOutcome, run_fleet
+from benchmarks.fleet_model import ModelRequest, requests_of
+from benchmarks.fleet_queue import HOLD_S, POLICIES, PULL_STEPS, FleetSettings, FleetOutcome, run_fleet
 from benchmarks.prefix_hits import POLICIES as EVICTION
 from benchmarks.prefix_hits import Prompt, replay
 from benchmarks.replay_clock import GPUS, MODELS, Roofline
@@ -38,23 +38,23 @@ ONE_ROUND = {"round-robin", "random"}
 RECALLED = ("ours", "prefix", "prefix-or-load", "least-loaded")
 HITS_TARGET = 95.0  # % of the most hits
 TTFT_TARGET = 1.05  # x the better of `prefix` and `least-loaded`
-Outcomes = dict[str, list[RunOutcome]]
+Outcomes = dict[str, list[FleetOutcome]]
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class RoutingLoad:
     """A trace at one speed."""
 
     label: str
     settings: FleetSettings
-    requests: list[Request]
+    requests: list[ModelRequest]
     num_ids: int
 
-    def run(self, policy: str, weights: Weights, seed: int) -> RunOutcome:
+    def run(self, policy: str, weights: Weights, seed: int) -> FleetOutcome:
         """Serve it, with memory as it is."""
         return run_fleet(replace(self.settings, seed=seed), policy, weights, self.requests, self.num_ids)
 
-    def run_recalled(self, policy: str, weights: Weights, seed: int, share: float, first: int) -> RunOutcome:
+    def run_recalled(self, policy: str, weights: Weights, seed: int, share: float, first: int) -> FleetOutcome:
         """Serve it, with a recall from every second worker, from `first` on, at this share of the arrivals."""
         at_s = share * self.requests[-1].at_s
         settings = replace(self.settings, seed=seed, recall_at_s=at_s, recall_first=first)
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         figures += recalls(loads[MIDDLE], weights, args.seed)
         if args.sensitivity:
             figures += sensitivity(loads[MIDDLE], weights, args.seed)
-    report("Fleet routing", figures, args.seed, args.json)
+    report("ModelFleet routing", figures, args.seed, args.json)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -101,17 +101,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def loads_of(name: str, trace: Trace, roofline: Roofline, args: argparse.Namespace) -> list[Load]:
+def loads_of(name: str, trace: Trace, roofline: Roofline, args: argparse.Namespace) -> list[RoutingLoad]:
     """The trace at each of its speeds."""
     block = BLOCK_SIZES[name]
     settings = FleetSettings(roofline, block, roofline.blocks_that_fit(block), args.workers)
     return [
-        Load(f"{name} x{speed:g}", settings, *requests_of(trace.taken(args.requests, speed), block))
+        RoutingLoad(f"{name} x{speed:g}", settings, *requests_of(trace.taken(args.requests, speed), block))
         for speed in SPEEDS[name]
     ]
 
 
-def serve(load: Load, weights: Weights, rounds: int, seed: int) -> Outcomes:
+def serve(load: RoutingLoad, weights: Weights, rounds: int, seed: int) -> Outcomes:
     """All policies, turn by turn."""
     outcomes: Outcomes = {name: [] for name in POLICIES}
     for number in range(rounds):
@@ -121,11 +121,11 @@ def serve(load: Load, weights: Weights, rounds: int, seed: int) -> Outcomes:
     return outcomes
 
 
-def hit_percent(runs: list[RunOutcome]) -> float:
+def hit_percent(runs: list[FleetOutcome]) -> float:
     return float(np.median([100 * run.hit_ratio for run in runs]))
 
 
-def ttft_s(runs: list[RunOutcome], percentile: float = 95.0) -> float:
+def ttft_s(runs: list[FleetOutcome], percentile: float = 95.0) -> float:
     return float(np.median([np.percentile(run.ttft_s, percentile) for run in runs]))
 
 
@@ -156,7 +156,7 @@ def compared(label: str, outcomes: Outcomes) -> list[Figure]:
     return figures
 
 
-def one_pool(name: str, load: Load) -> Figure:
+def one_pool(name: str, load: RoutingLoad) -> Figure:
     """The hits of one pool with the memory of all workers, for the record."""
     settings = load.settings
     prompts = [Prompt(request.ids, request.prompt_tokens) for request in load.requests]
@@ -165,7 +165,7 @@ def one_pool(name: str, load: Load) -> Figure:
     return Figure(f"{name}: hits of one pool, one request at a time", 100 * outcome.hit_ratio, "%")
 
 
-def recalls(load: Load, weights: Weights, seed: int) -> list[Figure]:
+def recalls(load: RoutingLoad, weights: Weights, seed: int) -> list[Figure]:
     """Sequences returned, and hits and TTFT, if half of the workers lose memory."""
     figures, returned = [], {}
     for name in RECALLED:
@@ -185,7 +185,7 @@ def recalls(load: Load, weights: Weights, seed: int) -> list[Figure]:
     return [more, *figures]
 
 
-def sensitivity(load: Load, weights: Weights, seed: int) -> list[Figure]:
+def sensitivity(load: RoutingLoad, weights: Weights, seed: int) -> list[Figure]:
     """Hits and TTFT with half and double of each weight."""
     figures = []
     base = load.run("ours", weights, seed)

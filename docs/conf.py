@@ -36,6 +36,7 @@ NAVIGATION = {
             "docs/your-model",
             "docs/sharing",
             "docs/serve",
+            "docs/fleet",
             "docs/page",
             "docs/run",
             "docs/quantization",

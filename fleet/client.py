@@ -40,7 +40,7 @@ Value = TypeVar("Value")
 
 @dataclass(slots=True)
 class Followed:
-    """A request whose records are followed. `FleetClient` changes it.
+    """A request with records that are followed. `FleetClient` changes it.
 
     Attributes:
         beginning: Submits it.
@@ -63,7 +63,7 @@ class Followed:
 
 
 class FleetClient:
-    """An `EngineClient` whose engines are a fleet. Make it with `start`; it belongs to one event loop."""
+    """An `EngineClient` with a fleet of engines. Make it with `start`; it belongs to one event loop."""
 
     is_durable = True
 
@@ -196,7 +196,8 @@ class FleetClient:
     async def _begin(self, followed: Followed, submit: Submit) -> None:
         try:
             if submit.attach:
-                answer = await _retried(lambda: self._link.attach(self.front, submit.durable_id, submit.tenant))
+                asked = (self.front, submit.durable_id, submit.tenant, submit.fingerprint)
+                answer = await _retried(lambda: self._link.attach(*asked))
                 self._accept(followed, answer, None)
             else:
                 submit = _named(submit)

@@ -26,18 +26,26 @@ class _FrontEnd:
     positions: dict[int, int] = field(default_factory=dict)
     news: dict[int, None] = field(default_factory=dict)  # ordered
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    num_reads: int = 0
 
 
 class Followers:
     """Hands journaled records to the front ends that follow their requests, each record once.
 
     Outputs that are complete and followed by no front end are dropped: the journal has them.
+
+    Args:
+        may_drop: Whether the journal has all that was shown. It has not while it cannot be written.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, may_drop: Callable[[], bool] = lambda: True
+    ) -> None:
         self._clock = clock
+        self._may_drop = may_drop
         self._outputs: dict[int, _Output] = {}
         self._fronts: dict[str, _FrontEnd] = {}
+        self._gone: dict[str, _FrontEnd] = {}  # front ends that were forgotten, in order
 
     def __contains__(self, number: int) -> bool:
         return number in self._outputs
@@ -54,8 +62,10 @@ class Followers:
         self._outputs.setdefault(number, _Output(list(records), is_complete))
 
     def show(self, number: int, data: bytes, ends: bool) -> None:
-        """Append a record that is in the journal."""
-        output = self._outputs[number]
+        """Append a record that is in the journal. Does nothing for a request that was withdrawn."""
+        output = self._outputs.get(number)
+        if output is None:
+            return
         output.records.append(data)
         output.is_complete = output.is_complete or ends
         for name in output.followers:
@@ -64,9 +74,17 @@ class Followers:
             front.changed.set()
         self._drop_if_done(number)
 
+    def withdraw(self, number: int) -> None:
+        """Drop the output of a request that is refused after all."""
+        if (output := self._outputs.get(number)) is not None:
+            output.is_complete = True
+            for name in list(output.followers):
+                self.leave(name, [number])
+            self._outputs.pop(number, None)
+
     def _drop_if_done(self, number: int) -> None:
         output = self._outputs.get(number)
-        if output is not None and output.is_complete and not output.followers:
+        if output is not None and output.is_complete and not output.followers and self._may_drop():
             del self._outputs[number]
 
     # -- front ends --------------------------------------------------------------------------------------------------
@@ -79,10 +97,10 @@ class Followers:
         return front
 
     def follow(self, name: str, number: int, position: int = 0) -> None:
-        """Let a front end follow an output that is there, from its record `position` on."""
+        """Let a front end follow an output that is there, from its record `position` on at the latest."""
         front = self._front(name)
         self._outputs[number].followers.add(name)
-        front.positions[number] = position
+        front.positions[number] = min(position, front.positions.get(number, position))
         front.news[number] = None
         front.changed.set()
 
@@ -95,13 +113,21 @@ class Followers:
                 self._drop_if_done(number)
 
     async def read(self, name: str, timeout_s: float) -> dict[int, tuple[int, list[bytes]]]:
-        """New records by request; waits for some. An output that is complete is followed no longer once it is read."""
+        """New records by request; waits for some. An output that is complete is followed no longer once it is read.
+
+        A further read of the same front end ends this one with nothing: its answer would go astray.
+        """
         front = self._front(name)
+        front.num_reads += 1
+        this_read = front.num_reads
+        front.changed.set()
         if not (found := self._take(name, front)):
             front.changed.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
                     await front.changed.wait()
+            if front.num_reads != this_read:
+                return {}
             found = self._take(name, front)
         front.seen_at = self._clock()
         return found
@@ -124,9 +150,21 @@ class Followers:
         """Requests that each front end follows."""
         return {name: len(front.positions) for name, front in self._fronts.items()}
 
-    def forget(self, unseen_s: float) -> None:
-        """Forget front ends that have read nothing for so long."""
+    def forget(self, unseen_s: float, keep_s: float) -> None:
+        """Forget front ends that have read nothing for `unseen_s`, and after `keep_s` more what they followed."""
         now = self._clock()
         for name in [name for name, front in self._fronts.items() if now - front.seen_at > unseen_s]:
-            self.leave(name, list(self._fronts[name].positions))
+            front = self._fronts[name]
+            positions = dict(front.positions)
+            self.leave(name, positions)
             del self._fronts[name]
+            self._gone[name] = _FrontEnd(front.seen_at, positions)
+        for name in [name for name, front in self._gone.items() if now - front.seen_at > unseen_s + keep_s]:
+            del self._gone[name]
+        for number in [number for number, output in self._outputs.items() if output.is_complete]:
+            self._drop_if_done(number)
+
+    def returned(self, name: str) -> Mapping[int, int]:
+        """What a front end followed that was forgotten and is there again, and how many records it has. Said once."""
+        front = self._gone.pop(name, None)
+        return {} if front is None else front.positions

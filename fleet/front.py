@@ -19,7 +19,7 @@ from .ray_cluster import RayLink, connect
 
 
 def registry_of(link: QueueLink) -> ModelRegistry:
-    """A registry whose models are all served by the fleet behind `link`."""
+    """A registry of models that the fleet behind `link` serves."""
 
     async def start(reference: str, options: Mapping[str, Any], *, name: str | None = None) -> FleetClient:
         return await FleetClient.start(link, name)

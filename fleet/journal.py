@@ -17,11 +17,13 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
+
+import msgspec
 
 from .messages import NewRequest, decode, encode
 
@@ -30,14 +32,16 @@ log = logging.getLogger(__name__)
 Durability = Literal["process", "power"]
 RESERVE_BYTES = 16 << 20  # given up when the disk is full, so that running requests can be recorded to their end
 SCHEMA = """
-CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value BLOB);
 CREATE TABLE IF NOT EXISTS requests (
-    number INTEGER PRIMARY KEY, request_id TEXT UNIQUE NOT NULL, data BLOB NOT NULL, ended_at REAL);
+    number INTEGER PRIMARY KEY, request_id TEXT UNIQUE NOT NULL, ended_at REAL, data BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS records (
     number INTEGER, position INTEGER, data BLOB NOT NULL, PRIMARY KEY (number, position)) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS unfinished ON requests (number) WHERE ended_at IS NULL;
+CREATE INDEX IF NOT EXISTS ended ON requests (ended_at) WHERE ended_at IS NOT NULL;
 """
 VERSION = 1
+FORGOTTEN_AT_ONCE = 2000  # requests that one transaction deletes
+_ORPHANS = "DELETE FROM records WHERE number NOT IN (SELECT number FROM requests)"
 _SELECT = "SELECT number, data FROM requests"
 
 Value = TypeVar("Value")
@@ -58,17 +62,29 @@ class StoredRequest:
 
 @dataclass(slots=True)
 class Changes:
-    """What one commit writes: new requests, records of (number, position, data), and the numbers of ended requests."""
+    """What one commit writes.
 
-    requests: list[tuple[int, NewRequest]]
-    records: list[tuple[int, int, bytes]]
-    ended: list[int]
+    Attributes:
+        requests: Number, id and encoded request of new ones.
+        records: Number, position and data.
+        ended: Numbers of requests that have ended.
+        facts: Names and values.
+    """
+
+    requests: list[tuple[int, str, bytes]] = field(default_factory=list)
+    records: list[tuple[int, int, bytes]] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
+    facts: list[tuple[str, bytes]] = field(default_factory=list)
 
     def __iadd__(self, other: Changes) -> Changes:
         self.requests += other.requests
         self.records += other.records
         self.ended += other.ended
+        self.facts += other.facts
         return self
+
+    def __len__(self) -> int:
+        return len(self.requests) + len(self.records) + len(self.ended) + len(self.facts)
 
 
 class Journal:
@@ -80,23 +96,45 @@ class Journal:
     def __init__(self, path: Path, durability: Durability = "process") -> None:
         self.path = path
         self._reserve = path.with_suffix(".reserve")
+        if path.is_symlink():
+            raise JournalError(f"the journal {path} is a symbolic link: name the file itself, or a folder")
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+            os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600))
             path.chmod(0o600)
             self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=0.5)
+        except (OSError, sqlite3.Error) as error:
+            raise JournalError(f"the journal {path} cannot be opened: {error}") from error
+        try:
+            self._open(durability)
+        except BaseException:
+            self._database.close()
+            raise
+        self.keep_reserve()
+
+    def _open(self, durability: Durability) -> None:
+        with self.reading():
             self._database.executescript(
                 "PRAGMA auto_vacuum=INCREMENTAL; PRAGMA locking_mode=EXCLUSIVE; PRAGMA journal_mode=WAL; "
                 f"PRAGMA synchronous={'FULL' if durability == 'power' else 'NORMAL'}; PRAGMA journal_size_limit=67108864;"
-                + SCHEMA
+                "CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value BLOB);"
             )
             version = self.fact("version")
-        except (OSError, sqlite3.Error) as error:
-            raise JournalError(f"the journal {path} cannot be opened: {error}") from error
-        if version is not None and version != VERSION:
-            raise JournalError(f"the journal {path} has version {version!r}, and this release reads {VERSION}")
-        self.set_fact("version", VERSION)
-        self.keep_reserve()
+            if version is not None and version != VERSION:
+                raise JournalError(f"the journal {self.path} has version {version!r}, and this release reads {VERSION}")
+            self._database.executescript(SCHEMA)
+            self._database.execute(_ORPHANS)  # of requests that were refused: their numbers are given again
+            self.set_fact("version", VERSION)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Errors of the file inside, as JournalError."""
+        try:
+            yield
+        except (sqlite3.Error, msgspec.MsgspecError) as error:
+            if "locked" in str(error):
+                raise JournalError(f"the journal {self.path} is in use by another queue: stop that one first") from error
+            raise JournalError(f"the journal {self.path} cannot be opened: {error}") from error
 
     # -- facts -------------------------------------------------------------------------------------------------------
 
@@ -111,24 +149,38 @@ class Journal:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def commit(self, changes: Changes) -> None:
-        """Write `changes`, all or nothing. Raises sqlite3.Error."""
-        database = self._database
-        database.execute("BEGIN")
+    def commit(self, changes: Changes) -> set[int]:
+        """Write `changes`, all or nothing. Repeating a commit changes nothing. Raises sqlite3.Error.
+
+        Returns the numbers of requests that are not written, since the journal has another request of the same id.
+        """
+        with self._transaction() as database:
+            repeated = self._insert(changes.requests)
+            database.executemany("INSERT OR IGNORE INTO records VALUES (?, ?, ?)", changes.records)
+            now = time.time()
+            database.executemany(
+                "UPDATE requests SET ended_at = ? WHERE number = ?", ((now, number) for number in changes.ended)
+            )
+            database.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", changes.facts)
+        return repeated
+
+    def _insert(self, requests: Sequence[tuple[int, str, bytes]]) -> set[int]:
+        insert = "INSERT OR IGNORE INTO requests (number, request_id, data) VALUES (?, ?, ?)"
+        if not requests or self._database.executemany(insert, requests).rowcount == len(requests):
+            return set()
+        find = "SELECT number FROM requests WHERE request_id = ?"
+        rows = ((number, self._database.execute(find, (request_id,)).fetchone()) for number, request_id, _ in requests)
+        return {number for number, row in rows if row != (number,)}
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        self._database.execute("BEGIN")
         try:
-            if changes.requests:
-                rows = ((number, one.request_id, encode(one)) for number, one in changes.requests)
-                database.executemany("INSERT INTO requests VALUES (?, ?, ?, NULL)", rows)
-            if changes.records:
-                database.executemany("INSERT INTO records VALUES (?, ?, ?)", changes.records)
-            if changes.ended:
-                now = time.time()
-                ended = ((now, number) for number in changes.ended)
-                database.executemany("UPDATE requests SET ended_at = ? WHERE number = ?", ended)
-            database.execute("COMMIT")
+            yield self._database
+            self._database.execute("COMMIT")
         except BaseException:
-            with suppress(sqlite3.Error):
-                database.execute("ROLLBACK")
+            with suppress(sqlite3.Error):  # it may have been rolled back already
+                self._database.execute("ROLLBACK")
             raise
 
     def unfinished(self) -> list[StoredRequest]:
@@ -156,21 +208,23 @@ class Journal:
         return max(most or 0, last if isinstance(last, int) else 0) + 1
 
     def forget(self, ended_before: float, most_kept: int) -> int:
-        """Delete requests that ended before this time, and the oldest beyond `most_kept`. Returns how many."""
+        """Delete requests that ended before this time, and the oldest beyond `most_kept`: FORGOTTEN_AT_ONCE at most.
+
+        Returns how many. Raises sqlite3.Error.
+        """
         query = (
-            "SELECT number FROM requests WHERE ended_at < ?1 OR (ended_at IS NOT NULL AND number NOT IN "
-            "(SELECT number FROM requests WHERE ended_at IS NOT NULL ORDER BY number DESC LIMIT ?2)) LIMIT 2000"
+            "SELECT number FROM requests WHERE ended_at < ?1 UNION SELECT number FROM (SELECT number FROM requests "
+            "WHERE ended_at IS NOT NULL ORDER BY ended_at DESC, number DESC LIMIT -1 OFFSET ?2) ORDER BY number LIMIT ?3"
         )
-        numbers = self._database.execute(query, (ended_before, most_kept)).fetchall()
+        numbers = self._database.execute(query, (ended_before, most_kept, FORGOTTEN_AT_ONCE)).fetchall()
         if not numbers:
             return 0
-        with suppress(sqlite3.Error):
-            self.set_fact("last_number", self.next_number - 1)
-            self._database.execute("BEGIN")
-            self._database.executemany("DELETE FROM records WHERE number = ?", numbers)
-            self._database.executemany("DELETE FROM requests WHERE number = ?", numbers)
-            self._database.execute("COMMIT")
-            self._database.execute("PRAGMA incremental_vacuum(1024)").fetchall()
+        last = encode(self.next_number - 1)
+        with self._transaction() as database:
+            database.execute("INSERT OR REPLACE INTO facts VALUES ('last_number', ?)", (last,))
+            database.executemany("DELETE FROM records WHERE number = ?", numbers)
+            database.executemany("DELETE FROM requests WHERE number = ?", numbers)
+        self._database.execute("PRAGMA incremental_vacuum(1024)").fetchall()
         return len(numbers)
 
     def _records(self, number: int) -> list[bytes]:
@@ -182,7 +236,7 @@ class Journal:
     def keep_reserve(self) -> bool:
         """Occupy RESERVE_BYTES of the disk. Returns False if there is no room for them."""
         try:
-            descriptor = os.open(self._reserve, os.O_CREAT | os.O_RDWR, 0o600)
+            descriptor = os.open(self._reserve, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
             try:
                 os.posix_fallocate(descriptor, 0, RESERVE_BYTES)
             finally:
@@ -207,7 +261,8 @@ class JournalWriter:
     """Commits changes in a thread of its own: all that have come during a commit share the next one.
 
     When a commit fails, the reserve of the disk is given up and the commit repeated. `fault` says why while new requests have
-    to be refused; changes that cannot be written at all are kept in memory and written later.
+    to be refused. New requests that cannot be written are dropped, since they are refused; other changes are kept in memory
+    and written later.
     """
 
     RETRY_S = 1.0
@@ -217,25 +272,32 @@ class JournalWriter:
         self.fault: str | None = None
         self.num_commits = 0
         self._lock = threading.Lock()  # of the journal
-        self._pending = Changes([], [], [])
-        self._waiters: list[asyncio.Future[None]] = []
-        self._unwritten = Changes([], [], [])
+        self._pending = Changes()
+        self._waiters: list[asyncio.Future[set[int]]] = []
+        self._unwritten = Changes()
         self._running = False
         self._loop = asyncio.get_running_loop()
         self._retry: asyncio.TimerHandle | None = None
+        self._is_closed = False
 
     async def commit(
         self,
-        requests: Sequence[tuple[int, NewRequest]] = (),
+        requests: Iterable[tuple[int, NewRequest]] = (),
         records: Iterable[tuple[int, int, bytes]] = (),
         ended: Iterable[int] = (),
-    ) -> None:
-        """Return once these changes are written, or, under a fault, are kept in memory."""
-        self._pending += Changes(list(requests), list(records), list(ended))
-        done: asyncio.Future[None] = self._loop.create_future()
+        facts: Iterable[tuple[str, object]] = (),
+    ) -> set[int]:
+        """Return once these changes are written, or, under a fault, are kept in memory.
+
+        Returns the numbers of new requests that are not in the journal and will not be: under a fault, or since their ids are
+        in use. They have to be refused.
+        """
+        new = [(number, one.request_id, encode(one)) for number, one in requests]
+        self._pending += Changes(new, list(records), list(ended), [(name, encode(value)) for name, value in facts])
+        done: asyncio.Future[set[int]] = self._loop.create_future()
         self._waiters.append(done)
         self._start()
-        await done
+        return {number for number, _, _ in new} & await done
 
     async def find(self, request_id: str) -> StoredRequest | None:
         """See `Journal.find`."""
@@ -245,23 +307,34 @@ class JournalWriter:
         """See `Journal.find_number`."""
         return await self._locked(lambda: self.journal.find_number(number))
 
-    async def forget(self, ended_before: float, most_kept: int) -> int:
-        """See `Journal.forget`."""
-        return await self._locked(lambda: self.journal.forget(ended_before, most_kept))
+    async def forget(self, ended_before: float, most_kept: int) -> None:
+        """See `Journal.forget`; without its limit. Under a fault the rest is forgotten later."""
+        with suppress(sqlite3.Error):
+            while await self._locked(lambda: self.journal.forget(ended_before, most_kept)) == FORGOTTEN_AT_ONCE:
+                pass
 
     async def fact(self, name: str) -> object:
         """See `Journal.fact`."""
         return await self._locked(lambda: self.journal.fact(name))
 
     async def set_fact(self, name: str, value: object) -> None:
-        """See `Journal.set_fact`."""
-        await self._locked(lambda: self.journal.set_fact(name, value))
+        """Store a value; under a fault it is kept in memory."""
+        await self.commit(facts=[(name, value)])
+
+    async def close(self) -> None:
+        """Write what is left, and close the journal."""
+        await self.commit()
+        self._is_closed = True
+        if self._retry is not None:
+            self._retry.cancel()
+        if self.num_unwritten:
+            log.error("%d changes could not be written to the journal: %s", self.num_unwritten, self.fault)
+        await self._locked(self.journal.close)
 
     @property
     def num_unwritten(self) -> int:
         """Changes that are in memory alone."""
-        kept = self._unwritten
-        return len(kept.requests) + len(kept.records) + len(kept.ended)
+        return len(self._unwritten)
 
     async def _locked(self, work: Callable[[], Value]) -> Value:
         def run() -> Value:
@@ -271,41 +344,41 @@ class JournalWriter:
         return await asyncio.to_thread(run)
 
     def _start(self) -> None:
-        if not self._running and (self._waiters or self.num_unwritten):
-            self._running = True
-            changes, self._pending = self._pending, Changes([], [], [])
-            waiters, self._waiters = self._waiters, []
-            self._unwritten += changes
-            changes, self._unwritten = self._unwritten, Changes([], [], [])
-            self._loop.run_in_executor(None, self._write, changes).add_done_callback(
-                lambda done: self._written(done.result(), changes, waiters)
-            )
+        if self._running:
+            return
+        self._running = True
+        waiters, self._waiters = self._waiters, []
+        self._unwritten += self._pending
+        self._pending, changes = Changes(), self._unwritten
+        self._loop.run_in_executor(None, self._write, changes).add_done_callback(
+            lambda done: self._written(*done.result(), waiters)
+        )
 
-    def _write(self, changes: Changes) -> str | None:
-        """Write `changes`. Returns why the disk does not take more; the text begins with "!" if they are not written."""
+    def _write(self, changes: Changes) -> tuple[str | None, set[int] | None]:
+        """Write `changes`. Returns why the disk does not take more, and the result of `Journal.commit`; None: not written."""
         with self._lock:
             try:
-                self.journal.commit(changes)
-                return None if self.fault is None else self._recover()
-            except sqlite3.Error as error:
+                repeated = self.journal.commit(changes)
+                return (None if self.fault is None else self._recover()), repeated
+            except Exception as error:
                 fault = f"the journal {self.journal.path} cannot be written: {error}"
             self.journal.give_reserve()
             try:
-                self.journal.commit(changes)
-            except sqlite3.Error:
-                return "!" + fault
-            return fault
+                return fault, self.journal.commit(changes)
+            except Exception:
+                return fault, None
 
     def _recover(self) -> str | None:
         return None if self.journal.keep_reserve() else self.fault
 
-    def _written(self, fault: str | None, changes: Changes, waiters: list[asyncio.Future[None]]) -> None:
+    def _written(self, fault: str | None, repeated: set[int] | None, waiters: list[asyncio.Future[set[int]]]) -> None:
         self._running = False
         self.num_commits += 1
-        if fault is not None and fault.startswith("!"):
-            fault = fault[1:]
-            changes += self._unwritten
-            self._unwritten = changes
+        if repeated is None:
+            repeated = {number for number, _, _ in self._unwritten.requests}
+            self._unwritten.requests = []
+        else:
+            self._unwritten = Changes()
         if fault is not None and self.fault is None:
             log.error("%s; new requests are refused until there is room, running ones go on", fault)
         elif fault is None and self.fault is not None:
@@ -313,17 +386,12 @@ class JournalWriter:
         self.fault = fault
         for one in waiters:
             if not one.done():
-                one.set_result(None)
+                one.set_result(repeated)
         if self._waiters:
             self._start()
-        elif self.fault is not None and self._retry is None:
+        elif self.fault is not None and self._retry is None and not self._is_closed:
             self._retry = self._loop.call_later(self.RETRY_S, self._try_again)
 
     def _try_again(self) -> None:
         self._retry = None
-        if not self._running:
-            self._running = True
-            changes, self._unwritten = self._unwritten, Changes([], [], [])
-            self._loop.run_in_executor(None, self._write, changes).add_done_callback(
-                lambda done: self._written(done.result(), changes, [])
-            )
+        self._start()

@@ -428,5 +428,5 @@ def _import_zmq() -> Any:
     try:
         import zmq
     except ImportError as error:
-        raise KvEventsError("KV events are published by pyzmq: pip install 'pagetide[fleet]'") from error
+        raise KvEventsError("KV events are published by pyzmq: pip install 'pagetide[ray]'") from error
     return zmq

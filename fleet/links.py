@@ -39,7 +39,7 @@ class QueueLink(Protocol):
     async def submit(self, front: str, requests: Sequence[NewRequest]) -> list[Submission]:
         """See `QueueServer.submit`."""
 
-    async def attach(self, front: str, request_id: str, tenant: str) -> Submission:
+    async def attach(self, front: str, request_id: str, tenant: str, fingerprint: str) -> Submission:
         """See `QueueServer.attach`."""
 
     async def read(self, front: str, positions: Mapping[int, int] | None = None) -> Deliveries:
@@ -84,7 +84,7 @@ class DirectLink:
 CALLS: dict[str, tuple[Any, Any]] = {
     "info": (tuple[float], FleetInfo | None),
     "submit": (tuple[str, list[NewRequest]], list[Submission]),
-    "attach": (tuple[str, str, str], Submission),
+    "attach": (tuple[str, str, str, str], Submission),
     "read": (tuple[str, dict[int, int] | None], Deliveries),
     "leave": (tuple[str, list[int], bool], None),
     "status": (tuple[()], dict[str, Any]),

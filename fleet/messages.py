@@ -52,7 +52,7 @@ class NewRequest(Struct, array_like=True, frozen=True):
     """A request as a front end submits it: checked, tokenized and resolved, so that any worker gives the same tokens.
 
     Attributes:
-        request_id: Names the request for good. Whoever knows it may read the output, so it is not guessable.
+        request_id: Names the request for good. It is enough to read the output, so it is not guessable.
         handover: The data of `Handover.to_dict` for the first continuation, without output.
         num_sequences: Continuations, or beams of a search, that run for it.
         digests: The first 64 bits of the prefix hash of each full block of the prompt.
@@ -199,12 +199,17 @@ class CacheChanges(Struct, array_like=True, frozen=True):
 
 
 class Registration(Struct, array_like=True, frozen=True):
-    """A worker that has loaded its model and asks for an epoch."""
+    """A worker that has loaded its model and asks for an epoch.
+
+    Attributes:
+        step_tokens: Tokens that a step computes at most.
+    """
 
     worker: str
     model: FleetModel
     max_seqs: int
     state: WorkerState
+    step_tokens: int = 2048
     pid: int = 0
     node: str = ""
 
@@ -215,6 +220,7 @@ class Report(Struct, array_like=True, frozen=True):
     Attributes:
         records: Of all requests, in order.
         released: Numbers of requests that were handed back, after all their records.
+        faults: Requests on which the engine failed, after all their records, and why: they are handed back too.
     """
 
     worker: str
@@ -224,6 +230,7 @@ class Report(Struct, array_like=True, frozen=True):
     released: list[int] = []
     state: WorkerState | None = None
     cache: CacheChanges | None = None
+    faults: dict[int, str] = {}
 
 
 class Assignment(Struct, array_like=True, frozen=True):

@@ -38,6 +38,8 @@ PULL_S = 0.25  # a pull without orders is answered after so long
 READ_S = 2.0  # a read without records is answered after so long
 GONE_S = 30.0  # a front end that reads nothing for so long is forgotten; its requests go on
 FORGET_EVERY_S = 5.0
+UNKNOWN = "there is no such request, or it ended so long ago that it was forgotten"
+CONFLICT = "the request of this id has another body: repeat the body, or use another idempotency key"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +73,15 @@ class QueueServer:
     def __init__(self, options: QueueOptions, clock: Callable[[], float] = time.monotonic) -> None:
         self.options = options
         self._clock = clock
+        self._followers = Followers(clock, lambda: self.writer.fault is None)
         journal = Journal(options.journal, options.durability)
-        self.secret = _secret(journal)
-        boots = int(journal.fact("boots") or 0) + 1  # type: ignore[call-overload]
-        journal.set_fact("boots", boots)  # epochs of an earlier start are stale for ever
-        self.queue = RequestQueue(options.shares, options.hold_s, None, boots << 32, journal.next_number)
-        stored = journal.fact("model")
-        self.queue.workers.model = None if stored is None else msgspec.convert(stored, FleetModel)
-        self._followers = Followers()
-        for one in journal.unfinished():
-            self.queue.restore(one.number, one.request, one.records, self._clock())
-            self._followers.add(one.number, one.records)
+        try:
+            with journal.reading():
+                self._restore(journal)
+        except BaseException:
+            journal.close()
+            raise
         self.num_recovered = len(self.queue.entries)
-        self._journal = journal
         self.writer = JournalWriter(journal)
         self._pulls: dict[str, asyncio.Event] = {}
         self._held: asyncio.TimerHandle | None = None
@@ -91,6 +89,18 @@ class QueueServer:
         self._model_known = asyncio.Event()
         if self.queue.workers.model is not None:
             self._model_known.set()
+
+    def _restore(self, journal: Journal) -> None:
+        self.secret = _secret(journal)
+        boots = int(journal.fact("boots") or 0) + 1  # type: ignore[call-overload]
+        journal.set_fact("boots", boots)  # epochs of an earlier start are stale for ever
+        options = self.options
+        self.queue = RequestQueue(options.shares, options.hold_s, None, boots << 32, journal.next_number)
+        stored = journal.fact("model")
+        self.queue.workers.model = None if stored is None else msgspec.convert(stored, FleetModel)
+        for one in journal.unfinished():
+            self.queue.restore(one.number, one.request, one.records, self._clock())
+            self._followers.add(one.number, one.records)
 
     def start(self) -> None:
         """Begin to look for hanging workers and to forget ended requests."""
@@ -100,11 +110,12 @@ class QueueServer:
 
     async def close(self) -> None:
         """Stop, with everything in the journal."""
+        if self._held is not None:
+            self._held.cancel()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.writer.commit()
-        self._journal.close()
+        await self.writer.close()
 
     # -- front ends --------------------------------------------------------------------------------------------------
 
@@ -126,7 +137,8 @@ class QueueServer:
         answers: list[Submission] = []
         accepted: list[tuple[int, NewRequest]] = []
         for request in requests:
-            known = await self._find(request.request_id) if request.may_exist else None
+            is_here = self.queue.find(request.request_id) is not None
+            known = await self._find(request.request_id) if request.may_exist or is_here else None
             if known is not None:
                 answers.append(self._attach(front, *known, request))
             elif self.writer.fault is not None:
@@ -138,32 +150,43 @@ class QueueServer:
                     self._followers.add(number)
                     self._followers.follow(front, number)
         if accepted:
-            await self.writer.commit(accepted)
-            if (fault := self.writer.fault) is not None:  # the disk is full since this commit
-                numbers = {number for number, _ in accepted}
-                ended = [self.queue.fail(number, "unavailable", fault) for number in numbers]
-                await self._record([record for record in ended if record is not None])
-                refusal = Submission(kind="unavailable", error=fault)
-                answers = [refusal if answer.number in numbers else answer for answer in answers]
+            if missing := await self.writer.commit(accepted):
+                for place, answer in enumerate(answers):
+                    if answer.number in missing:
+                        answers[place] = await self._withdraw(front, answer.number, requests[place])
             self._match()
         return answers
 
-    async def attach(self, front: str, request_id: str, tenant: str) -> Submission:
-        """Follow a known request from its first record."""
+    async def _withdraw(self, front: str, number: int, request: NewRequest) -> Submission:
+        """The answer to a request that is not in the journal: the disk is full since its commit, or its id is in use."""
+        self.queue.withdraw(number)
+        self._followers.withdraw(number)
+        self._wake_ordered()
+        if (fault := self.writer.fault) is not None:
+            return Submission(kind="unavailable", error=fault)
+        known = await self._find(request.request_id)
+        return Submission(kind="not_found", error=UNKNOWN) if known is None else self._attach(front, *known, request)
+
+    async def attach(self, front: str, request_id: str, tenant: str, fingerprint: str) -> Submission:
+        """Follow a known request of this tenant and body from its first record."""
         known = await self._find(request_id)
+        if known is not None and known[1].tenant == tenant and known[1].fingerprint != fingerprint:
+            return Submission(kind="conflict", error=CONFLICT)
         if known is None or known[1].tenant != tenant:
-            return Submission(kind="not_found", error=f"there is no request {request_id!r:.80}, or it was forgotten")
+            return Submission(kind="not_found", error=UNKNOWN)
         self._followers.follow(front, known[0])
         return Submission(known[0], request=known[1])
 
     def _attach(self, front: str, number: int, known: NewRequest, again: NewRequest) -> Submission:
-        if again.fingerprint != known.fingerprint or known.tenant != again.tenant:
-            return Submission(kind="conflict", error="the idempotency key was used before, for another request")
+        if known.tenant != again.tenant:
+            return Submission(kind="not_found", error=UNKNOWN)
+        if known.fingerprint != again.fingerprint:
+            return Submission(kind="conflict", error=CONFLICT)
         self._followers.follow(front, number)
         return Submission(number, request=known)
 
     async def _find(self, request_id: str) -> tuple[int, NewRequest] | None:
-        """A request of this id, ended or not, whose output can be followed."""
+        """A request of this id, ended or not. Its output can be followed."""
         if (entry := self.queue.find(request_id)) is not None:
             return entry.number, entry.request
         stored = await self.writer.find(request_id)
@@ -180,7 +203,7 @@ class QueueServer:
         `positions` are said after a new start of the queue: the records that it has of each request that it follows.
         """
         unknown = []
-        for number, position in (positions or {}).items():
+        for number, position in {**self._followers.returned(front), **(positions or {})}.items():
             if number not in self._followers:
                 stored = await self.writer.find_number(number)
                 if stored is None:
@@ -240,8 +263,9 @@ class QueueServer:
         """Record what a worker computed. Returns once it is in the journal. Raises StaleEpoch."""
         new = self.queue.append(report, self._clock())
         await self._record(new)
-        if report.released or any(record.ends for record in new) or report.state is not None:
+        if self.queue.num_waiting:
             self._match()
+        if report.released or report.state is not None or any(record.ends for record in new):
             self.queue.move_from_draining()
         self._wake_ordered()
 
@@ -314,7 +338,7 @@ class QueueServer:
                 self.lose(worker.name, f"has said nothing for {self.options.hang_s:g} s")
             if now - forgotten_at > FORGET_EVERY_S:
                 forgotten_at = now
-                self._followers.forget(GONE_S)
+                self._followers.forget(GONE_S, self.options.keep_s)
                 await self.writer.forget(time.time() - self.options.keep_s, self.options.most_kept)
 
     def _keep(self, work: Any) -> None:

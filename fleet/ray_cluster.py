@@ -36,6 +36,7 @@ NAMESPACE = "pagetide"
 OBJECT_STORE_BYTES = 100 << 20  # Ray's own; nothing large passes through it
 MEMORY_THRESHOLD = 0.98  # of the node's memory, at which Ray kills workers: above what elastic pools fill
 CALLS_AT_ONCE = 1000
+REACH_S = 5.0
 MARK = "PAGETIDE_FLEET_CLUSTER"
 
 
@@ -47,7 +48,7 @@ def import_ray() -> Any:
         import ray
     except ImportError as error:
         raise FleetError(
-            "a fleet runs on Ray, which is not installed: pip install 'pagetide[fleet]' (about 80 MB)"
+            "a fleet runs on Ray, which is not installed: pip install 'pagetide[ray]' (about 80 MB)"
         ) from error
     return ray
 
@@ -287,12 +288,26 @@ def _connect(ray: Any, address: str, fleet: str) -> None:
                 "fleet start`, or name the address of its cluster"
             ) from error
     _use_token(fleet)
+    _check_listens(address)
     try:
         ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # Ray raises ConnectionError, ValueError, RuntimeError and others
         raise FleetError(
             f"the Ray cluster {address} cannot be reached: {str(error).splitlines()[0] if str(error) else error!r:.300}. "
             "Is it running, and is this its token (RAY_AUTH_TOKEN_PATH)?"
+        ) from error
+
+
+def _check_listens(address: str) -> None:
+    """Raise FleetError unless something listens at `address`, for which Ray itself would wait more than a minute."""
+    host, _, port = address.rpartition(":")
+    if "://" in address or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_S).close()
+    except OSError as error:
+        raise FleetError(
+            f"the Ray cluster {address} cannot be reached: {error.strerror or error}. Is it running, and is this its address?"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""The queue's state and its decisions, without input and output: which requests there are, who runs them, what is recorded.
+"""The queue's state and decisions, without input and output: the requests, the worker of each, and what is recorded.
 
     submit               match                 append (end)
     nothing ───► waiting ───────► assigned ──────────────► ended
@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..server.messages import ErrorKind, Failed, Piece, RequestEnd
+from ..server.messages import Failed, Piece, RequestEnd
 from .messages import Assignment, NewRequest, Record, Registration, Report, Submission, decode_record, encode_record
 from .output_lengths import OutputLengths
 from .output_log import OutputLog
@@ -26,6 +26,7 @@ from .worker_table import Load, WorkerEntry, WorkerTable
 MOST_PASSED = 32  # requests that may go before one for which there is no room
 LOOK_AHEAD = 64  # waiting requests that are tried for a worker
 MOST_WAITING = 20_000
+MOST_FAULTS = 2  # a request goes on elsewhere so often after an engine has failed on it
 CANCELLED = "the request was cancelled by its client"
 
 
@@ -38,6 +39,7 @@ class Entry:
         num_passed: How often another request went before it.
         held_since: When a better worker than the free ones was seen first.
         attempts: Workers that it was assigned to.
+        failed_on: Workers the engines of which failed on it.
     """
 
     number: int
@@ -48,6 +50,7 @@ class Entry:
     num_passed: int = 0
     held_since: float | None = None
     attempts: int = 0
+    failed_on: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,7 @@ class QueueCounters:
     cancelled: int = 0
     requeued: int = 0
     returned: int = 0
+    faults: int = 0
     assigned: int = 0
     recorded_tokens: int = 0
     hit_blocks: int = 0
@@ -101,9 +105,10 @@ class RequestQueue:
         self.counters = QueueCounters()
         self.lengths = OutputLengths()
         self._by_id: dict[str, int] = {}
+        self._drained: set[str] = set()  # workers that were ordered to end
         self._waiting = WaitingOrder(shares)
         self._hold_s = hold_s
-        self._weights = weights or Weights()
+        self._weights = weights
         self._next_number = next_number
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -157,26 +162,33 @@ class RequestQueue:
         return None
 
     def cancel(self, number: int) -> NewRecord | None:
-        """End a request whose client has left. None if it has ended."""
+        """End a request that its client has left. None if it has ended."""
         entry = self.entries.get(number)
         if entry is None:
             return None
         self.counters.cancelled += 1
-        if entry.worker is not None and (worker := self.workers.find(entry.worker)) is not None:
-            worker.cancel(number)
+        self._cancel_at_worker(entry)
         return self._append(entry, Failed(number, "unavailable", CANCELLED))
 
-    def fail(self, number: int, kind: ErrorKind, error: str) -> NewRecord | None:
-        """End a request with an error."""
-        entry = self.entries.get(number)
-        return None if entry is None else self._append(entry, Failed(number, kind, error))
+    def withdraw(self, number: int) -> None:
+        """Forget an accepted request that cannot be journaled: it is refused after all."""
+        if (entry := self.entries.get(number)) is not None:
+            self._cancel_at_worker(entry)
+            self._forget(entry)
+            self.counters.refused += 1
+
+    def _cancel_at_worker(self, entry: Entry) -> None:
+        if entry.worker is not None and (worker := self.workers.find(entry.worker)) is not None:
+            worker.cancel(entry.number)
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
     def register(self, registration: Registration, now: float) -> WorkerEntry:
         """Give a worker a new epoch. What it ran before goes back to the queue."""
         self.lose(registration.worker)
-        return self.workers.register(registration, now)
+        worker = self.workers.register(registration, now)
+        worker.is_draining = worker.name in self._drained
+        return worker
 
     def lose(self, name: str) -> list[int]:
         """Take all requests from a worker that has died or hangs. Its epoch ends. Returns their numbers."""
@@ -211,9 +223,23 @@ class RequestQueue:
                 worker.remove(number)
                 self._put_back(entry)
                 self.counters.returned += 1
+        for number, error in report.faults.items():
+            entry = self.entries.get(number)
+            if entry is not None and entry.worker == worker.name:
+                new += self._fail_on(entry, worker, error)
         if report.state is not None:
             self._order_back(worker)
         return new
+
+    def _fail_on(self, entry: Entry, worker: WorkerEntry, error: str) -> list[NewRecord]:
+        """Let a request go on elsewhere on which an engine has failed, or end it after MOST_FAULTS of them."""
+        self.counters.faults += 1
+        if len(entry.failed_on) >= MOST_FAULTS:
+            return [self._append(entry, Failed(entry.number, "internal", error))]
+        entry.failed_on.append(worker.name)
+        worker.remove(entry.number)
+        self._put_back(entry)
+        return []
 
     def _append(self, entry: Entry, record: Record, data: bytes | None = None) -> NewRecord:
         entry.log.append(record, data)
@@ -224,13 +250,16 @@ class RequestQueue:
         records = entry.log.records
         return NewRecord(entry.number, len(records) - 1, records[-1], entry.log.end is not None)
 
-    def _end(self, entry: Entry, record: RequestEnd | Failed) -> None:
+    def _forget(self, entry: Entry) -> None:
         if entry.number in self._waiting:
             self._waiting.remove(entry.number)
         if entry.worker is not None and (worker := self.workers.find(entry.worker)) is not None:
             worker.remove(entry.number)
         del self.entries[entry.number]
         del self._by_id[entry.request.request_id]
+
+    def _end(self, entry: Entry, record: RequestEnd | Failed) -> None:
+        self._forget(entry)
         self.counters.ended += 1
         if isinstance(record, Failed):
             self.counters.failed += 1
@@ -275,7 +304,7 @@ class RequestQueue:
     def _next_match(self, now: float) -> tuple[Entry, str, str] | None:
         """The next request in order for which a worker has room, and that worker."""
         workers = [worker for worker in self.workers if not worker.is_draining]
-        if all(worker.num_sequences >= worker.max_seqs for worker in workers):
+        if not any(worker.asks for worker in workers):
             return None
         for number in itertools.islice(self._waiting, LOOK_AHEAD):
             entry = self.entries[number]
@@ -283,9 +312,14 @@ class RequestQueue:
             if name is not None:
                 self._count_passed(number)
                 return entry, name, why
-            if entry.num_passed >= MOST_PASSED:
+            if entry.num_passed >= MOST_PASSED and self._fits_some(entry, workers):
                 return None
         return None
+
+    def _fits_some(self, entry: Entry, workers: Sequence[WorkerEntry]) -> bool:
+        """Whether the pool of some worker may become large enough. The others need not wait for a request that none can hold."""
+        needed = self._load(entry, computed=False).blocks
+        return any(needed <= worker.state.limit_blocks // worker.model.num_tables for worker in workers)
 
     def _count_passed(self, number: int) -> None:
         for other in itertools.islice(self._waiting, LOOK_AHEAD):
@@ -295,12 +329,14 @@ class RequestQueue:
                 self.entries[other].num_passed += 1
 
     def _route(self, entry: Entry, workers: Sequence[WorkerEntry], now: float) -> tuple[str | None, str]:
+        workers = [worker for worker in workers if worker.name not in entry.failed_on] or workers
         load = self._load(entry, computed=False)
         may_hold = entry.held_since is None or now - entry.held_since < self._hold_s
         need = RequestNeed(load.blocks, load.forecast_blocks - load.blocks, entry.request.request_id, may_hold)
         digests = entry.request.digests
         views = [worker.view(worker.cached.leading(digests, now) if digests else 0) for worker in workers]
-        found = route(need, views, self._weights)
+        assert self.workers.model is not None
+        found = route(need, views, self._weights or Weights.of(self.workers.model.block_size))
         if found.why is not Why.HOLD:
             entry.held_since = None
         elif entry.held_since is None:
@@ -344,20 +380,26 @@ class RequestQueue:
     # -- requests that move ------------------------------------------------------------------------------------------
 
     def drain(self, name: str) -> WorkerEntry:
-        """Assign nothing more to a worker, and order its requests back as far as others can take them. Raises StaleEpoch."""
+        """Assign nothing more to a worker, and end it. Its requests are ordered back; without another worker they end there.
+
+        A worker of this name that registers again is draining from its beginning. Raises StaleEpoch.
+        """
         worker = self.workers.get(name)
         worker.is_draining = True
+        self._drained.add(name)
         self.move_from_draining()
         return worker
 
     def move_from_draining(self) -> set[str]:
-        """Order back what runs on draining workers, where there is another worker. Returns the workers with new orders."""
-        if all(worker.is_draining for worker in self.workers):
-            return set()
+        """Order back what runs on draining workers, where there is another worker, and end those on which nothing runs.
+
+        Returns the workers with new orders.
+        """
+        has_others = any(not worker.is_draining for worker in self.workers)
         changed = set()
         for worker in self.workers:
             if worker.is_draining:
-                for number in worker.running.keys() - worker.releasing:
+                for number in sorted(worker.running.keys() - worker.releasing) if has_others else ():
                     worker.release(number)
                     changed.add(worker.name)
                 if not worker.running:

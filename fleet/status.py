@@ -47,13 +47,24 @@ def _worker(worker: WorkerEntry, now: float) -> dict[str, Any]:
         "requests": len(worker.running),
         "sequences": worker.num_sequences,
         "max_seqs": worker.max_seqs,
-        "blocks": {"usable": state.usable_blocks, "limit": state.limit_blocks, "free": state.unused_blocks},
+        "blocks": {
+            "usable": state.usable_blocks,
+            "limit": state.limit_blocks,
+            "free": state.unused_blocks,
+            "live": _live_blocks(worker),
+        },
         "cached_blocks": worker.cached.num_cached,
         "preemptions": state.preemptions,
         "assigned": worker.num_assigned,
         "silent_s": round(now - worker.seen_at, 3),
         "device": state.device,
     }
+
+
+def _live_blocks(worker: WorkerEntry) -> int:
+    """Blocks that requests hold, by the newest statistics; before the first ones all that hold something."""
+    held = max(worker.state.usable_blocks - worker.state.unused_blocks, 0)
+    return min(int(worker.stats["blocks"]["live"]), held) if worker.stats else held
 
 
 # Name: description, kind, and where the value of the whole fleet is.
@@ -64,7 +75,7 @@ _OF_QUEUE = {
     "refused": ("Requests that were refused", "counter"),
     "ended": ("Requests that have ended", "counter"),
     "failed": ("Requests that have ended with an error", "counter"),
-    "cancelled": ("Requests whose clients left", "counter"),
+    "cancelled": ("Requests that their clients left", "counter"),
     "requeued": ("Requests taken from workers that died or hung", "counter"),
     "returned": ("Requests that workers handed back", "counter"),
     "assigned": ("Assignments of requests to workers", "counter"),

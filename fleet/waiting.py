@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+
+MOST_LEVELS = 64  # priorities without waiting requests of which the tenants' shares are remembered
 
 
 @dataclass(slots=True)
@@ -16,12 +19,49 @@ class _Tenant:
     numbers: deque[int] = field(default_factory=deque)
 
 
+@dataclass(slots=True)
+class _Level:
+    """The waiting requests of one priority.
+
+    Attributes:
+        virtual_time: Of the tenant that was assigned a request last, before it was charged.
+        returned: Requests that come back from workers, sorted.
+    """
+
+    virtual_time: float = 0.0
+    tenants: dict[str, _Tenant] = field(default_factory=dict)
+    returned: list[int] = field(default_factory=list)
+
+    @property
+    def virtual_now(self) -> float:
+        """The virtual time at which a tenant begins that had no waiting requests."""
+        waiting = (one.virtual_time for one in self.tenants.values() if one.numbers)
+        return min(waiting, default=self.virtual_time)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.returned and not any(one.numbers for one in self.tenants.values())
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.returned
+        tenants = sorted((one for one in self.tenants.values() if one.numbers), key=lambda one: one.virtual_time)
+        if len(tenants) == 1:
+            yield from tenants[0].numbers
+            return
+        depth = 0
+        while tenants:
+            for one in tenants:
+                yield one.numbers[depth]
+            depth += 1
+            tenants = [one for one in tenants if len(one.numbers) > depth]
+
+
 class WaitingOrder:
     """Numbers of waiting requests in their fair order (start-time fair queueing, Goyal et al. 1996).
 
     Requests of a lower `priority` number go first. Among those, the tenant that has received the least work for its weight is
-    next. A tenant without waiting requests saves no credit: it begins at the virtual time of those that have some. Requests
-    that come back from a worker go before all others of their priority, the oldest first.
+    next. A tenant without waiting requests saves no credit: it begins at the virtual time of those that have some, or of the
+    last assignment. Requests that come back from a worker go before all others of their priority, the oldest first.
 
     Args:
         weights: Of tenants; others have 1.
@@ -29,8 +69,7 @@ class WaitingOrder:
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = dict(weights or {})
-        self._by_priority: dict[int, dict[str, _Tenant]] = {}
-        self._returned: dict[int, list[int]] = {}  # by priority, sorted
+        self._levels: dict[int, _Level] = {}  # by priority
         self._places: dict[int, tuple[int, str | None]] = {}  # priority and tenant; no tenant: returned
 
     def __len__(self) -> int:
@@ -39,52 +78,44 @@ class WaitingOrder:
     def __contains__(self, number: int) -> bool:
         return number in self._places
 
+    def _level(self, priority: int) -> _Level:
+        level = self._levels.get(priority)
+        if level is None:
+            if len(self._levels) >= MOST_LEVELS:  # priorities are chosen by clients
+                self._levels = {name: one for name, one in self._levels.items() if not one.is_empty}
+            level = self._levels[priority] = _Level()
+        return level
+
     def add(self, number: int, priority: int, tenant: str) -> None:
         """Append a new request."""
-        tenants = self._by_priority.setdefault(priority, {})
-        one = tenants.get(tenant)
+        level = self._level(priority)
+        one = level.tenants.get(tenant)
         if one is None:
-            one = tenants[tenant] = _Tenant(self._weights.get(tenant, 1.0))
+            one = level.tenants[tenant] = _Tenant(self._weights.get(tenant, 1.0))
         if not one.numbers:
-            one.virtual_time = max(one.virtual_time, self._virtual_now(tenants))
+            one.virtual_time = max(one.virtual_time, level.virtual_now)
         one.numbers.append(number)
         self._places[number] = priority, tenant
 
     def put_back(self, number: int, priority: int) -> None:
         """Add a request that a worker did not finish."""
-        numbers = self._returned.setdefault(priority, [])
-        numbers.append(number)
-        numbers.sort()
+        insort(self._level(priority).returned, number)
         self._places[number] = priority, None
 
     def remove(self, number: int, work: float = 0.0) -> None:
         """Remove a request that was assigned, and charge its tenant with `work` tokens; or one that was cancelled."""
         priority, tenant = self._places.pop(number)
+        level = self._levels[priority]
         if tenant is None:
-            self._returned[priority].remove(number)
-            if not self._returned[priority]:
-                del self._returned[priority]
+            level.returned.remove(number)
             return
-        one = self._by_priority[priority][tenant]
+        one = level.tenants[tenant]
         one.numbers.remove(number)  # near the left end
-        one.virtual_time += work / one.weight
+        if work:
+            level.virtual_time = max(level.virtual_time, one.virtual_time)
+            one.virtual_time += work / one.weight
 
     def __iter__(self) -> Iterator[int]:
         """The waiting requests in order, as if each were charged equally. Do not change the order meanwhile."""
-        for priority in sorted(self._by_priority.keys() | self._returned.keys()):
-            yield from self._returned.get(priority, ())
-            tenants = [one for one in self._by_priority.get(priority, {}).values() if one.numbers]
-            tenants.sort(key=lambda one: one.virtual_time)
-            if len(tenants) == 1:
-                yield from tenants[0].numbers
-                continue
-            depth = 0
-            while tenants:
-                for one in tenants:
-                    yield one.numbers[depth]
-                depth += 1
-                tenants = [one for one in tenants if len(one.numbers) > depth]
-
-    @staticmethod
-    def _virtual_now(tenants: Mapping[str, _Tenant]) -> float:
-        return min((one.virtual_time for one in tenants.values() if one.numbers), default=0.0)
+        for priority in sorted(self._levels):
+            yield from self._levels[priority]

@@ -9,7 +9,7 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,7 +74,13 @@ class Worker:
         self._buffer = ReportBuffer()
         state = await self._state()
         registration = Registration(
-            self.name, self.model, self._llm.config.max_seqs, state, os.getpid(), socket.gethostname()
+            self.name,
+            self.model,
+            self._llm.config.max_seqs,
+            state,
+            self._llm.config.max_step_tokens,
+            os.getpid(),
+            socket.gethostname(),
         )
         epoch = await self._link.register(registration)
         await self._link.cache(self.name, epoch, await self._whole_cache())
@@ -167,7 +173,7 @@ class Worker:
             raise asyncio.CancelledError
 
     def _split(self, assignment: Assignment) -> tuple[list[dict[str, Any]], list[Piece]]:
-        """The continuations to go on with; pieces that end those whose last token is recorded and whose end is not."""
+        """The continuations to go on with, and pieces that end the others: their last token is recorded, their end is not."""
         going, pieces = [], []
         for one in assignment.handovers:
             reason = _reason_of_end(one)
@@ -213,6 +219,8 @@ class Worker:
     async def _cache_changes(self) -> CacheChanges | None:
         if not self._follows_cache:
             return None
+        if self._publisher is not None and self._publisher.needs_snapshot:
+            return await self._whole_cache()
         events = await self._llm.cache_events()
         if events.lost:
             return await self._whole_cache()
@@ -223,8 +231,7 @@ class Worker:
     async def _whole_cache(self) -> CacheChanges:
         if not self._follows_cache:
             return CacheChanges(cleared=True)
-        await self._llm.cache_events()  # what has happened so far is in the snapshot
-        events = replace(await self._llm.cache_snapshot(), cleared=True)
+        events = await self._llm.cache_snapshot()
         if self._publisher is not None:
             self._publisher.publish(events)
         return _changes(events)

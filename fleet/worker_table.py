@@ -36,6 +36,7 @@ class WorkerEntry:
         self.name = registration.worker
         self.model: FleetModel = registration.model
         self.max_seqs = registration.max_seqs
+        self.step_tokens = registration.step_tokens
         self.pid = registration.pid
         self.node = registration.node
         self.state: WorkerState = registration.state
@@ -87,6 +88,12 @@ class WorkerEntry:
         return self._sums.sequences
 
     @property
+    def asks(self) -> bool:
+        """Whether more work would begin soon: there is a free place, and less than a full step of prompts to compute."""
+        backlog_tokens = self._sums.backlog_blocks * self.model.block_size
+        return self._sums.sequences < self.max_seqs and backlog_tokens < self.step_tokens
+
+    @property
     def missing_blocks(self) -> int:
         """Blocks that its requests hold, beyond what its lease may still become."""
         return self._sums.blocks - self.state.limit_blocks // self.model.num_tables
@@ -103,7 +110,7 @@ class WorkerEntry:
             max_running=self.max_seqs,
             backlog_blocks=sums.backlog_blocks,
             growth_blocks=sums.forecast_blocks - sums.blocks,
-            pulls=True,  # it pulls again within a millisecond
+            pulls=self.asks,
             unused_blocks=max(0, state.unused_blocks // tables - sums.backlog_blocks),
         )
 

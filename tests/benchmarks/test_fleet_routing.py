@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.fleet_model import ModelWorker, PrefixCache, Request, StepClock, leading, requests_of
-from benchmarks.fleet_queue import POLICIES, Fleet, FleetSettings, policy_named, run_fleet
+from benchmarks.fleet_model import ModelWorker, PrefixCache, ModelRequest, StepClock, leading, requests_of
+from benchmarks.fleet_queue import POLICIES, ModelFleet, FleetSettings, policy_named, run_fleet
 from benchmarks.replay_clock import GPUS, MODELS, ReplayClock, Roofline
 from benchmarks.replay_traces import synthetic
 from pagetide.fleet.routing import Weights
@@ -18,11 +18,11 @@ from pagetide.scheduler.plan import Plan
 ROOFLINE = Roofline(GPUS["h200"], MODELS["llama-3.1-8b"], 1, 0.5)
 
 
-def load(num_requests: int, speed: float = 1.0) -> tuple[list[Request], int]:
+def load(num_requests: int, speed: float = 1.0) -> tuple[list[ModelRequest], int]:
     return requests_of(synthetic(num_requests=num_requests).taken(None, speed), 512)
 
 
-def fresh(requests: Sequence[Request]) -> list[Request]:
+def fresh(requests: Sequence[ModelRequest]) -> list[ModelRequest]:
     return [replace(request) for request in requests]
 
 
@@ -62,7 +62,7 @@ def test_a_cache_against_a_list_in_order_of_use() -> None:
     assert cache.mapped == 12 and all(cache.found(np.array([block])) for block in order[-12:])
 
 
-class Checked(Fleet):
+class Checked(ModelFleet):
     """Counts all books anew at each match."""
 
     def _match(self) -> None:

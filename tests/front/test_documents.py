@@ -8,7 +8,7 @@ What the language of a block says:
     text      output or a diagram
 
 Blocks for the server say so in their first line: YAML that begins with `# serve.yaml` or `# keys.yaml` is read as its settings
-or its keys, and Python that begins with `# client` runs against a real server of the demo model. So does every `curl` command
+or its keys (`# fleet.yaml`: as a fleet's settings), and Python that begins with `# client` runs against a real server of the demo model. So does every `curl` command
 that asks 127.0.0.1:8000.
 
 Exceptions, which are counted: Python blocks that begin with `# transformers` or `# vLLM` show other libraries, and blocks
@@ -43,7 +43,7 @@ FENCE = re.compile(
     r"(?P<mark><!-- not run: .+? -->\s+)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
 )
 FOREIGN = ("# transformers\n", "# vLLM\n")
-SETTINGS, KEYS, CLIENT = "# serve.yaml", "# keys.yaml", "# client\n"
+SETTINGS, KEYS, FLEET, CLIENT = "# serve.yaml", "# keys.yaml", "# fleet.yaml", "# client\n"
 SERVER = "http://127.0.0.1:8000"
 EMPTY_PATHS = ("/health", "/sleep", "/wake_up")  # answered with a status alone
 LANGUAGES = {"python", "yaml", "text", ""}
@@ -98,7 +98,7 @@ def commands(text: str) -> Iterator[str]:
 
 CLIENTS = [block for block in of("python") if block.text.startswith(CLIENT)]
 PYTHON = [block for block in of("python") if not block.text.startswith((*FOREIGN, CLIENT))]
-MODELS = [block for block in of("yaml") if not block.text.startswith((SETTINGS, KEYS))]
+MODELS = [block for block in of("yaml") if not block.text.startswith((SETTINGS, KEYS, FLEET))]
 ALL_COMMANDS = [(block, command) for block in of("") for command in commands(block.text)]
 COMMANDS = [pytest.param(text, id=f"{block} {text.partition(' #')[0].strip()}") for block, text in ALL_COMMANDS]
 CURLS = [
@@ -234,6 +234,16 @@ def test_settings_of_the_server_are_accepted(block: Block, tmp_path: Path, monke
     for model in config.models:
         EngineConfig.resolve(model.reference, **dict(model.engine))
     parse_title(block)
+
+
+@pytest.mark.parametrize("block", setting_blocks(FLEET), ids=str)
+def test_settings_of_a_fleet_are_accepted(block: Block, tmp_path: Path) -> None:
+    pytest.importorskip("msgspec")
+    from pagetide.fleet.config import FleetConfig
+
+    (tmp_path / "fleet.yaml").write_text(block.text, "utf-8")
+    config = FleetConfig.read(tmp_path / "fleet.yaml")
+    EngineConfig.resolve("demo", **dict(config.engine))
 
 
 @pytest.mark.parametrize("block", setting_blocks(KEYS), ids=str)

@@ -18,10 +18,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 # Each may import what stands left of it. `configs` holds data.
-ORDER = ("configs", "monitor", "allocator", "cache", "scheduler", "native", "engine", "server")
+ORDER = ("configs", "monitor", "allocator", "cache", "scheduler", "native", "engine", "server", "fleet")
 TORCH_LIBRARIES = ("torch", "transformers", "triton", "flash_attn")
 # Modules that may import torch; the rest may neither import torch nor these.
-TORCH_MODULES = ("pagetide.native", "pagetide.engine", "pagetide.cache.storage", "pagetide.server.engine_process")
+TORCH_MODULES = (
+    "pagetide.native", "pagetide.engine", "pagetide.cache.storage", "pagetide.server.engine_process",
+    "pagetide.server.defaults", "pagetide.server.engine_outputs", "pagetide.fleet.worker", "pagetide.fleet.preparation",
+    "pagetide.fleet.client", "pagetide.fleet.outputs", "pagetide.fleet.api", "pagetide.fleet.front", "pagetide.fleet.ray_cluster",
+)  # fmt: skip
 # Composition roots: import everything, are imported by nothing.
 ROOTS = ("pagetide.cli", "pagetide.vram_monitor")
 # The command line run as a module is the one exception to that.

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from checkout import ROOT, files
 
-PACKAGES = ("monitor", "allocator", "cache", "scheduler", "native", "engine", "server", "configs")
+PACKAGES = ("monitor", "allocator", "cache", "scheduler", "native", "engine", "server", "fleet", "configs")
 # Prints the files of the wheel, and leaves the wheel of an editable install in the folder that is named.
 BUILD = """
 import json, sys

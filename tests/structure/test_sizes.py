@@ -14,6 +14,7 @@ SOURCES = (
     "scheduler",
     "engine",
     "server",
+    "fleet",
     "pagetide",
     "benchmarks",
     "examples",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = (
-    "monitor", "allocator", "cache", "scheduler", "native", "engine", "server", "pagetide", "configs", "benchmarks",
+    "monitor", "allocator", "cache", "scheduler", "native", "engine", "server", "fleet", "pagetide", "configs", "benchmarks",
     "examples", "docs", ".ci",
 )  # fmt: skip
 SUFFIXES = (".py", ".md", ".yaml", ".toml", ".c", ".cpp", ".h")
