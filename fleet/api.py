@@ -194,7 +194,14 @@ class Fleet:
 
     async def outcome(self, prompt: Prompt, params: SamplingParams | None, options: CallOptions) -> RequestOutput:
         """The output of one prompt of `generate_each`: a refused one has an output with finish reason "error"."""
-        return await self._outcome(self._call(_one_encoder(prompt, params), options), prompt)
+        call = self._call(_one_encoder(prompt, params), options)
+        try:
+            (output,) = await call.outputs()
+            return output
+        except RequestRejected as error:
+            return refused(text_of(prompt), str(error), self.tokenizer is not None)
+        finally:
+            call.close()
 
     # -- the model ---------------------------------------------------------------------------------------------------
 
@@ -311,7 +318,7 @@ class Fleet:
         if self._closed == STOPPED:
             raise EngineClosed(STOPPED)
         if self._starting is None:
-            self._starting = asyncio.create_task(self._start())
+            self._starting = asyncio.create_task(_started(self._open_link))
         if self._starting.get_loop() is not asyncio.get_running_loop():
             raise RuntimeError("this Fleet belongs to another event loop: make one for each loop")
         starting = self._starting
@@ -326,9 +333,6 @@ class Fleet:
                 self._starting = None  # a later call tries again
             raise self._public(error) from error
         return self._client
-
-    async def _start(self) -> FleetClient:
-        return await FleetClient.start(await asyncio.to_thread(self._open_link))
 
     def _public(self, error: Exception) -> Exception:
         return EngineClosed(STOPPED) if self._closed == STOPPED else public_error(error)
@@ -354,28 +358,19 @@ class Fleet:
         options = CallOptions(priority, cache_salt, interval)
         return AsyncStream(cast(Any, partial(self._call, encode, options)))
 
-    async def _outcome(self, call: FleetCall, prompt: Prompt) -> RequestOutput:
-        try:
-            (output,) = await call.outputs()
-            return output
-        except RequestRejected as error:
-            return refused(text_of(prompt), str(error), self.tokenizer is not None)
-        finally:
-            call.close()
-
     async def _each(
         self, pairs: AsyncGenerator[Pair, None], look_ahead: int | None, options: CallOptions
     ) -> AsyncIterator[RequestOutput]:
         client = await self._connected()
         room = asyncio.Semaphore(look_ahead or max(1, 2 * client.info.max_seqs))
-        taken: asyncio.Queue[tuple[Prompt, FleetCall] | None] = asyncio.Queue()
+        taken: asyncio.Queue[asyncio.Task[RequestOutput] | None] = asyncio.Queue()
 
         async def take() -> None:
             try:
                 async with aclosing(pairs):
                     await room.acquire()
                     async for prompt, params in pairs:
-                        taken.put_nowait((prompt, self._call(_one_encoder(prompt, params), options)))
+                        taken.put_nowait(asyncio.create_task(self.outcome(prompt, params, options)))
                         await room.acquire()
             finally:
                 taken.put_nowait(None)
@@ -383,16 +378,19 @@ class Fleet:
         taking = asyncio.create_task(take())
         try:
             while (first := await taken.get()) is not None:
-                prompt, call = first
-                yield await self._outcome(call, prompt)
+                try:
+                    yield await first
+                finally:
+                    first.cancel()
                 room.release()
             await taking  # raises what the source raised
         finally:
             taking.cancel()
             await asyncio.gather(taking, return_exceptions=True)  # the source is no longer read after this
-            while not taken.empty():
-                if (left := taken.get_nowait()) is not None:
-                    left[1].close()
+            left = [one for _ in range(taken.qsize()) if (one := taken.get_nowait()) is not None]
+            for one in left:
+                one.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
 
 
 class _Whole:
@@ -408,9 +406,14 @@ class _Whole:
         return self._call.num_generated
 
 
+async def _started(open_link: Callable[[], QueueLink]) -> FleetClient:
+    """A client of the queue behind the link. Raises EngineUnavailable, FleetError and ModelNotFound."""
+    return await FleetClient.start(await asyncio.to_thread(open_link))
+
+
 def _connect(address: str, name: str) -> QueueLink:
     """A link to the queue of a fleet on Ray. Blocks. Raises FleetError."""
-    from .ray_cluster import RayLink, connect
+    from .cluster import RayLink, connect
 
     return RayLink(connect(address, name))
 

@@ -77,7 +77,9 @@ class FleetClient:
         self._numbers = itertools.count()
         self._followed: dict[int, Followed] = {}  # by the generation's number
         self._by_number: dict[int, list[Followed]] = {}  # by the queue's number
-        self._early: dict[int, list[tuple[int, list[bytes]]]] = {}  # records that came before the answer to their submission
+        self._early: dict[
+            int, list[tuple[int, list[bytes]]]
+        ] = {}  # records that came before the answer to their submission
         self._earlier: set[int] = set()  # those that were early at the last look
         self._outgoing: list[tuple[NewRequest, asyncio.Future[Submission]]] = []
         self._has_outgoing = asyncio.Event()
@@ -336,18 +338,12 @@ class FleetClient:
         generation.settle()
         if followed.number is None:  # `_accept` leaves it
             if followed.beginning is not None:
-                self._settle(followed.beginning)
+                _hold(followed.beginning, self._leaving)
         elif followed.number not in self._by_number:
             self._leave_later(followed.number, cancels)
 
     def _leave_later(self, number: int, cancels: bool) -> None:
-        self._settle(self._keep(_retried(lambda: self._link.leave(self.front, [number], cancels))))
-
-    def _settle(self, task: asyncio.Task[None]) -> None:
-        """Let `stop` wait for this task."""
-        if not task.done():
-            self._leaving.add(task)
-            task.add_done_callback(self._leaving.discard)
+        _hold(self._keep(_retried(lambda: self._link.leave(self.front, [number], cancels))), self._leaving)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -376,6 +372,13 @@ class FleetClient:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None and not self.ended.is_set():
             log.error("a task of the fleet's client failed", exc_info=error)
+
+
+def _hold(task: asyncio.Task[None], tasks: set[asyncio.Task[None]]) -> None:
+    """Keep a task in `tasks` until it is done."""
+    if not task.done():
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
 
 
 async def _retried(call: Callable[[], Awaitable[Value]], again: Callable[[], None] = lambda: None) -> Value:

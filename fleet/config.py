@@ -18,6 +18,8 @@ _SERVER_SETTINGS = tuple(
     one.name for one in fields(ServeConfig) if one.name not in ("models", "host", "port", "record", "record_text")
 )
 _DURABILITIES = ("process", "power")
+MOST_PORT = 65_535
+_COUNTS = {"workers": 10_000, "front_ends": 1_000, "threads": 10_000}  # and the most of each
 
 
 class FleetConfigInvalid(ValueError):
@@ -65,23 +67,47 @@ class FleetConfig:
     kv_events: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("workers", 0), ("front_ends", 0), ("threads", 0), ("port", 0)):
+        for name in ("model", "address", "host"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise FleetConfigInvalid(f"{name} must be an integer of at least {least}, got {value!r:.80}")
-        for name in ("hang_s", "keep_s"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0.5 <= value < 1e9:
-                raise FleetConfigInvalid(f"{name} must be a number of seconds of at least 0.5, got {value!r:.80}")
-        if self.durability not in _DURABILITIES:
-            raise FleetConfigInvalid(f"durability must be process or power, got {self.durability!r:.80}")
-        for tenant, share in self.shares.items():
-            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1e9:
-                raise FleetConfigInvalid(f"shares: {tenant!r} must have a weight above 0, got {share!r:.80}")
+            if not isinstance(value, str) or not value:
+                raise FleetConfigInvalid(f"{name} must be a text, got {value!r:.80}")
+        if not isinstance(self.state_dir, str):
+            raise FleetConfigInvalid(f"state_dir must be a folder's name, got {self.state_dir!r:.80}")
         if not isinstance(self.name, str) or not self.name.replace("-", "").replace("_", "").isalnum():
             raise FleetConfigInvalid(f"name must be of letters, digits, - and _, got {self.name!r:.80}")
+        for name, most in _COUNTS.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+                raise FleetConfigInvalid(f"{name} must be an integer from 0 to {most:,}, got {value!r:.80}")
+        self._check_ports()
+        for name in ("hang_s", "keep_s"):
+            if not _is_number(value := getattr(self, name), 0.5):
+                raise FleetConfigInvalid(f"{name} must be a number of seconds from 0.5 to 1e9, got {value!r:.80}")
+        if self.durability not in _DURABILITIES:
+            raise FleetConfigInvalid(f"durability must be process or power, got {self.durability!r:.80}")
+        for name in ("engine", "server", "shares", "worker_resources"):
+            if not isinstance(value := getattr(self, name), Mapping):
+                raise FleetConfigInvalid(f"{name} must map names to values, got {value!r:.80}")
+        for tenant, share in self.shares.items():
+            if not _is_number(share, 0) or not share:
+                raise FleetConfigInvalid(f"shares: {tenant!r} must have a weight above 0, got {share!r:.80}")
+        for name, amount in self.worker_resources.items():
+            if not _is_number(amount, 0):
+                raise FleetConfigInvalid(f"worker_resources: {name} must be a number of at least 0, got {amount!r:.80}")
         _check_keys("engine", self.engine, ENGINE_SETTINGS)
         _check_keys("server", self.server, _SERVER_SETTINGS)
+
+    def _check_ports(self) -> None:
+        ports = [("port", self.port, self.front_ends, 0)]
+        if self.kv_events is not None:
+            ports.append(("kv_events", self.kv_events, 2 * self.workers, 1))
+        for name, port, count, least in ports:
+            if isinstance(port, bool) or not isinstance(port, int) or not least <= port <= MOST_PORT:
+                raise FleetConfigInvalid(f"{name} must be a port from {least} to {MOST_PORT}, got {port!r:.80}")
+            if port and port + count - 1 > MOST_PORT:
+                raise FleetConfigInvalid(
+                    f"{name} {port} is too high: {count} ports from there on end above {MOST_PORT}"
+                )
 
     @property
     def journal(self) -> Path:
@@ -99,8 +125,10 @@ class FleetConfig:
         """The settings in a file; `given` go first. Raises FleetConfigInvalid."""
         try:
             _, data = read_yaml(file)
-        except (OSError, InvalidYaml) as error:
-            raise FleetConfigInvalid(f"{file} cannot be read: {error}") from error
+        except OSError as error:
+            raise FleetConfigInvalid(f"{file} cannot be read: {error.strerror}") from error
+        except InvalidYaml as error:  # names the file and the line
+            raise FleetConfigInvalid(str(error)) from error
         if not isinstance(data, Mapping):
             raise FleetConfigInvalid(f"{file} must map settings to values")
         settings = {str(name).replace("-", "_"): value for name, value in data.items()}
@@ -109,14 +137,24 @@ class FleetConfig:
             _check_keys(str(file), settings, known)
             settings.update({name: value for name, value in (given or {}).items() if value is not None})
             for name in ("engine", "server", "shares", "worker_resources"):
-                if not isinstance(settings.get(name) or {}, Mapping):
-                    raise FleetConfigInvalid(f"{name} must map names to values, got {settings[name]!r:.80}")
-                settings[name] = {str(k).replace("-", "_"): v for k, v in (settings.get(name) or {}).items()}
+                if settings.get(name) is None:
+                    settings[name] = {}
+                elif isinstance(settings[name], Mapping):
+                    settings[name] = {_setting(name, str(key)): value for key, value in settings[name].items()}
             if not isinstance(settings.get("model"), str):
                 raise FleetConfigInvalid("model: name the model that the workers load")
             return cls(**settings)
         except FleetConfigInvalid as error:
             raise FleetConfigInvalid(f"{file}: {str(error).removeprefix(f'{file}: ')}") from error
+
+
+def _setting(where: str, name: str) -> str:
+    """The name of a setting, with "_" for "-". Names of tenants and of resources stay as they are."""
+    return name.replace("-", "_") if where in ("engine", "server") or name.startswith("num-") else name
+
+
+def _is_number(value: object, least: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value < 1e9
 
 
 def state_dir(environ: Mapping[str, str]) -> Path:

@@ -13,9 +13,9 @@ from ..server.keys import read_keys
 from ..server.models import ModelOptions, ModelRegistry
 from ..server.run import CannotServe, listen, raise_open_files, run_event_loop, serve_on
 from .client import FleetClient
+from .cluster import RayLink, connect
 from .config import FleetConfig
 from .links import QueueLink
-from .ray_cluster import RayLink, connect
 
 
 def registry_of(link: QueueLink) -> ModelRegistry:

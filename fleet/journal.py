@@ -133,7 +133,9 @@ class Journal:
             yield
         except (sqlite3.Error, msgspec.MsgspecError) as error:
             if "locked" in str(error):
-                raise JournalError(f"the journal {self.path} is in use by another queue: stop that one first") from error
+                raise JournalError(
+                    f"the journal {self.path} is in use by another queue: stop that one first"
+                ) from error
             raise JournalError(f"the journal {self.path} cannot be opened: {error}") from error
 
     # -- facts -------------------------------------------------------------------------------------------------------

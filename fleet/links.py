@@ -1,6 +1,6 @@
 """How front ends and workers reach the queue: the calls, and the errors of a queue that is away.
 
-`QueueLink` is the one seam to the transport: Ray in a fleet (ray_cluster.py), the `QueueServer` itself in tests (`DirectLink`).
+`QueueLink` is the one seam to the transport: Ray in a fleet (cluster.py), the `QueueServer` itself in tests (`DirectLink`).
 """
 
 from __future__ import annotations
@@ -69,6 +69,12 @@ class DirectLink:
 
     def __init__(self, server: QueueServer | None) -> None:
         self.server = server
+
+    async def status(self) -> dict[str, Any]:
+        """See `QueueServer.status`."""
+        if self.server is None:
+            raise QueueUnavailable("the queue is away")
+        return self.server.status()
 
     def __getattr__(self, name: str) -> Any:
         if self.server is not None:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,7 +85,7 @@ class QueueServer:
         self.writer = JournalWriter(journal)
         self._pulls: dict[str, asyncio.Event] = {}
         self._held: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
         self._model_known = asyncio.Event()
         if self.queue.workers.model is not None:
             self._model_known.set()
@@ -98,6 +98,8 @@ class QueueServer:
         self.queue = RequestQueue(options.shares, options.hold_s, None, boots << 32, journal.next_number)
         stored = journal.fact("model")
         self.queue.workers.model = None if stored is None else msgspec.convert(stored, FleetModel)
+        drained = journal.fact("drained")
+        self.queue.drained.update(drained if isinstance(drained, list) else ())
         for one in journal.unfinished():
             self.queue.restore(one.number, one.request, one.records, self._clock())
             self._followers.add(one.number, one.records)
@@ -285,6 +287,7 @@ class QueueServer:
     def drain(self, worker: str) -> WorkerEntry:
         """Hand over what a worker runs, and let it end. Raises StaleEpoch."""
         entry = self.queue.drain(worker)
+        self._keep(self.writer.set_fact("drained", sorted(self.queue.drained)))
         self._wake_ordered()
         return entry
 
@@ -341,8 +344,8 @@ class QueueServer:
                 self._followers.forget(GONE_S, self.options.keep_s)
                 await self.writer.forget(time.time() - self.options.keep_s, self.options.most_kept)
 
-    def _keep(self, work: Any) -> None:
-        task = asyncio.ensure_future(work)
+    def _keep(self, work: Coroutine[Any, Any, object]) -> None:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

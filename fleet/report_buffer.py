@@ -20,20 +20,21 @@ class ReportBuffer:
         self._pieces: dict[int, dict[int, list[Piece]]] = {}  # by request and continuation
         self._ends: dict[int, Record] = {}
         self._released: list[int] = []
-        self._begun: set[tuple[int, int]] = set()  # continuations of which a piece was reported
+        self._faults: dict[int, str] = {}
+        self._begun: dict[int, set[int]] = {}  # continuations of which a piece was reported, by request
         self._changed = asyncio.Event()
         self._urgent = asyncio.Event()
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to report."""
-        return not (self._pieces or self._ends or self._released)
+        return not (self._pieces or self._ends or self._released or self._faults)
 
     def add(self, record: Record) -> None:
         """Add a record of a request: a piece, or its end."""
         if isinstance(record, Piece):
             self._pieces.setdefault(record.number, {}).setdefault(record.index, []).append(record)
-            begins = (record.number, record.index) not in self._begun
+            begins = record.index not in self._begun.get(record.number, ())
         else:
             self._ends[record.number] = record
             begins = False
@@ -52,10 +53,18 @@ class ReportBuffer:
         self._changed.set()
         self._urgent.set()
 
+    def fail(self, number: int, error: str) -> None:
+        """Say that the engine failed on a request, after its records."""
+        self._faults[number] = error
+        self._changed.set()
+        self._urgent.set()
+
     def drop(self, number: int) -> None:
         """Forget what is not reported of a request that was cancelled."""
         self._pieces.pop(number, None)
         self._ends.pop(number, None)
+        self._faults.pop(number, None)
+        self._begun.pop(number, None)
 
     async def wait(self, timeout_s: float) -> None:
         """Wait until records are due, or for `timeout_s`."""
@@ -66,18 +75,18 @@ class ReportBuffer:
                     async with asyncio.timeout(REPORT_EVERY_S):
                         await self._urgent.wait()
 
-    def take(self) -> tuple[list[bytes], list[int]]:
-        """The records as bytes, and the requests that were handed back."""
+    def take(self) -> tuple[list[bytes], list[int], dict[int, str]]:
+        """The records as bytes, the requests that were handed back, and those on which the engine failed."""
         records = []
         for number, by_index in self._pieces.items():
             for index, pieces in by_index.items():
                 records.append(encode_record(joined(pieces)))
-                self._begun.add((number, index))
-                if pieces[-1].finish_reason is not None:
-                    self._begun.discard((number, index))
+                self._begun.setdefault(number, set()).add(index)
         records += [encode_record(record) for record in self._ends.values()]
-        released = self._released
-        self._pieces, self._ends, self._released = {}, {}, []
+        released, faults = self._released, self._faults
+        for number in (*self._ends, *released, *faults):
+            self._begun.pop(number, None)
+        self._pieces, self._ends, self._released, self._faults = {}, {}, [], {}
         self._changed.clear()
         self._urgent.clear()
-        return records, released
+        return records, released, faults

@@ -87,6 +87,9 @@ class QueueCounters:
 class RequestQueue:
     """All requests of a fleet that have not ended. Not thread-safe; the clock is the caller's.
 
+    Attributes:
+        drained: Names of workers that were ordered to end.
+
     Args:
         hold_s: How long a request waits for a better worker than the free ones.
         shares: Weights of tenants.
@@ -105,7 +108,7 @@ class RequestQueue:
         self.counters = QueueCounters()
         self.lengths = OutputLengths()
         self._by_id: dict[str, int] = {}
-        self._drained: set[str] = set()  # workers that were ordered to end
+        self.drained: set[str] = set()
         self._waiting = WaitingOrder(shares)
         self._hold_s = hold_s
         self._weights = weights
@@ -187,7 +190,7 @@ class RequestQueue:
         """Give a worker a new epoch. What it ran before goes back to the queue."""
         self.lose(registration.worker)
         worker = self.workers.register(registration, now)
-        worker.is_draining = worker.name in self._drained
+        worker.is_draining = worker.name in self.drained
         return worker
 
     def lose(self, name: str) -> list[int]:
@@ -317,7 +320,7 @@ class RequestQueue:
         return None
 
     def _fits_some(self, entry: Entry, workers: Sequence[WorkerEntry]) -> bool:
-        """Whether the pool of some worker may become large enough. The others need not wait for a request that none can hold."""
+        """Whether the pool of some worker may become large enough: others do not wait for a request that none can hold."""
         needed = self._load(entry, computed=False).blocks
         return any(needed <= worker.state.limit_blocks // worker.model.num_tables for worker in workers)
 
@@ -386,7 +389,7 @@ class RequestQueue:
         """
         worker = self.workers.get(name)
         worker.is_draining = True
-        self._drained.add(name)
+        self.drained.add(name)
         self.move_from_draining()
         return worker
 

@@ -102,7 +102,7 @@ def fleet_metrics(status: dict[str, Any]) -> dict[str, dict[str, Any]]:
     for name, (text, kind) in _OF_WORKER.items():
         samples = [({"worker": worker["name"]}, worker[name]) for worker in workers]
         metrics[f"pagetide_fleet_worker_{name}"] = _metric(text, kind, samples)
-    metrics["pagetide_fleet_workers"] = _metric("Workers that are ready", "gauge", [({}, len(workers))])
+    metrics["pagetide_fleet_workers"] = _metric("Workers that are ready or draining", "gauge", [({}, len(workers))])
     fault = int(status["journal"]["fault"] is not None)
     metrics["pagetide_fleet_journal_fault"] = _metric("Whether the journal cannot be written", "gauge", [({}, fault)])
     return metrics

@@ -28,7 +28,7 @@ Value = TypeVar("Value")
 
 def model_of_fleet(address: str, name: str) -> FleetModel:
     """The model of a running fleet; waits for its first worker. Raises FleetError."""
-    from .ray_cluster import RayLink, connect
+    from .cluster import RayLink, connect
 
     link = RayLink(connect(address, name))
     try:

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..scheduler.errors import REQUEST_FAULTS
 from ..server.engine_outputs import MakeScores, error_kind, piece_of, request_end, scores
 from ..server.messages import Failed, Piece, RequestEnd
 from ..version import __version__
@@ -24,7 +25,8 @@ from .report_buffer import ReportBuffer
 if TYPE_CHECKING:
     from ..cache.cache_events import CacheEvents
     from ..engine.async_llm import AsyncLLM
-    from ..engine.requests.outputs import RequestOutput
+    from ..engine.requests.outputs import RequestOutput, StreamChunk
+    from ..scheduler.sequence import FinishReason
     from .kv_events import KvEventPublisher
 
 log = logging.getLogger(__name__)
@@ -33,6 +35,10 @@ STATE_EVERY_S = 0.1
 STATS_EVERY_S = 1.0
 AGAIN_S = 0.1  # between attempts to reach the queue
 UNLIMITED_WAITING = 1 << 30  # the queue bounds what waits
+
+
+class EngineFault(Exception):
+    """The engine failed on a request that it could serve: another engine may serve it."""
 
 
 class Worker:
@@ -140,47 +146,57 @@ class Worker:
         try:
             await self._stream(assignment)
         except Exception as error:
-            kind = error_kind(error)
+            kind, text = error_kind(error), str(error) or type(error).__name__
             if kind == "internal":
-                log.exception("request %d failed", number)
-            self._buffer.add(Failed(number, kind, str(error) or type(error).__name__))
+                log.warning("the engine failed on request %d: %s", number, text, exc_info=error)
+                self._buffer.fail(number, text)
+            elif kind != "unavailable":  # a closed engine ends this worker: the request goes on elsewhere
+                self._buffer.add(Failed(number, kind, text))
 
     async def _stream(self, assignment: Assignment) -> None:
         number, make = assignment.number, partial(scores, self._llm.tokenizer)
         handovers, pieces = self._split(assignment)
         searches = any((one["sampling"].get("num_beams") or 1) > 1 for one in handovers)
         self._buffer.add_all(pieces)
-        outputs: list[RequestOutput | None] = [None] * len(handovers)
-        found: list[Piece] = []
+        outputs: dict[int, RequestOutput] = {}
+        found: list[Piece] = []  # in one report with the end
         if handovers:
             stream = self._llm.import_request(handovers)
             async with aclosing(stream):
                 async for chunk in stream:
-                    piece = piece_of(number, chunk, make)
-                    if searches:
-                        found.append(piece)  # beams come at the end, and in one record with it
-                    else:
-                        self._buffer.add(_at_index(piece, handovers[chunk.index]["index"]))
+                    self._refuse_if_broken(chunk)
                     if chunk.output is not None:
                         outputs[chunk.index] = chunk.output
-                        self._refuse_if_aborted(chunk.output)
-        self._buffer.add_all([*found, _end_of(number, [one for one in outputs if one is not None], make)])
+                    piece = piece_of(number, chunk, make)
+                    if searches:
+                        found.append(piece)
+                        continue
+                    piece = _at_index(piece, handovers[chunk.index]["index"])
+                    if len(outputs) == len(handovers):
+                        found.append(piece)
+                    else:
+                        self._buffer.add(piece)
+        self._buffer.add_all([*found, _end_of(number, [one for _, one in sorted(outputs.items())], make)])
 
     @staticmethod
-    def _refuse_if_aborted(output: RequestOutput) -> None:
-        """An engine that is being stopped aborts its requests: they go on elsewhere."""
-        if output.finish_reason == "aborted":
+    def _refuse_if_broken(chunk: StreamChunk) -> None:
+        """Do not record an end that is the engine's alone: the request goes on elsewhere. Raises EngineFault."""
+        if chunk.finish_reason == "aborted":  # the engine is being stopped
             raise asyncio.CancelledError
+        error = (chunk.completion.error if chunk.completion is not None else None) or ""
+        if chunk.finish_reason == "error" and not error.startswith(REQUEST_FAULTS):
+            raise EngineFault(error)
 
     def _split(self, assignment: Assignment) -> tuple[list[dict[str, Any]], list[Piece]]:
         """The continuations to go on with, and pieces that end the others: their last token is recorded, their end is not."""
         going, pieces = [], []
         for one in assignment.handovers:
-            reason = _reason_of_end(one)
-            if reason is None:
+            found = _end_of_recorded(one, self._llm.tokenizer, self.model.max_model_len)
+            if found is None:
                 going.append(one)
             else:
-                pieces.append(Piece(assignment.number, one["index"], "", [], None, reason))  # type: ignore[arg-type]
+                reason, text = found
+                pieces.append(Piece(assignment.number, one["index"], text, [], None, reason))
         return going, pieces
 
     # -- reports -----------------------------------------------------------------------------------------------------
@@ -191,14 +207,14 @@ class Worker:
         sequence, state_at = 0, 0.0
         while True:
             await self._buffer.wait(state_at + STATE_EVERY_S - loop.time())
-            records, released = self._buffer.take()
+            records, released, faults = self._buffer.take()
             state = cache = None
             if loop.time() - state_at >= STATE_EVERY_S:
                 state_at = loop.time()
                 state, cache = await self._state(), await self._cache_changes()
-            if records or released or state is not None:
+            if records or released or faults or state is not None:
                 sequence += 1
-                await self._link.report(Report(self.name, epoch, sequence, records, released, state, cache))
+                await self._link.report(Report(self.name, epoch, sequence, records, released, state, cache, faults))
 
     async def _state(self) -> WorkerState:
         stats = await self._llm.stats()
@@ -261,14 +277,36 @@ def _end_of(number: int, outputs: Sequence[RequestOutput], make: MakeScores) -> 
     return request_end(number, outputs[0], [], make, generated)
 
 
-def _reason_of_end(handover: Mapping[str, Any]) -> str | None:
-    """Why a continuation is at its end already: its last token is recorded, and its end was lost with its worker."""
+def _end_of_recorded(
+    handover: Mapping[str, Any], tokenizer: Any, max_model_len: int
+) -> tuple[FinishReason, str] | None:
+    """The end of a continuation with its last token recorded: its end was lost with its worker. None if it is not there.
+
+    Returns the reason, and the text that was held back. An engine finds a stop string after it has given the token.
+    """
+    from ..engine.text.detokenizer import TextStream
+
     tokens, sampling = handover["token_ids"], handover["sampling"]
+    room = max_model_len - len(handover["prompt_token_ids"])
+    reason, stops = _reason_of_end(tokens, sampling, room), sampling.get("stop") or ()
+    if tokenizer is None or not tokens or not (reason or stops):
+        return None if reason is None else (reason, "")
+    stream = TextStream(tokenizer, handover["prompt_token_ids"], stops)
+    for token in tokens:
+        stream.push([token])
+    if reason is not None:
+        stream.finish()
+    if stream.stopped:
+        reason = "stop"
+    return None if reason is None else (reason, stream.text[handover["num_told_characters"] :])
+
+
+def _reason_of_end(tokens: Sequence[int], sampling: Mapping[str, Any], room: int) -> FinishReason | None:
     if not tokens:
         return None
     if tokens[-1] in sampling["stop_token_ids"] and len(tokens) >= (sampling.get("min_new_tokens") or 0):
         return "stop"
-    return "length" if len(tokens) >= sampling["max_new_tokens"] else None
+    return "length" if len(tokens) >= min(sampling["max_new_tokens"], room) else None
 
 
 def model_of(llm: AsyncLLM, reference: str) -> FleetModel:

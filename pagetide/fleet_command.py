@@ -84,7 +84,7 @@ def _reported(error: Exception) -> int:
 def _start(args: argparse.Namespace) -> int:
     errors = fleet_errors()
     from .fleet.config import FleetConfig
-    from .fleet.ray_cluster import start_fleet
+    from .fleet.actors import start_fleet
 
     try:
         config = FleetConfig.read(args.config, {"workers": args.workers, "port": args.port})
@@ -100,7 +100,7 @@ def _start(args: argparse.Namespace) -> int:
 
 def _call(args: argparse.Namespace, method: str, *arguments: Any) -> Any:
     """The result of a call to the queue."""
-    from .fleet.ray_cluster import RayLink, connect
+    from .fleet.cluster import RayLink, connect
 
     link = RayLink(connect(args.address, args.name))
     return asyncio.run(getattr(link, method)(*arguments))
@@ -171,7 +171,7 @@ def _add(args: argparse.Namespace) -> int:
 
 def _stop(args: argparse.Namespace) -> int:
     errors = fleet_errors()
-    from .fleet.ray_cluster import stop_fleet
+    from .fleet.actors import stop_fleet
 
     try:
         stop_fleet(args.name, args.address, args.drain_timeout)

@@ -48,12 +48,7 @@ def add_parser(
         "--config", type=Path, metavar="FILE",
         help="settings in YAML (variable: PAGETIDE_SERVE_CONFIG; PAGETIDE_CONFIG names a models file)",
     )  # fmt: skip
-    fleet = parser.add_argument_group("fleet")
-    fleet.add_argument(
-        "--fleet", metavar="ADDRESS",
-        help="serve a running fleet instead of MODEL: the address of its Ray cluster, or local for this machine's",
-    )  # fmt: skip
-    fleet.add_argument("--fleet-name", default="fleet", metavar="NAME", help="name of the fleet (default fleet)")
+    add_fleet(parser, "serve a running fleet instead of MODEL")
     http = parser.add_argument_group("server")
     http.add_argument("--host", metavar="ADDRESS", help="address to listen on (default 127.0.0.1)")
     http.add_argument("--port", type=int, metavar="N", help="port to listen on; 0 takes a free one (default 8000)")
@@ -85,6 +80,14 @@ def add_parser(
     add_serving(add_engine(parser))
     parser.set_defaults(run=lambda args: _serve(args, engine_arguments(args)))
     return parser
+
+
+def add_fleet(parser: argparse.ArgumentParser, text: str) -> None:
+    """Add the options that name a running fleet. `text` is what the command does with it."""
+    fleet = parser.add_argument_group("fleet")
+    where = "the address of its Ray cluster, or local for this machine's"
+    fleet.add_argument("--fleet", metavar="ADDRESS", help=f"{text}: {where}")
+    fleet.add_argument("--fleet-name", default="fleet", metavar="NAME", help="name of the fleet (default fleet)")
 
 
 def check_libraries(command: str) -> None:

@@ -20,7 +20,7 @@ from ..engine.loading.models import ModelSpec, resolve_model
 from ..engine.requests.progress import Bar
 from ..engine.text.chat_template import options_from_data
 from ..scheduler.request import SamplingParams
-from ..serve import check_libraries
+from ..serve import add_fleet, check_libraries
 from .config import STDIN, RunConfig, add_flags, fingerprint, read_config
 from .input import InputFile, InputRequest, Summary, read_line
 from .output import Output, Settings, files_of
@@ -52,12 +52,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument("--restart", action="store_true", help="throw away what an earlier start left unfinished")
     parser.add_argument("--overwrite", action="store_true", help="replace the output once all records are there")
     parser.add_argument("--json", action="store_true", help="the summary as JSON")
-    fleet = parser.add_argument_group("fleet")
-    fleet.add_argument(
-        "--fleet", metavar="ADDRESS",
-        help="let a running fleet serve the lines, with its model: the address of its Ray cluster, or local for this machine's",
-    )  # fmt: skip
-    fleet.add_argument("--fleet-name", default="fleet", metavar="NAME", help="name of the fleet (default fleet)")
+    add_fleet(parser, "let a running fleet serve the lines, with its model")
     add_flags(parser)
     parser.set_defaults(run=main)
     return parser

@@ -662,8 +662,9 @@ def test_a_config_that_is_wrong_is_told_where(tmp_path: Path, text: str, message
 
 def test_every_field_is_a_key() -> None:
     assert set(KEYS["sampling"]) | {"seed", "logits_processors"} == {f.name for f in fields(SamplingParams)}
-    secret = {"prefix_hash_secret"}  # which stands neither in a file nor on a command line
-    of_llm = set(signature(LLM.__init__).parameters) - {"self", "model", "tokenizer"} - secret
+    # A secret stands neither in a file nor on a command line; a run has no use for events.
+    neither = {"prefix_hash_secret", "kv_events"}
+    of_llm = set(signature(LLM.__init__).parameters) - {"self", "model", "tokenizer"} - neither
     assert {f.name for f in fields(EngineOptions)} == of_llm
 
 

@@ -24,7 +24,8 @@ TORCH_LIBRARIES = ("torch", "transformers", "triton", "flash_attn")
 TORCH_MODULES = (
     "pagetide.native", "pagetide.engine", "pagetide.cache.storage", "pagetide.server.engine_process",
     "pagetide.server.defaults", "pagetide.server.engine_outputs", "pagetide.fleet.worker", "pagetide.fleet.preparation",
-    "pagetide.fleet.client", "pagetide.fleet.outputs", "pagetide.fleet.api", "pagetide.fleet.front", "pagetide.fleet.ray_cluster",
+    "pagetide.fleet.client", "pagetide.fleet.outputs", "pagetide.fleet.api", "pagetide.fleet.front", "pagetide.fleet.cluster",
+    "pagetide.fleet.actors", "pagetide.fleet.call", "pagetide.fleet.sync", "pagetide.fleet.errors",
 )  # fmt: skip
 # Composition roots: import everything, are imported by nothing.
 ROOTS = ("pagetide.cli", "pagetide.vram_monitor")
@@ -317,7 +318,7 @@ def loaded_by(code: str) -> set[str]:
 
 @pytest.mark.parametrize(
     "module",
-    ["pagetide", "pagetide.scheduler.scheduler", "pagetide.cache.manager", "pagetide.allocator.blocks"],
+    ["pagetide", "pagetide.scheduler.scheduler", "pagetide.cache.manager", "pagetide.allocator.blocks", "pagetide.fleet.actors"],
 )
 def test_pure_modules_do_not_load_torch(module: str) -> None:
     assert loaded_by(f"import {module}").isdisjoint({"torch", "transformers"})

@@ -1,0 +1,197 @@
+"""The Ray cluster of a fleet: the library, a cluster of this machine, and the link of a process to the fleet's queue."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from .config import LOCAL, state_dir
+from .errors import FleetError
+from .links import CALLS, QueueUnavailable, result_of
+from .messages import encode
+
+NAMESPACE = "pagetide"
+OBJECT_STORE_BYTES = 100 << 20  # Ray's own; nothing large passes through it
+MEMORY_THRESHOLD = 0.98  # of the node's memory, at which Ray kills workers: above what elastic pools fill
+REACH_S = 5.0
+MARK = "PAGETIDE_FLEET_CLUSTER"
+
+
+def import_ray() -> Any:
+    """The library. Raises FleetError, which names the extra."""
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        import ray
+    except ImportError as error:
+        raise FleetError(
+            "a fleet runs on Ray, which is not installed: pip install 'pagetide[ray]' (about 80 MB)"
+        ) from error
+    return ray
+
+
+# ---- calls ----------------------------------------------------------------------------------------------------------
+
+
+class RayLink:
+    """A link to the queue's actor: see `links.QueueLink`."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in CALLS:
+            raise AttributeError(name)
+
+        async def call(*arguments: Any) -> Any:
+            ray = import_ray()
+            try:
+                answer = await self._actor.call.remote(name, encode(list(arguments)))
+            except ray.exceptions.RayTaskError as error:  # a defect, which no repetition mends
+                raise FleetError(f"the queue failed on {name}: {type(error.cause).__name__}: {error.cause}") from error
+            except ray.exceptions.RayError as error:
+                raise QueueUnavailable(f"{type(error).__name__}: {str(error).splitlines()[0]:.200}") from error
+            return result_of(name, answer)
+
+        return call
+
+
+def queue_name(fleet: str) -> str:
+    """The name of a fleet's queue among the actors."""
+    return f"{fleet}/queue"
+
+
+# ---- the cluster ----------------------------------------------------------------------------------------------------
+
+
+def connect(address: str, fleet: str) -> Any:
+    """Connect this process to a cluster. Returns the queue's actor. Raises FleetError."""
+    _use_token(fleet)  # Ray reads it when it is imported
+    ray = import_ray()
+    connect_ray(ray, address, fleet)
+    try:
+        return ray.get_actor(queue_name(fleet), namespace=NAMESPACE)
+    except ValueError as error:
+        raise FleetError(
+            f"there is no fleet named {fleet!r} on the cluster {address}: start it with `pagetide fleet start`"
+        ) from error
+
+
+def connect_ray(ray: Any, address: str, fleet: str) -> None:
+    """Connect this process to a cluster, unless it is connected. Raises FleetError."""
+    if ray.is_initialized():
+        return
+    if address == LOCAL:
+        file = _state(fleet) / "address"
+        try:
+            address = file.read_text().strip()
+        except OSError as error:
+            raise FleetError(
+                f"no fleet named {fleet!r} was started on this machine ({file} is not there): start it with `pagetide "
+                "fleet start`, or name the address of its cluster"
+            ) from error
+    _use_token(fleet)
+    _check_listens(address)
+    try:
+        ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    except Exception as error:  # Ray raises ConnectionError, ValueError, RuntimeError and others
+        raise FleetError(
+            f"the Ray cluster {address} cannot be reached: {str(error).splitlines()[0] if str(error) else error!r:.300}. "
+            "Is it running, and is this its token (RAY_AUTH_TOKEN_PATH)?"
+        ) from error
+
+
+def _check_listens(address: str) -> None:
+    """Raise FleetError unless something listens at `address`, for which Ray itself would wait more than a minute."""
+    host, _, port = address.rpartition(":")
+    if "://" in address or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_S).close()
+    except OSError as error:
+        raise FleetError(
+            f"the Ray cluster {address} cannot be reached: {error.strerror or error}. Is it running, and is this its address?"
+        ) from error
+
+
+def _state(fleet: str) -> Path:
+    return state_dir(os.environ) / fleet
+
+
+def _use_token(fleet: str) -> None:
+    """Let Ray use the token of this fleet's own cluster, unless the user names another."""
+    file = _state(fleet) / "ray-token"
+    if file.is_file() and not any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
+        os.environ["RAY_AUTH_TOKEN_PATH"] = str(file)
+        os.environ["RAY_AUTH_MODE"] = "token"
+
+
+def start_cluster(fleet: str) -> str:
+    """Start Ray on this machine, with a token of its own. Returns the address."""
+    folder = _state(fleet)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    token = folder / "ray-token"
+    if not token.is_file():
+        descriptor = os.open(token, os.O_CREAT | os.O_WRONLY, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32))
+    _use_token(fleet)  # Ray reads it when it is imported
+    import_ray()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {
+        **os.environ,
+        "RAY_memory_usage_threshold": str(MEMORY_THRESHOLD),
+        "RAY_worker_niceness": "0",  # 15 by default: any busy neighbour would take the cores
+        "RAY_USAGE_STATS_ENABLED": "0",
+        MARK: _mark(f"127.0.0.1:{port}"),
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+    command = [
+        sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--head", f"--port={port}",
+        "--include-dashboard=false", f"--object-store-memory={OBJECT_STORE_BYTES}", "--disable-usage-stats",
+        f"--num-cpus={os.cpu_count() or 1}",
+    ]  # fmt: skip
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if found.returncode != 0:
+        raise FleetError(f"Ray cannot be started:\n{(found.stderr or found.stdout)[-2000:]}")
+    address = f"127.0.0.1:{port}"
+    (folder / "address").write_text(address)
+    return address
+
+
+def stop_cluster(fleet: str) -> None:
+    """End the Ray of this machine that `start_cluster` started."""
+    import psutil
+
+    file = _state(fleet) / "address"
+    if not file.is_file():
+        return
+    mark = _mark(file.read_text().strip())
+    file.unlink()
+    mine: set[psutil.Process] = set()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # those of other users cannot be looked into
+            if process.environ().get(MARK) == mark:  # a process that has set its title has no environment to be seen
+                mine.update([process, *process.children(recursive=True)])
+    mine.discard(psutil.Process())
+    for process in mine:
+        with suppress(psutil.Error):
+            process.terminate()
+    _, alive = psutil.wait_procs(mine, timeout=3)
+    for process in alive:
+        with suppress(psutil.Error):
+            process.kill()
+
+
+def _mark(address: str) -> str:
+    """What the processes of a cluster have in their environment, so that they can be found."""
+    return f"{os.getuid()}-{address}"

@@ -1,0 +1,516 @@
+"""The queue's decisions: whatever happens to workers, each accepted request ends once, with the output that it has undisturbed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from pagetide.fleet.messages import Assignment, NewRequest, Record, Registration, Report, StaleEpoch, decode_record
+from pagetide.fleet.messages import encode_record as encoded
+from pagetide.fleet.output_log import OutputLog
+from pagetide.fleet.request_queue import CANCELLED, MOST_FAULTS, MOST_PASSED, NewRecord, RequestQueue
+from pagetide.server.messages import Failed, Piece, RequestEnd
+from tests.fleet_stand_ins import (
+    MODEL,
+    STOP_ID,
+    new_request,
+    outputs_of,
+    text_of,
+    token_of,
+    worker_state,
+)
+
+NAMES = ("a", "b", "c")
+STOPPED = "the disk is full"
+
+
+@dataclass(eq=False)
+class ScriptedWorker:
+    """A worker that computes what it is told to, under the epoch that it believes in."""
+
+    name: str
+    epoch: int
+    limit: int
+    sequence: int = 0
+    running: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # handovers with their output
+    last: Report | None = None
+
+    def take(self, assignment: Assignment) -> None:
+        assert assignment.number not in self.running
+        self.running[assignment.number] = [
+            {**one, "token_ids": list(one["token_ids"])} for one in assignment.handovers
+        ]
+
+    def compute(self, number: int, count: int) -> list[bytes]:
+        """Up to `count` tokens of each continuation, and the end of the request if all have ended."""
+        records: list[Record] = []
+        going = self.running[number]
+        for one in list(going):
+            tokens, most = one["token_ids"], one["sampling"]["max_new_tokens"]
+            new = [token_of(one, position) for position in range(len(tokens), min(most, len(tokens) + count))]
+            tokens += new
+            reason = "length" if len(tokens) >= most else None
+            records.append(Piece(number, one["index"], "".join(map(text_of, new)), new, None, reason))
+            if reason is not None:
+                going.remove(one)
+        if not going:
+            records.append(RequestEnd(number, [], 0))
+            del self.running[number]
+        return [encoded(record) for record in records]
+
+    def report(self, records: list[bytes] = [], released: list[int] = [], **more: Any) -> Report:  # noqa: B006
+        self.sequence += 1
+        self.last = Report(self.name, self.epoch, self.sequence, list(records), list(released), **more)
+        return self.last
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """A queue, its journal as a list, and workers that die, hang, come back and are recalled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.epochs = 0
+        self.queue = RequestQueue(shares={"x": 3.0})
+        self.requests: dict[int, NewRequest] = {}  # accepted
+        self.journal: dict[int, list[bytes]] = {}
+        self.ended: dict[int, Record] = {}
+        self.cancelled: set[int] = set()
+        self.workers: dict[str, ScriptedWorker] = {}  # by name, under their newest epochs
+        self.stale: list[ScriptedWorker] = []
+        self.names = iter(range(1 << 30))
+
+    # -- the caller's side -------------------------------------------------------------------------------------------
+
+    def write(self, new: list[NewRecord]) -> None:
+        """Write records to the journal, as `QueueServer` does."""
+        for record in new:
+            assert record.number not in self.ended, "a record after the end"
+            assert record.position == len(self.journal[record.number]), "a record is skipped or repeated"
+            self.journal[record.number].append(record.data)
+            if record.ends:
+                end = decode_record(record.data)
+                assert not isinstance(end, Piece)
+                self.ended[record.number] = end
+
+    def match(self) -> None:
+        _, ended, _ = self.queue.match(self.now)
+        self.write(ended)
+
+    def collect(self) -> None:
+        """Let each worker that is alive pull its orders, and follow them."""
+        for name, worker in list(self.workers.items()):
+            entry = self.queue.workers.find(name)
+            if entry is None or entry.epoch != worker.epoch:
+                continue
+            orders = entry.take_orders()
+            for assignment in orders.assignments:
+                worker.take(assignment)
+            for number in orders.cancelled:
+                worker.running.pop(number, None)
+            released = [number for number in orders.released if worker.running.pop(number, None) is not None]
+            if released:
+                self.write(self.queue.append(worker.report(released=released), self.now))
+            if orders.stop:
+                assert not worker.running, "a worker is ended with requests on it"
+
+    # -- what happens --------------------------------------------------------------------------------------------------
+
+    @initialize()
+    def first_worker(self) -> None:
+        self.register("a", 400)
+
+    @rule(prompt=st.integers(1, 60), new=st.integers(1, 12), n=st.integers(1, 3), priority=st.integers(-1, 1),
+          tenant=st.sampled_from("xy"), early_stop=st.booleans())  # fmt: skip
+    def submit(self, prompt: int, new: int, n: int, priority: int, tenant: str, early_stop: bool) -> None:
+        request = new_request(f"r{next(self.names)}", prompt, new, n, priority=priority, tenant=tenant)
+        answer = self.queue.submit(request, self.now)
+        if answer.number is None:
+            assert answer.kind == "too_long" and "shorten it" in answer.error
+            return
+        assert answer.number not in self.requests, "a number is given twice"
+        self.requests[answer.number], self.journal[answer.number] = request, []
+        if early_stop:
+            self.match()
+
+    @rule(name=st.sampled_from(NAMES), limit=st.integers(3, 40))
+    def register(self, name: str, limit: int) -> None:
+        if (old := self.workers.get(name)) is not None:
+            self.stale.append(old)
+        entry = self.queue.register(Registration(name, MODEL, 6, worker_state(limit)), self.now)
+        assert entry.epoch > self.epochs, "an epoch is given twice"
+        self.epochs = entry.epoch
+        self.workers[name] = ScriptedWorker(name, entry.epoch, limit)
+        self.queue.move_from_draining()
+
+    @rule(seconds=st.sampled_from([0.0, 0.002, 0.01, 1.0]))
+    def match_later(self, seconds: float) -> None:
+        self.now += seconds
+        self.match()
+        self.collect()
+
+    @rule(name=st.sampled_from(NAMES), count=st.integers(1, 5), data=st.data(), with_state=st.booleans())
+    def compute(self, name: str, count: int, data: st.DataObject, with_state: bool) -> None:
+        self.collect()
+        worker = self.workers.get(name)
+        if worker is None or self.queue.workers.find(name) is None:
+            return
+        numbers = data.draw(st.lists(st.sampled_from(sorted(worker.running)), unique=True)) if worker.running else []
+        records = [record for number in numbers for record in worker.compute(number, count)]
+        state = worker_state(worker.limit) if with_state else None
+        self.write(self.queue.append(worker.report(records, state=state), self.now))
+
+    @rule(name=st.sampled_from(NAMES))
+    def engine_fails(self, name: str) -> None:
+        self.collect()
+        worker = self.workers.get(name)
+        if worker is None or self.queue.workers.find(name) is None or not worker.running:
+            return
+        number = min(worker.running)
+        before = list(self.queue.entries[number].failed_on) if number in self.queue.entries else []
+        del worker.running[number]
+        new = self.queue.append(worker.report(faults={number: "the step failed"}), self.now)
+        assert bool(new) == (len(before) >= MOST_FAULTS)
+        self.write(new)
+
+    @rule(name=st.sampled_from(NAMES))
+    def report_again(self, name: str) -> None:
+        worker = self.workers.get(name)
+        if worker is not None and worker.last is not None and self.queue.workers.find(name) is not None:
+            assert self.queue.append(worker.last, self.now) == [], "a repeated report is recorded"
+
+    @rule(data=st.data(), count=st.integers(1, 5))
+    @precondition(lambda self: self.stale)
+    def stale_worker_reports(self, data: st.DataObject, count: int) -> None:
+        worker = data.draw(st.sampled_from(self.stale))
+        records = [record for number in list(worker.running) for record in worker.compute(number, count)]
+        with pytest.raises(StaleEpoch):
+            self.queue.append(worker.report(records, released=list(worker.running)), self.now)
+
+    @rule(name=st.sampled_from(NAMES))
+    def lose(self, name: str) -> None:
+        if self.queue.workers.find(name) is not None:
+            self.queue.lose(name)
+            self.stale.append(self.workers.pop(name))
+
+    @rule(name=st.sampled_from(NAMES[1:]))
+    def drain(self, name: str) -> None:
+        if self.queue.workers.find(name) is not None:
+            self.queue.drain(name)
+            self.collect()
+
+    @rule(name=st.sampled_from(NAMES), limit=st.integers(3, 40))
+    def recall(self, name: str, limit: int) -> None:
+        worker = self.workers.get(name)
+        if worker is not None and self.queue.workers.find(name) is not None:
+            worker.limit = limit
+            self.write(self.queue.append(worker.report(state=worker_state(limit)), self.now))
+            self.collect()
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.queue.entries)
+    def cancel(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.queue.entries)))
+        record = self.queue.cancel(number)
+        assert record is not None
+        self.write([record])
+        self.cancelled.add(number)
+        assert self.queue.cancel(number) is None
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.queue.entries)
+    def withdraw(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.queue.entries)))
+        self.queue.withdraw(number)
+        del self.requests[number], self.journal[number]
+
+    @rule()
+    def restart(self) -> None:
+        """The queue is killed, and begins again from its journal."""
+        self.stale += self.workers.values()
+        self.workers = {}
+        self.epochs += 1 << 32
+        drained, model = self.queue.drained, self.queue.workers.model
+        self.queue = RequestQueue({"x": 3.0}, last_epoch=self.epochs, next_number=max(self.requests, default=0) + 1)
+        self.queue.drained, self.queue.workers.model = drained, model
+        for number, request in self.requests.items():
+            if number not in self.ended:
+                entry = self.queue.restore(number, request, self.journal[number], self.now)
+                assert entry.log.records == self.journal[number]
+
+    # -- what holds ----------------------------------------------------------------------------------------------------
+
+    @invariant()
+    def holds(self) -> None:
+        self.queue.check_invariants()
+        assert set(self.queue.entries) == self.requests.keys() - self.ended.keys(), "a request is lost"
+        for worker in self.queue.workers:
+            assert worker.view(0).free_blocks >= 0 and worker.view(0).growth_blocks >= 0
+
+    def teardown(self) -> None:
+        """With a worker that has room for each request, all end, and once."""
+        self.queue.drained.clear()
+        for name in NAMES[1:]:
+            self.queue.lose(name)
+            self.workers.pop(name, None)
+        self.register("a", 4000)
+        for _ in range(10_000):
+            if not self.queue.entries:
+                break
+            self.match_later(1.0)
+            worker = self.workers["a"]
+            records = [record for number in list(worker.running) for record in worker.compute(number, 5)]
+            self.write(self.queue.append(worker.report(records), self.now))
+        assert self.ended.keys() == self.requests.keys(), "requests have not ended"
+        self.queue.check_invariants()
+        for number, request in self.requests.items():
+            self.check_output(number, request)
+
+    def check_output(self, number: int, request: NewRequest) -> None:
+        log = OutputLog(request)
+        for data in self.journal[number]:
+            log.append(decode_record(data), data)
+        whole, end = outputs_of(request), self.ended[number]
+        found = [output.token_ids for output in log.sequences]
+        if isinstance(end, RequestEnd):
+            assert found == whole
+            assert all(output.finish_reason == "length" for output in log.sequences)
+            assert [output.num_characters for output in log.sequences] == [
+                sum(len(text_of(token)) for token in tokens) for tokens in whole
+            ]
+        else:
+            assert isinstance(end, Failed)
+            assert end.error == (CANCELLED if number in self.cancelled else "the step failed")
+            assert all(some == all_of[: len(some)] for some, all_of in zip(found, whole, strict=True))
+
+
+TestQueueMachine = QueueMachine.TestCase
+TestQueueMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
+
+
+def registered(queue: RequestQueue, name: str, limit: int = 1000, max_seqs: int = 8) -> ScriptedWorker:
+    entry = queue.register(Registration(name, MODEL, max_seqs, worker_state(limit)), 0.0)
+    return ScriptedWorker(name, entry.epoch, limit)
+
+
+def orders(queue: RequestQueue, worker: ScriptedWorker) -> Any:
+    found = queue.workers.get(worker.name).take_orders()
+    for assignment in found.assignments:
+        worker.take(assignment)
+    return found
+
+
+def test_a_request_on_which_an_engine_fails_goes_on_elsewhere_from_its_last_recorded_token() -> None:
+    queue = RequestQueue()
+    a = registered(queue, "a")
+    queue.submit(request := new_request("r", new=6), 0.0)
+    queue.match(0.0)
+    assert [one.number for one in orders(queue, a).assignments] == [1]
+    b = registered(queue, "b")
+    assert len(queue.append(a.report(a.compute(1, 2)), 0.0)) == 1
+    assert queue.append(a.report(faults={1: "the step failed"}), 0.0) == []
+    assert queue.counters.faults == 1 and queue.num_waiting == 1
+    queue.match(0.0)
+    (assignment,) = orders(queue, b).assignments  # not a again, which has nothing to do
+    assert assignment.handovers[0]["token_ids"] == outputs_of(request)[0][:2]
+    queue.check_invariants()
+
+
+def test_a_request_on_which_three_engines_fail_ends_with_the_last_error() -> None:
+    queue = RequestQueue()
+    for number in range(MOST_FAULTS):
+        a = registered(queue, "a")  # the only worker: it gets the request again
+        if not number:
+            queue.submit(new_request("r"), 0.0)
+        queue.match(0.0)
+        assert queue.append(a.report(faults={1: f"fault {number}"}), 0.0) == []
+    queue.match(0.0)
+    (record,) = queue.append(a.report(faults={1: "fault 3"}), 0.0)
+    assert decode_record(record.data) == Failed(1, "internal", "fault 3") and record.ends
+    assert not queue.entries
+    queue.check_invariants()
+
+
+def test_the_fault_of_a_request_that_was_taken_away_or_cancelled_counts_for_nothing() -> None:
+    queue = RequestQueue()
+    a = registered(queue, "a")
+    queue.submit(new_request("r"), 0.0)
+    queue.submit(new_request("s"), 0.0)
+    queue.match(0.0)
+    queue.cancel(1)
+    queue.append(a.report(released=[2]), 0.0)
+    assert queue.append(a.report(faults={1: "fault", 2: "fault"}), 0.0) == []
+    assert queue.counters.faults == 0 and queue.entries[2].failed_on == []
+
+
+def test_a_drained_worker_without_another_ends_once_its_requests_have_ended() -> None:
+    queue = RequestQueue()
+    a = registered(queue, "a")
+    queue.submit(new_request("r"), 0.0)
+    queue.match(0.0)
+    orders(queue, a)
+    queue.submit(new_request("s"), 0.0)
+    queue.drain("a")
+    queue.match(0.0)
+    assert not queue.workers.get("a").has_orders and queue.num_waiting == 1
+    queue.append(a.report(a.compute(1, 99)), 0.0)
+    queue.move_from_draining()
+    assert orders(queue, a).stop
+    b = registered(queue, "b")
+    queue.match(0.0)
+    assert [one.number for one in orders(queue, b).assignments] == [2]
+
+
+def test_a_drained_worker_with_another_hands_its_requests_over_and_then_ends() -> None:
+    queue = RequestQueue()
+    a = registered(queue, "a")
+    queue.submit(request := new_request("r"), 0.0)
+    queue.match(0.0)
+    orders(queue, a)
+    b = registered(queue, "b")
+    queue.drain("a")
+    found = orders(queue, a)
+    assert found.released == [1] and not found.stop
+    queue.append(a.report(a.compute(1, 2), released=[1]), 0.0)
+    queue.move_from_draining()
+    assert orders(queue, a).stop
+    queue.match(0.0)
+    (assignment,) = orders(queue, b).assignments
+    assert assignment.handovers[0]["token_ids"] == outputs_of(request)[0][:2]
+
+
+def test_a_drained_worker_that_registers_again_is_still_draining() -> None:
+    queue = RequestQueue()
+    registered(queue, "a")
+    registered(queue, "b")
+    queue.drain("a")
+    again = registered(queue, "a")
+    queue.submit(new_request("r"), 0.0)
+    queue.move_from_draining()
+    queue.match(0.0)
+    assert orders(queue, again).stop and queue.entries[1].worker == "b"
+
+
+def test_a_recall_orders_requests_back_where_another_worker_has_room_the_youngest_first() -> None:
+    queue = RequestQueue()
+    a = registered(queue, "a", limit=100)
+    for name in "rstu":
+        queue.submit(new_request(name, prompt=160, new=16), 0.0)
+    queue.match(0.0)
+    orders(queue, a)
+    registered(queue, "b", limit=100)
+    queue.append(a.report(state=worker_state(25)), 0.0)
+    assert orders(queue, a).released == [4, 3]
+    queue.append(a.report(released=[4, 3], state=worker_state(25)), 0.0)
+    queue.match(0.0)
+    assert {number: entry.worker for number, entry in queue.entries.items()} == {1: "a", 2: "a", 3: "b", 4: "b"}
+    assert not queue.workers.get("a").has_orders
+    queue.check_invariants()
+
+
+def test_a_recall_without_room_elsewhere_orders_nothing_back() -> None:
+    queue = RequestQueue()
+    a = registered(queue, "a", limit=100)
+    for name in "rstu":
+        queue.submit(new_request(name, prompt=160, new=16), 0.0)
+    queue.match(0.0)
+    orders(queue, a)
+    registered(queue, "b", limit=5)
+    queue.append(a.report(state=worker_state(25)), 0.0)
+    assert not queue.workers.get("a").has_orders
+
+
+def test_a_request_is_passed_at_most_so_often_while_no_worker_has_room_for_it() -> None:
+    queue = RequestQueue(hold_s=0.0)
+    a = registered(queue, "a", limit=40, max_seqs=4)
+    queue.submit(new_request("first", prompt=320, new=16), 0.0)
+    queue.match(0.0)
+    orders(queue, a)
+    queue.submit(new_request("large", prompt=480, new=16), 0.0)
+    large = queue.find("large")
+    assert large is not None
+    for count in range(4 * MOST_PASSED):
+        queue.submit(new_request(f"small{count}", prompt=8, new=1), float(count))
+        queue.match(float(count))
+        for assignment in orders(queue, a).assignments:
+            queue.append(a.report(a.compute(assignment.number, 1)), float(count))
+        queue.check_invariants()
+    assert large.num_passed == MOST_PASSED
+    queue.append(a.report(a.compute(1, 99)), 500.0)
+    queue.match(500.0)
+    assert [one.number for one in orders(queue, a).assignments][0] == large.number
+
+
+def test_a_request_that_no_pool_can_hold_any_more_does_not_stop_the_others() -> None:
+    queue = RequestQueue(hold_s=0.0)
+    a = registered(queue, "a", limit=40)
+    queue.submit(new_request("large", prompt=480, new=16), 0.0)
+    queue.append(a.report(state=worker_state(20)), 0.0)
+    for count in range(3 * MOST_PASSED):
+        queue.submit(new_request(f"small{count}", prompt=8, new=1), float(count))
+        queue.match(float(count))
+        (assignment,) = orders(queue, a).assignments
+        queue.append(a.report(a.compute(assignment.number, 1)), float(count))
+    assert list(queue.entries) == [1]
+    queue.append(a.report(state=worker_state(40)), 999.0)
+    queue.match(999.0)
+    assert [one.number for one in orders(queue, a).assignments] == [1]
+
+
+def test_a_prompt_too_large_for_every_worker_is_refused_with_both_sizes() -> None:
+    queue = RequestQueue()
+    registered(queue, "a", limit=4)
+    registered(queue, "b", limit=7)
+    answer = queue.submit(new_request("r", prompt=112), 0.0)
+    assert (answer.number, answer.kind) == (None, "too_long")
+    assert answer.error == (
+        "the prompt's 112 tokens need 8 blocks of 16 tokens, and the largest pool of a worker may have 7: shorten it, or give "
+        "the workers more kv_memory"
+    )
+    assert queue.submit(new_request("r", prompt=111), 0.0).number == 1
+
+
+def test_a_request_with_all_its_tokens_recorded_and_not_its_end_ends_without_a_worker_computing() -> None:
+    queue = RequestQueue()
+    request = new_request("r", new=2, n=2)
+    pieces = [Piece(7, index, "t", tokens, None, "length") for index, tokens in enumerate(outputs_of(request))]
+    queue.restore(7, request, [encoded(piece) for piece in pieces], 0.0)
+    registered(queue, "a")
+    changed, (record,), _ = queue.match(0.0)
+    assert not changed and record == NewRecord(7, 2, encoded(RequestEnd(7, [], 0, num_generated=4)), True)
+    assert not queue.entries and queue.lengths.expected(0, 100) == int((4 + 4 * 50) / 6)
+
+
+def test_a_beam_search_begins_at_its_prompt_on_another_worker() -> None:
+    queue = RequestQueue()
+    request = new_request("r", new=4)
+    request.handover["sampling"].update(num_beams=3)
+    queue.restore(1, request, [], 0.0)
+    a = registered(queue, "a")
+    queue.match(0.0)
+    assert orders(queue, a).assignments[0].handovers == [request.handover]
+    queue.lose("a")
+    b = registered(queue, "b")
+    queue.match(0.0)
+    assert orders(queue, b).assignments[0].handovers == [request.handover]
+    ends = [Piece(1, index, "t", [5, STOP_ID], None, "stop") for index in range(2)] + [RequestEnd(1, [], 0)]
+    new = queue.append(b.report([encoded(end) for end in ends]), 0.0)
+    assert [record.position for record in new] == [0, 1, 2] and new[-1].ends
+
+
+def test_a_withdrawn_request_leaves_nothing_and_is_cancelled_at_its_worker() -> None:
+    queue = RequestQueue()
+    a = registered(queue, "a")
+    queue.submit(new_request("r"), 0.0)
+    queue.match(0.0)
+    orders(queue, a)
+    queue.withdraw(1)
+    assert queue.find("r") is None and queue.workers.get("a").take_orders().cancelled == [1]
+    assert queue.append(a.report(a.compute(1, 9)), 0.0) == []
+    queue.check_invariants()
+    queue.withdraw(1)
