@@ -13,7 +13,7 @@ from ..scheduler.errors import PromptTooLong
 from ..scheduler.request import SamplingParams
 from .messages import Submit
 
-API_TEMPERATURE = 1.0  # OpenAI's default, for models whose generation config samples nothing
+API_TEMPERATURE = 1.0  # OpenAI's default, for models with a generation config that samples nothing
 # Options of the chat template that the server sets; a request's own go through `options_from_data`.
 _TRUSTED_OPTIONS = ("add_generation_prompt", "continue_final_message", "tools", "documents", "chat_template")
 

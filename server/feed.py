@@ -1,4 +1,4 @@
-"""The feed of the page: an engine is asked for one snapshot for all viewers, and for none while there are none."""
+"""The feed of the page: an engine or a fleet is asked for one snapshot for all viewers, and for none while there are none."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from .choices import json_encode
 from .engine_client import EngineClient, EngineUnavailable, RequestFailed
@@ -26,6 +27,9 @@ LONGEST_S = 5.0  # between frames, whatever they cost
 UNCHANGED_S = 1.0  # between frames that say the same
 IDLE_S = 0.25  # between looks at an engine without requests
 BEHIND_S = 1.0  # between whole frames for viewers that skipped some
+FLEET_S = 0.5  # between looks at a fleet
+FLEET_ANSWER_S = 2.0  # a fleet's queue that does not answer within this time is away
+MOST_ERROR = 200  # characters of a worker's error, and of the journal's
 LOOK_S = 0.25  # between looks at the states of the models
 ALIVE_S = 5.0  # after which the models' states are said again, so that a viewer can tell silence from a lost connection
 
@@ -42,7 +46,7 @@ class PageViewer:
         self.rate = rate
         self.has_skipped = False
         self._may_look = may_look
-        self._notice = b""  # the newest event that is no frame; it goes first
+        self._notices: dict[FollowedEngine | None, bytes] = {}  # the newest events that are no frames; they go first
         self._frames: list[bytes] = []
         self._num_bytes = 0
         self._current: set[FollowedEngine] = set()  # engines of which it has all frames since a whole one
@@ -53,15 +57,15 @@ class PageViewer:
     @property
     def has_read(self) -> bool:
         """Whether it has taken all that was delivered."""
-        return not (self._is_sending or self._frames or self._notice)
+        return not (self._is_sending or self._frames or self._notices)
 
     def lacks(self, engine: FollowedEngine) -> bool:
         """Whether only a whole frame of this engine helps it."""
         return engine not in self._current
 
-    def put(self, event: bytes) -> None:
-        """Deliver an event that is no frame, instead of an earlier one that it has not read."""
-        self._notice = event
+    def put(self, event: bytes, engine: FollowedEngine | None = None) -> None:
+        """Deliver an event that is no frame, of all models or of one, instead of an earlier one that it has not read."""
+        self._notices[engine] = event
         self._changed.set()
 
     def put_frame(self, engine: FollowedEngine, event: bytes, full: bool) -> None:
@@ -78,8 +82,9 @@ class PageViewer:
         self._changed.set()
 
     def forget(self, engine: FollowedEngine) -> None:
-        """The frames of this engine begin anew, or are over."""
+        """What is said of this engine begins anew, or is over."""
         self._current.discard(engine)
+        self._notices.pop(engine, None)
 
     def close(self) -> None:
         """End its stream."""
@@ -99,15 +104,15 @@ class PageViewer:
             if self._is_closed or not self._may_look():
                 return
             self._changed.clear()
-            events = [self._notice, *self._frames]
-            self._notice, self._frames, self._num_bytes = b"", [], 0
+            events = [*self._notices.values(), *self._frames]
+            self._notices, self._frames, self._num_bytes = {}, [], 0
             self._is_sending = True
             yield b"".join(events)
             self._is_sending = False
 
 
 class PageFeed:
-    """Sends the models' states and the frames of their engines to all viewers.
+    """Sends the models' states, the frames of their engines and the states of their fleets to all viewers.
 
     Args:
         models: Those of the server, iterated again and again.
@@ -207,7 +212,7 @@ class PageFeed:
 
 
 class FollowedEngine:
-    """Asks the engine of one model for frames, and hands them to the viewers as they are.
+    """Asks the engine of one model for frames, and hands them to the viewers as they are; or its fleet for its state.
 
     A frame tells what has changed since the one before. Whatever breaks that row makes the next one a whole frame: a new
     engine, a call that fails, a viewer that comes or has skipped some.
@@ -218,6 +223,7 @@ class FollowedEngine:
         self._feed = feed
         name = json_encode(model.name)
         self._head = b'event: frame\ndata: {"model":' + name + b',"frame":'
+        self._fleet_head = b'event: fleet\ndata: {"model":' + name + b',"fleet":'
         self._engine: EngineClient | None = None
         self._cost_s = 0.0  # of a frame, on the mean
         self._said = b""  # by the last frame that was sent, without its number and time
@@ -238,8 +244,7 @@ class FollowedEngine:
     async def _follow(self) -> None:
         while True:
             engine = self._model.process
-            # A durable client has no blocks of its own to be shown.
-            if self._model.state != "ready" or engine is None or not engine.is_alive or engine.is_durable:
+            if self._model.state != "ready" or engine is None or not engine.is_alive:
                 self._engine = None
                 await asyncio.sleep(LOOK_S)
                 continue
@@ -247,6 +252,10 @@ class FollowedEngine:
                 self._engine = engine
                 self._begin_anew()
             began = time.monotonic()
+            if engine.is_durable:  # it has no blocks of its own to be shown
+                await self._show_fleet(engine)
+                await asyncio.sleep(max(began + FLEET_S - time.monotonic(), 0))
+                continue
             try:
                 changed = await self._ask(engine)
             except Exception as error:  # of one model: the feed goes on
@@ -278,6 +287,19 @@ class FollowedEngine:
         self._cost_s += COST_WEIGHT * (cost_s - self._cost_s)
         return changed
 
+    async def _show_fleet(self, engine: EngineClient) -> None:
+        """Ask a fleet for its state, and hand it on; null if it does not answer."""
+        shown = None
+        try:
+            async with asyncio.timeout(FLEET_ANSWER_S):
+                shown = fleet_picture(await engine.call("status"), time.time())
+            self._has_failed = False
+        except Exception as error:  # of one model: the feed goes on
+            self._failed(error, "status")
+        event = b"".join((self._fleet_head, json_encode(shown), b"}\n\n"))
+        for viewer in self._feed.viewers:
+            viewer.put(event, self)
+
     @property
     def _is_lacked(self) -> bool:
         return any(viewer.lacks(self) for viewer in self._feed.viewers)
@@ -298,12 +320,61 @@ class FollowedEngine:
         for viewer in self._feed.viewers:
             viewer.forget(self)
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: Exception, what: str = "frames") -> None:
         """Say so once. The engine may have made the frame, so that the next one has to be whole."""
-        passes = isinstance(error, EngineUnavailable) or (
+        passes = isinstance(error, EngineUnavailable | TimeoutError) or (
             isinstance(error, RequestFailed) and error.kind == "unavailable"
         )
         if not self._has_failed and not passes:
-            log.error("the engine of %s gives no frames: %s: %s", self._model.name, type(error).__name__, error)
+            log.error("the engine of %s gives no %s: %s: %s", self._model.name, what, type(error).__name__, error)
         self._has_failed = True
         self._begin_anew()
+
+
+_OF_QUEUE = (
+    "waiting", "running", "accepted", "refused", "ended", "failed", "cancelled", "requeued", "returned", "recorded_tokens",
+    "hit_blocks", "prompt_blocks", "workers_lost",
+)  # fmt: skip
+_OF_WORKER = (
+    "name", "state", "node", "epoch", "requests", "sequences", "max_seqs", "preemptions", "assigned", "silent_s", "device",
+)  # fmt: skip
+
+
+def fleet_picture(status: Mapping[str, Any], now: float) -> dict[str, Any]:
+    """What viewers see of a fleet's status at `now` (seconds since 1970): nothing but what is named here.
+
+    Workers that are kept and not registered are "starting". `blocks` are those in use, those with nothing but cached prefixes,
+    those with nothing, and those that the lease can still become.
+    """
+    errors = status.get("errors", {})
+    registered = [_worker_picture(worker) for worker in status["workers"]]
+    known = {worker["name"] for worker in registered}
+    queue = {name: status["queue"][name] for name in _OF_QUEUE}
+    queue["failed"] = max(queue["failed"] - queue["cancelled"], 0)  # a cancelled request ends with an error too
+    starting = [{"name": name, "state": "starting"} for name in status.get("kept", ()) if name not in known]
+    return {
+        "time": round(now, 3),
+        "front_ends": sorted(status["front_ends"].items()),
+        "queue": queue,
+        "journal": {"unwritten": status["journal"]["unwritten"], "fault": _shortened(status["journal"]["fault"])},
+        "restarts": status.get("restarts", 0),
+        "workers": [{**worker, "error": _shortened(errors.get(worker["name"]))} for worker in (*registered, *starting)],
+    }
+
+
+def _worker_picture(worker: Mapping[str, Any]) -> dict[str, Any]:
+    blocks = worker["blocks"]
+    usable, free = blocks["usable"], blocks["free"]
+    used = min(blocks["live"], max(usable - free, 0))
+    shown = {
+        "used": used,
+        "cached": max(usable - free - used, 0),
+        "free": free,
+        "more": max(blocks["limit"] - usable, 0),
+    }
+    return {**{name: worker[name] for name in _OF_WORKER}, "blocks": shown}
+
+
+def _shortened(error: str | None) -> str | None:
+    """The first line of an error, not too long."""
+    return None if error is None else error.strip().partition("\n")[0][:MOST_ERROR]

@@ -130,6 +130,7 @@ class DurableEngine:
         deliver: How records come.
         cancelled, left: The durable ids of these.
         answers: What `call` returns, or raises, by method.
+        calls: The methods that were called, in order.
     """
 
     def __init__(self, queue: KeptRequests, deliver: Deliver = one_by_one) -> None:
@@ -143,6 +144,7 @@ class DurableEngine:
         self.cancelled: list[str] = []
         self.left: list[str] = []
         self.answers: dict[str, Any] = {}
+        self.calls: list[str] = []
         self._queue = queue
         self._numbers = count()
         self._ids: dict[int, str] = {}
@@ -181,6 +183,7 @@ class DurableEngine:
             generation.settle()
 
     async def call(self, method: str, **arguments: Any) -> Any:
+        self.calls.append(method)
         answer = self.answers.get(method, RequestFailed("invalid", f"workers do not take {method}"))
         if isinstance(answer, Exception):
             raise answer

@@ -2,6 +2,8 @@
 
     python tests/page_pools.py --port 8123 --blocks 10000
 
+`MadeUpFleet` is a fleet in the same way.
+
 The page itself is the one in server/page.
 """
 
@@ -34,6 +36,10 @@ STEP_S = 0.1
 COUNTERS = (
     "computed_tokens", "generated_tokens", "recomputed_tokens", "preemptions", "prompt_tokens", "cached_prompt_tokens",
     "demoted_blocks", "promoted_blocks", "moved_blocks", "forks", "recalls", "recalled_bytes",
+)  # fmt: skip
+QUEUE_COUNTERS = (
+    "accepted", "refused", "ended", "failed", "cancelled", "requeued", "returned", "assigned", "recorded_tokens",
+    "hit_blocks", "prompt_blocks", "workers_lost",
 )  # fmt: skip
 RUN = np.dtype([("first", "<u4"), ("length", "<u2"), ("value", "<u2")])
 
@@ -403,7 +409,7 @@ class Pushed:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.frames: list[dict[str, Any]] = []
+        self.frames: list[dict[str, Any] | None] = []
 
     def step(self) -> None:
         """Nothing happens by itself."""
@@ -415,11 +421,49 @@ class PushedFrames:
     def __init__(self, pushed: Pushed) -> None:
         self._pushed, self._next = pushed, 0
 
-    def new(self) -> list[dict[str, Any]]:
+    def new(self) -> list[dict[str, Any] | None]:
         """Those that came since."""
         found = self._pushed.frames[self._next :]
         self._next += len(found)
         return found
+
+
+class MadeUpFleet(Pushed):
+    """The status of a fleet, as its queue gives it; tests change it, and push what the server makes of it.
+
+    Attributes:
+        status: See pagetide/fleet/status.py.
+    """
+
+    def __init__(self, name: str, workers: int = 3, fronts: int = 2) -> None:
+        super().__init__(name)
+        names = [f"worker-{number}" for number in range(workers)]
+        counters = dict.fromkeys(QUEUE_COUNTERS, 0)
+        self.status: dict[str, Any] = {
+            "model": name, "workers": [self.worker(one) for one in names], "queue": {"waiting": 0, "running": 0, **counters},
+            "journal": {"path": "/secret/journal.sqlite", "commits": 7, "unwritten": 0, "fault": None},
+            "front_ends": {f"host-{number}-0a1b2c3d": 0 for number in range(fronts)},
+            "kept": names, "errors": {}, "restarts": 0,
+            "stats": {"workers": {one: {"secret": 1} for one in names}}, "fleet_metrics": {"secret": {}},
+        }  # fmt: skip
+
+    def worker(self, name: str, **changes: Any) -> dict[str, Any]:
+        """A worker's state."""
+        blocks = {"usable": 200, "limit": 250, "free": 60, "live": 90}
+        return {
+            "name": name, "state": "ready", "node": "host", "pid": 4711, "epoch": 1 + int(name.rpartition("-")[2]),
+            "requests": 3, "sequences": 4, "max_seqs": 8, "blocks": blocks, "cached_blocks": 95, "preemptions": 1,
+            "assigned": 12, "silent_s": 0.05, "device": "cpu", **changes,
+        }  # fmt: skip
+
+    def set_worker(self, name: str, **changes: Any) -> None:
+        """Register a worker, or change one; `state="starting"` takes it away."""
+        others = [one for one in self.status["workers"] if one["name"] != name]
+        known = [one for one in self.status["workers"] if one["name"] == name]
+        state = {**(known[0] if known else self.worker(name)), **changes}
+        self.status["workers"] = others if state["state"] == "starting" else [*others, state]
+        if name not in self.status["kept"]:
+            self.status["kept"] = [*self.status["kept"], name]
 
 
 class PageRig:
@@ -489,8 +533,8 @@ class PageRig:
             self.told += 1
             self.changed.notify_all()
 
-    def push(self, model: Pushed, frame: dict[str, Any]) -> None:
-        """Send a frame of this model to all viewers."""
+    def push(self, model: Pushed, frame: dict[str, Any] | None) -> None:
+        """Send a frame of this model to all viewers, or a snapshot of this fleet."""
         with self.changed:
             model.frames.append(frame)
             self.version += 1
@@ -524,7 +568,8 @@ class PageRig:
             if not is_told:
                 yield "models", states
             for name, frame in frames:
-                yield "frame", {"model": name, "frame": frame}
+                kind = "fleet" if isinstance(self.simulations[name], MadeUpFleet) else "frame"
+                yield kind, {"model": name, kind: frame}
 
 
 def viewer_of(simulation: Simulation | Pushed) -> Frames | PushedFrames:

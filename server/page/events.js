@@ -71,6 +71,7 @@ function counted(model, { before }, seen) {
 const BADGES = {
   admit: "admitted", end: "done", hit: "hit", preempt: "preempted", return: "returned", pass: "passed", cut: "cut", evict: "evicted",
   swap: "swap", recall: "recall", grow: "grew", shrink: "shrank", error: "error",
+  start: "starts", join: "ready", leave: "leaves", lost: "lost", moved: "moved", fault: "journal", // of a fleet
 };
 
 /** The list of events on the page. */
@@ -84,7 +85,12 @@ export class EventList {
 
   /** @param {import("./frames.js").Model} model @param {import("./frames.js").Change} change */
   add(model, change) {
-    for (const event of eventsOfChange(model, change)) this.#show(model, event);
+    this.tell(model, eventsOfChange(model, change));
+  }
+
+  /** @param {import("./frames.js").Model} model @param {Event[]} events oldest first */
+  tell(model, events) {
+    for (const event of events) this.#show(model, event);
     while (this.list.children.length > MOST_EVENTS) this.list.lastChild.remove();
     byId("no-events").hidden = this.list.children.length > 0;
   }

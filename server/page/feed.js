@@ -9,8 +9,8 @@ const SILENCE_S = 15; // frames come at least once a second
 
 export class Feed {
   /**
-   * @param {{models: (list: Object[]) => void, frame: (model: string, frame: Object) => void, state: (state: string,
-   *   pause?: number, said?: string) => void, key: () => void}} listener states: "connecting", "live", "lost", "paused"; `said`:
+   * @param {{models: (list: Object[]) => void, frame: (model: string, frame: Object) => void, fleet: (model: string,
+   *   snapshot: Object|null) => void, state: (state: string, pause?: number, said?: string) => void, key: () => void}} listener states: "connecting", "live", "lost", "paused"; `said`:
    *   what the server said when it refused
    * @param {number} [rate] frames a second at most
    */
@@ -75,6 +75,9 @@ export class Feed {
     else if (event === "frame") {
       const { model, frame } = JSON.parse(data);
       this.listener.frame(model, frame);
+    } else if (event === "fleet") {
+      const { model, fleet } = JSON.parse(data);
+      this.listener.fleet(model, fleet);
     }
   }
 

@@ -108,6 +108,10 @@ export class Model {
     return this.pool ? Math.ceil(this.pool.num_blocks / this.pool.blocks_per_extent) : 0;
   }
 
+  get numRunning() {
+    return this.rows.size;
+  }
+
   /** Rows that run, those that are served first first. @returns {Running[]} */
   get running() {
     return [...this.rows.values()].sort((a, b) => a.priority - b.priority || a.arrival - b.arrival || a.row - b.row);

@@ -4,6 +4,7 @@ import { Details } from "./details.js";
 import { byId, element, setText } from "./dom.js";
 import { EventList } from "./events.js";
 import { Feed } from "./feed.js";
+import { Fleet, FleetPanel } from "./fleet.js";
 import { clock, count, percent } from "./format.js";
 import { Model } from "./frames.js";
 import { DeviceChart } from "./memory.js";
@@ -20,7 +21,7 @@ const THEME_KEY = "pagetide theme";
 /** What all views share. */
 class App {
   constructor() {
-    /** @type {Map<string, {model: Model, panel: ModelPanel}>} */
+    /** @type {Map<string, {model: Model, panel: ModelPanel|FleetPanel}>} */
     this.shown = new Map();
     this.hues = new Hues();
     this.colours = readTheme();
@@ -38,6 +39,7 @@ class App {
     this.session = new Session(() => this.#signedIn());
     this.feed = new Feed({
       models: (list) => this.#showModels(list), frame: (name, frame) => this.#takeFrame(name, frame),
+      fleet: (name, snapshot) => this.#takeFleet(name, snapshot),
       state: (state, pause, said) => this.#showState(state, pause, said), key: () => this.#signedOut(),
     });
     this.tooltip = byId("tooltip");
@@ -193,7 +195,7 @@ class App {
   #follow() {
     for (const { model, panel } of this.shown.values()) {
       const rows = [...model.rows.values()].filter((one) => this.followedId && one.label === this.followedId);
-      panel.map.follow(new Set(rows.map((one) => one.row)));
+      panel.map?.follow(new Set(rows.map((one) => one.row)));
     }
   }
 
@@ -222,10 +224,12 @@ class App {
     const panel = new ModelPanel(model, this);
     this.shown.set(name, { model, panel });
     byId("panels").append(panel.node);
+    this.#showKind();
   }
 
   #takeFrame(name, frame) {
     if (!this.shown.has(name)) this.#add(name);
+    if (this.shown.get(name).model instanceof Fleet) this.#replace(name, new Model(name));
     const { model, panel } = this.shown.get(name);
     const change = model.apply(frame);
     if (!change) return;
@@ -240,6 +244,31 @@ class App {
       if (words) setText(words, panel.describe(this.hovered.block));
     }
     this.dirty = true;
+  }
+
+  /** A snapshot of a fleet, or null of one that does not answer. */
+  #takeFleet(name, snapshot) {
+    if (!this.shown.has(name)) this.#add(name);
+    if (!(this.shown.get(name).model instanceof Fleet)) this.#replace(name, new Fleet(name));
+    const { model } = this.shown.get(name);
+    this.events.tell(model, model.take(snapshot));
+    this.dirty = true;
+  }
+
+  /** Shows a model anew, whose engine became a fleet or the other way. */
+  #replace(name, model) {
+    const { model: before, panel: old } = this.shown.get(name);
+    model.state = before.state;
+    const panel = model instanceof Fleet ? new FleetPanel(model) : new ModelPanel(model, this);
+    this.shown.set(name, { model, panel });
+    old.node.replaceWith(panel.node);
+    this.#showKind();
+  }
+
+  /** Leaves out what a fleet's front end does not know: blocks and requests. */
+  #showKind() {
+    const isFleet = this.shown.size > 0 && this.models.every((one) => one instanceof Fleet);
+    document.body.dataset.kind = isFleet ? "fleet" : "engine";
   }
 
   #showState(state, pause, said) {
@@ -309,7 +338,7 @@ class App {
 
   #recolour() {
     this.colours = readTheme();
-    for (const { panel } of this.shown.values()) panel.map.repaint();
+    for (const { panel } of this.shown.values()) panel.map?.repaint();
     this.dirty = true;
   }
 
@@ -359,7 +388,7 @@ class App {
     const sum = (value) => models.reduce((total, model) => total + value(model), 0);
     const prompt = sum((model) => model.stats.prompt_tokens ?? 0);
     setText(byId("total-speed"), count(sum((model) => model.tokensPerSecond)));
-    setText(byId("total-running"), count(sum((model) => model.rows.size)));
+    setText(byId("total-running"), count(sum((model) => model.numRunning)));
     setText(byId("total-waiting"), count(sum((model) => model.numWaiting)));
     setText(byId("total-hits"), prompt ? percent(sum((model) => model.stats.cached_prompt_tokens ?? 0) / prompt) : "–");
     setText(byId("total-preemptions"), count(sum((model) => model.stats.preemptions ?? 0)));

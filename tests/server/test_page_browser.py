@@ -18,12 +18,13 @@ import numpy as np
 import pytest
 from cell_oracle import naive_cells
 from fakes import World
-from page_pools import PageRig, Pushed, Simulation, record
+from page_pools import MadeUpFleet, PageRig, Pushed, Simulation, record
 from random_walk import VARIANTS, walk
 from servers import WITH_EVERYTHING, ServerProcess
 
 from pagetide.scheduler.frames.source import FrameSource, MemoryFigures, PoolFacts, encode
 from pagetide.scheduler.frames.state import FrameState
+from pagetide.server.feed import fleet_picture
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the tests of the page need playwright")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -860,6 +861,192 @@ def test_a_phone_scrolls_in_one_direction_only(open_page: Open, scheme: str) -> 
         page.get_by_text("Sampling").first.click()
         assert page.evaluate("document.documentElement.scrollWidth") == 360
         assert page.evaluate(CONTRAST) > 4.5
+
+
+# ---- a fleet
+
+SHOWN_FLEET = """() => ({
+    fronts: [...document.querySelectorAll(".fronts li")].map((one) => [...one.children].map((part) => part.textContent)),
+    queue: Object.fromEntries([...document.querySelectorAll(".queue-facts div")].map((one) =>
+        [one.firstChild.textContent, one.lastChild.textContent])),
+    workers: [...document.querySelectorAll(".worker")].map((one) => ({
+        name: one.querySelector(".name").textContent, state: one.querySelector(".pill").textContent,
+        facts: one.querySelector(".facts").textContent, blocks: one.querySelector(".blocks-bar").getAttribute("aria-label"),
+        why: one.querySelector(".why").textContent,
+        shares: [...one.querySelectorAll(".blocks-bar i")].map(
+            (part) => Math.round(100 * part.getBoundingClientRect().width / part.parentNode.getBoundingClientRect().width)),
+    })),
+})"""
+READY = {
+    "state": "ready", "facts": "4 of 8 sequences · 3 requests · epoch 1 · cpu",
+    "blocks": "90 blocks in use · 50 cached · 60 free · 50 to come", "why": "", "shares": [36, 20, 24, 20],
+}  # fmt: skip
+
+
+class FleetPageRig(PageRig):
+    """The server of a made-up fleet, whose newest status is sent by `tell_fleet`."""
+
+    def __init__(self, fleet: MadeUpFleet, **options: Any) -> None:
+        super().__init__([fleet], **options)
+        self.fleet = fleet
+        self.now = 1_795_465_254.0
+
+    def tell_fleet(self, page: Any, is_away: bool = False) -> None:
+        """Send the status as the server makes it, and wait until the page shows it."""
+        self.now += 0.5
+        self.push(self.fleet, None if is_away else fleet_picture(self.fleet.status, self.now))
+        seen = (
+            "([now, away]) => { const one = globalThis.pagetide?.shown.get('demo')?.model; return !pagetide.dirty && "
+        )
+        page.wait_for_function(
+            f"{seen} (away ? one?.isAway : one?.now?.time === now && !one.isAway); }}", arg=[self.now, is_away]
+        )
+
+
+def test_a_fleet_has_a_row_for_each_worker(open_page: Open) -> None:
+    fleet = MadeUpFleet("demo", workers=2)
+    with FleetPageRig(fleet) as rig:
+        page = open_page(rig.url)
+        rig.tell_fleet(page)
+        ready = [
+            READY | {"name": "worker-0"},
+            READY | {"name": "worker-1", "facts": READY["facts"].replace("h 1", "h 2")},
+        ]
+        assert page.evaluate(SHOWN_FLEET) == {
+            "fronts": [["host-0-0a1b2c3d", "0 requests"], ["host-1-0a1b2c3d", "0 requests"]],
+            "queue": {"waiting": "0", "running": "0", "ended": "0", "failed": "0", "cancelled": "0", "refused": "0",
+                      "requeued": "0", "journal": "written"},
+            "workers": ready,
+        }  # fmt: skip
+        assert page.locator(".event").count() == 0
+        hidden = [page.locator(one).is_hidden() for one in ("#search-form", "#running", "#total-recalls", "canvas.map")]
+        assert all(hidden) and page.get_by_role("region", name="Workers").is_visible()
+
+        fleet.status["queue"].update(
+            waiting=1234, running=21, ended=7, requeued=3, recorded_tokens=600, hit_blocks=1, prompt_blocks=4
+        )
+        fleet.status["front_ends"] = {"host-1-0a1b2c3d": 1, "host-2-0a1b2c3d": 1254}
+        fleet.status["errors"] = {"worker-0": "has died", "worker-10": "has died"}
+        fleet.set_worker("worker-0", state="starting")
+        fleet.set_worker("worker-1", silent_s=3.9, blocks={"usable": 100, "limit": 100, "free": 0, "live": 100})
+        fleet.set_worker("worker-10", state="draining", node="other")
+        fleet.set_worker("worker-2", state="starting")
+        fleet.status["journal"]["fault"] = "the disk is full"
+        rig.tell_fleet(page)
+        shown = page.evaluate(SHOWN_FLEET)
+        assert shown["fronts"] == [["host-1-0a1b2c3d", "1 request"], ["host-2-0a1b2c3d", "1,254 requests"]]
+        assert [shown["queue"][name] for name in ("waiting", "running", "ended", "requeued", "journal")] == [
+            "1,234", "21", "7", "3", "fault",
+        ]  # fmt: skip
+        assert page.locator(".queue p.failed").text_content() == "the disk is full"
+        nothing = {"facts": "", "blocks": "no blocks", "shares": [0, 0, 0, 100], "state": "starting"}
+        facts = READY["facts"].removesuffix("1 · cpu")
+        assert shown["workers"] == [
+            nothing | {"name": "worker-0", "why": "has died; it is started again"},
+            {"name": "worker-1", "state": "silent for 3 s", "facts": f"{facts}2 · cpu · host", "shares": [100, 0, 0, 0],
+             "blocks": "100 blocks in use · 0 cached · 0 free", "why": "its requests go to others if it stays silent"},
+            nothing | {"name": "worker-2", "why": "loads the model"},
+            READY | {"name": "worker-10", "state": "draining", "facts": f"{facts}11 · cpu · other",
+                     "why": "hands its requests over, and then ends"},
+        ]  # fmt: skip
+        totals = [page.locator(f"#total-{name}").text_content() for name in ("speed", "running", "waiting", "hits")]
+        assert totals == ["1,200", "21", "1,234", "25 %"]
+
+
+def test_what_happens_in_a_fleet_is_told(open_page: Open) -> None:
+    fleet = MadeUpFleet("demo", workers=3, fronts=1)
+    told: list[str] = []
+
+    def news(page: Any) -> list[str]:
+        """The events that came since the last call, oldest first."""
+        texts = page.locator(".event").evaluate_all("(all) => all.map((one) => one.textContent.slice(8))")[::-1]
+        new = texts[len(told) :]
+        told.extend(new)
+        return list(new)
+
+    with FleetPageRig(fleet) as rig:
+        page = open_page(rig.url)
+        rig.tell_fleet(page)
+        fleet.set_worker("worker-1", state="starting")
+        fleet.status["errors"]["worker-1"] = "has died"
+        fleet.status["queue"]["requeued"] = 4
+        rig.tell_fleet(page)
+        assert news(page) == [
+            "lostworker-1 has died; it is started again", "moved4 requests of lost workers go on elsewhere",
+        ]  # fmt: skip
+        fleet.set_worker("worker-1", epoch=7)
+        fleet.set_worker("worker-2", silent_s=2.5)
+        rig.tell_fleet(page)
+        assert news(page) == ["readyworker-1 is ready, with the epoch 7", "lostworker-2 is silent"]
+        assert "started again; the process before has died" in page.locator(".worker").nth(1).text_content()
+        fleet.set_worker("worker-2", silent_s=0.1)
+        fleet.set_worker("worker-0", state="draining")
+        fleet.set_worker("worker-3", state="starting")
+        fleet.status["front_ends"]["host-9"] = 0
+        fleet.status["journal"]["fault"] = "the disk is full"
+        rig.tell_fleet(page)
+        assert news(page) == [
+            "leavesworker-0 hands its requests over, and then ends", "returnedworker-2 speaks again",
+            "startsworker-3 is starting", "journalthe disk is full", "startsthe front end host-9 is here",
+        ]  # fmt: skip
+        fleet.status["workers"] = [one for one in fleet.status["workers"] if one["name"] != "worker-0"]
+        fleet.status["kept"] = ["worker-1", "worker-2", "worker-3"]
+        fleet.status["journal"]["fault"] = None
+        rig.tell_fleet(page)
+        assert news(page) == ["leavesworker-0 has ended", "returnedthe journal can be written again"]
+        rig.tell_fleet(page, is_away=True)
+        rig.tell_fleet(page, is_away=True)
+        assert news(page) == ["lostthe queue does not answer"]
+        assert page.locator("#announcer").text_content() == "demo: the queue does not answer"
+        page.get_by_text("the queue does not answer: the picture is of").wait_for()
+        assert page.locator(".worker").count() == 3 and page.locator("#banner").is_hidden()
+        rig.tell_fleet(page)
+        assert news(page) == ["returnedthe queue answers again"] and page.locator(".age").is_hidden()
+
+
+def test_a_fleet_can_be_read_by_all(open_page: Open) -> None:
+    """Controls and rows have names, and markup in a worker's error or in a front end's name stays text."""
+    fleet = MadeUpFleet(MARKUP, workers=2)
+    fleet.name = "demo"
+    fleet.status["front_ends"] = {MARKUP: 1}
+    fleet.status["errors"] = {f"{MARKUP}-1": MARKUP}
+    fleet.status["journal"]["fault"] = MARKUP
+    with FleetPageRig(fleet) as rig:
+        page = open_page(rig.url)
+        rig.tell_fleet(page)
+        fleet.set_worker(f"{MARKUP}-1", state="starting")
+        fleet.set_worker("worker-1", node=MARKUP, device=MARKUP)
+        rig.tell_fleet(page)
+        assert page.evaluate("globalThis.hacked") is None and page.locator("img").count() == 1
+        assert page.locator(".event", has_text=MARKUP).count() > 0
+        assert page.evaluate(NAMELESS) == [] and page.evaluate(SAME_IDS) == 0
+        for name in ("Front ends", "Queue", "Workers"):
+            assert page.get_by_role("region", name=name, exact=True).is_visible()
+        assert page.get_by_role("img", name="90 blocks in use · 50 cached").count() == 2
+        page.get_by_text("What am I seeing?").click()
+        assert page.get_by_text("have the model", exact=False).count() == 0
+        assert page.locator("#guide li:visible").count() == 5
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_fleet_on_a_phone_scrolls_in_one_direction_only(open_page: Open, scheme: str) -> None:
+    fleet = MadeUpFleet("demo", workers=12)
+    fleet.set_worker("worker-1000000000000000000000000000000000000000000000000000000000000", state="starting")
+    fleet.status["front_ends"] = {"a-host-with-a-very-long-name.in-a-domain.example-4711-0a1b2c3d": 1_000_000}
+    fleet.status["journal"]["fault"] = "the journal /" + "x" * 200
+    size = {"width": 400, "height": 740}
+    with FleetPageRig(fleet) as rig:
+        page = open_page(
+            rig.url, viewport=size, device_scale_factor=3, has_touch=True, is_mobile=True, color_scheme=scheme
+        )
+        rig.tell_fleet(page)
+        page.get_by_text("What am I seeing?").click()
+        assert page.evaluate("document.documentElement.scrollWidth") == 400
+        assert page.evaluate(CONTRAST) > 4.5
+        tops = page.locator(".fleet-parts > section").evaluate_all(
+            "(all) => all.map((one) => one.getBoundingClientRect().top)"
+        )
+        assert tops == sorted(tops) and len(set(tops)) == 3
 
 
 # ---- replay
