@@ -18,7 +18,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
-from .cluster import NAMESPACE, RayLink, connect, connect_ray, import_ray, queue_name, start_cluster, stop_cluster
+from .cluster import (
+    NAMESPACE,
+    RayLink,
+    connect,
+    connect_ray,
+    import_ray,
+    queue_name,
+    running_cluster,
+    start_cluster,
+    stop_cluster,
+)
 from .config import LOCAL, FleetConfig
 from .errors import FleetError
 from .journal import Durability
@@ -216,8 +226,35 @@ class RunningFleet:
 
 
 def start_fleet(config: FleetConfig) -> RunningFleet:
-    """Start the fleet's actors on its cluster. Raises FleetError."""
-    address = start_cluster(config.name) if config.address == LOCAL else config.address
+    """Start the fleet's actors on its cluster. Raises FleetError, and what wrong settings raise; nothing runs then."""
+    is_local = config.address == LOCAL
+    if is_local and running_cluster(config.name) is not None:
+        raise FleetError(
+            f"a fleet named {config.name!r} runs on this machine already: `pagetide fleet stop` ends it, and another name in "
+            "the settings starts a second one"
+        )
+    check_settings(config)
+    address = start_cluster(config.name) if is_local else config.address
+    try:
+        return _start_actors(config, address)
+    except BaseException:
+        if is_local:
+            stop_cluster(config.name)
+        raise
+
+
+def check_settings(config: FleetConfig) -> None:
+    """Raise the error of settings that the fleet's processes would meet one by one: of the engine, the server, the ports."""
+    from ..engine.config import EngineConfig
+    from .front import check_front
+
+    if config.address == LOCAL:  # elsewhere the model is on the workers' machines
+        EngineConfig.resolve(config.model, **config.engine)
+    for number in range(config.front_ends):
+        check_front(config, number)
+
+
+def _start_actors(config: FleetConfig, address: str) -> RunningFleet:
     ray = import_ray()
     connect_ray(ray, address, config.name)
     with suppress(ValueError):
@@ -227,11 +264,13 @@ def start_fleet(config: FleetConfig) -> RunningFleet:
     options = {"namespace": NAMESPACE, "lifetime": "detached", "max_restarts": -1, "num_cpus": 0}
     queue = ray.remote(QueueActor).options(name=queue_name(config.name), max_concurrency=CALLS_AT_ONCE, **options)
     actor = queue.remote(settings)
-    link = RayLink(actor)
     try:
-        asyncio.run(link.status())
+        asyncio.run(RayLink(actor).status())
     except QueueUnavailable as error:
         raise FleetError(f"the queue cannot be started: {error}") from error
+    except FleetError:
+        ray.kill(actor, no_restart=True)
+        raise
     fronts = [
         ray.remote(FrontActor).options(name=f"{config.name}/front-{number}", **options).remote(settings, number)
         for number in range(config.front_ends)

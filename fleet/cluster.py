@@ -84,6 +84,16 @@ def connect(address: str, fleet: str) -> Any:
         ) from error
 
 
+def running_cluster(fleet: str) -> str | None:
+    """The address of this machine's cluster of a fleet; None if there is none, or it has died."""
+    try:
+        address = (_state(fleet) / "address").read_text().strip()
+        _check_listens(address)
+    except (OSError, FleetError):
+        return None
+    return address
+
+
 def connect_ray(ray: Any, address: str, fleet: str) -> None:
     """Connect this process to a cluster, unless it is connected. Raises FleetError."""
     if ray.is_initialized():

@@ -17,6 +17,7 @@ LOCAL = "local"  # an address: Ray is started on this machine
 _SERVER_SETTINGS = tuple(
     one.name for one in fields(ServeConfig) if one.name not in ("models", "host", "port", "record", "record_text")
 )
+_FILES = ("api_key_file", "chat_template", "ssl_certfile", "ssl_keyfile")  # of the server's settings
 _DURABILITIES = ("process", "power")
 MOST_PORT = 65_535
 _COUNTS = {"workers": 10_000, "front_ends": 1_000, "threads": 10_000}  # and the most of each
@@ -143,6 +144,9 @@ class FleetConfig:
                     settings[name] = {_setting(name, str(key)): value for key, value in settings[name].items()}
             if not isinstance(settings.get("model"), str):
                 raise FleetConfigInvalid("model: name the model that the workers load")
+            for name in _FILES:  # written as seen from the settings' own folder
+                if isinstance(given_file := settings["server"].get(name), str):
+                    settings["server"][name] = str((file.parent / given_file).absolute())
             return cls(**settings)
         except FleetConfigInvalid as error:
             raise FleetConfigInvalid(f"{file}: {str(error).removeprefix(f'{file}: ')}") from error

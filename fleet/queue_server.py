@@ -151,13 +151,22 @@ class QueueServer:
                     accepted.append((number, request))
                     self._followers.add(number)
                     self._followers.follow(front, number)
-        if accepted:
-            if missing := await self.writer.commit(accepted):
-                for place, answer in enumerate(answers):
-                    if answer.number in missing:
-                        answers[place] = await self._withdraw(front, answer.number, requests[place])
+        if any(answer.number is not None for answer in answers):
+            missing = await self.writer.commit(accepted)
+            for place, answer in enumerate(answers):
+                if answer.number in missing:
+                    answers[place] = await self._withdraw(front, answer.number, requests[place])
+                elif answer.request is not None:
+                    answers[place] = await self._confirmed(answer)
             self._match()
         return answers
+
+    async def _confirmed(self, attached: Submission) -> Submission:
+        """The answer to an attachment, once what was accepted before it is journaled: it may have been withdrawn."""
+        assert attached.number is not None and attached.request is not None
+        if attached.number in self._followers or await self._find(attached.request.request_id) is not None:
+            return attached
+        return Submission(kind="unavailable", error=self.writer.fault or UNKNOWN)
 
     async def _withdraw(self, front: str, number: int, request: NewRequest) -> Submission:
         """The answer to a request that is not in the journal: the disk is full since its commit, or its id is in use."""
@@ -177,7 +186,8 @@ class QueueServer:
         if known is None or known[1].tenant != tenant:
             return Submission(kind="not_found", error=UNKNOWN)
         self._followers.follow(front, known[0])
-        return Submission(known[0], request=known[1])
+        await self.writer.commit()  # it may have been accepted just now
+        return await self._confirmed(Submission(known[0], request=known[1]))
 
     def _attach(self, front: str, number: int, known: NewRequest, again: NewRequest) -> Submission:
         if known.tenant != again.tenant:

@@ -148,7 +148,7 @@ class Worker:
         except Exception as error:
             kind, text = error_kind(error), str(error) or type(error).__name__
             if kind == "internal":
-                log.warning("the engine failed on request %d: %s", number, text, exc_info=error)
+                log.warning("the engine failed on request %d: %s", number, text, exc_info=_unexpected(error))
                 self._buffer.fail(number, text)
             elif kind != "unavailable":  # a closed engine ends this worker: the request goes on elsewhere
                 self._buffer.add(Failed(number, kind, text))
@@ -261,6 +261,11 @@ def _changes(events: CacheEvents) -> CacheChanges:
     """The changes as the queue needs them: the first 64 bits of each digest."""
     stored, removed = [block.digest >> 64 for block in events.stored], [digest >> 64 for digest in events.removed]
     return CacheChanges(stored, removed, events.cleared)
+
+
+def _unexpected(error: Exception) -> Exception | None:
+    """The error, if its traceback says more than its message."""
+    return None if isinstance(error, EngineFault) else error
 
 
 def _at_index(piece: Piece, index: int) -> Piece:

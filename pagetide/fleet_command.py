@@ -82,19 +82,27 @@ def _reported(error: Exception) -> int:
 
 
 def _start(args: argparse.Namespace) -> int:
-    errors = fleet_errors()
-    from .fleet.config import FleetConfig
+    errors: tuple[type[Exception], ...] = fleet_errors()
     from .fleet.actors import start_fleet
+    from .fleet.config import DEFAULT_NAME, LOCAL, FleetConfig
+    from .server.run import CannotServe
 
+    errors += (CannotServe,)
     try:
         config = FleetConfig.read(args.config, {"workers": args.workers, "port": args.port})
-        print(f"starting {config.workers} workers of {config.model} ...", file=sys.stderr, flush=True)
+        print(
+            f"starting {config.workers} worker{'s' * (config.workers != 1)} of {config.model} ...",
+            file=sys.stderr,
+            flush=True,
+        )
         fleet = start_fleet(config)
     except errors as error:
         return _reported(error)
     for url in fleet.urls:
         print(f"serving {config.model} at {url}")
-    print(f"the journal is {config.journal}\n  pagetide fleet status\n  pagetide fleet stop", flush=True)
+    named = "" if config.name == DEFAULT_NAME else f" --name {config.name}"
+    named += "" if config.address == LOCAL else f" --address {config.address}"
+    print(f"the journal is {config.journal}\n  pagetide fleet status{named}\n  pagetide fleet stop{named}", flush=True)
     return 0
 
 
