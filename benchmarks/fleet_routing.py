@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks.arguments import above_0, add_data, whole
 from benchmarks.figures import Figure, report
 from benchmarks.fleet_model import ModelRequest, requests_of
-from benchmarks.fleet_queue import HOLD_S, POLICIES, PULL_STEPS, FleetSettings, FleetOutcome, run_fleet
+from benchmarks.fleet_queue import HOLD_S, POLICIES, PULL_STEPS, FleetOutcome, FleetSettings, run_fleet
 from benchmarks.prefix_hits import POLICIES as EVICTION
 from benchmarks.prefix_hits import Prompt, replay
 from benchmarks.replay_clock import GPUS, MODELS, Roofline

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.fleet_model import ModelWorker, PrefixCache, ModelRequest, StepClock, leading, requests_of
-from benchmarks.fleet_queue import POLICIES, ModelFleet, FleetSettings, policy_named, run_fleet
+from benchmarks.fleet_model import ModelRequest, ModelWorker, PrefixCache, StepClock, leading, requests_of
+from benchmarks.fleet_queue import POLICIES, FleetSettings, ModelFleet, policy_named, run_fleet
 from benchmarks.replay_clock import GPUS, MODELS, ReplayClock, Roofline
 from benchmarks.replay_traces import synthetic
 from pagetide.fleet.routing import Weights

@@ -50,6 +50,7 @@ COMMANDS = {
 }
 WITH_PROCESSES = {
     "elastic": "--rounds 1 --moved 48MiB --new-tokens 2 --only half-decode,growth,idle,speed",
+    "fleet": "--one-process --requests 128 --rounds 1 --streams 4 --hidden 32 --layers 1 --singles 1 --seconds 0.3",
     "goodput": "--data none --rounds 1 --seconds 0.25 --step-ms 1 --only pagetide",
     "loading": "--rounds 1 --hidden 64 --layers 1 --dtypes float32",
     "monitor": "--starts 1 --seconds 0.1",
