@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -61,7 +61,7 @@ class StoredRequest:
 
 
 @dataclass(slots=True)
-class Changes:
+class JournalChanges:
     """What one commit writes.
 
     Attributes:
@@ -76,7 +76,7 @@ class Changes:
     ended: list[int] = field(default_factory=list)
     facts: list[tuple[str, bytes]] = field(default_factory=list)
 
-    def __iadd__(self, other: Changes) -> Changes:
+    def __iadd__(self, other: JournalChanges) -> JournalChanges:
         self.requests += other.requests
         self.records += other.records
         self.ended += other.ended
@@ -151,7 +151,7 @@ class Journal:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def commit(self, changes: Changes) -> set[int]:
+    def commit(self, changes: JournalChanges) -> set[int]:
         """Write `changes`, all or nothing. Repeating a commit changes nothing. Raises sqlite3.Error.
 
         Returns the numbers of requests that are not written, since the journal has another request of the same id.
@@ -259,6 +259,9 @@ class Journal:
         self.give_reserve()
 
 
+_Waiter: TypeAlias = tuple[asyncio.Future[set[int]], set[int]]  # and the numbers of its new requests
+
+
 class JournalWriter:
     """Commits changes in a thread of its own: all that have come during a commit share the next one.
 
@@ -274,32 +277,34 @@ class JournalWriter:
         self.fault: str | None = None
         self.num_commits = 0
         self._lock = threading.Lock()  # of the journal
-        self._pending = Changes()
-        self._waiters: list[asyncio.Future[set[int]]] = []
-        self._unwritten = Changes()
+        self._pending = JournalChanges()
+        self._waiters: list[_Waiter] = []
+        self._unwritten = JournalChanges()
         self._running = False
         self._loop = asyncio.get_running_loop()
         self._retry: asyncio.TimerHandle | None = None
         self._is_closed = False
 
-    async def commit(
+    def commit(
         self,
         requests: Iterable[tuple[int, NewRequest]] = (),
         records: Iterable[tuple[int, int, bytes]] = (),
         ended: Iterable[int] = (),
         facts: Iterable[tuple[str, object]] = (),
-    ) -> set[int]:
-        """Return once these changes are written, or, under a fault, are kept in memory.
+    ) -> asyncio.Future[set[int]]:
+        """Add these changes to the next commit. The result comes once they are written, or, under a fault, kept in memory.
 
-        Returns the numbers of new requests that are not in the journal and will not be: under a fault, or since their ids are
-        in use. They have to be refused.
+        The result is the numbers of new requests that are not in the journal and will not be: under a fault, or since their
+        ids are in use. They have to be refused.
         """
         new = [(number, one.request_id, encode(one)) for number, one in requests]
-        self._pending += Changes(new, list(records), list(ended), [(name, encode(value)) for name, value in facts])
+        self._pending += JournalChanges(
+            new, list(records), list(ended), [(name, encode(value)) for name, value in facts]
+        )
         done: asyncio.Future[set[int]] = self._loop.create_future()
-        self._waiters.append(done)
+        self._waiters.append((done, {number for number, _, _ in new}))
         self._start()
-        return {number for number, _, _ in new} & await done
+        return done
 
     async def find(self, request_id: str) -> StoredRequest | None:
         """See `Journal.find`."""
@@ -335,7 +340,7 @@ class JournalWriter:
 
     @property
     def num_unwritten(self) -> int:
-        """Changes that are in memory alone."""
+        """JournalChanges that are in memory alone."""
         return len(self._unwritten)
 
     async def _locked(self, work: Callable[[], Value]) -> Value:
@@ -351,12 +356,12 @@ class JournalWriter:
         self._running = True
         waiters, self._waiters = self._waiters, []
         self._unwritten += self._pending
-        self._pending, changes = Changes(), self._unwritten
+        self._pending, changes = JournalChanges(), self._unwritten
         self._loop.run_in_executor(None, self._write, changes).add_done_callback(
             lambda done: self._written(*done.result(), waiters)
         )
 
-    def _write(self, changes: Changes) -> tuple[str | None, set[int] | None]:
+    def _write(self, changes: JournalChanges) -> tuple[str | None, set[int] | None]:
         """Write `changes`. Returns why the disk does not take more, and the result of `Journal.commit`; None: not written."""
         with self._lock:
             try:
@@ -373,22 +378,22 @@ class JournalWriter:
     def _recover(self) -> str | None:
         return None if self.journal.keep_reserve() else self.fault
 
-    def _written(self, fault: str | None, repeated: set[int] | None, waiters: list[asyncio.Future[set[int]]]) -> None:
+    def _written(self, fault: str | None, repeated: set[int] | None, waiters: list[_Waiter]) -> None:
         self._running = False
         self.num_commits += 1
         if repeated is None:
             repeated = {number for number, _, _ in self._unwritten.requests}
             self._unwritten.requests = []
         else:
-            self._unwritten = Changes()
+            self._unwritten = JournalChanges()
         if fault is not None and self.fault is None:
             log.error("%s; new requests are refused until there is room, running ones go on", fault)
         elif fault is None and self.fault is not None:
             log.warning("the journal is written again")
         self.fault = fault
-        for one in waiters:
-            if not one.done():
-                one.set_result(repeated)
+        for done, numbers in waiters:
+            if not done.done():
+                done.set_result(numbers & repeated)
         if self._waiters:
             self._start()
         elif self.fault is not None and self._retry is None and not self._is_closed:

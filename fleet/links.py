@@ -102,14 +102,16 @@ CALLS: dict[str, tuple[Any, Any]] = {
     "add": (tuple[int], list[str]),
     "stop": (tuple[float], None),
 }
+_ARGUMENTS = {name: msgspec.msgpack.Decoder(arguments) for name, (arguments, _) in CALLS.items()}
+_RESULTS = {name: msgspec.msgpack.Decoder(result) for name, (_, result) in CALLS.items()}
+_ANSWER: msgspec.msgpack.Decoder[list[msgspec.Raw]] = msgspec.msgpack.Decoder(list[msgspec.Raw])
 ERRORS: dict[str, type[Exception]] = {one.__name__: one for one in (StaleEpoch, WorkerRefused)}
 
 
 async def answer_call(target: Any, method: str, data: bytes) -> bytes:
     """Call `method` of `target` with encoded arguments. Returns the encoded result, or one of ERRORS."""
-    arguments, _ = CALLS[method]
     try:
-        result = await getattr(target, method)(*msgspec.msgpack.decode(data, type=arguments))
+        result = await getattr(target, method)(*_ARGUMENTS[method].decode(data))
     except tuple(ERRORS.values()) as error:
         return encode(["error", type(error).__name__, str(error)])
     return encode(["result", result])
@@ -117,8 +119,8 @@ async def answer_call(target: Any, method: str, data: bytes) -> bytes:
 
 def result_of(method: str, data: bytes) -> Any:
     """The result in the answer to a call. Raises one of ERRORS."""
-    kind, *rest = msgspec.msgpack.decode(data, type=list[msgspec.Raw])
+    kind, *rest = _ANSWER.decode(data)
     if msgspec.msgpack.decode(kind) == "error":
         name, message = (msgspec.msgpack.decode(one) for one in rest)
         raise ERRORS[name](message)
-    return msgspec.msgpack.decode(rest[0], type=CALLS[method][1])
+    return _RESULTS[method].decode(rest[0])

@@ -138,7 +138,11 @@ class QueueServer:
         """Accept requests, or attach to those that are known by their id. Returns once they are in the journal."""
         answers: list[Submission] = []
         accepted: list[tuple[int, NewRequest]] = []
+        commits: list[asyncio.Future[set[int]]] = []
         for request in requests:
+            if request.may_exist and accepted:  # while the journal is searched, others may attach to these
+                commits.append(self.writer.commit(accepted))
+                accepted = []
             is_here = self.queue.find(request.request_id) is not None
             known = await self._find(request.request_id) if request.may_exist or is_here else None
             if known is not None:
@@ -152,7 +156,8 @@ class QueueServer:
                     self._followers.add(number)
                     self._followers.follow(front, number)
         if any(answer.number is not None for answer in answers):
-            missing = await self.writer.commit(accepted)
+            commits.append(self.writer.commit(accepted))
+            missing = set().union(*[await one for one in commits])
             for place, answer in enumerate(answers):
                 if answer.number in missing:
                     answers[place] = await self._withdraw(front, answer.number, requests[place])

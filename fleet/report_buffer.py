@@ -59,6 +59,11 @@ class ReportBuffer:
         self._changed.set()
         self._urgent.set()
 
+    def wake(self) -> None:
+        """End the wait for records: there is something else to report."""
+        self._changed.set()
+        self._urgent.set()
+
     def drop(self, number: int) -> None:
         """Forget what is not reported of a request that was cancelled."""
         self._pieces.pop(number, None)

@@ -21,7 +21,7 @@ from .output_lengths import OutputLengths
 from .output_log import OutputLog
 from .routing import RequestNeed, Weights, Why, route
 from .waiting import WaitingOrder
-from .worker_table import Load, WorkerEntry, WorkerTable
+from .worker_table import RequestLoad, WorkerEntry, WorkerTable
 
 MOST_PASSED = 32  # requests that may go before one for which there is no room
 LOOK_AHEAD = 64  # waiting requests that are tried for a worker
@@ -191,6 +191,7 @@ class RequestQueue:
         self.lose(registration.worker)
         worker = self.workers.register(registration, now)
         worker.is_draining = worker.name in self.drained
+        self._weights = self._weights or Weights.of(worker.model.block_size)
         return worker
 
     def lose(self, name: str) -> list[int]:
@@ -338,8 +339,8 @@ class RequestQueue:
         need = RequestNeed(load.blocks, load.forecast_blocks - load.blocks, entry.request.request_id, may_hold)
         digests = entry.request.digests
         views = [worker.view(worker.cached.leading(digests, now) if digests else 0) for worker in workers]
-        assert self.workers.model is not None
-        found = route(need, views, self._weights or Weights.of(self.workers.model.block_size))
+        assert self._weights is not None, "no worker is registered"
+        found = route(need, views, self._weights)
         if found.why is not Why.HOLD:
             entry.held_since = None
         elif entry.held_since is None:
@@ -359,7 +360,7 @@ class RequestQueue:
         worker.assign(Assignment(entry.number, handovers, request.request_id))
         self.counters.assigned += 1
 
-    def _load(self, entry: Entry, computed: bool) -> Load:
+    def _load(self, entry: Entry, computed: bool) -> RequestLoad:
         """What a request takes of a worker; `computed`: it has generated there."""
         request, outputs = entry.request, entry.log.sequences
         prompt, most = len(request.prompt_token_ids), request.most_new_tokens
@@ -367,14 +368,14 @@ class RequestQueue:
         shared = self._blocks(prompt)
         if request.is_beam_search:
             ahead = sequences * (self._blocks(prompt + most) - shared)
-            return Load(prompt, sequences, shared, shared + ahead, 0 if computed else shared)
+            return RequestLoad(prompt, sequences, shared, shared + ahead, 0 if computed else shared)
         blocks = forecast = shared
         for one in outputs:
             if one.finish_reason is None:
                 generated = len(one.token_ids)
                 blocks += self._blocks(prompt + generated) - shared
                 forecast += self._blocks(prompt + self.lengths.expected(generated, most)) - shared
-        return Load(prompt, sequences, blocks, max(blocks, forecast), 0 if computed else blocks)
+        return RequestLoad(prompt, sequences, blocks, max(blocks, forecast), 0 if computed else blocks)
 
     def _blocks(self, num_tokens: int) -> int:
         size = self.workers.model.block_size if self.workers.model is not None else 16

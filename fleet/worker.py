@@ -205,16 +205,28 @@ class Worker:
         """Report new records at once where they begin or end a request, else within REPORT_EVERY_S; and the state."""
         loop = asyncio.get_running_loop()
         sequence, state_at = 0, 0.0
-        while True:
-            await self._buffer.wait(state_at + STATE_EVERY_S - loop.time())
-            records, released, faults = self._buffer.take()
-            state = cache = None
-            if loop.time() - state_at >= STATE_EVERY_S:
-                state_at = loop.time()
-                state, cache = await self._state(), await self._cache_changes()
-            if records or released or faults or state is not None:
-                sequence += 1
-                await self._link.report(Report(self.name, epoch, sequence, records, released, state, cache, faults))
+        looking: asyncio.Task[tuple[WorkerState, CacheChanges | None]] | None = None
+        try:
+            while True:
+                if looking is None and loop.time() - state_at >= STATE_EVERY_S:
+                    state_at = loop.time()
+                    looking = asyncio.create_task(self._look())  # beside the records, which do not wait for it
+                    looking.add_done_callback(lambda _: self._buffer.wake())
+                await self._buffer.wait(STATE_EVERY_S if looking else state_at + STATE_EVERY_S - loop.time())
+                records, released, faults = self._buffer.take()
+                state = cache = None
+                if looking is not None and looking.done():
+                    state, cache = looking.result()
+                    looking = None
+                if records or released or faults or state is not None:
+                    sequence += 1
+                    await self._link.report(Report(self.name, epoch, sequence, records, released, state, cache, faults))
+        finally:
+            if looking is not None:
+                looking.cancel()
+
+    async def _look(self) -> tuple[WorkerState, CacheChanges | None]:
+        return await self._state(), await self._cache_changes()
 
     async def _state(self) -> WorkerState:
         stats = await self._llm.stats()

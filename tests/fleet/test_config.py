@@ -61,7 +61,7 @@ def test_a_file_gives_all_settings_and_dashes_count_as_underscores(tmp_path: Pat
     }  # fmt: skip
     config = FleetConfig.read(written(tmp_path, data), {"workers": 4, "port": None})
     assert (config.workers, config.front_ends, config.port, config.hang_s, config.kv_events) == (4, 2, 8000, 2, 5557)
-    assert config.engine == {"max_seqs": 8} and config.server == {"api_key_file": "keys.yaml"}
+    assert config.engine == {"max_seqs": 8} and config.server == {"api_key_file": str(tmp_path / "keys.yaml")}
     assert config.shares == {"team-a": 3, "team_b": 1.5}, "names of API keys stay as they are"
     assert config.worker_resources == {"num_gpus": 1, "my-chip": 0.5}
     assert config.journal == tmp_path / "state" / "journal.sqlite"
@@ -105,5 +105,5 @@ def test_the_journal_lies_in_the_state_folder_under_the_fleets_name(monkeypatch:
     monkeypatch.setenv("XDG_STATE_HOME", "/somewhere")
     assert FleetConfig("demo", name="one").journal == Path("/somewhere/pagetide/one/journal.sqlite")
     monkeypatch.delenv("XDG_STATE_HOME")
-    monkeypatch.setenv("HOME", "/home/me")
-    assert FleetConfig("demo").journal == Path("/home/me/.local/state/pagetide/fleet/journal.sqlite")
+    monkeypatch.setenv("HOME", "/nowhere")
+    assert FleetConfig("demo").journal == Path("/nowhere/.local/state/pagetide/fleet/journal.sqlite")

@@ -10,13 +10,12 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pagetide.fleet.journal import Changes, Journal, JournalError, JournalWriter
+from pagetide.fleet.journal import Journal, JournalChanges, JournalError, JournalWriter
 from pagetide.fleet.messages import NewRequest, encode
 from tests.fleet_stand_ins import new_request
 
@@ -56,9 +55,9 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "state" / "journal.sqlite"
 
 
-def changes(*requests: NewRequest, first: int = 1, **more: Any) -> Changes:
+def changes(*requests: NewRequest, first: int = 1, **more: Any) -> JournalChanges:
     rows = [(number, one.request_id, encode(one)) for number, one in enumerate(requests, first)]
-    return Changes(rows, **more)
+    return JournalChanges(rows, **more)
 
 
 def start_writer(path: Path) -> subprocess.Popen[str]:
@@ -151,10 +150,14 @@ def test_a_damaged_journal_is_refused_by_name(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[8192:] = os.urandom(len(data) - 8192)
     path.write_bytes(data)
-    with pytest.raises(JournalError, match=r"journal\.sqlite cannot be opened: "):
+
+    def read() -> None:
         journal = Journal(path)
         with journal.reading():
             journal.unfinished()
+
+    with pytest.raises(JournalError, match=r"journal\.sqlite cannot be opened: "):
+        read()
 
 
 @pytest.mark.parametrize("version", [2, "1", None])
@@ -207,7 +210,7 @@ def test_a_hundred_thousand_requests_leave_a_bounded_file_and_no_number_is_given
         batch = range(number, number + 1000)
         number += 1000
         journal.commit(
-            Changes(
+            JournalChanges(
                 [(one, f"r{one}", data) for one in batch],
                 [(one, position, data[:100]) for one in batch for position in range(2)],
                 list(batch),
@@ -248,7 +251,7 @@ def test_a_commit_that_is_repeated_changes_nothing(path: Path) -> None:
 
 def test_records_without_their_request_are_not_found_again_under_a_number_that_is_given_anew(path: Path) -> None:
     journal = Journal(path)
-    journal.commit(Changes(records=[(1, 0, b"of a refused request")]))
+    journal.commit(JournalChanges(records=[(1, 0, b"of a refused request")]))
     journal.close()
     journal = Journal(path)
     assert journal.next_number == 1
@@ -268,9 +271,8 @@ def limit_pages(journal: Journal, more: int | None) -> None:
 
 
 @pytest.fixture
-def quick_retry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def quick_retry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(JournalWriter, "RETRY_S", 0.01)
-    yield
 
 
 async def until_written(writer: JournalWriter) -> None:
@@ -321,7 +323,9 @@ def test_the_reserve_lets_commits_through_and_the_fault_lasts_until_it_is_there_
         monkeypatch.setattr(journal, "give_reserve", give_and_grow)
         monkeypatch.setattr(journal, "keep_reserve", lambda: False)
         limit_pages(journal, 0)
-        assert await writer.commit([(1, new_request("r1", prompt=9000))]) == set(), "it is written, and so it is accepted"
+        assert await writer.commit([(1, new_request("r1", prompt=9000))]) == set(), (
+            "it is written, and so it is accepted"
+        )
         assert writer.fault is not None and writer.num_unwritten == 0
         assert not path.with_suffix(".reserve").exists()
         monkeypatch.undo()
@@ -405,7 +409,7 @@ def test_an_unexpected_error_of_a_commit_is_a_fault_and_does_not_stop_the_writer
         journal = Journal(path)
         writer = JournalWriter(journal)
 
-        def broken(_: Changes) -> set[int]:
+        def broken(_: JournalChanges) -> set[int]:
             raise MemoryError("no memory")
 
         with monkeypatch.context() as patch:

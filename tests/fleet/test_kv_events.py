@@ -517,7 +517,7 @@ def test_addresses(context: Any, tmp_path: Path) -> None:
 
 def test_without_pyzmq_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zmq", None)
-    with pytest.raises(KvEventsError, match=r"pip install 'pagetide\[fleet\]'"):
+    with pytest.raises(KvEventsError, match=r"pip install 'pagetide\[ray\]'"):
         KvEventPublisher(FREE, FREE)
 
 

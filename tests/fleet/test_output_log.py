@@ -1,4 +1,4 @@
-"""Recorded outputs: a request that is cut after any record goes on elsewhere with the same text, tokens and log-probabilities."""
+"""Recorded outputs: a request that is cut after any record goes on elsewhere with the same text, tokens and scores."""
 
 from __future__ import annotations
 
@@ -109,9 +109,7 @@ def whole(records: Sequence[Record]) -> dict[int, Piece]:
 
 def check_same(found: dict[int, Piece], expected: dict[int, Piece]) -> None:
     """The same text, tokens and reasons, and log-probabilities up to rounding: other steps compute them."""
-    without = [
-        [msgspec.structs.replace(one, scores=None) for one in each.values()] for each in (found, expected)
-    ]
+    without = [[msgspec.structs.replace(one, scores=None) for one in each.values()] for each in (found, expected)]
     assert without[0] == without[1]
     for index, one in found.items():
         theirs: Sequence[Score] = expected[index].scores or ()
@@ -238,7 +236,9 @@ def test_handovers_have_the_output_of_their_own_continuation_and_leave_the_reque
     log = OutputLog(request)
     scores = [Score(token, "", -1.5, 2, [(9, "", -0.5)]) for token in outputs[1][:2]]
     log.append(Piece(1, 1, "ab", outputs[1][:2], scores, None))
-    log.append(Piece(1, 2, "xyz", outputs[2], [Score(token, "", -1.0, 1, [(9, "", -0.5)]) for token in outputs[2]], "length"))
+    log.append(
+        Piece(1, 2, "xyz", outputs[2], [Score(token, "", -1.0, 1, [(9, "", -0.5)]) for token in outputs[2]], "length")
+    )
     first, second = log.handovers()
     assert (log.num_tokens, log.num_unfinished) == (7, 2)
     assert json.dumps(request.handover) == before == json.dumps(first)

@@ -1,4 +1,4 @@
-"""The queue's decisions: whatever happens to workers, each accepted request ends once, with the output that it has undisturbed."""
+"""The queue's decisions: whatever happens to workers, each accepted request ends once, with its undisturbed output."""
 
 from __future__ import annotations
 
@@ -42,9 +42,7 @@ class ScriptedWorker:
 
     def take(self, assignment: Assignment) -> None:
         assert assignment.number not in self.running
-        self.running[assignment.number] = [
-            {**one, "token_ids": list(one["token_ids"])} for one in assignment.handovers
-        ]
+        self.running[assignment.number] = [{**one, "token_ids": list(one["token_ids"])} for one in assignment.handovers]
 
     def compute(self, number: int, count: int) -> list[bytes]:
         """Up to `count` tokens of each continuation, and the end of the request if all have ended."""
@@ -443,7 +441,7 @@ def test_a_request_is_passed_at_most_so_often_while_no_worker_has_room_for_it() 
     assert large.num_passed == MOST_PASSED
     queue.append(a.report(a.compute(1, 99)), 500.0)
     queue.match(500.0)
-    assert [one.number for one in orders(queue, a).assignments][0] == large.number
+    assert next(one.number for one in orders(queue, a).assignments) == large.number
 
 
 def test_a_request_that_no_pool_can_hold_any_more_does_not_stop_the_others() -> None:
