@@ -18,7 +18,7 @@ from pagetide import AsyncLLM, Fleet
 from pagetide.fleet.cluster import RayLink, connect, import_ray
 from pagetide.fleet.links import QueueLink
 from pagetide.fleet.queue_server import QueueOptions, QueueServer
-from pagetide.fleet.worker import UNLIMITED_WAITING, Worker, model_of
+from pagetide.fleet.worker import UNLIMITED_WAITING, FleetWorker, model_of
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -69,7 +69,7 @@ async def live_fleet(folder: Path, model: str, one_process: bool, threads: int) 
     async with _queue(folder) as (server, link):
         options = {"prefix_hash_secret": server.secret, "kv_events": True, "max_waiting": UNLIMITED_WAITING}
         llm = await asyncio.to_thread(lambda: AsyncLLM(model, **ENGINE, **options))
-        worker = asyncio.create_task(Worker("worker-0", llm, model_of(llm, model), link).run())
+        worker = asyncio.create_task(FleetWorker("worker-0", llm, model_of(llm, model), link).run())
         try:
             async with Fleet.of_link(link) as fleet:
                 yield LiveFleet(None, fleet)

@@ -16,7 +16,7 @@ from pagetide.engine.requests.outputs import Completion, RequestOutput, StreamCh
 from pagetide.fleet.cluster import NAMESPACE, RayLink, import_ray, queue_name
 from pagetide.fleet.links import QueueLink
 from pagetide.fleet.messages import FleetModel
-from pagetide.fleet.worker import Worker
+from pagetide.fleet.worker import FleetWorker
 from pagetide.version import __version__
 
 TOKEN, TEXT = 7, "tide "
@@ -40,7 +40,7 @@ class _Running:
 
 
 class SleepingEngine:
-    """What `Worker` uses of an `AsyncLLM`. Make it on its event loop."""
+    """What `FleetWorker` uses of an `AsyncLLM`. Make it on its event loop."""
 
     tokenizer = None
 
@@ -69,7 +69,7 @@ class SleepingEngine:
                 self._running.remove(request)
 
     async def stats(self) -> dict[str, Any]:
-        """The counters that `Worker` reads."""
+        """The counters that `FleetWorker` reads."""
         blocks = {"usable": BLOCKS, "limit": BLOCKS, "free": BLOCKS}
         return {"blocks": blocks, "waiting": 0, "preemptions": 0, "device": "stand-in"}
 
@@ -112,7 +112,7 @@ async def run_stand_in(link: QueueLink, name: str, max_seqs: int, step_s: float,
     """Serve a queue with a stand-in, until it orders the end."""
     engine: Any = SleepingEngine(max_seqs, step_s, token_s)
     try:
-        await Worker(name, engine, MODEL, link).run()
+        await FleetWorker(name, engine, MODEL, link).run()
     finally:
         await engine.stop()
 

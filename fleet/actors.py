@@ -118,7 +118,7 @@ class WorkerActor:
 
     async def _run(self) -> None:
         from ..engine.async_llm import AsyncLLM
-        from .worker import UNLIMITED_WAITING, Worker, model_of
+        from .worker import UNLIMITED_WAITING, FleetWorker, model_of
 
         options = {**self._config.engine, "prefix_hash_secret": self._secret, "kv_events": True}
         if options.get("prefix_caching") is False:
@@ -132,7 +132,7 @@ class WorkerActor:
             port = self._config.kv_events + 2 * int(self._name.rpartition("-")[2])
             publisher = KvEventPublisher(f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{port + 1}")
         try:
-            await Worker(self._name, llm, model_of(llm, self._config.model), link, publisher).run()
+            await FleetWorker(self._name, llm, model_of(llm, self._config.model), link, publisher).run()
         finally:
             if publisher is not None:
                 publisher.close()

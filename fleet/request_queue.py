@@ -21,7 +21,7 @@ from .output_lengths import OutputLengths
 from .output_log import OutputLog
 from .routing import RequestNeed, Weights, Why, route
 from .waiting import WaitingOrder
-from .worker_table import RequestLoad, WorkerEntry, WorkerTable
+from .worker_table import WorkerEntry, WorkerLoad, WorkerTable
 
 MOST_PASSED = 32  # requests that may go before one for which there is no room
 LOOK_AHEAD = 64  # waiting requests that are tried for a worker
@@ -360,7 +360,7 @@ class RequestQueue:
         worker.assign(Assignment(entry.number, handovers, request.request_id))
         self.counters.assigned += 1
 
-    def _load(self, entry: Entry, computed: bool) -> RequestLoad:
+    def _load(self, entry: Entry, computed: bool) -> WorkerLoad:
         """What a request takes of a worker; `computed`: it has generated there."""
         request, outputs = entry.request, entry.log.sequences
         prompt, most = len(request.prompt_token_ids), request.most_new_tokens
@@ -368,14 +368,14 @@ class RequestQueue:
         shared = self._blocks(prompt)
         if request.is_beam_search:
             ahead = sequences * (self._blocks(prompt + most) - shared)
-            return RequestLoad(prompt, sequences, shared, shared + ahead, 0 if computed else shared)
+            return WorkerLoad(prompt, sequences, shared, shared + ahead, 0 if computed else shared)
         blocks = forecast = shared
         for one in outputs:
             if one.finish_reason is None:
                 generated = len(one.token_ids)
                 blocks += self._blocks(prompt + generated) - shared
                 forecast += self._blocks(prompt + self.lengths.expected(generated, most)) - shared
-        return RequestLoad(prompt, sequences, blocks, max(blocks, forecast), 0 if computed else blocks)
+        return WorkerLoad(prompt, sequences, blocks, max(blocks, forecast), 0 if computed else blocks)
 
     def _blocks(self, num_tokens: int) -> int:
         size = self.workers.model.block_size if self.workers.model is not None else 16

@@ -41,7 +41,7 @@ class EngineFault(Exception):
     """The engine failed on a request that it could serve: another engine may serve it."""
 
 
-class Worker:
+class FleetWorker:
     """Serves the queue from one engine, under one epoch after the other, until the queue orders its end.
 
     Args:

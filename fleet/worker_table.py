@@ -12,7 +12,7 @@ from .routing import WorkerView
 
 
 @dataclass(slots=True)
-class RequestLoad:
+class WorkerLoad:
     """What a running request takes of its worker, in tokens and blocks. `WorkerEntry` keeps the sums."""
 
     prompt_tokens: int
@@ -42,7 +42,7 @@ class WorkerEntry:
         self.state: WorkerState = registration.state
         self.epoch = epoch
         self.seen_at = now
-        self.running: dict[int, RequestLoad] = {}
+        self.running: dict[int, WorkerLoad] = {}
         self.releasing: set[int] = set()
         self.cached = CachedBlocks()
         self.is_draining = False
@@ -51,11 +51,11 @@ class WorkerEntry:
         self._last_report = 0
         self._orders: tuple[list[Assignment], list[int], list[int]] = ([], [], [])
         self._stop = False
-        self._sums = RequestLoad(0, 0, 0, 0, 0)
+        self._sums = WorkerLoad(0, 0, 0, 0, 0)
 
     # -- load --------------------------------------------------------------------------------------------------------
 
-    def add(self, number: int, load: RequestLoad) -> None:
+    def add(self, number: int, load: WorkerLoad) -> None:
         """Count a request that is assigned to it."""
         self.running[number] = load
         self.num_assigned += 1
@@ -68,14 +68,14 @@ class WorkerEntry:
         if load is not None:
             self._count(load, -1)
 
-    def update(self, number: int, load: RequestLoad) -> None:
+    def update(self, number: int, load: WorkerLoad) -> None:
         """Count a request anew, which has grown."""
         before = self.running[number]
         self.running[number] = load
         self._count(before, -1)
         self._count(load, 1)
 
-    def _count(self, load: RequestLoad, sign: int) -> None:
+    def _count(self, load: WorkerLoad, sign: int) -> None:
         sums = self._sums
         sums.sequences += sign * load.sequences
         sums.blocks += sign * load.blocks

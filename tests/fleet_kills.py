@@ -1,6 +1,6 @@
 """Kills of a fleet's processes under load: every accepted request ends once, with the tokens of an undisturbed run.
 
-    PYTHONPATH=tests python -m fleet_kills [--requests 300] [--kills 30] [--workers 4] [--seed N] [--pause 60]
+PYTHONPATH=tests python -m fleet_kills [--requests 300] [--kills 30] [--workers 4] [--seed N] [--pause 60]
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ from fleets import FleetProcess, ResumingClient, StreamResult, pause
 
 from pagetide import LLM, SamplingParams
 
-PROMPTS = ("The sea was", "Call me Ishmael", "To be, or not", "It was the best of times", "The whale", "O Romeo", "A king")
+PROMPTS = (
+    "The sea was",
+    "Call me Ishmael",
+    "To be, or not",
+    "It was the best of times",
+    "The whale",
+    "O Romeo",
+    "A king",
+)
 ENGINE = {"kv_memory": "32MiB", "dtype": "float32", "device": "cpu", "max_seqs": 16}
 
 
@@ -95,7 +103,13 @@ class Killer:
 
 
 async def disturbed(
-    fleet: FleetProcess, requests: list[dict[str, Any]], kills: int, seed: int, every_s: float, at_once: int, pause_s: float
+    fleet: FleetProcess,
+    requests: list[dict[str, Any]],
+    kills: int,
+    seed: int,
+    every_s: float,
+    at_once: int,
+    pause_s: float,
 ) -> tuple[list[StreamResult], Killer]:
     """Stream all requests while processes are killed."""
     client, room = ResumingClient(fleet.urls, give_up_s=150.0), asyncio.Semaphore(at_once)
@@ -126,7 +140,9 @@ def differences(results: list[StreamResult], expected: list[tuple[str, list[int]
         if result.num_ends != 1:
             found.append(f"request {number} has ended {result.num_ends} times: {result.error}")
         elif (result.text, result.token_ids, result.finish_reason) != (text, token_ids, reason):
-            found.append(f"request {number} differs after {result.num_connections} connections: {result.text!r} != {text!r}")
+            found.append(
+                f"request {number} differs after {result.num_connections} connections: {result.text!r} != {text!r}"
+            )
     return found
 
 
@@ -141,7 +157,9 @@ def gaps_after_deaths(results: list[StreamResult], deaths: list[float]) -> list[
     return sorted(found)
 
 
-def run(requests: int, kills: int, workers: int, seed: int, pause_s: float, folder: Path, every_s: float = 4.0) -> list[str]:
+def run(
+    requests: int, kills: int, workers: int, seed: int, pause_s: float, folder: Path, every_s: float = 4.0
+) -> list[str]:
     """One run. Returns what is wrong; prints a summary."""
     asked = bodies(requests, seed, 900)
     expected = undisturbed(asked)

@@ -12,7 +12,7 @@ from pagetide import AsyncLLM, Fleet
 from pagetide.fleet.links import answer_call, result_of
 from pagetide.fleet.messages import encode
 from pagetide.fleet.queue_server import QueueOptions, QueueServer
-from pagetide.fleet.worker import Worker, model_of
+from pagetide.fleet.worker import FleetWorker, model_of
 
 FAR_S = 60.0
 
@@ -61,7 +61,7 @@ class FleetRig:
         self._model = model
         self._engines = engines
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self.workers: dict[str, Worker] = {}
+        self.workers: dict[str, FleetWorker] = {}
         self.server: QueueServer
         self.link: EncodedLink
 
@@ -70,7 +70,7 @@ class FleetRig:
         self.server.start()
         self.link = EncodedLink(self.server, asyncio.get_running_loop())
         for name, llm in self._engines.items():
-            worker = self.workers[name] = Worker(name, llm, model_of(llm, self._model), self.link)
+            worker = self.workers[name] = FleetWorker(name, llm, model_of(llm, self._model), self.link)
             self._tasks[name] = asyncio.create_task(worker.run())
         await self.until(lambda: len(self.server.queue.workers) == len(self._engines))
         return self

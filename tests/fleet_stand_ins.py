@@ -66,7 +66,7 @@ def worker_state(limit: int = 1000, usable: int | None = None) -> WorkerState:
 
 
 class StandInEngine:
-    """What `Worker` uses of an `AsyncLLM`. Each step computes a token of each request.
+    """What `FleetWorker` uses of an `AsyncLLM`. Each step computes a token of each request.
 
     Attributes:
         fault: The error that ends a continuation at this position of its output, if any.

@@ -17,7 +17,7 @@ from pagetide.fleet import worker as worker_module
 from pagetide.fleet.client import FleetClient
 from pagetide.fleet.messages import FleetInfo, NewRequest
 from pagetide.fleet.queue_server import QueueOptions, QueueServer
-from pagetide.fleet.worker import Worker
+from pagetide.fleet.worker import FleetWorker
 from pagetide.server.choices import joined
 from pagetide.server.engine_client import EngineUnavailable, Generation, RequestFailed
 from pagetide.server.messages import Piece
@@ -51,7 +51,7 @@ class Rig:
         self.engines = {"a": StandInEngine(max_seqs=6), "b": StandInEngine(max_seqs=6)}
         self.link = UnreliableLink(self.server)
         self.workers = {
-            name: Worker(name, engine, MODEL, self.link)  # type: ignore[arg-type]
+            name: FleetWorker(name, engine, MODEL, self.link)  # type: ignore[arg-type]
             for name, engine in self.engines.items()
         }
         self.tasks = [asyncio.create_task(worker.run()) for worker in self.workers.values()]

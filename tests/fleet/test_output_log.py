@@ -16,7 +16,7 @@ from pagetide.fleet.messages import Assignment, FleetInfo, NewRequest, Record, d
 from pagetide.fleet.output_log import OutputLog
 from pagetide.fleet.preparation import RequestPreparer
 from pagetide.fleet.report_buffer import ReportBuffer
-from pagetide.fleet.worker import Worker, model_of
+from pagetide.fleet.worker import FleetWorker, model_of
 from pagetide.server.choices import joined
 from pagetide.server.messages import Piece, RequestEnd, Score
 from tests.fleet_stand_ins import MODEL, STOP_ID, new_request, outputs_of, text_of
@@ -64,7 +64,7 @@ class Cutter:
     def __init__(self, llm: AsyncLLM) -> None:
         self.llm = llm
         model = model_of(llm, "demo")
-        self.worker = Worker("w", llm, model, None)  # type: ignore[arg-type]
+        self.worker = FleetWorker("w", llm, model, None)  # type: ignore[arg-type]
         self.preparer = RequestPreparer(FleetInfo(model, bytes(32), 8))
 
     def request(self, params: SamplingParams) -> NewRequest:

@@ -14,7 +14,7 @@ from pagetide.fleet import worker as worker_module
 from pagetide.fleet.messages import Assignment, StaleEpoch, WorkerRefused, decode_record
 from pagetide.fleet.output_log import OutputLog
 from pagetide.fleet.queue_server import QueueOptions, QueueServer
-from pagetide.fleet.worker import Worker
+from pagetide.fleet.worker import FleetWorker
 from pagetide.scheduler.errors import NO_TOKEN_LEFT, PromptTooLong, RequestRejected
 from pagetide.server.messages import Failed, Piece, RequestEnd
 from tests.fleet_stand_ins import MODEL, StandInEngine, UnreliableLink, new_request, other_model, outputs_of
@@ -44,7 +44,7 @@ class Rig:
         self.server.start()
         self.link = UnreliableLink(self.server)
         self.engines = engines
-        self.workers: dict[str, Worker] = {}
+        self.workers: dict[str, FleetWorker] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
     async def start(self) -> None:
@@ -54,7 +54,7 @@ class Rig:
 
     def add(self, name: str, engine: StandInEngine, /, **model: Any) -> asyncio.Task[None]:
         self.engines[name] = engine
-        worker = self.workers[name] = Worker(name, engine, other_model(**model), self.link)  # type: ignore[arg-type]
+        worker = self.workers[name] = FleetWorker(name, engine, other_model(**model), self.link)  # type: ignore[arg-type]
         self.tasks[name] = asyncio.create_task(worker.run())
         return self.tasks[name]
 
@@ -347,7 +347,7 @@ def test_a_worker_with_another_model_is_refused_with_both_named_and_ends(with_ri
 
 def test_a_released_request_whose_end_is_in_the_buffer_is_not_handed_back() -> None:
     async def main() -> None:
-        worker = Worker("a", StandInEngine(), MODEL, UnreliableLink(None))  # type: ignore[arg-type]
+        worker = FleetWorker("a", StandInEngine(), MODEL, UnreliableLink(None))  # type: ignore[arg-type]
         request = new_request("r", new=2)
         await worker._generate(Assignment(1, OutputLog(request).handovers()))
         await worker._follow(worker_module.Orders(released=[1, 2], cancelled=[3]))
@@ -359,7 +359,7 @@ def test_a_released_request_whose_end_is_in_the_buffer_is_not_handed_back() -> N
 
 def test_what_was_assigned_and_released_at_once_is_handed_back_without_records() -> None:
     async def main() -> None:
-        worker = Worker("a", StandInEngine(), MODEL, UnreliableLink(None))  # type: ignore[arg-type]
+        worker = FleetWorker("a", StandInEngine(), MODEL, UnreliableLink(None))  # type: ignore[arg-type]
         assignment = Assignment(1, OutputLog(new_request("r")).handovers())
         await worker._follow(worker_module.Orders([assignment], released=[1]))
         assert worker._buffer.take() == ([], [1], {}) and not worker._tasks

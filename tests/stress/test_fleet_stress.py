@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install pagetide[ray]")
 
-from fleet_kills import run  # noqa: E402
+from fleet_kills import run
 
 pytestmark = [pytest.mark.stress, pytest.mark.skipif(sys.platform != "linux", reason="kills by /proc")]
 

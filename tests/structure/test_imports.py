@@ -318,7 +318,13 @@ def loaded_by(code: str) -> set[str]:
 
 @pytest.mark.parametrize(
     "module",
-    ["pagetide", "pagetide.scheduler.scheduler", "pagetide.cache.manager", "pagetide.allocator.blocks", "pagetide.fleet.actors"],
+    [
+        "pagetide",
+        "pagetide.scheduler.scheduler",
+        "pagetide.cache.manager",
+        "pagetide.allocator.blocks",
+        "pagetide.fleet.actors",
+    ],
 )
 def test_pure_modules_do_not_load_torch(module: str) -> None:
     assert loaded_by(f"import {module}").isdisjoint({"torch", "transformers"})

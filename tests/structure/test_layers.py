@@ -10,7 +10,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("monitor", "allocator", "cache", "scheduler", "engine", "server", "fleet", "pagetide", "benchmarks", "examples")
+SOURCES = (
+    "monitor",
+    "allocator",
+    "cache",
+    "scheduler",
+    "engine",
+    "server",
+    "fleet",
+    "pagetide",
+    "benchmarks",
+    "examples",
+)
 
 # Files and folders of engine/. Each layer imports only layers above it, and nothing of its own but what is in the same folder.
 LAYERS = (
