@@ -8,8 +8,8 @@ What the language of a block says:
     text      output or a diagram
 
 Blocks for the server say so in their first line: YAML that begins with `# serve.yaml` or `# keys.yaml` is read as its settings
-or its keys (`# fleet.yaml`: as a fleet's settings), and Python that begins with `# client` runs against a real server of the demo model. So does every `curl` command
-that asks 127.0.0.1:8000.
+or its keys (`# fleet.yaml`: as a fleet's settings), and Python that begins with `# client` runs against a real server of the
+demo model. So does every `curl` command that asks 127.0.0.1:8000.
 
 Exceptions, which are counted: Python blocks that begin with `# transformers` or `# vLLM` show other libraries, and blocks
 below `<!-- not run: why -->` need what no test has.
