@@ -53,7 +53,7 @@ test-pythons:  ## what needs no torch, with each further Python from 3.11 to 3.1
 	$(call setup,test parallel)
 	JOBS=$(JOBS) $(BIN)/python .ci/pythons.py
 
-STRESS_ALONE := tests/stress/test_elastic_stress.py tests/stress/test_memory_stress.py
+STRESS_ALONE := tests/stress/test_elastic_stress.py tests/stress/test_memory_stress.py tests/stress/test_fleet_stress.py
 
 stress:  ## the long randomised tests
 	$(call setup,test parallel)
@@ -66,6 +66,7 @@ soak:  ## native kernels with sanitisers, random load and walks, recalls, kills,
 	$(call setup,test)
 	$(BIN)/python -P tests/sanitized_kernels.py
 	PYTHONPATH=tests $(BIN)/python -m soak --seconds $(SOAK_S)
+	PYTHONPATH=tests $(BIN)/python -m fleet_kills --requests 300 --kills 30
 	PAGETIDE_STRESS_SECONDS=600 $(RUN) pytest -q -m stress tests/stress/test_elastic_stress.py
 
 # The first interpreter that has all of it runs `make gpu` as it is: a GPU machine may have no index to install from.
