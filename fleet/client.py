@@ -77,13 +77,11 @@ class FleetClient:
         self._numbers = itertools.count()
         self._followed: dict[int, Followed] = {}  # by the generation's number
         self._by_number: dict[int, list[Followed]] = {}  # by the queue's number
-        self._early: dict[
-            int, list[tuple[int, list[bytes]]]
-        ] = {}  # records that came before the answer to their submission
-        self._earlier: set[int] = set()  # those that were early at the last look
+        self._received: dict[int, list[bytes]] = {}  # all records, by the queue's number; perhaps before `_by_number`
+        self._idle: set[int] = set()  # received and followed by none at the last look
         self._outgoing: list[tuple[NewRequest, asyncio.Future[Submission]]] = []
         self._has_outgoing = asyncio.Event()
-        self._was_away = False
+        self._says_positions = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._leaving: set[asyncio.Task[None]] = set()  # those of `_tasks` that end what was dropped
 
@@ -243,9 +241,10 @@ class FleetClient:
             self._leave_later(answer.number, cancels=followed.cancels and not generation.is_attached)
             return
         self._by_number.setdefault(answer.number, []).append(followed)
+        if generation.is_attached:  # a call to leave it may have been under way: the next read says that it is followed
+            self._says_positions = True
         generation.take(Accepted(generation.number, known.prompt_token_ids, known.max_new_tokens))
-        for position, records in self._early.pop(answer.number, ()):
-            self._take(followed, position, records)
+        self._take(followed, self._received.get(answer.number, []))
 
     async def _send(self) -> None:
         """Submit requests; those that come during a call go together with the next one."""
@@ -277,32 +276,36 @@ class FleetClient:
 
     async def _read(self) -> None:
         """Hand new records to the generations, until the client is closed."""
+        is_away = False
         while True:
             positions = None
-            if self._was_away:
-                positions = {number: each[0].num_records for number, each in self._by_number.items()}
+            if self._says_positions:  # consumed here: it may be set again while this read waits
+                self._says_positions = False
+                positions = {number: len(self._received.get(number, ())) for number in self._by_number}
             try:
                 deliveries = await self._link.read(self.front, positions)
             except (FleetError, QueueUnavailable) as error:
-                if not self._was_away:
+                if not is_away:
                     log.warning("the queue is away, and is waited for: %s", error)
-                self._was_away = True
+                is_away = self._says_positions = True
                 await asyncio.sleep(AGAIN_S)
                 continue
-            self._was_away = False
+            is_away = False
             for number, (position, records) in deliveries.records.items():
-                if number not in self._by_number:
-                    self._early.setdefault(number, []).append((position, records))
+                received = self._received.setdefault(number, [])
+                if position > len(received):  # an answer was lost: the next read says what is here
+                    self._says_positions = True
+                    continue
+                received += records[len(received) - position :]
                 for followed in self._by_number.get(number, [])[:]:
-                    self._take(followed, position, records)
+                    self._take(followed, received)
             for number in deliveries.unknown:
                 for followed in self._by_number.get(number, [])[:]:
                     self._end(followed, EngineUnavailable("the fleet's queue does not know this request any more"))
 
-    def _take(self, followed: Followed, position: int, records: list[bytes]) -> None:
-        """Take in records of which `position` come before; some may have come already."""
-        assert position <= followed.num_records, "records are missing"
-        for data in records[followed.num_records - position :]:
+    def _take(self, followed: Followed, received: list[bytes]) -> None:
+        """Take in what is new of all the records that were received."""
+        for data in received[followed.num_records :]:
             followed.num_records += 1
             self._give(followed, decode_record(data))
 
@@ -343,7 +346,12 @@ class FleetClient:
             self._leave_later(followed.number, cancels)
 
     def _leave_later(self, number: int, cancels: bool) -> None:
-        _hold(self._keep(_retried(lambda: self._link.leave(self.front, [number], cancels))), self._leaving)
+        _hold(self._keep(self._leave(number, cancels)), self._leaving)
+
+    async def _leave(self, number: int, cancels: bool) -> None:
+        await _retried(lambda: self._link.leave(self.front, [number], cancels))
+        if number in self._by_number:  # followed again meanwhile, which this call may have undone
+            self._says_positions = True
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -354,9 +362,10 @@ class FleetClient:
     async def _refresh(self) -> None:
         while True:
             await asyncio.sleep(INFO_EVERY_S)
-            for number in self._earlier & self._early.keys():  # of requests that were left
-                del self._early[number]
-            self._earlier = set(self._early)
+            idle = self._received.keys() - self._by_number.keys()
+            for number in self._idle & idle:
+                del self._received[number]
+            self._idle = idle
             try:
                 self._info = await self._link.info(0.0) or self._info
             except QueueUnavailable:

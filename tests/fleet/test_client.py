@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from pagetide.fleet import client as client_module
@@ -122,7 +123,9 @@ def with_rig(tmp_path: Path) -> Callable[..., None]:
 With = Callable[..., None]
 
 
-@pytest.mark.parametrize(("method", "fault"), [("submit", "before"), ("submit", "after"), ("read", "before")])
+@pytest.mark.parametrize(
+    ("method", "fault"), [("submit", "before"), ("submit", "after"), ("read", "before"), ("read", "after")]
+)
 def test_a_call_that_fails_before_or_after_it_took_effect_changes_no_output(
     with_rig: With, method: str, fault: str
 ) -> None:
@@ -154,8 +157,7 @@ def test_every_request_has_its_undisturbed_output_under_faults_kills_and_hangs(w
         rate = 0.03
 
         def fails(method: str) -> str:
-            fault = rng.choice(["before", "after"]) if rng.random() < rate else ""
-            return "" if method == "read" and fault == "after" else fault
+            return rng.choice(["before", "after"]) if rng.random() < rate else ""
 
         rig.link.fails = fails
         faults: Counter[int] = Counter()  # by request: a third one would end it
@@ -174,7 +176,14 @@ def test_every_request_has_its_undisturbed_output_under_faults_kills_and_hangs(w
                 f"r{place}", prompt=rng.randrange(1, 60), new=rng.randrange(1, 40), n=rng.randrange(1, 4),
                 priority=rng.randrange(2), tenant=rng.choice("xy"), may_exist=rng.random() < 0.5,
             )  # fmt: skip
-            followed.append((request, rng.choice(clients).follow(request, asyncio.Event())))
+            client = rng.choice(clients)
+            followed.append((request, client.follow(request, asyncio.Event())))
+            if rng.random() < 0.2:  # attached again, perhaps by the same front end
+                again, _ = rng.choice(followed)
+                again = msgspec.structs.replace(again, may_exist=True)
+                followed.append((again, rng.choice(clients).follow(again, asyncio.Event())))
+            elif rng.random() < 0.1:
+                client.leave(followed.pop()[1])
             for _ in range(rng.randrange(20)):
                 await asyncio.sleep(0)
             what = rng.random()
@@ -225,11 +234,68 @@ def test_records_that_come_before_the_answer_to_the_submission_are_kept(with_rig
 
         rig.server.submit = late  # type: ignore[method-assign]
         generation = client.follow(request := new_request("r"), asyncio.Event())
-        await until(lambda: bool(client._early) and not rig.server.queue.entries)
+        await until(lambda: bool(client._received) and not rig.server.queue.entries)
         assert generation.prompt_token_ids is None
         gate.set()
         check_output(request, await ended(generation))
-        assert not client._early
+
+    with_rig(check)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 5, 8, 13, 21, 40, 90])
+def test_a_front_end_that_attaches_twice_gives_each_reader_all_records(with_rig: With, steps: int) -> None:
+    async def check(rig: Rig) -> None:
+        client, request = rig.client(), new_request("r", new=12, n=2, may_exist=True)
+        generations = []
+        for _ in range(3):
+            generations.append(client.follow(request, asyncio.Event()))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+        for generation in generations:
+            check_output(request, await ended(generation))
+        assert rig.server.queue.counters.accepted == 1
+
+    with_rig(check)
+
+
+def test_records_that_were_read_before_the_answer_to_an_attachment_are_given_to_it(with_rig: With) -> None:
+    async def check(rig: Rig) -> None:
+        client, request, gate = rig.client(), new_request("r", may_exist=True), asyncio.Event()
+        for engine in rig.engines.values():
+            engine.held_at = 2
+        first = client.follow(request, asyncio.Event())
+        await until(lambda: first.num_tokens == 2)
+        submit = rig.server.submit
+
+        async def late(*arguments: Any) -> Any:
+            answers = await submit(*arguments)
+            await gate.wait()
+            return answers
+
+        rig.server.submit = late  # type: ignore[method-assign]
+        second = client.follow(request, asyncio.Event())
+        for engine in rig.engines.values():
+            engine.held_at = 1 << 30
+        check_output(request, await ended(first))
+        gate.set()
+        check_output(request, await ended(second))
+
+    with_rig(check)
+
+
+def test_a_gap_in_the_records_is_read_again(with_rig: With) -> None:
+    async def check(rig: Rig) -> None:
+        client, request = rig.client(), new_request("r", new=30)
+        read, count = rig.server.read, 0
+
+        async def lossy(*arguments: Any) -> Any:
+            nonlocal count
+            found = await read(*arguments)
+            count += bool(found.records)
+            return msgspec.structs.replace(found, records={}) if count % 3 == 1 else found
+
+        rig.server.read = lossy  # type: ignore[method-assign]
+        check_output(request, await ended(client.follow(request, asyncio.Event())))
 
     with_rig(check)
 
