@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from .messages import StaleEpoch
 from .queue_server import QueueServer
 
 log = logging.getLogger(__name__)
@@ -68,9 +69,15 @@ class WorkerKeeper:
         return names
 
     async def drain(self, name: str) -> None:
-        """Let a worker hand over its requests and end. Raises StaleEpoch if it is not ready."""
-        self._server.drain(name)
+        """Let a worker hand over its requests and end; one that is not ready ends at once. Raises StaleEpoch for no worker."""
+        if name not in self._tasks:
+            raise StaleEpoch(f"there is no worker {name!r:.80}; there are {', '.join(self._tasks) or 'none'}")
         self._leaving.add(name)
+        try:
+            self._server.drain(name)
+        except StaleEpoch:
+            if (handle := self._handles.get(name)) is not None:
+                await self._launcher.kill(handle)
         await self._store()
 
     async def stop(self) -> None:
