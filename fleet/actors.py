@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import Mapping
@@ -24,9 +25,10 @@ from .cluster import (
     connect,
     connect_ray,
     import_ray,
+    is_running,
     queue_name,
-    running_cluster,
     start_cluster,
+    starting,
     stop_cluster,
 )
 from .config import LOCAL, FleetConfig
@@ -47,9 +49,10 @@ CALLS_AT_ONCE = 1000
 class QueueActor:
     """The process of the queue."""
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    def __init__(self, settings: Mapping[str, Any], start_id: str) -> None:
         _log_to_stderr()
         self._config = FleetConfig(**settings)
+        self._start_id = start_id
         self._starting: asyncio.Task[None] | None = None
         self._server: QueueServer
         self._keeper: WorkerKeeper
@@ -73,6 +76,7 @@ class QueueActor:
             config.hang_s,
             config.keep_s,
             shares=config.shares,
+            start_id=self._start_id,
         )
         self._server = QueueServer(options)
         self._server.start()
@@ -84,6 +88,12 @@ class QueueActor:
         status = self._server.status()
         status["kept"] = self._keeper.names
         status["errors"] = dict(self._keeper.errors)
+        resources = dict(self._config.worker_resources)
+        if resources:
+            ready = {worker["name"] for worker in status["workers"]}
+            for name in self._keeper.names:
+                if name not in ready:
+                    status["errors"].setdefault(name, f"loads the model, or waits for {resources} of Ray's nodes")
         status["restarts"] = self._keeper.num_restarts
         return status
 
@@ -227,20 +237,22 @@ class RunningFleet:
 
 def start_fleet(config: FleetConfig) -> RunningFleet:
     """Start the fleet's actors on its cluster. Raises FleetError, and what wrong settings raise; nothing runs then."""
-    is_local = config.address == LOCAL
-    if is_local and running_cluster(config.name) is not None:
-        raise FleetError(
-            f"a fleet named {config.name!r} runs on this machine already: `pagetide fleet stop` ends it, and another name in "
-            "the settings starts a second one"
-        )
-    check_settings(config)
-    address = start_cluster(config.name) if is_local else config.address
-    try:
-        return _start_actors(config, address)
-    except BaseException:
-        if is_local:
+    if config.address != LOCAL:
+        check_settings(config)
+        return _start_actors(config, config.address)
+    with starting(config.name):
+        if is_running(config.name):
+            raise FleetError(
+                f"a fleet named {config.name!r} runs on this machine already: `pagetide fleet stop` ends it, and another name "
+                "in the settings starts a second one"
+            )
+        stop_cluster(config.name)  # what a cluster has left that lost its head
+        check_settings(config)
+        try:
+            return _start_actors(config, start_cluster(config.name))
+        except BaseException:
             stop_cluster(config.name)
-        raise
+            raise
 
 
 def check_settings(config: FleetConfig) -> None:
@@ -263,7 +275,7 @@ def _start_actors(config: FleetConfig, address: str) -> RunningFleet:
     settings = {**config.to_dict(), "state_dir": str(config.journal.parent.absolute())}
     options = {"namespace": NAMESPACE, "lifetime": "detached", "max_restarts": -1, "num_cpus": 0}
     queue = ray.remote(QueueActor).options(name=queue_name(config.name), max_concurrency=CALLS_AT_ONCE, **options)
-    actor = queue.remote(settings)
+    actor = queue.remote(settings, secrets.token_hex(8))
     try:
         asyncio.run(RayLink(actor).status())
     except QueueUnavailable as error:
@@ -279,15 +291,20 @@ def _start_actors(config: FleetConfig, address: str) -> RunningFleet:
 
 
 def stop_fleet(fleet: str, address: str, drain_s: float) -> None:
-    """End a fleet's actors, and its cluster if it is this machine's own."""
-    actor = connect(address, fleet)
-    ray = import_ray()
-    with suppress(QueueUnavailable):
-        asyncio.run(RayLink(actor).stop(drain_s))
-    for one in ray.util.list_named_actors(all_namespaces=True):
-        if one["namespace"] == NAMESPACE and one["name"].startswith(f"{fleet}/"):
-            with suppress(ValueError):
-                ray.kill(ray.get_actor(one["name"], namespace=NAMESPACE), no_restart=True)
-    ray.shutdown()
-    if address == LOCAL:
-        stop_cluster(fleet)
+    """End a fleet's actors, and its cluster if it is this machine's own. Raises FleetError if there is none."""
+    try:
+        actor = connect(address, fleet)
+        ray = import_ray()
+        with suppress(QueueUnavailable, FleetError):  # of a queue that cannot work: it ends all the same
+            asyncio.run(RayLink(actor).stop(drain_s))
+        for one in ray.util.list_named_actors(all_namespaces=True):
+            if one["namespace"] == NAMESPACE and one["name"].startswith(f"{fleet}/"):
+                with suppress(ValueError):
+                    ray.kill(ray.get_actor(one["name"], namespace=NAMESPACE), no_restart=True)
+        ray.shutdown()
+    except FleetError:
+        if address != LOCAL or not stop_cluster(fleet):
+            raise
+    else:
+        if address == LOCAL:
+            stop_cluster(fleet)

@@ -8,7 +8,8 @@ import secrets
 import socket
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,14 +85,29 @@ def connect(address: str, fleet: str) -> Any:
         ) from error
 
 
-def running_cluster(fleet: str) -> str | None:
-    """The address of this machine's cluster of a fleet; None if there is none, or it has died."""
+def is_running(fleet: str) -> bool:
+    """Whether this machine's cluster of a fleet runs: its head does, and answers."""
     try:
         address = (_state(fleet) / "address").read_text().strip()
         _check_listens(address)
     except (OSError, FleetError):
-        return None
-    return address
+        return False
+    return bool(_processes(address))
+
+
+@contextmanager
+def starting(fleet: str) -> Iterator[None]:
+    """Held by the one process that starts a fleet on this machine. Raises FleetError while another one does."""
+    import fcntl
+
+    folder = _state(fleet)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with (folder / "start.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise FleetError(f"another process is starting the fleet {fleet!r} now") from error
+        yield
 
 
 def connect_ray(ray: Any, address: str, fleet: str) -> None:
@@ -170,36 +186,44 @@ def start_cluster(fleet: str) -> str:
         "--include-dashboard=false", f"--object-store-memory={OBJECT_STORE_BYTES}", "--disable-usage-stats",
         f"--num-cpus={os.cpu_count() or 1}",
     ]  # fmt: skip
+    address = f"127.0.0.1:{port}"
+    (folder / "address").write_text(address)
     found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if found.returncode != 0:
         raise FleetError(f"Ray cannot be started:\n{(found.stderr or found.stdout)[-2000:]}")
-    address = f"127.0.0.1:{port}"
-    (folder / "address").write_text(address)
     return address
 
 
-def stop_cluster(fleet: str) -> None:
-    """End the Ray of this machine that `start_cluster` started."""
+def stop_cluster(fleet: str) -> bool:
+    """End the Ray of this machine that `start_cluster` started, and what it has left. Returns whether there was something."""
     import psutil
 
     file = _state(fleet) / "address"
     if not file.is_file():
-        return
-    mark = _mark(file.read_text().strip())
+        return False
+    processes = _processes(file.read_text().strip())
     file.unlink()
-    mine: set[psutil.Process] = set()
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):  # those of other users cannot be looked into
-            if process.environ().get(MARK) == mark:  # a process that has set its title has no environment to be seen
-                mine.update([process, *process.children(recursive=True)])
-    mine.discard(psutil.Process())
-    for process in mine:
+    for process in processes:
         with suppress(psutil.Error):
             process.terminate()
-    _, alive = psutil.wait_procs(mine, timeout=3)
+    _, alive = psutil.wait_procs(processes, timeout=3)
     for process in alive:
         with suppress(psutil.Error):
             process.kill()
+    return bool(processes)
+
+
+def _processes(address: str) -> list[Any]:
+    """The processes of this user's cluster at `address`."""
+    import psutil
+
+    mark = _mark(address)
+    found: set[psutil.Process] = set()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # those of other users cannot be looked into
+            if process.environ().get(MARK) == mark:  # a process that has set its title has no environment to be seen
+                found.update([process, *process.children(recursive=True)])
+    return list(found - {psutil.Process()})
 
 
 def _mark(address: str) -> str:

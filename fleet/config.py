@@ -147,6 +147,8 @@ class FleetConfig:
             for name in _FILES:  # written as seen from the settings' own folder
                 if isinstance(given_file := settings["server"].get(name), str):
                     settings["server"][name] = str((file.parent / given_file).absolute())
+            if isinstance(folder := settings.get("state_dir"), str) and folder:
+                settings["state_dir"] = str((file.parent / folder).absolute())
             return cls(**settings)
         except FleetConfigInvalid as error:
             raise FleetConfigInvalid(f"{file}: {str(error).removeprefix(f'{file}: ')}") from error

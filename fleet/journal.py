@@ -149,6 +149,10 @@ class Journal:
         """Store a value."""
         self._database.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, encode(value)))
 
+    def forget_fact(self, name: str) -> None:
+        """Delete a stored value."""
+        self._database.execute("DELETE FROM facts WHERE name = ?", (name,))
+
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def commit(self, changes: JournalChanges) -> set[int]:
@@ -368,7 +372,7 @@ class JournalWriter:
                 repeated = self.journal.commit(changes)
                 return (None if self.fault is None else self._recover()), repeated
             except Exception as error:
-                fault = f"the journal {self.journal.path} cannot be written: {error}"
+                fault = f"the fleet's journal cannot be written ({error})"
             self.journal.give_reserve()
             try:
                 return fault, self.journal.commit(changes)
@@ -387,7 +391,7 @@ class JournalWriter:
         else:
             self._unwritten = JournalChanges()
         if fault is not None and self.fault is None:
-            log.error("%s; new requests are refused until there is room, running ones go on", fault)
+            log.error("%s: %s; new requests are refused until it can, running ones go on", self.journal.path, fault)
         elif fault is None and self.fault is not None:
             log.warning("the journal is written again")
         self.fault = fault

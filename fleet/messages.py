@@ -61,6 +61,7 @@ class NewRequest(Struct, array_like=True, frozen=True):
         created: Seconds since 1970.
         max_new_tokens: As the client asked for it.
         may_exist: It may have been submitted before: look for it first.
+        most_requests, most_sequences: That the tenant may have unfinished; None is no limit.
     """
 
     request_id: str
@@ -72,6 +73,8 @@ class NewRequest(Struct, array_like=True, frozen=True):
     created: float = 0.0
     max_new_tokens: int | None = None
     may_exist: bool = False
+    most_requests: int | None = None
+    most_sequences: int | None = None
 
     @property
     def prompt_token_ids(self) -> list[int]:

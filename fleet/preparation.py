@@ -74,7 +74,8 @@ class RequestPreparer:
         request = self.of_input(prompt, submit.priority, submit.cache_salt, submit.durable_id)
         return NewRequest(
             request.request_id, request.handover, request.num_sequences, request.digests, submit.fingerprint,
-            submit.tenant, request.created, params.max_new_tokens, bool(submit.fingerprint),
+            submit.tenant, request.created, params.max_new_tokens, bool(submit.fingerprint), submit.most_requests,
+            submit.most_sequences,
         )  # fmt: skip
 
     def of_input(

@@ -53,6 +53,8 @@ class QueueOptions:
         keep_s, most_kept: How long, and how many, ended requests can still be read.
         shares: Weights of tenants.
         hold_s: See `RequestQueue`.
+        start_id: Of the fleet's start. Under another one the workers are those of the settings again, and the model may be
+            another if nothing is unfinished.
     """
 
     journal: Path
@@ -62,6 +64,7 @@ class QueueOptions:
     most_kept: int = 20_000
     shares: Mapping[str, float] = field(default_factory=dict)
     hold_s: float = 0.005
+    start_id: str = ""
 
 
 class QueueServer:
@@ -95,12 +98,17 @@ class QueueServer:
         boots = int(journal.fact("boots") or 0) + 1  # type: ignore[call-overload]
         journal.set_fact("boots", boots)  # epochs of an earlier start are stale for ever
         options = self.options
+        unfinished = journal.unfinished()
+        if journal.fact("start_id") != options.start_id:  # a fleet that starts, and not a queue that is started again
+            for name in ("workers", "drained", *(() if unfinished else ("model",))):
+                journal.forget_fact(name)
+            journal.set_fact("start_id", options.start_id)
         self.queue = RequestQueue(options.shares, options.hold_s, None, boots << 32, journal.next_number)
         stored = journal.fact("model")
         self.queue.workers.model = None if stored is None else msgspec.convert(stored, FleetModel)
         drained = journal.fact("drained")
         self.queue.drained.update(drained if isinstance(drained, list) else ())
-        for one in journal.unfinished():
+        for one in unfinished:
             self.queue.restore(one.number, one.request, one.records, self._clock())
             self._followers.add(one.number, one.records)
 

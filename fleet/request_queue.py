@@ -12,6 +12,7 @@ caller writes what a method returns to the journal, and shows clients a record o
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +21,7 @@ from .messages import Assignment, NewRequest, Record, Registration, Report, Subm
 from .output_lengths import OutputLengths
 from .output_log import OutputLog
 from .routing import RequestNeed, Weights, Why, route
+from .tenants import TenantUse
 from .waiting import WaitingOrder
 from .worker_table import WorkerEntry, WorkerLoad, WorkerTable
 
@@ -107,6 +109,7 @@ class RequestQueue:
         self.workers = WorkerTable(last_epoch)
         self.counters = QueueCounters()
         self.lengths = OutputLengths()
+        self.tenants = TenantUse()
         self._by_id: dict[str, int] = {}
         self.drained: set[str] = set()
         self._waiting = WaitingOrder(shares)
@@ -138,6 +141,7 @@ class RequestQueue:
         for data in records:
             entry.log.append(decode_record(data), data)
         self.entries[number] = entry
+        self.tenants.add(request)
         self._by_id[request.request_id] = number
         if records:
             self._waiting.put_back(number, request.priority)
@@ -151,6 +155,8 @@ class RequestQueue:
             return Submission(
                 kind="unavailable", error=f"{len(self._waiting):,} requests wait already: try again later"
             )
+        if (error := self.tenants.refusal(request)) is not None:
+            return Submission(kind="limited", error=error)
         model = self.workers.model
         if model is None or not len(self.workers):
             return None
@@ -261,12 +267,13 @@ class RequestQueue:
             worker.remove(entry.number)
         del self.entries[entry.number]
         del self._by_id[entry.request.request_id]
+        self.tenants.remove(entry.request)
 
     def _end(self, entry: Entry, record: RequestEnd | Failed) -> None:
         self._forget(entry)
         self.counters.ended += 1
         if isinstance(record, Failed):
-            self.counters.failed += 1
+            self.counters.failed += record.error != CANCELLED
             return
         for output in entry.log.sequences:
             if output.finish_reason is not None:
@@ -442,6 +449,10 @@ class RequestQueue:
         """Compare everything derived with what it is derived from. For tests."""
         assert self._by_id == {entry.request.request_id: number for number, entry in self.entries.items()}
         waiting = {number for number, entry in self.entries.items() if entry.worker is None}
+        by_tenant: Counter[str] = Counter()
+        for entry in self.entries.values():
+            by_tenant[entry.request.tenant] += entry.request.num_sequences
+        assert self.tenants.to_dict() == by_tenant
         assert waiting == set(self._waiting), "a request that is neither waiting nor assigned"
         assert len(self._waiting) == len(waiting)
         for worker in self.workers:

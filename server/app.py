@@ -198,7 +198,10 @@ async def _durable(
         return None
     key = RequestContext.of(request.scope).key
     tenant = "" if key is None else key.name
-    return DurableRequest.of(kind, request.scope["headers"], tenant, await request.body(), bool(body.stream))
+    durable = DurableRequest.of(kind, request.scope["headers"], tenant, await request.body(), bool(body.stream))
+    return (
+        durable if key is None else replace(durable, most_requests=key.max_requests, most_sequences=key.max_sequences)
+    )
 
 
 async def _run(

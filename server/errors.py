@@ -66,6 +66,9 @@ def from_engine(error: Exception) -> ApiError:
             return ApiError(422, str(error), code="idempotency_conflict")
         if error.kind == "not_found":
             return ApiError(404, str(error), code="request_not_found")
+        if error.kind == "limited":
+            headers = {"retry-after": str(RETRY_UNAVAILABLE_S)}
+            return ApiError(429, str(error), code="rate_limit_exceeded", headers=headers)
         if error.kind == "unavailable":
             return unavailable(str(error))
         return ApiError(500, f"the engine failed on this request: {error}")

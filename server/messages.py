@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from ..scheduler.sequence import FinishReason
 
-ErrorKind: TypeAlias = Literal["invalid", "too_long", "unavailable", "internal", "conflict", "not_found"]
+ErrorKind: TypeAlias = Literal["invalid", "too_long", "unavailable", "internal", "conflict", "not_found", "limited"]
 
 
 class Score(Struct, array_like=True, frozen=True):
@@ -57,6 +57,7 @@ class Submit(Struct, tag=True, frozen=True):
         tenant: The name of the API key. A request of another tenant is not found.
         fingerprint: A digest of the HTTP request's body; the request of the same id with another one is a conflict.
         attach: Fail with "not_found" instead of beginning the request.
+        most_requests, most_sequences: That the tenant may have unfinished, over all servers; None is no limit.
     """
 
     number: int
@@ -74,6 +75,8 @@ class Submit(Struct, tag=True, frozen=True):
     tenant: str = ""
     fingerprint: str = ""
     attach: bool = False
+    most_requests: int | None = None
+    most_sequences: int | None = None
 
 
 class Cancel(Struct, tag=True, frozen=True):

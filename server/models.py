@@ -66,6 +66,11 @@ class ServedModel:
         return self.process
 
     @property
+    def has_engine(self) -> bool:
+        """Whether an engine can take requests; a fleet may have no worker now."""
+        return self.process is None or not self.process.is_alive or self.process.info.max_seqs > 0
+
+    @property
     def tool_parser(self) -> ToolParser:
         """The format of the model's tool calls."""
         if self.options.tool_parser is not None:
@@ -98,7 +103,7 @@ class ModelRegistry:
     @property
     def is_ready(self) -> bool:
         """Whether all models serve, or sleep."""
-        return bool(self._models) and all(model.state in ("ready", "asleep") for model in self)
+        return bool(self._models) and all(model.state in ("ready", "asleep") and model.has_engine for model in self)
 
     def get(self, name: str | None) -> ServedModel:
         """The model of this name; without a name the only one. Raises ApiError."""

@@ -33,7 +33,7 @@ class DurableRequest:
 
     Attributes:
         base_id: The id of the response.
-        tenant, fingerprint: See `messages.Submit`.
+        tenant, fingerprint, most_requests, most_sequences: See `messages.Submit`.
         has_key: It has an Idempotency-Key: the client may come back, so its requests go on without it.
         place: COUNTS of its Last-Event-ID; None: it wants the stream from the first event on.
     """
@@ -43,6 +43,8 @@ class DurableRequest:
     fingerprint: str
     has_key: bool
     place: str | None
+    most_requests: int | None = None
+    most_sequences: int | None = None
 
     @classmethod
     def of(
@@ -73,6 +75,8 @@ class DurableRequest:
             "tenant": self.tenant,
             "fingerprint": self.fingerprint,
             "attach": self.place is not None,
+            "most_requests": self.most_requests,
+            "most_sequences": self.most_sequences,
         }
 
 

@@ -507,3 +507,32 @@ def test_a_prompt_without_room_in_any_worker_is_refused(with_rig: With) -> None:
         assert answer.kind == "too_long" and "need 7 blocks" in answer.error and "may have 4" in answer.error
 
     with_rig(check)
+
+
+def test_another_start_of_the_fleet_takes_the_settings_and_a_restart_of_the_queue_keeps_what_was_changed(
+    tmp_path: Path,
+) -> None:
+    async def check() -> None:
+        def opened(start_id: str) -> QueueServer:
+            return QueueServer(QueueOptions(tmp_path / "journal.sqlite", start_id=start_id))
+
+        server = opened("first")
+        await server.register(Registration("a", MODEL, 8, worker_state()))
+        await server.writer.set_fact("workers", [["worker-5"], 6])
+        await server.close()
+        server = opened("first")
+        assert server.queue.workers.model is not None
+        assert await server.writer.fact("workers") == [["worker-5"], 6]
+        (answer,) = await server.submit("front", [new_request("r")])
+        await server.close()
+        server = opened("second")
+        assert server.queue.workers.model is not None, "a request of this model is unfinished"
+        assert await server.writer.fact("workers") is None
+        assert answer.number is not None
+        await server.leave("front", [answer.number], True)
+        await server.close()
+        server = opened("third")
+        assert server.queue.workers.model is None, "nothing is left that another model could not continue"
+        await server.close()
+
+    asyncio.run(check())
