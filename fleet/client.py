@@ -159,7 +159,8 @@ class FleetClient:
         if method in ("tokenize", "detokenize"):
             return await self._prepared(partial(getattr(self.preparer, method), **arguments))
         if method in ("stats", "fleet_metrics", "status"):
-            return await self._status(method)
+            status = await _retried(self._link.status)
+            return status if method == "status" else status[method]
         hints = {
             "sleep": "stop workers with `pagetide fleet drain`",
             "wake_up": "add workers with `pagetide fleet add`",
@@ -354,10 +355,6 @@ class FleetClient:
             self._says_positions = True
 
     # -- state -------------------------------------------------------------------------------------------------------
-
-    async def _status(self, method: str) -> Any:
-        status = await _retried(self._link.status)
-        return status if method == "status" else status[method]
 
     async def _refresh(self) -> None:
         while True:
