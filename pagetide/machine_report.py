@@ -33,6 +33,7 @@ EXTRAS = {
     "flashinfer": ("flashinfer", "attention by FlashInfer"),
     "constrained": ("llguidance", "output by a JSON schema, a regular expression or a grammar"),
     "server": ("fastapi", "pagetide serve"),
+    "ray": ("ray", "pagetide fleet: several engines behind one queue"),
 }
 _DISTRIBUTIONS = ("torch", "transformers", "numpy", "nvidia-ml-py", "triton", "cuda-bindings", "llguidance")
 _ENOUGH_FILES = 256  # open files of an engine with its monitor, its model and some connections
