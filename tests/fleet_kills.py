@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
 import signal
 import sys
@@ -30,6 +31,7 @@ PROMPTS = (
     "O Romeo",
     "A king",
 )
+BATCH = 60  # requests that a batch file has too
 ENGINE = {"kv_memory": "32MiB", "dtype": "float32", "device": "cpu", "max_seqs": 16}
 
 
@@ -110,8 +112,8 @@ async def disturbed(
     every_s: float,
     at_once: int,
     pause_s: float,
-) -> tuple[list[StreamResult], Killer]:
-    """Stream all requests while processes are killed."""
+) -> tuple[list[StreamResult], Killer, list[tuple[str, list[int], str]]]:
+    """Stream all requests, and run a batch file of some, while processes are killed."""
     client, room = ResumingClient(fleet.urls, give_up_s=150.0), asyncio.Semaphore(at_once)
     killer = Killer(fleet, seed, ("WorkerActor", "WorkerActor", "WorkerActor", "QueueActor", "FrontActor"))
 
@@ -128,9 +130,31 @@ async def disturbed(
         await killer.run(kills, every_s)
 
     killing = asyncio.create_task(kill())
+    batch = asyncio.create_task(asyncio.to_thread(run_batch, fleet, requests[:BATCH]))
     results = await asyncio.gather(*(one(number) for number in range(len(requests))))
     await killing
-    return list(results), killer
+    return list(results), killer, await batch
+
+
+def batch_line(body: dict[str, Any]) -> str:
+    """A request as a line of a batch file."""
+    line = {name: body[name] for name in ("prompt", "temperature", "seed", "max_tokens")}
+    return json.dumps(line | ({"stop": body["stop"]} if "stop" in body else {}))
+
+
+def run_batch(fleet: FleetProcess, requests: list[dict[str, Any]]) -> list[tuple[str, list[int], str]]:
+    """The records of a batch file of these requests, by `pagetide run --fleet`, which is started again if it fails."""
+    source, target = fleet.folder / "batch.jsonl", fleet.folder / "records.jsonl"
+    source.write_text("\n".join(map(batch_line, requests)) + "\n")
+    line = ("run", "--fleet", "local", "--fleet-name", fleet.name, "--input", str(source), "--output", str(target))
+    for _ in range(10):
+        found = fleet.command(*line, "--output-token-ids", timeout_s=600.0)
+        if found.returncode == 0:
+            break
+        time.sleep(1.0)
+    assert found.returncode == 0, found.stderr
+    records = [json.loads(one) for one in target.read_text().splitlines()]
+    return [(one["text"], one["token_ids"], one["finish_reason"]) for one in records]
 
 
 def differences(results: list[StreamResult], expected: list[tuple[str, list[int], str]]) -> list[str]:
@@ -166,8 +190,11 @@ def run(
     settings = {"workers": workers, "front_ends": 2, "engine": ENGINE, "threads": 1}
     with FleetProcess(folder, **settings) as fleet:
         began = time.monotonic()
-        results, killer = asyncio.run(disturbed(fleet, asked, kills, seed, every_s, 48, pause_s))
+        results, killer, batch = asyncio.run(disturbed(fleet, asked, kills, seed, every_s, 48, pause_s))
         wrong = differences(results, expected)
+        wrong += [f"line {i} of the batch differs: {one}" for i, one in enumerate(batch) if one != expected[i]]
+        if len(batch) != min(BATCH, requests):
+            wrong.append(f"the batch has {len(batch)} records")
         status = fleet.status()
         if wrong:
             print(fleet.logs()[-20000:], file=sys.stderr)
