@@ -92,7 +92,7 @@ def is_running(fleet: str) -> bool:
         _check_listens(address)
     except (OSError, FleetError):
         return False
-    return bool(_processes(address))
+    return bool(_processes(fleet, address))
 
 
 @contextmanager
@@ -123,6 +123,10 @@ def connect_ray(ray: Any, address: str, fleet: str) -> None:
                 f"no fleet named {fleet!r} was started on this machine ({file} is not there): start it with `pagetide "
                 "fleet start`, or name the address of its cluster"
             ) from error
+        if not is_running(fleet):  # another program may listen there, which Ray would ask for a minute
+            raise FleetError(
+                f"the fleet {fleet!r} of this machine does not run any more: `pagetide fleet start` goes on with its journal"
+            )
     _use_token(fleet)
     _check_listens(address)
     try:
@@ -178,7 +182,7 @@ def start_cluster(fleet: str) -> str:
         "RAY_memory_usage_threshold": str(MEMORY_THRESHOLD),
         "RAY_worker_niceness": "0",  # 15 by default: any busy neighbour would take the cores
         "RAY_USAGE_STATS_ENABLED": "0",
-        MARK: _mark(f"127.0.0.1:{port}"),
+        MARK: _mark(fleet, f"127.0.0.1:{port}"),
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
     command = [
@@ -201,7 +205,7 @@ def stop_cluster(fleet: str) -> bool:
     file = _state(fleet) / "address"
     if not file.is_file():
         return False
-    processes = _processes(file.read_text().strip())
+    processes = _processes(fleet, file.read_text().strip())
     file.unlink()
     for process in processes:
         with suppress(psutil.Error):
@@ -213,11 +217,11 @@ def stop_cluster(fleet: str) -> bool:
     return bool(processes)
 
 
-def _processes(address: str) -> list[Any]:
+def _processes(fleet: str, address: str) -> list[Any]:
     """The processes of this user's cluster at `address`."""
     import psutil
 
-    mark = _mark(address)
+    mark = _mark(fleet, address)
     found: set[psutil.Process] = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # those of other users cannot be looked into
@@ -226,6 +230,6 @@ def _processes(address: str) -> list[Any]:
     return list(found - {psutil.Process()})
 
 
-def _mark(address: str) -> str:
+def _mark(fleet: str, address: str) -> str:
     """What the processes of a cluster have in their environment, so that they can be found."""
-    return f"{os.getuid()}-{address}"
+    return f"{os.getuid()}-{fleet}-{address}"

@@ -179,7 +179,6 @@ class WorkerState(Struct, array_like=True, frozen=True):
         usable_blocks: Blocks that are mapped.
         limit_blocks: Blocks that the lease may still become.
         unused_blocks: Mapped blocks with nothing in them.
-        waiting: Requests that wait in the engine.
         device: The device's name.
         stats: `AsyncLLM.stats`, now and then.
     """
@@ -187,7 +186,6 @@ class WorkerState(Struct, array_like=True, frozen=True):
     usable_blocks: int
     limit_blocks: int
     unused_blocks: int = 0
-    waiting: int = 0
     preemptions: int = 0
     device: str = ""
     stats: dict[str, Any] | None = None

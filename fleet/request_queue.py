@@ -40,7 +40,6 @@ class Entry:
         worker: That it is assigned to.
         num_passed: How often another request went before it.
         held_since: When a better worker than the free ones was seen first.
-        attempts: Workers that it was assigned to.
         failed_on: Workers the engines of which failed on it.
     """
 
@@ -51,7 +50,6 @@ class Entry:
     worker: str | None = None
     num_passed: int = 0
     held_since: float | None = None
-    attempts: int = 0
     failed_on: list[str] = field(default_factory=list)
 
 
@@ -358,7 +356,7 @@ class RequestQueue:
         load, request = self._load(entry, computed=False), entry.request
         work = len(request.prompt_token_ids) + self.lengths.expected(0, request.most_new_tokens) * load.sequences
         self._waiting.remove(entry.number, work)
-        entry.worker, entry.attempts = worker.name, entry.attempts + 1
+        entry.worker = worker.name
         if request.digests:
             self.counters.hit_blocks += worker.cached.leading(request.digests, now)
             self.counters.prompt_blocks += len(request.digests)

@@ -238,7 +238,6 @@ class FleetWorker:
             blocks["usable"],
             blocks["limit"],
             blocks["free"],
-            stats["waiting"],
             stats["preemptions"],
             stats["device"],
             told,

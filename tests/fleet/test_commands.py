@@ -7,6 +7,7 @@ import http.client
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -329,3 +330,15 @@ def _request(port: int, method: str, path: str, body: Any = None) -> tuple[int, 
         return answer.status, json.loads(answer.read() or b"null")
     finally:
         connection.close()
+
+
+def test_an_address_that_another_program_has_now_is_no_fleet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    folder = tmp_path / "pagetide" / "stale"
+    folder.mkdir(parents=True)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        (folder / "address").write_text(f"127.0.0.1:{other.getsockname()[1]}")
+        assert main(["fleet", "status", "--name", "stale"]) == 2
+    assert "does not run any more" in capsys.readouterr().err
