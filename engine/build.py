@@ -2,62 +2,51 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import threading
 import time
-from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..allocator.arena import Arena
-from ..allocator.cuda_arena import CudaArena
-from ..allocator.errors import DriverUnavailable, GrantExceeded, OutOfDeviceMemory
-from ..allocator.host_arena import HostArena
+from ..allocator.errors import GrantExceeded, OutOfDeviceMemory
 from ..allocator.lease import Lease
 from ..allocator.leased_arena import LeasedArena
 from ..cache.cache_events import CacheEventLog
 from ..cache.manager import CacheManager
 from ..cache.prefix_hash import PrefixHasher
-from ..cache.storage import Storage, TensorArena
-from ..monitor.host_memory import free_host_bytes
+from ..cache.storage import TensorArena
 from ..monitor.units import format_bytes
 from ..scheduler.cost import SwapCost
 from ..scheduler.outcome import STEP_TOKEN_BOUNDS
 from ..scheduler.request import SamplingParams
 from ..scheduler.scheduler import Limits, Scheduler
-from .attention.backends import AttentionSpec
-from .attention.choose import Site, WatchedKernel, check, choose
-from .attention.context import AttentionKernel
-from .attention.interface import register
+from .attention.choose import Site, check, choose
 from .config import EngineConfig
 from .core import EngineCore
-from .errors import ConfigError, NotEnoughMemory
-from .execution.graphs import CudaRecorder, sizes_for
-from .execution.host_pool import HostPool
-from .execution.runner import ModelRunner
+from .errors import NotEnoughMemory
+from .executor import collect, empty_caches, load_checked, make_runner, open_arena, open_host_pool
 from .loading.checkpoint import Checkpoint
-from .loading.fusion import fuse
 from .loading.hub_kernels import no_hub_kernels
-from .loading.latent_attention import attend_to_latents
-from .loading.linears import bound_primitives, is_native
-from .loading.loader import choose_device, choose_dtype, load_model, load_tokenizer
-from .loading.probe import probe
-from .loading.quantized_kv_check import TOKENS, calibration_tokens, check_quantized_kv
-from .loading.quantized_linears import check_native, rows_as_they_are
-from .memory.engine_memory import READY_LIMIT_BYTES, EngineMemory
+from .loading.loader import choose_device, choose_dtype, load_tokenizer
+from .loading.quantized_linears import check_native
+from .memory.engine_memory import EngineMemory
 from .memory.lease_holder import HEAP_BYTES, LeaseHolder, Sharing, acquire_lease
 from .memory.planning import MemoryPlan, plan_memory
-from .process.cpu_threads import CpuThreads
 from .process.memory_usage import trim
 from .sampling.sampler import Sampler
+from .shards.sharded_engine import start_shards
+from .shards.sharded_runner import ShardedRunner
 from .text.encoder import Encoder
 
 if TYPE_CHECKING:
     from .self_check.report import CheckReport
+    from .shards.sharded_lease import ShardedSharing
+    from .shards.team import ShardTeam
 
 log = logging.getLogger(__name__)
 _loading = threading.Lock()  # transformers changes process-wide settings while it loads
@@ -85,13 +74,14 @@ class Engine:
 
     core: EngineCore
     encoder: Encoder
-    plan: MemoryPlan
+    plan: MemoryPlan  # of one shard, if the model is divided
     arena: Arena
-    holder: LeaseHolder
-    sharing: Sharing | None
+    sharing: Sharing | ShardedSharing | None
     sampling: SamplingParams  # defaults: the models file's over the generation config's
     eos_token_ids: tuple[int, ...]
-    self_check: CheckReport | None  # on CUDA, unless switched off
+    owners: tuple[Callable[[], None], ...]  # free the memory, called in order
+    self_check: CheckReport | None = None  # on CUDA, unless switched off
+    team: ShardTeam | None = None  # of a divided model
 
     @property
     def facts(self) -> ModelFacts:
@@ -157,6 +147,7 @@ class Engine:
             "host_tier": self._host_tier(),
             "memory": None if self.core.memory is None else self.core.memory.to_dict(),
             "self_check": self._self_check(),
+            "shards": None if self.team is None else self.team.to_dict(),
         }
 
     def _self_check(self) -> dict[str, Any]:
@@ -181,19 +172,8 @@ class Engine:
     def close(self) -> None:
         """Free the KV memory, and the weights unless they are referenced elsewhere. Idempotent."""
         with ExitStack() as last:  # runs every callback, even if one raises
-            last.callback(_collect, self.plan.device)
-            last.callback(self.core.runner.close)
-            if self.core.memory is not None:
-                last.callback(self.core.memory.close)
-            if self.sharing is not None:
-                last.callback(self.sharing.close)
-            last.callback(self.holder.close)
-            last.callback(self.arena.close)
-
-
-def _collect(device: str) -> None:
-    gc.collect()  # models are full of reference cycles
-    trim(torch.device(device))
+            for free in reversed(self.owners):
+                last.callback(free)
 
 
 def build(config: EngineConfig) -> Engine:
@@ -203,6 +183,8 @@ def build(config: EngineConfig) -> Engine:
     """
     began = time.perf_counter()
     with _loading, no_hub_kernels():
+        if config.devices:
+            return _build_divided(config, began)
         checked = _self_check(config)  # before this process uses the device
         faults = {} if checked is None else checked.faults
         # Raises if the model does not fit, before weights are read.
@@ -241,25 +223,22 @@ def _build(
 ) -> Engine:
     device = holder.device
     faults = {} if checked is None else checked.faults
-    if device.type == "cpu":
-        bound_primitives()
-    tokenizer = load_tokenizer(config.model)
-    model = load_model(checkpoint, device, dtype, quantization=config.quantization, pack=True)
-    with rows_as_they_are():
-        if device.type == "cpu" and not fuse(model).computes and config.quantization is None:
-            log.warning("linear layers of %s stay as they are: it does not compute with packed ones", plan.model)
-            del model
-            model = load_model(checkpoint, device, dtype)
-        attend_to_latents(model, plan.geometry)
-        specs = _check_attention(model, plan, tokenizer, checkpoint)
-    kernel = choose(config.attention, Site.of(device, dtype, plan.geometry), specs, faults=faults)
-    host = _host_pool(plan, config, pins="swaps" not in faults)
-    arena, first = _open_pool(plan, holder, None if sharing is None else sharing.lease, elastic="pool" not in faults)
+    loaded = load_checked(config, checkpoint, device, dtype, plan)
+    kernel = choose(config.attention, Site.of(device, dtype, plan.geometry), loaded.specs, faults=faults)
+    host = open_host_pool(plan, config, pins="swaps" not in faults)
+    arena = _open_pool(plan, holder, None if sharing is None else sharing.lease, elastic="pool" not in faults)
     holder.arena, holder.host = arena, host
-    encoder = Encoder(tokenizer, checkpoint.vocab_size, checkpoint.bos_token_id, plan.max_model_len)
-    config = replace(config, cuda_graphs=config.cuda_graphs and "graphs" not in faults)
-    core = _core(model, arena, Storage(plan.geometry, arena, device), plan, config, encoder, host, kernel)
-    if not isinstance(arena, TensorArena):
+    encoder = Encoder(loaded.tokenizer, checkpoint.vocab_size, checkpoint.bos_token_id, plan.max_model_len)
+    limits, elastic = _limits(plan, config), not isinstance(arena, TensorArena)  # a TensorArena is one fixed allocation
+    cache = _cache(plan, config, limits, arena if elastic else None, 0 if host is None else host.num_slots)
+    runner = make_runner(
+        loaded.model, arena, plan, config, kernel,
+        Sampler(limits.num_rows, encoder.vocab_size, device, encoder.constraints), device=device,
+        num_rows=limits.num_rows, max_tokens=cache.max_tokens, host=host, captures="graphs" not in faults,
+    )  # fmt: skip
+    speed = None if host is None else host.measure(runner.storage, cache.pool.usable)
+    core = EngineCore(Scheduler(cache, limits, _swap_cost(plan, speed)), runner)
+    if elastic:
         core.memory = EngineMemory(
             lambda: core.scheduler,
             arena,
@@ -267,43 +246,68 @@ def _build(
             base_bytes=lambda: holder.base_bytes,
             reserve_bytes=plan.reserve_bytes + (0 if sharing is None else HEAP_BYTES),
             weights_bytes=plan.weights_bytes,
-            trim=lambda: _trim(core, device),
+            trim=lambda: empty_caches(runner, device),
             tidy=(lambda: trim(device)) if device.type == "cpu" else None,
             lease=None if sharing is None else sharing.lease,
             idle_s=config.idle_s,
             host=host,
             host_is_device=device.type == "cpu",
         )
+    _log_ready(plan, arena.mapped_bytes, core, began)
+    owners: list[Callable[[], None]] = [arena.close, holder.close]
+    if sharing is not None:
+        owners.append(sharing.close)
+    if core.memory is not None:
+        owners.append(core.memory.close)
+    owners += [runner.close, lambda: collect(device)]
+    return Engine(
+        core,
+        encoder,
+        plan,
+        arena,
+        sharing,
+        checkpoint.default_sampling,
+        checkpoint.eos_token_ids,
+        tuple(owners),
+        checked,
+    )
+
+
+def _build_divided(config: EngineConfig, began: float) -> Engine:
+    """As `build`, for a model that is divided over `config.devices`."""
+    shards = start_shards(config)
+    try:
+        plan, checkpoint, team = shards.plan, shards.checkpoint, shards.team
+        limits = _limits(plan, config)
+        loaded = shards.load(limits.num_rows, _cache(plan, config, limits, shards.arena, 0).max_tokens)
+        first = loaded[0]
+        cache = _cache(plan, config, limits, shards.arena if first.elastic else None, first.num_slots)
+        runner = ShardedRunner(team, shards.arena if first.elastic else None, loaded)
+        core = EngineCore(Scheduler(cache, limits, _swap_cost(plan, first.swap_bytes_per_s)), runner)
+        if first.elastic:
+            core.memory = shards.memory(core, runner)
+        encoder = Encoder(
+            load_tokenizer(config.model), checkpoint.vocab_size, checkpoint.bos_token_id, plan.max_model_len
+        )
+        _log_ready(plan, shards.arena.mapped_bytes, core, began)
+        owners = [team.close, shards.close, runner.close]
+        if core.memory is not None:
+            owners.append(core.memory.close)
+        return Engine(
+            core, encoder, plan, shards.arena, shards.sharing, checkpoint.default_sampling, checkpoint.eos_token_ids,
+            tuple(owners), team=team,
+        )  # fmt: skip
+    except BaseException:
+        shards.close()
+        raise
+
+
+def _log_ready(plan: MemoryPlan, first_bytes: int, core: EngineCore, began: float) -> None:
     log.info(
         "%s as %s on %s: %s of KV now, at most %s in %d blocks of %d tokens, attention by %s, ready in %.1f s",
-        plan.model, plan.dtype, plan.device, format_bytes(first), format_bytes(plan.kv_bytes), plan.num_blocks,
+        plan.model, plan.dtype, plan.device, format_bytes(first_bytes), format_bytes(plan.kv_bytes), plan.num_blocks,
         plan.block_size, core.runner.kernel.name, time.perf_counter() - began,
     )  # fmt: skip
-    sampling, eos_token_ids = checkpoint.default_sampling, checkpoint.eos_token_ids
-    return Engine(core, encoder, plan, arena, holder, sharing, sampling, eos_token_ids, checked)
-
-
-def _check_attention(
-    model: Any, plan: MemoryPlan, tokenizer: Any | None, checkpoint: Checkpoint
-) -> Counter[AttentionSpec]:
-    """Check that the model can be served over the plan's blocks, and set its attention to these.
-
-    Returns what its layers need of a kernel, with their number. Raises UnsupportedModel.
-    """
-    watched = WatchedKernel()
-    plain = replace(plan.geometry, dtype=plan.dtype)
-    probe(model, plain, max_length=plan.max_model_len, kernel=watched)
-    model.set_attn_implementation(register())
-    if plan.geometry.has_scales:
-        tokens = calibration_tokens(tokenizer, checkpoint.text_config, min(TOKENS, plan.max_model_len))
-        check_quantized_kv(model, plain, plan.geometry, tokens, name=plan.model, kv_cache_dtype=plan.kv_cache_dtype)
-    return watched.specs
-
-
-def _trim(core: EngineCore, device: torch.device) -> None:
-    """Free the caches of libraries and the buffers of the attention kernel."""
-    core.runner.kernel.release_buffers()
-    trim(device)
 
 
 def plan_only(config: EngineConfig, context: int | None = None) -> MemoryPlan:
@@ -321,22 +325,22 @@ def _planned(config: EngineConfig, context: int | None) -> tuple[Checkpoint, tor
     return checkpoint, device, dtype, plan_memory(config, checkpoint, device, dtype, context=context)
 
 
-def _open_pool(plan: MemoryPlan, holder: LeaseHolder, lease: Lease | None, *, elastic: bool) -> tuple[Arena, int]:
-    """Open an arena of the plan's size with the minimum extents mapped. Returns it and its mapped bytes.
+def _open_pool(plan: MemoryPlan, holder: LeaseHolder, lease: Lease | None, *, elastic: bool) -> Arena:
+    """Open an arena of the plan's size with the minimum extents mapped.
 
     The arena does not work in the background until there is an `EngineMemory`: CUDA graphs are captured before that.
     """
     try:
-        arena = _arena(plan, holder.device, elastic)
-        if isinstance(arena, TensorArena):  # one fixed allocation
-            return arena, arena.mapped_bytes
+        arena = open_arena(plan, holder.device, elastic=elastic)
+        if isinstance(arena, TensorArena):
+            return arena
         if lease is not None:
             held = holder.base_bytes
             weights = min(held, plan.weights_bytes)
             lease.report({"weights": weights, "other": held - weights}, 0)
             arena = LeasedArena(arena, lease)
         arena.map(range(plan.min_extents))
-        return arena, arena.mapped_bytes
+        return arena
     except (OutOfDeviceMemory, GrantExceeded) as error:  # another process took memory since it was counted
         free = error.free_bytes if isinstance(error, OutOfDeviceMemory) else error.granted_bytes
         what = f"the KV pool of {plan.model} on {plan.device}"
@@ -344,89 +348,29 @@ def _open_pool(plan: MemoryPlan, holder: LeaseHolder, lease: Lease | None, *, el
         raise NotEnoughMemory(error.asked_bytes, free, what, remedy) from error
 
 
-def _arena(plan: MemoryPlan, device: torch.device, elastic: bool) -> Arena:
-    """The device's elastic arena with nothing mapped.
-
-    On CUDA it is one fixed allocation unless `elastic`, or if the driver cannot be called.
-    """
-    shape = (plan.num_extents, plan.geometry.extent_bytes)
-    if device.type == "cpu":
-        return HostArena(*shape)
-    if device.type == "cuda" and elastic:
-        try:
-            index = torch.cuda.current_device() if device.index is None else device.index
-            return CudaArena(*shape, index, ready_limit_bytes=READY_LIMIT_BYTES)
-        except DriverUnavailable as error:
-            log.warning("the KV pool cannot grow and shrink: %s", error)
-    return TensorArena(*shape, device)
+def _limits(plan: MemoryPlan, config: EngineConfig) -> Limits:
+    return Limits(config.max_seqs, config.max_step_tokens, plan.max_model_len, config.max_chunk_tokens)
 
 
-def _host_pool(plan: MemoryPlan, config: EngineConfig, *, pins: bool) -> HostPool | None:
-    """The host tier's memory, not allocated yet. Raises NotEnoughMemory if the host has less free now; ConfigError."""
-    asked = config.host_kv_memory
-    if not asked:
-        return None
-    if asked > (free := free_host_bytes()):
-        remedy = "ask for less host_kv_memory, or for none"
-        raise NotEnoughMemory(asked, free, f"the host tier of {plan.model}", remedy)
-    try:
-        return HostPool(plan.geometry, asked, pins=pins)
-    except ValueError as error:
-        raise ConfigError(f"host_kv_memory: {error}") from error
-
-
-def _record(runner: ModelRunner, num_rows: int) -> None:
-    """Capture decode steps in CUDA graphs if kernel and model support it; otherwise log why not."""
-    device = runner.storage.device
-    if not runner.kernel.captures:
-        log.info("decode steps are not captured in CUDA graphs: attention by %s cannot be", runner.kernel.name)
-        return
-    began = time.perf_counter()
-    try:
-        runner.record(sizes_for(num_rows), CudaRecorder(device))
-    except Exception as error:  # of a library, or of a model that synchronizes with the device
-        log.warning("decode steps are not captured in CUDA graphs: %s: %s", type(error).__name__, error)
-        return
-    finally:
-        _collect(str(device))  # return memory to the driver for the pool
-    assert runner.graphs is not None
-    sizes, took = runner.graphs.sizes, time.perf_counter() - began
-    log.info("decode steps of up to %d rows captured in %d CUDA graphs, in %.1f s", sizes[-1], len(sizes), took)
-
-
-def _core(
-    model: Any, arena: Arena, storage: Storage, plan: MemoryPlan, config: EngineConfig, encoder: Encoder,
-    host: HostPool | None, kernel: AttentionKernel,
-) -> EngineCore:  # fmt: skip
-    limits = Limits(config.max_seqs, config.max_step_tokens, plan.max_model_len, config.max_chunk_tokens)
-    elastic = not isinstance(arena, TensorArena)  # a TensorArena is one fixed allocation
+def _cache(
+    plan: MemoryPlan, config: EngineConfig, limits: Limits, arena: Arena | None, host_slots: int
+) -> CacheManager:  # fmt: skip
+    """The books of the pool. `arena` None: its size is fixed."""
     kept = config.prefix_cache_memory
-    cache = CacheManager(
+    return CacheManager(
         plan.num_blocks, plan.block_size, limits.num_rows, plan.max_model_len, groups=plan.geometry.groups,
-        blocks_per_extent=plan.geometry.blocks_per_extent if elastic else None,
-        mapped=arena.mapped_extents if elastic else None,
+        blocks_per_extent=None if arena is None else plan.geometry.blocks_per_extent,
+        mapped=None if arena is None else arena.mapped_extents,
         hasher=PrefixHasher(plan.block_size, config.prefix_hash_secret) if config.prefix_caching else None,
         max_cached_blocks=None if kept is None else kept // plan.geometry.block_stride,
-        host_slots=0 if host is None else host.num_slots,
+        host_slots=host_slots,
         events=CacheEventLog() if config.kv_events else None,
     )  # fmt: skip
-    runner = ModelRunner(
-        model,
-        storage,
-        kernel,
-        Sampler(limits.num_rows, encoder.vocab_size, storage.device, encoder.constraints),
-        num_rows=limits.num_rows,
-        max_tokens=cache.max_tokens,
-        max_step_tokens=limits.max_step_tokens,
-        arena=arena,
-        host=host,
-        overlaps=storage.device.type == "cuda" if config.overlap is None else config.overlap,
-        threads=CpuThreads(set_native=torch.ops.pagetide.set_threads.default if is_native(model) else None),
-    )
-    if config.cuda_graphs and storage.device.type == "cuda":
-        _record(runner, limits.num_rows)
-    cost = SwapCost(plan.geometry.payload_bytes, plan.block_size)
-    if host is not None and (measured := host.measure(storage, cache.pool.usable)) is not None:
-        log.info("the host tier: copies at %s a second", format_bytes(int(measured)))
-        cost = SwapCost(plan.geometry.payload_bytes, plan.block_size, bytes_per_s=measured)
-    return EngineCore(Scheduler(cache, limits, cost), runner)
+
+
+def _swap_cost(plan: MemoryPlan, bytes_per_s: float | None) -> SwapCost:
+    """`bytes_per_s` of copies to and from the host tier: None if there is none."""
+    if bytes_per_s is None:
+        return SwapCost(plan.geometry.payload_bytes, plan.block_size)
+    log.info("the host tier: copies at %s a second", format_bytes(int(bytes_per_s)))
+    return SwapCost(plan.geometry.payload_bytes, plan.block_size, bytes_per_s=bytes_per_s)

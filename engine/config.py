@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -39,6 +39,7 @@ __all__ = ["DTYPES", "EngineArguments", "EngineConfig", "ModelEntry", "ModelSpec
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_MAX_SEQS = 256
 DEFAULT_MAX_STEP_TOKENS = 2048
+MOST_SHARDS = 64
 MOST_SEQS = 1_048_576  # the scheduler's arrays for as many are still a few hundred MiB
 DEFAULT_IDLE_S = 10.0
 LEAST_SECRET_BYTES = 16  # shorter secrets can be guessed
@@ -114,11 +115,18 @@ class PrefixArguments(TypedDict, total=False):
     kv_events: bool
 
 
-class EngineArguments(RecordArguments, WeightArguments, PrefixArguments, total=False):
+class DeviceArguments(TypedDict, total=False):
+    """Those arguments of `LLM` that say where the model runs."""
+
+    device: str | torch.device
+    devices: Sequence[str | torch.device] | None
+    tensor_parallel_size: int | None
+
+
+class EngineArguments(RecordArguments, WeightArguments, PrefixArguments, DeviceArguments, total=False):
     """The arguments of `LLM` besides the model, for type checkers of calls that pass them on."""
 
     tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None
-    device: str | torch.device
     kv_cache_dtype: KvCacheDtype
     kv_memory: int | str | Mapping[str, Any]
     block_size: int | str
@@ -142,6 +150,7 @@ class EngineConfig:
 
     Args:
         device: "auto", "cpu", "cuda" or "cuda:N".
+        devices: Of the shards of a model that is divided, one each; a device may be named several times. Empty: not divided.
         dtype: "auto", "float32", "float16" or "bfloat16".
         quantization: "int8" or "int4": weights of linear layers in fewer bits, on a CPU. See `loading/quantization`.
         kv_cache_dtype: "int8" or "fp8": K and V in one byte, with a scale for each token and head. "auto": the model's dtype.
@@ -168,6 +177,7 @@ class EngineConfig:
 
     model: ModelSpec
     device: str = "auto"
+    devices: tuple[str, ...] = ()
     dtype: str = "auto"
     quantization: Quantization | None = None
     kv_cache_dtype: KvCacheDtype = "auto"
@@ -228,7 +238,8 @@ class EngineConfig:
 
     @classmethod
     def resolve(
-        cls, model: object, *, device: object = None, dtype: object = None, quantization: object = None,
+        cls, model: object, *, device: object = None, devices: object = None, tensor_parallel_size: object = None,
+        dtype: object = None, quantization: object = None,
         kv_cache_dtype: object = None, kv_memory: int | str | Mapping[str, Any] | None = None,
         block_size: int | str | None = None, max_seqs: int = DEFAULT_MAX_SEQS,
         max_step_tokens: int = DEFAULT_MAX_STEP_TOKENS, max_model_len: int | None = None,
@@ -245,9 +256,12 @@ class EngineConfig:
         Raises ModelNotFound as `resolve_model` does, and ConfigError, which names the argument that is wrong.
         """
         spec = _resolve_spec(model, tokenizer, trust_remote_code)
+        chosen = check_device(spec.device or "auto" if device in (None, "auto") else device)
+        shards = _resolve_devices(chosen, devices, tensor_parallel_size)
         return cls(
             model=spec,
-            device=check_device(spec.device or "auto" if device in (None, "auto") else device),
+            device=shards[0] if len(shards) == 1 else chosen,
+            devices=shards if len(shards) > 1 else (),
             dtype=check_dtype(spec.dtype or "auto" if dtype in (None, "auto") else dtype),
             quantization=check_quantization(quantization),
             kv_cache_dtype=check_kv_cache_dtype(kv_cache_dtype),
@@ -286,6 +300,45 @@ class EngineConfig:
                 f"use {-(-self.block_size // multiple) * multiple}, or block_size='auto'"
             )
         return self.block_size
+
+
+def _resolve_devices(device: str, devices: object, tensor_parallel_size: object) -> tuple[str, ...]:
+    """The devices of the shards, of which "cuda" and "auto" stay to be numbered; empty if nothing was asked for.
+
+    Args:
+        device: The one device that was asked for, or "auto".
+        devices: A list of devices, or None.
+        tensor_parallel_size: The number of shards, or None.
+
+    Raises ConfigError.
+    """
+    size = tensor_parallel_size
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MOST_SHARDS):
+        raise ConfigError(f"tensor_parallel_size must be an integer from 1 to {MOST_SHARDS}, got {size!r:.80}")
+    if devices is None:
+        if size in (None, 1):
+            return ()
+        assert isinstance(size, int)
+        if device.startswith("cuda:"):
+            raise ConfigError(
+                f"device={device!r} is one device, and tensor_parallel_size is {size}: name them all, as in "
+                "devices=['cuda:0', 'cuda:1']"
+            )
+        return (device,) * size
+    if isinstance(devices, str) or not isinstance(devices, Sequence):
+        raise ConfigError(f"devices must be a list such as ['cuda:0', 'cuda:1'], got {devices!r:.80}")
+    if device != "auto":
+        raise ConfigError(f"give devices or device, not both: got devices={devices!r:.80} and device={device!r}")
+    names = tuple(check_device(one) for one in devices)
+    if not 1 <= len(names) <= MOST_SHARDS:
+        raise ConfigError(f"devices must name 1 to {MOST_SHARDS} devices, got {len(names)}")
+    if size is not None and size != len(names):
+        raise ConfigError(f"tensor_parallel_size is {size}, and devices names {len(names)}: leave one of them out")
+    if "auto" in names or "cuda" in names:
+        raise ConfigError(f"devices must name each device, as in 'cuda:0' or 'cpu', got {devices!r:.80}")
+    if len({name.partition(":")[0] for name in names}) > 1:
+        raise ConfigError(f"devices must all be CUDA devices or all 'cpu', got {devices!r:.80}")
+    return names
 
 
 def _resolve_spec(model: object, tokenizer: object, trust_remote_code: object) -> ModelSpec:

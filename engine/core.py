@@ -16,11 +16,12 @@ from ..scheduler.plan import NO_ROWS, NO_TOKENS, Failure, Plan, Result
 from ..scheduler.request import Request
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.sequence import FinishReason
-from .errors import is_interrupt
+from .errors import ShardLost, is_interrupt
 from .memory.engine_memory import EngineMemory
 
 if TYPE_CHECKING:
     from .execution.runner import ModelRunner, PendingStep  # imports torch, which the core does not need
+    from .shards.sharded_runner import ShardedRunner, ShardedStep
 
 log = logging.getLogger(__name__)
 
@@ -32,20 +33,26 @@ class EngineCore:
     (asynchronous scheduling).
     """
 
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, scheduler: Scheduler, runner: ModelRunner | ShardedRunner, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.clock = clock
         self.memory: EngineMemory | None = None  # of an elastic pool
-        self._pending: deque[tuple[Plan, PendingStep | _KnownResult]] = (
-            deque()
-        )  # launched, result not applied: at most two
+        # Launched, result not applied: at most two.
+        self._pending: deque[tuple[Plan, PendingStep | ShardedStep | _KnownResult]] = deque()
         self._unreported: StepOutputs | None = None  # of an interrupted step; the next call returns them
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
         return self.scheduler.has_work or self.is_ahead or self._unreported is not None
+
+    @property
+    def lost(self) -> ShardLost | None:
+        """Why nothing can be computed any more; None as long as something can."""
+        return self.runner.lost
 
     @property
     def is_ahead(self) -> bool:
@@ -69,7 +76,7 @@ class EngineCore:
 
         If the runner raises, the requests of this step end with that error, and no others. An interrupt (`is_interrupt`) there
         does the same, but propagates; the next call returns the ends. An exception in the bookkeeping, or in a step that moves
-        memory, ends all requests.
+        memory, ends all requests. So does ShardLost, after which the engine can only be closed.
         """
         return self._step(ahead=True)
 
@@ -102,7 +109,9 @@ class EngineCore:
         except BaseException as error:  # the scheduler may be half changed: replace it with an empty one
             step_error = self._discard_pending() or error
             self.scheduler, outputs = self.scheduler.rebuilt(_format_error(error), self.runner.mapped_extents)
-            if not is_interrupt(error):
+            if isinstance(error, ShardLost):
+                log.error("all %d requests end: %s", len(outputs.finished), error)
+            elif not is_interrupt(error):
                 log.exception("the bookkeeping broke; all %d requests end", len(outputs.finished))
             if applied is not None:  # the step was applied: its outputs and ends are only here
                 outputs = replace(applied, finished=applied.finished + outputs.finished)
@@ -167,8 +176,8 @@ class _KnownResult:
 
 
 def _failed_result(plan: Plan, error: BaseException) -> Result:
-    """The result of a plan with all chunks failed. Re-raises `error` if the plan moves memory."""
-    if plan.moves_memory:
+    """The result of a plan with all chunks failed. Re-raises `error` if it moves memory, or if no plan can run any more."""
+    if plan.moves_memory or isinstance(error, ShardLost):
         raise error
     if not is_interrupt(error):
         log.error("step %d failed as a whole; its %d requests end", plan.step_id, len(plan.rows), exc_info=error)

@@ -7,6 +7,7 @@ EngineError
 ├── ConfigError        an engine argument or a models file is wrong        (also a ValueError)
 │   └── DeviceNotFound the requested device does not exist
 ├── NotEnoughMemory    the device lacks memory; says how much is free and what to do
+├── ShardLost          a process with a part of the model is gone, and the engine with it
 └── EngineClosed       the engine is closed
 
 A request that cannot be served raises the scheduler's RequestRejected.
@@ -73,6 +74,10 @@ class NotEnoughMemory(EngineError):
         asked = f"{format_bytes(self.asked_bytes)} ({self.asked_bytes:,} bytes)"
         free = f"{format_bytes(self.free_bytes)} ({self.free_bytes:,} bytes)"
         return f"{self.what}: asked for {asked}, {free} are free; {self.remedy}"
+
+
+class ShardLost(EngineError):
+    """A process that holds a part of a divided model has ended or hangs. The engine has ended with it."""
 
 
 class EngineClosed(EngineError):

@@ -45,6 +45,9 @@ class LLM:
             device and dtype, is not changed and shares its weights: do not modify these meanwhile.
         tokenizer: A name, a folder or a hub id likewise, or a loaded tokenizer; None is the model's own.
         device: "cpu", "cuda", "cuda:1"; "auto" is CUDA if there is a device.
+        devices: Divide the model over these devices, one shard each, such as ["cuda:0", "cuda:1"]. A shard is a process with
+            its part of the weights and of every block; sizes in bytes, such as `kv_memory`, are then of one shard.
+        tensor_parallel_size: Divide the model over so many devices: "cuda:0", "cuda:1", ..., or as many processes on the CPU.
         dtype: "float32" (or "float"), "bfloat16", "float16" (or "half"), or a torch dtype; "auto" is the checkpoint's, but
             float32 instead of float16 on a CPU.
         quantization: "int8" or "int4": hold the weights of linear layers in 8 or about 4.5 bits, on a CPU with the native
@@ -100,6 +103,8 @@ class LLM:
         *,
         tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
         device: str | torch.device = "auto",
+        devices: Sequence[str | torch.device] | None = None,
+        tensor_parallel_size: int | None = None,
         dtype: str | torch.dtype = "auto",
         quantization: Quantization | None = None,
         kv_cache_dtype: KvCacheDtype = "auto",
@@ -128,6 +133,8 @@ class LLM:
             model,
             tokenizer=tokenizer,
             device=device,
+            devices=devices,
+            tensor_parallel_size=tensor_parallel_size,
             dtype=dtype,
             quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,

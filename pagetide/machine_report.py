@@ -33,6 +33,10 @@ EXTRAS = {
     "flashinfer": ("flashinfer", "attention by FlashInfer"),
     "constrained": ("llguidance", "output by a JSON schema, a regular expression or a grammar"),
     "server": ("fastapi", "pagetide serve"),
+    "shards": (
+        "cloudpickle",
+        "logits processors of a program's own, with a model that is divided over several devices",
+    ),
     "ray": ("ray", "pagetide fleet: several engines behind one queue"),
 }
 _DISTRIBUTIONS = ("torch", "transformers", "numpy", "nvidia-ml-py", "triton", "cuda-bindings", "llguidance")

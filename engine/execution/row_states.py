@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import numpy as np
 
 from ...cache.block_table import Index, Int32
 from ...scheduler.plan import Admission, Plan
 from ..errors import is_interrupt
+from ..sampling.follower import Follower
 from ..sampling.logprobs import LogprobRequests
 from ..sampling.sampler import Sampler
 from .parts import ChunkGroup, Computed
@@ -23,7 +25,7 @@ class RowStates:
     the row's chunks fail.
     """
 
-    def __init__(self, sampler: Sampler, num_rows: int, max_tokens: int) -> None:
+    def __init__(self, sampler: Sampler | Follower, num_rows: int, max_tokens: int) -> None:
         self.sampler = sampler
         self.logprob_requests = LogprobRequests(num_rows)
         self.tokens: Int32 = np.zeros((num_rows, max_tokens), np.int32)  # untouched pages take no memory
@@ -37,6 +39,18 @@ class RowStates:
     def faulty(self) -> bool:
         """Whether some row failed or was deferred, so that `computable` and `computed` apply."""
         return bool(self._failures or self._deferred)
+
+    @property
+    def faults(self) -> tuple[dict[int, str], dict[int, int]]:
+        """What makes the rows `faulty`: failures and deferrals by row."""
+        return self._failures, self._deferred
+
+    def adopt(self, known: Sequence[tuple[dict[int, str], dict[int, int]]]) -> None:
+        """Take the `faults` of all shards: a chunk that one of them cannot compute, none does."""
+        for failures, deferred in known:
+            for row, message in failures.items():
+                self._failures.setdefault(row, message)
+            self._deferred.update(deferred)
 
     def apply(self, plan: Plan) -> None:
         """Apply the plan's changes: released and admitted rows, and given tokens."""

@@ -25,14 +25,17 @@ from ...cache.block_table import Index, Int32
 from ...cache.storage import Storage
 from ...scheduler.plan import NO_LOGPROBS, NO_TOKENS, Candidates, ChunkLogprobs, Failure, Plan, Result
 from ..attention.context import AttentionKernel, StepContext, running
+from ..collectives.group import ALONE, CollectiveAborted, Group
 from ..errors import is_interrupt
 from ..process.cpu_threads import CpuThreads
 from ..process.memory_usage import trim
+from ..sampling.follower import Follower
 from ..sampling.logprobs import TokenSpan, score
 from ..sampling.sampler import Sampler
 from .batch import ON_ITS_WAY, DeviceRows, InputBatch, pack
 from .graphs import DecodeGraphs, Record
 from .host_pool import HostPool, Swapped
+from .lockstep import Lockstep, ShardsDiverged
 from .memory_operations import MemoryExecutor, MemoryOperations, joined
 from .parts import ChunkGroup, Computed, PendingTokens
 from .row_states import RowStates, format_error
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_RECORDING = -2  # in place of a step's number
 _UPLOAD_BYTES = 64  # per token of the largest step: about eight numbers
 
 
@@ -76,6 +80,11 @@ class PendingStep:
     _moves: MemoryOperations
     _computed: Computed
     _watch: Stopwatch
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` need not wait for the tokens."""
+        return self._computed.drawn is None or self._computed.drawn.found.is_done
 
     def wait(self) -> Result:
         """Wait for the plan's result. Call it once per plan, in the order the plans were begun.
@@ -119,7 +128,7 @@ class PendingStep:
 
 
 class ModelRunner:
-    """One model on one device, with its rows. Not thread-safe. Plans must come in the order they were made.
+    """One model on one device, or a shard of it, with its rows. Not thread-safe. Plans must come in the order they were made.
 
     Args:
         arena: The arena that `storage` was built over. Without it no plan may resize the pool.
@@ -127,12 +136,15 @@ class ModelRunner:
         max_step_tokens: Sizes the upload buffer. Larger steps allocate memory of their own.
         overlaps: Whether sampled tokens stay on the device, so that a plan can begin before the previous one ends.
         threads: Of steps on a CPU.
+        group: The shards of the model, each with a runner that gets the same plans. The first one samples, and has the outputs.
     """
 
+    lost: None = None  # a device of this process is never given up
+
     def __init__(
-        self, model: Any, storage: Storage, kernel: AttentionKernel, sampler: Sampler, *, num_rows: int, max_tokens: int,
-        max_step_tokens: int = 8192, arena: Arena | None = None, host: HostPool | None = None, overlaps: bool = False,
-        threads: CpuThreads | None = None,
+        self, model: Any, storage: Storage, kernel: AttentionKernel, sampler: Sampler | Follower, *, num_rows: int,
+        max_tokens: int, max_step_tokens: int = 8192, arena: Arena | None = None, host: HostPool | None = None,
+        overlaps: bool = False, threads: CpuThreads | None = None, group: Group = ALONE,
     ) -> None:  # fmt: skip
         self.storage = storage
         self.arena = arena
@@ -147,6 +159,8 @@ class ModelRunner:
         self._device = self._layers[0].key.device
         self._stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         self._threads = threads or CpuThreads()
+        self._group = group
+        self._lockstep = Lockstep(group)
         self._block_size = geometry.block_size
         self._max_tokens = max_tokens
         self._rows = DeviceRows(num_rows, max_tokens, geometry, self._device)
@@ -177,8 +191,10 @@ class ModelRunner:
 
     @property
     def sampler(self) -> Sampler:
-        """The sampler of all rows."""
-        return self._row_states.sampler
+        """The sampler of all rows, on the first shard."""
+        sampler = self._row_states.sampler
+        assert isinstance(sampler, Sampler), "only the first shard of a model samples"
+        return sampler
 
     @property
     def mapped_extents(self) -> frozenset[int] | None:
@@ -195,12 +211,18 @@ class ModelRunner:
             yield
 
     def record(self, sizes: Sequence[int], record: Record) -> None:
-        """Capture decode steps of these sizes. If it raises, nothing is captured."""
-        graphs = DecodeGraphs(self._decode, record)
-        with self.at_work():
-            for size in sorted(sizes, reverse=True):
-                self._upload.put(self._padding(size).arrays)
-                graphs.add(size)
+        """Capture decode steps of these sizes. If it raises, nothing is captured, on any shard."""
+        graphs = DecodeGraphs(self._decode, record, self._lockstep.all_agree)
+        raised: BaseException | None = None
+        try:
+            with self.at_work():
+                for size in sorted(sizes, reverse=True):
+                    self._upload.put(self._padding(size).arrays)
+                    graphs.add(size)
+        except BaseException as error:
+            raised = error
+        if (failed := self._lockstep.settle(_RECORDING, raised)) is not None:
+            raise failed
         self.graphs = graphs
 
     def begin(self, plan: Plan) -> PendingStep:
@@ -247,7 +269,8 @@ class ModelRunner:
     def _compute_plan(self, plan: Plan) -> Computed:
         """The outputs of the plan's chunks."""
         all_chunks = ChunkGroup.of(plan)
-        if self._row_states.faulty:
+        if self._row_states.faulty and len(all_chunks):
+            self._lockstep.stop()
             return self._compute_in_parts(plan, [all_chunks])
         changes = self._rows.changes(plan)
         try:
@@ -258,7 +281,11 @@ class ModelRunner:
         except BaseException as error:
             if is_interrupt(error):
                 raise
-            log.exception("step %d raised; repeating it in parts", plan.step_id)
+            if isinstance(error, CollectiveAborted):
+                log.info("step %d: another shard stopped computing it; repeating it in parts", plan.step_id)
+            else:
+                log.exception("step %d raised; repeating it in parts", plan.step_id)
+            self._lockstep.stop()
             self._recover(all_chunks)
             return self._compute_in_parts(plan, list(all_chunks.halves()) or [all_chunks])
 
@@ -270,6 +297,10 @@ class ModelRunner:
         except BaseException as error:
             if is_interrupt(error):
                 raise
+            if not self._lockstep.is_alone:  # the others may have begun the next step
+                raise ShardsDiverged(
+                    f"the tokens of step {plan.step_id} could not be copied from the device"
+                ) from error
             log.exception(
                 "the tokens of step %d could not be copied from the device; computing them again", plan.step_id
             )
@@ -281,23 +312,23 @@ class ModelRunner:
         return computed
 
     def _compute_in_parts(self, plan: Plan, parts: list[ChunkGroup]) -> Computed:
-        """The outputs of the plan's chunks, computed part by part. A part that raises is divided further."""
+        """The outputs of the plan's chunks, computed part by part. A part that raises is divided further.
+
+        Every shard comes here if one does, and computes the same parts.
+        """
         total = Computed(np.zeros(len(plan.rows), np.int32))
         self._update_tables(plan)
+        known = self._lockstep.agree(plan.step_id, self._row_states.faults)
+        if not self._lockstep.is_alone:
+            self._row_states.adopt(known)
+            parts = [ChunkGroup.of(plan)]
         parts.reverse()
         while parts:
             part = self._row_states.computable(plan, parts.pop(), total)
             if not len(part):
                 continue
             newest = self._rows.newest.clone()
-            try:
-                work = self._prepare(part, recorded=False)
-                computed = self._compute(work, self._upload.put(work.arrays))
-                self._collect_drawn(computed)
-                total.add(part, computed)
-            except BaseException as error:
-                if is_interrupt(error):
-                    raise
+            if (error := self._compute_part(plan, part, total)) is not None:
                 self._rows.newest.copy_(newest)  # the repetition may need these inputs
                 self._recover(part)
                 if halves := part.halves():
@@ -306,6 +337,20 @@ class ModelRunner:
                     self._row_states.defer_or_fail(plan, int(part.chunks[0]), error, total)
         self._row_states.computed(plan, total)
         return total
+
+    def _compute_part(self, plan: Plan, part: ChunkGroup, total: Computed) -> BaseException | None:
+        """Add the outputs of `part` to `total`, or return why it could not be computed, on this shard or another."""
+        try:
+            work = self._prepare(part, recorded=False)
+            computed = self._compute(work, self._upload.put(work.arrays))
+            self._collect_drawn(computed)
+        except BaseException as error:
+            if is_interrupt(error) or isinstance(error, ShardsDiverged):
+                raise
+            return self._lockstep.settle(plan.step_id, error)
+        if (failed := self._lockstep.settle(plan.step_id, None)) is None:
+            total.add(part, computed)
+        return failed
 
     def _update_tables(self, plan: Plan) -> None:
         """Upload the plan's new table entries. If that raises twice, the chunks of these rows fail."""
@@ -365,6 +410,10 @@ class ModelRunner:
             inputs = uploaded[: len(work.batch.arrays)]
             step = self._rows.context(work.batch, inputs, width, self._layers, self.kernel)
             logits = self._forward(*step, uploaded[len(inputs)] if len(work.keep) else None)
+        if self._group.rank:  # the logits here are not all of them
+            if num_sampling:
+                self._take_tokens(computed, work, uploaded[len(work.batch.arrays) + 1])
+            return computed
         if work.prompts:
             tokens = np.concatenate(
                 [self._row_states.tokens[part.rows[p.place], p.first : p.first + p.length] for p in work.prompts]
@@ -374,7 +423,22 @@ class ModelRunner:
             self._sample_on_device(computed, work, logits[:num_sampling], uploaded[len(work.batch.arrays) + 1 :])
         elif num_sampling:
             self._sample(computed, work, logits[:num_sampling])
+            if self._group.size > 1:
+                self._group.broadcast(self._to_device(computed.tokens[work.sampling].astype(np.int64)))
         return computed
+
+    def _take_tokens(self, computed: Computed, work: _Work, rows: torch.Tensor) -> None:
+        """Take the tokens that the first shard has sampled. `rows` are those that sample, on the device."""
+        empty = torch.zeros(len(work.sampling), dtype=torch.int64, device=self._device)
+        tokens = self._group.broadcast(empty)
+        if not self.overlaps:
+            drawn = tokens.cpu().numpy().astype(np.int32)
+            computed.tokens[work.sampling] = self._row_states.tokens[work.sampled_rows, work.at] = drawn
+            return
+        chunks = work.part.chunks[work.sampling]
+        computed.drawn = PendingTokens(work.sampling, chunks, work.sampled_rows, work.at, Download(tokens))
+        self._rows.newest.index_copy_(0, rows, tokens)
+        self._row_states.tokens[work.sampled_rows, work.at] = ON_ITS_WAY
 
     def _sample_on_device(
         self, computed: Computed, work: _Work, logits: torch.Tensor, uploaded: Sequence[torch.Tensor]
@@ -385,8 +449,9 @@ class ModelRunner:
         found = self.sampler.draw(logits, work.settings, settings)
         sampled_rows, chunks = work.sampled_rows, work.part.chunks[work.sampling]
         computed.drawn = PendingTokens(work.sampling, chunks, sampled_rows, work.at, Download(found.packed))
+        tokens = self._group.broadcast(found.tokens)
         # Last: if anything before raises, the step is computed again with the old tokens as inputs.
-        self._rows.newest.index_copy_(0, rows, found.tokens)
+        self._rows.newest.index_copy_(0, rows, tokens)
         self._row_states.tokens[sampled_rows, work.at] = ON_ITS_WAY
 
     def _collect_drawn(self, computed: Computed) -> None:
@@ -394,10 +459,11 @@ class ModelRunner:
         drawn, computed.drawn = computed.drawn, None
         if drawn is None:
             return
-        tokens, bad = self.sampler.collect_samples(drawn.rows, drawn.found.wait())
+        sampler = self._row_states.sampler
+        tokens, bad = sampler.collect_samples(drawn.rows, drawn.found.wait())
         self._row_states.tokens[drawn.rows, drawn.at] = computed.tokens[drawn.places] = tokens
         for i in np.flatnonzero(bad):
-            why = self.sampler.trouble(int(drawn.rows[i])) or _not_finite(int(drawn.at[i]))
+            why = sampler.trouble(int(drawn.rows[i])) or _not_finite(int(drawn.at[i]))
             computed.failures.setdefault(int(drawn.chunks[i]), why)
 
     def _sample(self, computed: Computed, work: _Work, logits: torch.Tensor) -> None:

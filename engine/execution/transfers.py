@@ -115,6 +115,11 @@ class Download:
             self._done = torch.cuda.Event()
             self._done.record(torch.cuda.current_stream(tensor.device))
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the values are on the host."""
+        return self._done is None or bool(self._done.query())
+
     def wait(self) -> Array:
         """The values. Raises earlier errors of the device."""
         if self._done is not None:

@@ -29,6 +29,7 @@ from .norms import native_norm
 from .probe import random_tokens
 from .quantized_linears import QuantizedLinear
 from .rotary import RotaryWatch, native_attention_forward
+from .sharded_modules import Reduced
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ class _ModuleCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     parent: nn.Module | None
+    around: Reduced | None = None  # of a linear layer: what sums its outputs over the shards of the model
     linears: list[_ModuleCall] = field(default_factory=list)  # those inside, in order
     content: torch.Tensor | None = None  # of a linear layer: a copy of its input
 
@@ -106,7 +108,9 @@ class _ForwardWatch:
                 hook.remove()
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        call = _ModuleCall(module, args, kwargs, self._open[-1].module if self._open else None)
+        around = self._open[-1].module if self._open and isinstance(self._open[-1].module, Reduced) else None
+        parent = next((one.module for one in reversed(self._open) if not isinstance(one.module, Reduced)), None)
+        call = _ModuleCall(module, args, kwargs, parent, around)
         if isinstance(module, NativeLinear | QuantizedLinear) and call.input is not None:
             call.content = call.input.clone()
         self._open.append(call)
@@ -170,10 +174,10 @@ def _replaced(watch: _ForwardWatch) -> Fused:
     for module in times:
         calls = [call for call in watch.calls if call.module is module]
         inputs = [call.input for call in calls]
-        if inputs[0] is None or any(one is None for one in inputs) or is_changed(module):
+        if inputs[0] is None or any(one is None for one in inputs) or is_changed(module) or isinstance(module, Reduced):
             continue
         forward: Callable[..., Any] | None
-        layers: list[Any] = [call.module for call in calls[0].linears]
+        layers: list[Any] = [call.around or call.module for call in calls[0].linears]
         if not layers and (forward := native_norm(module, inputs[0])) is not None:
             module.forward = forward
             fused.norms.append(module)

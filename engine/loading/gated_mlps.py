@@ -37,7 +37,7 @@ def native_mlp(
 
     Args:
         module: Gets one tensor, and has called `layers`, and no other linear layers, in this order.
-        layers: Two or three; the last one gives the result.
+        layers: Two or three; the last one gives the result. In a divided model it is what sums the outputs of all shards.
         merged: All but the last one, if they are merged.
     """
     down, x = layers[-1], _trial_input(layers[0])

@@ -15,15 +15,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from ...monitor.host_memory import free_host_bytes, host_memory
 from ...monitor.units import format_bytes
+from ..collectives.group import ALONE, Group
 from ..errors import CheckpointError, DeviceNotFound, EngineError, NotEnoughMemory
 from ..process.cpu_threads import mend_threads_of_a_fork
 from .checkpoint import Checkpoint
+from .division import Division
 from .latent_projections import keep_projections
 from .log_suppression import quiet_transformers
 from .model_config import check_counts, read_json
 from .models import DTYPES, TOKENIZER_FILES, ModelSpec, Quantization, check_device, check_dtype
 from .packed_model import pack_model, stored_dtype
 from .quantized_model import quantize_model, quantized_bytes
+from .sharded_modules import divide_modules
+from .slices import slices_of
 from .weight_files import shorten
 
 __all__ = ["Checkpoint", "choose_device", "choose_dtype", "free_bytes", "load_model", "load_tokenizer"]
@@ -92,15 +96,20 @@ def check_weights_fit(
     dtype: torch.dtype,
     free: Callable[[torch.device], int] = free_bytes,
     quantization: Quantization | None = None,
+    division: Division | None = None,
 ) -> int:
-    """The bytes of the weights, from their headers. Raises NotEnoughMemory if `free` reports too little memory.
+    """The bytes of the weights, from their headers; with `division`, of the largest shard.
+
+    Raises NotEnoughMemory if `free` reports too little memory.
 
     Weights to be converted for CUDA are converted on the host, which must have room for them too. For a loaded model only the
     additional bytes count.
     """
     loaded = checkpoint.spec.loaded
     if quantization is not None:
-        asked = quantized_bytes(checkpoint, quantization, dtype)
+        asked = quantized_bytes(checkpoint, quantization, dtype, division)
+    elif division is not None:
+        asked = division.weights_bytes(dtype)
     else:
         asked = checkpoint.weights_bytes(dtype) if loaded is None else loaded.added_bytes(device, dtype)
     there = free(device)
@@ -122,6 +131,8 @@ def load_model(
     quantization: Quantization | None = None,
     pack: bool = False,
     free: Callable[[torch.device], int] = free_bytes,
+    division: Division | None = None,
+    group: Group = ALONE,
 ) -> PreTrainedModel:
     """The model with exactly the checkpoint's weights, or quantized ones, in evaluation mode, without gradients.
 
@@ -131,14 +142,16 @@ def load_model(
     Args:
         pack: On a CPU, pack the linear layers (`linears`). Weights are converted and packed one by one, and the pages of
             their files are given back, so that little more is held than stays.
+        division: Read only the part of this shard, and let the shards of `group` compute together.
 
     Raises:
         NotEnoughMemory: the weights do not fit; nothing was read.
         CheckpointError: a file is broken, or weights are missing; says which.
         ConfigError: the model cannot be quantized.
     """
-    check_weights_fit(checkpoint, device, dtype, free, quantization)
+    check_weights_fit(checkpoint, device, dtype, free, quantization, division)
     loaded = checkpoint.spec.loaded
+    part = None if division is None else (division, group.rank)
     packs = pack and device.type == "cpu"
     try:
         if loaded is not None:
@@ -146,14 +159,18 @@ def load_model(
             module: Any = loaded.copied(device, None if packs else dtype)
         elif quantization is not None:
             # What is quantized is read from the mapped file, never converted as a whole.
-            module = _read(checkpoint, getattr(torch, checkpoint.dtype, dtype))
+            module = _read(checkpoint, getattr(torch, checkpoint.dtype, dtype), part)
         else:
-            module = _read_to_pack(checkpoint, dtype) if packs else _read(checkpoint, dtype)
+            module = _read_to_pack(checkpoint, dtype, part) if packs else _read(checkpoint, dtype, part)
         module = module.to(device)
         if checkpoint.caches_latents:
             keep_projections(module)
+        if division is not None:
+            divide_modules(module, division, group)
         if quantization is not None:
-            quantize_model(module, checkpoint, quantization, dtype)
+            quantize_model(
+                module, checkpoint, quantization, dtype, shard=None if part is None else (group.size, group.rank)
+            )
         if packs:
             pack_model(module, checkpoint, None if checkpoint.quantized or quantization is not None else dtype)
         return cast(PreTrainedModel, module)
@@ -163,7 +180,9 @@ def load_model(
         raise NotEnoughMemory(asked, free(device), what, "another process took memory meanwhile: try again") from error
 
 
-def _read_to_pack(checkpoint: Checkpoint, dtype: torch.dtype) -> torch.nn.Module:
+def _read_to_pack(
+    checkpoint: Checkpoint, dtype: torch.dtype, part: tuple[Division, int] | None = None
+) -> torch.nn.Module:  # fmt: skip
     """The model with weights as they are stored, mapped from their files, if all that `pack_model` has to do is convert them.
 
     Else as `dtype`: if the files have several types, if `dtype` leaves some parameters in float32, or if buffers, which
@@ -171,28 +190,35 @@ def _read_to_pack(checkpoint: Checkpoint, dtype: torch.dtype) -> torch.nn.Module
     """
     stored = stored_dtype(checkpoint)
     if stored is None or stored == dtype or checkpoint.quantized:
-        return _read(checkpoint, dtype)
+        return _read(checkpoint, dtype, part)
     with quiet_transformers(), torch.device("meta"):
         wanted: Any = AutoModelForCausalLM.from_config(
             checkpoint.config, dtype=dtype, attn_implementation="eager",
             trust_remote_code=checkpoint.spec.trust_remote_code,
         )  # fmt: skip
     if wanted._get_dtype_plan(dtype):
-        return _read(checkpoint, dtype)
-    module = _read(checkpoint, stored)
+        return _read(checkpoint, dtype, part)
+    module = _read(checkpoint, stored, part)
     types = {name: buffer.dtype for name, buffer in module.named_buffers()}
     return (
-        module if types == {name: buffer.dtype for name, buffer in wanted.named_buffers()} else _read(checkpoint, dtype)
+        module
+        if types == {name: buffer.dtype for name, buffer in wanted.named_buffers()}
+        else _read(checkpoint, dtype, part)
     )
 
 
-def _read(checkpoint: Checkpoint, dtype: torch.dtype) -> torch.nn.Module:
-    """The model from the checkpoint's files, on the host."""
+def _read(checkpoint: Checkpoint, dtype: torch.dtype, part: tuple[Division, int] | None = None) -> torch.nn.Module:
+    """The model from the checkpoint's files, on the host; or a shard's part of it."""
     mend_threads_of_a_fork()
     with quiet_transformers() as said, torch.device("cpu"):
         try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                str(checkpoint.spec.path),
+            source: dict[str, Any] = {"pretrained_model_name_or_path": str(checkpoint.spec.path)}
+            kind: Any = AutoModelForCausalLM
+            if part is not None:
+                kind, slices = slices_of(checkpoint, *part)
+                source = {"pretrained_model_name_or_path": None, "state_dict": slices}
+            loaded: Any = kind.from_pretrained(
+                **source,
                 config=checkpoint.config,
                 dtype=dtype,
                 local_files_only=True,

@@ -50,5 +50,8 @@ _LIBC = ctypes.CDLL(None)
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Addresses of the first byte and behind the last one, of a tensor without gaps."""
-    return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    """Addresses of the first byte and behind the last one."""
+    if not tensor.numel():
+        return tensor.data_ptr(), tensor.data_ptr()
+    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize

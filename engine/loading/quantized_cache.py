@@ -84,8 +84,11 @@ class QuantizedCache:
         self.folder = cache_dir() if folder is None else folder
         self.most_bytes = most_bytes() if most is None else most
 
-    def key(self, checkpoint: Checkpoint, quantization: Quantization, dtype: torch.dtype) -> str | None:
-        """The key of these weights; None if they are not kept: a loaded model, or a folder that cannot be used.
+    def key(
+        self, checkpoint: Checkpoint, quantization: Quantization, dtype: torch.dtype, shard: tuple[int, int] | None = None
+    ) -> str | None:  # fmt: skip
+        """The key of these weights, or of a `shard`'s (their number, its place); None if they are not kept: a loaded model,
+        or a folder that cannot be used.
 
         Reads the checkpoint's files once, and again when they change.
         """
@@ -99,6 +102,8 @@ class QuantizedCache:
             log.warning("quantized weights are not kept: %s", error)
             return None
         what = [VERSION, transformers.__version__, quantization, str(dtype), instructions(), *digests]
+        if shard is not None:
+            what.append(f"shard {shard[1]} of {shard[0]}")
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
 
     def read(self, key: str) -> dict[str, PackedWeight] | None:

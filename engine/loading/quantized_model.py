@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from ...monitor.units import format_bytes
 from ..errors import ConfigError
 from .checkpoint import Checkpoint
+from .division import Division
 from .latent_projections import latent_projections
 from .log_suppression import quiet_transformers
 from .mapped_files import MappedFiles
@@ -23,6 +24,7 @@ from .probe import random_tokens
 from .quantization import weight_bytes
 from .quantized_cache import QuantizedCache
 from .quantized_linears import NUM_TOKENS, PackedWeight, QuantizedLinear, quantizable, quantize_linears, replace_linears
+from .slices import shrink
 
 log = logging.getLogger(__name__)
 
@@ -33,19 +35,20 @@ def quantize_model(
     quantization: Quantization,
     dtype: torch.dtype,
     cache: QuantizedCache | None = None,
+    shard: tuple[int, int] | None = None,
 ) -> None:
     """Quantize the linear layers of `model`, and convert everything else to `dtype`. Mutates the model.
 
     `model` has the checkpoint's type, so that weights that are quantized stay mapped from their files until then; with weights
     from the cache they are never read. Raises ConfigError if the checkpoint is quantized already, or if there is nothing
-    to quantize.
+    to quantize. `shard`: the number of shards, and which of them `model` is.
     """
     if checkpoint.quantized:
         raise ConfigError(
             f"{checkpoint.spec.name} is quantized already, and quantization={quantization!r} was asked for: leave it out"
         )
     began, cache = time.perf_counter(), cache or QuantizedCache()
-    key = cache.key(checkpoint, quantization, dtype)
+    key = cache.key(checkpoint, quantization, dtype, shard)
     _convert(model, dtype, keep=quantizable)
     kept = None if key is None else cache.read(key)
     if kept is not None and (layers := _layers_of(model, kept, dtype)):
@@ -64,8 +67,11 @@ def quantize_model(
     log.info("%s weights of %s, %s, in %.1f s", quantization, format_bytes(size), done, time.perf_counter() - began)
 
 
-def quantized_bytes(checkpoint: Checkpoint, quantization: Quantization, dtype: torch.dtype) -> int:
-    """Bytes that the weights take once quantized. Those of a loaded model that the engine shares with it are not counted.
+def quantized_bytes(
+    checkpoint: Checkpoint, quantization: Quantization, dtype: torch.dtype, division: Division | None = None
+) -> int:
+    """Bytes that the weights take once quantized; with `division`, those of one shard. Those of a loaded model that the engine
+    shares with it are not counted.
 
     Reads no weights: the model is made without memory.
     """
@@ -76,6 +82,8 @@ def quantized_bytes(checkpoint: Checkpoint, quantization: Quantization, dtype: t
                 checkpoint.config, dtype=dtype, attn_implementation="eager",
                 trust_remote_code=checkpoint.spec.trust_remote_code,
             )  # fmt: skip
+            if division is not None:
+                shrink(model, division, division.size - 1)  # the last shard is the largest
     else:
         model = loaded.model
     head, total = model.get_output_embeddings(), 0

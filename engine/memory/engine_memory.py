@@ -23,11 +23,10 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...allocator.arena import Arena
 from ...allocator.errors import DriverError, GrantExceeded
-from ...allocator.lease import Lease
 from ...allocator.lease_record import HeldBounds
 from ...monitor.units import GIB, format_bytes
 from ...scheduler.scheduler import Scheduler
@@ -43,12 +42,10 @@ from .decision import (
     needs_step,
     wants_turn,
 )
+from .engine_lease import EngineLease, HostMemory
 from .lease_reporter import LeaseReporter, MemoryStats
 from .pool_use import SchedulerPoolUse
 from .step_timer import StepTimer
-
-if TYPE_CHECKING:
-    from ..execution.host_pool import HostPool  # imports torch
 
 log = logging.getLogger(__name__)
 
@@ -82,9 +79,9 @@ class EngineMemory:
         weights_bytes: int,
         trim: Callable[[], None],
         tidy: Callable[[], None] | None = None,
-        lease: Lease | None,
+        lease: EngineLease | None,
         idle_s: float,
-        host: HostPool | None = None,
+        host: HostMemory | None = None,
         host_is_device: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -112,7 +109,7 @@ class EngineMemory:
         self._reporter.measure_and_report(now)
 
     @property
-    def lease(self) -> Lease | None:
+    def lease(self) -> EngineLease | None:
         """The engine's lease; None without a broker."""
         return self._reporter.lease
 

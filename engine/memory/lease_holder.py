@@ -33,7 +33,7 @@ GRANT_TIMEOUT_S = 30.0  # for other engines to give back memory, or to finish lo
 _LOADING_LOOK_S = 0.25
 _LONGEST_NAME = 80
 HEAP_BYTES = 32 * MIB  # cached by a loaded process, besides the reserve
-_LIBRARIES_BYTES = 128 * MIB  # besides weights, until a process has loaded: code paged in late, fragmented heaps
+LIBRARIES_BYTES = 128 * MIB  # besides weights, until a process has loaded: code paged in late, fragmented heaps
 
 
 class LeaseHolder:
@@ -101,9 +101,12 @@ def acquire_lease(config: EngineConfig, plan: MemoryPlan, holder: LeaseHolder) -
         return None
     held = holder.base_bytes
     working = max(plan.reserve_bytes, plan.loading_bytes)  # no step runs before the weights are read
-    base = held + plan.weights_bytes + plan.primitives_bytes + working + HEAP_BYTES + _LIBRARIES_BYTES
+    base = held + plan.weights_bytes + plan.primitives_bytes + working + HEAP_BYTES + LIBRARIES_BYTES
     try:
-        return Sharing(watched, _lease(config, plan, watched, _device(watched, holder.device), base, held))
+        return Sharing(
+            watched,
+            acquire(config, plan, watched, device_info(watched, holder.device), base, held, new_name(plan.model)),
+        )
     except LeaseRefused as error:
         watched.close()
         needed = base + plan.min_kv_bytes
@@ -118,13 +121,16 @@ def acquire_lease(config: EngineConfig, plan: MemoryPlan, holder: LeaseHolder) -
         raise
 
 
-def _lease(
-    config: EngineConfig, plan: MemoryPlan, watched: Watch, info: DeviceInfo, base_bytes: int, held_bytes: int
-) -> Lease:
+def acquire(
+    config: EngineConfig, plan: MemoryPlan, watched: Watch, info: DeviceInfo, base_bytes: int, held_bytes: int, name: str
+) -> Lease:  # fmt: skip
+    """A lease with `base_bytes` and the plan's minimum of KV granted. Raises NotEnoughMemory, and what `Lease.register`
+    raises.
+    """
     min_bytes = base_bytes + plan.min_kv_bytes
     lease = _registered(
         watched,
-        name=_new_name(plan.model),
+        name=name,
         device_uuid=info.uuid,
         min_bytes=min_bytes,
         max_bytes=base_bytes + plan.kv_bytes,
@@ -163,14 +169,14 @@ def _registered(watched: Watch, **terms: Any) -> Lease:
             time.sleep(_LOADING_LOOK_S)
 
 
-def _new_name(model: str) -> str:
+def new_name(model: str) -> str:
     """The engine's name in `vram-monitor limit` and `recall`: "demo-4711", then "demo-4711-2" in the same process."""
     number = next(_numbers)
     name = "".join(c if c.isprintable() else "_" for c in os.path.basename(model) or model)[:_LONGEST_NAME]
     return f"{name}-{os.getpid()}" + (f"-{number}" if number > 1 else "")
 
 
-def _device(watched: Watch, device: torch.device) -> DeviceInfo:
+def device_info(watched: Watch, device: torch.device) -> DeviceInfo:
     """The monitor's entry for torch's device. Raises NoSuchDevice."""
     infos = watched.devices()
     if device.type == "cuda":

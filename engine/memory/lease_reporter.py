@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ...allocator.arena import Arena
-from ...allocator.lease import Lease
 from ...allocator.lease_events import Denied, Event, Granted, Limited, Lost, Recalled, Rejoined, Withdrawn
 from ...allocator.lease_record import HeldBounds
 from ...monitor.units import format_bytes
 from ...scheduler.scheduler import Scheduler
 from .base_memory import BaseMemory
 from .decision import ASK_EXPIRES_S, LeaseSnapshot
+from .engine_lease import EngineLease
 from .pool_use import SchedulerPoolUse
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class LeaseReporter:
 
     def __init__(
         self,
-        lease: Lease | None,
+        lease: EngineLease | None,
         base: BaseMemory,
         scheduler: Callable[[], Scheduler],
         arena: Arena,

@@ -25,6 +25,7 @@ from ..config import EngineConfig, KvMemory
 from ..errors import ConfigError, NotEnoughMemory, UnsupportedModel
 from ..execution.graphs import sizes_for
 from ..loading.checkpoint import Checkpoint
+from ..loading.division import Division
 from ..loading.latent_attention import EXPANDED_FROM, expansion_bytes
 from ..loading.linears import by_head_primitive_bytes, held_twice_bytes, primitive_bytes, scratch_bytes
 from ..loading.loader import check_weights_fit, free_bytes, total_bytes
@@ -62,6 +63,8 @@ class MemoryPlan:
     context: int  # tokens of the sequences counted in `sequences_that_fit`
     quantization: Quantization | None = None  # of the weights
     loading_bytes: int = 0  # held while weights are read on a CPU, besides those that stay
+    num_shards: int = 1  # of the model; all other numbers are of one of them
+    replicated_bytes: int = 0  # of the weights, those that every shard has
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -129,7 +132,7 @@ class MemoryPlan:
         names = (
             "model", "device", "dtype", "quantization", "kv_cache_dtype", "free_bytes", "weights_bytes", "primitives_bytes",
             "reserve_bytes", "kv_bytes", "min_kv_bytes", "num_blocks", "block_size", "kv_bytes_per_token", "max_model_len",
-            "context", "tokens_that_fit", "sequences_that_fit", "left_bytes",
+            "context", "tokens_that_fit", "sequences_that_fit", "left_bytes", "num_shards", "replicated_bytes",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names} | {
             "kv_cache_dtypes": {
@@ -171,8 +174,10 @@ class MemoryPlan:
         other = self.with_kv_cache_dtype("auto" if has_scales else "int8")  # fp8 takes the same bytes
         lines = (
             ("model", f"{self.model} as {self.dtype} on {self.device}"),
+            *([("shards", f"{self.num_shards}; what follows is of each")] if self.num_shards > 1 else []),
             ("free now", format_bytes(self.free_bytes)),
             ("weights", format_bytes(self.weights_bytes) + (f" in {self.quantization}" if self.quantization else "")),
+            *([("... on every shard", format_bytes(self.replicated_bytes))] if self.num_shards > 1 else []),
             *([("primitives", format_bytes(self.primitives_bytes))] if self.primitives_bytes else []),
             ("working reserve", format_bytes(self.reserve_bytes)),
             ("KV pool", f"{format_bytes(self.kv_bytes)}: {self.num_blocks:,} blocks of {self.block_size} tokens"),
@@ -204,6 +209,7 @@ def plan_memory(
     context: int | None = None,
     free: Callable[[torch.device], int] = free_bytes,
     total: Callable[[torch.device], int] = total_bytes,
+    division: Division | None = None,
 ) -> MemoryPlan:
     """Plan the memory that is free on `device` now, before the weights are read. Allocates nothing.
 
@@ -212,6 +218,7 @@ def plan_memory(
             pool.
         total: Returns all bytes of a device. A pool with a given maximum is planned within these: it starts at its minimum and
             may grow into memory that is not free yet.
+        division: Plan one shard of the model. `free` and `total` are then of one shard.
 
     Raises:
         NotEnoughMemory: the weights, or the minimum KV memory besides them, do not fit.
@@ -224,8 +231,11 @@ def plan_memory(
             f"context must be 1 to {length:,} tokens, which {checkpoint.spec.name} takes; got {context:,}"
         )
     there = free(device)
-    weights = _weights_bytes(config, checkpoint, device, dtype, lambda asked: there if asked == device else free(asked))
-    base = _geometry(config, checkpoint, device, dtype)
+    weights = _weights_bytes(
+        config, checkpoint, device, dtype, lambda asked: there if asked == device else free(asked), division
+    )
+    base = model_geometry(config, checkpoint, device, dtype)
+    base = base if division is None else division.geometry(base)
     primitives = _primitives_bytes(checkpoint, base, device, dtype)
     reserve = _reserve_bytes(config, checkpoint, base, device, dtype)
     asked = config.kv_memory
@@ -251,6 +261,8 @@ def plan_memory(
         context=context or length,
         quantization=config.quantization,
         loading_bytes=loading_bytes(checkpoint, dtype) if device.type == "cpu" and config.quantization is None else 0,
+        num_shards=1 if division is None else division.size,
+        replicated_bytes=0 if division is None else division.replicated_bytes(dtype),
     )
     _refuse_bad_pool(plan, asked)
     return plan
@@ -262,9 +274,10 @@ def _weights_bytes(
     device: torch.device,
     dtype: torch.dtype,
     free: Callable[[torch.device], int],
+    division: Division | None,
 ) -> int:
     """Bytes of the weights. Raises NotEnoughMemory if they do not fit."""
-    weights = check_weights_fit(checkpoint, device, dtype, free, config.quantization)
+    weights = check_weights_fit(checkpoint, device, dtype, free, config.quantization, division)
     if device.type == "cpu" and config.quantization is None:  # else the head is quantized, and counted
         weights += held_twice_bytes(checkpoint.text_config, dtype)
     return weights
@@ -449,7 +462,10 @@ def graph_bytes(text_config: Any, max_seqs: int, dtype: torch.dtype) -> int:
     return working_reserve_bytes(text_config, rows, rows, dtype, torch.device("cpu"))  # "cpu": without workspaces
 
 
-def _geometry(config: EngineConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Geometry:
+def model_geometry(
+    config: EngineConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
+) -> Geometry:  # fmt: skip
+    """The layout of blocks of the whole model. Raises UnsupportedModel."""
     granule = PAGE_BYTES if device.type == "cpu" else CUDA_GRANULE_BYTES
     name = _SCALED.get(config.kv_cache_dtype, str(dtype).removeprefix("torch."))
     block_size = config.tokens_per_block()

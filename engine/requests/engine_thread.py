@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from ..build import Engine
-from ..errors import EngineClosed
+from ..errors import EngineClosed, ShardLost
 from ..frames.engine_watch import EngineWatch
 from ..process.cpu_threads import own_threads, use_own_threads
 from .inputs import PromptInput
@@ -61,6 +61,7 @@ class EngineThread(threading.Thread):
         self._draining: list[Waiter] = []  # resolved when nothing is in flight
         self._joining: list[Waiter] = []  # resolved when this thread ends
         self._num_threads = own_threads()
+        manager.on_lost = self._lose
         # May be called by the memory thread (manager._keep_memory).
         manager.delivery.on_outputs = lambda *groups: self._inbox.put(partial(self._calls.note_outputs, *groups))
         self.start()
@@ -289,6 +290,14 @@ class EngineThread(threading.Thread):
         self._pauses.clear()  # paused requests would never end
         self._apply_pauses()
         self._draining.append(waiter)
+
+    def _lose(self, error: ShardLost) -> None:
+        """End this thread with `error`. Thread-safe."""
+
+        def broken() -> None:
+            raise error
+
+        self._inbox.put(broken)
 
     def _end(self, waiter: Waiter | None) -> None:
         self._ending = True

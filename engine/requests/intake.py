@@ -10,6 +10,7 @@ from typing import Any
 from ...scheduler.errors import RequestRejected
 from ...scheduler.request import Request, SamplingParams
 from ..build import Engine
+from ..shards.processors import serialized
 from ..text.chat_template import NESTED
 from .beams import BeamRules
 from .groups import BeamGroup, ContinuationGroup
@@ -113,10 +114,13 @@ class RequestIntake:
     def _request(self, prompt: PromptInput, priority: int | None, cache_salt: str | None) -> Request:
         before = prompt.before
         salt = _salt(prompt, cache_salt) if before is None else before.cache_salt
+        sampling = prompt.params.resolve(self.engine.eos_token_ids, prompt.prepared.bad_words)
+        if sampling.logits_processors and self.engine.team is not None:
+            sampling = replace(sampling, logits_processors=tuple(map(serialized, sampling.logits_processors)))
         request = Request(
             request_id=f"r{next(self.numbers)}",
             prompt_token_ids=prompt.token_ids,
-            sampling=prompt.params.resolve(self.engine.eos_token_ids, prompt.prepared.bad_words),
+            sampling=sampling,
             priority=checked_priority(before.priority if before is not None and priority is None else priority),
             arrival=self.engine.core.clock(),
             cache_salt=None if salt is None else salt.encode("utf-8", "surrogatepass"),

@@ -26,7 +26,7 @@ from ...scheduler.frames.source import Frame
 from ...version import __version__
 from ..build import Engine, build
 from ..config import EngineConfig
-from ..errors import EngineClosed
+from ..errors import EngineClosed, ShardLost
 from ..frames.engine_watch import EngineWatch, frame_source
 from ..frames.recorder import INTERVAL_S, EngineRecorder
 from ..process.background import BackgroundThread
@@ -65,6 +65,11 @@ class RequestManager:
             raise
         self.lock = FairLock()
         self.paused = False  # no steps, not even for memory work
+        self.on_lost: Callable[[ShardLost], None] | None = (
+            None  # called instead of `close` when a shard is lost between steps
+        )
+        self._cause: BaseException | None = None  # of the end, if it was not asked for
+        self._last_frame: Frame | None = None  # of the recording, once the engine has ended
         self.delivery = OutputDelivery()
         self._to_abort: deque[RequestGroup] = deque()  # by the next step
         self._numbers = itertools.count()
@@ -81,6 +86,8 @@ class RequestManager:
         """Return the engine. Raises EngineClosed once it is closed, and in a forked child."""
         self._maker.check()
         if self.engine is None:
+            if self._cause is not None:
+                raise EngineClosed(f"this LLM has ended: {self._cause}") from self._cause
             raise EngineClosed("this LLM is closed: make a new one")
         return self.engine
 
@@ -99,19 +106,25 @@ class RequestManager:
         Raises EngineClosed in a forked child: the engine belongs to its parent.
         """
         with self.lock:
-            engine, self.engine = self.engine, None
-            if engine is None:
-                return
-            self.watch = last = None
-            try:
-                self._end_all(engine, cause)
-                last = None if self._recorder is None else self._recorder.last()
-            finally:
-                engine.close()
+            self._end(cause)
         if self._recorder is not None:
-            self._recorder.close(last)
-            self._recorder = None  # its source refers to the engine
-        self._keeper.join()
+            self._recorder.close(self._last_frame)
+            self._recorder = self._last_frame = None  # its source refers to the engine
+        if threading.current_thread() is not self._keeper:
+            self._keeper.join()
+
+    def _end(self, cause: BaseException | None) -> None:
+        """End all requests and free the engine's memory. Idempotent. Call it under the lock."""
+        engine, self.engine = self.engine, None
+        if engine is None:
+            return
+        self._cause = cause
+        self.watch = None
+        try:
+            self._end_all(engine, cause)
+            self._last_frame = None if self._recorder is None else self._recorder.last()
+        finally:
+            engine.close()
 
     def _end_all(self, engine: Engine, cause: BaseException | None) -> None:
         """End every request group, even if the engine raises."""
@@ -238,7 +251,9 @@ class RequestManager:
         return self.engine is not None and bool(self.engine.core.has_work or self.delivery.is_pending or self._to_abort)
 
     def step(self) -> None:
-        """Run one step of the engine and deliver its outputs. Raises EngineClosed."""
+        """Run one step of the engine and deliver its outputs. Raises EngineClosed, and ShardLost once all requests have
+        ended.
+        """
         with self.lock:
             engine = self.open()
             self._advance_for_caller(engine)
@@ -250,7 +265,8 @@ class RequestManager:
             engine = self.open() if not group.is_finished else None
             if engine is None or self._end_lost(engine, [group]):
                 return
-            self._advance_for_caller(engine)
+            with suppress(ShardLost):  # the group has ended with it
+                self._advance_for_caller(engine)
         self._wait_if_starving(engine)
 
     def next_chunk(self, states: list[RequestState], interval: int) -> StreamChunk | None:
@@ -261,7 +277,8 @@ class RequestManager:
             engine = self.open()
             if self._end_lost(engine, (state.group for state in states)):
                 return None
-            self._advance_for_caller(engine)
+            with suppress(ShardLost):  # the groups have ended with it
+                self._advance_for_caller(engine)
         self._wait_if_starving(engine)
         return None
 
@@ -291,8 +308,9 @@ class RequestManager:
                 return
             for group in left:
                 _abort(self.engine, group)
-            while not all(group.is_finished for group in left) and not self._end_lost(self.engine, left):
-                self._advance(self.engine)
+            with suppress(ShardLost):
+                while not all(group.is_finished for group in left) and not self._end_lost(self.engine, left):
+                    self._advance(self.engine)
 
     def abort_later(self, groups: Iterable[RequestGroup]) -> None:
         """Let the next step abort the unfinished of `groups`. Never blocks."""
@@ -303,8 +321,9 @@ class RequestManager:
         self.abort_later(groups)
         if self.is_here and self._to_abort and self.lock.acquire(blocking=False):
             try:
-                while self.engine is not None and self._to_abort:
-                    self._advance(self.engine)
+                with suppress(ShardLost):
+                    while self.engine is not None and self._to_abort:
+                        self._advance(self.engine)
             finally:
                 self.lock.release()
 
@@ -329,7 +348,8 @@ class RequestManager:
     def _advance(self, engine: Engine, ahead: bool = True) -> None:
         """Run one step and deliver its tokens and ends. After an interrupt the next call delivers the rest instead.
 
-        Unless `ahead`, no next step is launched before this one's results are in (`EngineCore.catch_up`).
+        Unless `ahead`, no next step is launched before this one's results are in (`EngineCore.catch_up`). Raises ShardLost,
+        after it has closed the engine.
         """
         while self._to_abort:
             _abort(engine, self._to_abort.popleft())
@@ -342,6 +362,9 @@ class RequestManager:
                 self.lock.barred = None
             self.delivery.queue(outputs)
         self.delivery.deliver(engine.core, self._refresh_stats(engine))
+        if (lost := engine.core.lost) is not None and self.engine is engine:
+            self._end(lost)
+            raise lost
 
     def _wait_if_starving(self, engine: Engine) -> None:
         """If all work waits for the pool to grow, wait for the broker before the next step."""
@@ -358,8 +381,16 @@ class RequestManager:
         Returns the longest wait for the broker, in seconds; None once closed.
         """
         with self.lock:
-            if self.engine is None or (memory := self.engine.core.memory) is None:
+            if self.engine is None:
                 return None
+            if (lost := self.engine.core.lost) is not None:
+                if self.on_lost is None:
+                    self._end(lost)
+                else:
+                    self.on_lost(lost)  # its thread ends the engine
+                return None
+            if (memory := self.engine.core.memory) is None:
+                return KEEPER_WAIT_S
             if memory.due and not self.paused:
                 if self.engine.core.clock() - self._stepped_at < STEPPING_S:  # a caller's next step does it
                     return KEEPER_BUSY_WAIT_S
@@ -372,12 +403,18 @@ class RequestManager:
 def _keep_memory(reference: weakref.ref[RequestManager]) -> bool:
     """Do the engine's memory work once, then wait for a lease event. False once it is closed or garbage-collected."""
     manager = reference()
-    if manager is None or manager.engine is None or (memory := manager.engine.core.memory) is None:
+    if manager is None or (engine := manager.engine) is None:
+        return False
+    memory = engine.core.memory
+    if memory is None and engine.team is None:
         return False
     wait_s = manager._serve_memory()
     if wait_s is None:
         return False
-    del manager  # during the wait this thread must not keep the engine alive
+    del manager, engine  # during the wait this thread must not keep the engine alive
+    if memory is None:
+        time.sleep(wait_s)
+        return True
     try:
         memory.wait(wait_s)
     except LeaseClosed:

@@ -1,0 +1,1 @@
+"""pagetide.engine.collectives: what the shards of a divided model compute together."""

@@ -1,0 +1,190 @@
+"""What executes plans on one device: a model that has been checked, its attention, its memory and its runner.
+
+`build.py` makes one in the engine's process; every shard of a divided model makes its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..allocator.arena import Arena
+from ..allocator.cuda_arena import CudaArena
+from ..allocator.errors import DriverUnavailable
+from ..allocator.host_arena import HostArena
+from ..cache.storage import Storage, TensorArena
+from ..monitor.host_memory import free_host_bytes
+from .attention.backends import AttentionSpec
+from .attention.choose import WatchedKernel
+from .attention.context import AttentionKernel
+from .attention.interface import register
+from .collectives.group import ALONE, Group
+from .config import EngineConfig
+from .errors import ConfigError, NotEnoughMemory
+from .execution.graphs import CudaRecorder, sizes_for
+from .execution.host_pool import HostPool
+from .execution.runner import ModelRunner
+from .loading.checkpoint import Checkpoint
+from .loading.division import Division
+from .loading.fusion import fuse
+from .loading.latent_attention import attend_to_latents
+from .loading.linears import bound_primitives, is_native
+from .loading.loader import load_model, load_tokenizer
+from .loading.probe import probe
+from .loading.quantized_kv_check import TOKENS, calibration_tokens, check_quantized_kv
+from .loading.quantized_linears import rows_as_they_are
+from .memory.engine_memory import READY_LIMIT_BYTES
+from .memory.planning import MemoryPlan
+from .process.cpu_threads import CpuThreads
+from .process.memory_usage import trim
+from .sampling.follower import Follower
+from .sampling.sampler import Sampler
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckedModel:
+    """A model that can be served over the plan's blocks, with its tokenizer, and what its layers need of a kernel."""
+
+    model: Any
+    tokenizer: Any | None
+    specs: Counter[AttentionSpec]
+
+
+def load_checked(
+    config: EngineConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, plan: MemoryPlan,
+    division: Division | None = None, group: Group = ALONE, check: Callable[[Any], None] = lambda model: None,
+) -> CheckedModel:  # fmt: skip
+    """Load the model, or this shard's part of it, and check that it can be served. `check` is called before its attention is
+    replaced.
+
+    Raises what `load_model`, `load_tokenizer` and `probe` raise.
+    """
+    if device.type == "cpu":
+        bound_primitives()
+    tokenizer = load_tokenizer(config.model)
+    how: dict[str, Any] = {} if division is None else {"division": division, "group": group}
+    model = load_model(checkpoint, device, dtype, quantization=config.quantization, pack=True, **how)
+    with rows_as_they_are():
+        if device.type == "cpu" and not fuse(model).computes and config.quantization is None:
+            log.warning("linear layers of %s stay as they are: it does not compute with packed ones", plan.model)
+            del model
+            model = load_model(checkpoint, device, dtype, **how)
+        check(model)
+        attend_to_latents(model, plan.geometry)
+        specs = _check_attention(model, plan, tokenizer, checkpoint)
+    return CheckedModel(model, tokenizer, specs)
+
+
+def _check_attention(
+    model: Any, plan: MemoryPlan, tokenizer: Any | None, checkpoint: Checkpoint
+) -> Counter[AttentionSpec]:
+    """Check that the model can be served over the plan's blocks, and set its attention to these.
+
+    Returns what its layers need of a kernel, with their number. Raises UnsupportedModel.
+    """
+    watched = WatchedKernel()
+    plain = replace(plan.geometry, dtype=plan.dtype)
+    probe(model, plain, max_length=plan.max_model_len, kernel=watched)
+    model.set_attn_implementation(register())
+    if plan.geometry.has_scales:
+        tokens = calibration_tokens(tokenizer, checkpoint.text_config, min(TOKENS, plan.max_model_len))
+        check_quantized_kv(model, plain, plan.geometry, tokens, name=plan.model, kv_cache_dtype=plan.kv_cache_dtype)
+    return watched.specs
+
+
+def open_arena(plan: MemoryPlan, device: torch.device, *, elastic: bool, ready_bytes: int = READY_LIMIT_BYTES) -> Arena:
+    """The device's elastic arena with nothing mapped.
+
+    On CUDA it is one fixed allocation unless `elastic`, or if the driver cannot be called. `ready_bytes` of unmapped memory are
+    kept for the next mapping while they are freed in the background.
+    """
+    shape = (plan.num_extents, plan.geometry.extent_bytes)
+    if device.type == "cpu":
+        return HostArena(*shape)
+    if device.type == "cuda" and elastic:
+        try:
+            index = torch.cuda.current_device() if device.index is None else device.index
+            return CudaArena(*shape, index, ready_limit_bytes=ready_bytes)
+        except DriverUnavailable as error:
+            log.warning("the KV pool cannot grow and shrink: %s", error)
+    return TensorArena(*shape, device)
+
+
+def open_host_pool(plan: MemoryPlan, config: EngineConfig, *, pins: bool) -> HostPool | None:
+    """The host tier's memory, not allocated yet. Raises NotEnoughMemory if the host has less free now; ConfigError."""
+    asked = config.host_kv_memory
+    if not asked:
+        return None
+    if asked > (free := free_host_bytes()):
+        remedy = "ask for less host_kv_memory, or for none"
+        raise NotEnoughMemory(asked, free, f"the host tier of {plan.model}", remedy)
+    try:
+        return HostPool(plan.geometry, asked, pins=pins)
+    except ValueError as error:
+        raise ConfigError(f"host_kv_memory: {error}") from error
+
+
+def make_runner(
+    model: Any, arena: Arena, plan: MemoryPlan, config: EngineConfig, kernel: AttentionKernel, sampler: Sampler | Follower,
+    *, device: torch.device, num_rows: int, max_tokens: int, host: HostPool | None, group: Group = ALONE,
+    captures: bool = True,
+) -> ModelRunner:  # fmt: skip
+    """The runner of `model` over `arena`, with captured decode steps if device, model and kernel can, and it `captures`."""
+    storage = Storage(plan.geometry, arena, device)
+    runner = ModelRunner(
+        model,
+        storage,
+        kernel,
+        sampler,
+        num_rows=num_rows,
+        max_tokens=max_tokens,
+        max_step_tokens=config.max_step_tokens,
+        arena=arena,
+        host=host,
+        overlaps=device.type == "cuda" if config.overlap is None else config.overlap,
+        threads=CpuThreads(set_native=torch.ops.pagetide.set_threads.default if is_native(model) else None),
+        group=group,
+    )
+    if captures and config.cuda_graphs and device.type == "cuda":
+        _record(runner, num_rows)
+    return runner
+
+
+def _record(runner: ModelRunner, num_rows: int) -> None:
+    """Capture decode steps in CUDA graphs if kernel and model support it; otherwise log why not."""
+    device = runner.storage.device
+    if not runner.kernel.captures:
+        log.info("decode steps are not captured in CUDA graphs: attention by %s cannot be", runner.kernel.name)
+        return
+    began = time.perf_counter()
+    try:
+        runner.record(sizes_for(num_rows), CudaRecorder(device))
+    except Exception as error:  # of a library, or of a model that synchronizes with the device
+        log.warning("decode steps are not captured in CUDA graphs: %s: %s", type(error).__name__, error)
+        return
+    finally:
+        collect(device)  # return memory to the driver for the pool
+    if runner.graphs is not None:
+        sizes, took = runner.graphs.sizes, time.perf_counter() - began
+        log.info("decode steps of up to %d rows captured in %d CUDA graphs, in %.1f s", sizes[-1], len(sizes), took)
+
+
+def empty_caches(runner: ModelRunner, device: torch.device) -> None:
+    """Free the caches of libraries and the buffers of the attention kernel."""
+    runner.kernel.release_buffers()
+    trim(device)
+
+
+def collect(device: torch.device) -> None:
+    """Free what nothing refers to any more. Models are full of reference cycles."""
+    gc.collect()
+    trim(device)

@@ -1,0 +1,360 @@
+"""How a model is divided over shards: transformers' tensor-parallel plan, read as data, becomes a cut for each parameter.
+
+    columns     q, k, v, gate, up: each shard has some of the outputs           no collective
+    rows        o, down: each shard has some of the inputs                      its outputs are summed over the shards
+    experts     of a mixture: cut like gate, up and down                        the output of all of them is summed
+    vocabulary  embedding: some of the rows                                     rows of others are zero, then summed
+                output head: some of the columns                                columns are gathered
+
+Query heads are divided, and the heads of K and V with them; where there are fewer of these than shards, several shards have the
+same one. What the plan leaves whole, such as latent attention, every shard has and computes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from ...cache.geometry import Geometry, LayerShape
+from ..errors import UnsupportedModel
+from .checkpoint import Checkpoint
+from .log_suppression import quiet_transformers
+
+COLUMNS = {"colwise"}
+ROWS = {"rowwise"}
+PACKED = {"packed_colwise"}
+GATHERED = {"colwise_gather_output", "colwise_rep"}
+SPLIT_INPUT = {"rowwise_split_input", "rowwise_rep"}
+EXPERTS = {"moe_tp_experts"}
+WHOLE = {
+    "replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params", "embedding_rowwise", "embedding_colwise",
+    "sequence_parallel", "all_reduce",
+}  # fmt: skip
+_EXPERT_LEAF = re.compile(r"\.experts\.\d+\.(?:(gate_proj|up_proj|w1|w3)|(down_proj|w2))\.weight$")
+_NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)")
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Which part of a tensor each shard has: `ranges[shard]` of dimension `dim`, one behind the other."""
+
+    dim: int
+    ranges: tuple[tuple[Range, ...], ...]
+
+    @classmethod
+    def even(cls, dim: int, length: int, size: int, parts: int = 1) -> Cut:
+        """Equal parts, up to one element. With `parts` 2, each half of the dimension is cut."""
+        part = length // parts
+        return cls(
+            dim,
+            tuple(
+                tuple((p * part + r * part // size, p * part + (r + 1) * part // size) for p in range(parts))
+                for r in range(size)
+            ),
+        )
+
+    def width(self, rank: int) -> int:
+        """The length of the dimension on shard `rank`."""
+        return sum(end - begin for begin, end in self.ranges[rank])
+
+    def shape(self, whole: torch.Size, rank: int) -> tuple[int, ...]:
+        """The shape on shard `rank`."""
+        shape = list(whole)
+        shape[self.dim] = self.width(rank)
+        return tuple(shape)
+
+    def of(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """The part of shard `rank`: a view, if it is in one piece."""
+        pieces = [tensor.narrow(self.dim, begin, end - begin) for begin, end in self.ranges[rank]]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Division:
+    """The cuts of one model over `size` shards.
+
+    Attributes:
+        cuts: Of parameters, by name; others are whole on every shard.
+        reduced: Modules with outputs that are sums over the shards: linear layers cut by rows, and experts.
+        embedding: Name of the input embedding, if it is cut.
+        head: Name of the output head, if it is cut.
+        kv_heads: By layer, the heads of K and V on each shard.
+        whole_attention: Layers with attention that every shard computes.
+        parameters: (elements, bytes of an element, whether of floating point) of each parameter, by name.
+    """
+
+    size: int
+    cuts: Mapping[str, Cut]
+    reduced: tuple[str, ...]
+    embedding: str | None
+    head: str | None
+    kv_heads: tuple[int, ...]
+    whole_attention: tuple[int, ...]
+    parameters: Mapping[str, tuple[int, int, bool]]
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, size: int, layers: tuple[LayerShape, ...]) -> Division:
+        """The division of the checkpoint's model. Reads no weights. `layers` are the whole model's.
+
+        Raises UnsupportedModel if its parts cannot be divided so that each shard computes what it should.
+        """
+        if not checkpoint.weights.safetensors:
+            raise UnsupportedModel(
+                f"{checkpoint.spec.name} cannot be divided over {size} shards: its weights are pickled, and parts of such "
+                "a file cannot be read; save it as safetensors, by save_pretrained()"
+            )
+        if checkpoint.quantized:
+            raise UnsupportedModel(
+                f"{checkpoint.spec.name} cannot be divided over {size} shards: its weights are stored quantized; take the "
+                "checkpoint it was made of, with quantization='int8' if need be"
+            )
+        return _Divider(meta_model(checkpoint), size, layers, checkpoint.spec.name).divide()
+
+    def part(self, name: str, rank: int) -> int:
+        """Elements of a parameter on shard `rank`."""
+        elements, _, _ = self.parameters[name]
+        if (cut := self.cuts.get(name)) is None:
+            return elements
+        whole = sum(cut.width(r) for r in range(self.size))
+        length = max(end for ranges in cut.ranges for _, end in ranges)
+        return elements // length * cut.width(rank) if whole else 0
+
+    def weights_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the weights of the largest shard, floating-point ones as `dtype`."""
+        sizes = {n: dtype.itemsize if floats else itemsize for n, (_, itemsize, floats) in self.parameters.items()}
+        return max(sum(self.part(name, rank) * sizes[name] for name in sizes) for rank in range(self.size))
+
+    def replicated_bytes(self, dtype: torch.dtype) -> int:
+        """Those bytes of `weights_bytes` that every shard has."""
+        return sum(
+            elements * (dtype.itemsize if floats else itemsize)
+            for name, (elements, itemsize, floats) in self.parameters.items()
+            if name not in self.cuts
+        )
+
+    def geometry(self, geometry: Geometry) -> Geometry:
+        """The layout of one shard's blocks, of the whole model's."""
+        layers = tuple(
+            replace(layer, num_kv_heads=heads) for layer, heads in zip(geometry.layers, self.kv_heads, strict=True)
+        )
+        return replace(geometry, layers=layers)
+
+    def cut_of(self, name: str, shape: torch.Size, prefix: str) -> Cut | None:
+        """The cut of a tensor of the checkpoint. Its name is a parameter's, perhaps without the base model's `prefix`, or
+        that of one expert, of which transformers joins all.
+        """
+        for known in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
+            if known in self.parameters:
+                return self.cuts.get(known)
+        if (expert := _EXPERT_LEAF.search(name)) is not None and any(".experts." in one for one in self.cuts):
+            dim = 0 if expert.group(1) else 1
+            return Cut.even(dim, shape[dim], self.size)
+        return None
+
+    def describe(self) -> str:
+        """What is not divided, as a clause; empty if that is only little vectors."""
+        if not self.whole_attention:
+            return ""
+        number = len(self.whole_attention)
+        return f"transformers' plan leaves the attention of {number} layers whole: every shard holds and computes all of it"
+
+
+def meta_model(checkpoint: Checkpoint) -> Any:
+    """The checkpoint's model without memory."""
+    with quiet_transformers(), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            checkpoint.config, attn_implementation="eager", trust_remote_code=checkpoint.spec.trust_remote_code
+        )
+
+
+class _Divider:
+    """Finds the cuts of one model."""
+
+    def __init__(self, model: Any, size: int, layers: tuple[LayerShape, ...], name: str) -> None:
+        self.model = model
+        self.size = size
+        self.layers = layers
+        self.name = name
+        self.modules: dict[str, nn.Module] = dict(model.named_modules())
+        self.plan: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
+        self.cuts: dict[str, Cut] = {}
+        self.reduced: list[str] = []
+        self.kv_heads = [layer.num_kv_heads for layer in layers]
+
+    def divide(self) -> Division:
+        """Raises UnsupportedModel."""
+        if not any(style in COLUMNS | PACKED | GATHERED for style in self.plan.values()):
+            raise self.refusal("transformers has no tensor-parallel plan for it")
+        for style in self.plan.values():
+            if style not in COLUMNS | ROWS | PACKED | GATHERED | SPLIT_INPUT | EXPERTS | WHOLE:
+                raise self.refusal(f"transformers' plan for it asks for {style!r}, which is not known here")
+        whole = self.attentions()
+        for name, module in self.modules.items():
+            if self.style(name) in EXPERTS:
+                self.experts(name, module)
+        for name, module in self.modules.items():
+            if isinstance(module, nn.Linear) and f"{name}.weight" not in self.cuts:
+                self.mlp_layer(name, module)
+        self.pair_up()
+        embedding, head = self.vocabulary()
+        parameters = {
+            name: (one.numel(), one.itemsize, one.is_floating_point()) for name, one in self.model.named_parameters()
+        }
+        return Division(
+            self.size, self.cuts, tuple(self.reduced), embedding, head, tuple(self.kv_heads), whole, parameters
+        )
+
+    def style(self, name: str) -> str | None:
+        """The plan's style for a module or parameter."""
+        return self.plan.get(name) or self.plan.get(_NUMBERS.sub("*", name))
+
+    def refusal(self, why: str) -> UnsupportedModel:
+        return UnsupportedModel(
+            f"{self.name} ({type(self.model).__name__}) cannot be divided over {self.size} shards: {why}"
+        )
+
+    # ---- attention
+
+    def attentions(self) -> tuple[int, ...]:
+        """Cut the projections of attention by heads. Returns the layers that stay whole."""
+        whole = []
+        for name, module in self.modules.items():
+            index = getattr(module, "layer_idx", None)
+            if not isinstance(index, int) or not 0 <= index < len(self.layers) or not self.layers[index].num_kv_heads:
+                continue
+            linears = {child: one for child, one in module.named_children() if isinstance(one, nn.Linear)}
+            if not linears:  # a layer that says its index too
+                continue
+            styles = {child: self.style(f"{name}.{child}") for child in linears}
+            rows = [child for child, style in styles.items() if style in ROWS]
+            columns = [child for child, style in styles.items() if style in COLUMNS]
+            if rows and columns:
+                self.attention(name, index, linears, columns, rows)
+            else:
+                whole.append(index)
+        return tuple(sorted(set(whole)))
+
+    def attention(
+        self, name: str, index: int, linears: dict[str, nn.Linear], columns: list[str], rows: list[str]
+    ) -> None:
+        layer = self.layers[index]
+        heads = linears[rows[0]].in_features // max(1, layer.v_dim)
+        self.check_heads(heads, layer.num_kv_heads, index)
+        for child in columns:
+            of = linears[child]
+            dims = {"k": layer.k_dim, "v": layer.v_dim}
+            kind = child[0] if child[:2] in ("k_", "v_") else None
+            if kind is not None and of.out_features == layer.num_kv_heads * dims[kind]:
+                cut = self.kv_cut(layer.num_kv_heads, dims[kind])
+            elif of.out_features % heads == 0:
+                cut = Cut.even(0, of.out_features, self.size)
+            else:
+                raise self.refusal(
+                    f"{name}.{child} has {of.out_features} outputs, which are not those of {heads} heads"
+                )
+            self.cut_linear(f"{name}.{child}", of, cut)
+        for child in rows:
+            self.cut_linear(f"{name}.{child}", linears[child], Cut.even(1, linears[child].in_features, self.size))
+        for parameter, own in self.modules[name].named_parameters(recurse=False):  # such as sinks, one for each head
+            if own.shape[:1] == (heads,):
+                self.cuts[f"{name}.{parameter}"] = Cut.even(0, heads, self.size)
+        self.kv_heads[index] = max(1, layer.num_kv_heads // self.size)
+
+    def check_heads(self, heads: int, kv_heads: int, index: int) -> None:
+        """Raises UnsupportedModel if the heads cannot be divided."""
+        fits = [n for n in range(2, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+        if self.size not in fits:
+            would = (
+                f"tensor_parallel_size could be {', '.join(map(str, fits))}" if fits else "it cannot be divided at all"
+            )
+            raise self.refusal(
+                f"layer {index} has {heads} query heads and {kv_heads} heads of K and V, and each shard needs as many query "
+                f"heads as the others, and whole heads of K and V: {would}"
+            )
+
+    def kv_cut(self, heads: int, dim: int) -> Cut:
+        """The heads of K or V: divided, or one of them on several shards."""
+        if heads >= self.size:
+            return Cut.even(0, heads * dim, self.size)
+        own = [rank * heads // self.size for rank in range(self.size)]
+        return Cut(0, tuple(((head * dim, (head + 1) * dim),) for head in own))
+
+    # ---- the rest
+
+    def experts(self, name: str, module: nn.Module) -> None:
+        """Cut the joined experts of a mixture by their width."""
+        for child, of in module.named_parameters(recurse=False):
+            style = self.style(f"{name}.{child}")
+            if of.dim() != 3 and style in COLUMNS | PACKED | ROWS:
+                raise self.refusal(f"{name}.{child} has shape {list(of.shape)}, and experts have three dimensions")
+            if style in PACKED:
+                self.cuts[f"{name}.{child}"] = Cut.even(1, of.shape[1], self.size, parts=2)
+            elif style in COLUMNS:
+                self.cuts[f"{name}.{child}"] = Cut.even(1, of.shape[1], self.size)
+            elif style in ROWS:
+                self.cuts[f"{name}.{child}"] = Cut.even(2, of.shape[2], self.size)
+        if any(cut.startswith(f"{name}.") for cut in self.cuts):
+            self.reduced.append(name)
+
+    def mlp_layer(self, name: str, linear: nn.Linear) -> None:
+        """Cut a linear layer outside of attention."""
+        style = self.style(name)
+        if style in COLUMNS:
+            self.cut_linear(name, linear, Cut.even(0, linear.out_features, self.size))
+        elif style in PACKED:
+            self.cut_linear(name, linear, Cut.even(0, linear.out_features, self.size, parts=2))
+        elif style in ROWS:
+            self.cut_linear(name, linear, Cut.even(1, linear.in_features, self.size))
+
+    def pair_up(self) -> None:
+        """Cut joined gate and up projections, which the plan gathers because their halves are taken apart."""
+        by_parent = defaultdict[str, dict[str, str]](dict)
+        for name, module in self.modules.items():
+            if isinstance(module, nn.Linear) and (style := self.style(name)) in GATHERED | SPLIT_INPUT:
+                parent, _, child = name.rpartition(".")
+                by_parent[parent]["up" if style in GATHERED else "down"] = name
+                by_parent[parent][child] = name
+        for found in by_parent.values():
+            up, down = found.get("up"), found.get("down")
+            if up is None or down is None or len(found) != 4:
+                continue
+            first, last = self.modules[up], self.modules[down]
+            assert isinstance(first, nn.Linear) and isinstance(last, nn.Linear)
+            if first.out_features == 2 * last.in_features and "gate_up" in up:
+                self.cut_linear(up, first, Cut.even(0, first.out_features, self.size, parts=2))
+                self.cut_linear(down, last, Cut.even(1, last.in_features, self.size))
+
+    def cut_linear(self, name: str, linear: nn.Linear, cut: Cut) -> None:
+        self.cuts[f"{name}.weight"] = cut
+        if cut.dim == 0 and linear.bias is not None:
+            self.cuts[f"{name}.bias"] = cut
+        if cut.dim == 1:
+            self.reduced.append(name)
+
+    def vocabulary(self) -> tuple[str | None, str | None]:
+        """Cut embedding and output head, both or, if they are not tied, those that can be."""
+        names = {module: name for name, module in self.modules.items()}
+        embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        tied = head is not None and embedding.weight is head.weight
+        by_head = (
+            type(head) is nn.Linear and self.style(names[head]) in GATHERED | COLUMNS and len(head.weight) >= self.size
+        )
+        by_rows = (
+            isinstance(embedding, nn.Embedding) and embedding.max_norm is None and len(embedding.weight) >= self.size
+        )
+        if tied and not (by_head and by_rows):
+            return None, None
+        if by_rows:
+            self.cuts[f"{names[embedding]}.weight"] = Cut.even(0, len(embedding.weight), self.size)
+        if by_head:
+            self.cut_linear(names[head], head, Cut.even(0, head.out_features, self.size))
+        return names[embedding] if by_rows else None, names[head] if by_head else None

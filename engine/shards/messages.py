@@ -1,0 +1,109 @@
+"""What the driver and its shards say to each other. Every message of the driver has a number, which the answer repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..config import EngineConfig
+from ..memory.planning import MemoryPlan
+from .plan_memory import PlanPlace
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """The first message, to a process that has loaded nothing yet. The descriptors are inherited.
+
+    Attributes:
+        collectives: "auto", or another of `collectives.factory.KINDS`.
+        num_threads: Of a step on a CPU.
+    """
+
+    rank: int
+    devices: tuple[str, ...]
+    driver_pid: int
+    plans_fd: int
+    pulse_fd: int
+    group_fd: int
+    store_fd: int
+    num_threads: int
+    collectives: str = "auto"
+    log_level: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The answer to `Launch`: torch is imported, and the shard has its device."""
+
+    pid: int
+    free_bytes: int
+    total_bytes: int
+    held_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Load this shard's part of the model, and map the minimum of its pool."""
+
+    config: EngineConfig
+    plan: MemoryPlan  # of one shard
+    num_rows: int
+    max_tokens: int
+    faults: Mapping[str, str] = field(
+        default_factory=dict
+    )  # parts of the engine that failed in the device's self-check
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What the driver has to know of a loaded shard."""
+
+    kernel: str
+    captures: bool
+    overlaps: bool
+    graph_sizes: tuple[int, ...]
+    elastic: bool
+    num_slots: int  # of the host tier
+    swap_bytes_per_s: float | None
+    collectives: str
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Execute a plan.
+
+    Attributes:
+        undo: Extents to unmap before: those of a mapping that another shard refused, or that could not be unmapped before.
+        processors: Logits processors in the plan, for the shard that samples.
+        answers: Whether the result is asked for: always of the first shard, of the others if it says more than that they are
+            alive.
+    """
+
+    place: PlanPlace
+    undo: tuple[int, ...]
+    processors: Mapping[int, bytes] | None
+    answers: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Call a method of the shard: `empty_caches`, `tidy`, `give_back_host`, `counts`, `finish`."""
+
+    method: str
+    arguments: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """The answer to `Step`: a Result, and the extents of `undo` that were unmapped now."""
+
+    result: Any
+    undone: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A message could not be handled: `error`, or its text if it cannot be pickled. The process ends, unless it was a Load."""
+
+    error: Exception

@@ -1,0 +1,253 @@
+"""One shard of a divided model: its slice of the weights, its part of every block, and a runner that gets every plan."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...allocator.arena import Arena
+from ...allocator.errors import DriverError
+from ...cache.storage import TensorArena
+from ..attention.choose import Site, choose
+from ..collectives.factory import open_group
+from ..collectives.group import CollectiveCount, Group
+from ..errors import EngineError
+from ..execution.host_pool import HostPool
+from ..execution.lockstep import Lockstep
+from ..execution.runner import ModelRunner, PendingStep
+from ..executor import collect, empty_caches, load_checked, make_runner, open_arena, open_host_pool
+from ..loading.checkpoint import Checkpoint
+from ..loading.division import Division
+from ..loading.hub_kernels import no_hub_kernels
+from ..loading.loader import choose_dtype, free_bytes, total_bytes
+from ..loading.shard_check import check_against, reference_logits
+from ..loading.sharded_modules import gather_on_first
+from ..memory.lease_holder import LeaseHolder
+from ..memory.planning import model_geometry
+from ..process.memory_usage import process_bytes, trim
+from ..sampling.follower import Follower
+from ..sampling.sampler import Sampler
+from ..text.encoder import Encoder
+from .channel import Channel, ChannelClosed
+from .messages import Call, Failed, Hello, Launch, Load, Loaded, Step, StepDone
+from .plan_memory import PlanReader
+from .pulse import Heartbeat
+
+log = logging.getLogger(__name__)
+
+_MOST_PENDING = 2  # plans that have begun
+_LOOK_S = 2e-4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pending:
+    """A plan that has begun."""
+
+    number: int
+    step: PendingStep
+    answers: bool
+    undone: tuple[int, ...]
+
+
+class Shard:
+    """Handles the driver's messages. Any exception but those of loading ends the process: the driver then ends the others."""
+
+    def __init__(self, launch: Launch, channel: Channel, heartbeat: Heartbeat) -> None:
+        self._launch = launch
+        self._channel = channel
+        self._heartbeat = heartbeat
+        self._device = torch.device(launch.devices[launch.rank])
+        self._plans = PlanReader(launch.plans_fd)
+        self._pending: deque[_Pending] = deque()
+        self._group: Group | None = None
+        self._runner: ModelRunner
+        self._arena: Arena
+        self._host: HostPool | None = None
+
+    def serve(self, number: int) -> None:
+        """Answer the `Launch` message `number`, and handle all that follow until the driver is gone."""
+        torch.set_num_threads(self._launch.num_threads)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        self._send(
+            number, Hello(os.getpid(), free_bytes(self._device), total_bytes(self._device), process_bytes(self._device))
+        )
+        try:
+            while True:
+                self._finish_due()
+                number, message = self._channel.receive()
+                try:
+                    self._handle(number, message)
+                except Exception as error:
+                    self._send(number, Failed(_portable(error)))
+                    if not isinstance(message, Load):
+                        log.exception("shard %d ends", self._launch.rank)
+                        return
+        except ChannelClosed:
+            return
+
+    def _handle(self, number: int, message: Any) -> None:
+        match message:
+            case Step():
+                self._begin(number, message)
+            case Load():
+                self._send(number, self.load(message))
+            case Call():
+                self._finish_all()
+                self._send(number, getattr(self, message.method)(*message.arguments))
+
+    # ---- loading ---------------------------------------------------------------------------------
+
+    def load(self, load: Load) -> Loaded:
+        """Load this shard's part of the model, check it, map the minimum of the pool and make the runner."""
+        launch, config, plan = self._launch, load.config, load.plan
+        size, rank, device = len(launch.devices), launch.rank, self._device
+        with no_hub_kernels():
+            checkpoint = Checkpoint.open(config.model)
+            dtype = choose_dtype(config.dtype, checkpoint, device)
+            division = Division.of(checkpoint, size, model_geometry(config, checkpoint, device, dtype).layers)
+            group = self._group = open_group(
+                rank, size, device=device, devices=launch.devices, memory_fd=launch.group_fd, store_fd=launch.store_fd,
+                kind=launch.collectives,
+            )  # fmt: skip
+            holder = LeaseHolder(device, plan.weights_bytes)
+            reference = reference_logits(checkpoint, device, dtype, plan.weights_bytes) if rank == 0 else None
+            collect(device)
+            checked = load_checked(
+                config, checkpoint, device, dtype, plan, division, group,
+                lambda model: check_against(model, reference, plan.model, group),
+            )  # fmt: skip
+        kernel = self._kernel(load, dtype, checked.specs, group)
+        gather_on_first(checked.model)
+        arena = self._arena = self._open_arena(load, group)
+        host = self._host = open_host_pool(plan, config, pins="swaps" not in load.faults)
+        holder.arena, holder.host = arena, host
+        encoder = Encoder(checked.tokenizer, checkpoint.vocab_size, checkpoint.bos_token_id, plan.max_model_len)
+        sampler = Follower() if rank else Sampler(load.num_rows, encoder.vocab_size, device, encoder.constraints)
+        runner = self._runner = make_runner(
+            checked.model, arena, plan, config, kernel, sampler, device=device, num_rows=load.num_rows,
+            max_tokens=load.max_tokens, host=host, group=group, captures=group.captures and "graphs" not in load.faults,
+        )  # fmt: skip
+        usable = plan.min_extents * plan.geometry.blocks_per_extent - 1
+        speed = None if host is None else host.measure(runner.storage, usable)
+        self._heartbeat.measure = lambda: (holder.base_bytes, 0 if host is None else host.mapped_bytes)
+        collect(device)
+        return Loaded(
+            kernel.name, kernel.captures, runner.overlaps, () if runner.graphs is None else runner.graphs.sizes,
+            not isinstance(arena, TensorArena), 0 if host is None else host.num_slots, speed, group.name,
+        )  # fmt: skip
+
+    def _kernel(self, load: Load, dtype: torch.dtype, specs: Any, group: Group) -> Any:
+        """The attention kernel that the first shard chooses: all must capture, and round, alike."""
+        site = Site.of(self._device, dtype, load.plan.geometry)
+        name, kernel = load.config.attention, None
+        if group.rank == 0:
+            kernel = choose(name, site, specs, faults=load.faults)
+            name = kernel.name
+        name = pickle.loads(group.exchange(pickle.dumps(name))[0])
+        return kernel or choose(name, site, specs, faults=load.faults)
+
+    def _open_arena(self, load: Load, group: Group) -> Arena:
+        """The arena with the minimum mapped: elastic on all shards, or on none."""
+        plan = load.plan
+        arena = open_arena(plan, self._device, elastic="pool" not in load.faults, ready_bytes=0)
+        elastic = not isinstance(arena, TensorArena)
+        if elastic and not Lockstep(group).all_agree(elastic):
+            arena.close()
+            arena = open_arena(plan, self._device, elastic=False)
+            elastic = False
+        elif not elastic:
+            Lockstep(group).all_agree(False)
+        if elastic:
+            arena.map(range(plan.min_extents))
+        return arena
+
+    # ---- steps -----------------------------------------------------------------------------------
+
+    def _begin(self, number: int, step: Step) -> None:
+        plan = self._plans.read(step.place, step.processors)
+        undone = self._undo(step.undo)
+        pending = self._runner.begin(plan)
+        if plan.resize and self._device.type == "cuda":
+            self._arena.trim()  # nothing is held that the driver does not know of
+        self._pending.append(_Pending(number, pending, step.answers, undone))
+
+    def _undo(self, extents: tuple[int, ...]) -> tuple[int, ...]:
+        """Unmap `extents`, which the driver's books do not have. Returns those that are unmapped now."""
+        mapped = self._arena.mapped_extents
+        if left := [extent for extent in extents if extent in mapped]:
+            try:
+                self._arena.unmap(left)
+                self._arena.trim()
+            except DriverError as error:
+                log.warning("%d extents could not be unmapped: %s", len(left), error)
+        return tuple(extent for extent in extents if extent not in self._arena.mapped_extents)
+
+    def _finish_due(self) -> None:
+        """Wait for plans until there is a message to read, and room for one more plan."""
+        while self._pending:
+            if self._runner.overlaps and len(self._pending) < _MOST_PENDING:
+                if self._channel.poll(0 if self._pending[0].step.is_done else _LOOK_S):
+                    return
+                if not self._pending[0].step.is_done:
+                    continue
+            self._finish_oldest()
+
+    def _finish_all(self) -> None:
+        while self._pending:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        pending = self._pending.popleft()
+        try:
+            result = pending.step.wait()
+        except Exception as error:
+            self._send(pending.number, Failed(_portable(error)))
+            raise ChannelClosed("the step failed") from error
+        if pending.answers:
+            self._send(pending.number, StepDone(result, pending.undone))
+
+    # ---- calls -----------------------------------------------------------------------------------
+
+    def empty_caches(self) -> None:
+        """Free the caches of libraries and kernels."""
+        empty_caches(self._runner, self._device)
+
+    def tidy(self) -> None:
+        """Return free heap memory to the system."""
+        trim(self._device)
+
+    def give_back_host(self, num_bytes: int) -> int:
+        """Free host memory of the tier. Returns the bytes that it has left."""
+        if self._host is None:
+            return 0
+        self._host.give_back(num_bytes)
+        return self._host.mapped_bytes
+
+    def counts(self) -> dict[str, CollectiveCount]:
+        """The collectives so far."""
+        assert self._group is not None
+        return self._group.counts()
+
+    def mapped(self) -> tuple[int, ...]:
+        """The extents with memory."""
+        return tuple(sorted(self._arena.mapped_extents))
+
+    def _send(self, number: int, message: Any) -> None:
+        self._channel.send((number, message))
+
+
+def _portable(error: Exception) -> Exception:
+    """`error`, if it can be pickled and read again; else its text."""
+    try:
+        if type(pickle.loads(pickle.dumps(error))) is type(error):
+            return error
+    except Exception:
+        log.debug("an error cannot be pickled", exc_info=True)
+    return EngineError(f"{type(error).__name__}: {error}")

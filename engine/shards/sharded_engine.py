@@ -1,0 +1,185 @@
+"""The parts of an engine whose model is divided: the shards' processes, their leases, and the pool that all of them have."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...monitor.host_memory import free_host_bytes, host_memory
+from ..attention.choose import Site, check
+from ..config import EngineConfig
+from ..errors import ConfigError, DeviceNotFound
+from ..loading.checkpoint import Checkpoint
+from ..loading.division import Division
+from ..loading.loader import choose_dtype
+from ..loading.quantized_linears import check_native
+from ..memory.engine_memory import EngineMemory
+from ..memory.lease_holder import HEAP_BYTES, LeaseHolder
+from ..memory.planning import MemoryPlan, model_geometry, plan_memory
+from ..process.cpu_threads import own_threads
+from .messages import Hello, Load, Loaded
+from .sharded_arena import ShardedArena
+from .sharded_lease import ShardedSharing, acquire_leases
+from .sharded_runner import ShardedRunner
+from .team import ShardTeam
+
+if TYPE_CHECKING:
+    from ..core import EngineCore
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DividedEngine:
+    """The shards, started and planned for, and what the driver needs of them. `close` ends them."""
+
+    config: EngineConfig
+    checkpoint: Checkpoint
+    plan: MemoryPlan  # of one shard
+    team: ShardTeam
+    holder: LeaseHolder  # of the driver's own memory
+    sharing: ShardedSharing | None
+    arena: ShardedArena
+    faults: dict[str, str]
+
+    def load(self, num_rows: int, max_tokens: int) -> list[Loaded]:
+        """Load the model: every shard its part. Raises what `load_checked` raises, NotEnoughMemory, and ShardLost."""
+        load = Load(self.config, self.plan, num_rows, max_tokens, self.faults)
+        loaded: list[Loaded] = self.team.ask([load] * self.team.size)
+        return loaded
+
+    def memory(self, core: EngineCore, runner: ShardedRunner) -> EngineMemory:
+        """What keeps the pool within the leases of all shards."""
+        if self.sharing is not None:
+            runner.on_refused = self.sharing.lease.return_unused
+        plan, team, on_host = self.plan, self.team, torch.device(self.team.devices[0]).type == "cpu"
+        return EngineMemory(
+            lambda: core.scheduler,
+            self.arena,
+            min_extents=plan.min_extents,
+            base_bytes=lambda: max(team.sign(rank).base_bytes for rank in range(team.size)),
+            reserve_bytes=plan.reserve_bytes + (0 if self.sharing is None else HEAP_BYTES),
+            weights_bytes=plan.weights_bytes,
+            trim=runner.empty_caches,
+            tidy=runner.tidy if on_host else None,
+            lease=None if self.sharing is None else self.sharing.lease,
+            idle_s=self.config.idle_s,
+            host=runner.host,
+            host_is_device=on_host,
+        )
+
+    def close(self) -> None:
+        """End the shards, then their leases. Idempotent."""
+        self.team.close()
+        self.arena.close()
+        self.holder.close()
+        if self.sharing is not None:
+            self.sharing.close()
+
+
+def start_shards(config: EngineConfig) -> DividedEngine:
+    """Start a process for each of `config.devices`, plan their memory and acquire their leases. Reads no weights.
+
+    Raises what `Checkpoint.open`, `Division.of`, `plan_memory` and `acquire_leases` raise; ConfigError.
+    """
+    _refuse_what_stays_here(config)
+    devices = _numbered(config.devices)
+    device = torch.device(devices[0])
+    faults = _faults(config, devices)
+    team = ShardTeam(devices, num_threads=max(1, own_threads() // len(devices)))
+    holder = LeaseHolder(torch.device("cpu"), 0)
+    sharing: ShardedSharing | None = None
+    try:
+        team.start()
+        checkpoint = Checkpoint.open(config.model)  # while the shards import torch
+        dtype = choose_dtype(config.dtype, checkpoint, device)
+        if config.quantization is not None:
+            check_native(config.quantization, device)
+        layers = model_geometry(config, checkpoint, device, dtype).layers
+        division = Division.of(checkpoint, len(devices), layers)
+        hellos: list[Hello] = team.wait(0, range(team.size))
+        team.forget(0)
+        plan = _planned(config, checkpoint, dtype, division, devices, hellos)
+        check(config.attention, Site.of(torch.device("cpu"), dtype, plan.geometry), plan.geometry, faults)
+        sharing = acquire_leases(
+            config, plan, devices, [hello.held_bytes for hello in hellos], lambda: holder.base_bytes
+        )
+        leases = None if sharing is None else sharing.leases
+        arena = ShardedArena(
+            plan.num_extents, plan.geometry.extent_bytes, leases, range(plan.min_extents), len(devices)
+        )
+        return DividedEngine(config, checkpoint, plan, team, holder, sharing, arena, faults)
+    except BaseException:
+        team.close()
+        holder.close()
+        if sharing is not None:
+            sharing.close()
+        raise
+
+
+def _refuse_what_stays_here(config: EngineConfig) -> None:
+    """Raises ConfigError for a model or a tokenizer that other processes cannot read."""
+    asked = f"the model is to be divided over {len(config.devices)} devices, each in a process of its own"
+    if config.model.loaded is not None:
+        raise ConfigError(
+            f"{asked}, and a loaded model is in this one: save it by save_pretrained(), and give its folder"
+        )
+    if os.name == "nt":
+        raise ConfigError(f"{asked}, which needs Linux or macOS")
+
+
+def _numbered(devices: Sequence[str]) -> tuple[str, ...]:
+    """The devices with "auto" and "cuda" replaced: cuda:0, cuda:1, ... or as often the CPU. Raises DeviceNotFound."""
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if devices[0] == "cpu" or (devices[0] == "auto" and not there):
+        return ("cpu",) * len(devices)
+    wanted = tuple(f"cuda:{i}" for i in range(len(devices))) if devices[0] in ("auto", "cuda") else tuple(devices)
+    if missing := [name for name in wanted if int(name.partition(":")[2]) >= there]:
+        found = ", ".join(f"cuda:{i}" for i in range(there)) or "none"
+        raise DeviceNotFound(
+            f"{len(wanted)} shards were asked for on {', '.join(wanted)}, and {', '.join(missing)} is not there: torch sees "
+            f"{found}; use fewer shards, name a device several times as in devices=['cuda:0', 'cuda:0'], or use device='cpu'"
+        )
+    return wanted
+
+
+def _faults(config: EngineConfig, devices: Sequence[str]) -> dict[str, str]:
+    """The parts of the engine that failed in the self-check of one of the devices, with the reasons."""
+    faults: dict[str, str] = {}
+    if not config.self_check:
+        return faults
+    for name in dict.fromkeys(devices):
+        if name != "cpu":
+            from ..self_check.check import at_start
+
+            if (report := at_start(torch.device(name).index)) is not None:
+                faults |= report.faults
+    return faults
+
+
+def _planned(
+    config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype, division: Division, devices: Sequence[str],
+    hellos: Sequence[Hello],
+) -> MemoryPlan:  # fmt: skip
+    """The plan of one shard, within what the scarcest device has for each of its shards."""
+    times = Counter(devices)
+    on_host = devices[0] == "cpu"
+    free = min(
+        (free_host_bytes() if on_host else hello.free_bytes) // times[name]
+        for name, hello in zip(devices, hellos, strict=True)
+    )
+    total = min(
+        ((host_memory().total_bytes or free_host_bytes()) if on_host else hello.total_bytes) // times[name]
+        for name, hello in zip(devices, hellos, strict=True)
+    )
+
+    def free_of(asked: Any) -> int:
+        return free_host_bytes() // len(devices) if torch.device(asked).type == "cpu" and not on_host else free
+
+    plan = plan_memory(
+        config, checkpoint, torch.device(devices[0]), dtype, free=free_of, total=lambda asked: total, division=division
+    )
+    return replace(plan, device=",".join(devices))

@@ -1,0 +1,279 @@
+"""The leases of a divided model's shards, as the one lease that the engine's memory works with.
+
+Each shard has a lease on its own device, held by the driver, which decides what all of them map. Every lease is told what the
+largest shard holds, and together they allow what the scarcest does: the pool has the same extents everywhere. So a recall of
+any of them shrinks all shards in the same step.
+
+A device may grant what another one does not: the pool cannot use it. Two engines that grow over the same devices could then
+wait for each other for ever, each with what the other lacks. So what is granted beyond the others' goes back after a moment,
+and is asked for again after another one, of random length: one of the engines gets all it asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...allocator.errors import LeaseClosed, LeaseError, LeaseRefused
+from ...allocator.lease import Lease
+from ...allocator.lease_events import Event, Recalled
+from ...monitor.errors import MonitorError
+from ...monitor.units import format_bytes
+from ...monitor.watching import Watch, watch
+from ..config import EngineConfig
+from ..errors import NotEnoughMemory
+from ..memory.lease_holder import HEAP_BYTES, LIBRARIES_BYTES, acquire, device_info, log, new_name
+from ..memory.planning import MemoryPlan
+
+SURPLUS_S = 0.3  # that a grant may exceed the others', and half the most that is waited before the next ask
+_LOOK_S = 0.25
+
+
+def _none() -> int:
+    return 0
+
+
+class ShardedLease:
+    """See `Lease`. Thread-safe in the same way.
+
+    Args:
+        leases: One for each shard.
+        granule_bytes: Of an extent: smaller surpluses stay.
+        extra: What the first lease has to cover besides its shard: the driver's own memory, if that is on the same device.
+    """
+
+    def __init__(
+        self, leases: Sequence[Lease], granule_bytes: int, extra: Callable[[], int] = _none, *,
+        clock: Callable[[], float] = time.monotonic, chance: Callable[[], float] = random.random,
+    ) -> None:  # fmt: skip
+        self.leases = tuple(leases)
+        self._granule_bytes = granule_bytes
+        self._extra = extra
+        self._extra_bytes = extra()
+        self._clock = clock
+        self._chance = chance
+        self._uneven_until: float | None = None  # when a surplus goes back
+        self._silent_until = -1.0  # when the next ask is passed on
+        self._closed = False
+        self._waiters = 0
+        self._changed = threading.Condition()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    # ---- what is allowed -------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The first shard's name."""
+        return self.leases[0].name
+
+    @property
+    def device_uuid(self) -> str:
+        """The first shard's device."""
+        return self.leases[0].device_uuid
+
+    @property
+    def connected(self) -> bool:
+        """Whether every lease has a broker."""
+        return all(lease.connected for lease in self.leases)
+
+    @property
+    def min_bytes(self) -> int:
+        """The largest minimum."""
+        return max(lease.min_bytes - extra for lease, extra in self._each())
+
+    @property
+    def max_bytes(self) -> int | None:
+        """The smallest max."""
+        return min(
+            (most - extra for lease, extra in self._each() if (most := lease.max_bytes) is not None), default=None
+        )
+
+    @property
+    def granted_bytes(self) -> int:
+        """The smallest grant."""
+        return min(lease.granted_bytes - extra for lease, extra in self._each())
+
+    @property
+    def held_bytes(self) -> int:
+        """The most that a shard holds."""
+        return max(lease.held_bytes - extra for lease, extra in self._each())
+
+    @property
+    def recall(self) -> Recalled | None:
+        """The recall with the lowest target."""
+        recalls = [
+            Recalled(recall.target_bytes - extra, recall.due)
+            for lease, extra in self._each()
+            if (recall := lease.recall) is not None
+        ]
+        return min(recalls, key=lambda one: one.target_bytes, default=None)
+
+    def _each(self) -> list[tuple[Lease, int]]:
+        return [(lease, 0 if i else self._extra_bytes) for i, lease in enumerate(self.leases)]
+
+    # ---- messages to the brokers -----------------------------------------------------------------
+
+    def report(self, held: Mapping[str, int], free_bytes: int, *, moving_bytes: int = 0) -> None:
+        """Report what the largest shard holds to every broker."""
+        self._extra_bytes = self._extra()
+        for lease, extra in self._each():
+            own = {**held, "other": held.get("other", 0) + extra} if extra else held
+            lease.report(own, free_bytes, moving_bytes=moving_bytes)
+
+    def ask(self, target_bytes: int, *, expires_s: float = 1.0) -> None:
+        """Ask every broker for `target_bytes`; not while another engine has its turn."""
+        if self._clock() >= self._silent_until:
+            for lease, extra in self._each():
+                lease.ask(target_bytes + extra, expires_s=expires_s)
+
+    def lower_min(self, min_bytes: int) -> None:
+        """Lower every minimum to `min_bytes`."""
+        for lease, extra in self._each():
+            lease.lower_min(min(lease.min_bytes, min_bytes + extra))
+
+    def answer_unmapped(self, keep_bytes: int) -> None:
+        """Declare that each shard holds at most `keep_bytes`. What a shard has to unmap still stays granted."""
+        for lease, extra in self._each():
+            lease.answer_unmapped(max(keep_bytes + extra, lease.held_bytes))
+
+    def return_unused(self) -> None:
+        """Return what is granted and not held: a shard could not map what the lease allows."""
+        self.answer_unmapped(max(self.held_bytes, self.min_bytes))
+        self._pause_asking()
+
+    def close(self) -> None:
+        """End all leases. A thread in `wait` gets LeaseClosed. Idempotent."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            os.eventfd_write(self._wake, 1)
+            self._changed.wait_for(lambda: not self._waiters, 2 * _LOOK_S)
+        for lease in self.leases:
+            lease.close()
+        os.close(self._wake)
+
+    # ---- messages from the brokers ---------------------------------------------------------------
+
+    def poll(self) -> tuple[Event, ...]:
+        """The events of all leases since the last call. Never blocks. Raises LeaseClosed."""
+        if self._closed:
+            raise LeaseClosed(f"the leases of {self.name!r} are closed; make a new engine")
+        events = tuple(event for lease in self.leases for event in lease.poll())
+        self._return_surplus()
+        return events
+
+    def wait(self, timeout_s: float) -> tuple[Event, ...]:
+        """Like `poll`, but wait for an event; () after `timeout_s` without one. Raises LeaseClosed."""
+        until = time.monotonic() + timeout_s
+        with self._changed:
+            self._waiters += 1
+        try:
+            while True:
+                if events := self.poll():
+                    return events
+                left = until - time.monotonic()
+                if left <= 0:
+                    return ()
+                poller = select.poll()
+                for fd in (self._wake, *(lease.fileno() for lease in self.leases)):
+                    poller.register(fd, select.POLLIN)
+                poller.poll(1000 * min(left, _LOOK_S))
+        finally:
+            with self._changed:
+                self._waiters -= 1
+                self._changed.notify_all()
+
+    def _return_surplus(self) -> None:
+        """Return what one device grants beyond the others, once that has lasted."""
+        common, now = self.granted_bytes, self._clock()
+        uneven = [
+            (lease, extra)
+            for lease, extra in self._each()
+            if lease.connected and lease.granted_bytes - extra >= common + self._granule_bytes
+        ]
+        if not uneven:
+            self._uneven_until = None
+        elif self._uneven_until is None:
+            self._uneven_until = now + SURPLUS_S * (0.5 + self._chance())
+        elif now >= self._uneven_until:
+            self._uneven_until = None
+            self._pause_asking()
+            for lease, extra in uneven:
+                lease.answer_unmapped(max(common + extra, lease.held_bytes, lease.min_bytes))
+
+    def _pause_asking(self) -> None:
+        self._silent_until = self._clock() + 2 * SURPLUS_S * self._chance()
+
+
+@dataclass(slots=True, eq=False)
+class ShardedSharing:
+    """A divided engine's registration with the monitor and the brokers of its devices."""
+
+    watched: Watch
+    lease: ShardedLease
+
+    @property
+    def leases(self) -> tuple[Lease, ...]:
+        """The leases of the shards, by rank."""
+        return self.lease.leases
+
+    def close(self) -> None:
+        """Close the leases and the watch. All memory must be unmapped. Idempotent."""
+        self.lease.close()
+        self.watched.close()
+
+
+def acquire_leases(
+    config: EngineConfig, plan: MemoryPlan, devices: Sequence[str], held_bytes: Sequence[int],
+    driver_bytes: Callable[[], int],
+) -> ShardedSharing | None:  # fmt: skip
+    """Acquire a lease for each shard with the plan's minimum granted: all, or none. None without `config.share` or a broker.
+
+    They are acquired in the order of the devices' uuids, so that two engines do not wait for each other.
+
+    Args:
+        held_bytes: By shard, what its process holds on the device before it has loaded anything.
+        driver_bytes: What the driver's own process holds on the host.
+
+    Raises NotEnoughMemory if a minimum does not fit beside those of other leases, or is not granted in time.
+    """
+    if not config.share:
+        return None
+    try:
+        watched = watch()
+    except (MonitorError, OSError) as error:
+        log.warning("memory is not shared with other engines: %s", error)
+        return None
+    on_host = torch.device(devices[0]).type == "cpu"
+    extra = driver_bytes if on_host else _none
+    working = max(plan.reserve_bytes, plan.loading_bytes) + HEAP_BYTES + LIBRARIES_BYTES
+    leases: dict[int, Lease] = {}
+    name = new_name(plan.model)
+    try:
+        infos = [device_info(watched, torch.device(device)) for device in devices]
+        for rank in sorted(range(len(devices)), key=lambda rank: infos[rank].uuid):
+            held = held_bytes[rank] + (0 if rank else extra())
+            base = held + plan.weights_bytes + plan.primitives_bytes + working
+            leases[rank] = acquire(config, plan, watched, infos[rank], base, held, f"{name}.{rank}")
+        ordered = [leases[rank] for rank in range(len(devices))]
+        return ShardedSharing(watched, ShardedLease(ordered, plan.geometry.extent_bytes, extra))
+    except BaseException as error:
+        for lease in leases.values():
+            lease.close()
+        watched.close()
+        if isinstance(error, LeaseRefused):
+            needed = plan.weights_bytes + plan.primitives_bytes + working + plan.min_kv_bytes
+            what = f"a shard of {plan.model} ({format_bytes(plan.min_kv_bytes)} of it KV), of {len(devices)} on {plan.device}"
+            raise NotEnoughMemory(needed, plan.free_bytes, what, f"the broker says: {error}") from error
+        if isinstance(error, MonitorError | LeaseError | OSError):
+            log.warning("memory is not shared with other engines: %s", error)
+            return None
+        raise

@@ -1,0 +1,205 @@
+"""The driver's runner: hands each plan to all shards, and joins what they answer."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import reduce
+
+import numpy as np
+
+from ...cache.block_table import Int32
+from ...scheduler.plan import NO_EXTENTS, NO_TOKENS, Plan, Resize, Result
+from ..errors import ShardLost, is_interrupt
+from .messages import Loaded, Step, StepDone
+from .sharded_arena import ResizeOutcome, ShardedArena
+from .team import ShardTeam
+
+
+@dataclass(frozen=True, slots=True)
+class KernelFacts:
+    """The attention kernel of the shards, by name."""
+
+    name: str
+    captures: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GraphFacts:
+    """The sizes of the decode steps that the shards have captured."""
+
+    sizes: tuple[int, ...]
+
+
+class ShardedHostPool:
+    """The host tier, of which each shard has its part of every slot."""
+
+    def __init__(self, team: ShardTeam, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._team = team
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Host memory that the largest part takes now."""
+        return max(self._team.sign(rank).host_bytes for rank in range(self._team.size))
+
+    def give_back(self, num_bytes: int) -> None:
+        """Free up to `num_bytes` of each part. Raises ShardLost."""
+        self._team.call("give_back_host", num_bytes)
+
+
+@dataclass(slots=True, eq=False)
+class StepTimes:
+    """Seconds of the driver since the start: writing and sending plans, and waiting for results; steps."""
+
+    steps: int = 0
+    sending_s: float = 0.0
+    waiting_s: float = 0.0
+
+
+class ShardedRunner:
+    """Has what the engine's core needs of a `ModelRunner`. Not thread-safe. Plans must come in the order they were made."""
+
+    def __init__(self, team: ShardTeam, arena: ShardedArena | None, loaded: Sequence[Loaded]) -> None:
+        first = loaded[0]
+        self.arena = arena
+        self.kernel = KernelFacts(first.kernel, first.captures)
+        self.overlaps = first.overlaps
+        self.graphs = GraphFacts(first.graph_sizes) if first.graph_sizes else None
+        self.host = ShardedHostPool(team, first.num_slots) if first.num_slots else None
+        self.collectives = first.collectives
+        self.times = StepTimes()
+        self.on_refused: Callable[[], None] = lambda: None  # called when a shard could not map what its lease allows
+        self._team = team
+        self._pending: deque[ShardedStep] = deque()
+
+    @property
+    def lost(self) -> ShardLost | None:
+        """Why the shards are gone; None while they are there."""
+        return self._team.lost
+
+    @property
+    def mapped_extents(self) -> frozenset[int] | None:
+        """The pool's extents that have memory on all shards; None for a pool of fixed size."""
+        with suppress(ShardLost):
+            self._catch_up()
+        return None if self.arena is None else self.arena.mapped_extents
+
+    def begin(self, plan: Plan) -> ShardedStep:
+        """Send `plan` to all shards. Raises ShardLost."""
+        self._catch_up()
+        began = time.perf_counter()
+        team, arena, sent = self._team, self.arena, plan
+        refused: str | None = None
+        undo: list[tuple[int, ...]] = [()] * team.size
+        if arena is not None:
+            undo = [tuple(arena.undo(rank)) for rank in range(team.size)]
+            if plan.resize and (refused := arena.expect(plan.resize)) is not None:
+                sent = replace(plan, resize=Resize(NO_EXTENTS, plan.resize.unmap))
+        place, processors = team.plans.write(sent)
+        everywhere = sent.moves_memory or not len(sent.rows) or any(undo)
+        ranks = range(team.size) if everywhere else range(1)
+        steps = [Step(place, undo[rank], processors if rank == 0 else None, rank in ranks) for rank in range(team.size)]
+        step = ShardedStep(self, plan, sent, refused, ranks, team.post(steps))
+        self._pending.append(step)
+        self.times.steps += 1
+        self.times.sending_s += time.perf_counter() - began
+        return step
+
+    def close(self) -> None:
+        """Forget the pending plans: the shards are ended by their team. Idempotent."""
+        self._pending.clear()
+
+    def empty_caches(self) -> None:
+        """Free the caches of libraries and kernels on all shards. Raises ShardLost."""
+        self._catch_up()
+        self._team.call("empty_caches")
+
+    def tidy(self) -> None:
+        """Return free heap memory of all shards to the system. Raises ShardLost."""
+        self._catch_up()
+        self._team.call("tidy")
+
+    def _catch_up(self) -> None:
+        """Complete the steps that an interrupted `wait` has left: what they mapped must be known."""
+        while self._pending and self._pending[0].abandoned:
+            self._pending[0].wait()
+
+    def _wait(self, step: ShardedStep) -> Result:
+        assert step is self._pending[0], "results come in the order of the plans"
+        began, team = time.perf_counter(), self._team
+        try:
+            answers: list[StepDone] = team.wait(step.number, step.ranks)
+        except BaseException as error:
+            if is_interrupt(error):
+                step.abandoned = True
+                raise
+            self._pending.popleft()
+            if isinstance(error, ShardLost):
+                raise
+            raise team.fail(f"a step failed: {type(error).__name__}: {error}") from error
+        self._pending.popleft()
+        team.forget(step.number)
+        self.times.waiting_s += time.perf_counter() - began
+        result = _joined([answer.result for answer in answers])
+        if self.arena is None:
+            return result
+        for rank, answer in enumerate(answers):
+            if answer.undone:
+                self.arena.undone(rank, answer.undone)
+        if not step.sent.resize:
+            return result if step.refused is None else replace(result, refused=step.refused)
+        outcomes = [ResizeOutcome(_ids(a.result.mapped), _ids(a.result.unmapped), a.result.refused) for a in answers]
+        settled = self.arena.settle(step.sent.resize, outcomes)
+        if len(step.sent.resize.map) and not settled.mapped:
+            self.on_refused()
+        return replace(
+            result,
+            mapped=np.array(sorted(settled.mapped), np.int64),
+            unmapped=np.array(sorted(settled.unmapped), np.int64),
+            refused=step.refused or settled.refused,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class ShardedStep:
+    """A plan that the shards execute. `abandoned`: an interrupt has ended the wait for its result."""
+
+    _runner: ShardedRunner
+    plan: Plan
+    sent: Plan
+    refused: str | None
+    ranks: range
+    number: int
+    abandoned: bool = False
+
+    def wait(self) -> Result:
+        """Wait for the plan's result. Call it once per plan, in the order the plans were begun. Raises ShardLost."""
+        return self._runner._wait(self)
+
+
+def _ids(extents: np.ndarray[tuple[int], np.dtype[np.int64]]) -> tuple[int, ...]:
+    return tuple(extents.tolist())
+
+
+def _joined(results: Sequence[Result]) -> Result:
+    """The first shard's result, with what failed on any of them: a block is whole only if all its parts are."""
+    first = results[0]
+    if len(results) == 1:
+        return first
+    return replace(
+        first,
+        lost_slots=_union([one.lost_slots for one in results]),
+        failed_slots=_union([one.failed_slots for one in results]),
+        failed_blocks=_union([one.failed_blocks for one in results]),
+        swapped=min(one.swapped for one in results),
+        swap_s=max(one.swap_s for one in results),
+    )
+
+
+def _union(ids: Sequence[Int32]) -> Int32:
+    union: Int32 = reduce(np.union1d, ids, NO_TOKENS).astype(np.int32)
+    return union

@@ -1,0 +1,302 @@
+"""The processes of a divided model's shards, as the driver sees them: started, spoken to, watched, and ended together.
+
+One thread starts them, reads what they send, and watches: a process that ends, or whose heartbeat stops, is the end of all of
+them. What they share has no name in a file system, and so goes with them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from ..collectives.factory import create_store
+from ..collectives.shared_memory_group import create_group_memory
+from ..errors import ShardLost
+from .channel import Channel, ChannelClosed
+from .messages import Call, Failed, Launch
+from .plan_memory import PlanWriter
+from .pulse import Pulse, Sign
+
+log = logging.getLogger(__name__)
+
+SILENT_S = 10.0  # without a heartbeat
+LOOK_S = 0.25  # interval of looks at the heartbeats
+_END_S = 2.0
+MODULE = f"{__package__}.process"
+
+_teams: weakref.WeakSet[ShardTeam] = weakref.WeakSet()
+
+
+class ShardTeam:
+    """`len(devices)` processes. `post` and `wait` are for one thread at a time; `lost` and `close` are thread-safe.
+
+    Args:
+        num_threads: Of each shard on a CPU.
+        collectives: "auto", or a kind of `collectives.factory`.
+        silent_s: A shard without a heartbeat for so long is given up.
+    """
+
+    def __init__(
+        self, devices: Sequence[str], *, num_threads: int, collectives: str = "auto", silent_s: float = SILENT_S
+    ) -> None:
+        self.devices = tuple(devices)
+        self.lost: ShardLost | None = None
+        self.on_lost: Callable[[], None] = lambda: None  # called by the watching thread
+        self._silent_s = silent_s
+        self._pulse = Pulse.create(len(devices))
+        self._plans = PlanWriter()
+        self._group_fd = create_group_memory(len(devices))
+        self._store_fd = create_store()
+        self._launch = (num_threads, collectives)
+        self._channels: list[Channel] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._changed = threading.Condition()
+        self._answers: dict[int, dict[int, Any]] = {}  # by number of the message, then rank
+        self._number = 0
+        self._started = self._closing = False
+        self._thread = threading.Thread(target=self._watch, name="pagetide-shards", daemon=True)
+        _teams.add(self)
+        self._thread.start()
+
+    @property
+    def size(self) -> int:
+        """The number of shards."""
+        return len(self.devices)
+
+    @property
+    def plans(self) -> PlanWriter:
+        """The memory for plans."""
+        return self._plans
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The processes, by rank."""
+        return tuple(process.pid for process in self._processes)
+
+    def sign(self, rank: int) -> Sign:
+        """The last sign of life of a shard; zeros once the team is closed."""
+        return Sign(0, 0, 0) if self._closing else self._pulse.read(rank)
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """The shards as plain data, for `LLM.stats`."""
+        signs = [self.sign(rank) for rank in range(self.size)]
+        return [
+            {
+                "rank": rank, "device": self.devices[rank], "pid": self._processes[rank].pid, "base_bytes": sign.base_bytes,
+                "host_tier_bytes": sign.host_bytes,
+            }
+            for rank, sign in enumerate(signs)
+        ]  # fmt: skip
+
+    # ---- messages --------------------------------------------------------------------------------
+
+    def post(self, messages: Sequence[Any]) -> int:
+        """Send each shard its message, by rank. Returns the number to `wait` for. Raises ShardLost."""
+        self._number += 1
+        number = self._number
+        with self._changed:
+            self._check()
+            self._answers[number] = {}
+        for rank, message in enumerate(messages):
+            try:
+                self._channels[rank].send((number, message))
+            except ChannelClosed:
+                self._wait_until_lost(rank)
+        return number
+
+    def wait(self, number: int, ranks: Sequence[int]) -> list[Any]:
+        """The answers of `ranks` to message `number`. May be called again after an interrupt, until `forget`.
+
+        Raises ShardLost, and the error of a shard that could not load.
+        """
+        with self._changed:
+            answers = self._answers[number]
+            while not all(rank in answers for rank in ranks):
+                failed = next((answer for answer in answers.values() if isinstance(answer, Failed)), None)
+                if failed is not None:
+                    raise failed.error
+                self._check()
+                self._changed.wait()
+            found = [answers[rank] for rank in ranks]
+        for answer in found:
+            if isinstance(answer, Failed):
+                raise answer.error
+        return found
+
+    def forget(self, number: int) -> None:
+        """Drop the answers to message `number`, also those to come."""
+        with self._changed:
+            self._answers.pop(number, None)
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """What a method of each shard returns. Raises ShardLost."""
+        return self.ask([Call(method, arguments)] * self.size)
+
+    def ask(self, messages: Sequence[Any]) -> list[Any]:
+        """Send each shard its message and wait for all answers. Raises as `wait`."""
+        number = self.post(messages)
+        try:
+            return self.wait(number, range(self.size))
+        finally:
+            self.forget(number)
+
+    def fail(self, why: str) -> ShardLost:
+        """End all shards, as one of them can no longer be trusted. Returns the error."""
+        self._lose(why)
+        return self.lost or ShardLost(why)
+
+    def _check(self) -> None:
+        if self.lost is not None:
+            raise self.lost
+        if self._closing:
+            raise ShardLost("the engine is closed")
+
+    def _wait_until_lost(self, rank: int) -> None:
+        """Raise ShardLost: the channel of a shard is closed, and the watching thread is about to find out why."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.lost is not None or self._closing, _END_S)
+            self._check()
+        raise ShardLost(f"{self._name(rank)} closed its socket")
+
+    # ---- the watching thread ---------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Wait until all processes are started. Raises what starting one raises."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._started or self.lost is not None)
+            if not self._started:
+                self._check()
+
+    def _watch(self) -> None:
+        try:
+            self._spawn()
+        except BaseException as error:
+            self._lose(f"a shard could not be started: {type(error).__name__}: {error}")
+            return
+        with self._changed:
+            self._started = True
+            self._changed.notify_all()
+        with selectors.DefaultSelector() as selector:
+            for rank, channel in enumerate(self._channels):
+                selector.register(channel, selectors.EVENT_READ, rank)
+            beats = [(0, time.monotonic())] * self.size
+            while not self._closing and self.lost is None:
+                for key, _ in selector.select(LOOK_S):
+                    self._receive(key.data)
+                self._look(beats)
+
+    def _spawn(self) -> None:
+        """Start the processes, from this thread: the kernel kills them when it ends."""
+        num_threads, collectives = self._launch
+        level = logging.getLogger("pagetide").getEffectiveLevel()
+        shared = (self._plans.fd, self._pulse.fd, self._group_fd, self._store_fd)
+        for rank in range(self.size):
+            channel, theirs = Channel.pair()
+            with theirs:
+                os.set_inheritable(theirs.fileno(), True)
+                process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", MODULE, str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(), *shared), start_new_session=True,
+                )  # fmt: skip
+            self._channels.append(channel)
+            self._processes.append(process)
+            channel.send((0, Launch(rank, self.devices, os.getpid(), *shared, num_threads, collectives, level)))
+        with self._changed:
+            self._answers[0] = {}
+
+    def _receive(self, rank: int) -> None:
+        try:
+            messages = self._channels[rank].received()
+        except ChannelClosed:
+            self._lose_ended(rank)
+            return
+        with self._changed:
+            for number, message in messages:
+                if number in self._answers:
+                    self._answers[number][rank] = message
+            self._changed.notify_all()
+
+    def _look(self, beats: list[tuple[int, float]]) -> None:
+        """Give up a shard whose heartbeat has stopped."""
+        now = time.monotonic()
+        for rank in range(self.size):
+            count, since = beats[rank]
+            if (new := self._pulse.read(rank).beats) != count or not count:
+                beats[rank] = new, now
+            elif now - since > self._silent_s and self.lost is None:
+                self._lose(f"{self._name(rank)} gave no sign of life for {self._silent_s:g} s")
+
+    def _lose_ended(self, rank: int) -> None:
+        """Give up: a shard closed its socket. Its process is at its end, or is killed."""
+        process = self._processes[rank]
+        try:
+            status = process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._lose(f"{self._name(rank)} closed its socket")
+            return
+        said = next(
+            (str(a.error) for of in self._answers.values() if isinstance(a := of.get(rank), Failed)), None
+        )  # fmt: skip
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        self._lose(f"{self._name(rank)} {how}" + (f": {said}" if said else ""))
+
+    def _name(self, rank: int) -> str:
+        pid = f", process {self._processes[rank].pid}" if rank < len(self._processes) else ""
+        return f"shard {rank} of {self.size} (on {self.devices[rank]}{pid})"
+
+    def _lose(self, why: str) -> None:
+        """End all shards: none of them can compute anything without the others."""
+        if self._closing or self.lost is not None:
+            return
+        self._kill()
+        with self._changed:
+            self.lost = ShardLost(f"{why}; the engine has ended: make a new one")
+            self._changed.notify_all()
+        log.error("%s", self.lost)
+        self.on_lost()
+
+    # ---- the end ---------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Kill the shards, and free what they share with the driver. Idempotent."""
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(_END_S)
+        self._kill()
+        for channel in self._channels:
+            channel.close()
+        self._plans.close()
+        self._pulse.close()
+        os.close(self._group_fd)
+        os.close(self._store_fd)
+        _teams.discard(self)
+
+    def _kill(self) -> None:
+        """Kill all processes and wait for their end, so that their memory is free."""
+        for process in self._processes:
+            with suppress(OSError):
+                process.kill()
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
+
+
+@atexit.register
+def _close_all() -> None:
+    """End the shards of engines that nobody closed."""
+    for team in list(_teams):
+        team.close()
