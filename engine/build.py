@@ -39,7 +39,7 @@ from .memory.lease_holder import HEAP_BYTES, LeaseHolder, Sharing, acquire_lease
 from .memory.planning import MemoryPlan, plan_memory
 from .process.memory_usage import trim
 from .sampling.sampler import Sampler
-from .shards.sharded_engine import start_shards
+from .shards.sharded_engine import plan_shard, start_shards
 from .shards.sharded_runner import ShardedRunner
 from .text.encoder import Encoder
 
@@ -285,7 +285,7 @@ def _build_divided(config: EngineConfig, began: float) -> Engine:
         runner = ShardedRunner(team, shards.arena if first.elastic else None, loaded)
         core = EngineCore(Scheduler(cache, limits, _swap_cost(plan, first.swap_bytes_per_s)), runner)
         if first.elastic:
-            core.memory = shards.memory(core, runner)
+            core.memory = shards.memory(lambda: core.scheduler, runner)
         encoder = Encoder(
             load_tokenizer(config.model), checkpoint.vocab_size, checkpoint.bos_token_id, plan.max_model_len
         )
@@ -311,9 +311,12 @@ def _log_ready(plan: MemoryPlan, first_bytes: int, core: EngineCore, began: floa
 
 
 def plan_only(config: EngineConfig, context: int | None = None) -> MemoryPlan:
-    """The memory plan of `build`, for sequences of `context` tokens. Reads no weights, allocates no memory."""
+    """The memory plan of `build`, for sequences of `context` tokens; of a divided model, that of each shard.
+
+    Reads no weights, allocates no memory.
+    """
     with _loading:
-        return _planned(config, context)[-1]
+        return plan_shard(config, context) if config.devices else _planned(config, context)[-1]
 
 
 def _planned(config: EngineConfig, context: int | None) -> tuple[Checkpoint, torch.device, torch.dtype, MemoryPlan]:

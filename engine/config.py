@@ -119,7 +119,7 @@ class DeviceArguments(TypedDict, total=False):
     """Those arguments of `LLM` that say where the model runs."""
 
     device: str | torch.device
-    devices: Sequence[str | torch.device] | None
+    devices: str | Sequence[str | torch.device] | None
     tensor_parallel_size: int | None
 
 
@@ -307,7 +307,7 @@ def _resolve_devices(device: str, devices: object, tensor_parallel_size: object)
 
     Args:
         device: The one device that was asked for, or "auto".
-        devices: A list of devices, or None.
+        devices: A list of devices, or a text with commas between them, or None.
         tensor_parallel_size: The number of shards, or None.
 
     Raises ConfigError.
@@ -325,7 +325,9 @@ def _resolve_devices(device: str, devices: object, tensor_parallel_size: object)
                 "devices=['cuda:0', 'cuda:1']"
             )
         return (device,) * size
-    if isinstance(devices, str) or not isinstance(devices, Sequence):
+    if isinstance(devices, str):
+        devices = [name.strip() for name in devices.split(",")]
+    if not isinstance(devices, Sequence):
         raise ConfigError(f"devices must be a list such as ['cuda:0', 'cuda:1'], got {devices!r:.80}")
     if device != "auto":
         raise ConfigError(f"give devices or device, not both: got devices={devices!r:.80} and device={device!r}")

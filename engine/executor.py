@@ -25,7 +25,7 @@ from .attention.backends import AttentionSpec
 from .attention.choose import WatchedKernel
 from .attention.context import AttentionKernel
 from .attention.interface import register
-from .collectives.group import ALONE, Group
+from .collectives.group import ALONE, ShardGroup
 from .config import EngineConfig
 from .errors import ConfigError, NotEnoughMemory
 from .execution.graphs import CudaRecorder, sizes_for
@@ -44,7 +44,7 @@ from .memory.engine_memory import READY_LIMIT_BYTES
 from .memory.planning import MemoryPlan
 from .process.cpu_threads import CpuThreads
 from .process.memory_usage import trim
-from .sampling.follower import Follower
+from .sampling.follower import TokenFollower
 from .sampling.sampler import Sampler
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class CheckedModel:
 
 def load_checked(
     config: EngineConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, plan: MemoryPlan,
-    division: Division | None = None, group: Group = ALONE, check: Callable[[Any], None] = lambda model: None,
+    division: Division | None = None, group: ShardGroup = ALONE, check: Callable[[Any], None] = lambda model: None,
 ) -> CheckedModel:  # fmt: skip
     """Load the model, or this shard's part of it, and check that it can be served. `check` is called before its attention is
     replaced.
@@ -134,8 +134,8 @@ def open_host_pool(plan: MemoryPlan, config: EngineConfig, *, pins: bool) -> Hos
 
 
 def make_runner(
-    model: Any, arena: Arena, plan: MemoryPlan, config: EngineConfig, kernel: AttentionKernel, sampler: Sampler | Follower,
-    *, device: torch.device, num_rows: int, max_tokens: int, host: HostPool | None, group: Group = ALONE,
+    model: Any, arena: Arena, plan: MemoryPlan, config: EngineConfig, kernel: AttentionKernel, sampler: Sampler | TokenFollower,
+    *, device: torch.device, num_rows: int, max_tokens: int, host: HostPool | None, group: ShardGroup = ALONE,
     captures: bool = True,
 ) -> ModelRunner:  # fmt: skip
     """The runner of `model` over `arena`, with captured decode steps if device, model and kernel can, and it `captures`."""

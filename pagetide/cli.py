@@ -184,6 +184,13 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGr
 
     engine = parser.add_argument_group("engine")
     engine.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
+    engine.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        metavar="N",
+        help="divide the model over N devices; sizes are then of each part",
+    )
+    engine.add_argument("--devices", metavar="D,D", help="divide the model over these devices, like cuda:0,cuda:1")
     engine.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the checkpoint's)")
     engine.add_argument(
         "--quantization", metavar="FORM", help="int8 or int4 weights, on a CPU (default: as --dtype says)"
@@ -323,8 +330,8 @@ def _given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 def _engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     return _given(
-        args, "device", "dtype", "quantization", "kv_cache_dtype", "kv_memory", "block_size", "attention", "max_seqs",
-        "max_step_tokens", "max_model_len",
+        args, "device", "devices", "tensor_parallel_size", "dtype", "quantization", "kv_cache_dtype", "kv_memory",
+        "block_size", "attention", "max_seqs", "max_step_tokens", "max_model_len",
     )  # fmt: skip
 
 

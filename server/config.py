@@ -29,7 +29,8 @@ _OF_MODELS = (
 )  # settings that a model's entry may have too
 # Arguments of `LLM` that are settings, for all models, with the types of their variables.
 ENGINE_SETTINGS = {
-    "device": "str", "dtype": "str", "quantization": "str", "kv_cache_dtype": "str", "kv_memory": "str",
+    "device": "str", "devices": "str", "tensor_parallel_size": "int", "dtype": "str", "quantization": "str",
+    "kv_cache_dtype": "str", "kv_memory": "str",
     "block_size": "int | auto", "attention": "str", "max_seqs": "int", "max_step_tokens": "int", "max_model_len": "int",
     "max_chunk_tokens": "int", "prefix_cache_memory": "str", "host_kv_memory": "str", "prefix_caching": "bool",
     "idle_s": "float", "share": "bool", "overlap": "bool", "cuda_graphs": "bool", "self_check": "bool",

@@ -398,7 +398,7 @@ def _llm(config: str) -> None:
     rng = random.Random(given.get("seed", 0))
     prompts = [[rng.randrange(3, 500) for _ in range(rng.randint(5, 400))] for _ in range(given.get("prompts", 6))]
     params = SamplingParams(max_new_tokens=given.get("new", 100), temperature=0)
-    sharing._LIBRARIES_BYTES = given.get("libraries", sharing._LIBRARIES_BYTES)
+    sharing.LIBRARIES_BYTES = given.get("libraries", sharing.LIBRARIES_BYTES)
     with LLM("demo", **given.get("options", {}), share=False) as before:
         alone = [before.generate(prompt, params, progress=False)[0].token_ids for prompt in prompts]
     tally, bursts = Tally(), False

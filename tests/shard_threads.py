@@ -26,13 +26,15 @@ class _Meeting:
 
 
 class ThreadGroup:
-    """One shard's place. See `Group`."""
+    """One shard's place. See `ShardGroup`."""
 
     name = "threads"
     captures = True
 
     def __init__(self, rank: int, meeting: _Meeting) -> None:
         self.rank, self.size = rank, meeting.size
+        self.key = len(_groups)
+        _groups.append(self)
         self._meeting = meeting
         self._turn = 0
         self._counts: dict[str, CollectiveCount] = {}
@@ -61,6 +63,16 @@ class ThreadGroup:
         return found
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        all_reduce(x, self.key)
+        return x
+
+    def gather(self, x: Tensor, widths: Sequence[int], *, everywhere: bool = False) -> Tensor:
+        assert x.shape[-1] == widths[self.rank], (x.shape, widths)
+        return gather(x.contiguous(), self.key) if everywhere or not self.rank else (gather(x.contiguous(), self.key), x)[1]
+
+    def summed(self, x: Tensor) -> Tensor:
+        """The sum over the shards."""
         parts = self._meet("all_reduce", x.clone())
         assert len({(part.shape, part.dtype) for part in parts}) == 1
         total = parts[0].float() if x.dtype in (torch.float16, torch.bfloat16) else parts[0].clone()
@@ -68,10 +80,9 @@ class ThreadGroup:
             total = total + part
         return total.to(x.dtype)
 
-    def gather(self, x: Tensor, widths: Sequence[int], *, everywhere: bool = False) -> Tensor:
-        assert x.shape[-1] == widths[self.rank], (x.shape, widths)
-        parts = self._meet("gather", x.clone())
-        return torch.cat(parts, -1) if everywhere or self.rank == 0 else x
+    def gathered(self, x: Tensor) -> Tensor:
+        """The columns of all shards."""
+        return torch.cat(self._meet("gather", x.clone()), -1)
 
     def broadcast(self, x: Tensor) -> Tensor:
         return self._meet("broadcast", x.clone())[0].clone()
@@ -104,6 +115,20 @@ class ThreadGroup:
 
     def close(self) -> None:
         pass
+
+
+_groups: list[ThreadGroup] = []  # by key
+
+
+# Operators of torch, so that a tape which stands in for CUDA graphs does them again.
+@torch.library.custom_op("shard_threads::all_reduce", mutates_args=("x",))
+def all_reduce(x: Tensor, key: int) -> None:
+    x.copy_(_groups[key].summed(x))
+
+
+@torch.library.custom_op("shard_threads::gather", mutates_args=())
+def gather(x: Tensor, key: int) -> Tensor:
+    return _groups[key].gathered(x)
 
 
 def thread_groups(size: int) -> list[ThreadGroup]:

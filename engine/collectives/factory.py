@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ... import native
-from .group import Group
+from .group import ShardGroup
 from .memory_file import create_memory
 from .shared_memory_group import SharedMemoryGroup
 
@@ -21,7 +21,7 @@ def create_store() -> int:
 
 def open_group(
     rank: int, size: int, *, device: torch.device, devices: Sequence[str], memory_fd: int, store_fd: int, kind: str = "auto"
-) -> Group:  # fmt: skip
+) -> ShardGroup:  # fmt: skip
     """Join the group of `devices` as `rank`. All shards must come, with the same descriptors, which they have inherited."""
     if kind == "auto":
         if device.type == "cuda":

@@ -27,7 +27,7 @@ class CollectiveCount:
     seconds: float = 0.0
 
 
-class Group(Protocol):
+class ShardGroup(Protocol):
     """The shards of one model. Each process has an object for its own place. All call the same methods in the same order.
 
     Attributes:

@@ -36,7 +36,7 @@ def stop_from_outside(fd: int) -> None:
 
 
 class SharedMemoryGroup:
-    """See `Group`. `fd`: of `create_group_memory`, inherited."""
+    """See `ShardGroup`. `fd`: of `create_group_memory`, inherited."""
 
     captures = False
     name = "shared memory"
@@ -57,7 +57,7 @@ class SharedMemoryGroup:
         self._nothing = torch.empty(0, dtype=torch.uint8)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """See `Group`."""
+        """See `ShardGroup`."""
         began = time.perf_counter()
         x = x.contiguous()
         most = _SLOT_BYTES // x.itemsize
@@ -70,7 +70,7 @@ class SharedMemoryGroup:
         return x
 
     def gather(self, x: Tensor, widths: Sequence[int], *, everywhere: bool = False) -> Tensor:
-        """See `Group`."""
+        """See `ShardGroup`."""
         began = time.perf_counter()
         wanted, most = everywhere or self.rank == 0, max(widths)
         rows = x.reshape(-1, widths[self.rank])
@@ -95,7 +95,7 @@ class SharedMemoryGroup:
         return out.view(*x.shape[:-1], -1) if wanted else x
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """See `Group`."""
+        """See `ShardGroup`."""
         began = time.perf_counter()
         x = x.contiguous()
         parts = self._all(x.view(-1).view(torch.uint8) if x.numel() else self._nothing, True)
@@ -103,7 +103,7 @@ class SharedMemoryGroup:
         return parts[0].view(x.dtype).view(x.shape) if x.numel() else x
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """See `Group`."""
+        """See `ShardGroup`."""
         began = time.perf_counter()
         own = torch.tensor([len(data)], dtype=torch.int64)
         lengths = [int(part.view(torch.int64)) for part in self._all(own.view(torch.uint8), True)]
@@ -115,22 +115,22 @@ class SharedMemoryGroup:
         return [bytes(part[:length].numpy()) for part, length in zip(parts, lengths, strict=True)]
 
     def abort(self) -> None:
-        """See `Group`."""
+        """See `ShardGroup`."""
         generation = self._number // _GENERATION
         (stopped,) = struct.unpack_from("<Q", self._map, 0)
         struct.pack_into("<Q", self._map, 0, max(stopped, generation + 1))
 
     def reset(self) -> None:
-        """See `Group`."""
+        """See `ShardGroup`."""
         self._number = (self._number // _GENERATION + 1) * _GENERATION
         self._meet(self._nothing, False)
 
     def counts(self) -> dict[str, CollectiveCount]:
-        """See `Group`."""
+        """See `ShardGroup`."""
         return self._counts
 
     def close(self) -> None:
-        """See `Group`. The memory goes with the last tensor over it."""
+        """See `ShardGroup`. The memory goes with the last tensor over it."""
         self._memory = self._nothing
 
     def _sum_piece(self, x: Tensor) -> None:

@@ -42,7 +42,7 @@ class GlooGroup:
         self._group: Any = self._joined()
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """See `Group`."""
+        """See `ShardGroup`."""
         with self._counted("all_reduce", x):
             parts = self._all(x)
             if x.dtype in (torch.float16, torch.bfloat16):
@@ -53,7 +53,7 @@ class GlooGroup:
             return total.to(x)
 
     def gather(self, x: Tensor, widths: Sequence[int], *, everywhere: bool = False) -> Tensor:
-        """See `Group`."""
+        """See `ShardGroup`."""
         with self._counted("gather", x):
             most = max(widths)
             padded = x if x.shape[-1] == most else torch.nn.functional.pad(x, (0, most - x.shape[-1]))
@@ -63,12 +63,12 @@ class GlooGroup:
             return torch.cat([part[..., :width] for part, width in zip(parts, widths, strict=True)], -1).to(x.device)
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """See `Group`."""
+        """See `ShardGroup`."""
         with self._counted("broadcast", x):
             return self._all(x)[0].to(x.device)
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """See `Group`."""
+        """See `ShardGroup`."""
         with self._counted("exchange", None):
             lengths = [int(one) for one in self._all(torch.tensor([len(data)]))]
             mine = torch.zeros(max(1, *lengths), dtype=torch.uint8)
@@ -77,22 +77,22 @@ class GlooGroup:
             return [bytes(part[:length].numpy()) for part, length in zip(parts, lengths, strict=True)]
 
     def abort(self) -> None:
-        """See `Group`."""
+        """See `ShardGroup`."""
         self._group = None
 
     def reset(self) -> None:
-        """See `Group`."""
+        """See `ShardGroup`."""
         self._generation += 1
         self._group = None
         self._group = self._joined()
         self._all(torch.zeros(1))
 
     def counts(self) -> dict[str, CollectiveCount]:
-        """See `Group`."""
+        """See `ShardGroup`."""
         return self._counts
 
     def close(self) -> None:
-        """See `Group`."""
+        """See `ShardGroup`."""
         self._group = None
 
     def _all(self, x: Tensor, everywhere: bool = True) -> list[Tensor]:
@@ -157,14 +157,14 @@ class NcclGroup:
         self._group: Any = dist.ProcessGroupNCCL(prefix, rank, size, options)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """See `Group`; sums 16-bit types in their own type."""
+        """See `ShardGroup`; sums 16-bit types in their own type."""
         self._count("all_reduce", x)
         x = x.contiguous()
         self._group.allreduce([x]).wait()
         return x
 
     def gather(self, x: Tensor, widths: Sequence[int], *, everywhere: bool = False) -> Tensor:
-        """See `Group`; gathers on all shards."""
+        """See `ShardGroup`; gathers on all shards."""
         self._count("gather", x)
         most = max(widths)
         padded = (x if x.shape[-1] == most else torch.nn.functional.pad(x, (0, most - x.shape[-1]))).contiguous()
@@ -175,14 +175,14 @@ class NcclGroup:
         return torch.cat([part[..., :width] for part, width in zip(parts, widths, strict=True)], -1)
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """See `Group`; in the order of the device's work."""
+        """See `ShardGroup`; in the order of the device's work."""
         self._count("broadcast", x)
         x = x.contiguous()
         self._group.broadcast([x]).wait()
         return x
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """See `Group`; through host memory."""
+        """See `ShardGroup`; through host memory."""
         return self._host.exchange(data)
 
     def abort(self) -> None:
@@ -194,11 +194,11 @@ class NcclGroup:
         self.abort()
 
     def counts(self) -> dict[str, CollectiveCount]:
-        """See `Group`. Times are the device's and not counted."""
+        """See `ShardGroup`. Times are the device's and not counted."""
         return self._counts | self._host.counts()
 
     def close(self) -> None:
-        """See `Group`."""
+        """See `ShardGroup`."""
         self._group = None
         self._host.close()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 from typing import Any, NoReturn
 
-from ..collectives.group import CollectiveAborted, Group
+from ..collectives.group import CollectiveAborted, ShardGroup
 from ..errors import EngineError
 
 
@@ -25,24 +25,24 @@ class PeerFailed(RuntimeError):
 class Lockstep:
     """The agreement of one shard with the others. With a group of one it does nothing."""
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def __init__(self, group: ShardGroup) -> None:
+        self.group = group
 
     @property
     def is_alone(self) -> bool:
         """Whether there is only one shard."""
-        return self._group.size == 1
+        return self.group.size == 1
 
     def stop(self) -> None:
         """This shard cannot go on with the step as planned: let every other one raise."""
         if not self.is_alone:
-            self._group.abort()
+            self.group.abort()
 
     def agree(self, step_id: int, state: Any) -> list[Any]:
         """After `stop`, on all shards: the `state` of each, by rank. Raises ShardsDiverged."""
         if self.is_alone:
             return [state]
-        self._group.reset()
+        self.group.reset()
         return self._exchange(step_id, state)
 
     def settle(self, step_id: int, error: BaseException | None) -> BaseException | None:
@@ -59,7 +59,7 @@ class Lockstep:
             except CollectiveAborted:
                 pass
         else:
-            self._group.abort()
+            self.group.abort()
         texts = self.agree(step_id, None if error is None else f"{type(error).__name__}: {error}")
         rank = next((rank for rank, text in enumerate(texts) if text is not None), 0)
         if error is not None and not isinstance(error, CollectiveAborted):
@@ -68,10 +68,10 @@ class Lockstep:
 
     def all_agree(self, well: bool) -> bool:
         """Whether `well` on all shards. For choices that every shard must make alike."""
-        return self.is_alone or all(self._exchange(-1, well))
+        return well if self.is_alone else all(self._exchange(-1, well))
 
     def _exchange(self, step_id: int, state: Any) -> list[Any]:
-        said = [pickle.loads(data) for data in self._group.exchange(pickle.dumps((step_id, state)))]
+        said = [pickle.loads(data) for data in self.group.exchange(pickle.dumps((step_id, state)))]
         if any(step != step_id for step, _ in said):
             self._diverged([step for step, _ in said])
         return [state for _, state in said]

@@ -10,7 +10,7 @@ import numpy as np
 from ...cache.block_table import Index, Int32
 from ...scheduler.plan import Admission, Plan
 from ..errors import is_interrupt
-from ..sampling.follower import Follower
+from ..sampling.follower import TokenFollower
 from ..sampling.logprobs import LogprobRequests
 from ..sampling.sampler import Sampler
 from .parts import ChunkGroup, Computed
@@ -25,7 +25,7 @@ class RowStates:
     the row's chunks fail.
     """
 
-    def __init__(self, sampler: Sampler | Follower, num_rows: int, max_tokens: int) -> None:
+    def __init__(self, sampler: Sampler | TokenFollower, num_rows: int, max_tokens: int) -> None:
         self.sampler = sampler
         self.logprob_requests = LogprobRequests(num_rows)
         self.tokens: Int32 = np.zeros((num_rows, max_tokens), np.int32)  # untouched pages take no memory

@@ -25,11 +25,11 @@ from ...cache.block_table import Index, Int32
 from ...cache.storage import Storage
 from ...scheduler.plan import NO_LOGPROBS, NO_TOKENS, Candidates, ChunkLogprobs, Failure, Plan, Result
 from ..attention.context import AttentionKernel, StepContext, running
-from ..collectives.group import ALONE, CollectiveAborted, Group
+from ..collectives.group import ALONE, CollectiveAborted, ShardGroup
 from ..errors import is_interrupt
 from ..process.cpu_threads import CpuThreads
 from ..process.memory_usage import trim
-from ..sampling.follower import Follower
+from ..sampling.follower import TokenFollower
 from ..sampling.logprobs import TokenSpan, score
 from ..sampling.sampler import Sampler
 from .batch import ON_ITS_WAY, DeviceRows, InputBatch, pack
@@ -139,12 +139,10 @@ class ModelRunner:
         group: The shards of the model, each with a runner that gets the same plans. The first one samples, and has the outputs.
     """
 
-    lost: None = None  # a device of this process is never given up
-
     def __init__(
-        self, model: Any, storage: Storage, kernel: AttentionKernel, sampler: Sampler | Follower, *, num_rows: int,
+        self, model: Any, storage: Storage, kernel: AttentionKernel, sampler: Sampler | TokenFollower, *, num_rows: int,
         max_tokens: int, max_step_tokens: int = 8192, arena: Arena | None = None, host: HostPool | None = None,
-        overlaps: bool = False, threads: CpuThreads | None = None, group: Group = ALONE,
+        overlaps: bool = False, threads: CpuThreads | None = None, group: ShardGroup = ALONE,
     ) -> None:  # fmt: skip
         self.storage = storage
         self.arena = arena
@@ -159,7 +157,6 @@ class ModelRunner:
         self._device = self._layers[0].key.device
         self._stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         self._threads = threads or CpuThreads()
-        self._group = group
         self._lockstep = Lockstep(group)
         self._block_size = geometry.block_size
         self._max_tokens = max_tokens
@@ -195,6 +192,11 @@ class ModelRunner:
         sampler = self._row_states.sampler
         assert isinstance(sampler, Sampler), "only the first shard of a model samples"
         return sampler
+
+    @property
+    def lost(self) -> None:
+        """None: what is in this process is not lost without it."""
+        return None
 
     @property
     def mapped_extents(self) -> frozenset[int] | None:
@@ -410,7 +412,7 @@ class ModelRunner:
             inputs = uploaded[: len(work.batch.arrays)]
             step = self._rows.context(work.batch, inputs, width, self._layers, self.kernel)
             logits = self._forward(*step, uploaded[len(inputs)] if len(work.keep) else None)
-        if self._group.rank:  # the logits here are not all of them
+        if self._lockstep.group.rank:  # the logits here are not all of them
             if num_sampling:
                 self._take_tokens(computed, work, uploaded[len(work.batch.arrays) + 1])
             return computed
@@ -423,14 +425,14 @@ class ModelRunner:
             self._sample_on_device(computed, work, logits[:num_sampling], uploaded[len(work.batch.arrays) + 1 :])
         elif num_sampling:
             self._sample(computed, work, logits[:num_sampling])
-            if self._group.size > 1:
-                self._group.broadcast(self._to_device(computed.tokens[work.sampling].astype(np.int64)))
+            if self._lockstep.group.size > 1:
+                self._lockstep.group.broadcast(self._to_device(computed.tokens[work.sampling].astype(np.int64)))
         return computed
 
     def _take_tokens(self, computed: Computed, work: _Work, rows: torch.Tensor) -> None:
         """Take the tokens that the first shard has sampled. `rows` are those that sample, on the device."""
         empty = torch.zeros(len(work.sampling), dtype=torch.int64, device=self._device)
-        tokens = self._group.broadcast(empty)
+        tokens = self._lockstep.group.broadcast(empty)
         if not self.overlaps:
             drawn = tokens.cpu().numpy().astype(np.int32)
             computed.tokens[work.sampling] = self._row_states.tokens[work.sampled_rows, work.at] = drawn
@@ -449,7 +451,7 @@ class ModelRunner:
         found = self.sampler.draw(logits, work.settings, settings)
         sampled_rows, chunks = work.sampled_rows, work.part.chunks[work.sampling]
         computed.drawn = PendingTokens(work.sampling, chunks, sampled_rows, work.at, Download(found.packed))
-        tokens = self._group.broadcast(found.tokens)
+        tokens = self._lockstep.group.broadcast(found.tokens)
         # Last: if anything before raises, the step is computed again with the old tokens as inputs.
         self._rows.newest.index_copy_(0, rows, tokens)
         self._row_states.tokens[sampled_rows, work.at] = ON_ITS_WAY

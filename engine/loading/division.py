@@ -14,22 +14,26 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 
 from ...cache.geometry import Geometry, LayerShape
 from ..errors import UnsupportedModel
 from .checkpoint import Checkpoint
-from .log_suppression import quiet_transformers
+from .meta_models import meta_model
+from .weight_files import StoredTensor
 
 COLUMNS = {"colwise"}
 ROWS = {"rowwise"}
 PACKED = {"packed_colwise"}
+PACKED_ROWS = {"packed_rowwise"}  # of experts with transposed weights, in which "colwise" is down's
 GATHERED = {"colwise_gather_output", "colwise_rep"}
 SPLIT_INPUT = {"rowwise_split_input", "rowwise_rep"}
 EXPERTS = {"moe_tp_experts"}
@@ -38,6 +42,7 @@ WHOLE = {
     "sequence_parallel", "all_reduce",
 }  # fmt: skip
 _EXPERT_LEAF = re.compile(r"\.experts\.\d+\.(?:(gate_proj|up_proj|w1|w3)|(down_proj|w2))\.weight$")
+_UNIT = 8  # elements: 16 bytes of 16-bit types
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)")
 
 Range = tuple[int, int]
@@ -51,22 +56,27 @@ class Cut:
     ranges: tuple[tuple[Range, ...], ...]
 
     @classmethod
+    def exact(cls, dim: int, length: int, size: int) -> Cut:
+        """Equal parts of a length that can be divided: of heads."""
+        part = length // size
+        return cls(dim, tuple(((rank * part, (rank + 1) * part),) for rank in range(size)))
+
+    @classmethod
     def even(cls, dim: int, length: int, size: int, parts: int = 1) -> Cut:
-        """Equal parts, up to one element. With `parts` 2, each half of the dimension is cut."""
+        """Equal parts, up to a few elements: borders are multiples of 8 where that is possible, which kernels ask for.
+
+        With `parts` 2, each half of the dimension is cut.
+        """
         part = length // parts
-        return cls(
-            dim,
-            tuple(
-                tuple((p * part + r * part // size, p * part + (r + 1) * part // size) for p in range(parts))
-                for r in range(size)
-            ),
-        )
+        unit = _UNIT if part % _UNIT == 0 and part // _UNIT >= size else 1
+        borders = [rank * (part // unit) // size * unit for rank in range(size + 1)]
+        return cls(dim, tuple(tuple((p * part + b, p * part + e) for p in range(parts)) for b, e in pairwise(borders)))
 
     def width(self, rank: int) -> int:
         """The length of the dimension on shard `rank`."""
         return sum(end - begin for begin, end in self.ranges[rank])
 
-    def shape(self, whole: torch.Size, rank: int) -> tuple[int, ...]:
+    def shape(self, whole: Sequence[int], rank: int) -> tuple[int, ...]:
         """The shape on shard `rank`."""
         shape = list(whole)
         shape[self.dim] = self.width(rank)
@@ -88,8 +98,11 @@ class Division:
         embedding: Name of the input embedding, if it is cut.
         head: Name of the output head, if it is cut.
         kv_heads: By layer, the heads of K and V on each shard.
+        kv_groups: Query heads of each head of K and V on a shard, by attention module, where they are others than in the whole
+            model.
         whole_attention: Layers with attention that every shard computes.
         parameters: (elements, bytes of an element, whether of floating point) of each parameter, by name.
+        stored: By name of a tensor in the files, the parameter that it becomes, where that has another name.
     """
 
     size: int
@@ -98,8 +111,10 @@ class Division:
     embedding: str | None
     head: str | None
     kv_heads: tuple[int, ...]
+    kv_groups: Mapping[str, int]
     whole_attention: tuple[int, ...]
     parameters: Mapping[str, tuple[int, int, bool]]
+    stored: Mapping[str, str]
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, size: int, layers: tuple[LayerShape, ...]) -> Division:
@@ -117,7 +132,9 @@ class Division:
                 f"{checkpoint.spec.name} cannot be divided over {size} shards: its weights are stored quantized; take the "
                 "checkpoint it was made of, with quantization='int8' if need be"
             )
-        return _Divider(meta_model(checkpoint), size, layers, checkpoint.spec.name).divide()
+        model = meta_model(checkpoint)
+        stored = stored_names(model, [tensor.name for tensor in checkpoint.tensors])
+        return replace(_Divider(model, size, layers, checkpoint.spec.name).divide(), stored=stored)
 
     def part(self, name: str, rank: int) -> int:
         """Elements of a parameter on shard `rank`."""
@@ -148,17 +165,23 @@ class Division:
         )
         return replace(geometry, layers=layers)
 
-    def cut_of(self, name: str, shape: torch.Size, prefix: str) -> Cut | None:
-        """The cut of a tensor of the checkpoint. Its name is a parameter's, perhaps without the base model's `prefix`, or
-        that of one expert, of which transformers joins all.
-        """
-        for known in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
-            if known in self.parameters:
-                return self.cuts.get(known)
+    def cut_of(self, name: str, shape: Sequence[int]) -> Cut | None:
+        """The cut of a tensor of the checkpoint: a parameter, or a part of one expert, of which transformers joins all."""
+        name = self.stored.get(name, name)
+        if name in self.cuts or name in self.parameters:  # of tied parameters only one is among these
+            return self.cuts.get(name)
         if (expert := _EXPERT_LEAF.search(name)) is not None and any(".experts." in one for one in self.cuts):
             dim = 0 if expert.group(1) else 1
             return Cut.even(dim, shape[dim], self.size)
         return None
+
+    def largest_part(self, tensor: StoredTensor) -> StoredTensor:
+        """What the shard with most of a checkpoint's tensor has of it."""
+        cut = self.cut_of(tensor.name, tensor.shape)
+        if cut is None or not tensor.num_elements:
+            return tensor
+        part = replace(tensor, shape=cut.shape(tensor.shape, max(range(self.size), key=cut.width)))
+        return replace(part, num_bytes=tensor.num_bytes // tensor.num_elements * part.num_elements)
 
     def describe(self) -> str:
         """What is not divided, as a clause; empty if that is only little vectors."""
@@ -168,12 +191,25 @@ class Division:
         return f"transformers' plan leaves the attention of {number} layers whole: every shard holds and computes all of it"
 
 
-def meta_model(checkpoint: Checkpoint) -> Any:
-    """The checkpoint's model without memory."""
-    with quiet_transformers(), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            checkpoint.config, attn_implementation="eager", trust_remote_code=checkpoint.spec.trust_remote_code
-        )
+def stored_names(model: Any, names: Iterable[str]) -> dict[str, str]:
+    """The new names of those tensors in files that transformers renames as it loads them into `model`, or whose names lack the
+    base model's prefix.
+    """
+    renamings = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightRenaming)]
+    prefix, parameters = (
+        f"{model.base_model_prefix}.",
+        {name for name, _ in model.named_parameters(remove_duplicate=False)},
+    )
+    found = {}
+    for name in names:
+        renamed = name
+        for one in renamings:
+            renamed, _ = one.rename_source_key(renamed)
+        candidates = (renamed, f"{prefix}{renamed}", renamed.removeprefix(prefix))
+        renamed = next((one for one in candidates if one in parameters), renamed)
+        if renamed != name:
+            found[name] = renamed
+    return found
 
 
 class _Divider:
@@ -189,13 +225,14 @@ class _Divider:
         self.cuts: dict[str, Cut] = {}
         self.reduced: list[str] = []
         self.kv_heads = [layer.num_kv_heads for layer in layers]
+        self.kv_groups: dict[str, int] = {}
 
     def divide(self) -> Division:
         """Raises UnsupportedModel."""
         if not any(style in COLUMNS | PACKED | GATHERED for style in self.plan.values()):
             raise self.refusal("transformers has no tensor-parallel plan for it")
         for style in self.plan.values():
-            if style not in COLUMNS | ROWS | PACKED | GATHERED | SPLIT_INPUT | EXPERTS | WHOLE:
+            if style not in COLUMNS | ROWS | PACKED | PACKED_ROWS | GATHERED | SPLIT_INPUT | EXPERTS | WHOLE:
                 raise self.refusal(f"transformers' plan for it asks for {style!r}, which is not known here")
         whole = self.attentions()
         for name, module in self.modules.items():
@@ -205,13 +242,16 @@ class _Divider:
             if isinstance(module, nn.Linear) and f"{name}.weight" not in self.cuts:
                 self.mlp_layer(name, module)
         self.pair_up()
+        if not self.cuts:
+            raise self.refusal("transformers' plan for it divides none of its layers")
         embedding, head = self.vocabulary()
         parameters = {
             name: (one.numel(), one.itemsize, one.is_floating_point()) for name, one in self.model.named_parameters()
         }
         return Division(
-            self.size, self.cuts, tuple(self.reduced), embedding, head, tuple(self.kv_heads), whole, parameters
-        )
+            self.size, self.cuts, tuple(self.reduced), embedding, head, tuple(self.kv_heads), self.kv_groups, whole,
+            parameters, {},
+        )  # fmt: skip
 
     def style(self, name: str) -> str | None:
         """The plan's style for a module or parameter."""
@@ -247,7 +287,9 @@ class _Divider:
         self, name: str, index: int, linears: dict[str, nn.Linear], columns: list[str], rows: list[str]
     ) -> None:
         layer = self.layers[index]
-        heads = linears[rows[0]].in_features // max(1, layer.v_dim)
+        # Of latents, which all heads share, V has another size.
+        v_dim = self.model.config.get_text_config(decoder=True).v_head_dim if layer.v_in_k else layer.v_dim
+        heads = linears[rows[0]].in_features // max(1, v_dim)
         self.check_heads(heads, layer.num_kv_heads, index)
         for child in columns:
             of = linears[child]
@@ -256,18 +298,20 @@ class _Divider:
             if kind is not None and of.out_features == layer.num_kv_heads * dims[kind]:
                 cut = self.kv_cut(layer.num_kv_heads, dims[kind])
             elif of.out_features % heads == 0:
-                cut = Cut.even(0, of.out_features, self.size)
+                cut = Cut.exact(0, of.out_features, self.size)
             else:
                 raise self.refusal(
                     f"{name}.{child} has {of.out_features} outputs, which are not those of {heads} heads"
                 )
             self.cut_linear(f"{name}.{child}", of, cut)
         for child in rows:
-            self.cut_linear(f"{name}.{child}", linears[child], Cut.even(1, linears[child].in_features, self.size))
+            self.cut_linear(f"{name}.{child}", linears[child], Cut.exact(1, linears[child].in_features, self.size))
         for parameter, own in self.modules[name].named_parameters(recurse=False):  # such as sinks, one for each head
             if own.shape[:1] == (heads,):
-                self.cuts[f"{name}.{parameter}"] = Cut.even(0, heads, self.size)
+                self.cuts[f"{name}.{parameter}"] = Cut.exact(0, heads, self.size)
         self.kv_heads[index] = max(1, layer.num_kv_heads // self.size)
+        if layer.num_kv_heads < self.size and not layer.v_in_k:
+            self.kv_groups[name] = heads // self.size
 
     def check_heads(self, heads: int, kv_heads: int, index: int) -> None:
         """Raises UnsupportedModel if the heads cannot be divided."""
@@ -284,7 +328,7 @@ class _Divider:
     def kv_cut(self, heads: int, dim: int) -> Cut:
         """The heads of K or V: divided, or one of them on several shards."""
         if heads >= self.size:
-            return Cut.even(0, heads * dim, self.size)
+            return Cut.exact(0, heads * dim, self.size)
         own = [rank * heads // self.size for rank in range(self.size)]
         return Cut(0, tuple(((head * dim, (head + 1) * dim),) for head in own))
 
@@ -294,10 +338,12 @@ class _Divider:
         """Cut the joined experts of a mixture by their width."""
         for child, of in module.named_parameters(recurse=False):
             style = self.style(f"{name}.{child}")
-            if of.dim() != 3 and style in COLUMNS | PACKED | ROWS:
+            if of.dim() != 3 and style in COLUMNS | PACKED | PACKED_ROWS | ROWS:
                 raise self.refusal(f"{name}.{child} has shape {list(of.shape)}, and experts have three dimensions")
             if style in PACKED:
                 self.cuts[f"{name}.{child}"] = Cut.even(1, of.shape[1], self.size, parts=2)
+            elif style in PACKED_ROWS:
+                self.cuts[f"{name}.{child}"] = Cut.even(2, of.shape[2], self.size, parts=2)
             elif style in COLUMNS:
                 self.cuts[f"{name}.{child}"] = Cut.even(1, of.shape[1], self.size)
             elif style in ROWS:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .merged_linears import MergedLinears, PackedLayer
+from .sharded_modules import Reduced
 
 KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 # Beyond rounding in float32; in 16-bit types the activation is rounded before the product is.
@@ -55,16 +56,24 @@ def native_mlp(
     return None
 
 
-def _mlp(parts: GateParts, kind: int, down: PackedLayer) -> Callable[[torch.Tensor], torch.Tensor]:
+def _mlp(parts: GateParts, kind: int, down: PackedLayer | Reduced) -> Callable[[torch.Tensor], torch.Tensor]:
     whole, gated = parts.whole.forward, torch.ops.pagetide.gated.default
     n, gate_at, up_at = parts.n, parts.gate_at, parts.up_at
+    local = down.layer if isinstance(down, Reduced) else down
 
     def mlp(x: torch.Tensor) -> torch.Tensor:
         if x.shape[-2] > _MOST_ROWS:
             return torch.cat([mlp(piece) for piece in x.split(_MOST_ROWS, -2)], -2)
-        return down(gated(whole(x), n, gate_at, up_at, kind))  # type: ignore[no-any-return]
+        return local(gated(whole(x), n, gate_at, up_at, kind))  # type: ignore[no-any-return]
 
-    return mlp
+    if not isinstance(down, Reduced):
+        return mlp
+
+    def summed(x: torch.Tensor) -> torch.Tensor:
+        """As many collectives as the module itself has: another shard's may not be replaced."""
+        return down.total(mlp(x))
+
+    return summed
 
 
 def _places(layers: list[PackedLayer], merged: MergedLinears | None) -> Iterator[GateParts]:

@@ -15,13 +15,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from ...monitor.host_memory import free_host_bytes, host_memory
 from ...monitor.units import format_bytes
-from ..collectives.group import ALONE, Group
-from ..errors import CheckpointError, DeviceNotFound, EngineError, NotEnoughMemory
+from ..collectives.group import ALONE, ShardGroup
+from ..errors import CheckpointError, DeviceNotFound, EngineError, NotEnoughMemory, UnsupportedModel
 from ..process.cpu_threads import mend_threads_of_a_fork
 from .checkpoint import Checkpoint
 from .division import Division
 from .latent_projections import keep_projections
 from .log_suppression import quiet_transformers
+from .meta_models import making_models, meta_model
 from .model_config import check_counts, read_json
 from .models import DTYPES, TOKENIZER_FILES, ModelSpec, Quantization, check_device, check_dtype
 from .packed_model import pack_model, stored_dtype
@@ -33,6 +34,8 @@ from .weight_files import shorten
 __all__ = ["Checkpoint", "choose_device", "choose_dtype", "free_bytes", "load_model", "load_tokenizer"]
 
 log = logging.getLogger(__name__)
+
+_Part = tuple[Division, int]  # how a model is divided, and the shard that is read
 
 
 def choose_device(device: str | torch.device = "auto") -> torch.device:
@@ -117,7 +120,7 @@ def check_weights_fit(
         device, there = torch.device("cpu"), free(torch.device("cpu"))
     if asked <= there:
         return asked
-    half = checkpoint.weights_bytes(torch.bfloat16)
+    half = checkpoint.weights_bytes(torch.bfloat16) if division is None else division.weights_bytes(torch.bfloat16)
     remedy = f"dtype='bfloat16' would need {format_bytes(half)}; or " if half < asked and half <= there else ""
     remedy += f"free {format_bytes(asked - there)} on {device}, or take a smaller model or another device"
     raise NotEnoughMemory(asked, there, f"the weights of {checkpoint.spec.name} as {_name(dtype)} on {device}", remedy)
@@ -132,7 +135,8 @@ def load_model(
     pack: bool = False,
     free: Callable[[torch.device], int] = free_bytes,
     division: Division | None = None,
-    group: Group = ALONE,
+    group: ShardGroup = ALONE,
+    check: Callable[[Any], None] | None = None,
 ) -> PreTrainedModel:
     """The model with exactly the checkpoint's weights, or quantized ones, in evaluation mode, without gradients.
 
@@ -143,6 +147,7 @@ def load_model(
         pack: On a CPU, pack the linear layers (`linears`). Weights are converted and packed one by one, and the pages of
             their files are given back, so that little more is held than stays.
         division: Read only the part of this shard, and let the shards of `group` compute together.
+        check: Called with the model before it is quantized, in the checkpoint's type, and packed.
 
     Raises:
         NotEnoughMemory: the weights do not fit; nothing was read.
@@ -167,22 +172,20 @@ def load_model(
             keep_projections(module)
         if division is not None:
             divide_modules(module, division, group)
+        if check is not None:
+            check(module)
         if quantization is not None:
-            quantize_model(
-                module, checkpoint, quantization, dtype, shard=None if part is None else (group.size, group.rank)
-            )
+            quantize_model(module, checkpoint, quantization, dtype, group=group)
         if packs:
             pack_model(module, checkpoint, None if checkpoint.quantized or quantization is not None else dtype)
         return cast(PreTrainedModel, module)
     except torch.OutOfMemoryError as error:  # another process took the memory since
-        asked = checkpoint.weights_bytes(dtype)
+        asked = checkpoint.weights_bytes(dtype) if division is None else division.weights_bytes(dtype)
         what = f"the weights of {checkpoint.spec.name} as {_name(dtype)} on {device}"
         raise NotEnoughMemory(asked, free(device), what, "another process took memory meanwhile: try again") from error
 
 
-def _read_to_pack(
-    checkpoint: Checkpoint, dtype: torch.dtype, part: tuple[Division, int] | None = None
-) -> torch.nn.Module:  # fmt: skip
+def _read_to_pack(checkpoint: Checkpoint, dtype: torch.dtype, part: _Part | None = None) -> torch.nn.Module:
     """The model with weights as they are stored, mapped from their files, if all that `pack_model` has to do is convert them.
 
     Else as `dtype`: if the files have several types, if `dtype` leaves some parameters in float32, or if buffers, which
@@ -191,26 +194,19 @@ def _read_to_pack(
     stored = stored_dtype(checkpoint)
     if stored is None or stored == dtype or checkpoint.quantized:
         return _read(checkpoint, dtype, part)
-    with quiet_transformers(), torch.device("meta"):
-        wanted: Any = AutoModelForCausalLM.from_config(
-            checkpoint.config, dtype=dtype, attn_implementation="eager",
-            trust_remote_code=checkpoint.spec.trust_remote_code,
-        )  # fmt: skip
+    wanted = meta_model(checkpoint, dtype)
     if wanted._get_dtype_plan(dtype):
         return _read(checkpoint, dtype, part)
     module = _read(checkpoint, stored, part)
     types = {name: buffer.dtype for name, buffer in module.named_buffers()}
-    return (
-        module
-        if types == {name: buffer.dtype for name, buffer in wanted.named_buffers()}
-        else _read(checkpoint, dtype, part)
-    )
+    same = types == {name: buffer.dtype for name, buffer in wanted.named_buffers()}
+    return module if same else _read(checkpoint, dtype, part)
 
 
-def _read(checkpoint: Checkpoint, dtype: torch.dtype, part: tuple[Division, int] | None = None) -> torch.nn.Module:
+def _read(checkpoint: Checkpoint, dtype: torch.dtype, part: _Part | None = None) -> torch.nn.Module:
     """The model from the checkpoint's files, on the host; or a shard's part of it."""
     mend_threads_of_a_fork()
-    with quiet_transformers() as said, torch.device("cpu"):
+    with making_models() as said, torch.device("cpu"):
         try:
             source: dict[str, Any] = {"pretrained_model_name_or_path": str(checkpoint.spec.path)}
             kind: Any = AutoModelForCausalLM
@@ -236,9 +232,21 @@ def _read(checkpoint: Checkpoint, dtype: torch.dtype, part: tuple[Division, int]
         except Exception as error:  # safetensors, pickle, torch, transformers or the folder's code
             details = "; ".join([f"{type(error).__name__}: {error}", *said])
             raise CheckpointError(f"the weights in {checkpoint.spec.path} cannot be loaded: {details}") from error
+    if part is not None:
+        _refuse_other_names(checkpoint, part[0], loaded[1])
     _refuse_holes(checkpoint, loaded[1])
     module: torch.nn.Module = loaded[0].eval().requires_grad_(False)
     return module
+
+
+def _refuse_other_names(checkpoint: Checkpoint, division: Division, info: dict[str, Any]) -> None:
+    """Raises UnsupportedModel if tensors were read whole because nothing tells which parameter they become."""
+    names = sorted({name for name, *_ in info["mismatched_keys"]} & division.cuts.keys())
+    if names:
+        raise UnsupportedModel(
+            f"{checkpoint.spec.name} cannot be divided over {division.size} shards: transformers makes {shorten(names)} of "
+            "other tensors as it reads whole files, and parts of these cannot be told; serve it on one device"
+        )
 
 
 def _refuse_holes(checkpoint: Checkpoint, info: dict[str, Any]) -> None:

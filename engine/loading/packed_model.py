@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from .checkpoint import Checkpoint
+from .division import Division
 from .linears import pack_linears
 from .mapped_files import MappedFiles
 
@@ -22,12 +23,14 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
     return _DTYPES.get(stored.pop()) if len(stored) == 1 else None
 
 
-def loading_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-    """Bytes that `pack_model` holds at most besides the weights that stay: pages of files that it reads tensors from.
+def loading_bytes(checkpoint: Checkpoint, dtype: torch.dtype, division: Division | None = None) -> int:
+    """Bytes that `pack_model` holds at most besides the weights that stay: pages of files that it reads tensors from. With
+    `division`, of one shard.
 
     What transformers converts while it reads is held beside the whole of its file.
     """
-    tensors = sorted(checkpoint.tensors, key=lambda tensor: tensor.num_elements, reverse=True)
+    parts = checkpoint.tensors if division is None else map(division.largest_part, checkpoint.tensors)
+    tensors = sorted(parts, key=lambda tensor: tensor.num_elements, reverse=True)
     if stored_dtype(checkpoint) is None:
         return sum(tensor.num_bytes for tensor in tensors if _DTYPES.get(tensor.dtype) != dtype)
     made, most, total = 0, 0, sum(tensor.num_elements for tensor in tensors) * dtype.itemsize

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from ...monitor.units import format_bytes
+from ..collectives.group import ALONE, ShardGroup
 from ..errors import ConfigError
 from .checkpoint import Checkpoint
 from .division import Division
 from .latent_projections import latent_projections
-from .log_suppression import quiet_transformers
 from .mapped_files import MappedFiles
+from .meta_models import meta_model
 from .models import Quantization
 from .probe import random_tokens
 from .quantization import weight_bytes
@@ -35,23 +35,26 @@ def quantize_model(
     quantization: Quantization,
     dtype: torch.dtype,
     cache: QuantizedCache | None = None,
-    shard: tuple[int, int] | None = None,
+    group: ShardGroup = ALONE,
 ) -> None:
     """Quantize the linear layers of `model`, and convert everything else to `dtype`. Mutates the model.
 
     `model` has the checkpoint's type, so that weights that are quantized stay mapped from their files until then; with weights
     from the cache they are never read. Raises ConfigError if the checkpoint is quantized already, or if there is nothing
-    to quantize. `shard`: the number of shards, and which of them `model` is.
+    to quantize. `group`: the shards whose models are quantized at the same time; `model` is this one's.
     """
     if checkpoint.quantized:
         raise ConfigError(
             f"{checkpoint.spec.name} is quantized already, and quantization={quantization!r} was asked for: leave it out"
         )
     began, cache = time.perf_counter(), cache or QuantizedCache()
-    key = cache.key(checkpoint, quantization, dtype, shard)
+    key = cache.key(checkpoint, quantization, dtype, None if group.size == 1 else (group.size, group.rank))
     _convert(model, dtype, keep=quantizable)
     kept = None if key is None else cache.read(key)
-    if kept is not None and (layers := _layers_of(model, kept, dtype)):
+    layers = {} if kept is None else _layers_of(model, kept, dtype)
+    if not all(group.exchange(b"kept" if layers else b"")):  # then all compute, for the sake of those that must
+        layers = {}
+    if kept is not None and layers:
         replace_linears(model, layers)
         done = "from the cache"
     else:
@@ -77,13 +80,9 @@ def quantized_bytes(
     """
     loaded = checkpoint.spec.loaded
     if loaded is None:
-        with quiet_transformers(), torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(
-                checkpoint.config, dtype=dtype, attn_implementation="eager",
-                trust_remote_code=checkpoint.spec.trust_remote_code,
-            )  # fmt: skip
-            if division is not None:
-                shrink(model, division, division.size - 1)  # the last shard is the largest
+        model: Any = meta_model(checkpoint, dtype)
+        if division is not None:
+            shrink(model, division, division.size - 1)  # the last shard is the largest
     else:
         model = loaded.model
     head, total = model.get_output_embeddings(), 0

@@ -16,24 +16,23 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
-from ..collectives.group import Group
-from ..errors import UnsupportedModel
+from ..collectives.group import CollectiveAborted, ShardGroup
+from ..errors import CheckpointError, UnsupportedModel
 from .checkpoint import Checkpoint
-from .division import meta_model
 from .log_suppression import quiet_transformers
+from .meta_models import changed_class, making_models, meta_model
+from .models import Quantization
 from .probe import random_tokens
+from .quantized_linears import QuantizedLinear
 
 log = logging.getLogger(__name__)
 
 NUM_TOKENS = 12
-TOLERANCES = {
-    torch.float32: 1e-4,
-    torch.bfloat16: 8e-2,
-    torch.float16: 2e-2,
-}  # of a token's logits, relative to their size
-_BY_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers", "sliding_window_pattern_list")
+# The most that a token's logits may differ by, relative to their size.
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 8e-2, torch.float16: 2e-2}
+# Of quantized models, which differ anyway: only coarse faults show. `load_model` can check before it quantizes.
+_QUANTIZED: dict[Quantization, float] = {"int8": 0.15, "int4": 0.7}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,24 +42,43 @@ class Reference:
     num_layers: int
     tokens: torch.Tensor
     logits: torch.Tensor
+    dtype: torch.dtype  # that the model was computed in
 
 
 def reference_logits(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, budget_bytes: int) -> Reference:
-    """Run the model undivided, with as many layers as take `budget_bytes`; at least one."""
-    num_layers = _layers_within(checkpoint, dtype, budget_bytes)
-    config = _truncated(checkpoint.config, num_layers)
-    with quiet_transformers(), torch.inference_mode():
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            str(checkpoint.spec.path), config=config, dtype=dtype, local_files_only=True, attn_implementation="eager",
-            use_safetensors=True, experts_implementation=None,
-        )  # fmt: skip
+    """Run the model undivided, with as many layers as take `budget_bytes`; at least one. Other layers are not read.
+
+    Raises CheckpointError if the weights cannot be read, UnsupportedModel if the model does not compute.
+    """
+    whole = meta_model(checkpoint)
+    num_layers = _layers_within(whole, dtype, budget_bytes)
+    config = copy.deepcopy(checkpoint.config)  # which models change
+    with making_models() as said, torch.inference_mode():
+        try:
+            model: Any = changed_class(type(whole), lambda made: _keep_first(made, num_layers)).from_pretrained(
+                str(checkpoint.spec.path), config=config, dtype=dtype, local_files_only=True, use_safetensors=True,
+                attn_implementation="eager", experts_implementation=None,
+            )  # fmt: skip
+        except MemoryError:
+            raise
+        except Exception as error:  # safetensors, torch or transformers
+            details = "; ".join([f"{type(error).__name__}: {error}", *said])
+            raise CheckpointError(f"the weights in {checkpoint.spec.path} cannot be loaded: {details}") from error
         model = model.eval().to(device)
         tokens = random_tokens(config.get_text_config(decoder=True), NUM_TOKENS)[None].to(device)
-        logits = model(input_ids=tokens, use_cache=False).logits[0].float().cpu()
-    return Reference(num_layers, tokens.cpu(), logits)
+        try:
+            logits = model(input_ids=tokens, use_cache=False).logits[0].float().cpu()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of the model's code
+            raise UnsupportedModel(
+                f"{checkpoint.spec.name} ({type(model).__name__}) cannot be checked before it is divided: a forward pass of "
+                f"its first {num_layers} layers fails ({type(error).__name__}: {error})"
+            ) from error
+    return Reference(num_layers, tokens.cpu(), logits, dtype)
 
 
-def check_against(model: Any, reference: Reference | None, name: str, group: Group) -> None:
+def check_against(model: Any, reference: Reference | None, name: str, group: ShardGroup) -> None:
     """Raises UnsupportedModel, on all shards, if `model`, cut to as many layers, gives other logits than the `reference` of
     shard 0.
     """
@@ -69,10 +87,21 @@ def check_against(model: Any, reference: Reference | None, name: str, group: Gro
     with quiet_transformers(), _cut_to(model, num_layers), torch.inference_mode():
         device = model.get_input_embeddings().weight.device
         device = next((one.device for one in model.parameters() if not one.is_meta), device)
-        logits = model(input_ids=torch.from_numpy(tokens).to(device), use_cache=False).logits[0]
+        try:
+            logits = model(input_ids=torch.from_numpy(tokens).to(device), use_cache=False).logits[0]
+        except (CollectiveAborted, torch.OutOfMemoryError):
+            raise
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            raise UnsupportedModel(
+                f"{name} ({type(model).__name__}) cannot be divided over {group.size} shards: a forward pass of a shard fails "
+                f"({type(error).__name__}: {error})"
+            ) from error
     why = None
     if reference is not None:
-        why = _difference(logits.float().cpu(), reference.logits, logits.dtype)
+        forms = {one.packed.quantization for one in model.modules() if isinstance(one, QuantizedLinear)}
+        exact = not forms and {logits.dtype, reference.dtype} == {torch.float32}
+        bound = max(TOLERANCES[logits.dtype], TOLERANCES[reference.dtype], *(_QUANTIZED[form] for form in forms))
+        why = _difference(logits.float().cpu(), reference.logits, bound, exact)
         log.info("%s: divided and undivided logits of %d layers agree: %s", name, num_layers, why is None)
     why = pickle.loads(group.exchange(pickle.dumps(why))[0])
     if why is not None:
@@ -82,45 +111,45 @@ def check_against(model: Any, reference: Reference | None, name: str, group: Gro
         )
 
 
-def _difference(found: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> str | None:
+def _difference(found: torch.Tensor, right: torch.Tensor, bound: float, exact: bool) -> str | None:
     """How logits [tokens, vocabulary] differ by more than rounding; None if they do not.
 
-    In 16-bit types rounding may route a token to other experts: there the median token counts.
+    Unless results are `exact`, rounding may route a token to other experts: then the median token counts.
     """
     if found.shape != right.shape:
         return f"its logits have shape {list(found.shape)}, and {list(right.shape)} undivided"
     errors = (found - right).norm(dim=-1) / right.norm(dim=-1)
-    worst = float(errors.max() if dtype == torch.float32 else errors.median())
-    if not worst <= TOLERANCES[dtype]:
+    worst = float(errors.max() if exact else errors.median())
+    if not worst <= bound:
         return f"its logits differ from those of an undivided run by {worst:.2g} of their size"
     best = right.topk(2, -1)
-    sure = (best.values[:, 0] - best.values[:, 1]) > 2 * TOLERANCES[dtype] * right.abs().amax(-1)
-    if dtype == torch.float32 and bool((found.argmax(-1) != best.indices[:, 0])[sure].any()):
+    sure = (best.values[:, 0] - best.values[:, 1]) > 2 * bound * right.abs().amax(-1)
+    if exact and bool((found.argmax(-1) != best.indices[:, 0])[sure].any()):
         return "its most likely tokens are others than those of an undivided run"
     return None
 
 
-def _layers_within(checkpoint: Checkpoint, dtype: torch.dtype, budget_bytes: int) -> int:
-    model = meta_model(checkpoint)
-    layers = _layers_of(model)
-    inside = [sum(one.numel() for one in layer.parameters()) * dtype.itemsize for layer in layers]
-    outside = sum(one.numel() for one in model.parameters()) * dtype.itemsize - sum(inside)
-    num, total = 0, outside
+def _layers_within(model: Any, dtype: torch.dtype, budget_bytes: int) -> int:
+    """How many of the first layers of `model`, and what is outside of layers, take at most `budget_bytes` as `dtype`."""
+    inside = [sum(one.numel() for one in layer.parameters()) * dtype.itemsize for layer in _layers_of(model)]
+    num, total = 0, sum(one.numel() for one in model.parameters()) * dtype.itemsize - sum(inside)
     while num < len(inside) and total + inside[num] <= budget_bytes:
         total += inside[num]
         num += 1
     return max(1, num)
 
 
-def _truncated(config: Any, num_layers: int) -> Any:
-    """A copy of `config` with the first `num_layers` layers."""
-    config = copy.deepcopy(config)
-    text = config.get_text_config(decoder=True)
-    for name in _BY_LAYER:
-        if isinstance(values := getattr(text, name, None), list):
-            setattr(text, name, values[:num_layers])
-    text.num_hidden_layers = num_layers
-    return config
+def _keep_first(model: Any, num_layers: int) -> None:
+    """Drop the layers of `model` from `num_layers` on. Mutates it."""
+    layers = _layers_of(model)
+    for module, name in _holders(model, layers):
+        setattr(module, name, layers[:num_layers])
+    model.config.get_text_config(decoder=True).num_hidden_layers = num_layers
+
+
+def _holders(model: nn.Module, layers: nn.ModuleList) -> list[tuple[nn.Module, str]]:
+    """The modules that have `layers`, and under which names."""
+    return [(module, name) for module in model.modules() for name, child in module.named_children() if child is layers]
 
 
 def _layers_of(model: Any) -> nn.ModuleList:
@@ -134,16 +163,9 @@ def _layers_of(model: Any) -> nn.ModuleList:
 @contextmanager
 def _cut_to(model: Any, num_layers: int) -> Iterator[None]:
     """Within the context, `model` has its first `num_layers` layers."""
-    layers = _layers_of(model)
-    holders = [
-        (module, name) for module in model.modules() for name, child in module.named_children() if child is layers
-    ]
-    text = model.config.get_text_config(decoder=True)
-    whole = text.num_hidden_layers
-    cut = layers[:num_layers]
-    for module, name in holders:
-        setattr(module, name, cut)
-    text.num_hidden_layers = num_layers
+    layers, text = _layers_of(model), model.config.get_text_config(decoder=True)
+    holders, whole = _holders(model, layers), text.num_hidden_layers
+    _keep_first(model, num_layers)
     try:
         yield
     finally:

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..collectives.group import Group
+from ..collectives.group import ShardGroup
 from .division import Division
 
 
 class _Around(nn.Module):
     """A module around `layer`. What it has not itself is the layer's: weight, in_features, ..."""
 
-    def __init__(self, layer: nn.Module, group: Group) -> None:
+    def __init__(self, layer: nn.Module, group: ShardGroup) -> None:
         super().__init__()
         self.layer = layer
         self.group = group
@@ -35,13 +35,17 @@ class Reduced(_Around):
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The layer's output, summed."""
-        return self.group.all_reduce(self.layer(*args, **kwargs))
+        return self.total(self.layer(*args, **kwargs))
+
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all shards' x, the layer's output."""
+        return self.group.all_reduce(x)
 
 
 class GatheredHead(_Around):
     """Gathers the logits of the shards, on the first one; on all while the model is loaded and checked."""
 
-    def __init__(self, layer: nn.Module, group: Group, widths: tuple[int, ...]) -> None:
+    def __init__(self, layer: nn.Module, group: ShardGroup, widths: tuple[int, ...]) -> None:
         super().__init__(layer, group)
         self.everywhere = True
         self._widths = widths
@@ -54,7 +58,7 @@ class GatheredHead(_Around):
 class DividedEmbedding(_Around):
     """An embedding with the rows from `first` on; those of other shards come from there."""
 
-    def __init__(self, layer: nn.Module, group: Group, first: int, num_rows: int) -> None:
+    def __init__(self, layer: nn.Module, group: ShardGroup, first: int, num_rows: int) -> None:
         super().__init__(layer, group)
         self._first, self._num_rows = first, num_rows
 
@@ -66,7 +70,7 @@ class DividedEmbedding(_Around):
         return self.group.all_reduce(rows.masked_fill(~inside[..., None], 0))
 
 
-def divide_modules(model: Any, division: Division, group: Group) -> None:
+def divide_modules(model: Any, division: Division, group: ShardGroup) -> None:
     """Put the modules above around the local layers of `model`. Mutates it."""
     for name in division.reduced:
         layer = model.get_submodule(name)

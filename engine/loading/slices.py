@@ -12,30 +12,21 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from .checkpoint import Checkpoint
 from .division import Division
+from .meta_models import changed_class, meta_model
 
 
 def slices_of(checkpoint: Checkpoint, division: Division, rank: int) -> tuple[type[Any], dict[str, torch.Tensor]]:
     """The class of shard `rank`'s model, and its tensors under the checkpoint's names."""
-    kind: Any = AutoModelForCausalLM._model_mapping[type(checkpoint.config)]
-    kind = kind if isinstance(kind, type) else kind[0]
-
-    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        kind.__init__(self, config, *args, **kwargs)
-        shrink(self, division, rank)
-
-    part = type(
-        kind.__name__, (kind,), {"__init__": init, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    )
+    part = changed_class(type(meta_model(checkpoint)), lambda model: shrink(model, division, rank))
     tensors: dict[str, torch.Tensor] = {}
     for path in checkpoint.weights.paths:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118  # it is no mapping
                 tensor = file.get_tensor(name)
-                cut = division.cut_of(name, tensor.shape, kind.base_model_prefix)
+                cut = division.cut_of(name, tensor.shape)
                 tensors[name] = tensor if cut is None else cut.of(tensor, rank)
     return part, tensors
 
@@ -53,6 +44,11 @@ def shrink(model: nn.Module, division: Division, rank: int) -> None:
                 made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
             setattr(module, child, made[id(parameter)])
         _tell_sizes(module)
+        if name == division.embedding and (padding := getattr(module, "padding_idx", None)) is not None:
+            ((first, end),) = division.cuts[f"{name}.weight"].ranges[rank]  # some models set its row as they are read
+            module.padding_idx = padding - first if first <= padding < end else None
+        if name in division.kv_groups and hasattr(module, "num_key_value_groups"):
+            module.num_key_value_groups = division.kv_groups[name]
 
 
 def _tell_sizes(module: nn.Module) -> None:
@@ -61,5 +57,3 @@ def _tell_sizes(module: nn.Module) -> None:
         module.out_features, module.in_features = module.weight.shape
     elif isinstance(module, nn.Embedding):
         module.num_embeddings = len(module.weight)
-        if module.padding_idx is not None and module.padding_idx >= module.num_embeddings:
-            module.padding_idx = None  # it matters in training only

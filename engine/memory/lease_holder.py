@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -122,14 +123,18 @@ def acquire_lease(config: EngineConfig, plan: MemoryPlan, holder: LeaseHolder) -
 
 
 def acquire(
-    config: EngineConfig, plan: MemoryPlan, watched: Watch, info: DeviceInfo, base_bytes: int, held_bytes: int, name: str
+    config: EngineConfig, plan: MemoryPlan, watched: Watch, info: DeviceInfo, base_bytes: int, held_bytes: int, name: str,
+    own: Collection[str] = (),
 ) -> Lease:  # fmt: skip
     """A lease with `base_bytes` and the plan's minimum of KV granted. Raises NotEnoughMemory, and what `Lease.register`
     raises.
+
+    `own`: Names of the engine's other leases, which need no less later.
     """
     min_bytes = base_bytes + plan.min_kv_bytes
     lease = _registered(
         watched,
+        own,
         name=name,
         device_uuid=info.uuid,
         min_bytes=min_bytes,
@@ -151,7 +156,7 @@ def acquire(
     return lease
 
 
-def _registered(watched: Watch, **terms: Any) -> Lease:
+def _registered(watched: Watch, own: Collection[str], **terms: Any) -> Lease:
     """Register a lease. If other minimums are in the way, wait for engines that are loading: they may need less then.
 
     Raises MinimumsExceedCapacity, and what else `Lease.register` raises.
@@ -162,7 +167,8 @@ def _registered(watched: Watch, **terms: Any) -> Lease:
             return Lease.register(watched.directory.socket, **terms)
         except MinimumsExceedCapacity:
             others = BrokerClient(watched.directory.socket).leases()
-            loading = [one.name for one in others if one.device_uuid == terms["device_uuid"] and not one.held.get("kv")]
+            here = [one for one in others if one.device_uuid == terms["device_uuid"] and one.name not in own]
+            loading = [one.name for one in here if not one.held.get("kv")]
             if not loading or time.monotonic() > deadline:
                 raise
             log.info("waiting for %s, which load and may need less then", ", ".join(loading))

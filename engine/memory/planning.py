@@ -225,17 +225,12 @@ def plan_memory(
         ConfigError: `max_model_len` or `context` exceeds the model's; the pool is too small for a block.
         UnsupportedModel: the shape of the model's KV cannot be determined.
     """
-    length = model_length(config, checkpoint)
+    length, name = model_length(config, checkpoint), checkpoint.spec.name
     if context is not None and not 1 <= context <= length:
-        raise ConfigError(
-            f"context must be 1 to {length:,} tokens, which {checkpoint.spec.name} takes; got {context:,}"
-        )
+        raise ConfigError(f"context must be 1 to {length:,} tokens, which {name} takes; got {context:,}")
     there = free(device)
-    weights = _weights_bytes(
-        config, checkpoint, device, dtype, lambda asked: there if asked == device else free(asked), division
-    )
-    base = model_geometry(config, checkpoint, device, dtype)
-    base = base if division is None else division.geometry(base)
+    weights = _weights_bytes(config, checkpoint, device, dtype, _with_known(free, {device: there}), division)
+    base = model_geometry(config, checkpoint, device, dtype, division)
     primitives = _primitives_bytes(checkpoint, base, device, dtype)
     reserve = _reserve_bytes(config, checkpoint, base, device, dtype)
     asked = config.kv_memory
@@ -246,7 +241,7 @@ def plan_memory(
     else:
         geometry, num_blocks = _pool_of(base, _most_bytes(asked, max(total(device), there) - weights - primitives))
     plan = MemoryPlan(
-        model=checkpoint.spec.name,
+        model=name,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
         free_bytes=there,
@@ -260,12 +255,26 @@ def plan_memory(
         max_model_len=length,
         context=context or length,
         quantization=config.quantization,
-        loading_bytes=loading_bytes(checkpoint, dtype) if device.type == "cpu" and config.quantization is None else 0,
-        num_shards=1 if division is None else division.size,
-        replicated_bytes=0 if division is None else division.replicated_bytes(dtype),
+        loading_bytes=_loading_bytes(config, checkpoint, device, dtype, division),
     )
     _refuse_bad_pool(plan, asked)
     return plan
+
+
+def _with_known(
+    free: Callable[[torch.device], int], known: dict[torch.device, int]
+) -> Callable[[torch.device], int]:  # fmt: skip
+    """`free`, without asking again for what is `known`."""
+    return lambda device: known[device] if device in known else free(device)
+
+
+def _loading_bytes(
+    config: EngineConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, division: Division | None
+) -> int:
+    """Bytes held while weights are read, besides those that stay."""
+    if device.type != "cpu" or config.quantization is not None:
+        return 0
+    return loading_bytes(checkpoint, dtype, division)
 
 
 def _weights_bytes(
@@ -463,14 +472,14 @@ def graph_bytes(text_config: Any, max_seqs: int, dtype: torch.dtype) -> int:
 
 
 def model_geometry(
-    config: EngineConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
+    config: EngineConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, division: Division | None = None
 ) -> Geometry:  # fmt: skip
-    """The layout of blocks of the whole model. Raises UnsupportedModel."""
+    """The layout of blocks of the model, or of one of its shards. Raises UnsupportedModel."""
     granule = PAGE_BYTES if device.type == "cpu" else CUDA_GRANULE_BYTES
     name = _SCALED.get(config.kv_cache_dtype, str(dtype).removeprefix("torch."))
     block_size = config.tokens_per_block()
     try:
-        return Geometry.from_config(
+        whole = Geometry.from_config(
             checkpoint.config,
             block_size=block_size,
             dtype=name,
@@ -480,6 +489,7 @@ def model_geometry(
         )
     except GeometryError as error:
         raise UnsupportedModel(f"{checkpoint.spec.name}: {error}") from error
+    return whole if division is None else division.geometry(whole)
 
 
 def _refuse_bad_pool(plan: MemoryPlan, asked: KvMemory) -> None:

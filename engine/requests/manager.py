@@ -257,7 +257,7 @@ class RequestManager:
         with self.lock:
             engine = self.open()
             self._advance_for_caller(engine)
-        self._wait_if_starving(engine)
+        _wait_if_starving(engine)
 
     def step_for(self, group: RequestGroup) -> None:
         """Run one step of the engine, unless another thread's step has already finished `group`."""
@@ -267,7 +267,7 @@ class RequestManager:
                 return
             with suppress(ShardLost):  # the group has ended with it
                 self._advance_for_caller(engine)
-        self._wait_if_starving(engine)
+        _wait_if_starving(engine)
 
     def next_chunk(self, states: list[RequestState], interval: int) -> StreamChunk | None:
         """Return a chunk of the first request state that has one ready (`ready_chunk`); else run a step and return None."""
@@ -279,7 +279,7 @@ class RequestManager:
                 return None
             with suppress(ShardLost):  # the groups have ended with it
                 self._advance_for_caller(engine)
-        self._wait_if_starving(engine)
+        _wait_if_starving(engine)
         return None
 
     def _end_lost(self, engine: Engine, groups: Iterable[RequestGroup]) -> bool:
@@ -366,13 +366,6 @@ class RequestManager:
             self._end(lost)
             raise lost
 
-    def _wait_if_starving(self, engine: Engine) -> None:
-        """If all work waits for the pool to grow, wait for the broker before the next step."""
-        memory = engine.core.memory
-        if memory is not None and engine.core.scheduler.starving:
-            with suppress(LeaseClosed):  # the next step raises EngineClosed
-                memory.wait(STARVING_WAIT_S)
-
     def _serve_memory(self) -> float | None:
         """Serve recalls and give back idle memory while no caller runs steps.
 
@@ -398,6 +391,14 @@ class RequestManager:
                 self._advance(self.engine)
                 return KEEPER_BUSY_WAIT_S if memory.due else KEEPER_WAIT_S
             return KEEPER_WAIT_S
+
+
+def _wait_if_starving(engine: Engine) -> None:
+    """If all work waits for the pool to grow, wait for the broker before the next step."""
+    memory = engine.core.memory
+    if memory is not None and engine.core.scheduler.starving:
+        with suppress(LeaseClosed):  # the next step raises EngineClosed
+            memory.wait(STARVING_WAIT_S)
 
 
 def _keep_memory(reference: weakref.ref[RequestManager]) -> bool:

@@ -9,7 +9,7 @@ from .logits import Bool, Float64, Int32, Int64, Rows
 from .transforms import NO_DRAWS, DrawSettings
 
 
-class Follower:
+class TokenFollower:
     """Keeps nothing of any row. See `Sampler`, of which it has what runners call between two samples."""
 
     def admit(self, row: int, sampling: Sampling, token_ids: Int32, num_prompt: int) -> None:

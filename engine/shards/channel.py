@@ -1,6 +1,6 @@
 """Messages between the driver and a shard: pickled objects, with their length before them, over a pair of sockets.
 
-The two processes trust each other: the driver has started the shard, and nobody else has the sockets.
+The two processes trust each other: the driver has started the shard, and no other has the sockets.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class ChannelClosed(Exception):
     """The process at the other end is gone."""
 
 
-class Channel:
+class ShardChannel:
     """One end. One thread at a time may send, and one receive."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -26,7 +26,7 @@ class Channel:
         self._received = bytearray()
 
     @classmethod
-    def pair(cls) -> tuple[Channel, socket.socket]:
+    def pair(cls) -> tuple[ShardChannel, socket.socket]:
         """One end, and the socket of the other one, which a child process inherits."""
         ours, theirs = socket.socketpair()
         return cls(ours), theirs

@@ -43,8 +43,8 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """Load this shard's part of the model, and map the minimum of its pool."""
+class LoadShard:
+    """LoadShard this shard's part of the model, and map the minimum of its pool."""
 
     config: EngineConfig
     plan: MemoryPlan  # of one shard
@@ -56,7 +56,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class ShardLoaded:
     """What the driver has to know of a loaded shard."""
 
     kernel: str
@@ -70,7 +70,7 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ExecutePlan:
     """Execute a plan.
 
     Attributes:
@@ -87,23 +87,23 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """Call a method of the shard: `empty_caches`, `tidy`, `give_back_host`, `counts`, `finish`."""
+class ShardCall:
+    """ShardCall a method of the shard: `empty_caches`, `tidy`, `give_back_host`, `counts`, `finish`."""
 
     method: str
     arguments: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class StepDone:
-    """The answer to `Step`: a Result, and the extents of `undo` that were unmapped now."""
+class PlanDone:
+    """The answer to `ExecutePlan`: a Result, and the extents of `undo` that were unmapped now."""
 
     result: Any
     undone: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
-    """A message could not be handled: `error`, or its text if it cannot be pickled. The process ends, unless it was a Load."""
+class ShardFailed:
+    """A message could not be handled: `error`, or its text if it cannot be pickled. The process ends, unless it was a LoadShard."""
 
     error: Exception

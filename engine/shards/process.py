@@ -1,4 +1,4 @@
-"""A shard: `python -m pagetide.engine.shards.process FD`, started by the driver, whose socket it inherits.
+"""A shard: `python -m pagetide.engine.shards.process FD`, started by the driver, with one of its sockets.
 
 It does what the driver says, in order, and keeps nothing that the driver does not know. It ends with the driver, whatever
 happens to
@@ -15,7 +15,7 @@ import socket
 import sys
 from typing import NoReturn
 
-from .channel import Channel, ChannelClosed
+from .channel import ChannelClosed, ShardChannel
 from .messages import Launch
 from .pulse import Heartbeat, Pulse
 
@@ -23,10 +23,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve the inherited socket whose descriptor is the only argument."""
+    """Serve the inherited socket. Its descriptor is the only argument."""
     (descriptor,) = sys.argv[1:] if argv is None else argv
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the driver ends its shards
-    channel = Channel(socket.socket(fileno=int(descriptor)))
+    channel = ShardChannel(socket.socket(fileno=int(descriptor)))
     try:
         number, launch = channel.receive()
     except ChannelClosed:

@@ -1,4 +1,4 @@
-"""The signs of life of the shards, in memory that they share with the driver: a count that goes on, and bytes that they hold."""
+"""The signs of life of the shards, in memory shared with the driver: a count that goes on, and bytes that they hold."""
 
 from __future__ import annotations
 

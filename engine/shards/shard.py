@@ -16,7 +16,7 @@ from ...allocator.errors import DriverError
 from ...cache.storage import TensorArena
 from ..attention.choose import Site, choose
 from ..collectives.factory import open_group
-from ..collectives.group import CollectiveCount, Group
+from ..collectives.group import CollectiveCount, ShardGroup
 from ..errors import EngineError
 from ..execution.host_pool import HostPool
 from ..execution.lockstep import Lockstep
@@ -31,11 +31,11 @@ from ..loading.sharded_modules import gather_on_first
 from ..memory.lease_holder import LeaseHolder
 from ..memory.planning import model_geometry
 from ..process.memory_usage import process_bytes, trim
-from ..sampling.follower import Follower
+from ..sampling.follower import TokenFollower
 from ..sampling.sampler import Sampler
 from ..text.encoder import Encoder
-from .channel import Channel, ChannelClosed
-from .messages import Call, Failed, Hello, Launch, Load, Loaded, Step, StepDone
+from .channel import ChannelClosed, ShardChannel
+from .messages import ExecutePlan, Hello, Launch, LoadShard, PlanDone, ShardCall, ShardFailed, ShardLoaded
 from .plan_memory import PlanReader
 from .pulse import Heartbeat
 
@@ -58,14 +58,14 @@ class _Pending:
 class Shard:
     """Handles the driver's messages. Any exception but those of loading ends the process: the driver then ends the others."""
 
-    def __init__(self, launch: Launch, channel: Channel, heartbeat: Heartbeat) -> None:
+    def __init__(self, launch: Launch, channel: ShardChannel, heartbeat: Heartbeat) -> None:
         self._launch = launch
         self._channel = channel
         self._heartbeat = heartbeat
         self._device = torch.device(launch.devices[launch.rank])
         self._plans = PlanReader(launch.plans_fd)
         self._pending: deque[_Pending] = deque()
-        self._group: Group | None = None
+        self._group: ShardGroup | None = None
         self._runner: ModelRunner
         self._arena: Arena
         self._host: HostPool | None = None
@@ -85,8 +85,8 @@ class Shard:
                 try:
                     self._handle(number, message)
                 except Exception as error:
-                    self._send(number, Failed(_portable(error)))
-                    if not isinstance(message, Load):
+                    self._send(number, ShardFailed(_portable(error)))
+                    if not isinstance(message, LoadShard):
                         log.exception("shard %d ends", self._launch.rank)
                         return
         except ChannelClosed:
@@ -94,18 +94,18 @@ class Shard:
 
     def _handle(self, number: int, message: Any) -> None:
         match message:
-            case Step():
+            case ExecutePlan():
                 self._begin(number, message)
-            case Load():
+            case LoadShard():
                 self._send(number, self.load(message))
-            case Call():
+            case ShardCall():
                 self._finish_all()
                 self._send(number, getattr(self, message.method)(*message.arguments))
 
     # ---- loading ---------------------------------------------------------------------------------
 
-    def load(self, load: Load) -> Loaded:
-        """Load this shard's part of the model, check it, map the minimum of the pool and make the runner."""
+    def load(self, load: LoadShard) -> ShardLoaded:
+        """LoadShard this shard's part of the model, check it, map the minimum of the pool and make the runner."""
         launch, config, plan = self._launch, load.config, load.plan
         size, rank, device = len(launch.devices), launch.rank, self._device
         with no_hub_kernels():
@@ -129,7 +129,7 @@ class Shard:
         host = self._host = open_host_pool(plan, config, pins="swaps" not in load.faults)
         holder.arena, holder.host = arena, host
         encoder = Encoder(checked.tokenizer, checkpoint.vocab_size, checkpoint.bos_token_id, plan.max_model_len)
-        sampler = Follower() if rank else Sampler(load.num_rows, encoder.vocab_size, device, encoder.constraints)
+        sampler = TokenFollower() if rank else Sampler(load.num_rows, encoder.vocab_size, device, encoder.constraints)
         runner = self._runner = make_runner(
             checked.model, arena, plan, config, kernel, sampler, device=device, num_rows=load.num_rows,
             max_tokens=load.max_tokens, host=host, group=group, captures=group.captures and "graphs" not in load.faults,
@@ -138,12 +138,12 @@ class Shard:
         speed = None if host is None else host.measure(runner.storage, usable)
         self._heartbeat.measure = lambda: (holder.base_bytes, 0 if host is None else host.mapped_bytes)
         collect(device)
-        return Loaded(
+        return ShardLoaded(
             kernel.name, kernel.captures, runner.overlaps, () if runner.graphs is None else runner.graphs.sizes,
             not isinstance(arena, TensorArena), 0 if host is None else host.num_slots, speed, group.name,
         )  # fmt: skip
 
-    def _kernel(self, load: Load, dtype: torch.dtype, specs: Any, group: Group) -> Any:
+    def _kernel(self, load: LoadShard, dtype: torch.dtype, specs: Any, group: ShardGroup) -> Any:
         """The attention kernel that the first shard chooses: all must capture, and round, alike."""
         site = Site.of(self._device, dtype, load.plan.geometry)
         name, kernel = load.config.attention, None
@@ -153,7 +153,7 @@ class Shard:
         name = pickle.loads(group.exchange(pickle.dumps(name))[0])
         return kernel or choose(name, site, specs, faults=load.faults)
 
-    def _open_arena(self, load: Load, group: Group) -> Arena:
+    def _open_arena(self, load: LoadShard, group: ShardGroup) -> Arena:
         """The arena with the minimum mapped: elastic on all shards, or on none."""
         plan = load.plan
         arena = open_arena(plan, self._device, elastic="pool" not in load.faults, ready_bytes=0)
@@ -170,7 +170,7 @@ class Shard:
 
     # ---- steps -----------------------------------------------------------------------------------
 
-    def _begin(self, number: int, step: Step) -> None:
+    def _begin(self, number: int, step: ExecutePlan) -> None:
         plan = self._plans.read(step.place, step.processors)
         undone = self._undo(step.undo)
         pending = self._runner.begin(plan)
@@ -208,10 +208,10 @@ class Shard:
         try:
             result = pending.step.wait()
         except Exception as error:
-            self._send(pending.number, Failed(_portable(error)))
+            self._send(pending.number, ShardFailed(_portable(error)))
             raise ChannelClosed("the step failed") from error
         if pending.answers:
-            self._send(pending.number, StepDone(result, pending.undone))
+            self._send(pending.number, PlanDone(result, pending.undone))
 
     # ---- calls -----------------------------------------------------------------------------------
 

@@ -11,13 +11,15 @@ prepare no extents and keep none.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
+
+import numpy as np
 
 from ...allocator.arena import NoPreparedExtents
 from ...allocator.errors import BlockMisuse, GrantExceeded
 from ...allocator.lease_record import HeldBounds
-from ...scheduler.plan import Resize
+from ...scheduler.plan import Resize, Result
 
 
 class CountedLease(Protocol):
@@ -44,6 +46,11 @@ class Settled:
     mapped: frozenset[int]
     unmapped: frozenset[int]
     refused: str | None
+
+    def applied_to(self, result: Result) -> Result:
+        """`result` with this as the outcome of its resize."""
+        mapped, unmapped = (np.array(sorted(extents), np.int64) for extents in (self.mapped, self.unmapped))
+        return replace(result, mapped=mapped, unmapped=unmapped, refused=self.refused)
 
 
 class ShardedArena(NoPreparedExtents):
@@ -108,8 +115,11 @@ class ShardedArena(NoPreparedExtents):
         """Let every lease count what the shards may hold while they execute `resize`. Returns why nothing can be mapped: then
         the plan must be sent without that part.
 
-        A lease whose shard has extents to unmap again has them counted already, and no part of `resize` is among them.
+        An extent that some shard has to unmap again (`undo`) cannot be mapped by the same plan: that may fail once more.
         """
+        if uneven := frozenset().union(*self._left).intersection(resize.map.tolist()):
+            self._shift_all(-len(resize.unmap) * self.extent_bytes, 0)
+            return f"extents {sorted(uneven)} are still mapped on some of the {self.num_shards} shards, from a resize before"
         coming, going = len(resize.map) * self.extent_bytes, len(resize.unmap) * self.extent_bytes
         done: list[CountedLease] = []
         for lease in self._leases or ():

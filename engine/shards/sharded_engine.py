@@ -1,35 +1,35 @@
-"""The parts of an engine whose model is divided: the shards' processes, their leases, and the pool that all of them have."""
+"""The parts of an engine with a divided model: the shards' processes, their leases, and the pool that all of them have."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...monitor.host_memory import free_host_bytes, host_memory
+from ...monitor.host_memory import free_host_bytes
+from ...scheduler.scheduler import Scheduler
 from ..attention.choose import Site, check
 from ..config import EngineConfig
 from ..errors import ConfigError, DeviceNotFound
 from ..loading.checkpoint import Checkpoint
 from ..loading.division import Division
-from ..loading.loader import choose_dtype
+from ..loading.loader import choose_dtype, free_bytes, total_bytes
 from ..loading.quantized_linears import check_native
 from ..memory.engine_memory import EngineMemory
 from ..memory.lease_holder import HEAP_BYTES, LeaseHolder
 from ..memory.planning import MemoryPlan, model_geometry, plan_memory
 from ..process.cpu_threads import own_threads
-from .messages import Hello, Load, Loaded
+from .messages import Hello, LoadShard, ShardLoaded
 from .sharded_arena import ShardedArena
 from .sharded_lease import ShardedSharing, acquire_leases
 from .sharded_runner import ShardedRunner
 from .team import ShardTeam
 
-if TYPE_CHECKING:
-    from ..core import EngineCore
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,19 +45,19 @@ class DividedEngine:
     arena: ShardedArena
     faults: dict[str, str]
 
-    def load(self, num_rows: int, max_tokens: int) -> list[Loaded]:
-        """Load the model: every shard its part. Raises what `load_checked` raises, NotEnoughMemory, and ShardLost."""
-        load = Load(self.config, self.plan, num_rows, max_tokens, self.faults)
-        loaded: list[Loaded] = self.team.ask([load] * self.team.size)
+    def load(self, num_rows: int, max_tokens: int) -> list[ShardLoaded]:
+        """LoadShard the model: every shard its part. Raises what `load_checked` raises, NotEnoughMemory, and ShardLost."""
+        load = LoadShard(self.config, self.plan, num_rows, max_tokens, self.faults)
+        loaded: list[ShardLoaded] = self.team.ask([load] * self.team.size)
         return loaded
 
-    def memory(self, core: EngineCore, runner: ShardedRunner) -> EngineMemory:
+    def memory(self, scheduler: Callable[[], Scheduler], runner: ShardedRunner) -> EngineMemory:
         """What keeps the pool within the leases of all shards."""
         if self.sharing is not None:
             runner.on_refused = self.sharing.lease.return_unused
         plan, team, on_host = self.plan, self.team, torch.device(self.team.devices[0]).type == "cpu"
         return EngineMemory(
-            lambda: core.scheduler,
+            scheduler,
             self.arena,
             min_extents=plan.min_extents,
             base_bytes=lambda: max(team.sign(rank).base_bytes for rank in range(team.size)),
@@ -80,6 +80,15 @@ class DividedEngine:
             self.sharing.close()
 
 
+def plan_shard(config: EngineConfig, context: int | None = None) -> MemoryPlan:
+    """The memory plan of each shard, for sequences of `context` tokens. Starts no process. Raises as `start_shards`."""
+    _refuse_what_stays_here(config)
+    devices = _numbered(config.devices)
+    checkpoint, dtype, division = _divided(config, devices)
+    rooms = [(free_bytes(torch.device(name)), total_bytes(torch.device(name))) for name in devices]
+    return _planned(config, checkpoint, dtype, division, devices, rooms, context)
+
+
 def start_shards(config: EngineConfig) -> DividedEngine:
     """Start a process for each of `config.devices`, plan their memory and acquire their leases. Reads no weights.
 
@@ -87,26 +96,20 @@ def start_shards(config: EngineConfig) -> DividedEngine:
     """
     _refuse_what_stays_here(config)
     devices = _numbered(config.devices)
-    device = torch.device(devices[0])
     faults = _faults(config, devices)
     team = ShardTeam(devices, num_threads=max(1, own_threads() // len(devices)))
     holder = LeaseHolder(torch.device("cpu"), 0)
     sharing: ShardedSharing | None = None
     try:
         team.start()
-        checkpoint = Checkpoint.open(config.model)  # while the shards import torch
-        dtype = choose_dtype(config.dtype, checkpoint, device)
-        if config.quantization is not None:
-            check_native(config.quantization, device)
-        layers = model_geometry(config, checkpoint, device, dtype).layers
-        division = Division.of(checkpoint, len(devices), layers)
+        checkpoint, dtype, division = _divided(config, devices)  # while the shards import torch
         hellos: list[Hello] = team.wait(0, range(team.size))
         team.forget(0)
-        plan = _planned(config, checkpoint, dtype, division, devices, hellos)
+        rooms = [(hello.free_bytes, hello.total_bytes) for hello in hellos]
+        plan = _planned(config, checkpoint, dtype, division, devices, rooms)
         check(config.attention, Site.of(torch.device("cpu"), dtype, plan.geometry), plan.geometry, faults)
-        sharing = acquire_leases(
-            config, plan, devices, [hello.held_bytes for hello in hellos], lambda: holder.base_bytes
-        )
+        held = [hello.held_bytes for hello in hellos]
+        sharing = acquire_leases(config, plan, devices, held, lambda: holder.base_bytes)
         leases = None if sharing is None else sharing.leases
         arena = ShardedArena(
             plan.num_extents, plan.geometry.extent_bytes, leases, range(plan.min_extents), len(devices)
@@ -118,6 +121,22 @@ def start_shards(config: EngineConfig) -> DividedEngine:
         if sharing is not None:
             sharing.close()
         raise
+
+
+def _divided(config: EngineConfig, devices: Sequence[str]) -> tuple[Checkpoint, torch.dtype, Division]:
+    """The model's metadata, its dtype, and how it is divided.
+
+    Raises what `Checkpoint.open` and `Division.of` raise, and ConfigError.
+    """
+    checkpoint, device = Checkpoint.open(config.model), torch.device(devices[0])
+    dtype = choose_dtype(config.dtype, checkpoint, device)
+    if config.quantization is not None:
+        check_native(config.quantization, device)
+    layers = model_geometry(config, checkpoint, device, dtype).layers
+    division = Division.of(checkpoint, len(devices), layers)
+    if left := division.describe():
+        log.warning("%s: %s", config.model.name, left)
+    return checkpoint, dtype, division
 
 
 def _refuse_what_stays_here(config: EngineConfig) -> None:
@@ -162,24 +181,21 @@ def _faults(config: EngineConfig, devices: Sequence[str]) -> dict[str, str]:
 
 def _planned(
     config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype, division: Division, devices: Sequence[str],
-    hellos: Sequence[Hello],
+    rooms: Sequence[tuple[int, int]], context: int | None = None,
 ) -> MemoryPlan:  # fmt: skip
-    """The plan of one shard, within what the scarcest device has for each of its shards."""
-    times = Counter(devices)
-    on_host = devices[0] == "cpu"
-    free = min(
-        (free_host_bytes() if on_host else hello.free_bytes) // times[name]
-        for name, hello in zip(devices, hellos, strict=True)
-    )
-    total = min(
-        ((host_memory().total_bytes or free_host_bytes()) if on_host else hello.total_bytes) // times[name]
-        for name, hello in zip(devices, hellos, strict=True)
-    )
+    """The plan of one shard, within what the scarcest device has for each of its shards.
 
-    def free_of(asked: Any) -> int:
-        return free_host_bytes() // len(devices) if torch.device(asked).type == "cpu" and not on_host else free
+    `rooms`: by shard, free and total bytes of its device.
+    """
+    times, device = Counter(devices), torch.device(devices[0])
+    free = min(room[0] // times[name] for name, room in zip(devices, rooms, strict=True))
+    total = min(room[1] // times[name] for name, room in zip(devices, rooms, strict=True))
+
+    def free_of(asked: torch.device) -> int:
+        return free if asked == device else free_host_bytes() // len(devices)
 
     plan = plan_memory(
-        config, checkpoint, torch.device(devices[0]), dtype, free=free_of, total=lambda asked: total, division=division
+        config, checkpoint, device, dtype, context=context, free=free_of, total=lambda asked: total, division=division
     )
-    return replace(plan, device=",".join(devices))
+    replicated = division.replicated_bytes(dtype)
+    return replace(plan, device=",".join(devices), num_shards=division.size, replicated_bytes=replicated)

@@ -16,14 +16,15 @@ import random
 import select
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
 from ...allocator.errors import LeaseClosed, LeaseError, LeaseRefused
 from ...allocator.lease import Lease
-from ...allocator.lease_events import Event, Recalled
+from ...allocator.lease_events import Denied, Event, Granted, Limited, Lost, Recalled, Rejoined, Withdrawn
 from ...monitor.errors import MonitorError
 from ...monitor.units import format_bytes
 from ...monitor.watching import Watch, watch
@@ -32,7 +33,9 @@ from ..errors import NotEnoughMemory
 from ..memory.lease_holder import HEAP_BYTES, LIBRARIES_BYTES, acquire, device_info, log, new_name
 from ..memory.planning import MemoryPlan
 
-SURPLUS_S = 0.3  # that a grant may exceed the others', and half the most that is waited before the next ask
+SURPLUS_S = 0.3  # mean time that a grant may exceed the others'
+FIRST_PAUSE_S = 0.6  # most that is waited before the next ask, doubled as long as asking gains nothing
+LAST_PAUSE_S = 5.0
 _LOOK_S = 0.25
 
 
@@ -40,13 +43,50 @@ def _none() -> int:
     return 0
 
 
+class _Turns:
+    """When a surplus goes back, and when the next ask is passed on. Times are random, so that engines do not stay in step."""
+
+    def __init__(self, clock: Callable[[], float], chance: Callable[[], float]) -> None:
+        self._clock = clock
+        self._chance = chance
+        self._return_at: float | None = None
+        self._ask_at = clock()
+        self._pause_s = FIRST_PAUSE_S
+
+    @property
+    def may_ask(self) -> bool:
+        """Whether no other engine has its turn."""
+        return self._clock() >= self._ask_at
+
+    def must_return(self, *, has_surplus: bool) -> bool:
+        """Whether there has been a surplus for too long. Call it often."""
+        now = self._clock()
+        if not has_surplus:
+            self._return_at = None
+        elif self._return_at is None:
+            self._return_at = now + SURPLUS_S * (0.5 + self._chance())
+        return self._return_at is not None and now >= self._return_at
+
+    def pause(self) -> None:
+        """Let other engines ask first: what was granted was of no use."""
+        self._return_at = None
+        self._ask_at = self._clock() + self._pause_s * self._chance()
+        self._pause_s = min(2 * self._pause_s, LAST_PAUSE_S)
+
+    def gain(self) -> None:
+        """All devices have granted more: the next pause is short again."""
+        self._pause_s = FIRST_PAUSE_S
+
+
 class ShardedLease:
-    """See `Lease`. Thread-safe in the same way.
+    """See `Lease`. Thread-safe in the same way, but only one thread may call anything else than `wait` and `close`.
 
     Args:
         leases: One for each shard.
         granule_bytes: Of an extent: smaller surpluses stay.
         extra: What the first lease has to cover besides its shard: the driver's own memory, if that is on the same device.
+        clock: Seconds, monotonic.
+        chance: A random number from 0 to 1.
     """
 
     def __init__(
@@ -57,13 +97,14 @@ class ShardedLease:
         self._granule_bytes = granule_bytes
         self._extra = extra
         self._extra_bytes = extra()
-        self._clock = clock
-        self._chance = chance
-        self._uneven_until: float | None = None  # when a surplus goes back
-        self._silent_until = -1.0  # when the next ask is passed on
+        self._turns = _Turns(clock, chance)
+        self._common_bytes = self.granted_bytes  # at the last poll
+        self._returns_unused = False  # with the next report of a settled pool
+        self._was_connected = self.connected  # and `_recalled`: by the events so far
+        self._recalled: Recalled | None = None
         self._closed = False
         self._waiters = 0
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     # ---- what is allowed -------------------------------------------------------------------------
@@ -126,10 +167,13 @@ class ShardedLease:
         for lease, extra in self._each():
             own = {**held, "other": held.get("other", 0) + extra} if extra else held
             lease.report(own, free_bytes, moving_bytes=moving_bytes)
+        if self._returns_unused and not moving_bytes:
+            self._returns_unused = False
+            self._return_to(self.held_bytes)
 
     def ask(self, target_bytes: int, *, expires_s: float = 1.0) -> None:
-        """Ask every broker for `target_bytes`; not while another engine has its turn."""
-        if self._clock() >= self._silent_until:
+        """Ask every broker for `target_bytes`. An ask for more than is held waits while other engines have their turn."""
+        if self._turns.may_ask or target_bytes <= self.held_bytes:
             for lease, extra in self._each():
                 lease.ask(target_bytes + extra, expires_s=expires_s)
 
@@ -139,78 +183,119 @@ class ShardedLease:
             lease.lower_min(min(lease.min_bytes, min_bytes + extra))
 
     def answer_unmapped(self, keep_bytes: int) -> None:
-        """Declare that each shard holds at most `keep_bytes`. What a shard has to unmap still stays granted."""
+        """Declare that each shard holds at most `keep_bytes`. What a shard has to unmap still stays granted.
+
+        A lease that has no recall and no more granted says nothing: it would only withdraw its ask.
+        """
         for lease, extra in self._each():
-            lease.answer_unmapped(max(keep_bytes + extra, lease.held_bytes))
+            if lease.recall is not None or lease.granted_bytes > keep_bytes + extra:
+                lease.answer_unmapped(max(keep_bytes + extra, lease.held_bytes))
 
     def return_unused(self) -> None:
-        """Return what is granted and not held: a shard could not map what the lease allows."""
-        self.answer_unmapped(max(self.held_bytes, self.min_bytes))
-        self._pause_asking()
+        """Return what is granted and not held, once all shards hold the same: one could not map what its lease allows."""
+        self._returns_unused = True
 
     def close(self) -> None:
         """End all leases. A thread in `wait` gets LeaseClosed. Idempotent."""
-        with self._changed:
+        with self._lock:
             if self._closed:
                 return
+            forked = all(lease.closed for lease in self.leases)
             self._closed = True
-            os.eventfd_write(self._wake, 1)
-            self._changed.wait_for(lambda: not self._waiters, 2 * _LOOK_S)
-        for lease in self.leases:
-            lease.close()
-        os.close(self._wake)
+            for lease in self.leases:
+                lease.close()
+            if not self._waiters:
+                os.close(self._wake)
+            elif not forked:  # the last waiting thread closes it; a fork has none, and would wake its parent's
+                os.eventfd_write(self._wake, 1)
 
     # ---- messages from the brokers ---------------------------------------------------------------
 
     def poll(self) -> tuple[Event, ...]:
-        """The events of all leases since the last call. Never blocks. Raises LeaseClosed."""
-        if self._closed:
-            raise LeaseClosed(f"the leases of {self.name!r} are closed; make a new engine")
-        events = tuple(event for lease in self.leases for event in lease.poll())
+        """The events of all leases since the last call, as those of one lease. Never blocks. Raises LeaseClosed.
+
+        It also returns what one device has granted beyond the others for too long.
+        """
+        events = self._receive()
         self._return_surplus()
         return events
 
     def wait(self, timeout_s: float) -> tuple[Event, ...]:
-        """Like `poll`, but wait for an event; () after `timeout_s` without one. Raises LeaseClosed."""
+        """Wait for an event; () after `timeout_s` without one. Raises LeaseClosed."""
         until = time.monotonic() + timeout_s
-        with self._changed:
+        with self._lock:
+            self._check_open()
             self._waiters += 1
         try:
             while True:
-                if events := self.poll():
+                if events := self._receive():
                     return events
                 left = until - time.monotonic()
                 if left <= 0:
                     return ()
                 poller = select.poll()
-                for fd in (self._wake, *(lease.fileno() for lease in self.leases)):
-                    poller.register(fd, select.POLLIN)
+                poller.register(self._wake, select.POLLIN)
+                for lease in self.leases:
+                    with suppress(ValueError):  # closed meanwhile: the next turn raises
+                        poller.register(lease.fileno(), select.POLLIN)
                 poller.poll(1000 * min(left, _LOOK_S))
         finally:
-            with self._changed:
+            with self._lock:
                 self._waiters -= 1
-                self._changed.notify_all()
+                if self._closed and not self._waiters:
+                    os.close(self._wake)
+
+    def _receive(self) -> tuple[Event, ...]:
+        with self._lock:
+            self._check_open()
+            found = {type(event): event for lease in self.leases for event in lease.poll()}
+            return tuple(self._joined(found)) if found else ()
+
+    def _joined(self, found: Mapping[type[Event], Event]) -> Iterator[Event]:
+        """The events of several leases, by type, as those of one: with what all of them allow now, and each only once."""
+        was_connected, self._was_connected = self._was_connected, self.connected
+        before, self._recalled = self._recalled, self.recall
+        lost = found.get(Lost)
+        if isinstance(lost, Lost) and (was_connected or lost.refused):
+            yield lost
+        if Rejoined in found and self._was_connected:
+            yield Rejoined(self.granted_bytes)
+        if Granted in found:
+            yield Granted(self.granted_bytes)
+        if Limited in found and (most := self.max_bytes) is not None:
+            yield Limited(most)
+        if Recalled in found and self._recalled not in (None, before):
+            assert self._recalled is not None
+            yield self._recalled
+        if Withdrawn in found and self._recalled is None:
+            yield Withdrawn()
+        if Denied in found:
+            yield found[Denied]
 
     def _return_surplus(self) -> None:
         """Return what one device grants beyond the others, once that has lasted."""
-        common, now = self.granted_bytes, self._clock()
-        uneven = [
-            (lease, extra)
+        common = self.granted_bytes
+        if common >= self._common_bytes + self._granule_bytes:
+            self._turns.gain()
+        self._common_bytes = common
+        has_surplus = any(
+            lease.connected
+            and lease.granted_bytes - max(common + extra, lease.held_bytes, lease.min_bytes) >= self._granule_bytes
             for lease, extra in self._each()
-            if lease.connected and lease.granted_bytes - extra >= common + self._granule_bytes
-        ]
-        if not uneven:
-            self._uneven_until = None
-        elif self._uneven_until is None:
-            self._uneven_until = now + SURPLUS_S * (0.5 + self._chance())
-        elif now >= self._uneven_until:
-            self._uneven_until = None
-            self._pause_asking()
-            for lease, extra in uneven:
-                lease.answer_unmapped(max(common + extra, lease.held_bytes, lease.min_bytes))
+        )
+        if self._turns.must_return(has_surplus=has_surplus):
+            self._return_to(common)
 
-    def _pause_asking(self) -> None:
-        self._silent_until = self._clock() + 2 * SURPLUS_S * self._chance()
+    def _return_to(self, keep_bytes: int) -> None:
+        """Return what is granted beyond `keep_bytes` and not held. This withdraws all asks, and other engines ask first."""
+        for lease, extra in self._each():
+            lease.answer_unmapped(max(keep_bytes + extra, lease.held_bytes))
+        self._common_bytes = self.granted_bytes
+        self._turns.pause()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise LeaseClosed(f"the leases of {self.name!r} have ended; make a new engine")
 
 
 @dataclass(slots=True, eq=False)
@@ -262,7 +347,8 @@ def acquire_leases(
         for rank in sorted(range(len(devices)), key=lambda rank: infos[rank].uuid):
             held = held_bytes[rank] + (0 if rank else extra())
             base = held + plan.weights_bytes + plan.primitives_bytes + working
-            leases[rank] = acquire(config, plan, watched, infos[rank], base, held, f"{name}.{rank}")
+            own = [lease.name for lease in leases.values()]
+            leases[rank] = acquire(config, plan, watched, infos[rank], base, held, f"{name}.{rank}", own)
         ordered = [leases[rank] for rank in range(len(devices))]
         return ShardedSharing(watched, ShardedLease(ordered, plan.geometry.extent_bytes, extra))
     except BaseException as error:

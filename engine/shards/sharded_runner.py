@@ -14,7 +14,7 @@ import numpy as np
 from ...cache.block_table import Int32
 from ...scheduler.plan import NO_EXTENTS, NO_TOKENS, Plan, Resize, Result
 from ..errors import ShardLost, is_interrupt
-from .messages import Loaded, Step, StepDone
+from .messages import ExecutePlan, PlanDone, ShardLoaded
 from .sharded_arena import ResizeOutcome, ShardedArena
 from .team import ShardTeam
 
@@ -63,7 +63,7 @@ class StepTimes:
 class ShardedRunner:
     """Has what the engine's core needs of a `ModelRunner`. Not thread-safe. Plans must come in the order they were made."""
 
-    def __init__(self, team: ShardTeam, arena: ShardedArena | None, loaded: Sequence[Loaded]) -> None:
+    def __init__(self, team: ShardTeam, arena: ShardedArena | None, loaded: Sequence[ShardLoaded]) -> None:
         first = loaded[0]
         self.arena = arena
         self.kernel = KernelFacts(first.kernel, first.captures)
@@ -102,7 +102,10 @@ class ShardedRunner:
         place, processors = team.plans.write(sent)
         everywhere = sent.moves_memory or not len(sent.rows) or any(undo)
         ranks = range(team.size) if everywhere else range(1)
-        steps = [Step(place, undo[rank], processors if rank == 0 else None, rank in ranks) for rank in range(team.size)]
+        steps = [
+            ExecutePlan(place, undo[rank], processors if rank == 0 else None, rank in ranks)
+            for rank in range(team.size)
+        ]
         step = ShardedStep(self, plan, sent, refused, ranks, team.post(steps))
         self._pending.append(step)
         self.times.steps += 1
@@ -132,7 +135,7 @@ class ShardedRunner:
         assert step is self._pending[0], "results come in the order of the plans"
         began, team = time.perf_counter(), self._team
         try:
-            answers: list[StepDone] = team.wait(step.number, step.ranks)
+            answers: list[PlanDone] = team.wait(step.number, step.ranks)
         except BaseException as error:
             if is_interrupt(error):
                 step.abandoned = True
@@ -144,7 +147,7 @@ class ShardedRunner:
         self._pending.popleft()
         team.forget(step.number)
         self.times.waiting_s += time.perf_counter() - began
-        result = _joined([answer.result for answer in answers])
+        result = joined_results([answer.result for answer in answers])
         if self.arena is None:
             return result
         for rank, answer in enumerate(answers):
@@ -156,12 +159,8 @@ class ShardedRunner:
         settled = self.arena.settle(step.sent.resize, outcomes)
         if len(step.sent.resize.map) and not settled.mapped:
             self.on_refused()
-        return replace(
-            result,
-            mapped=np.array(sorted(settled.mapped), np.int64),
-            unmapped=np.array(sorted(settled.unmapped), np.int64),
-            refused=step.refused or settled.refused,
-        )
+        applied = settled.applied_to(result)
+        return applied if step.refused is None else replace(applied, refused=step.refused)
 
 
 @dataclass(slots=True, eq=False)
@@ -177,7 +176,7 @@ class ShardedStep:
     abandoned: bool = False
 
     def wait(self) -> Result:
-        """Wait for the plan's result. Call it once per plan, in the order the plans were begun. Raises ShardLost."""
+        """Wait for the plan's result. ShardCall it once per plan, in the order the plans were begun. Raises ShardLost."""
         return self._runner._wait(self)
 
 
@@ -185,7 +184,7 @@ def _ids(extents: np.ndarray[tuple[int], np.dtype[np.int64]]) -> tuple[int, ...]
     return tuple(extents.tolist())
 
 
-def _joined(results: Sequence[Result]) -> Result:
+def joined_results(results: Sequence[Result]) -> Result:
     """The first shard's result, with what failed on any of them: a block is whole only if all its parts are."""
     first = results[0]
     if len(results) == 1:

@@ -1,6 +1,6 @@
 """The processes of a divided model's shards, as the driver sees them: started, spoken to, watched, and ended together.
 
-One thread starts them, reads what they send, and watches: a process that ends, or whose heartbeat stops, is the end of all of
+One thread starts them, reads what they send, and watches: a process that ends, or a heartbeat that stops, is the end of all of
 them. What they share has no name in a file system, and so goes with them.
 """
 
@@ -23,8 +23,8 @@ from typing import Any
 from ..collectives.factory import create_store
 from ..collectives.shared_memory_group import create_group_memory
 from ..errors import ShardLost
-from .channel import Channel, ChannelClosed
-from .messages import Call, Failed, Launch
+from .channel import ChannelClosed, ShardChannel
+from .messages import Launch, ShardCall, ShardFailed
 from .plan_memory import PlanWriter
 from .pulse import Pulse, Sign
 
@@ -59,7 +59,7 @@ class ShardTeam:
         self._group_fd = create_group_memory(len(devices))
         self._store_fd = create_store()
         self._launch = (num_threads, collectives)
-        self._channels: list[Channel] = []
+        self._channels: list[ShardChannel] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._changed = threading.Condition()
         self._answers: dict[int, dict[int, Any]] = {}  # by number of the message, then rank
@@ -123,14 +123,14 @@ class ShardTeam:
         with self._changed:
             answers = self._answers[number]
             while not all(rank in answers for rank in ranks):
-                failed = next((answer for answer in answers.values() if isinstance(answer, Failed)), None)
+                failed = next((answer for answer in answers.values() if isinstance(answer, ShardFailed)), None)
                 if failed is not None:
                     raise failed.error
                 self._check()
                 self._changed.wait()
             found = [answers[rank] for rank in ranks]
         for answer in found:
-            if isinstance(answer, Failed):
+            if isinstance(answer, ShardFailed):
                 raise answer.error
         return found
 
@@ -141,7 +141,7 @@ class ShardTeam:
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """What a method of each shard returns. Raises ShardLost."""
-        return self.ask([Call(method, arguments)] * self.size)
+        return self.ask([ShardCall(method, arguments)] * self.size)
 
     def ask(self, messages: Sequence[Any]) -> list[Any]:
         """Send each shard its message and wait for all answers. Raises as `wait`."""
@@ -202,7 +202,7 @@ class ShardTeam:
         level = logging.getLogger("pagetide").getEffectiveLevel()
         shared = (self._plans.fd, self._pulse.fd, self._group_fd, self._store_fd)
         for rank in range(self.size):
-            channel, theirs = Channel.pair()
+            channel, theirs = ShardChannel.pair()
             with theirs:
                 os.set_inheritable(theirs.fileno(), True)
                 process = subprocess.Popen(
@@ -228,7 +228,7 @@ class ShardTeam:
             self._changed.notify_all()
 
     def _look(self, beats: list[tuple[int, float]]) -> None:
-        """Give up a shard whose heartbeat has stopped."""
+        """Give up a shard without a heartbeat."""
         now = time.monotonic()
         for rank in range(self.size):
             count, since = beats[rank]
@@ -246,7 +246,7 @@ class ShardTeam:
             self._lose(f"{self._name(rank)} closed its socket")
             return
         said = next(
-            (str(a.error) for of in self._answers.values() if isinstance(a := of.get(rank), Failed)), None
+            (str(a.error) for of in self._answers.values() if isinstance(a := of.get(rank), ShardFailed)), None
         )  # fmt: skip
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         self._lose(f"{self._name(rank)} {how}" + (f": {said}" if said else ""))
@@ -297,6 +297,6 @@ class ShardTeam:
 
 @atexit.register
 def _close_all() -> None:
-    """End the shards of engines that nobody closed."""
+    """End the shards of engines that were not closed."""
     for team in list(_teams):
         team.close()

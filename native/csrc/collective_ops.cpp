@@ -28,7 +28,7 @@ namespace {
 constexpr int64_t kLine = 64;
 constexpr int kMostShards = 63;
 constexpr int64_t kHeader = (kMostShards + 1) * kLine;
-constexpr long kSleepNs = 20'000'000;  // then look again: a stop from outside wakes nobody
+constexpr long kSleepNs = 20'000'000;  // then look again: a stop from outside wakes no shard
 
 struct Head {
   std::atomic<uint64_t> stopped;

@@ -60,6 +60,8 @@ class EngineOptions:
     """The arguments of `LLM` besides the model, by their names. None: the default of `LLM`."""
 
     device: str | None = None
+    devices: str | list[str] | None = None
+    tensor_parallel_size: int | None = None
     dtype: str | None = None
     quantization: str | None = None
     kv_cache_dtype: str | None = None
@@ -124,8 +126,8 @@ _SWITCHES = (
 )  # fmt: skip
 _LISTS = ("stop", "stop_token_ids", "bad_words")  # repeatable flags
 _TEXTS = (
-    "model", "path", "format", "device", "dtype", "quantization", "kv_cache_dtype", "kv_memory", "prefix_cache_memory",
-    "host_kv_memory", "stop", "bad_words", "json_schema", "regex", "grammar", "attention", "record",
+    "model", "path", "format", "device", "devices", "dtype", "quantization", "kv_cache_dtype", "kv_memory",
+    "prefix_cache_memory", "host_kv_memory", "stop", "bad_words", "json_schema", "regex", "grammar", "attention", "record",
 )  # fmt: skip
 _TITLES = {
     "": "run", "input": "input", "output": "output", "engine": "engine",
@@ -155,6 +157,8 @@ _HELP = {
     "prefix_cache_memory": "maximum memory of cached blocks that no request holds, like 2GiB, or 0 (default: no bound)",
     "host_kv_memory": "host memory for swapped-out blocks, like 8GiB (default: none)",
     "device": "cpu, cuda, cuda:1 (default: cuda where there is one)",
+    "devices": "divide the model over these devices, like cuda:0,cuda:1",
+    "tensor_parallel_size": "divide the model over so many devices; sizes in bytes are then of each part",
     "dtype": "float32, bfloat16 or float16 (default: the checkpoint's)",
     "quantization": "int8 or int4 weights, on a CPU (default: as dtype says)",
     "kv_cache_dtype": "int8 or fp8: K and V in one byte (default: the model's dtype)",

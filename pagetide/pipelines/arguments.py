@@ -169,7 +169,10 @@ def _device(device: Any, device_map: Any) -> Any:
     if isinstance(device_map, Mapping):
         places = set(device_map.values())
         if len(places) != 1:
-            raise ValueError(f"device_map {dict(device_map)} is not served: an engine runs on one device")
+            raise ValueError(
+                f"device_map {dict(device_map)} is not served: a model is divided within its layers, not by modules; use "
+                "devices=['cuda:0', 'cuda:1'] or tensor_parallel_size=2"
+            )
         device_map = places.pop()
     chosen = device if device_map is None else device_map
     if isinstance(chosen, int) and not isinstance(chosen, bool):

@@ -593,7 +593,7 @@ def test_what_is_no_prompt_is_refused(ours: TextGenerationPipeline, inputs: Any)
         ({"config": "demo"}, "config is not served"),
         ({"revision": "v2"}, "nothing is downloaded"),
         ({"device": 0, "device_map": "auto"}, "cannot be given together"),
-        ({"device": None, "device_map": {"a": 0, "b": 1}}, "one device"),
+        ({"device": None, "device_map": {"a": 0, "b": 1}}, "tensor_parallel_size"),
         ({"device": "mps"}, "device must be"),
         ({"dtype": "float32", "torch_dtype": "float16"}, "mean the same"),
         ({"dtype": "int4"}, "dtype must be"),

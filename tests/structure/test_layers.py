@@ -26,11 +26,14 @@ SOURCES = (
 # Files and folders of engine/. Each layer imports only layers above it, and nothing of its own but what is in the same folder.
 LAYERS = (
     ("errors", "demo_model"),
+    ("collectives",),
     ("attention", "process", "sampling"),
     ("text",),
     ("execution", "loading"),
     ("config", "self_check"),
     ("memory",),
+    ("executor",),
+    ("shards",),
     ("core",),
     ("build",),
     ("frames",),

@@ -96,7 +96,7 @@ def hoard(llm: LLM) -> None:
 def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Device]:
     """By default larger than any engine needs. This process has its libraries already: its minimum may be smaller."""
     alone()
-    monkeypatch.setattr("pagetide.engine.memory.lease_holder._LIBRARIES_BYTES", 32 * MIB)
+    monkeypatch.setattr("pagetide.engine.memory.lease_holder.LIBRARIES_BYTES", 32 * MIB)
     monkeypatch.setenv("PAGETIDE_RUNTIME_DIR", str(tmp_path / "run"))
     made = Device(tmp_path / "run", getattr(request, "param", "64GiB"))
     with made.monitor:

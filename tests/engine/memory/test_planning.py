@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from pagetide import native
 from pagetide.cache.geometry import Geometry, LayerShape
 from pagetide.engine.config import EngineConfig
 from pagetide.engine.errors import ConfigError, NotEnoughMemory, UnsupportedModel
+from pagetide.engine.loading.division import Division
 from pagetide.engine.loading.loader import Checkpoint, load_model
 from pagetide.engine.loading.models import ModelSpec
 from pagetide.engine.memory.planning import (
@@ -32,12 +34,13 @@ from pagetide.engine.memory.planning import (
     DEFAULT_CONTEXT,
     MemoryPlan,
     auto_kv_bytes,
+    model_geometry,
     model_length,
     plan_memory,
     pool_geometry,
     working_reserve_bytes,
 )
-from pagetide.monitor.units import GIB, MIB
+from pagetide.monitor.units import GIB, MIB, format_bytes
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 KV_BYTES = 2 * 2 * 2 * 8 * 4  # layers, K and V, heads, head_dim, float32: of one token
@@ -86,6 +89,40 @@ def test_numbers_of_a_known_model(checkpoint: Checkpoint) -> None:
     assert made.left_bytes == GIB - made.weights_bytes - made.reserve_bytes - made.kv_bytes
     assert "4 at the same time" in made.describe()
     assert f"{KV_BYTES:,} bytes in float32" in made.describe()
+
+
+@pytest.mark.parametrize(("size", "kv_heads"), [(2, 1), (4, 1)])
+def test_the_plan_of_a_shard(checkpoint: Checkpoint, size: int, kv_heads: int) -> None:
+    config = EngineConfig.resolve(checkpoint.spec, max_seqs=4, max_step_tokens=8)
+    whole = model_geometry(config, checkpoint, CPU, torch.float32)
+    division = Division.of(checkpoint, size, whole.layers)
+    assert model_geometry(config, checkpoint, CPU, torch.float32, division) == division.geometry(whole)
+    made = plan_memory(
+        config, checkpoint, CPU, torch.float32, free=lambda _: GIB, total=lambda _: 2 * GIB, division=division
+    )
+    norms = 4 * (32 + 2 * 2 * 32)
+    attention = 2 * (2 * 32 * 32 // size + 2 * 8 * kv_heads * 32)
+    assert division.replicated_bytes(torch.float32) == norms
+    assert made.weights_bytes == norms + 4 * (
+        2 * 64 // size * 32 + attention + 2 * 3 * 32 * (48 // size if size < 4 else 16)
+    )
+    # One of two heads: blocks of half the size, two of them in an extent.
+    assert (made.kv_bytes_per_token, made.num_blocks) == (KV_BYTES // 2, 34)
+    assert made.loading_bytes <= plan(checkpoint, max_seqs=4, max_step_tokens=8).loading_bytes
+    assert (made.num_shards, made.to_dict()["num_shards"]) == (1, 1) and "shards" not in made.describe()
+    shown = replace(made, num_shards=size, replicated_bytes=norms)
+    assert f"shards {size}; what follows is of each" in re.sub(" +", " ", shown.describe())
+    assert "... on every shard" in shown.describe() and shown.to_dict()["replicated_bytes"] == norms
+
+
+def test_a_shard_for_which_there_is_no_room_says_what_would_fit(checkpoint: Checkpoint) -> None:
+    config = EngineConfig.resolve(checkpoint.spec)
+    division = Division.of(checkpoint, 2, model_geometry(config, checkpoint, CPU, torch.float32).layers)
+    needed = division.weights_bytes(torch.float32)
+    with pytest.raises(NotEnoughMemory) as caught:
+        plan_memory(config, checkpoint, CPU, torch.float32, free=lambda _: needed - 1, division=division)
+    assert caught.value.asked_bytes == needed < checkpoint.weights_bytes(torch.float32)
+    assert f"dtype='bfloat16' would need {format_bytes(division.weights_bytes(torch.bfloat16))}" in str(caught.value)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])

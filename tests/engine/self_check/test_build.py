@@ -13,6 +13,7 @@ import torch
 from pagetide import LLM
 from pagetide.allocator.errors import DriverUnavailable
 from pagetide.engine import build as building
+from pagetide.engine import executor
 from pagetide.engine.build import Engine, build
 from pagetide.engine.config import EngineConfig
 from pagetide.engine.errors import ConfigError
@@ -39,15 +40,15 @@ class PromptInput:
         self.kernel: dict[str, Any] = {}
         self.graphs: bool | None = None
         monkeypatch.setattr(building, "_self_check", lambda config: checked)
-        for name, options in (("_open_pool", self.pool), ("_host_pool", self.host), ("choose", self.kernel)):
+        for name, options in (("_open_pool", self.pool), ("open_host_pool", self.host), ("choose", self.kernel)):
             monkeypatch.setattr(building, name, self._noting(getattr(building, name), options))
-        core = building._core
+        make = building.make_runner
 
-        def noting(model: Any, arena: Any, storage: Any, plan: Any, config: EngineConfig, *others: Any) -> Any:
-            self.graphs = config.cuda_graphs
-            return core(model, arena, storage, plan, config, *others)
+        def noting(model: Any, arena: Any, plan: Any, config: EngineConfig, *others: Any, **given: Any) -> Any:
+            self.graphs = config.cuda_graphs and given["captures"]
+            return make(model, arena, plan, config, *others, **given)
 
-        monkeypatch.setattr(building, "_core", noting)
+        monkeypatch.setattr(building, "make_runner", noting)
 
     @staticmethod
     def _noting(call: Any, options: dict[str, Any]) -> Any:
@@ -91,17 +92,17 @@ def test_an_attention_that_was_asked_for_and_failed_is_refused_before_anything_i
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     PromptInput(monkeypatch, report("triton"))
-    monkeypatch.setattr(building, "load_model", lambda *arguments: pytest.fail("weights were read"))
+    monkeypatch.setattr(building, "load_checked", lambda *arguments: pytest.fail("weights were read"))
     with pytest.raises(ConfigError, match="attention='triton' failed in the self-check of cpu: it crashed"):
         build(replace(CONFIG, attention="triton"))
 
 
 @pytest.mark.parametrize("elastic", [True, False])
 def test_a_pool_that_failed_is_one_allocation(monkeypatch: pytest.MonkeyPatch, elastic: bool) -> None:
-    monkeypatch.setattr(building, "CudaArena", lambda *shape, **options: ("extents", *shape))
-    monkeypatch.setattr(building, "TensorArena", lambda *shape: ("one", *shape))
+    monkeypatch.setattr(executor, "CudaArena", lambda *shape, **options: ("extents", *shape))
+    monkeypatch.setattr(executor, "TensorArena", lambda *shape: ("one", *shape))
     plan = building.plan_only(CONFIG)
-    kind, *_ = building._arena(plan, torch.device("cuda", 0), elastic)  # type: ignore[misc]
+    kind, *_ = executor.open_arena(plan, torch.device("cuda", 0), elastic=elastic)  # type: ignore[misc]
     assert kind == ("extents" if elastic else "one")
 
 
@@ -109,9 +110,9 @@ def test_a_driver_that_is_missing_is_one_allocation_too(monkeypatch: pytest.Monk
     def missing(*shape: Any, **options: Any) -> None:
         raise DriverUnavailable("no cuda-bindings")
 
-    monkeypatch.setattr(building, "CudaArena", missing)
-    monkeypatch.setattr(building, "TensorArena", lambda *shape: "one")
-    assert building._arena(building.plan_only(CONFIG), torch.device("cuda", 0), True) == "one"
+    monkeypatch.setattr(executor, "CudaArena", missing)
+    monkeypatch.setattr(executor, "TensorArena", lambda *shape: "one")
+    assert executor.open_arena(building.plan_only(CONFIG), torch.device("cuda", 0), elastic=True) == "one"
 
 
 # ---- whether it runs

@@ -1,0 +1,48 @@
+"""Models made by transformers: without memory, and one at a time in a process."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from .checkpoint import Checkpoint
+from .log_suppression import quiet_transformers
+
+_making = threading.RLock()
+
+
+@contextmanager
+def making_models() -> Iterator[list[str]]:
+    """A context in which one thread makes or reads models, since transformers changes process-wide settings meanwhile.
+
+    Yields the list that collects its warnings.
+    """
+    with _making, quiet_transformers() as said:
+        yield said
+
+
+def meta_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> Any:
+    """The checkpoint's model without memory, of `dtype`, or the configuration's."""
+    config = copy.deepcopy(checkpoint.config)  # transformers notes the type in it
+    of: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+    with making_models(), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            config, attn_implementation="eager", trust_remote_code=checkpoint.spec.trust_remote_code, **of
+        )
+
+
+def changed_class(kind: type[Any], change: Callable[[Any], None]) -> type[Any]:
+    """A subclass of the model class `kind`. `change` gets each new model, before weights are read into it."""
+
+    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        kind.__init__(self, config, *args, **kwargs)
+        change(self)
+
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), {"__init__": init, **names})

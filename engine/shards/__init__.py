@@ -1,0 +1,1 @@
+"""pagetide.engine.shards: a model divided over several devices, a process for each of its shards."""

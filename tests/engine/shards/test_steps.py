@@ -1,0 +1,228 @@
+"""Plans over the shards of a model, in threads: the tokens and logits of one device, whatever happens on the way."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dense_kernel import DenseKernel
+from engines import TinyEngine, prompts
+from sharded_engines import DIVIDED, ShardedTinyEngine, saved
+from tape import Tape, recorder
+
+from pagetide.scheduler.request import Sampling
+
+VOCAB = 160
+INPUTS = prompts([3, 17, 9, 30, 5], VOCAB)
+INPUTS.append([*INPUTS[3][:24], 7, 8])  # a prefix that another has
+NEW = 14
+SURE = 1e-3  # margin between the two best logits above which the token must be the same
+SIX = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "qwen3_moe"]
+
+
+@cache
+def right_of(name: str) -> tuple[dict[str, list[int]], dict[tuple[str, int], torch.Tensor]]:
+    """Tokens and logits of one device, with nothing in the way."""
+    from families import tiny
+
+    family, config = DIVIDED[name]
+    engine = TinyEngine(tiny(family, **config), usable=200, block_size=4, max_model_len=64)
+    engine.watch_logits()
+    tokens = engine.generate(INPUTS, Sampling(NEW))
+    return {f"r{i}": one for i, one in enumerate(tokens)}, engine.logits
+
+
+def compare(name: str, engine: ShardedTinyEngine, tokens: list[list[int]]) -> float:
+    """Check tokens and logits of `engine` against one device's. Returns the share of tokens that had to be the same."""
+    right, logits = right_of(name)
+    sure = total = 0
+    for i, found in enumerate(tokens):
+        request, prompt = f"r{i}", len(INPUTS[i])
+        for j in range(NEW):
+            at = (request, prompt + j)
+            assert torch.allclose(engine.logits[at], logits[at], rtol=0, atol=1e-4), (request, j)
+            best = logits[at].topk(2).values
+            total += 1
+            sure += int(best[0] - best[1] > SURE)
+            if found[j] != right[request][j]:
+                assert best[0] - best[1] <= SURE, (request, j)
+                break  # another history from here on
+    return sure / total
+
+
+def made(name: str, size: int, folder: Path, **pool: Any) -> ShardedTinyEngine:
+    _, checkpoint = saved(name, folder)
+    engine = ShardedTinyEngine(checkpoint, size, max_model_len=64, **{"usable": 200} | pool)
+    engine.watch_logits()
+    return engine
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", SIX)
+def test_chunks_preemptions_prefixes_and_a_host_tier_change_nothing(name: str, size: int, tmp_path: Path) -> None:
+    engine = made(name, size, tmp_path, usable=26, max_step_tokens=12, caching=True, host_slots=12)
+    share = compare(name, engine, engine.generate(INPUTS, Sampling(NEW)))
+    stats = engine.core.scheduler.stats
+    assert share > 0.95
+    assert stats.preemptions and stats.demoted_blocks and stats.prefix_lookups.hit_tokens
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", SIX)
+def test_a_pool_that_shrinks_and_grows_in_between_changes_nothing(name: str, size: int, tmp_path: Path) -> None:
+    engine = made(name, size, tmp_path, usable=120, caching=True)
+    for i, prompt in enumerate(INPUTS):
+        engine.add(f"r{i}", prompt, Sampling(NEW), arrival=float(i))
+    ends, pool, rng = {}, engine.core.scheduler.pool, np.random.default_rng(1)
+    while engine.core.has_work:
+        if rng.random() < 0.4:
+            (pool.give_back if rng.random() < 0.5 else pool.grow)(int(rng.integers(1, 12)))
+        ends.update({end.request_id: end for end in engine.core.step().finished})
+        engine.core.scheduler.check_invariants()
+        for runner in engine.runner.runners:
+            assert runner.arena.mapped_extents == engine.runner.arena.mapped_extents
+    compare(name, engine, [ends[f"r{i}"].token_ids.tolist() for i in range(len(INPUTS))])
+    stats = engine.core.scheduler.stats
+    assert stats.grown_extents and stats.given_back_extents and stats.moved_blocks
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_what_one_shard_cannot_map_none_keeps(name: str, tmp_path: Path) -> None:
+    engine = made(name, 2, tmp_path, usable=120)
+    pool, arenas = engine.core.scheduler.pool, [runner.arena for runner in engine.runner.runners]
+    pool.give_back(12)
+    engine.core.step()
+    mapped = engine.runner.arena.mapped_extents
+    arenas[1].full = True
+    for i, prompt in enumerate(INPUTS):
+        engine.add(f"r{i}", prompt, Sampling(NEW), arrival=float(i))
+    pool.grow(6)
+    engine.core.step()
+    assert engine.runner.arena.mapped_extents == mapped == arenas[1].mapped_extents
+    assert len(arenas[0].mapped_extents) == len(mapped) + 6, "until the next plan"
+    assert engine.core.scheduler.stats.refused_resizes == 1
+    engine.core.step()
+    assert arenas[0].mapped_extents == mapped
+    arenas[1].full = False
+    pool.grow(6)
+    tokens = {end: one.token_ids.tolist() for end, one in engine.run().items()}
+    assert len(engine.runner.arena.mapped_extents) == len(mapped) + 6
+    compare(name, engine, [tokens[f"r{i}"] for i in range(len(INPUTS))])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", SIX[:5])
+def test_recorded_steps_with_collectives_give_the_same_tokens(name: str, size: int, tmp_path: Path) -> None:
+    engine = made(name, size, tmp_path, max_step_tokens=16, kernel=DenseKernel)
+    tapes: list[list[Tape]] = [[] for _ in range(size)]
+    order = {id(runner): rank for rank, runner in enumerate(engine.runner.runners)}
+    engine.runner.on_all(lambda runner: runner.record((1, 2, 4, 8), recorder(tapes[order[id(runner)]])))
+    compare(name, engine, engine.generate(INPUTS, Sampling(NEW)))
+    for rank, runner in enumerate(engine.runner.runners):
+        assert runner.graphs.sizes == (1, 2, 4, 8), "none was found to be wrong"
+        assert sum(tape.num_replays for tape in tapes[rank]) > 8
+
+
+def test_a_graph_that_one_shard_does_not_trust_none_uses(tmp_path: Path) -> None:
+    engine = made("llama", 2, tmp_path, kernel=DenseKernel)
+    engine.runner.on_all(lambda runner: runner.record((8,), recorder([])))
+    graphs = engine.runner.runners[1].graphs
+    replay = graphs._replays[8]
+    graphs._replays[8] = lambda: (replay(), graphs._logits.add_(torch.rand_like(graphs._logits)))[0]
+    compare("llama", engine, engine.generate(INPUTS, Sampling(NEW)))
+    assert [runner.graphs.sizes for runner in engine.runner.runners] == [(), ()]
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_steps_that_overlap_pass_tokens_on_the_device(name: str, tmp_path: Path) -> None:
+    engine = made(name, 2, tmp_path, usable=60, max_step_tokens=12, caching=True, overlaps=True)
+    right, _ = right_of(name)
+    tokens = engine.generate(INPUTS, Sampling(NEW))
+    assert {f"r{i}": one for i, one in enumerate(tokens)} == right
+
+
+def test_beams_forks_penalties_and_seeds_are_those_of_one_device(tmp_path: Path) -> None:
+    from families import tiny
+
+    family, config = DIVIDED["qwen3"]
+    each = [
+        Sampling(NEW, temperature=1.0, seed=3), Sampling(NEW, repetition_penalty=1.4), Sampling(NEW, temperature=0.7, top_k=9, seed=5),
+        Sampling(NEW, temperature=1.3, top_p=0.8, min_p=0.02, seed=8), Sampling(NEW, logprobs=3), Sampling(NEW, prompt_logprobs=2),
+    ]  # fmt: skip
+    right = TinyEngine(tiny(family, **config), usable=200, block_size=4, max_model_len=64).generate(INPUTS, each)
+    engine = made("qwen3", 2, tmp_path, usable=40, max_step_tokens=16, caching=True, host_slots=6)
+    assert engine.generate(INPUTS, each) == right
+
+
+# ---- faults
+
+
+class Fault:
+    """Makes the forward pass of one shard raise, a number of times."""
+
+    def __init__(self, runner: Any, times: int, after: int = 3) -> None:
+        self.left, self.after, self.calls = times, after, 0
+        layer = runner.model.model.layers[1].mlp
+        self.handle = layer.register_forward_pre_hook(self)
+
+    def __call__(self, module: Any, args: Any) -> None:
+        self.calls += 1
+        if self.calls > self.after and self.left:
+            self.left -= 1
+            raise RuntimeError("CUDA out of memory, says a test")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_step_that_fails_on_one_shard_is_repeated_on_all(rank: int, times: int, tmp_path: Path) -> None:
+    engine = made("llama", 2, tmp_path, max_step_tokens=24, caching=True)
+    fault = Fault(engine.runner.runners[rank], times)
+    compare("llama", engine, engine.generate(INPUTS, Sampling(NEW)))
+    assert fault.left == 0
+
+
+def test_a_request_that_fails_again_and_again_on_one_shard_ends_alone(tmp_path: Path) -> None:
+    engine = made("llama", 2, tmp_path)
+    bad = 159
+
+    def poisoned(module: Any, args: Any, kwargs: Any) -> None:
+        if bool((kwargs["input_ids"] == bad).any()):
+            raise RuntimeError("this token breaks the shard")
+
+    engine.runner.runners[1].model.register_forward_pre_hook(poisoned, with_kwargs=True)
+    for i, prompt in enumerate([*INPUTS[:3], [4, 9, bad, 2]]):
+        engine.add(f"r{i}", prompt, Sampling(NEW), arrival=float(i))
+    ends = engine.run()
+    assert ends["r3"].reason == "error" and "this token breaks the shard" in ends["r3"].error
+    right, _ = right_of("llama")
+    for i in range(3):
+        found, sure = ends[f"r{i}"].token_ids.tolist(), right[f"r{i}"]
+        assert found == sure[: len(found)] and ends[f"r{i}"].reason == "length"
+
+
+def test_sampling_that_fails_on_the_first_shard_ends_its_request_alone(tmp_path: Path) -> None:
+    def bad(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no")
+
+    engine = made("llama", 2, tmp_path)
+    sampler = engine.runner.sampler
+    admit = sampler.admit
+
+    def failing(row: int, sampling: Sampling, *more: Any) -> None:
+        if sampling.seed == 77:
+            raise RuntimeError("it cannot be admitted")
+        admit(row, sampling, *more)
+
+    sampler.admit = failing
+    each = [Sampling(NEW), Sampling(NEW, logits_processors=(bad,)), Sampling(NEW, seed=77), Sampling(NEW)]
+    for i, (prompt, one) in enumerate(zip(INPUTS, each, strict=False)):
+        engine.add(f"r{i}", prompt, one, arrival=float(i))
+    ends = engine.run()
+    right, _ = right_of("llama")
+    assert [ends[f"r{i}"].reason for i in range(4)] == ["length", "error", "error", "length"]
+    assert "it cannot be admitted" in ends["r2"].error
+    assert [ends[f"r{i}"].token_ids.tolist() for i in (0, 3)] == [right["r0"], right["r3"]]
