@@ -69,7 +69,11 @@ class ThreadGroup:
 
     def gather(self, x: Tensor, widths: Sequence[int], *, everywhere: bool = False) -> Tensor:
         assert x.shape[-1] == widths[self.rank], (x.shape, widths)
-        return gather(x.contiguous(), self.key) if everywhere or not self.rank else (gather(x.contiguous(), self.key), x)[1]
+        return (
+            gather(x.contiguous(), self.key)
+            if everywhere or not self.rank
+            else (gather(x.contiguous(), self.key), x)[1]
+        )
 
     def summed(self, x: Tensor) -> Tensor:
         """The sum over the shards."""

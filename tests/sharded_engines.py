@@ -41,7 +41,13 @@ CPU = torch.device("cpu")
 _loading = threading.Lock()
 
 _HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 64, "vocab_size": 163}
-_ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1, "mlp_only_layers": [1]}
+_ROUTED = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [1],
+}
 # What is divided: by name the family, and what goes on top of its configuration. Vocabulary and width divide unevenly.
 DIVIDED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {**_HEADS, "intermediate_size": 70}),
@@ -55,7 +61,10 @@ DIVIDED: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", {**_HEADS, "tie_word_embeddings": True}),
     "phi3": ("phi3", _HEADS),
     "deepseek_v3": ("deepseek_v3", {"num_attention_heads": 8, "num_key_value_heads": 8}),
-    "cohere2": ("cohere2", {**_HEADS, "intermediate_size": 64, "num_hidden_layers": 4, "sliding_window": 8, "pad_token_id": 0}),
+    "cohere2": (
+        "cohere2",
+        {**_HEADS, "intermediate_size": 64, "num_hidden_layers": 4, "sliding_window": 8, "pad_token_id": 0},
+    ),
 }
 
 
@@ -67,7 +76,9 @@ def saved(name: str, folder: Path, **over: Any) -> tuple[Any, Checkpoint]:
     return model, Checkpoint.open(resolve_model(folder))
 
 
-def geometry_of(checkpoint: Checkpoint, block_size: int = 16, dtype: str = "float32", max_tokens: int = 512) -> Geometry:
+def geometry_of(
+    checkpoint: Checkpoint, block_size: int = 16, dtype: str = "float32", max_tokens: int = 512
+) -> Geometry:
     """The layout of the whole model's blocks."""
     return Geometry.from_config(
         checkpoint.config, block_size=block_size, dtype=dtype, latents=checkpoint.caches_latents, max_tokens=max_tokens
@@ -181,8 +192,16 @@ class ShardedTinyEngine(TinyEngine):
             sampler = TokenFollower() if group.rank else Sampler(limits.num_rows, vocab)
             runners.append(
                 ModelRunner(
-                    model, storage, kernel(), sampler, num_rows=limits.num_rows, max_tokens=max_model_len, arena=arena,
-                    host=hosts[-1], overlaps=overlaps, group=group,
+                    model,
+                    storage,
+                    kernel(),
+                    sampler,
+                    num_rows=limits.num_rows,
+                    max_tokens=max_model_len,
+                    arena=arena,
+                    host=hosts[-1],
+                    overlaps=overlaps,
+                    group=group,
                 )  # fmt: skip
             )
         arena = ShardedArena(num_extents, geometry.extent_bytes, None, range(num_extents), size)

@@ -60,10 +60,11 @@ class Lockstep:
                 pass
         else:
             self.group.abort()
-        texts = self.agree(step_id, None if error is None else f"{type(error).__name__}: {error}")
+        own = None if isinstance(error, CollectiveAborted) else error
+        texts = self.agree(step_id, None if own is None else f"{type(own).__name__}: {own}")
+        if own is not None:
+            return own
         rank = next((rank for rank, text in enumerate(texts) if text is not None), 0)
-        if error is not None and not isinstance(error, CollectiveAborted):
-            return error
         return PeerFailed(f"shard {rank}: {texts[rank]}")
 
     def all_agree(self, well: bool) -> bool:
