@@ -147,8 +147,15 @@ class Engine:
             "host_tier": self._host_tier(),
             "memory": None if self.core.memory is None else self.core.memory.to_dict(),
             "self_check": self._self_check(),
-            "shards": None if self.team is None else self.team.to_dict(),
+            "shards": self._shards(),
         }
+
+    def _shards(self) -> dict[str, Any] | None:
+        runner = self.core.runner
+        if self.team is None or not isinstance(runner, ShardedRunner):
+            return None
+        times = {name: getattr(runner.times, name) for name in ("steps", "sending_s", "waiting_s", "computing_s")}
+        return {"collectives": runner.collectives, **times, "each": self.team.to_dict()}
 
     def _self_check(self) -> dict[str, Any]:
         if self.self_check is not None:

@@ -72,13 +72,15 @@ def load_checked(
         bound_primitives()
     tokenizer = load_tokenizer(config.model)
     how: dict[str, Any] = {} if division is None else {"division": division, "group": group}
-    model = load_model(checkpoint, device, dtype, quantization=config.quantization, pack=True, **how)
+    early = check if config.quantization is not None else None  # before weights are rounded, which would hide a fault
+    model = load_model(checkpoint, device, dtype, quantization=config.quantization, pack=True, check=early, **how)
     with rows_as_they_are():
         if device.type == "cpu" and not fuse(model).computes and config.quantization is None:
             log.warning("linear layers of %s stay as they are: it does not compute with packed ones", plan.model)
             del model
             model = load_model(checkpoint, device, dtype, **how)
-        check(model)
+        if early is None:
+            check(model)
         attend_to_latents(model, plan.geometry)
         specs = _check_attention(model, plan, tokenizer, checkpoint)
     return CheckedModel(model, tokenizer, specs)

@@ -5,6 +5,7 @@ One barrier a collective: two slots of each shard are used by turns. The same su
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import struct
@@ -21,7 +22,7 @@ MOST_SHARDS = 63
 _LINE = 64
 _HEADER_BYTES = (MOST_SHARDS + 1) * _LINE
 _SLOT_BYTES = 2 << 20
-_GENERATION = 1 << 32  # numbers of collectives in one
+_GENERATION = 1 << 40  # numbers of collectives in one, as in collective_ops.cpp
 _SPIN_US, _SPIN_US_CROWDED = 200, 5  # before a wait sleeps; with fewer cores than shards the others need this one
 
 
@@ -46,14 +47,14 @@ class SharedMemoryGroup:
             raise ValueError(f"a group has 1 to {MOST_SHARDS} shards, got {size}")
         self.rank = rank
         self.size = size
-        self._map = mmap.mmap(fd, _bytes_for(size))
-        self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._memory = torch.frombuffer(mmap.mmap(fd, _bytes_for(size)), dtype=torch.uint8)  # keeps the mapping
         self._number = 1  # of the last collective
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._spin_us = _SPIN_US if size <= cores else _SPIN_US_CROWDED
         self._counts: dict[str, CollectiveCount] = {}
         self._sum = torch.ops.pagetide.shards_sum.default
         self._gather = torch.ops.pagetide.shards_gather.default
+        self._stop = torch.ops.pagetide.shards_stop.default
         self._nothing = torch.empty(0, dtype=torch.uint8)
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -73,7 +74,7 @@ class SharedMemoryGroup:
         """See `ShardGroup`."""
         began = time.perf_counter()
         wanted, most = everywhere or self.rank == 0, max(widths)
-        rows = x.reshape(-1, widths[self.rank])
+        rows = x.reshape(math.prod(x.shape[:-1]), widths[self.rank])
         padded = rows if widths[self.rank] == most else torch.nn.functional.pad(rows, (0, most - widths[self.rank]))
         out = x.new_empty((len(rows), sum(widths))) if wanted else x
         at_once = max(1, _SLOT_BYTES // max(1, most * x.itemsize))
@@ -82,17 +83,17 @@ class SharedMemoryGroup:
             parts = [part.view(x.dtype).view(len(rows), most) for part in parts]
             out = torch.cat([p[:, :w] for p, w in zip(parts, widths, strict=True)], -1) if wanted else x
         else:
-            for first in range(0, len(rows), at_once):
+            for first in range(0, max(1, len(rows)), at_once):  # the shards meet for no rows too
                 piece = padded[first : first + at_once].contiguous()
                 found = self._meet(piece.view(torch.uint8).view(-1), wanted)
                 end = 0
-                for rank, width in enumerate(widths if wanted else ()):
+                for rank, width in enumerate(widths if wanted and piece.numel() else ()):
                     begin, end = end, end + width
                     out[first : first + at_once, begin:end] = (
                         found[rank].view(x.dtype).view(len(piece), most)[:, :width]
                     )
         self._count("gather", x.nbytes, began)
-        return out.view(*x.shape[:-1], -1) if wanted else x
+        return out.view(*x.shape[:-1], sum(widths)) if wanted else x
 
     def broadcast(self, x: Tensor) -> Tensor:
         """See `ShardGroup`."""
@@ -116,9 +117,8 @@ class SharedMemoryGroup:
 
     def abort(self) -> None:
         """See `ShardGroup`."""
-        generation = self._number // _GENERATION
-        (stopped,) = struct.unpack_from("<Q", self._map, 0)
-        struct.pack_into("<Q", self._map, 0, max(stopped, generation + 1))
+        if self._memory is not self._nothing:
+            self._stop(self._memory, self._number // _GENERATION + 1)
 
     def reset(self) -> None:
         """See `ShardGroup`."""

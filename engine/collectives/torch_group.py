@@ -35,7 +35,7 @@ class GlooGroup:
     def __init__(self, rank: int, size: int, store: str) -> None:
         self.rank = rank
         self.size = size
-        self.name = "gloo"
+        self.name = "gloo, in host memory"
         self._store = dist.FileStore(store, size)
         self._generation = 0
         self._counts: dict[str, CollectiveCount] = {}
@@ -43,7 +43,7 @@ class GlooGroup:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `ShardGroup`."""
-        with self._counted("all_reduce", x):
+        with self._counted("all_reduce", x.nbytes):
             parts = self._all(x)
             if x.dtype in (torch.float16, torch.bfloat16):
                 parts = [part.float() for part in parts]
@@ -54,7 +54,7 @@ class GlooGroup:
 
     def gather(self, x: Tensor, widths: Sequence[int], *, everywhere: bool = False) -> Tensor:
         """See `ShardGroup`."""
-        with self._counted("gather", x):
+        with self._counted("gather", x.nbytes):
             most = max(widths)
             padded = x if x.shape[-1] == most else torch.nn.functional.pad(x, (0, most - x.shape[-1]))
             parts = self._all(padded, everywhere)
@@ -64,12 +64,12 @@ class GlooGroup:
 
     def broadcast(self, x: Tensor) -> Tensor:
         """See `ShardGroup`."""
-        with self._counted("broadcast", x):
+        with self._counted("broadcast", x.nbytes):
             return self._all(x)[0].to(x.device)
 
     def exchange(self, data: bytes) -> list[bytes]:
         """See `ShardGroup`."""
-        with self._counted("exchange", None):
+        with self._counted("exchange", len(data)):
             lengths = [int(one) for one in self._all(torch.tensor([len(data)]))]
             mine = torch.zeros(max(1, *lengths), dtype=torch.uint8)
             mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else mine[:0]
@@ -97,19 +97,23 @@ class GlooGroup:
 
     def _all(self, x: Tensor, everywhere: bool = True) -> list[Tensor]:
         """The x of all shards, on the host; empty after the first shard unless `everywhere`. Raises CollectiveAborted."""
-        mine = x.detach().cpu().contiguous()
         if self._group is None:
             raise CollectiveAborted("this shard has left the group")
+        host = x.detach().cpu().contiguous()
+        if not host.numel():  # gloo takes none; the shards meet nevertheless
+            self._all(torch.zeros(1), everywhere)
+            return [host] * self.size if everywhere or self.rank == 0 else []
+        mine = host.view(-1).view(torch.uint8)  # gloo knows few types
+        parts = [torch.empty_like(mine) for _ in range(self.size)] if everywhere or self.rank == 0 else []
         try:
             if everywhere:
-                parts = [torch.empty_like(mine) for _ in range(self.size)]
                 self._group.allgather([parts], [mine]).wait()
-                return parts
-            parts = [torch.empty_like(mine) for _ in range(self.size)] if self.rank == 0 else []
-            self._group.gather([parts] if parts else [], [mine], _rooted()).wait()
-            return parts
+            else:
+                self._group.gather([parts] if parts else [], [mine], _rooted()).wait()
         except RuntimeError as error:
+            self._group = None  # so that those who wait for this shard raise too
             raise CollectiveAborted(f"another shard has left the group: {error}") from error
+        return [part.view(host.dtype).view(host.shape) for part in parts]
 
     def _joined(self) -> Any:
         options = dist.ProcessGroupGloo._Options()
@@ -119,14 +123,14 @@ class GlooGroup:
         return dist.ProcessGroupGloo(store, self.rank, self.size, options)
 
     @contextmanager
-    def _counted(self, kind: str, x: Tensor | None) -> Iterator[None]:
+    def _counted(self, kind: str, num_bytes: int) -> Iterator[None]:
         count = self._counts.setdefault(kind, CollectiveCount())
         began = time.perf_counter()
         try:
             yield
         finally:
             count.calls += 1
-            count.num_bytes += 0 if x is None else x.nbytes
+            count.num_bytes += num_bytes
             count.seconds += time.perf_counter() - began
 
 

@@ -7,13 +7,15 @@ import os
 import struct
 import threading
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..collectives.memory_file import create_memory
 
 BEAT_S = 0.25
-_LINE = 64  # bytes of a shard: a line of the cache
-_FORMAT = struct.Struct("<QQQ")
+KINDS = ("all_reduce", "gather", "broadcast")
+_LINE = 128  # bytes of a shard: lines of the cache
+_FORMAT = struct.Struct(f"<QQQ{3 * len(KINDS)}Q")
+NO_COLLECTIVES = (0,) * (3 * len(KINDS))
 
 
 class Sign(NamedTuple):
@@ -22,6 +24,18 @@ class Sign(NamedTuple):
     beats: int
     base_bytes: int  # held on its device besides K and V
     host_bytes: int  # held by its part of the host tier
+    collectives: tuple[int, ...] = NO_COLLECTIVES  # calls, bytes and nanoseconds of each of KINDS
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for `LLM.stats`."""
+        calls, sizes, times = self.collectives[::3], self.collectives[1::3], self.collectives[2::3]
+        return {
+            "base_bytes": self.base_bytes,
+            "host_tier_bytes": self.host_bytes,
+            "collectives": {
+                kind: {"calls": calls[i], "bytes": sizes[i], "seconds": times[i] / 1e9} for i, kind in enumerate(KINDS)
+            },
+        }
 
 
 class Pulse:
@@ -38,11 +52,12 @@ class Pulse:
 
     def write(self, rank: int, sign: Sign) -> None:
         """Write a sign. The count goes last."""
-        _FORMAT.pack_into(self._memory, rank * _LINE, *sign)
+        _FORMAT.pack_into(self._memory, rank * _LINE, *sign[:3], *sign.collectives)
 
     def read(self, rank: int) -> Sign:
         """The last sign of a shard."""
-        return Sign(*_FORMAT.unpack_from(self._memory, rank * _LINE))
+        beats, base, host, *collectives = _FORMAT.unpack_from(self._memory, rank * _LINE)
+        return Sign(beats, base, host, tuple(collectives))
 
     def close(self) -> None:
         """Unmap and close. Idempotent."""
@@ -56,12 +71,12 @@ class Heartbeat(threading.Thread):
     """A shard's thread that writes its sign four times a second, and ends the process if its driver is gone.
 
     Args:
-        measure: base_bytes and host_bytes now.
+        measure: base_bytes, host_bytes and the collectives so far.
     """
 
     def __init__(self, pulse: Pulse, rank: int, driver_pid: int, end: Callable[[], None]) -> None:
         super().__init__(name="pagetide-heartbeat", daemon=True)
-        self.measure: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self.measure: Callable[[], tuple[int, int, tuple[int, ...]]] = lambda: (0, 0, NO_COLLECTIVES)
         self._pulse = pulse
         self._rank = rank
         self._driver_pid = driver_pid

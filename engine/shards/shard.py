@@ -37,7 +37,7 @@ from ..text.encoder import Encoder
 from .channel import ChannelClosed, ShardChannel
 from .messages import ExecutePlan, Hello, Launch, LoadShard, PlanDone, ShardCall, ShardFailed, ShardLoaded
 from .plan_memory import PlanReader
-from .pulse import Heartbeat
+from .pulse import KINDS, Heartbeat
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +136,9 @@ class Shard:
         )  # fmt: skip
         usable = plan.min_extents * plan.geometry.blocks_per_extent - 1
         speed = None if host is None else host.measure(runner.storage, usable)
-        self._heartbeat.measure = lambda: (holder.base_bytes, 0 if host is None else host.mapped_bytes)
+        self._heartbeat.measure = lambda: (
+            holder.base_bytes, 0 if host is None else host.mapped_bytes, _collectives(group.counts()),
+        )  # fmt: skip
         collect(device)
         return ShardLoaded(
             kernel.name, kernel.captures, runner.overlaps, () if runner.graphs is None else runner.graphs.sizes,
@@ -241,6 +243,12 @@ class Shard:
 
     def _send(self, number: int, message: Any) -> None:
         self._channel.send((number, message))
+
+
+def _collectives(counts: dict[str, CollectiveCount]) -> tuple[int, ...]:
+    """Calls, bytes and nanoseconds of each of KINDS."""
+    each = [counts.get(kind, CollectiveCount()) for kind in KINDS]
+    return tuple(number for one in each for number in (one.calls, one.num_bytes, int(one.seconds * 1e9)))
 
 
 def _portable(error: Exception) -> Exception:

@@ -27,7 +27,7 @@ from .messages import Hello, LoadShard, ShardLoaded
 from .sharded_arena import ShardedArena
 from .sharded_lease import ShardedSharing, acquire_leases
 from .sharded_runner import ShardedRunner
-from .team import ShardTeam
+from .team import SILENT_S, ShardTeam
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +49,7 @@ class DividedEngine:
         """LoadShard the model: every shard its part. Raises what `load_checked` raises, NotEnoughMemory, and ShardLost."""
         load = LoadShard(self.config, self.plan, num_rows, max_tokens, self.faults)
         loaded: list[ShardLoaded] = self.team.ask([load] * self.team.size)
+        self.team.is_loaded = True
         return loaded
 
     def memory(self, scheduler: Callable[[], Scheduler], runner: ShardedRunner) -> EngineMemory:
@@ -97,7 +98,7 @@ def start_shards(config: EngineConfig) -> DividedEngine:
     _refuse_what_stays_here(config)
     devices = _numbered(config.devices)
     faults = _faults(config, devices)
-    team = ShardTeam(devices, num_threads=max(1, own_threads() // len(devices)))
+    team = ShardTeam(devices, num_threads=max(1, own_threads() // len(devices)), silent_s=SILENT_S)
     holder = LeaseHolder(torch.device("cpu"), 0)
     sharing: ShardedSharing | None = None
     try:

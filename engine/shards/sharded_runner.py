@@ -53,11 +53,12 @@ class ShardedHostPool:
 
 @dataclass(slots=True, eq=False)
 class StepTimes:
-    """Seconds of the driver since the start: writing and sending plans, and waiting for results; steps."""
+    """Steps since the start, and their seconds: writing and sending plans, waiting for results, and of that computing."""
 
     steps: int = 0
     sending_s: float = 0.0
     waiting_s: float = 0.0
+    computing_s: float = 0.0  # of the first shard, its collectives included
 
 
 class ShardedRunner:
@@ -147,6 +148,7 @@ class ShardedRunner:
         self._pending.popleft()
         team.forget(step.number)
         self.times.waiting_s += time.perf_counter() - began
+        self.times.computing_s += answers[0].result.compute_s
         result = joined_results([answer.result for answer in answers])
         if self.arena is None:
             return result

@@ -31,6 +31,7 @@ from .pulse import Pulse, Sign
 log = logging.getLogger(__name__)
 
 SILENT_S = 10.0  # without a heartbeat
+LOADING_S = 120.0  # the same while it loads: importing libraries from a cold disk holds up all its threads
 LOOK_S = 0.25  # interval of looks at the heartbeats
 _END_S = 2.0
 MODULE = f"{__package__}.process"
@@ -52,6 +53,7 @@ class ShardTeam:
     ) -> None:
         self.devices = tuple(devices)
         self.lost: ShardLost | None = None
+        self.is_loaded = False  # set by the owner
         self.on_lost: Callable[[], None] = lambda: None  # called by the watching thread
         self._silent_s = silent_s
         self._pulse = Pulse.create(len(devices))
@@ -90,14 +92,10 @@ class ShardTeam:
 
     def to_dict(self) -> list[dict[str, Any]]:
         """The shards as plain data, for `LLM.stats`."""
-        signs = [self.sign(rank) for rank in range(self.size)]
         return [
-            {
-                "rank": rank, "device": self.devices[rank], "pid": self._processes[rank].pid, "base_bytes": sign.base_bytes,
-                "host_tier_bytes": sign.host_bytes,
-            }
-            for rank, sign in enumerate(signs)
-        ]  # fmt: skip
+            {"rank": rank, "device": device, "pid": self._processes[rank].pid, **self.sign(rank).to_dict()}
+            for rank, device in enumerate(self.devices)
+        ]
 
     # ---- messages --------------------------------------------------------------------------------
 
@@ -234,8 +232,8 @@ class ShardTeam:
             count, since = beats[rank]
             if (new := self._pulse.read(rank).beats) != count or not count:
                 beats[rank] = new, now
-            elif now - since > self._silent_s and self.lost is None:
-                self._lose(f"{self._name(rank)} gave no sign of life for {self._silent_s:g} s")
+            elif now - since > (most := self._silent_s if self.is_loaded else LOADING_S) and self.lost is None:
+                self._lose(f"{self._name(rank)} gave no sign of life for {most:g} s")
 
     def _lose_ended(self, rank: int) -> None:
         """Give up: a shard closed its socket. Its process is at its end, or is killed."""

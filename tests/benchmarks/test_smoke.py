@@ -45,10 +45,12 @@ COMMANDS = {
     "quantization": "--passages 1 --hidden 128 --layers 1 --vocab 256 --sequences 2 --new-tokens 2 --rounds 1",
     "replay": "--scaling --up-to 10",  # the replay itself: test_replay.py
     "serve": "--streams 1,3 --tokens 4 --requests 3 --step-ms 1 --hidden 32 --layers 1 --rounds 1",
+    "shards": "--rounds 1 --hidden 64 --layers 1 --dtypes float32 --prompts 2 --new-tokens 3",
     "swap": "--mib 2 --kib 128 --for-the-record 8 --repeats 1",
     "windows": "--data none --context 2048 --requests 20",
 }
 WITH_PROCESSES = {
+    "collectives": "--rows 1 3 --width 8 --calls 2 --rounds 1",
     "elastic": "--rounds 1 --moved 48MiB --new-tokens 2 --only half-decode,growth,idle,speed",
     "fleet": "--one-process --requests 128 --rounds 1 --streams 4 --hidden 32 --layers 1 --singles 1 --seconds 0.3",
     "goodput": "--data none --rounds 1 --seconds 0.25 --step-ms 1 --only pagetide",
