@@ -1,19 +1,19 @@
 """A model divided over processes of the CPU, against one process: tokens per second, where the time goes, and memory.
 
-    python -m benchmarks.shards [--json FILE] [--rounds 5] [--shards 2] [--hidden 1024] [--layers 24] [--dtypes bfloat16 float32]
-                                [--prompts 16] [--new-tokens 64] [--seed 0]
+    python -m benchmarks.shards [--json FILE] [--rounds 5] [--shards 2] [--hidden 1024] [--layers 24]
+                                [--dtypes bfloat16 float32] [--prompts 16] [--new-tokens 64] [--seed 0]
 
 A random Qwen2-like model of 0.4 billion parameters, ragged prompts of 64 to 256 tokens, greedy. The undivided engine uses all
-cores; each shard has its share of them: on two cores and with two shards, two threads against one thread a shard. The engines take
-turns; a figure is the median over the rounds of the ratio within a round. Agreement is the share of tokens before the first that
-differs.
+cores; each shard has its share of them: on two cores and with two shards, two threads against one thread a shard. The
+engines take turns; a figure is the median over the rounds of the ratio within a round. Agreement is the share of tokens
+before the first that differs.
 
-The time of a step is that of the driver: sending the plan, then the first shard's computing, of which collectives are measured,
-with the wait for the other shard; the rest is the way of the result and the scheduler. "On NVLink" is on paper: 10 us a
-collective and 450 GB/s in each direction, of an H100.
+The time of a step is that of the driver: sending the plan, then the first shard's computing, of which collectives are
+measured, with the wait for the other shard; the rest is the way of the result and the scheduler. "On NVLink" is on paper:
+10 us a collective and 450 GB/s in each direction, of an H100.
 
-Memory is what a shard's process holds besides K and V, above that of a shard of the bundled model, against the same difference of
-the weights, divided and replicated.
+Memory is what a shard's process holds besides K and V, above that of a shard of the bundled model, against the same
+difference of the weights, divided and replicated.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ def measure(args: argparse.Namespace, folder: Path, dtype: str) -> list[Figure]:
     figures.append(Figure(f"{dtype}: tokens that agree", agreement(found, right), "share", None, "higher"))
     for name, seconds in (
         ("sending the plan", work["sending"]), ("collectives", work["collectives"]),
-        ("computing besides", work["computing"] - work["collectives"]), ("the result's way", work["waiting"] - work["computing"]),
+        ("computing besides", work["computing"] - work["collectives"]),
+        ("the result's way", work["waiting"] - work["computing"]),
     ):  # fmt: skip
         figures.append(Figure(f"{dtype}: a step: {name}", 1e3 * seconds / steps, "ms"))
     figures.append(Figure(f"{dtype}: a step: collectives", work["calls"] / steps, "calls"))

@@ -202,7 +202,7 @@ class ShardedTinyEngine(TinyEngine):
                     host=hosts[-1],
                     overlaps=overlaps,
                     group=group,
-                )  # fmt: skip
+                )
             )
         arena = ShardedArena(num_extents, geometry.extent_bytes, None, range(num_extents), size)
         runner: Any = ThreadedRunner(runners, groups, arena)

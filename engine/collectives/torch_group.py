@@ -111,7 +111,7 @@ class GlooGroup:
             else:
                 self._group.gather([parts] if parts else [], [mine], _rooted()).wait()
         except RuntimeError as error:
-            self._group = None  # so that those who wait for this shard raise too
+            self._group = None  # so that shards in wait for this one raise too
             raise CollectiveAborted(f"another shard has left the group: {error}") from error
         return [part.view(host.dtype).view(host.shape) for part in parts]
 

@@ -192,8 +192,8 @@ class Division:
 
 
 def stored_names(model: Any, names: Iterable[str]) -> dict[str, str]:
-    """The new names of those tensors in files that transformers renames as it loads them into `model`, or whose names lack the
-    base model's prefix.
+    """The new names of those tensors in files that transformers renames as it loads them into `model`, or with names that
+    lack the base model's prefix.
     """
     renamings = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightRenaming)]
     prefix, parameters = (

@@ -41,7 +41,7 @@ def quantize_model(
 
     `model` has the checkpoint's type, so that weights that are quantized stay mapped from their files until then; with weights
     from the cache they are never read. Raises ConfigError if the checkpoint is quantized already, or if there is nothing
-    to quantize. `group`: the shards whose models are quantized at the same time; `model` is this one's.
+    to quantize. `group`: the shards that are quantized at the same time; `model` is this one's.
     """
     if checkpoint.quantized:
         raise ConfigError(

@@ -104,6 +104,9 @@ class PlanDone:
 
 @dataclass(frozen=True, slots=True)
 class ShardFailed:
-    """A message could not be handled: `error`, or its text if it cannot be pickled. The process ends, unless it was a LoadShard."""
+    """A message could not be handled: `error`, or its text if it cannot be pickled.
+
+    The process ends, unless it was a LoadShard.
+    """
 
     error: Exception

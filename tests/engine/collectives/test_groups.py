@@ -1,4 +1,4 @@
-"""Groups of real processes: sums in the order of ranks, gathered columns, exchanged bytes; aborts, and processes that are killed."""
+"""Groups of real processes: sums in the order of ranks, gathered columns, exchanged bytes; aborts, and killed processes."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ THREE_CROSSWISE = [(0, 0), (1, 1), (2, 1), (2, 0), (0, 1), (1, 0)]
 
 
 def engines(of: Rig, order: Sequence[tuple[int, int]], seed: int) -> list[ShardedUser]:
-    """Engines that all want one more extent. The first has it on device 0, and the second on device 1: nobody else."""
+    """Engines that all want one more extent. The first has it on device 0, and the second on device 1."""
     leases = {(i, device): of.lease(f"e{i}.{device}", device, BASE + EXTENT) for i, device in order}
     made = [
         ShardedUser(of, [leases[i, 0], leases[i, 1]], seed=100 * seed + i) for i in range(1 + max(i for i, _ in order))

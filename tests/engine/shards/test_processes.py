@@ -136,6 +136,17 @@ def test_a_shard_without_a_heartbeat_is_given_up(monkeypatch: pytest.MonkeyPatch
         assert gone(pids)
 
 
+async def first_error(llm: AsyncLLM) -> BaseException:
+    """What a call raises in the end; some may still get outputs with errors."""
+    for _ in range(500):
+        try:
+            await llm.generate("x", GREEDY)
+        except EngineClosed as error:
+            return error
+        await asyncio.sleep(0.02)
+    raise AssertionError("the engine never closed")
+
+
 def test_an_idle_async_engine_notices_a_lost_shard_and_ends() -> None:
     async def lose() -> None:
         llm = await asyncio.to_thread(AsyncLLM, "demo", tensor_parallel_size=2, **OPTIONS)
@@ -143,11 +154,8 @@ def test_an_idle_async_engine_notices_a_lost_shard_and_ends() -> None:
             pids = [shard["pid"] for shard in (await llm.stats())["shards"]["each"]]
             os.kill(pids[0], signal.SIGKILL)
             assert await asyncio.to_thread(gone, pids)
-            with pytest.raises(EngineClosed) as caught:
-                for _ in range(200):
-                    await llm.generate("x", GREEDY)
-                    await asyncio.sleep(0.02)
-            assert isinstance(caught.value.__cause__, ShardLost)
+            error = await first_error(llm)
+            assert isinstance(error, EngineClosed) and isinstance(error.__cause__, ShardLost)
         finally:
             await llm.stop()
 
@@ -208,7 +216,7 @@ def test_devices_that_make_no_sense_are_refused(options: dict, message: str) -> 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 7, reason="there are as many devices")
 def test_devices_that_are_not_there_are_refused_with_what_is() -> None:
-    with pytest.raises(DeviceNotFound, match="8 shards were asked for on cuda:0, .*torch sees .*device='cpu'"):
+    with pytest.raises(DeviceNotFound, match=r"8 shards were asked for on cuda:0, .*torch sees .*device='cpu'"):
         LLM("demo", devices=[f"cuda:{i}" for i in range(8)])
 
 

@@ -157,8 +157,9 @@ def test_beams_forks_penalties_and_seeds_are_those_of_one_device(tmp_path: Path)
 
     family, config = DIVIDED["qwen3"]
     each = [
-        Sampling(NEW, temperature=1.0, seed=3), Sampling(NEW, repetition_penalty=1.4), Sampling(NEW, temperature=0.7, top_k=9, seed=5),
-        Sampling(NEW, temperature=1.3, top_p=0.8, min_p=0.02, seed=8), Sampling(NEW, logprobs=3), Sampling(NEW, prompt_logprobs=2),
+        Sampling(NEW, temperature=1.0, seed=3), Sampling(NEW, repetition_penalty=1.4),
+        Sampling(NEW, temperature=0.7, top_k=9, seed=5), Sampling(NEW, temperature=1.3, top_p=0.8, min_p=0.02, seed=8),
+        Sampling(NEW, logprobs=3), Sampling(NEW, prompt_logprobs=2),
     ]  # fmt: skip
     right = TinyEngine(tiny(family, **config), usable=200, block_size=4, max_model_len=64).generate(INPUTS, each)
     engine = made("qwen3", 2, tmp_path, usable=40, max_step_tokens=16, caching=True, host_slots=6)
