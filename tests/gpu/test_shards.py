@@ -11,7 +11,7 @@ import torch
 
 from pagetide import LLM, SamplingParams
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 PROMPTS = ["the tide is", "a ship", "once upon a time there was a", "in the morning"] * 3
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=40)
 PLACES = [["cuda:0", "cuda:1"]] if torch.cuda.device_count() > 1 else [["cuda:0", "cuda:0"]]
@@ -28,7 +28,7 @@ def test_two_shards_give_the_tokens_of_one_device(devices: list[str]) -> None:
     with LLM("demo", device="cuda:0", **options) as llm:
         right = tokens(llm)
     with LLM("demo", devices=devices, host_kv_memory="16MiB", **options) as llm:
-        assert llm.stats()["shards"]["collectives"] == ("nccl" if len(set(devices)) > 1 else "gloo")
+        assert llm.stats()["shards"]["collectives"].startswith("nccl" if len(set(devices)) > 1 else "gloo")
         for _ in range(2):
             assert tokens(llm) == right
 
