@@ -23,6 +23,7 @@ from typing import Any
 from ..collectives.factory import create_store
 from ..collectives.shared_memory_group import create_group_memory
 from ..errors import ShardLost
+from ..process.fork import MakerProcess
 from .channel import ChannelClosed, ShardChannel
 from .messages import Launch, ShardCall, ShardFailed
 from .plan_memory import PlanWriter
@@ -53,6 +54,7 @@ class ShardTeam:
     ) -> None:
         self.devices = tuple(devices)
         self.lost: ShardLost | None = None
+        self._maker = MakerProcess()
         self.is_loaded = False  # set by the owner
         self.on_lost: Callable[[], None] = lambda: None  # called by the watching thread
         self._silent_s = silent_s
@@ -267,7 +269,9 @@ class ShardTeam:
     # ---- the end ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Kill the shards, and free what they share with the driver. Idempotent."""
+        """Kill the shards, and free what they share with the driver. Idempotent. In a fork of the driver it does nothing."""
+        if not self._maker.is_current:
+            return
         with self._changed:
             if self._closing:
                 return
