@@ -37,6 +37,7 @@ NAVIGATION = {
             "docs/sharing",
             "docs/serve",
             "docs/fleet",
+            "docs/shards",
             "docs/page",
             "docs/run",
             "docs/quantization",
