@@ -90,6 +90,7 @@ class LLM:
 
     Raises:
         ModelNotFound, UnsupportedModel, NotEnoughMemory, ConfigError: see `pagetide.engine.errors`. Nothing stays allocated.
+        ShardLost: a process of a divided model has ended while it loaded.
         UnknownArgument: (a TypeError and ValueError) an unknown name, also in the methods; says what to write instead.
 
     Thread-safe. Callers that wait for an output run the engine's steps. Use it as a context manager, or call `close`, to free

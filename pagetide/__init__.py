@@ -15,7 +15,7 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .engine.async_llm import AsyncLLM
-    from .engine.errors import ConfigError, EngineClosed, ModelNotFound, NotEnoughMemory, UnsupportedModel
+    from .engine.errors import ConfigError, EngineClosed, ModelNotFound, NotEnoughMemory, ShardLost, UnsupportedModel
     from .engine.llm import LLM
     from .engine.requests.outputs import Completion, RequestOutput, StreamChunk, TokenLogprobs
     from .fleet.api import Fleet
@@ -37,6 +37,7 @@ __all__ = [
     "RequestOutput",
     "RequestRejected",
     "SamplingParams",
+    "ShardLost",
     "StreamChunk",
     "TokenLogprobs",
     "UnsupportedModel",
@@ -46,7 +47,14 @@ __all__ = [
 
 _NAMES_OF = {
     ".engine.async_llm": ("AsyncLLM",),
-    ".engine.errors": ("ConfigError", "EngineClosed", "ModelNotFound", "NotEnoughMemory", "UnsupportedModel"),
+    ".engine.errors": (
+        "ConfigError",
+        "EngineClosed",
+        "ModelNotFound",
+        "NotEnoughMemory",
+        "ShardLost",
+        "UnsupportedModel",
+    ),
     ".engine.llm": ("LLM",),
     ".engine.requests.outputs": ("Completion", "RequestOutput", "StreamChunk", "TokenLogprobs"),
     ".fleet.api": ("Fleet",),
