@@ -124,14 +124,14 @@ def test_a_killed_shard_ends_all_requests_with_one_error_and_leaves_nothing(rank
 
 
 def test_a_shard_without_a_heartbeat_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded_engine, "SILENT_S", 1.0)
+    monkeypatch.setattr(sharded_engine, "SILENT_S", 4.0)
     with LLM("demo", tensor_parallel_size=2, **OPTIONS) as llm:
         pids = pids_of(llm)
         os.kill(pids[1], signal.SIGSTOP)
         (output,) = llm.generate("the tide", LONG, progress=False)
         assert (
             "shard 1 of 2" in output.completions[0].error
-            and "gave no sign of life for 1 s" in output.completions[0].error
+            and "gave no sign of life for 4 s" in output.completions[0].error
         )
         assert gone(pids)
 
