@@ -627,14 +627,14 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
         ("sampling: {seed: 1}", "'seed' does not stand under `sampling` but at the top level"),
         (
             "engine: {xyzzy: 1}",
-            "run.yaml:1: unknown key 'xyzzy' under `engine`; known are device, dtype, quantization, kv_cache_dtype",
+            "run.yaml:1: unknown key 'xyzzy' under `engine`; known are device, devices, tensor_parallel_size, dtype, quantization",
         ),
         (
             "engine: {kv_memory: {maximum: 1GiB}}",
             "run.yaml:3: kv_memory has an unknown key 'maximum'; did you mean max?",
         ),
         ("engine: {max_seqs: 0}", "run.yaml:3: max_seqs must be at least 1, got 0"),
-        ("engine: 5", "run.yaml:1: engine must map some of device, dtype"),
+        ("engine: 5", "run.yaml:1: engine must map some of device, devices, tensor_parallel_size, dtype"),
         ("engine: {max_seqs: 1, max_seqs: 2}", "run.yaml:1: 'max_seqs' stands there twice, first in line 1"),
         ("model: 5", "run.yaml:1: model must be a text, got 5"),
         ("seed: -1", "run.yaml:3: seed must be an integer from 0 to 4,294,967,295, got -1"),
