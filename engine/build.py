@@ -160,7 +160,7 @@ class Engine:
     def _self_check(self) -> dict[str, Any]:
         if self.self_check is not None:
             return self.self_check.to_dict()
-        reason = "the device is a CPU" if self.plan.device == "cpu" else "self_check=False"
+        reason = "the device is a CPU" if self.plan.device.startswith("cpu") else "self_check=False"
         return {"state": "not run", "reason": reason}
 
     def _host_tier(self) -> dict[str, Any] | None:

@@ -4,6 +4,7 @@ open.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
 
@@ -15,5 +16,8 @@ def create_memory(name: str, num_bytes: int) -> int:
     else:
         fd, path = tempfile.mkstemp()
         os.unlink(path)
+    if fd <= 2:  # a program without its standard streams: in a child these numbers are others
+        low, fd = fd, fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+        os.close(low)
     os.ftruncate(fd, num_bytes)
     return fd

@@ -5,6 +5,7 @@ The two processes trust each other: the driver has started the shard, and no oth
 
 from __future__ import annotations
 
+import fcntl
 import pickle
 import select
 import socket
@@ -29,6 +30,9 @@ class ShardChannel:
     def pair(cls) -> tuple[ShardChannel, socket.socket]:
         """One end, and the socket of the other one, which a child process inherits."""
         ours, theirs = socket.socketpair()
+        if theirs.fileno() <= 2:  # a program without its standard streams: in a child these numbers are others
+            low, theirs = theirs, socket.socket(fileno=fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, 3))
+            low.close()
         return cls(ours), theirs
 
     def fileno(self) -> int:

@@ -30,6 +30,7 @@ class Launch:
     num_threads: int
     collectives: str = "auto"
     log_level: int = 0
+    search_path: tuple[str, ...] = ()  # of the driver's modules, for logits processors that are named by theirs
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     assert isinstance(launch, Launch)
     _die_with_the_driver(launch.driver_pid)
+    sys.path.extend(place for place in launch.search_path if place not in sys.path)
     logging.basicConfig(level=logging.WARNING, format=f"shard {launch.rank} %(name)s %(levelname)s: %(message)s")
     logging.getLogger("pagetide").setLevel(launch.log_level)
     heartbeat = Heartbeat(Pulse(launch.pulse_fd), launch.rank, launch.driver_pid, _end)

@@ -200,6 +200,7 @@ class ShardTeam:
         """Start the processes, from this thread: the kernel kills them when it ends."""
         num_threads, collectives = self._launch
         level = logging.getLogger("pagetide").getEffectiveLevel()
+        search_path = tuple(os.path.abspath(place) for place in sys.path)
         shared = (self._plans.fd, self._pulse.fd, self._group_fd, self._store_fd)
         for rank in range(self.size):
             channel, theirs = ShardChannel.pair()
@@ -211,7 +212,9 @@ class ShardTeam:
                 )  # fmt: skip
             self._channels.append(channel)
             self._processes.append(process)
-            channel.send((0, Launch(rank, self.devices, os.getpid(), *shared, num_threads, collectives, level)))
+            channel.send(
+                (0, Launch(rank, self.devices, os.getpid(), *shared, num_threads, collectives, level, search_path))
+            )
         with self._changed:
             self._answers[0] = {}
 

@@ -627,7 +627,7 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
         ("sampling: {seed: 1}", "'seed' does not stand under `sampling` but at the top level"),
         (
             "engine: {xyzzy: 1}",
-            "run.yaml:1: unknown key 'xyzzy' under `engine`; known are device, devices, tensor_parallel_size, dtype, quantization",
+            "run.yaml:1: unknown key 'xyzzy' under `engine`; known are device, devices, tensor_parallel_size, dtype, quantization",  # noqa: E501
         ),
         (
             "engine: {kv_memory: {maximum: 1GiB}}",
