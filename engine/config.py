@@ -177,7 +177,6 @@ class EngineConfig:
 
     model: ModelSpec
     device: str = "auto"
-    devices: tuple[str, ...] = ()
     dtype: str = "auto"
     quantization: Quantization | None = None
     kv_cache_dtype: KvCacheDtype = "auto"
@@ -200,6 +199,7 @@ class EngineConfig:
     self_check: bool = True
     record: str | None = None
     record_text: bool = False
+    devices: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, least in (
