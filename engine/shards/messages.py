@@ -89,7 +89,7 @@ class ExecutePlan:
 
 @dataclass(frozen=True, slots=True)
 class ShardCall:
-    """ShardCall a method of the shard: `empty_caches`, `tidy`, `give_back_host`, `counts`, `finish`."""
+    """ShardCall a method of the shard: `empty_caches`, `tidy`, `give_back_host`."""
 
     method: str
     arguments: tuple[Any, ...] = ()

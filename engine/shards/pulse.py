@@ -51,7 +51,7 @@ class Pulse:
         return cls(create_memory("pagetide-pulse", max(mmap.PAGESIZE, size * _LINE)))
 
     def write(self, rank: int, sign: Sign) -> None:
-        """Write a sign. The count goes last."""
+        """Write a sign."""
         _FORMAT.pack_into(self._memory, rank * _LINE, *sign[:3], *sign.collectives)
 
     def read(self, rank: int) -> Sign:

@@ -65,7 +65,6 @@ class Shard:
         self._device = torch.device(launch.devices[launch.rank])
         self._plans = PlanReader(launch.plans_fd)
         self._pending: deque[_Pending] = deque()
-        self._group: ShardGroup | None = None
         self._runner: ModelRunner
         self._arena: Arena
         self._host: HostPool | None = None
@@ -105,14 +104,14 @@ class Shard:
     # ---- loading ---------------------------------------------------------------------------------
 
     def load(self, load: LoadShard) -> ShardLoaded:
-        """LoadShard this shard's part of the model, check it, map the minimum of the pool and make the runner."""
+        """Load this shard's part of the model, check it, map the minimum of the pool and make the runner."""
         launch, config, plan = self._launch, load.config, load.plan
         size, rank, device = len(launch.devices), launch.rank, self._device
         with no_hub_kernels():
             checkpoint = Checkpoint.open(config.model)
             dtype = choose_dtype(config.dtype, checkpoint, device)
             division = Division.of(checkpoint, size, model_geometry(config, checkpoint, device, dtype).layers)
-            group = self._group = open_group(
+            group = open_group(
                 rank, size, device=device, devices=launch.devices, memory_fd=launch.group_fd, store_fd=launch.store_fd,
                 kind=launch.collectives,
             )  # fmt: skip
@@ -159,15 +158,12 @@ class Shard:
         """The arena with the minimum mapped: elastic on all shards, or on none."""
         plan = load.plan
         arena = open_arena(plan, self._device, elastic="pool" not in load.faults, ready_bytes=0)
-        elastic = not isinstance(arena, TensorArena)
-        if elastic and not Lockstep(group).all_agree(elastic):
+        own = not isinstance(arena, TensorArena)
+        if Lockstep(group).all_agree(own):
+            arena.map(range(plan.min_extents))
+        elif own:
             arena.close()
             arena = open_arena(plan, self._device, elastic=False)
-            elastic = False
-        elif not elastic:
-            Lockstep(group).all_agree(False)
-        if elastic:
-            arena.map(range(plan.min_extents))
         return arena
 
     # ---- steps -----------------------------------------------------------------------------------
@@ -231,15 +227,6 @@ class Shard:
             return 0
         self._host.give_back(num_bytes)
         return self._host.mapped_bytes
-
-    def counts(self) -> dict[str, CollectiveCount]:
-        """The collectives so far."""
-        assert self._group is not None
-        return self._group.counts()
-
-    def mapped(self) -> tuple[int, ...]:
-        """The extents with memory."""
-        return tuple(sorted(self._arena.mapped_extents))
 
     def _send(self, number: int, message: Any) -> None:
         self._channel.send((number, message))

@@ -46,7 +46,7 @@ class DividedEngine:
     faults: dict[str, str]
 
     def load(self, num_rows: int, max_tokens: int) -> list[ShardLoaded]:
-        """LoadShard the model: every shard its part. Raises what `load_checked` raises, NotEnoughMemory, and ShardLost."""
+        """Load the model: every shard its part. Raises what `load_checked` raises, NotEnoughMemory, and ShardLost."""
         load = LoadShard(self.config, self.plan, num_rows, max_tokens, self.faults)
         loaded: list[ShardLoaded] = self.team.ask([load] * self.team.size)
         self.team.is_loaded = True
@@ -141,7 +141,7 @@ def _divided(config: EngineConfig, devices: Sequence[str]) -> tuple[Checkpoint, 
 
 
 def _refuse_what_stays_here(config: EngineConfig) -> None:
-    """Raises ConfigError for a model or a tokenizer that other processes cannot read."""
+    """Raises ConfigError for a model that other processes cannot read."""
     asked = f"the model is to be divided over {len(config.devices)} devices, each in a process of its own"
     if config.model.loaded is not None:
         raise ConfigError(

@@ -107,8 +107,13 @@ class ShardedRunner:
             ExecutePlan(place, undo[rank], processors if rank == 0 else None, rank in ranks)
             for rank in range(team.size)
         ]
-        step = ShardedStep(self, plan, sent, refused, ranks, team.post(steps))
-        self._pending.append(step)
+        number = team.post(steps)
+        try:
+            step = ShardedStep(self, plan, sent, refused, ranks, number)
+            self._pending.append(step)
+        except BaseException:  # an interrupt: the result would never be taken
+            team.fail("a step was interrupted as it began")
+            raise
         self.times.steps += 1
         self.times.sending_s += time.perf_counter() - began
         return step
@@ -129,24 +134,34 @@ class ShardedRunner:
 
     def _catch_up(self) -> None:
         """Complete the steps that an interrupted `wait` has left: what they mapped must be known."""
-        while self._pending and self._pending[0].abandoned:
-            self._pending[0].wait()
+        while self._pending and self._pending[0].is_asked_for:
+            self._take(self._pending[0])
 
     def _wait(self, step: ShardedStep) -> Result:
-        assert step is self._pending[0], "results come in the order of the plans"
-        began, team = time.perf_counter(), self._team
+        while self._pending[0] is not step:  # an interrupt came before its wait
+            self._take(self._pending[0])
+        return self._take(step)
+
+    def _take(self, step: ShardedStep) -> Result:
+        """The result of `step`, the oldest. After an interrupt, wherever it was, it can be taken again."""
+        step.is_asked_for = True
         try:
-            answers: list[PlanDone] = team.wait(step.number, step.ranks)
+            result = self._result_of(step)
         except BaseException as error:
             if is_interrupt(error):
-                step.abandoned = True
                 raise
             self._pending.popleft()
             if isinstance(error, ShardLost):
                 raise
-            raise team.fail(f"a step failed: {type(error).__name__}: {error}") from error
+            raise self._team.fail(f"a step failed: {type(error).__name__}: {error}") from error
         self._pending.popleft()
-        team.forget(step.number)
+        self._team.forget(step.number)
+        return result
+
+    def _result_of(self, step: ShardedStep) -> Result:
+        """Wait for the answers to `step`, and take what they say of the pool."""
+        began = time.perf_counter()
+        answers: list[PlanDone] = self._team.wait(step.number, step.ranks)
         self.times.waiting_s += time.perf_counter() - began
         self.times.computing_s += answers[0].result.compute_s
         result = joined_results([answer.result for answer in answers])
@@ -167,7 +182,7 @@ class ShardedRunner:
 
 @dataclass(slots=True, eq=False)
 class ShardedStep:
-    """A plan that the shards execute. `abandoned`: an interrupt has ended the wait for its result."""
+    """A plan that the shards execute. `is_asked_for`: if it is still pending then, an interrupt has ended the wait for it."""
 
     _runner: ShardedRunner
     plan: Plan
@@ -175,10 +190,10 @@ class ShardedStep:
     refused: str | None
     ranks: range
     number: int
-    abandoned: bool = False
+    is_asked_for: bool = False
 
     def wait(self) -> Result:
-        """Wait for the plan's result. ShardCall it once per plan, in the order the plans were begun. Raises ShardLost."""
+        """Wait for the plan's result. Call it once per plan, in the order the plans were begun. Raises ShardLost."""
         return self._runner._wait(self)
 
 

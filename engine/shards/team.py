@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -56,7 +56,6 @@ class ShardTeam:
         self.lost: ShardLost | None = None
         self._maker = MakerProcess()
         self.is_loaded = False  # set by the owner
-        self.on_lost: Callable[[], None] = lambda: None  # called by the watching thread
         self._silent_s = silent_s
         self._pulse = Pulse.create(len(devices))
         self._plans = PlanWriter()
@@ -102,7 +101,10 @@ class ShardTeam:
     # ---- messages --------------------------------------------------------------------------------
 
     def post(self, messages: Sequence[Any]) -> int:
-        """Send each shard its message, by rank. Returns the number to `wait` for. Raises ShardLost."""
+        """Send each shard its message, by rank. Returns the number to `wait` for. Raises ShardLost.
+
+        An interrupt while it sends, of which some shards have got all and others nothing or a part, ends the team.
+        """
         self._number += 1
         number = self._number
         with self._changed:
@@ -113,6 +115,9 @@ class ShardTeam:
                 self._channels[rank].send((number, message))
             except ChannelClosed:
                 self._wait_until_lost(rank)
+            except BaseException as error:
+                self._lose(f"sending to the shards was interrupted by {type(error).__name__}")
+                raise
         return number
 
     def wait(self, number: int, ranks: Sequence[int]) -> list[Any]:
@@ -192,9 +197,13 @@ class ShardTeam:
                 selector.register(channel, selectors.EVENT_READ, rank)
             beats = [(0, time.monotonic())] * self.size
             while not self._closing and self.lost is None:
-                for key, _ in selector.select(LOOK_S):
-                    self._receive(key.data)
-                self._look(beats)
+                try:
+                    for key, _ in selector.select(LOOK_S):
+                        self._receive(key.data)
+                    self._look(beats)
+                except Exception as error:  # callers wait for this thread
+                    log.exception("the shards cannot be watched")
+                    self._lose(f"the shards cannot be watched: {type(error).__name__}: {error}")
 
     def _spawn(self) -> None:
         """Start the processes, from this thread: the kernel kills them when it ends."""
@@ -248,10 +257,13 @@ class ShardTeam:
         except subprocess.TimeoutExpired:
             self._lose(f"{self._name(rank)} closed its socket")
             return
-        said = next(
-            (str(a.error) for of in self._answers.values() if isinstance(a := of.get(rank), ShardFailed)), None
-        )  # fmt: skip
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        with self._changed:
+            answers = [answer for of in self._answers.values() if (answer := of.get(rank)) is not None]
+        said = next((str(answer.error) for answer in answers if isinstance(answer, ShardFailed)), None)
+        names = {one.value: one.name for one in signal.Signals}
+        how = f"ended with status {status}"
+        if status < 0:
+            how = f"was killed by {names.get(-status, f'signal {-status}')}"
         self._lose(f"{self._name(rank)} {how}" + (f": {said}" if said else ""))
 
     def _name(self, rank: int) -> str:
@@ -267,7 +279,6 @@ class ShardTeam:
             self.lost = ShardLost(f"{why}; the engine has ended: make a new one")
             self._changed.notify_all()
         log.error("%s", self.lost)
-        self.on_lost()
 
     # ---- the end ---------------------------------------------------------------------------------
 

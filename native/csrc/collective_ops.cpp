@@ -20,6 +20,7 @@
 #include <thread>
 
 #include "ops.h"
+#include "pool.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -44,14 +45,6 @@ struct Head {
   std::atomic<uint32_t> changes, sleepers;
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free && sizeof(Head) <= kLine);
-
-inline void pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 #if defined(__linux__)
 // Of all that sleep: they look again.

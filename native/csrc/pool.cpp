@@ -18,14 +18,6 @@ constexpr auto kSpin = std::chrono::microseconds(100);  // of a worker without i
 constexpr int kMostWorkers = 0xfff;
 constexpr int64_t kMostItems = 0xffffffff;
 
-inline void pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
 // Wait until `changed()`: spin, then sleep until `word` is notified with a value other than `seen`.
 template <typename Word, typename Changed>
 void wait_until(std::atomic<Word>& word, std::atomic<int>& sleepers, const Changed& changed) {

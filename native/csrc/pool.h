@@ -5,6 +5,15 @@
 
 namespace pagetide {
 
+// Of a thread that spins: let the other one of its core go on.
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
 using ItemFunction = void (*)(const void* context, int64_t item);
 
 // Call `function(context, item)` for each item in [0, count), on at most `threads` threads, of which the caller is one. Free
