@@ -65,9 +65,8 @@ class RequestManager:
             raise
         self.lock = FairLock()
         self.paused = False  # no steps, not even for memory work
-        self.on_lost: Callable[[ShardLost], None] | None = (
-            None  # called instead of `close` when a shard is lost between steps
-        )
+        # Called instead of `close` when a shard is lost between steps.
+        self.on_lost: Callable[[ShardLost], None] | None = None
         self._cause: BaseException | None = None  # of the end, if it was not asked for
         self._last_frame: Frame | None = None  # of the recording, once the engine has ended
         self.delivery = OutputDelivery()
