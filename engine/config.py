@@ -256,7 +256,8 @@ class EngineConfig:
         Raises ModelNotFound as `resolve_model` does, and ConfigError, which names the argument that is wrong.
         """
         spec = _resolve_spec(model, tokenizer, trust_remote_code)
-        chosen = check_device(spec.device or "auto" if device in (None, "auto") else device)
+        of_model = "auto" if devices is not None else spec.device or "auto"  # `devices` replaces it
+        chosen = check_device(of_model if device in (None, "auto") else device)
         shards = _resolve_devices(chosen, devices, tensor_parallel_size)
         return cls(
             model=spec,
@@ -329,8 +330,6 @@ def _resolve_devices(device: str, devices: object, tensor_parallel_size: object)
         devices = [name.strip() for name in devices.split(",")]
     if not isinstance(devices, Sequence):
         raise ConfigError(f"devices must be a list such as ['cuda:0', 'cuda:1'], got {devices!r:.80}")
-    if device != "auto":
-        raise ConfigError(f"give devices or device, not both: got devices={devices!r:.80} and device={device!r}")
     names = tuple(check_device(one) for one in devices)
     if not 1 <= len(names) <= MOST_SHARDS:
         raise ConfigError(f"devices must name 1 to {MOST_SHARDS} devices, got {len(names)}")
@@ -340,6 +339,8 @@ def _resolve_devices(device: str, devices: object, tensor_parallel_size: object)
         raise ConfigError(f"devices must name each device, as in 'cuda:0' or 'cpu', got {devices!r:.80}")
     if len({name.partition(":")[0] for name in names}) > 1:
         raise ConfigError(f"devices must all be CUDA devices or all 'cpu', got {devices!r:.80}")
+    if device not in ("auto", names[0].partition(":")[0]):
+        raise ConfigError(f"give devices or device, not both: got devices={devices!r:.80} and device={device!r}")
     return names
 
 

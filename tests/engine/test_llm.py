@@ -27,7 +27,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.logging import is_progress_bar_enabled
 
-import pagetide.engine.build as build_module
+import pagetide.engine.executor as executor_module
 import pagetide.engine.llm as llm_module
 from pagetide import LLM, SamplingParams
 from pagetide.allocator.host_arena import HostArena
@@ -1394,7 +1394,9 @@ def test_impossible_starts_say_the_numbers_and_hold_nothing(saved, monkeypatch):
         LLM(saved, device="cpu", kv_memory=2 * total)
     assert 1.9 * total < caught.value.asked_bytes <= 2 * total
     assert 0 < caught.value.free_bytes < total
-    monkeypatch.setattr(build_module, "HostArena", Watched)  # another process takes the memory after the plan was made
+    monkeypatch.setattr(
+        executor_module, "HostArena", Watched
+    )  # another process takes the memory after the plan was made
     with pytest.raises(NotEnoughMemory, match=r"12,345 bytes\) are free; another process took memory") as caught:
         LLM(saved, device="cpu", kv_memory="64MiB")
     assert caught.value.asked_bytes == pytest.approx(64 * MIB, rel=0.05)

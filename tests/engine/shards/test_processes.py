@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from pagetide import LLM, AsyncLLM, SamplingParams
+from pagetide.engine.config import EngineConfig, ModelSpec
 from pagetide.engine.errors import ConfigError, DeviceNotFound, EngineClosed, ShardLost, UnsupportedModel
 from pagetide.engine.shards import sharded_engine, team
 from pagetide.scheduler.errors import RequestRejected
@@ -204,7 +205,8 @@ def test_a_model_that_cannot_be_loaded_leaves_no_process(tmp_path: Path, monkeyp
         ({"devices": ["cpu", "cuda:0"]}, "all be CUDA devices or all 'cpu'"),
         ({"devices": ["cuda", "cuda"]}, "must name each device"),
         ({"devices": ["cpu", "cpu"], "tensor_parallel_size": 3}, "tensor_parallel_size is 3, and devices names 2"),
-        ({"devices": ["cpu", "cpu"], "device": "cpu"}, "devices or device, not both"),
+        ({"devices": ["cpu", "cpu"], "device": "cuda"}, "devices or device, not both"),
+        ({"devices": ["cuda:0", "cuda:1"], "device": "cuda:0"}, "devices or device, not both"),
         ({"device": "cuda:0", "tensor_parallel_size": 2}, "name them all"),
         ({"devices": 7}, "devices must be a list"),
     ],
@@ -218,6 +220,13 @@ def test_devices_that_make_no_sense_are_refused(options: dict, message: str) -> 
 def test_devices_that_are_not_there_are_refused_with_what_is() -> None:
     with pytest.raises(DeviceNotFound, match=r"8 shards were asked for on cuda:0, .*torch sees .*device='cpu'"):
         LLM("demo", devices=[f"cuda:{i}" for i in range(8)])
+
+
+def test_devices_go_before_what_the_models_file_says_and_may_agree_with_device(tmp_path: Path) -> None:
+    spec = ModelSpec("m", tmp_path, "a test", device="cuda:0")
+    assert EngineConfig.resolve(spec, devices="cpu, cpu").devices == ("cpu", "cpu")
+    assert EngineConfig.resolve(spec, devices=["cpu", "cpu"], device="cpu").devices == ("cpu", "cpu")
+    assert EngineConfig.resolve(spec, device="cpu", tensor_parallel_size=3).devices == ("cpu",) * 3
 
 
 def test_one_device_in_a_list_is_not_divided() -> None:
