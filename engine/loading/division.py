@@ -391,9 +391,8 @@ class _Divider:
         names = {module: name for name, module in self.modules.items()}
         embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         tied = head is not None and embedding.weight is head.weight
-        by_head = (
-            type(head) is nn.Linear and self.style(names[head]) in GATHERED | COLUMNS and len(head.weight) >= self.size
-        )
+        divisible = {None} | GATHERED | COLUMNS  # older plans do not name the head
+        by_head = type(head) is nn.Linear and self.style(names[head]) in divisible and len(head.weight) >= self.size
         by_rows = (
             isinstance(embedding, nn.Embedding) and embedding.max_norm is None and len(embedding.weight) >= self.size
         )
