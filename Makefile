@@ -21,6 +21,7 @@ RUN := $(BIN)/python -P -m
 # whatever the environment says: they start hundreds of processes, which would compile the same files again.
 JOBS ?= 2
 PARALLEL := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN)
+TIERS := JOBS=$(JOBS) $(BIN)/python .ci/tiers.py
 
 # $(call setup,EXTRA ...): the environment, with these optional dependencies of pyproject.toml.
 define setup
@@ -37,34 +38,40 @@ endef
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
-demo:  ## watch the engine serve many prompts out of a pool too small for all of them
+demo:  ## watch an engine serve many prompts out of a pool too small for all of them, then two engines share a device
 	$(call setup,constrained server)
-	$(BIN)/pagetide demo
+	$(BIN)/pagetide demo --device cpu
+	$(BIN)/pagetide demo --shared
 
 fleet:  ## start four workers of the bundled model on the CPU behind one queue, and an HTTP front end
 	$(call setup,constrained ray)
 	$(BIN)/pagetide fleet start --config configs/fleet-demo.yaml
 
-test:  ## the tests that need no GPU and no patience
-	$(call setup,test parallel)
-	$(PARALLEL) pytest -q -n $(JOBS) -m "not gpu and not stress"
+test:  ## the quick tests, without a GPU: about 5 minutes on 2 cores
+	$(call setup,test)
+	$(TIERS) quick
+
+test-all:  ## the quick tests and tests/deep, then kernels and engines with AVX2 alone and without native kernels
+	$(call setup,test-all)
+	$(TIERS) all
 
 test-pythons:  ## what needs no torch, with each further Python from 3.11 to 3.13 that is installed
-	$(call setup,test parallel)
+	$(call setup,test)
 	JOBS=$(JOBS) $(BIN)/python .ci/pythons.py
 
 STRESS_ALONE := tests/stress/test_elastic_stress.py tests/stress/test_memory_stress.py tests/stress/test_fleet_stress.py
 
 stress:  ## the long randomised tests
-	$(call setup,test parallel)
+	$(call setup,test-all)
 	$(PARALLEL) pytest -q -n $(JOBS) -m stress $(addprefix --ignore=,$(STRESS_ALONE))
 	$(RUN) pytest -q -m stress $(STRESS_ALONE)
 
 SOAK_S ?= 3600
 
-soak:  ## native kernels with sanitisers, random load and walks, recalls, kills, faults for SOAK_S seconds, requests to a server
-	$(call setup,test)
+soak:  ## native kernels with sanitisers, properties, random load and walks, recalls, kills, faults for SOAK_S seconds, requests to a server
+	$(call setup,test-all)
 	$(BIN)/python -P tests/sanitized_kernels.py
+	$(PARALLEL) pytest -q -n $(JOBS) --tier=deep --hypothesis-profile=soak -m hypothesis
 	PYTHONPATH=tests $(BIN)/python -m soak --seconds $(SOAK_S)
 	PYTHONPATH=tests $(BIN)/python -m fleet_kills --requests 300 --kills 30
 	PAGETIDE_STRESS_SECONDS=600 $(RUN) pytest -q -m stress tests/stress/test_elastic_stress.py
@@ -76,7 +83,7 @@ GPU_PYTHON = $(shell for python in $(CANDIDATES); do \
 	"$$python" -P -c 'import torch, $(GPU_NEEDS)' 2>/dev/null && { echo "$$python"; break; }; done)
 GPU_JOBS ?= 8
 GPU_BUDGET_S ?= 325
-GPU_RESULTS ?= benchmarks/results
+GPU_RESULTS ?= build/bench
 GPU_ALONE := tests/gpu/test_cuda_arena.py tests/gpu/test_nvml.py
 GPU_TESTS = $(filter-out $(GPU_ALONE),$(shell grep -rlE --include='test_*.py' '^[^#]*mark\.gpu' tests))
 
@@ -95,7 +102,7 @@ gpu:  ## the tests, and the figures, that need a CUDA device
 	exit $$status
 
 gpu-environment:
-	$(call setup,test cuda)
+	$(call setup,test-all cuda)
 
 # Warnings fail, such as those of a link to a page, an anchor or a file of the repository that is not there.
 SITE := $(RUN) sphinx -q -W --keep-going -d build/doctrees -c docs . build/docs
@@ -105,11 +112,12 @@ docs:  ## the documentation as a site, into build/docs
 	$(SITE)
 	@echo "the documentation is in build/docs/index.html"
 
-check:  ## lint, format, types, and the documentation
+check:  ## lint, format, types, what is said to be possible, and the documentation
 	$(call setup,dev docs)
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
 	$(RUN) mypy
+	$(BIN)/python -P .ci/capabilities.py
 	$(SITE)
 
 bench:  ## measure; the figures go to build/bench
@@ -120,25 +128,15 @@ bench:  ## measure; the figures go to build/bench
 	$(BIN)/python -m benchmarks.elastic --json build/bench/elastic.json
 	$(BIN)/python -m benchmarks.goodput --json build/bench/goodput.json
 	$(BIN)/python -m benchmarks.memory --json build/bench/memory.json
-	$(BIN)/python -m benchmarks.neighbours --json build/bench/neighbours.json
-	$(BIN)/python -m benchmarks.page --json build/bench/page.json
 	$(BIN)/python -m benchmarks.prefix --json build/bench/prefix.json
 	$(BIN)/python -m benchmarks.prefix_hits --json build/bench/prefix_hits.json
 	$(BIN)/python -m benchmarks.pressure --json build/bench/pressure.json
-	$(BIN)/python -m benchmarks.replay --json build/bench/replay.json
-	$(BIN)/python -m benchmarks.swap --json build/bench/swap.json
-	$(BIN)/python -m benchmarks.divergence --json build/bench/divergence.json
 	$(BIN)/python -m benchmarks.engine_cpu --json build/bench/engine_cpu.json
-	$(BIN)/python -m benchmarks.long_context --json build/bench/long_context.json
-	$(BIN)/python -m benchmarks.latent_attention --json build/bench/latent_attention.json
 	$(BIN)/python -m benchmarks.quantization --json build/bench/quantization.json
 	$(BIN)/python -m benchmarks.kv_cache_dtype --json build/bench/kv_cache_dtype.json
 	$(BIN)/python -m benchmarks.loading --json build/bench/loading.json
-	$(BIN)/python -m benchmarks.host_step --json build/bench/host_step.json
-	$(BIN)/python -m benchmarks.api --json build/bench/api.json
 	$(BIN)/python -m benchmarks.serve --json build/bench/serve.json
 	$(BIN)/python -m benchmarks.windows --json build/bench/windows.json
-	$(BIN)/python -m benchmarks.fleet_routing --json build/bench/fleet_routing.json
 	$(BIN)/python -m benchmarks.fleet --json build/bench/fleet.json
 
 RELEASE ?=
@@ -153,4 +151,4 @@ clean:  ## remove everything that make made, the environment too
 	rm -rf "$(VENV)"
 
 .DEFAULT_GOAL := help
-.PHONY: demo fleet test test-pythons stress soak gpu gpu-environment docs check bench dist clean help
+.PHONY: demo fleet test test-all test-pythons stress soak gpu gpu-environment docs check bench dist clean help

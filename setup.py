@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 
 from setuptools import setup
@@ -14,11 +15,17 @@ native_build = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(native_build)
 
 
+# As at run time. pip shows nothing of a build: .ci/setup.py installs with 0, and builds the library before the user's eyes.
+WITH_LIBRARY = os.environ.get("PAGETIDE_NATIVE") != "0"
+
+
 class BuildPy(build_py):
     """Adds the library: to the checkout for an editable install, else to what becomes the wheel."""
 
     def run(self) -> None:
         super().run()
+        if not WITH_LIBRARY:
+            return
         folder = None if self.editable_mode else Path(self.build_lib, "pagetide", "native")
         native_build.try_to_build(native_build.LIBRARY if folder is None else folder / native_build.LIBRARY.name)
 
@@ -28,7 +35,7 @@ class BdistWheel(bdist_wheel):
 
     def finalize_options(self) -> None:
         super().finalize_options()
-        self.root_is_pure = native_build.obstacle() is not None
+        self.root_is_pure = not WITH_LIBRARY or native_build.obstacle() is not None
 
     def get_tag(self) -> tuple[str, str, str]:
         tag = super().get_tag()

@@ -25,7 +25,7 @@ import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from environment import ROOT
+from setup import ROOT
 
 PACKAGES = ("monitor", "allocator", "cache", "scheduler", "native", "engine", "server", "fleet", "configs")
 LIBRARY = "pagetide/native/_kernels.so"  # built where there is a compiler

@@ -1,8 +1,8 @@
-"""Writes the index of files in docs/architecture.md: one line per module, from the first sentence of its docstring.
+"""The index of files: one line per module, from the first sentence of its docstring.
 
     python .ci/index.py
 
-tests/structure/test_index.py fails while the index is out of date.
+prints it as Markdown. docs/conf.py puts it on the documentation site (docs/api/files.md).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENT = ROOT / "docs" / "architecture.md"
 FOLDERS = (
     "monitor",
     "allocator",
     "cache",
     "scheduler",
+    "native",
     "engine",
     "server",
     "fleet",
@@ -26,7 +26,6 @@ FOLDERS = (
     "benchmarks",
     "examples",
 )
-BEGIN, END = "<!-- index: written by .ci/index.py -->", "<!-- end of the index -->"
 _SENTENCE = re.compile(r"(.+?[.!?])(?:\s|$)", re.DOTALL)
 
 
@@ -52,18 +51,5 @@ def index(root: Path) -> str:
     return "\n".join(parts)
 
 
-def updated(text: str, root: Path) -> str:
-    """`text` with the index of `root` between its marks."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{index(root)}\n{END}{after}"
-
-
-def main() -> None:
-    """Write the index."""
-    text = DOCUMENT.read_text(encoding="utf-8")
-    DOCUMENT.write_text(updated(text, ROOT), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    print(index(ROOT))

@@ -3,7 +3,7 @@
     python .ci/pythons.py
 
 Run by `make test-pythons` in the environment of `make test`, whose own version is left out. torch for each version would be a
-download of its own, so what imports it is skipped, and counted. Each interpreter gets an environment in build/pythons with the
+download of its own, so test files that need it are left out. Each interpreter gets an environment in build/pythons with the
 other packages. Without a further interpreter there is nothing to do.
 """
 
@@ -17,12 +17,10 @@ import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
-from environment import ROOT, Environment, SetupError
-
-from setup import name_of, requirements
+from setup import ROOT, SetupError, name_of, pip
 
 VERSIONS = ("3.11", "3.12", "3.13")
-WITHOUT = {"torch", "transformers", "llguidance", "matplotlib", "triton", "setuptools"}  # torch, and what serves models
+WITHOUT = {"torch", "transformers", "pagetide"}  # the project is a path here
 TESTS = ("tests/monitor", "tests/allocator", "tests/cache", "tests/scheduler")
 # Compiles every module and imports those that need no torch; prints three numbers.
 IMPORTS = """
@@ -76,40 +74,44 @@ def candidates() -> list[Path]:
     return [*map(Path, filter(None, on_path)), *sorted(pyenv.glob("*/bin/python3"), reverse=True)]
 
 
-def make_environment(python: Path, version: str) -> Environment:
-    """An environment of this interpreter with what the tests need besides torch. Raises SetupError."""
-    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
-    wanted = [line for line in requirements(pyproject, ["test", "parallel"]) if name_of(line) not in WITHOUT]
+def requirements() -> list[str]:
+    """What the project and its quick tests need, without torch and what stands on it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    lines = [*project["dependencies"], *extras["test"], *extras["server"]]
+    return [line for line in lines if name_of(line) not in WITHOUT]
+
+
+def make_environment(python: Path, version: str) -> Path:
+    """The interpreter of an environment made of this one, with what the tests need besides torch. Raises SetupError."""
+    folder, wanted = ROOT / "build" / "pythons" / version, requirements()
     made = "\n".join([str(python), *wanted, (ROOT / "constraints.txt").read_text("utf-8")])
-    environment = Environment(ROOT / "build" / "pythons" / version)
-    stamp = environment.path / "made-from.txt"
+    stamp, own = folder / "made-from.txt", folder / "bin" / "python"
     if stamp.is_file() and stamp.read_text("utf-8") == made:
-        return environment
-    say(f"makes an environment of {python} in {environment.path.relative_to(ROOT)}")
-    if subprocess.run([python, "-m", "venv", "--clear", environment.path], check=False).returncode != 0:
+        return own
+    say(f"makes an environment of {python} in {folder.relative_to(ROOT)}")
+    if subprocess.run([python, "-m", "venv", "--clear", folder], check=False).returncode != 0:
         raise SetupError(f"{python} cannot make an environment; the reason stands above")
-    environment.pip("--constraint", "constraints.txt", *wanted, quiet=True)
-    (site,) = environment.path.glob("lib/python*/site-packages")
+    pip(own, "--quiet", "--constraint", "constraints.txt", *wanted)
+    (site,) = folder.glob("lib/python*/site-packages")
     (site / "pagetide.pth").write_text(f"{ROOT / 'src'}\n", "utf-8")  # what an editable install leaves, without one
     stamp.write_text(made, "utf-8")
-    return environment
+    return own
 
 
-def check(environment: Environment, version: str) -> bool:
+def check(own: Path, version: str) -> bool:
     """Compiles, imports and tests with one interpreter. Returns whether all of it went well."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     env |= {"PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [environment.python, "-P", "-c", IMPORTS], cwd=ROOT, env=env, capture_output=True, text=True, check=False
-    )
+    run = subprocess.run([own, "-P", "-c", IMPORTS], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     if run.returncode != 0:
         say(f"{version}: a module cannot be compiled or imported:\n{run.stderr}")
         return False
     compiled, imported, need_torch = run.stdout.split()
     skipped = f"{need_torch} need torch or transformers and are skipped"
     say(f"{version}: {compiled} files compile, {imported} modules are imported, {skipped}")
-    command = [environment.python, "-P", "-m", "pytest", "-q", "-p", "without_torch", "-n", os.environ.get("JOBS", "2"),
-               "-r", "fE", "-m", "not gpu and not stress", *TESTS]  # fmt: skip
+    command = [own, "-P", "-m", "pytest", "-q", "-n", os.environ.get("JOBS", "2"), "--torch=without",
+               "-m", "not gpu and not stress", *TESTS]  # fmt: skip
     tests = subprocess.run(command, cwd=ROOT, env=env, check=False)
     return tests.returncode == 0
 

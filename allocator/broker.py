@@ -110,7 +110,7 @@ class Broker:
         if succeeds:
             self._table.decide_from_ns = self._clock() + int(self._grace_s * 1e9)
             log.info(
-                "a broker was here before; its engines have %g s to come back. Limits that were set at it are forgotten: "
+                "a broker ran here before; its engines have %g s to reconnect. Limits set there are lost: "
                 "set them again (vram-monitor limit)", self._grace_s,
             )  # fmt: skip
         self._loop = asyncio.get_running_loop()
@@ -305,7 +305,7 @@ class Broker:
                 self._check_places(connection)
                 self._table.reserve(connection, message)
             case _:
-                raise Dropped("says what only the broker may", type(message).__name__)
+                raise Dropped("sent a message that only the broker may send", type(message).__name__)
 
     def _register(self, connection: Connection, request: wire.RegisterMessage) -> None:
         _refuse_second(connection)
@@ -336,9 +336,7 @@ class Broker:
             uid = comer.peer.uid
             self._quota.check_place(uid, user_name(uid), holders.count(uid), self._table.count_ended(uid))
         if len(holders) >= MAX_CONNECTIONS - _PLACES_TO_COME:
-            raise LeaseRefused(
-                f"{len(holders)} engines and reservations are here, and there is no place for more; end some"
-            )
+            raise LeaseRefused(f"{len(holders)} engines and reservations are connected, which is the limit; end some")
 
     def _process_ended(self, lease: LeaseAccount) -> None:
         """End the lease of a process that has ended: its socket may stay open in a child."""
@@ -399,7 +397,7 @@ class BrokerThread:
         except BaseException as error:
             self._failure = error
             if self._started.is_set():
-                log.exception("the broker has ended by a fault")
+                log.exception("the broker failed")
         finally:
             self._started.set()
 

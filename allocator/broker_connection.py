@@ -167,7 +167,7 @@ class Connection:
                 if self.closed:
                     return
         except ProtocolViolation as error:
-            self.drop(Dropped("sends what is no message", str(error)))
+            self.drop(Dropped("sent an invalid message", str(error)))
         except Dropped as reason:
             self.drop(reason)
         if not had_part:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from ..monitor.errors import install_command
 from .errors import DriverError, DriverUnavailable
 
 # CUresult codes
@@ -50,7 +51,7 @@ class CudaBindings:
         except ImportError as error:
             raise DriverUnavailable(
                 "an elastic pool on a CUDA device needs the package cuda-bindings, which is not installed: "
-                "pip install 'pagetide[cuda]'"
+                f"{install_command('cuda')}"
             ) from error
         self._cuda: Any = driver
         self._adapted: dict[str, Callable[..., tuple[Any, ...]]] = {

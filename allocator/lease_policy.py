@@ -79,12 +79,12 @@ class LeaseState:
     min_bytes: int
     max_bytes: int | None  # None: as much as the device has
     granule_bytes: int
-    weight: float = 1.0
-    priority: int = 0  # a lower number is served first
-    registered_max_bytes: int | None = None  # its max before any limit
-    granted_bytes: int = 0  # what it may hold, by the account
-    held_bytes: int = 0  # what it holds now, upper bound
-    free_bytes: int = 0  # of these, free in its pool
+    weight: float
+    priority: int  # a lower number is served first
+    registered_max_bytes: int | None  # its max before any limit
+    granted_bytes: int  # what it may hold, by the account
+    held_bytes: int  # what it holds now, upper bound
+    free_bytes: int = 0  # of these, what it can give back without affecting a request
     lower_bytes: int = 0  # bounds of what it held at the last measurement: lower
     upper_bytes: int = 0  # and upper
     demand: LeaseDemand | None = None

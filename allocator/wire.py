@@ -161,7 +161,7 @@ class AskMessage:
 
 @dataclass(frozen=True, slots=True)
 class ReportMessage:
-    """The bytes the engine holds by class, and how many are free in its pool."""
+    """The bytes the engine holds by class, and how many it can give back without affecting a request."""
 
     held: Classes
     free_bytes: Bytes
@@ -297,7 +297,7 @@ class LeaseView:
     granted_bytes: Bytes
     held_bytes: Bytes  # the current upper bound of its record
     held: Classes  # by class, as last reported
-    free_bytes: Bytes  # of these, free in its pool
+    free_bytes: Bytes  # of these, what it can give back without affecting a request
     asked_bytes: MaybeBytes  # None: no demand
     state: Name  # ok, recalling, overdue, reaping
     recall_target_bytes: MaybeBytes
@@ -404,7 +404,7 @@ def from_payload(payload: bytes) -> Message:
     try:
         content = json.loads(payload.decode("utf-8"), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        raise ProtocolViolation(f"a frame is no JSON: {error}") from None
+        raise ProtocolViolation(f"a frame is not JSON: {error}") from None
     if not isinstance(content, dict):
         raise _wrong("a frame", "a JSON object", content)
     type_name = content.pop("type", None)
@@ -422,7 +422,7 @@ def from_payload(payload: bytes) -> Message:
 
 
 def _refuse_constant(constant: str) -> float:
-    raise ValueError(f"{constant} is no number of JSON")
+    raise ValueError(f"{constant} is not a JSON number")
 
 
 def _listed(names: list[str]) -> str:

@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pagetide.monitor.units import parse_bytes
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"  # beside the checkout
 BUILT_IN = "none"
+
+
+def parser_of(doc: str | None, rounds: int | None = None) -> argparse.ArgumentParser:
+    """A parser with `--json FILE`, `--seed` and, with a default, `--rounds`."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE", help="where the figures go, with samples, machine and versions")
+    parser.add_argument("--seed", type=int, default=0)
+    if rounds is not None:
+        parser.add_argument("--rounds", type=whole, default=rounds, help="default %(default)s")
+    return parser
+
+
+def names_of(kinds: Sequence[str], what: str) -> Callable[[str], list[str]]:
+    """The type of an argument that holds some of these names, with commas between them."""
+
+    def names(text: str) -> list[str]:
+        if unknown := [name for name in text.split(",") if name not in kinds]:
+            raise argparse.ArgumentTypeError(f"there is no {what} {', '.join(unknown)}; there are {', '.join(kinds)}")
+        return text.split(",")
+
+    return names
 
 
 def add_data(parser: argparse.ArgumentParser, what: str, built_in: str) -> None:
@@ -34,20 +56,13 @@ def whole(text: str) -> int:
     return int(text)
 
 
-def from_0(text: str) -> float:
-    """A number that is not negative."""
+def above_0(text: str) -> float:
+    """A number above 0."""
     try:
         number = float(text)
     except ValueError:
-        number = -1.0
-    if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"a number from 0 on is needed, got {text!r}")
-    return number
-
-
-def above_0(text: str) -> float:
-    """A number above 0."""
-    if not (number := from_0(text)):
+        number = 0.0
+    if not 0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"a number above 0 is needed, got {text!r}")
     return number
 

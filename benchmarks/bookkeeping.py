@@ -5,31 +5,28 @@ python -m benchmarks.bookkeeping [--json FILE] [--steps 1000] [--sequences 256 4
 
 from __future__ import annotations
 
-import argparse
 import gc
-import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from benchmarks.arguments import whole
-from benchmarks.figures import Figure, report
+from benchmarks.arguments import parser_of, whole
+from benchmarks.figures import Figure, median_time, report
 from pagetide.allocator.blocks import BlockAllocator
 from pagetide.cache.layer_groups import LayerGroup
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
 from pagetide.scheduler.plan import Plan, Result
 from pagetide.scheduler.request import Request, Sampling
-from pagetide.scheduler.scheduler import Limits, Scheduler
+from pagetide.scheduler.scheduler import Scheduler
+from pagetide.scheduler.state import Limits
 
 BLOCK_SIZE = 16
 STOP_IDS = (0, 2)
 VOCAB = 32_000
-TARGETS = {
-    256: (70, 90),
-    4096: (450, 700),
-}  # us of a decode step of so many sequences: in a fixed pool, in an elastic one
+NUM_EXTENTS = 32  # of an elastic pool
+TARGETS = {256: (70, 90), 4096: (450, 700)}  # us of a step of so many sequences: in a fixed pool, in an elastic one
 GROUPS = (LayerGroup(), LayerGroup(1, window=256))  # half of the sequences pass the window
 GROUPS_TARGETS = {256: 80, 4096: 500}  # us, in a fixed pool
 
@@ -41,21 +38,21 @@ def answer(plan: Plan, rng: np.random.Generator) -> Result:
 
 
 def decode_steps(
-    num_seqs: int, steps: int, seed: int, num_extents: int | None = None, caching: bool = False, ahead: bool = False,
+    num_seqs: int, steps: int, seed: int, elastic: bool = False, ahead: bool = False,
     groups: tuple[LayerGroup, ...] = (LayerGroup(),),
 ) -> list[float]:  # fmt: skip
     """Seconds of each of `steps` consecutive steps in which `num_seqs` sequences each gain a token.
 
-    The pool is fixed, or has `num_extents` extents that could be mapped and unmapped. With `caching`, prefixes are cached.
-    With `ahead`, each step is planned before the previous step's result is available, as in asynchronous scheduling.
+    The pool is fixed; or `elastic`, with extents that could be mapped and unmapped, and with cached prefixes. With `ahead`,
+    each step is planned before the previous step's result is available, as in asynchronous scheduling.
     """
     rng = np.random.default_rng(seed)
     most = 400 + steps + 16
     num_blocks = 1 + sum(group.num_tables for group in groups) * num_seqs * (-(-most // BLOCK_SIZE) + 1)
-    per = None if num_extents is None else -(-num_blocks // num_extents)
+    per = -(-num_blocks // NUM_EXTENTS) if elastic else None
     cache = CacheManager(
         num_blocks if per is None else per * -(-num_blocks // per), BLOCK_SIZE, num_seqs, most, blocks_per_extent=per,
-        hasher=PrefixHasher(BLOCK_SIZE) if caching else None, groups=groups,
+        hasher=PrefixHasher(BLOCK_SIZE) if elastic else None, groups=groups,
     )  # fmt: skip
     scheduler = Scheduler(cache, Limits(num_seqs, max(num_seqs * 400, 8192), most, forecast=False))
     told: dict[str, list[int]] = {f"r{i}": [] for i in range(num_seqs)}
@@ -109,122 +106,45 @@ def admission(tokens: int, repeats: int) -> list[float]:
     return samples[1:]  # the first one touches fresh memory
 
 
-def allocate_and_free(blocks: int, repeats: int) -> list[float]:
-    """Seconds to allocate `blocks` blocks and to free them."""
-    pool, samples = BlockAllocator(100_001), []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        pool.release(pool.allocate(blocks))
-        samples.append(time.perf_counter() - start)
-    return samples
-
-
-def with_holes(num_extents: int, blocks_per_extent: int, live: float, seed: int) -> BlockAllocator:
-    """A pool in which the share `live` of the blocks is live, anywhere."""
-    pool = BlockAllocator(num_extents * blocks_per_extent, blocks_per_extent=blocks_per_extent)
-    blocks = np.random.default_rng(seed).permutation(pool.allocate(pool.available))
-    pool.release(blocks[int(live * len(blocks)) :])
-    return pool
-
-
-def allocate_and_free_in_holes(blocks: int, repeats: int, seed: int) -> list[float]:
-    """Seconds to allocate `blocks` blocks and to free them, in 2,500 extents of 40 that are half full."""
-    pool, samples = with_holes(2_500, 40, 0.5, seed), []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        pool.release(pool.allocate(blocks))
-        samples.append(time.perf_counter() - start)
-    return samples
-
-
-def compact(num_extents: int, repeats: int, seed: int) -> list[float]:
-    """Seconds to plan and book the giving back of `num_extents` of 2,500 half full extents of 40 blocks."""
-    samples = []
-    for repeat in range(repeats):
-        pool = with_holes(2_500, 40, 0.5, seed + repeat)
-        start = time.perf_counter()
-        plan = pool.plan_drain(num_extents)
-        pool.drain(plan.extents)
-        targets = pool.move(plan.moves)
-        pool.unpin(np.concatenate((plan.moves, targets)))
-        pool.unmap(plan.extents)
-        samples.append(time.perf_counter() - start)
-        assert len(plan.extents) == num_extents
-    return samples
-
-
-def wanted(num_running: int, num_waiting: int, repeats: int) -> list[float]:
-    """Seconds to forecast the blocks that `num_running` and `num_waiting` sequences need."""
-    num_rows = num_running + num_waiting
-    cache = CacheManager(1 + 20 * num_running, BLOCK_SIZE, num_rows, 2_000)
-    scheduler = Scheduler(cache, Limits(num_rows, 400 * num_rows, 2_000, forecast=False))
-    for i in range(num_rows):
-        scheduler.add(Request(f"r{i}", np.full(319, 3, np.int32), Sampling(1_000)))
-    plan = scheduler.schedule()
-    scheduler.apply(plan, answer(plan, np.random.default_rng(0)))
-    assert (scheduler.num_running, scheduler.num_waiting) == (num_running, num_waiting)
+def repeated(call: Callable[[], object], repeats: int) -> list[float]:
+    """Seconds of each of `repeats` calls."""
     samples = []
     for _ in range(repeats):
         start = time.perf_counter()
-        scheduler.pool.wanted_blocks()
+        call()
         samples.append(time.perf_counter() - start)
     return samples
-
-
-def build_pool(blocks: int, repeats: int) -> list[float]:
-    """Seconds to build a pool."""
-    samples = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        pool = BlockAllocator(blocks)
-        samples.append(time.perf_counter() - start)
-        assert pool.available == blocks - 1
-    return samples
-
-
-def figure(name: str, seconds: list[float], unit: str, target: float | None) -> Figure:
-    """The median of `seconds`, in `unit`."""
-    scaled = [s * {"us": 1e6, "ms": 1e3}[unit] for s in seconds]
-    return Figure(name, statistics.median(scaled), unit, target, samples=[round(s, 3) for s in scaled])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE")
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=whole, default=1000)
-    parser.add_argument(
-        "--sequences", type=whole, nargs="+", default=list(TARGETS), help="that decode (256, then 4096)"
-    )
+    parser.add_argument("--sequences", type=whole, nargs="+", default=list(TARGETS), help="that decode")
     parser.add_argument("--repeats", type=whole, default=50, help="of the slower single operations (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     repeats = args.repeats
     figures = []
     for num_seqs in args.sequences:
         target, elastic_target = TARGETS.get(num_seqs, (None, None))
-        for num_extents, caching in ((None, False), (32, False), (2_500, False), (32, True)):
+        for elastic, bound in ((False, target), (True, elastic_target)):
             gc.collect()
-            samples = decode_steps(num_seqs, args.steps, args.seed, num_extents, caching)
-            pool = "" if num_extents is None else f", {num_extents:,} extents" + ", caching" * caching
-            bound = target if num_extents is None else elastic_target
-            median = figure(f"decode step, {num_seqs:,} running sequences{pool}, median", samples, "us", bound)
+            samples = decode_steps(num_seqs, args.steps, args.seed, elastic)
+            kind = f", {NUM_EXTENTS} extents, caching" * elastic
+            median = median_time(f"decode step, {num_seqs:,} running sequences{kind}, median", samples, "us", bound)
             p99 = float(np.percentile(samples, 99)) * 1e6
-            figures += [median, Figure(f"decode step, {num_seqs:,}{pool}, p99 / median", p99 / median.value, "x", 3.0)]
-            if num_extents is None:
-                samples = decode_steps(num_seqs, args.steps, args.seed, groups=GROUPS)
-                bound = GROUPS_TARGETS.get(num_seqs)
-                figures.append(figure(f"decode step, {num_seqs:,}, two groups, median", samples, "us", bound))
-                samples = decode_steps(num_seqs, args.steps, args.seed, ahead=True)
-                figures.append(figure(f"decode step, {num_seqs:,}, planned ahead, median", samples, "us", None))
+            figures += [median, Figure(f"decode step, {num_seqs:,}{kind}, p99 / median", p99 / median.value, "x", 3.0)]
+        samples = decode_steps(num_seqs, args.steps, args.seed, groups=GROUPS)
+        bound = GROUPS_TARGETS.get(num_seqs)
+        figures.append(median_time(f"decode step, {num_seqs:,}, two groups, median", samples, "us", bound))
+        samples = decode_steps(num_seqs, args.steps, args.seed, ahead=True)
+        figures.append(median_time(f"decode step, {num_seqs:,}, planned ahead, median", samples, "us", None))
+    pool = BlockAllocator(100_001)
     figures += [
-        figure("admission of a prompt of 100,000 tokens", admission(100_000, 1 + repeats), "ms", 6),
-        figure("allocate + free 512 blocks", allocate_and_free(512, 40 * repeats), "us", 40),
-        figure(
-            "allocate + free 512, 2,500 extents", allocate_and_free_in_holes(512, 40 * repeats, args.seed), "us", 80
+        median_time("admission of a prompt of 100,000 tokens", admission(100_000, 1 + repeats), "ms", 6),
+        median_time(
+            "allocate + free 512 blocks", repeated(lambda: pool.release(pool.allocate(512)), 40 * repeats), "us", 40
         ),
-        figure("give back 32 of 2,500 half full extents", compact(32, repeats, args.seed), "ms", 2),
-        figure("blocks wanted by 256 running, 256 waiting", wanted(256, 256, 4 * repeats), "us", 1000),
-        figure("build a pool of 1,000,000 blocks", build_pool(1_000_000, -(-2 * repeats // 5)), "ms", 20),
+        median_time("build a pool of 1,000,000 blocks", repeated(lambda: BlockAllocator(1_000_000), repeats), "ms", 20),
     ]
     report("bookkeeping: scheduler, blocks, output lists", figures, args.seed, args.json)
 

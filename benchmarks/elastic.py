@@ -3,7 +3,7 @@
     python -m benchmarks.elastic [--json FILE] [--rounds 7] [--only free,half,...] [--moved 1GiB] [--seed 0]
 
 Three processes: this one, which orders and measures; `vram-monitor serve` with its broker on a test device of 6 GiB; and
-an engine pinned to a core of its own (elastic_engine.py), with the demo model, extents of 32 MiB of host memory, and one
+an engine pinned to a core of its own, with the demo model, extents of 32 MiB of host memory, and one
 thread for arithmetic.
 
 A recall is timed from the order, sent to the broker as `vram-monitor recall` sends it, until the engine's resident set, as
@@ -28,31 +28,313 @@ medians over the rounds. `cached`, `half` and `idle` have engines of their own; 
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+import numpy as np
 import psutil
+import torch
 
-from benchmarks import elastic_engine
-from benchmarks.arguments import size, whole
-from benchmarks.figures import Figure, report
-from benchmarks.processes import Worker
-from pagetide.allocator import wire
-from pagetide.allocator.broker_client import Channel
+from benchmarks.arguments import names_of, parser_of, size, whole
+from benchmarks.figures import Figure, median, median_time, percentile, report
+from benchmarks.processes import Worker, recalled
+from benchmarks.stand_ins import Always
+from pagetide import LLM, SamplingParams
+from pagetide.allocator.host_arena import HostArena
 from pagetide.allocator.lease_policy import Rules
+from pagetide.cache.block_table import Index
+from pagetide.cache.manager import CacheManager
+from pagetide.engine.build import Engine
 from pagetide.monitor.units import GIB, MIB
 from pagetide.pressure import PrivateDevice
+from pagetide.scheduler.forecast import ForecastPeak, LengthForecast
+from pagetide.scheduler.request import Request, Sampling
+from pagetide.scheduler.scheduler import Scheduler
+
+FOR_EVER = 1e6  # seconds
+CONTEXT = 1024
+FILLER = 512  # tokens for which a row that fills the pool has blocks: 32
+SLACK = 15  # of these are still to come, so that some steps need no more blocks
+MAX_SEQS = 640  # so many of them
+TOKEN = 7  # that the stand-in gives
+
+
+class Forecast(LengthForecast):
+    """The engine's length forecast. While the pool is filled, running sequences are expected to end at once, so that every
+    request that fits is admitted.
+    """
+
+    filling = False
+
+    def peak(self, known: Index, generated: Index, allowed: Index, block_size: int) -> ForecastPeak:
+        """See `LengthForecast`."""
+        if not self.filling:
+            return super().peak(known, generated, allowed, block_size)
+        blocks = int((-(-known // block_size)).sum())
+        return ForecastPeak(blocks, float(blocks), 0.0, 0)
+
+
+class ElasticRig:
+    """One engine in its process, with its pool brought into any shape between two measurements."""
+
+    def __init__(self, max_bytes: int, min_bytes: int, idle_s: float = FOR_EVER, caching: bool = False) -> None:
+        self.llm = LLM(
+            "demo", device="cpu", dtype="float32", kv_memory={"min": min_bytes, "max": max_bytes}, idle_s=idle_s,
+            max_seqs=MAX_SEQS, prefix_caching=caching,
+        )  # fmt: skip
+        self._numbers = iter(range(1 << 60))
+        self._names: list[str] = []  # of all requests that were not ended by `clear`
+        self._forecast = Forecast()
+        self._decoding: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._steps: list[tuple[float, float]] = []  # (began, ended) of each step of the driving thread
+        with self.llm.locked_engine() as engine:
+            core, scheduler = engine.core, engine.core.scheduler
+            limits = replace(scheduler.limits, max_step_tokens=MAX_SEQS * FILLER)  # so that one step fills a pool
+            core.scheduler = Scheduler(scheduler.cache, limits, scheduler.cost)
+            core.scheduler.state.forecast = self._forecast
+            self._model = core.runner.model
+            self._vocab_size = engine.encoder.vocab_size
+
+    def computing(self, on: bool, step_s: float = 0.0) -> None:
+        """Let the model compute, or let a step take `step_s`, in which other threads run as they do beside torch."""
+        with self.llm.locked_engine() as engine:
+            engine.core.runner.model = self._model if on else Always(TOKEN, self._vocab_size, step_s)
+
+    def resize_to(self, num_extents: int) -> float:
+        """Resize the pool to `num_extents` while no request needs it. To grow, it first has the memory granted.
+
+        Returns the seconds from the plan to its result.
+        """
+        with self.llm.locked_engine() as engine:
+            return _resize(engine, num_extents)
+
+    def regrow(self, num_extents: int) -> float:
+        """Give `num_extents` idle extents back, and take them again, granted still. Returns the seconds of the taking."""
+        with self.llm.locked_engine() as engine:
+            now = engine.core.scheduler.pool.num_extents
+            _resize(engine, now - num_extents)
+            return _resize(engine, now)
+
+    def fill(self, every: int = 1) -> int:
+        """Have the pool as large as it may be, and rows in all of it but an extent; of each `every` of them all but one are
+        ended again. Returns those left.
+
+        Rows lie one behind the other, so the ended ones leave holes in every extent.
+        """
+        self.computing(False)
+        with self.llm.locked_engine() as engine:
+            core, cache = engine.core, engine.core.scheduler.cache
+            blocks = (engine.arena.num_extents - 1) * cache.pool.blocks_per_extent
+            names = [
+                self._add(engine, FILLER - SLACK, CONTEXT - FILLER)
+                for _ in range(blocks // (FILLER // cache.block_size))
+            ]
+            self._forecast.filling = True
+            _resize(engine, engine.arena.num_extents)  # with requests there, so that nothing of it counts as idle
+            if core.scheduler.num_running < len(names):  # the new blocks can be had in the step behind
+                core.step()
+            self._forecast.filling = False
+            assert core.scheduler.num_running == len(names), "the pool does not hold the rows"
+            for i, name in enumerate(names):
+                if i % every:
+                    core.abort(name)
+            core.step()
+            return core.scheduler.num_running
+
+    def forget(self) -> None:
+        """Let nothing be cached."""
+        self.llm.reset_prefix_cache()
+
+    def clear(self) -> None:
+        """End all requests. What they computed stays cached, if that is kept."""
+        with self.llm.locked_engine() as engine:
+            for name in self._names:
+                engine.core.abort(name)
+            self._names.clear()
+            while engine.core.has_work:
+                engine.core.step()
+            assert engine.core.scheduler.cache.pool.counts().live == 0
+
+    def bare(self, num_extents: int, copied_blocks: int) -> dict[str, float]:
+        """Seconds to map extents of an arena of its own, to copy as many blocks of it one by one, and to unmap it.
+
+        It is mapped twice and timed the second time: a virtual machine's host lends free memory to others, and what comes
+        back from there is slow, once.
+        """
+        with self.llm.locked_engine() as engine:
+            extent_bytes, block_bytes = engine.arena.extent_bytes, engine.plan.geometry.block_stride
+        arena = HostArena((2 if copied_blocks else 1) * num_extents, extent_bytes)
+        every = range(num_extents)
+        arena.map(every)
+        arena.unmap(every)
+        costs = {"map": timed(lambda: arena.map(every)), "copy": 0.0}
+        if copied_blocks:
+            arena.map(range(num_extents, 2 * num_extents))
+            blocks = np.frombuffer(arena.buffer, np.uint8).reshape(-1, block_bytes)
+            half = len(blocks) // 2
+            every_other = range(0, half, half // copied_blocks)[:copied_blocks]
+
+            def copy() -> None:
+                for block in every_other:
+                    blocks[half + block] = blocks[block]
+
+            costs["copy"] = timed(copy)
+            del blocks
+        costs["unmap"] = timed(lambda: arena.unmap(every))
+        arena.close()
+        return costs
+
+    def decode(self, rows: int, tokens: int) -> None:
+        """Start a thread that steps, with `rows` requests of `tokens` tokens and what they generate always running."""
+        self._stop.clear()
+        self._steps = []
+
+        def drive() -> None:
+            while not self._stop.is_set():
+                with self.llm.locked_engine() as engine:
+                    scheduler = engine.core.scheduler
+                    for _ in range(rows - scheduler.num_running - scheduler.num_waiting):
+                        self._add(engine, tokens, CONTEXT - tokens)
+                    began = time.perf_counter()
+                    engine.core.step()
+                    self._steps.append((began, time.perf_counter()))
+
+        self._decoding = threading.Thread(target=drive)
+        self._decoding.start()
+
+    def rest(self) -> list[tuple[float, float]]:
+        """Stop that thread. Returns when its steps began and ended, by time.perf_counter, which processes share."""
+        assert self._decoding is not None
+        self._stop.set()
+        self._decoding.join()
+        return self._steps
+
+    def state(self) -> dict[str, Any]:
+        """What the engine holds."""
+        with self.llm.locked_engine() as engine:
+            scheduler = engine.core.scheduler
+            lease = None if engine.core.memory is None else engine.core.memory.lease
+            return {
+                "extents": len(engine.arena.mapped_extents),
+                "most_extents": engine.arena.num_extents,
+                "min_extents": engine.plan.min_extents,
+                "extent_bytes": engine.arena.extent_bytes,
+                "blocks_per_extent": scheduler.cache.pool.blocks_per_extent,
+                "lease": None if lease is None else lease.name,
+            }
+
+    def _add(self, engine: Engine, tokens: int, new: int) -> str:
+        number = next(self._numbers)
+        prompt = np.random.default_rng(number).integers(5, 900, tokens).astype(np.int32)
+        engine.core.add(Request(f"b{number}", prompt, Sampling(new), arrival=engine.core.clock()))
+        self._names.append(f"b{number}")
+        return f"b{number}"
+
+
+def _resize(engine: Engine, num_extents: int) -> float:
+    """See `ElasticRig.resize_to`."""
+    scheduler = engine.core.scheduler
+    missing = num_extents - scheduler.pool.num_extents
+    if missing > 0:
+        _have_granted(engine, missing * engine.arena.extent_bytes)
+    began = time.perf_counter()
+    moved = scheduler.pool.grow(missing) if missing > 0 else scheduler.pool.give_back(-missing)
+    engine.core.step()
+    took = time.perf_counter() - began
+    assert moved == abs(missing) and len(engine.arena.mapped_extents) == num_extents, "no such pool"
+    return took
+
+
+def _have_granted(engine: Engine, more_bytes: int) -> None:
+    lease = None if engine.core.memory is None else engine.core.memory.lease
+    if lease is None:
+        return
+    target = lease.held_bytes + more_bytes
+    deadline = time.monotonic() + 20
+    while lease.granted_bytes < target:  # not before the cool-down of the last recall is over
+        lease.ask(target, expires_s=1.0)
+        lease.wait_granted(target, 0.3)
+        assert time.monotonic() < deadline, f"{target:,} bytes are not granted, only {lease.granted_bytes:,}"
+
+
+def timed(work: Callable[[], None]) -> float:
+    """Seconds that it took."""
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def compare_pools(pipe: Connection, rounds: int, pool_bytes: int, new_tokens: int) -> None:
+    """The process: sends output tokens a second of an LLM with a fixed pool and of one that may be resized; no extent moves."""
+    torch.set_num_threads(1)
+    ids = np.random.default_rng(0).integers(5, 900, (16, 48)).tolist()
+    sampling = SamplingParams(max_new_tokens=new_tokens, temperature=0, ignore_eos=True)
+    fixed_pool: dict[str, Any] = {"kv_memory": pool_bytes, "share": False, "prefix_caching": False}
+    with LLM("demo", device="cpu", dtype="float32", **fixed_pool) as fixed:
+        fix_pool(fixed)
+        rig = ElasticRig(pool_bytes, pool_bytes // 16)
+        rig.resize_to(rig.state()["most_extents"])
+        with rig.llm as elastic:
+
+            def rate(llm: LLM) -> float:
+                began = time.perf_counter()
+                outputs = llm.generate(ids, sampling, progress=False)
+                return sum(len(o.token_ids) for o in outputs) / (time.perf_counter() - began)
+
+            rate(fixed), rate(elastic)
+            before = rig.state()["extents"]
+            pairs = []
+            for i in range(rounds):
+                first = rate(elastic) if i % 2 else None
+                at_fixed = rate(fixed)
+                pairs.append((at_fixed, rate(elastic) if first is None else first))
+            assert rig.state()["extents"] == before, "the pool moved"
+            pipe.send(pairs)
+
+
+def fix_pool(llm: LLM) -> None:
+    """Replace an LLM's pool by a fixed one: mapped as a whole, without extents, never resized."""
+    with llm.locked_engine() as engine:
+        core, arena, limits = engine.core, engine.arena, engine.core.scheduler.limits
+        arena.map([e for e in range(arena.num_extents) if e not in arena.mapped_extents])
+        core.memory = None
+        plan = engine.plan
+        core.scheduler = Scheduler(
+            CacheManager(plan.num_blocks, plan.block_size, limits.num_rows, plan.max_model_len), limits
+        )
+
+
+def serve(pipe: Connection, arguments: dict[str, Any]) -> None:
+    """The process: `(method, positional arguments)` in, what it returned out, until the pipe is closed."""
+    torch.set_num_threads(1)
+    rig = ElasticRig(**arguments)
+    with rig.llm:
+        pipe.send(rig.state())
+        while True:
+            try:
+                method, given = pipe.recv()
+            except EOFError:
+                return
+            call: Callable[..., Any] = getattr(rig, method)
+            try:
+                pipe.send(call(*given))
+            except Exception as error:
+                pipe.send(error)
+                raise
+
 
 CAPACITY_BYTES = 6 * GIB  # of the test device
 STEP_S = 0.005  # of the stand-in for the model
 WARM_S = 0.3
-LOOK_S = 0.0001
 DEADLINE_S = 10.0
 IDLE_S = 0.3
 ROUNDS = 7
@@ -65,7 +347,6 @@ KINDS = {
 BUT_FOR_BYTES = {"free": 16 * MIB, "cached": 16 * MIB, "half": 64 * MIB, "live": 16 * MIB}  # at most half of a recall
 TARGETS = {"free": 1.3, "cached": 1.3, "half": 2.0, "live": None}
 PARTS = (*KINDS, *(f"{kind}-decode" for kind in KINDS), "growth", "speed", "idle")
-POOLS = ("fixed", "elastic")
 Samples = list[float]
 
 
@@ -79,6 +360,7 @@ class EngineProcess:
         self.first = worker.receive()
         self.extent_bytes: int = self.first["extent_bytes"]
         self.moved_extents = moved_bytes // self.extent_bytes
+        self.amount = f"{self.moved_extents * self.extent_bytes / GIB:g} GiB"  # that is recalled at a time
 
     def call(self, method: str, *given: Any) -> Any:
         self._worker.send((method, given))
@@ -88,50 +370,24 @@ class EngineProcess:
         return answer
 
     @property
-    def amount(self) -> str:
-        """What is recalled at a time."""
-        num_bytes = self.moved_extents * self.extent_bytes
-        return f"{num_bytes / GIB:g} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:g} MiB"
-
-    @property
     def resident_bytes(self) -> int:
         return int(self._memory.memory_info().rss)
 
     def recall(self, but_for_bytes: int) -> tuple[float, float]:
         """(when it was ordered, seconds until the memory was back, but for so much). Raises TimeoutError."""
         num_bytes = self.moved_extents * self.extent_bytes
-        target = self.resident_bytes - num_bytes + min(but_for_bytes, num_bytes // 2)
-        channel = Channel(self._socket)
-        time.sleep(0.02)  # the broker has greeted
-        try:
-            began = time.perf_counter()
-            channel.send(wire.RecallBytesMessage(self.first["name"], num_bytes))
-            while (resident := self.resident_bytes) > target:
-                if time.perf_counter() - began > DEADLINE_S:
-                    raise TimeoutError(
-                        f"{resident - target:,} bytes were not back after {DEADLINE_S:g} s; the engine: {self.call('state')}"
-                    )
-                time.sleep(LOOK_S)
-            took = time.perf_counter() - began
-            channel.wait(time.monotonic() + DEADLINE_S, wire.RecallingMessage)
-            return began, took
-        finally:
-            channel.close()
+        but_for_bytes = min(but_for_bytes, num_bytes // 2)
+        return recalled(
+            self._socket, self.first["lease"], num_bytes, lambda: self.resident_bytes, but_for_bytes, DEADLINE_S
+        )
 
 
 @contextmanager
 def engine(device: PrivateDevice, moved_bytes: int, max_bytes: int, **arguments: Any) -> Iterator[EngineProcess]:
     """Start a process with an engine; its pool holds at most `max_bytes`."""
     arguments = {"max_bytes": max_bytes, "min_bytes": moved_bytes // 16, **arguments}
-    with Worker(elastic_engine.serve, arguments, core=0) as worker:
+    with Worker(serve, arguments, core=0) as worker:
         yield EngineProcess(worker, device.socket, moved_bytes)
-
-
-def bare_seconds(rig: EngineProcess, kind: str) -> float:
-    """The bare cost of what a recall of this kind does."""
-    copied = rig.moved_extents * rig.first["blocks_per_extent"] // 2 if kind == "half" else 0
-    cost = rig.call("bare", rig.moved_extents, copied)
-    return float(cost["copy"] + cost["unmap"])
 
 
 def shape(rig: EngineProcess, kind: str) -> None:
@@ -145,56 +401,70 @@ def shape(rig: EngineProcess, kind: str) -> None:
         rig.call("clear")
 
 
-def idle_recalls(rig: EngineProcess, kind: str, rounds: int) -> tuple[Samples, Samples]:
-    """Measure recalls while no steps run. Returns (seconds of each recall, seconds of its bare cost)."""
-    took, bare = [], []
-    for _ in range(rounds):
-        shape(rig, kind)
-        bare.append(bare_seconds(rig, kind))
-        time.sleep(0.2)
-        took.append(rig.recall(BUT_FOR_BYTES[kind])[1])
-        rig.call("clear")
-    return took, bare
-
-
-def busy_recalls(rig: EngineProcess, kind: str, rounds: int) -> tuple[Samples, Samples, Samples, Samples]:
-    """As `idle_recalls` under decode, and the seconds of the steps within a recall and of the others."""
+def recalls(rig: EngineProcess, kind: str, rounds: int, busy: bool) -> tuple[Samples, Samples, Samples, Samples]:
+    """Seconds of recalls, under decode or idle, and of their bare cost; of the steps within a recall and of the others."""
     took, bare, within, outside = Samples(), Samples(), Samples(), Samples()
+    copied = rig.moved_extents * rig.first["blocks_per_extent"] // 2 if kind == "half" else 0
+    light = kind in ("free", "cached")
     for _ in range(rounds):
         shape(rig, kind)
-        bare.append(bare_seconds(rig, kind))
-        light = kind in ("free", "cached")
-        rig.call("computing", light, STEP_S)
-        rig.call("decode", 8 if light else 0, 32)
-        time.sleep(WARM_S if light else 0.03)
+        cost = rig.call("bare", rig.moved_extents, copied)
+        bare.append(cost["copy"] + cost["unmap"])
+        if busy:
+            rig.call("computing", light, STEP_S)
+            rig.call("decode", 8 if light else 0, 32)
+        time.sleep((WARM_S if light else 0.03) if busy else 0.2)
         began, seconds = rig.recall(BUT_FOR_BYTES[kind])
-        time.sleep(0.3)
-        steps = rig.call("rest")
-        rig.call("computing", False)
-        rig.call("clear")
         took.append(seconds)
-        for start, end in steps[1:]:
-            (within if end > began and start < began + seconds else outside).append(end - start)
+        if busy:
+            time.sleep(0.3)
+            for start, end in rig.call("rest")[1:]:
+                (within if end > began and start < began + seconds else outside).append(end - start)
+            rig.call("computing", False)
+        rig.call("clear")
     return took, bare, within, outside
 
 
-def growths(rig: EngineProcess, rounds: int) -> tuple[Samples, Samples]:
-    """(seconds in which an idle engine takes 1 GiB that it is granted, bare seconds of mapping as much)."""
+def ratio(name: str, over: Samples, under: Samples, target: float | None) -> Figure:
+    """The ratio of the medians, and those within rounds."""
+    within = [round(a / b, 3) for a, b in zip(over, under, strict=True)]
+    return Figure(name, statistics.median(over) / statistics.median(under), "x", target, samples=within)
+
+
+def recall_figures(rig: EngineProcess, kinds: list[str], parts: list[str], rounds: int) -> list[Figure]:
+    figures = []
+    for kind in kinds:
+        for part, how, bound in ((kind, "idle", TARGETS[kind]), (f"{kind}-decode", "under decode", 3.0)):
+            if part not in parts:
+                continue
+            took, bare, within, outside = recalls(rig, kind, rounds, part != kind)
+            figures += [
+                ratio(f"recall of {rig.amount} of {KINDS[kind]}, {how} / bare", took, bare, bound),
+                median_time("... recall", took, "ms"), median_time("... bare", bare, "ms"),
+            ]  # fmt: skip
+            if part != kind:
+                share = percentile(within, 0.99) / percentile(outside, 0.99)
+                figures.append(Figure("... p99 of the steps within a recall / of the others", share, "x", 2.0))
+                figures.append(median_time("... steps otherwise", outside, "ms"))
+    return figures
+
+
+def growth_figures(rig: EngineProcess, rounds: int) -> list[Figure]:
+    """An idle engine takes 1 GiB that it is granted, against mapping as much."""
+    took, bare = Samples(), Samples()
     rig.call("resize_to", rig.first["most_extents"])
-    took, bare = [], []
     for _ in range(rounds):
-        rig.call(
-            "regrow", rig.moved_extents
-        )  # what a virtual machine's host has lent to others meanwhile is slow, once
+        rig.call("regrow", rig.moved_extents)  # what a virtual machine's host has lent to others is slow, once
         bare.append(rig.call("bare", rig.moved_extents, 0)["map"])
         took.append(rig.call("regrow", rig.moved_extents))
-    return took, bare
+    return [
+        ratio(f"growth by {rig.amount}, idle / bare mapping", took, bare, 1.3),
+        median_time("... growth", took, "ms"), median_time("... bare", bare, "ms"),
+    ]  # fmt: skip
 
 
-def idle_ratios(rig: EngineProcess, rounds: int) -> tuple[Samples, Samples]:
-    """What an engine that grew by 1 GiB, and has nothing to do any more, holds against what it held before it did:
-    (resident sets, extents of the pool against its minimum).
-    """
+def idle_figures(rig: EngineProcess, rounds: int) -> list[Figure]:
+    """What an engine that grew, and has nothing to do any more, holds against what it held before it did."""
     least = rig.first["min_extents"]
     residents, pools = [], []
     for i in range(rounds + 1):
@@ -209,74 +479,6 @@ def idle_ratios(rig: EngineProcess, rounds: int) -> tuple[Samples, Samples]:
         if i:  # the first time code is loaded
             residents.append(rig.resident_bytes / before)
             pools.append(extents / least)
-    return residents, pools
-
-
-def speeds(rounds: int, new_tokens: int) -> list[tuple[float, float]]:
-    """Output tokens a second of (a fixed pool, an elastic one), in turns."""
-    with Worker(elastic_engine.serve_comparison, rounds, SPEED_BYTES, new_tokens, core=0) as worker:
-        pairs: list[tuple[float, float]] = worker.receive()
-        return pairs
-
-
-def percentile(samples: Samples, share: float) -> float:
-    """The sample below which `share` of them lie."""
-    return sorted(samples)[min(len(samples) - 1, int(share * len(samples)))]
-
-
-def milliseconds(name: str, samples: Samples, value: float | None = None) -> Figure:
-    """For the record: the median, or `value`."""
-    shown = statistics.median(samples) if value is None else value
-    return Figure(name, 1e3 * shown, "ms", samples=[round(1e3 * s, 3) for s in samples])
-
-
-def median(
-    name: str, samples: Samples, unit: str, target: float | None = None, better: Literal["lower", "higher"] = "lower"
-) -> Figure:
-    """The median of `samples`."""
-    return Figure(name, statistics.median(samples), unit, target, better, [round(s, 4) for s in samples])
-
-
-def ratio(name: str, over: Samples, under: Samples, target: float | None) -> Figure:
-    """The ratio of the medians, and those within rounds."""
-    within = [round(a / b, 3) for a, b in zip(over, under, strict=True)]
-    return Figure(name, statistics.median(over) / statistics.median(under), "x", target, samples=within)
-
-
-def recall_figures(rig: EngineProcess, kinds: list[str], parts: list[str], rounds: int) -> list[Figure]:
-    figures = []
-    for kind in kinds:
-        what = KINDS[kind]
-        if kind in parts:
-            took, bare = idle_recalls(rig, kind, rounds)
-            figures += [
-                ratio(f"recall of {rig.amount} of {what}, idle / bare", took, bare, TARGETS[kind]),
-                milliseconds("... recall", took), milliseconds("... bare", bare),
-            ]  # fmt: skip
-        if f"{kind}-decode" in parts:
-            took, bare, within, outside = busy_recalls(rig, kind, rounds)
-            quiet, busy = percentile(outside, 0.99), percentile(within, 0.99)
-            figures += [
-                ratio(f"recall of {rig.amount} of {what}, under decode / bare", took, bare, 3.0),
-                milliseconds("... recall", took), milliseconds("... bare", bare),
-                Figure("... p99 of the steps within a recall / of the others", busy / quiet, "x", 2.0),
-                milliseconds("... steps within a recall, p99", within, busy),
-                milliseconds("... steps otherwise, p99", sorted(outside)[:: max(1, len(outside) // 200)], quiet),
-                milliseconds("... steps otherwise, median", [], statistics.median(outside)),
-            ]  # fmt: skip
-    return figures
-
-
-def growth_figures(rig: EngineProcess, rounds: int) -> list[Figure]:
-    took, bare = growths(rig, rounds)
-    return [
-        ratio(f"growth by {rig.amount}, idle / bare mapping", took, bare, 1.3),
-        milliseconds("... growth", took), milliseconds("... bare", bare),
-    ]  # fmt: skip
-
-
-def idle_figures(rig: EngineProcess, rounds: int) -> list[Figure]:
-    residents, pools = idle_ratios(rig, rounds)
     return [
         median(f"idle memory, resident / before it grew by {rig.amount}", residents, "x", 1.05),
         median("idle memory, pool / its minimum", pools, "x", 1.05),
@@ -284,13 +486,13 @@ def idle_figures(rig: EngineProcess, rounds: int) -> list[Figure]:
 
 
 def speed_figures(rounds: int, new_tokens: int) -> list[Figure]:
-    pairs = speeds(rounds, new_tokens)
-    fixed, elastic = (median(f"... {name}", [p[i] for p in pairs], "tokens/s") for i, name in enumerate(POOLS))
-    relative = [elastic / fixed for fixed, elastic in pairs]
+    with Worker(compare_pools, rounds, SPEED_BYTES, new_tokens, core=0) as worker:
+        pairs: list[tuple[float, float]] = worker.receive()
     return [
-        median("tokens/s, elastic pool at rest / fixed pool", relative, "x", 0.98, "higher"),
-        fixed, elastic,
-    ]  # fmt: skip
+        median("tokens/s, elastic pool at rest / fixed pool", [b / a for a, b in pairs], "x", 0.98, "higher"),
+        median("... fixed", [a for a, _ in pairs], "tokens/s"),
+        median("... elastic", [b for _, b in pairs], "tokens/s"),
+    ]
 
 
 def figures_of(
@@ -299,20 +501,16 @@ def figures_of(
     """The figures of these parts; an engine serves those that want the same pool."""
     each = rounds or ROUNDS
     figures: list[Figure] = []
-
-    def kinds_in(*kinds: str) -> list[str]:
-        return [kind for kind in kinds if kind in parts or f"{kind}-decode" in parts]
-
-    if kinds := kinds_in("cached"):
-        with engine(device, moved, moved * 5 // 4, caching=True) as rig:
-            figures += recall_figures(rig, kinds, parts, each)
-    if (kinds := kinds_in("free", "live")) or "growth" in parts:
-        with engine(device, moved, moved * 5 // 4) as rig:
-            figures += recall_figures(rig, kinds, parts, each)
-            figures += growth_figures(rig, each) if "growth" in parts else []
-    if kinds := kinds_in("half"):
-        with engine(device, moved, moved * 9 // 4) as rig:
-            figures += recall_figures(rig, kinds, parts, each)
+    pools: tuple[tuple[int, bool, tuple[str, ...]], ...] = (
+        (5, True, ("cached",)), (5, False, ("free", "live", "growth")), (9, False, ("half",))
+    )  # fmt: skip
+    for quarters, caching, served in pools:
+        if not any(part.removesuffix("-decode") in served for part in parts):
+            continue
+        with engine(device, moved, moved * quarters // 4, caching=caching) as rig:
+            figures += recall_figures(rig, [kind for kind in served if kind in KINDS], parts, each)
+            if "growth" in served and "growth" in parts:
+                figures += growth_figures(rig, each)
     if "idle" in parts:
         with engine(device, moved, moved * 17 // 16, idle_s=IDLE_S) as rig:
             figures += idle_figures(rig, each)
@@ -321,36 +519,21 @@ def figures_of(
     return figures
 
 
-def parts_of(text: str) -> list[str]:
-    """Names of parts, with commas between them."""
-    parts = text.split(",")
-    if unknown := [part for part in parts if part not in PARTS]:
-        raise argparse.ArgumentTypeError(f"there is no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
-    return parts
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE")
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--rounds", type=whole, help=f"default: {ROUNDS}, and {SPEED_ROUNDS} of the comparison of speeds"
     )
-    parser.add_argument("--only", type=parts_of, default=",".join(PARTS), metavar="PARTS", help="some of %(default)s")
+    parser.add_argument("--only", type=names_of(PARTS, "part"), default=list(PARTS), metavar="PART,...")
+    parser.add_argument("--moved", type=size, default=GIB, metavar="SIZE", help="recalled at a time (default 1GiB)")
     parser.add_argument(
-        "--moved", type=size, default=GIB, metavar="SIZE", help="what is recalled at a time (default 1GiB)"
+        "--new-tokens", type=whole, default=128, help="in the comparison of speeds (default %(default)s)"
     )
-    parser.add_argument(
-        "--new-tokens",
-        type=whole,
-        default=128,
-        help="of each sequence in the comparison of speeds (default %(default)s)",
-    )
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     os.environ["OMP_NUM_THREADS"] = "1"
     with PrivateDevice(CAPACITY_BYTES, Rules.of(CAPACITY_BYTES).headroom_bytes) as device, device.here():
         figures = figures_of(device, args.only, args.moved, args.rounds, args.new_tokens)
-    report("elastic: recalls, growth, and what breathing costs", figures, args.seed, args.json)
+    report("elastic: recalls, growth, and what resizing costs", figures, args.seed, args.json)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Tokens per second on the CPU, side by side with transformers on the same model, prompts and machine.
 
-    python -m benchmarks.engine_cpu [--json FILE] [--rounds 3] [--dtypes float32 bfloat16] [--profile] [--seed 0]
+    python -m benchmarks.engine_cpu [--json FILE] [--rounds 3] [--dtypes float32 bfloat16] [--seed 0]
                                     [--hidden 512] [--layers 8] [--prompts 16] [--new-tokens 64]
                                     [--peers DIR [--busy 0] [--long-prompt 2048]]
 
@@ -16,8 +16,6 @@ With `--peers DIR` OpenVINO GenAI and llama.cpp run instead of transformers, in 
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -28,11 +26,10 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation import ContinuousBatchingConfig
 
-from benchmarks.arguments import whole
-from benchmarks.cpu_workload import agreement, prompts, save_model
-from benchmarks.figures import Figure, report
+from benchmarks.arguments import parser_of, whole
+from benchmarks.figures import Figure, median, report
+from benchmarks.load import agreement, prompts, save_model
 from benchmarks.peers.compare import compare as compare_peers
-from benchmarks.profile_step import profile
 from pagetide import LLM, SamplingParams
 
 HIDDEN, LAYERS, PROMPTS, NEW_TOKENS = 512, 8, 16, 64
@@ -86,32 +83,21 @@ def compare(folder: Path, dtype: str, inputs: list[list[int]], new_tokens: int, 
         for _ in range(rounds):
             for name, run in engines.items():
                 speeds[name].append(timed(run, len(inputs), new_tokens)[0])
-    ratios = [
-        o / max(a, b) for o, a, b in zip(speeds["pagetide"], speeds["generate"], speeds["generate_batch"], strict=True)
-    ]
-    figures = [
-        Figure(f"{dtype} {n}", statistics.median(s), "tokens/s", samples=s, better="higher") for n, s in speeds.items()
-    ]
-    figures.append(
-        Figure(
-            f"{dtype} pagetide / better of the two", statistics.median(ratios), "x", TARGETS[dtype], "higher", ratios
-        )
-    )
+    better = map(max, speeds["generate"], speeds["generate_batch"])
+    ratios = [ours / theirs for ours, theirs in zip(speeds["pagetide"], better, strict=True)]
+    figures = [median(f"{dtype} {name}", some, "tokens/s", None, "higher") for name, some in speeds.items()]
+    figures.append(median(f"{dtype} pagetide / better of the two", ratios, "x", TARGETS[dtype], "higher"))
     same = agreement(tokens["pagetide"], tokens["generate"])
     return [*figures, Figure(f"{dtype} tokens before a first difference to generate", same, "share", better="higher")]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--rounds", type=whole, default=3)
+    parser = parser_of(__doc__, rounds=3)
     parser.add_argument("--hidden", type=whole, default=HIDDEN, help="of the model, a multiple of 16 (%(default)s)")
     parser.add_argument("--layers", type=whole, default=LAYERS, help="of the model (%(default)s)")
     parser.add_argument("--prompts", type=whole, default=PROMPTS, help="in a batch (%(default)s)")
     parser.add_argument("--new-tokens", type=whole, default=NEW_TOKENS, help="of each prompt (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=sorted(TARGETS))
-    parser.add_argument("--profile", action="store_true", help="also say where a decode step's time goes")
     parser.add_argument("--peers", type=Path, metavar="DIR", help="other engines, made by benchmarks.peers.make")
     parser.add_argument("--busy", type=int, default=0, help="busy processes beside the peers (%(default)s)")
     parser.add_argument("--long-prompt", type=whole, default=2048, help="tokens before the peers' first (%(default)s)")
@@ -130,8 +116,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         save_model(Path(scratch), args.hidden, args.layers, args.seed)
         for dtype in args.dtypes:
             figures += compare(Path(scratch), dtype, inputs, args.new_tokens, args.rounds)
-            if args.profile:
-                figures += profile(Path(scratch), dtype, inputs, args.new_tokens)
     report("engine on the CPU", figures, args.seed, args.json)
 
 

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
+import statistics
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
+
+PACKAGES = (
+    "pagetide", "torch", "transformers", "triton", "cuda-bindings", "numpy", "flash-attn", "flash-attn-4", "flashinfer-python"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -31,21 +39,40 @@ class Figure:
         return self.value <= self.target if self.better == "lower" else self.value >= self.target
 
 
+def median(
+    name: str, samples: Sequence[float], unit: str, target: float | None = None,
+    better: Literal["lower", "higher"] = "lower",
+) -> Figure:  # fmt: skip
+    """The median of samples, which are kept."""
+    return Figure(name, statistics.median(samples), unit, target, better, [round(sample, 4) for sample in samples])
+
+
+def median_time(name: str, seconds: Sequence[float], unit: str, target: float | None = None) -> Figure:
+    """The median of `seconds`, in `unit`: "us" or "ms"."""
+    return median(name, [s * {"us": 1e6, "ms": 1e3}[unit] for s in seconds], unit, target)
+
+
+def percentile(samples: Sequence[float], share: float) -> float:
+    """The smallest sample that is not below `share` of them."""
+    return sorted(samples)[max(0, math.ceil(share * len(samples)) - 1)]
+
+
 def machine() -> dict[str, Any]:
     """What the figures were measured on, in general words."""
-    model = platform.processor()
     info = Path("/proc/cpuinfo")
-    if info.exists():
-        lines = [
-            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
-        ]
-        model = lines[0] if lines else model
-    return {"cpu": model, "cores": os.cpu_count(), "system": platform.system(), "python": platform.python_version()}
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    cpu = models[0] if models else platform.processor()
+    return {"cpu": cpu, "cores": os.cpu_count(), "system": platform.system(), "python": platform.python_version()}
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that matter."""
-    return {name: metadata.version(name) for name in ("pagetide", "torch", "transformers", "numpy")}
+    """Versions of the packages that matter, of those that are there."""
+    found = {}
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def report(title: str, figures: list[Figure], seed: int, json_file: str | None) -> None:

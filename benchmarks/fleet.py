@@ -1,19 +1,16 @@
-"""What a fleet costs: its queue with the journal on one core, one worker against `AsyncLLM`, several workers, and kills.
+"""What a fleet costs: its queue with the journal on one core, one worker against `AsyncLLM`, and several workers.
 
-    python -m benchmarks.fleet [--json FILE] [--only PART,...] [--rounds 5] [--requests 20000] [--streams 64] [--threads 1]
-        [--hidden 512] [--layers 8] [--singles 50] [--workers 4] [--seconds 8] [--kills 20] [--one-process] [--seed 0]
+    python -m benchmarks.fleet [--json FILE] [--only PART,...] [--rounds 5] [--requests 20000] [--streams 64] [--hidden 512]
+        [--layers 8] [--singles 50] [--workers 4] [--seconds 8] [--seed 0]
 
-    queue      requests/s through the queue with its journal, in a process on one core: see `fleet_requests`
+    queue      requests/s through the queue with its journal, in a process on one core
     speed      tokens/s of `--streams` streams of 64 to 128 tokens by `Fleet`, with one worker on Ray, and by `AsyncLLM` in this
                process; in turn, the ratio of each round. The bundled model, and a random one of --hidden and --layers
     first      time to the first token of single requests, in turn
-    workers    tokens/s of `--workers` stand-ins (`fleet_stand_in`) against one, each a process on Ray, as much as they take
-    memory     resident memory of each process of a fleet, and of `AsyncLLM` in a process
-    kills      from the SIGKILL of one of two workers to the next token of each of its streams
+    workers    tokens/s of `--workers` stand-ins (`sleeping_engine`) against one, each a process on Ray, as much as they take
 
 Fleets are started by `pagetide fleet start`, each on a Ray of its own, and have ended when the benchmark ends. A worker and
-`AsyncLLM` have the same settings and `--threads` each. `--one-process` is for a quick look without Ray: queue, worker and
-reader on one event loop, with all messages encoded; "memory" and "kills" are left out.
+`AsyncLLM` have the same settings and one thread each.
 """
 
 from __future__ import annotations
@@ -22,48 +19,253 @@ import argparse
 import asyncio
 import os
 import random
-import signal
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
 
 import numpy as np
-import psutil
 import torch
 
-from benchmarks.arguments import above_0, whole
-from benchmarks.figures import Figure, report
-from benchmarks.fleet_live import ENGINE, LiveFleet, StandIns, fleet_on_ray, live_fleet, stand_in_fleet
-from benchmarks.fleet_requests import queue_figures
+from benchmarks.arguments import above_0, names_of, parser_of, whole
+from benchmarks.figures import Figure, median, report
+from benchmarks.load import save_text_model
 from benchmarks.processes import Worker
-from benchmarks.random_batches import save_model
+from benchmarks.sleeping_engine import BLOCK_SIZE, BLOCKS, MODEL, StandInActor
 from pagetide import AsyncLLM, Fleet, SamplingParams
+from pagetide.fleet.cluster import RayLink, connect, import_ray
+from pagetide.fleet.journal import Durability
+from pagetide.fleet.links import QueueLink, answer_call, result_of
+from pagetide.fleet.messages import (
+    CacheChanges,
+    NewRequest,
+    Registration,
+    Report,
+    WorkerState,
+    encode,
+    encode_record,
+)  # fmt: skip
+from pagetide.fleet.queue_server import QueueOptions, QueueServer
+from pagetide.server.messages import Piece, RequestEnd
 
-PARTS = ("queue", "speed", "first", "workers", "memory", "kills")
-ONLY_ON_RAY = ("memory", "kills")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from fleets import FleetProcess
+
+TARGET_PER_S = 5000.0  # requests in and out, on one core
+DURABILITIES: tuple[Durability, ...] = ("process", "power")
+BATCH = 64  # requests in a submission
+TOKENS = 8  # of an output
+QUEUED_TOKENS = 64  # of a prompt
+QUEUED_AHEAD = 1024  # requests of the front end that have not ended
+WORKERS, MAX_SEQS = 4, 256
+
+
+SAMPLING: dict[str, Any] = {
+    "max_new_tokens": TOKENS, "min_new_tokens": 0, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0,
+    "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "seed": None, "stop": [],
+    "stop_token_ids": [], "ignore_eos": True, "n": 1, "logprobs": None,
+}  # fmt: skip
+
+
+def request(number: int) -> NewRequest:
+    """A request as `RequestPreparer` makes them. No two have a block in common."""
+    handover = {
+        "version": 1, "model": "stand-in", "vocab_size": 1 << 16, "prompt": None,
+        "prompt_token_ids": [number % 60_000 + i for i in range(QUEUED_TOKENS)], "token_ids": [], "sampling": SAMPLING,
+        "index": 0, "priority": 0, "cache_salt": None, "num_told_tokens": 0, "num_told_characters": 0, "num_preemptions": 0,
+        "num_cached_tokens": None, "first_token_s": None, "total_s": 0.0, "logprobs": None, "prompt_logprobs": None,
+    }  # fmt: skip
+    digests = [(number * 4 + i) * 0x9E3779B97F4A7C15 % 2**64 for i in range(QUEUED_TOKENS // BLOCK_SIZE)]
+    return NewRequest(f"req-{number:024x}", handover, 1, digests, created=time.time(), max_new_tokens=TOKENS)
+
+
+class BytesLink:
+    """A link to a queue in this process that encodes and decodes all calls and results, as the link of Ray does."""
+
+    def __init__(self, server: QueueServer) -> None:
+        self._server = server
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*arguments: Any) -> Any:
+            return result_of(name, await answer_call(self._server, name, encode(list(arguments))))
+
+        return call
+
+
+class ScriptedFront:
+    """Submits `requests` and reads all their records."""
+
+    def __init__(self, link: QueueLink, requests: Sequence[NewRequest]) -> None:
+        self._link, self._requests = link, requests
+        self._room = asyncio.Semaphore(QUEUED_AHEAD)
+
+    async def run(self) -> None:
+        """Return when all have ended."""
+        await asyncio.gather(self._submit(), self._read())
+
+    async def _submit(self) -> None:
+        for first in range(0, len(self._requests), BATCH):
+            batch = self._requests[first : first + BATCH]
+            for _ in batch:
+                await self._room.acquire()
+            for answer in await self._link.submit("front", batch):
+                assert answer.number is not None, answer.error
+
+    async def _read(self) -> None:
+        ended = delivered = 0
+        while ended < len(self._requests):
+            deliveries = await self._link.read("front", None)
+            for position, records in deliveries.records.values():
+                delivered += len(records)
+                if position + len(records) == RECORDS:
+                    ended += 1
+                    self._room.release()
+        assert delivered == RECORDS * ended, "a record came twice or never"
+
+
+RECORDS = 3  # of a request: its first token, the other tokens, and the end
+
+
+async def work(link: QueueLink, name: str) -> None:
+    """A scripted worker, until it is cancelled."""
+    state = WorkerState(BLOCKS, BLOCKS, BLOCKS)
+    epoch = await link.register(Registration(name, MODEL, MAX_SEQS, state))
+    await link.cache(name, epoch, CacheChanges(cleared=True))
+    sequence, reports = 0, list[list[bytes]]()
+    pulling = asyncio.create_task(link.pull(name, epoch))
+    while True:
+        if pulling.done():
+            numbers = [one.number for one in pulling.result().assignments]
+            pulling = asyncio.create_task(link.pull(name, epoch))
+            if numbers:
+                reports += _reports(numbers)
+        if reports:
+            sequence += 1
+            await link.report(Report(name, epoch, sequence, reports.pop(0)))
+        else:
+            await asyncio.wait([pulling])
+
+
+def _reports(numbers: Sequence[int]) -> Iterator[list[bytes]]:
+    """What a worker says of these requests, report by report."""
+    yield [encode_record(Piece(number, 0, "tide ", [7])) for number in numbers]
+    yield [
+        encode_record(record)
+        for number in numbers
+        for record in (
+            Piece(number, 0, "tide " * (TOKENS - 1), [7] * (TOKENS - 1), None, "length"),
+            RequestEnd(number, [], 0, None, 0.0, 0.0, 0.0, TOKENS),
+        )
+    ]
+
+
+async def through_queue(durability: Durability, count: int, folder: Path) -> float:
+    """Serve `count` requests. Returns the seconds."""
+    server = QueueServer(QueueOptions(folder / f"{durability}.sqlite", durability))
+    server.start()
+    link = cast(QueueLink, BytesLink(server))
+    requests = [request(number) for number in range(count)]
+    workers = [asyncio.create_task(work(link, f"worker-{i}")) for i in range(WORKERS)]
+    began = time.perf_counter()
+    await ScriptedFront(link, requests).run()
+    seconds = time.perf_counter() - began
+    for task in workers:
+        task.cancel()
+    await asyncio.gather(*workers, return_exceptions=True)
+    server.queue.check_invariants()
+    await server.close()
+    return seconds
+
+
+def serve_requests(pipe: Connection, count: int, rounds: int, scratch: str) -> None:
+    """A process that measures, and answers with the requests/s by name of a figure."""
+    found: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        for durability in DURABILITIES:
+            with TemporaryDirectory(dir=scratch) as folder:
+                seconds = asyncio.run(through_queue(durability, count, Path(folder)))
+            found.setdefault(f"requests through the queue, durability {durability}", []).append(count / seconds)
+    pipe.send(found)
+
+
+async def queue_figures(args: argparse.Namespace, scratch: Path) -> list[Figure]:
+    """Requests/s through the queue, by a process on one core."""
+    with Worker(serve_requests, args.requests, args.rounds, str(scratch), core=-1) as process:
+        found = process.receive()
+    (first, speeds), *others = found.items()
+    figures = [median(first, speeds, "/s", TARGET_PER_S, "higher")]
+    return [*figures, *(median(name, speeds, "/s", None, "higher") for name, speeds in others)]
+
+
+ENGINE: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_memory": "128MiB", "max_seqs": 64, "share": False}
+WAIT_S = 60.0
+
+
+@asynccontextmanager
+async def fleet_on_ray(folder: Path, **settings: Any) -> AsyncIterator[FleetProcess]:
+    """A fleet on a Ray of its own. All fleets of this process have one `folder`, which holds the token of their clusters."""
+    os.environ["XDG_STATE_HOME"] = str(folder / "state")
+    # Ray's own niceness, 15, gives way to every other program, as `AsyncLLM` does not.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    process = FleetProcess(folder, **settings)
+    try:
+        await asyncio.to_thread(process.__enter__)
+        yield process
+    finally:
+        import_ray().shutdown()
+        await asyncio.to_thread(process.end)
+        for file in (folder / "state").glob("**/journal.*"):
+            file.unlink()
+
+
+class StandInFleet:
+    """A queue with stand-ins as workers, as many as are wanted."""
+
+    def __init__(self, ray_fleet: str) -> None:
+        self._ray_fleet = ray_fleet
+        self._link = cast(QueueLink, RayLink(connect("local", ray_fleet)))
+        self._workers: list[Any] = []  # actors
+        self._number = 0
+
+    async def set_workers(self, count: int) -> None:
+        """Start or kill stand-ins, and wait until the queue knows it."""
+        while len(self._workers) > count:
+            import_ray().kill(self._workers.pop())
+        while len(self._workers) < count:
+            self._workers.append(self._start(f"stand-in-{self._number}"))
+            self._number += 1
+        async with asyncio.timeout(WAIT_S):
+            info = None
+            while info is None or info.max_seqs != count * STAND_IN_SEQS:
+                info = await self._link.info(WAIT_S)
+                await asyncio.sleep(0.05)
+
+    def _start(self, name: str) -> Any:
+        path = os.pathsep.join([str(Path(__file__).resolve().parents[1]), *filter(None, sys.path)])
+        actor = import_ray().remote(StandInActor)
+        handle = actor.options(num_cpus=0, runtime_env={"env_vars": {"PYTHONPATH": path}}).remote()
+        handle.run.remote(self._ray_fleet, name, STAND_IN_SEQS, STEP_S, TOKEN_S)
+        return handle
+
+
+PARTS = ("queue", "speed", "first", "workers")
 TARGET_SHARE = 0.9  # tokens/s through the fleet, of those of AsyncLLM
 TARGET_FIRST_MS = 15.0  # more than AsyncLLM's
 TARGET_SCALING = 3.7  # of 4 workers
-TARGET_KILL_S = 2.0  # p99
 OUTPUT = (64, 128)  # tokens of a stream
 PROMPT_TOKENS = 32
 VOCABULARY = (8, 4000)  # ids of prompts
-STAND_INS = StandIns(max_seqs=32, step_s=0.010, token_s=40e-6)
+STAND_IN_SEQS, STEP_S, TOKEN_S = 32, 0.010, 40e-6  # of a stand-in: sequences at a time, a step, more for each token
 AHEAD = 1.5  # streams for each sequence that the workers can run
 WARM_S = 1.0
-KILL_STREAMS, KILL_OUTPUT = 12, 400
-KILL_WAIT_S = 30.0
-LOOKED_AT = 3  # chunks after a kill in which the gap is looked for
-MIB = 1 << 20
 
-Door = AsyncLLM | Fleet
+Api = AsyncLLM | Fleet
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +287,12 @@ def params(length: int) -> SamplingParams:
     return SamplingParams(max_new_tokens=length, temperature=0, ignore_eos=True)
 
 
-# ---- one worker against AsyncLLM ------------------------------------------------------------------------------------
-
-
-async def streamed(door: Door, work: Work) -> tuple[list[list[int]], float]:
+async def streamed(api: Api, work: Work) -> tuple[list[list[int]], float]:
     """The tokens of all streams at once, and the tokens/s."""
 
     async def one(prompt: list[int], length: int) -> list[int]:
         tokens: list[int] = []
-        async for chunk in door.stream([prompt], params(length)):
+        async for chunk in api.stream([prompt], params(length)):
             tokens += chunk.token_ids
         return tokens
 
@@ -108,8 +307,8 @@ async def speed(name: str, llm: AsyncLLM, fleet: Fleet, args: argparse.Namespace
     direct, through = [], []
     for number in range(args.rounds + 1):
         work = Work.of(args.streams, rng)
-        doors: list[Door] = [llm, fleet] if number % 2 else [fleet, llm]
-        found = {type(door): await streamed(door, work) for door in doors}
+        apis: list[Api] = [llm, fleet] if number % 2 else [fleet, llm]
+        found = {type(api): await streamed(api, work) for api in apis}
         same = sum(a == b for a, b in zip(found[AsyncLLM][0], found[Fleet][0], strict=True))
         if same < args.streams * 0.9:  # batches differ, and so may the last bits of near ties
             raise RuntimeError(f"the fleet gave other tokens in {args.streams - same} of {args.streams} streams")
@@ -118,24 +317,24 @@ async def speed(name: str, llm: AsyncLLM, fleet: Fleet, args: argparse.Namespace
             through.append(found[Fleet][1])
     ratios = [theirs / ours for theirs, ours in zip(through, direct, strict=True)]
     return [
-        Figure(f"tokens/s by AsyncLLM, {name}", statistics.median(direct), "tokens/s", None, "higher", direct),
-        Figure(f"tokens/s through a fleet, {name}", statistics.median(through), "tokens/s", None, "higher", through),
-        Figure(f"fleet / AsyncLLM, {name}", statistics.median(ratios), "x", TARGET_SHARE, "higher", ratios),
+        median(f"tokens/s by AsyncLLM, {name}", direct, "tokens/s", None, "higher"),
+        median(f"tokens/s through a fleet, {name}", through, "tokens/s", None, "higher"),
+        median(f"fleet / AsyncLLM, {name}", ratios, "x", TARGET_SHARE, "higher"),
     ]
 
 
 async def first_tokens(llm: AsyncLLM, fleet: Fleet, args: argparse.Namespace) -> list[Figure]:
     """Time to the first token of single requests."""
     rng = random.Random(args.seed + 1)
-    doors: list[Door] = [llm, fleet]
+    apis: list[Api] = [llm, fleet]
     times: dict[type, list[float]] = {AsyncLLM: [], Fleet: []}
     for number in range(2 * args.singles + 4):
-        door = doors[number % 2]
+        api = apis[number % 2]
         prompt = [rng.randint(*VOCABULARY) for _ in range(PROMPT_TOKENS)]
         began = time.perf_counter()
-        async for _ in door.stream([prompt], params(2)):
+        async for _ in api.stream([prompt], params(2)):
             if number >= 4:  # the others warm up
-                times[type(door)].append(1000 * (time.perf_counter() - began))
+                times[type(api)].append(1000 * (time.perf_counter() - began))
             break
         await asyncio.sleep(0.05)
     figures = []
@@ -150,75 +349,27 @@ async def first_tokens(llm: AsyncLLM, fleet: Fleet, args: argparse.Namespace) ->
 
 
 async def against_async_llm(args: argparse.Namespace, folder: Path) -> list[Figure]:
-    """The parts "speed", "first" and "memory"."""
+    """The parts "speed" and "first"."""
     figures = []
     random_model = folder / "random"
     if "speed" in args.only:
         random_model.mkdir()
-        save_model(random_model, args.hidden, args.layers, args.seed)
+        save_text_model(random_model, args.hidden, args.layers, args.seed)
     models = {"the bundled model": "demo"} | (
         {f"{args.layers} layers of {args.hidden}": str(random_model)} if "speed" in args.only else {}
     )
+    settings = {"workers": 1, "threads": 1, "engine": ENGINE}
     for name, model in models.items():
         async with AsyncExitStack() as stack:
-            live = await stack.enter_async_context(live_fleet(folder, model, args.one_process, args.threads))
+            process = await stack.enter_async_context(fleet_on_ray(folder, model=model, **settings))
+            fleet = await stack.enter_async_context(Fleet(name=process.name))
             llm = await asyncio.to_thread(lambda model=model: AsyncLLM(model, **ENGINE))
             stack.push_async_callback(llm.stop)
             if "speed" in args.only:
-                figures += await speed(name, llm, live.fleet, args)
+                figures += await speed(name, llm, fleet, args)
             if "first" in args.only and model == "demo":
-                figures += await first_tokens(llm, live.fleet, args)
-            if "memory" in args.only and model == "demo":
-                figures += await memory(live, args)
+                figures += await first_tokens(llm, fleet, args)
     return figures
-
-
-# ---- memory ---------------------------------------------------------------------------------------------------------
-
-ROLES = {  # what is in the command lines of a fleet's processes
-    "queue": "ray::QueueActor", "front end": "ray::FrontActor", "worker": "ray::WorkerActor", "Ray, gcs_server": "gcs_server",
-    "Ray, raylet": "raylet/raylet",
-}  # fmt: skip
-
-
-async def memory(live: LiveFleet, args: argparse.Namespace) -> list[Figure]:
-    """Resident memory of the processes."""
-    assert live.process is not None
-    await streamed(live.fleet, Work.of(args.streams, random.Random(args.seed + 2)))
-    found: dict[str, list[float]] = {}
-    for process in live.process.processes():
-        try:
-            line, mib = " ".join(process.cmdline()), process.memory_info().rss / MIB
-        except psutil.Error:
-            continue
-        role = next((role for role, part in ROLES.items() if part in line), "Ray, the others")
-        found.setdefault(role, []).append(mib)
-    figures = [
-        Figure(f"resident, {role}", sum(found.get(role, ())), "MiB", samples=found.get(role, []))
-        for role in (*ROLES, "Ray, the others")
-    ]
-    with Worker(serve_async_llm, args.streams, args.threads, args.seed) as alone:
-        mib = float(alone.receive())
-    return [
-        *figures,
-        Figure("resident, AsyncLLM in a process", mib, "MiB"),
-        Figure("resident, worker more than AsyncLLM", sum(found.get("worker", ())) - mib, "MiB"),
-    ]
-
-
-def serve_async_llm(pipe: Connection, streams: int, threads: int, seed: int) -> None:
-    """A process with an engine that has served the same streams: its resident memory."""
-    torch.set_num_threads(threads)
-
-    async def run() -> None:
-        async with AsyncLLM("demo", **ENGINE) as llm:
-            await streamed(llm, Work.of(streams, random.Random(seed + 2)))
-            pipe.send(psutil.Process().memory_info().rss / MIB)
-
-    asyncio.run(run())
-
-
-# ---- several workers ------------------------------------------------------------------------------------------------
 
 
 async def saturated(fleet: Fleet, streams: int, seconds: float, rng: random.Random) -> float:
@@ -247,146 +398,53 @@ async def saturated(fleet: Fleet, streams: int, seconds: float, rng: random.Rand
 async def several_workers(args: argparse.Namespace, folder: Path) -> list[Figure]:
     """Tokens/s of one stand-in and of several."""
     rng, speeds = random.Random(args.seed), dict[int, list[float]]()
-    async with stand_in_fleet(folder, STAND_INS, args.one_process) as live:
-        for _ in range(args.rounds):
-            for count in (1, args.workers):
-                await live.set_workers(count)
-                streams = int(AHEAD * STAND_INS.max_seqs * count)
-                speeds.setdefault(count, []).append(await saturated(live.fleet, streams, args.seconds, rng))
+    settings = {"workers": 0, "front_ends": 0, "hang_s": 2.0}  # the queue forgets one that was killed after `hang_s`
+    async with fleet_on_ray(folder, **settings) as process:
+        stand_ins = StandInFleet(process.name)
+        await stand_ins.set_workers(1)
+        async with Fleet(name=process.name) as fleet:
+            for _ in range(args.rounds):
+                for count in (1, args.workers):
+                    await stand_ins.set_workers(count)
+                    streams = int(AHEAD * STAND_IN_SEQS * count)
+                    speeds.setdefault(count, []).append(await saturated(fleet, streams, args.seconds, rng))
     one, several = speeds[1], speeds[args.workers]
     ratios = [more / less for more, less in zip(several, one, strict=True)]
     target = TARGET_SCALING if args.workers == 4 else None
     return [
-        Figure("tokens/s, one stand-in", statistics.median(one), "tokens/s", None, "higher", one),
-        Figure(f"tokens/s, {args.workers} stand-ins", statistics.median(several), "tokens/s", None, "higher", several),
-        Figure(f"{args.workers} stand-ins / one", statistics.median(ratios), "x", target, "higher", ratios),
+        median("tokens/s, one stand-in", one, "tokens/s", None, "higher"),
+        median(f"tokens/s, {args.workers} stand-ins", several, "tokens/s", None, "higher"),
+        median(f"{args.workers} stand-ins / one", ratios, "x", target, "higher"),
     ]
-
-
-# ---- kills ----------------------------------------------------------------------------------------------------------
-
-
-class KillStreams:
-    """Streams that go on and on, each with the times at which tokens have come since the last kill."""
-
-    def __init__(self, fleet: Fleet, count: int, seed: int) -> None:
-        self._fleet, self._seed = fleet, seed
-        self._arrivals: list[list[float]] = [[] for _ in range(count)]
-        self._tasks = [asyncio.create_task(self._stream(place)) for place in range(count)]
-
-    async def _stream(self, place: int) -> None:
-        rng = random.Random(self._seed + place)
-        while True:
-            prompt = [rng.randint(*VOCABULARY) for _ in range(PROMPT_TOKENS)]
-            async for chunk in self._fleet.stream([prompt], params(rng.randint(KILL_OUTPUT // 2, KILL_OUTPUT))):
-                if chunk.token_ids:
-                    self._arrivals[place].append(time.perf_counter())
-
-    async def after(self, began: float, number: int) -> list[float]:
-        """The `number` longest waits, from `began` to the token that ends the longest gap: what was on its way still comes."""
-        for arrivals in self._arrivals:
-            arrivals.clear()
-        async with asyncio.timeout(KILL_WAIT_S):
-            while any(len(arrivals) < LOOKED_AT for arrivals in self._arrivals):
-                for task in self._tasks:
-                    if task.done():
-                        task.result()
-                await asyncio.sleep(0.005)
-        waits = []
-        for arrivals in self._arrivals:
-            times = [began, *arrivals[:LOOKED_AT]]
-            waits.append(max((b - a, b - began) for a, b in pairwise(times))[1])
-        return sorted(waits)[len(waits) - number :]
-
-    async def stop(self) -> None:
-        """End the streams."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-
-async def kills(args: argparse.Namespace, folder: Path) -> list[Figure]:
-    """From the kill of a worker to the next token of each of its streams."""
-    rng, waits = random.Random(args.seed), list[float]()
-    settings = {"workers": 2, "threads": 1, "engine": ENGINE}
-    async with fleet_on_ray(folder, **settings) as process, Fleet(name=process.name) as fleet:
-        streams = KillStreams(fleet, KILL_STREAMS, args.seed)
-        for _ in range(args.kills):
-            await _both_run(fleet)
-            await asyncio.sleep(rng.uniform(0.0, 1.0))
-            victim = rng.choice((await fleet.stats())["workers"])
-            began = time.perf_counter()
-            os.kill(victim["pid"], signal.SIGKILL)
-            waits += await streams.after(began, victim["requests"])
-        await streams.stop()
-    p50, p99 = (float(np.percentile(waits, share)) for share in (50, 99))
-    return [
-        Figure(f"next token after a kill, median of {len(waits)} streams, {args.kills} kills", p50, "s", samples=waits),
-        Figure("next token after a kill, p99", p99, "s", TARGET_KILL_S),
-        Figure("next token after a kill, longest", max(waits), "s"),
-    ]
-
-
-async def _both_run(fleet: Fleet) -> None:
-    """Wait until both workers have a share of the streams."""
-    async with asyncio.timeout(4 * KILL_WAIT_S):
-        while True:
-            workers = (await fleet.stats())["workers"]
-            if len(workers) == 2 and all(worker["requests"] >= KILL_STREAMS // 4 for worker in workers):
-                return
-            await asyncio.sleep(0.1)
-
-
-# ---- the program ----------------------------------------------------------------------------------------------------
 
 
 async def measured(args: argparse.Namespace, folder: Path) -> list[Figure]:
     """The figures of the wanted parts, each part printed when it has ended."""
     figures: list[Figure] = []
-
-    def add(found: list[Figure]) -> None:
-        figures.extend(found)
-        print("\n".join(f"{one.name}: {one.value:,.2f} {one.unit}" for one in found), flush=True)
-
-    if "queue" in args.only:
-        add(queue_figures(args.requests, args.rounds, folder))
-    if {"speed", "first", "memory"} & set(args.only):
-        add(await against_async_llm(args, folder))
-    if "workers" in args.only:
-        add(await several_workers(args, folder))
-    if "kills" in args.only:
-        add(await kills(args, folder))
+    for parts, measure in (
+        ({"queue"}, queue_figures), ({"speed", "first"}, against_async_llm), ({"workers"}, several_workers),
+    ):  # fmt: skip
+        if parts & set(args.only):
+            found = await measure(args, folder)
+            print("\n".join(f"{one.name}: {one.value:,.2f} {one.unit}" for one in found), flush=True)
+            figures += found
     return figures
-
-
-def _parts(text: str) -> list[str]:
-    if unknown := [part for part in text.split(",") if part not in PARTS]:
-        raise argparse.ArgumentTypeError(f"there is no part {unknown[0]!r}; the parts are {', '.join(PARTS)}")
-    return text.split(",")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--only", type=_parts, default=list(PARTS), metavar="PART,...")
-    parser.add_argument("--rounds", type=whole, default=5)
+    parser = parser_of(__doc__, rounds=5)
+    parser.add_argument("--only", type=names_of(PARTS, "part"), default=list(PARTS), metavar="PART,...")
     parser.add_argument("--requests", type=whole, default=20_000, help="through the queue, in a round")
     parser.add_argument("--streams", type=whole, default=64)
-    parser.add_argument("--threads", type=whole, default=1, help="of an engine's computations")
     parser.add_argument("--hidden", type=whole, default=512, help="of the random model")
     parser.add_argument("--layers", type=whole, default=8, help="of the random model")
     parser.add_argument("--singles", type=whole, default=50, help="single requests to each")
     parser.add_argument("--workers", type=whole, default=4, help="stand-ins")
     parser.add_argument("--seconds", type=above_0, default=8.0, help="of a round of stand-ins")
-    parser.add_argument("--kills", type=whole, default=20)
-    parser.add_argument("--one-process", action="store_true", help="without Ray")
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    if args.one_process:
-        args.only = [part for part in args.only if part not in ONLY_ON_RAY]
     threads = torch.get_num_threads()
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(1)
     try:
         with tempfile.TemporaryDirectory(prefix="pagetide-fleet-") as folder:
             figures = asyncio.run(measured(args, Path(folder)))

@@ -12,21 +12,17 @@ turns; a ratio is the median over the rounds of the ratio within a round.
 from __future__ import annotations
 
 import argparse
-import math
-import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
-import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.arguments import whole
-from benchmarks.figures import Figure, report
-from benchmarks.long_context import case
-from benchmarks.quantization import FOLDER, decode_seconds, passages
-from pagetide import LLM, SamplingParams
+from benchmarks.arguments import parser_of, whole
+from benchmarks.figures import Figure, median, report
+from benchmarks.load import random_qwen2
+from benchmarks.quantization import FOLDER, decode_seconds, passages, perplexity
+from pagetide import LLM
 from pagetide.engine.build import plan_only
 from pagetide.engine.config import EngineConfig
 
@@ -38,38 +34,31 @@ MOST_STEP = {"16x500": 1.1, "1x8000": 1.0}  # times bfloat16's
 ENGINE: dict[str, Any] = {"device": "cpu", "share": False}
 
 
-def read(kv_cache_dtype: str, texts: list[list[int]]) -> tuple[float, list[int]]:
-    """The perplexity of `texts` after their first tokens, and the likeliest token at each of these places."""
-    params = SamplingParams(max_new_tokens=1, temperature=0, prompt_logprobs=1)
-    arguments = {**ENGINE, "dtype": "float32", "kv_memory": "64MiB", "prefix_caching": False}
-    with LLM(FOLDER, kv_cache_dtype=kv_cache_dtype, **arguments) as llm:
-        outputs = llm.generate(texts, params)
-    found = [one for output in outputs for one in output.prompt_logprobs if one is not None]
-    return math.exp(-sum(one.logprob for one in found) / len(found)), [one.top[0][0] for one in found]
+def case(text: str) -> tuple[int, int]:
+    """16 sequences of 1,000 tokens: "16x1000"."""
+    count, tokens = text.split("x")
+    return whole(count), whole(tokens)
 
 
 def losses(texts: list[list[int]]) -> list[Figure]:
     """The demo model's perplexity, how much each form raises it, and the share of the same likeliest tokens."""
-    plain, right = read("auto", texts)
+    plain, right = perplexity(FOLDER, texts)
     figures = [Figure("perplexity, float32", plain, "")]
     for form in FORMS:
-        perplexity, likeliest = read(form, texts)
+        found, likeliest = perplexity(FOLDER, texts, kv_cache_dtype=form)
         same = sum(a == b for a, b in zip(likeliest, right, strict=True)) / len(right)
-        figures.append(Figure(f"perplexity, {form}: loss", 100 * (perplexity / plain - 1), "%", MOST_LOSS.get(form)))
+        figures.append(Figure(f"perplexity, {form}: loss", 100 * (found / plain - 1), "%", MOST_LOSS.get(form)))
         figures.append(Figure(f"same likeliest token, {form}", 100 * same, "%", better="higher"))
     return figures
 
 
 def random_model(hidden: int, head_dim: int, layers: int, vocab: int, seed: int, longest: int = 1024) -> Any:
-    """A Qwen2 with random weights in bfloat16, with two query heads per KV head."""
-    torch.manual_seed(seed)
+    """A random model with two query heads per KV head."""
     heads = max(2, hidden // head_dim)
-    config = Qwen2Config(
-        hidden_size=hidden, intermediate_size=11 * hidden // 4, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=heads // 2, head_dim=head_dim, vocab_size=vocab, max_position_embeddings=longest,
-        tie_word_embeddings=False, bos_token_id=None, eos_token_id=None,
+    return random_qwen2(
+        hidden, layers, seed, intermediate_size=11 * hidden // 4, num_attention_heads=heads, num_key_value_heads=heads // 2,
+        head_dim=head_dim, vocab_size=vocab, max_position_embeddings=longest, tie_word_embeddings=False,
     )  # fmt: skip
-    return Qwen2ForCausalLM(config).to(torch.bfloat16).eval().requires_grad_(False)
 
 
 def sequences(seed: int) -> list[Figure]:
@@ -108,25 +97,20 @@ def steps(name: str, args: argparse.Namespace) -> list[Figure]:
                 found[form].append(1e3 * decode_seconds(llm, prompts, args.new_tokens) / args.new_tokens)
     ratios = [a / b for a, b in zip(found["int8"], found["auto"], strict=True)]
     return [
-        Figure(f"{name} decode step, bfloat16", statistics.median(found["auto"]), "ms", samples=found["auto"]),
-        Figure(f"{name} decode step, int8", statistics.median(found["int8"]), "ms", samples=found["int8"]),
-        Figure(
-            f"{name} decode step, int8 / bfloat16", statistics.median(ratios), "x", MOST_STEP.get(name), samples=ratios
-        ),
+        median(f"{name} decode step, bfloat16", found["auto"], "ms"),
+        median(f"{name} decode step, int8", found["int8"], "ms"),
+        median(f"{name} decode step, int8 / bfloat16", ratios, "x", MOST_STEP.get(name)),
     ]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE")
+    parser = parser_of(__doc__, rounds=5)
     parser.add_argument("--passages", type=whole, help="of the held-out text (all)")
     parser.add_argument("--hidden", type=whole, default=512, help="of the random model (%(default)s)")
     parser.add_argument("--layers", type=whole, default=8, help="of the random model (%(default)s)")
     parser.add_argument("--vocab", type=whole, default=8192, help="of the random model (%(default)s)")
     parser.add_argument("--cases", nargs="+", default=list(MOST_STEP), metavar="COUNTxTOKENS")
     parser.add_argument("--new-tokens", type=whole, default=32, help="of each sequence (%(default)s)")
-    parser.add_argument("--rounds", type=whole, default=5)
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     figures = [*losses(passages()[: args.passages]), *sequences(args.seed)]
     for name in args.cases:

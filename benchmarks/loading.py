@@ -11,25 +11,20 @@ fresh memory, in the same process.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
-import os
-import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 
-from benchmarks.arguments import whole
-from benchmarks.cpu_workload import save_qwen2
-from benchmarks.figures import Figure, report
+from benchmarks.arguments import parser_of, whole
+from benchmarks.figures import Figure, median, report
+from benchmarks.load import save_qwen2
+from benchmarks.processes import Worker
 from pagetide import LLM
 from pagetide.monitor.units import MIB
 
-ROOT = Path(__file__).resolve().parents[1]
 HIDDEN, LAYERS = 1024, 24
 MOST_TIME, MOST_MEMORY = 2.5, 1.15
 
@@ -47,8 +42,8 @@ def load(folder: str, dtype: str) -> LLM:
     return LLM(folder, device="cpu", dtype=dtype, kv_memory="1MiB", max_seqs=4, max_model_len=64, share=False)
 
 
-def measure_here(folder: str, tiny: str, dtype: str) -> dict[str, float]:
-    """Load the model of `folder` once, in a process that has loaded none but that of `tiny`."""
+def measure_here(pipe: Connection, folder: str, tiny: str, dtype: str) -> None:
+    """The process: load the model of `folder` once, after that of `tiny` alone."""
     with load(tiny, dtype):
         pass
     gc.collect()
@@ -63,53 +58,37 @@ def measure_here(folder: str, tiny: str, dtype: str) -> dict[str, float]:
     with load(folder, dtype) as llm:
         loaded_s = time.perf_counter() - began
         stays = memory_bytes("VmRSS") - before
-        return {
+        pipe.send({
             "read_s": read_s, "load_s": loaded_s, "stays": stays, "peak": memory_bytes("VmHWM") - before,
             "weights": llm.stats()["weights_bytes"],
-        }  # fmt: skip
+        })  # fmt: skip
 
 
 def measure(folder: Path, tiny: Path, dtype: str, rounds: int) -> list[Figure]:
     """The figures of one type of weights."""
-    command = [sys.executable, "-m", "benchmarks.loading", "--load", str(folder), str(tiny), dtype]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # also where PYTHONSAFEPATH leaves the directory out
     runs = []
     for _ in range(rounds):
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"a load failed:\n{done.stderr}")
-        runs.append(json.loads(done.stdout.splitlines()[-1]))
+        with Worker(measure_here, str(folder), str(tiny), dtype) as worker:
+            runs.append(worker.receive())
     times = [run["load_s"] / run["read_s"] for run in runs]
     peaks = [run["peak"] / run["stays"] for run in runs]
 
-    def median(key: str) -> float:
-        return statistics.median(run[key] for run in runs)
-
     bound = MOST_TIME if dtype == "bfloat16" else None  # other types are converted
     return [
-        Figure(f"{dtype}: peak of memory / what stays", statistics.median(peaks), "x", MOST_MEMORY, samples=peaks),
-        Figure(f"{dtype}: time / reading the file", statistics.median(times), "x", bound, samples=times),
-        Figure(f"{dtype}: time", median("load_s"), "s"),
-        Figure(f"{dtype}: reading the file", median("read_s"), "s"),
-        Figure(f"{dtype}: what stays", median("stays") / MIB, "MiB"),
-        Figure(f"{dtype}: peak", median("peak") / MIB, "MiB"),
-        Figure(f"{dtype}: weights, by the plan", median("weights") / MIB, "MiB"),
+        median(f"{dtype}: peak of memory / what stays", peaks, "x", MOST_MEMORY),
+        median(f"{dtype}: time / reading the file", times, "x", bound),
+        median(f"{dtype}: time", [run["load_s"] for run in runs], "s"),
+        median(f"{dtype}: what stays", [run["stays"] / MIB for run in runs], "MiB"),
+        median(f"{dtype}: weights, by the plan", [run["weights"] / MIB for run in runs], "MiB"),
     ]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--rounds", type=whole, default=3)
+    parser = parser_of(__doc__, rounds=3)
     parser.add_argument("--hidden", type=whole, default=HIDDEN, help="of the model, a multiple of 64 (%(default)s)")
     parser.add_argument("--layers", type=whole, default=LAYERS, help="of the model (%(default)s)")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--load", nargs=3, help=argparse.SUPPRESS)  # of one process
     args = parser.parse_args(argv)
-    if args.load is not None:
-        print(json.dumps(measure_here(*args.load)))
-        return
     if args.hidden % 64:
         parser.error(f"16 heads of an even size need a hidden size that is a multiple of 64, got {args.hidden}")
     figures: list[Figure] = []

@@ -27,9 +27,9 @@ from typing import Any
 
 import psutil
 
-from benchmarks.arguments import whole
+from benchmarks.arguments import parser_of, whole
 from benchmarks.figures import Figure, report
-from benchmarks.random_batches import CONTEXT, RandomBatches, save_model
+from benchmarks.load import CONTEXT, RandomBatches, save_text_model
 from pagetide import LLM
 from pagetide.allocator.errors import LeaseError
 from pagetide.allocator.lease_policy import Rules
@@ -124,51 +124,41 @@ def measure(folder: str, vocab_size: int, args: argparse.Namespace) -> list[Figu
         first_left = resident_bytes()
         began = time.perf_counter()
         with LLM(folder, **engine) as llm, recalls(device, args.seed):
-            plan = llm.stats()
-            for number, (rest, above) in enumerate(
-                serve(llm, RandomBatches(vocab_size, args.most, args.seed), args.batches), 1
-            ):
+            batches = RandomBatches(vocab_size, args.most, args.seed)
+            for number, (rest, above) in enumerate(serve(llm, batches, args.batches), 1):
                 outside.append(rest / MIB)
                 excess.append(above / MIB)
                 if number in (1, 10) or number % 50 == 0:
-                    print(
-                        f"{number:6,} batches  {rest / MIB:7.1f} MiB  {time.perf_counter() - began:5.0f} s", flush=True
-                    )
+                    took_s = time.perf_counter() - began
+                    print(f"{number:6,} batches  {rest / MIB:7.1f} MiB  {took_s:5.0f} s", flush=True)
             stats = llm.stats()
         gc.collect()
         second_left = resident_bytes()
-    start = outside[min(args.first, len(outside)) - 1]
     later = outside[min(args.first, len(outside)) - 1 :]
     return [
-        Figure("memory above its value after the first batches, at most", max(later) - start, "MiB", BOUND_MIB),
+        Figure("memory above its value after the first batches, at most", max(later) - later[0], "MiB", BOUND_MIB),
         Figure("memory above the grant, at most", max(excess), "MiB", 0.0),
         Figure(
             "left by the second engine above what the first left", (second_left - first_left) / MIB, "MiB", BOUND_MIB
         ),
-        Figure("memory outside KV after the first batches", start, "MiB"),
-        Figure("... after the last one", outside[-1], "MiB", samples=outside[:: max(1, len(outside) // 200)]),
         Figure("slope, in a thousand batches", 1000 * slope(later), "MiB"),
-        Figure("weights, by the plan", plan["weights_bytes"] / MIB, "MiB"),
         Figure("recalls", float(stats["memory"]["recalls"]), "", target=args.batches // 50, better="higher"),
         Figure("preemptions", float(stats["preemptions"]), "", target=args.batches // 50, better="higher"),
-        Figure("swapped out", stats["host_tier"]["swapped_out_bytes"] / MIB, "MiB", better="higher"),
     ]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the figures, and write them to `--json FILE`."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", metavar="FILE")
+    parser = parser_of(__doc__)
     parser.add_argument("--batches", type=whole, default=2000)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--hidden", type=whole, default=256)
     parser.add_argument("--layers", type=whole, default=2)
     parser.add_argument("--most", type=whole, default=40, help="requests of a batch")
-    parser.add_argument("--first", type=whole, default=50, help="batches whose end is compared with")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=whole, default=50, help="batches, the end of which is compared with")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        vocab_size = save_model(Path(folder), args.hidden, args.layers, args.seed)
+        vocab_size = save_text_model(Path(folder), args.hidden, args.layers, args.seed)
         figures = measure(folder, vocab_size, args)
     report(f"resident memory over {args.batches:,} random batches, {args.dtype}", figures, args.seed, args.json)
 

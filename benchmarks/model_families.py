@@ -2,7 +2,7 @@
 
     python -m benchmarks.model_families [--families llama qwen3 ...] [--json FILE] [--document docs/models.md]
 
-Every causal language model type of the installed transformers is made tiny with random weights (`tiny_models.py`) and served
+Every causal language model type of the installed transformers is made tiny with random weights and served
 by an `LLM` in float32 on the CPU. References are transformers' `generate`, greedy, each prompt alone, and the tokens and
 log-probabilities of plain forward passes without a cache. Compared with them: prompts of several lengths in one batch; and
 the same in a pool too small for all of them, so that requests are preempted and computed again.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import resource
@@ -26,12 +27,124 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from benchmarks.tiny_models import VOCABULARY, CannotBeTiny, tiny_model
 from pagetide import LLM, RequestOutput, RequestRejected, SamplingParams, UnsupportedModel
 from pagetide.cache.geometry import LATENT_TYPES
+
+VOCABULARY = 160
+LAYERS = 4
+MOST_PARAMETERS = 20_000_000
+
+# What configurations call each size, and the small one.
+NAMES = {
+    "hidden_size n_embd d_model emb_dim dim embedding_size n_embed": 48,
+    "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads": 6,
+    "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers": LAYERS,
+    "num_key_value_heads num_kv_heads multi_query_group_num swa_num_key_value_heads": 2,
+    "intermediate_size ffn_dim n_inner ffn_hidden_size encoder_ffn_dim decoder_ffn_dim": 64,
+    "moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size q_lora_rank": 32,
+    "num_experts num_local_experts n_routed_experts moe_num_experts": 4,
+    "num_experts_per_tok moe_k moe_top_k top_k_experts n_group index_n_heads": 2,
+    "max_position_embeddings n_positions max_seq_len n_ctx": 512,
+    "vocab_size vocab_size_per_layer_input": VOCABULARY,
+    "head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim kv_lora_rank o_lora_rank hidden_size_per_layer_input": 16,
+    "swa_head_dim swa_v_head_dim index_head_dim": 16,
+    "swa_num_attention_heads": 6,
+    "rotary_dim index_topk": 8,
+    "sliding_window": 9,
+    "topk_group": 1,
+}
+SIZES = {name: size for names, size in NAMES.items() for name in names.split()}
+_MAMBA = {"mamba_n_heads": 12, "mamba_d_head": 8, "mamba_d_state": 16}
+# Beyond small sizes; None removes a size.
+SPECIAL: dict[str, dict[str, Any]] = {
+    "bamba": _MAMBA,
+    "cohere_compass_text": {"layer_types": ["full_attention"] * LAYERS},
+    "codegen": {"n_head": 4},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4},
+    },
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "helium": {"head_dim": 8},
+    # Their published checkpoints have convolutions; the default configuration of lfm2 has none.
+    "lfm2": {"layer_types": ["full_attention", "conv", "full_attention", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["full_attention", "conv", "full_attention", "full_attention"]},
+    "dots3_note_text": {"per_layer_config": None},
+    "gemma3n_text": {"num_kv_shared_layers": 0, "laurel_rank": 8},
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 9},
+    "granitemoehybrid": _MAMBA,
+    "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
+    "prophetnet": {"num_hidden_layers": None, "num_encoder_layers": 2, "num_decoder_layers": 2},
+    "reformer": {"axial_pos_embds_dim": [16, 32]},
+    "zamba2": {"layer_types": ["mamba", "mamba", "hybrid", "mamba"]},
+    "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
+    **{name: {"head_dim": 16} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
+    **{name: {"head_dim": 16, "global_head_dim": 32} for name in ("gemma4_text", "gemma4_unified_text")},
+}
+
+
+class CannotBeTiny(Exception):
+    """No tiny model of this type could be made; says why."""
+
+
+def tiny_model(model_type: str, seed: int = 0) -> PreTrainedModel:
+    """A random float32 model in eval mode that never ends a text. Raises CannotBeTiny."""
+    try:
+        config = tiny_config(model_type)
+        with torch.device("meta"):
+            parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+        if parameters > MOST_PARAMETERS:
+            raise CannotBeTiny(f"{parameters:,} parameters remain")
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    except CannotBeTiny:
+        raise
+    except Exception as error:
+        raise CannotBeTiny(f"{type(error).__name__}: {error}") from error
+    randomize(model, seed)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model.eval().requires_grad_(False)
+
+
+def tiny_config(model_type: str) -> PreTrainedConfig:
+    """The default configuration of a model type with small sizes."""
+    kind = CONFIG_MAPPING[model_type]
+    values = {**small(kind()), **SPECIAL.get(model_type, {})}
+    return kind(**{name: value for name, value in values.items() if value is not None})
+
+
+def small(config: PreTrainedConfig) -> dict[str, Any]:
+    """The sizes that a configuration has, made small."""
+    given = config.to_dict()
+    values: dict[str, Any] = {name: value for name, value in SIZES.items() if given.get(name) is not None}
+    values |= {name: small(getattr(config, name)) for name in config.sub_configs if getattr(config, name, None)}
+    if "kv_lora_rank" in values:  # latent attention: every head has keys of its own
+        values |= {"num_key_value_heads": 6} if "num_key_value_heads" in values else {}
+    if hasattr(config, "pad_token_id"):
+        values["pad_token_id"] = 0
+    if getattr(config, "is_decoder", None) is False:
+        values["is_decoder"] = True
+    return values
+
+
+@torch.no_grad()
+def randomize(model: torch.nn.Module, seed: int) -> None:
+    """Random weights under which attention matters and the likeliest token is clearly so."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim < 2:
+            parameter += 0.3 * noise
+        else:
+            parameter.copy_(noise * (1.5 / math.sqrt(parameter.shape[-1])))
+
 
 EQUAL, DIFFERENT, REFUSED, FAILED, NOT_TRIED = "equal", "different", "refused", "failed", "not tried"
 PROMPT_LENGTHS = (3, 7, 12, 18, 21, 26)
@@ -77,9 +190,6 @@ def compare(model_type: str, model: PreTrainedModel) -> Outcome:
     return Outcome(model_type, name, EQUAL, note)
 
 
-# --- pagetide
-
-
 def run(model: PreTrainedModel, prompts: list[list[int]], kv_memory: int | str) -> tuple[list[RequestOutput], Any]:
     """The outputs of all prompts at once, and the engine's numbers."""
     params = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=0, ignore_eos=True, logprobs=0, prompt_logprobs=0)
@@ -95,11 +205,8 @@ def preempted(model: PreTrainedModel, prompts: list[list[int]], block_bytes: int
     longest = -(-(max(PROMPT_LENGTHS) + NEW_TOKENS) // BLOCK_SIZE)
     few, many = range(2 * longest, longest, -1), range(4 * longest, 2 * longest, -1)
     several = range(4 * longest, 12 * longest, 3)  # blocks of a token, with groups of layers
-    for num_blocks in (
-        *few,
-        *many,
-        *several,
-    ):  # many, as small pools may have larger strides: of layers that differ, up to twice
+    # Many, as small pools may have larger strides: of layers that differ, up to twice.
+    for num_blocks in (*few, *many, *several):
         try:
             outputs, stats = run(model, prompts, (num_blocks + 1) * block_bytes)
         except RequestRejected:  # longer than the pool
@@ -107,9 +214,6 @@ def preempted(model: PreTrainedModel, prompts: list[list[int]], block_bytes: int
         if stats["preemptions"]:
             return outputs
     raise RuntimeError("no pool was so small that requests were preempted")
-
-
-# --- transformers
 
 
 @torch.inference_mode()
@@ -136,9 +240,6 @@ def log_probabilities(model: PreTrainedModel, row: list[int]) -> list[float]:
     return logits.double().log_softmax(-1).gather(-1, chosen)[:, 0].tolist()
 
 
-# --- comparison
-
-
 def difference(output: RequestOutput, row: list[int], log_probs: list[float]) -> str:
     """How an output differs from what transformers gives; empty if it does not."""
     expected = row[len(output.prompt_token_ids) :]
@@ -155,9 +256,6 @@ def reason_of(error: UnsupportedModel, class_name: str) -> str:
     text = str(error).partition("out of paged blocks: ")[2] or str(error)
     text = text.removesuffix(". Use transformers' generate for this model, or serve another")
     return re.sub(r" \(by \S+ times what rounding explains\)", "", text.removeprefix(f"{class_name}: "))
-
-
-# --- a process for each
 
 
 def outcome_of(model_type: str) -> Outcome:
@@ -187,12 +285,10 @@ def outcome_in_process(model_type: str) -> Outcome:
     with open(reader, "rb") as pipe:
         answer = pipe.read()
     status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-    return (
-        Outcome(**json.loads(answer)) if answer else Outcome(model_type, "", FAILED, f"its process ended with {status}")
-    )
+    if not answer:
+        return Outcome(model_type, "", FAILED, f"its process ended with {status}")
+    return Outcome(**json.loads(answer))
 
-
-# --- the document
 
 INTRODUCTION = """# Model families
 
@@ -213,9 +309,14 @@ windows, quantised weights) may be refused, and one with settings that avoid a r
 images or sound were given text only. Nothing here was run on a GPU. The probe runs at each load, so a model that is
 served has passed it.
 
+**Stored quantized.** Published checkpoints of `gpt_oss` store their experts in MXFP4. With `accelerate` installed transformers
+reads these, as bfloat16 on a CPU; a tiny one was served, with the tokens of transformers. The memory plan counts only
+the size of the files, about a quarter of what the weights then take.
+
 **Latent attention.** Types {latent} cache latents instead of
 K and V of all heads ([0052](decisions/0052-latent-attention.md)).
 """
+NOTES = {"gpt_oss": "published checkpoints are MXFP4: see above"}
 SECTIONS = {
     EQUAL: "Served, and equal to transformers",
     REFUSED: "Refused at load",
@@ -229,15 +330,11 @@ def document(outcomes: Sequence[Outcome]) -> str:
     """The outcomes as Markdown, by model type."""
     parts = [
         INTRODUCTION.format(
-            total=len(outcomes),
-            transformers=transformers.__version__,
-            torch=torch.__version__.partition("+")[0],
-            lengths=", ".join(map(str, PROMPT_LENGTHS)),
-            new=NEW_TOKENS,
-            tolerance=TOLERANCE,
+            total=len(outcomes), transformers=transformers.__version__, torch=torch.__version__.partition("+")[0],
+            lengths=", ".join(map(str, PROMPT_LENGTHS)), new=NEW_TOKENS, tolerance=TOLERANCE,
             latent=", ".join(f"`{name}`" for name in sorted(LATENT_TYPES)),
         )
-    ]
+    ]  # fmt: skip
     for status, title in SECTIONS.items():
         of_status = sorted((one for one in outcomes if one.status == status), key=lambda one: one.model_type)
         if not of_status:
@@ -248,7 +345,7 @@ def document(outcomes: Sequence[Outcome]) -> str:
         parts += [f"| model type | class |{last[0]}", f"|---|{last[1]}"]
         parts += [
             f"| `{one.model_type}` | {f'`{one.class_name}`' if one.class_name else ''} |"
-            + f" {cell(one.reason)} |" * has_reason
+            + f" {cell(one.reason or NOTES.get(one.model_type, ''))} |" * has_reason
             for one in of_status
         ]
         parts.append("")
@@ -263,9 +360,7 @@ def cell(text: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the families and write what was seen."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.model_families", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--families", nargs="+", metavar="TYPE", default=list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
         choices=list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), help="model types of transformers (default: all)",

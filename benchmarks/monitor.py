@@ -9,23 +9,21 @@ driver is real: pynvml, the daemon `vram-monitor serve` as a process of its own,
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
 
-from benchmarks.arguments import above_0, whole
-from benchmarks.figures import Figure, report
+from benchmarks.arguments import above_0, parser_of, whole
+from benchmarks.figures import Figure, median, median_time, percentile, report
 from benchmarks.processes import Worker
 from pagetide.monitor.record import RecordReader, RecordWriter
 from pagetide.monitor.snapshot import DeviceInfo, DeviceKind, DeviceMemory
@@ -98,12 +96,14 @@ def read_times(reader: RecordReader, uuid: str, seconds: float) -> tuple[list[fl
     return every, news
 
 
-def cpu_shares(pid: int, windows: int, seconds: float) -> list[float]:
-    """Per cent of one core that the process' threads took, window by window."""
+def cpu_shares(
+    pid: int | str, windows: int, seconds: float, wait: Callable[[float], object] = time.sleep
+) -> list[float]:
+    """Per cent of one core that the process' threads took, window by window, in which this one does `wait`."""
     shares = []
     for _ in range(windows):
         before, began = on_core_ns(pid), time.perf_counter()
-        time.sleep(seconds)
+        wait(seconds)
         shares.append((on_core_ns(pid) - before) / 1e7 / (time.perf_counter() - began))
     return shares
 
@@ -114,19 +114,15 @@ def on_core_ns(pid: int | str) -> int:
     return sum(int(task.read_text().split()[0]) for task in tasks)
 
 
-def waiting_shares(windows: int, seconds: float) -> list[float]:
-    """Per cent of one core that the stand-in's waiting takes by itself: eight sleeps of 0.1 ms every 20 ms, and no more."""
+def as_the_standin(seconds: float) -> None:
+    """What the stand-in's waiting is by itself: eight sleeps of 0.1 ms every 20 ms, and no more."""
     usleep = ctypes.CDLL(None).usleep
-    shares = []
-    for _ in range(windows):
-        before, began, due = on_core_ns("self"), time.perf_counter(), time.perf_counter()
-        while time.perf_counter() - began < seconds:
-            for _ in range(NUM_DEVICES):
-                usleep(DRIVER_LATENCY_US)
-            due += INTERVAL_MS / 1e3
-            time.sleep(max(0.0, due - time.perf_counter()))
-        shares.append((on_core_ns("self") - before) / 1e7 / (time.perf_counter() - began))
-    return shares
+    began = due = time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        for _ in range(NUM_DEVICES):
+            usleep(DRIVER_LATENCY_US)
+        due += INTERVAL_MS / 1e3
+        time.sleep(max(0.0, due - time.perf_counter()))
 
 
 def reaction_times(nvml: NvmlStandin, reader: RecordReader, rounds: int, rng: random.Random) -> list[float]:
@@ -145,16 +141,13 @@ def reaction_times(nvml: NvmlStandin, reader: RecordReader, rounds: int, rng: ra
     return samples
 
 
-# ---- flat out ----------------------------------------------------------------------------------
-
-
 def related(count: int) -> tuple[int, int, float]:
     """(total, free, rate) that belong together: a record that mixes two writes breaks the relation."""
     return count * 1_000_003 + 17, count * 999_983, count * 0.5
 
 
 def write_flat_out(told: Connection, path: Path, seconds: float) -> None:
-    """Write memory records as fast as Python does; send how many."""
+    """Write memory records as fast as Python does."""
     with RecordWriter.create(path, source="benchmark") as writer:
         writer.set_devices([DeviceInfo("GPU-0", "0", DeviceKind.GPU)])
         count = 0
@@ -166,7 +159,6 @@ def write_flat_out(told: Connection, path: Path, seconds: float) -> None:
                 total, free, rate = related(count)
                 # An interval of 1 ns, so that readers look each time.
                 writer.write_memory(0, DeviceMemory(time.monotonic_ns(), 1, total, free, rate, count, 0))
-        told.send(count)
         with contextlib.suppress(EOFError):
             told.recv()  # the pipe is closed: readers are done with the file
 
@@ -186,70 +178,46 @@ def read_flat_out(told: Connection, path: Path, seconds: float) -> None:
         told.send((reads, torn, reader.retries))
 
 
-def flat_out(folder: Path, seconds: float, num_readers: int) -> tuple[int, int, int, int]:
-    """(writes, reads, torn, retries) of one writer against several readers, each a process."""
+def flat_out(folder: Path, seconds: float, num_readers: int) -> tuple[int, int, int]:
+    """(reads, torn, retries) of one writer against several readers, each a process."""
     path = folder / "flat-out"
     with contextlib.ExitStack() as stack:
         writer = stack.enter_context(Worker(write_flat_out, path, seconds + 2))
         writer.receive()
         readers = [stack.enter_context(Worker(read_flat_out, path, seconds)) for _ in range(num_readers)]
         answers = [reader.receive() for reader in readers]
-        writes = writer.receive()
     reads, torn, retries = (sum(answer[i] for answer in answers) for i in range(3))
-    return writes, reads, torn, retries
-
-
-def figure(name: str, samples: list[float], unit: str, target: float | None) -> Figure:
-    """The median of `samples` (seconds), in `unit`."""
-    scaled = [sample * {"us": 1e6, "ms": 1e3}[unit] for sample in samples]
-    return Figure(name, statistics.median(scaled), unit, target, samples=[round(value, 3) for value in scaled])
-
-
-def percentile(samples: list[float], share: float) -> float:
-    """The sample below which `share` of them lie."""
-    return sorted(samples)[min(len(samples) - 1, int(share * len(samples)))]
+    return reads, torn, retries
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE")
+    parser = parser_of(__doc__)
     parser.add_argument("--starts", type=whole, default=7, help="of the daemon that are timed (%(default)s)")
     parser.add_argument(
         "--seconds", type=above_0, default=8.0, help="of reads; the rest takes as long in proportion (%(default)g)"
     )
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     seconds, reactions = args.seconds, max(1, round(50 * args.seconds))
     rng = random.Random(args.seed)
     figures = []
     with tempfile.TemporaryDirectory() as name, standin(Path(name)) as nvml:
         folder = Path(name)
-        figures.append(figure("start to first record", start_times(folder, nvml, args.starts), "ms", 500))
+        figures.append(median_time("start to first record", start_times(folder, nvml, args.starts), "ms", 500))
         monitor = MonitorProcess(folder / "run", "--metrics-port", "0", source="nvml", env=nvml.env())
         with monitor, RecordReader.open(monitor.record) as reader:
             every, news = read_times(reader, "GPU-3", seconds)
-            figures.append(figure("read by an engine between steps of 5 ms", every, "us", 10))
-            figures.append(figure("... those reads that find news", news, "us", None))
+            figures.append(median_time("read by an engine between steps of 5 ms", every, "us", 10))
+            figures.append(median_time("... those reads that find news", news, "us", None))
             shares = cpu_shares(monitor.pid, 5, 3 * seconds / 8)
-            waiting = waiting_shares(5, seconds / 8)
-            figures.append(
-                Figure(
-                    "daemon's share of a core, 8 devices at 20 ms", statistics.median(shares), "%", 3, samples=shares
-                )
-            )
-            figures.append(
-                Figure("... of it, the stand-in's waiting by itself", statistics.median(waiting), "%", samples=waiting)
-            )
+            waiting = cpu_shares("self", 5, seconds / 8, as_the_standin)
+            figures.append(median("daemon's share of a core, 8 devices at 20 ms", shares, "%", 3))
+            figures.append(median("... of it, the stand-in's waiting by itself", waiting, "%"))
             seen = [1e3 * took for took in reaction_times(nvml, reader, reactions, rng)]
-            figures.append(
-                Figure("reaction, median", statistics.median(seen), "ms", samples=[round(s, 3) for s in seen])
-            )
-            figures.append(Figure("reaction, p99", percentile(seen, 0.99), "ms", INTERVAL_MS + 5))
+            figures.append(Figure("reaction, p99", percentile(seen, 0.99), "ms", INTERVAL_MS + 5, samples=seen))
             resident = psutil.Process(monitor.pid).memory_info().rss / (1 << 20)
             figures.append(Figure("daemon's resident memory", resident, "MiB", 60))
-        writes, reads, torn, retries = flat_out(folder, seconds / 2, 4)
+        reads, torn, retries = flat_out(folder, seconds / 2, 4)
         figures.append(Figure(f"torn records, 4 readers against a writer flat out for {seconds / 2:g} s", torn, "", 0))
-        figures.append(Figure("... writes", writes, ""))
         figures.append(Figure("... reads", reads, ""))
         figures.append(Figure("... retries", retries, ""))
     report("monitor: cost, reaction, torn records", figures, args.seed, args.json)

@@ -1,6 +1,6 @@
 """Hit ratios of the eviction policies over public traces and synthetic loads, one request at a time, prefill only.
 
-python -m benchmarks.prefix_hits [--data DIR] [--policy lru,reuse-density] [--requests N] [--json FILE] [--seed 0]
+python -m benchmarks.prefix_hits [--data DIR] [--requests N] [--json FILE] [--seed 0]
 
 DIR holds the traces and their `reference_public.json`, which has the hit ratios of a paged pool under least recently used
 and of the exact optimum. Without it: loads made from a seed (`made_loads` says how). For these, and for the first N requests
@@ -10,26 +10,24 @@ recently used to the optimum.
 
 from __future__ import annotations
 
-import argparse
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
-from benchmarks.arguments import add_data, whole
+from benchmarks.arguments import add_data, parser_of, whole
 from benchmarks.figures import Figure, report
-from pagetide.cache.eviction import Keys, Lru, PolicyFactory, Ranks
+from benchmarks.load import Trace, agentic, mooncake
+from pagetide.cache.eviction import Lru, PolicyFactory
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
-from pagetide.cache.prefix_tree import Nodes, PrefixTree
+from pagetide.cache.prefix_tree import Nodes
 from pagetide.cache.reuse_density import ReuseDensity
 
 TRACES = {
-    "mooncake_conversation_0-20min": ("mooncake_conversation_0-20min.jsonl", 512),
-    "agentic_sessions": ("agentic_sessions.jsonl", 64),
+    "mooncake_conversation_0-20min": (mooncake, 512),
+    "agentic_sessions": (agentic, 64),
 }
 GOALS = {("mooncake_conversation_0-20min", 5_000), ("agentic_sessions", 5_000)}  # where a quarter of the gap is due
 
@@ -42,15 +40,6 @@ class Prompt:
     tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class HitOutcome:
-    """What a replay came to."""
-
-    hit_ratio: float
-    refused: int
-    evictions: int
-
-
 class OneAtATime:
     """A real `CacheManager` that serves one request at a time. A block of the trace is a block of one token: its id."""
 
@@ -59,7 +48,7 @@ class OneAtATime:
         self._cache = CacheManager(
             1 + num_blocks, 1, 1, 1 + longest, hasher=PrefixHasher(1, b"prefix hits"), eviction=make
         )
-        self.refused = self.evictions = 0
+        self.refused = 0
 
     def serve(self, blocks: Nodes, tail: bool) -> int:
         """Compute a prompt. Returns how many of its leading blocks were found.
@@ -72,107 +61,28 @@ class OneAtATime:
             return 0
         chain = cache.chain(blocks.astype(np.int32), None)
         hit = cache.lookup(chain, n)
-        before = cache.index.num_nodes
         extension = cache.admit(0, n + tail, hit)
         assert extension is not None, "what is not held must be evictable"
-        self.evictions += before - cache.index.num_nodes
         cache.commit(0, chain, n)
         cache.release(np.array([0]))
         return hit.num_tokens
 
 
-class ByScore:
-    """Policies that are simple to say and slow: all evictable nodes are sorted each time, descendants first."""
-
-    def __init__(self, tree: PrefixTree) -> None:
-        capacity = tree.capacity
-        self._tree = tree
-        self._evictable = np.zeros(capacity, np.bool_)
-        self._used_at = np.zeros(capacity, np.int64)
-        self._hits = np.zeros(capacity, np.int64)
-        self._score = np.zeros(capacity)
-        self._now = 0
-
-    def scores(self, nodes: Nodes) -> Ranks:
-        raise NotImplementedError
-
-    def evicting(self, nodes: Nodes) -> None:
-        """`nodes` go."""
-
-    def add(self, nodes: Nodes, keys: Keys) -> None:
-        self._hits[nodes] = 0
-
-    def hit(self, nodes: Nodes) -> None:
-        self._hits[nodes] += 1
-
-    def mark_evictable(self, nodes: Nodes) -> None:
-        self._now += 1
-        self._used_at[nodes] = self._now
-        self._evictable[nodes] = True
-        self._score[nodes] = self.scores(nodes)
-
-    def mark_used(self, nodes: Nodes) -> None:
-        self._evictable[nodes] = False
-
-    def victims(self, n: int) -> Nodes:
-        nodes = np.flatnonzero(self._evictable)
-        # A prompt that uses a node uses its ancestors too: scores that grow with hits and time never fall towards the root.
-        return nodes[np.lexsort((-self._tree.depths[nodes], self._used_at[nodes], self._score[nodes]))][:n]
-
-    def remove(self, nodes: Nodes) -> None:
-        self.evicting(nodes)
-        self._evictable[nodes] = False
-
-    def ranks(self, nodes: Nodes) -> Ranks:
-        return self._score[nodes]
+POLICIES: dict[str, PolicyFactory] = {"lru": Lru, "reuse-density": ReuseDensity}
 
 
-class TwoSegments(ByScore):
-    """Segmented LRU without a bound: what was never hit goes first."""
-
-    def scores(self, nodes: Nodes) -> Ranks:
-        return np.minimum(self._hits[nodes], 1).astype(np.float64)
-
-
-class LeastFrequent(ByScore):
-    """LFU: fewest hits since the block came."""
-
-    def scores(self, nodes: Nodes) -> Ranks:
-        return self._hits[nodes].astype(np.float64)
-
-
-class AgedFrequency(ByScore):
-    """LFU with dynamic ageing (GreedyDual-Size-Frequency of equal sizes): hits count from what was evicted last."""
-
-    _floor = 0.0
-
-    def scores(self, nodes: Nodes) -> Ranks:
-        return self._floor + 1.0 + self._hits[nodes]
-
-    def evicting(self, nodes: Nodes) -> None:
-        self._floor = max(self._floor, float(self._score[nodes].max(initial=0.0)))
-
-
-POLICIES: dict[str, PolicyFactory] = {
-    "lru": Lru,
-    "reuse-density": ReuseDensity,
-    "two-segments": TwoSegments,
-    "lfu": LeastFrequent,
-    "lfu-aged": AgedFrequency,
-}
-
-
-def replay(prompts: list[Prompt], block_size: int, num_blocks: int, make: PolicyFactory) -> HitOutcome:
-    """Serve all of `prompts` from an empty pool."""
+def replay(prompts: list[Prompt], block_size: int, num_blocks: int, make: PolicyFactory) -> tuple[float, int]:
+    """The hit ratio of all `prompts` from an empty pool, and how many of them were refused."""
     pool = OneAtATime(make, num_blocks, max(len(prompt.blocks) for prompt in prompts))
     hit = sum(pool.serve(prompt.blocks, prompt.tokens % block_size > 0) for prompt in prompts)
-    return HitOutcome(hit * block_size / sum(prompt.tokens for prompt in prompts), pool.refused, pool.evictions)
+    return hit * block_size / sum(prompt.tokens for prompt in prompts), pool.refused
 
 
 def optimum(prompts: list[Prompt], block_size: int, num_blocks: int) -> float:
     """The best hit ratio of any policy: evict what is used again last (Belady), of a chain the deepest."""
     never = len(prompts)
-    next_use = np.full(num_ids(prompts), never)
+    num_ids = 1 + max(int(prompt.blocks.max(initial=0)) for prompt in prompts)
+    next_use = np.full(num_ids, never)
     following = []
     for i in range(never - 1, -1, -1):
         following.append(next_use[prompts[i].blocks])
@@ -193,23 +103,9 @@ def optimum(prompts: list[Prompt], block_size: int, num_blocks: int) -> float:
     return hit * block_size / sum(prompt.tokens for prompt in prompts)
 
 
-def num_ids(prompts: list[Prompt]) -> int:
-    """One more than the highest id."""
-    return 1 + max(int(prompt.blocks.max(initial=0)) for prompt in prompts)
-
-
-def load(path: Path, block_size: int) -> list[Prompt]:
-    """The prompts of a trace: `hash_ids`, one per block begun, or `hash_runs` of full blocks."""
-    prompts = []
-    for line in path.read_text().splitlines():
-        entry = json.loads(line)
-        if "hash_ids" in entry:
-            ids = np.array(entry["hash_ids"], np.int64)
-        else:
-            ids = np.concatenate([np.arange(first, first + count) for first, count in [[0, 0], *entry["hash_runs"]]])
-        tokens = int(entry["input_length"])
-        prompts.append(Prompt(ids[: tokens // block_size], tokens))
-    return prompts
+def load(trace: Trace, block_size: int) -> list[Prompt]:
+    """The prompts of a trace with ids that stand for blocks."""
+    return [Prompt(turn.ids[: turn.prompt_tokens // block_size], turn.prompt_tokens) for turn in trace.turns]
 
 
 def made_loads(seed: int) -> dict[str, list[Prompt]]:
@@ -255,87 +151,59 @@ def conversations(rng: np.random.Generator, pause: Callable[[int], float]) -> li
     return prompts
 
 
-def compare(
-    name: str, prompts: list[Prompt], block_size: int, pools: dict[int, tuple[float, float, int]], policies: list[str]
-) -> list[Figure]:
-    """Print a line for each pool size and give the figures. `pools`: blocks -> hit ratios of LRU and optimum, refused."""
-    print(f"\n{name}: hit ratio in % (points above paged LRU, share of the gap)")
-    print(f"  {'blocks':>8} {'paged lru':>10} {'optimum':>8}  " + "  ".join(f"{policy:>22}" for policy in policies))
+Pools = dict[int, tuple[float, float, int]]  # by size in blocks: hit ratios of LRU and of the optimum, requests refused
+
+
+def compare(name: str, prompts: list[Prompt], block_size: int, pools: Pools) -> list[Figure]:
+    """The figures of both policies."""
     figures = []
     for num_blocks, (lru, best, refused) in pools.items():
-        cells = []
-        for policy in policies:
-            start = time.perf_counter()
-            outcome = replay(prompts, block_size, num_blocks, POLICIES[policy])
-            seconds = time.perf_counter() - start
-            points = 100 * (outcome.hit_ratio - lru)
-            gap = f"{100 * (outcome.hit_ratio - lru) / (best - lru):4.0f}%" if best - lru > 1e-3 else "    -"
-            cells.append(f"{100 * outcome.hit_ratio:7.2f} ({points:+6.2f}, {gap})")
+        figures.append(Figure(f"{name} {num_blocks}, paged LRU", 100 * lru, "%"))
+        figures.append(Figure(f"{name} {num_blocks}, optimum above LRU", 100 * (best - lru), "points"))
+        for policy, make in POLICIES.items():
             label = f"{name} {num_blocks} {policy}"
+            points = 100 * (replay(prompts, block_size, num_blocks, make)[0] - lru)
+            due: float | None = 0.0
             if policy == "reuse-density":
                 due = -0.5 if not refused else None  # where requests were refused, not comparable
-                figures.append(Figure(f"{label}, above LRU", points, "points", due, "higher"))
-                if (name, num_blocks) in GOALS and best - lru > 1e-3:
-                    share = 100 * (outcome.hit_ratio - lru) / (best - lru)
-                    figures.append(Figure(f"{label}, of the gap", share, "%", 25.0, "higher"))
-            else:
-                due = 0.0 if policy == "lru" else None  # the reference has six decimals, hence the rounding
-                figures.append(Figure(f"{label}, above LRU", round(points, 3) + 0.0, "points", due, "higher"))
-            figures.append(Figure(f"{label}, replay", seconds, "s"))
-        note = f"   paged lru refused {refused}" if refused else ""
-        print(
-            f"  {num_blocks:>8} {100 * lru:>10.2f} {100 * best:>8.2f}  " + "  ".join(f"{c:>22}" for c in cells) + note
-        )
+            # The reference has six decimals, hence the rounding.
+            figures.append(Figure(f"{label}, above LRU", round(points, 3) + 0.0, "points", due, "higher"))
+            if policy == "reuse-density" and best - lru > 1e-3:
+                goal = 25.0 if (name, num_blocks) in GOALS else None
+                figures.append(Figure(f"{label}, of the gap", points / (best - lru), "%", goal, "higher"))
     return figures
 
 
-def computed(prompts: list[Prompt], block_size: int, sizes: Sequence[int]) -> dict[int, tuple[float, float, int]]:
-    """By pool size, what `compare` compares with: hit ratios of LRU and of the optimum, and the requests refused."""
-    pools = {}
-    for size in sizes:
-        lru = replay(prompts, block_size, size, Lru)
-        pools[size] = (lru.hit_ratio, optimum(prompts, block_size, size), lru.refused)
-    return pools
+def computed(prompts: list[Prompt], block_size: int, sizes: Sequence[int]) -> Pools:
+    """What `compare` compares with."""
+    runs = {size: replay(prompts, block_size, size, Lru) for size in sizes}
+    return {size: (ratio, optimum(prompts, block_size, size), refused) for size, (ratio, refused) in runs.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     add_data(parser, "the public traces and reference_public.json", "loads made from the seed")
-    parser.add_argument("--policy", default="lru,reuse-density", help=f"of {', '.join(POLICIES)}; or all")
     parser.add_argument("--requests", type=whole, metavar="N", help="the first N of each load only")
-    parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--seed", type=int, default=0, help="of the made loads")
     args = parser.parse_args(argv)
-    policies = list(POLICIES) if args.policy == "all" else args.policy.split(",")
-    unknown = [policy for policy in policies if policy not in POLICIES]
-    if unknown:
-        parser.error(f"there is no policy {', '.join(unknown)}; there are {', '.join(POLICIES)}")
     figures: list[Figure] = []
     if args.data is not None:
-        if missing := [
-            file
-            for file in ("reference_public.json", *(f for f, _ in TRACES.values()))
-            if not (args.data / file).is_file()
-        ]:
+        files = ("reference_public.json", *(f"{name}.jsonl" for name in TRACES))
+        if missing := [file for file in files if not (args.data / file).is_file()]:
             parser.error(f"{args.data} has no {', '.join(missing)}; with --data none the loads are made")
         reference = json.loads((args.data / "reference_public.json").read_text())["traces"]
-        for name, (file, block_size) in TRACES.items():
+        for name, (read, block_size) in TRACES.items():
             known = {int(size): pool for size, pool in reference[name]["cache"]["full"].items() if size != "inf"}
             pools = {
-                size: (
-                    pool["paged_lru"]["token_hit_ratio"],
-                    pool["min"]["token_hit_ratio"],
-                    pool["paged_lru"]["refused"],
-                )
+                size: (*(pool[kind]["token_hit_ratio"] for kind in ("paged_lru", "min")), pool["paged_lru"]["refused"])
                 for size, pool in known.items()
             }
-            prompts = load(args.data / file, block_size)[: args.requests]
+            prompts = load(read(args.data), block_size)[: args.requests]
             pools = pools if args.requests is None else computed(prompts, block_size, tuple(pools))
-            figures += compare(name, prompts, block_size, pools, policies)
+            figures += compare(name, prompts, block_size, pools)
     else:
         for name, prompts in made_loads(args.seed).items():
             some = prompts[: args.requests]
-            figures += compare(name, some, 16, computed(some, 16, (500, 1_000, 2_000, 5_000)), policies)
+            figures += compare(name, some, 16, computed(some, 16, (500, 1_000, 2_000, 5_000)))
     report("Prefix hits", figures, args.seed, args.json)
 
 

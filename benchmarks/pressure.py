@@ -1,19 +1,17 @@
 """The cost of a pool that is too small: tokens computed twice and extra steps, with output lengths unknown in advance.
 
-python -m benchmarks.pressure [--json FILE] [--seeds 10] [--lengths uniform|lognormal|bimodal|fixed|drift|full]
-                              [--requests 400]
+python -m benchmarks.pressure [--json FILE] [--seeds 10] [--requests 400]
 
 The real scheduler and cache manager; a stub stands for the model and samples a stop token where a request's true end is.
 All 400 requests are there at the start, as in the measurement of vLLM that the targets come from; every one of them
 allows 1,024 new tokens. Of the 3,840 blocks one is the null block. Prefixes are cached, as they were there; no two prompts
 begin alike. Each seed is run twice: without a host tier, and with one that holds everything.
 
-Modelled time is that of Llama-3.1-8B in bfloat16 on an H200, by the roofline of replay_clock.py, and of swaps at 50 GB/s.
+Modelled time is that of Llama-3.1-8B in bfloat16 on an H200, by the roofline of modelled_clock.py, and of swaps at 50 GB/s.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,15 +19,16 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.arguments import whole
-from benchmarks.figures import Figure, report
-from benchmarks.replay_clock import GPUS, MODELS, ReplayClock, Roofline
+from benchmarks.arguments import parser_of, whole
+from benchmarks.figures import Figure, median, report
+from benchmarks.modelled_clock import H200, LLAMA_8B, Roofline
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
 from pagetide.scheduler.cost import SwapCost
 from pagetide.scheduler.plan import Plan, Result
 from pagetide.scheduler.request import Request, Sampling
-from pagetide.scheduler.scheduler import Limits, Scheduler
+from pagetide.scheduler.scheduler import Scheduler
+from pagetide.scheduler.state import Limits
 
 Lengths = npt.NDArray[np.int64]
 
@@ -41,7 +40,7 @@ PROMPT_TOKENS = (256, 768)
 LIMITS = Limits(max_seqs=256, max_step_tokens=8_192, max_model_len=PROMPT_TOKENS[1] + MAX_NEW_TOKENS)
 HOST_SLOTS = 30_000
 HOST_BYTES_PER_S = 50e9
-ROOFLINE = Roofline(GPUS["h200"], MODELS["llama-3.1-8b"], reached=0.5)
+ROOFLINE = Roofline(H200, LLAMA_8B, reached=0.5)
 BLOCK_BYTES = BLOCK_SIZE * ROOFLINE.model.kv_bytes
 TOKEN, STOP = 3, 2
 VOCAB = 32_000
@@ -67,39 +66,16 @@ class RunOutcome:
     steps: int
     recomputed_percent: float
     preemptions: int
-    preempted_again: int  # requests preempted more than once
-    most_preemptions: int  # of one request
     seconds: float  # modelled
     demoted_gb: float  # copied out, and of it back
     promoted_gb: float
 
 
-def draw_outputs(kind: str, count: int, rng: np.random.Generator) -> Lengths:
-    """Output lengths of the requests in their order, 1 to MAX_NEW_TOKENS each."""
-    if kind == "lognormal":
-        lengths = rng.lognormal(np.log(200), 1.0, count)
-    elif kind == "bimodal":
-        short = rng.random(count) < 0.7
-        lengths = np.where(short, rng.integers(20, 81, count), rng.integers(700, 1_001, count))
-    elif kind == "fixed":
-        lengths = np.full(count, 300)
-    elif kind == "drift":  # from 50-150 at the first request to 700-800 at the last
-        lengths = np.linspace(100, 750, count) + rng.integers(-50, 51, count)
-    elif kind == "full":
-        lengths = np.full(count, MAX_NEW_TOKENS)
-    else:
-        lengths = rng.integers(256, 769, count)
-    return np.clip(lengths, 1, MAX_NEW_TOKENS).astype(np.int64)
-
-
-KINDS = ("uniform", "lognormal", "bimodal", "fixed", "drift", "full")
-
-
-def draw(kind: str, count: int, seed: int) -> Load:
+def draw(count: int, seed: int) -> Load:
     """The load of a seed."""
     rng = np.random.default_rng(seed)
     prompts = rng.integers(PROMPT_TOKENS[0], PROMPT_TOKENS[1] + 1, count)
-    return Load(prompts, draw_outputs(kind, count, rng))
+    return Load(prompts, rng.integers(256, 769, count))
 
 
 class PressureStub:
@@ -109,7 +85,6 @@ class PressureStub:
         self.load = load
         self.computed_tokens = 0
         self.seconds = 0.0
-        self._clock = ReplayClock(ROOFLINE, BLOCK_SIZE)
         self._last = np.zeros(LIMITS.num_rows, np.int64)  # by row: tokens computed when the stop token is sampled
 
     def execute(self, plan: Plan) -> Result:
@@ -123,20 +98,20 @@ class PressureStub:
         swapped = before = 0
         if plan.swaps is not None:
             swapped, before = len(plan.swaps.out_slots) + len(plan.swaps.in_slots), plan.swaps.num_before
-        swap_s, compute_s = swapped * BLOCK_BYTES / HOST_BYTES_PER_S, self._clock.step_s(plan)
+        swap_s, compute_s = swapped * BLOCK_BYTES / HOST_BYTES_PER_S, ROOFLINE.plan_s(plan)
         before_s = before * BLOCK_BYTES / HOST_BYTES_PER_S
         self.seconds += before_s + max(swap_s - before_s, compute_s)
         counts = plan.samples.astype(np.int32)
         return Result(plan.step_id, counts, tokens, swapped=swapped, swap_s=swap_s, compute_s=compute_s)
 
 
-def build(host_slots: int = 0, limits: Limits = LIMITS) -> Scheduler:
-    """A scheduler over the test's pool."""
+def build(host_slots: int) -> Scheduler:
+    """A scheduler over the pool."""
     cache = CacheManager(
-        NUM_BLOCKS, BLOCK_SIZE, limits.num_rows, limits.max_model_len, hasher=PrefixHasher(BLOCK_SIZE, b"pressure"),
+        NUM_BLOCKS, BLOCK_SIZE, LIMITS.num_rows, LIMITS.max_model_len, hasher=PrefixHasher(BLOCK_SIZE, b"pressure"),
         host_slots=host_slots,
     )  # fmt: skip
-    return Scheduler(cache, limits, SwapCost(BLOCK_BYTES, BLOCK_SIZE, bytes_per_s=HOST_BYTES_PER_S))
+    return Scheduler(cache, LIMITS, SwapCost(BLOCK_BYTES, BLOCK_SIZE, bytes_per_s=HOST_BYTES_PER_S))
 
 
 def run(scheduler: Scheduler, load: Load) -> RunOutcome:
@@ -155,13 +130,10 @@ def run(scheduler: Scheduler, load: Load) -> RunOutcome:
     assert all(len(end.token_ids) == load.outputs[int(end.request_id)] for end in ends), "an output has another length"
     assert len(ends) == len(load.prompts), "a request was lost"
     scheduler.check_invariants()
-    often = [end.num_preemptions for end in ends]
     return RunOutcome(
         steps=steps,
         recomputed_percent=100 * (stub.computed_tokens / load.needed_tokens - 1),
-        preemptions=sum(often),
-        preempted_again=sum(n > 1 for n in often),
-        most_preemptions=max(often),
+        preemptions=sum(end.num_preemptions for end in ends),
         seconds=stub.seconds,
         demoted_gb=scheduler.stats.demoted_blocks * BLOCK_BYTES / 1e9,
         promoted_gb=scheduler.stats.promoted_blocks * BLOCK_BYTES / 1e9,
@@ -175,8 +147,6 @@ def figures(outcomes: list[RunOutcome], where: str, targets: dict[str, float]) -
         ("tokens computed twice", "recomputed_percent", "%"),
         ("steps", "steps", "steps"),
         ("preemptions", "preemptions", "times"),
-        ("requests preempted more than once", "preempted_again", "requests"),
-        ("preemptions of one request", "most_preemptions", "times"),
         ("modelled time", "seconds", "s"),
         ("copied to the host tier", "demoted_gb", "GB"),
         ("copied back", "promoted_gb", "GB"),
@@ -189,26 +159,17 @@ def figures(outcomes: list[RunOutcome], where: str, targets: dict[str, float]) -
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE")
+    parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=whole, default=10)
-    parser.add_argument("--lengths", choices=KINDS, default="uniform", help="of outputs; targets are for uniform ones")
     parser.add_argument(
         "--requests", type=whole, default=NUM_REQUESTS, help="of a seed (default %(default)s, for which targets are)"
     )
     args = parser.parse_args(argv)
     outcomes: dict[str, list[RunOutcome]] = {"no host tier": [], "host tier": []}
-    print("seed                steps  twice %  preemptions  again  most of one  modelled s  out GB  back GB")
     for seed in range(args.seeds):
-        for (where, some), slots in zip(outcomes.items(), (0, HOST_SLOTS), strict=True):
-            outcome = run(build(slots), draw(args.lengths, args.requests, seed))
-            some.append(outcome)
-            print(
-                f"{seed:>4}  {where:<12}  {outcome.steps:>5,}  {outcome.recomputed_percent:>7.2f}  "
-                f"{outcome.preemptions:>11}  {outcome.preempted_again:>5}  {outcome.most_preemptions:>11}  "
-                f"{outcome.seconds:>10.1f}  {outcome.demoted_gb:>6.2f}  {outcome.promoted_gb:>7.2f}"
-            )
-    targeted = args.lengths == "uniform" and args.requests == NUM_REQUESTS
+        for some, slots in zip(outcomes.values(), (0, HOST_SLOTS), strict=True):
+            some.append(run(build(slots), draw(args.requests, seed)))
+    targeted = args.requests == NUM_REQUESTS
     table = figures(
         outcomes["no host tier"], "no host tier", {"recomputed_percent": 3.0, "steps": 3_120.0} if targeted else {}
     )
@@ -218,10 +179,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         for without, with_tier in zip(outcomes["no host tier"], outcomes["host tier"], strict=True)
     ]
     what = "modelled time, host tier against none"
-    table.append(Figure(f"{what}, median", statistics.median(longer), "%", 0.0, samples=longer))
+    table.append(median(f"{what}, median", longer, "%", 0.0))
     table.append(Figure(f"{what}, worst", max(longer), "%"))
-    print(f"\n{ROOFLINE}; swaps {HOST_BYTES_PER_S / 1e9:g} GB/s")
-    title = f"pressure: {args.requests} requests, outputs {args.lengths}, {NUM_BLOCKS:,} blocks, seeds 0 to {args.seeds - 1}"
+    title = f"pressure: {args.requests} requests, {NUM_BLOCKS:,} blocks, seeds 0 to {args.seeds - 1}"
     report(title, table, 0, args.json)
 
 

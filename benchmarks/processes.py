@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
+
+from pagetide.allocator import wire
+from pagetide.allocator.broker_client import Channel
 
 METHOD = "spawn"  # a fresh interpreter for each process, as a user's program has
 END_S = 30.0
@@ -48,7 +56,11 @@ class Worker:
                 f"a process of the benchmark ended with status {self._process.exitcode}; its own message is above"
             ) from None
 
-    def __enter__(self) -> Worker:
+    def poll(self, seconds: float) -> bool:
+        """Whether a message, or the end of the process, is there within so many seconds."""
+        return self._pipe.poll(seconds)
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -57,8 +69,49 @@ class Worker:
         self._pipe.close()
         if error is None:
             self._process.join(END_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the process. Idempotent."""
+        self._pipe.close()
         self._process.kill()
         self._process.join()
+
+
+def recalled(
+    socket: Path, lease: str, num_bytes: int, held_bytes: Callable[[], int], but_for_bytes: int, deadline_s: float
+) -> tuple[float, float]:
+    """Order a recall as `vram-monitor recall` does: (when, seconds until so much less is held, but for `but_for_bytes`).
+
+    Raises TimeoutError.
+    """
+    channel = Channel(socket)
+    time.sleep(0.1)  # the broker has greeted, and an engine without steps knows that no caller waits for the next one
+    target = held_bytes() - num_bytes + but_for_bytes
+    try:
+        began = time.perf_counter()
+        channel.send(wire.RecallBytesMessage(lease, num_bytes))
+        while (held := held_bytes()) > target:
+            if time.perf_counter() - began > deadline_s:
+                raise TimeoutError(f"{held - target:,} bytes were not back after {deadline_s:g} s")
+            time.sleep(0.0001)
+        took = time.perf_counter() - began
+        channel.wait(time.monotonic() + deadline_s, wire.RecallingMessage)
+        return began, took
+    finally:
+        channel.close()
+
+
+@contextmanager
+def busy(count: int) -> Iterator[None]:
+    """Inside, so many processes count."""
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def _run(

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -23,10 +22,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.arguments import whole
-from benchmarks.figures import Figure, report
+from benchmarks.arguments import parser_of, whole
+from benchmarks.figures import Figure, median, report
+from benchmarks.load import random_qwen2
 from pagetide import LLM, SamplingParams
 from pagetide.engine import demo_model
 
@@ -46,13 +46,13 @@ def passages() -> list[list[int]]:
     return [[tokenizer.bos_token_id, *tokenizer.encode(text, add_special_tokens=False)] for text in texts]
 
 
-def perplexity(model: Any, quantization: str | None, texts: list[list[int]]) -> float:
-    """Of the tokens of `texts` after their first."""
-    params = SamplingParams(max_new_tokens=1, temperature=0, prompt_logprobs=0)
-    with LLM(model, dtype="float32", quantization=quantization, prefix_caching=False, **ENGINE) as llm:
+def perplexity(model: Any, texts: list[list[int]], **options: Any) -> tuple[float, list[int]]:
+    """Of the tokens of `texts` after their first; and the likeliest token at each of these places."""
+    params = SamplingParams(max_new_tokens=1, temperature=0, prompt_logprobs=1)
+    with LLM(model, dtype="float32", prefix_caching=False, **ENGINE, **options) as llm:
         outputs = llm.generate(texts, params)
-    found = [one.logprob for output in outputs for one in output.prompt_logprobs if one is not None]
-    return math.exp(-sum(found) / len(found))
+    found = [one for output in outputs for one in output.prompt_logprobs if one is not None]
+    return math.exp(-sum(one.logprob for one in found) / len(found)), [one.top[0][0] for one in found]
 
 
 def with_outliers(seed: int) -> nn.Module:
@@ -77,23 +77,12 @@ def with_outliers(seed: int) -> nn.Module:
 
 def losses(name: str, model: Any, texts: list[list[int]], bounds: dict[str, float]) -> list[Figure]:
     """The perplexity of `model`, and how much each form raises it."""
-    plain = perplexity(model, None, texts)
+    plain, _ = perplexity(model, texts)
     figures = [Figure(f"{name}, float32", plain, "")]
     for form in FORMS:
-        loss = 100 * (perplexity(model, form, texts) / plain - 1)
+        loss = 100 * (perplexity(model, texts, quantization=form)[0] / plain - 1)
         figures.append(Figure(f"{name}, {form}: loss", loss, "%", bounds.get(form)))
     return figures
-
-
-def random_model(hidden: int, layers: int, vocab: int, seed: int) -> Any:
-    """A Qwen2 with random weights in bfloat16."""
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        hidden_size=hidden, intermediate_size=11 * hidden // 4, num_hidden_layers=layers, num_attention_heads=16,
-        num_key_value_heads=8, vocab_size=vocab, max_position_embeddings=2048, tie_word_embeddings=False,
-        bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    return Qwen2ForCausalLM(config).to(torch.bfloat16).eval().requires_grad_(False)
 
 
 def decode_seconds(llm: LLM, prompts: list[list[int]], new_tokens: int) -> float:
@@ -105,7 +94,10 @@ def decode_seconds(llm: LLM, prompts: list[list[int]], new_tokens: int) -> float
 
 def speeds(args: argparse.Namespace) -> list[Figure]:
     """Decoded tokens per second in each form, and the ratio to bfloat16."""
-    model = random_model(args.hidden, args.layers, args.vocab, args.seed)
+    model = random_qwen2(
+        args.hidden, args.layers, args.seed, intermediate_size=11 * args.hidden // 4, num_attention_heads=16,
+        num_key_value_heads=8, vocab_size=args.vocab, max_position_embeddings=2048, tie_word_embeddings=False,
+    )  # fmt: skip
     rng = np.random.default_rng(args.seed)
     prompts = [rng.integers(1, args.vocab, 16).tolist() for _ in range(args.sequences)]
     found: dict[str | None, list[float]] = {}
@@ -123,17 +115,16 @@ def speeds(args: argparse.Namespace) -> list[Figure]:
     figures = []
     for form, samples in found.items():
         name = f"decoding, {form or 'bfloat16'}"
-        figures.append(Figure(name, statistics.median(samples), "tokens/s", better="higher", samples=samples))
+        figures.append(median(name, samples, "tokens/s", better="higher"))
         if form is not None:
             ratios = [a / b for a, b in zip(samples, found[None], strict=True)]
             target = LEAST_SPEEDUP.get(form)
-            figures.append(Figure(f"{name} / bfloat16", statistics.median(ratios), "x", target, "higher", ratios))
+            figures.append(median(f"{name} / bfloat16", ratios, "x", target, "higher"))
     return figures
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE")
+    parser = parser_of(__doc__, rounds=5)
     parser.add_argument("--passages", type=whole, help="of the held-out text (all)")
     parser.add_argument(
         "--hidden", type=whole, default=1024, help="of the random model, a multiple of 32 (%(default)s)"
@@ -142,8 +133,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--vocab", type=whole, default=32768, help="of the random model (%(default)s)")
     parser.add_argument("--sequences", type=whole, default=16, help="in a batch (%(default)s)")
     parser.add_argument("--new-tokens", type=whole, default=32, help="of each sequence (%(default)s)")
-    parser.add_argument("--rounds", type=whole, default=5)
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     if args.hidden % 32:
         parser.error(f"16 heads of an even size need a hidden size that is a multiple of 32, got {args.hidden}")

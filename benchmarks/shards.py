@@ -1,6 +1,6 @@
 """A model divided over processes of the CPU, against one process: tokens per second, where the time goes, and memory.
 
-    python -m benchmarks.shards [--json FILE] [--rounds 5] [--shards 2] [--hidden 1024] [--layers 24]
+    python -m benchmarks.shards [--json FILE] [--rounds 5] [--hidden 1024] [--layers 24]
                                 [--dtypes bfloat16 float32] [--prompts 16] [--new-tokens 64] [--seed 0]
 
 A random Qwen2-like model of 0.4 billion parameters, ragged prompts of 64 to 256 tokens, greedy. The undivided engine uses all
@@ -19,19 +19,19 @@ difference of the weights, divided and replicated.
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arguments import whole
-from benchmarks.cpu_workload import agreement, prompts, save_qwen2
-from benchmarks.figures import Figure, report
+from benchmarks.arguments import parser_of, whole
+from benchmarks.figures import Figure, median, report
+from benchmarks.load import agreement, prompts, save_qwen2
 from pagetide import LLM, SamplingParams
 
 HIDDEN, LAYERS, PROMPTS, NEW_TOKENS = 1024, 24, 16, 64
+SHARDS = 2
 LEAST_RATIO, MOST_MEMORY = 0.7, 1.1
 NVLINK_BYTES_S, NVLINK_CALL_S = 450e9, 10e-6
 BEAT_S = 0.6  # after which a shard has written what it has done
@@ -75,10 +75,10 @@ def measure(args: argparse.Namespace, folder: Path, dtype: str) -> list[Figure]:
         "prefix_caching": False,
         "share": False,
     }
-    with LLM("demo", tensor_parallel_size=args.shards, **options) as small:
+    with LLM("demo", tensor_parallel_size=SHARDS, **options) as small:
         small_held, small_weights = held(small)
-    with LLM(folder, **options) as one, LLM(folder, tensor_parallel_size=args.shards, **options) as divided:
-        figures, ratios, speeds = [], [], []
+    with LLM(folder, **options) as one, LLM(folder, tensor_parallel_size=SHARDS, **options) as divided:
+        figures, ratios = [], []
         for llm in (one, divided):
             generate(llm, inputs, 4)
         before = work_of(divided)
@@ -86,15 +86,11 @@ def measure(args: argparse.Namespace, folder: Path, dtype: str) -> list[Figure]:
             right, one_s = generate(one, inputs, args.new_tokens)
             found, divided_s = generate(divided, inputs, args.new_tokens)
             ratios.append(one_s / divided_s)
-            speeds.append(args.prompts * args.new_tokens / divided_s)
         work = {name: value - before[name] for name, value in work_of(divided).items()}
         large_held, large_weights = held(divided)
     steps = max(1.0, work["steps"])
     target = LEAST_RATIO if dtype == args.dtypes[0] else None
-    figures.append(
-        Figure(f"{dtype}: tokens/s, divided / one process", statistics.median(ratios), "x", target, "higher", ratios)
-    )
-    figures.append(Figure(f"{dtype}: tokens/s, divided", statistics.median(speeds), "tokens/s", None, "higher", speeds))
+    figures.append(median(f"{dtype}: tokens/s, divided / one process", ratios, "x", target, "higher"))
     figures.append(Figure(f"{dtype}: tokens that agree", agreement(found, right), "share", None, "higher"))
     for name, seconds in (
         ("sending the plan", work["sending"]), ("collectives", work["collectives"]),
@@ -104,35 +100,29 @@ def measure(args: argparse.Namespace, folder: Path, dtype: str) -> list[Figure]:
         figures.append(Figure(f"{dtype}: a step: {name}", 1e3 * seconds / steps, "ms"))
     figures.append(Figure(f"{dtype}: a step: collectives", work["calls"] / steps, "calls"))
     figures.append(Figure(f"{dtype}: a step: bytes in collectives", work["bytes"] / steps / 1e6, "MB"))
-    paper = work["calls"] * NVLINK_CALL_S + work["bytes"] * 2 * (args.shards - 1) / args.shards / NVLINK_BYTES_S
+    paper = work["calls"] * NVLINK_CALL_S + work["bytes"] * 2 * (SHARDS - 1) / SHARDS / NVLINK_BYTES_S
     figures.append(Figure(f"{dtype}: a step: collectives on NVLink, on paper", 1e3 * paper / steps, "ms"))
     memory = (large_held - small_held) / max(1, large_weights - small_weights)
-    figures.append(
-        Figure(f"{dtype}: memory of a shard / its weights", memory, "x", MOST_MEMORY if args.hidden >= HIDDEN else None)
-    )
+    figures.append(Figure(f"{dtype}: memory of a shard / its weights", memory, "x", MOST_MEMORY))
     figures.append(Figure(f"{dtype}: memory of a shard without weights", (small_held - small_weights) / 2**20, "MiB"))
     return figures
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--json")
-    parser.add_argument("--rounds", type=whole, default=5)
-    parser.add_argument("--shards", type=whole, default=2)
+    parser = parser_of(__doc__, rounds=5)
     parser.add_argument("--hidden", type=whole, default=HIDDEN)
     parser.add_argument("--layers", type=whole, default=LAYERS)
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--prompts", type=whole, default=PROMPTS)
     parser.add_argument("--new-tokens", type=whole, default=NEW_TOKENS)
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder:
         save_qwen2(Path(folder), args.hidden, args.layers, args.seed)
         for dtype in args.dtypes:
             figures += measure(args, Path(folder), dtype)
-    report(f"one model over {args.shards} shards on the CPU", figures, args.seed, args.json)
+    report(f"one model over {SHARDS} shards on the CPU", figures, args.seed, args.json)
 
 
 if __name__ == "__main__":

@@ -115,3 +115,10 @@ def merged(updates: list[tuple[TableUpdate, ...]]) -> tuple[TableUpdate, ...]:
         TableUpdate(*(np.concatenate([getattr(u, name) for u in of_table]) for name in ("rows", "slots", "blocks")))
         for of_table in zip(*updates, strict=True)
     )
+
+
+def joined(copies: list[BlockCopies]) -> BlockCopies | None:
+    """All of `copies` as one simultaneous copy; None for none."""
+    if len(copies) <= 1:
+        return copies[0] if copies else None
+    return BlockCopies(*(np.concatenate([getattr(c, name) for c in copies]) for name in ("sources", "targets")))

@@ -17,7 +17,9 @@ from sphinx.ext.napoleon import Config, GoogleDocstring
 
 ROOT = Path(__file__).resolve().parents[1]
 # The folders as they are installed, whether or not this checkout is.
-sys.path.insert(0, str(ROOT / "src"))
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / ".ci")]
+
+import index  # noqa: E402  # .ci/index.py
 
 from pagetide import __version__  # noqa: E402
 
@@ -59,6 +61,8 @@ NAVIGATION = {
     "docs/decisions/README": {"": ["docs/decisions/0*"]},
 }
 
+FILES = "docs/api/files"  # the page with the index of files
+
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 myst_heading_anchors = 4
 suppress_warnings = ["myst.header"]  # a heading may be skipped on a git host
@@ -87,7 +91,9 @@ templates_path = ["templates"]
 
 
 def add_navigation(app: Sphinx, name: str, content: list[str]) -> None:
-    """Append a page's tables of contents to its source."""
+    """Append a page's tables of contents, and the index of files, to its source."""
+    if name == FILES:
+        content[0] += f"\n{index.index(ROOT)}"
     for caption, pages in NAVIGATION.get(name, {}).items():
         lines = ["", "", "```{toctree}", ":hidden:", ":glob:", *([f":caption: {caption}"] if caption else []), ""]
         content[0] += "\n".join([*lines, *(f"/{page}" for page in pages), "```", ""])
@@ -120,4 +126,5 @@ def read_docstring(app: Sphinx, what: str, name: str, value: object, options: ob
 def setup(app: Sphinx) -> None:
     """Sphinx calls this."""
     app.connect("source-read", add_navigation)
+    app.connect("env-get-outdated", lambda *_: [FILES])  # it depends on every module
     app.connect("autodoc-process-docstring", read_docstring)

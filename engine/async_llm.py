@@ -21,7 +21,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from ..cache.cache_events import CacheEvents
 from ..scheduler.arguments import explains_arguments, explains_names
@@ -49,6 +49,7 @@ MOST_ON_LOOP = 1024  # blocks of which the event loop makes plain data, some 2 m
 
 Pair = tuple[Prompt, SamplingParams | None]
 Params = SamplingParams | Sequence[SamplingParams] | None
+Value = TypeVar("Value")
 
 
 @explains_names("AsyncLLM")
@@ -137,15 +138,19 @@ class AsyncLLM:
         stream_interval: int = 1,
         priority: int = 0,
         cache_salt: str | None = None,
+        keep_logprobs: bool = True,
     ) -> AsyncStream:
         """Stream the output in chunks of at least `stream_interval` tokens: see `LLM.stream`.
+
+        Without `keep_logprobs` the log-probabilities of a chunk are released when it is read: the completions have none, and
+        requests with log-probabilities cannot be exported.
 
         Reading the first chunk queues the requests. They advance whether the stream is read or not: a slow reader gets all new
         tokens as one chunk. Reading raises as `generate`.
         """
         check_count("stream_interval", stream_interval)
         encode = partial(RequestIntake.encode, prompts=_read(prompts), params=_read(sampling_params))
-        return AsyncStream(partial(_Submission, self, encode, priority, cache_salt, stream_interval))
+        return AsyncStream(partial(_Submission, self, encode, priority, cache_salt, stream_interval, keep_logprobs))
 
     @explains_arguments("AsyncLLM.stream_chat")
     def stream_chat(
@@ -170,11 +175,12 @@ class AsyncLLM:
         *,
         stream_interval: int = 1,
         priority: int | None = None,
+        keep_logprobs: bool = True,
     ) -> AsyncStream:
         """Continue an exported request: see `LLM.import_request`, and `stream`. Reading raises as `generate`."""
         check_count("stream_interval", stream_interval)
         parse = partial(RequestIntake.parse_exported, data=data)
-        return AsyncStream(partial(_Submission, self, parse, priority, None, stream_interval))
+        return AsyncStream(partial(_Submission, self, parse, priority, None, stream_interval, keep_logprobs))
 
     @explains_arguments("AsyncLLM.generate_each")
     def generate_each(
@@ -224,6 +230,11 @@ class AsyncLLM:
         params = sampling_params or SamplingParams()
         return await _send(self._engine_thread.run_with_encoder, lambda: self._manager.intake.tokenize(prompt, params))
 
+    async def run_with_tokenizer(self, function: Callable[[PreTrainedTokenizerBase | None], Value]) -> Value:
+        """The result of `function(tokenizer)`, called on a tokenizer's thread in turn with prompts. Raises what it raises."""
+        result: Value = await _send(self._engine_thread.run_with_encoder, lambda: function(self.tokenizer))
+        return result
+
     async def reset_prefix_cache(self) -> None:
         """Hide all blocks computed so far from later requests. Running requests keep their blocks."""
         await _send(self._engine_thread.run_with_engine, lambda engine: engine.core.scheduler.cache.reset())
@@ -251,6 +262,15 @@ class AsyncLLM:
         """CPU seconds that `frame` has taken of the engine's thread so far; 0 once the engine is stopped."""
         watch = self._manager.watch
         return 0.0 if watch is None else watch.frame_s
+
+    @property
+    def heartbeat(self) -> tuple[int, float]:
+        """Beats of the thread that runs the steps, and the seconds that it may take to the next beat; 0 while it rests.
+
+        For a watcher in another thread or process: if the beats stay the same for longer, the engine hangs. Raises
+        EngineClosed once the thread has ended.
+        """
+        return self._engine_thread.heartbeat
 
     async def cache_events(self) -> CacheEvents:
         """The changes of the set of findable blocks since the last call: see `LLM.cache_events`."""
@@ -431,7 +451,7 @@ class AsyncStream(AsyncIterator[StreamChunk]):
 
     async def __anext__(self) -> StreamChunk:
         if self._reading:
-            raise RuntimeError("another task is reading this stream: make one for each")
+            raise RuntimeError("another task is reading this stream: create one for each")
         self._reading = True
         try:
             while not self._chunks:
@@ -491,11 +511,12 @@ class _Submission:
         priority: int | None,
         cache_salt: str | None,
         interval: int | None,
+        keeps_logprobs: bool = True,
     ) -> None:
         self._llm = llm  # keeps the engine alive
         self._closed = True
         self._waiter: Waiter = asyncio.get_running_loop().create_future()
-        self._call = PendingCall(self._waiter, priority, cache_salt, interval)
+        self._call = PendingCall(self._waiter, priority, cache_salt, interval, keeps_logprobs)
         llm._engine_thread.begin(self._call, encode)
         self._closed = False
 

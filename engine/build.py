@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,10 +21,12 @@ from ..cache.manager import CacheManager
 from ..cache.prefix_hash import PrefixHasher
 from ..cache.storage import TensorArena
 from ..monitor.units import format_bytes
+from ..scheduler import answer_memory
 from ..scheduler.cost import SwapCost
 from ..scheduler.outcome import STEP_TOKEN_BOUNDS
 from ..scheduler.request import SamplingParams
-from ..scheduler.scheduler import Limits, Scheduler
+from ..scheduler.scheduler import Scheduler
+from ..scheduler.state import Limits
 from .attention.choose import Site, check, choose
 from .config import EngineConfig
 from .core import EngineCore
@@ -32,7 +34,7 @@ from .errors import NotEnoughMemory
 from .executor import collect, empty_caches, load_checked, make_runner, open_arena, open_host_pool
 from .loading.checkpoint import Checkpoint
 from .loading.hub_kernels import no_hub_kernels
-from .loading.loader import choose_device, choose_dtype, load_tokenizer
+from .loading.loader import address_remedy, choose_device, choose_dtype, load_tokenizer
 from .loading.quantized_linears import check_native
 from .memory.engine_memory import EngineMemory
 from .memory.lease_holder import HEAP_BYTES, LeaseHolder, Sharing, acquire_lease
@@ -66,6 +68,8 @@ class ModelFacts:
     bos_token_id: int | None = None
     num_tables: int = 1  # block tables of a sequence
     layout: str = ""  # how weights, K and V are stored: engines that differ in it may compute other tokens
+    # Of this host's memory, for outputs that a server has not delivered: no fact of the model.
+    answers_bytes: int = field(default=answer_memory.LEAST_PLANNED_BYTES, compare=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,7 +94,7 @@ class Engine:
         return ModelFacts(
             plan.max_model_len, self.encoder.vocab_size, plan.block_size, plan.device, plan.dtype, self.sampling,
             self.eos_token_ids, self.encoder.bos_token_id, plan.geometry.num_tables,
-            f"weights {plan.quantization or plan.dtype}, KV {plan.kv_cache_dtype}",
+            f"weights {plan.quantization or plan.dtype}, KV {plan.kv_cache_dtype}", plan.answers_bytes,
         )  # fmt: skip
 
     def stats(self) -> dict[str, Any]:
@@ -274,7 +278,7 @@ def _build(
         arena,
         sharing,
         checkpoint.default_sampling,
-        checkpoint.eos_token_ids,
+        encoder.all_ends(checkpoint.eos_token_ids),
         tuple(owners),
         checked,
     )
@@ -301,8 +305,8 @@ def _build_divided(config: EngineConfig, began: float) -> Engine:
         if core.memory is not None:
             owners.append(core.memory.close)
         return Engine(
-            core, encoder, plan, shards.arena, shards.sharing, checkpoint.default_sampling, checkpoint.eos_token_ids,
-            tuple(owners), team=team,
+            core, encoder, plan, shards.arena, shards.sharing, checkpoint.default_sampling,
+            encoder.all_ends(checkpoint.eos_token_ids), tuple(owners), team=team,
         )  # fmt: skip
     except BaseException:
         shards.close()
@@ -354,7 +358,9 @@ def _open_pool(plan: MemoryPlan, holder: LeaseHolder, lease: Lease | None, *, el
     except (OutOfDeviceMemory, GrantExceeded) as error:  # another process took memory since it was counted
         free = error.free_bytes if isinstance(error, OutOfDeviceMemory) else error.granted_bytes
         what = f"the KV pool of {plan.model} on {plan.device}"
-        remedy = "another process took memory meanwhile: try again, or ask for less kv_memory"
+        remedy = address_remedy(error.asked_bytes, holder.device) or (
+            "another process took memory meanwhile: try again, or ask for less kv_memory"
+        )
         raise NotEnoughMemory(error.asked_bytes, free, what, remedy) from error
 
 
@@ -365,7 +371,7 @@ def _limits(plan: MemoryPlan, config: EngineConfig) -> Limits:
 def _cache(
     plan: MemoryPlan, config: EngineConfig, limits: Limits, arena: Arena | None, host_slots: int
 ) -> CacheManager:  # fmt: skip
-    """The books of the pool. `arena` None: its size is fixed."""
+    """The bookkeeping of the pool. `arena` None: its size is fixed."""
     kept = config.prefix_cache_memory
     return CacheManager(
         plan.num_blocks, plan.block_size, limits.num_rows, plan.max_model_len, groups=plan.geometry.groups,

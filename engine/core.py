@@ -110,9 +110,9 @@ class EngineCore:
             step_error = self._discard_pending() or error
             self.scheduler, outputs = self.scheduler.rebuilt(_format_error(error), self.runner.mapped_extents)
             if isinstance(error, ShardLost):
-                log.error("all %d requests end: %s", len(outputs.finished), error)
+                log.error("ending all %d requests: %s", len(outputs.finished), error)
             elif not is_interrupt(error):
-                log.exception("the bookkeeping broke; all %d requests end", len(outputs.finished))
+                log.exception("the bookkeeping failed; ending all %d requests", len(outputs.finished))
             if applied is not None:  # the step was applied: its outputs and ends are only here
                 outputs = replace(applied, finished=applied.finished + outputs.finished)
         if step_error is not None and is_interrupt(step_error):
@@ -180,7 +180,7 @@ def _failed_result(plan: Plan, error: BaseException) -> Result:
     if plan.moves_memory or isinstance(error, ShardLost):
         raise error
     if not is_interrupt(error):
-        log.error("step %d failed as a whole; its %d requests end", plan.step_id, len(plan.rows), exc_info=error)
+        log.error("step %d failed as a whole; ending its %d requests", plan.step_id, len(plan.rows), exc_info=error)
     failures = tuple(Failure(i, _format_error(error)) for i in range(len(plan.rows)))
     return Result(plan.step_id, np.zeros(len(plan.rows), np.int64), NO_TOKENS, failures)
 

@@ -76,7 +76,7 @@ def load_checked(
     model = load_model(checkpoint, device, dtype, quantization=config.quantization, pack=True, check=early, **how)
     with rows_as_they_are():
         if device.type == "cpu" and not fuse(model).computes and config.quantization is None:
-            log.warning("linear layers of %s stay as they are: it does not compute with packed ones", plan.model)
+            log.warning("linear layers of %s are not packed: the model does not compute with packed ones", plan.model)
             del model
             model = load_model(checkpoint, device, dtype, **how)
         if early is None:
@@ -155,6 +155,7 @@ def make_runner(
         overlaps=device.type == "cuda" if config.overlap is None else config.overlap,
         threads=CpuThreads(set_native=torch.ops.pagetide.set_threads.default if is_native(model) else None),
         group=group,
+        weights_bytes=plan.weights_bytes,
     )
     if captures and config.cuda_graphs and device.type == "cuda":
         _record(runner, num_rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import deque
@@ -19,7 +20,7 @@ from ..scheduler.frames.source import encode
 from ..scheduler.request import SamplingParams
 from .config import DEFAULT_IDLE_S, EngineConfig
 from .frames.engine_watch import EngineWatch, decoder, with_text
-from .requests.inputs import Message, Prompt, Prompts, check_count, joined_progress, paired, text_of
+from .requests.inputs import Message, Prompt, Prompts, check_count, joined_progress, pair_params, paired, text_of
 from .requests.manager import RequestManager
 from .requests.outputs import RequestOutput, StreamChunk, refused
 from .requests.progress import Bar
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
     from .build import Engine, ModelFacts
     from .loading.models import KvCacheDtype, Quantization
+
+log = logging.getLogger(__name__)
 
 _UNSET_PROGRESS_DELAY_S = 2.0  # shorter calls show no bar
 
@@ -280,7 +283,8 @@ class LLM:
         look_ahead: int | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
-    ) -> Iterator[RequestOutput]:
+        exported: Iterable[Mapping[str, Any] | None] = (),
+    ) -> OrderedOutputs:
         """Continue prompts from an iterable, which may be endless. Yields the outputs in the same order.
 
         A rejected prompt has an output in its place, with finish reason "error".
@@ -289,11 +293,15 @@ class LLM:
             prompts: Strings or token ids, one by one.
             sampling_params: One for all, or an iterable of one each.
             look_ahead: Maximum prompts taken from the iterable before the first one's output; default `2 * max_seqs`.
+            exported: For each prompt the data of its request that `OrderedOutputs.pending` gave in another process, to continue
+                it, or None. A request that cannot be continued begins anew, which is logged. May be shorter than `prompts`.
         """
         if look_ahead is None:
             look_ahead = 2 * self.config.max_seqs
         check_count("look_ahead", look_ahead)
-        return _outputs_in_order(self._manager, paired(prompts, sampling_params), look_ahead, priority, cache_salt)
+        begun = iter(exported)
+        inputs = ((prompt, params, next(begun, None)) for prompt, params in paired(prompts, sampling_params))
+        return OrderedOutputs(self._manager, inputs, look_ahead, priority, cache_salt)
 
     def render(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
         """The prompt token ids of `chat` for this conversation. Raises RequestRejected as `chat` does."""
@@ -507,35 +515,110 @@ class Stream(Iterator[StreamChunk]):
         self._manager.abort_nowait(self._groups)
 
 
-def _outputs_in_order(
-    manager: RequestManager,
-    pairs: Iterator[tuple[Prompt, SamplingParams | None]],
-    look_ahead: int,
-    priority: int,
-    cache_salt: str | None,
-) -> Iterator[RequestOutput]:
-    """Yield the outputs of the prompts taken from `pairs`, in their order; see `LLM.generate_each`."""
+class OrderedOutputs(Iterator[RequestOutput]):
+    """The outputs of `LLM.generate_each`. Reading runs the engine's steps; `close` aborts the requests that were begun.
 
-    def submit(prompt: Prompt, params: SamplingParams | None) -> RequestOutput | RequestGroup:
+    Prompts are taken when an output is read, or by `step`. For a collected object see `Stream`.
+    """
+
+    def __init__(
+        self,
+        manager: RequestManager,
+        inputs: Iterator[tuple[Prompt, SamplingParams | None, Mapping[str, Any] | None]],
+        look_ahead: int,
+        priority: int,
+        cache_salt: str | None,
+    ) -> None:
+        self._manager = manager
+        self._inputs = inputs
+        self._look_ahead = look_ahead
+        self._priority, self._cache_salt = priority, cache_salt
+        self._taken: deque[RequestOutput | RequestGroup] = deque()
+
+    def __next__(self) -> RequestOutput:
         try:
-            (group,) = manager.submit(manager.intake.encode_one(prompt, params), priority, cache_salt)
+            while not self.step():
+                pass
+            if not self._taken:
+                raise StopIteration
+            first = self._taken.popleft()
+            return first.output if isinstance(first, RequestGroup) else first
+        except BaseException:
+            self.close()
+            raise
+
+    def step(self) -> bool:
+        """Run a step of the engine, unless the next output is complete. Returns whether it is, or whether there is none."""
+        for prompt, params, exported in islice(self._inputs, self._look_ahead - len(self._taken)):
+            self._taken.append(self._submit(prompt, params, exported))
+        first = self._taken[0] if self._taken else None
+        if not isinstance(first, RequestGroup):
+            return True
+        if not first.is_finished:
+            self._manager.step_for(first)
+        return first.is_finished
+
+    def pending(self) -> list[RequestOutput | dict[str, Any] | None]:
+        """What is known of the prompts that were taken and have not been yielded, in their order.
+
+        Of each its output, if it is complete; or the data of its request in the form of `RequestHandle.export`, while it goes
+        on; or None, if it has no token yet or cannot be continued elsewhere, as several continuations and beams.
+        """
+        copies = iter(self._manager.copies([one for one in self._taken if isinstance(one, RequestGroup)]))
+        known = [(one, next(copies)) if isinstance(one, RequestGroup) else (one, None) for one in self._taken]
+        return [
+            one if not isinstance(one, RequestGroup) else one.output if one.is_finished else copy for one, copy in known
+        ]
+
+    def close(self) -> None:
+        """Abort the requests that were begun. Idempotent."""
+        self._manager.abort_nowait([group for group in self._taken if isinstance(group, RequestGroup)])
+        self._inputs = iter(())
+        self._taken.clear()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _submit(
+        self, prompt: Prompt, params: SamplingParams | None, exported: Mapping[str, Any] | None
+    ) -> RequestOutput | RequestGroup:
+        manager, intake = self._manager, self._manager.intake
+        if exported is not None:
+            try:
+                (group,) = manager.submit(intake.parse_exported(exported), self._priority, None)
+                return group
+            except RequestRejected as error:
+                log.warning("restarting a request that cannot be continued: %s", error)
+        try:
+            (group,) = manager.submit(intake.encode_one(prompt, params), self._priority, self._cache_salt)
             return group
         except RequestRejected as error:
             return refused(text_of(prompt), str(error), manager.open().encoder.tokenizer is not None)
 
-    taken: deque[RequestOutput | RequestGroup] = deque()
-    try:
-        while True:
-            for prompt, params in islice(pairs, look_ahead - len(taken)):
-                taken.append(submit(prompt, params))
-            if not taken:
-                return
-            first = taken[0]
-            if isinstance(first, RequestGroup):
-                while not first.is_finished:
-                    manager.step_for(first)
-                first = first.output
-            taken.popleft()
-            yield first
-    finally:  # may run in the garbage collector, during a step
-        manager.abort_nowait([group for group in taken if isinstance(group, RequestGroup)])
+
+def generate(
+    model_name: str | os.PathLike[str],
+    prompt: str | Sequence[str],
+    max_new_tokens: int | None = None,
+    device: str = "auto",
+    **sampling: Any,
+) -> str | list[str]:
+    """The text that follows a prompt, or a list of texts for several: for a script that asks once.
+
+    The model is loaded for this call. `LLM` keeps it loaded, takes all settings, and returns more than the text.
+
+    Args:
+        model_name: As the `model` of `LLM`: a name, a folder, or a hub id in the local cache.
+        sampling: Further arguments of `SamplingParams`.
+
+    Raises what `LLM` and its `generate` raise; RuntimeError for a request that failed.
+    """
+    params = SamplingParams(max_new_tokens=max_new_tokens, **sampling)
+    prompts = [one for one, _ in pair_params(prompt, params)]  # what is no prompt raises before the model is loaded
+    with LLM(model_name, device=device) as llm:
+        outputs = llm.generate(prompts, params)
+    for output in outputs:
+        if output.error is not None:
+            raise RuntimeError(f"the request failed: {output.error}")
+    texts = [output.text for output in outputs]
+    return texts[0] if isinstance(prompt, str) else texts

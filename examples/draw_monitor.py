@@ -1,4 +1,4 @@
-"""Draws the terminal view of vram-monitor as an SVG, of an invented machine: the picture in the README.
+"""Draws the terminal view of vram-monitor as an SVG, of an invented machine: the picture in docs/monitor.md.
 
     python examples/draw_monitor.py
 
@@ -42,7 +42,7 @@ NOW_NS = 50_000 * SECOND_NS
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the picture."""
     parser = argparse.ArgumentParser(description="Draw the terminal view of vram-monitor as an SVG.")
-    parser.add_argument("--output", type=Path, default=OUTPUT, help="the file to write (default: the README's picture)")
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="the file to write (default: that picture)")
     parser.add_argument("--width", type=int, default=WIDTH, help=f"cells (default {WIDTH})")
     parser.add_argument("--height", type=int, default=HEIGHT, help=f"lines (default {HEIGHT})")
     args = parser.parse_args(argv)
@@ -96,7 +96,7 @@ def machine() -> Snapshot:
     return snapshot.with_leases((replace(growing, asked_bytes=92 * GIB), replace(yielding, **recall)))
 
 
-def _lease(engine: str, process: ProcessUse, granted_bytes: int, held: dict[str, int], free_bytes: int) -> LeaseUse:
+def _lease(engine: str, process: ProcessUse, granted_bytes: int, held: dict[str, int], spare_bytes: int) -> LeaseUse:
     """Of the first GPU."""
     assert process.user is not None and process.used_bytes is not None
     return LeaseUse(
@@ -111,7 +111,7 @@ def _lease(engine: str, process: ProcessUse, granted_bytes: int, held: dict[str,
         granted_bytes=granted_bytes,
         held_bytes=process.used_bytes,
         held_by_class=held,
-        free_bytes=free_bytes,
+        spare_bytes=spare_bytes,
         asked_bytes=None,
         state="ok",
         recall_target_bytes=None,

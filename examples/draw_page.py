@@ -5,7 +5,7 @@
 It serves the bundled model under load, and takes pictures of the page: light, dark with two models, on a phone, and when a
 recall has taken memory. The picture of a million blocks is of a made-up pool (tests/page_pools.py), as this machine has no
 device for so many. Two runs never have the same timing, so the pictures differ from run to run. It needs Chromium and what
-`pip install "pagetide[test]"` brings.
+`pip install -e ".[test]"` brings.
 """
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ def _pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise SystemExit('the picture needs matplotlib: pip install "pagetide[examples]"') from error
+        raise SystemExit('the picture needs matplotlib: pip install -e ".[examples]"') from error
     matplotlib.use("Agg")
     matplotlib.rcParams |= {"svg.hashsalt": "tide", "font.family": "DejaVu Sans", "font.size": 9}
     import matplotlib.pyplot

@@ -21,6 +21,7 @@ from typing import Any, cast
 
 from .cluster import (
     NAMESPACE,
+    START_S,
     RayLink,
     connect,
     connect_ray,
@@ -37,6 +38,7 @@ from .journal import Durability
 from .keeper import WorkerKeeper
 from .links import QueueUnavailable, answer_call
 from .queue_server import QueueOptions, QueueServer
+from .watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +77,7 @@ class QueueActor:
             cast(Durability, config.durability),
             config.hang_s,
             config.keep_s,
+            config.unread_s,
             shares=config.shares,
             start_id=self._start_id,
         )
@@ -82,6 +85,7 @@ class QueueActor:
         self._server.start()
         self._keeper = WorkerKeeper(self._server, RayLauncher(config, self._server.secret))
         await self._keeper.begin(config.workers)
+        self._watchdog = Watchdog()  # only now: reading a long journal holds up the loop
 
     async def status(self) -> dict[str, Any]:
         """See `QueueServer.status`, with what the keeper knows."""
@@ -128,7 +132,7 @@ class WorkerActor:
 
     async def _run(self) -> None:
         from ..engine.async_llm import AsyncLLM
-        from .worker import UNLIMITED_WAITING, FleetWorker, model_of
+        from .worker import UNLIMITED_WAITING, EngineHangs, FleetWorker, model_of
 
         options = {**self._config.engine, "prefix_hash_secret": self._secret, "kv_events": True}
         if options.get("prefix_caching") is False:
@@ -141,12 +145,17 @@ class WorkerActor:
 
             port = self._config.kv_events + 2 * int(self._name.rpartition("-")[2])
             publisher = KvEventPublisher(f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{port + 1}")
+        hangs, self._watchdog = False, Watchdog()  # of this event loop; the worker watches the engine's thread
         try:
             await FleetWorker(self._name, llm, model_of(llm, self._config.model), link, publisher).run()
+        except EngineHangs:
+            hangs = True
+            raise
         finally:
             if publisher is not None:
                 publisher.close()
-            await llm.stop()
+            if not hangs:  # else it ends with this process, which the keeper kills
+                await llm.stop()
 
 
 class FrontActor:
@@ -275,9 +284,12 @@ def _start_actors(config: FleetConfig, address: str) -> RunningFleet:
     settings = {**config.to_dict(), "state_dir": str(config.journal.parent.absolute())}
     options = {"namespace": NAMESPACE, "lifetime": "detached", "max_restarts": -1, "num_cpus": 0}
     queue = ray.remote(QueueActor).options(name=queue_name(config.name), max_concurrency=CALLS_AT_ONCE, **options)
-    actor = queue.remote(settings, secrets.token_hex(8))
     try:
-        asyncio.run(RayLink(actor).status())
+        actor = queue.remote(settings, secrets.token_hex(8))
+    except ValueError as error:  # the name is taken: another process has started it meanwhile
+        raise FleetError(f"another process starts the fleet {config.name!r} on this cluster now: {error}") from error
+    try:
+        asyncio.run(RayLink(actor, START_S).status())
     except QueueUnavailable as error:
         raise FleetError(f"the queue cannot be started: {error}") from error
     except FleetError:

@@ -20,7 +20,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ..engine.async_llm import AsyncOutputs, AsyncStream, Pair, Params
-from ..engine.build import ModelFacts
 from ..engine.errors import EngineClosed
 from ..engine.requests.inputs import Message, Prompt, Prompts, check_count, paired, text_of
 from ..engine.requests.intake import RequestIntake
@@ -37,10 +36,12 @@ from .links import QueueLink
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from ..engine.build import ModelFacts
+
 Value = TypeVar("Value")
 
-STOPPED = "this Fleet is stopped: make another one"
-DRAINING = "this Fleet is being drained: it takes no more requests"
+STOPPED = "this Fleet is stopped: create a new one"
+DRAINING = "this Fleet is being drained: it accepts no new requests"
 _ONE_ENGINE = "the engines of a fleet are in other processes, and a request may move between them"
 # Attributes of `AsyncLLM` that a fleet does not have, and what to do instead.
 _ABSENT = {
@@ -220,6 +221,8 @@ class Fleet:
     @property
     def facts(self) -> ModelFacts:
         """Facts about the workers' model; `device` is "fleet". Raises FleetError before the Fleet is connected."""
+        from ..engine.build import ModelFacts  # imports torch
+
         preparer = self._ready.preparer
         model = preparer.model
         return ModelFacts(

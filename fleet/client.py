@@ -8,6 +8,7 @@ import logging
 import math
 import secrets
 import socket
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,6 +18,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from ..engine.process.fair_threads import FairThreads
+from ..engine.text.chat_template import tool_template
+from ..monitor.host_memory import free_host_bytes
+from ..scheduler.answer_memory import planned_bytes
+from ..scheduler.heartbeat import STILL_S
 from ..server.choices import joined
 from ..server.engine_client import EngineUnavailable, Generation, Observer, RequestFailed, check_depth
 from ..server.engine_outputs import error_kind
@@ -25,6 +31,7 @@ from .errors import FleetError
 from .links import QueueLink, QueueUnavailable
 from .messages import FleetInfo, NewRequest, Record, Submission, decode_record
 from .preparation import RequestPreparer
+from .request_queue import CANCELLED
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +40,7 @@ AGAIN_S = 0.1
 INFO_EVERY_S = 2.0
 MODEL_S = 120.0  # the first worker has so long to load the model
 LEAVE_S = 5.0  # a closing client waits so long until the queue knows what it has cancelled and left
+PREPARING_THREADS = 3
 ONE_ENGINE = "a fleet's workers are operated by `pagetide fleet`: "
 
 Value = TypeVar("Value")
@@ -67,13 +75,18 @@ class FleetClient:
 
     is_durable = True
 
-    def __init__(self, link: QueueLink, name: str, info: FleetInfo, preparer: RequestPreparer) -> None:
+    def __init__(
+        self, link: QueueLink, name: str, info: FleetInfo, preparer: RequestPreparer,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         self.name = name
         self.ended = asyncio.Event()
         self.preparer = preparer
         self.front = f"{socket.gethostname()}-{getpid()}-{secrets.token_hex(4)}"
         self._link = link
         self._info = info
+        self._answers_bytes = planned_bytes(free_host_bytes())  # here; the queue has no more of one than this
+        self._preparing = FairThreads(PREPARING_THREADS, 1, "pagetide-prepare")
         self._numbers = itertools.count()
         self._followed: dict[int, Followed] = {}  # by the generation's number
         self._by_number: dict[int, list[Followed]] = {}  # by the queue's number
@@ -82,6 +95,8 @@ class FleetClient:
         self._outgoing: list[tuple[NewRequest, asyncio.Future[Submission]]] = []
         self._has_outgoing = asyncio.Event()
         self._says_positions = False
+        self._clock = clock
+        self._answered_at = clock()  # the queue's last answer
         self._tasks: set[asyncio.Task[Any]] = set()
         self._leaving: set[asyncio.Task[None]] = set()  # those of `_tasks` that end what was dropped
 
@@ -106,14 +121,14 @@ class FleetClient:
         return ModelInfo(
             path=model.path, max_model_len=model.max_model_len, max_seqs=self._info.max_seqs,
             block_size=model.block_size, vocab_size=model.vocab_size, has_tokenizer=tokenizer is not None,
-            chat_template=getattr(tokenizer, "chat_template", None), device="fleet", dtype=model.dtype,
-            version=model.version,
+            chat_template=tool_template(tokenizer), device="fleet", dtype=model.dtype,
+            version=model.version, answers_bytes=self._answers_bytes,
         )  # fmt: skip
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests can be submitted."""
-        return not self.ended.is_set()
+        """Whether requests can be submitted: not while the queue gives no answer for long."""
+        return not self.ended.is_set() and self._clock() - self._answered_at < STILL_S
 
     @property
     def num_unfinished(self) -> int:
@@ -154,10 +169,13 @@ class FleetClient:
         """Follow a request no longer. It goes on."""
         self._drop(generation, cancels=False)
 
-    async def call(self, method: str, **arguments: Any) -> Any:
+    async def call(self, method: str, *, tenant: str = "", **arguments: Any) -> Any:
         """See `EngineServer.calls`. What concerns one engine is refused. Raises RequestFailed or EngineUnavailable."""
         if method in ("tokenize", "detokenize"):
-            return await self._prepared(partial(getattr(self.preparer, method), **arguments))
+            return await self._prepared(partial(getattr(self.preparer, method), **arguments), tenant)
+        if method == "cancel":
+            response_id: str = arguments["response_id"]
+            return await _retried(lambda: self._link.cancel(response_id, tenant, 0.0, CANCELLED))
         if method in ("stats", "fleet_metrics", "status"):
             status = await _retried(self._link.status)
             return status if method == "status" else status[method]
@@ -165,7 +183,7 @@ class FleetClient:
             "sleep": "stop workers with `pagetide fleet drain`",
             "wake_up": "add workers with `pagetide fleet add`",
         }
-        raise RequestFailed("invalid", ONE_ENGINE + hints.get(method, f"{method} is of a single engine"))
+        raise RequestFailed("invalid", ONE_ENGINE + hints.get(method, f"{method} exists for a single engine only"))
 
     async def stop(self, drain_s: float = 0.0) -> None:
         """Give the followed requests `drain_s` seconds, then follow no more. Requests go on in the fleet. Idempotent."""
@@ -191,6 +209,7 @@ class FleetClient:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.to_thread(self._preparing.shutdown)
 
     # -- requests that begin -----------------------------------------------------------------------------------------
 
@@ -202,7 +221,7 @@ class FleetClient:
                 self._accept(followed, answer, None)
             else:
                 submit = _named(submit)
-                request = await self._prepared(lambda: self.preparer.of_submit(submit))
+                request = await self._prepared(lambda: self.preparer.of_submit(submit), submit.tenant)
                 await self._begin_prepared(followed, request)
         except (RequestFailed, EngineUnavailable) as error:
             self._end(followed, error)
@@ -213,10 +232,11 @@ class FleetClient:
         except (RequestFailed, EngineUnavailable) as error:
             self._end(followed, error)
 
-    async def _prepared(self, work: Callable[[], Value]) -> Value:
-        """The result of `work`, in a thread. Raises RequestFailed."""
+    async def _prepared(self, work: Callable[[], Value], tenant: str) -> Value:
+        """The result of `work`, in a thread, in turns with other tenants. Raises RequestFailed."""
         try:
-            return await asyncio.to_thread(work)
+            result: Value = await asyncio.wrap_future(self._preparing.submit(work, tenant))
+            return result
         except Exception as error:
             kind = error_kind(error)
             if kind == "internal":
@@ -291,7 +311,7 @@ class FleetClient:
                 is_away = self._says_positions = True
                 await asyncio.sleep(AGAIN_S)
                 continue
-            is_away = False
+            is_away, self._answered_at = False, self._clock()
             for number, (position, records) in deliveries.records.items():
                 received = self._received.setdefault(number, [])
                 if position > len(received):  # an answer was lost: the next read says what is here

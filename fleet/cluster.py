@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import secrets
@@ -13,6 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from ..monitor.errors import install_command
+from ..scheduler.heartbeat import STILL_S
 from .config import LOCAL, state_dir
 from .errors import FleetError
 from .links import CALLS, QueueUnavailable, result_of
@@ -22,6 +25,8 @@ NAMESPACE = "pagetide"
 OBJECT_STORE_BYTES = 100 << 20  # Ray's own; nothing large passes through it
 MEMORY_THRESHOLD = 0.98  # of the node's memory, at which Ray kills workers: above what elastic pools fill
 REACH_S = 5.0
+ANSWER_S = STILL_S + 5.0  # the watchdog of a queue that hangs has killed it by then
+START_S = 600.0  # a queue that starts reads its journal
 MARK = "PAGETIDE_FLEET_CLUSTER"
 
 
@@ -33,7 +38,7 @@ def import_ray() -> Any:
         import ray
     except ImportError as error:
         raise FleetError(
-            "a fleet runs on Ray, which is not installed: pip install 'pagetide[ray]' (about 80 MB)"
+            f"a fleet runs on Ray, which is not installed: {install_command('ray')} (about 80 MB)"
         ) from error
     return ray
 
@@ -42,10 +47,11 @@ def import_ray() -> Any:
 
 
 class RayLink:
-    """A link to the queue's actor: see `links.QueueLink`."""
+    """A link to the queue's actor: see `links.QueueLink`. A call may take `answer_s`, beyond what it is to wait."""
 
-    def __init__(self, actor: Any) -> None:
+    def __init__(self, actor: Any, answer_s: float = ANSWER_S) -> None:
         self._actor = actor
+        self._answer_s = answer_s
 
     def __getattr__(self, name: str) -> Any:
         if name not in CALLS:
@@ -53,8 +59,12 @@ class RayLink:
 
         async def call(*arguments: Any) -> Any:
             ray = import_ray()
+            most_s = self._answer_s + (arguments[0] if name in ("info", "stop") else 0.0)
             try:
-                answer = await self._actor.call.remote(name, encode(list(arguments)))
+                async with asyncio.timeout(most_s):
+                    answer = await self._actor.call.remote(name, encode(list(arguments)))
+            except TimeoutError as error:
+                raise QueueUnavailable(f"the queue has not answered {name} for {most_s:g} s") from error
             except ray.exceptions.RayTaskError as error:  # a defect, which no repetition mends
                 raise FleetError(f"the queue failed on {name}: {type(error.cause).__name__}: {error.cause}") from error
             except ray.exceptions.RayError as error:
@@ -101,8 +111,15 @@ def starting(fleet: str) -> Iterator[None]:
     import fcntl
 
     folder = _state(fleet)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with (folder / "start.lock").open("w") as file:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = (folder / "start.lock").open("w")
+    except OSError as error:
+        raise FleetError(
+            f"the folder {folder} of the fleet cannot be written: {error.strerror}. If it belongs to another user, choose "
+            "another name, or set XDG_STATE_HOME"
+        ) from error
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -125,7 +142,7 @@ def connect_ray(ray: Any, address: str, fleet: str) -> None:
             ) from error
         if not is_running(fleet):  # another program may listen there, which Ray would ask for a minute
             raise FleetError(
-                f"the fleet {fleet!r} of this machine does not run any more: `pagetide fleet start` goes on with its journal"
+                f"the fleet {fleet!r} of this machine is no longer running: `pagetide fleet start` resumes from its journal"
             )
     _use_token(fleet)
     _check_listens(address)
@@ -156,9 +173,12 @@ def _state(fleet: str) -> Path:
 
 
 def _use_token(fleet: str) -> None:
-    """Let Ray use the token of this fleet's own cluster, unless the user names another."""
-    file = _state(fleet) / "ray-token"
-    if file.is_file() and not any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
+    """Let Ray use the token of this fleet's own cluster, unless the user names another. That of a fleet that this process, or
+    the one that started it, used before is not the user's.
+    """
+    file, named = _state(fleet) / "ray-token", Path(os.environ.get("RAY_AUTH_TOKEN_PATH", ""))
+    is_of_user = str(named) != "." and (named.name, named.parent.parent.name) != ("ray-token", "pagetide")
+    if os.access(file, os.R_OK) and not is_of_user and not os.environ.get("RAY_AUTH_TOKEN"):
         os.environ["RAY_AUTH_TOKEN_PATH"] = str(file)
         os.environ["RAY_AUTH_MODE"] = "token"
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..monitor.yaml_file import InvalidYaml, read_yaml
-from ..server.config import ENGINE_SETTINGS, ServeConfig
+from ..server.config import ENGINE_SETTINGS, ServeConfig, by_name, unknown_setting, with_underscores
 
 DEFAULT_NAME = "fleet"
 LOCAL = "local"  # an address: Ray is started on this machine
@@ -45,6 +45,7 @@ class FleetConfig:
         durability: "process" or "power": the crash after which the journal has every record that a client has seen.
         hang_s: Seconds of silence after which a worker's requests are given to others.
         keep_s: How long ended requests can be read again.
+        unread_s: An unfinished request that no client reads for so long is cancelled.
         shares: Weights of tenants (names of API keys) in the queue; others have 1.
         kv_events: Where each worker publishes the events of its prefix cache: the port of the first one; None: nowhere.
     """
@@ -64,6 +65,7 @@ class FleetConfig:
     durability: str = "process"
     hang_s: float = 5.0
     keep_s: float = 600.0
+    unread_s: float = 3600.0
     shares: Mapping[str, float] = field(default_factory=dict)
     kv_events: int | None = None
 
@@ -81,7 +83,7 @@ class FleetConfig:
             if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
                 raise FleetConfigInvalid(f"{name} must be an integer from 0 to {most:,}, got {value!r:.80}")
         self._check_ports()
-        for name in ("hang_s", "keep_s"):
+        for name in ("hang_s", "keep_s", "unread_s"):
             if not _is_number(value := getattr(self, name), 0.5):
                 raise FleetConfigInvalid(f"{name} must be a number of seconds from 0.5 to 1e9, got {value!r:.80}")
         if self.durability not in _DURABILITIES:
@@ -132,7 +134,7 @@ class FleetConfig:
             raise FleetConfigInvalid(str(error)) from error
         if not isinstance(data, Mapping):
             raise FleetConfigInvalid(f"{file} must map settings to values")
-        settings = {str(name).replace("-", "_"): value for name, value in data.items()}
+        settings = by_name(data, str(file), FleetConfigInvalid)
         known = [one.name for one in fields(cls)]
         try:
             _check_keys(str(file), settings, known)
@@ -141,7 +143,7 @@ class FleetConfig:
                 if settings.get(name) is None:
                     settings[name] = {}
                 elif isinstance(settings[name], Mapping):
-                    settings[name] = {_setting(name, str(key)): value for key, value in settings[name].items()}
+                    settings[name] = by_name(settings[name], name, FleetConfigInvalid, partial(_setting, name))
             if not isinstance(settings.get("model"), str):
                 raise FleetConfigInvalid("model: name the model that the workers load")
             for name in _FILES:  # written as seen from the settings' own folder
@@ -156,7 +158,7 @@ class FleetConfig:
 
 def _setting(where: str, name: str) -> str:
     """The name of a setting, with "_" for "-". Names of tenants and of resources stay as they are."""
-    return name.replace("-", "_") if where in ("engine", "server") or name.startswith("num-") else name
+    return with_underscores(name) if where in ("engine", "server") or name.startswith("num-") else name
 
 
 def _is_number(value: object, least: float) -> bool:
@@ -172,7 +174,4 @@ def state_dir(environ: Mapping[str, str]) -> Path:
 def _check_keys(where: str, given: Mapping[str, Any], known: Any) -> None:
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(str(name), list(known), n=1)
-            raise FleetConfigInvalid(
-                f"{where}: unknown setting {name!r}" + (f"; did you mean {near[0]}?" if near else "")
-            )
+            raise FleetConfigInvalid(f"{where}: {unknown_setting(str(name), list(known))}")

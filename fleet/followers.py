@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class _Output:
-    """The journaled records of a request, and the front ends that follow it."""
+    """The journaled records of a request, and the front ends that follow it. `left_at`: the last one left it then."""
 
     records: list[bytes]
     is_complete: bool = False
+    left_at: float = 0.0
     followers: set[str] = field(default_factory=set)
 
 
@@ -59,7 +60,7 @@ class Followers:
 
     def add(self, number: int, records: Sequence[bytes] = (), is_complete: bool = False) -> None:
         """Begin the output of a request, with its records so far. Does nothing if it is there."""
-        self._outputs.setdefault(number, _Output(list(records), is_complete))
+        self._outputs.setdefault(number, _Output(list(records), is_complete, self._clock()))
 
     def show(self, number: int, data: bytes, ends: bool) -> None:
         """Append a record that is in the journal. Does nothing for a request that was withdrawn."""
@@ -110,7 +111,14 @@ class Followers:
         for number in numbers:
             if front is not None and front.positions.pop(number, None) is not None and number in self._outputs:
                 self._outputs[number].followers.discard(name)
+                self._outputs[number].left_at = self._clock()
                 self._drop_if_done(number)
+
+    def unread(self, unread_s: float) -> list[int]:
+        """Unfinished requests that no front end has followed for `unread_s`."""
+        before = self._clock() - unread_s
+        outputs = self._outputs.items()
+        return [number for number, one in outputs if not (one.followers or one.is_complete) and one.left_at < before]
 
     async def read(self, name: str, timeout_s: float) -> dict[int, tuple[int, list[bytes]]]:
         """New records by request; waits for some. An output that is complete is followed no longer once it is read.

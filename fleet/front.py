@@ -7,22 +7,26 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..server.config import ServeConfig
 from ..server.keys import ApiKeys, read_keys
 from ..server.models import ModelOptions, ModelRegistry
 from ..server.run import CannotServe, listen, raise_open_files, read_template, run_event_loop, serve_on
-from .client import FleetClient
 from .cluster import RayLink, connect
 from .config import FleetConfig
 from .links import QueueLink
+
+if TYPE_CHECKING:
+    from .client import FleetClient
 
 
 def registry_of(link: QueueLink) -> ModelRegistry:
     """A registry of models that the fleet behind `link` serves."""
 
     async def start(reference: str, options: Mapping[str, Any], *, name: str | None = None) -> FleetClient:
+        from .client import FleetClient  # imports torch: settings are checked before
+
         return await FleetClient.start(link, name)
 
     return ModelRegistry(start)

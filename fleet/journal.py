@@ -33,7 +33,8 @@ Durability = Literal["process", "power"]
 RESERVE_BYTES = 16 << 20  # given up when the disk is full, so that running requests can be recorded to their end
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS requests (
-    number INTEGER PRIMARY KEY, request_id TEXT UNIQUE NOT NULL, ended_at REAL, data BLOB NOT NULL);
+    number INTEGER PRIMARY KEY, request_id TEXT UNIQUE NOT NULL, ended_at REAL, data BLOB NOT NULL,
+    tenant TEXT NOT NULL DEFAULT '');
 CREATE TABLE IF NOT EXISTS records (
     number INTEGER, position INTEGER, data BLOB NOT NULL, PRIMARY KEY (number, position)) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS unfinished ON requests (number) WHERE ended_at IS NULL;
@@ -43,6 +44,16 @@ VERSION = 1
 FORGOTTEN_AT_ONCE = 2000  # requests that one transaction deletes
 _ORPHANS = "DELETE FROM records WHERE number NOT IN (SELECT number FROM requests)"
 _SELECT = "SELECT number, data FROM requests"
+_OLDEST = "SELECT number FROM requests WHERE ended_at < ?"
+# The places of the tenants' ended requests, the newest of each first, so that the tenants with most lose what is beyond.
+_BEYOND = (
+    "SELECT number FROM (SELECT number, row_number() OVER (PARTITION BY tenant ORDER BY ended_at DESC, number DESC) AS place "
+    "FROM requests WHERE ended_at IS NOT NULL ORDER BY place, number DESC LIMIT -1 OFFSET ?)"
+)
+
+_MOST_TIME = float(1 << 40)  # in seconds since 1970
+_MOST_NUMBER = 1 << 62  # of a request: SQLite's integers have 63 bits
+_DAMAGED = (msgspec.MsgspecError, ValueError, TypeError, RecursionError)  # ValueError: no UTF-8
 
 Value = TypeVar("Value")
 
@@ -65,13 +76,13 @@ class JournalChanges:
     """What one commit writes.
 
     Attributes:
-        requests: Number, id and encoded request of new ones.
+        requests: Number, id, encoded request and tenant of new ones.
         records: Number, position and data.
         ended: Numbers of requests that have ended.
         facts: Names and values.
     """
 
-    requests: list[tuple[int, str, bytes]] = field(default_factory=list)
+    requests: list[tuple[int, str, bytes, str]] = field(default_factory=list)
     records: list[tuple[int, int, bytes]] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
     facts: list[tuple[str, bytes]] = field(default_factory=list)
@@ -119,19 +130,31 @@ class Journal:
                 f"PRAGMA synchronous={'FULL' if durability == 'power' else 'NORMAL'}; PRAGMA journal_size_limit=67108864;"
                 "CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value BLOB);"
             )
-            version = self.fact("version")
+            version = self.fact("version", object)
             if version is not None and version != VERSION:
                 raise JournalError(f"the journal {self.path} has version {version!r}, and this release reads {VERSION}")
             self._database.executescript(SCHEMA)
+            if not any(name == "tenant" for _, name, *_ in self._database.execute("PRAGMA table_info(requests)")):
+                self._database.execute("ALTER TABLE requests ADD COLUMN tenant TEXT NOT NULL DEFAULT ''")
             self._database.execute(_ORPHANS)  # of requests that were refused: their numbers are given again
+            (last_end,) = self._database.execute("SELECT max(ended_at) FROM requests").fetchone()
+            with self.decoding("the time of an end"):
+                self._began = max(time.time(), min(float(last_end or 0.0), _MOST_TIME)) - time.monotonic()
             self.set_fact("version", VERSION)
+
+    def now(self) -> float:
+        """Seconds since 1970 by a clock without jumps, so that ended requests are kept for as long as was said.
+
+        It begins with the system's clock when the file is opened, or at the newest end in the file if that is later.
+        """
+        return self._began + time.monotonic()
 
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Errors of the file inside, as JournalError."""
         try:
             yield
-        except (sqlite3.Error, msgspec.MsgspecError) as error:
+        except sqlite3.Error as error:
             if "locked" in str(error):
                 raise JournalError(
                     f"the journal {self.path} is in use by another queue: stop that one first"
@@ -140,10 +163,11 @@ class Journal:
 
     # -- facts -------------------------------------------------------------------------------------------------------
 
-    def fact(self, name: str) -> object:
-        """A stored value; None if it is not there."""
+    def fact(self, name: str, kind: type[Value]) -> Value | None:
+        """A stored value of this type; None if it is not there. Raises JournalError for one of another type."""
         row = self._database.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
-        return None if row is None else decode(row[0], object)
+        with self.decoding(f"{name!r:.40}"):
+            return None if row is None else decode(row[0], kind)
 
     def set_fact(self, name: str, value: object) -> None:
         """Store a value."""
@@ -163,19 +187,19 @@ class Journal:
         with self._transaction() as database:
             repeated = self._insert(changes.requests)
             database.executemany("INSERT OR IGNORE INTO records VALUES (?, ?, ?)", changes.records)
-            now = time.time()
+            now = self.now()
             database.executemany(
                 "UPDATE requests SET ended_at = ? WHERE number = ?", ((now, number) for number in changes.ended)
             )
             database.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", changes.facts)
         return repeated
 
-    def _insert(self, requests: Sequence[tuple[int, str, bytes]]) -> set[int]:
-        insert = "INSERT OR IGNORE INTO requests (number, request_id, data) VALUES (?, ?, ?)"
+    def _insert(self, requests: Sequence[tuple[int, str, bytes, str]]) -> set[int]:
+        insert = "INSERT OR IGNORE INTO requests (number, request_id, data, tenant) VALUES (?, ?, ?, ?)"
         if not requests or self._database.executemany(insert, requests).rowcount == len(requests):
             return set()
         find = "SELECT number FROM requests WHERE request_id = ?"
-        rows = ((number, self._database.execute(find, (request_id,)).fetchone()) for number, request_id, _ in requests)
+        rows = ((number, self._database.execute(find, (request_id,)).fetchone()) for number, request_id, *_ in requests)
         return {number for number, row in rows if row != (number,)}
 
     @contextmanager
@@ -190,39 +214,59 @@ class Journal:
             raise
 
     def unfinished(self) -> list[StoredRequest]:
-        """All requests that have not ended, in order."""
+        """All requests that have not ended, in order. Raises JournalError for one that cannot be read, as do the others."""
         rows = self._database.execute(f"{_SELECT} WHERE ended_at IS NULL ORDER BY number").fetchall()
-        return [StoredRequest(number, decode(data, NewRequest), self._records(number)) for number, data in rows]
+        return [self._stored(row) for row in rows]
 
     def find(self, request_id: str) -> StoredRequest | None:
         """The request of this id, ended or not."""
-        return self._stored(self._database.execute(f"{_SELECT} WHERE request_id = ?", (request_id,)).fetchone())
+        row = self._database.execute(f"{_SELECT} WHERE request_id = ?", (request_id,)).fetchone()
+        return None if row is None else self._stored(row)
 
     def find_number(self, number: int) -> StoredRequest | None:
         """The request of this number, ended or not."""
-        return self._stored(self._database.execute(f"{_SELECT} WHERE number = ?", (number,)).fetchone())
+        row = self._database.execute(f"{_SELECT} WHERE number = ?", (number,)).fetchone()
+        return None if row is None else self._stored(row)
 
-    def _stored(self, row: tuple[int, bytes] | None) -> StoredRequest | None:
-        return None if row is None else StoredRequest(row[0], decode(row[1], NewRequest), self._records(row[0]))
+    def _stored(self, row: tuple[int, bytes]) -> StoredRequest:
+        number, data = row
+        with self.decoding(f"request {number}"):
+            return StoredRequest(number, decode(data, NewRequest), self._records(number))
+
+    @contextmanager
+    def decoding(self, what: str) -> Iterator[None]:
+        """Raise JournalError for a row that holds something else than it should."""
+        try:
+            yield
+        except _DAMAGED as error:
+            raise JournalError(
+                f"the journal {self.path} is damaged: {what} cannot be read ({type(error).__name__}: {error}); move the file "
+                "away to begin with an empty one, or put a copy of it back"
+            ) from error
 
     @property
     def next_number(self) -> int:
         """A number that no request has."""
         most: int | None
         (most,) = self._database.execute("SELECT max(number) FROM requests").fetchone()
-        last = self.fact("last_number")
-        return max(most or 0, last if isinstance(last, int) else 0) + 1
+        number = max(most or 0, self.fact("last_number", int) or 0) + 1
+        with self.decoding("its last number"):
+            if not 1 <= number <= _MOST_NUMBER:
+                raise ValueError(f"{number} is not the number of a request")
+        return number
 
     def forget(self, ended_before: float, most_kept: int) -> int:
-        """Delete requests that ended before this time, and the oldest beyond `most_kept`: FORGOTTEN_AT_ONCE at most.
+        """Delete requests that ended before this time, and those beyond `most_kept`: FORGOTTEN_AT_ONCE at most.
 
-        Returns how many. Raises sqlite3.Error.
+        Beyond `most_kept` the oldest of the tenants that have most are deleted: no tenant displaces the results of one that
+        has fewer. Returns how many. Raises sqlite3.Error.
         """
-        query = (
-            "SELECT number FROM requests WHERE ended_at < ?1 UNION SELECT number FROM (SELECT number FROM requests "
-            "WHERE ended_at IS NOT NULL ORDER BY ended_at DESC, number DESC LIMIT -1 OFFSET ?2) ORDER BY number LIMIT ?3"
-        )
-        numbers = self._database.execute(query, (ended_before, most_kept, FORGOTTEN_AT_ONCE)).fetchall()
+        (num_ended,) = self._database.execute("SELECT count(*) FROM requests WHERE ended_at IS NOT NULL").fetchone()
+        query, values = (_OLDEST, [ended_before])
+        if num_ended > most_kept:
+            query, values = f"{_OLDEST} UNION {_BEYOND}", [ended_before, most_kept]
+        query += " ORDER BY number LIMIT ?"
+        numbers = self._database.execute(query, (*values, FORGOTTEN_AT_ONCE)).fetchall()
         if not numbers:
             return 0
         last = encode(self.next_number - 1)
@@ -301,12 +345,12 @@ class JournalWriter:
         The result is the numbers of new requests that are not in the journal and will not be: under a fault, or since their
         ids are in use. They have to be refused.
         """
-        new = [(number, one.request_id, encode(one)) for number, one in requests]
+        new = [(number, one.request_id, encode(one), one.tenant) for number, one in requests]
         self._pending += JournalChanges(
             new, list(records), list(ended), [(name, encode(value)) for name, value in facts]
         )
         done: asyncio.Future[set[int]] = self._loop.create_future()
-        self._waiters.append((done, {number for number, _, _ in new}))
+        self._waiters.append((done, {number for number, *_ in new}))
         self._start()
         return done
 
@@ -324,9 +368,9 @@ class JournalWriter:
             while await self._locked(lambda: self.journal.forget(ended_before, most_kept)) == FORGOTTEN_AT_ONCE:
                 pass
 
-    async def fact(self, name: str) -> object:
+    async def fact(self, name: str, kind: type[Value]) -> Value | None:
         """See `Journal.fact`."""
-        return await self._locked(lambda: self.journal.fact(name))
+        return await self._locked(lambda: self.journal.fact(name, kind))
 
     async def set_fact(self, name: str, value: object) -> None:
         """Store a value; under a fault it is kept in memory."""
@@ -386,14 +430,14 @@ class JournalWriter:
         self._running = False
         self.num_commits += 1
         if repeated is None:
-            repeated = {number for number, _, _ in self._unwritten.requests}
+            repeated = {number for number, *_ in self._unwritten.requests}
             self._unwritten.requests = []
         else:
             self._unwritten = JournalChanges()
         if fault is not None and self.fault is None:
-            log.error("%s: %s; new requests are refused until it can, running ones go on", self.journal.path, fault)
+            log.error("%s: %s; new requests are refused until it can, running ones continue", self.journal.path, fault)
         elif fault is None and self.fault is not None:
-            log.warning("the journal is written again")
+            log.warning("the journal can be written again")
         self.fault = fault
         for done, numbers in waiters:
             if not done.done():

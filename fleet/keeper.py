@@ -52,11 +52,11 @@ class WorkerKeeper:
 
     async def begin(self, count: int) -> None:
         """Keep the workers of an earlier start of the queue, or `count` new ones."""
-        known = await self._server.writer.fact("workers")
-        names, self._next = known if isinstance(known, list) else ([], 0)
+        known = await self._server.writer.fact("workers", tuple[list[str], int])
+        names, self._next = known or ([], 0)
         for name in names:
             self._keep(name)
-        if not isinstance(known, list):
+        if known is None:
             await self.add(count)
 
     async def add(self, count: int) -> list[str]:
@@ -116,7 +116,7 @@ class WorkerKeeper:
             self.num_restarts += 1
             lived_s = loop.time() - began
             wait_s = FIRST_RESTART_S if lived_s > GOOD_AFTER_S else min(2 * wait_s, MOST_RESTART_S)
-            log.warning("the worker %s %s; it is started again in %.1f s", name, reason, wait_s)
+            log.warning("the worker %s %s; restarting it in %.1f s", name, reason, wait_s)
             await asyncio.sleep(wait_s)
         self._handles.pop(name, None)
         self._tasks.pop(name, None)

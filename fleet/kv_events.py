@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..cache.cache_events import CacheEvents
+from ..monitor.errors import install_command
 from .kv_event_format import EventForm, PublishedBlocks, batch
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ class KvEventPublisher:
         with self._lock:
             if self._ending:
                 cause = self._ending if isinstance(self._ending, BaseException) else None
-                raise KvEventsError("this publisher of KV events has ended: make a new one") from cause
+                raise KvEventsError("this publisher of KV events is closed: create a new one") from cause
             if changes.cleared and not changes.lost:  # what waits is void
                 self._queue.clear()
                 self._num_queued, self._needs_snapshot = 0, False
@@ -191,7 +192,7 @@ class KvEventPublisher:
                 if asked is not None:
                     self._answer(*asked)
         except BaseException as error:
-            log.exception("the publisher of KV events broke")
+            log.exception("the publisher of KV events failed")
             with self._lock:
                 self._ending = error
         finally:
@@ -296,7 +297,7 @@ class _Sockets:
             return None
         frames = self._router.recv_multipart()
         if len(frames) != 3 or frames[1] or len(frames[2]) != 8:
-            log.debug("a replay request of %d frames is no request: it is an empty frame and 8 bytes", len(frames) - 1)
+            log.debug("invalid replay request of %d frames: expected an empty frame and 8 bytes", len(frames) - 1)
             return None
         return frames[0], frames[2]
 
@@ -386,7 +387,7 @@ def _own_keys(name: str | os.PathLike[str]) -> tuple[bytes, bytes]:
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:
         raise KvEventsError(
-            f"{path} is no certificate of KV events: {error}; make one with zmq.auth.create_certificates"
+            f"{path} is not a certificate for KV events: {error}; make one with zmq.auth.create_certificates"
         ) from error
     if secret is None:
         raise KvEventsError(f"{path} has no secret key: name the file that ends in .key_secret")
@@ -404,7 +405,7 @@ def _client_keys(clients: str | os.PathLike[str] | Iterable[str]) -> frozenset[b
         try:
             keys = frozenset(load_certificates(Path(clients)))
         except (OSError, ValueError) as error:
-            raise KvEventsError(f"{clients} is no folder of public keys: {error}") from error
+            raise KvEventsError(f"{clients} is not a folder of public keys: {error}") from error
     else:
         keys = frozenset(key.encode() for key in clients)
     for key in keys:
@@ -428,5 +429,5 @@ def _import_zmq() -> Any:
     try:
         import zmq
     except ImportError as error:
-        raise KvEventsError("KV events are published by pyzmq: pip install 'pagetide[ray]'") from error
+        raise KvEventsError(f"KV events are published by pyzmq: {install_command('ray')}") from error
     return zmq

@@ -48,6 +48,9 @@ class QueueLink(Protocol):
     async def leave(self, front: str, numbers: Sequence[int], cancels: bool) -> None:
         """See `QueueServer.leave`."""
 
+    async def cancel(self, response_id: str | None, tenant: str | None, older_s: float, why: str) -> int | None:
+        """See `QueueServer.cancel`."""
+
     async def status(self) -> dict[str, Any]:
         """See `QueueServer.status`."""
 
@@ -93,6 +96,7 @@ CALLS: dict[str, tuple[Any, Any]] = {
     "attach": (tuple[str, str, str, str], Submission),
     "read": (tuple[str, dict[int, int] | None], Deliveries),
     "leave": (tuple[str, list[int], bool], None),
+    "cancel": (tuple[str | None, str | None, float, str], int | None),
     "status": (tuple[()], dict[str, Any]),
     "register": (tuple[Registration], int),
     "pull": (tuple[str, int], Orders),

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 from msgspec import Struct
 
+from ..scheduler.request import MOST_FORKS
 from ..server.messages import Failed, Piece, RequestEnd
 
 Record: TypeAlias = Piece | RequestEnd | Failed  # what clients see of a request's output, in order
@@ -75,6 +76,15 @@ class NewRequest(Struct, array_like=True, frozen=True):
     may_exist: bool = False
     most_requests: int | None = None
     most_sequences: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what the queue could not use: `msgspec.ValidationError` while a message is decoded."""
+        sampling = self.handover.get("sampling")
+        if not isinstance(self.handover.get("prompt_token_ids"), list) or not isinstance(sampling, dict):
+            raise ValueError("its handover has no list prompt_token_ids, or no mapping sampling")
+        numbers = (sampling.get("max_new_tokens"), self.handover.get("priority"), sampling.get("num_beams") or 1)
+        if not all(isinstance(number, int) for number in numbers) or not 1 <= self.num_sequences <= MOST_FORKS:
+            raise ValueError(f"max_new_tokens, priority, num_beams, {self.num_sequences=} are not what a request has")
 
     @property
     def prompt_token_ids(self) -> list[int]:

@@ -49,13 +49,15 @@ class OutputLog:
         return sum(one.finish_reason is None for one in self.sequences)
 
     def append(self, record: Record, data: bytes | None = None) -> None:
-        """Add a record. `data` are its bytes."""
+        """Add a record. `data` are its bytes. Raises ValueError for a record of no continuation."""
         self.records.append(encode_record(record) if data is None else data)
         if not isinstance(record, Piece):
             self.end = record
             return
         if self._request.is_beam_search:
             return
+        if not 0 <= record.index < len(self.sequences):
+            raise ValueError(f"a record is of continuation {record.index}, and there are {len(self.sequences)}")
         output = self.sequences[record.index]
         output.token_ids += record.token_ids
         output.num_characters += len(record.text)

@@ -13,23 +13,20 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from ..cache.prefix_hash import PrefixHasher
-from ..engine.loading.loader import load_tokenizer
 from ..engine.loading.models import resolve_model
 from ..engine.requests.handover import Handover, resolved_params
 from ..engine.requests.inputs import PromptInput, check_cache_salt, checked_priority
 from ..engine.requests.intake import RequestIntake
-from ..engine.text.encoder import Encoder
 from ..scheduler.errors import PromptTooLong, RequestRejected
 from ..scheduler.request import SamplingParams
 from ..server.defaults import completed, template_options
-from ..server.engine_outputs import token_text_of
+from ..server.engine_outputs import detokenized, token_texts
 from ..server.messages import Submit
 from .messages import FleetInfo, NewRequest, encode
 
 if TYPE_CHECKING:
     from ..engine.build import Engine
-
-MOST_DETOKENIZED = 65_536
+    from ..engine.text.encoder import Encoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +45,9 @@ class RequestPreparer:
     """
 
     def __init__(self, info: FleetInfo) -> None:
+        from ..engine.loading.loader import load_tokenizer  # imports torch: a fleet that is not there is told before
+        from ..engine.text.encoder import Encoder
+
         self.model = info.model
         spec = resolve_model(info.model.reference)
         self.tokenizer = load_tokenizer(spec)
@@ -155,20 +155,15 @@ class RequestPreparer:
         messages: list[dict[str, Any]] | None = None,
         template: Mapping[str, Any] | None = None,
         add_special_tokens: bool = True,
+        texts: bool = False,
     ) -> dict[str, Any]:
         """See `EngineServer.calls`."""
         if messages is not None:
             ids = self.render(messages, template_options(self.tokenizer, template or {}))
         else:
             ids = self.intake.tokenize(prompt or "", SamplingParams(add_special_tokens=add_special_tokens))
-        return {"tokens": ids, "texts": [token_text_of(self.tokenizer, i) for i in ids]}
+        return {"tokens": ids, "texts": token_texts(self.tokenizer, ids) if texts else None}
 
     def detokenize(self, tokens: list[int]) -> str:
         """See `EngineServer.calls`."""
-        if self.tokenizer is None:
-            raise RequestRejected("the model has no tokenizer: it serves token ids only")
-        if len(tokens) > (most := max(MOST_DETOKENIZED, self.model.max_model_len)):
-            raise RequestRejected(f"at most {most:,} tokens are detokenized at a time, got {len(tokens):,}")
-        if any(not 0 <= i < self.model.vocab_size for i in tokens):
-            raise RequestRejected(f"token ids must be from 0 to {self.model.vocab_size - 1:,}")
-        return str(self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+        return detokenized(self.tokenizer, tokens, self.model.vocab_size, self.model.max_model_len)

@@ -6,16 +6,17 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import msgspec
+from msgspec import Meta
 
+from .failures import Failures
 from .followers import Followers
-from .journal import Durability, Journal, JournalWriter
+from .journal import Durability, Journal, JournalError, JournalWriter, StoredRequest
 from .messages import (
     CacheChanges,
     Deliveries,
@@ -27,8 +28,9 @@ from .messages import (
     Report,
     Submission,
     WorkerRefused,
+    decode_record,
 )  # fmt: skip
-from .request_queue import NewRecord, RequestQueue
+from .request_queue import CANCELLED, NewRecord, RequestQueue
 from .status import fleet_status
 from .worker_table import WorkerEntry
 
@@ -38,7 +40,9 @@ PULL_S = 0.25  # a pull without orders is answered after so long
 READ_S = 2.0  # a read without records is answered after so long
 GONE_S = 30.0  # a front end that reads nothing for so long is forgotten; its requests go on
 FORGET_EVERY_S = 5.0
-UNKNOWN = "there is no such request, or it ended so long ago that it was forgotten"
+_Boots = Annotated[int, Meta(ge=0, lt=1 << 31)]  # starts of the queue: the upper bits of epochs
+UNREAD = "no client has read the request"
+UNKNOWN = "there is no such request, or its result has expired"
 CONFLICT = "the request of this id has another body: repeat the body, or use another idempotency key"
 
 
@@ -51,6 +55,7 @@ class QueueOptions:
         durability: See `journal`.
         hang_s: A worker that says nothing for so long has its requests taken away.
         keep_s, most_kept: How long, and how many, ended requests can still be read.
+        unread_s: An unfinished request that no front end follows for so long is cancelled.
         shares: Weights of tenants.
         hold_s: See `RequestQueue`.
         start_id: Of the fleet's start. Under another one the workers are those of the settings again, and the model may be
@@ -61,6 +66,7 @@ class QueueOptions:
     durability: Durability = "process"
     hang_s: float = 5.0
     keep_s: float = 600.0
+    unread_s: float = 3600.0
     most_kept: int = 20_000
     shares: Mapping[str, float] = field(default_factory=dict)
     hold_s: float = 0.005
@@ -95,27 +101,31 @@ class QueueServer:
 
     def _restore(self, journal: Journal) -> None:
         self.secret = _secret(journal)
-        boots = int(journal.fact("boots") or 0) + 1  # type: ignore[call-overload]
+        boots = (journal.fact("boots", _Boots) or 0) + 1
         journal.set_fact("boots", boots)  # epochs of an earlier start are stale for ever
         options = self.options
         unfinished = journal.unfinished()
-        if journal.fact("start_id") != options.start_id:  # a fleet that starts, and not a queue that is started again
+        if (
+            journal.fact("start_id", str) != options.start_id
+        ):  # a fleet that starts, and not a queue that is started again
             for name in ("workers", "drained", *(() if unfinished else ("model",))):
                 journal.forget_fact(name)
             journal.set_fact("start_id", options.start_id)
         self.queue = RequestQueue(options.shares, options.hold_s, None, boots << 32, journal.next_number)
-        stored = journal.fact("model")
-        self.queue.workers.model = None if stored is None else msgspec.convert(stored, FleetModel)
-        drained = journal.fact("drained")
-        self.queue.drained.update(drained if isinstance(drained, list) else ())
+        self.queue.workers.model = journal.fact("model", FleetModel)
+        self.queue.drained.update(journal.fact("drained", list[str]) or ())
+        failures, now = dict(journal.fact("failures", list[tuple[int, Failures]]) or ()), journal.now()
         for one in unfinished:
-            self.queue.restore(one.number, one.request, one.records, self._clock())
+            age_s = max(now - one.request.created, 0.0) if one.request.created else 0.0
+            with journal.decoding(f"request {one.number}"):
+                entry = self.queue.restore(one.number, one.request, one.records, self._clock() - age_s)
+            entry.failures = failures.get(one.number, entry.failures)
             self._followers.add(one.number, one.records)
 
     def start(self) -> None:
         """Begin to look for hanging workers and to forget ended requests."""
         if self.num_recovered:
-            log.info("the journal has %d unfinished requests: they go on", self.num_recovered)
+            log.info("resuming %d unfinished requests from the journal", self.num_recovered)
         self._keep(self._watch())
 
     async def close(self) -> None:
@@ -135,12 +145,8 @@ class QueueServer:
             async with asyncio.timeout(wait_s):
                 await self._model_known.wait()
         model = self.queue.workers.model
-        return None if model is None else FleetInfo(model, self.secret, self.max_seqs)
-
-    @property
-    def max_seqs(self) -> int:
-        """Sequences that the workers can run at the same time."""
-        return sum(worker.max_seqs for worker in self.queue.workers)
+        max_seqs = sum(worker.max_seqs for worker in self.queue.workers)
+        return None if model is None else FleetInfo(model, self.secret, max_seqs)
 
     async def submit(self, front: str, requests: Sequence[NewRequest]) -> list[Submission]:
         """Accept requests, or attach to those that are known by their id. Returns once they are in the journal."""
@@ -185,7 +191,7 @@ class QueueServer:
         """The answer to a request that is not in the journal: the disk is full since its commit, or its id is in use."""
         self.queue.withdraw(number)
         self._followers.withdraw(number)
-        self._wake_ordered()
+        self._match()
         if (fault := self.writer.fault) is not None:
             return Submission(kind="unavailable", error=fault)
         known = await self._find(request.request_id)
@@ -214,13 +220,26 @@ class QueueServer:
         """A request of this id, ended or not. Its output can be followed."""
         if (entry := self.queue.find(request_id)) is not None:
             return entry.number, entry.request
-        stored = await self.writer.find(request_id)
+        stored = await self._whole(self.writer.find(request_id))
         if (entry := self.queue.find(request_id)) is not None:  # it has come meanwhile
             return entry.number, entry.request
         if stored is None:
             return None
         self._followers.add(stored.number, stored.records, is_complete=True)
         return stored.number, stored.request
+
+    async def _whole(self, finding: Awaitable[StoredRequest | None]) -> StoredRequest | None:
+        """A request of the journal. None, too, for one that is damaged, which the log tells: others go on."""
+        try:
+            stored = await finding
+            if stored is not None:
+                with self.writer.journal.decoding(f"request {stored.number}"):
+                    for data in stored.records:
+                        decode_record(data)
+            return stored
+        except JournalError as error:
+            log.error("%s", error)
+            return None
 
     async def read(self, front: str, positions: Mapping[int, int] | None = None) -> Deliveries:
         """New records of the requests that a front end follows; waits for some.
@@ -230,7 +249,7 @@ class QueueServer:
         unknown = []
         for number, position in {**self._followers.returned(front), **(positions or {})}.items():
             if number not in self._followers:
-                stored = await self.writer.find_number(number)
+                stored = await self._whole(self.writer.find_number(number))
                 if stored is None:
                     unknown.append(number)
                     continue
@@ -242,10 +261,27 @@ class QueueServer:
         """A front end follows these requests no longer; with `cancels` they end."""
         self._followers.leave(front, numbers)
         if cancels:
-            ended = [record for number in numbers if (record := self.queue.cancel(number)) is not None]
-            await self._record(ended)
-            self._wake_ordered()
-            self._match()
+            await self._cancel(numbers)
+
+    async def cancel(self, response_id: str | None, tenant: str | None, older_s: float, why: str) -> int | None:
+        """End the unfinished requests of a response, of a tenant, and accepted `older_s` ago or before. None is any.
+
+        Returns how many there were, once their ends are in the journal. None: this tenant has had no such response.
+        """
+        before = self._clock() - older_s
+        numbers = self.queue.tenants.numbers(response_id, tenant)
+        numbers = [number for number in numbers if self.queue.entries[number].accepted_at <= before]
+        if not numbers and response_id is not None:  # it may have ended: its first prompt has the number 0
+            found = [one for name in (response_id, f"{response_id}.0") if (one := await self._find(name)) is not None]
+            if not any(tenant in (None, request.tenant) for _, request in found):
+                return None
+        await self._cancel(numbers, why)
+        return len(numbers)
+
+    async def _cancel(self, numbers: Sequence[int], why: str = CANCELLED) -> None:
+        ended = [record for number in numbers if (record := self.queue.cancel(number, why)) is not None]
+        await self._record(ended)
+        self._match()
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
@@ -258,6 +294,7 @@ class QueueServer:
                 "serve one model in one form; give it the fleet's settings, or start another fleet"
             )
         worker = self.queue.register(registration, self._clock())
+        self._keep_failures()
         self._wake(worker.name)
         if known is None:
             await self.writer.set_fact("model", registration.model)
@@ -287,12 +324,12 @@ class QueueServer:
     async def report(self, report: Report) -> None:
         """Record what a worker computed. Returns once it is in the journal. Raises StaleEpoch."""
         new = self.queue.append(report, self._clock())
+        if report.faults:
+            self._keep_failures()
         await self._record(new)
-        if self.queue.num_waiting:
-            self._match()
         if report.released or report.state is not None or any(record.ends for record in new):
             self.queue.move_from_draining()
-        self._wake_ordered()
+        self._match()
 
     async def cache(self, worker: str, epoch: int, changes: CacheChanges) -> None:
         """The whole prefix cache of a worker. Raises StaleEpoch."""
@@ -300,10 +337,13 @@ class QueueServer:
 
     def lose(self, worker: str, why: str) -> None:
         """Give the requests of a worker that has died or hangs to others."""
-        if self.queue.workers.find(worker) is None:
+        if (entry := self.queue.workers.find(worker)) is None:
             return
-        numbers = self.queue.lose(worker)
-        log.warning("the worker %s %s: %d requests go on elsewhere", worker, why, len(numbers))
+        failed = self.queue.lose(worker, why)
+        moved = len(entry.running) - len(failed)
+        log.warning("the worker %s %s: %d requests go on elsewhere, %d fail", worker, why, moved, len(failed))
+        self._keep_failures()
+        self._keep(self._record(failed))
         self._wake(worker)
         self._match()
 
@@ -311,7 +351,7 @@ class QueueServer:
         """Hand over what a worker runs, and let it end. Raises StaleEpoch."""
         entry = self.queue.drain(worker)
         self._keep(self.writer.set_fact("drained", sorted(self.queue.drained)))
-        self._wake_ordered()
+        self._match()
         return entry
 
     # -- state ---------------------------------------------------------------------------------------------------------
@@ -322,26 +362,25 @@ class QueueServer:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _match(self) -> None:
-        changed, ended, held = self.queue.match(self._clock())
-        for name in changed:
-            self._wake(name)
+    def _match(self, was_held: bool = False) -> None:
+        """Assign what waits, and wake the pulls of all workers with orders."""
+        if was_held:
+            self._held = None
+        _, ended, held = self.queue.match(self._clock())
+        for worker in self.queue.workers:
+            if worker.has_orders:
+                self._wake(worker.name)
         if ended:
             self._keep(self._record(ended))
         if held and self._held is None:
-            self._held = asyncio.get_running_loop().call_later(self.options.hold_s, self._match_held)
-
-    def _match_held(self) -> None:
-        self._held = None
-        self._match()
-
-    def _wake_ordered(self) -> None:
-        for name in self.queue.worker_orders():
-            self._wake(name)
+            self._held = asyncio.get_running_loop().call_later(self.options.hold_s, self._match, True)
 
     def _wake(self, worker: str) -> None:
         if (changed := self._pulls.get(worker)) is not None:
             changed.set()
+
+    def _keep_failures(self) -> None:
+        self.writer.commit(facts=[("failures", self.queue.failures())])
 
     async def _record(self, new: Sequence[NewRecord]) -> None:
         """Journal records, then show them to front ends."""
@@ -365,7 +404,9 @@ class QueueServer:
             if now - forgotten_at > FORGET_EVERY_S:
                 forgotten_at = now
                 self._followers.forget(GONE_S, self.options.keep_s)
-                await self.writer.forget(time.time() - self.options.keep_s, self.options.most_kept)
+                unread_s = self.options.unread_s
+                await self._cancel(self._followers.unread(unread_s), f"{UNREAD} for {unread_s:,g} s: it was cancelled")
+                await self.writer.forget(self.writer.journal.now() - self.options.keep_s, self.options.most_kept)
 
     def _keep(self, work: Coroutine[Any, Any, object]) -> None:
         task = asyncio.create_task(work)
@@ -375,8 +416,7 @@ class QueueServer:
 
 def _secret(journal: Journal) -> bytes:
     """The key of the prefix hashes that the fleet's processes share (0034-prefix-hash-secret)."""
-    known = journal.fact("secret")
-    if isinstance(known, bytes):
+    if known := journal.fact("secret", bytes):
         return known
     secret = secrets.token_bytes(32)
     journal.set_fact("secret", secret)

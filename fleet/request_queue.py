@@ -5,30 +5,30 @@
                     ▲                │ worker dies, hangs, hands back
                     └────────────────┘ with its recorded tokens
 
-The recorded output is the truth, and a worker a cache of it: a request goes on anywhere from its last recorded token. The
-caller writes what a method returns to the journal, and shows clients a record only after that.
+The recorded output is the truth, and a worker a cache of it: a request goes on anywhere from its last recorded token. A request
+that gets no further on three workers ends with an error (failures.py). The caller writes what a method returns to the journal,
+and shows clients a record only after that.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..server.messages import Failed, Piece, RequestEnd
+from .failures import Failures
 from .messages import Assignment, NewRequest, Record, Registration, Report, Submission, decode_record, encode_record
 from .output_lengths import OutputLengths
 from .output_log import OutputLog
 from .routing import RequestNeed, Weights, Why, route
 from .tenants import TenantUse
-from .waiting import WaitingOrder
+from .waiting import MOST_WAITING, WaitingOrder
 from .worker_table import WorkerEntry, WorkerLoad, WorkerTable
 
 MOST_PASSED = 32  # requests that may go before one for which there is no room
 LOOK_AHEAD = 64  # waiting requests that are tried for a worker
-MOST_WAITING = 20_000
-MOST_FAULTS = 2  # a request goes on elsewhere so often after an engine has failed on it
 CANCELLED = "the request was cancelled by its client"
 
 
@@ -40,7 +40,7 @@ class Entry:
         worker: That it is assigned to.
         num_passed: How often another request went before it.
         held_since: When a better worker than the free ones was seen first.
-        failed_on: Workers the engines of which failed on it.
+        failures: Workers that died under it, and engines that failed on it.
     """
 
     number: int
@@ -50,7 +50,7 @@ class Entry:
     worker: str | None = None
     num_passed: int = 0
     held_since: float | None = None
-    failed_on: list[str] = field(default_factory=list)
+    failures: Failures = field(default_factory=Failures)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +114,8 @@ class RequestQueue:
         self._hold_s = hold_s
         self._weights = weights
         self._next_number = next_number
+        self._aside: str | None = None  # the worker that is emptied for a request under suspicion
+        self._lost: dict[str, tuple[int, str, str]] = {}  # workers that failed: process, node and reason
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -139,76 +141,86 @@ class RequestQueue:
         for data in records:
             entry.log.append(decode_record(data), data)
         self.entries[number] = entry
-        self.tenants.add(request)
+        self.tenants.add(number, request)
         self._by_id[request.request_id] = number
-        if records:
-            self._waiting.put_back(number, request.priority)
-        else:
-            self._waiting.add(number, request.priority, request.tenant)
+        wait = self._waiting.put_back if records else self._waiting.add
+        wait(number, request.priority, request.tenant, len(request.prompt_token_ids))
         self._next_number = max(self._next_number, number + 1)
         return entry
 
     def _refusal(self, request: NewRequest) -> Submission | None:
+        num_prompt = len(request.prompt_token_ids)
         if len(self._waiting) >= MOST_WAITING:
             return Submission(
                 kind="unavailable", error=f"{len(self._waiting):,} requests wait already: try again later"
             )
-        if (error := self.tenants.refusal(request)) is not None:
+        if error := self.tenants.refusal(request) or self._waiting.refusal(request.tenant, num_prompt):
             return Submission(kind="limited", error=error)
         model = self.workers.model
         if model is None or not len(self.workers):
             return None
-        most = max(worker.state.limit_blocks // worker.model.num_tables for worker in self.workers)
-        needed = self._blocks(len(request.prompt_token_ids) + 1)
+        most = max(worker.most_blocks for worker in self.workers)
+        needed = self._blocks(num_prompt + 1)
         if needed > most:
             return Submission(
                 kind="too_long",
-                error=f"the prompt's {len(request.prompt_token_ids):,} tokens need {needed:,} blocks of {model.block_size} "
+                error=f"the prompt's {num_prompt:,} tokens need {needed:,} blocks of {model.block_size} "
                 f"tokens, and the largest pool of a worker may have {most:,}: shorten it, or give the workers more kv_memory",
             )
         return None
 
-    def cancel(self, number: int) -> NewRecord | None:
-        """End a request that its client has left. None if it has ended."""
+    def cancel(self, number: int, why: str = CANCELLED) -> NewRecord | None:
+        """End a request that its client has left or cancelled, or another in its place. None if it has ended."""
         entry = self.entries.get(number)
         if entry is None:
             return None
         self.counters.cancelled += 1
-        self._cancel_at_worker(entry)
-        return self._append(entry, Failed(number, "unavailable", CANCELLED))
+        return self._append(entry, Failed(number, "cancelled", why))
 
     def withdraw(self, number: int) -> None:
         """Forget an accepted request that cannot be journaled: it is refused after all."""
         if (entry := self.entries.get(number)) is not None:
-            self._cancel_at_worker(entry)
-            self._forget(entry)
+            self._forget(entry, aborts=True)
             self.counters.refused += 1
-
-    def _cancel_at_worker(self, entry: Entry) -> None:
-        if entry.worker is not None and (worker := self.workers.find(entry.worker)) is not None:
-            worker.cancel(entry.number)
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
     def register(self, registration: Registration, now: float) -> WorkerEntry:
-        """Give a worker a new epoch. What it ran before goes back to the queue."""
+        """Give a worker a new epoch. What it ran before goes back to the queue.
+
+        If it was lost, and is the same process now, it was silent and not dead: it has failed on no request.
+        """
         self.lose(registration.worker)
+        pid, node, reason = self._lost.pop(registration.worker, (0, "", ""))
+        if pid and (pid, node) == (registration.pid, registration.node):
+            for entry in self.entries.values():
+                entry.failures.forgive(registration.worker, reason)
         worker = self.workers.register(registration, now)
         worker.is_draining = worker.name in self.drained
         self._weights = self._weights or Weights.of(worker.model.block_size)
         return worker
 
-    def lose(self, name: str) -> list[int]:
-        """Take all requests from a worker that has died or hangs. Its epoch ends. Returns their numbers."""
+    def lose(self, name: str, reason: str = "") -> list[NewRecord]:
+        """Take all requests from a worker. Its epoch ends.
+
+        With a `reason`, such as "has died", it is a failure of each request that the worker was told of, and the records are of
+        those that end by it. Without one the worker only begins anew.
+        """
         worker = self.workers.remove(name)
         if worker is None:
             return []
-        numbers = sorted(worker.running)
-        for number in numbers:
-            self._put_back(self.entries[number])
+        if reason:
+            self._lost[name] = worker.pid, worker.node, reason
+        new, untold = [], worker.untold
+        for number in sorted(worker.running):
+            entry = self.entries[number]
+            if reason and number not in untold:
+                new += self._fail(entry, worker, reason)
+            else:
+                self._put_back(entry)
         self.counters.workers_lost += 1
-        self.counters.requeued += len(numbers)
-        return numbers
+        self.counters.requeued += len(worker.running) - len(new)
+        return new
 
     def append(self, report: Report, now: float) -> list[NewRecord]:
         """Record what a worker computed. Raises StaleEpoch, and changes nothing, for a worker that was given up."""
@@ -234,44 +246,53 @@ class RequestQueue:
         for number, error in report.faults.items():
             entry = self.entries.get(number)
             if entry is not None and entry.worker == worker.name:
-                new += self._fail_on(entry, worker, error)
+                self.counters.faults += 1
+                new += self._fail(entry, worker, f"failed: {error}")
         if report.state is not None:
             self._order_back(worker)
         return new
 
-    def _fail_on(self, entry: Entry, worker: WorkerEntry, error: str) -> list[NewRecord]:
-        """Let a request go on elsewhere on which an engine has failed, or end it after MOST_FAULTS of them."""
-        self.counters.faults += 1
-        if len(entry.failed_on) >= MOST_FAULTS:
-            return [self._append(entry, Failed(entry.number, "internal", error))]
-        entry.failed_on.append(worker.name)
-        worker.remove(entry.number)
+    def _fail(self, entry: Entry, worker: WorkerEntry, reason: str) -> list[NewRecord]:
+        """Count a failure of a request, which goes on elsewhere. Returns its end if it was the last one."""
+        if entry.failures.add(worker.name, reason, entry.log.num_tokens):
+            return [self._append(entry, Failed(entry.number, "internal", entry.failures.error))]
+        if self.workers.find(worker.name) is worker:
+            worker.remove(entry.number)
         self._put_back(entry)
         return []
+
+    def failures(self) -> list[tuple[int, Failures]]:
+        """The failures of unfinished requests, by number, for the journal."""
+        return [(number, entry.failures) for number, entry in self.entries.items() if entry.failures]
 
     def _append(self, entry: Entry, record: Record, data: bytes | None = None) -> NewRecord:
         entry.log.append(record, data)
         if isinstance(record, Piece):
             self.counters.recorded_tokens += len(record.token_ids)
+            if entry.failures:
+                entry.failures.pass_tokens(entry.log.num_tokens, len(entry.log.sequences))
         else:
             self._end(entry, record)
         records = entry.log.records
         return NewRecord(entry.number, len(records) - 1, records[-1], entry.log.end is not None)
 
-    def _forget(self, entry: Entry) -> None:
+    def _forget(self, entry: Entry, aborts: bool = False) -> None:
         if entry.number in self._waiting:
             self._waiting.remove(entry.number)
         if entry.worker is not None and (worker := self.workers.find(entry.worker)) is not None:
+            if aborts:
+                worker.cancel(entry.number)
             worker.remove(entry.number)
         del self.entries[entry.number]
         del self._by_id[entry.request.request_id]
-        self.tenants.remove(entry.request)
+        self.tenants.remove(entry.number, entry.request)
 
     def _end(self, entry: Entry, record: RequestEnd | Failed) -> None:
-        self._forget(entry)
+        is_cancelled = isinstance(record, Failed) and record.kind == "cancelled"
+        self._forget(entry, aborts=is_cancelled)
         self.counters.ended += 1
         if isinstance(record, Failed):
-            self.counters.failed += record.error != CANCELLED
+            self.counters.failed += not is_cancelled
             return
         for output in entry.log.sequences:
             if output.finish_reason is not None:
@@ -280,13 +301,14 @@ class RequestQueue:
     def _put_back(self, entry: Entry) -> None:
         entry.worker = entry.held_since = None
         entry.num_passed = 0
-        self._waiting.put_back(entry.number, entry.request.priority)
+        request = entry.request
+        self._waiting.put_back(entry.number, request.priority, request.tenant, len(request.prompt_token_ids))
 
     # -- assignment --------------------------------------------------------------------------------------------------
 
     @property
     def num_waiting(self) -> int:
-        """Requests that no worker has."""
+        """Waiting requests."""
         return len(self._waiting)
 
     def match(self, now: float) -> tuple[set[str], list[NewRecord], bool]:
@@ -295,7 +317,7 @@ class RequestQueue:
         Returns the workers with new orders, records of requests that turned out to be at their end, and whether a request is
         held for a better worker: then call again soon.
         """
-        changed: set[str] = set()
+        changed = self._set_aside()
         ended: list[NewRecord] = []
         while self._waiting and (found := self._next_match(now)) is not None:
             entry, name, why = found
@@ -310,6 +332,37 @@ class RequestQueue:
         )
         return changed, ended, held
 
+    def _set_aside(self) -> set[str]:
+        """Empty a worker for the first waiting request under suspicion, unless one is alone on a worker now.
+
+        Returns the worker with new orders. Other requests are not assigned to it, and those that are there go on elsewhere, the
+        more urgent ones at their end. While more urgent requests wait, no worker is emptied.
+        """
+        waiting = [self.entries[number] for number in itertools.islice(self._waiting, LOOK_AHEAD)]
+        entry = next((one for one in waiting if one.failures.is_suspect), None)
+        if entry is not None and waiting[0].request.priority < entry.request.priority:
+            entry = None
+        workers = [worker for worker in self.workers if not worker.is_draining]
+        before, self._aside = self._aside, None
+        if entry is None or any(map(self._has_suspect, workers)):
+            return set()
+        needed, failed = self._load(entry, computed=False).blocks, entry.failures.workers
+        able = [worker for worker in workers if needed <= worker.most_blocks]
+        if not able:
+            return set()
+        worker = min(able, key=lambda one: (one.name != before, one.name in failed, one.num_sequences, one.name))
+        self._aside = worker.name
+        urgent = entry.request.priority
+        numbers = sorted(worker.running.keys() - worker.releasing)
+        numbers = [number for number in numbers if self.entries[number].request.priority >= urgent]
+        for number in numbers:
+            worker.release(number)
+        return {worker.name} if numbers else set()
+
+    def _has_suspect(self, worker: WorkerEntry) -> bool:
+        """Whether a request under suspicion runs there."""
+        return any(self.entries[number].failures.is_suspect for number in itertools.islice(worker.running, 1))
+
     def _next_match(self, now: float) -> tuple[Entry, str, str] | None:
         """The next request in order for which a worker has room, and that worker."""
         workers = [worker for worker in self.workers if not worker.is_draining]
@@ -321,14 +374,12 @@ class RequestQueue:
             if name is not None:
                 self._count_passed(number)
                 return entry, name, why
-            if entry.num_passed >= MOST_PASSED and self._fits_some(entry, workers):
-                return None
+            # Others do not wait for a request that no pool may ever hold, nor for one with a worker set aside.
+            if entry.num_passed >= MOST_PASSED and not entry.failures.is_suspect:
+                needed = self._load(entry, computed=False).blocks
+                if any(needed <= worker.most_blocks for worker in workers):
+                    return None
         return None
-
-    def _fits_some(self, entry: Entry, workers: Sequence[WorkerEntry]) -> bool:
-        """Whether the pool of some worker may become large enough: others do not wait for a request that none can hold."""
-        needed = self._load(entry, computed=False).blocks
-        return any(needed <= worker.state.limit_blocks // worker.model.num_tables for worker in workers)
 
     def _count_passed(self, number: int) -> None:
         for other in itertools.islice(self._waiting, LOOK_AHEAD):
@@ -338,7 +389,11 @@ class RequestQueue:
                 self.entries[other].num_passed += 1
 
     def _route(self, entry: Entry, workers: Sequence[WorkerEntry], now: float) -> tuple[str | None, str]:
-        workers = [worker for worker in workers if worker.name not in entry.failed_on] or workers
+        if entry.failures.is_suspect:
+            workers = [worker for worker in workers if not worker.running]
+        else:
+            workers = [one for one in workers if one.name != self._aside and not self._has_suspect(one)]
+        workers = [worker for worker in workers if worker.name not in entry.failures.workers] or workers
         load = self._load(entry, computed=False)
         may_hold = entry.held_since is None or now - entry.held_since < self._hold_s
         need = RequestNeed(load.blocks, load.forecast_blocks - load.blocks, entry.request.request_id, may_hold)
@@ -417,7 +472,10 @@ class RequestQueue:
         return changed
 
     def _order_back(self, worker: WorkerEntry) -> None:
-        """Order requests back from a worker that was recalled below what it runs, where another one has room."""
+        """Order requests back from a worker that was recalled below what it runs, where another one has room.
+
+        The last ones in order go: of the least urgent priority, the youngest first.
+        """
         missing = worker.missing_blocks - sum(worker.running[number].blocks for number in worker.releasing)
         if missing <= 0 or len(worker.running) - len(worker.releasing) <= 1:
             return
@@ -427,7 +485,10 @@ class RequestQueue:
             for one in others
             if (view := one.view(0)).running < view.max_running
         }
-        for number in sorted(worker.running.keys() - worker.releasing, reverse=True):  # the youngest first
+        order = sorted(
+            (self.entries[number].request.priority, number) for number in worker.running.keys() - worker.releasing
+        )
+        for _, number in reversed(order):
             load = worker.running[number]
             place = max(room, key=lambda name: room[name], default=None)
             if missing <= 0 or place is None:
@@ -436,10 +497,6 @@ class RequestQueue:
                 room[place] -= load.forecast_blocks
                 missing -= load.blocks
                 worker.release(number)
-
-    def worker_orders(self) -> Iterator[str]:
-        """The workers that have orders."""
-        return (worker.name for worker in self.workers if worker.has_orders)
 
     # -- checks ------------------------------------------------------------------------------------------------------
 

@@ -30,10 +30,22 @@ def fleet_status(queue: RequestQueue, writer: JournalWriter, followers: Follower
             "fault": writer.fault,
         },
         "front_ends": dict(followers.positions()),
+        "tenants": _tenants(queue, now),
     }
     status["stats"] = {"workers": {worker.name: worker.stats for worker in queue.workers if worker.stats}}
     status["fleet_metrics"] = fleet_metrics(status)
     return status
+
+
+def _tenants(queue: RequestQueue, now: float) -> dict[str, dict[str, float]]:
+    """Unfinished requests of each tenant, those that wait, and the seconds since the oldest was accepted."""
+    found: dict[str, dict[str, float]] = {}
+    for entry in queue.entries.values():
+        one = found.setdefault(entry.request.tenant, {"unfinished": 0, "waiting": 0, "oldest_s": 0.0})
+        one["unfinished"] += 1
+        one["waiting"] += entry.worker is None
+        one["oldest_s"] = max(one["oldest_s"], round(now - entry.accepted_at, 1))
+    return found
 
 
 def _worker(worker: WorkerEntry, now: float) -> dict[str, Any]:
@@ -69,13 +81,16 @@ def _live_blocks(worker: WorkerEntry) -> int:
 
 # Name: description, kind, and where the value of the whole fleet is.
 _OF_QUEUE = {
-    "waiting": ("Requests that no worker has", "gauge"),
-    "running": ("Requests that a worker has", "gauge"),
+    "waiting": ("Waiting requests", "gauge"),
+    "running": ("Running requests", "gauge"),
     "accepted": ("Requests that were accepted", "counter"),
     "refused": ("Requests that were refused", "counter"),
     "ended": ("Requests that have ended", "counter"),
     "failed": ("Requests that have ended with an error", "counter"),
-    "cancelled": ("Requests that their clients left", "counter"),
+    "cancelled": (
+        "Requests that their clients left or cancelled, and those that an operator or their age cancelled",
+        "counter",
+    ),
     "requeued": ("Requests taken from workers that died or hung", "counter"),
     "returned": ("Requests that workers handed back", "counter"),
     "assigned": ("Assignments of requests to workers", "counter"),
@@ -88,7 +103,7 @@ _OF_WORKER = {
     "requests": ("Requests of a worker", "gauge"),
     "sequences": ("Sequences of a worker", "gauge"),
     "cached_blocks": ("Blocks that a worker can find", "gauge"),
-    "silent_s": ("Seconds since a worker said something", "gauge"),
+    "silent_s": ("Seconds since the last message of a worker", "gauge"),
     "assigned": ("Requests that were assigned to a worker", "counter"),
 }
 

@@ -23,6 +23,8 @@ from .messages import FleetInfo, FleetModel
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+MOST_AHEAD = 1000  # requests of a file that wait in the queue, of which all callers without an API key share the places
+
 Value = TypeVar("Value")
 
 
@@ -110,7 +112,8 @@ class SyncFleet:
         self.close()
 
     def _look_ahead(self) -> int:
-        return max(1, 2 * self._client.info.max_seqs)
+        most = self._client.info.max_seqs
+        return max(1, most + min(most, MOST_AHEAD))
 
     def _count_preemptions(self) -> int:
         return sum(int(worker["preemptions"]) for worker in self._wait(self._fleet.stats())["workers"])

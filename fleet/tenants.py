@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 from .messages import NewRequest
@@ -10,9 +9,9 @@ from .messages import NewRequest
 
 @dataclass(slots=True)
 class _Use:
-    """The unfinished work of one tenant: prompts by the id of their response, and sequences."""
+    """The unfinished work of one tenant: numbers of requests by the id of their response, and sequences."""
 
-    responses: Counter[str] = field(default_factory=Counter)
+    responses: dict[str, set[int]] = field(default_factory=dict)
     sequences: int = 0
 
 
@@ -22,16 +21,16 @@ class TenantUse:
     def __init__(self) -> None:
         self._uses: dict[str, _Use] = {}
 
-    def add(self, request: NewRequest) -> None:
+    def add(self, number: int, request: NewRequest) -> None:
         """Count an accepted request."""
         use = self._uses.setdefault(request.tenant, _Use())
-        use.responses[_response_of(request)] += 1
+        use.responses.setdefault(_response_of(request), set()).add(number)
         use.sequences += request.num_sequences
 
-    def remove(self, request: NewRequest) -> None:
+    def remove(self, number: int, request: NewRequest) -> None:
         """Count a request no longer, which has ended."""
         use, response = self._uses[request.tenant], _response_of(request)
-        use.responses[response] -= 1
+        use.responses[response].discard(number)
         use.sequences -= request.num_sequences
         if not use.responses[response]:
             del use.responses[response]
@@ -52,6 +51,15 @@ class TenantUse:
                 f"this request has {request.num_sequences:,}"
             )
         return None
+
+    def numbers(self, response_id: str | None, tenant: str | None) -> list[int]:
+        """Numbers of the unfinished requests of a response, or of all; of a tenant, or of all."""
+        uses = [use for name, use in self._uses.items() if tenant in (None, name)]
+        if response_id is None:
+            found = [numbers for use in uses for numbers in use.responses.values()]
+        else:
+            found = [use.responses.get(response_id, set()) for use in uses]
+        return sorted(number for numbers in found for number in numbers)
 
     def to_dict(self) -> dict[str, int]:
         """Unfinished sequences by tenant."""

@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 MOST_LEVELS = 64  # priorities without waiting requests of which the tenants' shares are remembered
+MOST_WAITING = 40_000
+MOST_WAITING_TOKENS = 32 << 20  # of their prompts: some 40 bytes each in the queue's process
+
+
+class _Place(NamedTuple):
+    """A waiting request.
+
+    Attributes:
+        is_returned: It comes back from a worker.
+        tokens: Of its prompt.
+    """
+
+    priority: int
+    tenant: str
+    is_returned: bool
+    tokens: int
 
 
 @dataclass(slots=True)
@@ -63,6 +80,10 @@ class WaitingOrder:
     next. A tenant without waiting requests saves no credit: it begins at the virtual time of those that have some, or of the
     last assignment. Requests that come back from a worker go before all others of their priority, the oldest first.
 
+    Places, and tokens of prompts, are shared with a dynamic threshold (Choudhury and Hahne 1998): a tenant may hold as many as
+    are free, times its weight. One tenant alone gets half of them, two get a third each, and a tenant with nothing waiting
+    finds a place however much the others have sent.
+
     Args:
         weights: Of tenants; others have 1.
     """
@@ -70,7 +91,10 @@ class WaitingOrder:
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = dict(weights or {})
         self._levels: dict[int, _Level] = {}  # by priority
-        self._places: dict[int, tuple[int, str | None]] = {}  # priority and tenant; no tenant: returned
+        self._places: dict[int, _Place] = {}
+        self._num_places: Counter[str] = Counter()  # by tenant, as the next one
+        self._num_tokens: Counter[str] = Counter()
+        self._sum_tokens = 0
 
     def __len__(self) -> int:
         return len(self._places)
@@ -86,8 +110,33 @@ class WaitingOrder:
             level = self._levels[priority] = _Level()
         return level
 
-    def add(self, number: int, priority: int, tenant: str) -> None:
-        """Append a new request."""
+    def num_waiting(self, tenant: str) -> int:
+        """Waiting requests of a tenant."""
+        return self._num_places[tenant]
+
+    def refusal(self, tenant: str, tokens: int) -> str | None:
+        """Why a new request with a prompt of `tokens` may not wait here for its tenant; None if it may."""
+        weight = self._weights.get(tenant, 1.0)
+        for what, held, new, free, most in (
+            ("requests", self._num_places[tenant], 1, MOST_WAITING - len(self), MOST_WAITING),
+            (
+                "prompt tokens",
+                self._num_tokens[tenant],
+                tokens,
+                MOST_WAITING_TOKENS - self._sum_tokens,
+                MOST_WAITING_TOKENS,
+            ),
+        ):
+            if new > free or (held and held + new > weight * free):
+                share = "" if weight == 1.0 else f", times its share of {weight:g}"
+                return (
+                    f"{held:,} {what} of this key wait in the fleet, and {max(free, 0):,} of {most:,} places are free. A key "
+                    f"may hold as many as are free{share}: wait until some have run, or cancel some"
+                )
+        return None
+
+    def add(self, number: int, priority: int, tenant: str, tokens: int = 0) -> None:
+        """Append a new request. `tokens`: of its prompt."""
         level = self._level(priority)
         one = level.tenants.get(tenant)
         if one is None:
@@ -95,18 +144,30 @@ class WaitingOrder:
         if not one.numbers:
             one.virtual_time = max(one.virtual_time, level.virtual_now)
         one.numbers.append(number)
-        self._places[number] = priority, tenant
+        self._occupy(number, _Place(priority, tenant, False, tokens))
 
-    def put_back(self, number: int, priority: int) -> None:
+    def put_back(self, number: int, priority: int, tenant: str = "", tokens: int = 0) -> None:
         """Add a request that a worker did not finish."""
         insort(self._level(priority).returned, number)
-        self._places[number] = priority, None
+        self._occupy(number, _Place(priority, tenant, True, tokens))
+
+    def _occupy(self, number: int, place: _Place) -> None:
+        self._places[number] = place
+        self._num_places[place.tenant] += 1
+        self._num_tokens[place.tenant] += place.tokens
+        self._sum_tokens += place.tokens
 
     def remove(self, number: int, work: float = 0.0) -> None:
         """Remove a request that was assigned, and charge its tenant with `work` tokens; or one that was cancelled."""
-        priority, tenant = self._places.pop(number)
-        level = self._levels[priority]
-        if tenant is None:
+        place = self._places.pop(number)
+        tenant = place.tenant
+        self._num_places[tenant] -= 1
+        self._num_tokens[tenant] -= place.tokens
+        self._sum_tokens -= place.tokens
+        if not self._num_places[tenant]:
+            del self._num_places[tenant], self._num_tokens[tenant]
+        level = self._levels[place.priority]
+        if place.is_returned:
             level.returned.remove(number)
             return
         one = level.tenants[tenant]

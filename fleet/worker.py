@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..scheduler.errors import REQUEST_FAULTS
-from ..server.engine_outputs import MakeScores, error_kind, piece_of, request_end, scores
-from ..server.messages import Failed, Piece, RequestEnd
+from ..scheduler.heartbeat import SilenceWatch
+from ..server.engine_outputs import MakeScores, error_kind, piece_of, request_end, scores, scores_in_parts
+from ..server.messages import Failed, Piece, RequestEnd, Score
 from ..version import __version__
 from .links import QueueLink, QueueUnavailable
 from .messages import Assignment, CacheChanges, FleetModel, Orders, Registration, Report, StaleEpoch, WorkerState
@@ -34,11 +35,16 @@ log = logging.getLogger(__name__)
 STATE_EVERY_S = 0.1
 STATS_EVERY_S = 1.0
 AGAIN_S = 0.1  # between attempts to reach the queue
+BEAT_S = 1.0  # interval of looks at the engine's heartbeat
 UNLIMITED_WAITING = 1 << 30  # the queue bounds what waits
 
 
 class EngineFault(Exception):
     """The engine failed on a request that it could serve: another engine may serve it."""
+
+
+class EngineHangs(Exception):
+    """The engine is at work and comes no further. It cannot be stopped: its process has to be killed."""
 
 
 class FleetWorker:
@@ -63,7 +69,29 @@ class FleetWorker:
         self.num_epochs = 0
 
     async def run(self) -> None:
-        """Serve until the queue orders the end. Raises WorkerRefused."""
+        """Serve until the queue orders the end. Raises WorkerRefused and EngineHangs."""
+        serving, watching = asyncio.create_task(self._serve_epochs()), asyncio.create_task(self._watch())
+        try:
+            await asyncio.wait({serving, watching}, return_when=asyncio.FIRST_COMPLETED)
+            await (watching if watching.done() else serving)
+        finally:
+            hangs = watching.done()
+            watching.cancel()
+            serving.cancel()
+            if not hangs:  # an engine that hangs would let this wait for ever
+                await asyncio.gather(serving, watching, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        """Raise EngineHangs once the engine gives no beat for longer than it said."""
+        silence = SilenceWatch(2 * BEAT_S)
+        while True:
+            beats, allowed_s = self._llm.heartbeat
+            said = (beats, allowed_s) if allowed_s else object()  # at rest, nothing is waited for
+            if silence.look(said, asyncio.get_running_loop().time()) > allowed_s > 0:
+                raise EngineHangs(f"its engine came no further for {allowed_s:g} s")
+            await asyncio.sleep(BEAT_S)
+
+    async def _serve_epochs(self) -> None:
         while True:
             try:
                 epoch = await self._register()
@@ -161,7 +189,7 @@ class FleetWorker:
         outputs: dict[int, RequestOutput] = {}
         found: list[Piece] = []  # in one report with the end
         if handovers:
-            stream = self._llm.import_request(handovers)
+            stream = self._llm.import_request(handovers, keep_logprobs=False)
             async with aclosing(stream):
                 async for chunk in stream:
                     self._refuse_if_broken(chunk)
@@ -176,7 +204,8 @@ class FleetWorker:
                         found.append(piece)
                     else:
                         self._buffer.add(piece)
-        self._buffer.add_all([*found, _end_of(number, [one for _, one in sorted(outputs.items())], make)])
+        end = await _end_of(number, [one for _, one in sorted(outputs.items())], make)
+        self._buffer.add_all([*found, end])
 
     @staticmethod
     def _refuse_if_broken(chunk: StreamChunk) -> None:
@@ -285,12 +314,16 @@ def _at_index(piece: Piece, index: int) -> Piece:
     return Piece(piece.number, index, piece.text, piece.token_ids, piece.scores, piece.finish_reason, piece.error)
 
 
-def _end_of(number: int, outputs: Sequence[RequestOutput], make: MakeScores) -> RequestEnd:
+async def _end_of(number: int, outputs: Sequence[RequestOutput], make: MakeScores) -> RequestEnd:
     """The end of a request of which these continuations ended here."""
     if not outputs:
         return RequestEnd(number, [], 0)
     generated = sum(len(completion.token_ids) for output in outputs for completion in output.completions)
-    return request_end(number, outputs[0], [], make, generated)
+    scores: list[Score] | None = None
+    if (logprobs := outputs[0].prompt_logprobs) is not None:
+        parts = scores_in_parts(make, logprobs, outputs[0].prompt_token_ids)
+        scores = [score async for part in parts for score in part]
+    return request_end(number, outputs[0], [], scores, generated)
 
 
 def _end_of_recorded(
@@ -307,7 +340,8 @@ def _end_of_recorded(
     reason, stops = _reason_of_end(tokens, sampling, room), sampling.get("stop") or ()
     if tokenizer is None or not tokens or not (reason or stops):
         return None if reason is None else (reason, "")
-    stream = TextStream(tokenizer, handover["prompt_token_ids"], stops)
+    skips = sampling.get("skip_special_tokens") is not False
+    stream = TextStream(tokenizer, handover["prompt_token_ids"], stops, skips)
     for token in tokens:
         stream.push([token])
     if reason is not None:

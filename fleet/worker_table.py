@@ -94,9 +94,14 @@ class WorkerEntry:
         return self._sums.sequences < self.max_seqs and backlog_tokens < self.step_tokens
 
     @property
+    def most_blocks(self) -> int:
+        """Blocks that its lease may still become; those of all tables of a sequence count as one."""
+        return self.state.limit_blocks // self.model.num_tables
+
+    @property
     def missing_blocks(self) -> int:
         """Blocks that its requests hold, beyond what its lease may still become."""
-        return self._sums.blocks - self.state.limit_blocks // self.model.num_tables
+        return self._sums.blocks - self.most_blocks
 
     def view(self, cached_blocks: int) -> WorkerView:
         """What routing needs to know of it. Blocks of all tables of a sequence count as one."""
@@ -149,6 +154,11 @@ class WorkerEntry:
     def stop(self) -> None:
         """Order it to end."""
         self._stop = True
+
+    @property
+    def untold(self) -> set[int]:
+        """Requests that are assigned to it in orders that it has not pulled."""
+        return {assignment.number for assignment in self._orders[0]}
 
     @property
     def has_orders(self) -> bool:

@@ -34,7 +34,7 @@ def directory_of(config: MonitorConfig) -> RuntimeDir:
     """The runtime directory of a monitor with these settings."""
     if config.runtime_dir is not None:
         return RuntimeDir(config.runtime_dir.absolute())
-    if config.group is not None and not os.environ.get(VARIABLE):
+    if config.group is not None and not os.environ.get(VARIABLE, "").strip():
         return RuntimeDir(MACHINE_DIR)
     return own_dir()
 
@@ -217,7 +217,7 @@ def _who_monitors(directory: RuntimeDir) -> str:
         return said
     users = pids_of_users(directory)
     which = f"(process {', '.join(map(str, users))}) " if users else ""
-    return f"{said}; engines started it, and it ends with the last of them: end those {which}and start this one again"
+    return f"{said}; engines started it, and it stops with the last of them: stop those {which}and start this one again"
 
 
 def _warn_of_more_than_there_is(config: MonitorConfig) -> None:
@@ -235,7 +235,7 @@ def _refuse_if_watched_elsewhere(daemon: Daemon, infos: Sequence[DeviceInfo]) ->
 
     Does not apply to a directory that the user chose.
     """
-    if daemon.config.runtime_dir is not None or os.environ.get(VARIABLE):
+    if daemon.config.runtime_dir is not None or os.environ.get(VARIABLE, "").strip():
         return
     mine = {info.uuid for info in infos}
     for directory in readable_dirs():

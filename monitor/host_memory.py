@@ -1,6 +1,6 @@
 """Total and available host memory: that of this machine, or of the cgroups around this process if that is less.
 
-    total   MemTotal, or the smallest limit of our memory cgroups and their ancestors
+    total   MemTotal, or the smallest limit (memory.max and memory.high) of our memory cgroups and their ancestors
     free    MemAvailable, or what the tightest of these cgroups leaves: limit - use + file pages not used lately
 
 This is read 50 times a second. So every file costs one open and one read of a few µs, and files that cannot change the
@@ -49,6 +49,19 @@ def free_host_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     return _measure(proc, cgroups)[1]
 
 
+def free_address_bytes(proc: Path = PROC) -> int | None:
+    """Bytes that this process may still map under its limit of address space (`ulimit -v`, RLIMIT_AS); None without one."""
+    try:
+        import resource
+
+        most = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if most == resource.RLIM_INFINITY:
+            return None
+        return max(0, most - int(_read(f"{proc}/self/statm").split()[0]) * resource.getpagesize())
+    except (ImportError, OSError):  # not Linux
+        return None
+
+
 def limiting_cgroup(proc: Path = PROC, cgroups: Path = CGROUPS) -> Cgroup | None:
     """The cgroup that limits the total of `host_memory`; None if the limit is the machine's memory."""
     return _measure(proc, cgroups)[2]
@@ -60,10 +73,10 @@ def _measure(proc: Path, cgroups: Path) -> tuple[int, int, Cgroup | None]:
     total_bytes, limiting = machine_bytes, None
     for files in _memory_cgroups(proc, cgroups):
         try:
-            limit = _read(files.limit).strip()
-            if limit == b"max" or int(limit) >= machine_bytes:
+            limit = min((int(one) for one in map(_limit, files.limits) if one != b"max"), default=machine_bytes)
+            if limit >= machine_bytes:
                 continue
-            room_bytes = int(limit) - int(_read(files.use))
+            room_bytes = limit - int(_read(files.use))
             if room_bytes < free_bytes:  # reclaimable pages only add to it, and are the most expensive to read
                 match = files.reclaimable.search(_read(files.stat))
                 room_bytes += int(match[1]) if match else 0
@@ -72,8 +85,8 @@ def _measure(proc: Path, cgroups: Path) -> tuple[int, int, Cgroup | None]:
                 continue
             raise
         free_bytes = min(free_bytes, room_bytes)
-        if int(limit) < total_bytes:
-            total_bytes, limiting = int(limit), files.cgroup
+        if limit < total_bytes:
+            total_bytes, limiting = limit, files.cgroup
     return total_bytes, max(0, min(free_bytes, total_bytes)), limiting
 
 
@@ -96,7 +109,7 @@ class _Files:
     """The files with the figures of one cgroup. They may not exist."""
 
     cgroup: Cgroup
-    limit: str
+    limits: tuple[str, ...]  # the smallest applies
     use: str
     stat: str
     reclaimable: re.Pattern[bytes]  # in `stat`: file pages not used lately, reclaimed before an OOM kill
@@ -133,12 +146,23 @@ def _files(membership: bytes, cgroups: Path) -> tuple[_Files, ...]:
 
 def _files_v1(cgroup: Cgroup) -> _Files:
     limit, use, stat = (f"{cgroup.directory}/memory.{name}" for name in ("limit_in_bytes", "usage_in_bytes", "stat"))
-    return _Files(cgroup, limit, use, stat, re.compile(rb"^total_inactive_file (\d+)", re.MULTILINE))
+    return _Files(cgroup, (limit,), use, stat, re.compile(rb"^total_inactive_file (\d+)", re.MULTILINE))
 
 
 def _files_v2(cgroup: Cgroup) -> _Files:
-    limit, use, stat = (f"{cgroup.directory}/memory.{name}" for name in ("max", "current", "stat"))
-    return _Files(cgroup, limit, use, stat, re.compile(rb"^inactive_file (\d+)", re.MULTILINE))
+    most, high, use, stat = (f"{cgroup.directory}/memory.{name}" for name in ("max", "high", "current", "stat"))
+    # Above memory.high a process is not killed, but slowed down until it barely runs.
+    return _Files(cgroup, (most, high), use, stat, re.compile(rb"^inactive_file (\d+)", re.MULTILINE))
+
+
+def _limit(path: str) -> bytes:
+    """The bytes in a limit's file, or "max"; a cgroup without the file of memory.high has no such limit."""
+    try:
+        return _read(path).strip()
+    except FileNotFoundError:
+        if not path.endswith(".high"):
+            raise
+        return b"max"
 
 
 def _read(path: str) -> bytes:

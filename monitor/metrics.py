@@ -226,7 +226,7 @@ METRICS: tuple[Metric, ...] = (
         "vram_lease_held_bytes", "gauge", "What it holds at most, by class: weights, kv and other, which is the rest.",
         (*_LEASE_LABELS, "class"), _of_leases(_lease_held, sum),
     ),
-    _lease("vram_lease_free_bytes", "Of what it holds, free in its pool.", lambda lease: lease.free_bytes),
+    _lease("vram_lease_spare_bytes", "What it can give back without affecting a request.", lambda lease: lease.spare_bytes),
     _lease(
         "vram_lease_asked_bytes", "What it could use in all; absent if it asks for nothing.",
         lambda lease: lease.asked_bytes,

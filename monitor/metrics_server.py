@@ -129,7 +129,7 @@ class _Handler(MetricsHandler):
         except MonitorError as error:  # before anything was written: the page is built first
             self.send_error(503, explain=str(error))
         except Exception:
-            self.send_error(500, explain="the page could not be made; the monitor's log says why")
+            self.send_error(500, explain="the page could not be made; see the monitor's log")
             raise
 
 
@@ -246,7 +246,7 @@ class _Server(socketserver.ThreadingTCPServer):
             times = self._faults.record(f"{type(error).__name__} at {last.filename}:{last.lineno}", time.monotonic_ns())
         if times:
             again = f" ({times} times since the last message)" if times > 1 else ""
-            log.error("the metrics page could not be made%s", again, exc_info=error)
+            log.error("making the metrics page failed%s", again, exc_info=error)
 
 
 def _listen(address: str, port: int, handler: type[_Handler]) -> _Server:

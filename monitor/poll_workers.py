@@ -142,7 +142,7 @@ class PollWorkers(Generic[Member]):
         with self._lock:
             is_new = self._faults.record(f"{type(fault).__name__}: {fault}", time.monotonic_ns())
         if is_new and not self._stopping:
-            log.error("asking for %s failed, and goes on", self._name, exc_info=fault)
+            log.error("polling %s failed; trying again", self._name, exc_info=fault)
 
     def _is_common(self, worker: _PollWorker[Member]) -> bool:
         with self._lock:

@@ -131,12 +131,12 @@ class Poller:
         """Replace the record's file if it is damaged, and log the damage."""
         try:
             harm = self._writer.mend()
-            state = None if harm is None else f"the file of the record {harm}; another was laid in its place"
+            state = None if harm is None else f"the record's file {harm}; it was replaced"
         except RecordError as error:
             state = str(error)
         if self._record_throttle.record(state, self._clock()):
             if state is None:
-                log.info("the file of the record is as it was written again")
+                log.info("the record's file is intact again")
             else:
                 log.warning("%s", state)
 
@@ -202,9 +202,9 @@ class Poller:
         if isinstance(error, SourceUnavailable):
             log.warning("%s is not available: %s", self._source.name, error)
         elif isinstance(error, RecordError):
-            log.warning("the devices changed, but those of before are watched on: %s", error)
+            log.warning("the devices changed; still watching the previous ones: %s", error)
         else:
-            log.error("the devices could not be looked for; tried again and again", exc_info=error)
+            log.error("looking for devices failed; trying again", exc_info=error)
 
     def _supervise(self) -> None:
         while True:

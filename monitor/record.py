@@ -91,7 +91,7 @@ class RecordWriter:
         if len(infos) > MAX_DEVICES:
             raise RecordError(f"the record has room for {MAX_DEVICES} devices, got {len(infos)}: watch fewer")
         if len({info.uuid for info in infos}) < len(infos):
-            raise RecordError(f"a device comes twice in {[info.uuid for info in infos]}")
+            raise RecordError(f"a device is listed twice in {[info.uuid for info in infos]}")
         generation = shared.words[layout.TABLE.sequence] + 1
         new = [info.uuid for info in infos if info.uuid not in self._slots]
         unused = set(range(layout.NUM_SLOTS)) - {slot.number for slot in self._slots.values()}

@@ -98,7 +98,7 @@ class RecordFile:
         except FileNotFoundError:
             return "was removed"
         except OSError as error:
-            return f"cannot be looked at ({error.strerror})"
+            return f"cannot be examined ({error.strerror})"
         if identity(status) != self._identity:
             raise RecordError(
                 f"another file lies at {self.path}, so no reader finds what this monitor (pid {os.getpid()}) measures: "
@@ -155,7 +155,7 @@ class OpenRecord:
             head = os.pread(fd, layout.VERSION_BYTES, 0) if stat.S_ISREG(status.st_mode) else b""
         except (FileNotFoundError, NotADirectoryError) as error:
             raise RecordMissing(
-                f"there is no record at {path}: no monitor runs; `vram-monitor serve` starts one"
+                f"there is no record at {path}: no monitor is running; `vram-monitor serve` starts one"
             ) from error
         except PermissionError as error:
             raise RecordError(
@@ -174,7 +174,7 @@ class OpenRecord:
 
 def damaged(name: str) -> RecordError:
     """The error for a record with contents that no monitor writes."""
-    return RecordError(f"{name} is damaged: start the monitor anew")
+    return RecordError(f"{name} is damaged: restart the monitor")
 
 
 def identity(status: os.stat_result) -> tuple[int, int]:
@@ -192,7 +192,7 @@ def _check_trusted(path: Path, status: os.stat_result, name: str) -> None:
     user = os.geteuid()
     if path.parent != MACHINE_DIR and status.st_uid not in (0, user):
         raise RecordError(
-            f"{name} belongs to user {status.st_uid}, neither to root nor to user {user}, who reads it: it is not believed. "
+            f"{name} belongs to user {status.st_uid}, neither to root nor to user {user}, who reads it: it is not trusted. "
             f"A monitor for all users lies in {MACHINE_DIR} (`vram-monitor serve --group GROUP`)"
         )
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

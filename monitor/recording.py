@@ -27,6 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, NoReturn, Self, TypeVar, get_type_hints
 
+from .checked_file import InvalidFile, open_checked
 from .errors import ConfigInvalid, MonitorError
 from .snapshot import (
     DetailReading,
@@ -48,6 +49,7 @@ IMPOSSIBLE = "more bytes were free than there are"  # likewise
 HEARTBEAT_S = 1.0  # the longest silence of a recording
 
 _LONGEST_HEADER_BYTES = 1 << 20
+_LONGEST_LINE_BYTES = 64 << 20
 _LONGEST_S = 1e9  # 31 years
 
 
@@ -77,7 +79,7 @@ class RecordingWriter:
         try:
             self._file = open(path, "x", encoding="ascii", newline="\n")  # noqa: SIM115 - closed by `close`
         except FileExistsError:
-            raise ConfigInvalid(f"{path} is there already and stays as it is; name a new file to record to") from None
+            raise ConfigInvalid(f"{path} already exists and is not overwritten; name a new file") from None
         except OSError as error:
             raise ConfigInvalid(f"cannot record to {path}: {error.strerror}; name a file that you may write") from error
         try:
@@ -250,11 +252,13 @@ def read_recording(path: str | Path) -> Recording:
     invalid line.
     """
     try:
-        with open(path, "rb") as file:
+        with open_checked(path, "recordings") as file:
             first = file.readline(_LONGEST_HEADER_BYTES)
             content = _Content(path, first)
-            for number, line in enumerate(file, 2):
+            for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE_BYTES), b""), 2):
                 content.read_line(number, line)
+    except InvalidFile as error:
+        raise ConfigInvalid(str(error)) from error
     except OSError as error:
         raise ConfigInvalid(f"the recording {path} cannot be read: {error.strerror}") from error
     return content.recording()
@@ -284,7 +288,7 @@ class _Content:
             content = json.loads(line, parse_constant=_no_number)
         except (ValueError, RecursionError) as error:  # not JSON, not UTF-8
             if line.endswith(b"\n"):
-                self._refuse(number, f"is no JSON: {error}")
+                self._refuse(number, f"is not JSON: {error}")
             self._refuse(number, "is cut short: the recorder was killed or the disk was full")
         try:
             self._take(content)
@@ -293,7 +297,7 @@ class _Content:
 
     def _take(self, line: object) -> None:
         if not isinstance(line, dict):
-            raise _Malformed("is no JSON object")
+            raise _Malformed("is not JSON object")
         fields = line.keys() - {"at_s", "uuid"}
         at_s = _seconds("at_s", line.get("at_s"))
         if at_s < self.at_s:
@@ -308,7 +312,7 @@ class _Content:
 
     def _take_devices(self, devices: object) -> None:
         if not isinstance(devices, list):
-            raise _Malformed("has devices that are no list")
+            raise _Malformed("has devices that are not a list")
         infos = tuple(_device(each) for each in devices)
         if len({info.uuid for info in infos}) != len(infos):
             raise _Malformed("names a device twice")
@@ -339,9 +343,9 @@ class _Content:
 
     def _header(self, line: bytes) -> tuple[str, float | None]:
         """(source, interval_s) of the first line; also records its devices."""
-        foreign = f"{self.path} is no recording of a monitor; `vram-monitor record FILE` makes one"
+        foreign = f"{self.path} is not a recording of vram-monitor; `vram-monitor record FILE` makes one"
         if not line:
-            raise ConfigInvalid(f"{self.path} is empty, so it is no recording; `vram-monitor record FILE` makes one")
+            raise ConfigInvalid(f"{self.path} is empty, not a recording; `vram-monitor record FILE` makes one")
         try:
             header = json.loads(line, parse_constant=_no_number)
         except (ValueError, RecursionError) as error:
@@ -354,7 +358,7 @@ class _Content:
             raise ConfigInvalid(foreign)
         if (version := header.get("version")) != VERSION:
             raise ConfigInvalid(
-                f"the recording {self.path} is of version {version!r}, and this is read here: {VERSION}; "
+                f"the recording {self.path} is of version {version!r}, but this pagetide reads version {VERSION}; "
                 "play it with the pagetide that made it, or a newer one"
             )
         try:
@@ -406,7 +410,7 @@ def _processes(value: object) -> tuple[ProcessUse, ...] | None:
     if value is None:
         return None
     if not isinstance(value, list):
-        raise _Malformed(f"has processes that are no list: {value!r:.80}")
+        raise _Malformed(f"has processes that are not a list: {value!r:.80}")
     return tuple(_build(ProcessUse, each) for each in value)
 
 
@@ -454,4 +458,4 @@ def _seconds(name: str, value: object) -> float:
 
 
 def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number in JSON")
+    raise ValueError(f"{name} is not a JSON number")

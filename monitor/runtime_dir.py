@@ -109,7 +109,7 @@ class RuntimeDir:
         """Reject a directory that another user could have created, or can write to. Raises ConfigInvalid, OSError."""
         found = self.path.lstat()
         if not stat.S_ISDIR(found.st_mode):
-            raise ConfigInvalid(f"the runtime directory {self.path} is no directory")
+            raise ConfigInvalid(f"the runtime directory {self.path} is not a directory")
         if found.st_uid != _uid():
             raise ConfigInvalid(f"the runtime directory {self.path} belongs to user {found.st_uid}, not to {_uid()}")
         if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -121,7 +121,7 @@ class RuntimeDir:
 
 def own_dir(environ: Mapping[str, str] = os.environ) -> RuntimeDir:
     """The directory of this user's monitor. Creates nothing. Raises ConfigInvalid for a relative one."""
-    if named := environ.get(VARIABLE):
+    if named := environ.get(VARIABLE, "").strip():
         if not os.path.isabs(named):
             raise ConfigInvalid(
                 f"{VARIABLE} must be an absolute path, got {named!r:.200}, which is another directory for each working "
@@ -153,7 +153,7 @@ def _is_own(folder: str, uid: int) -> bool:
 def readable_dirs(environ: Mapping[str, str] = os.environ, machine: Path = MACHINE_DIR) -> tuple[RuntimeDir, ...]:
     """The directories to search for a running monitor, in order. Raises ConfigInvalid as `own_dir` does."""
     own = own_dir(environ)
-    return (own,) if environ.get(VARIABLE) else (RuntimeDir(machine), own)
+    return (own,) if environ.get(VARIABLE, "").strip() else (RuntimeDir(machine), own)
 
 
 def group_id(group: str) -> int:

@@ -133,7 +133,7 @@ class LeaseUse:
     granted_bytes: int
     held_bytes: int
     held_by_class: Mapping[str, int]  # as the engine last reported: "weights", "kv", "other"
-    free_bytes: int  # part of the held bytes that is free in its pool
+    spare_bytes: int  # of the held bytes, what the engine can give back without affecting a request
     asked_bytes: int | None  # None: no request
     state: str  # "ok", "recalling", "overdue", "reaping": its process ended and its memory is not back
     recall_target_bytes: int | None

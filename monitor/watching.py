@@ -105,7 +105,7 @@ def watch(*, runtime_dir: Path | str | None = None, timeout_s: float = 10.0) -> 
     users = FileLock(own.users_lock)
     try:
         if not users.wait_shared(timeout_s):
-            raise MonitorFailed(f"the monitor in {own.path} is ending and does not come to its end")
+            raise MonitorFailed(f"the monitor in {own.path} is stopping but does not finish")
         reader = _live(own) or _started(own, deadline)
         _wait_for_answers(reader, deadline)
         return Watch(own, reader, users)
@@ -133,12 +133,12 @@ def _guard(directory: RuntimeDir, reader: RecordReader, closed: threading.Event)
             elif time.monotonic() - live_at < OTHERS_FIRST_S or waits:
                 continue
             elif (holder := last_holder(directory)) is not None and holder.on_demand:
-                log.warning("the monitor has died; another one is started")
+                log.warning("the monitor died; starting another one")
                 _started(directory, time.monotonic() + 10 * GUARD_S).close()
             else:
                 waits = True
                 log.warning(
-                    "the monitor in %s has ended; no engine started it, so its operator must start it again",
+                    "the monitor in %s has ended; it was not started by an engine, so restart it by hand",
                     directory.path,
                 )
         except RecordError:  # the reader was closed
@@ -198,7 +198,9 @@ def silence_of(directory: RuntimeDir) -> str:
     """A sentence about the monitor that holds the directory and does not answer."""
     pid = monitor_pid(directory)
     name = "a process" if pid is None else f"process {pid}"
-    return f"{name} holds {directory.path} as its monitor and does not answer: it is stopped, or hangs; let it go on, or end it"
+    return (
+        f"{name} holds {directory.path} as its monitor and does not answer: it is stopped or hangs; resume or kill it"
+    )
 
 
 def _is_held(directory: RuntimeDir) -> bool:

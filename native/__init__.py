@@ -17,7 +17,7 @@ from .build import sources_digest
 
 log = logging.getLogger(__name__)
 
-LIBRARY = Path(os.environ.get("PAGETIDE_NATIVE_LIBRARY") or Path(__file__).parent / "_kernels.so")
+LIBRARY = Path(os.environ.get("PAGETIDE_NATIVE_LIBRARY", "").strip() or Path(__file__).parent / "_kernels.so")
 
 
 @lru_cache(maxsize=1)
@@ -27,14 +27,14 @@ def instructions() -> str | None:
     The first call says why it cannot. PAGETIDE_NATIVE=0 switches it off, and the name of an instruction set selects that one
     if the processor has it. PAGETIDE_NATIVE_LIBRARY names another file of the library, such as one with sanitisers.
     """
-    wanted = os.environ.get("PAGETIDE_NATIVE", "")
+    wanted = os.environ.get("PAGETIDE_NATIVE", "").strip()
     if wanted == "0":
-        log.info("native kernels are switched off by PAGETIDE_NATIVE=0; torch's own serve")
+        log.info("native kernels are disabled by PAGETIDE_NATIVE=0; using torch's operators")
         return None
     if not LIBRARY.exists():
         named = "PAGETIDE_NATIVE_LIBRARY names it" if "PAGETIDE_NATIVE_LIBRARY" in os.environ else "no C++ compiler?"
         log.warning(
-            "native kernels were not built, there is no %s (%s): torch's own serve, at about half the speed on a CPU; "
+            "native kernels were not built, %s is missing (%s): using torch's operators, at about half the speed on a CPU; "
             "install g++ or clang, then repeat the installation", LIBRARY, named,
         )  # fmt: skip
         return None
@@ -42,21 +42,21 @@ def instructions() -> str | None:
         torch.ops.load_library(LIBRARY)  # type: ignore[no-untyped-call]
         sources: str = torch.ops.pagetide.sources()
     except (OSError, AttributeError) as error:  # no library, or another one
-        log.warning("native kernels cannot be loaded (%s): torch's own serve, at about half the speed on a CPU", error)
+        log.warning(
+            "native kernels cannot be loaded (%s): using torch's operators, at about half the speed on a CPU", error
+        )
         return None
     if sources != sources_digest():
         log.warning(
-            "native kernels in %s are built from other sources than are here: torch's own serve, at about half the speed on "
-            "a CPU; `make` or another installation builds them again", LIBRARY,
+            "native kernels in %s were built from other sources: using torch's operators, at about half the speed on "
+            "a CPU; run `make`, or install again, to rebuild them", LIBRARY,
         )  # fmt: skip
         return None
     name: str = torch.ops.pagetide.instructions()
     if wanted not in ("", "1", name):
-        log.warning(
-            "PAGETIDE_NATIVE=%r: native kernels for %s serve; 0 switches them off", wanted, name or "no processor"
-        )
+        log.warning("PAGETIDE_NATIVE=%r: using native kernels for %s; 0 disables them", wanted, name or "no processor")
     if not name:
-        log.warning("native kernels need AVX2 or NEON, which this processor lacks: torch's own serve")
+        log.warning("native kernels need AVX2 or NEON, which this processor lacks: using torch's operators")
     return name or None
 
 

@@ -16,7 +16,7 @@ from .version import __version__
 if TYPE_CHECKING:
     from .engine.async_llm import AsyncLLM
     from .engine.errors import ConfigError, EngineClosed, ModelNotFound, NotEnoughMemory, ShardLost, UnsupportedModel
-    from .engine.llm import LLM
+    from .engine.llm import LLM, generate
     from .engine.requests.outputs import Completion, RequestOutput, StreamChunk, TokenLogprobs
     from .fleet.api import Fleet
     from .fleet.errors import FleetError
@@ -42,6 +42,7 @@ __all__ = [
     "TokenLogprobs",
     "UnsupportedModel",
     "__version__",
+    "generate",
     "pipeline",
 ]
 
@@ -55,7 +56,7 @@ _NAMES_OF = {
         "ShardLost",
         "UnsupportedModel",
     ),
-    ".engine.llm": ("LLM",),
+    ".engine.llm": ("LLM", "generate"),
     ".engine.requests.outputs": ("Completion", "RequestOutput", "StreamChunk", "TokenLogprobs"),
     ".fleet.api": ("Fleet",),
     ".fleet.errors": ("FleetError",),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import codecs
+import io
 import json
 import locale
 import logging
@@ -25,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     0, 1 if a request failed, 2 for bad input, 130 if interrupted, 141 if the reader closed the output pipe.
     """
     verbose = 0
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what a locale cannot encode is written as escapes, and not lost
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         args = _parser().parse_args(argv)  # its flags need numpy, which takes a while to load
         verbose = args.verbose
@@ -48,7 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if not _is_ours(error) or verbose > 1:
             raise
-        print(f"pagetide: {error}{_of_the_locale(error)}", file=sys.stderr)
+        from .monitor.errors import said_of
+
+        print(f"pagetide: {said_of(error)}{_of_the_locale(error)}", file=sys.stderr)
         return 2
 
 
@@ -57,7 +62,10 @@ def _missing(error: ModuleNotFoundError) -> int:
     library = str(error.name).partition(".")[0]
     if library == "pagetide":
         raise error
-    print(f"pagetide: {library} is not installed, and this command needs it: pip install pagetide", file=sys.stderr)
+    from .monitor.errors import install_command
+
+    said = f"pagetide: {library} is not installed, and this command needs it: {install_command()}"
+    print(said, file=sys.stderr)
     return 2
 
 
@@ -78,41 +86,47 @@ def _of_the_locale(error: Exception) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = FlagParser(prog="pagetide", description="Generate text out of a paged KV cache.")
+    parser = FlagParser(
+        prog="pagetide", description="Run language models over a paged KV cache whose memory grows and shrinks."
+    )
     parser.add_argument("--version", action="version", version=f"pagetide {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    generate = commands.add_parser("generate", help="continue prompts", description="Continue one or more prompts.")
-    generate.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; repeatable")
+    generate = commands.add_parser(
+        "generate", help="generate text from prompts", description="Generate text from one or more prompts."
+    )
+    generate.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="prompt text; repeatable")
     generate.add_argument(
         "--prompt-file",
         action="append",
         default=[],
         metavar="F",
-        help="a file with one prompt, or - for standard input; repeatable",
+        help="read one prompt from this file, or from standard input (-); repeatable",
     )
     generate.add_argument("--stream", action="store_true", help="print the text as it is generated")
-    _add_json(generate, "JSON lines: outputs, or chunks with --stream")
+    _add_json(generate, "print JSON lines: outputs, or chunks with --stream")
     _add_serving(_add_engine(generate))
     _add_sampling(generate)
     generate.set_defaults(run=_generate)
 
     demo = _add_demo(commands)
 
-    models = commands.add_parser("models", help="list the models that have names")
-    _add_json(models, "as JSON")
+    models = commands.add_parser(
+        "models", help="list the named models", description="List the models of the models files."
+    )
+    _add_json(models, "print JSON")
     models.set_defaults(run=_models)
 
     plan = commands.add_parser(
-        "plan", help="what a model would take, and how many sequences fit",
-        description="What a model's weights and KV cache take, what is free now, and how many sequences fit. Reads no "
-        "weights and takes no memory.",
+        "plan", help="estimate a model's memory, and how many sequences fit",
+        description="Estimate the memory of a model's weights and KV cache, compare it with the free memory, and count the "
+        "sequences that fit. Loads no weights and reserves no memory.",
     )  # fmt: skip
     _add_engine(plan, positional=True)
     plan.add_argument(
-        "--context", type=int, metavar="TOKENS", help="length of the sequences to count (default: the longest)"
+        "--context", type=int, metavar="TOKENS", help="length of the counted sequences (default: the maximum)"
     )
-    _add_json(plan, "as JSON")
+    _add_json(plan, "print JSON")
     plan.set_defaults(run=_plan)
 
     for command in (generate, demo, models, plan, *_add_modules(commands)):
@@ -122,24 +136,28 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_demo(commands: Any) -> argparse.ArgumentParser:
     demo: argparse.ArgumentParser = commands.add_parser(
-        "demo", help="watch the engine serve many prompts out of a small pool",
-        description="Serve many prompts with the bundled model out of a KV pool too small for all of them, then again "
-        "with room for all, and compare the tokens. Live on a terminal, plain lines elsewhere.",
+        "demo", help="watch the engine serve more prompts than its pool has room for",
+        description="Serve many prompts with the bundled model from a KV pool too small for all of them, then again with "
+        "enough room, and compare the tokens. Shows a live view on a terminal, plain lines elsewhere.",
     )  # fmt: skip
-    demo.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
-    demo.add_argument("--prompts", type=int, default=24, metavar="N", help="how many, at least 16 (default 24)")
-    demo.add_argument("--max-new-tokens", type=int, default=96, metavar="N", help="of each prompt (default 96)")
+    demo.add_argument("--device", default="auto", help="cpu, cuda or cuda:1 (default: cuda if available)")
     demo.add_argument(
-        "--pool", type=float, default=0.5, metavar="SHARE", help="pool as a share of the need (default 0.5)"
+        "--prompts", type=int, default=24, metavar="N", help="number of prompts, at least 16 (default 24)"
     )
-    demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument(
+        "--max-new-tokens", type=int, default=96, metavar="N", help="output tokens per prompt (default 96)"
+    )
+    demo.add_argument(
+        "--pool", type=float, default=0.5, metavar="SHARE", help="pool size as a fraction of the need (default 0.5)"
+    )
+    demo.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
     demo.add_argument(
         "--shared", action="store_true",
-        help="show two engines and an external process that share one device of host memory instead; of the other "
-        "options only --seed and --json apply",
+        help="show two engines and an external process that share one device of host memory instead; only --seed and "
+        "--json apply",
     )  # fmt: skip
-    demo.add_argument("--table", action="store_true", help="print the texts and a table of figures at the end too")
-    _add_json(demo, "the table and the texts as JSON, without the live view")
+    demo.add_argument("--table", action="store_true", help="also print the texts and a table of figures at the end")
+    _add_json(demo, "print the table and the texts as JSON, without the live view")
     demo.set_defaults(run=_demo)
     return demo
 
@@ -173,7 +191,7 @@ def _add_engine(parser: argparse.ArgumentParser, positional: bool = False) -> ar
         place.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=help_text)
     place.add_argument(
         "--model", "--model-name", dest="model", metavar="MODEL", required=not positional,
-        default=argparse.SUPPRESS if positional else None, help="the same" if positional else help_text,
+        default=argparse.SUPPRESS if positional else None, help="another way to name the model" if positional else help_text,
     )  # fmt: skip
     return _add_engine_options(parser)
 
@@ -183,32 +201,32 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGr
     from .engine.attention.backends import NAMES as ATTENTION
 
     engine = parser.add_argument_group("engine")
-    engine.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
+    engine.add_argument("--device", help="cpu, cuda or cuda:1 (default: cuda if available)")
     engine.add_argument(
         "--tensor-parallel-size",
         type=int,
         metavar="N",
-        help="divide the model over N devices; sizes are then of each part",
+        help="divide the model over N devices; sizes are then per device",
     )
-    engine.add_argument("--devices", metavar="D,D", help="divide the model over these devices, like cuda:0,cuda:1")
+    engine.add_argument("--devices", metavar="D,D", help="divide the model over these devices, e.g. cuda:0,cuda:1")
     engine.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the checkpoint's)")
     engine.add_argument(
-        "--quantization", metavar="FORM", help="int8 or int4 weights, on a CPU (default: as --dtype says)"
+        "--quantization", metavar="FORM", help="int8 or int4 weights, CPU only (default: not quantized)"
     )
     engine.add_argument(
-        "--kv-cache-dtype", metavar="FORM", help="int8 or fp8: K and V in one byte (default: the model's dtype)"
+        "--kv-cache-dtype",
+        metavar="FORM",
+        help="int8 or fp8: one byte per element of K and V (default: the model's dtype)",
     )
     engine.add_argument(
         "--kv-memory", metavar="BYTES",
-        help="like 2GiB, or bounds: min=1GiB,max=4GiB,weight=2,priority=0 (default: see `pagetide plan`)",
+        help="a size, e.g. 2GiB, or bounds: min=1GiB,max=4GiB,weight=2,priority=0 (default: see `pagetide plan`)",
     )  # fmt: skip
-    engine.add_argument("--block-size", type=_int_or_auto, metavar="TOKENS")
-    engine.add_argument("--attention", metavar="NAME", help=f"{', '.join(ATTENTION)} (default: the fastest here)")
+    engine.add_argument("--block-size", type=_int_or_auto, metavar="TOKENS", help="tokens per block, or auto")
+    engine.add_argument("--attention", metavar="NAME", help=f"{', '.join(ATTENTION)} (default: the fastest available)")
     engine.add_argument("--max-seqs", type=int, metavar="N", help="maximum number of running sequences (default 256)")
-    engine.add_argument("--max-step-tokens", type=int, metavar="N", help="maximum tokens of a step (default 2048)")
-    engine.add_argument(
-        "--max-model-len", type=int, metavar="TOKENS", help="maximum tokens of prompt and output together"
-    )
+    engine.add_argument("--max-step-tokens", type=int, metavar="N", help="maximum tokens per step (default 2048)")
+    engine.add_argument("--max-model-len", type=int, metavar="TOKENS", help="maximum total tokens of prompt and output")
     return engine
 
 
@@ -216,30 +234,30 @@ def _add_serving(engine: argparse._ArgumentGroup) -> None:
     """Add the engine options that `plan` does not take, as they matter only to a running engine."""
     engine.add_argument(
         "--max-chunk-tokens", type=int, metavar="N",
-        help="maximum tokens of one prompt in a step (default: no limit but the step's)",
+        help="maximum tokens of one prompt per step (default: only the step's limit)",
     )  # fmt: skip
     engine.add_argument(
         "--host-kv-memory", metavar="BYTES",
-        help="host memory for swapped-out blocks, like 8GiB (default: none)",
+        help="host memory for swapped-out blocks, e.g. 8GiB (default: none)",
     )  # fmt: skip
     engine.add_argument(
         "--prefix-cache-memory", metavar="BYTES",
-        help="maximum memory of cached blocks that no request holds, like 2GiB, or 0 (default: no bound)",
+        help="maximum memory of cached blocks that no request uses, e.g. 2GiB, or 0 (default: no limit)",
     )  # fmt: skip
     engine.add_argument(
         "--no-prefix-caching", dest="prefix_caching", action="store_const", const=False,
-        help="compute common prefixes of prompts again for each request",
+        help="do not reuse common prefixes of prompts",
     )  # fmt: skip
     engine.add_argument(
-        "--idle-s", type=float, metavar="SECONDS", help="seconds after which unneeded memory is given back (default 10)"
+        "--idle-s", type=float, metavar="SECONDS", help="idle time after which unneeded memory is returned (default 10)"
     )
     engine.add_argument(
         "--no-share", dest="share", action="store_const", const=False,
-        help="hold no lease: do not share memory with other engines",
+        help="do not hold a lease, and do not share memory with other engines",
     )  # fmt: skip
     engine.add_argument(
         "--no-overlap", dest="overlap", action="store_const", const=False,
-        help="launch no step before the previous step's tokens reach the host",
+        help="do not launch a step before the previous step's tokens reach the host",
     )  # fmt: skip
     engine.add_argument(
         "--no-cuda-graphs", dest="cuda_graphs", action="store_const", const=False,
@@ -247,7 +265,7 @@ def _add_serving(engine: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     engine.add_argument(
         "--no-self-check", dest="self_check", action="store_const", const=False,
-        help="on CUDA, use all parts of the engine without testing them (see `pagetide doctor`)",
+        help="skip the self-check of CUDA devices (see `pagetide doctor`)",
     )  # fmt: skip
 
 
@@ -258,46 +276,60 @@ _SAMPLING_NUMBERS: dict[str, type[int] | type[float]] = {
 _SAMPLING_OTHERS = (
     "n", "best_of", "num_beams", "length_penalty", "early_stopping", "logprobs", "prompt_logprobs", "bad_words", "stop",
     "stop_token_ids", "ignore_eos", "json_schema", "regex", "grammar", "add_special_tokens",
+    "skip_special_tokens",
 )  # fmt: skip
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     """Add an option for each field of SamplingParams that fits a command line; omitted ones keep the model's default."""
-    group = parser.add_argument_group("sampling (default: as the model's generation config says)")
+    group = parser.add_argument_group("sampling (defaults from the model's generation config)")
     for name, kind in _SAMPLING_NUMBERS.items():
         group.add_argument(*flags_of(name), dest=name, type=kind, metavar="N" if kind is int else "X")
-    group.add_argument(
-        "--n", type=int, metavar="N", help="continuations of each prompt (default 1, or as the models file says)"
-    )
+    group.add_argument("--n", type=int, metavar="N", help="outputs per prompt (default 1, or the models file's)")
     group.add_argument("--best-of", type=int, metavar="N", help="generate N candidates, return the n most likely")
     group.add_argument("--num-beams", type=int, metavar="N", help="beam search with N beams")
-    group.add_argument("--length-penalty", type=float, metavar="X", help="of beams (default 1)")
+    group.add_argument("--length-penalty", type=float, metavar="X", help="beam search: length penalty (default 1)")
     group.add_argument(
-        "--early-stopping", type=_early_stopping, metavar="true|false|never", help="of beams (default false)"
+        "--early-stopping",
+        type=_early_stopping,
+        metavar="true|false|never",
+        help="beam search: when to stop (default false)",
     )
     group.add_argument(
-        "--logprobs", type=int, metavar="K", help="with --json: log-probabilities of the tokens, and the K most likely"
+        "--logprobs",
+        type=int,
+        metavar="K",
+        help="with --json: log-probability of each token, and the K most likely ones",
     )
-    group.add_argument("--prompt-logprobs", type=int, metavar="K", help="with --json: the same for the prompts' tokens")
+    group.add_argument("--prompt-logprobs", type=int, metavar="K", help="with --json: the same for prompt tokens")
     group.add_argument(
         "--bad-word",
         dest="bad_words",
         action="append",
         metavar="TEXT",
-        help="a string that is never generated; repeatable",
+        help="string that must not be generated; repeatable",
     )
-    group.add_argument("--stop", action="append", metavar="TEXT", help="a string that ends the text; repeatable")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="stop before this string; repeatable")
     group.add_argument(
         "--stop-token-id", dest="stop_token_ids", action="append", type=int, metavar="ID",
-        help="a token id that ends the text; repeatable",
+        help="stop at this token id; repeatable",
     )  # fmt: skip
-    group.add_argument("--json-schema", type=_text_or_file, metavar="TEXT|@F", help="a JSON schema for the output")
-    group.add_argument("--regex", metavar="TEXT", help="a regular expression that the whole output matches")
     group.add_argument(
-        "--grammar", type=_text_or_file, metavar="TEXT|@F", help="a grammar for the output, in Lark's notation"
+        "--json-schema", type=_text_or_file, metavar="TEXT|@F", help="JSON schema that the output must match"
+    )
+    group.add_argument("--regex", metavar="TEXT", help="regular expression that the whole output must match")
+    group.add_argument(
+        "--grammar",
+        type=_text_or_file,
+        metavar="TEXT|@F",
+        help="grammar that the output must match, in Lark's notation",
     )
     group.add_argument("--ignore-eos", action="store_true", help="ignore EOS")
-    group.add_argument("--no-special-tokens", dest="add_special_tokens", action="store_false", help="add no BOS")
+    group.add_argument("--no-special-tokens", dest="add_special_tokens", action="store_false", help="do not add BOS")
+    group.add_argument(
+        "--keep-special-tokens", dest="skip_special_tokens", action="store_false", default=None,
+        help="keep special tokens in the text",
+    )  # fmt: skip
 
 
 def _int_or_auto(text: str) -> int | str:
@@ -319,7 +351,7 @@ def _text_or_file(text: str) -> str:
     if not text.startswith("@"):
         return text
     try:
-        return Path(text[1:]).read_text("utf-8")
+        return Path(text[1:]).read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise argparse.ArgumentTypeError(f"cannot read {text[1:]}: {error}") from None
 
@@ -347,17 +379,17 @@ def _generate(args: argparse.Namespace) -> int:
 
     params = SamplingParams(**_given(args, *_SAMPLING_NUMBERS, *_SAMPLING_OTHERS))
     if not args.json and (params.logprobs is not None or params.prompt_logprobs is not None):
-        raise ValueError("log-probabilities are not shown beside a text: add --json")
+        raise ValueError("log-probabilities are only printed as JSON: add --json")
     prompts = [*args.prompt, *(_read_prompt(name) for name in args.prompt_file)]
     if not prompts:
-        raise ValueError("nothing to continue: give --prompt TEXT or --prompt-file F")
+        raise ValueError("no prompt given: use --prompt TEXT or --prompt-file F")
     from .engine.llm import LLM
 
     with LLM(args.model, **_engine_arguments(args), **_serving_arguments(args)) as llm:
         outputs = _stream(llm, prompts, params, args.json) if args.stream else llm.generate(prompts, params)
         if args.json and not args.stream:
             for output in outputs:
-                print(json.dumps(output.to_dict(), ensure_ascii=False))
+                print(_json_line(output.to_dict()))
         elif not args.stream:
             _print_texts(
                 [str(c.token_ids if c.decoded is None else c.decoded) for output in outputs for c in output.completions]
@@ -372,9 +404,14 @@ def _read_prompt(name: str) -> str:
     if name == "-":
         return sys.stdin.read()
     try:
-        return Path(name).read_text("utf-8")
+        return Path(name).read_text("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is no text in UTF-8: {error}") from error
+        raise ValueError(f"{name} is not UTF-8 text: {error}") from error
+
+
+def _json_line(value: Any) -> str:
+    """A line of JSON that standard output can encode."""
+    return json.dumps(value, ensure_ascii=(sys.stdout.encoding or "").lower() not in ("utf-8", "utf8"))
 
 
 def _print_texts(texts: Sequence[str]) -> None:
@@ -397,7 +434,7 @@ def _stream(llm: Any, prompts: Sequence[str], params: Any, as_json: bool) -> lis
             line = {"index": chunk.index, "number": chunk.number, "text": chunk.text, "token_ids": chunk.token_ids}
             line |= {"logprobs": [asdict(one) for one in chunk.logprobs]} if chunk.logprobs is not None else {}
             line |= {"output": chunk.output.to_dict()} if chunk.output else {}
-            print(json.dumps(line, ensure_ascii=False), flush=True)
+            print(_json_line(line), flush=True)
         else:
             view.show(chunk)
     return [outputs[i] for i in range(len(prompts))]
@@ -465,10 +502,12 @@ def _models(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from .engine.build import plan_only
     from .engine.config import EngineConfig
 
-    plan = plan_only(EngineConfig.resolve(args.model, **_engine_arguments(args)), context=args.context)
+    config = EngineConfig.resolve(args.model, **_engine_arguments(args))  # its errors come before torch is loaded
+    from .engine.build import plan_only
+
+    plan = plan_only(config, context=args.context)
     if args.json:
         print(json.dumps(plan.to_dict(), indent=1))
     else:

@@ -22,20 +22,20 @@ _NAME_COLUMNS = 13
 def add_parser(commands: Any) -> argparse.ArgumentParser:
     """Add the subcommand `doctor` to `commands`, the result of `ArgumentParser.add_subparsers`."""
     parser: argparse.ArgumentParser = commands.add_parser(
-        "doctor", help="what this machine has, and what of the engine works on its GPUs",
-        description="Versions, devices, attention kernels, limits, models files, the monitor and its rights, and what the "
-        "self-check found that the first engine on a CUDA device makes. For each problem, what to do about it. Status 1 where "
-        "a part that should work does not.",
+        "doctor", help="check this machine and the engine on its GPUs",
+        description="Show versions, devices, attention kernels, limits, models files, the monitor and its permissions, and "
+        "the results of the self-check that the first engine on a CUDA device runs. Each problem comes with a remedy. Exit "
+        "status 1 if a part that should work does not.",
     )  # fmt: skip
-    parser.add_argument("--device", metavar="cuda:N", help="check this device alone (default: all)")
+    parser.add_argument("--device", metavar="cuda:N", help="check only this device (default: all)")
     parser.add_argument(
         "--run",
         dest="tries",
         action="store_true",
-        help="try the parts that no earlier check has tried, as an engine does",
+        help="also run the self-check, for parts that were not tried before",
     )
-    parser.add_argument("--refresh", action="store_true", help="try all parts, whatever is known of them")
-    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--refresh", action="store_true", help="run the self-check again for all parts")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=lambda args: main(args.device, args.tries, args.refresh, args.json))
     return parser
 
@@ -70,7 +70,7 @@ def main(
         one | {"self_check": examine(int(one["device"][5:]), again=refresh, tries=tries or refresh).to_dict()}
         for one in _chosen(device, there)
     ]
-    fix = "the engine does without; after an update of the driver or a library: pagetide doctor --refresh"
+    fix = "the engine does not use it; after an update of the driver or a library: pagetide doctor --refresh"
     problems += [
         Problem(one["device"], "a part of the engine failed in the self-check and is switched off", fix)
         for one in report["devices"]
@@ -127,7 +127,7 @@ def describe(report: dict[str, Any]) -> Iterator[str]:
 def _devices(report: dict[str, Any]) -> Iterator[str]:
     driver, torch = report["driver"], report["torch"]
     nvml = "" if driver["nvml_devices"] is None else f"; NVML sees {driver['nvml_devices']} device(s)"
-    yield _row("driver", f"NVIDIA {driver['version']}{nvml}" if driver["version"] else "no NVIDIA driver is seen")
+    yield _row("driver", f"NVIDIA {driver['version']}{nvml}" if driver["version"] else "no NVIDIA driver found")
     if torch is None:
         return
     yield _row(

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .serve import check_libraries
+from .serve import check_engines, check_libraries
 
 EXAMPLE = """\
 fleet.yaml:
@@ -27,25 +27,35 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     """Add the subcommand `fleet` to `commands`."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "fleet", help="run several engines behind one queue",
-        description="Run a fleet: workers with an engine each, a queue that owns every accepted request, and front ends that "
-        "speak HTTP, as processes on Ray.",
+        description="Run a fleet on Ray: workers with one engine each, a queue that keeps every accepted request, and HTTP "
+        "front ends.",
         epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     start = actions.add_parser("start", help="start a fleet, on this machine or on a running Ray cluster")
-    start.add_argument("--config", type=Path, metavar="FILE", required=True, help="settings in YAML: docs/fleet.md")
-    start.add_argument("--workers", type=int, metavar="N", help="instead of the file's")
-    start.add_argument("--port", type=int, metavar="N", help="instead of the file's")
+    start.add_argument(
+        "--config", type=Path, metavar="FILE", required=True, help="settings in YAML (see docs/fleet.md)"
+    )
+    start.add_argument("--workers", type=int, metavar="N", help="number of workers; overrides the file")
+    start.add_argument("--port", type=int, metavar="N", help="port of the first front end; overrides the file")
     start.set_defaults(run=_start)
-    status = _action(actions, "status", "workers, queue and front ends", _status)
-    status.add_argument("--json", action="store_true", help="as JSON")
-    drain = _action(actions, "drain", "hand a worker's requests over to others, and end it", _drain)
-    drain.add_argument("worker", metavar="WORKER", help="its name, as status says it")
+    status = _action(actions, "status", "show the queue and the workers", _status)
+    status.add_argument("--json", action="store_true", help="print JSON")
+    drain = _action(actions, "drain", "move a worker's requests to others, then stop it", _drain)
+    drain.add_argument("worker", metavar="WORKER", help="name of the worker, as `status` shows it")
     add = _action(actions, "add", "start more workers", _add)
-    add.add_argument("count", type=int, nargs="?", default=1, metavar="N", help="how many (default 1)")
-    stop = _action(actions, "stop", "end a fleet", _stop)
+    add.add_argument("count", type=int, nargs="?", default=1, metavar="N", help="number of workers to add (default 1)")
+    cancel = _action(actions, "cancel", "cancel the unfinished requests that match all given filters", _cancel)
+    cancel.add_argument("response", metavar="ID", nargs="?", help="id of the response, e.g. cmpl-5f...")
+    cancel.add_argument("--key", metavar="NAME", help='name of the API key; "" for requests without one')
+    cancel.add_argument("--older-than", type=float, metavar="SECONDS", help="accepted at least this long ago")
+    stop = _action(actions, "stop", "stop a fleet", _stop)
     stop.add_argument(
-        "--drain-timeout", type=float, default=30.0, metavar="SECONDS", help="for running requests (default 30)"
+        "--drain-timeout",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="how long running requests may finish (default 30)",
     )
     return parser
 
@@ -60,9 +70,9 @@ def _action(actions: Any, name: str, text: str, run: Any) -> argparse.ArgumentPa
 def add_address(parser: argparse._ActionsContainer) -> None:
     """Add the options that name a running fleet."""
     parser.add_argument(
-        "--address", default="local", metavar="ADDRESS", help="of its Ray cluster (default: this machine's)"
+        "--address", default="local", metavar="ADDRESS", help="address of the Ray cluster (default: local)"
     )
-    parser.add_argument("--name", default="fleet", metavar="NAME", help="of the fleet (default fleet)")
+    parser.add_argument("--name", default="fleet", metavar="NAME", help="name of the fleet (default fleet)")
 
 
 def fleet_errors() -> tuple[type[Exception], ...]:
@@ -85,11 +95,14 @@ def _start(args: argparse.Namespace) -> int:
     errors: tuple[type[Exception], ...] = fleet_errors()
     from .fleet.actors import start_fleet
     from .fleet.config import DEFAULT_NAME, LOCAL, FleetConfig
+    from .server.models import ModelOptions
     from .server.run import CannotServe
 
     errors += (CannotServe,)
     try:
         config = FleetConfig.read(args.config, {"workers": args.workers, "port": args.port})
+        if config.address == LOCAL:  # elsewhere the model is on the workers' machines
+            check_engines([ModelOptions(config.model, config.model, config.engine)])
         print(
             f"starting {config.workers} worker{'s' * (config.workers != 1)} of {config.model} ...",
             file=sys.stderr,
@@ -152,7 +165,31 @@ def describe(status: Mapping[str, Any]) -> str:
         for name in status.get("kept", ())
         if name not in ready
     ]
+    if tenants := status.get("tenants"):
+        lines += ["", f"{'key':<24} {'unfinished':>10} {'waiting':>8} {'oldest':>9}"]
+        lines += [
+            f"{name or '(none)':<24} {one['unfinished']:>10,} {one['waiting']:>8,} {one['oldest_s']:>7,.0f} s"
+            for name, one in sorted(tenants.items(), key=lambda item: -item[1]["unfinished"])
+        ]
     return "\n".join(lines)
+
+
+def _cancel(args: argparse.Namespace) -> int:
+    errors = fleet_errors()
+    if args.response is None and args.key is None and args.older_than is None:
+        return _reported(ValueError("cancel needs the ID of a response, --key NAME or --older-than SECONDS"))
+    if not 0 <= (older_s := args.older_than or 0.0) < 1e9:
+        return _reported(ValueError(f"--older-than must be from 0 to 1e9 seconds, got {older_s:g}"))
+    try:
+        count = _call(
+            args, "cancel", args.response, args.key, older_s, "the request was cancelled by the fleet's operator"
+        )
+    except errors as error:
+        return _reported(error)
+    if count is None:
+        return _reported(ValueError(f"there is no request {args.response!r:.80}, or its result has expired"))
+    print(f"{count:,} request{'s' * (count != 1)} cancelled")
+    return 0
 
 
 def _drain(args: argparse.Namespace) -> int:
@@ -161,14 +198,14 @@ def _drain(args: argparse.Namespace) -> int:
         _call(args, "drain", args.worker)
     except errors as error:
         return _reported(error)
-    print(f"{args.worker} hands its requests over and ends")
+    print(f"draining {args.worker}: its requests move to other workers, then it stops")
     return 0
 
 
 def _add(args: argparse.Namespace) -> int:
     errors = fleet_errors()
     if args.count < 1:
-        return _reported(ValueError(f"add needs a number of at least 1, got {args.count}"))
+        return _reported(ValueError(f"cannot add {args.count} workers: N must be at least 1"))
     try:
         names = _call(args, "add", args.count)
     except errors as error:
@@ -185,5 +222,5 @@ def _stop(args: argparse.Namespace) -> int:
         stop_fleet(args.name, args.address, args.drain_timeout)
     except errors as error:
         return _reported(error)
-    print(f"the fleet {args.name} has ended; unfinished requests stay in its journal")
+    print(f"fleet {args.name!r} stopped; unfinished requests stay in its journal")
     return 0

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from .monitor.errors import said_of
 from .scheduler.frames.perfetto import write_trace
 from .scheduler.frames.recording import FrameRecording, RecordingError
 from .serve import check_libraries
@@ -19,14 +20,17 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         "replay", help="show a recorded run",
         description="Show a run that was recorded with LLM(record=FILE) or `pagetide serve --record FILE`.",
     )  # fmt: skip
-    parser.add_argument("recording", type=Path, metavar="FILE", help="the recording")
+    parser.add_argument("recording", type=Path, metavar="FILE", help="recording to show")
+    parser.add_argument("--perfetto", type=Path, metavar="OUT", help="write a trace for ui.perfetto.dev, and exit")
     parser.add_argument(
-        "--perfetto", type=Path, metavar="OUT", help="write a trace that ui.perfetto.dev opens, and end"
+        "--host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="address to listen on, of this machine only (default 127.0.0.1)",
     )
     parser.add_argument(
-        "--host", default="127.0.0.1", metavar="ADDRESS", help="of this machine alone (default 127.0.0.1)"
+        "--port", type=int, default=8000, metavar="N", help="port to listen on; 0 picks a free one (default 8000)"
     )
-    parser.add_argument("--port", type=int, default=8000, metavar="N", help="0 takes a free one (default 8000)")
     parser.set_defaults(run=run)
     return parser
 
@@ -36,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         recording = FrameRecording(args.recording)
     except (OSError, RecordingError) as error:
-        print(f"pagetide replay: {error}", file=sys.stderr)
+        print(f"pagetide replay: {said_of(error)}", file=sys.stderr)
         return 2
     with recording:
         if args.perfetto is not None:
@@ -55,8 +59,8 @@ def export(recording: FrameRecording, out: Path) -> int:
     except OSError as error:
         print(f"pagetide replay: {out} cannot be written: {error}", file=sys.stderr)
         return 1
-    except (ValueError, LookupError, TypeError) as error:
-        print(f"pagetide replay: {recording.path} has frames that are no frames: {error!r:.200}", file=sys.stderr)
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        print(f"pagetide replay: {recording.path} contains invalid frames: {error!r:.200}", file=sys.stderr)
         return 1
     finally:
         part.unlink(missing_ok=True)

@@ -35,46 +35,74 @@ def add_parser(
         engine_arguments: The arguments of `LLM` among the parsed options.
     """
     parser: argparse.ArgumentParser = commands.add_parser(
-        "serve", help="serve models to OpenAI clients",
-        description="Serve models over HTTP, as OpenAI's API does. Every option can be set by PAGETIDE_<OPTION> or in the "
-        "configuration file too; a flag goes first, then the environment, then a model's entry in the file, then its top.",
+        "serve", help="run an OpenAI-compatible server",
+        description="Serve models over HTTP with OpenAI's API. Every option can also be set by the variable PAGETIDE_<OPTION> "
+        "or in the configuration file. A flag overrides the variable, the variable the file; in the file, a model's entry "
+        "overrides the top.",
     )  # fmt: skip
-    parser.add_argument("models", nargs="*", metavar="MODEL", help="a name, a folder, or a hub id in the local cache")
-    parser.add_argument("--model", dest="more_models", action="append", default=[], metavar="MODEL", help="repeatable")
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="name, folder, or hub id in the local cache")
     parser.add_argument(
-        "--served-model-name", action="append", metavar="NAME", help="name in requests; one for each model"
+        "--model",
+        dest="more_models",
+        action="append",
+        default=[],
+        metavar="MODEL",
+        help="another way to name a model; repeatable",
+    )
+    parser.add_argument(
+        "--served-model-name",
+        action="append",
+        metavar="NAME",
+        help="name of the model in requests; repeat for each model",
     )
     parser.add_argument(
         "--config", type=Path, metavar="FILE",
         help="settings in YAML (variable: PAGETIDE_SERVE_CONFIG; PAGETIDE_CONFIG names a models file)",
     )  # fmt: skip
-    add_fleet(parser, "serve a running fleet instead of MODEL")
+    add_fleet(parser, "serve a running fleet instead of a model")
     http = parser.add_argument_group("server")
     http.add_argument("--host", metavar="ADDRESS", help="address to listen on (default 127.0.0.1)")
-    http.add_argument("--port", type=int, metavar="N", help="port to listen on; 0 takes a free one (default 8000)")
-    http.add_argument("--api-key-file", metavar="FILE", help="API keys and their limits, in YAML")
-    http.add_argument("--max-queue", type=int, metavar="N", help="sequences that may wait; more get 429 (default 256)")
+    http.add_argument("--port", type=int, metavar="N", help="port to listen on; 0 picks a free one (default 8000)")
+    http.add_argument("--api-key-file", metavar="FILE", help="YAML file with API keys and their limits")
     http.add_argument(
-        "--drain-timeout", type=float, metavar="SECONDS", help="for running requests at SIGTERM (default 30)"
+        "--max-queue",
+        type=int,
+        metavar="N",
+        help="maximum number of waiting sequences; beyond it requests get 429 (default 256)",
     )
-    http.add_argument("--chat-template", metavar="FILE", help="used instead of the models' own")
     http.add_argument(
-        "--tool-call-parser", metavar="FORMAT", help="hermes, llama3, mistral, none (default: by the template)"
+        "--drain-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="how long running requests may finish after SIGTERM (default 30)",
     )
-    http.add_argument("--cors-origin", action="append", metavar="URL", help="pages that may call; * is all; repeatable")
-    http.add_argument("--allowed-host", action="append", metavar="NAME", help="in the Host header; repeatable")
+    http.add_argument("--chat-template", metavar="FILE", help="chat template to use instead of the models' own")
+    http.add_argument(
+        "--tool-call-parser",
+        metavar="FORMAT",
+        help="hermes, llama3, mistral or none (default: detected from the template)",
+    )
+    http.add_argument(
+        "--cors-origin",
+        action="append",
+        metavar="URL",
+        help="origin of web pages that may call; * allows all; repeatable",
+    )
+    http.add_argument("--allowed-host", action="append", metavar="NAME", help="accepted Host header; repeatable")
     http.add_argument(
         "--forwarded-allow-ips", metavar="LIST",
-        help="proxies and networks whose X-Forwarded-For is believed, separated by commas; * is all (default: none)",
+        help="trusted proxies and networks for X-Forwarded-For, separated by commas; * trusts all (default: none)",
     )  # fmt: skip
-    http.add_argument("--max-body", type=int, metavar="BYTES", help="largest request (default 8 MiB)")
+    http.add_argument("--max-body", type=int, metavar="BYTES", help="maximum size of a request body (default 8 MiB)")
     http.add_argument(
         "--ignore-unknown-fields", action="store_const", const=True, help="accept unknown fields in requests"
     )
     http.add_argument("--open-metrics", action="store_const", const=True, help="serve /metrics without an API key")
-    http.add_argument("--no-access-log", dest="access_log", action="store_const", const=False, help="log no requests")
-    http.add_argument("--record", metavar="FILE", help="record what the cache does, for pagetide replay")
-    http.add_argument("--record-text", action="store_const", const=True, help="prompts and outputs too")
+    http.add_argument(
+        "--no-access-log", dest="access_log", action="store_const", const=False, help="do not log requests"
+    )
+    http.add_argument("--record", metavar="FILE", help="record the cache's activity for `pagetide replay`")
+    http.add_argument("--record-text", action="store_const", const=True, help="also record prompts and outputs")
     http.add_argument("--ssl-certfile", metavar="FILE", help="TLS certificate chain")
     http.add_argument("--ssl-keyfile", metavar="FILE", help="TLS private key")
     add_serving(add_engine(parser))
@@ -85,8 +113,8 @@ def add_parser(
 def add_fleet(parser: argparse.ArgumentParser, text: str) -> None:
     """Add the options that name a running fleet. `text` is what the command does with it."""
     fleet = parser.add_argument_group("fleet")
-    where = "the address of its Ray cluster, or local for this machine's"
-    fleet.add_argument("--fleet", metavar="ADDRESS", help=f"{text}: {where}")
+    where = "address of its Ray cluster, or local for this machine"
+    fleet.add_argument("--fleet", metavar="ADDRESS", help=f"{text} ({where})")
     fleet.add_argument("--fleet-name", default="fleet", metavar="NAME", help="name of the fleet (default fleet)")
 
 
@@ -94,7 +122,9 @@ def check_libraries(command: str) -> None:
     """Raise ValueError if the libraries of the server are missing."""
     missing = [name for name in _LIBRARIES if find_spec(name) is None]
     if missing:
-        raise ValueError(f"{command} needs {', '.join(missing)}: install the extra with pip install 'pagetide[server]'")
+        from .monitor.errors import install_command
+
+        raise ValueError(f"{command} needs {', '.join(missing)}, which are not installed: {install_command('server')}")
 
 
 def _serve(args: argparse.Namespace, engine: dict[str, Any]) -> int:
@@ -105,14 +135,34 @@ def _serve(args: argparse.Namespace, engine: dict[str, Any]) -> int:
 
     models = [ModelOptions(reference, reference) for reference in [*args.models, *args.more_models]]
     given = {name: getattr(args, name) for name in _HTTP_OPTIONS}
-    file = args.config or (Path(named) if (named := os.environ.get("PAGETIDE_SERVE_CONFIG")) else None)
+    file = args.config or (Path(named) if (named := os.environ.get("PAGETIDE_SERVE_CONFIG", "").strip()) else None)
     try:
         if args.fleet is not None:
             return _serve_fleet(args, given, file, models, engine)
-        return serve(ServeConfig.resolve(given, os.environ, file, models, engine))
+        config = ServeConfig.resolve(given, os.environ, file, models, engine)
+        check_engines(config.recorded_models)
+        return serve(config)
     except CannotServe as error:
         print(f"pagetide: {error}", file=sys.stderr)
         return 2
+
+
+def check_engines(models: Sequence[ModelOptions]) -> None:
+    """Raise ValueError for a missing model and for invalid engine settings, before a process is started for it.
+
+    Loads no torch. What is wrong with the model's content shows when it is loaded.
+    """
+    from .engine.config import EngineConfig
+    from .engine.errors import EngineError
+    from .engine.loading.model_config import check_length, written_length
+
+    for one in models:
+        try:
+            config = EngineConfig.resolve(one.reference, **one.engine)
+            if config.max_model_len is not None:
+                check_length(config.max_model_len, written_length(config.model.path / "config.json"), config.model.name)
+        except EngineError as error:
+            raise ValueError(f"the model {one.name} cannot be loaded: {error}") from error
 
 
 def _serve_fleet(
@@ -148,4 +198,4 @@ def _names_models(file: Path | None) -> bool:
 
     _, data = (None, None) if file is None else read_yaml(file)
     in_file = isinstance(data, Mapping) and any(data.get(name) for name in ("model", "models"))
-    return in_file or bool(os.environ.get("PAGETIDE_MODEL"))
+    return in_file or bool(os.environ.get("PAGETIDE_MODEL", "").strip())

@@ -84,9 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         package = _PACKAGES.get((error.name or "").split(".")[0])
         if package is None:
             raise
-        print(
-            f"vram-monitor: this needs the package {package}, which is missing: pip install {package}", file=sys.stderr
-        )
+        print(f"vram-monitor: the package {package} is missing: pip install {package}", file=sys.stderr)
         return 2
 
 
@@ -131,18 +129,19 @@ def parser() -> argparse.ArgumentParser:
     """All options. Options not given are None or absent, so that a configuration file can set them."""
     top = _Parser(
         prog="vram-monitor",
-        description="Show which processes hold the memory of the GPUs. Without a command: a live view; q ends it, ? "
-        "explains its keys.",
+        description="Show which processes hold GPU memory. Without a command, shows a live view: q quits, ? lists the keys.",
     )
     top.add_argument("--version", action="version", version=f"vram-monitor {__version__}")
-    top.add_argument("-1", "--once", action="store_true", help="print the view once and end")
-    top.add_argument("--json", action="store_true", help="print JSON and end; with --interval a line per interval")
-    top.add_argument("-o", "--only", dest="devices", nargs="+", metavar="DEVICE", help="only these indices or uuids")
+    top.add_argument("-1", "--once", action="store_true", help="print the view once and exit")
+    top.add_argument("--json", action="store_true", help="print JSON and exit; with --interval, one line per interval")
+    top.add_argument(
+        "-o", "--only", dest="devices", nargs="+", metavar="DEVICE", help="show only these devices (index or uuid)"
+    )
     top.add_argument("-i", "--interval", dest="refresh", metavar="SECONDS", help="refresh interval (default 1)")
-    top.add_argument("--no-color", action="store_true", help="no colours (so does NO_COLOR)")
+    top.add_argument("--no-color", action="store_true", help="disable colours (also: NO_COLOR)")
     top.add_argument(
         "--min-memory", metavar="SIZE",
-        help="hide smaller processes without a lease; 0 shows all (default: in the live view 16MiB for the host, else 0)",
+        help="hide processes without a lease below this size (default: 0, which shows all; in the live view 16MiB on the host)",
     )  # fmt: skip
     _add_source(top)
     top.set_defaults(run=_view)
@@ -155,27 +154,29 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_serve(commands: _Commands) -> None:
     serve = commands.add_parser(
-        "serve", help="watch the devices for the engines of this user, or of this machine",
-        description="Watch the devices and publish what is seen: to engines through shared memory, to Prometheus "
-        "through a metrics page. SIGHUP reloads the configuration, SIGTERM and SIGINT end the process.",
+        "serve", help="run the monitor, for the engines of this user or this machine",
+        description="Watch the devices and publish the measurements: to engines through shared memory, to Prometheus through a "
+        "metrics page. SIGHUP reloads the configuration, SIGTERM and SIGINT stop the monitor.",
     )  # fmt: skip
     serve.add_argument("--config", type=Path, metavar="FILE", help="settings in YAML; flags override them")
     _add_source(serve)
     _add_polling(serve)
-    serve.add_argument("--devices", metavar="I,J", help="only these indices or uuids (default: all)")
+    serve.add_argument("--devices", metavar="I,J", help="watch only these devices, by index or uuid (default: all)")
     serve.add_argument(
-        "--metrics-port", metavar="N", help="port of the metrics page; 0 takes a free one (default: none)"
+        "--metrics-port", metavar="N", help="port of the metrics page; 0 picks a free one (default: no page)"
     )
-    serve.add_argument("--metrics-address", metavar="A", help="its address (default 127.0.0.1)")
-    serve.add_argument("--group", metavar="G", help="watch for the whole machine, in /run/pagetide, for this group")
+    serve.add_argument("--metrics-address", metavar="A", help="address of the metrics page (default 127.0.0.1)")
+    serve.add_argument(
+        "--group", metavar="G", help="serve the whole machine from /run/pagetide, readable by this group"
+    )
     serve.add_argument("--headroom", metavar="SIZE", help="memory never leased (default: a sixteenth of each device)")
     serve.add_argument(
-        "--user-engines", metavar="N", help="leases and reservations of one user at a time (default 64; not for root)"
+        "--user-engines", metavar="N", help="maximum leases and reservations per user (default 64; no limit for root)"
     )
     serve.add_argument(
         "--user-share", metavar="SHARE",
-        help="largest part of a device's leasable memory that minimums and reservations may promise to one user "
-        "(default 90%%; not for root)",
+        help="maximum share of a device's leasable memory that minimums and reservations may guarantee to one user "
+        "(default 90%%; no limit for root)",
     )  # fmt: skip
     serve.add_argument("--log-level", metavar="L", help="debug, info, warning, error (default info)")
     # Set when `monitor.watch` starts the command.
@@ -185,12 +186,12 @@ def _add_serve(commands: _Commands) -> None:
 
 def _add_record(commands: _Commands) -> None:
     record = commands.add_parser(
-        "record", help="record to a file, which --source replay:FILE plays",
-        description="Record snapshots to a file, until interrupted or for --duration.",
+        "record", help="record to a file; --source replay:FILE plays it back",
+        description="Record snapshots to a file until interrupted, or for --duration.",
     )  # fmt: skip
     record.add_argument("file", type=Path, metavar="FILE")
-    record.add_argument("--duration", type=float, metavar="SECONDS", help="how long (default: until interrupted)")
-    record.add_argument("--devices", metavar="I,J", help="only these indices or uuids (default: all)")
+    record.add_argument("--duration", type=float, metavar="SECONDS", help="recording time (default: until interrupted)")
+    record.add_argument("--devices", metavar="I,J", help="watch only these devices, by index or uuid (default: all)")
     _add_source(record)
     _add_polling(record)
     record.set_defaults(run=_record)
@@ -200,37 +201,37 @@ def _add_lease_commands(commands: _Commands) -> None:
     """Add the commands to the broker."""
     leases = commands.add_parser(
         "leases",
-        help="list the leases: what engines hold and may hold",
-        description="List the leases: what engines hold and may hold.",
+        help="list the leases of engines",
+        description="List the leases of engines: the memory that each holds and may hold.",
     )
-    leases.add_argument("--json", action="store_true", help="as JSON")
+    leases.add_argument("--json", action="store_true", help="print JSON")
     leases.set_defaults(run=_leases)
     limit = commands.add_parser(
-        "limit", help="set an engine's maximum",
-        description="Set an engine's maximum. Memory above it is freed as requests end.",
+        "limit", help="set an engine's maximum memory",
+        description="Set the maximum memory of an engine. Memory above it is freed as requests finish.",
     )  # fmt: skip
-    limit.add_argument("engine", metavar="ENGINE", help="its name, its process id, or its '#number'")
+    limit.add_argument("engine", metavar="ENGINE", help="name, process id or '#number' of the engine")
     limit.add_argument(
-        "--max", dest="size", required=True, metavar="SIZE", help="like 2GiB; covers all memory of the engine"
+        "--max", dest="size", required=True, metavar="SIZE", help="maximum for all memory of the engine, e.g. 2GiB"
     )
     limit.set_defaults(run=_limit)
     recall = commands.add_parser(
         "recall", help="recall memory from an engine",
-        description="Recall memory from an engine: free blocks first, then those of requests. Its minimum stays.",
+        description="Recall memory from an engine: free blocks first, then blocks of requests. Its minimum is never recalled.",
     )  # fmt: skip
-    recall.add_argument("engine", metavar="ENGINE", help="its name, its process id, or its '#number'")
-    recall.add_argument("size", metavar="SIZE", help="how much, like 512MiB")
+    recall.add_argument("engine", metavar="ENGINE", help="name, process id or '#number' of the engine")
+    recall.add_argument("size", metavar="SIZE", help="amount to recall, e.g. 512MiB")
     recall.set_defaults(run=_recall)
     run = commands.add_parser(
         "run", help="start a program once enough memory is free",
-        description="Reserve memory by recalling it from engines, then start a program and keep the reservation until it ends.",
+        description="Reserve memory, recalling it from engines if needed, and run a program with this reservation.",
     )  # fmt: skip
-    run.add_argument("--reserve", required=True, metavar="SIZE", help="the memory that the program allocates")
-    run.add_argument("--device", metavar="D", help="index or uuid (default: the only one, or GPU 0)")
+    run.add_argument("--reserve", required=True, metavar="SIZE", help="memory that the program needs, e.g. 8GiB")
+    run.add_argument("--device", metavar="D", help="device index or uuid (default: the first GPU, or the only device)")
     run.add_argument(
         "--timeout", type=float, default=60.0, metavar="SECONDS", help="longest wait for the memory (default 60)"
     )
-    run.add_argument("program", nargs="+", metavar="CMD", help="after --")
+    run.add_argument("program", nargs="+", metavar="CMD", help="program and its arguments, after --")
     run.set_defaults(run=_run)
     for command in (leases, limit, recall, run):
         command.add_argument(
@@ -243,17 +244,17 @@ def _add_source(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("devices")
     group.argument_default = argparse.SUPPRESS  # so that a subcommand keeps what was given before it
     group.add_argument("--source", metavar="S", help="auto, nvml, host or replay:FILE (default auto)")
-    group.add_argument("--capacity", metavar="SIZE", help="with the host: a test device of this size, like 2GiB")
-    group.add_argument("--members", metavar="PID,...", help="with --capacity: the processes that use it")
+    group.add_argument("--capacity", metavar="SIZE", help="with host: use a test device of this size, e.g. 2GiB")
+    group.add_argument("--members", metavar="PID,...", help="with --capacity: the processes that use the test device")
     group.add_argument(
         "--runtime-dir", metavar="DIR", help="directory of the monitor (default: PAGETIDE_RUNTIME_DIR, ...)"
     )
 
 
 def _add_polling(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--interval", metavar="SECONDS", help="polling interval of memory (default 0.02)")
+    command.add_argument("--interval", metavar="SECONDS", help="interval between memory readings (default 0.02)")
     command.add_argument(
-        "--detail-interval", metavar="SECONDS", help="polling interval of load and processes (default 1)"
+        "--detail-interval", metavar="SECONDS", help="interval between readings of load and processes (default 1)"
     )
 
 
@@ -280,11 +281,11 @@ def _serve(args: argparse.Namespace) -> int:
             if taken == signal.SIGHUP:
                 _reload(daemon, args)
             if args.until_unused and daemon.unused():
-                log.info("the last watcher has left")
+                log.info("the last user of this monitor has ended")
                 break
     finally:
         daemon.stop()
-    log.info("ended")
+    log.info("stopped")
     return 0
 
 
@@ -354,7 +355,7 @@ def _lease_use(view: LeaseView) -> LeaseUse:
         granted_bytes=view.granted_bytes,
         held_bytes=view.held_bytes,
         held_by_class=dict(view.held),
-        free_bytes=view.free_bytes,
+        spare_bytes=view.free_bytes,
         asked_bytes=view.asked_bytes,
         state=view.state,
         recall_target_bytes=view.recall_target_bytes,
@@ -372,11 +373,13 @@ class _Signals:
     def __init__(self) -> None:
         names = ("SIGTERM", "SIGINT", "SIGHUP")
         known = [getattr(signal, name) for name in names if hasattr(signal, name)]
-        # skips ignored signals, as under nohup
-        self._taken = {number for number in known if signal.getsignal(number) != signal.SIG_IGN}
+        # An ignored SIGINT or SIGHUP stays ignored, as under nohup and in a script's background; SIGTERM always counts.
+        self._taken = {n for n in known if n == signal.SIGTERM or signal.getsignal(n) != signal.SIG_IGN}
         if not hasattr(signal, "pthread_sigmask"):
             raise ConfigInvalid(f"this needs a POSIX system, which {sys.platform} is not")
         signal.pthread_sigmask(signal.SIG_BLOCK, self._taken)
+        # The system may discard a signal that the parent ignored instead of keeping it for `wait`.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def wait(self, timeout_s: float | None) -> int | None:
         """The next signal, or None after `timeout_s`. With None it waits indefinitely."""
@@ -395,11 +398,11 @@ def _reload(daemon: Any, args: argparse.Namespace) -> None:
     try:
         daemon.reload(_settings(args, _SERVING, args.config))
         logging.getLogger().setLevel(daemon.config.log_level.upper())
-        log.info("configuration read again")
+        log.info("configuration reloaded")
     except MonitorError as error:
-        log.error("the configuration was read again and is not used: %s", error)
+        log.error("configuration not reloaded: %s", error)
     except Exception:  # a failed reload must not end the monitor
-        log.exception("the configuration could not be read again")
+        log.exception("configuration not reloaded")
 
 
 def _log_to_stderr(level: str) -> None:
@@ -448,7 +451,7 @@ def _act(follower: Follower, action: Action) -> str:
 
     lease = action.lease
     if follower.directory is None:
-        raise MonitorFailed(f"cannot {action_text(action)}: no monitor runs")
+        raise MonitorFailed(f"cannot {action_text(action)}: no monitor is running")
     client = BrokerClient(follower.directory.socket, timeout_s=_BROKER_TIMEOUT_S)
     wanted = lease.engine, lease.pid, lease.device_uuid
     try:
@@ -572,7 +575,7 @@ def _running(args: argparse.Namespace) -> tuple[RuntimeDir, RecordReader]:
     directories = readable_dirs() if config.runtime_dir is None else (directory_of(config),)
     if (running := find_running(directories)) is None:
         where = " or ".join(str(directory.path) for directory in directories)
-        raise RecordMissing(f"no monitor runs in {where}; an engine starts one, or `vram-monitor serve`")
+        raise RecordMissing(f"no monitor is running in {where}; start an engine or `vram-monitor serve`")
     return running
 
 
@@ -609,7 +612,7 @@ def _limit(args: argparse.Namespace) -> int:
 
 def _send_limit(client: BrokerClient, engine: str, num_bytes: int, name: str) -> str:
     done = client.limit(engine, num_bytes)
-    over = f"; {format_bytes(done.over_bytes)} above it come back as requests end" if done.over_bytes else ""
+    over = f"; {format_bytes(done.over_bytes)} above the limit are freed as requests finish" if done.over_bytes else ""
     return f"{name} is limited to {format_bytes(done.max_bytes)}{over}"
 
 
@@ -620,7 +623,7 @@ def _recall(args: argparse.Namespace) -> int:
 
 def _send_recall(client: BrokerClient, engine: str, num_bytes: int, name: str) -> str:
     recalling = client.recall(engine, num_bytes)
-    return f"{name} is to be at {format_bytes(recalling.target_bytes)} within {recalling.deadline_ms / 1000:g} s"
+    return f"{name} must shrink to {format_bytes(recalling.target_bytes)} within {recalling.deadline_ms / 1000:g} s"
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -12,142 +12,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
+from ..cache.block_table import Index
 from ..cache.manager import CacheManager
 from ..cache.prefix_index import NO_HIT
 from .errors import DuplicateRequest, PromptTooLong, RequestRejected
-from .forecast import ExpectedBlocks
-from .outcome import Decisions
-from .pool import ElasticPool
+from .forecast import ForecastPeak
 from .request import Request
-from .rows import Rows
-from .running import AdmissionPlan, Running
 from .sequence import Sequence
-from .waiting import Waiting
+from .state import AdmissionPlan, SchedulerState
 
 MOST_TRIED = 8  # more refusals that end the search behind a sequence that does not fit
 MOST_PASSES = 16  # times a sequence may be passed by later ones
 
 
-class AdmissionController:
-    """Selects sequences from `waiting`; the scheduler assigns rows to them.
-
-    If `forecasts` returns False, every request that fits now is admitted.
-    """
-
-    def __init__(
-        self, cache: CacheManager, pool: ElasticPool, rows: Rows, waiting: Waiting, running: Running,
-        expected: ExpectedBlocks, forecasts: Callable[[], bool],
-    ) -> None:  # fmt: skip
-        self._cache = cache
-        self._pool = pool
-        self._rows = rows
-        self._waiting = waiting
-        self._running = running
-        self._expected = expected
-        self._forecasts = forecasts
-
-    def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence. A fork waits for its leader's prompt, unless that is computed."""
-        leader = sequence.leader
-        if leader is not None and not leader.is_computed:
-            self._waiting.wait_for_prompt(sequence, leader)
-            return
-        if leader is not None:
-            leader.forks[sequence] = None
-        if self._waiting.add(sequence) <= MOST_TRIED:
-            self._waiting.look_again()
-
-    def open(self, step: int, decisions: Decisions) -> Iterator[tuple[Sequence, AdmissionPlan, list[str]]]:
-        """Yield each admitted sequence, its starting blocks, and the ids of the requests it passes, while rows and
-        blocks last.
-
-        A yielded sequence has left the queue; assign its row before the next iteration. The newest refusal of a sequence
-        since it began to wait is in `decisions`.
-        """
-        cache, queue = self._cache, self._waiting.queue
-        refused: list[Sequence] = []
-        least = cache.pool.capacity + 1  # fewest blocks that a refused sequence needs
-        while self._pool.admits and self._may_pass(refused) and len(refused) < len(queue) and self._rows.num_free:
-            sequence = queue[len(refused)]
-            if cache.blocks_for(len(sequence.tokens)) > self._pool.limit_blocks:
-                self._waiting.defer(len(refused))  # the pool may not grow so far: delay no other sequence
-                continue
-            start = self._start(sequence)
-            if start is None:
-                assert sequence.leader is not None
-                self._waiting.wait_for_prompt(sequence, sequence.leader)
-            elif (not refused or start.num_blocks <= least // 2) and self._fits(sequence, start, step, decisions):
-                self._waiting.remove(sequence)
-                for other in refused:
-                    other.passes += 1
-                yield sequence, start, [other.request.request_id for other in refused]
-            else:
-                refused.append(sequence)
-                least = min(least, start.num_blocks)
-        self._waiting.is_blocked = bool(
-            refused
-        )  # not reached if the caller stopped before: others may still fit in the next step
-
-    def _may_pass(self, refused: list[Sequence]) -> bool:
-        """Whether a later sequence may be admitted before `refused`, which came first."""
-        return len(refused) <= MOST_TRIED and not any(s.preemptions or s.passes >= MOST_PASSES for s in refused)
-
-    def _start(self, sequence: Sequence) -> AdmissionPlan | None:
-        """What a waiting sequence can start with now; None for a fork that should wait for its leader's prompt."""
-        cache = self._cache
-        known, leader, most = len(sequence.tokens), sequence.leader, sequence.sharable
-        if leader is not None and leader.row is not None and most == known - 1 <= sequence.shares:
-            if not leader.is_computed:
-                return None
-            if cache.row_tables.can_fork(leader.row, most):  # else it went on, and a window has passed
-                return AdmissionPlan(
-                    cache.blocks_for(known) - cache.row_tables.shared_by_fork(most), NO_HIT, leader.row
-                )
-        hit = cache.lookup(sequence.chain, most)
-        return AdmissionPlan(cache.needed(known, hit), hit)
-
-    def _fits(self, sequence: Sequence, start: AdmissionPlan, step: int, decisions: Decisions) -> bool:
-        """Whether the sequence fits now and, unless it runs alone, the forecast growth of all sequences too."""
-        cache, needed, room, peak = self._cache, start.num_blocks, self.room, None
-        usable = min(cache.pool.usable - self._pool.withheld_blocks, self._pool.limit_blocks)
-        if needed <= room:
-            goes_on = start.leader_row is not None and len(sequence.tokens) > len(sequence.request.prompt_token_ids)
-            # `goes_on`: a moved beam, which just gave up its row
-            if not self._running or not self._forecasts() or goes_on:
-                return True
-            shared = cache.blocks_for(len(sequence.tokens)) - needed
-            peak = self._expected.peak(self._running.rows, [sequence])
-            if peak.blocks - shared <= usable:
-                return True
-        name = sequence.request.request_id
-        sequence.refusal = decisions.waits(step, name, needed, room, peak, usable, earlier=sequence.refusal)
-        return False
-
-    @property
-    def room(self) -> int:
-        """Blocks available to a new sequence: free, not withheld, and within the limit.
-
-        Blocks in flight do not count as used: they are free after this step's copies.
-        """
-        cache = self._cache
-        available = cache.pool.available
-        used = cache.pool.usable - available - cache.pool.pending_free_blocks
-        return min(available - self._pool.withheld_blocks, self._pool.limit_blocks - used)
-
-
-def check_request(request: Request, here: Mapping[str, Sequence], max_model_len: int, cache: CacheManager) -> None:
-    """Raise RequestRejected, PromptTooLong or DuplicateRequest if `request` can never run beside the requests `here`,
-    by id.
-    """
-    length = len(request.token_ids)
-    if request.request_id in here:
+def check_request(state: SchedulerState, request: Request) -> None:
+    """Raise RequestRejected, PromptTooLong or DuplicateRequest if `request` can never run beside those that are here."""
+    cache, max_model_len, length = state.cache, state.limits.max_model_len, len(request.token_ids)
+    if request.request_id in state.by_id:
         raise DuplicateRequest(f"request id {request.request_id!r} is in use")
     if request.fork_of is not None:
-        _check_fork(request, request.fork_of, here)
+        _check_fork(request, request.fork_of, state.by_id.get(request.fork_of))
     if len(request.generated):
         _check_generated(request)
     if not len(request.prompt_token_ids):
@@ -168,6 +57,142 @@ def check_request(request: Request, here: Mapping[str, Sequence], max_model_len:
         )
 
 
+def add(state: SchedulerState, sequence: Sequence) -> None:
+    """Queue a new sequence. A fork waits for its leader's prompt, unless that is computed."""
+    leader, waiting = sequence.leader, state.waiting
+    if leader is not None and not leader.is_computed:
+        waiting.wait_for_prompt(sequence, leader)
+        return
+    if leader is not None:
+        leader.forks[sequence] = None
+    if waiting.add(sequence) <= MOST_TRIED:
+        waiting.look_again()
+
+
+def admitted(state: SchedulerState) -> Iterator[tuple[Sequence, AdmissionPlan, list[str]]]:
+    """Yield each admitted sequence, its starting blocks, and the ids of the requests it passes, while rows and
+    blocks last.
+
+    A yielded sequence has left the queue; assign its row before the next iteration. The newest refusal of a sequence
+    since it began to wait is in the log of decisions.
+    """
+    cache, waiting, queue = state.cache, state.waiting, state.waiting.queue
+    refused: list[Sequence] = []
+    least = cache.pool.capacity + 1  # fewest blocks that a refused sequence needs
+    while state.admits and _may_pass(refused) and len(refused) < len(queue) and state.rows.num_free:
+        sequence = queue[len(refused)]
+        if cache.blocks_for(len(sequence.tokens)) > state.limit_blocks:
+            waiting.defer(len(refused))  # the pool may not grow so far: delay no other sequence
+            continue
+        start = _start(state, sequence)
+        if start is None:
+            assert sequence.leader is not None
+            waiting.wait_for_prompt(sequence, sequence.leader)
+        elif (not refused or start.num_blocks <= least // 2) and _fits(state, sequence, start):
+            waiting.remove(sequence)
+            for other in refused:
+                other.passes += 1
+            yield sequence, start, [other.request.request_id for other in refused]
+        else:
+            refused.append(sequence)
+            least = min(least, start.num_blocks)
+    # not reached if the caller stopped before: others may still fit in the next step
+    waiting.is_blocked = bool(refused)
+
+
+def room(state: SchedulerState) -> int:
+    """Blocks available to a new sequence: free, not withheld, and within the limit.
+
+    Blocks in flight do not count as used: they are free after this step's copies.
+    """
+    cache = state.cache
+    available = cache.pool.available
+    used = cache.pool.usable - available - cache.pool.pending_free_blocks
+    return min(available - state.withheld_blocks, state.limit_blocks - used)
+
+
+def expected_blocks(state: SchedulerState, newcomers: list[Sequence]) -> int:
+    """The forecast, but at least the blocks of all tokens now, and at most the pool's capacity."""
+    cache = state.cache
+    known = np.append(state.rows.known[state.running_rows], np.array([len(s.tokens) for s in newcomers], np.int64))
+    if not len(known):
+        return 0
+    now = int(cache.row_tables.blocks_for_each(known).sum()) - cache.row_tables.num_shared
+    return min(max(now, expected_peak(state, newcomers).blocks), cache.pool.capacity)
+
+
+def expected_peak(state: SchedulerState, newcomers: list[Sequence]) -> ForecastPeak:
+    """Forecast peak of blocks for the running rows and the newcomers (at least one sequence), less shared blocks."""
+    cache, rows, running = state.cache, state.rows, state.running_rows
+    known = np.array([len(s.tokens) for s in newcomers], np.int64)
+    prompt = np.array([len(s.request.prompt_token_ids) for s in newcomers], np.int64)
+    limit = np.array(
+        [rows.limit_of(int(p), s.request.sampling) for p, s in zip(prompt, newcomers, strict=True)], np.int64
+    )
+    generated = np.append(rows.known[running] - rows.prompt[running], known - prompt)
+    allowed = np.append(rows.limit[running] - rows.prompt[running], limit - prompt)
+    known = np.append(rows.known[running], known)
+    peak = state.forecast.peak(known, generated, allowed, cache.block_size)
+    return replace(
+        peak,
+        blocks=_in_all_tables(cache, peak.blocks, known, allowed - generated) - cache.row_tables.num_shared,
+    )
+
+
+def _may_pass(refused: list[Sequence]) -> bool:
+    """Whether a later sequence may be admitted before `refused`, which came first."""
+    return len(refused) <= MOST_TRIED and not any(s.preemptions or s.passes >= MOST_PASSES for s in refused)
+
+
+def _start(state: SchedulerState, sequence: Sequence) -> AdmissionPlan | None:
+    """What a waiting sequence can start with now; None for a fork that should wait for its leader's prompt."""
+    cache = state.cache
+    known, leader, most = len(sequence.tokens), sequence.leader, sequence.sharable
+    if leader is not None and leader.row is not None and most == known - 1 <= sequence.shares:
+        if not leader.is_computed:
+            return None
+        if cache.row_tables.can_fork(leader.row, most):  # else it went on, and a window has passed
+            return AdmissionPlan(cache.blocks_for(known) - cache.row_tables.shared_by_fork(most), NO_HIT, leader.row)
+    hit = cache.lookup(sequence.chain, most)
+    return AdmissionPlan(cache.needed(known, hit), hit)
+
+
+def _fits(state: SchedulerState, sequence: Sequence, start: AdmissionPlan) -> bool:
+    """Whether the sequence fits now and, unless it runs alone, the forecast growth of all sequences too."""
+    cache, needed, available, peak = state.cache, start.num_blocks, room(state), None
+    usable = min(cache.pool.usable - state.withheld_blocks, state.limit_blocks)
+    if needed <= available:
+        goes_on = start.leader_row is not None and len(sequence.tokens) > len(sequence.request.prompt_token_ids)
+        # `goes_on`: a moved beam, which just gave up its row
+        if not state.by_row or not state.limits.forecast or goes_on:
+            return True
+        shared = cache.blocks_for(len(sequence.tokens)) - needed
+        peak = expected_peak(state, [sequence])
+        if peak.blocks - shared <= usable:
+            return True
+    name = sequence.request.request_id
+    sequence.refusal = state.decisions.waits(
+        state.stats.steps, name, needed, available, peak, usable, earlier=sequence.refusal
+    )
+    return False
+
+
+def _in_all_tables(cache: CacheManager, blocks: int, known: Index, left: Index) -> int:
+    """Blocks in all tables of sequences that together have `blocks` in a table without a window.
+
+    A sequence with `known` tokens now is taken to have `known + left` at most, and its share of the growth before that.
+    """
+    if not cache.row_tables.has_windows:
+        return blocks * cache.row_tables.num_tables
+    slots = -(-known // cache.block_size)
+    share = max(0.0, (blocks - int(slots.sum())) / max(1, int((-(-left // cache.block_size)).sum())))
+    then = known + np.ceil(left * min(1.0, share)).astype(np.int64)
+    of_windows = int(cache.row_tables.blocks_for_each(then).sum()) - cache.row_tables.num_full_tables * int(
+        (-(-then // cache.block_size)).sum()
+    )
+    return blocks * cache.row_tables.num_full_tables + of_windows
+
+
 def _check_generated(request: Request) -> None:
     """Raise RequestRejected if nothing is left to generate after the tokens generated before."""
     sampling, count = request.sampling, len(request.generated)
@@ -179,12 +204,11 @@ def _check_generated(request: Request) -> None:
         raise RequestRejected(f"the last token that was generated, {last}, is one of its stop ids: it is at its end")
 
 
-def _check_fork(request: Request, leader_id: str, here: Mapping[str, Sequence]) -> None:
+def _check_fork(request: Request, leader_id: str, leader: Sequence | None) -> None:
     if len(request.generated):
         raise RequestRejected(
             f"{request.request_id!r} has tokens of its own: it finds the prompt where it is cached, and is no fork"
         )
-    leader = here.get(leader_id)
     if leader is None:
         raise RequestRejected(f"{request.request_id!r} is to share the prompt of {leader_id!r}, which is not here")
     other = leader.request

@@ -7,6 +7,7 @@ It is read when an unknown name is given.
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable, Collection
 from difflib import get_close_matches
@@ -122,13 +123,14 @@ def answer(call: str, name: str) -> str | None:
         return f"it is an argument of SamplingParams: write generate(prompts, SamplingParams({name}=...))"
     if owner is not None:
         return f"it is an argument of {owner}"
-    return table_answer(name)
+    row = _row(name, None, "error")
+    return None if row is None else f"as for {row.calls[0]}: {row.answer}"
 
 
 def table_answer(name: str) -> str | None:
-    """What to write instead of an argument of any call in the table; None for a name that is not in the table."""
+    """What to use instead of a flag or a setting with the name of an argument in the table; None if it has no such name."""
     row = _row(name, None, "error")
-    return None if row is None else f"as for {row.calls[0]}: {row.answer}"
+    return None if row is None else re.sub(r"^write ([^(]+?)(?= \(|$)", r"use \1 instead", row.answer)
 
 
 def _too_many(call: str, positional: Collection[str], names: Collection[str]) -> UnknownArgument:

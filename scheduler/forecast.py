@@ -6,15 +6,12 @@ only if its prompt fits and the pool would also hold the peak of the expected gr
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from ..cache.block_table import Index
-from ..cache.manager import CacheManager
-from .rows import Rows
-from .sequence import Sequence
 
 Float = npt.NDArray[np.float64]
 
@@ -139,53 +136,3 @@ class LengthForecast:
         blocks = int(np.ceil(expected[high] + margin[high]))
         most = int((-(-(known + allowed - generated) // block_size)).sum())
         return ForecastPeak(min(blocks, most), float(expected[high]), float(margin[high]), int(_TIMES[high]))
-
-
-class ExpectedBlocks:
-    """Converts the forecast of output lengths to blocks of the pool, for `running` rows and newcomers."""
-
-    def __init__(self, cache: CacheManager, rows: Rows, lengths: LengthForecast) -> None:
-        self._cache = cache
-        self._rows = rows
-        self._lengths = lengths
-
-    def peak(self, running: Index, newcomers: list[Sequence]) -> ForecastPeak:
-        """Forecast peak of blocks for the running rows and the newcomers (at least one sequence), less shared blocks."""
-        rows = self._rows
-        known = np.array([len(s.tokens) for s in newcomers], np.int64)
-        prompt = np.array([len(s.request.prompt_token_ids) for s in newcomers], np.int64)
-        limit = np.array(
-            [rows.limit_of(int(p), s.request.sampling) for p, s in zip(prompt, newcomers, strict=True)], np.int64
-        )
-        generated = np.append(rows.known[running] - rows.prompt[running], known - prompt)
-        allowed = np.append(rows.limit[running] - rows.prompt[running], limit - prompt)
-        known = np.append(rows.known[running], known)
-        peak = self._lengths.peak(known, generated, allowed, self._cache.block_size)
-        return replace(
-            peak,
-            blocks=self._in_all_tables(peak.blocks, known, allowed - generated) - self._cache.row_tables.num_shared,
-        )
-
-    def _in_all_tables(self, blocks: int, known: Index, left: Index) -> int:
-        """Blocks in all tables of sequences that together have `blocks` in a table without a window.
-
-        A sequence with `known` tokens now is taken to have `known + left` at most, and its share of the growth before that.
-        """
-        cache = self._cache
-        if not cache.row_tables.has_windows:
-            return blocks * cache.row_tables.num_tables
-        slots = -(-known // cache.block_size)
-        share = max(0.0, (blocks - int(slots.sum())) / max(1, int((-(-left // cache.block_size)).sum())))
-        then = known + np.ceil(left * min(1.0, share)).astype(np.int64)
-        of_windows = int(cache.row_tables.blocks_for_each(then).sum()) - cache.row_tables.num_full_tables * int(
-            (-(-then // cache.block_size)).sum()
-        )
-        return blocks * cache.row_tables.num_full_tables + of_windows
-
-    def needed(self, running: Index, newcomers: list[Sequence]) -> int:
-        """The forecast, but at least the blocks of all tokens now, and at most the pool's capacity."""
-        known = np.append(self._rows.known[running], np.array([len(s.tokens) for s in newcomers], np.int64))
-        if not len(known):
-            return 0
-        now = int(self._cache.row_tables.blocks_for_each(known).sum()) - self._cache.row_tables.num_shared
-        return min(max(now, self.peak(running, newcomers).blocks), self._cache.pool.capacity)

@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from ..cache.block_table import BlockCopies, Index, Int32, TableUpdate
 from ..cache.host_tier import Swaps
+from .errors import InvalidCallOrder
 from .request import Sampling
 
 Bool = npt.NDArray[np.bool_]
@@ -201,3 +202,33 @@ class Result:
             candidates=tuple(candidates for candidates in self.candidates if kept[candidates.index]),
             complete=self.complete[kept[self.complete]],
         )
+
+
+class PendingPlans:
+    """Plans without a result: none, the `first`, or the `first` and the one `behind` it.
+
+    `is_ahead` says whether the first was planned by `schedule_ahead`, behind another plan. `stale` are the rows of the
+    first that an earlier plan deferred: their chunks have invalid input.
+    """
+
+    __slots__ = ("behind", "first", "is_ahead", "stale")
+
+    def __init__(self) -> None:
+        self.first: Plan | None = None
+        self.behind: Plan | None = None
+        self.is_ahead = False
+        self.stale = NO_ROWS
+
+    def shift(self, without: Index) -> None:
+        """Remove the first plan, which has its result; its chunks of the rows `without` gave nothing."""
+        self.first, self.behind, self.is_ahead = self.behind, None, self.behind is not None
+        self.stale = without if self.is_ahead else NO_ROWS
+
+    def check_turn(self) -> None:
+        """Raise InvalidCallOrder while a plan is pending: it refers to the present blocks and extents."""
+        if self.first is not None:
+            raise InvalidCallOrder(f"plan {self.first.step_id} is out: this is done between steps")
+
+    def names(self, row: int) -> bool:
+        """Whether a pending plan computes a chunk of `row`."""
+        return any(plan is not None and bool((plan.rows == row).any()) for plan in (self.first, self.behind))

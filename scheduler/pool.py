@@ -14,17 +14,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..cache.block_table import BlockCopies, Index
-from ..cache.manager import CacheManager
+from ..cache.block_table import BlockCopies, Index, joined
+from .admission import expected_blocks
 from .errors import InvalidCallOrder
-from .forecast import ExpectedBlocks
 from .plan import NO_RESIZE, Plan, Resize, Result
-from .plan_builder import PendingPlans, joined
-from .preemption import Preemption
-from .rows import Rows
-from .running import Running
-from .sequence_table import SequenceTable
-from .waiting import Waiting
+from .preemption import by_worth, preempt
+from .state import SchedulerState
 
 
 class ElasticPool:
@@ -32,28 +27,12 @@ class ElasticPool:
 
     `grow`, `give_back` and `make_idle` raise InvalidCallOrder while a plan is pending: the plan refers to the present
     blocks and extents. Sequences may be preempted by `make_idle` only.
-
-    `withheld_blocks` are free blocks that are not available to admission in the next step, because they are to be given
-    back. If `admits` is False, the next step admits no sequence.
     """
 
-    def __init__(
-        self, cache: CacheManager, rows: Rows, running: Running, waiting: Waiting, plans: PendingPlans,
-        sequences: SequenceTable, preemption: Preemption, expected: ExpectedBlocks,
-    ) -> None:  # fmt: skip
-        self.withheld_blocks = 0
-        self.admits = True
-        self._cache = cache
-        self._pool = cache.pool
-        self._resizer = cache.resizer
-        self._rows = rows
-        self._running = running
-        self._waiting = waiting
-        self._plans = plans
-        self._sequences = sequences
-        self._preemption = preemption
-        self._expected = expected
-        self._limit_blocks = cache.pool.capacity
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+        self._pool = state.cache.pool
+        self._resizer = state.cache.resizer
         self._growing: list[int] = []
         self._leaving: list[int] = []
         self._copies: list[BlockCopies] = []
@@ -67,15 +46,15 @@ class ElasticPool:
         `excess_extents` says how many extents to give back. Values are clamped to the capacity. It may be set while a
         plan is pending.
         """
-        return self._limit_blocks
+        return self._state.limit_blocks
 
     @limit_blocks.setter
     def limit_blocks(self, blocks: int) -> None:
         if blocks < 0:
             raise ValueError(f"limit_blocks cannot be negative, got {blocks}")
-        self._limit_blocks = min(blocks, self._pool.capacity)
-        self._waiting.requeue_deferred()
-        self._waiting.look_again()
+        self._state.limit_blocks = min(blocks, self._pool.capacity)
+        self._state.waiting.requeue_deferred()
+        self._state.waiting.look_again()
 
     @property
     def num_extents(self) -> int:
@@ -100,7 +79,7 @@ class ElasticPool:
 
     def running_blocks(self) -> int:
         """Forecast peak of blocks for the running sequences; a smaller pool soon preempts one."""
-        return self._expected.needed(self._running.rows, [])
+        return expected_blocks(self._state, [])
 
     def wanted_blocks(self) -> int:
         """Forecast peak of blocks for the running sequences and the waiting ones that free rows can take.
@@ -109,12 +88,12 @@ class ElasticPool:
         every step.
         """
         newcomers, needed = [], 0
-        for sequence in self._waiting.queue[: self._rows.num_free]:
+        for sequence in self._state.waiting.queue[: self._state.rows.num_free]:
             if needed >= self._pool.capacity:
                 break
             newcomers.append(sequence)
-            needed += self._cache.blocks_for(len(sequence.tokens))
-        return self._expected.needed(self._running.rows, newcomers)
+            needed += self._state.cache.blocks_for(len(sequence.tokens))
+        return expected_blocks(self._state, newcomers)
 
     def grow(self, num_extents: int) -> int:
         """Let the next plan map up to `num_extents` more extents, within the limit. Returns how many it will.
@@ -133,7 +112,7 @@ class ElasticPool:
         grown = len(kept) + len(fresh)
         if grown:  # extents kept from unmapping are available at once
             self.reopen_admission()
-            self._waiting.look_again()
+            self._state.waiting.look_again()
         return grown
 
     def give_back(self, num_extents: int) -> int:
@@ -142,7 +121,7 @@ class ElasticPool:
         Empty extents go first, then those with the fewest live blocks, which move into holes elsewhere.
         """
         self._check_turn(num_extents)
-        self._sequences.end_aborted()
+        self._state.end_aborted()
         cancelled = self._growing[max(0, len(self._growing) - num_extents) :]
         del self._growing[len(self._growing) - len(cancelled) :]
         given = len(cancelled)
@@ -153,8 +132,8 @@ class ElasticPool:
             if shrink.copies is not None:
                 self._copies.append(shrink.copies)
             if shrink.tables:
-                self._running.changes.tables.append(shrink.tables)
-        self.withheld_blocks = max(0, self.withheld_blocks - given * self._pool.blocks_per_extent)
+                self._state.changes.tables.append(shrink.tables)
+        self._state.withheld_blocks = max(0, self._state.withheld_blocks - given * self._pool.blocks_per_extent)
         return given
 
     def make_idle(self, num_extents: int) -> None:
@@ -164,23 +143,23 @@ class ElasticPool:
         call would preempt what the step computes.
         """
         self._check_turn(num_extents)
-        self._sequences.end_aborted()
+        self._state.end_aborted()
         removable = len(self._growing) + len(self._pool.drainable_extents)  # if no row held a block
         due = min(num_extents, removable)
-        while self._running and (missing := self._missing_blocks(due)) > 0:
-            victims = self._preemption.by_worth(self._running.by_row.values())[::-1]
-            held = np.cumsum(self._cache.row_tables.held_blocks(np.array([s.row for s in victims])))
+        while self._state.by_row and (missing := self._missing_blocks(due)) > 0:
+            victims = by_worth(self._state, self._state.by_row.values())[::-1]
+            held = np.cumsum(self._state.cache.row_tables.held_blocks(np.array([s.row for s in victims])))
             last = int(np.searchsorted(held, missing))
-            self._preemption.preempt(victims[: last + 1])  # some blocks may be shared: check again
-            self.admits = False
-        self.withheld_blocks = due * self._pool.blocks_per_extent
+            preempt(self._state, victims[: last + 1])  # some blocks may be shared: check again
+            self._state.admits = False
+        self._state.withheld_blocks = due * self._pool.blocks_per_extent
 
     def reopen_admission(self) -> None:
         """Withhold nothing from admission any more."""
-        if self.withheld_blocks:
-            self.withheld_blocks = 0
-            self._waiting.look_again()
-        self.admits = True
+        if self._state.withheld_blocks:
+            self._state.withheld_blocks = 0
+            self._state.waiting.look_again()
+        self._state.admits = True
 
     def take_resize(self) -> tuple[Resize, list[BlockCopies]]:
         """Return the resize and copies of the plan being made; pass its result to `apply_resize`."""
@@ -213,7 +192,7 @@ class ElasticPool:
     @property
     def _most_extents(self) -> int:
         """Extents within the limit; at least 1, because the extent of the null block always has memory."""
-        return max(1, (self._limit_blocks + 1) // self._pool.blocks_per_extent)
+        return max(1, (self._state.limit_blocks + 1) // self._pool.blocks_per_extent)
 
     def _missing_blocks(self, num_extents: int) -> int:
         """Blocks to free before `give_back` has `num_extents`, which must be removable."""
@@ -223,7 +202,7 @@ class ElasticPool:
     def _check_turn(self, num_extents: int) -> None:
         if num_extents < 0:
             raise ValueError(f"cannot resize by {num_extents} extents")
-        self._plans.check_turn()
+        self._state.plans.check_turn()
 
 
 def _sorted(extents: list[int]) -> Index:

@@ -115,6 +115,7 @@ class SamplingParams:
         prompt_logprobs: The same for the prompt's tokens, from the second on.
         seed: The same request with the same seed gives the same tokens; `None` draws a random seed.
         add_special_tokens: Let the tokenizer add its special tokens (BOS) to a prompt given as a string.
+        skip_special_tokens: Leave special tokens out of the text (default True). A stop string that is one ends it either way.
 
     Raises:
         ValueError: a value is outside its range; the message names it.
@@ -150,6 +151,7 @@ class SamplingParams:
     start_id: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    skip_special_tokens: bool | None = None
     if TYPE_CHECKING:  # a type checker takes them for fields: they can be given, and read as what they are aliases of
         num_return_sequences: int | None = None
         max_tokens: int | None = None
@@ -181,9 +183,11 @@ class SamplingParams:
             _check_integer("stop_token_ids", token_id, least=0, most=_MOST)
         _check_choice(self)
         _check_logits_settings(self)
-        for name in ("ignore_eos", "add_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r:.80}")
+        for name in ("ignore_eos", "add_special_tokens", "skip_special_tokens"):
+            if not isinstance(value := getattr(self, name), bool) and (
+                value is not None or name != "skip_special_tokens"
+            ):
+                raise ValueError(f"{name} must be True or False, got {value!r:.80}")
         if self.max_new_tokens is not None and (self.min_new_tokens or 0) > self.max_new_tokens:
             raise ValueError(f"min_new_tokens {self.min_new_tokens} is above max_new_tokens {self.max_new_tokens}")
 

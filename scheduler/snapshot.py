@@ -1,4 +1,4 @@
-"""What the scheduler's books say at a step border, as arrays: the owner of every block, the rows, the waiting sequences.
+"""The scheduler's bookkeeping at a step border, as arrays: the owner of every block, the rows, the waiting sequences.
 
 A cell is the state of a block in 16 bits, so that a million blocks are two megabytes:
 
@@ -12,23 +12,16 @@ Rows from MOST_ROWS - 1 on share one value.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
 from enum import IntEnum
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from ..cache.block_table import BlockTables, Index
-from ..cache.manager import CacheManager
-from .rows import Rows
-from .running import Running
 from .sequence import Sequence, SequenceStatus
-from .waiting import Waiting, age
-
-if TYPE_CHECKING:
-    from .sequence_table import SequenceTable
+from .state import SchedulerState
+from .waiting import age
 
 Cells = npt.NDArray[np.uint16]  # [num_blocks]
 
@@ -47,52 +40,32 @@ class RowStatus(IntEnum):
     FINISHING = 3
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SchedulerView:
-    """The read side of a scheduler. Changes nothing; valid until the scheduler's next call."""
+def sequence_in(state: SchedulerState, row: int) -> Sequence | None:
+    """The sequence of `row`, also while it finishes; None if the row is free."""
+    return state.by_row.get(row) or state.finishing.get(row)
 
-    cache: CacheManager
-    rows: Rows
-    _running: Running
-    _waiting: Waiting
-    _sequences: SequenceTable
 
-    def sequence_in(self, row: int) -> Sequence | None:
-        """The sequence of `row`, also while it finishes; None if the row is free."""
-        running = self._running
-        return running.by_row.get(row) or running.finishing.get(row)
+def row_statuses(state: SchedulerState) -> npt.NDArray[np.uint8]:
+    """The `RowStatus` of each row [num_rows]; that of a free row is undefined."""
+    statuses = np.zeros(len(state.rows.assigned), np.uint8)
+    statuses[state.decoding] = RowStatus.DECODING
+    if state.paused:
+        statuses[list(state.paused)] = RowStatus.PAUSED
+    if state.finishing:
+        statuses[list(state.finishing)] = RowStatus.FINISHING
+    return statuses
 
-    def find(self, request_id: str) -> Sequence | None:
-        """The sequence of a request that has not ended."""
-        return self._sequences.by_id.get(request_id)
 
-    def statuses(self) -> npt.NDArray[np.uint8]:
-        """The `RowStatus` of each row [num_rows]; that of a free row is undefined."""
-        running = self._running
-        statuses = np.zeros(len(self.rows.assigned), np.uint8)
-        statuses[running.decoding] = RowStatus.DECODING
-        if running.paused:
-            statuses[list(running.paused)] = RowStatus.PAUSED
-        if running.finishing:
-            statuses[list(running.finishing)] = RowStatus.FINISHING
-        return statuses
-
-    @property
-    def num_waiting(self) -> int:
-        """Sequences without a row."""
-        return len(self._sequences) - len(self._running)
-
-    def waiting(self, most: int) -> list[Sequence]:
-        """The first `most` sequences without a row, in the order of service; last those that wait for another one."""
-        waiting = self._waiting
-        first = waiting.queue[:most]
-        if waiting.deferred:
-            first = heapq.nsmallest(most, first + waiting.deferred, key=age)
-        num_dependent = self.num_waiting - len(waiting.queue) - len(waiting.deferred)
-        if num_dependent and len(first) < most:
-            dependent = (s for s in self._sequences.by_id.values() if s.status in _DEPENDENT)
-            first += islice(dependent, min(num_dependent, most - len(first)))
-        return first
+def first_waiting(state: SchedulerState, most: int) -> list[Sequence]:
+    """The first `most` sequences without a row, in the order of service; last those that wait for another one."""
+    waiting = state.waiting
+    first = waiting.queue[:most]
+    if waiting.deferred:
+        first = heapq.nsmallest(most, first + waiting.deferred, key=age)
+    if state.num_dependent and len(first) < most:
+        dependent = (s for s in state.by_id.values() if s.status in _DEPENDENT)
+        first += islice(dependent, min(state.num_dependent, most - len(first)))
+    return first
 
 
 class CellReader:
@@ -107,17 +80,17 @@ class CellReader:
         self._owners = np.empty(0, np.uint16)
         self._index = np.empty(0, np.int64)
 
-    def read(self, view: SchedulerView, served_last_first: Index) -> tuple[Cells, Cells]:
+    def read(self, state: SchedulerState, served_last_first: Index) -> tuple[Cells, Cells]:
         """The cells now, and those read before; valid until the next call.
 
         `served_last_first` are the rows with a sequence, the one that is served first at the end.
         """
         before, cells = self.cells, self._next
-        pool = view.cache.pool
+        pool = state.cache.pool
         pool.states(cells, self._mask)
-        for table in view.cache.tables:
+        for table in state.cache.tables:
             self._write_owners(cells, table, served_last_first)
-        if view.cache.row_tables.num_shared:
+        if state.cache.row_tables.num_shared:
             np.bitwise_or(cells, np.uint16(SHARED), out=cells, where=pool.are_shared(self._mask))
         self.cells, self._next = cells, before
         return cells, before

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from ..monitor.units import format_bytes
+from ..scheduler.answer_memory import AnswerSize
 from .errors import ApiError, invalid, unavailable
+from .held_bytes import HeldBytes
 from .keys import ApiKey, KeyUse
 
 RATE_WINDOW = 256  # ended requests whose rate is measured
 RATE_AGE_S = 60.0
+BODIES = 16  # of the largest size, whose bytes may be held at the same time
+CONVERTED = 256  # tokens that /tokenize and /detokenize convert at the price of one, which takes about as long
 MOST_RETRY_S = 300
+MOST_BODY_BYTES = 8 << 20  # the longest contexts: a million tokens, as ids of up to 6 digits or as text
 
 
 class RequestAdmission:
@@ -23,6 +30,8 @@ class RequestAdmission:
     Args:
         capacity: Sequences that the loaded models can run at the same time.
         max_queue: Sequences that may wait beyond these.
+        num_keys: API keys of the server.
+        most_body_bytes: Of one request's body.
 
     Attributes:
         num_requests: Requests in the server.
@@ -30,7 +39,13 @@ class RequestAdmission:
     """
 
     def __init__(
-        self, capacity: Callable[[], int], max_queue: int, clock: Callable[[], float] = time.monotonic
+        self,
+        capacity: Callable[[], int],
+        max_queue: int,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        num_keys: int = 0,
+        most_body_bytes: int = MOST_BODY_BYTES,
     ) -> None:
         self.draining = False
         self.num_requests = 0
@@ -40,6 +55,10 @@ class RequestAdmission:
         self._clock = clock
         self._ends: deque[tuple[float, int]] = deque(maxlen=RATE_WINDOW)  # times, and how many sequences ended
         self._uses: dict[str, KeyUse] = {}
+        self._turn = asyncio.Lock()  # of requests without a key
+        self._num_keys = num_keys
+        self._bodies = HeldBytes(BODIES * most_body_bytes, num_keys)
+        self._answers: dict[str, HeldBytes] = {}  # by model
 
     @property
     def limit(self) -> int:
@@ -61,6 +80,93 @@ class RequestAdmission:
             self.num_places -= 1
             if use is not None:
                 use.num_requests -= 1
+
+    def turn(self, key: ApiKey | None) -> asyncio.Lock:
+        """A lock of the key, for work of which one key has one piece at a time."""
+        return self._turn if key is None else self._use(key).turn
+
+    @contextmanager
+    def call(self, key: ApiKey | None) -> Iterator[None]:
+        """Count a request that takes no place among those of its key. Raises ApiError if it is one too many."""
+        if (use := self._checked_key(key)) is None:
+            yield
+            return
+        use.num_requests += 1
+        try:
+            yield
+        finally:
+            use.num_requests -= 1
+
+    def charge_converted(self, key: ApiKey | None, count: int) -> None:
+        """Charge a call of `/tokenize` or `/detokenize` that converted so many tokens."""
+        self.settle_tokens(key, 0, -(-max(count, 1) // CONVERTED))
+
+    def charge_refused(self, key: ApiKey | None, num_bytes: int) -> None:
+        """Charge a request that is refused for what so many bytes of its body say: they were parsed, maybe converted."""
+        if num_bytes:
+            self.charge_converted(key, num_bytes)
+
+    @contextmanager
+    def body(self, key: ApiKey | None) -> Iterator[Callable[[int], None]]:
+        """Hold the bytes of a request's body: call what this gives with those that arrive. That raises ApiError if they are
+        too many.
+        """
+        name, bodies, held = "" if key is None else key.name, self._bodies, 0
+
+        def hold(count: int) -> None:
+            nonlocal held
+            if key is not None and not bodies.fits_key(name, count):
+                raise _too_many(
+                    f"the key {name} may have {bodies.most_of_key:,} bytes of bodies of requests in the server, and has "
+                    f"{bodies.of_key(name):,}",
+                    self.retry_after_s(),
+                )
+            if not bodies.fits(count):
+                raise unavailable(
+                    f"the server holds {bodies.num_bytes:,} bytes of bodies of requests and may hold {bodies.most:,}: try "
+                    "again later, or send shorter ones"
+                )
+            bodies.hold(name, count)
+            held += count
+
+        try:
+            yield hold
+        finally:
+            bodies.hold(name, -held)
+
+    @contextmanager
+    def answer(self, key: ApiKey | None, model: str, most_bytes: int) -> Iterator[Callable[[AnswerSize], None]]:
+        """Hold the memory of an answer of a model, whose undelivered answers may take `most_bytes`: call what this gives with
+        the answer's size, again when more of it is known. That raises ApiError if it does not fit.
+        """
+        name, held = "" if key is None else key.name, 0
+        answers = self._answers.setdefault(model, HeldBytes(most_bytes, self._num_keys))
+        answers.most = most_bytes
+
+        def hold(size: AnswerSize) -> None:
+            nonlocal held
+            more = size.num_bytes - held
+            if size.num_bytes > answers.most_of_key:
+                of_key = "" if key is None else f" for the key {name}"
+                raise invalid(
+                    f"the answer may take {format_bytes(size.num_bytes)} of memory: {size}. An answer may take "
+                    f"{format_bytes(answers.most_of_key)}{of_key}: ask for fewer tokens (max_tokens), sequences (n, best_of, "
+                    "prompts) or log-probabilities, or stream the output, which takes little"
+                )
+            if not (answers.fits_key(name, more) and answers.fits(more)):
+                raise _too_many(
+                    f"the answer may take {format_bytes(size.num_bytes)} of memory: {size}. Answers that are not delivered "
+                    f"take {format_bytes(answers.of_key(name))} for this key and {format_bytes(answers.num_bytes)} in all, of "
+                    f"{format_bytes(answers.most_of_key)} and {format_bytes(answers.most)}",
+                    self.retry_after_s(),
+                )
+            answers.hold(name, more)
+            held += more
+
+        try:
+            yield hold
+        finally:
+            answers.hold(name, -held)
 
     @contextmanager
     def sequences(self, key: ApiKey | None, count: int) -> Iterator[None]:
@@ -154,12 +260,16 @@ class RequestAdmission:
 
     def _checked(self, key: ApiKey | None) -> KeyUse | None:
         if self.draining:
-            raise unavailable("the server is shutting down: it takes no more requests")
+            raise unavailable("the server is shutting down: it accepts no new requests")
         if self.num_places >= self.limit:
             raise _too_many(
-                f"{self.num_places:,} sequences are running or waiting, as many as the server takes",
+                f"{self.num_places:,} sequences are running or waiting, which is the server's limit",
                 self.retry_after_s(),
             )
+        return self._checked_key(key)
+
+    def _checked_key(self, key: ApiKey | None) -> KeyUse | None:
+        """What a key uses. Raises ApiError if it may have no further request now."""
         if key is None:
             return None
         use = self._use(key)

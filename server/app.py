@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
@@ -20,9 +21,11 @@ from .bodies import BodyRoute
 from .chat import ChatCompletion
 from .choices import json_encode
 from .completions import TextCompletion
+from .config import ENGINE_OPTIONS, unknown_setting
 from .cors import CorsHeaders, CorsQuestions
 from .engine_client import Batch, EngineClient, EngineUnavailable, RequestFailed
 from .errors import ApiError, from_engine, unavailable
+from .fields import IGNORED
 from .guard import Guard, GuardRules, RequestContext
 from .keys import ApiKey, ApiKeys
 from .metrics import CONTENT_TYPE, Metrics
@@ -39,8 +42,10 @@ from .requests import (
     UnloadRequest,
     from_validation,
 )  # fmt: skip
-from .resume import DurableRequest
-from .streams import ClientLeft, EventStream, unless_left
+from .resume import DurableRequest, keyed_id
+from .streams import ClientLeft, EventStream, header_value, json_response, unless_left
+
+log = logging.getLogger(__name__)
 
 OWNER = "pagetide"
 DEFAULT_MAX_QUEUE = 256
@@ -62,10 +67,23 @@ class Server:
         self.models = models
         self.keys = keys
         self.options = options
-        self.admission = RequestAdmission(lambda: models.capacity, options.max_queue)
+        self.admission = RequestAdmission(
+            lambda: models.capacity,
+            options.max_queue,
+            num_keys=len(keys),
+            most_body_bytes=options.rules.most_body_bytes,
+        )
         self.metrics = Metrics()
         self.durable_batches: set[Batch] = set()
         self.page = PageEndpoints(models, keys)
+        self._ignored_fields: set[str] = set()  # that the log has told of
+
+    def check_fields(self, body: CompletionRequest | ChatRequest | TokenizeRequest | DetokenizeRequest) -> None:
+        """Refuse a body with unknown fields, and log each field of other servers that is ignored once. Raises ApiError."""
+        for name in body.check_fields(self.options.ignore_unknown_fields):
+            if name not in self._ignored_fields:
+                self._ignored_fields.add(name)
+                log.warning("requests give %s, which is ignored: %s", name, IGNORED[name])
 
     def detach(self) -> None:
         """End the readers of durable requests; their clients continue elsewhere."""
@@ -73,8 +91,10 @@ class Server:
             batch.detach()
 
     def cache_salt(self, given: str | None, key: ApiKey | None) -> str | None:
-        """The salt of a request: requests of different keys never share cached blocks."""
-        return given if key is None else f"{key.name}\0{given or ''}"
+        """The salt of a request: requests of different keys, or with and without one, never share cached blocks."""
+        if key is None:
+            return f"-{given}" if given else None
+        return f"{len(key.name)}:{key.name}{given or ''}"
 
     def token_count(self, model: ServedModel, work: TextCompletion | ChatCompletion) -> int:
         """The tokens that a request may come to need: its prompts, and their outputs. Its prompts are tokenized.
@@ -113,6 +133,7 @@ def make_app(server: Server) -> ASGIApp:
     app.router.route_class = BodyRoute
     add_errors(app)
     _add_generation(app, server)
+    _add_cancellation(app, server)
     _add_models(app, server)
     _add_tokens(app, server)
     _add_health(app, server)
@@ -172,7 +193,7 @@ def add_errors(app: FastAPI) -> None:
 def _add_generation(app: FastAPI, server: Server) -> None:
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        body.check_fields(server.options.ignore_unknown_fields)
+        server.check_fields(body)
         model, key = server.models.get(body.model), RequestContext.of(request.scope).key
         salt = server.cache_salt(body.cache_salt, key)
         durable = await _durable(model.engine, "cmpl", request, body)
@@ -181,7 +202,7 @@ def _add_generation(app: FastAPI, server: Server) -> None:
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        body.check_fields(server.options.ignore_unknown_fields)
+        server.check_fields(body)
         model, key = server.models.get(body.model), RequestContext.of(request.scope).key
         salt = server.cache_salt(body.cache_salt, key)
         template, observer = model.options.chat_template, server.metrics.of(model)
@@ -190,15 +211,61 @@ def _add_generation(app: FastAPI, server: Server) -> None:
         return await _run(server, request, model, work, body, durable)
 
 
+def _add_cancellation(app: FastAPI, server: Server) -> None:
+    @app.delete("/v1/completions")
+    async def cancel_keyed_completion(request: Request) -> Response:
+        """End a completion, by the Idempotency-Key that it was sent with."""
+        return await _cancel(server, request, "cmpl")
+
+    @app.delete("/v1/completions/{response_id}")
+    async def cancel_completion(response_id: str, request: Request) -> Response:
+        """End a completion that goes on without its client."""
+        return await _cancel(server, request, "cmpl", response_id)
+
+    @app.delete("/v1/chat/completions")
+    async def cancel_keyed_chat_completion(request: Request) -> Response:
+        """End a chat completion, by the Idempotency-Key that it was sent with."""
+        return await _cancel(server, request, "chatcmpl")
+
+    @app.delete("/v1/chat/completions/{response_id}")
+    async def cancel_chat_completion(response_id: str, request: Request) -> Response:
+        """End a chat completion that goes on without its client."""
+        return await _cancel(server, request, "chatcmpl", response_id)
+
+
+async def _cancel(server: Server, request: Request, kind: str, response_id: str | None = None) -> Response:
+    """End what is unfinished of a response of the same API key. Raises ApiError if the key has had no such response."""
+    tenant = RequestContext.of(request.scope).tenant
+    if response_id is None:
+        given = header_value(request.scope["headers"], b"idempotency-key")
+        if given is None:
+            raise ApiError(400, "name the request to end: its id behind the path, or its Idempotency-Key as a header")
+        response_id = keyed_id(kind, tenant, given)
+    engines = [model.process for model in server.models if model.process is not None]
+    for engine in engines if response_id.startswith(f"{kind}-") else ():
+        if not engine.is_durable:  # its requests end when their clients leave
+            continue
+        count = await engine.call("cancel", response_id=response_id, tenant=tenant)
+        if count is not None:
+            kind_name = {"cmpl": "text_completion.deleted", "chatcmpl": "chat.completion.deleted"}[kind]
+            return _json({"id": response_id, "object": kind_name, "deleted": count > 0, "cancelled": count})
+    raise ApiError(
+        404,
+        f"there is no request {response_id!r:.80} of this key that goes on without its client, or it ended so long ago that it "
+        "was forgotten",
+        code="request_not_found",
+    )
+
+
 async def _durable(
     engine: EngineClient, kind: str, request: Request, body: CompletionRequest | ChatRequest
 ) -> DurableRequest | None:
     """What makes a request durable; None if the engine is not. Raises ApiError for its headers."""
     if not engine.is_durable:
         return None
-    key = RequestContext.of(request.scope).key
-    tenant = "" if key is None else key.name
-    durable = DurableRequest.of(kind, request.scope["headers"], tenant, await request.body(), bool(body.stream))
+    context = RequestContext.of(request.scope)
+    key, headers = context.key, request.scope["headers"]
+    durable = DurableRequest.of(kind, headers, context.tenant, await request.body(), bool(body.stream))
     return (
         durable if key is None else replace(durable, most_requests=key.max_requests, most_sequences=key.max_sequences)
     )
@@ -215,7 +282,7 @@ async def _run(
     """Serve a generating request to its end."""
     context, batch = RequestContext.of(request.scope), work.batch
     context.facts["model"] = model.name
-    batch.request_id = context.request_id
+    batch.request_id, batch.tenant = context.request_id, context.tenant
     if context.key is not None:
         context.key.check_priority(body.priority)
     reserved: int | None = 0  # tokens; None if they are refused
@@ -223,6 +290,7 @@ async def _run(
 
         def end() -> None:
             batch.end()
+            context.tokens = batch.num_tokens
             server.metrics.ended(model.name, batch)
             batch.when_settled(settle)
 
@@ -232,24 +300,27 @@ async def _run(
             used = reserved if batch.goes_on else batch.num_computed  # what goes on may come to need them all
             server.admission.settle_tokens(context.key, reserved, used)
 
+        answer = stack.enter_context(server.admission.answer(context.key, model.name, model.engine.info.answers_bytes))
+        answer(work.answer_size(model.engine.info.max_model_len))
         stack.enter_context(server.admission.sequences(context.key, work.num_sequences))
         if durable is not None:
             batch.is_kept = durable.has_key
             server.durable_batches.add(batch)
             stack.callback(server.durable_batches.discard, batch)
         stack.callback(end)
-        await unless_left(work.begin(), request.receive)
         try:
+            await unless_left(work.begin(), request.receive)
+            answer(work.answer_size(model.engine.info.max_model_len))  # with the prompts
             most, reserved = server.token_count(model, work), None
             server.admission.reserve_tokens(context.key, most)
             reserved = most
             if context.key is not None and context.key.max_blocks is not None:
                 stack.enter_context(server.admission.blocks(context.key, server.block_count(model, work)))
-        except ApiError:  # it is refused
+        except (ApiError, RequestFailed):  # it is refused
             batch.is_kept = any(one.is_attached for one in batch.generations)
             raise
         if not body.stream:
-            return _json(await unless_left(work.response(), request.receive))
+            return await json_response(work.parts(), request.receive, stack.pop_all)
         batch.is_resumable = durable is not None
         held = stack.pop_all()  # until the stream has ended
         return EventStream(work.events(), held)
@@ -276,24 +347,31 @@ def _add_models(app: FastAPI, server: Server) -> None:
 
 def _add_tokens(app: FastAPI, server: Server) -> None:
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> Response:
-        body.check_fields(server.options.ignore_unknown_fields)
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+        server.check_fields(body)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give either prompt or messages", param="prompt")
         engine = server.models.get(body.model).engine
         template = {**(body.chat_template_kwargs or {}), "add_generation_prompt": body.add_generation_prompt}
+        if body.tools:
+            template["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
+        context = RequestContext.of(request.scope)
         found = await engine.call(
             "tokenize", prompt=body.prompt, template=template, add_special_tokens=body.add_special_tokens,
-            messages=None if body.messages is None else [message.to_template() for message in body.messages],
+            messages=None if body.messages is None else [message.model_dump(exclude_unset=True) for message in body.messages],
+            texts=bool(body.return_token_strs), tenant=context.tenant,
         )  # fmt: skip
+        server.admission.charge_converted(context.key, len(found["tokens"]))
         texts = {"token_strs": found["texts"]} if body.return_token_strs else {}
         most = engine.info.max_model_len
         return _json({"count": len(found["tokens"]), "max_model_len": most, "tokens": found["tokens"], **texts})
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> Response:
-        body.check_fields(server.options.ignore_unknown_fields)
-        return _json({"prompt": await server.models.get(body.model).engine.call("detokenize", tokens=body.tokens)})
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+        server.check_fields(body)
+        engine, context = server.models.get(body.model).engine, RequestContext.of(request.scope)
+        server.admission.charge_converted(context.key, len(body.tokens))
+        return _json({"prompt": await engine.call("detokenize", tenant=context.tenant, tokens=body.tokens)})
 
 
 def _add_health(app: FastAPI, server: Server) -> None:
@@ -361,6 +439,9 @@ def _add_admin(app: FastAPI, server: Server) -> None:
             raise ApiError(
                 400, "a recording is a file of this machine: set it at the start, by --record", param="options"
             )
+        for name in body.options:
+            if name not in ENGINE_OPTIONS:
+                raise ApiError(400, unknown_setting(name, ENGINE_OPTIONS), param="options")
         model = server.models.add(ModelOptions(body.name or body.model, body.model, body.options))
         await server.models.loaded(model)
         return _json({"name": model.name, "seconds": round(time.monotonic() - began, 3)})

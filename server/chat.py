@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from .choices import finish_reason, new_id, running_usage, usage
+from ..scheduler.answer_memory import AnswerSize
+from .choices import finish_reason, json_encode, json_list, new_id, raw_list, running_usage, usage
 from .completions import prompt_logprob
-from .engine_client import Batch, EngineClient, Observer
-from .messages import Piece, RequestEnd, Score
+from .engine_client import Batch, EngineClient, Observer, answer_size
+from .errors import invalid
+from .messages import Piece, Score, token_text
 from .requests import ChatRequest
 from .resume import DurableRequest, StreamPosition
-from .tools import ToolCalls, ToolParser
+from .tools import ToolCalls, ToolParser, ToolsInvalid
+
+_OF_TOOLS = {"tools", "tool_choice", "parallel_tool_calls", "response_format", "structured_outputs"}
 
 
 class ChatCompletion:
@@ -40,8 +44,11 @@ class ChatCompletion:
     ) -> None:
         self._body = body
         response_id = new_id("chatcmpl") if durable is None else durable.base_id
-        self._tools = ToolCalls(body, tools, response_id)
-        self._params = body.params(**self._tools.params())
+        try:
+            self._tools = ToolCalls(body.model_dump(include=_OF_TOOLS, exclude_none=True), tools, response_id)
+            self._params = body.params(**self._tools.params())
+        except ToolsInvalid as error:
+            raise invalid(str(error), error.param) from error
         self._template = body.template() | self._tools.template()
         if chat_template is not None:
             self._template["chat_template"] = chat_template
@@ -64,32 +71,52 @@ class ChatCompletion:
     async def begin(self) -> None:
         """Send the conversation and wait until it is tokenized. Raises RequestFailed or EngineUnavailable."""
         self.batch.submit(
-            messages=[message.to_template() for message in self._body.messages], template=self._template,
+            messages=[message.model_dump(exclude_unset=True) for message in self._body.messages], template=self._template,
             params=self._params, priority=self._body.priority, cache_salt=self._cache_salt,
-            streams=bool(self._body.stream) and self._body.prompt_logprobs is None,  # the prompt's come with the end
+            streams=self._streams,
             fills_context="max_new_tokens" not in self._params,
             **({} if self._durable is None else self._durable.fields(0)),
         )  # fmt: skip
         await self.batch.accepted()
-        self._head["created"] = self.batch.generations[0].created
+        self._head["created"] = self._position.begin(self.batch.generations[0].created)
 
-    async def response(self) -> dict[str, Any]:
-        """The whole response, once all has ended. Raises RequestFailed, EngineUnavailable or ApiError."""
-        (end,) = await self.batch.whole()
-        extras = self._of_prompt(end)
-        choices = [self._choice(piece) for piece in end.pieces]
-        head = {**self._head, "object": "chat.completion"}
-        return {**head, "choices": choices, "usage": usage(self.batch.generations), **extras}
+    def answer_size(self, max_model_len: int) -> AnswerSize:
+        """What the response may come to have, as far as the prompt's length is known."""
+        return answer_size(self.batch, self._params, self.num_sequences, self._streams, max_model_len)
+
+    @property
+    def _streams(self) -> bool:
+        """Whether the output is sent as it comes. The prompt's log-probabilities come with the end: all is sent then."""
+        return bool(self._body.stream) and self._body.prompt_logprobs is None
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        """The whole response as JSON, in parts, once all has ended. Raises RequestFailed, EngineUnavailable or ApiError before
+        the first one.
+        """
+        ((pieces, prompt_scores),) = await self.batch.take()
+        for piece in pieces:
+            finish_reason(piece)
+        yield json_encode({**self._head, "object": "chat.completion"})[:-1] + b',"choices":'
+        before = b"["
+        while pieces:
+            yield before
+            async for part in self._choice(pieces.popleft()):
+                yield part
+            before = b","
+        yield b'],"usage":' + json_encode(usage(self.batch.generations))
+        for name, value in (await self._of_prompt(prompt_scores)).items():
+            yield b"," + json_encode(name) + b":" + json_encode(value)
+        yield b"}"
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The server-sent events of the response. Raises as `response`."""
+        """The server-sent events of the response. Raises as `parts`."""
         options = self._body.stream_options
         asks_usage = options is not None and options.include_usage
         usage_null: dict[str, Any] = {"usage": None} if asks_usage else {}
         head = {**self._head, "object": "chat.completion.chunk"}
         num_tokens, position = 0, self._position
         end = None if self._body.prompt_logprobs is None else (await self.batch.whole())[0]
-        of_prompt = self._of_prompt(end)  # in the first chunk
+        of_prompt = await self._of_prompt(None if end is None else end.prompt_scores)  # in the first chunk
         for index in range(self.num_choices):
             delta = {"role": "assistant", "content": ""}
             choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
@@ -97,7 +124,7 @@ class ChatCompletion:
                 yield data
             of_prompt = {}
         for piece in () if end is None else end.pieces:
-            bodies = [{**head, "choices": [choice], **usage_null} for choice in self._deltas(piece)]
+            bodies = [{**head, "choices": [choice], **usage_null} for choice in await self._deltas(piece)]
             for data in position.events(piece.index, 1, bodies):
                 yield data
         while new := await self.batch.read():
@@ -105,35 +132,42 @@ class ChatCompletion:
                 running, num_tokens = usage_null, num_tokens + len(piece.token_ids)
                 if options is not None and options.continuous_usage_stats:
                     running = {"usage": running_usage(self.batch.generations, num_tokens)}
-                bodies = [{**head, "choices": [choice], **running} for choice in self._deltas(piece)]
+                bodies = [{**head, "choices": [choice], **running} for choice in await self._deltas(piece)]
                 for data in position.events(index, num_records, bodies):
                     yield data
         end_usage = {**head, "choices": [], "usage": usage(self.batch.generations)} if asks_usage else None
         for data in position.last(end_usage):
             yield data
 
-    def _of_prompt(self, end: RequestEnd | None) -> dict[str, Any]:
+    async def _of_prompt(self, prompt_scores: Sequence[Score] | None) -> dict[str, Any]:
         """vLLM's fields of the prompt, for requests that ask for them."""
         extras: dict[str, Any] = {}
         if self._body.return_token_ids:
             extras["prompt_token_ids"] = self.batch.generations[0].prompt_token_ids
-        if self._body.prompt_logprobs is not None and end is not None and end.prompt_scores is not None:
-            extras["prompt_logprobs"] = [prompt_logprob(score) for score in end.prompt_scores]
+        if self._body.prompt_logprobs is not None and prompt_scores is not None:
+            extras["prompt_logprobs"] = await raw_list(prompt_scores, prompt_logprob)
         return extras
 
-    def _choice(self, piece: Piece) -> dict[str, Any]:
-        """A whole choice."""
+    async def _choice(self, piece: Piece) -> AsyncIterator[bytes]:
+        """A whole choice as JSON, in parts."""
         message, calls = self._tools.parse(piece.index, piece.text)
         reason = finish_reason(piece)
-        return {
+        choice = {
             "index": piece.index,
             "message": {"role": "assistant", **message},
-            "logprobs": None if piece.scores is None else {"content": logprobs_of(piece.scores)},
             "finish_reason": "tool_calls" if calls and reason == "stop" else reason,
             **({"token_ids": piece.token_ids} if self._body.return_token_ids else {}),
         }
+        yield json_encode(choice)[:-1] + b',"logprobs":'
+        if piece.scores is None:
+            yield b"null}"
+            return
+        yield b'{"content":'
+        async for part in json_list(piece.scores, logprobs_of):
+            yield part
+        yield b"}}"
 
-    def _deltas(self, piece: Piece) -> list[dict[str, Any]]:
+    async def _deltas(self, piece: Piece) -> list[dict[str, Any]]:
         """What is new of a choice: one event, or several where tool calls begin and end."""
         reason = finish_reason(piece)
         deltas, calls = self._tools.stream(piece.index, piece.text, ends=reason is not None)
@@ -145,7 +179,7 @@ class ChatCompletion:
             {"index": piece.index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas
         ]
         if choices and piece.scores:
-            choices[0]["logprobs"] = {"content": logprobs_of(piece.scores)}
+            choices[0]["logprobs"] = {"content": await raw_list(piece.scores, logprobs_of)}
         if choices and reason is not None:
             choices[-1]["finish_reason"] = "tool_calls" if calls and reason == "stop" else reason
         if choices and self._body.return_token_ids:
@@ -153,13 +187,11 @@ class ChatCompletion:
         return choices
 
 
-def logprobs_of(scores: Sequence[Score]) -> list[dict[str, Any]]:
-    """OpenAI's log-probabilities of chat completions."""
-    return [
-        {**_one(score.token, score.logprob), "top_logprobs": [_one(token, logprob) for _, token, logprob in score.top]}
-        for score in scores
-    ]
+def logprobs_of(score: Score) -> dict[str, Any]:
+    """OpenAI's log-probabilities of a token of a chat completion."""
+    top = [_one(token, logprob) for _, token, logprob in score.top]
+    return {**_one(score.token, score.logprob), "top_logprobs": top}
 
 
-def _one(token: str, logprob: float | None) -> dict[str, Any]:
-    return {"token": token, "logprob": logprob, "bytes": list(token.encode("utf-8", "surrogatepass"))}
+def _one(token: bytes, logprob: float | None) -> dict[str, Any]:
+    return {"token": token_text(token), "logprob": logprob, "bytes": list(token)}

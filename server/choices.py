@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -10,9 +12,11 @@ import msgspec
 from ..scheduler.errors import REQUEST_FAULTS
 from .engine_client import Generation
 from .errors import ApiError, invalid, unavailable
-from .messages import Piece
+from .messages import Piece, Score
 
 json_encode = msgspec.json.Encoder().encode
+PART_BYTES = 32 << 10  # of scores that become JSON between two turns of the event loop, some milliseconds
+_SCORE_BYTES = 64  # beside its likely tokens
 DONE = b"data: [DONE]\n\n"
 _REASONS = {"stop": "stop", "length": "length"}
 
@@ -27,6 +31,21 @@ def new_id(kind: str) -> str:
 def event(data: Any) -> bytes:
     """A server-sent event with `data` as JSON."""
     return b"data: " + json_encode(data) + b"\n\n"
+
+
+async def json_list(scores: Sequence[Score], make: Callable[[Score], Any]) -> AsyncIterator[bytes]:
+    """What `make` gives for each of these as a JSON list, in parts between which the event loop turns."""
+    step = max(1, PART_BYTES // (_SCORE_BYTES + max((len(score.packed_top) for score in scores[-1:]), default=0)))
+    yield b"["
+    for begin in range(0, len(scores), step):
+        yield (b"," if begin else b"") + json_encode([make(score) for score in scores[begin : begin + step]])[1:-1]
+        await asyncio.sleep(0)
+    yield b"]"
+
+
+async def raw_list(scores: Sequence[Score], make: Callable[[Score], Any]) -> msgspec.Raw:
+    """As `json_list`, whole."""
+    return msgspec.Raw(b"".join([part async for part in json_list(scores, make)]))
 
 
 def finish_reason(piece: Piece) -> str | None:

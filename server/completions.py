@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from .choices import finish_reason, new_id, running_usage, usage
-from .engine_client import Batch, EngineClient, Observer
-from .messages import Piece, Score
+import msgspec
+
+from ..scheduler.answer_memory import AnswerSize
+from .choices import finish_reason, json_encode, json_list, new_id, raw_list, running_usage, usage
+from .engine_client import Batch, EngineClient, Observer, answer_size
+from .messages import Piece, Score, token_text
 from .requests import CompletionRequest
 from .resume import DurableRequest, StreamPosition
 
@@ -52,6 +55,17 @@ class TextCompletion:
         """Sequences that run for this request."""
         return len(self._prompts) * self._body.num_sequences_each
 
+    def answer_size(self, max_model_len: int) -> AnswerSize:
+        """What the response may come to have, as far as the prompts' lengths are known."""
+        return answer_size(self.batch, self._params, self.num_sequences, self._streams, max_model_len)
+
+    @property
+    def _streams(self) -> bool:
+        """Whether the output is sent as it comes. The prompt's log-probabilities come with the end: all is sent then."""
+        scores_prompt = self._body.scores_prompt or self._body.prompt_logprobs is not None
+        whole = (self._body.best_of or 1) > self._each or self._scores_only or scores_prompt
+        return bool(self._body.stream) and not whole
+
     @property
     def _each(self) -> int:
         return self._body.n or 1
@@ -62,34 +76,41 @@ class TextCompletion:
 
     async def begin(self) -> None:
         """Send the prompts and wait until they are tokenized. Raises RequestFailed or EngineUnavailable."""
-        # The prompt's log-probabilities come with the end of a request: one that asks for them is streamed in one piece.
-        scores_prompt = self._body.scores_prompt or self._body.prompt_logprobs is not None
-        whole = (self._body.best_of or 1) > self._each or self._scores_only or scores_prompt
-        streams = bool(self._body.stream) and not whole
         for number, prompt in enumerate(self._prompts):
             self.batch.submit(
                 prompt=prompt, params=self._params, priority=self._body.priority, cache_salt=self._cache_salt,
-                streams=streams, fills_context=self._body.max_tokens is None,
+                streams=self._streams, fills_context=self._body.max_tokens is None,
                 **({} if self._durable is None else self._durable.fields(number)),
             )  # fmt: skip
         await self.batch.accepted()
-        self._head["created"] = self.batch.generations[0].created
+        self._head["created"] = self._position.begin(self.batch.generations[0].created)
         if self._body.echo:
             self._texts = [
-                prompt if isinstance(prompt, str) else await self._engine.call("detokenize", tokens=prompt)
+                prompt
+                if isinstance(prompt, str)
+                else await self._engine.call("detokenize", tenant=self.batch.tenant, tokens=prompt)
                 for prompt in self._prompts
             ]
 
-    async def response(self) -> dict[str, Any]:
-        """The whole response, once all has ended. Raises RequestFailed, EngineUnavailable or ApiError."""
-        ends = await self.batch.whole()
-        choices = [
-            self._choice(number, piece, end.prompt_scores) for number, end in enumerate(ends) for piece in end.pieces
-        ]
-        return {**self._head, "choices": choices, "usage": self._usage()}
+    async def parts(self) -> AsyncIterator[bytes]:
+        """The whole response as JSON, in parts, once all has ended. Raises RequestFailed, EngineUnavailable or ApiError before
+        the first one.
+        """
+        ends = await self.batch.take()
+        for piece in (piece for pieces, _ in ends for piece in pieces):
+            finish_reason(piece)
+        yield json_encode(self._head)[:-1] + b',"choices":'
+        before = b"["
+        for number, (pieces, prompt_scores) in enumerate(ends):
+            while pieces:
+                yield before
+                async for part in self._choice(number, pieces.popleft(), prompt_scores):
+                    yield part
+                before = b","
+        yield b'],"usage":' + json_encode(self._usage()) + b"}"
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The server-sent events of the response. Raises as `response`."""
+        """The server-sent events of the response. Raises as `parts`."""
         options = self._body.stream_options
         asks_usage = options is not None and options.include_usage
         usage_null: dict[str, Any] = {"usage": None} if asks_usage else {}
@@ -100,14 +121,15 @@ class TextCompletion:
                     running, num_tokens = usage_null, num_tokens + len(piece.token_ids)
                     if options is not None and options.continuous_usage_stats:
                         running = {"usage": running_usage(self.batch.generations, num_tokens)}
-                    body = {**self._head, "choices": [self._delta(number, piece)], **running}
+                    body = {**self._head, "choices": [await self._delta(number, piece)], **running}
                     for data in position.events(choice, num_records, [body]):
                         yield data
         for number, generation in enumerate(self.batch.generations):  # what could not be streamed
             assert generation.finished is not None
             for piece in generation.finished.pieces:
-                whole = self._choice(number, piece, generation.finished.prompt_scores)
-                for data in position.events(whole["index"], 1, [{**self._head, "choices": [whole], **usage_null}]):
+                parts = [part async for part in self._choice(number, piece, generation.finished.prompt_scores)]
+                body = {**self._head, "choices": [msgspec.Raw(b"".join(parts))], **usage_null}
+                for data in position.events(number * self._each + piece.index, 1, [body]):
                     yield data
         for data in position.last({**self._head, "choices": [], "usage": self._usage()} if asks_usage else None):
             yield data
@@ -116,25 +138,35 @@ class TextCompletion:
         dropped = sum(generation.num_generated for generation in self.batch.generations) if self._scores_only else 0
         return usage(self.batch.generations, dropped)
 
-    def _choice(self, number: int, piece: Piece, prompt_scores: Sequence[Score] | None) -> dict[str, Any]:
-        """A whole choice."""
+    async def _choice(self, number: int, piece: Piece, prompt_scores: Sequence[Score] | None) -> AsyncIterator[bytes]:
+        """A whole choice as JSON, in parts."""
         body = self._body
         text, scores = ("", []) if self._scores_only else (piece.text, piece.scores)
         reason = finish_reason(piece)
-        logprobs = None
         text = self._texts[number] + text if body.echo else text
-        if body.logprobs is not None:
-            every = [*(prompt_scores or () if body.scores_prompt else ()), *(scores or ())]
-            logprobs = _logprobs(every, TextPlaces().add(text, [score.token for score in every], ends=True))
-        return {
+        choice = {
             "index": number * self._each + piece.index,
             "text": text,
-            "logprobs": logprobs,
             "finish_reason": "length" if self._scores_only else reason,
-            **self._extras(number, piece, prompt_scores),
+            **self._extras(number, piece),
         }
+        yield json_encode(choice)[:-1] + b',"logprobs":'
+        if body.logprobs is None:
+            yield b"null"
+        else:
+            every = [*(prompt_scores or () if body.scores_prompt else ()), *(scores or ())]
+            places = TextPlaces().add(text, [score.text for score in every], ends=True)
+            yield json_encode(_logprobs(every, places))[:-1] + b',"top_logprobs":'
+            async for part in json_list(every, _top_logprobs):
+                yield part
+            yield b"}"
+        if body.prompt_logprobs is not None and prompt_scores is not None:
+            yield b',"prompt_logprobs":'
+            async for part in json_list(prompt_scores, prompt_logprob):
+                yield part
+        yield b"}"
 
-    def _delta(self, number: int, piece: Piece) -> dict[str, Any]:
+    async def _delta(self, number: int, piece: Piece) -> dict[str, Any]:
         """What is new of a choice."""
         index = number * self._each + piece.index
         text, begins = piece.text, index not in self._places
@@ -143,21 +175,20 @@ class TextCompletion:
             text = self._texts[number] + text if self._body.echo else text
         reason, logprobs = finish_reason(piece), None
         if piece.scores is not None:
-            tokens = [score.token for score in piece.scores]
+            tokens = [score.text for score in piece.scores]
             logprobs = _logprobs(piece.scores, self._places[index].add(text, tokens, reason is not None))
+            logprobs["top_logprobs"] = await raw_list(piece.scores, _top_logprobs)
         extras: dict[str, Any] = {"token_ids": piece.token_ids} if self._body.return_token_ids else {}
         if begins and extras:
             extras["prompt_token_ids"] = self.batch.generations[number].prompt_token_ids
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason, **extras}
 
-    def _extras(self, number: int, piece: Piece, prompt_scores: Sequence[Score] | None) -> dict[str, Any]:
+    def _extras(self, number: int, piece: Piece) -> dict[str, Any]:
         """vLLM's fields, for requests that ask for them."""
         extras: dict[str, Any] = {}
         if self._body.return_token_ids:
             extras["token_ids"] = [] if self._scores_only else piece.token_ids
             extras["prompt_token_ids"] = self.batch.generations[number].prompt_token_ids
-        if self._body.prompt_logprobs is not None and prompt_scores is not None:
-            extras["prompt_logprobs"] = [prompt_logprob(score) for score in prompt_scores]
         return extras
 
 
@@ -165,9 +196,9 @@ def prompt_logprob(score: Score) -> dict[str, Any] | None:
     """vLLM's form of a prompt token's log-probabilities: by token id. None for the first token."""
     if score.logprob is None:
         return None
-    found = {str(score.token_id): {"logprob": score.logprob, "rank": score.rank, "decoded_token": score.token}}
+    found = {str(score.token_id): {"logprob": score.logprob, "rank": score.rank, "decoded_token": score.text}}
     for rank, (token_id, token, logprob) in enumerate(score.top, 1):
-        found.setdefault(str(token_id), {"logprob": logprob, "rank": rank, "decoded_token": token})
+        found.setdefault(str(token_id), {"logprob": logprob, "rank": rank, "decoded_token": token_text(token)})
     return found
 
 
@@ -229,14 +260,16 @@ class TextPlaces:
 
 
 def _logprobs(scores: Sequence[Score], places: list[int]) -> dict[str, Any]:
-    """OpenAI's `logprobs` of completions. `places` are those of the tokens in the text."""
-    tops = []
-    for score in scores:
-        top = {token: logprob for _, token, logprob in score.top}
-        tops.append(None if score.logprob is None else top | {score.token: score.logprob})
+    """OpenAI's `logprobs` of completions, without `top_logprobs`. `places` are those of the tokens in the text."""
     return {
-        "tokens": [score.token for score in scores],
+        "tokens": [score.text for score in scores],
         "token_logprobs": [score.logprob for score in scores],
-        "top_logprobs": tops,
         "text_offset": places,
     }
+
+
+def _top_logprobs(score: Score) -> dict[str, float] | None:
+    """An entry of OpenAI's `top_logprobs` of completions."""
+    if score.logprob is None:
+        return None
+    return {token_text(token): logprob for _, token, logprob in score.top} | {score.text: score.logprob}

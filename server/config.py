@@ -6,13 +6,16 @@ import difflib
 import ipaddress
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from ..monitor.errors import said_of
 from ..monitor.yaml_file import InvalidYaml, read_yaml
-from .guard import LOOPBACK, MOST_BODY_BYTES
+from ..scheduler.arguments import table_answer
+from .admission import MOST_BODY_BYTES
+from .guard import LOOPBACK
 from .models import ModelOptions
 from .tools import TOOL_PARSERS, ToolParser
 
@@ -35,6 +38,8 @@ ENGINE_SETTINGS = {
     "max_chunk_tokens": "int", "prefix_cache_memory": "str", "host_kv_memory": "str", "prefix_caching": "bool",
     "idle_s": "float", "share": "bool", "overlap": "bool", "cuda_graphs": "bool", "self_check": "bool",
 }  # fmt: skip
+# And those that one model may have besides.
+ENGINE_OPTIONS = (*ENGINE_SETTINGS, "record", "record_text", "tokenizer", "trust_remote_code", "kv_events")
 NAMES = ("model", "served_model_name")  # lists; `model` is a shorter `models`
 # Variables that are no settings of the file.
 _OTHER_VARIABLES = ("CONFIG", "SERVE_CONFIG", "API_KEY", "ADMIN_KEY", "RUNTIME_DIR", "GID", "CACHE_SIZE")
@@ -143,6 +148,8 @@ class ServeConfig:
         look like misspelled settings. Raises ServeConfigInvalid.
         """
         from_file = {} if file is None else _read(file)
+        environ = {name: _stripped(value.strip().removeprefix("\ufeff")) for name, value in environ.items()}
+        environ = {name: value for name, value in environ.items() if value}  # empty: not set
         _warn_of_variables(environ)
         values: dict[str, Any] = {}
         before: dict[str, Any] = {}  # what goes before the models' entries
@@ -180,13 +187,15 @@ class ServeConfig:
     def _check(self) -> None:
         if not self.models:
             raise ServeConfigInvalid(
-                "no model was named: `pagetide serve MODEL`, or `models:` in the configuration file"
+                "no model given: use `pagetide serve MODEL`, or `models:` in the configuration file"
             )
         names = [model.name for model in self.models]
         if twice := {name for name in names if names.count(name) > 1}:
-            raise ServeConfigInvalid(f"two models are named {twice.pop()!r}: give one of them another name")
+            raise ServeConfigInvalid(f"two models are named {twice.pop()!r}: rename one of them")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ServeConfigInvalid("TLS needs both --ssl-certfile and --ssl-keyfile")
+        for name in ("ssl_certfile", "ssl_keyfile"):
+            _check_readable(name, getattr(self, name))
         if not 0 <= self.port < 65536:
             raise ServeConfigInvalid(f"the port must be from 0 to 65535, got {self.port}")
         if self.max_queue < 0 or self.max_body < 1 or not 0 <= self.drain_timeout < float("inf"):
@@ -195,12 +204,20 @@ class ServeConfig:
             raise ServeConfigInvalid("record_text needs a file to record to: --record FILE")
         files = [model.engine.get("record") for model in self.recorded_models]
         if twice := {file for file in files if file is not None and files.count(file) > 1}:
-            raise ServeConfigInvalid(f"two models record to {twice.pop()}: name one of them otherwise")
+            raise ServeConfigInvalid(f"two models record to {twice.pop()}: give one of them another name")
         for proxy in self.forwarded_allow_ips:
             if proxy != "*" and not _is_network(proxy):
                 raise ServeConfigInvalid(
                     f"forwarded_allow_ips names addresses such as 10.0.0.1 or 10.0.0.0/8, got {proxy!r:.80}"
                 )
+
+
+def _check_readable(name: str, file: Path | None) -> None:
+    try:
+        if file is not None:
+            file.open("rb").close()
+    except OSError as error:
+        raise ServeConfigInvalid(f"{name}: {said_of(error)}") from error
 
 
 def _is_network(text: str) -> bool:
@@ -219,14 +236,49 @@ def _read(file: Path) -> dict[str, Any]:
     if not isinstance(data, Mapping):
         raise ServeConfigInvalid(f"{file} must map settings to values")
     known = [*(one.name for one in fields(ServeConfig)), *ENGINE_SETTINGS, *NAMES]
-    settings = {str(name).replace("-", "_"): value for name, value in data.items()}
+    settings = by_name(data, str(file))
     for name in settings:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            raise ServeConfigInvalid(
-                f"{file}: unknown setting {name!r}" + (f"; did you mean {near[0]}?" if near else "")
-            )
+            raise ServeConfigInvalid(f"{file}: {unknown_setting(name, known)}")
+    settings = {name: _stripped(value) for name, value in settings.items()}
+    unset = {name for name, value in settings.items() if value == "" or (value is None and name not in ENGINE_SETTINGS)}
+    return {name: value for name, value in settings.items() if name not in unset}
+
+
+def _stripped(value: Any) -> Any:
+    """A value without the white space around its texts."""
+    if isinstance(value, Mapping):
+        return {name: _stripped(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_stripped(one) for one in value]
+    return value.strip() if isinstance(value, str) else value
+
+
+def with_underscores(name: str) -> str:
+    """A setting's name as here, of one that may have hyphens."""
+    return name.replace("-", "_")
+
+
+def by_name(
+    given: Mapping[Any, Any], where: str, invalid: type[ValueError] = ServeConfigInvalid,
+    name_of: Callable[[str], str] = with_underscores,
+) -> dict[str, Any]:  # fmt: skip
+    """Settings by their names. Raises `invalid` for a name that two of them have."""
+    settings: dict[str, Any] = {}
+    for written, value in given.items():
+        if (name := name_of(str(written))) in settings:
+            first = next(one for one in given if name_of(str(one)) == name)
+            raise invalid(f"{where}: {name} appears twice, as {first!r:.80} and {written!r:.80}: remove one")
+        settings[name] = value
     return settings
+
+
+def unknown_setting(name: str, known: Sequence[str]) -> str:
+    """What an error says of a setting that is none of `known`: what it is called here, or the nearest one."""
+    if (said := table_answer(name)) is None:
+        near = difflib.get_close_matches(name, known, n=1)
+        said = f"did you mean {near[0]}?" if near else None
+    return f"unknown setting {name!r}" + (f"; {said}" if said else "")
 
 
 def _warn_of_variables(environ: Mapping[str, str]) -> None:
@@ -238,7 +290,7 @@ def _warn_of_variables(environ: Mapping[str, str]) -> None:
         if not variable.startswith(VARIABLES) or name in names:
             continue
         if near := difflib.get_close_matches(name, names, n=1, cutoff=_NEAR):
-            log.warning("the variable %s is no setting; did you mean %s%s?", variable, VARIABLES, near[0])
+            log.warning("unknown variable %s; did you mean %s%s?", variable, VARIABLES, near[0])
 
 
 def _engine_variables(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -278,6 +330,8 @@ def _parsed(kind: str, value: Any) -> Any:
     """`value` as a bool, int, float or text. Raises ValueError or TypeError."""
     if kind == "bool":
         return _boolean(value)
+    if isinstance(value, bool) or (kind == "int" and isinstance(value, float) and not value.is_integer()):
+        raise ValueError(value)
     if kind == "int":
         return int(value)
     return float(value) if kind == "float" else str(value)
@@ -290,11 +344,10 @@ def _value(name: str, value: Any, where: str) -> Any:
         return tool_parser(value, where)
     try:
         if kind.startswith("tuple"):
-            return (
-                tuple(re.split(r"[\s,]+", value.strip())) if isinstance(value, str) else tuple(map(str, _list(value)))
-            )
+            parts = re.split(r"[\s,]+", value) if isinstance(value, str) else map(str, _list(value))
+            return tuple(filter(None, parts))
         return Path(value) if kind.startswith("Path") else _parsed(kind, value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ServeConfigInvalid(f"{where} must be a value of type {kind}, got {value!r:.80}") from error
 
 
@@ -318,7 +371,11 @@ def _model(entry: Any, where: str, overridden: Sequence[str]) -> ModelOptions:
     options = {"model": entry} if isinstance(entry, str) else entry
     if not isinstance(options, Mapping) or not isinstance(options.get("model"), str):
         raise ServeConfigInvalid(f"{where}: an entry is a model, or a mapping with `model:`, got {entry!r:.80}")
-    options = {str(name).replace("-", "_"): value for name, value in options.items()}
+    options = by_name(options, f"{where}: {options['model']}")
+    known = [*_MODEL_KEYS, *ENGINE_OPTIONS]
+    for name in options:
+        if name not in known:
+            raise ServeConfigInvalid(f"{where}: {options['model']}: {unknown_setting(name, known)}")
     options = {name: value for name, value in options.items() if name not in overridden}
     arguments = {name: value for name, value in options.items() if name not in _MODEL_KEYS}
     name = str(options.get("name") or options["model"])

@@ -14,6 +14,7 @@ import msgspec
 log = logging.getLogger(__name__)
 
 MOST_FRAME_BYTES = 1 << 30
+SWITCH_S = 0.0002  # at both ends, other threads hold up the event loop and the engine's thread for so long at a time
 FULL_FRAME_BYTES = 16 << 20  # messages beyond this begin another frame
 _LENGTH = struct.Struct("<I")
 _encode = msgspec.msgpack.Encoder().encode
@@ -64,7 +65,7 @@ def encoded(message: Any) -> bytes:
     try:
         return _encode(message)
     except UnicodeEncodeError as error:
-        raise CannotEncode(f"a text has a character that is no Unicode: {error.object[error.start]!r}") from error
+        raise CannotEncode(f"a text has an invalid Unicode character: {error.object[error.start]!r}") from error
     except OverflowError as error:
         raise CannotEncode("a number is beyond 64 bits") from error
     except RecursionError as error:
@@ -73,8 +74,8 @@ def encoded(message: Any) -> bytes:
 
 def frame(messages: list[bytes]) -> bytes:
     """The frame that carries these encoded messages."""
-    payload = b"\xdd" + struct.pack(">I", len(messages)) + b"".join(messages)  # msgpack's array with 32 bits of length
-    return _LENGTH.pack(len(payload)) + payload
+    head = b"\xdd" + struct.pack(">I", len(messages))  # msgpack's array with 32 bits of length
+    return b"".join((_LENGTH.pack(len(head) + sum(map(len, messages))), head, *messages))
 
 
 class MessageConnection(asyncio.Protocol, Generic[Received]):
@@ -128,6 +129,11 @@ class MessageConnection(asyncio.Protocol, Generic[Received]):
         self.flush()
         if self._transport is not None:
             self._transport.close()
+
+    def abort(self) -> None:
+        """Close the connection at once, whatever was not written yet."""
+        if self._transport is not None:
+            self._transport.abort()
 
     # -- asyncio.Protocol --------------------------------------------------------------------------------------------
 

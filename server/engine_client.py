@@ -10,13 +10,21 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
+import msgspec
+
+from ..scheduler.answer_memory import MOST_UNREAD_BYTES, AnswerSize
+from ..scheduler.heartbeat import STILL_S, SilenceWatch
 from .connection import CannotEncode, MessageConnection
 from .messages import (
+    BEAT_S,
     Aborted,
     Accepted,
+    Alive,
     Call,
     CallResult,
     Cancel,
@@ -26,11 +34,13 @@ from .messages import (
     OutputPieces,
     Piece,
     RequestEnd,
+    Score,
     Start,
     StartFailed,
     Stop,
     Submit,
     ToServer,
+    WholeScores,
 )  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -39,6 +49,8 @@ ENGINE_MODULE = "pagetide.server.engine_process"
 MOST_UNREAD_TOKENS = 16_384
 MOST_DEPTH = 100  # of lists and objects in each other: parsers of schemas and templates recurse
 KILL_AFTER_S = 10.0  # the process has this long to end after its last request
+END_S = 2.0  # the same once it is killed: a driver's call may hold it up
+EXIT_LOOK_S = 0.01
 
 
 class EngineUnavailable(Exception):
@@ -59,7 +71,7 @@ class RequestFailed(Exception):
     @property
     def is_refusal(self) -> bool:
         """Whether the request is at fault, and not the engine."""
-        return self.kind in ("invalid", "too_long", "conflict", "not_found")
+        return self.kind in ("invalid", "too_long", "conflict", "not_found", "cancelled")
 
 
 class SlowReader(Exception):
@@ -94,7 +106,8 @@ class Generation:
         finished: Set once all output has arrived.
         error: Why the request failed.
         pieces: Output that has arrived and was not read.
-        num_unread: Tokens in `pieces`.
+        num_unread, unread_bytes: Tokens in `pieces`, and about their memory.
+        grown: Called when `pieces` have grown by so many bytes.
         counts: Tokens of the output so far, by continuation.
         reasons: Why each continuation has ended.
         submitted_at, first_token_at, ended_at: Times of `time.monotonic`.
@@ -115,8 +128,10 @@ class Generation:
         self.finished: RequestEnd | None = None
         self.error: Exception | None = None
         self.pieces: list[Piece] = []
-        self.num_unread = 0
+        self.num_unread = self.unread_bytes = 0
+        self.grown: Callable[[int], None] = lambda _: None
         self.counts: dict[int, int] = {}
+        self._scores: dict[int | None, list[Score]] = {}  # of continuations and the prompt, until the end comes
         self._changed = changed
         self._num_generated = 0  # as the engine says at the end
         self._when_settled: list[Callable[[], None]] = []
@@ -147,19 +162,24 @@ class Generation:
         """Tokens of the output so far, of all continuations."""
         return sum(self.counts.values())
 
-    def take(self, message: Accepted | Piece | RequestEnd | Exception) -> None:
+    def take(self, message: Accepted | Piece | WholeScores | RequestEnd | Exception) -> None:
         """Take in what the engine says of this request."""
         match message:
             case Piece():
                 self.pieces.append(message)
                 self.num_unread += len(message.token_ids)
+                self.unread_bytes += (num_bytes := message.num_bytes)
                 self._count(message)
                 if self._observer is not None and message.token_ids and not self.is_attached:
                     self._observe(self._observer, message.index, len(message.token_ids))
+                self.grown(num_bytes)
             case Accepted():
                 self.prompt_token_ids, self.max_new_tokens = message.prompt_token_ids, message.max_new_tokens
+            case WholeScores():
+                self._scores.setdefault(message.index, []).extend(message.scores)
+                return
             case RequestEnd():
-                self.finished = message
+                self.finished = self._with_scores(message)
                 self.ended_at = time.monotonic()
                 for piece in message.pieces:
                     self._count(piece)
@@ -168,6 +188,14 @@ class Generation:
                 self.error = message
                 self.settle()
         self._changed.set()
+
+    def _with_scores(self, end: RequestEnd) -> RequestEnd:
+        """`end` with the scores that came before."""
+        found, self._scores = self._scores, {}
+        if not found:
+            return end
+        pieces = [msgspec.structs.replace(piece, scores=found.get(piece.index)) for piece in end.pieces]
+        return msgspec.structs.replace(end, pieces=pieces, prompt_scores=found.get(None))
 
     def _count(self, piece: Piece) -> None:
         self.counts[piece.index] = self.counts.get(piece.index, 0) + len(piece.token_ids)
@@ -186,7 +214,8 @@ class Generation:
 
     def read(self) -> list[Piece]:
         """The output that has arrived since the last call."""
-        pieces, self.pieces, self.num_unread = self.pieces, [], 0
+        pieces, self.pieces = self.pieces, []
+        self.num_unread = self.unread_bytes = 0
         return pieces
 
 
@@ -194,31 +223,54 @@ class Batch:
     """The prompts of one HTTP request, for one reader. `cancel` it, also after errors.
 
     Args:
-        most_unread: Tokens that may wait for the reader; beyond it `read` raises SlowReader. A durable engine's output is
-            kept elsewhere and may arrive at once: it has no such limit.
+        most_unread, most_unread_bytes: Tokens, and their memory, that may wait for the reader; beyond it `read` raises
+            SlowReader. A durable engine's output is kept elsewhere and may arrive at once: it has no such limit.
 
     Attributes:
         request_id: Of the HTTP request; the label of its requests in the engine.
+        tenant: The name of its key.
         is_resumable: The client knows the id of the response and can ask for the rest of it elsewhere.
         is_kept: Durable requests go on when their reader leaves.
     """
 
     def __init__(
-        self, engine: EngineClient, observer: Observer | None = None, most_unread: int = MOST_UNREAD_TOKENS
+        self,
+        engine: EngineClient,
+        observer: Observer | None = None,
+        most_unread: int = MOST_UNREAD_TOKENS,
+        most_unread_bytes: int = MOST_UNREAD_BYTES,
     ) -> None:
-        self.request_id = ""
+        self.request_id = self.tenant = ""
         self.is_resumable = self.is_kept = False
         self._is_detached = False
         self._observer = observer
         self.generations: list[Generation] = []
         self._engine = engine
         self._most_unread = most_unread
+        self._most_unread_bytes = most_unread_bytes
+        self._unread_bytes = 0
         self._changed = asyncio.Event()
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether output is kept until its request has ended, sent or not."""
+        return self._engine.is_durable
 
     def submit(self, **request: Any) -> None:
         """Send a prompt: see `EngineClient.submit`."""
-        request["request_id"] = self.request_id
-        self.generations.append(self._engine.submit(self._changed, self._observer, **request))
+        own = {"tenant": self.tenant} if self.tenant else {}
+        request = own | request | {"request_id": self.request_id}
+        generation = self._engine.submit(self._changed, self._observer, **request)
+        self.generations.append(generation)
+        if not self._engine.is_durable:
+            generation.grown = self._grow
+            self._grow(generation.unread_bytes)
+
+    @property
+    def num_tokens(self) -> tuple[int, int]:
+        """Tokens of the prompts, and of the outputs so far."""
+        prompts = sum(len(one.prompt_token_ids or ()) for one in self.generations)
+        return prompts, sum(one.num_generated for one in self.generations)
 
     @property
     def num_computed(self) -> int:
@@ -254,6 +306,7 @@ class Batch:
             num_unread = sum(generation.num_unread for generation in self.generations)
             if num_unread > self._most_unread and not self._engine.is_durable:
                 raise SlowReader(f"the client left more than {self._most_unread:,} tokens unread")
+            self._unread_bytes = 0
             new = [(i, one.read()) for i, one in enumerate(self.generations) if one.pieces]
             if new or all(generation.finished is not None for generation in self.generations):
                 return new
@@ -265,6 +318,27 @@ class Batch:
             await self._change()
         self._check()
         return [one.finished for one in self.generations if one.finished is not None]
+
+    async def take(self) -> list[tuple[deque[Piece], list[Score] | None]]:
+        """The continuations of each prompt and its scores, once all have ended. They are
+        kept here no longer. Raises as `accepted`.
+        """
+        ends = await self.whole()
+        for one, end in zip(self.generations, ends, strict=True):
+            one.finished = msgspec.structs.replace(end, pieces=[], prompt_scores=None)
+        return [(deque(end.pieces), end.prompt_scores) for end in ends]
+
+    def _grow(self, num_bytes: int) -> None:
+        """Count output that has arrived. If the reader has left too much, end the requests and drop it, which cannot wait for
+        the reader's next `read`.
+        """
+        self._unread_bytes += num_bytes
+        if self._unread_bytes > self._most_unread_bytes:
+            error = SlowReader(f"the client left more than {self._most_unread_bytes:,} bytes of output unread")
+            for one in self.generations:
+                self._engine.cancel(one)
+                one.read()
+                one.take(error)
 
     def detach(self) -> None:
         """End the reader; requests that the client can ask for again go on."""
@@ -311,6 +385,31 @@ class Batch:
             raise Detached("the server shuts down; the request goes on if the client can ask for it again")
 
 
+def answer_size(
+    batch: Batch, params: Mapping[str, Any], num_sequences: int, streams: bool, max_model_len: int
+) -> AnswerSize:
+    """What the answer to a request may come to have: before its prompts are sent without them, and without tokens that only
+    the context bounds.
+
+    Args:
+        params: Arguments of `SamplingParams`.
+        streams: The engine sends outputs as they come.
+    """
+    most, logprobs = params.get("max_new_tokens"), params.get("logprobs")
+    if (params.get("best_of") or 1) > (params.get("n") or 1):
+        logprobs = logprobs or 0  # the best are chosen by them
+    rooms = [max(max_model_len - len(one.prompt_token_ids or ()), 0) for one in batch.generations]
+    new = [
+        room if one.max_new_tokens is None else min(one.max_new_tokens, room)
+        for one, room in zip(batch.generations, rooms, strict=True)
+    ]
+    num_tokens = num_sequences // len(new) * sum(new) if new else num_sequences * min(most or 0, max_model_len)
+    return AnswerSize(
+        num_sequences, num_tokens, sum(len(one.prompt_token_ids or ()) for one in batch.generations), logprobs,
+        params.get("prompt_logprobs"), streams and not batch.is_durable,
+    )  # fmt: skip
+
+
 class EngineClient(Protocol):
     """What serves requests for one model: an engine process, or a queue in front of several."""
 
@@ -350,8 +449,8 @@ class EngineClient(Protocol):
     def leave(self, generation: Generation) -> None:
         """Deliver no more of a request. One that is durable goes on, and is settled here at once; any other is aborted."""
 
-    async def call(self, method: str, **arguments: Any) -> Any:
-        """The result of a call: see `EngineServer.calls`. Raises RequestFailed or EngineUnavailable."""
+    async def call(self, method: str, *, tenant: str = "", **arguments: Any) -> Any:
+        """The result of a call for a tenant: see `EngineServer.calls`. Raises RequestFailed or EngineUnavailable."""
 
     async def stop(self, drain_s: float = 0.0) -> None:
         """Refuse new requests, give the running ones `drain_s` seconds, and end. Idempotent."""
@@ -376,6 +475,11 @@ class RemoteEngine:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._connection: MessageConnection[ToServer]
         self._stopping = False
+        self._alive = Alive(0, 0.0)  # what the process has said last
+        self._num_alive = 0
+        self._silence = SilenceWatch(2 * BEAT_S)
+        self._watching: asyncio.Task[None] | None = None
+        self._hang = ""  # why the process was killed
         self.ended = asyncio.Event()
 
     @classmethod
@@ -401,8 +505,9 @@ class RemoteEngine:
         engine = cls(process, name or model)
         try:
             engine._connection = await MessageConnection.open(ours, ToServer, engine._receive, engine._lost)
-            engine._connection.send(Start(model, options))
+            engine._connection.send(Start(model, options, engine.name))
             await engine._ready
+            engine._watching = asyncio.create_task(engine._watch())
         except BaseException:
             await asyncio.shield(engine.kill())
             raise
@@ -425,6 +530,21 @@ class RemoteEngine:
         """Requests that have not ended."""
         return len(self._generations)
 
+    def look(self, now: float) -> None:
+        """Kill the process if it hangs. To be called every BEAT_S with the time in seconds."""
+        said, allowed_s = self._alive, self._alive.allowed_s or STILL_S
+        silent_s = self._silence.look((said.allowed_s, said.beats) if said.allowed_s else self._num_alive, now)
+        if silent_s > allowed_s and not self.ended.is_set():
+            self._hang = f"hung: it was at work, and came no further for {allowed_s:.0f} s"
+            log.error("the engine of %s hangs: no sign of progress for %.0f s; it is killed", self.name, allowed_s)
+            self.process.kill()
+            self._connection.abort()  # the end of a process that a driver's call holds up is not waited for
+
+    async def _watch(self) -> None:
+        while not self.ended.is_set():
+            self.look(asyncio.get_running_loop().time())
+            await asyncio.sleep(BEAT_S)
+
     def submit(self, changed: asyncio.Event, observer: Observer | None = None, **request: Any) -> Generation:
         """Send a request: see `EngineClient.submit`."""
         self._check()
@@ -443,11 +563,11 @@ class RemoteEngine:
         """Abort a request, unless it has ended: it does not outlive its reader."""
         self.cancel(generation)
 
-    async def call(self, method: str, **arguments: Any) -> Any:
-        """The result of a call: see `EngineServer.calls`. Raises RequestFailed or EngineUnavailable."""
+    async def call(self, method: str, *, tenant: str = "", **arguments: Any) -> Any:
+        """The result of a call for a tenant: see `EngineServer.calls`. Raises RequestFailed or EngineUnavailable."""
         self._check()
         number = next(self._numbers)
-        self._send(Call(number, method, arguments))
+        self._send(Call(number, method, arguments, tenant))
         result = self._calls[number] = asyncio.get_running_loop().create_future()
         try:
             return await result
@@ -459,18 +579,24 @@ class RemoteEngine:
         if not self._stopping and not self.ended.is_set():
             self._stopping = True
             self._connection.send(Stop(drain_s))
-        try:
-            async with asyncio.timeout(drain_s + KILL_AFTER_S):
-                await self.ended.wait()
-                await asyncio.to_thread(self.process.wait)
-        except TimeoutError:
-            log.error("the engine of %s does not end: it is killed", self.name)
+        if not await self._exits(drain_s + KILL_AFTER_S):
+            log.error("%s's engine did not exit; killing it", self.name)
             await self.kill()
 
     async def kill(self) -> None:
         """End the process at once."""
         self.process.kill()
-        await asyncio.to_thread(self.process.wait)
+        if not await self._exits(END_S):
+            log.error("%s's engine, process %d, cannot be killed now", self.name, self.process.pid)
+            self._lost()
+
+    async def _exits(self, timeout_s: float) -> bool:
+        """Wait for the end of the process. Returns False if it has not come in time."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.process.poll() is None:
+                    await asyncio.sleep(EXIT_LOOK_S)
+        return self.process.poll() is not None
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
@@ -493,6 +619,8 @@ class RemoteEngine:
 
     def _status(self) -> str:
         status = self.process.poll()
+        if self._hang:
+            return self._hang
         return "its connection broke" if status is None else f"status {status}"
 
     def _receive(self, message: ToServer) -> None:
@@ -504,7 +632,7 @@ class RemoteEngine:
             case OutputPieces():
                 for piece in message.pieces:
                     self._give(piece.number, piece)
-            case Accepted():
+            case Accepted() | WholeScores():
                 self._give(message.number, message)
             case RequestEnd():
                 self._give(message.number, message)
@@ -519,10 +647,12 @@ class RemoteEngine:
             case ModelReady():
                 self._info = message.info
                 self._ready.set_result(None)
+            case Alive():
+                self._alive, self._num_alive = message, self._num_alive + 1
             case StartFailed():
                 self._ready.set_exception(LoadFailed(message.kind, message.error))
 
-    def _give(self, number: int, message: Accepted | Piece | RequestEnd | Exception) -> None:
+    def _give(self, number: int, message: Accepted | Piece | WholeScores | RequestEnd | Exception) -> None:
         generation = self._generations.get(number)
         if generation is not None:  # else it was cancelled
             generation.take(message)
@@ -539,7 +669,8 @@ class RemoteEngine:
     def _lost(self) -> None:
         """The process is gone: everything that waits for it fails."""
         self.ended.set()
-        error = EngineUnavailable(f"the engine of {self.name} ended while it served this request")
+        why = self._hang or "ended while it served this request"
+        error = EngineUnavailable(f"the engine of {self.name} {why}")
         for generation in self._generations.values():
             generation.take(error)
         self._generations.clear()

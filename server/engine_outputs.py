@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from ..scheduler.errors import PromptTooLong, RequestRejected
-from .messages import ErrorKind, Piece, RequestEnd, Score
+from .messages import ErrorKind, Piece, RequestEnd, Score, WholeScores, token_text
 
 if TYPE_CHECKING:
     from ..engine.requests.outputs import Completion, RequestOutput, StreamChunk, TokenLogprobs
+
+MOST_DETOKENIZED = 65_536  # tokens of a call, or the model's context
+
+AT_ONCE = 4096  # likely tokens of which the event loop makes messages between two turns
 
 MakeScores = Callable[[Any, Sequence[int]], "list[Score] | None"]
 
@@ -31,11 +36,33 @@ def error_kind(error: Exception) -> ErrorKind:
 
 
 @lru_cache(maxsize=1 << 16)
-def token_text_of(tokenizer: Any, token_id: int) -> str:
-    """The text of a token by itself; empty without a tokenizer."""
-    from ..engine.text.detokenizer import token_text
+def token_bytes_of(tokenizer: Any, token_id: int) -> bytes:
+    """The text of a token by itself, in UTF-8; empty without a tokenizer."""
+    from ..engine.text.detokenizer import token_bytes
 
-    return "" if tokenizer is None else token_text(tokenizer, token_id)
+    return b"" if tokenizer is None else token_bytes(tokenizer, token_id)
+
+
+def detokenized(tokenizer: Any, tokens: Sequence[int], vocab_size: int, max_model_len: int) -> str:
+    """The text of token ids. Raises RequestRejected."""
+    if tokenizer is None:
+        raise RequestRejected("the model has no tokenizer: it serves token ids only")
+    if len(tokens) > (most := max(MOST_DETOKENIZED, max_model_len)):
+        raise RequestRejected(f"at most {most:,} tokens are detokenized at a time, got {len(tokens):,}")
+    if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        raise RequestRejected(f"token ids must be from 0 to {vocab_size - 1:,}")
+    if len(tokens) <= MOST_DETOKENIZED:
+        return str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+    # One call would hold the GIL for longer than streams may wait.
+    from ..engine.text.detokenizer import Detokenizer
+
+    text = Detokenizer(tokenizer, (), skip_special_tokens=False)
+    return text.push(tokens) + text.finish()
+
+
+def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
+    """The text of each token by itself."""
+    return [token_text(token_bytes_of(tokenizer, token_id)) for token_id in tokens]
 
 
 def scores(tokenizer: Any, logprobs: Sequence[TokenLogprobs | None] | None, ids: Sequence[int]) -> list[Score] | None:
@@ -43,12 +70,24 @@ def scores(tokenizer: Any, logprobs: Sequence[TokenLogprobs | None] | None, ids:
     if logprobs is None:
         return None
     return [
-        Score(
-            token_id, token_text_of(tokenizer, token_id), None if one is None else one.logprob, 0 if one is None else one.rank,
-            [] if one is None else [(i, token_text_of(tokenizer, i), logprob) for i, logprob in one.top],
+        Score.of(
+            token_id, token_bytes_of(tokenizer, token_id), None if one is None else one.logprob, 0 if one is None else one.rank,
+            [] if one is None else [(i, token_bytes_of(tokenizer, i), logprob) for i, logprob in one.top],
         )
         for token_id, one in zip(ids, logprobs, strict=False)  # a request that ended early scored a part of its prompt
     ]  # fmt: skip
+
+
+async def scores_in_parts(
+    make: MakeScores, logprobs: Sequence[TokenLogprobs | None], ids: Sequence[int]
+) -> AsyncIterator[list[Score]]:
+    """As `make`, in parts between which the event loop turns; at least one."""
+    last = logprobs[-1] if logprobs else None
+    step = max(1, AT_ONCE // (1 + (0 if last is None else len(last.top))))
+    for begin in range(0, max(len(logprobs), 1), step):
+        if begin:
+            await asyncio.sleep(0)
+        yield make(logprobs[begin : begin + step], ids[begin : begin + step]) or []
 
 
 def piece_of(number: int, chunk: StreamChunk, make: MakeScores) -> Piece:
@@ -65,19 +104,26 @@ def piece_of(number: int, chunk: StreamChunk, make: MakeScores) -> Piece:
     )
 
 
-def whole_piece(number: int, index: int, completion: Completion, make: MakeScores) -> Piece:
-    """All output of a continuation."""
-    return Piece(
-        number, index, completion.text or "", completion.token_ids, make(completion.logprobs, completion.token_ids),
-        completion.finish_reason, completion.error,
-    )  # fmt: skip
+def whole_piece(number: int, index: int, completion: Completion) -> Piece:
+    """All output of a continuation but its scores."""
+    reason, error = completion.finish_reason, completion.error
+    return Piece(number, index, completion.text or "", completion.token_ids, None, reason, error)
+
+
+async def whole_scores(number: int, output: RequestOutput, make: MakeScores) -> AsyncIterator[WholeScores]:
+    """The scores of a request's prompt and continuations."""
+    found: list[tuple[int | None, Any, list[int]]] = [(None, output.prompt_logprobs, output.prompt_token_ids)]
+    found += [(index, one.logprobs, one.token_ids) for index, one in enumerate(output.completions)]
+    for index, logprobs, ids in found:
+        if logprobs is not None:
+            async for scores in scores_in_parts(make, logprobs, ids):
+                yield WholeScores(number, index, scores)
 
 
 def request_end(
-    number: int, output: RequestOutput, pieces: list[Piece], make: MakeScores, num_generated: int
+    number: int, output: RequestOutput, pieces: list[Piece], scores: list[Score] | None, num_generated: int
 ) -> RequestEnd:
-    """The end of a request, once all its continuations have ended."""
-    scores = make(output.prompt_logprobs, output.prompt_token_ids)
+    """The end of a request, once all its continuations have ended. `scores` are the prompt's."""
     each = [completion.timings for completion in output.completions]
     first_token_s = min((one.first_token_s for one in each if one.first_token_s is not None), default=None)
     total_s = max(one.total_s for one in each)

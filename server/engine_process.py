@@ -8,24 +8,40 @@ FD is the inherited end of a socket pair; the other end is the server's (`engine
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import gc
 import logging
 import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing, closing, suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..scheduler.errors import RequestRejected
+from ..engine.errors import EngineClosed
+from ..scheduler.heartbeat import LOADING_S
 from ..scheduler.request import SamplingParams
 from ..version import __version__
-from .connection import MessageConnection
+from .connection import SWITCH_S, MessageConnection
 from .defaults import completed, template_options
-from .engine_outputs import Asleep, error_kind, piece_of, request_end, scores, token_text_of, whole_piece
+from .engine_outputs import (
+    Asleep,
+    detokenized,
+    error_kind,
+    piece_of,
+    request_end,
+    scores,
+    token_texts,
+    whole_piece,
+    whole_scores,
+)
 from .messages import (
+    BEAT_S,
     Aborted,
     Accepted,
+    Alive,
     Call,
     CallResult,
     Cancel,
@@ -47,7 +63,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 UNLIMITED_WAITING = 1 << 30  # the server bounds its queue
-MOST_DETOKENIZED = 65_536  # tokens of a call, or the model's context
 
 
 class EngineServer:
@@ -57,12 +72,14 @@ class EngineServer:
         load: Makes the engine from a model and its options; blocks meanwhile.
     """
 
-    def __init__(self, load: Callable[[str, Mapping[str, Any]], AsyncLLM]) -> None:
+    def __init__(self, load: Callable[[Start], AsyncLLM]) -> None:
         self._load = load
         self._start: asyncio.Future[Start] = asyncio.get_running_loop().create_future()
         self._stop: asyncio.Future[Stop] = asyncio.get_running_loop().create_future()
         self._connection: MessageConnection[ToEngine]
         self._llm: AsyncLLM | None = None
+        self._watched: AsyncLLM | None = None  # `_llm`, until that has ended
+        self._num_beats = 0  # of this process
         self._changing = asyncio.Lock()  # sleeping, waking up
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by the number of the request or call
         self._outputs: dict[int, AsyncOutputs | AsyncStream] = {}  # of running requests, by number
@@ -84,33 +101,57 @@ class EngineServer:
         self._connection = await MessageConnection.open(end, ToEngine, self._receive, self._lost)
         start = await self._start
         try:
-            self._llm = await asyncio.to_thread(self._load, start.model, start.options)
+            self._llm = await asyncio.to_thread(self._load, start)
         except Exception as error:
             log.debug("the model cannot be loaded", exc_info=True)
             self._send(StartFailed(str(error), type(error).__name__))
             self._connection.close()
             return
+        self._watched = self._llm
         self._send(ModelReady(_info(self._llm)))
+        beating = asyncio.create_task(self._beat())
         stop = await self._stop
         if self._llm is not None:
             await self._llm.stop(stop.drain_s)
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)  # their last messages
+        beating.cancel()
         self._flush()
         self._connection.close()
+
+    async def _beat(self) -> None:
+        """Say that the engine is alive, for as long as it is. One that ends by itself ends this process."""
+        while not self._stop.done():
+            self._num_beats += 1
+            try:
+                self._send(self._alive())
+            except EngineClosed as error:
+                log.error("the engine has ended: %s", error.__cause__ or error)
+                self._stop.set_result(Stop())
+            await asyncio.sleep(BEAT_S)
+
+    def _alive(self) -> Alive:
+        """What `Alive` says now. Raises EngineClosed if the engine has ended and was not asked to."""
+        if self._watched is not None:
+            try:
+                return Alive(*self._watched.heartbeat)
+            except EngineClosed:
+                if self._watched is self._llm:
+                    raise
+        return Alive(self._num_beats, LOADING_S if self._changing.locked() else 0.0)
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
     def _receive(self, message: ToEngine) -> None:
         match message:
             case Submit():
-                self._begin(message.number, self._generate(message))
+                self._begin(message, self._generate(message))
             case Cancel():
                 if (task := self._tasks.get(message.number)) is not None:
                     outputs = self._outputs.get(message.number)
                     self._send(Aborted(message.number, 0 if outputs is None else outputs.num_generated))
                     task.cancel()
             case Call():
-                self._begin(message.number, self._call(message))
+                self._begin(message, self._call(message))
             case Start():
                 self._start.set_result(message)
             case Stop():
@@ -124,8 +165,12 @@ class EngineServer:
         if not self._stop.done():
             self._stop.set_result(Stop())
 
-    def _begin(self, number: int, work: Any) -> None:
-        task = asyncio.ensure_future(self._reported(number, work))
+    def _begin(self, message: Submit | Call, work: Any) -> None:
+        from ..engine.process.fair_threads import OWNER
+
+        number, context = message.number, contextvars.copy_context()
+        context.run(OWNER.set, message.tenant)  # tokenizes in turns with other keys
+        task = asyncio.get_running_loop().create_task(self._reported(number, work), context=context)
         self._tasks[number] = task
         task.add_done_callback(lambda _: (self._tasks.pop(number, None), self._outputs.pop(number, None)))
 
@@ -176,16 +221,22 @@ class EngineServer:
             self._outputs[submit.number] = call
             with closing(call):
                 (output,) = await call.outputs()
-            pieces = [whole_piece(submit.number, i, one, make) for i, one in enumerate(output.completions)]
-            self._send(request_end(submit.number, output, pieces, make, call.num_generated))
+            async for part in whole_scores(submit.number, output, make):
+                self._send(part)
+            pieces = [whole_piece(submit.number, i, one) for i, one in enumerate(output.completions)]
+            self._send(request_end(submit.number, output, pieces, None, call.num_generated))
             return
-        stream = llm.stream(prompts, params, priority=submit.priority, cache_salt=submit.cache_salt)
+        stream = llm.stream(
+            prompts, params, priority=submit.priority, cache_salt=submit.cache_salt, keep_logprobs=False
+        )
         self._outputs[submit.number] = stream
         async with aclosing(stream):
             async for chunk in stream:
                 self._give(piece_of(submit.number, chunk, make))
                 if chunk.output is not None:
-                    self._send(request_end(submit.number, chunk.output, [], make, stream.num_generated))
+                    async for part in whole_scores(submit.number, chunk.output, make):  # the prompt's
+                        self._send(part)
+                    self._send(request_end(submit.number, chunk.output, [], None, stream.num_generated))
 
     async def _render(self, messages: list[dict[str, Any]], template: Mapping[str, Any]) -> list[int]:
         llm = self._awake()
@@ -202,23 +253,22 @@ class EngineServer:
         messages: list[dict[str, Any]] | None = None,
         template: Mapping[str, Any] | None = None,
         add_special_tokens: bool = True,
+        texts: bool = False,
     ) -> dict[str, Any]:
         llm = self._awake()
         if messages is not None:
             ids = await self._render(messages, template or {})
         else:
             ids = await llm.tokenize(prompt or "", SamplingParams(add_special_tokens=add_special_tokens))
-        return {"tokens": ids, "texts": [token_text_of(llm.tokenizer, i) for i in ids]}
+        return {
+            "tokens": ids,
+            "texts": await llm.run_with_tokenizer(partial(token_texts, tokens=ids)) if texts else None,
+        }
 
     async def _detokenize(self, tokens: list[int]) -> str:
         llm = self._awake()
-        if llm.tokenizer is None:
-            raise RequestRejected("the model has no tokenizer: it serves token ids only")
-        if len(tokens) > (most := max(MOST_DETOKENIZED, _info(llm).max_model_len)):
-            raise RequestRejected(f"at most {most:,} tokens are detokenized at a time, got {len(tokens):,}")
-        if any(not 0 <= i < _info(llm).vocab_size for i in tokens):
-            raise RequestRejected(f"token ids must be from 0 to {_info(llm).vocab_size - 1:,}")
-        return str(await asyncio.to_thread(llm.tokenizer.decode, tokens, clean_up_tokenization_spaces=False))
+        sizes = llm.facts.vocab_size, llm.facts.max_model_len
+        return await llm.run_with_tokenizer(lambda tokenizer: detokenized(tokenizer, tokens, *sizes))
 
     async def _frame(self, full: bool = False) -> tuple[bytes, float]:
         """A frame for the page, and the CPU seconds that it took of the engine's thread."""
@@ -232,16 +282,20 @@ class EngineServer:
             if (llm := self._llm) is None:
                 return
             self._llm = None  # refuses new requests meanwhile
+            gc.unfreeze()  # for the model's memory in cycles
             await llm.stop(drain_s)
+            self._watched = None
 
     async def _wake_up(self) -> None:
         async with self._changing:
             if self._llm is None:
                 start = self._start.result()
-                self._llm = await asyncio.to_thread(self._load, start.model, start.options)
+                self._llm = self._watched = await asyncio.to_thread(self._load, start)
 
 
 def _info(llm: AsyncLLM) -> ModelInfo:
+    from ..engine.text.chat_template import tool_template
+
     tokenizer = llm.tokenizer
     facts = llm.facts
     return ModelInfo(
@@ -251,21 +305,27 @@ def _info(llm: AsyncLLM) -> ModelInfo:
         block_size=facts.block_size,
         vocab_size=facts.vocab_size,
         has_tokenizer=tokenizer is not None,
-        chat_template=getattr(tokenizer, "chat_template", None),
+        chat_template=tool_template(tokenizer),
         device=facts.device,
         dtype=facts.dtype,
         version=__version__,
+        answers_bytes=facts.answers_bytes,
     )
 
 
-def load(model: str, options: Mapping[str, Any]) -> AsyncLLM:
-    """Make the engine. Raises what `AsyncLLM` raises."""
+def load(start: Start) -> AsyncLLM:
+    """Make the engine, which has the served name in messages and in `vram-monitor`. Raises what `AsyncLLM` raises."""
     from ..engine.async_llm import AsyncLLM
+    from ..engine.config import resolve_model
 
-    return AsyncLLM(model, max_waiting=UNLIMITED_WAITING, **options)
+    spec = resolve_model(start.model)
+    llm = AsyncLLM(replace(spec, name=start.name or spec.name), max_waiting=UNLIMITED_WAITING, **start.options)
+    gc.collect()
+    gc.freeze()  # collections would look at all objects of the libraries, and hold up all streams meanwhile
+    return llm
 
 
-async def serve(end: socket.socket, load: Callable[[str, Mapping[str, Any]], AsyncLLM] = load) -> None:
+async def serve(end: socket.socket, load: Callable[[Start], AsyncLLM] = load) -> None:
     """Serve one connection to its end."""
     with suppress(asyncio.CancelledError):  # the server left before it named a model
         await EngineServer(load).run(end)
@@ -274,11 +334,25 @@ async def serve(end: socket.socket, load: Callable[[str, Mapping[str, Any]], Asy
 def main(argv: list[str] | None = None) -> int:
     """Serve the inherited socket whose descriptor is the only argument."""
     (descriptor,) = sys.argv[1:] if argv is None else argv
+    sys.setswitchinterval(SWITCH_S)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the server ends its engines
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s: %(message)s")
+    on_terminal = sys.stderr.isatty()
+    line = (
+        ("%(asctime)s %(message)s", "%H:%M:%S")
+        if on_terminal
+        else ("%(asctime)s %(name)s %(levelname)s: %(message)s", None)
+    )
+    logging.basicConfig(level=logging.INFO, format=line[0], datefmt=line[1])
     logging.getLogger("pagetide").setLevel(logging.INFO)
-    asyncio.run(serve(socket.socket(fileno=int(descriptor))))
+    asyncio.run(serve(socket.socket(fileno=int(descriptor)), _load_on_terminal if on_terminal else load))
     return 0
+
+
+def _load_on_terminal(start: Start) -> AsyncLLM:
+    """As `load`. What the pool does later is not logged: the terminal shows the server's requests then."""
+    llm = load(start)
+    logging.getLogger("pagetide").setLevel(logging.WARNING)
+    return llm
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def _like_vllm(stats: Mapping[str, Any]) -> Iterator[Sample]:
     yield Sample("gauge", "vllm:num_requests_waiting", "Requests that wait", waiting)
     name, text = (
         "vllm:num_requests_waiting_by_reason",
-        "Requests that wait for blocks or a place, or for another one's prompt",
+        "Requests that wait for blocks, a place, or another request's prompt",
     )
     yield Sample("gauge", name, text, waiting - others, {"reason": "capacity"})
     yield Sample("gauge", name, text, others, {"reason": "deferred"})
@@ -59,7 +59,7 @@ def _like_vllm(stats: Mapping[str, Any]) -> Iterator[Sample]:
 def _prefixes(stats: Mapping[str, Any]) -> Iterator[Sample]:
     prompt, cached = stats["prompt_tokens"], stats["cached_prompt_tokens"]
     yield Sample("counter", "vllm:prompt_tokens", "Tokens of admitted prompts", prompt)
-    yield Sample("counter", "vllm:prompt_tokens_cached", "Those that were found in the prefix cache", cached)
+    yield Sample("counter", "vllm:prompt_tokens_cached", "Prompt tokens found in the prefix cache", cached)
     sources = {"local_compute": prompt - cached, "local_cache_hit": cached, "external_kv_transfer": 0}
     for source, count in sources.items():
         name, text = "vllm:prompt_tokens_by_source", "Tokens of admitted prompts by where they came from"
@@ -100,7 +100,7 @@ def _work(stats: Mapping[str, Any]) -> Iterator[Sample]:
     )
     text = "Tokens that were computed again after a preemption"
     yield Sample("counter", "pagetide_recomputed_tokens", text, stats["recomputed_tokens"])
-    yield Sample("counter", "pagetide_forks", "Continuations that began with another one's blocks", stats["forks"])
+    yield Sample("counter", "pagetide_forks", "Continuations that started from another one's blocks", stats["forks"])
 
 
 def _memory(stats: Mapping[str, Any]) -> Iterator[Sample]:

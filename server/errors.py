@@ -66,6 +66,8 @@ def from_engine(error: Exception) -> ApiError:
             return ApiError(422, str(error), code="idempotency_conflict")
         if error.kind == "not_found":
             return ApiError(404, str(error), code="request_not_found")
+        if error.kind == "cancelled":
+            return ApiError(410, str(error), code="request_cancelled")
         if error.kind == "limited":
             headers = {"retry-after": str(RETRY_UNAVAILABLE_S)}
             return ApiError(429, str(error), code="rate_limit_exceeded", headers=headers)

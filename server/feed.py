@@ -172,7 +172,7 @@ class PageFeed:
         if self._is_stopped:
             raise unavailable("the server is shutting down")
         if len(self._viewers) >= MOST_VIEWERS:
-            raise unavailable(f"{MOST_VIEWERS} viewers look already, as many as the server takes")
+            raise unavailable(f"{MOST_VIEWERS} viewers are connected, which is the server's limit")
         if key is not None and Counter(self._viewers.values())[key] >= MOST_VIEWERS_OF_A_KEY:
             headers = {"retry-after": f"{BEHIND_S:g}"}
             raise ApiError(
@@ -350,7 +350,6 @@ def fleet_picture(status: Mapping[str, Any], now: float) -> dict[str, Any]:
     registered = [_worker_picture(worker) for worker in status["workers"]]
     known = {worker["name"] for worker in registered}
     queue = {name: status["queue"][name] for name in _OF_QUEUE}
-    queue["failed"] = max(queue["failed"] - queue["cancelled"], 0)  # a cancelled request ends with an error too
     starting = [{"name": name, "state": "starting"} for name in status.get("kept", ()) if name not in known]
     return {
         "time": round(now, 3),

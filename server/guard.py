@@ -9,29 +9,31 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .admission import RequestAdmission
+from .admission import MOST_BODY_BYTES, RequestAdmission
 from .choices import json_encode
 from .errors import ApiError
 from .keys import ApiKey, ApiKeys
 from .page_sessions import PageSession, PageSessions
-from .streams import has_arrived, has_left, header_value
+from .streams import TURN, has_arrived, has_left, header_value
 
 log = logging.getLogger(__name__)
 access_log = logging.getLogger("pagetide.access")
 
-MOST_BODY_BYTES = 8 << 20  # the longest contexts: a million tokens, as ids of up to 6 digits or as text
 _DIGITS = 20  # of a body's length: `int` takes some thousands only
 BODY_S = 30.0  # a body that takes longer is refused
 OPEN_PATHS = ("/health", "/ready")
 ADMIN_PATHS = ("/admin/", "/sleep", "/wake_up")
 COOKIE_PATHS = ("/page/", "/v1/")  # where the page's cookie counts as its key
 KEYLESS_PATHS = ("/page/info", "/page/session")  # a key is looked for, and not needed
+HEAD_PATHS = ("/health", "/ready", "/version", "/metrics", "/load", "/page/info", "/v1/models")  # that answer HEAD
 GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions")
+CONVERTING_PATHS = ("/tokenize", "/detokenize")  # take no place, and count for their key
 LEFT = 499  # the status of a request whose client left before there was one, as nginx has it
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 # Of the page and all that it asks for. It runs its own scripts alone, and is shown in no other page.
@@ -58,6 +60,13 @@ class RequestContext:
     session: PageSession | None = None  # that the key came from
     status: int = 0
     facts: dict[str, Any] = field(default_factory=dict)  # for the access log
+    tokens: tuple[int, int] | None = None  # of the prompts and of the outputs, for the access log on a terminal
+    is_refused: bool = False  # for what it says; 429 says when to send the same again
+
+    @property
+    def tenant(self) -> str:
+        """The name of the key; "" without one."""
+        return "" if self.key is None else self.key.name
 
     @classmethod
     def of(cls, scope: Scope) -> RequestContext:
@@ -65,6 +74,17 @@ class RequestContext:
         context = scope[_SCOPE_KEY]
         assert isinstance(context, cls)
         return context
+
+
+@dataclass(frozen=True, slots=True)
+class AccessEntry:
+    """A request in the access log. Its text is JSON."""
+
+    fields: dict[str, Any]
+    tokens: tuple[int, int] | None  # of the prompts and of the outputs
+
+    def __str__(self) -> str:
+        return json.dumps(self.fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +142,7 @@ class Guard:
         async def send_marked(message: Message) -> None:
             if message["type"] == "http.response.start":
                 context.status = message["status"]
+                context.is_refused = 400 <= context.status < 500 and context.status not in (429, LEFT)
                 headers = [*message.get("headers", ()), (b"x-request-id", context.request_id.encode())]
                 given = {name for name, _ in headers}
                 if not has_arrived(scope):  # the rest of the body is not read: the connection ends with the response
@@ -157,12 +178,19 @@ class Guard:
             await self._app(scope, receive, send)
             return
         context.key = self._check_key(path, scope, context)
-        limited = _LimitedBody(scope, receive, self._rules.most_body_bytes)
-        if method == "POST" and path in GENERATING_PATHS:
-            with self._admission.request(context.key):
-                await self._app(scope, limited, send)
-        else:
+        if method == "HEAD" and (path in HEAD_PATHS or path.startswith("/v1/models/")):
+            scope = {**scope, "method": "GET"}  # the protocol leaves the body out
+        with ExitStack() as stack:
+            scope[TURN] = self._admission.turn(context.key)
+            hold = stack.enter_context(self._admission.body(context.key))
+            limited = _LimitedBody(scope, receive, self._rules.most_body_bytes, hold)
+            if method == "POST" and path in GENERATING_PATHS:
+                stack.enter_context(self._admission.request(context.key))
+            elif method == "POST" and path in CONVERTING_PATHS:
+                stack.enter_context(self._admission.call(context.key))
             await self._app(scope, limited, send)
+            if context.is_refused:
+                self._admission.charge_refused(context.key, limited.num_bytes)
 
     def _check_host(self, scope: Scope) -> None:
         """Refuse names that a web page could have bound to this address (DNS rebinding), and foreign pages."""
@@ -171,12 +199,17 @@ class Guard:
             raise ApiError(400, "the request has several Host headers")
         host = given[0].decode("latin-1") if given else ""
         hosts = self._rules.hosts
-        if hosts and ((found := _HOST.fullmatch(host)) is None or (found[1] or found[2]).lower() not in hosts):
+        nameless = not given and scope["http_version"] == "1.0"  # no browser sends that
+        if (
+            hosts
+            and not nameless
+            and ((found := _HOST.fullmatch(host)) is None or (found[1] or found[2]).lower() not in hosts)
+        ):
             raise ApiError(403, f"this server does not answer as {host!r:.200}: use one of {', '.join(hosts)}")
         origin = header_value(scope["headers"], b"origin")
         foreign = header_value(scope["headers"], b"sec-fetch-site") in ("cross-site", "same-site")
         if origin is None and foreign and scope["method"] not in ("GET", "HEAD"):
-            raise ApiError(403, "a page of another origin sent this request, and did not say which origin")
+            raise ApiError(403, "a page of another origin sent this request, without naming its origin")
         if origin is None or "*" in self._rules.origins or origin in self._rules.origins:
             return
         if origin.partition("://")[2] != host:
@@ -184,6 +217,8 @@ class Guard:
 
     def _check_key(self, path: str, scope: Scope, context: RequestContext) -> ApiKey | None:
         authorization = header_value(scope["headers"], b"authorization")
+        if authorization is None and (given := header_value(scope["headers"], b"x-api-key")):  # of Anthropic's clients
+            authorization = f"Bearer {given}"
         is_open = path in OPEN_PATHS or path in self._rules.open_paths
         if is_open or (path == "/metrics" and not self._rules.metrics_need_key):
             return None
@@ -194,12 +229,14 @@ class Guard:
             if not self._keys.has_admin:
                 raise ApiError(403, "there is no admin key: set PAGETIDE_ADMIN_KEY, or `admin: true` in the key file")
             if key is not None and not key.admin:
-                raise ApiError(403, f"the key {key.name} is no admin key")
+                raise ApiError(403, f"the key {key.name} is not an admin key")
         elif not self._keys.has_users:
             return key
         if key is None:
             message = (
-                "the API key is wrong" if authorization else "there is no API key: send `Authorization: Bearer KEY`"
+                "the API key is wrong"
+                if authorization
+                else "there is no API key: send `Authorization: Bearer KEY`, or `x-api-key: KEY`"
             )
             raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
         return key
@@ -222,7 +259,7 @@ class Guard:
             "seconds": round(seconds, 4), "client": client[0], "request_id": context.request_id,
             "key": None if context.key is None else context.key.name, **context.facts,
         }  # fmt: skip
-        access_log.info("%s", json.dumps(entry))
+        access_log.info("%s", AccessEntry(entry, context.tokens))
 
 
 def is_same_origin(scope: Scope) -> bool:
@@ -240,15 +277,16 @@ def is_same_origin(scope: Scope) -> bool:
 
 
 class _LimitedBody:
-    """The `receive` of a request whose body may not be too long, nor come too slowly."""
+    """The `receive` of a request whose body may not be too long, nor come too slowly. `hold` counts what arrives."""
 
-    def __init__(self, scope: Scope, receive: Receive, most_bytes: int) -> None:
+    def __init__(self, scope: Scope, receive: Receive, most_bytes: int, hold: Callable[[int], None]) -> None:
         length = (header_value(scope["headers"], b"content-length") or "0").lstrip("0") or "0"
         if not length.isascii() or not length.isdigit() or len(length) > _DIGITS or int(length) > most_bytes:
             raise _too_large(most_bytes)
         self._receive = receive
+        self._hold = hold
         self._most_bytes = most_bytes
-        self._num_bytes = 0
+        self.num_bytes = 0
         self._complete = False
         self._until = time.monotonic() + BODY_S
 
@@ -261,10 +299,11 @@ class _LimitedBody:
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {BODY_S:g} s") from None
         if message["type"] == "http.request":
-            self._num_bytes += len(message.get("body", b""))
+            self.num_bytes += (count := len(message.get("body", b"")))
             self._complete = not message.get("more_body", False)
-            if self._num_bytes > self._most_bytes:
+            if self.num_bytes > self._most_bytes:
                 raise _too_large(self._most_bytes)
+            self._hold(count)
         return message
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import time
@@ -65,8 +66,8 @@ class ApiKeys:
     def __init__(self, keys: Iterable[ApiKey] = ()) -> None:
         self._keys = tuple(keys)
 
-    def __bool__(self) -> bool:
-        return bool(self._keys)
+    def __len__(self) -> int:
+        return len(self._keys)
 
     @property
     def has_admin(self) -> bool:
@@ -94,7 +95,8 @@ class ApiKeys:
 
 
 def read_keys(file: Path | None, environ: Mapping[str, str]) -> ApiKeys:
-    """The keys of a YAML file, and of PAGETIDE_API_KEY and PAGETIDE_ADMIN_KEY (several are separated by commas).
+    """The keys of a YAML file, and of PAGETIDE_API_KEY and PAGETIDE_ADMIN_KEY (several are separated by commas), without the
+    white space around them.
 
     The file maps names to keys, or to mappings of `key` and the limits of `ApiKey`.
 
@@ -108,22 +110,27 @@ def read_keys(file: Path | None, environ: Mapping[str, str]) -> ApiKeys:
             raise KeysInvalid(f"the key file {file} cannot be read: {error}") from error
         if not isinstance(data, Mapping) or not data:
             raise KeysInvalid(f"the key file {file} must map names to keys, as in `alice: sk-...`")
-        found += [_key(str(name), value, f"{file}: {name}") for name, value in data.items()]
+        found += [_key(str(name).strip(), value, f"{file}: {name}") for name, value in data.items()]
     for variable, admin in (("PAGETIDE_API_KEY", False), ("PAGETIDE_ADMIN_KEY", True)):
-        given = [key for key in environ.get(variable, "").split(",") if key]
+        given = [key.strip() for key in environ.get(variable, "").removeprefix("\ufeff").split(",") if key.strip()]
         for number, key in enumerate(given, 1):
             name = f"{variable.lower()}-{number}"
             found.append(_key(name, {"key": key, "admin": admin}, variable))
     if len({key.digest for key in found}) < len(found):
         raise KeysInvalid("two names have the same key")
+    names = [key.name for key in found]
+    if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
+        raise KeysInvalid(f"two keys are named {twice!r}: they would share limits, cached prefixes and output")
     return ApiKeys(found)
 
 
 def _key(name: str, value: Any, where: str) -> ApiKey:
+    if not name or not name.isprintable():  # requests without a key have no name
+        raise KeysInvalid(f"{where!r:.200}: a key's name must be printable characters, and not empty: give it another")
     options = dict(value) if isinstance(value, Mapping) else {"key": value}
     key = options.pop("key", None)
-    if not isinstance(key, str) or len(key) < LEAST_KEY_CHARACTERS:
-        raise KeysInvalid(f"{where}: a key is a text of at least {LEAST_KEY_CHARACTERS} characters")
+    if not isinstance(key, str) or len(key := key.strip()) < LEAST_KEY_CHARACTERS:
+        raise KeysInvalid(f"{where}: a key needs at least {LEAST_KEY_CHARACTERS} characters")
     known = {one.name for one in fields(ApiKey)} - {"name", "digest"}
     for option, limit in options.items():
         if option not in known:
@@ -143,6 +150,7 @@ class KeyUse:
         self.num_requests = 0
         self.num_sequences = 0
         self.num_blocks = 0
+        self.turn = asyncio.Lock()
         self._key = key
         self._clock = clock
         self._tokens_left = float(key.tokens_per_minute or 0)

@@ -7,37 +7,68 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeAlias
 
-from msgspec import Struct
+from msgspec import Struct, msgpack
 
+from ..scheduler.answer_memory import SCORED_BYTES, TOKEN_BYTES
 from ..scheduler.sequence import FinishReason
 
-ErrorKind: TypeAlias = Literal["invalid", "too_long", "unavailable", "internal", "conflict", "not_found", "limited"]
+BEAT_S = 1.0  # interval of `Alive`
+
+ErrorKind: TypeAlias = Literal[
+    "invalid", "too_long", "unavailable", "internal", "conflict", "not_found", "limited", "cancelled"
+]
+
+
+LikelyTokens: TypeAlias = list[tuple[int, bytes, float]]
+_pack = msgpack.Encoder().encode
+_unpack = msgpack.Decoder(LikelyTokens).decode
 
 
 class Score(Struct, array_like=True, frozen=True):
     """The log-probability of a token, and the most likely tokens in its place.
 
     Attributes:
-        token: The text of the token by itself; bytes that are no whole character are replaced by U+FFFD.
+        token: The text of the token by itself in UTF-8, perhaps only a part of a character: see `token_text`.
         logprob: None for the first token of a prompt.
-        top: Token ids, their texts and log-probabilities, best first.
+        packed_top: `top` as msgpack, a tenth of its objects; empty if there are none.
     """
 
     token_id: int
-    token: str
+    token: bytes
     logprob: float | None
     rank: int
-    top: list[tuple[int, str, float]] = []
+    packed_top: bytes = b""
+
+    @classmethod
+    def of(cls, token_id: int, token: bytes, logprob: float | None, rank: int, top: LikelyTokens) -> Score:
+        """The score with these likely tokens."""
+        return cls(token_id, token, logprob, rank, _pack(top) if top else b"")
+
+    @property
+    def top(self) -> LikelyTokens:
+        """Token ids, their texts and log-probabilities, best first."""
+        return _unpack(self.packed_top) if self.packed_top else []
+
+    @property
+    def text(self) -> str:
+        """The token's text."""
+        return token_text(self.token)
+
+
+def token_text(token: bytes) -> str:
+    """The text of a token; bytes that are no whole character are replaced by U+FFFD."""
+    return token.decode("utf-8", "replace")
 
 
 # ---- server to engine ---------------------------------------------------------------------------------------------
 
 
 class Start(Struct, tag=True, frozen=True):
-    """Load `model`, with these arguments of `AsyncLLM`. The first message of a connection."""
+    """Load `model`, with these arguments of `AsyncLLM`, to be served under a name. The first message of a connection."""
 
     model: str
     options: dict[str, Any] = {}
+    name: str = ""  # "": that of the model
 
 
 class Submit(Struct, tag=True, frozen=True):
@@ -53,8 +84,9 @@ class Submit(Struct, tag=True, frozen=True):
         strict_length: Reject the request if prompt and `max_new_tokens` exceed the model's context.
         request_id: The id of the HTTP request, as the request's label.
         durable_id: Names the request for good. A durable engine client attaches to the request of this id, or begins it if
-            there is none. An engine process ignores this field and those below.
-        tenant: The name of the API key. A request of another tenant is not found.
+            there is none. An engine process ignores this field and those below but `tenant`.
+        tenant: The name of the API key, whose work is done in turns with that of others. A durable request of another tenant is
+            not found.
         fingerprint: A digest of the HTTP request's body; the request of the same id with another one is a conflict.
         attach: Fail with "not_found" instead of beginning the request.
         most_requests, most_sequences: That the tenant may have unfinished, over all servers; None is no limit.
@@ -86,11 +118,12 @@ class Cancel(Struct, tag=True, frozen=True):
 
 
 class Call(Struct, tag=True, frozen=True):
-    """Call a method of the engine process: see `EngineServer.calls`."""
+    """Call a method of the engine process for a tenant: see `EngineServer.calls`."""
 
     number: int
     method: str
     arguments: dict[str, Any] = {}
+    tenant: str = ""
 
 
 class Stop(Struct, tag=True, frozen=True):
@@ -103,7 +136,7 @@ class Stop(Struct, tag=True, frozen=True):
 
 
 class ModelInfo(Struct, frozen=True):
-    """What the server needs to know of a loaded model."""
+    """What the server needs to know of a loaded model. `chat_template` is the one for conversations with tools."""
 
     path: str
     max_model_len: int
@@ -115,6 +148,7 @@ class ModelInfo(Struct, frozen=True):
     device: str
     dtype: str
     version: str
+    answers_bytes: int = 1 << 62  # that undelivered answers may take; default: any
 
 
 class ModelReady(Struct, tag=True, frozen=True):
@@ -153,6 +187,14 @@ class Piece(Struct, array_like=True, frozen=True):
     finish_reason: FinishReason | None = None
     error: str | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        """About the memory that it takes."""
+        if not self.scores:
+            return len(self.token_ids) * TOKEN_BYTES
+        likely = sum(len(score.packed_top) for score in self.scores)
+        return len(self.token_ids) * (TOKEN_BYTES + SCORED_BYTES) + likely
+
 
 class OutputPieces(Struct, tag=True, frozen=True):
     """New output of several requests, of a step or a few."""
@@ -160,11 +202,22 @@ class OutputPieces(Struct, tag=True, frozen=True):
     pieces: list[Piece]
 
 
+class WholeScores(Struct, tag=True, frozen=True):
+    """Log-probabilities of a request that is not streamed, sent in parts before its end: of continuation `index`, or of the
+    prompt if that is None.
+    """
+
+    number: int
+    index: int | None
+    scores: list[Score]
+
+
 class RequestEnd(Struct, tag=True, frozen=True):
     """All continuations have ended.
 
     Attributes:
-        pieces: The whole continuations, best first, unless they were streamed.
+        pieces: The whole continuations, best first, unless they were streamed. Their scores may come before, and the prompt's:
+            see `WholeScores`.
         queued_s, first_token_s, total_s: Seconds in the engine, from the tokenized prompt to the first admission, the first
             token and the end. None if it never came so far.
         num_generated: Tokens of all continuations, with those that `best_of` leaves out.
@@ -187,6 +240,13 @@ class Aborted(Struct, tag=True, frozen=True):
     num_generated: int
 
 
+class Alive(Struct, tag=True, frozen=True):
+    """Sent every BEAT_S while a model is loaded or sleeps: see `AsyncLLM.heartbeat`."""
+
+    beats: int
+    allowed_s: float
+
+
 class Failed(Struct, tag=True, frozen=True):
     """The request was rejected or could not be served, or a call raised."""
 
@@ -203,4 +263,15 @@ class CallResult(Struct, tag=True, frozen=True):
 
 
 ToEngine: TypeAlias = Start | Submit | Cancel | Call | Stop
-ToServer: TypeAlias = ModelReady | StartFailed | Accepted | OutputPieces | RequestEnd | Aborted | Failed | CallResult
+ToServer: TypeAlias = (
+    ModelReady
+    | StartFailed
+    | Alive
+    | Accepted
+    | OutputPieces
+    | WholeScores
+    | RequestEnd
+    | Aborted
+    | Failed
+    | CallResult
+)

@@ -192,7 +192,7 @@ class Metrics:
         families.add("gauge", "pagetide_build_info", "The version", {"version": __version__}, 1.0)
         limit = "Sequences that may run or wait; more get 429"
         families.add("gauge", "pagetide_requests", "Generating requests in the server", {}, admission.num_requests)
-        families.add("gauge", "pagetide_places", "Sequences of these, each in a place", {}, admission.num_places)
+        families.add("gauge", "pagetide_places", "Sequences of the generating requests", {}, admission.num_places)
         families.add("gauge", "pagetide_requests_limit", limit, {}, admission.limit)
         self._add_http(families)
         return generate_latest(_Prepared([*families, *self._process.collect()]))
@@ -201,7 +201,9 @@ class Metrics:
         name = {"model_name": model.name}
         labels = name | {"engine": ENGINE}
         families.add("gauge", "pagetide_model_ready", "1 if it serves requests", name, float(model.state == "ready"))
-        families.add("counter", "pagetide_engine_restarts", "Starts after an engine ended", name, model.num_restarts)
+        families.add(
+            "counter", "pagetide_engine_restarts", "Restarts after an unexpected end", name, model.num_restarts
+        )
         if model.state in ("ready", "asleep"):
             states = {
                 "awake": model.state == "ready",
@@ -209,7 +211,7 @@ class Metrics:
                 "discard_all": model.state == "asleep",
             }
             for state, is_on in states.items():
-                text = "1 for the state it is in; asleep it holds no memory"
+                text = "1 for the present state; a sleeping model holds no memory"
                 families.add("gauge", "vllm:engine_sleep_state", text, labels | {"sleep_state": state}, float(is_on))
         if model.state == "ready" and model.process is not None and model.process.is_alive:
             self.of(model)

@@ -40,7 +40,7 @@ class ModelOptions:
 
 
 class ServedModel:
-    """One model, its engine process and its state. Make it with `ModelRegistry.load`."""
+    """One model, its engine process and its state. Make it with `ModelRegistry.add`."""
 
     def __init__(self, options: ModelOptions) -> None:
         self.options = options
@@ -62,13 +62,14 @@ class ServedModel:
         if self.state == "asleep":
             raise unavailable(f"the model {self.name} is asleep: wake it up with POST /wake_up")
         if self.process is None or not self.process.is_alive or self.state != "ready":
-            raise unavailable(f"the model {self.name} is {self.state}" + (f": {self.error}" if self.error else ""))
+            state = "not reachable now" if self.state == "ready" else self.state
+            raise unavailable(f"the model {self.name} is {state}" + (f": {self.error}" if self.error else ""))
         return self.process
 
     @property
     def has_engine(self) -> bool:
         """Whether an engine can take requests; a fleet may have no worker now."""
-        return self.process is None or not self.process.is_alive or self.process.info.max_seqs > 0
+        return self.process is not None and self.process.is_alive and self.process.info.max_seqs > 0
 
     @property
     def tool_parser(self) -> ToolParser:
@@ -90,6 +91,7 @@ class ModelRegistry:
         self._start = start
         self._models: dict[str, ServedModel] = {}
         self._watchers: dict[str, asyncio.Task[None]] = {}
+        self._processes: set[EngineClient] = set()  # those that may run, of models that are being removed too
 
     def __iter__(self) -> Any:
         return iter(tuple(self._models.values()))
@@ -146,6 +148,7 @@ class ModelRegistry:
         await asyncio.gather(watcher, return_exceptions=True)
         if model.process is not None:
             await model.process.stop(drain_s)
+            self._processes.discard(model.process)
 
     async def sleep(self, model: ServedModel, drain_s: float | None) -> None:
         """Let the requests of a model end within `drain_s`, and free all its memory. Idempotent."""
@@ -172,6 +175,10 @@ class ModelRegistry:
         """End all engines."""
         await asyncio.gather(*(self.remove(model.name, drain_s) for model in self))
 
+    async def kill(self) -> None:
+        """End all engines at once, those too that `stop` waits for."""
+        await asyncio.gather(*(process.kill() for process in self._processes))
+
     async def _keep(self, model: ServedModel) -> None:
         """Load a model, and start its engine again whenever it ends."""
         wait_s = FIRST_RESTART_S
@@ -188,7 +195,9 @@ class ModelRegistry:
             else:
                 assert model.process is not None
                 await model.process.ended.wait()
-                log.error("the engine of %s has ended by itself; it is started again", model.name)
+                await model.process.kill()  # its connection may have broken alone
+                self._processes.discard(model.process)
+                log.error("the engine of %s ended unexpectedly; restarting it", model.name)
             model.state, model.num_restarts = "loading", model.num_restarts + 1
             wait_s = FIRST_RESTART_S if time.monotonic() - began > GOOD_AFTER_S else min(2 * wait_s, MOST_RESTART_S)
             await asyncio.sleep(wait_s)
@@ -197,6 +206,7 @@ class ModelRegistry:
         options = model.options
         arguments = dict(options.engine)
         model.process = await self._start(options.reference, arguments, name=options.name)
+        self._processes.add(model.process)
         model.state, model.error = "ready", None
 
     def _names(self) -> str:

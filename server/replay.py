@@ -106,7 +106,7 @@ async def _serve(recording: FrameRecording, config: ServeConfig, listening: sock
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
-    print(f"serving {recording.path} at {config.url}", flush=True)
+    print(f"ready: serving {recording.path} at {config.url}", flush=True)
     await http.serve(sockets=[listening])
 
 

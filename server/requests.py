@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from ..scheduler.request import SamplingParams
 from .errors import ApiError, invalid
+from .fields import FieldRefused, ignored_fields
 from .keys import MOST_PRIORITY
 
 MOST_DRAIN_S = 3600
@@ -19,8 +28,26 @@ MOST_PROMPTS = 2048  # prompts of a request
 MOST_SEQUENCES = 2048  # of all prompts of a request together
 LONGEST_ID = 256  # characters of names and salts
 
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
-Texts = Annotated[list[str], Field(fail_fast=True)]
+_Number = TypeAdapter(float)
+
+
+def _up_to_fault(given: Any) -> Any:
+    """Of a mapping to numbers, only the first entry that is wrong, if one is; older versions of pydantic report every one."""
+    if not isinstance(given, dict):
+        return given
+    for name, value in given.items():
+        try:
+            _Number.validate_python(value)
+        except ValidationError:
+            return {name: value}
+    return given
+
+
+# Of a list, the first fault is reported: thousands would take pydantic ten times as long as thousands that are right.
+_FIRST = Field(fail_fast=True)
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], _FIRST]
+Texts = Annotated[list[str], _FIRST]
+Objects = Annotated[list[dict[str, Any]], _FIRST]
 Name = Annotated[str, Field(max_length=LONGEST_ID)]
 
 # Names that differ between the API and `SamplingParams`, for its messages.
@@ -30,50 +57,32 @@ _API_NAMES = {
 }  # fmt: skip
 
 
-# Fields of other servers, and what to write here.
-_GUIDED = 'write "structured_outputs": {{{}: ...}}'
-_ANSWERS = {
-    "guided_json": _GUIDED.format('"json"') + ', or "response_format"', "guided_regex": _GUIDED.format('"regex"'),
-    "guided_grammar": _GUIDED.format('"grammar"'), "guided_choice": _GUIDED.format('"choice"'),
-    "do_sample": 'write "temperature": 0 for greedy output, or a "temperature" above 0',
-    "functions": 'write "tools": [{"type": "function", "function": {...}}]',
-    "function_call": 'write "tool_choice"', "audio": "only text is served",
-}  # fmt: skip
-
-# vLLM's fields, with the value that says what happens here anyway; other values are refused.
-_AS_HERE: dict[str, Any] = {
-    "skip_special_tokens": True, "spaces_between_special_tokens": True, "detokenize": True, "include_reasoning": True,
-    "include_stop_str_in_output": False, "return_tokens_as_token_ids": False, "truncate_prompt_tokens": None,
-    "allowed_token_ids": None, "logits_processors": None, "mm_processor_kwargs": None, "kv_transfer_params": None,
-    "vllm_xargs": None, "chat_template": None, "prompt_embeds": None, "thinking_token_budget": None,
-}  # fmt: skip
-
-
 class _Body(BaseModel):
     model_config = ConfigDict(extra="allow", strict=False, protected_namespaces=())
 
-    def check_fields(self, ignores_unknown: bool) -> None:
-        """Raise ApiError for an unknown field, unless those are ignored. Null is no value for a field of OpenAI's."""
-        given = {} if ignores_unknown else self.model_extra or {}
-        unknown = [name for name, value in given.items() if not self._means_nothing(name, value)]
-        if unknown:
-            near = difflib.get_close_matches(unknown[0], type(self).model_fields, n=1)
-            meant = f"; did you mean {near[0]!r}?" if near else ""
-            if isinstance(self, _Sampling) and unknown[0] in _ANSWERS:
-                meant = f": {_ANSWERS[unknown[0]]}"
-            elif isinstance(self, _Sampling) and unknown[0] in _AS_HERE:
-                here = json.dumps(_AS_HERE[unknown[0]])
-                raise invalid(f"{unknown[0]} is served as {here} alone: leave it out", unknown[0])
-            raise invalid(f"unknown field {unknown[0]!r:.200}{meant}", unknown[0][:200])
+    def check_fields(self, ignores_unknown: bool) -> list[str]:
+        """The fields of other servers that are ignored, for the log. Null is no value for a field of OpenAI's.
 
-    def _means_nothing(self, name: str, value: Any) -> bool:
-        if not isinstance(self, _Sampling):
-            return False
-        if value is None and (
-            name in _ANSWERS or name in ChatRequest.model_fields or name in CompletionRequest.model_fields
-        ):
-            return True
-        return name in _AS_HERE and value is _AS_HERE[name]
+        Raises ApiError for an unknown field, unless those are ignored.
+        """
+        found: list[str] = []
+        for name, value in (self.model_extra or {}).items():
+            try:
+                ignored = ignored_fields(name, value)
+            except FieldRefused as error:
+                if ignores_unknown:
+                    continue
+                raise invalid(str(error), name) from None
+            found += ignored or ()
+            if ignored is None and not ignores_unknown and not self._is_null_of_other_endpoint(name, value):
+                near = difflib.get_close_matches(name[:200], type(self).model_fields, n=1)
+                meant = f"; did you mean {near[0]!r}?" if near else ""
+                raise invalid(f"unknown field {name!r:.200}{meant}", name[:200])
+        return found
+
+    def _is_null_of_other_endpoint(self, name: str, value: Any) -> bool:
+        known = name in ChatRequest.model_fields or name in CompletionRequest.model_fields
+        return value is None and isinstance(self, _Sampling) and known
 
 
 class StreamOptions(BaseModel):
@@ -93,10 +102,12 @@ class JsonSchema(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """OpenAI's `response_format`."""
+    """OpenAI's `response_format`; `schema` beside `json_object` is llama.cpp's."""
 
+    model_config = ConfigDict(populate_by_name=True)
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
 
 
 class StructuredOutputs(BaseModel):
@@ -149,6 +160,7 @@ class _Extras(_Accepted):
     ignore_eos: bool = False
     stop_token_ids: TokenIds | None = None
     bad_words: Texts | None = None
+    skip_special_tokens: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     prompt_logprobs: int | None = None
     priority: Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)] = 0
@@ -169,7 +181,7 @@ class _Sampling(_Extras):
     top_p: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_up_to_fault)] | None = None
     seed: int | None = None
     stop: str | Texts | None = None
     stream: bool | None = False
@@ -192,6 +204,7 @@ class _Sampling(_Extras):
             "stop": self.stop or None,
             "stop_token_ids": self.stop_token_ids,
             "bad_words": self.bad_words or None,
+            "skip_special_tokens": self.skip_special_tokens,
             "min_new_tokens": self.min_tokens,
             "prompt_logprobs": self.prompt_logprobs,
             "length_penalty": self.length_penalty,
@@ -224,7 +237,7 @@ class _Sampling(_Extras):
         if form is None or form.type == "text":
             return {}
         if form.type == "json_object":
-            return {"json_schema": {"type": "object"}}
+            return {"json_schema": form.schema_ or {"type": "object"}}
         if form.json_schema is None or form.json_schema.schema_ is None:
             raise invalid("response_format of type json_schema needs json_schema.schema", "response_format")
         return {"json_schema": form.json_schema.schema_}
@@ -233,17 +246,18 @@ class _Sampling(_Extras):
 class CompletionRequest(_Sampling):
     """The body of `POST /v1/completions`."""
 
-    prompt: (
-        str
-        | TokenIds
-        | Annotated[Texts | Annotated[list[TokenIds], Field(fail_fast=True)], Field(max_length=MOST_PROMPTS)]
-    )
+    prompt: str | TokenIds | Annotated[Texts | Annotated[list[TokenIds], _FIRST], Field(max_length=MOST_PROMPTS)]
     max_tokens: Annotated[int, Field(ge=0)] | None = 16
     best_of: Annotated[int, Field(ge=1, le=MOST_N)] | None = None
     echo: bool = False
     logprobs: int | None = None
     suffix: str | None = None
     add_special_tokens: bool = True
+
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _false_is_none(cls, given: Any) -> Any:
+        return None if given is False else given
 
     def prompts(self) -> list[str | list[int]]:
         """One prompt, or several. Raises ApiError for none, and for too many sequences."""
@@ -286,7 +300,7 @@ class CompletionRequest(_Sampling):
 
 
 class FunctionCall(BaseModel):
-    """A call of a function by the model."""
+    """A call of a function by the model. `arguments` is an object, or its JSON text."""
 
     model_config = ConfigDict(extra="allow")
     name: str = ""
@@ -302,43 +316,13 @@ class ToolCall(BaseModel):
     function: FunctionCall
 
 
-class ContentPart(BaseModel):
-    """A part of a message's content. Only text is supported."""
-
-    model_config = ConfigDict(extra="allow")
-    type: str
-    text: str | None = None
-
-
 class Message(BaseModel):
-    """A message of a conversation."""
+    """A message of a conversation; `engine.text.conversation` says what becomes of it."""
 
     model_config = ConfigDict(extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
-
-    def to_template(self) -> dict[str, Any]:
-        """The message as chat templates expect it. Raises ApiError for content that is no text."""
-        content = self.content
-        if isinstance(content, list):
-            for part in content:
-                if part.type not in ("text", "input_text", "refusal"):
-                    raise invalid(f"content of type {part.type!r:.80} is not supported: only text is", "messages")
-            content = "\n".join(part.text or "" for part in content)
-        message: dict[str, Any] = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": content or "",
-        }
-        if self.name is not None:
-            message["name"] = self.name
-        if self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id
-        if self.tool_calls:
-            message["tool_calls"] = [call.model_dump(exclude_none=True) for call in self.tool_calls]
-        return message
+    content: str | Objects | None = None
+    tool_calls: Annotated[list[ToolCall], _FIRST] | None = None
 
 
 class Function(BaseModel):
@@ -374,24 +358,24 @@ class NamedTool(BaseModel):
 class ChatRequest(_Sampling):
     """The body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1), Field(fail_fast=True)]
+    messages: Annotated[list[Message], Field(min_length=1), _FIRST]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], _FIRST] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Objects | None = None
 
     # OpenAI's, without effect.
     reasoning_effort: str | None = None
     verbosity: str | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], _FIRST] | None = None
     prediction: Any = None
     web_search_options: Any = None
 
@@ -421,7 +405,8 @@ class TokenizeRequest(_Body):
 
     model: Name | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Annotated[list[Message], _FIRST] | None = None
+    tools: Annotated[list[Tool], _FIRST] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool | None = False
@@ -508,7 +493,7 @@ def from_validation(errors: list[Any]) -> ApiError:
         return invalid(f"{param}: {long or f'give {wanted}'}", param)
     param = ".".join(str(part) for part in place if not _is_branch(part))
     if first["type"] == "json_invalid":
-        return invalid(f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+        return invalid(f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
     missing = first["type"] == "missing"
     what = f"{param or 'the body'} is missing" if missing else f"{param or 'the body'}: {first['msg']}"
     return invalid(what, param or None)

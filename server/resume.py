@@ -1,9 +1,10 @@
 """Durable requests: their ids, and streams that go on behind the last event that their reader has got.
 
-An event of a durable stream has the id `BASE/COUNTS`. BASE is the id of the response. COUNTS has, for each choice, the number
-of records that are sent completely, separated by commas: "cmpl-5f.../17,16". A record is a `Piece` of the engine client; the
-event with the role of a chat's choice counts as one. "17.2": two events of the 18th record are sent as well. "end": all choices
-are sent.
+An event of a durable stream has the id `BASE@CREATED/COUNTS`. BASE is the id of the response, and CREATED its `created`: a
+request that was forgotten may have begun again under the same Idempotency-Key, with another output. COUNTS has, for each
+choice, the number of records that are sent completely, separated by commas: "cmpl-5f...@1764171960/17,16". A record is a
+`Piece` of the engine client; the event with the role of a chat's choice counts as one. "17.2": two events of the 18th record
+are sent as well. "end": all choices are sent.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from math import inf
 from typing import Any
 
 from .choices import DONE, event, joined, new_id
-from .errors import invalid
+from .errors import ApiError, invalid
 from .messages import Piece
 from .streams import header_value
 
 _KEY = re.compile(r"[!-~]{1,255}")
-_PLACE = re.compile(r"((?:chat)?cmpl-[0-9a-f]{24})/(end|\d{1,9}(?:\.\d{1,9})?(?:,\d{1,9}(?:\.\d{1,9})?)*)", re.ASCII)
+_COUNTS = r"end|\d{1,9}(?:\.\d{1,9})?(?:,\d{1,9}(?:\.\d{1,9})?)*"
+_PLACE = re.compile(rf"((?:chat)?cmpl-[0-9a-f]{{24}})(?:@(\d{{1,12}}))?/({_COUNTS})", re.ASCII)
 _END = "end"
 
 
@@ -36,6 +38,7 @@ class DurableRequest:
         tenant, fingerprint, most_requests, most_sequences: See `messages.Submit`.
         has_key: It has an Idempotency-Key: the client may come back, so its requests go on without it.
         place: COUNTS of its Last-Event-ID; None: it wants the stream from the first event on.
+        created: CREATED of its Last-Event-ID; None: not compared.
     """
 
     base_id: str
@@ -43,6 +46,7 @@ class DurableRequest:
     fingerprint: str
     has_key: bool
     place: str | None
+    created: int | None = None
     most_requests: int | None = None
     most_sequences: int | None = None
 
@@ -52,11 +56,9 @@ class DurableRequest:
     ) -> DurableRequest:
         """The durable request of these headers and body. `kind` is the prefix of its id. Raises ApiError."""
         key, last = header_value(headers, b"idempotency-key"), header_value(headers, b"last-event-id")
-        base_id, place = new_id(kind), None
+        base_id, place, created = new_id(kind), None, None
         if key is not None:
-            if not _KEY.fullmatch(key):
-                raise invalid("an Idempotency-Key has 1 to 255 visible ASCII characters")
-            base_id = f"{kind}-{hashlib.sha256(json.dumps([tenant, key]).encode()).hexdigest()[:24]}"
+            base_id = keyed_id(kind, tenant, key)
         if last is not None:
             found = _PLACE.fullmatch(last)
             if found is None or not found[1].startswith(f"{kind}-"):
@@ -65,8 +67,8 @@ class DurableRequest:
                 raise invalid("a Last-Event-ID continues a stream, and the request has no stream: true", "stream")
             if key is not None and found[1] != base_id:
                 raise invalid("the Last-Event-ID is not of the request with this Idempotency-Key")
-            base_id, place = found[1], found[2]
-        return cls(base_id, tenant, hashlib.sha256(body).hexdigest(), key is not None, place)
+            base_id, place, created = found[1], found[3], None if found[2] is None else int(found[2])
+        return cls(base_id, tenant, hashlib.sha256(body).hexdigest(), key is not None, place, created)
 
     def fields(self, number: int) -> dict[str, Any]:
         """The fields of `messages.Submit` for the prompt of this number."""
@@ -78,6 +80,13 @@ class DurableRequest:
             "most_requests": self.most_requests,
             "most_sequences": self.most_sequences,
         }
+
+
+def keyed_id(kind: str, tenant: str, key: str) -> str:
+    """The id of a tenant's response with this Idempotency-Key. `kind` is the prefix. Raises ApiError."""
+    if not _KEY.fullmatch(key):
+        raise invalid("an Idempotency-Key has 1 to 255 visible ASCII characters")
+    return f"{kind}-{hashlib.sha256(json.dumps([tenant, key]).encode()).hexdigest()[:24]}"
 
 
 class StreamPosition:
@@ -105,6 +114,19 @@ class StreamPosition:
             if len(self._had) != num_choices or (joins and any(further for _, further in self._had)):
                 raise invalid(f"the Last-Event-ID is not of this request, which has {num_choices:,} choices")
         self._had_all = place == _END
+        self._created = 0
+
+    def begin(self, created: int) -> int:
+        """Take the `created` of the response, and return it. Raises ApiError if the reader has events of another one."""
+        if self._durable is not None and self._durable.created not in (None, created):
+            raise ApiError(
+                404,
+                "the request of this Last-Event-ID was forgotten, and another one began with its Idempotency-Key: send it "
+                "without Last-Event-ID to get the whole output of that one",
+                code="request_not_found",
+            )
+        self._created = created
+        return created
 
     def portions(self, first: int, pieces: list[Piece]) -> list[tuple[int, int, Piece]]:
         """Portions of the next pieces of a prompt: the choice, the number of records, and these as one piece.
@@ -145,7 +167,9 @@ class StreamPosition:
 
     def _mark(self, counts: list[str]) -> bytes:
         """The line with the id of an event."""
-        return b"" if self._durable is None else f"id: {self._durable.base_id}/{','.join(counts)}\n".encode()
+        if self._durable is None:
+            return b""
+        return f"id: {self._durable.base_id}@{self._created}/{','.join(counts)}\n".encode()
 
 
 def _count(text: str) -> tuple[float, int]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import gc
 import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -19,10 +22,12 @@ import uvicorn
 
 from .app import AppOptions, Server, make_app
 from .config import ServeConfig
+from .connection import SWITCH_S
 from .guard import LOOPBACK, GuardRules
 from .http_protocol import BoundedHttpProtocol
 from .keys import ApiKeys, read_keys
 from .models import ModelRegistry
+from .terminal import TerminalHandler, terminal_log
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +35,13 @@ Value = TypeVar("Value")
 
 KEEP_ALIVE_S = 75
 BACKLOG = 2048
+_PORT_ADVICE = {
+    errno.EADDRINUSE: "the port is in use: choose another with --port (--port 0 picks a free one)",
+    errno.EACCES: "this user may not use the port: choose one from 1024 up with --port",
+    errno.EADDRNOTAVAIL: "this machine does not have the address: choose another with --host",
+}
+# After Ctrl-C running requests have so long, and engines until this time: a person waits for the end.
+INTERRUPT_DRAIN_S, INTERRUPT_END_S = 4.0, 7.0
 ANSWER_S = 2.0  # requests that a shutdown fails have so long for their answers
 MOST_OPEN_FILES = (
     1 << 20
@@ -63,6 +75,9 @@ def serve(config: ServeConfig) -> int:
 
 def run_event_loop(main: Coroutine[Any, Any, Value]) -> Value:
     """Run `main` to its end on a new event loop: uvloop's if that is installed. Returns its result."""
+    sys.setswitchinterval(SWITCH_S)
+    gc.collect()
+    gc.freeze()  # collections would look at all objects of the libraries, and hold up all streams meanwhile
     run: Callable[[Coroutine[Any, Any, Value]], Value] = asyncio.run
     with suppress(ImportError):  # on Windows
         import uvloop
@@ -81,7 +96,9 @@ def listen(config: ServeConfig) -> socket.socket:
         listening.listen(BACKLOG)
     except OSError as error:
         listening.close()
-        raise CannotServe(f"cannot listen on {config.host} port {config.port}: {error.strerror or error}") from error
+        advice = _PORT_ADVICE.get(error.errno or 0, "choose another --host or --port")
+        said = f"cannot listen on {config.host} port {config.port}: {error.strerror or error}; {advice}"
+        raise CannotServe(said) from error
     return listening
 
 
@@ -118,22 +135,27 @@ async def serve_on(
     drainer = _Drainer(server, http, config.drain_timeout)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT) if stop is None else ():
-        loop.add_signal_handler(number, drainer.signalled)
+        loop.add_signal_handler(number, drainer.signalled, number)
     stopping = None if stop is None else asyncio.create_task(drainer.after(stop))
     for one in config.recorded_models:
         models.add(one)
-    loading = asyncio.create_task(_load(server, http, config, keys.has_users))
-    await http.serve(sockets=[listening])
-    waiting = [task for task in (loading, stopping) if task is not None]
-    for task in waiting:
-        task.cancel()
-    await asyncio.gather(*waiting, return_exceptions=True)
-    await models.stop()
+    with terminal_log(sys.stderr) as terminal:
+        loading = asyncio.create_task(_load(server, http, config, keys.has_users, terminal))
+        await http.serve(sockets=[listening])
+        waiting = [task for task in (loading, stopping) if task is not None]
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        await drainer.end_engines()
     return int(loading.done() and not loading.cancelled() and loading.result() is False)
 
 
-async def _load(server: Server, http: uvicorn.Server, config: ServeConfig, wants_key: bool) -> bool:
+async def _load(
+    server: Server, http: uvicorn.Server, config: ServeConfig, wants_key: bool, terminal: TerminalHandler | None
+) -> bool:
     """Wait until all models are ready and say so. Returns False, and ends the server, if one cannot be loaded."""
+    names = ", ".join(model.name for model in config.models)
+    print(f"loading {names}: {config.url} answers with 503 until the line that begins with ready", file=sys.stderr)
     while not server.models.is_ready:
         for model in server.models:
             if model.state == "failed":
@@ -146,11 +168,13 @@ async def _load(server: Server, http: uvicorn.Server, config: ServeConfig, wants
         {"model": name, "messages": [{"role": "user", "content": "Where is the whale?"}], "max_tokens": 40}
     )
     key = '-H "Authorization: Bearer $KEY" ' if wants_key else ""
-    print(
-        f"serving {', '.join(model.name for model in config.models)} at {config.url}\n"
-        f"  curl {config.url}/v1/chat/completions {key}-H 'Content-Type: application/json' -d '{body}'",
-        flush=True,
+    ready = (
+        f"ready: serving {names} at {config.url}\n"
+        f"  curl {config.url}/v1/chat/completions {key}-H 'Content-Type: application/json' -d '{body}'"
     )
+    print(ready, flush=True)
+    if terminal is not None:
+        terminal.remind(ready)
     notify("READY=1")
     return True
 
@@ -165,44 +189,70 @@ class HttpServer(uvicorn.Server):
 
 
 class _Drainer:
-    """The first signal refuses new requests and waits for the running ones; the second ends at once."""
+    """The first signal refuses new requests and waits for the running ones; the second ends at once.
+
+    After Ctrl-C all waits are short, whatever `timeout_s` says.
+    """
 
     def __init__(self, server: Server, http: uvicorn.Server, timeout_s: float) -> None:
         self._server = server
         self._http = http
         self._timeout_s = timeout_s
         self._draining: asyncio.Task[None] | None = None
+        self._ends_at = math.inf  # by the event loop's clock: engines that have not ended then are killed
+        self._at_once = asyncio.Event()
+        self._killing: asyncio.Task[None] | None = None
 
     async def after(self, stop: asyncio.Event) -> None:
         """Begin the drain when `stop` is set."""
         await stop.wait()
         self.signalled()
 
-    def signalled(self) -> None:
+    def signalled(self, number: int = signal.SIGTERM) -> None:
         """Handle SIGTERM or SIGINT."""
         if self._draining is not None:
+            self._at_once.set()
+            self._killing = asyncio.create_task(self._server.models.kill())  # requests fail with 503
             self._server.detach()
             self._http.should_exit = self._http.force_exit = True
             return
         self._server.admission.draining = True
         self._server.page.feed.stop()
         notify("STOPPING=1")
+        if number == signal.SIGINT:
+            self._timeout_s = min(self._timeout_s, INTERRUPT_DRAIN_S)
+            self._ends_at = asyncio.get_running_loop().time() + INTERRUPT_END_S
         self._draining = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
         left = self._server.admission.num_requests
-        if left:
-            log.info("shutting down: %d requests have %g s; another signal ends at once", left, self._timeout_s)
+        names = ", ".join(model.name for model in self._server.models)
+        running = f"for {left} requests, {self._timeout_s:g} s at most, and then " if left else ""
+        waits = f"pagetide: stopping: waiting {running}for the engines of {names} to exit"
+        with suppress(OSError):  # a full disk under the log must not keep the server from ending
+            print(f"{waits}; Ctrl-C or another signal ends at once", file=sys.stderr, flush=True)
         await self._until_idle(self._timeout_s)
         try:
             if self._server.durable_batches:
                 self._server.detach()
                 await self._until_idle(ANSWER_S)
             if self._server.admission.num_requests:
-                await self._server.models.stop()  # what is left fails with 503
+                await self.end_engines()  # what is left fails with 503
             await self._until_idle(ANSWER_S)
         finally:
             self._http.should_exit = True
+
+    async def end_engines(self) -> None:
+        """End all engines, by force once a second signal or the end of the time after Ctrl-C has come."""
+        models = self._server.models
+        stopping, at_once = asyncio.create_task(models.stop()), asyncio.create_task(self._at_once.wait())
+        left_s = self._ends_at - asyncio.get_running_loop().time()
+        timeout_s = None if left_s == math.inf else max(left_s, 0.0)
+        await asyncio.wait({stopping, at_once}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        at_once.cancel()
+        if not stopping.done():
+            await models.kill()
+        await stopping
 
     async def _until_idle(self, timeout_s: float) -> None:
         """Wait until all requests have ended, or for `timeout_s`."""
@@ -235,6 +285,6 @@ def notify(state: str) -> None:
 def read_template(file: Path) -> str:
     """The chat template in a file. Raises CannotServe."""
     try:
-        return file.read_text("utf-8")
+        return file.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise CannotServe(f"the chat template {file} cannot be read: {error}") from error

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .choices import DONE, event
+from .choices import DONE, PART_BYTES, event
 from .engine_client import Detached, EngineUnavailable, RequestFailed, SlowReader
 from .errors import ApiError, from_engine
 
 log = logging.getLogger(__name__)
 
+MOST_WHOLE_BYTES = 1 << 20  # of a JSON body that is sent whole
 ARRIVED = "pagetide.arrived"  # in a scope: whether all of the request has arrived
 LEFT = "pagetide.left"  # in a scope: whether the client is gone
+TURN = "pagetide.turn"  # in a scope: the lock of its key, for work of which one key has one piece at a time
 
 Value = TypeVar("Value")
 
@@ -56,15 +58,53 @@ class EventStream(Response):
             await self._held.aclose()
 
     async def _send_all(self, send: Send) -> None:
+        num_bytes = 0  # since the event loop has turned
         try:
             async for data in self._events:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
+                if (num_bytes := num_bytes + len(data)) > PART_BYTES:
+                    num_bytes = 0
+                    await asyncio.sleep(0)
         except Detached:
             raise
         except (ApiError, RequestFailed, EngineUnavailable) as error:
             api_error = error if isinstance(error, ApiError) else from_engine(error)
             await send({"type": "http.response.body", "body": event(api_error.body) + DONE, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class JsonStream(EventStream):
+    """Sends a long JSON body in parts, each of which is released when it is sent. Its length is not known before."""
+
+    media_type = "application/json"
+
+
+async def json_response(parts: AsyncIterator[bytes], receive: Receive, hold: Callable[[], AsyncExitStack]) -> Response:
+    """A response of these parts: whole if it is short.
+
+    Args:
+        hold: Gives what is to be closed once a long one is sent.
+
+    Raises ClientLeft, and what the first part raises.
+    """
+    first: list[bytes] = []
+
+    async def begin() -> bool:
+        async for part in parts:
+            first.append(part)
+            if sum(map(len, first)) > MOST_WHOLE_BYTES:
+                return False
+        return True
+
+    async def every() -> AsyncIterator[bytes]:
+        while first:
+            yield first.pop(0)
+        async for part in parts:
+            yield part
+
+    if await unless_left(begin(), receive):
+        return Response(b"".join(first), media_type="application/json")
+    return JsonStream(every(), hold())
 
 
 async def unless_left(work: Awaitable[Value], receive: Receive) -> Value:

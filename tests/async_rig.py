@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+from families import tiny
 
 from pagetide import AsyncLLM, EngineClosed, SamplingParams
 
@@ -78,6 +79,20 @@ def is_idle(llm: AsyncLLM) -> bool:
     )
 
 
+@contextlib.contextmanager
+def loads(shared: dict[str, Any]) -> Iterator[Callable[..., AsyncLLM]]:
+    """Makes engines of a tiny model that no token ends, with these options and others, and stops them at the end."""
+    made: list[AsyncLLM] = []
+
+    def make(**options: Any) -> AsyncLLM:
+        made.append(AsyncLLM(tiny("llama"), **shared | options))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        asyncio.run(llm.stop())
+
+
 async def until(condition: Callable[[], Any]) -> None:
     """Wait for what another thread does."""
     async with asyncio.timeout(PATIENCE_S):
@@ -107,9 +122,6 @@ def run_threads(*targets: Callable[[], None]) -> None:
         raise errors[0]
 
 
-# -- what a caller may do ----------------------------------------------------------------------------------------------
-
-
 async def generated(llm: AsyncLLM, work: Work) -> str:
     prompt, params, expected = work
     (output,) = await llm.generate(prompt, params)
@@ -136,8 +148,8 @@ async def one_by_one(llm: AsyncLLM, work: Work) -> str:
 
 
 async def cancelled(llm: AsyncLLM, work: Work, after: int) -> str:
-    doors = (generated, streamed, one_by_one)
-    task = asyncio.create_task(doors[after % 3](llm, work))
+    calls = (generated, streamed, one_by_one)
+    task = asyncio.create_task(calls[after % 3](llm, work))
     for _ in range(after):
         await asyncio.sleep(0)
     task.cancel()

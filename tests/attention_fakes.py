@@ -12,19 +12,13 @@ INT = torch.int32
 
 
 def _ragged(
-    query: torch.Tensor,  # [tokens, heads, dim]
-    key: torch.Tensor,  # [pages, page size, KV heads, dim]
-    value: torch.Tensor,
-    table: torch.Tensor,
-    q_starts: list[int],
-    lens: list[int],
-    *,
-    scale: float,
-    left: int,
-    softcap: float,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Attention in float64 with the mask at the bottom right; a left bound of -1 is none. Reads only pages with tokens."""
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, table: torch.Tensor, q_starts: list[int], lens: list[int],
+    *, scale: float, left: int, softcap: float, sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Attention in float64 with the mask at the bottom right; a left bound of -1 is none. Reads only pages with tokens.
+
+    The query is [tokens, heads, dim], the key [pages, page size, KV heads, dim].
+    """
     page_size, kv_heads = key.shape[1:3]
     group = query.shape[1] // kv_heads
     out = query.new_zeros(len(query), query.shape[1], value.shape[-1])

@@ -1,15 +1,16 @@
-"""Brokers under test: one on a made-up clock, one in a thread, one in a process; engines that hold real memory.
+"""Brokers under test: one on a made-up clock, one in a thread; engines in processes that hold real memory.
 
-Run as a program it is such a process: `broker SOCKET CAPACITY HEADROOM [PID,...]` serves a test device of host memory whose
-external processes are named; `engine SOCKET NAME MIN MAX GRANULE DEVICE` holds a lease and obeys the broker and its
-standard input; `racer SOCKET NAME` does so with numbers alone; `user SOCKET DEVICE UID GID` is another user's, and takes a
-lease of each minimum that it is told; `external` holds memory and knows no broker.
+Run as a program it is a process: `engine SOCKET NAME MIN MAX GRANULE DEVICE` holds a lease and obeys the broker and its
+standard input; `user SOCKET DEVICE UID GID` is another user's, and takes a lease of each minimum that it is told; `external`
+holds memory and knows no broker.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import inspect
 import json
 import os
 import select
@@ -17,9 +18,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from typing import Any
 from pagetide.allocator import wire
 from pagetide.allocator.broker import Broker, BrokerThread
 from pagetide.allocator.broker_client import Channel
-from pagetide.allocator.errors import LeaseError
+from pagetide.allocator.errors import LeaseClosed, LeaseError
 from pagetide.allocator.host_arena import HostArena
 from pagetide.allocator.lease import Lease
 from pagetide.allocator.lease_events import Granted, Recalled
@@ -43,22 +43,11 @@ INTERVAL_NS = 20_000_000
 RULES = Rules(headroom_bytes=100, band_bytes=20)
 
 
-def wait_until(true: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
-    """Poll something in a real process."""
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline, f"waited {timeout_s:g} s in vain: {what}"
-        time.sleep(0.005)
-
-
 @contextlib.contextmanager
 def short_folder() -> Iterator[Path]:
     """A folder for sockets."""
     with tempfile.TemporaryDirectory(prefix="pt-") as folder:
         yield Path(folder)
-
-
-# ---- on a made-up clock -------------------------------------------------------------------------
 
 
 @dataclass
@@ -112,6 +101,11 @@ class Client:
     async def hear(self) -> list[wire.Message]:
         await self._bench.pump()
         return self.channel.receive()
+
+    async def refused(self, message: wire.FromClient, said: str) -> None:
+        """Say something that is answered by a refusal which has `said` in it."""
+        (answer,) = await self.say(message)
+        assert isinstance(answer, wire.RefusedMessage) and said in answer.message, answer
 
     async def register(self, name: str, low: int = 0, high: int | None = None, **more: Any) -> wire.RegisteredMessage:
         terms = {"weight": 1.0, "priority": 0, "granule_bytes": 10, "held_bytes": 0, "device_uuid": DEVICE} | more
@@ -188,7 +182,23 @@ class Bench:
         await self.broker.close()
 
 
-# ---- in a thread --------------------------------------------------------------------------------
+def on_a_bench(**options: Any) -> Callable[[Callable[..., Awaitable[None]]], Callable[..., None]]:
+    """Run a test in a loop: its first argument is a `Bench` made with `options`, the others are pytest's."""
+
+    def decorate(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(**given: Any) -> None:
+            async def within() -> None:
+                with short_folder() as folder:
+                    async with Bench(folder / "broker", **options) as bench:
+                        await test(bench, **given)
+
+            asyncio.run(within())
+
+        run.__signature__ = inspect.Signature([*inspect.signature(test).parameters.values()][1:])  # type: ignore[attr-defined]
+        return run
+
+    return decorate
 
 
 @contextlib.contextmanager
@@ -203,9 +213,6 @@ def broker_thread(path: Path, numbers: Any, **options: Any) -> Iterator[Broker]:
         thread.close()
 
 
-# ---- in processes -------------------------------------------------------------------------------
-
-
 def test_device(capacity: int) -> DeviceInfo:
     """As the broker's process sees it: its uuid follows from the machine and the capacity."""
     return HostSource(capacity).scan()[0]
@@ -214,46 +221,17 @@ def test_device(capacity: int) -> DeviceInfo:
 test_device.__test__ = False  # type: ignore[attr-defined]
 
 
-class HostNumbers:
-    """A test device of host memory, measured every 5 ms by a thread; its external processes are named, engines come and go."""
-
-    def __init__(self, capacity: int, externals: Sequence[int]) -> None:
-        self._source = HostSource(capacity, externals)
-        self._externals = tuple(externals)
-        (self._info,) = self._source.scan()
-        self._memory = self._ask()
-        threading.Thread(target=self._poll, daemon=True).start()
-
-    def devices(self) -> tuple[DeviceInfo, ...]:
-        return (self._info,)
-
-    def memory(self, uuid: str) -> DeviceMemory:
-        return self._memory
-
-    def set_engines(self, uuid: str, pids: frozenset[int]) -> None:
-        self._source.set_members([*self._externals, *sorted(pids)])
-
-    def _poll(self) -> None:
-        while True:
-            self._memory = self._ask()
-            time.sleep(0.005)
-
-    def _ask(self) -> DeviceMemory:
-        at_ns = time.monotonic_ns()
-        reading = self._source.memory(self._info)
-        # An interval that a busy machine keeps: what is old is not leased out.
-        return DeviceMemory(at_ns, INTERVAL_NS * 50, reading.total_bytes, reading.free_bytes, None, 1, 0)
-
-
 class Process:
-    """This file as a program. Lines in, lines out."""
+    """A program of tests, this file for one. Lines in, JSON lines out."""
 
-    def __init__(self, *arguments: object) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", __file__, *map(str, arguments)],
+    file = __file__
+
+    def __init__(self, *arguments: object, env: dict[str, str] | None = None) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, self.file, *map(str, arguments)], env=os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
         )  # fmt: skip
-        self.pid = self._process.pid
+        self.pid = self.process.pid
 
     def start(self) -> Process:
         """Wait for its first line."""
@@ -261,13 +239,15 @@ class Process:
         return self
 
     def write(self, line: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
 
     def read(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, "the process has ended"
+        """The next thing it says. Fails when it ends instead, or says nothing."""
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], 120.0)
+        line = self.process.stdout.readline() if ready else ""
+        assert line, f"process {self.pid} said nothing; its status is {self.process.poll()}"
         return json.loads(line)
 
     def tell(self, line: str) -> Any:
@@ -275,56 +255,76 @@ class Process:
         return self.read()
 
     def signal(self, number: signal.Signals) -> None:
-        self._process.send_signal(number)
+        self.process.send_signal(number)
 
     def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        self.process.kill()
+        self.process.wait()
 
     def close(self) -> None:
+        """End it, however it stands."""
+        self.signal(signal.SIGCONT)
         self.kill()
-        for stream in (self._process.stdin, self._process.stdout):
+        for stream in (self.process.stdin, self.process.stdout):
             assert stream is not None
-            stream.close()
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
 
 
 @contextlib.contextmanager
-def processes() -> Iterator[Callable[..., Process]]:
+def processes(kind: type[Process] = Process) -> Iterator[Callable[..., Any]]:
     """Starts processes, and ends them."""
     started: list[Process] = []
 
-    def start(*arguments: object) -> Process:
-        started.append(Process(*arguments))
+    def start(*arguments: Any, **more: Any) -> Process:
+        started.append(kind(*arguments, **more))
         return started[-1]
 
     try:
         yield start
     finally:
         for process in started:
-            process.signal(signal.SIGCONT)
             process.close()
 
 
 def resident_bytes(pid: int) -> int:
-    """As the kernel counts it, to the page."""
-    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    return next(int(line.split()[1]) * 1024 for line in rollup.splitlines() if line.startswith("Rss:"))
+    """What a process holds, to the page; 0 once it has ended."""
+    try:
+        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in rollup.splitlines() if line.startswith("Rss:")), 0)
 
 
-def _say(value: object) -> None:
+def resident_within(pid: int, start: int, length: int, figure: str = "Rss") -> int:
+    """What of a range of a process' addresses has memory behind it, or another figure of /proc."""
+    total, inside = 0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if "-" in (head := line.split(maxsplit=1)[0]) and not head.endswith(":"):
+            begin, end = (int(part, 16) for part in head.split("-"))
+            inside = begin < start + length and start < end
+        elif inside and head == f"{figure}:":
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+def say(value: object) -> None:
     print(json.dumps(value), flush=True)
 
 
-def _serve(path: str, capacity: str, headroom: str, externals: str = "") -> None:
-    numbers = HostNumbers(int(capacity), [int(pid) for pid in externals.split(",") if pid])
-    rules = Rules(int(headroom), int(headroom) // 4, cooldown_s=0.3, recall_deadline_s=0.5)
-    broker = Broker(
-        numbers, Path(path), rules=lambda info, capacity: rules, set_engines=numbers.set_engines,
-        tick_s=0.005, grace_s=1.0,
-    )  # fmt: skip
-    BrokerThread(broker).start()
-    _say("listens")
-    sys.stdin.read()
+def lines(work: Callable[[], None]) -> Iterator[str | None]:
+    """Lines of standard input as they come, None after each piece of `work` in between, until it ends."""
+    pending = b""
+    while True:
+        if select.select([0], [], [], 0)[0]:
+            data = os.read(0, 4096)
+            if not data:
+                return
+            *complete, pending = (pending + data).split(b"\n")
+            yield from (line.decode() for line in complete)
+        with contextlib.suppress(LeaseClosed):
+            work()
+        yield None
 
 
 class _Engine:
@@ -344,13 +344,9 @@ class _Engine:
     def resize(self, total: int) -> None:
         """To hold at most `total` bytes in all."""
         wanted = max(0, (total - self.base) // self.granule)
-        mapped = sorted(self.arena.mapped_extents)
-        if wanted > len(mapped):
-            there = set(mapped)
-            free = [extent for extent in range(self.arena.num_extents) if extent not in there]
-            self.arena.map(free[: wanted - len(mapped)])
-        elif wanted < len(mapped):
-            self.arena.unmap(mapped[wanted:])
+        mapped = len(self.arena.mapped_extents)
+        self.arena.map(range(mapped, wanted))
+        self.arena.unmap(range(wanted, mapped))
         self.lease.report({"base": self.base, "kv": self.arena.mapped_bytes}, free_bytes=0)
 
     def serve(self) -> None:
@@ -364,57 +360,23 @@ class _Engine:
 
     def obey(self, line: str) -> object:
         """What the test wants."""
-        match line.split():
-            case ["ask", amount]:
-                self.lease.ask(self.base + int(amount), expires_s=600)
-            case ["keep", amount]:
-                self.resize(self.base + int(amount))
-                self.lease.answer_unmapped(self.lease.held_bytes)
-            case ["state"]:
-                pass
-        lease = self.lease
-        return {
-            "granted": lease.granted_bytes - self.base, "held": self.arena.mapped_bytes, "base": self.base,
-            "connected": lease.connected, "recalled": lease.recall is not None,
-        }  # fmt: skip
+        if line.startswith("ask "):
+            self.lease.ask(self.base + int(line.removeprefix("ask ")), expires_s=600)
+        return {"held": self.arena.mapped_bytes, "connected": self.lease.connected}
 
 
-class _Racer:
-    """Holds nothing but a grant."""
-
-    def __init__(self, path: str, name: str) -> None:
-        self.lease = Lease.register(
-            Path(path), name=name, device_uuid=DEVICE, min_bytes=0, granule_bytes=10, timeout_s=30
-        )
-
-    def serve(self) -> None:
-        for event in self.lease.poll():
-            if isinstance(event, Recalled) and event == self.lease.recall:
-                self.lease.answer_unmapped(event.target_bytes)
-
-    def obey(self, line: str) -> object:
-        amount = int(line)
-        self.lease.ask(amount, expires_s=600)
-        if not amount:
-            self.lease.answer_unmapped(0)
-        return self.lease.granted_bytes
-
-
-def _run(engine: _Engine | _Racer) -> None:
+def _run(engine: _Engine) -> None:
     """Do what the broker and the test want, until the test has no more to say."""
-    _say("holds a lease")
-    pending = b""
-    while True:
+    say("holds a lease")
+
+    def work() -> None:
         select.select([0, engine.lease], [], [], 0.02)
         engine.serve()
-        if select.select([0], [], [], 0)[0]:
-            data = os.read(0, 4096)
-            if not data:
-                return
-            *complete, pending = (pending + data).split(b"\n")
-            for line in complete:
-                engine.serve()
-                _say(engine.obey(line.decode()))
+
+    for line in lines(work):
+        if line is not None:
+            engine.serve()
+            say(engine.obey(line))
 
 
 def _be_user(path: str, device: str, uid: str, gid: str) -> None:
@@ -424,7 +386,7 @@ def _be_user(path: str, device: str, uid: str, gid: str) -> None:
     os.setgroups([])
     os.setgid(int(gid))
     os.setuid(int(uid))
-    _say("is another user's")
+    say("is another user's")
     held = []
     for line in sys.stdin:
         try:
@@ -433,33 +395,27 @@ def _be_user(path: str, device: str, uid: str, gid: str) -> None:
                     Path(path), name="x", device_uuid=device, min_bytes=int(line), granule_bytes=10, timeout_s=30
                 )
             )
-            _say("granted")
+            say("granted")
         except LeaseError as error:
-            _say(str(error))
+            say(str(error))
 
 
-def _take() -> None:
-    """An external process: knows nothing of a broker, holds what it is told."""
-    arena = HostArena(4096, 1 << 20)
-    _say("is strange")
+def be_external() -> None:
+    """An external process: knows nothing of a broker, holds as many MiB as it was told last."""
+    arena = HostArena(16384, 1 << 20)
+    say({"pid": os.getpid()})
     for line in sys.stdin:
-        wanted, mapped = int(line) >> 20, sorted(arena.mapped_extents)
-        if wanted > len(mapped):
-            arena.map(range(len(mapped), wanted))
-        else:
-            arena.unmap(mapped[wanted:])
-        _say(arena.mapped_bytes)
+        wanted, mapped = int(line), len(arena.mapped_extents)
+        arena.map(range(mapped, wanted))
+        arena.unmap(range(wanted, mapped))
+        say(arena.mapped_bytes)
 
 
 if __name__ == "__main__":
     match sys.argv[1:]:
-        case ["broker", *rest]:
-            _serve(*rest)
         case ["engine", *rest]:
             _run(_Engine(*rest))
-        case ["racer", *rest]:
-            _run(_Racer(*rest))
         case ["user", *rest]:
             _be_user(*rest)
         case ["external"]:
-            _take()
+            be_external()

@@ -9,7 +9,7 @@ from pagetide.scheduler.scheduler import Scheduler
 
 def seated(scheduler: Scheduler) -> dict[int, Any]:
     """The sequence of each row that has one."""
-    return {**scheduler._running.by_row, **scheduler._running.finishing}
+    return {**scheduler.state.by_row, **scheduler.state.finishing}
 
 
 def naive_cells(scheduler: Scheduler) -> list[int]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
+import sys
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -23,3 +26,16 @@ def files() -> tuple[Path, ...]:
         pytest.skip("not a git checkout")
     paths = (ROOT / name for name in run.stdout.decode().split("\0") if name)
     return tuple(path for path in paths if path.is_file())
+
+
+def loaded(path: Path) -> ModuleType:
+    """A program of the checkout as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules[path.stem]
+    return module

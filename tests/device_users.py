@@ -7,28 +7,26 @@ lies in the blocks (`ArenaRunner`); `llm JSON` is `LLM("demo")`; `external` allo
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
-import select
-import signal
-import subprocess
 import sys
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
+from broker_rig import Process, be_external, lines, processes, say
 from fakes import VOCAB, FakeRunner
 
 from pagetide.allocator.arena import Arena
-from pagetide.allocator.errors import GrantExceeded, LeaseClosed, OutOfDeviceMemory
+from pagetide.allocator.errors import GrantExceeded, OutOfDeviceMemory
 from pagetide.allocator.host_arena import HostArena
 from pagetide.allocator.lease import Lease
 from pagetide.allocator.leased_arena import LeasedArena
@@ -40,14 +38,12 @@ from pagetide.monitor.host_memory import free_host_bytes
 from pagetide.monitor.runtime_dir import RuntimeDir
 from pagetide.scheduler.plan import NO_EXTENTS, Plan
 from pagetide.scheduler.request import Request, Sampling
-from pagetide.scheduler.scheduler import Limits, Scheduler
+from pagetide.scheduler.scheduler import Scheduler
+from pagetide.scheduler.state import Limits
 
 MIB = 1 << 20
 BLOCK_SIZE = 16
 WARM_S = 1.0  # a burst every so often, on average
-
-
-# ---- a runner in real memory --------------------------------------------------------------------
 
 
 class ArenaRunner(FakeRunner):
@@ -114,91 +110,18 @@ def alone(prompt: np.ndarray, new: int) -> list[int]:
     return tokens
 
 
-# ---- a user, as the test sees it --------------------------------------------------------------
+class DeviceUser(Process):
+    """One process of this file."""
 
-
-class DeviceUser:
-    """One process of this file. Lines in, JSON lines out."""
+    file = __file__
 
     def __init__(self, kind: str, config: object = None, *, env: dict[str, str] | None = None) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, kind, json.dumps(config)],
-            env=os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}),
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
-        )  # fmt: skip
-        self.pid = self.process.pid
-
-    def write(self, line: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-
-    def read(self, timeout_s: float = 120.0) -> Any:
-        """The next thing it says. Fails when it ends instead, or says nothing."""
-        assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], timeout_s)
-        line = self.process.stdout.readline() if ready else ""
-        assert line, f"the tenant {self.pid} said nothing; its status is {self.process.poll()}"
-        return json.loads(line)
-
-    def tell(self, line: str, timeout_s: float = 120.0) -> Any:
-        self.write(line)
-        return self.read(timeout_s)
-
-    def signal(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def close(self) -> None:
-        """End it, however it stands."""
-        self.signal(signal.SIGCONT)
-        self.kill()
-        for stream in (self.process.stdin, self.process.stdout):
-            assert stream is not None
-            with contextlib.suppress(BrokenPipeError):
-                stream.close()
+        super().__init__(kind, json.dumps(config), env=env)
 
 
-@contextlib.contextmanager
-def device_users() -> Iterator[Callable[..., DeviceUser]]:
+def device_users() -> AbstractContextManager[Callable[..., DeviceUser]]:
     """Starts users, and ends them."""
-    started: list[DeviceUser] = []
-
-    def start(kind: str, config: object = None, **more: Any) -> DeviceUser:
-        started.append(DeviceUser(kind, config, **more))
-        return started[-1]
-
-    try:
-        yield start
-    finally:
-        for user in started:
-            user.close()
-
-
-def resident_bytes(pid: int) -> int:
-    """What a process holds, to the page; 0 once it has ended."""
-    try:
-        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in rollup.splitlines() if line.startswith("Rss:")), 0)
-
-
-def resident_within(pid: int, start: int, length: int) -> int:
-    """What of a range of a process' addresses has memory behind it."""
-    total, inside = 0, False
-    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
-        if "-" in (head := line.split(maxsplit=1)[0]) and not head.endswith(":"):
-            begin, end = (int(part, 16) for part in head.split("-"))
-            inside = begin < start + length and start < end
-        elif inside and head == "Rss:":
-            total += int(line.split()[1]) * 1024
-    return total
-
-
-# ---- an engine without a model ------------------------------------------------------------------
+    return processes(DeviceUser)
 
 
 @dataclass
@@ -219,7 +142,6 @@ class Light:
     step_s: float = 0.01
     most_new: int = 300  # tokens that a request asks for
     weight: float = 1.0
-    priority: int = 0
 
     def start(self, start: Callable[..., DeviceUser]) -> DeviceUser:
         """As a process."""
@@ -250,8 +172,7 @@ class LightEngine:
         min_bytes = held + config.base_slack + config.kv_min
         self.lease = Lease.register(
             RuntimeDir(Path(config.directory)).socket, name=config.name, device_uuid=config.device,
-            min_bytes=min_bytes, weight=config.weight, priority=config.priority,
-            granule_bytes=config.extent_bytes, held_bytes=held, timeout_s=30,
+            min_bytes=min_bytes, weight=config.weight, granule_bytes=config.extent_bytes, held_bytes=held, timeout_s=30,
         )  # fmt: skip
         assert self.lease.wait_granted(min_bytes, 60), "the minimum is not granted"
         self.host = HostArena(
@@ -336,8 +257,7 @@ class LightEngine:
         return {
             **asdict(self.tally), "mapped": self.host.mapped_bytes, "memory": self.memory.to_dict(),
             "running": scheduler.num_running, "waiting": scheduler.num_waiting, "left": sorted(self.expected)[:3],
-            "starving": scheduler.starving, "steps": scheduler.stats.steps,
-            "hit_tokens": scheduler.stats.prefix_lookups.hit_tokens, "cached_blocks": scheduler.cache.pool.counts().cached,
+            "hit_tokens": scheduler.stats.prefix_lookups.hit_tokens,
         }  # fmt: skip
 
     def where(self) -> dict[str, int]:
@@ -357,8 +277,8 @@ def _light(config: str) -> None:
     engine = LightEngine(Light(**json.loads(config)))
     bursts, open_end = False, True
     place = engine.where()
-    _say({"pid": os.getpid(), "min": engine.lease.min_bytes, **place})
-    for line in _lines(engine.work):
+    say({"pid": os.getpid(), "min": engine.lease.min_bytes, **place})
+    for line in lines(engine.work):
         match line:
             case "bursts":
                 bursts = True
@@ -367,11 +287,11 @@ def _light(config: str) -> None:
             case "burst":
                 engine.burst()
             case "state":
-                _say(engine.state())
+                say(engine.state())
             case "cut":
                 engine.lease._link.is_open and engine.lease._link._channel._socket.shutdown(2)  # type: ignore[func-returns-value]
             case "end":
-                _say(engine.end())
+                say(engine.end())
                 open_end = False
             case None if not open_end:
                 time.sleep(0.01)
@@ -379,9 +299,6 @@ def _light(config: str) -> None:
             engine.burst()
             engine.burst_at = time.monotonic() + engine.rng.expovariate(1 / WARM_S)
     engine.lease.close()
-
-
-# ---- the real engine ----------------------------------------------------------------------------
 
 
 def _llm(config: str) -> None:
@@ -407,7 +324,7 @@ def _llm(config: str) -> None:
         llm = LLM("demo", **given.get("options", {}))
         memory = llm.stats()["memory"]
         lease = memory["lease"] if memory else None
-        _say({"pid": os.getpid(), "lease": lease, "min": lease["min_bytes"] if lease else None})
+        say({"pid": os.getpid(), "lease": lease, "min": lease["min_bytes"] if lease else None})
         return llm
 
     def burst() -> None:
@@ -428,10 +345,10 @@ def _llm(config: str) -> None:
             time.sleep(0.01)
 
     if given.get("waits", False):
-        _say({"pid": os.getpid()})
+        say({"pid": os.getpid()})
     else:
         llm = start()
-    for line in _lines(work):
+    for line in lines(work):
         match line.split() if line else None:
             case ["start", directory]:
                 if (child := os.fork()) != 0:
@@ -445,51 +362,16 @@ def _llm(config: str) -> None:
                 bursts = False
             case ["burst"]:
                 burst()
-                _say(asdict(tally))
+                say(asdict(tally))
             case ["state"]:
-                _say({**asdict(tally), "memory": llm.stats()["memory"]})
+                say({**asdict(tally), "memory": llm.stats()["memory"]})
             case ["end"]:
                 bursts = False
                 llm.close()
-                _say(asdict(tally))
+                say(asdict(tally))
                 if given.get("waits", False):
                     os._exit(0)
 
 
-# ---- an external process ---------------------------------------------------------------------------------
-
-
-def _external(_: str) -> None:
-    """Holds as many MiB as it was told last."""
-    arena = HostArena(16384, MIB)
-    _say({"pid": os.getpid()})
-    for line in sys.stdin:
-        wanted, mapped = int(line), sorted(arena.mapped_extents)
-        if wanted > len(mapped):
-            arena.map(range(len(mapped), wanted))
-        else:
-            arena.unmap(mapped[wanted:])
-        _say(arena.mapped_bytes)
-
-
-def _lines(work: Callable[[], None]) -> Iterator[str | None]:
-    """Lines of standard input as they come, None after each piece of `work` in between, until it ends."""
-    pending = b""
-    while True:
-        if select.select([0], [], [], 0)[0]:
-            data = os.read(0, 4096)
-            if not data:
-                return
-            *complete, pending = (pending + data).split(b"\n")
-            yield from (line.decode() for line in complete)
-        with contextlib.suppress(LeaseClosed):
-            work()
-        yield None
-
-
-def _say(value: object) -> None:
-    print(json.dumps(value), flush=True)
-
-
 if __name__ == "__main__":
-    {"light": _light, "llm": _llm, "external": _external}[sys.argv[1]](sys.argv[2])
+    {"light": _light, "llm": _llm, "external": lambda _: be_external()}[sys.argv[1]](sys.argv[2])

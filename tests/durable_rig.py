@@ -7,22 +7,18 @@ from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, Self
 
-import httpx2
-import uvicorn
+from page_rig import FAR_S, LocalServer, httpx2
 
-from pagetide.server.app import AppOptions, Server, make_app
 from pagetide.server.engine_client import Generation, Observer, RequestFailed
-from pagetide.server.http_protocol import BoundedHttpProtocol
 from pagetide.server.keys import ApiKeys
 from pagetide.server.messages import Accepted, ModelInfo, Piece, RequestEnd, Score
-from pagetide.server.models import ModelOptions, ModelRegistry
+from pagetide.server.models import ModelOptions
 
 INFO = ModelInfo("kept", 1 << 20, 64, 16, 1 << 16, True, "{{ messages }}", "cpu", "none", "0")
 PROMPT = [7] * 8
 TEXTS = ("The ", "whale", " ", "sw", "ims", "", " —", " d", "eep", ".")
-FAR_S = 30.0
 
 Record = Accepted | Piece | RequestEnd
 Deliver = Callable[["KeptRequest", Generation], "asyncio.Task[None] | None"]
@@ -50,10 +46,8 @@ def output(request: dict[str, Any], texts: tuple[str, ...] = TEXTS) -> Iterator[
             if step <= last:
                 text = texts[step]
                 ids = [step, index] if step % 3 == 2 else [step]
-                scores = (
-                    [Score(i, text if at == 0 else "", -0.5 - i, 1) for at, i in enumerate(ids)] if scored else None
-                )
-                yield Piece(0, index, text, ids, scores, "stop" if step == last else None)
+                scores = [Score(i, b"" if at else text.encode(), -0.5 - i, 1) for at, i in enumerate(ids) if scored]
+                yield Piece(0, index, text, ids, scores or None, "stop" if step == last else None)
 
 
 class KeptRequests:
@@ -79,7 +73,7 @@ class KeptRequests:
         num_tokens = sum(len(piece.token_ids) for piece in pieces)
         whole = [] if request["streams"] else list(_wholes(pieces))
         prompt_scores = (
-            None if request["params"].get("prompt_logprobs") is None else [Score(7, "x", -1.0, 1)] * len(PROMPT)
+            None if request["params"].get("prompt_logprobs") is None else [Score(7, b"x", -1.0, 1)] * len(PROMPT)
         )
         end = RequestEnd(0, whole, 3, prompt_scores, 0.1, 0.2, 1.0, num_tokens)
         records: list[Record] = [Accepted(0, PROMPT, 16), *(pieces if request["streams"] else ()), end]
@@ -129,7 +123,7 @@ class DurableEngine:
     Attributes:
         deliver: How records come.
         cancelled, left: The durable ids of these.
-        answers: What `call` returns, or raises, by method.
+        answers: What `call` returns, or raises, by method; a function is called with the arguments.
         calls: The methods that were called, in order.
     """
 
@@ -187,7 +181,7 @@ class DurableEngine:
         answer = self.answers.get(method, RequestFailed("invalid", f"workers do not take {method}"))
         if isinstance(answer, Exception):
             raise answer
-        return answer
+        return answer(**arguments) if callable(answer) else answer
 
     async def stop(self, drain_s: float = 0.0) -> None:
         self.is_alive = False
@@ -209,42 +203,25 @@ class Answer:
         self.events = [one + b"\n\n" for one in self.body.split(b"\n\n") if one]
 
 
-class FrontEnd:
-    """A server in this process on a real socket, in front of `queue`. Use it as an async context manager."""
+class FrontEnd(LocalServer):
+    """A server in front of `queue`."""
 
     def __init__(self, queue: KeptRequests, deliver: Deliver = one_by_one, keys: ApiKeys | None = None) -> None:
         self.engine = DurableEngine(queue, deliver)
-        self.models = ModelRegistry(self._start)
-        self.server = Server(self.models, keys or ApiKeys(), AppOptions())
-        config = uvicorn.Config(
-            make_app(self.server), port=0, http=BoundedHttpProtocol, log_config=None, lifespan="off",
-            timeout_graceful_shutdown=1,
-        )  # fmt: skip
-        self.http = uvicorn.Server(config)
+        super().__init__(self._start, [ModelOptions("kept", "kept", tool_parser="hermes")], keys)
         self.client: httpx2.AsyncClient
-        self._serving: asyncio.Task[None]
 
     async def _start(self, reference: str, options: dict[str, Any], name: str) -> DurableEngine:
         return self.engine
 
-    async def __aenter__(self) -> FrontEnd:
-        self.models.add(ModelOptions("kept", "kept", tool_parser="hermes"))
-        self._serving = asyncio.create_task(self.http.serve())
-        async with asyncio.timeout(FAR_S):
-            while not (self.http.started and self.models.is_ready):
-                await asyncio.sleep(0)
+    async def __aenter__(self) -> Self:
+        await super().__aenter__()
         self.client = httpx2.AsyncClient(base_url=self.url, timeout=FAR_S)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.client.aclose()
-        self.http.should_exit = True
-        await self._serving
-        await self.models.stop()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.http.servers[0].sockets[0].getsockname()[1]}"
+        await super().__aexit__()
 
     async def ask(self, path: str, body: dict[str, Any], **headers: str) -> Answer:
         """The whole response. An underscore in a header's name stands for a dash."""

@@ -25,7 +25,8 @@ from pagetide.scheduler.cost import SwapCost
 from pagetide.scheduler.outcome import Finished
 from pagetide.scheduler.plan import Plan, Result
 from pagetide.scheduler.request import Request, Sampling
-from pagetide.scheduler.scheduler import Limits, Scheduler
+from pagetide.scheduler.scheduler import Scheduler
+from pagetide.scheduler.state import Limits
 
 POISON = 0xFF  # as bytes: NaN in floating types, scales among them
 
@@ -38,6 +39,25 @@ class AlwaysSwap(SwapCost):
 
     def observe(self, plan: Plan, result: Result) -> None:
         pass
+
+
+def swap_whatever_it_costs(scheduler: Scheduler) -> None:
+    """Let an engine that was built with a measured cost swap as if it were free."""
+    scheduler.state.cost = AlwaysSwap(1, 1)
+
+
+def core_over(
+    model: Any, storage: Storage, limits: Limits, *, num_blocks: int, device: str = "cpu", kernel: Any = None,
+    cost: SwapCost | None = None, cache: dict[str, Any], **runner: Any,
+) -> EngineCore:  # fmt: skip
+    """An engine's core over memory, with a clock that counts; `cache` is for its manager, and `runner` for its runner."""
+    geometry, num_rows, num_tokens = storage.geometry, limits.num_rows, limits.max_model_len
+    register()
+    model.set_attn_implementation(NAME)
+    manager = CacheManager(num_blocks, geometry.block_size, num_rows, num_tokens, groups=geometry.groups, **cache)
+    sampler, kernel = Sampler(num_rows, model.config.get_text_config().vocab_size, device), kernel or TorchKernel()
+    begun = ModelRunner(model, storage, kernel, sampler, num_rows=num_rows, max_tokens=num_tokens, **runner)
+    return EngineCore(Scheduler(manager, limits, cost), begun, clock=itertools.count().__next__)
 
 
 class TinyEngine:
@@ -71,24 +91,15 @@ class TinyEngine:
             self.arena = TensorArena(num_extents, geometry.extent_bytes, device)
         storage = Storage(geometry, self.arena, device)
         storage.blocks[1:] = POISON
-        register()
-        model.set_attn_implementation(NAME)
         limits = Limits(max_seqs, max_step_tokens, max_model_len, max_chunk_tokens, forecast)
-        hasher = PrefixHasher(block_size) if caching else None
-        cache = CacheManager(
-            usable + 1, block_size, limits.num_rows, max_model_len, groups=geometry.groups, hasher=hasher,
-            host_slots=host_slots,
-        )  # fmt: skip
-        sampler = Sampler(limits.num_rows, model.config.get_text_config().vocab_size, device)
+        cache = {"hasher": PrefixHasher(block_size) if caching else None, "host_slots": host_slots}
         # Extents of one block each, so that there are just as many slots as asked for.
         one = geometry.with_extents(geometry.payload_bytes)
         self.host = HostPool(one, (host_slots + 1) * one.extent_bytes) if host_slots else None
-        runner = ModelRunner(
-            model, storage, TorchKernel(), sampler, num_rows=limits.num_rows, max_tokens=max_model_len, host=self.host,
-            overlaps=overlaps,
+        self.core = core_over(
+            model, storage, limits, num_blocks=usable + 1, device=device, host=self.host, overlaps=overlaps, cache=cache,
+            cost=cost or AlwaysSwap(geometry.payload_bytes, block_size),
         )  # fmt: skip
-        cost = cost or AlwaysSwap(geometry.payload_bytes, block_size)
-        self.core = EngineCore(Scheduler(cache, limits, cost), runner, clock=itertools.count().__next__)
         self.logits: dict[tuple[str, int], torch.Tensor] = {}
 
     @property
@@ -110,6 +121,12 @@ class TinyEngine:
     def add(self, name: str, prompt: list[int], sampling: Sampling, **more: Any) -> None:
         self.core.add(Request(name, np.array(prompt, np.int32), sampling, **more))
 
+    def add_all(self, prompts: list[list[int]], sampling: Sampling | list[Sampling]) -> None:
+        """Requests r0, r1, ..., in this order."""
+        each = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
+        for i, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
+            self.add(f"r{i}", prompt, one, arrival=float(i))
+
     def run(self, most: int = 20_000) -> dict[str, Finished]:
         """Step until all is done, checking invariants; the ends by request id."""
         ends: dict[str, Finished] = {}
@@ -124,9 +141,7 @@ class TinyEngine:
 
     def generate(self, prompts: list[list[int]], sampling: Sampling | list[Sampling]) -> list[list[int]]:
         """The tokens of each prompt; all must end by themselves."""
-        each = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
-        for i, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
-            self.add(f"r{i}", prompt, one, arrival=float(i))
+        self.add_all(prompts, sampling)
         ends = self.run()
         assert {end.reason for end in ends.values()} <= {"length", "stop"}, [end.error for end in ends.values()]
         return [ends[f"r{i}"].token_ids.tolist() for i in range(len(prompts))]

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from fakes import FakeRunner
+import numpy as np
+from fakes import VOCAB, FakeRunner, continuation
 
 from pagetide.allocator.arena import Arena
 from pagetide.allocator.errors import AllocatorError
 from pagetide.cache.manager import CacheManager
 from pagetide.engine.core import EngineCore
+from pagetide.scheduler.outcome import Finished
 from pagetide.scheduler.plan import NO_EXTENTS, Plan
-from pagetide.scheduler.scheduler import Limits, Scheduler
+from pagetide.scheduler.request import Request, Sampling
+from pagetide.scheduler.scheduler import Scheduler
+from pagetide.scheduler.state import Limits
 
 BLOCK_SIZE, PER = 16, 4  # tokens of a block, blocks of an extent
 _SEATS, _MAX_TOKENS = 8, 1024
@@ -49,3 +54,51 @@ def core_in_extents(arena: Arena) -> EngineCore:
     )
     runner: Any = ExtentRunner(arena, _SEATS, cache.max_tokens)
     return EngineCore(Scheduler(cache, Limits(_SEATS, 8192, _MAX_TOKENS, forecast=False)), runner)
+
+
+class SteppedEngine:
+    """Steps of a core that a test makes, on a made-up clock. Those aborted, or cut by a limit, may have fewer tokens."""
+
+    core: EngineCore
+    arena: Arena
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.requests, self.finished = dict[str, Request](), dict[str, Finished]()
+        self.aborted, self.cut = set[str](), set[str]()
+
+    def add(self, name: str, length: int, new: int = 8) -> None:
+        prompt = np.random.default_rng(len(self.requests)).integers(0, VOCAB, length).astype(np.int32)
+        self.requests[name] = Request(name, prompt, Sampling(new), 0, float(len(self.requests)))
+        self.core.add(self.requests[name])
+
+    def abort(self, name: str) -> None:
+        self.aborted.add(name)
+        self.core.abort(name)
+
+    def settle(self) -> None:
+        """Before a step is checked."""
+
+    def step(self, seconds: float = 0.02) -> None:
+        self.now += seconds
+        emissions = self.core.step()
+        self.settle()
+        self.core.scheduler.check_invariants()
+        self.cut |= {told["request_id"] for told in self.core.scheduler.decisions.to_list() if told["what"] == "cut"}
+        assert set(self.core.scheduler.cache.pool.mapped_extents.tolist()) == self.arena.mapped_extents
+        self.finished |= {end.request_id: end for end in emissions.finished}
+
+    def steps(self, most: int, until: Callable[[], object] = lambda: False) -> None:
+        for _ in range(most):
+            if until():
+                return
+            self.step()
+
+    def run(self) -> None:
+        self.steps(2000, lambda: not self.core.has_work)
+        for name, request in self.requests.items():
+            end, expected = self.finished[name], continuation(request.prompt_token_ids, request.sampling)
+            if name in (self.aborted if end.reason == "aborted" else self.cut):
+                expected = expected[: len(end.token_ids)]
+            assert end.reason == "length" or name in self.aborted, end
+            assert end.token_ids.tolist() == expected

@@ -17,14 +17,9 @@ from dataclasses import dataclass, field
 from pagetide.allocator.errors import DriverError
 
 GARBAGE = 0xDB
-INVALID_VALUE, OUT_OF_MEMORY, INVALID_CONTEXT, NOT_FOUND, NOT_READY = 1, 2, 201, 500, 600
-NAMES = {
-    INVALID_VALUE: "CUDA_ERROR_INVALID_VALUE",
-    OUT_OF_MEMORY: "CUDA_ERROR_OUT_OF_MEMORY",
-    INVALID_CONTEXT: "CUDA_ERROR_INVALID_CONTEXT",
-    NOT_FOUND: "CUDA_ERROR_NOT_FOUND",
-    NOT_READY: "CUDA_ERROR_NOT_READY",
-}
+CODES = {"INVALID_VALUE": 1, "OUT_OF_MEMORY": 2, "INVALID_CONTEXT": 201, "NOT_FOUND": 500, "NOT_READY": 600}
+INVALID_VALUE, OUT_OF_MEMORY, INVALID_CONTEXT, NOT_FOUND, NOT_READY = CODES.values()
+NAMES = {code: f"CUDA_ERROR_{name}" for name, code in CODES.items()}
 GRANULE = 4096
 DEVICES = 2
 _CONTEXT = 0xC0DE00  # + device
@@ -82,8 +77,6 @@ class FakeCudaDriver:
         self._streams: dict[int, list[Callable[[], None]]] = {}
         self.locked: dict[int, int] = {}  # bytes by the first address
 
-    # --- the seam
-
     def call(self, name: str, *args: int) -> tuple[int, ...]:
         self.before(name)
         with self._lock:
@@ -97,9 +90,7 @@ class FakeCudaDriver:
                     if name == "cuCtxPopCurrent":
                         self._cuCtxPopCurrent()  # it tells of what failed before, and pops all the same
                     raise DriverError(name, fault.code, NAMES[fault.code])
-            return getattr(self, f"_{name}")(*args)
-
-    # --- what tests look at
+            return getattr(self, f"_{name}")(*args) or ()
 
     @property
     def taken_bytes(self) -> int:
@@ -139,8 +130,6 @@ class FakeCudaDriver:
             memory, start = self._accessible(address, len(data))
             memory[start : start + len(data)] = data
 
-    # --- the calls
-
     def _cuDeviceGetCount(self) -> tuple[int]:
         return (DEVICES,)
 
@@ -160,25 +149,22 @@ class FakeCudaDriver:
         self._retained[device] += 1
         return (_CONTEXT + device,)
 
-    def _cuDevicePrimaryCtxRelease(self, device: int) -> tuple[()]:
+    def _cuDevicePrimaryCtxRelease(self, device: int) -> None:
         self._expect(self._retained[device] > 0, "release of a context that nobody holds")
         self._retained[device] -= 1
-        return ()
 
-    def _cuCtxPushCurrent(self, context: int) -> tuple[()]:
+    def _cuCtxPushCurrent(self, context: int) -> None:
         self._expect(self._retained[context - _CONTEXT] > 0, "push of a context that nobody holds")
         self._stack().append(context)
-        return ()
 
     def _cuCtxPopCurrent(self) -> tuple[int]:
         self._in_context()
         return (self._stack().pop(),)
 
-    def _cuCtxSynchronize(self) -> tuple[()]:
+    def _cuCtxSynchronize(self) -> None:
         self._in_context()
         for stream in self._streams:
             self._cuStreamSynchronize(stream)
-        return ()
 
     def _cuMemGetInfo(self) -> tuple[int, int]:
         self._in_context()
@@ -191,12 +177,11 @@ class FakeCudaDriver:
         self._ranges[base] = size
         return (base,)
 
-    def _cuMemAddressFree(self, address: int, size: int) -> tuple[()]:
+    def _cuMemAddressFree(self, address: int, size: int) -> None:
         self._in_context()
         self._expect(self._ranges.get(address) == size, "free of addresses that are not a range")
         self._expect(not self._inside(address, size), "free of addresses that are mapped")
         del self._ranges[address]
-        return ()
 
     def _cuMemCreate(self, size: int, device: int, flags: int) -> tuple[int]:
         self._in_context()
@@ -207,14 +192,13 @@ class FakeCudaDriver:
         self._handles[handle] = Handle(bytearray([GARBAGE]) * size)
         return (handle,)
 
-    def _cuMemRelease(self, handle: int) -> tuple[()]:
+    def _cuMemRelease(self, handle: int) -> None:
         self._in_context()
         self._expect(handle in self._handles, "release of a handle that does not exist")
         self._expect(all(m.handle != handle for m in self._mappings.values()), "release of a handle that is mapped")
         del self._handles[handle]
-        return ()
 
-    def _cuMemMap(self, address: int, size: int, offset: int, handle: int, flags: int) -> tuple[()]:
+    def _cuMemMap(self, address: int, size: int, offset: int, handle: int, flags: int) -> None:
         self._in_context()
         self._expect(handle in self._handles, "map of a handle that does not exist")
         self._expect(size == len(self._handles[handle].memory) and offset == flags == 0, "map of a part of a handle")
@@ -223,23 +207,20 @@ class FakeCudaDriver:
         self._expect(inside, "map outside of reserved addresses")
         self._expect(not self._inside(address, size), "map of addresses that are mapped")
         self._mappings[address] = Mapping(handle, size)
-        return ()
 
-    def _cuMemSetAccess(self, address: int, size: int, device: int) -> tuple[()]:
+    def _cuMemSetAccess(self, address: int, size: int, device: int) -> None:
         self._in_context()
         covered = self._inside(address, size)
         self._expect(sum(m.size for m in covered) == size, "access to a range that is not all mapped")
         for mapping in covered:
             mapping.accessible = True
-        return ()
 
-    def _cuMemUnmap(self, address: int, size: int) -> tuple[()]:
+    def _cuMemUnmap(self, address: int, size: int) -> None:
         self._in_context()
         mapping = self._mappings.get(address)
         self._expect(mapping is not None and mapping.size == size, "unmap of addresses that are not a mapping")
         self._expect(not any(self._streams.values()), "unmap under work that is queued")
         del self._mappings[address]
-        return ()
 
     def _cuStreamCreate(self, flags: int) -> tuple[int]:
         self._in_context()
@@ -248,14 +229,13 @@ class FakeCudaDriver:
         self._streams[stream] = []
         return (stream,)
 
-    def _cuStreamDestroy(self, stream: int) -> tuple[()]:
+    def _cuStreamDestroy(self, stream: int) -> None:
         self._in_context()
         self._expect(stream in self._streams, "destruction of a stream that does not exist")
         self._expect(not self._streams[stream], "destruction of a stream with work queued")
         del self._streams[stream]
-        return ()
 
-    def _cuMemsetD32Async(self, address: int, value: int, count: int, stream: int) -> tuple[()]:
+    def _cuMemsetD32Async(self, address: int, value: int, count: int, stream: int) -> None:
         self._in_context()
         memory, start = self._accessible(address, 4 * count)
 
@@ -263,30 +243,26 @@ class FakeCudaDriver:
             memory[start : start + 4 * count] = value.to_bytes(4, "little") * count
 
         self._streams[stream].append(run)
-        return ()
 
-    def _cuStreamSynchronize(self, stream: int) -> tuple[()]:
+    def _cuStreamSynchronize(self, stream: int) -> None:
         self._in_context()
         while self._streams[stream]:
             self._streams[stream].pop(0)()
-        return ()
 
-    def _cuMemHostRegister(self, address: int, size: int, flags: int) -> tuple[()]:
+    def _cuMemHostRegister(self, address: int, size: int, flags: int) -> None:
         self._in_context()
         self._expect(size > 0 and flags == 3, "locked memory that is neither portable nor mapped")
         apart = all(address + size <= start or start + other <= address for start, other in self.locked.items())
         self._expect(apart, "locked memory is locked again")
         ctypes.string_at(address, size)  # a range that may not be read ends the process
         self.locked[address] = size
-        return ()
 
-    def _cuMemHostUnregister(self, address: int) -> tuple[()]:
+    def _cuMemHostUnregister(self, address: int) -> None:
         self._in_context()
         self._expect(address in self.locked, "unlocking of what is not locked")
         del self.locked[address]
-        return ()
 
-    def _cuMemcpyBatchAsync(self, targets: int, sources: int, sizes: int, count: int, stream: int) -> tuple[()]:
+    def _cuMemcpyBatchAsync(self, targets: int, sources: int, sizes: int, count: int, stream: int) -> None:
         self._expect(count > 0 and stream in self._streams, "a batch of nothing, or in no stream of its own")
         columns = [(ctypes.c_uint64 * count).from_address(numbers)[:] for numbers in (targets, sources, sizes)]
         copies = list(zip(*columns, strict=True))
@@ -300,9 +276,6 @@ class FakeCudaDriver:
                 ctypes.memmove(*copy)
 
         self._streams[stream].append(run)
-        return ()
-
-    # --- the book
 
     def _stack(self) -> list[int]:
         return self._stacks.setdefault(threading.get_ident(), [])

@@ -21,7 +21,8 @@ from pagetide.scheduler.cost import SwapCost
 from pagetide.scheduler.outcome import BeamMove, Finished, StepOutputs
 from pagetide.scheduler.plan import NO_EXTENTS, NO_TOKENS, Candidates, ChunkLogprobs, Failure, Plan, Result
 from pagetide.scheduler.request import Request, Sampling
-from pagetide.scheduler.scheduler import Limits, Scheduler
+from pagetide.scheduler.scheduler import Scheduler
+from pagetide.scheduler.state import Limits
 
 POISON = -7  # mapped, and never written
 UNMAPPED = -9
@@ -379,7 +380,7 @@ class World:
         self._num_checks = 0
 
     def check(self) -> bool:
-        """Look whether the books hold, at one in `check_every` calls. Returns whether it did."""
+        """Check invariants at one in `check_every` calls. Returns whether it did."""
         self._num_checks += 1
         if self._num_checks % self.check_every:
             return False
@@ -409,6 +410,7 @@ class World:
 
     def schedule(self) -> Plan:
         plan = self.scheduler.schedule(self.now)
+        assert plan.num_tokens <= self.scheduler.limits.max_step_tokens
         self.check()
         self.plans.append(plan)
         self.started += [new.request_id for new in plan.admitted]
@@ -441,11 +443,11 @@ class World:
         assert step.plan is plan, "results come in the order of the plans"
         emissions = self.scheduler.apply(plan, step.wait())
         looks = self.check()
-        self.num_left += len(self.scheduler._running.finishing)
+        self.num_left += len(self.scheduler.state.finishing)
         if any(plan is other for other in self.planned_ahead):
             assert not self.aborted & set(emissions.request_ids), "a token of a plan that should not have been made"
         if len(self.runner.by_extent) > 1:
-            assert set(self.cache.pool.mapped_extents.tolist()) == self.runner.mapped, "books and memory differ"
+            assert set(self.cache.pool.mapped_extents.tolist()) == self.runner.mapped, "bookkeeping and memory differ"
         if looks and self.cache.host.capacity and not any(step.plan.swaps for step in self.begun):
             self._check_contents()
         for name, token in zip(emissions.request_ids, emissions.tokens, strict=True):
@@ -516,7 +518,7 @@ class World:
                 assert found.tolist() == index._tokens[node].tolist(), (
                     f"block {block} or slot {slot} holds something else"
                 )
-        waiting = {s.request.request_id: s for s in self.scheduler._sequences.by_id.values() if s.row is None}
+        waiting = {s.request.request_id: s for s in self.scheduler.state.by_id.values() if s.row is None}
         for name, tail in self.cache.host.tails.items():
             rest = tail.num_tokens % self.cache.block_size
             tokens = waiting[name].tokens[tail.num_tokens - rest : tail.num_tokens]
@@ -536,6 +538,16 @@ class World:
             assert not self.scheduler.starving, "what is left waits for memory"
             self.step()
         raise AssertionError(f"work is left after {most} steps")
+
+    def run_until_preempted(self) -> None:
+        while not self.scheduler.stats.preemptions:
+            self.step()
+
+    def complete(self, *, but: tuple[str, ...] = ()) -> None:
+        """Run to the end; every request but some gave what it gives alone, and nothing is held."""
+        self.run()
+        self.check_outputs(but=but)
+        self.check_empty()
 
     def known(self, name: str) -> int:
         """Tokens known of a request: its prompt, and what it was told."""

@@ -18,7 +18,7 @@ class FalseBroker:
         self.protocol = protocol
         self.hellos: list[int] = []  # the versions that it was spoken to in
         self._listener = listen(path)
-        self._listener.setblocking(True)
+        self._listener.settimeout(60)
         self._decoder = wire.FrameDecoder()
 
     def accept(self) -> None:

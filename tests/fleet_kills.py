@@ -1,6 +1,6 @@
 """Kills of a fleet's processes under load: every accepted request ends once, with the tokens of an undisturbed run.
 
-PYTHONPATH=tests python -m fleet_kills [--requests 300] [--kills 30] [--workers 4] [--seed N] [--pause 60]
+PYTHONPATH=tests python -m fleet_kills [--requests 300] [--kills 30] [--seed N]
 """
 
 from __future__ import annotations
@@ -23,14 +23,8 @@ from fleets import FleetProcess, ResumingClient, StreamResult, pause
 from pagetide import LLM, SamplingParams
 
 PROMPTS = (
-    "The sea was",
-    "Call me Ishmael",
-    "To be, or not",
-    "It was the best of times",
-    "The whale",
-    "O Romeo",
-    "A king",
-)
+    "The sea was", "Call me Ishmael", "To be, or not", "It was the best of times", "The whale", "O Romeo", "A king",
+)  # fmt: skip
 BATCH = 60  # requests that a batch file has too
 ENGINE = {"kv_memory": "32MiB", "dtype": "float32", "device": "cpu", "max_seqs": 16}
 
@@ -41,12 +35,9 @@ def bodies(count: int, seed: int, most_tokens: int) -> list[dict[str, Any]]:
     found = []
     for number in range(count):
         body = {
-            "model": "demo",
-            "prompt": f"{rng.choice(PROMPTS)} {number % 7}",
-            "max_tokens": rng.randint(most_tokens // 8, most_tokens),
-            "temperature": rng.choice((0.0, 0.9)),
-            "seed": rng.randrange(2**32),
-        }
+            "model": "demo", "prompt": f"{rng.choice(PROMPTS)} {number % 7}", "temperature": rng.choice((0.0, 0.9)),
+            "max_tokens": rng.randint(most_tokens // 8, most_tokens), "seed": rng.randrange(2**32),
+        }  # fmt: skip
         if number % 5 == 0:
             body["stop"] = ["king", "\n\n"]
         found.append(body)
@@ -105,14 +96,8 @@ class Killer:
 
 
 async def disturbed(
-    fleet: FleetProcess,
-    requests: list[dict[str, Any]],
-    kills: int,
-    seed: int,
-    every_s: float,
-    at_once: int,
-    pause_s: float,
-) -> tuple[list[StreamResult], Killer, list[tuple[str, list[int], str]]]:
+    fleet: FleetProcess, requests: list[dict[str, Any]], kills: int, seed: int, every_s: float, at_once: int, pause_s: float
+) -> tuple[list[StreamResult], Killer, list[tuple[str, list[int], str]]]:  # fmt: skip
     """Stream all requests, and run a batch file of some, while processes are killed."""
     client, room = ResumingClient(fleet.urls, give_up_s=150.0), asyncio.Semaphore(at_once)
     killer = Killer(fleet, seed, ("WorkerActor", "WorkerActor", "WorkerActor", "QueueActor", "FrontActor"))
@@ -216,13 +201,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--kills", type=int, default=30)
-    parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--seed", type=int, default=random.randrange(2**32))
-    parser.add_argument("--pause", type=float, default=60.0)
-    parser.add_argument("--every", type=float, default=4.0)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="pagetide-kills-") as folder:
-        wrong = run(args.requests, args.kills, args.workers, args.seed, args.pause, Path(folder), args.every)
+        wrong = run(args.requests, args.kills, 4, args.seed, 60.0, Path(folder))
     for line in wrong:
         print(line)
     return int(bool(wrong))

@@ -1,40 +1,28 @@
-"""A fleet in one process without Ray: `FleetRig` on the caller's event loop, `FleetThread` on one of its own."""
+"""A fleet in one process without Ray, on the caller's event loop."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable, Coroutine
+import math
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from pagetide import AsyncLLM, Fleet
-from pagetide.fleet.links import answer_call, result_of
+from pagetide import AsyncLLM, Fleet, StreamChunk
+from pagetide.fleet.links import DirectLink, answer_call, result_of
 from pagetide.fleet.messages import encode
-from pagetide.fleet.queue_server import QueueOptions, QueueServer
-from pagetide.fleet.worker import FleetWorker, model_of
-
-FAR_S = 60.0
-
-
-class QueueCalls:
-    """The target of `answer_call`: the queue's server, whose status is no coroutine."""
-
-    def __init__(self, server: QueueServer) -> None:
-        self._server = server
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._server, name)
-
-    async def status(self) -> dict[str, Any]:
-        return self._server.status()
+from pagetide.fleet.queue_server import QueueServer
+from pagetide.fleet.worker import model_of
+from tests.fleet_stand_ins import FAR_S, QueueRig, until
 
 
 class EncodedLink:
     """A link to a queue, perhaps on another event loop, that encodes what it carries as the link of Ray does."""
 
     def __init__(self, server: QueueServer, loop: asyncio.AbstractEventLoop) -> None:
-        self._target = QueueCalls(server)
+        self._target = DirectLink(server)
         self._loop = loop
 
     def __getattr__(self, name: str) -> Any:
@@ -49,47 +37,69 @@ class EncodedLink:
         return call
 
 
-class FleetRig:
-    """A queue and workers around engines that are there. Use it as an async context manager.
+class HeldEngine:
+    """An engine with requests that stand still when they are told to, so that a test may take its time meanwhile.
 
     Attributes:
-        workers: By name; those that were killed too.
+        most_chunks: A request that came gives no more chunks than that, and does not end.
+        from_tokens: Requests for fewer tokens go on all the same.
     """
 
-    def __init__(self, folder: Path, model: str, **engines: AsyncLLM) -> None:
-        self._folder = folder
-        self._model = model
-        self._engines = engines
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self.workers: dict[str, FleetWorker] = {}
-        self.server: QueueServer
-        self.link: EncodedLink
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+        self.most_chunks = math.inf
+        self.from_tokens = 0
 
-    async def __aenter__(self) -> FleetRig:
-        self.server = QueueServer(QueueOptions(self._folder / "journal.sqlite"))
-        self.server.start()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    async def import_request(
+        self, data: Sequence[Mapping[str, Any]], **options: Any
+    ) -> AsyncGenerator[StreamChunk, None]:
+        """Continue a request."""
+        count, num_tokens = 0, data[0]["sampling"]["max_new_tokens"]
+        async with aclosing(self._llm.import_request(data, **options)) as stream:
+            async for chunk in stream:
+                count += 1
+                while num_tokens >= self.from_tokens and (
+                    count > self.most_chunks or (chunk.completion is not None and self.most_chunks < math.inf)
+                ):
+                    await asyncio.sleep(0.001)
+                yield chunk
+
+
+class FleetRig(QueueRig):
+    """A queue and workers around engines that are there. Use it as an async context manager."""
+
+    def __init__(self, folder: Path, model: str, **engines: AsyncLLM) -> None:
+        super().__init__(folder, time.monotonic, hang_s=3600.0)
+        self._model = model
+        self._first = engines
+
+    async def __aenter__(self) -> Self:
+        await super().__aenter__()
         self.link = EncodedLink(self.server, asyncio.get_running_loop())
-        for name, llm in self._engines.items():
-            worker = self.workers[name] = FleetWorker(name, llm, model_of(llm, self._model), self.link)
-            self._tasks[name] = asyncio.create_task(worker.run())
-        await self.until(lambda: len(self.server.queue.workers) == len(self._engines))
+        await self.start(**self._first)
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-        self.server.queue.check_invariants()
-        await self.server.close()
+    def add(self, name: str, llm: AsyncLLM) -> asyncio.Task[None]:
+        return self.keep(name, HeldEngine(llm), model_of(llm, self._model))
+
+    def hold(self, most_chunks: float, from_tokens: int = 0) -> None:
+        """Let requests for at least so many tokens give no more chunks than `most_chunks`, and not end, until this is inf."""
+        for engine in self.engines.values():
+            engine.most_chunks, engine.from_tokens = most_chunks, from_tokens
 
     def fleet(self) -> Fleet:
         """A Fleet that is connected to it once it is used."""
-        return Fleet.of_link(self.link)
+        fleet = Fleet("link")
+        fleet._open_link = lambda: self.link
+        return fleet
 
     async def kill(self, worker: str) -> None:
         """End a worker amid its requests, as a process that dies."""
-        self._tasks[worker].cancel()
-        await asyncio.gather(self._tasks[worker], return_exceptions=True)
+        self.tasks[worker].cancel()
+        await asyncio.gather(self.tasks[worker], return_exceptions=True)
         self.server.lose(worker, "was killed")
 
     @property
@@ -97,41 +107,15 @@ class FleetRig:
         """Whether no request is left: in the queue, in the workers and in their engines."""
         return not self.server.queue.entries and not any(worker._tasks for worker in self.workers.values())
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until a condition holds."""
-        async with asyncio.timeout(FAR_S):
-            while not condition():
-                await asyncio.sleep(0.005)
 
+class IdleRig(FleetRig):
+    """One that sees to it that nothing is left of a test's requests, neither in the queue nor in the engines."""
 
-class FleetThread:
-    """A `FleetRig` in a thread, for programs without an event loop. Use it as a context manager."""
-
-    def __init__(self, rig: FleetRig) -> None:
-        self.rig = rig
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-
-    def __enter__(self) -> FleetThread:
-        self._thread.start()
-        self.wait(self.rig.__aenter__())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.wait(self.rig.__aexit__())
-        self.wait(_cancel_others())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def wait(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """The result of a coroutine on the rig's loop."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(FAR_S)
-
-
-async def _cancel_others() -> None:
-    """End what is left on this loop: calls that await what does not come any more."""
-    others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+    async def __aexit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            await until(lambda: self.is_empty)
+            async with asyncio.timeout(FAR_S):
+                for engine in self.engines.values():
+                    while (await engine.stats())["running"]:  # the current step is the last that computes them
+                        await asyncio.sleep(0.005)
+        await super().__aexit__(kind, *_)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 from zlib import crc32
 
 import msgspec
 
-from pagetide.engine.requests.outputs import Completion, RequestOutput, StreamChunk, Timings, TokenLogprobs
-from pagetide.fleet.links import QueueUnavailable
+from pagetide.engine.requests.outputs import Completion, RequestOutput, StreamChunk, Timings
+from pagetide.fleet.links import DirectLink, QueueUnavailable
 from pagetide.fleet.messages import FleetModel, NewRequest, WorkerState
-from pagetide.fleet.queue_server import QueueServer
+from pagetide.fleet.queue_server import QueueOptions, QueueServer
+from pagetide.fleet.worker import FleetWorker
 
+FAR_S = 60.0
 BLOCK_SIZE = 16
 MODEL = FleetModel("demo", "demo", "stand-in", "1", "none", "none", 1024, 4096, BLOCK_SIZE, 1, [1], 0, {}, "0")
 STOP_ID = 1
@@ -27,19 +30,16 @@ def other_model(**changes: Any) -> FleetModel:
 
 
 def new_request(
-    request_id: str, prompt: int = 8, new: int = 6, n: int = 1, *, priority: int = 0, tenant: str = "",
-    logprobs: int | None = None, **more: Any,
+    request_id: str, prompt: int = 8, new: int = 6, n: int = 1, *, priority: int = 0, tenant: str = "", **more: Any
 ) -> NewRequest:  # fmt: skip
     """A request of `prompt` prompt tokens for `new` tokens in `n` continuations."""
     sampling: dict[str, Any] = {"max_new_tokens": new, "stop_token_ids": [STOP_ID], "seed": crc32(request_id.encode())}
-    if logprobs is not None:
-        sampling["logprobs"] = logprobs
     handover = {
         "version": 2, "model": MODEL.name, "vocab_size": MODEL.vocab_size, "prompt": None,
         "prompt_token_ids": list(range(2, 2 + prompt)), "token_ids": [], "sampling": sampling, "index": 0,
         "priority": priority, "cache_salt": None, "num_told_tokens": 0, "num_told_characters": 0, "num_preemptions": 0,
         "num_cached_tokens": None, "first_token_s": None, "total_s": 0.0,
-        "logprobs": None if logprobs is None else {"token_ids": [], "logprobs": [], "ranks": []}, "prompt_logprobs": None,
+        "logprobs": None, "prompt_logprobs": None,
     }  # fmt: skip
     return NewRequest(request_id, handover, n, tenant=tenant, max_new_tokens=new, **more)
 
@@ -65,6 +65,13 @@ def worker_state(limit: int = 1000, usable: int | None = None) -> WorkerState:
     return WorkerState(limit if usable is None else usable, limit, limit if usable is None else usable)
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds."""
+    async with asyncio.timeout(FAR_S):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
 class StandInEngine:
     """What `FleetWorker` uses of an `AsyncLLM`. Each step computes a token of each request.
 
@@ -76,12 +83,16 @@ class StandInEngine:
 
     tokenizer = None
 
-    def __init__(self, max_seqs: int = 64, limit: int = 1000) -> None:
+    def __init__(
+        self, max_seqs: int = 64, limit: int = 1000, held_at: int = 1 << 30, refusals: Sequence[Exception] = (),
+        fault: Callable[[Mapping[str, Any], int], str | None] = lambda handover, position: None,
+    ) -> None:  # fmt: skip
         self.config = SimpleNamespace(max_seqs=max_seqs, max_step_tokens=2048, kv_events=False)
         self.limit = limit
-        self.fault: Callable[[Mapping[str, Any], int], str | None] = lambda handover, position: None
-        self.refusals: list[Exception] = []
-        self.held_at = 1 << 30
+        self.fault = fault
+        self.refusals = list(refusals)
+        self.held_at = held_at
+        self.heartbeat = (0, 0.0)
         self.num_running = 0
         self.num_started = 0
 
@@ -89,7 +100,9 @@ class StandInEngine:
         blocks = {"usable": self.limit, "limit": self.limit, "free": self.limit, "live": 0}
         return {"blocks": blocks, "waiting": 0, "preemptions": 0, "device": "stand-in"}
 
-    async def import_request(self, data: Sequence[Mapping[str, Any]]) -> AsyncGenerator[StreamChunk, None]:
+    async def import_request(
+        self, data: Sequence[Mapping[str, Any]], **options: Any
+    ) -> AsyncGenerator[StreamChunk, None]:
         """Continue a request, a token of each continuation in turn."""
         if self.refusals:
             raise self.refusals.pop(0)
@@ -121,7 +134,7 @@ class StandInEngine:
         output.append(token)
         if len(output) == one["sampling"]["max_new_tokens"]:
             return self._end(place, one, output, "length", None)
-        return StreamChunk(place, text_of(token), [token], logprobs=self._scores(one, token))
+        return StreamChunk(place, text_of(token), [token])
 
     def _end(
         self, place: int, one: Mapping[str, Any], output: list[int], reason: Any, error: str | None
@@ -130,15 +143,7 @@ class StandInEngine:
         text = "".join(map(text_of, output))
         completion = Completion(text, list(output), reason, Timings(0.0, 0.0), error=error)
         whole = RequestOutput("", None, one["prompt_token_ids"], (completion,))
-        scores = self._scores(one, *tokens)
-        return StreamChunk(place, "".join(map(text_of, tokens)), tokens, 0, completion, whole, scores)
-
-    @staticmethod
-    def _scores(one: Mapping[str, Any], *tokens: int) -> tuple[TokenLogprobs, ...] | None:
-        if (num_top := one["sampling"].get("logprobs")) is None:
-            return None
-        top = [tuple((other, -other / 1000.0) for other in range(num_top))] * len(tokens)
-        return tuple(TokenLogprobs(token, -token / 1000.0, 1, best) for token, best in zip(tokens, top, strict=True))
+        return StreamChunk(place, "".join(map(text_of, tokens)), tokens, 0, completion, whole)
 
 
 class UnreliableLink:
@@ -146,13 +151,11 @@ class UnreliableLink:
 
     Attributes:
         fails: Says of each call, by its name, whether it fails: "before", "after" or "" for not.
-        calls: The names of the calls that came through.
     """
 
     def __init__(self, server: QueueServer | None, fails: Callable[[str], str] = lambda method: "") -> None:
         self.server = server
         self.fails = fails
-        self.calls: list[str] = []
         self._running: set[asyncio.Task[Any]] = set()
 
     def cut(self) -> None:
@@ -183,11 +186,8 @@ class UnreliableLink:
             task.exception()  # its caller may be gone
 
     async def _call(self, server: QueueServer, method: str, arguments: Sequence[Any]) -> Any:
-        self.calls.append(method)
         await asyncio.sleep(0)
-        if method == "status":
-            return server.status()
-        return await getattr(server, method)(*arguments)
+        return await getattr(DirectLink(server), method)(*arguments)
 
 
 async def kill(server: QueueServer) -> None:
@@ -201,3 +201,56 @@ async def kill(server: QueueServer) -> None:
     await writer._locked(writer.journal.close)  # a commit that runs is over, or fails
     if writer._retry is not None:
         writer._retry.cancel()
+
+
+class QueueRig:
+    """A queue, and workers around stand-in engines, on this event loop. Use it as an async context manager."""
+
+    def __init__(self, folder: Path, clock: Callable[[], float] | None = None, **options: Any) -> None:
+        self.now = 0.0
+        self.clock = clock or (lambda: self.now)
+        self.options = QueueOptions(folder / "journal.sqlite", **options)
+        self.engines: dict[str, Any] = {}
+        self.workers: dict[str, FleetWorker] = {}
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def __aenter__(self) -> Self:
+        self.server = QueueServer(self.options, self.clock)
+        self.link: Any = UnreliableLink(self.server)
+        return self
+
+    async def start(self, **engines: Any) -> None:
+        """Start the queue's own tasks and a worker around each engine, and wait until the queue knows them."""
+        self.server.start()
+        for name, engine in engines.items():
+            self.add(name, engine)
+        await until(lambda: len(self.server.queue.workers) == len(self.engines))
+
+    def add(self, name: str, engine: Any, /, **model: Any) -> asyncio.Task[None]:
+        return self.keep(name, engine, other_model(**model))
+
+    def keep(self, name: str, engine: Any, model: FleetModel) -> asyncio.Task[None]:
+        """Let a worker of this model run."""
+        self.engines[name] = engine
+        worker = self.workers[name] = FleetWorker(name, engine, model, self.link)
+        self.tasks[name] = asyncio.create_task(worker.run())
+        return self.tasks[name]
+
+    async def restart(self) -> None:
+        """Kill the queue, and make it again from its journal."""
+        self.link.cut()
+        await kill(self.server)
+        self.link.server = self.server = QueueServer(self.options, self.clock)
+
+    async def __aexit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            return
+        for task in self.tasks.values():
+            task.cancel()
+        await asyncio.gather(*self.tasks.values(), return_exceptions=True)
+        self.server.queue.check_invariants()
+        streams = [
+            engine for engine in self.engines.values() if isinstance(engine, StandInEngine) and engine.num_running
+        ]
+        assert not streams, "a stream is left in an engine"
+        await self.server.close()

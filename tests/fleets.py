@@ -10,30 +10,18 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import psutil
 import yaml
 
-READY_S = 120.0
+from tests.ports import free_ports
 
-
-def free_ports(count: int) -> int:
-    """The first of `count` successive free ports."""
-    while True:
-        with socket.socket() as first:
-            first.bind(("127.0.0.1", 0))
-            port = first.getsockname()[1]
-        with suppress(OSError):
-            for offset in range(1, count):
-                with socket.socket() as other:
-                    other.bind(("127.0.0.1", port + offset))
-            return int(port)
+READY_S = 600.0
 
 
 class FleetProcess:
@@ -51,14 +39,14 @@ class FleetProcess:
         self.environ = os.environ | {"XDG_STATE_HOME": str(folder / "state"), "PYTHONUNBUFFERED": "1"}
         self.urls = [f"http://127.0.0.1:{self.settings['port'] + i}" for i in range(fronts)]
 
-    def command(self, *arguments: str, timeout_s: float = 90.0) -> subprocess.CompletedProcess[str]:
+    def command(self, *arguments: str, timeout_s: float = 600.0) -> subprocess.CompletedProcess[str]:
         """Run `pagetide` with these arguments."""
         line = [sys.executable, "-P", "-m", "pagetide", *arguments]
         return subprocess.run(
             line, capture_output=True, text=True, env=self.environ, timeout=timeout_s, check=False, cwd=self.folder
         )
 
-    def fleet(self, action: str, *arguments: str, timeout_s: float = 90.0) -> str:
+    def fleet(self, action: str, *arguments: str, timeout_s: float = 600.0) -> str:
         """Run an action of `pagetide fleet` on this fleet. Returns what it prints."""
         found = self.command("fleet", action, "--name", self.name, *arguments, timeout_s=timeout_s)
         assert found.returncode == 0, found.stderr
@@ -77,9 +65,7 @@ class FleetProcess:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()
 
     def end(self) -> None:
@@ -149,9 +135,6 @@ def _answers(url: str) -> bool:
         return False
 
 
-# ---- clients --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
 class StreamResult:
     """What a client has read of a stream, over all its connections.
@@ -167,97 +150,76 @@ class StreamResult:
     num_connections: int = 0
     error: str | None = None
     gaps: list[tuple[float, float]] = field(default_factory=list)
-    first_s: float | None = None
 
 
 class ResumingClient:
     """Streams completions from any of several front ends; reconnects with Last-Event-ID when a connection breaks."""
 
     def __init__(self, urls: Sequence[str], give_up_s: float = 120.0) -> None:
-        self._ports = [int(url.rpartition(":")[2]) for url in urls]
+        self._urls = urls
         self._give_up_s = give_up_s
 
     async def stream(self, body: Mapping[str, Any], key: str, at: int = 0) -> StreamResult:
         """Stream one completion to its end. `key` is its idempotency key."""
+        import httpx2
+
         result, last_id = StreamResult(), ""
         deadline = time.monotonic() + self._give_up_s
-        began = last_at = time.monotonic()
+        last_at = time.monotonic()
         data = json.dumps({**body, "stream": True, "return_token_ids": True}).encode()
         while result.num_ends == 0 and time.monotonic() < deadline:
-            port = self._ports[(at + result.num_connections) % len(self._ports)]
+            url = self._urls[(at + result.num_connections) % len(self._urls)]
+            headers = {"Content-Type": "application/json", "Idempotency-Key": key}
+            headers |= {"Last-Event-ID": last_id} if last_id else {}
             result.num_connections += 1
             try:
-                async for event_id, event in _events(port, data, key, last_id, deadline):
-                    now = time.monotonic()
-                    if event == "[DONE]":
-                        result.num_ends += 1
-                        continue
-                    found = json.loads(event)
-                    if "error" in found:
-                        result.error = json.dumps(found["error"])
-                        if "503" in result.error or "unavailable" in result.error:
-                            raise ConnectionError(result.error)
-                        return result
-                    result.error = None
-                    if result.first_s is None:
-                        result.first_s = now - began
-                    result.gaps.append((now, now - last_at))
-                    last_at = now
-                    (choice,) = found["choices"] or ({"text": "", "token_ids": [], "finish_reason": None},)
-                    assert result.finish_reason is None or not choice["token_ids"], "tokens after the end"
-                    result.text += choice["text"]
-                    result.token_ids += choice["token_ids"]
-                    result.finish_reason = choice["finish_reason"] or result.finish_reason
-                    last_id = event_id
-            except (OSError, EOFError, asyncio.IncompleteReadError, _Refused):
+                async with aclosing(_events(url, data, headers, deadline)) as events:
+                    async for event_id, event in events:
+                        now = time.monotonic()
+                        if event == "[DONE]":
+                            result.num_ends += 1
+                            continue
+                        found = json.loads(event)
+                        if "error" in found:
+                            result.error = json.dumps(found["error"])
+                            if "503" in result.error or "unavailable" in result.error:
+                                raise ConnectionError(result.error)
+                            return result
+                        result.error = None
+                        result.gaps.append((now, now - last_at))
+                        last_at = now
+                        (choice,) = found["choices"] or ({"text": "", "token_ids": [], "finish_reason": None},)
+                        assert result.finish_reason is None or not choice["token_ids"], "tokens after the end"
+                        result.text += choice["text"]
+                        result.token_ids += choice["token_ids"]
+                        result.finish_reason = choice["finish_reason"] or result.finish_reason
+                        last_id = event_id
+            except (ConnectionError, httpx2.TransportError):
                 await asyncio.sleep(0.1)
         return result
 
 
-class _Refused(Exception):
-    """The server cannot serve this now."""
+async def _events(
+    url: str, data: bytes, headers: Mapping[str, str], deadline: float
+) -> AsyncGenerator[tuple[str, str], None]:
+    """The events of one connection, with their ids. Raises httpx2.TransportError if it breaks or the server is busy."""
+    import httpx2
 
-
-async def _events(port: int, data: bytes, key: str, last_id: str, deadline: float) -> Any:
-    """The events of one connection, with their ids."""
-    async with asyncio.timeout(max(deadline - time.monotonic(), 0.1)):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        head = [
-            "POST /v1/completions HTTP/1.1", f"Host: 127.0.0.1:{port}", "Content-Type: application/json",
-            f"Content-Length: {len(data)}", f"Idempotency-Key: {key}", "Connection: close",
-            *([f"Last-Event-ID: {last_id}"] if last_id else []), "", "",
-        ]  # fmt: skip
-        writer.write("\r\n".join(head).encode() + data)
-        answer = await reader.readuntil(b"\r\n\r\n")
-        if b" 200 " not in answer.split(b"\r\n")[0]:
-            body = await reader.read()
-            if b" 503 " in answer or b" 429 " in answer:
-                raise _Refused(body)
-            raise AssertionError(f"{answer!r} {body!r}")
-        event_id = last_id
-        async for line in _lines(reader, b"chunked" in answer.lower()):
-            if line.startswith(b"id: "):
-                event_id = line[4:].decode()
-            elif line.startswith(b"data: "):
-                yield event_id, line[6:].decode()
-    finally:
-        writer.close()
-
-
-async def _lines(reader: asyncio.StreamReader, chunked: bool) -> Any:
-    rest = b""
-    while True:
-        if chunked:
-            size = int((await reader.readuntil(b"\r\n")).strip(), 16)
-            data = (await reader.readexactly(size + 2))[:-2]
-        else:
-            data = await reader.read(1 << 16)
-        if not data:
-            return
-        *lines, rest = (rest + data).split(b"\n")
-        for line in lines:
-            yield line.rstrip(b"\r")
+    timeout = httpx2.Timeout(None, connect=max(deadline - time.monotonic(), 0.1))
+    async with (
+        httpx2.AsyncClient(timeout=timeout, trust_env=False, verify=False) as client,
+        client.stream("POST", f"{url}/v1/completions", content=data, headers=headers) as answer,
+    ):
+        if answer.status_code in (429, 503):
+            raise httpx2.ConnectError(f"the server cannot serve this now: {answer.status_code}")
+        assert answer.status_code == 200, (answer.status_code, await answer.aread())
+        event_id = headers.get("Last-Event-ID", "")
+        async for line in answer.aiter_lines():
+            name, _, value = line.partition(": ")
+            if name == "id":
+                event_id = value
+            elif name == "data":
+                yield event_id, value
 
 
 def pause(process: psutil.Process, seconds: float) -> None:

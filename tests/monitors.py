@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import signal
 import subprocess
@@ -9,12 +11,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
+from typing import Any
+from unittest import mock
 
 from pagetide.monitor.errors import RecordError
 from pagetide.monitor.record import RecordReader
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 def wait_until(true: Callable[[], object], what: str = "it", timeout_s: float = DEADLINE_S) -> None:
@@ -26,14 +29,33 @@ def wait_until(true: Callable[[], object], what: str = "it", timeout_s: float = 
 
 
 def command(*arguments: str | Path) -> list[str]:
-    """`vram-monitor` with these arguments, as the interpreter of the tests runs it."""
     return [sys.executable, "-P", "-m", "pagetide.vram_monitor", *map(str, arguments)]
 
 
 def run(*arguments: str | Path, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run `vram-monitor` to its end."""
     environ = os.environ | (env or {})
     return subprocess.run(command(*arguments), capture_output=True, text=True, env=environ, timeout=120, check=False)
+
+
+def without(folder: Path, library: str, text: str) -> dict[str, str]:
+    """The environment of a process that finds this text in place of a library."""
+    (folder / library).mkdir()
+    (folder / library / "__init__.py").write_text(text)
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def run_here(*arguments: str | Path, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """As `run`, but in this process: for commands that end by themselves and take no signals."""
+    from pagetide.vram_monitor import main
+
+    told, said, given = io.StringIO(), io.StringIO(), list(map(str, arguments))
+    with mock.patch.dict(os.environ, env or {}), contextlib.redirect_stdout(told), contextlib.redirect_stderr(said):
+        try:
+            status = main(given)
+        except SystemExit as ended:  # of argparse
+            status = int(ended.code or 0)
+    return subprocess.CompletedProcess(given, status, told.getvalue(), said.getvalue())
 
 
 class MonitorProcess:
@@ -44,10 +66,10 @@ class MonitorProcess:
     ) -> None:
         self.directory = directory
         sources = () if source is None else ("--source", source)
-        self._command = command("serve", "--runtime-dir", directory, *sources, *arguments)
+        self.command = command("serve", "--runtime-dir", directory, *sources, *arguments)
         self._env = os.environ | (env or {})
         self._log = directory.parent / f"{directory.name}.log"
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Any = None  # of subprocess.Popen, once it is started
 
     @property
     def record(self) -> Path:
@@ -55,50 +77,41 @@ class MonitorProcess:
 
     @property
     def pid(self) -> int:
-        assert self.process is not None
         return self.process.pid
 
     def start(self) -> MonitorProcess:
         """Start it and wait until its record is there. Fails with what it said when it ended instead."""
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
-                self._command, env=self._env, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                self.command, env=self._env, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
         wait_until(self._answers, "the monitor's record")
         return self
 
     def said(self) -> str:
-        """Its log so far."""
         return self._log.read_text()
 
     def signal(self, number: int) -> None:
-        assert self.process is not None
         self.process.send_signal(number)
 
     def kill(self) -> None:
-        """SIGKILL."""
         self.signal(signal.SIGKILL)
-        assert self.process is not None
         self.process.wait()
 
-    def end(self) -> int:
-        """SIGTERM, and wait. Returns its exit status."""
-        self.signal(signal.SIGTERM)
-        assert self.process is not None
+    def end(self, number: int | None = None) -> int:
+        """SIGTERM, or another signal, and wait. Returns its exit status."""
+        self.signal(number or signal.SIGTERM)
         return self.process.wait(DEADLINE_S)
 
     def __enter__(self) -> MonitorProcess:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait()
 
     def _answers(self) -> bool:
-        assert self.process is not None
         assert self.process.poll() is None, f"the monitor ended: {self.said()}"
         try:
             with RecordReader.open(self.record) as reader:

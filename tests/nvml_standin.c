@@ -20,63 +20,35 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { MAX_GPUS = 16, MAX_MIG = 8, MAX_PROCESSES = 64 }; /* nvml_standin.py knows them too */
+enum { MAX_GPUS = 16, MAX_MIG = 8, ANSWER_MAX = 64 * 24 }; /* nvml_standin.py knows them too */
 enum { SLOTS = MAX_GPUS * (1 + MAX_MIG) };
 enum { ANY_DEVICE = SLOTS }; /* where calls that name no device are counted */
 
 /* nvml_standin.py reads this list: a function's number is its place in it. */
 #define FUNCTIONS \
-    X(nvmlInitWithFlags) \
-    X(nvmlShutdown) \
-    X(nvmlSystemGetDriverVersion) \
-    X(nvmlDeviceGetCount_v2) \
-    X(nvmlDeviceGetHandleByIndex_v2) \
-    X(nvmlDeviceGetMigDeviceHandleByIndex) \
-    X(nvmlDeviceGetMigMode) \
-    X(nvmlDeviceGetMaxMigDeviceCount) \
-    X(nvmlDeviceGetUUID) \
-    X(nvmlDeviceGetName) \
-    X(nvmlDeviceGetPciInfo_v3) \
-    X(nvmlDeviceGetMemoryInfo) \
-    X(nvmlDeviceGetMemoryInfo_v2) \
-    X(nvmlDeviceGetUtilizationRates) \
-    X(nvmlDeviceGetTemperature) \
-    X(nvmlDeviceGetPowerUsage) \
-    X(nvmlDeviceGetEnforcedPowerLimit) \
-    X(nvmlDeviceGetComputeRunningProcesses_v2) \
-    X(nvmlDeviceGetComputeRunningProcesses_v3) \
-    X(nvmlDeviceGetGraphicsRunningProcesses_v2) \
-    X(nvmlDeviceGetGraphicsRunningProcesses_v3)
+    X(nvmlInitWithFlags) X(nvmlShutdown) X(nvmlSystemGetDriverVersion) X(nvmlDeviceGetCount_v2) \
+    X(nvmlDeviceGetHandleByIndex_v2) X(nvmlDeviceGetMigDeviceHandleByIndex) X(nvmlDeviceGetMigMode) \
+    X(nvmlDeviceGetMaxMigDeviceCount) X(nvmlDeviceGetUUID) X(nvmlDeviceGetName) X(nvmlDeviceGetPciInfo_v3) \
+    X(nvmlDeviceGetMemoryInfo) X(nvmlDeviceGetMemoryInfo_v2) X(nvmlDeviceGetUtilizationRates) \
+    X(nvmlDeviceGetTemperature) X(nvmlDeviceGetPowerUsage) X(nvmlDeviceGetEnforcedPowerLimit) \
+    X(nvmlDeviceGetComputeRunningProcesses_v2) X(nvmlDeviceGetComputeRunningProcesses_v3) \
+    X(nvmlDeviceGetGraphicsRunningProcesses_v2) X(nvmlDeviceGetGraphicsRunningProcesses_v3)
 
 #define X(name) F_##name,
 enum { FUNCTIONS NUM_FUNCTIONS };
 #undef X
 
-enum {
-    SUCCESS = 0,
-    UNINITIALIZED = 1,
-    INVALID_ARGUMENT = 2,
-    NOT_FOUND = 6,
-    INSUFFICIENT_SIZE = 7,
-    DRIVER_NOT_LOADED = 9,
-    ARGUMENT_VERSION_MISMATCH = 25,
-};
+enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7, DRIVER_NOT_LOADED = 9 };
 
-/* --- the control file */
-
-struct process {
-    uint32_t pid, gpu_instance, compute_instance, unused;
-    uint64_t used_bytes; /* all ones: not available */
+struct answer { /* of one function about one device: what Python made of pynvml's types */
+    int32_t error;
+    uint32_t latency_us, num_bytes, unused;
+    unsigned char bytes[ANSWER_MAX];
 };
 
 struct device {
-    char uuid[96], name[96], pci_id[32];
-    uint64_t total_bytes, free_bytes, reserved_bytes;
-    uint32_t utilization_percent, temperature_celsius, power_milliwatts, power_limit_milliwatts;
-    uint32_t present, mig_enabled, num_compute, num_graphics;
-    int32_t errors[NUM_FUNCTIONS];
-    uint32_t latency_us[NUM_FUNCTIONS];
-    struct process compute[MAX_PROCESSES], graphics[MAX_PROCESSES];
+    uint32_t present, mig_enabled;
+    struct answer answers[NUM_FUNCTIONS];
 };
 
 struct control {
@@ -136,8 +108,6 @@ static void copy(void *to, const void *from, size_t size)
 
 #define READ(to, field) copy(&(to), &(field), sizeof(to))
 
-/* --- what every call begins with */
-
 /* As long as the control file says, in slices: it may be told to end sooner while this waits. */
 static void wait_as_told(const uint32_t *latency_us)
 {
@@ -161,28 +131,18 @@ static int initialized(void)
     return control.loaded && control.generation == attached;
 }
 
-/* A call that names no device. */
-static int enter(int function)
-{
-    int32_t error;
-    if (!initialized())
-        return UNINITIALIZED;
-    atomic_fetch_add(&file->counts[ANY_DEVICE].calls[function], 1);
-    READ(error, file->control.errors[function]);
-    return error;
-}
-
-/* A call about the device in a slot. */
-static int enter_slot(int function, int slot)
+/* A call about the device in a slot, or about none. */
+static int enter(int function, int slot)
 {
     int32_t error;
     if (!initialized())
         return UNINITIALIZED;
     atomic_fetch_add(&file->counts[slot].calls[function], 1);
-    wait_as_told(&file->devices[slot].latency_us[function]);
+    if (slot != ANY_DEVICE)
+        wait_as_told(&file->devices[slot].answers[function].latency_us);
     READ(error, file->control.errors[function]);
-    if (error == SUCCESS)
-        READ(error, file->devices[slot].errors[function]);
+    if (error == SUCCESS && slot != ANY_DEVICE)
+        READ(error, file->devices[slot].answers[function].error);
     return initialized() ? error : UNINITIALIZED;
 }
 
@@ -199,28 +159,26 @@ static int slot_of(void *handle)
     return (value >> 16) == attached && slot >= 0 && slot < SLOTS ? slot : -1;
 }
 
-/* A call about the device of a handle: copies what is told of it into `device`. */
-static int enter_handle(int function, void *handle, struct device **device)
+/* A call about the device of a handle: copies what is told of it into `told`. */
+static int enter_handle(int function, void *handle, struct answer *told)
 {
-    static _Thread_local struct device copied;
+    uint32_t present;
     if (!initialized())
         return UNINITIALIZED;
     int slot = slot_of(handle);
     if (slot < 0)
         return INVALID_ARGUMENT;
-    int error = enter_slot(function, slot);
-    READ(copied, file->devices[slot]);
-    *device = &copied;
-    return error != SUCCESS ? error : copied.present ? SUCCESS : NOT_FOUND;
+    int error = enter(function, slot);
+    READ(*told, file->devices[slot].answers[function]);
+    READ(present, file->devices[slot].present);
+    return error != SUCCESS ? error : present ? SUCCESS : NOT_FOUND;
 }
 
 #define ENTER(name) \
-    struct device *device; \
-    int error = enter_handle(F_##name, handle, &device); \
+    struct answer told; \
+    int error = enter_handle(F_##name, handle, &told); \
     if (error != SUCCESS) \
         return error
-
-/* --- the library and the driver */
 
 int nvmlInitWithFlags(unsigned int flags)
 {
@@ -252,13 +210,14 @@ int nvmlShutdown(void)
 
 const char *nvmlErrorString(int result)
 {
-    return result == ARGUMENT_VERSION_MISMATCH ? "Argument version mismatch" : "an error of the stand-in";
+    (void)result;
+    return "an error of the stand-in";
 }
 
 int nvmlSystemGetDriverVersion(char *version, unsigned int length)
 {
     struct control control;
-    int error = enter(F_nvmlSystemGetDriverVersion);
+    int error = enter(F_nvmlSystemGetDriverVersion, ANY_DEVICE);
     if (error != SUCCESS)
         return error;
     READ(control, file->control);
@@ -268,13 +227,11 @@ int nvmlSystemGetDriverVersion(char *version, unsigned int length)
 
 int nvmlDeviceGetCount_v2(unsigned int *count)
 {
-    int error = enter(F_nvmlDeviceGetCount_v2);
+    int error = enter(F_nvmlDeviceGetCount_v2, ANY_DEVICE);
     if (error == SUCCESS)
         READ(*count, file->control.num_gpus);
     return error;
 }
-
-/* --- devices */
 
 int nvmlDeviceGetHandleByIndex_v2(unsigned int index, void **handle)
 {
@@ -285,7 +242,7 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned int index, void **handle)
     if (index >= num_gpus)
         return INVALID_ARGUMENT;
     int slot = (int)index * (1 + MAX_MIG);
-    int error = enter_slot(F_nvmlDeviceGetHandleByIndex_v2, slot);
+    int error = enter(F_nvmlDeviceGetHandleByIndex_v2, slot);
     if (error == SUCCESS)
         *handle = handle_of(slot);
     return error;
@@ -294,24 +251,20 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned int index, void **handle)
 int nvmlDeviceGetMigMode(void *handle, unsigned int *current, unsigned int *pending)
 {
     ENTER(nvmlDeviceGetMigMode);
-    *current = *pending = device->mig_enabled;
-    return SUCCESS;
-}
-
-int nvmlDeviceGetMaxMigDeviceCount(void *handle, unsigned int *count)
-{
-    ENTER(nvmlDeviceGetMaxMigDeviceCount);
-    *count = device->mig_enabled ? MAX_MIG : 0;
+    memcpy(current, told.bytes, sizeof *current);
+    *pending = *current;
     return SUCCESS;
 }
 
 int nvmlDeviceGetMigDeviceHandleByIndex(void *handle, unsigned int index, void **instance)
 {
     ENTER(nvmlDeviceGetMigDeviceHandleByIndex);
-    if (!device->mig_enabled || index >= MAX_MIG)
+    int slot = slot_of(handle);
+    uint32_t present, mig_enabled;
+    READ(mig_enabled, file->devices[slot].mig_enabled);
+    if (!mig_enabled || index >= MAX_MIG)
         return INVALID_ARGUMENT;
-    int slot = slot_of(handle) + 1 + (int)index;
-    uint32_t present;
+    slot += 1 + (int)index;
     READ(present, file->devices[slot].present);
     if (!present)
         return NOT_FOUND;
@@ -319,131 +272,39 @@ int nvmlDeviceGetMigDeviceHandleByIndex(void *handle, unsigned int index, void *
     return SUCCESS;
 }
 
-int nvmlDeviceGetUUID(void *handle, char *uuid, unsigned int length)
-{
-    ENTER(nvmlDeviceGetUUID);
-    snprintf(uuid, length, "%s", device->uuid);
-    return SUCCESS;
-}
+/* A number, a structure, or a text that is shorter than the room its caller has. */
+#define GIVES(name) \
+    int name(void *handle, void *room) \
+    { \
+        ENTER(name); \
+        memcpy(room, told.bytes, told.num_bytes); \
+        return SUCCESS; \
+    }
 
-int nvmlDeviceGetName(void *handle, char *name, unsigned int length)
-{
-    ENTER(nvmlDeviceGetName);
-    snprintf(name, length, "%s", device->name);
-    return SUCCESS;
-}
-
-struct pci_info {
-    char bus_id_legacy[16];
-    unsigned int domain, bus, device, device_id, subsystem_id;
-    char bus_id[32];
-};
-
-int nvmlDeviceGetPciInfo_v3(void *handle, struct pci_info *pci)
-{
-    ENTER(nvmlDeviceGetPciInfo_v3);
-    memset(pci, 0, sizeof *pci);
-    memcpy(pci->bus_id, device->pci_id, sizeof pci->bus_id);
-    sscanf(device->pci_id, "%x:%x:%x", &pci->domain, &pci->bus, &pci->device);
-    snprintf(pci->bus_id_legacy, sizeof pci->bus_id_legacy, "%04X:%02X:%02X.0", pci->domain & 0xffff, pci->bus & 0xff,
-             pci->device & 0xff);
-    return SUCCESS;
-}
-
-struct memory_v1 {
-    unsigned long long total, free, used;
-};
-
-int nvmlDeviceGetMemoryInfo(void *handle, struct memory_v1 *memory)
-{
-    ENTER(nvmlDeviceGetMemoryInfo);
-    memory->total = device->total_bytes;
-    memory->free = device->free_bytes;
-    memory->used = memory->total - memory->free;
-    return SUCCESS;
-}
-
-struct memory_v2 {
-    unsigned int version;
-    unsigned long long total, reserved, free, used;
-};
-
-int nvmlDeviceGetMemoryInfo_v2(void *handle, struct memory_v2 *memory)
-{
-    ENTER(nvmlDeviceGetMemoryInfo_v2);
-    if (memory->version != (sizeof *memory | 2u << 24))
-        return ARGUMENT_VERSION_MISMATCH;
-    memory->total = device->total_bytes;
-    memory->reserved = device->reserved_bytes;
-    memory->free = device->free_bytes;
-    memory->used = memory->total - memory->free - memory->reserved;
-    return SUCCESS;
-}
-
-/* --- load and processes */
-
-struct utilization {
-    unsigned int gpu, memory;
-};
-
-int nvmlDeviceGetUtilizationRates(void *handle, struct utilization *utilization)
-{
-    ENTER(nvmlDeviceGetUtilizationRates);
-    utilization->gpu = device->utilization_percent;
-    utilization->memory = 0;
-    return SUCCESS;
-}
+GIVES(nvmlDeviceGetUUID) GIVES(nvmlDeviceGetName) GIVES(nvmlDeviceGetPciInfo_v3) GIVES(nvmlDeviceGetMaxMigDeviceCount)
+GIVES(nvmlDeviceGetPowerUsage) GIVES(nvmlDeviceGetEnforcedPowerLimit) GIVES(nvmlDeviceGetUtilizationRates)
+GIVES(nvmlDeviceGetMemoryInfo) GIVES(nvmlDeviceGetMemoryInfo_v2)
 
 int nvmlDeviceGetTemperature(void *handle, unsigned int sensor, unsigned int *celsius)
 {
     ENTER(nvmlDeviceGetTemperature);
     if (sensor != 0)
         return INVALID_ARGUMENT;
-    *celsius = device->temperature_celsius;
+    memcpy(celsius, told.bytes, sizeof *celsius);
     return SUCCESS;
 }
 
-int nvmlDeviceGetPowerUsage(void *handle, unsigned int *milliwatts)
-{
-    ENTER(nvmlDeviceGetPowerUsage);
-    *milliwatts = device->power_milliwatts;
-    return SUCCESS;
-}
-
-int nvmlDeviceGetEnforcedPowerLimit(void *handle, unsigned int *milliwatts)
-{
-    ENTER(nvmlDeviceGetEnforcedPowerLimit);
-    *milliwatts = device->power_limit_milliwatts;
-    return SUCCESS;
-}
-
-struct process_info { /* nvmlProcessInfo_v2_t; the calls _v2 and _v3 both fill it */
-    unsigned int pid;
-    unsigned long long used_bytes;
-    unsigned int gpu_instance, compute_instance;
-};
-
-static int list(const struct process *processes, unsigned int num, unsigned int *count, struct process_info *infos)
-{
-    unsigned int room = *count;
-    *count = num;
-    if (room < num)
-        return INSUFFICIENT_SIZE;
-    for (unsigned int i = 0; i < num; i++) {
-        infos[i] = (struct process_info){processes[i].pid, processes[i].used_bytes, processes[i].gpu_instance,
-                                         processes[i].compute_instance};
-    }
-    return SUCCESS;
-}
-
-#define LIST(name, kind) \
-    int name(void *handle, unsigned int *count, struct process_info *infos) \
+#define LISTS(name) \
+    int name(void *handle, unsigned int *count, void *infos) \
     { \
         ENTER(name); \
-        return list(device->kind, device->num_##kind, count, infos); \
+        unsigned int room = *count; \
+        *count = told.num_bytes / 24; \
+        if (room < *count) \
+            return INSUFFICIENT_SIZE; \
+        memcpy(infos, told.bytes, told.num_bytes); \
+        return SUCCESS; \
     }
 
-LIST(nvmlDeviceGetComputeRunningProcesses_v2, compute)
-LIST(nvmlDeviceGetComputeRunningProcesses_v3, compute)
-LIST(nvmlDeviceGetGraphicsRunningProcesses_v2, graphics)
-LIST(nvmlDeviceGetGraphicsRunningProcesses_v3, graphics)
+LISTS(nvmlDeviceGetComputeRunningProcesses_v2) LISTS(nvmlDeviceGetComputeRunningProcesses_v3)
+LISTS(nvmlDeviceGetGraphicsRunningProcesses_v2) LISTS(nvmlDeviceGetGraphicsRunningProcesses_v3)

@@ -37,12 +37,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pynvml
+
 GIB = 1 << 30
 COMPILER = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
 
 _SOURCE = Path(__file__).with_name("nvml_standin.c")
-_FUNCTIONS = tuple(re.findall(r"^    X\((nvml\w+)\)", _SOURCE.read_text(), re.MULTILINE))
-_MAX_GPUS, _MAX_MIG, _MAX_PROCESSES = 16, 8, 64
+_FUNCTIONS = tuple(re.findall(r"\bX\((nvml\w+)\)", _SOURCE.read_text()))
+_MAX_GPUS, _MAX_MIG, _ANSWER_MAX = 16, 8, 64 * ctypes.sizeof(pynvml.c_nvmlProcessInfo_v2_t)
 _SLOTS = _MAX_GPUS * (1 + _MAX_MIG)
 _NOT_SUPPORTED = 3
 _NOT_AVAILABLE = 2**64 - 1
@@ -103,7 +105,6 @@ class NvmlStandin:
         self.library = _library()
         self.control = Path(folder) / "nvml_standin.control"
         self._devices: list[Gpu] = []
-        self._errors: Mapping[str, int] = {}
         with self.control.open("wb") as file:
             file.truncate(ctypes.sizeof(_File))
         with self.control.open("r+b") as file:
@@ -119,11 +120,8 @@ class NvmlStandin:
         del self._file, self._mapped  # unmapped once no reference is left, in a traceback for instance
         self.control.unlink()
 
-    # --- what it answers
-
     @property
     def devices(self) -> Sequence[Gpu]:
-        """The GPUs in NVML's order."""
         return tuple(self._devices)
 
     @devices.setter
@@ -148,50 +146,34 @@ class NvmlStandin:
         with self._writing():
             self._write_gpu(number)
 
-    @property
-    def driver_loaded(self) -> bool:
-        """Whether the driver is there. One that comes back is another: it has to be initialised anew."""
-        return bool(self._file.control.loaded)
-
-    @driver_loaded.setter
-    def driver_loaded(self, loaded: bool) -> None:
+    def _load(self, loaded: bool) -> None:
         with self._writing() as control:
             control.generation += loaded and not control.loaded
             control.loaded = loaded
 
-    @property
-    def driver_version(self) -> str:
-        """Such as "580.82.07"."""
-        return self._file.control.driver_version.decode()
-
-    @driver_version.setter
-    def driver_version(self, version: str) -> None:
+    def _set_version(self, version: str) -> None:
         with self._writing() as control:
             control.driver_version = version.encode()
 
-    @property
-    def errors(self) -> Mapping[str, int]:
-        """What functions answer whatever the device: code by function."""
-        return self._errors
-
-    @errors.setter
-    def errors(self, errors: Mapping[str, int]) -> None:
-        self._errors = dict(errors)
+    def _set_errors(self, errors: Mapping[str, int]) -> None:
         with self._writing() as control:
-            control.errors[:] = _by_function(errors, {})
+            control.errors[:] = [_known(errors).get(function, 0) for function in _FUNCTIONS]
 
-    # --- who asks it
+    # To be told, and not asked. A driver that comes back is another one: it has to be initialised anew.
+    driver_loaded, driver_version, errors = (
+        property(None, _load),
+        property(None, _set_version),
+        property(None, _set_errors),
+    )
 
-    def env(self, **extra: str) -> dict[str, str]:
-        """The environment of this process and `extra`, for a child whose driver library is the stand-in."""
+    def env(self) -> dict[str, str]:
+        """The environment of this process, for a child whose driver library is the stand-in."""
         folders = [str(self.library.parent), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
-        own = {"LD_LIBRARY_PATH": os.pathsep.join(folders), "NVML_STANDIN_CONTROL": str(self.control)}
-        return {**os.environ, **own, **extra}
+        return {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(folders), "NVML_STANDIN_CONTROL": str(self.control)}
 
     @contextlib.contextmanager
     def in_process(self) -> Iterator[None]:
         """Within the block, pynvml of this process talks to the stand-in, and knows nothing of what it loaded before."""
-        import pynvml
 
         def forget(library: Any) -> Any:
             before, pynvml.nvmlLib = pynvml.nvmlLib, library
@@ -202,26 +184,17 @@ class NvmlStandin:
         # Not by dlopen's search, which a process reads at its start and which would leave the stand-in to all others
         # here who ask for the real library.
         before = forget(ctypes.CDLL(str(self.library)))
-        environment = os.environ.get("NVML_STANDIN_CONTROL")
         os.environ["NVML_STANDIN_CONTROL"] = str(self.control)
         try:
             yield
         finally:
             forget(before)
             del os.environ["NVML_STANDIN_CONTROL"]
-            if environment is not None:
-                os.environ["NVML_STANDIN_CONTROL"] = environment
 
     def calls(self, function: str, index: str | None = None) -> int:
-        """How often the NVML function was begun: for the device `index`, or for none (nvmlInitWithFlags, ...)."""
-        if index is None:
-            slot = _SLOTS
-        else:
-            number, *rest = map(int, index.split(":"))
-            slot = number * (1 + _MAX_MIG) + (1 + rest[0] if rest else 0)
+        """How often the NVML function was begun: for the GPU `index`, or for none (nvmlInitWithFlags, ...)."""
+        slot = _SLOTS if index is None else int(index) * (1 + _MAX_MIG)
         return int(self._file.counts[slot][_FUNCTIONS.index(function)])
-
-    # --- the control file
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[_Control]:
@@ -245,34 +218,17 @@ class NvmlStandin:
 # --- the structures of nvml_standin.c; the compiler compares their sizes
 
 
-class _Process(ctypes.Structure):
+class _Answer(ctypes.Structure):
     _fields_ = (
-        ("pid", ctypes.c_uint32),
-        ("gpu_instance", ctypes.c_uint32),
-        ("compute_instance", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
-        ("used_bytes", ctypes.c_uint64),
+        *((name, ctypes.c_uint32) for name in ("error", "latency_us", "num_bytes", "unused")),
+        ("bytes", ctypes.c_ubyte * _ANSWER_MAX),
     )
 
 
 class _Device(ctypes.Structure):
     _fields_ = (
-        ("uuid", ctypes.c_char * 96),
-        ("name", ctypes.c_char * 96),
-        ("pci_id", ctypes.c_char * 32),
-        *((name, ctypes.c_uint64) for name in ("total_bytes", "free_bytes", "reserved_bytes")),
-        *(
-            (name, ctypes.c_uint32)
-            for name in (
-                *("utilization_percent", "temperature_celsius", "power_milliwatts", "power_limit_milliwatts"),
-                *("present", "mig_enabled", "num_compute", "num_graphics"),
-            )
-        ),
-        ("errors", ctypes.c_int32 * len(_FUNCTIONS)),
-        ("latency_us", ctypes.c_uint32 * len(_FUNCTIONS)),
-        ("compute", _Process * _MAX_PROCESSES),
-        ("graphics", _Process * _MAX_PROCESSES),
-    )
+        ("present", ctypes.c_uint32), ("mig_enabled", ctypes.c_uint32), ("answers", _Answer * len(_FUNCTIONS))
+    )  # fmt: skip
 
 
 class _Control(ctypes.Structure):
@@ -292,51 +248,56 @@ class _File(ctypes.Structure):
     )
 
 
-_GIVEN_BY = {
-    "total_bytes": ("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetMemoryInfo_v2"),
-    "utilization_percent": ("nvmlDeviceGetUtilizationRates",),
-    "temperature_celsius": ("nvmlDeviceGetTemperature",),
-    "power_milliwatts": ("nvmlDeviceGetPowerUsage",),
-    "power_limit_milliwatts": ("nvmlDeviceGetEnforcedPowerLimit",),
-    "compute": ("nvmlDeviceGetComputeRunningProcesses_v2", "nvmlDeviceGetComputeRunningProcesses_v3"),
-    "graphics": ("nvmlDeviceGetGraphicsRunningProcesses_v2", "nvmlDeviceGetGraphicsRunningProcesses_v3"),
-}
+def _listed(processes: Sequence[Process]) -> bytes:
+    infos = [
+        (process.pid, _NOT_AVAILABLE if process.used_bytes is None else process.used_bytes, _NO_INSTANCE, _NO_INSTANCE)
+        for process in processes
+    ]
+    return bytes((pynvml.c_nvmlProcessInfo_v2_t * len(infos))(*infos))
+
+
+def _told(gpu: Gpu) -> dict[str, tuple[Any, Any]]:
+    """Function -> (what is None if the device does not tell it, what is told)."""
+    total, free, reserved = gpu.total_bytes or 0, gpu.free_bytes, gpu.reserved_bytes
+    v2 = pynvml.c_nvmlMemory_v2_t(pynvml.nvmlMemory_v2, total, reserved, free, total - free - reserved)
+    lists = {"Compute": gpu.compute, "Graphics": gpu.graphics}
+    numbers = {
+        "Temperature": gpu.temperature_celsius, "PowerUsage": gpu.power_milliwatts,
+        "EnforcedPowerLimit": gpu.power_limit_milliwatts, "MigMode": int(gpu.mig is not None),
+        "MaxMigDeviceCount": 0 if gpu.mig is None else _MAX_MIG,
+    }  # fmt: skip
+    return {
+        "MemoryInfo": (gpu.total_bytes, pynvml.c_nvmlMemory_t(total, free, total - free)),
+        "MemoryInfo_v2": (gpu.total_bytes, v2),
+        "UtilizationRates": (gpu.utilization_percent, pynvml.c_nvmlUtilization_t(gpu.utilization_percent or 0, 0)),
+        "PciInfo_v3": (gpu.pci_id, pynvml.nvmlPciInfo_t(busId=gpu.pci_id.encode())),
+        "UUID": (gpu.uuid, gpu.uuid.encode() + b"\0"),
+        "Name": (gpu.name, gpu.name.encode() + b"\0"),
+        **{name: (number, ctypes.c_uint32(number or 0)) for name, number in numbers.items()},
+        **{f"{kind}RunningProcesses_v{v}": (told, _listed(told or ())) for kind, told in lists.items() for v in (2, 3)},
+    }
 
 
 def _encoded(gpu: Gpu) -> _Device:
-    device = _Device(
-        **{name: getattr(gpu, name).encode() for name in ("uuid", "name", "pci_id")},
-        free_bytes=gpu.free_bytes,
-        reserved_bytes=gpu.reserved_bytes,
-        present=1,
-        mig_enabled=gpu.mig is not None,
-    )
-    errors = dict.fromkeys(_FUNCTIONS, gpu.error)
-    for quantity, functions in _GIVEN_BY.items():
-        value = getattr(gpu, quantity)
-        if value is None:
-            errors.update((function, gpu.error or _NOT_SUPPORTED) for function in functions)
-        elif quantity in ("compute", "graphics"):
-            setattr(device, f"num_{quantity}", len(value))
-            for place, process in enumerate(value):
-                used = _NOT_AVAILABLE if process.used_bytes is None else process.used_bytes
-                getattr(device, quantity)[place] = _Process(process.pid, _NO_INSTANCE, _NO_INSTANCE, 0, used)
-        else:
-            setattr(device, quantity, value)
-    device.errors[:] = _by_function(gpu.errors, errors)
-    device.latency_us[:] = _by_function(gpu.latencies_us, dict.fromkeys(_FUNCTIONS, gpu.latency_us))
+    errors, latencies_us, told = _known(gpu.errors), _known(gpu.latencies_us), _told(gpu)
+    device = _Device(present=1, mig_enabled=gpu.mig is not None)
+    for answer, function in zip(device.answers, _FUNCTIONS, strict=True):
+        quantity, raw = told.get(function.removeprefix("nvmlDeviceGet"), (function, b""))
+        answer.error = errors.get(function, gpu.error or (_NOT_SUPPORTED if quantity is None else 0))
+        answer.latency_us = latencies_us.get(function, gpu.latency_us)
+        answer.num_bytes = len(bytes(raw))
+        answer.bytes[: answer.num_bytes] = bytes(raw)
     return device
 
 
-def _by_function(told: Mapping[str, int], otherwise: Mapping[str, int]) -> list[int]:
+def _known(told: Mapping[str, int]) -> Mapping[str, int]:
     if unknown := set(told) - set(_FUNCTIONS):
         raise ValueError(f"the stand-in has no {', '.join(sorted(unknown))}; it has {', '.join(_FUNCTIONS)}")
-    return [told.get(function, otherwise.get(function, 0)) for function in _FUNCTIONS]
+    return told
 
 
 @functools.cache
 def _library() -> Path:
-    """The compiled stand-in, in a folder of its own that goes with the process."""
     if COMPILER is None:
         raise RuntimeError("the stand-in of the NVIDIA driver library needs a C compiler: cc, gcc, clang, or CC=...")
     folder = Path(tempfile.mkdtemp(prefix="nvml-standin-"))

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import httpx2
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
 from schemathesis import GenerationMode
 
 REQUEST_S = 600.0  # an answer that takes longer is a hang; 640 continuations, 8 at a time, take minutes on a busy core
 CONCURRENT = 4
-# Which share of the requests goes to an operation; those that are not named get one each, in both modes.
+# Which share of the requests goes to an operation; those that are not named get few.
 SHARES = {
     "POST /v1/completions": 0.35, "POST /v1/chat/completions": 0.35, "POST /tokenize": 0.1, "POST /detokenize": 0.08,
     "GET /v1/models/{name}": 0.03, "GET /is_sleeping": 0.03, "POST /admin/models/unload": 0.04,
@@ -32,21 +31,27 @@ class Misbehaved(AssertionError):
 
 
 def send_requests(url: str, count: int, number: int, headers: dict[str, str]) -> Counter[int]:
-    """Send `count` requests or some more, drawn with seed `number`. Returns how many had each status.
+    """Send `count` requests or some more, drawn with seed `number`, and at least one to each operation.
+
+    Each round sends as many as the Hypothesis profile has examples. Returns how many had each status.
 
     Raises Misbehaved for an answer of 500 or more, one that the description lacks, or none.
     """
-    description = schemathesis.openapi.from_url(f"{url}/openapi.json", headers=headers)
+    cases = _cases(schemathesis.openapi.from_url(f"{url}/openapi.json", headers=headers))
     found: Counter[int] = Counter()
-    for further in itertools.count():  # what can be drawn from a small schema is drawn once
-        found += _send_round(description, count - found.total(), number + further, headers)
-        if found.total() >= count:
-            return found
+    missing = {label for label, _ in cases}
+    for further in itertools.count():
+        sent, statuses = _send(cases, number + further, headers)
+        found += statuses
+        missing -= sent
+        if found.total() >= count and not missing:
+            break
+    return found
 
 
-def _send_round(description: Any, count: int, number: int, headers: dict[str, str]) -> Counter[int]:
-    """Send about `count` requests, at least one to each operation."""
-    found: Counter[int] = Counter()
+def _cases(description: Any) -> list[tuple[str, Any]]:
+    """Operations with strategies of requests to them, each as often as its share in per cent, or once."""
+    cases: list[tuple[str, Any]] = []
     for result in description.get_all_operations():
         operation = result.ok()
         if operation.label in ("POST /sleep", "POST /wake_up", "POST /admin/models/load"):
@@ -54,34 +59,28 @@ def _send_round(description: Any, count: int, number: int, headers: dict[str, st
         share = SHARES.get(operation.label)
         modes = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE) if share else (GenerationMode.POSITIVE,)
         for mode in modes:
-            wanted = 1 if share is None else max(round(count * share / len(modes)), 1)
             if mode is GenerationMode.NEGATIVE and operation.label == "GET /v1/models/{name}":
                 continue  # every text is a name
-            found += _send(operation, mode, wanted, number, headers)
-    return found
+            times = max(round(100 * (share or 0) / len(modes)), 1)
+            cases += [(operation.label, operation.as_strategy(generation_mode=mode))] * times
+    return cases
 
 
-def _send(operation: Any, mode: GenerationMode, count: int, number: int, headers: dict[str, str]) -> Counter[int]:
-    statuses: Counter[int] = Counter()
+def _send(cases: list[tuple[str, Any]], number: int, headers: dict[str, str]) -> tuple[set[str], Counter[int]]:
+    """One round: the operations that requests went to, and how many had each status."""
+    sent: set[str] = set()
     answers: list[Future[int]] = []
 
     @seed(number)
-    @settings(
-        max_examples=count,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate],
-    )
-    @given(case=operation.as_strategy(generation_mode=mode))
+    @settings(database=None, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
+    @given(case=st.integers(0, len(cases) - 1).flatmap(lambda chosen: cases[chosen][1]))
     def draw(case: Any) -> None:
+        sent.add(case.operation.label)
         answers.append(pool.submit(_status, case, headers))
 
     with ThreadPoolExecutor(CONCURRENT) as pool:
         draw()
-        for answer in answers:
-            statuses[answer.result()] += 1
-    return statuses
+    return sent, Counter(answer.result() for answer in answers)
 
 
 def _status(case: Any, headers: dict[str, str]) -> int:
@@ -91,23 +90,3 @@ def _status(case: Any, headers: dict[str, str]) -> int:
     if status >= 500 or not {str(status), f"{status // 100}XX"} & set(declared):
         raise Misbehaved(f"{status} {response.text[:500]} for\n{case.as_curl_command()[:4000]}")
     return int(status)
-
-
-def wait_until_idle(url: str, headers: dict[str, str], timeout_s: float = REQUEST_S) -> None:
-    """Wait until no request is open and all blocks are back. Raises Misbehaved."""
-    until = time.monotonic() + timeout_s
-    while True:
-        load = httpx2.get(f"{url}/load", headers=headers).json()["server_load"]
-        samples = {}
-        for line in httpx2.get(f"{url}/metrics", headers=headers).text.splitlines():
-            name, _, value = line.rpartition(" ")
-            if name.startswith("vllm:num_requests_") or (
-                name.startswith("pagetide_kv_blocks{") and 'state="live"' in name
-            ):
-                samples[name] = float(value)
-        left = {name: value for name, value in samples.items() if value}
-        if not load and samples and not left:
-            return
-        if time.monotonic() > until:
-            raise Misbehaved(f"something is left: {load} open requests, {left}")
-        time.sleep(0.05)

@@ -8,12 +8,16 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+Exported = Mapping[str, Collection[str]]  # metric -> labels
+TARGET_LABELS = {"job", "instance"}  # Prometheus adds them
 needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
 needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
 
@@ -23,6 +27,100 @@ def labels_in(expression: str) -> set[str]:
     matched = re.findall(r"(\w+)\s*(?:=~|!~|!=|=)\s*[\"%]", expression)
     listed = re.findall(r"\b(?:on|by|without|ignoring|group_left|group_right)\s*\(([^)]*)\)", expression)
     return {*matched, *(label.strip() for names in listed for label in names.split(","))}
+
+
+@dataclass(frozen=True)
+class OperatorFiles:
+    """A folder of files for operators.
+
+    Attributes:
+        metric: A pattern of the metrics' names in queries.
+        durations: A pattern of how long alerts wait.
+    """
+
+    folder: Path
+    metric: str
+    durations: str
+
+    def load(self, name: str) -> Any:
+        text = (self.folder / name).read_text("utf-8")
+        return json.loads(text) if name.endswith(".json") else yaml.safe_load(text)
+
+    @property
+    def board(self) -> dict[str, Any]:
+        """The dashboard."""
+        found: dict[str, Any] = self.load("grafana-dashboard.json")
+        return found
+
+    @property
+    def alerts(self) -> list[dict[str, Any]]:
+        return [rule for group in self.load("alerts.yml")["groups"] for rule in group["rules"]]
+
+    @property
+    def targets(self) -> list[dict[str, Any]]:
+        """The queries of the dashboard."""
+        return targets_of(self.board)
+
+    def metrics_in(self, expression: str) -> set[str]:
+        return set(re.findall(rf"\b(?:{self.metric}|up)\b", expression))
+
+    def labels_of(self, expression: str, exported: Exported) -> set[str]:
+        """The labels of all metrics in a query."""
+        return TARGET_LABELS.union(*(exported.get(name, ()) for name in self.metrics_in(expression)))
+
+    def unknown_in(self, expression: str, exported: Exported) -> set[str]:
+        """Names in a query that are neither a metric that is exported nor a label of one in the query."""
+        labels = labels_in(expression) - self.labels_of(expression, exported)
+        return (self.metrics_in(expression) - exported.keys()) | labels
+
+    def check_alerts(self, exported: Exported) -> None:
+        """Alerts ask for what is exported and say what is wrong."""
+        for rule in self.alerts:
+            name, expression = rule["alert"], rule["expr"]
+            assert self.metrics_in(expression) and self.unknown_in(expression, exported) == set(), name
+            assert rule["labels"]["severity"] in ("critical", "warning"), name
+            assert re.fullmatch(self.durations, rule["for"]), f"a flicker is no alarm: {name}"
+            text = rule["annotations"]["summary"] + rule["annotations"]["description"]
+            assert set(re.findall(r"\$labels\.(\w+)", text)) <= self.labels_of(expression, exported), name
+            assert not re.search(r"\$value\s*}}", text), f"a bare number is for no person: {name}"
+
+    def check_alerts_are_documented_and_tested(self, document: str, never_quiet: frozenset[str] = frozenset()) -> None:
+        names = {rule["alert"] for rule in self.alerts}
+        assert len(names) == len(self.alerts)
+        rows = re.findall(r"^\| `((?:Pagetide|Vram)\w+)` \| (\w+) \| (\w+) \|", document, re.MULTILINE)
+        assert rows == [(rule["alert"], rule["labels"]["severity"], rule["for"]) for rule in self.alerts]
+        tests = [case for test in self.load("alerts_test.yml")["tests"] for case in test["alert_rule_test"]]
+        assert {case["alertname"] for case in tests if case.get("exp_alerts")} == names
+        quiet = {case["alertname"] for case in tests if not case.get("exp_alerts")}
+        assert names >= quiet >= names - never_quiet
+
+    def check_job(self, port: int) -> None:
+        """One port and one job are meant everywhere."""
+        config = self.load("prometheus.yml")
+        (job,) = config["scrape_configs"]
+        assert config["rule_files"] == ["alerts.yml"]
+        assert [one for static in job["static_configs"] for one in static["targets"]] == [f"127.0.0.1:{port}"]
+        queries = [one["expr"] for one in (*self.alerts, *self.targets)]
+        assert {name for query in queries for name in re.findall(r'job="([^"]*)"', query)} == {job["job_name"]}
+
+    def check_board(self, exported: Exported, variables: set[str]) -> set[str]:
+        """The dashboard is laid out in rows and asks for what is exported. Returns the metrics that it shows."""
+        check_layout(self.board["panels"])
+        check_data_source(self.board)
+        for target in self.targets:
+            expression = target["expr"]
+            assert self.unknown_in(expression, exported) == set(), expression
+            shown = set(re.findall(r"{{(\w+)}}", target.get("legendFormat", "")))
+            assert shown <= self.labels_of(expression, exported), expression
+            assert set(re.findall(r"\$(\w+)", expression)) <= {*variables, "__rate_interval"}, expression
+        return set().union(*(self.metrics_in(target["expr"]) for target in self.targets))
+
+    def check_with_promtool(self, folder: Path) -> None:
+        """promtool accepts the files, and can read every query of the dashboard."""
+        promtool("check", "config", "prometheus.yml", folder=self.folder)
+        for what in (("check", "rules", "alerts.yml"), ("test", "rules", "alerts_test.yml")):
+            promtool(*what, folder=self.folder)
+        promtool_reads([target["expr"] for target in self.targets], folder)
 
 
 def targets_of(board: dict[str, Any]) -> list[dict[str, Any]]:

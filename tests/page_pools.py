@@ -10,81 +10,57 @@ The page itself is the one in server/page.
 from __future__ import annotations
 
 import argparse
-import base64
 import json
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
-import numpy.typing as npt
+from cell_oracle import naive_cells, seated
+
+from pagetide.allocator.pool_view import BlockState
+from pagetide.cache.manager import CacheManager
+from pagetide.cache.prefix_hash import PrefixHasher
+from pagetide.scheduler.cost import SwapCost
+from pagetide.scheduler.frames.source import (
+    MOST_WAITING,
+    Frame,
+    FrameSource,
+    MemoryFigures,
+    PoolFacts,
+    encode,
+    with_labels,
+)
+from pagetide.scheduler.plan import Plan, Result
+from pagetide.scheduler.request import Request, Sampling
+from pagetide.scheduler.scheduler import Scheduler
+from pagetide.scheduler.sequence import Sequence as Served
+from pagetide.scheduler.snapshot import first_waiting
+from pagetide.scheduler.state import Limits
 
 FOLDER = Path(__file__).resolve().parents[1] / "server" / "page"
-UNMAPPED, FREE, DRAINING, CACHED, IN_FLIGHT, NULL, FIRST_ROW, SHARED = 0, 1, 2, 3, 4, 5, 16, 0x8000
 TYPES = {".html": "text/html; charset=utf-8", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
 )
 STEP_S = 0.1
-COUNTERS = (
-    "computed_tokens", "generated_tokens", "recomputed_tokens", "preemptions", "prompt_tokens", "cached_prompt_tokens",
-    "demoted_blocks", "promoted_blocks", "moved_blocks", "forks", "recalls", "recalled_bytes",
-)  # fmt: skip
+BEGAN = 1_795_465_254.0
+BLOCK_BYTES = 131_072
+VOCAB = 997
+TEXT = "<img src=x onerror=alert(1)> the sea was calm, and the ship"
 QUEUE_COUNTERS = (
     "accepted", "refused", "ended", "failed", "cancelled", "requeued", "returned", "assigned", "recorded_tokens",
     "hit_blocks", "prompt_blocks", "workers_lost",
 )  # fmt: skip
-RUN = np.dtype([("first", "<u4"), ("length", "<u2"), ("value", "<u2")])
-
-
-def encode_runs(before: npt.NDArray[np.uint16], after: npt.NDArray[np.uint16]) -> str:
-    """The cells of `after` that differ from `before` as runs."""
-    at = np.flatnonzero(before != after)
-    if not len(at):
-        return ""
-    values = after[at]
-    new = np.ones(len(at), np.bool_)
-    new[1:] = (np.diff(at) != 1) | (values[1:] != values[:-1])
-    starts = np.flatnonzero(new)
-    lengths = np.diff(np.append(starts, len(at)))
-    runs: list[tuple[int, int, int]] = []
-    for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
-        for offset in range(0, length, 65536):
-            runs.append((int(at[start]) + offset, min(65536, length - offset) - 1, int(values[start])))
-    return base64.b64encode(np.array(runs, RUN).tobytes()).decode()
-
-
-@dataclass
-class Job:
-    """A request of the simulation."""
-
-    id: str
-    label: str
-    prompt: int
-    limit: int
-    arrival: float
-    prefix: int = -1  # which of the common beginnings it has
-    known: int = 0
-    computed: int = 0
-    cached: int = 0  # tokens that it found at its first admission
-    preemptions: int = 0
-    row: int = -1
-    table: list[int] = field(default_factory=list)
-
-    @property
-    def key(self) -> tuple[float, str]:
-        return self.arrival, self.id
 
 
 class Simulation:
-    """One model's pool under random load, step by step.
+    """A real scheduler and its cache under random load, step by step; in place of a model's tokens come random ones.
 
     Args:
         load: Requests that run or wait at once.
@@ -94,341 +70,136 @@ class Simulation:
 
     def __init__(
         self, name: str, num_blocks: int = 10_000, per_extent: int = 64, *, seed: int = 0, mapped: float = 0.7, load: int = 24,
-        rows: int = 16, lengths: tuple[int, int] = (400, 500), block_bytes: int = 131_072,
+        rows: int = 16, lengths: tuple[int, int] = (400, 500), forecast: bool = True,
         name_of: Callable[[int], tuple[str, str]] | None = None,
     ) -> None:  # fmt: skip
-        self.name, self.per_extent, self.block_bytes, self.load, self.lengths = (
-            name,
-            per_extent,
-            block_bytes,
-            load,
-            lengths,
-        )
-        self.random = random.Random(seed)
-        self.num_extents = -(-num_blocks // per_extent)
-        self.state = np.zeros(num_blocks, np.uint16)
-        for extent in range(max(1, int(self.num_extents * mapped))):
-            self.state[extent * per_extent : (extent + 1) * per_extent] = FREE
-        self.state[0] = NULL
+        num_blocks += -num_blocks % per_extent
+        self.name, self.load, self.lengths = name, load, lengths
         self.name_of = name_of or (lambda n: (f"req-{n:04d}", f"cmpl-{(n * 2654435761) % 2**32:08x}" if n % 3 else ""))
-        self.free_rows = list(range(rows - 1, -1, -1))
-        self.running: list[Job] = []
-        self.waiting: list[Job] = []
-        self.prefixes: dict[int, list[int]] = {}  # blocks of common beginnings
-        self.ended: list[list[Any]] = []
-        self.decisions: list[dict[str, Any]] = []
-        self.stats = dict.fromkeys(COUNTERS, 0)
-        self.num_jobs = self.step_number = 0
-        self.now = 1_795_465_254.0
-        self.recall_target: int | None = None
-        self.in_flight: list[tuple[int, int]] = []  # step at which it ends, block
-        self.others = 3 << 30
-        self.order: list[int] = []
-        self.pool = {
-            "num_blocks": num_blocks, "blocks_per_extent": per_extent, "block_size": 16, "block_bytes": block_bytes,
-            "model": name, "max_model_len": 16384,
-        }  # fmt: skip
-
-    # ---- the pool
+        self.random = np.random.default_rng(seed)
+        self.longest = min(8 * num_blocks, 4 * sum(lengths))
+        self.beginnings = self.random.integers(0, VOCAB, (4, self.longest), np.int32)  # some prompts begin alike
+        cache = CacheManager(
+            num_blocks, 16, rows, self.longest, blocks_per_extent=per_extent,
+            mapped=range(max(1, int(num_blocks / per_extent * mapped))), hasher=PrefixHasher(16, b"seed"),
+        )  # fmt: skip
+        limits = Limits(rows, rows * lengths[0], self.longest, lengths[0] // 4 + 16, forecast)
+        self.scheduler = Scheduler(cache, limits, SwapCost(1, 16))
+        self.num_requests = self.recalls = 0
 
     @property
-    def mapped_extents(self) -> list[int]:
-        firsts = self.state[:: self.per_extent]
-        lasts = self.state[self.per_extent - 1 :: self.per_extent]
-        return [extent for extent in range(len(lasts)) if firsts[extent] != UNMAPPED or lasts[extent] != UNMAPPED]
+    def step_number(self) -> int:
+        return self.scheduler.stats.steps
 
-    def held(self) -> npt.NDArray[np.int64]:
-        """How many tables hold each block."""
-        tables = [job.table for job in self.running]
-        flat = np.concatenate([np.array(table, np.int64) for table in tables if table] or [np.zeros(0, np.int64)])
-        return np.bincount(flat, minlength=len(self.state))
+    @property
+    def now(self) -> float:
+        return self.step_number * STEP_S
 
-    def take(self, wanted: int) -> list[int] | None:
-        free = np.flatnonzero(self.state == FREE)
-        if len(free) < wanted:
-            cached = np.flatnonzero(self.state == CACHED)
-            evicted = cached[: wanted - len(free)]
-            if len(free) + len(evicted) < wanted:
-                return None
-            self.state[evicted] = FREE
-            gone = set(evicted.tolist())
-            self.prefixes = {key: blocks for key, blocks in self.prefixes.items() if not gone & set(blocks)}
-            self.decide({"what": "give up", "since_step": self.step_number, "demoted": 0, "evicted": len(evicted),
-                         "swap_s": 0.0, "compute_s": 0.0021, "chance_new": 0.1, "chance_found": 0.6})  # fmt: skip
-            free = np.flatnonzero(self.state == FREE)
-        start = self.random.choice([0, 0, 0, self.random.randrange(max(1, len(free) - wanted + 1))])
-        chosen = free[start : start + wanted]
-        self.state[chosen] = FIRST_ROW  # held; `cells` says by which row
-        return [int(block) for block in chosen]
+    @property
+    def running(self) -> list[Served]:
+        """Those with a row, by row."""
+        return [sequence for _, sequence in sorted(seated(self.scheduler).items())]
 
-    def release(self, job: Job, keeps: bool) -> None:
-        counts = self.held()
-        for block in job.table:
-            if counts[block] == 1:
-                self.state[block] = CACHED if keeps else FREE
-        job.table = []
-        self.free_rows.append(job.row)
-        job.row = -1
-        self.running.remove(job)
+    @property
+    def waiting(self) -> list[Served]:
+        return first_waiting(self.scheduler.state, MOST_WAITING)
 
-    def decide(self, decision: dict[str, Any]) -> None:
-        last = self.decisions[-1] if self.decisions else None
-        entry = {"step": self.step_number, "n": len(self.decisions), "label": "", **decision}
-        if last and last["what"] == "give up" == entry["what"]:
-            last |= {
-                "evicted": last["evicted"] + entry["evicted"],
-                "step": self.step_number,
-                "changed": self.step_number,
-            }
-            return
-        self.decisions.append(entry | {"changed": self.step_number})
+    @property
+    def decisions(self) -> list[dict[str, Any]]:
+        """Those that are kept."""
+        return with_labels(self.scheduler, self.scheduler.decisions.since(0))
 
-    # ---- a step
+    def cells(self) -> list[int]:
+        """The cells as the page shows them, by an oracle."""
+        return naive_cells(self.scheduler)
+
+    def blocks_of(self, sequence: Served) -> list[int]:
+        table = self.scheduler.cache.tables[0]
+        return table.blocks[0, sequence.row, : int(table.lengths[sequence.row])].tolist()
 
     def step(self) -> None:
         """The next step of the engine, a tenth of a second later."""
-        self.step_number += 1
-        self.now += STEP_S
-        self.others = int(max(1 << 30, self.others + self.random.gauss(0, 12 << 20)))
-        self.state[[block for at, block in self.in_flight if at <= self.step_number]] = FREE
-        self.in_flight = [(at, block) for at, block in self.in_flight if at > self.step_number]
-        missing = self.load - len(self.running) - len(self.waiting)
-        for _ in range(missing):
-            if self.random.random() < 0.5:
-                self.arrive()
-        self.shrink()
-        self.admit()
-        for job in list(self.running):
-            if job.row >= 0:
-                self.advance(job)
+        self.finish(self.begin())
+
+    def begin(self) -> Plan:
+        """Plan the next step."""
+        missing = self.load - self.scheduler.num_running - self.scheduler.num_waiting
+        for _ in range(int(np.count_nonzero(self.random.random(max(0, missing)) < 0.5))):
+            self.arrive()
+        return self.scheduler.schedule(self.now)
+
+    def finish(self, plan: Plan) -> None:
+        counts = plan.samples.astype(np.int32)
+        tokens = self.random.integers(0, VOCAB, counts.sum(), np.int32)
+        done = {"mapped": plan.resize.map, "unmapped": plan.resize.unmap}
+        self.scheduler.apply(plan, Result(plan.step_id, counts, tokens, **done))
 
     def arrive(self) -> None:
-        request_id, label = self.name_of(self.num_jobs)
-        self.num_jobs += 1
-        prompt = max(4, int(self.random.lognormvariate(0, 0.6) * self.lengths[0]))
-        limit = prompt + max(8, int(self.random.lognormvariate(0, 0.7) * self.lengths[1]))
-        prefix = self.random.randrange(4) if self.random.random() < 0.5 else -1
-        self.waiting.append(Job(request_id, label, prompt, limit, self.now, prefix, known=prompt))
-
-    def admit(self) -> None:
-        while self.waiting and self.free_rows:
-            job = self.waiting[0]
-            found = [b for b in self.prefixes.get(job.prefix, []) if self.state[b] in (CACHED, FIRST_ROW)][
-                : job.known // 32
-            ]
-            needed = -(-job.known // 16) - len(found)
-            room = int(np.count_nonzero((self.state == FREE) | (self.state == CACHED)))
-            blocks = self.take(needed) if needed <= room - len(found) - 8 else None
-            if blocks is None:
-                usable = int(np.count_nonzero(self.state > DRAINING))
-                peak = usable * 1.08 if needed <= room else None
-                if not any(d["what"] == "wait" and d["request_id"] == job.id for d in self.decisions[-20:]):
-                    self.decide({"what": "wait", "request_id": job.id, "label": job.label, "needed": needed, "room": room,
-                                 "usable": usable, "expected": peak, "margin": 4.0, "in_steps": 14})  # fmt: skip
-                return
-            self.waiting.pop(0)
-            for block in found:
-                self.state[block] = FIRST_ROW
-            job.table, job.row, job.computed = found + blocks, self.free_rows.pop(), len(found) * 16
-            if job.preemptions:
-                had = job.known - 1
-                self.decide(
-                    {"what": "return", "request_id": job.id, "label": job.label, "had": had, "found": job.computed}
-                )
-            else:
-                self.stats["prompt_tokens"] += job.prompt
-                job.cached = job.computed
-                self.stats["cached_prompt_tokens"] += job.cached
-            self.running.append(job)
-            if job.prefix >= 0 and job.prefix not in self.prefixes:
-                self.prefixes[job.prefix] = job.table[: job.known // 32]
-
-    def advance(self, job: Job) -> None:
-        if job.computed < job.known - 1:
-            made = min(self.lengths[0] // 4 + 16, job.known - job.computed)
-        else:
-            made = self.random.choice([1, 2, 3])
-            self.stats["generated_tokens"] += made
-        job.computed += made
-        self.stats["computed_tokens"] += made
-        if job.computed >= job.known:
-            job.known = min(job.limit, job.computed + 1)
-        if job.computed >= job.limit - 1:
-            reason = self.random.choice(["stop", "length"])
-            self.ended.append([job.id, job.label, reason, job.known - job.prompt, None])
-            return self.release(job, keeps=self.random.random() < 0.7)
-        while len(job.table) * 16 < job.known:
-            blocks = self.take(1)
-            if blocks is None:
-                victim = max(self.running, key=lambda one: one.key)
-                self.preempt(victim)
-                if victim is job:
-                    return
-                continue
-            job.table += blocks
-
-    def preempt(self, job: Job) -> None:
-        won = len(job.table)
-        told = {
-            "priority": 0,
-            "blocks_won": won,
-            "tokens": job.computed,
-            "swap_s": None,
-            "compute_s": job.computed * 0.0004,
-        }
-        self.decide({"what": "preempt", "request_id": job.id, "label": job.label, "chosen": "compute", **told})
-        self.stats["preemptions"] += 1
-        job.preemptions += 1
-        self.release(job, keeps=False)
-        job.computed = 0
-        self.waiting.insert(0, job)
+        name, label = self.name_of(self.num_requests)
+        self.num_requests += 1
+        length, new = (self.random.lognormal(0, 0.6, 2) * self.lengths).astype(int).tolist()
+        prompt = self.random.integers(0, VOCAB, min(max(4, length), self.longest // 2), np.int32)
+        if self.random.random() < 0.5:
+            alike = len(prompt) // 2
+            prompt[:alike] = self.random.choice(self.beginnings)[:alike]
+        self.scheduler.add(Request(name, prompt, Sampling(max(8, new)), arrival=self.now, label=label))
 
     def recall(self, share: float) -> None:
-        """The lease shrinks to this share of what it holds; extents drain over the next steps."""
-        mapped = self.mapped_extents
-        self.order = mapped[max(1, int(len(mapped) * share)) :][::-1]
-        self.recall_target = (len(mapped) - len(self.order)) * self.per_extent * self.block_bytes
-        self.drain()
+        """The lease shrinks to this share of what it holds."""
+        pool = self.scheduler.pool
+        extents = int(pool.num_extents * (1 - share))
+        pool.make_idle(extents)
+        pool.give_back(extents)
+        self.recalls += 1
 
-    def grow(self, extents: int) -> None:
-        """So many extents more."""
-        mapped = set(self.mapped_extents)
-        for extent in [one for one in range(self.num_extents) if one not in mapped][:extents]:
-            self.state[extent * self.per_extent : (extent + 1) * self.per_extent] = FREE
-
-    def drain(self) -> None:
-        for extent in self.order[:8]:
-            part = self.state[extent * self.per_extent : (extent + 1) * self.per_extent]
-            part[(part == FREE) | (part == CACHED)] = DRAINING
-
-    def shrink(self) -> None:
-        """Move blocks out of the next draining extents, and unmap those that are empty."""
-        if not self.order:
-            if self.recall_target is not None:
-                self.stats["recalls"] += 1
-            self.recall_target = None
-            return
-        for extent in self.order[:2]:
-            part = slice(extent * self.per_extent, (extent + 1) * self.per_extent)
-            used = np.flatnonzero(self.state[part] == FIRST_ROW) + part.start
-            for job in self.running if len(used) else []:
-                for at, block in enumerate(job.table):
-                    if part.start <= block < part.stop and (moved := self.take(1)):
-                        self.in_flight.append((self.step_number + 6, moved[0]))
-                        self.stats["moved_blocks"] += 1
-                        job.table[at] = moved[0]
-            left = set(range(part.start, part.stop)) & {block for job in self.running for block in job.table}
-            if left:
-                self.preempt(max(self.running, key=lambda one: one.key))
-                return
-            self.in_flight = [(at, block) for at, block in self.in_flight if not part.start <= block < part.stop]
-            self.state[part] = UNMAPPED
-            self.stats["recalled_bytes"] += self.per_extent * self.block_bytes
-            self.order.remove(extent)
-        self.drain()
-
-    # ---- what a viewer sees
-
-    def cells(self) -> npt.NDArray[np.uint16]:
-        """The cells as the page shows them."""
-        cells = self.state.copy()
-        busy = [block for _, block in self.in_flight]
-        for job in sorted(self.running, key=lambda one: one.key, reverse=True):
-            cells[job.table] = FIRST_ROW + job.row
-        cells[self.held() > 1] |= SHARED
-        loose = [block for block in busy if cells[block] < FIRST_ROW]
-        cells[loose] = IN_FLIGHT
-        return cells
+    def block(self, block: int) -> dict[str, Any]:
+        """What is known of a block, as an admin gets it."""
+        rows = [
+            {"row": one.row, "id": one.request.request_id, "label": one.request.label, "position": blocks.index(block)}
+            for one in self.running
+            if block in (blocks := self.blocks_of(one))
+        ]
+        first = rows[0]["position"] * 16 if rows else 0
+        known = {"hits": 2, "tokens": [first, first + 16], "text": TEXT} if rows else dict.fromkeys(("tokens", "text"))
+        state = BlockState(int(self.scheduler.cache.pool.states()[block]))
+        return {"state": state.name.lower(), "rows": rows, "hits": 0, **known}
 
     def memory(self) -> dict[str, Any]:
-        kv = len(self.mapped_extents) * self.per_extent * self.block_bytes
-        most = self.num_extents * self.per_extent * self.block_bytes
-        beside = (290 << 20) + (42 << 20)
-        target = None if self.recall_target is None else beside + self.recall_target
+        """As a frame has it."""
+        pool = self.scheduler.cache.pool
+        extent = pool.blocks_per_extent * BLOCK_BYTES
+        kv, most = len(pool.mapped_extents) * extent, pool.num_blocks * BLOCK_BYTES
+        weights, base, others = 290 << 20, 42 << 20, 3 << 30
+        beside = weights + base
+        lease = {"granted": beside + kv, "held": beside + kv, "min": beside + most // 5, "max": beside + most}
         return {
-            "weights": 290 << 20, "base": 42 << 20, "kv": kv, "prepared": 0,
-            "lease": {
-                "granted": beside + kv, "held": beside + kv, "min": beside + most // 5, "max": beside + most,
-                "recall_target": target,
-            },
-            "device": {"name": "Test device", "total": 16 << 30, "used": self.others + kv, "others": self.others},
+            "weights": weights, "base": base, "kv": kv, "prepared": 0, "lease": lease | {"recall_target": None},
+            "device": {"name": "Test device", "total": 16 << 30, "used": others + kv, "others": others},
         }  # fmt: skip
 
-
-class Frames:
-    """The frames of a simulation for one viewer."""
-
-    def __init__(self, simulation: Simulation) -> None:
-        self.simulation = simulation
-        self.seq = 0
-        self.before = np.zeros(len(simulation.state), np.uint16)
-        self.rows: dict[int, str] = {}
-        self.num_ended = len(simulation.ended)
-        self.seen_step = -1
-
-    def new(self) -> list[dict[str, Any]]:
-        """The next frame; the first one is full."""
-        return [self.frame(full=self.seq == 0)]
-
-    def frame(self, full: bool) -> dict[str, Any]:
-        """The next frame."""
-        pool, cells = self.simulation, self.simulation.cells()
-        if full:
-            self.before, self.rows, self.seen_step = np.zeros(len(cells), np.uint16), {}, -1
-        rows = {job.row: job for job in pool.running}
-        left = [row for row, request_id in self.rows.items() if row not in rows or rows[row].id != request_id]
-        new = [job for row, job in rows.items() if self.rows.get(row) != job.id]
-        counts = [int(np.count_nonzero(cells == state)) for state in (FREE, DRAINING, CACHED, IN_FLIGHT)]
-        live = int(np.count_nonzero(cells >= FIRST_ROW))
-        mapped = len(pool.mapped_extents) * pool.per_extent - 1
-        frame: dict[str, Any] = {
-            "v": 1, "seq": self.seq, "time": round(pool.now, 3), "step": pool.step_number, "full": full,
-            "cells": encode_runs(self.before, cells),
-            "blocks": [counts[0], counts[1], live, counts[2], counts[3], mapped, mapped],
-            "rows": [[job.row, job.id, job.label, job.prompt, job.limit, 0, job.arrival, job.cached] for job in new],
-            "left": left,
-            "running": [[job.row, int(job.computed >= job.prompt), job.known, job.computed, len(job.table), job.preemptions]
-                        for job in pool.running],
-            "waiting": [len(pool.waiting), [
-                [job.id, job.label, job.known, -(-job.known // 16), 0, round(pool.now - job.arrival, 1), job.preemptions,
-                 "waiting"] for job in pool.waiting[:200]]],
-            "ended": pool.ended[self.num_ended:],
-            "decisions": [d for d in pool.decisions[-64:] if d["changed"] > self.seen_step],
-            "stats": dict(pool.stats), "host": None, "memory": pool.memory(),
-        }  # fmt: skip
-        if full:
-            frame["pool"] = pool.pool
-        self.before, self.rows = cells, {row: job.id for row, job in rows.items()}
-        self.num_ended, self.seen_step = len(pool.ended), pool.step_number
-        self.seq += 1
-        return frame
-
-
-class Pushed:
-    """Frames that a test makes itself, the first one full: they go to the viewers in order."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.frames: list[dict[str, Any] | None] = []
-
-    def step(self) -> None:
-        """Nothing happens by itself."""
+    def frames(self) -> FrameSource:
+        """The frames of a viewer, the first one full."""
+        facts = PoolFacts(self.name, BLOCK_BYTES, self.longest)
+        return FrameSource(
+            lambda: self.scheduler, facts, lambda: MemoryFigures(self.memory(), self.recalls), clock=lambda: self.now,
+            wall=lambda: BEGAN + self.now,
+        )  # fmt: skip
 
 
 class PushedFrames:
-    """The frames of a `Pushed` for one viewer."""
+    """The snapshots of a fleet for one viewer."""
 
-    def __init__(self, pushed: Pushed) -> None:
-        self._pushed, self._next = pushed, 0
+    def __init__(self, fleet: MadeUpFleet) -> None:
+        self._fleet, self._next = fleet, 0
 
     def new(self) -> list[dict[str, Any] | None]:
         """Those that came since."""
-        found = self._pushed.frames[self._next :]
+        found = self._fleet.frames[self._next :]
         self._next += len(found)
         return found
 
 
-class MadeUpFleet(Pushed):
+class MadeUpFleet:
     """The status of a fleet, as its queue gives it; tests change it, and push what the server makes of it.
 
     Attributes:
@@ -436,7 +207,8 @@ class MadeUpFleet(Pushed):
     """
 
     def __init__(self, name: str, workers: int = 3, fronts: int = 2) -> None:
-        super().__init__(name)
+        self.name = name
+        self.frames: list[dict[str, Any] | None] = []
         names = [f"worker-{number}" for number in range(workers)]
         counters = dict.fromkeys(QUEUE_COUNTERS, 0)
         self.status: dict[str, Any] = {
@@ -446,6 +218,9 @@ class MadeUpFleet(Pushed):
             "kept": names, "errors": {}, "restarts": 0,
             "stats": {"workers": {one: {"secret": 1} for one in names}}, "fleet_metrics": {"secret": {}},
         }  # fmt: skip
+
+    def step(self) -> None:
+        """Nothing happens by itself."""
 
     def worker(self, name: str, **changes: Any) -> dict[str, Any]:
         """A worker's state."""
@@ -470,7 +245,6 @@ class PageRig:
     """The server. Use it as a context manager; `url` is its address.
 
     Args:
-        pause_s: Between two steps; None: `step` makes them.
         key: The API key that is asked for.
         recording: Frames by model: the server is a replay of them.
         answer: The text of the prompt box's requests, in tokens.
@@ -478,12 +252,12 @@ class PageRig:
     """
 
     def __init__(
-        self, simulations: Sequence[Simulation | Pushed], *, pause_s: float | None = None, key: str | None = None,
-        port: int = 0, recording: dict[str, list[dict[str, Any]]] | None = None,
+        self, simulations: Sequence[Simulation | MadeUpFleet], *, key: str | None = None, port: int = 0,
+        recording: dict[str, list[dict[str, Any]]] | None = None,
         answer: Sequence[str] = ("Call", " me", " Ishmael", "."), hold: bool = False,
     ) -> None:  # fmt: skip
         self.simulations = {one.name: one for one in simulations}
-        self.pause_s, self.key, self.recording, self.answer, self.hold = pause_s, key, recording, answer, hold
+        self.key, self.recording, self.answer, self.hold = key, recording, answer, hold
         self.states = {one.name: "ready" for one in simulations}
         self.refusal: tuple[int, str] | None = None  # status and message of the answers to GET
         self.num_refused = 0
@@ -499,8 +273,6 @@ class PageRig:
 
     def __enter__(self) -> PageRig:
         threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
-        if self.pause_s is not None:
-            threading.Thread(target=self._run, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -509,11 +281,6 @@ class PageRig:
             self.changed.notify_all()
         self.http.shutdown()
         self.http.server_close()
-
-    def _run(self) -> None:
-        while not self.ending:
-            self.step()
-            time.sleep(self.pause_s or 0)
 
     def step(self, count: int = 1, act: Callable[[], None] | None = None) -> None:
         """Steps of every model, then one frame for each viewer; `act` is called before, under the lock."""
@@ -533,8 +300,8 @@ class PageRig:
             self.told += 1
             self.changed.notify_all()
 
-    def push(self, model: Pushed, frame: dict[str, Any] | None) -> None:
-        """Send a frame of this model to all viewers, or a snapshot of this fleet."""
+    def push(self, model: MadeUpFleet, frame: dict[str, Any] | None) -> None:
+        """Send a snapshot of this fleet to all viewers."""
         with self.changed:
             model.frames.append(frame)
             self.version += 1
@@ -572,19 +339,33 @@ class PageRig:
                 yield kind, {"model": name, kind: frame}
 
 
-def viewer_of(simulation: Simulation | Pushed) -> Frames | PushedFrames:
+class Frames:
+    """The frames of a simulation for one viewer."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._source = simulation.frames()
+
+    def new(self) -> list[dict[str, Any]]:
+        """The next one."""
+        return [plain(self._source.take())]
+
+
+def plain(frame: Frame) -> dict[str, Any]:
+    """As it arrives."""
+    return dict(json.loads(encode(frame)))
+
+
+def viewer_of(simulation: Simulation | MadeUpFleet) -> Frames | PushedFrames:
     """The frames of one viewer."""
-    return PushedFrames(simulation) if isinstance(simulation, Pushed) else Frames(simulation)
+    return PushedFrames(simulation) if isinstance(simulation, MadeUpFleet) else Frames(simulation)
 
 
-def record(simulations: Sequence[Simulation], steps: int, full_every: int = 50) -> dict[str, list[dict[str, Any]]]:
+def record(simulation: Simulation, steps: int, full_every: int = 50) -> list[dict[str, Any]]:
     """The frames of so many steps, as a recording has them."""
-    sources = {one.name: Frames(one) for one in simulations}
-    found: dict[str, list[dict[str, Any]]] = {one.name: [] for one in simulations}
+    source, found = simulation.frames(), []
     for number in range(steps):
-        for one in simulations:
-            one.step()
-            found[one.name].append(sources[one.name].frame(number % full_every == 0))
+        simulation.step()
+        found.append(plain(source.take(number % full_every == 0)))
     return found
 
 
@@ -626,11 +407,10 @@ def _handler(rig: PageRig) -> type[BaseHTTPRequestHandler]:
             if path == "/page/frames" and rig.recording is not None:
                 return self.frames(query)
             if path == "/page/block" and isinstance(model, Simulation):
-                return self.json(200, block_details(model, int(query["block"][0])))
+                return self.json(200, model.block(int(query["block"][0])))
             if path == "/page/explain" and isinstance(model, Simulation):
-                return self.json(
-                    200, [d for d in model.decisions if query["request"][0] in (d.get("request_id"), d["label"])]
-                )
+                asked = query["request"][0]
+                return self.json(200, [d for d in model.decisions if asked in (d.get("request_id"), d["label"])])
             self.json(404, {"error": {"message": f"there is no {path}"}})
 
         def info(self) -> None:
@@ -654,11 +434,8 @@ def _handler(rig: PageRig) -> type[BaseHTTPRequestHandler]:
 
         def stream(self, events: Iterator[tuple[str, Any]]) -> None:
             self.send_response(200)
-            for name, value in (
-                ("content-type", "text/event-stream"),
-                ("connection", "close"),
-                ("cache-control", "no-store"),
-            ):
+            given = {"content-type": "text/event-stream", "connection": "close", "cache-control": "no-store"}
+            for name, value in given.items():
                 self.send_header(name, value)
             self.end_headers()
             self.close_connection = True
@@ -709,41 +486,20 @@ def answer_events(tokens: Sequence[str], chat: bool) -> Iterator[tuple[str, Any]
     yield "message", "[DONE]"
 
 
-def block_details(model: Simulation, block: int) -> dict[str, Any]:
-    """What is known of a block, with its text, as an admin gets it."""
-    rows = [
-        {"row": job.row, "id": job.id, "label": job.label, "position": job.table.index(block)}
-        for job in model.running if block in job.table
-    ]  # fmt: skip
-    names = {UNMAPPED: "unmapped", FREE: "free", DRAINING: "draining", CACHED: "cached", NULL: "null"}
-    first = rows[0]["position"] * 16 if rows else 0
-    text = "<img src=x onerror=alert(1)> the sea was calm, and the ship"
-    known = {"hits": 2, "tokens": [first, first + 16], "text": text}
-    if not rows:
-        known = {"hits": 0, "tokens": None, "text": None}
-    return {"state": "live" if rows else names.get(int(model.state[block]), "in flight"), "rows": rows, **known}
-
-
 def main() -> None:
     """Serve until it is interrupted."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, default=8123)
     parser.add_argument("--blocks", type=int, default=10_000)
-    parser.add_argument("--models", type=int, default=1)
-    parser.add_argument("--key")
-    parser.add_argument("--replay", type=int, default=0, metavar="STEPS")
     args = parser.parse_args()
-    models = [
-        Simulation(f"model-{number}" if number else "demo", args.blocks, seed=number) for number in range(args.models)
-    ]
-    recording = record(models, args.replay) if args.replay else None
-    for model in models:
-        for _ in range(300):
-            model.step()
-    with PageRig(models, pause_s=0.1, key=args.key, port=args.port, recording=recording) as rig:
+    pool = Simulation("demo", args.blocks)
+    for _ in range(300):
+        pool.step()
+    with PageRig([pool], port=args.port) as rig:
         print(rig.url, flush=True)
         while True:
-            time.sleep(3600)
+            rig.step()
+            time.sleep(STEP_S)
 
 
 if __name__ == "__main__":

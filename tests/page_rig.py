@@ -7,21 +7,29 @@ import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-import httpx2
+import pytest
 import uvicorn
 
 from pagetide.server.app import AppOptions, Server, make_app
 from pagetide.server.engine_client import EngineUnavailable
 from pagetide.server.http_protocol import BoundedHttpProtocol
-from pagetide.server.keys import ApiKeys
+from pagetide.server.keys import ApiKey, ApiKeys, digest_of
 from pagetide.server.messages import ModelInfo
 from pagetide.server.models import ModelOptions, ModelRegistry
 from pagetide.server.page import PageEndpoints, PageFiles
 
+httpx2 = pytest.importorskip("httpx2")  # of transformers: environments without torch may lack it
+
 FAR_S = 60.0
+ALICE, OPS = ({"Authorization": f"Bearer {key}"} for key in ("sk-alice-1234", "sk-operator-1"))
 INFO = ModelInfo("made up", 1024, 8, 16, 256, True, None, "cpu", "none", "0")
+
+
+def two_keys() -> ApiKeys:
+    """Those of ALICE, and of OPS, who is an admin."""
+    return ApiKeys([ApiKey("alice", digest_of("sk-alice-1234")), ApiKey("ops", digest_of("sk-operator-1"), admin=True)])
 
 
 class MadeUpEngine:
@@ -78,45 +86,29 @@ class MadeUpEngine:
     async def stop(self, drain_s: float = 0.0) -> None:
         self.ended.set()
 
+    kill = stop
 
-class PageServer:
-    """The application with made-up engines, in this process. Use it as an async context manager.
 
-    Attributes:
-        engines: All that were started, by the name of their model, the newest last.
-    """
+class LocalServer:
+    """The application in this process on a real socket, with engines that `start` makes. Use it as an async context manager."""
 
     def __init__(
-        self,
-        names: Sequence[str] = ("one",),
-        keys: ApiKeys | None = None,
-        files: Path | None = None,
+        self, start: Callable[[str, dict[str, Any], str], Any], models: Sequence[ModelOptions], keys: ApiKeys | None = None,
         options: AppOptions | None = None,
-    ) -> None:
-        self.engines: dict[str, list[MadeUpEngine]] = {}
-        self.models = ModelRegistry(self._start)
-        self.server = Server(self.models, ApiKeys() if keys is None else keys, options or AppOptions())
-        if files is not None:
-            self.server.page = PageEndpoints(self.models, self.server.keys, PageFiles(files))
-        self._names = names
+    ) -> None:  # fmt: skip
+        self.models = ModelRegistry(start)
+        self.server = Server(self.models, keys or ApiKeys(), options or AppOptions())
+        self.http: uvicorn.Server
+        self._first = models
+        self._serving: asyncio.Task[None]
+
+    async def __aenter__(self) -> Self:
         self.http = uvicorn.Server(
             uvicorn.Config(make_app(self.server), port=0, http=BoundedHttpProtocol, log_config=None, lifespan="off",
                            timeout_graceful_shutdown=1)
         )  # fmt: skip
-        self._serving: asyncio.Task[None]
-
-    async def _start(self, reference: str, arguments: dict[str, Any], name: str) -> Any:
-        self.engines.setdefault(name, []).append(MadeUpEngine(arguments))
-        return self.engines[name][-1]
-
-    @property
-    def engine(self) -> MadeUpEngine:
-        """The newest engine of the first model."""
-        return self.engines[self._names[0]][-1]
-
-    async def __aenter__(self) -> PageServer:
-        for name in self._names:
-            self.models.add(ModelOptions(name, "made up"))
+        for model in self._first:
+            self.models.add(model)
         self._serving = asyncio.create_task(self.http.serve())
         await eventually(lambda: self.http.started and self.models.is_ready)
         return self
@@ -134,6 +126,32 @@ class PageServer:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+
+class PageServer(LocalServer):
+    """With made-up engines.
+
+    Attributes:
+        engines: All that were started, by the name of their model, the newest last.
+    """
+
+    def __init__(
+        self, names: Sequence[str] = ("one",), keys: ApiKeys | None = None, files: Path | None = None,
+        options: AppOptions | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(self._start, [ModelOptions(name, "made up") for name in names], keys, options)
+        self.engines: dict[str, list[MadeUpEngine]] = {}
+        if files is not None:
+            self.server.page = PageEndpoints(self.models, self.server.keys, PageFiles(files))
+
+    async def _start(self, reference: str, arguments: dict[str, Any], name: str) -> Any:
+        self.engines.setdefault(name, []).append(MadeUpEngine(arguments))
+        return self.engines[name][-1]
+
+    @property
+    def engine(self) -> MadeUpEngine:
+        """The newest engine of the first model."""
+        return self.engines[self._first[0].name][-1]
 
     def client(self, **headers: str) -> httpx2.AsyncClient:
         return httpx2.AsyncClient(base_url=self.url, headers=headers, timeout=FAR_S)

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import numpy as np
+from fakes import World
 
-from pagetide.cache.cache_events import CacheEvents, StoredBlock
+from pagetide.cache.cache_events import CacheEventLog, CacheEvents, StoredBlock
 from pagetide.cache.eviction import EvictionPolicy, Keys, Ranks
 from pagetide.cache.prefix_hash import Digests, PrefixHasher
 from pagetide.cache.prefix_index import PrefixIndex
 from pagetide.cache.prefix_tree import Nodes, PrefixTree
+
+
+def ids(*nodes: int) -> np.ndarray:
+    return np.array(nodes, np.int64)
+
+
+def add_chain(policy: EvictionPolicy, *nodes: int, parent: int | None = None, keys: list[int] | None = None) -> None:
+    """Add a chain below `parent`, to the policy and to its tree."""
+    policy._tree.add_chain(parent, ids(*nodes))
+    policy.add(ids(*nodes), np.array([node + 1000 for node in nodes] if keys is None else keys, np.uint64))
+
+
+def remove(policy: EvictionPolicy, *nodes: int) -> None:
+    policy.remove(ids(*nodes))
+    policy._tree.remove(ids(*nodes))
 
 
 class OldestFirst:
@@ -135,3 +151,18 @@ def blocks_of(index: PrefixIndex) -> dict[int, StoredBlock]:
     found = list(index.snapshot().blocks())
     assert len({block.digest for block in found}) == len(found) == index.num_nodes
     return {block.digest: block for block in found}
+
+
+class EventWatcher:
+    """Reads the events at each look of a walk: they tell the blocks that can be found."""
+
+    def __init__(self) -> None:
+        self.copy = EventCopy()
+
+    def __call__(self, world: World) -> None:
+        index = world.cache.index
+        if index.events is None:
+            index.events = CacheEventLog()
+            self.copy.apply(CacheEvents(list(index.snapshot().blocks()), cleared=True))
+        self.copy.apply(index.events.take().events())
+        assert self.copy.blocks == blocks_of(index)

@@ -32,6 +32,16 @@ VARIANTS = tuple(
     )
 )
 
+# Of any two of these words that go together, some variant has both.
+PAIRWISE = (
+    "fixed-bare-alternate-sound-full",
+    "elastic-bare-ahead-faulty-groups",
+    "fixed-prefixes-ahead-sound-groups",
+    "elastic-prefixes-alternate-faulty-full",
+    "fixed-host-alternate-faulty-groups",
+    "elastic-host-ahead-sound-full",
+)
+
 
 def walk(
     seed: int, variant: str, events: int, check_every: int = 1, look: Callable[[World], None] | None = None
@@ -41,7 +51,7 @@ def walk(
     `variant`, one of VARIANTS, says whether the pool is fixed or elastic; whether nothing is cached, prefixes are, or there is
     a host tier too; whether plans and results alternate or steps are planned ahead; whether chunks and copies fail; and whether
     all layers read all tokens, or there are groups with windows.
-    The books are looked at in one of `check_every` plans and results, and at the end; each time `look` is called too.
+    Invariants are checked in one of `check_every` plans and results, and at the end; each time `look` is called too.
     """
     pool, kept, order, faults, layers = variant.split("-")
     rng = np.random.default_rng(seed)
@@ -102,7 +112,7 @@ def _walk(
     world.check_every = check_every
     world.look = look
     world.runner.faults = np.random.default_rng(rng.integers(1 << 30)) if faults else None
-    capacity = capacity_of(world)
+    capacity, num_mapped = capacity_of(world), len(world.cache.pool.mapped_extents)
     least = world.cache.pool.capacity  # the lowest limit there was
     for n in range(events):
         if world.cache.host.capacity and rng.random() < 0.05:
@@ -168,6 +178,8 @@ def _walk(
     world.run()
     world.check_empty()
     assert world.cache.pool.usable == world.cache.pool.capacity
+    stats, extents = world.scheduler.stats, len(world.cache.pool.mapped_extents)
+    assert stats.grown_extents - stats.given_back_extents == extents - num_mapped, "what was refused is no growth"
     for name, request in world.requests.items():
         check_end(world, name, request, least)
     return world
@@ -225,7 +237,7 @@ def _withdraw(world: World, name: str) -> None:
 def _fork(world: World, leader: str, n: int) -> None:
     """Some more requests with the prompt of `leader`, which waits or runs, at whatever point it is."""
     rng, request = world.rng, world.requests[leader]
-    if leader not in world.scheduler._sequences.by_id:
+    if leader not in world.scheduler.state.by_id:
         return  # it ended between two steps, and is yet to be told
     for k in range(int(rng.integers(1, 4))):
         world.add(
@@ -290,7 +302,7 @@ def waits_for_memory(world: World) -> bool:
     """Whether nobody runs who is not held, and the first one that may run under the limit needs more blocks than there are."""
     needs = [world.cache.blocks_for(world.known(name)) for name in world.scheduler.waiting_ids]
     allowed = [need for need in needs if need <= world.scheduler.pool.limit_blocks]
-    if world.scheduler.num_running > len(world.scheduler._running.paused):
+    if world.scheduler.num_running > len(world.scheduler.state.paused):
         return False
     return not allowed or allowed[0] > world.cache.pool.available
 

@@ -1,7 +1,7 @@
 """Real processes that write and read a record flat out. Every record follows from its counter, so that a torn one shows.
 
-Run as a program it is one such process: `write PATH SEED` until it is killed, `read PATH SECONDS` and report as JSON,
-`follow PATH UUID`: read a monitor's record until the input ends.
+Run as a program it is one such process: `write PATH SEED` until it is killed, `read PATH SECONDS` and report as
+JSON.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ import json
 import random
 import subprocess
 import sys
-import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -30,39 +28,35 @@ STEADY = DeviceInfo("GPU-steady", "0", DeviceKind.GPU)
 COMING_AND_GOING = tuple(DeviceInfo(f"GPU-{i}", str(i), DeviceKind.GPU, name="x" * 100 * i) for i in range(1, 9))
 
 
+class Clock:
+    """Monotonic nanoseconds that pass when a test says so."""
+
+    def __init__(self, now_ns: int = 10_000_000_000) -> None:
+        self.now_ns = now_ns
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+
 def _mixed(counter: int, uuid: str) -> int:
     """64 bits of which each changes with the counter, at little cost: what writes flat out should mostly write."""
     return (counter * 0x9E3779B97F4A7C15 ^ zlib.crc32(uuid.encode()) ^ counter << 40) % 2**64
 
 
 def memory_of(counter: int, uuid: str) -> DeviceMemory:
-    """The numbers that `counter` stands for."""
     mixed = _mixed(counter, uuid)
     return DeviceMemory(
-        at_ns=mixed >> 2,
-        interval_ns=mixed >> 24,
-        total_bytes=mixed if mixed & 1 else None,
-        free_bytes=mixed ^ counter if mixed & 2 else None,
-        bytes_per_second=mixed / 3 if mixed & 4 else None,
-        polls=counter,
-        failures=~mixed % 2**64,
-        error="e" * (mixed % 97) if mixed & 8 else None,
-    )
+        mixed >> 2, mixed >> 24, total_bytes=mixed if mixed & 1 else None,
+        free_bytes=mixed ^ counter if mixed & 2 else None, bytes_per_second=mixed / 3 if mixed & 4 else None,
+        polls=counter, failures=~mixed % 2**64, error="e" * (mixed % 97) if mixed & 8 else None,
+    )  # fmt: skip
 
 
 def detail_of(counter: int, uuid: str) -> DeviceDetail:
-    """The same for details, of all lengths."""
     mixed = _mixed(counter, uuid)
-    command = f"{counter} " * 20
-    return DeviceDetail(
-        at_ns=counter,
-        interval_ns=mixed >> 24,
-        reading=DetailReading(
-            mixed / 2**64, processes=tuple(ProcessUse(i, mixed, command=command) for i in range(mixed % 29))
-        ),
-        history=tuple(range(counter, counter + mixed % 257)),
-        error=uuid,
-    )
+    processes = tuple(ProcessUse(i, mixed, command=f"{counter} " * 20) for i in range(mixed % 29))
+    history = tuple(range(counter, counter + mixed % 257))
+    return DeviceDetail(counter, mixed >> 24, DetailReading(mixed / 2**64, processes=processes), history, error=uuid)
 
 
 def write(path: str, seed: int) -> None:
@@ -74,7 +68,6 @@ def write(path: str, seed: int) -> None:
         counter = 0
         while True:
             counter += 1
-            writer.mend()
             writer.beat(time.monotonic_ns(), INTERVAL_NS)
             if counter % 50 == 0:
                 infos = [STEADY, *rng.sample(COMING_AND_GOING, rng.randrange(len(COMING_AND_GOING)))]
@@ -90,19 +83,16 @@ def write(path: str, seed: int) -> None:
 
 
 def check_memory(memory: DeviceMemory, uuid: str) -> None:
-    """Fails if `memory` is not what the writer wrote."""
     if memory.polls:  # 0: a device that has just come
         assert memory == memory_of(memory.polls, uuid)
 
 
 def check_detail(detail: DeviceDetail, uuid: str) -> None:
-    """Fails if `detail` is not what the writer wrote."""
     if detail.at_ns:
         assert detail == detail_of(detail.at_ns, uuid)
 
 
 def opened(path: str) -> RecordReader:
-    """A reader, once there is a whole record."""
     while True:
         with suppress(RecordError):
             return RecordReader.open(path)
@@ -136,32 +126,6 @@ def read(path: str, seconds: float) -> dict[str, Any]:
         return counts | {"retries": reader.retries, "seconds": seconds}
 
 
-def follow(path: str, uuid: str) -> None:
-    """Read one device of a monitor in a thread until the input ends, then print the count of its polls."""
-    seen, ended = [0], threading.Event()
-
-    def look() -> None:
-        with RecordReader.open(path) as reader:
-            while not ended.is_set():
-                polls = reader.memory(uuid).polls
-                assert polls >= seen[-1], f"back from {seen[-1]} to {polls}"
-                seen[0] = polls
-                reader.snapshot()
-                if polls:
-                    reading.set()
-
-    reading = threading.Event()
-    with ThreadPoolExecutor(1) as pool:
-        looking = pool.submit(look)
-        looking.add_done_callback(lambda _: reading.set())
-        reading.wait()
-        print("reads", flush=True)
-        sys.stdin.read()
-        ended.set()
-        looking.result()
-    print(seen[0])
-
-
 @contextmanager
 def process(*arguments: object) -> Iterator[subprocess.Popen[str]]:
     """One such process, killed in the end."""
@@ -174,26 +138,13 @@ def process(*arguments: object) -> Iterator[subprocess.Popen[str]]:
             started.kill()
 
 
-def read_while_written(
-    path: Path, seed: int, readers: int, seconds: float, harm: Callable[[Path], None] | None = None
-) -> list[dict[str, Any]]:
-    """What `readers` processes counted while one writes flat out. Fails with what one of them said if it failed.
-
-    `harm` is done to the file again and again meanwhile, each time that the writer has laid it anew.
-    """
+def read_while_written(path: Path, seed: int, readers: int, seconds: float) -> list[dict[str, Any]]:
+    """What `readers` processes counted while one writes flat out. Fails with what one of them said if it failed."""
     found = []
     with ExitStack() as stack:
         writer = stack.enter_context(process("write", path, seed))
         wait_until(lambda: path.exists() or _ended(writer))
         started = [stack.enter_context(process("read", path, seconds)) for _ in range(readers)]
-        harmed = -1
-        while harm is not None and any(reader.poll() is None for reader in started):
-            assert not _ended(writer)
-            with suppress(FileNotFoundError):  # removed, and not there again
-                if (there := path.stat().st_ino) != harmed:
-                    harm(path)
-                    harmed = there
-            time.sleep(0.002)
         for reader in started:
             out, err = reader.communicate(timeout=120)
             assert reader.returncode == 0, f"status {reader.returncode}: {err}"
@@ -227,5 +178,3 @@ if __name__ == "__main__":
             write(path, int(seed))
         case ["read", path, seconds]:
             print(json.dumps(read(path, float(seconds))))
-        case ["follow", path, uuid]:
-            follow(path, uuid)

@@ -21,7 +21,10 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[1]
 WITHOUT_KERNELS = ("test_other_processors.py", "test_without_compiler.py")
 KERNEL_TESTS = [
-    str(file) for file in sorted(REPOSITORY.glob("tests/native/test_*.py")) if file.name not in WITHOUT_KERNELS
+    str(file)
+    for folder in ("tests/native", "tests/deep/native")
+    for file in sorted((REPOSITORY / folder).glob("test_*.py"))
+    if file.name not in WITHOUT_KERNELS
 ]
 BUILD = REPOSITORY / "native" / "build.py"
 

@@ -25,8 +25,6 @@ class ScriptedLease:
         self.waited: list[float] = []
         self._events: list[Event] = []
 
-    # what the broker does
-
     def grant(self, granted_bytes: int) -> None:
         self.granted_bytes = granted_bytes
         self._events.append(Granted(granted_bytes))
@@ -49,8 +47,6 @@ class ScriptedLease:
 
     def deny(self) -> None:
         self._events.append(Denied(LeaseRefused("an answer crossed a grant")))
-
-    # what the engine has of it
 
     @property
     def recall(self) -> Recalled | None:

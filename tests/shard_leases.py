@@ -53,9 +53,6 @@ class Rig:
 
     def __post_init__(self) -> None:
         self.devices = Devices(self.clock, [one + HEADROOM + BAND for one in self.room], self._used)
-        self.start()
-
-    def start(self) -> None:
         self.broker = Broker(
             self.devices, self.path, rules=lambda info, capacity: Rules(HEADROOM, BAND), clock=self.clock, tick_s=None,
             pause_s=0, grace_s=0,

@@ -1,144 +1,70 @@
-"""The shards of a model in the threads of one process: groups over shared lists and barriers."""
+"""The shards of a model in the threads of one process: real groups, in memory that they share."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from pagetide.engine.collectives.group import CollectiveAborted, CollectiveCount
-
-
-class _Meeting:
-    """What the groups of one model share."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.changed = threading.Condition()
-        self.turns: dict[int, dict[int, Any]] = {}  # by number of the collective: what each shard gave
-        self.read: dict[int, int] = {}
-        self.aborted = False
-        self.resetting = 0
-        self.generation = 0
+from pagetide import native
+from pagetide.engine.collectives.factory import create_store, open_group
+from pagetide.engine.collectives.group import CollectiveAborted, ShardGroup
+from pagetide.engine.collectives.shared_memory_group import create_group_memory
 
 
 class ThreadGroup:
-    """One shard's place. See `ShardGroup`."""
+    """A group whose sums and columns are operators of torch: a tape, which stands in for CUDA graphs, does them again."""
 
-    name = "threads"
     captures = True
 
-    def __init__(self, rank: int, meeting: _Meeting) -> None:
-        self.rank, self.size = rank, meeting.size
-        self.key = len(_groups)
-        _groups.append(self)
-        self._meeting = meeting
-        self._turn = 0
-        self._counts: dict[str, CollectiveCount] = {}
+    def __init__(self, group: ShardGroup) -> None:
+        self._group, self._key = group, len(_groups)
+        _groups.append(group)
 
-    def _meet(self, kind: str, given: Any) -> list[Any]:
-        meeting, turn = self._meeting, (self._meeting.generation, self._turn)
-        count = self._counts.setdefault(kind, CollectiveCount())
-        count.calls += 1
-        if isinstance(given, Tensor):
-            count.num_bytes += given.nbytes
-        with meeting.changed:
-            if meeting.aborted:
-                raise CollectiveAborted("another shard has stopped")
-            self._turn += 1
-            there = meeting.turns.setdefault(turn, {})
-            there[self.rank] = kind, given
-            meeting.changed.notify_all()
-            meeting.changed.wait_for(lambda: len(there) == self.size or meeting.aborted, 60)
-            if len(there) < self.size:
-                raise CollectiveAborted("another shard has stopped" if meeting.aborted else "another shard never came")
-            assert len({kind for kind, _ in there.values()}) == 1, f"the shards do different things: {there}"
-            found = [there[rank][1] for rank in range(self.size)]
-            meeting.read[turn] = meeting.read.get(turn, 0) + 1
-            if meeting.read[turn] == self.size:
-                del meeting.turns[turn], meeting.read[turn]
-        return found
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         x = x.contiguous()
-        all_reduce(x, self.key)
+        all_reduce(x, self._key)
         return x
 
     def gather(self, x: Tensor, widths: Sequence[int], *, everywhere: bool = False) -> Tensor:
-        assert x.shape[-1] == widths[self.rank], (x.shape, widths)
-        return (
-            gather(x.contiguous(), self.key)
-            if everywhere or not self.rank
-            else (gather(x.contiguous(), self.key), x)[1]
-        )
-
-    def summed(self, x: Tensor) -> Tensor:
-        """The sum over the shards."""
-        parts = self._meet("all_reduce", x.clone())
-        assert len({(part.shape, part.dtype) for part in parts}) == 1
-        total = parts[0].float() if x.dtype in (torch.float16, torch.bfloat16) else parts[0].clone()
-        for part in parts[1:]:
-            total = total + part
-        return total.to(x.dtype)
-
-    def gathered(self, x: Tensor) -> Tensor:
-        """The columns of all shards."""
-        return torch.cat(self._meet("gather", x.clone()), -1)
-
-    def broadcast(self, x: Tensor) -> Tensor:
-        return self._meet("broadcast", x.clone())[0].clone()
-
-    def exchange(self, data: bytes) -> list[bytes]:
-        return self._meet("exchange", data)
-
-    def abort(self) -> None:
-        with self._meeting.changed:
-            self._meeting.aborted = True
-            self._meeting.changed.notify_all()
-
-    def reset(self) -> None:
-        meeting = self._meeting
-        with meeting.changed:
-            generation = meeting.generation
-            meeting.resetting += 1
-            if meeting.resetting == self.size:
-                meeting.resetting, meeting.aborted = 0, False
-                meeting.turns.clear()
-                meeting.read.clear()
-                meeting.generation += 1
-                meeting.changed.notify_all()
-            elif not meeting.changed.wait_for(lambda: meeting.generation > generation, 60):
-                raise RuntimeError("another shard never came to reset")
-            self._turn = 0
-
-    def counts(self) -> dict[str, CollectiveCount]:
-        return self._counts
-
-    def close(self) -> None:
-        pass
+        joined = gather(x.contiguous(), list(widths), self._key)
+        return joined if everywhere or not self._group.rank else x
 
 
-_groups: list[ThreadGroup] = []  # by key
+_groups: list[ShardGroup] = []  # by key
 
 
-# Operators of torch, so that a tape which stands in for CUDA graphs does them again.
 @torch.library.custom_op("shard_threads::all_reduce", mutates_args=("x",))
 def all_reduce(x: Tensor, key: int) -> None:
-    x.copy_(_groups[key].summed(x))
+    _groups[key].all_reduce(x)
 
 
 @torch.library.custom_op("shard_threads::gather", mutates_args=())
-def gather(x: Tensor, key: int) -> Tensor:
-    return _groups[key].gathered(x)
+def gather(x: Tensor, widths: list[int], key: int) -> Tensor:
+    return _groups[key].gather(x, widths, everywhere=True)
 
 
 def thread_groups(size: int) -> list[ThreadGroup]:
-    """The groups of `size` shards, each for a thread of its own."""
-    meeting = _Meeting(size)
-    return [ThreadGroup(rank, meeting) for rank in range(size)]
+    """The groups of `size` shards, each for a thread of its own. Skips the test where there are none: gloo's are processes."""
+    if native.instructions() is None:
+        pytest.skip("without native kernels shards are processes, which tests/engine/shards/test_processes.py has")
+    memory_fd, store_fd = create_group_memory(size), create_store()
+    how = {"devices": ["cpu"] * size, "memory_fd": memory_fd, "store_fd": store_fd}
+
+    def join(rank: int) -> ThreadGroup:
+        return ThreadGroup(open_group(rank, size, device=torch.device("cpu"), **how))
+
+    groups = run_in_threads([lambda rank=rank: join(rank) for rank in range(size)])
+    os.close(memory_fd)  # each has mapped it; gloo goes on reading the store
+    return groups
 
 
 def run_in_threads(functions: Sequence[Callable[[], Any]], groups: Sequence[ThreadGroup] = ()) -> list[Any]:

@@ -35,19 +35,17 @@ from pagetide.engine.sampling.sampler import Sampler
 from pagetide.engine.shards.sharded_arena import ResizeOutcome, ShardedArena
 from pagetide.engine.shards.sharded_runner import joined_results
 from pagetide.scheduler.plan import Plan, Result
-from pagetide.scheduler.scheduler import Limits, Scheduler
+from pagetide.scheduler.scheduler import Scheduler
+from pagetide.scheduler.state import Limits
 
 CPU = torch.device("cpu")
 _loading = threading.Lock()
 
 _HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 64, "vocab_size": 163}
 _ROUTED = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [1],
-}
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1, "mlp_only_layers": [1],
+}  # fmt: skip
+_SLIDING = {"intermediate_size": 64, "num_hidden_layers": 4, "sliding_window": 8, "pad_token_id": 0}
 # What is divided: by name the family, and what goes on top of its configuration. Vocabulary and width divide unevenly.
 DIVIDED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {**_HEADS, "intermediate_size": 70}),
@@ -61,10 +59,7 @@ DIVIDED: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", {**_HEADS, "tie_word_embeddings": True}),
     "phi3": ("phi3", _HEADS),
     "deepseek_v3": ("deepseek_v3", {"num_attention_heads": 8, "num_key_value_heads": 8}),
-    "cohere2": (
-        "cohere2",
-        {**_HEADS, "intermediate_size": 64, "num_hidden_layers": 4, "sliding_window": 8, "pad_token_id": 0},
-    ),
+    "cohere2": ("cohere2", {**_HEADS, **_SLIDING}),
 }
 
 
@@ -173,7 +168,7 @@ class ShardedTinyEngine(TinyEngine):
         num_extents = geometry.extents_for_blocks(usable + 1)
         one = geometry.with_extents(geometry.payload_bytes)
         register()
-        runners, hosts = [], []
+        runners: list[ModelRunner] = []
         cache = CacheManager(
             num_extents * geometry.blocks_per_extent, block_size, limits.num_rows, max_model_len, groups=geometry.groups,
             hasher=PrefixHasher(block_size) if caching else None, host_slots=host_slots,
@@ -187,26 +182,17 @@ class ShardedTinyEngine(TinyEngine):
             arena.map(range(num_extents))
             storage = Storage(geometry, arena, "cpu")
             storage.clear([0])
-            hosts.append(HostPool(one, (host_slots + 1) * one.extent_bytes) if host_slots else None)
+            host = HostPool(one, (host_slots + 1) * one.extent_bytes) if host_slots else None
             vocab = checkpoint.vocab_size
             sampler = TokenFollower() if group.rank else Sampler(limits.num_rows, vocab)
-            runners.append(
-                ModelRunner(
-                    model,
-                    storage,
-                    kernel(),
-                    sampler,
-                    num_rows=limits.num_rows,
-                    max_tokens=max_model_len,
-                    arena=arena,
-                    host=hosts[-1],
-                    overlaps=overlaps,
-                    group=group,
-                )
-            )
+            runner = ModelRunner(
+                model, storage, kernel(), sampler, num_rows=limits.num_rows, max_tokens=max_model_len, arena=arena,
+                host=host, overlaps=overlaps, group=group,
+            )  # fmt: skip
+            runners.append(runner)
         arena = ShardedArena(num_extents, geometry.extent_bytes, None, range(num_extents), size)
-        runner: Any = ThreadedRunner(runners, groups, arena)
+        threaded: Any = ThreadedRunner(runners, groups, arena)
         cost = AlwaysSwap(geometry.payload_bytes, block_size)
-        self.division, self.runner, self.hosts = division, runner, hosts
-        self.core = EngineCore(Scheduler(cache, limits, cost), runner, clock=itertools.count().__next__)
+        self.runner = threaded
+        self.core = EngineCore(Scheduler(cache, limits, cost), threaded, clock=itertools.count().__next__)
         self.logits: dict[tuple[str, int], torch.Tensor] = {}

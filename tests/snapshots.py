@@ -54,26 +54,15 @@ def sample_device(
     used = sum(process.used_bytes or 0 for process in processes) + 551 * MIB
     used = min(used + (number * 977 % 5) * 3 * GIB, H200_BYTES)
     growth = (0.0 if number % 2 else 212.5 * MIB) if bytes_per_second is None else bytes_per_second
+    uuid, pci_id = f"GPU-{number:08x}-0000-4000-8000-000000000000", f"00000000:{0x1B + 0x20 * number:02X}:00.0"
     return Device(
-        info=DeviceInfo(
-            uuid=f"GPU-{number:08x}-0000-4000-8000-000000000000",
-            index=str(number),
-            kind=DeviceKind.GPU,
-            name="NVIDIA H200",
-            pci_id=f"00000000:{0x1B + 0x20 * number:02X}:00.0",
+        DeviceInfo(uuid, str(number), DeviceKind.GPU, "NVIDIA H200", pci_id),
+        DeviceMemory(
+            at_ns=AT_NS - 12_000_000, interval_ns=20_000_000, total_bytes=H200_BYTES, free_bytes=H200_BYTES - used,
+            bytes_per_second=growth, polls=120_000 + number, failures=0,
         ),
-        memory=DeviceMemory(
-            at_ns=AT_NS - 12_000_000,
-            interval_ns=20_000_000,
-            total_bytes=H200_BYTES,
-            free_bytes=H200_BYTES - used,
-            bytes_per_second=growth,
-            polls=120_000 + number,
-            failures=0,
-        ),
-        detail=DeviceDetail(
-            at_ns=AT_NS - 400_000_000,
-            interval_ns=SECOND_NS,
+        DeviceDetail(
+            at_ns=AT_NS - 400_000_000, interval_ns=SECOND_NS, history=sample_history(used, number),
             reading=DetailReading(
                 utilization=(0.62, 0.98, 0.35, 0.81)[number % 4],
                 temperature_celsius=(61.0, 74.0, 48.0, 66.0)[number % 4],
@@ -81,109 +70,76 @@ def sample_device(
                 power_limit_watts=700.0,
                 processes=processes,
             ),
-            history=sample_history(used, number),
         ),
-    )
+    )  # fmt: skip
 
 
-def sample_history(used_bytes: int, seed: int = 0, samples: int = HISTORY) -> tuple[int, ...]:
-    """Used bytes over the last `samples` seconds, up to `used_bytes`: a climb in steps, or a plateau with a dip.
+def sample_history(used_bytes: int, seed: int) -> tuple[int, ...]:
+    """Used bytes over the last `HISTORY` seconds, up to `used_bytes`: a climb in steps, or a plateau with a dip.
 
     In whole numbers, so that charts of it are the same on every machine.
     """
     values = []
-    for second in range(1, samples + 1):
+    for second in range(1, HISTORY + 1):
         if seed % 2:
-            percent = 100 - max(0, 45 - abs(second - samples * 2 // 5))
+            percent = 100 - max(0, 45 - abs(second - HISTORY * 2 // 5))
         else:
-            percent = 30 + 70 * second // samples - (second * 7 // (9 + seed) % 5 if second < samples else 0)
+            percent = 30 + 70 * second // HISTORY - (second * 7 // (9 + seed) % 5 if second < HISTORY else 0)
         values.append(used_bytes * percent // 100)
     return tuple(values)
 
 
-def host_device(*, used_bytes: int = 187 * GIB, total_bytes: int = HOST_BYTES) -> Device:
-    """This machine's memory as a device."""
-    gpu = sample_device(0)
+def host_device() -> Device:
+    gpu, used = sample_device(0), 187 * GIB
+    process = ProcessUse(41877, 38 * GIB, "host", "grace", _TRAINING)
     return Device(
-        info=DeviceInfo(uuid="HOST-4c4c4544", index="host", kind=DeviceKind.HOST, name="Host memory"),
-        memory=replace(
-            gpu.memory, total_bytes=total_bytes, free_bytes=total_bytes - used_bytes, bytes_per_second=-1.4 * MIB
-        ),
-        detail=replace(
-            gpu.detail,
-            reading=DetailReading(
-                utilization=0.17,
-                processes=(
-                    ProcessUse(
-                        41877, 38 * GIB, "host", "grace", "python train.py --config finetune.yaml --bf16 --resume"
-                    ),
-                ),
-            ),
-            history=sample_history(used_bytes, 6),
+        DeviceInfo("HOST-4c4c4544", "host", DeviceKind.HOST, "Host memory"),
+        replace(gpu.memory, total_bytes=HOST_BYTES, free_bytes=HOST_BYTES - used, bytes_per_second=-1.4 * MIB),
+        replace(
+            gpu.detail, reading=DetailReading(utilization=0.17, processes=(process,)), history=sample_history(used, 6)
         ),
     )
 
 
-def mig_devices(number: int = 0) -> tuple[Device, ...]:
+def mig_devices(number: int) -> tuple[Device, ...]:
     """A partitioned GPU, whose own memory the driver does not tell, and two instances of it."""
     gpu = sample_device(number)
-    parent = replace(
-        gpu,
-        memory=replace(gpu.memory, total_bytes=None, free_bytes=None, bytes_per_second=None),
-        detail=replace(gpu.detail, reading=DetailReading(temperature_celsius=44.0, power_watts=210.0), history=()),
-    )
-    instances = []
-    for instance, (profile, gib, used_gib) in enumerate((("MIG 4g.71gb", 69.5, 48.2), ("MIG 3g.71gb", 69.5, 3.1))):
-        total, used = int(gib * GIB), int(used_gib * GIB)
-        instances.append(
+    memory = replace(gpu.memory, total_bytes=None, free_bytes=None, bytes_per_second=None)
+    reading = DetailReading(temperature_celsius=44.0, power_watts=210.0)
+    devices = [replace(gpu, memory=memory, detail=replace(gpu.detail, reading=reading, history=()))]
+    total = int(69.5 * GIB)
+    for instance, (profile, used_gib) in enumerate((("MIG 4g.71gb", 48.2), ("MIG 3g.71gb", 3.1))):
+        used, uuid, index = int(used_gib * GIB), f"MIG-{number:08x}-{instance}", f"{number}:{instance}"
+        process = ProcessUse(70_001 + instance, used - 98 * MIB, "compute", "ada", f"python infer.py {instance}")
+        reading = DetailReading(processes=(process,))
+        devices.append(
             Device(
-                info=DeviceInfo(
-                    uuid=f"MIG-{number:08x}-{instance}",
-                    index=f"{number}:{instance}",
-                    kind=DeviceKind.MIG,
-                    name=profile,
-                    parent_uuid=gpu.info.uuid,
-                ),
-                memory=replace(gpu.memory, total_bytes=total, free_bytes=total - used, bytes_per_second=0.0),
-                detail=replace(
-                    gpu.detail,
-                    reading=DetailReading(
-                        processes=(
-                            ProcessUse(
-                                70_001 + instance, used - 98 * MIB, "compute", "ada", f"python infer.py {instance}"
-                            ),
-                        )
-                    ),
-                    history=sample_history(used, instance),
-                ),
+                DeviceInfo(uuid, index, DeviceKind.MIG, profile, parent_uuid=gpu.info.uuid),
+                replace(gpu.memory, total_bytes=total, free_bytes=total - used, bytes_per_second=0.0),
+                replace(gpu.detail, reading=reading, history=sample_history(used, instance)),
             )
         )
-    return (parent, *instances)
+    return tuple(devices)
 
 
-def dead(device: Device, error: str = "GPU is lost") -> Device:
-    """`device` after it stopped answering: no numbers any more."""
+def dead(device: Device) -> Device:
+    error = "GPU is lost"
     memory = replace(device.memory, total_bytes=None, free_bytes=None, bytes_per_second=None, failures=7, error=error)
     detail = replace(device.detail, reading=DetailReading(), error=error)
     return replace(device, memory=memory, detail=detail)
 
 
-def stale(device: Device, seconds: float = 12.0) -> Device:
-    """`device` with numbers that are `seconds` old."""
-    return replace(device, memory=replace(device.memory, at_ns=AT_NS - int(seconds * SECOND_NS)))
+def stale(device: Device) -> Device:
+    return replace(device, memory=replace(device.memory, at_ns=AT_NS - 12 * SECOND_NS))
 
 
 def unanswered(device: Device) -> Device:
-    """`device` before its first answer."""
     memory = DeviceMemory(0, device.memory.interval_ns, None, None, None, polls=0, failures=0)
     return replace(device, memory=memory, detail=DeviceDetail(0, SECOND_NS, DetailReading()))
 
 
-def snapshot_of(*devices: Device, source: str = "nvml+host") -> Snapshot:
-    """A snapshot of these devices."""
-    return Snapshot(
-        at_ns=AT_NS, source=source, monitor_pid=4242, started_ns=AT_NS - 11_520 * SECOND_NS, devices=devices
-    )
+def snapshot_of(*devices: Device) -> Snapshot:
+    return Snapshot(AT_NS, "nvml+host", monitor_pid=4242, started_ns=AT_NS - 11_520 * SECOND_NS, devices=devices)
 
 
 def sample_snapshot(num_gpus: int = 2, *, num_processes: int | None = None, host: bool = True) -> Snapshot:
@@ -220,45 +176,22 @@ def sample_leases(num_gpus: int = 2) -> tuple[LeaseUse, ...]:
 
 
 def sample_lease(
-    engine: str,
-    pid: int,
-    device_uuid: str,
-    granted: float,
-    *,
-    held: float,
-    free: float = 0,
-    minimum: float = 0,
-    limit: float | None = None,
-    weights: float | None = None,
-    kv: float | None = None,
-    **changes: Any,
-) -> LeaseUse:
+    engine: str, pid: int, device_uuid: str, granted: float, *, held: float, free: float = 0, minimum: float = 0,
+    limit: float | None = None, weights: float | None = None, kv: float | None = None, **changes: Any,
+) -> LeaseUse:  # fmt: skip
     """A lease; amounts in GiB. What is neither weights nor KV is reported as other; without both nothing is reported."""
     reported: dict[str, int] = {}
     if weights is not None and kv is not None:
         reported = {"weights": int(weights * GIB), "kv": int(kv * GIB)}
         reported["other"] = int(held * GIB) - sum(reported.values())
     lease = LeaseUse(
-        engine=engine,
-        pid=pid,
-        user="ada",
-        device_uuid=device_uuid,
-        min_bytes=int(minimum * GIB),
-        max_bytes=None if limit is None else int(limit * GIB),
-        weight=1.0,
-        priority=0,
-        granted_bytes=int(granted * GIB),
-        held_bytes=int(held * GIB),
-        held_by_class=reported,
-        free_bytes=int(free * GIB),
-        asked_bytes=None,
-        state="ok",
-        recall_target_bytes=None,
-        recall_age_seconds=None,
-    )
+        engine=engine, pid=pid, user="ada", device_uuid=device_uuid, min_bytes=int(minimum * GIB),
+        max_bytes=None if limit is None else int(limit * GIB), weight=1.0, priority=0,
+        granted_bytes=int(granted * GIB), held_bytes=int(held * GIB), held_by_class=reported,
+        spare_bytes=int(free * GIB), asked_bytes=None, state="ok", recall_target_bytes=None, recall_age_seconds=None,
+    )  # fmt: skip
     return replace(lease, **changes)
 
 
 def leased_snapshot(num_gpus: int = 2) -> Snapshot:
-    """`sample_snapshot` with `sample_leases`."""
     return sample_snapshot(num_gpus).with_leases(sample_leases(num_gpus))

@@ -37,6 +37,7 @@ from typing import Any
 from faults import CAUSE, POINTS, planted
 from random_walk import VARIANTS, walk
 
+from benchmarks.load import RandomBatches, RequestBatch, save_text_model
 from benchmarks.memory import (
     BOUND_MIB,
     CAPACITY_BYTES,
@@ -47,7 +48,6 @@ from benchmarks.memory import (
     recalls,
     slope,
 )  # fmt: skip
-from benchmarks.random_batches import RandomBatches, RequestBatch, save_model
 from pagetide import LLM
 from pagetide.monitor.units import MIB
 from pagetide.pressure import PrivateDevice
@@ -196,8 +196,8 @@ def loaded(folder: str, vocab_size: int, seed: int, until: float) -> tuple[dict[
 
 def requested(count: int, seed: int, folder: Path) -> tuple[dict[str, Any], list[str]]:
     """Send a server `count` random requests. Returns figures, and what failed."""
-    from openapi_load import SERVER, send_requests, wait_until_idle
-    from servers import ServerProcess
+    from openapi_load import SERVER, send_requests
+    from servers import ServerProcess, wait_until_idle
 
     headers = {"Authorization": "Bearer sk-operator-1"}
     try:
@@ -226,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         told = Path(folder) / "walks.txt"
         walker = context.Process(target=walks, args=(args.seed, args.walks, until, told), daemon=True)
         walker.start()
-        vocab_size = save_model(Path(folder), 128, 2, args.seed % 1000)
+        vocab_size = save_text_model(Path(folder), 128, 2, args.seed % 1000)
         figures, failures = loaded(folder, vocab_size, args.seed, until)
         walker.join()
         if args.requests:

@@ -18,10 +18,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 ESCAPES = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])")
-# The terminal becomes that of the session, as it is for what a shell starts.
-IN_CONTROL = "import fcntl, termios; fcntl.ioctl(1, termios.TIOCSCTTY, 0)\n"
+# The terminal becomes that of the session, and signals are as for what a shell starts, whatever the tests' process ignores.
+IN_CONTROL = """
+import fcntl, signal, termios
+fcntl.ioctl(1, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+    signal.signal(number, signal.SIG_DFL)
+signal.pthread_sigmask(signal.SIG_SETMASK, ())
+"""
 
 
 class Terminal:
@@ -33,6 +40,7 @@ class Terminal:
         self.alternate = False
         self.cursor_shown = True
         self.rows: dict[int, str] = {}  # what was written to the screen that is shown, since it is shown
+        self.escapes: set[tuple[str, str]] = set()  # (parameters, letter) of all that have come
         self._unread = b""
         self._row, self._column = self._saved = 1, 1
 
@@ -59,7 +67,6 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        """The screen."""
         return "\n".join(self.rows[row].rstrip() for row in sorted(self.rows))
 
     def _take(self) -> bool:
@@ -80,6 +87,7 @@ class Terminal:
         for escape in ESCAPES.finditer(text):
             self._write(text[position : escape.start()])
             position = escape.end()
+            self.escapes.add((escape[1], escape[2]))
             match escape.groups():
                 case ("?1049", "h"):
                     self.alternate, self.rows = True, {}

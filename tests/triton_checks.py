@@ -1,16 +1,20 @@
-"""What the Triton kernels must do, on the CPU (interpreted) and on a device alike: random cases against float64, over NaN."""
+"""What attention kernels must do, in torch, native and in Triton, interpreted or on a device: random cases against float64."""
 
 from __future__ import annotations
 
+import itertools
+import math
+import mmap
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from hypothesis import example
 from hypothesis import strategies as st
 
 from pagetide.engine.attention.context import AttentionCall, LayerCache, StepContext, lengths_on
 from pagetide.engine.attention.torch_kernel import TorchKernel
-from pagetide.engine.attention.triton_gather import copy_blocks
 
 BOUNDS = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}  # of what is above 1 relative
 BITS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -90,6 +94,19 @@ def cases(longest: int, *, splits: bool = False, scaled: bool = False) -> st.Sea
     if scaled:
         return st.builds(of_kind, block_sizes.flatmap(case), st.sampled_from(kinds[1:]))
     return block_sizes.flatmap(case)
+
+
+def with_fresh_chunks(**others: object) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Examples of a property of a `case` and `others`: chunks without a past, of every element, aliased and not."""
+    elements = [*((dtype, None) for dtype in BOUNDS), *((torch.bfloat16, stored) for stored in MOST)]
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        for (dtype, stored), aliased, v_in_k in itertools.product(elements, (False, True), (False, True)):
+            case = Case(((1, 1), (2, 2), (20, 20)), dtype, padding=3, aliased=aliased, stored=stored, v_in_k=v_in_k)
+            test = example(case=case, **others)(test)
+        return test
+
+    return decorate
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,30 +265,45 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_write(kernel, built: Built) -> None:
-    """The batch's own K and V arrive; not a bit of anything else changes."""
+    """The batch's own K and V arrive; not a bit of anything else changes. The null block's K and V may."""
     expected = built.arena.clone()
     call, step = built.call, built.call.step
     real = step.write_blocks[1] != 0
     places = step.write_blocks[1][real], step.write_offsets[real]
-    put(views(built.case, expected), places, call.key[real], call.value[real])
+    ours = views(built.case, expected)
+    put(ours, places, call.key[real], call.value[real])
     kernel.write(call)
+    for name in ("key", "value", "key_scale", "value_scale"):
+        if getattr(ours, name) is not None:
+            bits(getattr(ours, name))[0] = bits(getattr(call.cache, name))[0]
     assert torch.equal(bits(built.arena), bits(expected))
 
 
-def check_attention(kernel, case: Case, device: str = "cpu") -> None:
-    """Write, then attend twice, as two layers would; nothing is written but the result."""
+def check_attention(kernel, case: Case, device: str = "cpu", *, reads_own: bool = False) -> None:
+    """Write, then attend twice, as two layers would; nothing is written but the result.
+
+    All is read from the arena. With `reads_own` the batch's own K and V may be read instead, where the same lie there.
+    """
     built = build(case, device)
     if not case.aliased:
         check_write(kernel, built)
     before = built.arena.clone()
     call = built.call
-    call = replace(call, key=call.key * torch.nan, value=call.value * torch.nan)  # all is read from the arena
+    if not reads_own or case.aliased or case.stored is not None:
+        call = replace(call, key=call.key * torch.nan, value=call.value * torch.nan)
     for _ in range(2):
         got = kernel.attend(call)
         assert_near(got, built)
         real = call.step.q_lens.sum()
         assert not got[real:].any() and len(got) == real + case.padding
     assert torch.equal(bits(built.arena), bits(before))
+
+
+def sparse(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that take memory only where they are touched."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE of Linux; in Python's mmap from 3.13 on
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=flags)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 FAR_BLOCKS, FAR_STRIDE = 20, (1 << 28) + 64  # elements 2^31 and 2^32 lie in blocks 7 and 15
@@ -309,6 +341,7 @@ def check_copies(
     pinned: bool = False,
 ) -> None:  # fmt: skip
     """Blocks of `num_bytes`, `beyond` more behind each in either pool, `offset` before the first: to other places, and back."""
+    from pagetide.engine.attention.triton_gather import copy_blocks  # which needs triton; all else here does not
 
     def pool(behind: int, where: str) -> torch.Tensor:
         memory = torch.randint(0, 256, (offset + 12 * (num_bytes + behind),), dtype=torch.uint8)

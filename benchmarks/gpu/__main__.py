@@ -1,6 +1,6 @@
 """The GPU benchmarks, part by part: each part has a time limit, and its results are written before the next part.
 
-    python -m benchmarks.gpu --results benchmarks/results                the parts in the order of their value
+    python -m benchmarks.gpu --results build/bench                       the parts in the order of their value
     python -m benchmarks.gpu --only attention,swap --results DIR         some of them, and what they need
     python -m benchmarks.gpu --only memory --seconds 180 --budget-s 300  the external process for three minutes
     python -m benchmarks.gpu --only decode --no-overlap --no-cuda-graphs  the engine without them
@@ -12,27 +12,35 @@ What was measured before stays in DIR; a part that is measured again replaces it
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arguments import above_0
+from benchmarks.arguments import above_0, names_of
 from benchmarks.figures import Figure
 
-from .parts import BY_NAME, PartRunner, PartSettings, with_needs
-from .report import BOUNDS, Note, PartResult, Unmeasured, markdown, read, write
+from .parts import (
+    BOUNDS,
+    BY_NAME,
+    Note,
+    PartResult,
+    PartRunner,
+    Unmeasured,
+    markdown,
+    read,
+    with_needs,
+    write,
+)
 
 LEAST_S = 10.0  # a part is not begun with less
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", metavar="PARTS", default=",".join(BY_NAME), help="some of %(default)s")
+    parser.add_argument("--only", type=names_of(list(BY_NAME), "part"), default=list(BY_NAME), metavar="PART,...")
     parser.add_argument("--results", metavar="DIR", type=Path, help="where gpu.json and gpu.md are written")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="where this run alone is written")
     parser.add_argument("--budget-s", type=above_0, default=360.0, help="for all parts together (%(default)g)")
     parser.add_argument("--seconds", type=above_0, default=40.0, help="of the external process in memory (%(default)g)")
     parser.add_argument("--attention", metavar="NAME", help="the engine's, in place of its choice")
@@ -46,19 +54,9 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the code")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(given)
-    args.parts = args.only.split(",")
-    unknown = [name for name in args.parts if name not in BY_NAME]
-    if unknown:
-        parser.error(f"there is no part {', '.join(unknown)}; there are {', '.join(BY_NAME)}")
     if args.device == "cpu" and not args.tiny:
         parser.error("a CPU runs none of the real sizes: add --tiny")
-    if args.tiny and args.results is not None and (args.results / "gpu.json").resolve() == _kept():
-        parser.error("tiny shapes measure nothing: write them to another folder")
     return args
-
-
-def _kept() -> Path:
-    return Path(__file__).resolve().parents[1] / "results" / "gpu.json"
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -69,11 +67,8 @@ def main(given: Sequence[str] | None = None) -> int:
     kept = read(args.results / "gpu.json") if args.results else {}
     known: dict[str, float] = {}
     errors = 0
-    setting = PartSettings(
-        args.device, args.tiny, args.seed, args.seconds, args.attention, args.overlap, args.cuda_graphs
-    )
-    with PartRunner(setting) as runner:
-        for spec in with_needs(args.parts):
+    with PartRunner(args) as runner:
+        for spec in with_needs(args.only):
             left_s = ends_at - time.monotonic()
             box_s = max(spec.box_s, args.seconds + 40) if spec.name == "memory" else spec.box_s
             if left_s < LEAST_S:
@@ -95,17 +90,10 @@ def main(given: Sequence[str] | None = None) -> int:
             )
             run[spec.name] = part.to_dict()
             if args.results:
-                write(ordered(kept | run), args.results)
-            if args.json:
-                args.json.parent.mkdir(parents=True, exist_ok=True)
-                args.json.write_text(json.dumps(run, indent=1) + "\n")
+                together = kept | run
+                write({name: together[name] for name in BY_NAME if name in together}, args.results)
     print("\n" + "\n".join(markdown(run).splitlines()[4 : 6 + len(BOUNDS)]), flush=True)
     return 1 if errors else 0
-
-
-def ordered(results: dict[str, Any]) -> dict[str, Any]:
-    """In the order of the parts, however they came."""
-    return {name: results[name] for name in BY_NAME if name in results}
 
 
 def show(item: Any) -> None:

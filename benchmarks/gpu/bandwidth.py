@@ -1,4 +1,4 @@
-"""The device's limits, to which other figures are compared: memory bandwidth, host link, matrix products, launches."""
+"""The device's limits, to which other figures are compared: memory bandwidth and host link."""
 
 from __future__ import annotations
 
@@ -10,22 +10,17 @@ import torch
 from benchmarks.figures import Figure
 
 from .bench import Bench
-from .report import Item
+from .parts import Item
 
 MEMORY = "memory bandwidth"
 TO_HOST, FROM_HOST = "device to pinned host memory, one large copy", "pinned host memory to device, one large copy"
-PRODUCT = "matrix product"
-LAUNCHES = 1000
 
 
 def measure(bench: Bench) -> Iterator[Item]:
-    """Bandwidths in GB/s (10^9), the product in TFLOP/s, launches in µs."""
+    """Bandwidths in GB/s (10^9)."""
     yield from _memory(bench)
     bench.clean()
     yield from _link(bench)
-    yield from _product(bench)
-    bench.clean()
-    yield from _launches(bench)
 
 
 def _memory(bench: Bench) -> Iterator[Item]:
@@ -51,34 +46,6 @@ def _link(bench: Bench) -> Iterator[Item]:
     repeats = max(3, bench.scale.repeats // 2)
     yield rate(TO_HOST, num_bytes, clock.seconds(lambda: host.copy_(device, non_blocking=True), repeats))
     yield rate(FROM_HOST, num_bytes, clock.seconds(lambda: device.copy_(host, non_blocking=True), repeats))
-
-
-def _product(bench: Bench) -> Iterator[Item]:
-    size, clock = bench.scale.gemm, bench.clock
-    a, b = (torch.randn(size, size, device=clock.device, dtype=getattr(torch, bench.scale.dtype)) for _ in range(2))
-    rates = [2 * size**3 / s / 1e12 for s in clock.seconds(lambda: a @ b, bench.scale.repeats)]
-    yield Figure(PRODUCT, statistics.median(rates), "TFLOP/s", better="higher", samples=rates)
-
-
-def _launches(bench: Bench) -> Iterator[Item]:
-    """A launch of a small kernel: by torch, one after the other, and within a CUDA graph."""
-    clock = bench.clock
-    small = torch.zeros(256, device=clock.device)
-
-    def many() -> None:
-        for _ in range(LAUNCHES):
-            small.add_(1)
-
-    many()
-    each = [s / LAUNCHES * 1e6 for s in clock.host_seconds(many, 5)]
-    yield Figure("a small kernel, launched by torch", statistics.median(each), "µs", samples=each)
-    if clock.cuda:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            many()
-        graph.replay()
-        each = [s / LAUNCHES * 1e6 for s in clock.host_seconds(graph.replay, 5)]
-        yield Figure("a small kernel, within a CUDA graph", statistics.median(each), "µs", samples=each)
 
 
 def rate(name: str, num_bytes: int, seconds: list[float]) -> Figure:

@@ -3,15 +3,72 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
-from .clock import DeviceClock
+_AHEAD_CYCLES = 20_000_000  # about 10 ms, in which the host puts a whole measurement in the queue
+
+
+class DeviceClock:
+    """Measures on `device`, "cuda" or "cpu"."""
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+        self.cuda = self.device.type == "cuda"
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+
+    def seconds(self, run: Callable[[], object], repeats: int, warm: int = 2) -> list[float]:
+        """Seconds that the device takes for each of `repeats` calls, the host's part of them hidden where it can be."""
+        for _ in range(warm):
+            run()
+        self.synchronize()
+        if not self.cuda:
+            return [timed(run) for _ in range(repeats)]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+        torch.cuda._sleep(_AHEAD_CYCLES)
+        events[0].record()
+        for event in events[1:]:
+            run()
+            event.record()
+        self.synchronize()
+        return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events)]
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        """uint8 [num_bytes] of host memory, pinned for CUDA, every page touched."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.cuda).fill_(1)
+
+    def buffer(self, num_bytes: int) -> torch.Tensor:
+        """uint8 [num_bytes] on the device, random."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device).random_(256)
+
+    def free_bytes(self) -> int:
+        """Free bytes of the device, as its driver reports them; without CUDA, available host memory."""
+        return int(torch.cuda.mem_get_info(self.device)[0] if self.cuda else psutil.virtual_memory().available)
+
+    def release(self) -> None:
+        """Give back what torch keeps for later."""
+        if self.cuda:
+            torch.cuda.empty_cache()
+
+
+def timed(run: Callable[[], object]) -> float:
+    """Seconds of one call, by the host."""
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -31,13 +88,11 @@ class Scale:
     rows: int  # that decode together
     context: int  # of each of them, halfway
     new_tokens: int  # that they decode
-    few_tokens: int  # where only the steps between matter
     prompt: int  # tokens before a first token that is waited for
     attention_context: int  # of the rows of paged attention alone
     repeats: int
     copy_bytes: int  # of one large copy
     pinned_bytes: int  # of one large copy to or from the host, and of a swap
-    gemm: int
     kv_bytes: int  # of the pool in which the model decodes
     recall_bytes: int
     recall_rounds: int
@@ -64,14 +119,14 @@ class Scale:
 
 REAL = Scale(
     hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256, dtype="bfloat16",
-    rows=64, context=1024, new_tokens=128, few_tokens=32, prompt=4096, attention_context=4096, repeats=20, copy_bytes=4 * GIB,
-    pinned_bytes=GIB, gemm=8192, kv_bytes=16 * GIB, recall_bytes=GIB, recall_rounds=5, recall_context=1024, steps=300,
+    rows=64, context=1024, new_tokens=128, prompt=4096, attention_context=4096, repeats=20, copy_bytes=4 * GIB,
+    pinned_bytes=GIB, kv_bytes=16 * GIB, recall_bytes=GIB, recall_rounds=5, recall_context=1024, steps=300,
     external_bytes=60 * GIB, capacity_bytes=None,
 )  # fmt: skip
 TINY = Scale(
     hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=512, dtype="float32",
-    rows=3, context=40, new_tokens=6, few_tokens=6, prompt=48, attention_context=48, repeats=2, copy_bytes=MIB,
-    pinned_bytes=4 * MIB, gemm=64, kv_bytes=16 * MIB, recall_bytes=4 * MIB, recall_rounds=1, recall_context=512, steps=8,
+    rows=3, context=40, new_tokens=6, prompt=48, attention_context=48, repeats=2, copy_bytes=MIB,
+    pinned_bytes=4 * MIB, kv_bytes=16 * MIB, recall_bytes=4 * MIB, recall_rounds=1, recall_context=512, steps=8,
     external_bytes=64 * MIB, capacity_bytes=16 * GIB,
 )  # fmt: skip
 

@@ -23,10 +23,9 @@ from pagetide.allocator.lease_policy import Rules
 
 from .bench import Bench
 from .decode import greedy
-from .external_process import AllocatingProcess, ProcessCounts
-from .report import Item, Note, bounded, unmeasured
-from .shared import PoolRig, rig
-from .steps import watched
+from .external_process import AllocatingProcess
+from .parts import Item, Note, bounded, unmeasured
+from .recall import PoolRig, rig
 
 LOOK_S = 0.02
 REQUESTS = 512  # at a time: many more than fit
@@ -41,23 +40,21 @@ def measure(bench: Bench) -> Iterator[Item]:
     scale = bench.scale
     total = _total(bench)
     headroom = Rules.of(total).headroom_bytes
-    external = AllocatingProcess(bench.clock.cuda, scale.external_bytes, bench.seed)
-    try:
-        with rig(
-            bench, (external.process.pid or 0,), kv_memory={"min": scale.kv_bytes // 16, "max": _most(bench, total)},
-            idle_s=2.0, max_model_len=16 * scale.context, max_seqs=256,
-        ) as one:  # fmt: skip
-            seconds = min(bench.memory_s, bench.left_s - 8)
-            yield from _watch(bench, one, external, total, headroom, seconds)
-    finally:
-        external.close()
+    with (
+        AllocatingProcess(bench.clock.cuda, scale.external_bytes, bench.seed) as external,
+        rig(
+            bench, (external.pid,), kv_memory={"min": scale.kv_bytes // 16, "max": _most(bench, total)}, idle_s=2.0,
+            max_model_len=16 * scale.context, max_seqs=256,
+        ) as one,
+    ):  # fmt: skip
+        yield from _watch(bench, one, external, total, headroom, min(bench.memory_s, bench.left_s - 8))
 
 
 def _watch(
     bench: Bench, one: PoolRig, external: AllocatingProcess, total: int, headroom: int, seconds: float
 ) -> Iterator[Item]:  # fmt: skip
     shares, pools = [], []
-    with _demand(bench, one) as demand, watched(one.llm) as steps:
+    with _demand(bench, one) as demand:
         began = time.monotonic()
         external.begin(headroom, seconds / 80)
         ramp_s = None
@@ -71,29 +68,22 @@ def _watch(
                 shares.append(share)
             pools.append(pool)
             time.sleep(LOOK_S)
-        counts = external.end()
-    seconds = time.monotonic() - began
-    failures = [counts.failures, demand.failures, len(demand.raised)]
+        external_failures = external.end()
+    failures = [external_failures, demand.failures, len(demand.raised)]
     yield bounded("failures", float(sum(failures)), failures)
-    yield Note("memory", _told(one, counts, demand, pools, headroom))
+    yield Note("memory", _told(one, demand, pools, headroom))
     if shares:
         yield bounded("held", statistics.fmean(shares), shares[:: max(1, len(shares) // 500)])
     else:
         yield unmeasured("held", "nothing was noted: see what the engine raised")
-    yield Figure("... seconds watched", seconds, "s")
     if ramp_s is not None:
         yield Figure("... until the engine held its share first", ramp_s, "s")
-    if took := sorted(1e3 * step.took_s for step in steps.all):
-        yield Figure(
-            "... steps meanwhile, p99", took[int(0.99 * (len(took) - 1))], "ms", samples=took[:: 1 + len(took) // 500]
-        )
 
 
-def _told(one: PoolRig, counts: ProcessCounts, demand: RequestLoad, pools: list[int], headroom: int) -> tuple[str, ...]:
+def _told(one: PoolRig, demand: RequestLoad, pools: list[int], headroom: int) -> tuple[str, ...]:
     stats = one.llm.stats()
     memory = stats["memory"]
     return (
-        f"external: {counts}",
         f"engine: {demand.outputs} outputs, {demand.failures} of them errors; {stats['steps']} steps, "
         f"{stats['preemptions']} preemptions, {memory['refused_resizes']} refused resizes",
         f"pool: {min(pools, default=0) / 1e9:.2f} to {max(pools, default=0) / 1e9:.2f} GB; headroom {headroom / 1e9:.2f} GB",
@@ -160,5 +150,5 @@ def _most(bench: Bench, total: int) -> int:
 def _free(bench: Bench, total: int, external: AllocatingProcess) -> int:
     if bench.clock.cuda:
         return int(torch.cuda.mem_get_info()[0])
-    members: list[Any] = [psutil.Process(), psutil.Process(external.process.pid)]
+    members: list[Any] = [psutil.Process(), psutil.Process(external.pid)]
     return total - sum(process.memory_info().rss for process in members)

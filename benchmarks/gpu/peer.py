@@ -22,7 +22,7 @@ from benchmarks.figures import Figure
 
 from .bench import Bench
 from .decode import FIRST, MANY, ONE
-from .report import Item, Note, Unmeasured, bounded, unmeasured
+from .parts import Item, Unmeasured, bounded, unmeasured
 
 PAGE = 256
 
@@ -31,7 +31,6 @@ def measure(bench: Bench) -> Iterator[Item]:
     """Needs what `decode` measured in the same run."""
     scale = bench.scale
     length = scale.context - scale.new_tokens // 2
-    yield Note("generate_batch", (f"attention asked for: {bench.model.config._attn_implementation}", *_flash()))
     speeds: dict[bool | None, float] = {}
     yield from _tried(bench, length, speeds)
     graphs = max(speeds, key=lambda way: speeds[way])
@@ -111,12 +110,3 @@ def _run(bench: Bench, prompts: list[list[int]], new_tokens: int, graphs: bool |
             f"generate_batch gave {given} tokens instead of {new_tokens} for each of {len(prompts)} prompts"
         )
     return list(outputs.values())
-
-
-def _flash() -> Iterator[str]:
-    """Which of its fast attentions are there."""
-    from transformers.utils import import_utils
-
-    for version in (2, 3, 4):
-        there = getattr(import_utils, f"is_flash_attn_{version}_available", None)
-        yield f"flash attention {version}: {'not known' if there is None else 'there' if there() else 'not there'}"

@@ -7,21 +7,119 @@ measurements. In the third, a step's time is the interval between the ends of tw
 
 from __future__ import annotations
 
+import os
 import statistics
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
-from benchmarks.figures import Figure
+import torch
+
+from benchmarks.figures import Figure, percentile
+from benchmarks.processes import recalled
+from pagetide import LLM
 from pagetide.engine.llm import Stream
 
 from .bandwidth import TO_HOST
 from .bench import Bench
-from .decode import greedy
-from .report import Item, bounded, unmeasured
-from .shared import FOR_EVER_S, PoolRig, rig
+from .decode import engine, greedy
+from .parts import Item, bounded, unmeasured
 from .steps import Steps, watched
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+from monitors import MonitorProcess
+
+DEADLINE_S = 30.0
+FOR_EVER_S = 1e6
+
+
+class PoolRig:
+    """The engine's inside: its pool brought into shape, recalls ordered as people order them."""
+
+    def __init__(self, bench: Bench, llm: LLM, socket: Path) -> None:
+        self.bench, self.llm = bench, llm
+        self._socket = socket
+        with llm.locked_engine() as engine:
+            if engine.core.memory is None or engine.core.memory.lease is None:
+                raise RuntimeError("the engine has no elastic pool with a lease here; its log says why")
+            self.arena, self.lease = engine.arena, engine.core.memory.lease
+            self.blocks_per_extent = engine.core.scheduler.cache.pool.blocks_per_extent
+            self.block_size = engine.plan.block_size
+
+    @property
+    def extent_bytes(self) -> int:
+        return int(self.arena.extent_bytes)
+
+    def held_bytes(self) -> int:
+        """What is held of the device, as its driver says; on a CPU, where others come and go, as the arena says."""
+        if self.bench.clock.cuda:
+            free, total = torch.cuda.mem_get_info()
+            return total - free
+        return int(self.arena.mapped_bytes)
+
+    def have_granted(self, more_bytes: int) -> None:
+        """Ask until the lease covers so much more than is held; steps may go on meanwhile. Raises TimeoutError."""
+        deadline = time.monotonic() + DEADLINE_S
+        while self.lease.granted_bytes < (target := self.lease.held_bytes + more_bytes):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{target:,} bytes are not granted, only {self.lease.granted_bytes:,}")
+            self.lease.ask(target, expires_s=1.0)  # not granted before the cool-down of the last recall is over
+            time.sleep(0.02)  # meanwhile steps, or the keeper of memory, take in what the broker says
+
+    def resize_to(self, num_extents: int) -> None:
+        """Resize the pool to `num_extents` mapped extents while no request needs them.
+
+        Raises TimeoutError if the lease is not granted more, and RuntimeError if another number is mapped afterwards.
+        """
+        missing = num_extents - len(self.arena.mapped_extents)
+        if missing > 0:
+            self.have_granted(missing * self.extent_bytes)
+        with self.llm.locked_engine() as engine:
+            scheduler = engine.core.scheduler
+            missing = num_extents - scheduler.pool.num_extents
+            if missing > 0:
+                scheduler.pool.grow(missing)
+            else:
+                scheduler.pool.give_back(-missing)
+            engine.core.catch_up()
+            if len(self.arena.mapped_extents) != num_extents:
+                raise RuntimeError(f"{len(self.arena.mapped_extents)} extents are mapped instead of {num_extents}")
+
+    def idle_extents(self) -> int:
+        """Extents that a recall has without preempting anybody."""
+        with self.llm.locked_engine() as engine:
+            return int(engine.core.scheduler.pool.idle_extents)
+
+    def recall(self, num_bytes: int) -> float:
+        """Seconds from the order until the device has the memory back, but for 1/64 of it. Raises TimeoutError."""
+        but_for_bytes = num_bytes // 64
+        return recalled(self._socket, self.lease.name, num_bytes, self.held_bytes, but_for_bytes, DEADLINE_S)[1]
+
+
+@contextmanager
+def rig(bench: Bench, members: tuple[int, ...] = (), **options: Any) -> Iterator[PoolRig]:
+    """An LLM with a lease from a monitor that is its own. On a CPU both share a test device with the processes `members`."""
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name) / "run"
+        arguments: list[str] = []
+        if bench.scale.capacity_bytes is not None:
+            arguments += ["--capacity", str(bench.scale.capacity_bytes)]
+            arguments += ["--members", ",".join(map(str, members))] if members else []
+        source = "nvml" if bench.clock.cuda else "host"
+        with (
+            patch.dict(os.environ, PAGETIDE_RUNTIME_DIR=str(directory)),
+            MonitorProcess(directory, *arguments, source=source),
+            engine(bench, share=True, **options) as llm,
+        ):
+            socket = next(path for path in directory.iterdir() if path.is_socket())
+            yield PoolRig(bench, llm, socket)
+
 
 BREATHING_ROWS = 16
 FEW_TOKENS, MANY_TOKENS = 16, 4096  # still to come, of rows that stand still and of rows that decode all the while
@@ -35,22 +133,17 @@ def measure(bench: Bench) -> Iterator[Item]:
     with rig(bench, kv_memory=pool, host_kv_memory=tier, idle_s=FOR_EVER_S) as one:
         yield from _free(bench, one)
         yield from _live(bench, one)
-        yield from _breathing(bench, one)
+        yield from _resizing(bench, one)
 
 
 def _free(bench: Bench, one: PoolRig) -> Iterator[Item]:
     extents = bench.scale.recall_bytes // one.extent_bytes
     least = len(one.arena.mapped_extents)
-    samples, alone = [], []
+    samples = []
     for _ in range(bench.scale.recall_rounds):
-        one.resize_to(least + extents)
-        began = time.perf_counter()
-        one.resize_to(least)
-        alone.append(1e3 * (time.perf_counter() - began))
         one.resize_to(least + extents)
         samples.append(1e3 * one.recall(extents * one.extent_bytes))
     yield bounded("recall_free", statistics.median(samples), samples)
-    yield Figure("... the step that unmaps them, by itself", statistics.median(alone), "ms", samples=alone)
 
 
 def _live(bench: Bench, one: PoolRig) -> Iterator[Item]:
@@ -78,10 +171,9 @@ def _live(bench: Bench, one: PoolRig) -> Iterator[Item]:
     yield Figure(
         "... of the recalled bytes, swapped out", statistics.median(shares), "x", better="higher", samples=shares
     )
-    yield Figure("... their copy, as one large one", 1e3 * copy_s, "ms")
 
 
-def _breathing(bench: Bench, one: PoolRig) -> Iterator[Item]:
+def _resizing(bench: Bench, one: PoolRig) -> Iterator[Item]:
     """Rows decode; the pool, larger than they need, loses its free extents to recalls and gets them again, over and over."""
     scale = bench.scale
     extents = scale.recall_bytes // one.extent_bytes
@@ -98,9 +190,7 @@ def _breathing(bench: Bench, one: PoolRig) -> Iterator[Item]:
             try:
                 while not stop.is_set():
                     if next(stream, None) is None:
-                        raise RuntimeError(
-                            f"the rows decoded their {MANY_TOKENS:,} tokens before the recalls were over"
-                        )
+                        raise RuntimeError(f"the rows decoded {MANY_TOKENS:,} tokens before the recalls were over")
             except BaseException as error:
                 failed.append(error)
 
@@ -121,11 +211,10 @@ def _breathing(bench: Bench, one: PoolRig) -> Iterator[Item]:
     took = [1e3 * step.took_s for step in steps.all]
     skipped = min(10, began // 2)
     quiet, busy = sorted(took[skipped:began]), sorted(took[began:])
-    p99 = [samples[min(len(samples) - 1, int(0.99 * len(samples)))] for samples in (quiet, busy)]
-    yield bounded("breathing", p99[1] / p99[0])
+    p99 = [percentile(samples, 0.99) for samples in (quiet, busy)]
+    yield bounded("resizing", p99[1] / p99[0])
     yield Figure("... steps without, p99", p99[0], "ms", samples=quiet)
-    yield Figure("... steps while the pool breathes, p99", p99[1], "ms", samples=busy)
-    yield Figure("... steps while the pool breathes, median", statistics.median(busy), "ms")
+    yield Figure("... steps while the pool is resized, p99", p99[1], "ms", samples=busy)
 
 
 def _grow_in_slices(one: PoolRig, num_extents: int, failed: list[BaseException]) -> None:

@@ -1,4 +1,4 @@
-"""The engine's steps observed from outside: when each ended, the host's time and the device's time."""
+"""The engine's steps observed from outside: when each ended, the host's time, and the device's time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ class Steps:
     """What was seen so far. Grows while the engine is watched."""
 
     all: list[Step] = field(default_factory=list)
-    before: Callable[[int], None] | None = None  # told the number of steps in which all rows decoded so far
 
     def full(self, rows: int) -> list[Step]:
         """Those that gave `rows` tokens, and followed one that did."""
@@ -38,8 +37,8 @@ class Steps:
 
 
 @contextmanager
-def watched(llm: LLM, rows: int = 0) -> Iterator[Steps]:
-    """Note every step of the engine. `rows` are all, for `Steps.before`."""
+def watched(llm: LLM) -> Iterator[Steps]:
+    """Note every step of the engine."""
     with llm.locked_engine() as engine:
         core: Any = engine.core
     scheduler, runner = core.scheduler, core.runner
@@ -72,8 +71,6 @@ def watched(llm: LLM, rows: int = 0) -> Iterator[Steps]:
     def noted(step: Callable[[], Any]) -> Callable[[], Any]:
         def run() -> Any:
             nonlocal ended
-            if steps.before is not None:
-                steps.before(sum(one.tokens == rows for one in steps.all))
             took_in.clear()
             spent.update(dict.fromkeys(HOST, 0.0))
             began = time.perf_counter()

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cpu_workload import agreement, prompts
-from benchmarks.figures import Figure
-from benchmarks.neighbours import busy
+from benchmarks.figures import Figure, median
+from benchmarks.load import agreement, prompts
 from benchmarks.peers.protocol import PeerProcess
+from benchmarks.processes import busy
 
 OURS, FASTEST = "pagetide", "openvino"
 LEAST_BUSY = 0.9
@@ -93,31 +92,28 @@ def run(
 
 def figures(work: PeerWorkload, runs: PeerRuns, num_tokens: int, num_busy: int) -> list[Figure]:
     """Speed of each engine, our ratio to each of the others within a round, and how far the tokens agree."""
-    found = []
     ours = runs.seconds[OURS]
+    speeds, ratios, same = [], [], []
     for name, seconds in runs.seconds.items():
         if work.first_token:
-            found.append(Figure(f"{work.name} {name}", statistics.median(seconds), "s", samples=seconds))
+            speeds.append(median(f"{work.name} {name}", seconds, "s"))
         else:
             rates = [num_tokens / each for each in seconds]
-            found.append(Figure(f"{work.name} {name}", statistics.median(rates), "tokens/s", None, "higher", rates))
-    for name in runs.seconds.keys() - {OURS}:
-        theirs = runs.seconds[name]
+            speeds.append(median(f"{work.name} {name}", rates, "tokens/s", None, "higher"))
+        if name == OURS:
+            continue
         label = f"{work.name} pagetide / {name}"
         if work.first_token:
-            ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
             most = MOST_FIRST_TOKEN if name == FASTEST and not num_busy else None
-            found.append(Figure(label, statistics.median(ratios), "x", most, "lower", ratios))
+            ratios.append(median(label, [a / b for a, b in zip(ours, seconds, strict=True)], "x", most))
         else:
-            ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
-            if num_busy:
-                least = LEAST_BUSY if name == FASTEST else None
-            else:
-                least = work.least if name == FASTEST else 1.0
-            found.append(Figure(label, statistics.median(ratios), "x", least, "higher", ratios))
-        same = agreement(runs.tokens[OURS], runs.tokens[name])
-        found.append(Figure(f"{work.name} same tokens as {name}", same, "share", better="higher"))
-    return sorted(found, key=lambda figure: figure.unit == "share")
+            least = LEAST_BUSY if num_busy else work.least
+            least = least if name == FASTEST else None if num_busy else 1.0
+            within = [b / a for a, b in zip(ours, seconds, strict=True)]
+            ratios.append(median(label, within, "x", least, "higher"))
+        share = agreement(runs.tokens[OURS], runs.tokens[name])
+        same.append(Figure(f"{work.name} same tokens as {name}", share, "share", better="higher"))
+    return [*speeds, *ratios, *same]
 
 
 def compare(

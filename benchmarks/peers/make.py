@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.cpu_workload import save_model, save_qwen2
+from benchmarks.load import save_model, save_qwen2
 from benchmarks.peers.protocol import ROOT
 
 POSITIONS = 4096

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ...monitor.errors import install_command
 from ...monitor.units import MIB
 
 _HALF = ("float16", "bfloat16")
@@ -55,11 +56,11 @@ BACKENDS: dict[str, Needs] = {
         "install g++ or clang, then repeat the installation of pagetide", scaled=("int8",), majors=(), max_head_dim=576
     ),
     "triton": Needs(
-        "pip install 'pagetide[triton]'", scaled=("int8", _FLOAT8), majors=_ANY_MAJOR, max_head_dim=576, max_v_head_dim=512,
+        install_command("triton"), scaled=("int8", _FLOAT8), majors=_ANY_MAJOR, max_head_dim=576, max_v_head_dim=512,
         buffer_bytes=32 * MIB,
     ),
     "flash-attn": Needs(
-        "pip install 'pagetide[flash]'", _HALF, (8, 9, 10, 12), block_multiple=256, max_head_dim=256, head_dim_multiple=8,
+        install_command("flash"), _HALF, (8, 9, 10, 12), block_multiple=256, max_head_dim=256, head_dim_multiple=8,
         equal_dims=True, sinks=False, buffer_bytes=32 * MIB,
     ),
     "flash-attn-3": Needs(
@@ -72,7 +73,7 @@ BACKENDS: dict[str, Needs] = {
         buffer_bytes=32 * MIB, compiles=True,
     ),
     "flashinfer": Needs(
-        "pip install 'pagetide[flashinfer]'", _HALF, (8, 9, 10, 12), head_dims=(64, 128, 256), equal_dims=True, sinks=False,
+        install_command("flashinfer"), _HALF, (8, 9, 10, 12), head_dims=(64, 128, 256), equal_dims=True, sinks=False,
         buffer_bytes=192 * MIB, compiles=True,
     ),
     "varlen": Needs(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -42,6 +42,7 @@ class StepContext:
     write_offsets: torch.Tensor  # int64 [T], the token's place within that block
     block_size: int
     bounded: bool = False  # `kv_lens` are upper bounds
+    beat: Callable[[], None] = lambda: None  # called at each layer: see `scheduler/heartbeat.py`
     _in_chunks: dict[int, StepContext] = field(default_factory=dict)
 
     def in_chunks(self, size: int) -> StepContext:
@@ -151,7 +152,8 @@ class AttentionKernel(Protocol):
     def attend(self, call: AttentionCall) -> torch.Tensor:  # [T, num_heads, v_head_dim]
         """Attend causally within each sequence: query at position p sees k with p - window < k <= p. Read-only.
 
-        The batch's K and V are already written. Tokens after the last chunk get zeros.
+        The batch's K and V are already written. Those of the call may be read instead, unless the layer is aliased or
+        has scales. Tokens after the last chunk get zeros.
         """
         ...
 

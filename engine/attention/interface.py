@@ -51,6 +51,7 @@ def paged_attention(
     if attention_mask is not None or position_bias is not None or dropout or is_causal is not True:
         _refuse(module, attention_mask, position_bias, dropout, is_causal)
     step = current(kwargs)
+    step.beat()
     cache = _layer_cache(module, step, query, key)
     if cache.chunk is not None:
         step = step.in_chunks(cache.chunk)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...monitor.errors import install_command
 from .context import AttentionCall, LayerCache
 
 try:
@@ -21,7 +22,7 @@ except ModuleNotFoundError as error:
     if error.name != "triton":
         raise
     raise ImportError(
-        "the Triton kernels need the package triton, which is not installed: pip install pagetide[triton]"
+        f"the Triton kernels need the package triton, which is not installed: {install_command('triton')}"
     ) from error
 
 __all__ = (

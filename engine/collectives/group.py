@@ -18,6 +18,7 @@ class CollectiveCount:
     """Collectives of one kind since the start, as one shard counts them.
 
     Attributes:
+        calls: Those that began.
         num_bytes: Of this shard's part.
         seconds: Including the wait for the other shards.
     """

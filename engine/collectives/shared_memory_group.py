@@ -59,7 +59,7 @@ class SharedMemoryGroup:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `ShardGroup`."""
-        began = time.perf_counter()
+        began = self._begin("all_reduce")
         x = x.contiguous()
         most = _SLOT_BYTES // x.itemsize
         if x.numel() <= most:
@@ -72,7 +72,7 @@ class SharedMemoryGroup:
 
     def gather(self, x: Tensor, widths: Sequence[int], *, everywhere: bool = False) -> Tensor:
         """See `ShardGroup`."""
-        began = time.perf_counter()
+        began = self._begin("gather")
         wanted, most = everywhere or self.rank == 0, max(widths)
         rows = x.reshape(math.prod(x.shape[:-1]), widths[self.rank])
         padded = rows if widths[self.rank] == most else torch.nn.functional.pad(rows, (0, most - widths[self.rank]))
@@ -97,7 +97,7 @@ class SharedMemoryGroup:
 
     def broadcast(self, x: Tensor) -> Tensor:
         """See `ShardGroup`."""
-        began = time.perf_counter()
+        began = self._begin("broadcast")
         x = x.contiguous()
         parts = self._all(x.view(-1).view(torch.uint8) if x.numel() else self._nothing, True)
         self._count("broadcast", x.nbytes, began)
@@ -105,7 +105,7 @@ class SharedMemoryGroup:
 
     def exchange(self, data: bytes) -> list[bytes]:
         """See `ShardGroup`."""
-        began = time.perf_counter()
+        began = self._begin("exchange")
         own = torch.tensor([len(data)], dtype=torch.int64)
         lengths = [int(part.view(torch.int64)) for part in self._all(own.view(torch.uint8), True)]
         mine = torch.zeros(max(1, *lengths), dtype=torch.uint8)
@@ -156,9 +156,12 @@ class SharedMemoryGroup:
             return list(pieces[0])
         return [torch.cat([piece[rank] for piece in pieces]) for rank in range(self.size)]
 
+    def _begin(self, kind: str) -> float:
+        self._counts.setdefault(kind, CollectiveCount()).calls += 1
+        return time.perf_counter()
+
     def _count(self, kind: str, num_bytes: int, began: float) -> None:
-        count = self._counts.setdefault(kind, CollectiveCount())
-        count.calls += 1
+        count = self._counts[kind]
         count.num_bytes += num_bytes
         count.seconds += time.perf_counter() - began
 

@@ -125,11 +125,11 @@ class GlooGroup:
     @contextmanager
     def _counted(self, kind: str, num_bytes: int) -> Iterator[None]:
         count = self._counts.setdefault(kind, CollectiveCount())
+        count.calls += 1
         began = time.perf_counter()
         try:
             yield
         finally:
-            count.calls += 1
             count.num_bytes += num_bytes
             count.seconds += time.perf_counter() - began
 

@@ -6,7 +6,7 @@ token, and a table only its changes. A sampled token can be the next step's inpu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,6 +130,7 @@ class DeviceRows:
         width: int,
         layers: Sequence[LayerCache],
         kernel: AttentionKernel,
+        beat: Callable[[], None],
         bounded: bool = False,
     ) -> tuple[StepContext, torch.Tensor, torch.Tensor]:
         """The attention context, input ids [T] and positions [T] of a batch, from its uploaded arrays `there`.
@@ -162,6 +163,7 @@ class DeviceRows:
             write_offsets=write_offsets,
             block_size=self._block_size,
             bounded=bounded,
+            beat=beat,
         )
         if bounded or batch.awaits_tokens:
             ids = torch.where(ids == ON_ITS_WAY, self.newest[rows][owners], ids)

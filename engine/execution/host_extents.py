@@ -109,7 +109,7 @@ class HostExtents:
                     self._device.driver.call("cuMemHostRegister", where, self._arena.extent_bytes, _PORTABLE_AND_MAPPED)
                     self._locked.add(extent)
         except DriverError as error:
-            log.warning("host memory for swaps is not pinned, copies to it take longer: %s", error)
+            log.warning("host memory for swaps is not pinned, so copies take longer: %s", error)
 
     def _unlock(self, extents: list[int]) -> None:
         locked = self._locked.intersection(extents)

@@ -189,7 +189,7 @@ class HostPool:
         try:
             self._extents.take(np.unique(extents).tolist())
         except OutOfDeviceMemory as error:
-            log.warning("the host tier stays at %s: %s", format_bytes(self.mapped_bytes), error)
+            log.warning("the host tier cannot grow beyond %s: %s", format_bytes(self.mapped_bytes), error)
             return slots[~np.isin(extents, list(self._extents.mapped))]
         return slots[:0]
 
@@ -208,7 +208,7 @@ class HostPool:
             driver = CudaBindings()
             context = CudaDevice(driver, index)
         except (DriverUnavailable, DriverError) as error:
-            log.warning("host memory for swaps is not pinned, copies to it take longer: %s", error)
+            log.warning("host memory for swaps is not pinned, so copies take longer: %s", error)
             self._cuda = plain
         else:
             self._extents.lock_for(context)

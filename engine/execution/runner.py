@@ -23,6 +23,7 @@ import torch
 from ...allocator.arena import Arena
 from ...cache.block_table import Index, Int32
 from ...cache.storage import Storage
+from ...scheduler.heartbeat import COMPILING_S, STILL_S, Progress
 from ...scheduler.plan import NO_LOGPROBS, NO_TOKENS, Candidates, ChunkLogprobs, Failure, Plan, Result
 from ..attention.context import AttentionKernel, StepContext, running
 from ..collectives.group import ALONE, CollectiveAborted, ShardGroup
@@ -39,6 +40,7 @@ from .lockstep import Lockstep, ShardsDiverged
 from .memory_operations import MemoryExecutor, MemoryOperations, joined
 from .parts import ChunkGroup, Computed, PendingTokens
 from .row_states import RowStates, format_error
+from .step_bound import StepBound
 from .transfers import Array, Download, Stopwatch, Upload
 
 if TYPE_CHECKING:
@@ -137,12 +139,13 @@ class ModelRunner:
         overlaps: Whether sampled tokens stay on the device, so that a plan can begin before the previous one ends.
         threads: Of steps on a CPU.
         group: The shards of the model, each with a runner that gets the same plans. The first one samples, and has the outputs.
+        weights_bytes: Of the model, from which `progress` knows how long a step may take.
     """
 
     def __init__(
         self, model: Any, storage: Storage, kernel: AttentionKernel, sampler: Sampler | TokenFollower, *, num_rows: int,
         max_tokens: int, max_step_tokens: int = 8192, arena: Arena | None = None, host: HostPool | None = None,
-        overlaps: bool = False, threads: CpuThreads | None = None, group: ShardGroup = ALONE,
+        overlaps: bool = False, threads: CpuThreads | None = None, group: ShardGroup = ALONE, weights_bytes: int = 0,
     ) -> None:  # fmt: skip
         self.storage = storage
         self.arena = arena
@@ -156,6 +159,14 @@ class ModelRunner:
         self._layers = tuple(storage.layer(i) for i in range(len(geometry.layers)))
         self._device = self._layers[0].key.device
         self._stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+        self.progress = Progress(STILL_S if self._stream is None else COMPILING_S)
+        self._bound = StepBound(
+            weights_bytes,
+            geometry.kv_bytes_per_token,
+            geometry.block_stride,
+            geometry.extent_bytes,
+            self._stream is None,
+        )
         self._threads = threads or CpuThreads()
         self._lockstep = Lockstep(group)
         self._block_size = geometry.block_size
@@ -235,6 +246,7 @@ class ModelRunner:
         its chunk fails. Copies that raise are repeated once, then reported as failed. If the arena refuses to map or unmap, the
         rest of the plan still runs. Other exceptions are bookkeeping errors or interrupts.
         """
+        self.progress.begin(self._bound.seconds(plan))
         with self.at_work():
             self._row_states.apply(plan)
             moves = MemoryOperations()
@@ -410,7 +422,7 @@ class ModelRunner:
         else:
             width = -(-int(work.batch.kv_lens.max()) // self._block_size)
             inputs = uploaded[: len(work.batch.arrays)]
-            step = self._rows.context(work.batch, inputs, width, self._layers, self.kernel)
+            step = self._rows.context(work.batch, inputs, width, self._layers, self.kernel, self.progress.beat)
             logits = self._forward(*step, uploaded[len(inputs)] if len(work.keep) else None)
         if self._lockstep.group.rank:  # the logits here are not all of them
             if num_sampling:
@@ -549,7 +561,7 @@ class ModelRunner:
         uploaded = self._upload.like(batch.arrays)
         batch = replace(batch, kv_lens=np.full(size, self._max_tokens))  # bounds
         step, ids, positions = self._rows.context(
-            batch, uploaded, self._rows.num_slots, self._layers, self.kernel, bounded=True
+            batch, uploaded, self._rows.num_slots, self._layers, self.kernel, self.progress.beat, bounded=True
         )
         with running(step):
             output = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, step=step)

@@ -166,7 +166,7 @@ class FastestSwapMethod:
         try:
             way.copy(target, source, pieces)
         except Exception as error:
-            log.warning("swaps go on without the %s, which failed: %s: %s", way.name, type(error).__name__, error)
+            log.warning("swaps no longer use the %s, which failed: %s: %s", way.name, type(error).__name__, error)
             self.out, self.back = (
                 tuple((least, first if other is way else other) for least, other in those)
                 for those in (self.out, self.back)

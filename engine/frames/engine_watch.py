@@ -16,6 +16,7 @@ from ...scheduler.errors import RequestRejected
 from ...scheduler.frames.source import Frame, FrameSource, MemoryFigures, PoolFacts, with_labels
 from ...scheduler.outcome import Decision
 from ...scheduler.scheduler import Scheduler
+from ...scheduler.snapshot import sequence_in
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
@@ -130,24 +131,24 @@ class MemoryReader:
 
 def block_details(scheduler: Scheduler, block: int) -> dict[str, Any]:
     """The state of `block`, its rows, and what lies in it; "text" holds its token ids."""
-    view, cache = scheduler.view, scheduler.cache
-    state = BlockState(int(cache.pool.states()[block]))
+    cache, rows = scheduler.cache, scheduler.rows
+    block_state = BlockState(int(cache.pool.states()[block]))
     details: dict[str, Any] = {
-        "state": state.name.lower(), "rows": [], "hits": 0, "tokens": None, "text": None
+        "state": block_state.name.lower(), "rows": [], "hits": 0, "tokens": None, "text": None
     }  # fmt: skip
     if block == NULL_BLOCK:
         return details
     for row in cache.row_tables.rows_with(np.array([block], np.int32)).tolist():
-        sequence = view.sequence_in(row)
+        sequence = sequence_in(scheduler.state, row)
         if sequence is None:
             continue
         position = cache.row_tables.slot_of(row, block)
         request = sequence.request
         details["rows"].append({"id": request.request_id, "label": request.label, "row": row, "position": position})
         first = position * cache.block_size
-        last = min(first + cache.block_size, int(view.rows.computed[row]))
+        last = min(first + cache.block_size, int(rows.computed[row]))
         details["tokens"] = [first, max(first, last)]
-        details["text"] = view.rows.tokens[row, first:last].tolist()
+        details["text"] = rows.tokens[row, first:last].tolist()
     found = cache.index.entry_in(block)
     if found is not None:
         first = found.depth * cache.block_size

@@ -125,7 +125,7 @@ class EngineRecorder:
             return
         except RecordingFull:
             most = format_bytes(self._writer.most_bytes)
-            log.warning("the recording %s has reached its %s: it ends here", self.path, most)
+            log.warning("the recording %s has reached its limit of %s and ends here", self.path, most)
             self._close_file()
         except Exception as error:
             self._fail(error)

@@ -18,7 +18,7 @@ from ...scheduler.request import SamplingParams
 from ..errors import CheckpointError, ConfigError, UnsupportedModel
 from .loaded import Loaded
 from .log_suppression import quiet_transformers
-from .model_config import check_counts, check_implementations, read_json
+from .model_config import check_counts, check_files, check_implementations, check_rope, read_json
 from .models import ModelSpec
 from .weight_files import StoredTensor, WeightFiles, find_weights
 
@@ -70,6 +70,7 @@ class Checkpoint:
         """
         if spec.loaded is not None:
             return cls._of_loaded(spec, spec.loaded)
+        check_files(spec.path)
         weights = find_weights(spec.path)
         config = _read_config(spec)
         tensors = weights.tensors() if weights.safetensors else ()
@@ -90,7 +91,7 @@ class Checkpoint:
         """This checkpoint, after validating the generation settings from `where` and warning about unsupported ones."""
         _ = self.eos_token_ids, self.default_sampling  # raises their errors now
         if not_served := self._asks_for(_NOT_SERVED):
-            log.warning("%s asks for %s, which this engine does not serve", where, not_served)
+            log.warning("%s sets %s, which this engine does not support", where, not_served)
         served = {"sequence_bias"} if self._logit_bias() else set()
         if when_asked := self._asks_for({key: off for key, off in _WHEN_ASKED.items() if key not in served}):
             log.warning(
@@ -137,10 +138,12 @@ class Checkpoint:
         """
         if self.spec.loaded is not None:
             return self.spec.loaded.expands_plainly
-        own_code = self.spec.trust_remote_code and "AutoModelForCausalLM" in (
-            getattr(self.config, "auto_map", None) or {}
-        )
-        return not self.quantized and not own_code
+        return not self.quantized and not self.has_own_code
+
+    @property
+    def has_own_code(self) -> bool:
+        """Whether the model runs by code of its folder."""
+        return self.spec.trust_remote_code and "AutoModelForCausalLM" in (getattr(self.config, "auto_map", None) or {})
 
     @property
     def dtype(self) -> str:
@@ -294,6 +297,7 @@ def _read_config(spec: ModelSpec) -> PreTrainedConfig:
 
     file = spec.path / "config.json"
     written = read_json(file)
+    check_rope(file, written)
     check_counts(file, written)
     check_implementations(file, written)
     kind, code = written.get("model_type"), written.get("auto_map") or {}
@@ -315,7 +319,7 @@ def _read_config(spec: ModelSpec) -> PreTrainedConfig:
                 str(spec.path), local_files_only=True, trust_remote_code=spec.trust_remote_code
             )
     except Exception as error:  # transformers raises whatever its checks or the folder's code raise
-        raise CheckpointError(f"{file} is no configuration that transformers can read: {error}") from error
+        raise CheckpointError(f"{file} is not a configuration that transformers can read: {error}") from error
     _refuse_other_kinds(config, code)
     return config
 

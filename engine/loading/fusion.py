@@ -137,7 +137,7 @@ def fuse(model: Any) -> Fused:
             watch = _ForwardWatch(model)
             before = watch.logits(tokens)
         except Exception as error:  # of a model that cannot be served either: the probe says why
-            log.debug("the model is left as it is: %s: %s", type(error).__name__, error)
+            log.debug("the model is not changed: %s: %s", type(error).__name__, error)
             return Fused(computes=False)
         if not bool(before.isfinite().all()):
             return Fused(computes=False)
@@ -145,7 +145,7 @@ def fuse(model: Any) -> Fused:
         if (why := _difference(model, tokens, before)) is not None:
             fused.undo()
             log.warning(
-                "modules of this model compute something else by native kernels (%s): they stay as they are", why
+                "modules of this model compute something else by native kernels (%s): they are not replaced", why
             )
     _shorten_lookups(model)
     log.info("replaced by native kernels: %s", ", ".join(f"{n} {kind}" for kind, n in fused.counts.items()))

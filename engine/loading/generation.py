@@ -26,6 +26,7 @@ from transformers import (
 
 from ...scheduler.request import LogitsProcessor, SamplingParams
 from .log_suppression import quiet_transformers
+from .model_config import check_files
 from .models import ModelSpec
 
 log = logging.getLogger(__name__)
@@ -99,6 +100,7 @@ class ModelDefaults:
         if spec.loaded is not None:
             config, own = spec.loaded.config, spec.loaded.generation_config
         else:
+            check_files(spec.path)
             with quiet_transformers():
                 config = AutoConfig.from_pretrained(
                     str(spec.path), local_files_only=True, trust_remote_code=spec.trust_remote_code

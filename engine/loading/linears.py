@@ -20,7 +20,7 @@ import logging
 import math
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -197,7 +197,7 @@ def pack_linears(
     model: nn.Module,
     least_weights: int = LEAST_WEIGHTS,
     *,
-    dtype: torch.dtype | None = None,
+    types: Mapping[str, torch.dtype] | None = None,
     give_back: Callable[[torch.Tensor], None] | None = None,
 ) -> int:
     """Pack the linear layers of `model` on a CPU, and create their primitives, if any. Mutates the model; returns how many.
@@ -206,25 +206,27 @@ def pack_linears(
     layers of `least_weights` or more; in half precision, if it computes plain layers too, small ones are also packed.
 
     Args:
-        dtype: The type of the packed layers, biases too. None: each layer's own.
+        types: The types of packed layers, biases too, by the names of their weights. Others keep their own.
         give_back: Called with each weight that nothing uses any more, before the next one is read.
 
     The largest are packed first: while a weight is packed it is held twice, and then little else is held.
     """
-    kind = PackedLinear if native.instructions() is None else NativeLinear
+    kind, types = PackedLinear if native.instructions() is None else NativeLinear, types or {}
     places: dict[nn.Linear, list[tuple[nn.Module, str]]] = {}
+    wanted: dict[nn.Linear, torch.dtype] = {}
     uses, embeddings = uses_of_parameters(model), defaultdict[int, list[nn.Embedding]](list)
-    for module in model.modules():
+    for path, module in model.named_modules():
         if isinstance(module, nn.Embedding):
             embeddings[id(module.weight)].append(module)
         for name, child in module.named_children():
             if not is_plain(child) or child.weight.device.type != "cpu":
                 continue
-            if packs(child.weight.numel(), dtype or child.weight.dtype, least_weights):
+            dtype = types.get(f"{path}.{name}.weight" if path else f"{name}.weight", child.weight.dtype)
+            if packs(child.weight.numel(), wanted.setdefault(child, dtype), least_weights):
                 places.setdefault(child, []).append((module, name))
     packed, of_parameter = [], dict[int, NativeLinear]()
     for linear in sorted(places, key=lambda one: one.weight.numel(), reverse=True):
-        weight, layer = linear.weight, kind(linear, dtype)
+        weight, layer = linear.weight, kind(linear, wanted[linear])
         packed.append(layer)
         for module, name in places[linear]:
             setattr(module, name, layer)

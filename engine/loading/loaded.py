@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.core_model_loading import build_glob_alternation
 
 from ... import native
 from ..errors import ConfigError, UnsupportedModel
@@ -76,18 +77,20 @@ class Loaded:
         They are the converted weights and, on a CPU, those of packed linear layers (`linears`), except one tied to an
         embedding that is kept: `planning` counts that one.
         """
-        model, dtype_to = self.model, self._dtype_to(dtype)
+        model, types = self.model, self._types(dtype)
         unpacked = latent_projections(model) if self.expands_plainly else frozenset()
         layers = (
-            [m.weight for m in model.modules() if is_plain(m) and m not in unpacked] if device.type == "cpu" else []
+            {f"{name}.weight": m.weight for name, m in model.named_modules() if is_plain(m) and m not in unpacked}
+            if device.type == "cpu"
+            else {}
         )
         kept = native.instructions() is None
         embedding = getattr(model.get_input_embeddings(), "weight", None) if kept else None
-        own = {id(w) for w in layers if w is not embedding and packs(w.numel(), dtype_to or w.dtype)}
+        own = {id(w) for name, w in layers.items() if w is not embedding and packs(w.numel(), types.get(name, w.dtype))}
         return sum(
-            tensor.numel() * (dtype_to.itemsize if dtype_to and tensor.is_floating_point() else tensor.itemsize)
-            for tensor in model.parameters()
-            if id(tensor) in own or _changes(tensor, device, dtype_to)
+            tensor.numel() * types.get(name, tensor.dtype).itemsize
+            for name, tensor in model.named_parameters()
+            if id(tensor) in own or tensor.device != device or tensor.dtype != types.get(name, tensor.dtype)
         )
 
     def copied(self, device: torch.device, dtype: torch.dtype | None) -> PreTrainedModel:
@@ -98,11 +101,9 @@ class Loaded:
         Changes to the copy, such as another attention or packed layers, do not affect the original.
         """
         shared: dict[int, Any] = {}
-        dtype_to = self._dtype_to(dtype)
-        for parameter in self.model.parameters():
-            tensor = parameter.detach()
-            if _changes(parameter, device, dtype_to):
-                tensor = tensor.to(device, dtype_to if tensor.is_floating_point() else None)
+        types = self._types(dtype)
+        for name, parameter in self.model.named_parameters():
+            tensor = parameter.detach().to(device, types.get(name))  # itself, if nothing changes
             plain = type(parameter) is nn.Parameter  # quantized parameters hold more than numbers
             shared[id(parameter)] = nn.Parameter(tensor, requires_grad=False) if plain else parameter
         for buffer in self.model.buffers():
@@ -116,9 +117,27 @@ class Loaded:
             ) from error
         return made.eval()
 
-    def _dtype_to(self, dtype: torch.dtype | None) -> torch.dtype | None:
-        """The target type of floating-point weights; None for a quantized model, which is never converted."""
-        return None if getattr(self.config, "quantization_config", None) is not None else dtype
+    def _types(self, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+        """As `parameter_types`; empty for a quantized model, which is never converted."""
+        if dtype is None or getattr(self.config, "quantization_config", None) is not None:
+            return {}
+        return parameter_types(self.model, dtype)
+
+
+def parameter_types(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The type of each floating-point parameter, by its names, once `model` is converted to `dtype`.
+
+    Parameters that transformers keeps in float32 for this type have float32, as have all that are float32 in a model whose own
+    type is `dtype` already.
+    """
+    plan = model._get_dtype_plan(dtype)
+    kept = build_glob_alternation(list(plan))[0].search if plan else lambda name: None
+    is_own = model.dtype == dtype
+    return {
+        name: torch.float32 if (parameter.dtype == torch.float32 if is_own else kept(name) is not None) else dtype
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter.is_floating_point()
+    }
 
 
 def checked_tokenizer(tokenizer: object) -> PreTrainedTokenizerBase:
@@ -128,7 +147,3 @@ def checked_tokenizer(tokenizer: object) -> PreTrainedTokenizerBase:
             f"tokenizer must be a name, a folder, a hub id or a loaded transformers tokenizer, got {tokenizer!r:.80}"
         )
     return tokenizer
-
-
-def _changes(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None) -> bool:
-    return tensor.device != device or (dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype)

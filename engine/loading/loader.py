@@ -13,28 +13,31 @@ from typing import Any, cast
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...monitor.host_memory import free_host_bytes, host_memory
+from ...monitor.host_memory import free_address_bytes, free_host_bytes, host_memory
 from ...monitor.units import format_bytes
 from ..collectives.group import ALONE, ShardGroup
 from ..errors import CheckpointError, DeviceNotFound, EngineError, NotEnoughMemory, UnsupportedModel
 from ..process.cpu_threads import mend_threads_of_a_fork
+from ..text.tokenizer_bounds import is_panic
 from .checkpoint import Checkpoint
 from .division import Division
 from .latent_projections import keep_projections
 from .log_suppression import quiet_transformers
 from .meta_models import making_models, meta_model
-from .model_config import check_counts, read_json
+from .model_config import check_counts, check_files, read_json
 from .models import DTYPES, TOKENIZER_FILES, ModelSpec, Quantization, check_device, check_dtype
 from .packed_model import pack_model, stored_dtype
 from .quantized_model import quantize_model, quantized_bytes
 from .sharded_modules import divide_modules
 from .slices import slices_of
+from .tokenizer_trial import try_tokenizer
 from .weight_files import shorten
 
 __all__ = ["Checkpoint", "choose_device", "choose_dtype", "free_bytes", "load_model", "load_tokenizer"]
 
 log = logging.getLogger(__name__)
 
+_SPARE_ELEMENTS = 1 << 24  # that weights may lack and be told by name
 _Part = tuple[Division, int]  # how a model is divided, and the shard that is read
 
 
@@ -56,7 +59,7 @@ def choose_device(device: str | torch.device = "auto") -> torch.device:
         there = "torch sees no CUDA device here (driver, CUDA_VISIBLE_DEVICES?); use device='cpu'"
     else:
         there = f"torch sees {', '.join(f'cuda:{i}' for i in range(count))} and cpu; use one of these"
-    raise DeviceNotFound(f"device {name!r} was asked for; {there}")
+    raise DeviceNotFound(f"device {name!r} is not available; {there}")
 
 
 def choose_dtype(dtype: str | torch.dtype, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
@@ -83,7 +86,19 @@ def free_bytes(device: torch.device) -> int:
     """Bytes that this process can allocate on `device` now. On CUDA this creates the context if needed."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return free_host_bytes()
+    addresses = free_address_bytes()
+    return free_host_bytes() if addresses is None else min(free_host_bytes(), addresses)
+
+
+def address_remedy(asked_bytes: int, device: torch.device) -> str | None:
+    """What to do if this process's limit of address space is what leaves less than `asked_bytes` on `device`; else None."""
+    left = free_address_bytes() if device.type == "cpu" else None
+    if left is None or left >= asked_bytes:
+        return None
+    return (
+        f"the address space of this process is limited (ulimit -v), and {format_bytes(left)} of it are left: raise or remove "
+        "that limit, or use less"
+    )
 
 
 def total_bytes(device: torch.device) -> int:
@@ -123,7 +138,8 @@ def check_weights_fit(
     half = checkpoint.weights_bytes(torch.bfloat16) if division is None else division.weights_bytes(torch.bfloat16)
     remedy = f"dtype='bfloat16' would need {format_bytes(half)}; or " if half < asked and half <= there else ""
     remedy += f"free {format_bytes(asked - there)} on {device}, or take a smaller model or another device"
-    raise NotEnoughMemory(asked, there, f"the weights of {checkpoint.spec.name} as {_name(dtype)} on {device}", remedy)
+    what = f"the weights of {checkpoint.spec.name} as {_name(dtype)} on {device}"
+    raise NotEnoughMemory(asked, there, what, address_remedy(asked, device) or remedy)
 
 
 def load_model(
@@ -157,7 +173,13 @@ def load_model(
     check_weights_fit(checkpoint, device, dtype, free, quantization, division)
     loaded = checkpoint.spec.loaded
     part = None if division is None else (division, group.rank)
+    wanted = (
+        None if loaded is not None or checkpoint.quantized or checkpoint.has_own_code else meta_model(checkpoint, dtype)
+    )
+    if wanted is not None:
+        _refuse_other_sizes(checkpoint, wanted)
     packs = pack and device.type == "cpu"
+    packed: torch.dtype | None = None if checkpoint.quantized or quantization is not None else dtype
     try:
         if loaded is not None:
             # What is packed is converted then, one by one.
@@ -165,8 +187,10 @@ def load_model(
         elif quantization is not None:
             # What is quantized is read from the mapped file, never converted as a whole.
             module = _read(checkpoint, getattr(torch, checkpoint.dtype, dtype), part)
+        elif packs:
+            module, packed = _read_to_pack(checkpoint, dtype, wanted, part)
         else:
-            module = _read_to_pack(checkpoint, dtype, part) if packs else _read(checkpoint, dtype, part)
+            module = _read(checkpoint, dtype, part)
         module = module.to(device)
         if checkpoint.caches_latents:
             keep_projections(module)
@@ -177,7 +201,7 @@ def load_model(
         if quantization is not None:
             quantize_model(module, checkpoint, quantization, dtype, group=group)
         if packs:
-            pack_model(module, checkpoint, None if checkpoint.quantized or quantization is not None else dtype)
+            pack_model(module, checkpoint, packed)
         return cast(PreTrainedModel, module)
     except torch.OutOfMemoryError as error:  # another process took the memory since
         asked = checkpoint.weights_bytes(dtype) if division is None else division.weights_bytes(dtype)
@@ -185,22 +209,24 @@ def load_model(
         raise NotEnoughMemory(asked, free(device), what, "another process took memory meanwhile: try again") from error
 
 
-def _read_to_pack(checkpoint: Checkpoint, dtype: torch.dtype, part: _Part | None = None) -> torch.nn.Module:
-    """The model with weights as they are stored, mapped from their files, if all that `pack_model` has to do is convert them.
+def _read_to_pack(
+    checkpoint: Checkpoint, dtype: torch.dtype, wanted: Any, part: _Part | None = None
+) -> tuple[torch.nn.Module, torch.dtype | None]:
+    """The model with weights as they are stored, mapped from their files, and the type to which `pack_model` converts them.
 
-    Else as `dtype`: if the files have several types, if `dtype` leaves some parameters in float32, or if buffers, which
-    are computed, have the model's type.
+    If that is not all that has to be done, the model has its types already, and `pack_model` keeps them: if the files have
+    several types, if some parameters have another type than `dtype`, or if buffers, which are computed, have the model's type.
     """
     stored = stored_dtype(checkpoint)
     if stored is None or stored == dtype or checkpoint.quantized:
-        return _read(checkpoint, dtype, part)
-    wanted = meta_model(checkpoint, dtype)
-    if wanted._get_dtype_plan(dtype):
-        return _read(checkpoint, dtype, part)
+        return _read(checkpoint, dtype, part), None
+    wanted = meta_model(checkpoint, dtype) if wanted is None else wanted
+    if wanted._get_dtype_plan(dtype) or any(p.is_floating_point() and p.dtype != dtype for p in wanted.parameters()):
+        return _read(checkpoint, dtype, part), None
     module = _read(checkpoint, stored, part)
     types = {name: buffer.dtype for name, buffer in module.named_buffers()}
     same = types == {name: buffer.dtype for name, buffer in wanted.named_buffers()}
-    return module if same else _read(checkpoint, dtype, part)
+    return (module, dtype) if same else (_read(checkpoint, dtype, part), None)
 
 
 def _read(checkpoint: Checkpoint, dtype: torch.dtype, part: _Part | None = None) -> torch.nn.Module:
@@ -249,6 +275,17 @@ def _refuse_other_names(checkpoint: Checkpoint, division: Division, info: dict[s
         )
 
 
+def _refuse_other_sizes(checkpoint: Checkpoint, wanted: Any) -> None:
+    """Raises CheckpointError if `config.json` describes a much larger model than its weights, which would be allocated."""
+    described = sum(parameter.numel() for parameter in wanted.parameters())
+    stored = sum(tensor.num_elements for tensor in checkpoint.tensors) or checkpoint.weights.file_bytes
+    if described > 2 * stored + _SPARE_ELEMENTS:
+        raise CheckpointError(
+            f"{checkpoint.spec.path / 'config.json'} describes a model of {described:,} parameters, and its weights "
+            f"have {stored:,}: one of them is of another model; fetch or save it again"
+        )
+
+
 def _refuse_holes(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
     path = checkpoint.spec.path
     missing, mismatched = sorted(info["missing_keys"]), sorted(info["mismatched_keys"], key=str)
@@ -280,16 +317,21 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase | None:
     found = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
     if not found:
         return None
+    check_files(folder)
     config = folder / "config.json"  # transformers may read it to find the tokenizer's class
     if config.is_file():
         check_counts(config, read_json(config))
+    if (why := try_tokenizer(folder, options, spec.trust_remote_code)) is not None:
+        raise CheckpointError(_broken_tokenizer(folder, options, found, why))
     try:
         with quiet_transformers():
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=spec.trust_remote_code, **options
             )
             usable = len(tokenizer) > len(tokenizer.all_special_tokens)
-    except Exception as error:  # tokenizers, sentencepiece, transformers or the folder's code
+    except BaseException as error:  # tokenizers, sentencepiece, transformers or the folder's code
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         raise CheckpointError(_broken_tokenizer(folder, options, found, f"{type(error).__name__}: {error}")) from error
     if not usable:
         raise CheckpointError(_broken_tokenizer(folder, options, found, "it has no vocabulary"))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from ..errors import CheckpointError, EngineError
 from .checkpoint import Checkpoint
 from .log_suppression import quiet_transformers
 
@@ -28,13 +29,21 @@ def making_models() -> Iterator[list[str]]:
 
 
 def meta_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> Any:
-    """The checkpoint's model without memory, of `dtype`, or the configuration's."""
+    """The checkpoint's model without memory, of `dtype`, or the configuration's. Raises CheckpointError if there is none."""
     config = copy.deepcopy(checkpoint.config)  # transformers notes the type in it
     of: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     with making_models(), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            config, attn_implementation="eager", trust_remote_code=checkpoint.spec.trust_remote_code, **of
-        )
+        try:
+            return AutoModelForCausalLM.from_config(
+                config, attn_implementation="eager", trust_remote_code=checkpoint.spec.trust_remote_code, **of
+            )
+        except (MemoryError, EngineError):
+            raise
+        except Exception as error:  # transformers and torch raise whatever sizes and names make them raise
+            raise CheckpointError(
+                f"{checkpoint.spec.path / 'config.json'} describes no model that transformers can make "
+                f"({type(error).__name__}: {error}); fetch or save it again"
+            ) from error
 
 
 def changed_class(kind: type[Any], change: Callable[[Any], None]) -> type[Any]:

@@ -1,4 +1,4 @@
-"""Checks of a model's JSON files before transformers reads them: sizes, counts, and names of code on the hub.
+"""Checks of a model's files before transformers reads them: kinds, sizes, links; counts in its JSON, names of code on the hub.
 
 transformers builds lists of the lengths in `config.json` before it compares them with the weights, and downloads kernels that
 the file names.
@@ -6,17 +6,29 @@ the file names.
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ...cache.geometry import MOST_LAYERS
-from ..errors import CheckpointError, UnsupportedModel
+from ...monitor.checked_file import InvalidFile, open_checked, read_checked
+from ...monitor.units import format_bytes
+from ..errors import CheckpointError, ConfigError, UnsupportedModel
 
 MOST_JSON_BYTES = 16 << 20  # of a configuration; real ones have some kilobytes
+MOST_INDEX_BYTES = 256 << 20  # of an index of shards
+_MOST_TEMPLATE_BYTES = 4 << 20
+_MOST_FILE_BYTES = 512 << 20  # of other files; large vocabularies have 30 MiB
+# What transformers reads of a folder besides weights.
+_READ = re.compile(
+    r".*config\.json|.*token.*|.*vocab.*|.*\.model(\..*)?|.*\.index\.json|.*\.jinja|chat_template.*|merges\.txt|tekken\.json"
+)
+_REPOSITORY = re.compile(r"models--.+")  # its folder in the hub's cache
 MOST_LABELS = 100_000  # transformers makes a dictionary of them
 MOST_EXPERTS = 65_536
 
@@ -25,24 +37,83 @@ _COUNTS = (
     (re.compile(r"(?:^|_)(?:layers?|attention_types)$"), MOST_LAYERS),
     (re.compile(r"(?:^|_)labels$"), MOST_LABELS),
     (re.compile(r"(?:^|_)experts$"), MOST_EXPERTS),
+    (re.compile(r"(?:size|dim|heads)$"), 1 << 28),
+    (re.compile(r"(?:positions|embeddings|n_ctx|seq_len|length)$"), 1 << 40),
 )
+_ROPE = re.compile(r"rope_(?:parameters|scaling)")
+_ROPE_NUMBERS = (
+    "factor", "original_max_position_embeddings", "attention_factor", "rope_theta", "partial_rotary_factor", "low_freq_factor",
+    "high_freq_factor", "beta_fast", "beta_slow",
+)  # fmt: skip
+_ROPE_LISTS = ("short_factor", "long_factor")
 _SIZE = re.compile(r"(?:size|dim|heads)$")
 _IMPLEMENTATION = re.compile(r"_?(?:attn|experts)_implementation(?:_internal)?")
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def check_files(folder: Path) -> None:
+    """Raises CheckpointError if a file that transformers reads of `folder`, besides weights, is not a regular file of a usual
+    size within it, or is JSON with a byte-order mark. In the hub's cache, files are links to the blobs of their repository or
+    of the cache.
+    """
+    real = folder.resolve()
+    inside = [real, *(one.parent / "blobs" for one in real.parents if one.name == "snapshots")]
+    inside += [one.parent / "blobs" for one in real.parents if _REPOSITORY.fullmatch(one.name)]
+    for file in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
+        if not _READ.fullmatch(file.name) or file.is_dir():
+            continue
+        target = file.resolve()
+        if not any(target.is_relative_to(one) for one in inside):
+            raise CheckpointError(
+                f"{file} is a link to {target}, outside of its folder, and is not read: copy the file there, or remove the link"
+            )
+        most = _MOST_TEMPLATE_BYTES if file.suffix == ".jinja" else _MOST_FILE_BYTES
+        try:
+            if target.exists():
+                with open_checked(file, "models") as opened:
+                    size = os.fstat(opened.fileno()).st_size
+                    if file.suffix == ".json" and opened.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:
+                        raise CheckpointError(
+                            f"{file} begins with a byte-order mark, which transformers cannot read: remove it"
+                        )
+                if size > most:
+                    raise InvalidFile(f"{file}: {format_bytes(size)}, and {format_bytes(most)} are the most")
+        except (InvalidFile, OSError) as error:
+            raise CheckpointError(f"{error}; fetch or save it again") from error
+
+
+def read_json(file: Path, most_bytes: int | None = None) -> dict[str, Any]:
     """The object in a JSON file. Raises CheckpointError."""
-    with file.open("rb") as opened:
-        raw = opened.read(MOST_JSON_BYTES + 1)
-    if len(raw) > MOST_JSON_BYTES:
-        raise CheckpointError(f"{file} has more than {MOST_JSON_BYTES >> 20} MiB; fetch or save it again")
     try:
-        content = json.loads(raw.decode("utf-8"))
+        raw = read_checked(file, most_bytes or MOST_JSON_BYTES, "models")
+    except (InvalidFile, OSError) as error:
+        raise CheckpointError(f"{error}; fetch or save it again") from error
+    try:
+        content = json.loads(raw.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not valid JSON: {error}; fetch or save it again") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} must hold a JSON object, got {type(content).__name__}; fetch or save it again")
     return content
+
+
+def written_length(file: Path) -> int | None:
+    """Maximum tokens of a sequence by `config.json` alone, without transformers. Raises CheckpointError.
+
+    None where it takes the loaded configuration to tell, as with scaled rotary embeddings.
+    """
+    written = read_json(file)
+    text = written.get("text_config", written)
+    limit = text.get("max_position_embeddings") if isinstance(text, dict) else None
+    is_scaled = any(key == "factor" for key, _ in _fields(written))
+    return limit if isinstance(limit, int) and limit > 1 and not is_scaled else None
+
+
+def check_length(asked: int, limit: int | None, name: str) -> None:
+    """Raises ConfigError if `max_model_len` exceeds the model's positions."""
+    if limit is not None and asked > limit:
+        raise ConfigError(
+            f"max_model_len {asked:,} is beyond the {limit:,} positions of {name}; ask for {limit:,} or less"
+        )
 
 
 def layer_configs(text_config: Any) -> list[Any]:
@@ -65,6 +136,30 @@ def check_counts(file: Path, written: dict[str, Any]) -> None:
                 raise CheckpointError(
                     f"{file}: {key} must be at most {most:,}, got {value!r:.80}; fetch or save it again"
                 )
+
+
+def check_rope(file: Path, written: dict[str, Any]) -> None:
+    """Raises CheckpointError if a number of rotary embeddings is not above 0, or lists of factors differ in length."""
+    for key, rope in _fields(written):
+        if not _ROPE.fullmatch(key):
+            continue
+        for name, value in _fields(rope):
+            numbers = value if name in _ROPE_LISTS and isinstance(value, list) else [value]
+            if name in _ROPE_LISTS + _ROPE_NUMBERS and value is not None and not all(map(_is_above_zero, numbers)):
+                kind = "a list of numbers above 0" if name in _ROPE_LISTS else "a number above 0"
+                raise CheckpointError(
+                    f"{file}: the rope parameter {name} must be {kind}, got {value!r:.80}; fetch or save it again"
+                )
+        lengths = {name: len(value) for name, value in _fields(rope) if name in _ROPE_LISTS and isinstance(value, list)}
+        if len(set(lengths.values())) > 1 or 1 in lengths.values():  # torch takes one number for all
+            raise CheckpointError(
+                f"{file}: short_factor and long_factor must have a number for each pair of dimensions, got {lengths}; "
+                "fetch or save it again"
+            )
+
+
+def _is_above_zero(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def check_implementations(file: Path, written: dict[str, Any]) -> None:

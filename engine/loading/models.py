@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 CONFIG_VARIABLE = "PAGETIDE_CONFIG"
 BUILT_IN_FILE = Path(configs.__file__ or "").with_name("models.yaml")
+FOLDER_FILE = Path("configs/model_paths.yaml")  # in the current folder
 
 # Any of these marks a folder as having a tokenizer; the tokenizer checks which ones it needs.
 TOKENIZER_FILES = (
@@ -104,7 +105,7 @@ class ModelEntry:
                 if cached is None:
                     raise ModelNotFound(
                         f"there is no folder {folder}, and {self.path} is not in the local hub cache either; correct "
-                        f"the path, or fetch it with: {fetch_command(self.path)}"
+                        f"the path{_fetch_advice(self.path)}"
                     )
                 folder = cached
             else:
@@ -144,11 +145,12 @@ def resolve_model(reference: str | os.PathLike[str], *, cache_dir: Path | None =
     cached = _cached_folder(text, cache_dir) if is_hub_id else None
     if cached is not None:
         return ModelSpec(text, cached, "the local hub cache")
-    fetch = (
-        f"; if it is a model of the Hugging Face hub, fetch it first with: {fetch_command(text)}" if is_hub_id else ""
+    repository = ", nor a repository in the local hub cache" if is_hub_id else ""
+    near = difflib.get_close_matches(text, [*entries, *_cached_ids(cache_dir)], n=1)
+    meant = f" - did you mean {near[0]}?" if near else ";"
+    raise ModelNotFound(
+        f"{text!r:.200} is neither a known name nor a folder{repository}{meant} {_known_names(entries)}{_fetch_advice(text)}"
     )
-    looked = "a known name, a folder or a hub id in the local cache" if is_hub_id else "a known name or a folder"
-    raise ModelNotFound(f"{text!r:.200} is not {looked}; {_known_names(entries)}{fetch}")
 
 
 def resolve_tokenizer(reference: str | os.PathLike[str], *, cache_dir: Path | None = None) -> Path:
@@ -199,14 +201,17 @@ def models_files(file: str | os.PathLike[str] | None = None) -> dict[str, Path]:
     found = {"built-in": BUILT_IN_FILE}
     if _is_present(user_file()):
         found["user"] = user_file()
-    named = file or os.environ.get(CONFIG_VARIABLE)
+    if FOLDER_FILE.is_file():
+        found["folder"] = FOLDER_FILE.absolute()
+    named = file or os.environ.get(CONFIG_VARIABLE, "").strip()
     if named:
         found["argument" if file else CONFIG_VARIABLE] = Path(named).expanduser().absolute()
     return found
 
 
 def read_models(file: str | os.PathLike[str] | None = None) -> dict[str, ModelEntry]:
-    """All named models: the built-in ones, the user's, and those of `file` (default: the file that PAGETIDE_CONFIG names).
+    """All named models: the built-in ones, the user's, those of `configs/model_paths.yaml` in the current folder, and those of
+    `file` (default: the file that PAGETIDE_CONFIG names).
 
     A later file overrides an earlier one, entry by entry. Raises ConfigError with file and line for invalid content.
     """
@@ -231,7 +236,13 @@ def read_models_file(role: str, file: Path) -> dict[str, ModelEntry]:
         return {}
     if not isinstance(content, dict) or not isinstance(document, yaml.MappingNode):
         raise ConfigError(f"{file}: must hold `name: path` entries, got {type(content).__name__}")
-    return {name: _entry(name, content[name], file, line) for name, line in _keys(file, document)}
+    entries = _keys(file, document)
+    for name, line in entries if role == "folder" else ():  # a folder of others may not run code, for one
+        if not isinstance(content[name], str):
+            raise ConfigError(
+                f"{file}:{line}: may hold `name: path` entries alone, got {content[name]!r:.80} for {name!r}"
+            )
+    return {name: _entry(name, content[name], file, line) for name, line in entries}
 
 
 def loaded_spec(model: object) -> ModelSpec:
@@ -289,6 +300,26 @@ def fetch_command(hub_id: str) -> str:
     return f"hf download {hub_id}"
 
 
+def _fetch_advice(text: str) -> str:
+    """How to fetch a model from the hub, if this may be the name of one, after a semicolon."""
+    if _HUB_ID.fullmatch(text) is None:
+        return ""
+    if "/" not in text:
+        return "; a model of the Hugging Face hub goes by its owner and name, as in Qwen/Qwen3-0.6B"
+    return (
+        f"; if it is a model of the Hugging Face hub, fetch it first with: {fetch_command(text)} (a gated one: accept its "
+        f"terms on https://huggingface.co/{text}, then log in with: hf auth login)"
+    )
+
+
+def _cached_ids(cache_dir: Path | None) -> list[str]:
+    """The ids of the models of which the local hub cache has something."""
+    from huggingface_hub import constants
+
+    folders = Path(cache_dir or constants.HF_HUB_CACHE).glob("models--*")
+    return [folder.name.removeprefix("models--").replace("--", "/") for folder in folders]
+
+
 def _cached_folder(hub_id: str, cache_dir: Path | None) -> Path | None:
     """The snapshot of `hub_id`'s main branch in the hub cache, or None. Reads only local files.
 
@@ -332,22 +363,17 @@ def _known_names(entries: Mapping[str, ModelEntry]) -> str:
     for entry in entries.values():
         by_file.setdefault(entry.file, []).append(entry.name)
     known = "; ".join(f"{file} names {', '.join(sorted(names))}" for file, names in by_file.items())
-    own = bool(os.environ.get(CONFIG_VARIABLE)) or _is_present(user_file())
+    own = bool(os.environ.get(CONFIG_VARIABLE, "").strip()) or _is_present(user_file())
     return known if own else f"{known} (add your own to {user_file()}, or to a file that {CONFIG_VARIABLE} names)"
 
 
 def _keys(file: Path, node: yaml.MappingNode) -> list[tuple[str, int]]:
-    """The keys of a mapping and their lines. Keys must be unique text.
-
-    YAML readers silently take the last of two equal keys.
-    """
+    """The keys of a mapping and their lines. Keys must be text."""
     keys: dict[str, int] = {}
     for key, value in node.value:
         line = key.start_mark.line + 1
         if key.tag != "tag:yaml.org,2002:str" or not key.value:
             raise ConfigError(f"{file}:{line}: a name must be text, got {key.value!r:.80}; put it in quotes")
-        if key.value in keys:
-            raise ConfigError(f"{file}:{line}: {key.value!r:.80} stands there twice, first in line {keys[key.value]}")
         keys[key.value] = line
         if isinstance(value, yaml.MappingNode):
             _keys(file, value)
@@ -356,20 +382,20 @@ def _keys(file: Path, node: yaml.MappingNode) -> list[tuple[str, int]]:
 
 def _entry(name: str, value: object, file: Path, line: int) -> ModelEntry:
     where = f"{file}:{line}"
-    if isinstance(value, str) and value:
-        return ModelEntry(name, value, file, line)
+    if isinstance(value, str) and value.strip():
+        return ModelEntry(name, value.strip(), file, line)
     if not isinstance(value, dict):
         raise ConfigError(
             f"{where}: model {name!r} must be a path, or a mapping of {', '.join(_ENTRY_KEYS)}; got {value!r:.80}"
         )
     _refuse_unknown(value, _ENTRY_KEYS, f"{where}: model {name!r}")
     path = value.get("path")
-    if not isinstance(path, str) or not path:
+    if not isinstance(path, str) or not path.strip():
         raise ConfigError(
             f"{where}: model {name!r} needs a `path`: a folder, or a hub id in the local cache; got {path!r:.80}"
         )
     try:
-        return ModelEntry(name, path, file, line, _options(value))
+        return ModelEntry(name, path.strip(), file, line, _options(value))
     except ValueError as error:
         raise ConfigError(f"{where}: model {name!r}: {error}") from error
 

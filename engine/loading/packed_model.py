@@ -10,6 +10,7 @@ from torch import nn
 from .checkpoint import Checkpoint
 from .division import Division
 from .linears import pack_linears
+from .loaded import parameter_types
 from .mapped_files import MappedFiles
 
 _MOST_COPIED_BYTES = 1 << 20  # of a mapped parameter: the mapping of a file stays as long as any tensor of it is used
@@ -41,19 +42,21 @@ def loading_bytes(checkpoint: Checkpoint, dtype: torch.dtype, division: Division
 
 
 def pack_model(model: Any, checkpoint: Checkpoint, dtype: torch.dtype | None) -> None:
-    """Pack the linear layers of `model`, which are on the CPU, and convert all parameters to `dtype`. Mutates the model.
+    """Pack the linear layers of `model`, which are on the CPU, and convert parameters to `dtype`. Mutates the model.
 
-    `dtype` None keeps the types. Parameters of mapped files are copied, unless they are large and keep their type.
+    Those that transformers keeps in float32 stay so (`parameter_types`). `dtype` None keeps all types. Parameters of mapped
+    files are copied, unless they are large and keep their type.
     """
     mapped = MappedFiles(checkpoint.weights.paths)
-    pack_linears(model, dtype=dtype, give_back=mapped.give_back)
+    types = {} if dtype is None else parameter_types(model, dtype)
+    pack_linears(model, types=types, give_back=mapped.give_back)
     made: dict[int, nn.Parameter] = {}  # of tied parameters one
-    for module in model.modules():
+    for path, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if type(parameter) is not nn.Parameter or parameter.device.type != "cpu":  # quantized; without memory
                 continue
             small = parameter.nbytes <= _MOST_COPIED_BYTES and mapped.holds(parameter)
-            wanted = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+            wanted = types.get(f"{path}.{name}" if path else name, parameter.dtype)
             if not small and parameter.dtype == wanted:
                 continue
             if id(parameter) not in made:

@@ -32,6 +32,7 @@ from typing import Any, BinaryIO
 import torch
 import transformers
 
+from ...monitor.checked_file import open_checked, read_checked
 from ...monitor.units import GIB, format_bytes, parse_bytes
 from ...native import instructions
 from ..errors import ConfigError
@@ -61,7 +62,7 @@ def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
 
 def most_bytes(environ: Mapping[str, str] = os.environ) -> int:
     """The bound of the folder's size. Raises ConfigError for a variable that is no size."""
-    text = environ.get(VARIABLE, "")
+    text = environ.get(VARIABLE, "").strip()
     try:
         return 0 if text == "0" else parse_bytes(text) if text else DEFAULT_MOST_BYTES
     except ValueError as error:
@@ -110,7 +111,7 @@ class QuantizedCache:
         """The weights by their layers' names, or None without a whole file."""
         path = self._path(key)
         try:
-            with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            with open_checked(path, "quantized weights") as file:
                 weights = _read(file)
             with suppress(OSError):  # a file of others, or one that cannot be written
                 os.utime(path)
@@ -218,7 +219,7 @@ class QuantizedCache:
     def _known_digests(self) -> dict[str, str]:
         try:
             path = self.folder / "digests.json"
-            known = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+            known = json.loads(read_checked(path, _MOST_HEADER_BYTES, "digests")) if path.is_file() else {}
         except (OSError, ValueError, RecursionError):
             return {}
         usable = isinstance(known, dict) and all(isinstance(digest, str) for digest in known.values())
@@ -262,8 +263,6 @@ def _header(weights: Mapping[str, PackedWeight]) -> tuple[bytes, list[memoryview
 
 def _read(file: BinaryIO) -> dict[str, PackedWeight]:
     """The weights of a file, mapped. Raises ValueError, KeyError or TypeError for one that is not whole."""
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        raise ValueError("it is not a regular file")
     line = file.readline(_MOST_HEADER_BYTES)
     text, _, check = line.rstrip().rpartition(b" ")
     if not check or len(check) != 8 or int(check, 16) != zlib.crc32(text):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from ..errors import ConfigError
 from .checkpoint import Checkpoint
 from .division import Division
 from .latent_projections import latent_projections
+from .loaded import parameter_types
 from .mapped_files import MappedFiles
 from .meta_models import meta_model
 from .models import Quantization
@@ -49,7 +49,8 @@ def quantize_model(
         )
     began, cache = time.perf_counter(), cache or QuantizedCache()
     key = cache.key(checkpoint, quantization, dtype, None if group.size == 1 else (group.size, group.rank))
-    _convert(model, dtype, keep=quantizable)
+    types = parameter_types(model, dtype)
+    _convert(model, types, keep=quantizable)
     kept = None if key is None else cache.read(key)
     layers = {} if kept is None else _layers_of(model, kept, dtype)
     if not all(group.exchange(b"kept" if layers else b"")):  # then all compute, for the sake of those that must
@@ -65,7 +66,7 @@ def quantize_model(
         if key is not None:
             cache.write(key, kept)
         done = "made now"
-    _convert(model, dtype)
+    _convert(model, types)
     size = sum(one.num_bytes for one in kept.values())
     log.info("%s weights of %s, %s, in %.1f s", quantization, format_bytes(size), done, time.perf_counter() - began)
 
@@ -91,19 +92,21 @@ def quantized_bytes(
         if quantizable(module) and module not in kept:
             n, k = module.weight.shape
             total += weight_bytes(n, k, "int8" if module is head else quantization)
-    for parameter in _plain_parameters(model, kept):
-        if loaded is None or (parameter.is_floating_point() and parameter.dtype != dtype):
-            total += parameter.numel() * (dtype.itemsize if parameter.is_floating_point() else parameter.itemsize)
+    types = parameter_types(model, dtype)
+    for name, parameter in _plain_parameters(model, kept):
+        wanted = types.get(name, parameter.dtype)
+        if loaded is None or parameter.dtype != wanted:
+            total += parameter.numel() * wanted.itemsize
     return total
 
 
-def _plain_parameters(model: nn.Module, kept: Collection[nn.Module]) -> Iterator[nn.Parameter]:
-    """The parameters that are not quantized, each once. Those of modules in `kept` are not."""
-    found: dict[int, nn.Parameter] = {}
-    for module in model.modules():
+def _plain_parameters(model: nn.Module, kept: Collection[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that are not quantized, each once, with a name. Those of modules in `kept` are not."""
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if name != "weight" or module in kept or not quantizable(module):
-                found[id(parameter)] = parameter
+                found.setdefault(id(parameter), (f"{path}.{name}" if path else name, parameter))
     yield from found.values()
 
 
@@ -116,14 +119,14 @@ def _layers_of(model: nn.Module, kept: dict[str, PackedWeight], dtype: torch.dty
     return {name: QuantizedLinear(one, there[name].bias, dtype) for name, one in kept.items()}
 
 
-def _convert(model: Any, dtype: torch.dtype, keep: Any = lambda module: False) -> None:
-    """Convert the parameters of the modules that are not to `keep` their type. The model's own exceptions stay float32."""
-    exceptions = [*(getattr(model, "_keep_in_fp32_modules", None) or ())]
-    exceptions += getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+def _convert(model: Any, types: Mapping[str, torch.dtype], keep: Any = lambda module: False) -> None:
+    """Convert parameters to `types`, by name, except the weights of modules that are to `keep` theirs."""
     for path, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if (keep(module) and name == "weight") or parameter.dtype == dtype or not parameter.is_floating_point():
-                continue
-            if parameter.device.type == "meta" or any(re.search(one, path) for one in exceptions):
-                continue
-            setattr(module, name, nn.Parameter(parameter.detach().to(dtype), requires_grad=False))
+            wanted = types.get(f"{path}.{name}" if path else name, parameter.dtype)
+            if (
+                parameter.dtype != wanted
+                and parameter.device.type != "meta"
+                and not (keep(module) and name == "weight")
+            ):
+                setattr(module, name, nn.Parameter(parameter.detach().to(wanted), requires_grad=False))

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...monitor.checked_file import open_checked
 from ..errors import CheckpointError, ModelNotFound
+from .model_config import MOST_INDEX_BYTES, read_json
 
 # In transformers' search order; (file, is it an index of shards).
 _CANDIDATES = (
@@ -83,7 +85,7 @@ def read_header(path: Path) -> list[StoredTensor]:
     """The tensors of a safetensors file, from its header. Raises CheckpointError if the file is incomplete."""
     file_bytes = path.stat().st_size
     try:
-        with path.open("rb") as file:
+        with open_checked(path, "weights") as file:
             header_bytes = int.from_bytes(file.read(8), "little")
             if file_bytes < 8 or not 2 <= header_bytes <= min(_MOST_HEADER_BYTES, file_bytes - 8):
                 raise ValueError(f"{file_bytes:,} bytes cannot hold a header of {header_bytes:,}")
@@ -96,7 +98,7 @@ def read_header(path: Path) -> list[StoredTensor]:
             data_bytes = max(data_bytes, end)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
-            f"{path} is no whole safetensors file ({error}); fetch or save it again, it was probably cut off"
+            f"{path} is not a complete safetensors file ({error}); fetch or save it again, it was probably truncated"
         ) from error
     expected = 8 + header_bytes + data_bytes
     if file_bytes != expected:
@@ -109,13 +111,13 @@ def read_header(path: Path) -> list[StoredTensor]:
 
 def _shards(index: Path) -> tuple[Path, ...]:
     try:
-        names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+        names = sorted(set(read_json(index, MOST_INDEX_BYTES)["weight_map"].values()))
         if any(Path(name).name != name for name in names):
             raise ValueError("it names files outside of its folder")
         paths = tuple(index.parent / name for name in names)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
-            f"{index} is no index of shards ({type(error).__name__}: {error}); fetch it again"
+            f"{index} is not an index of shards ({type(error).__name__}: {error}); fetch it again"
         ) from error
     missing = [path.name for path in paths if not path.is_file()]
     if missing:

@@ -240,7 +240,7 @@ class EngineMemory:
             self._arena.prepare(num_extents)
         except (DriverError, GrantExceeded) as error:  # GrantExceeded: the broker has just gone
             self._pause_preparing()
-            log.info("KV pool: nothing is made ready: %s", error)
+            log.info("KV pool: no memory is prepared ahead: %s", error)
 
     def _release_prepared(self) -> HeldBounds:
         """Free prepared extents during a recall, or if blocks are not short. Returns what the arena holds afterwards.
@@ -253,7 +253,7 @@ class EngineMemory:
                 try:
                     self._arena.trim()
                 except DriverError as error:  # the rest stays counted and is tried again
-                    log.warning("KV pool: not all of what was unmapped went back: %s", error)
+                    log.warning("KV pool: some unmapped memory was not released: %s", error)
             elif not self._pool.is_short:
                 self._prepare_extents(0)
             held = self._arena.held

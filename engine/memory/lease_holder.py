@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import threading
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -28,7 +29,8 @@ from ..process.memory_usage import process_bytes
 from .planning import MemoryPlan
 
 log = logging.getLogger(__name__)
-_numbers = itertools.count(1)  # of this process's engines
+_names: set[str] = set()  # of this process's engines that have leases
+_naming = threading.Lock()
 
 GRANT_TIMEOUT_S = 30.0  # for other engines to give back memory, or to finish loading
 _LOADING_LOOK_S = 0.25
@@ -81,11 +83,14 @@ class Sharing:
 
     watched: Watch
     lease: Lease
+    name: str
 
     def close(self) -> None:
         """Close the lease and the watch. All memory must be unmapped. Idempotent."""
         self.lease.close()
         self.watched.close()
+        release_name(self.name)
+        self.name = ""
 
 
 def acquire_lease(config: EngineConfig, plan: MemoryPlan, holder: LeaseHolder) -> Sharing | None:
@@ -103,11 +108,11 @@ def acquire_lease(config: EngineConfig, plan: MemoryPlan, holder: LeaseHolder) -
     held = holder.base_bytes
     working = max(plan.reserve_bytes, plan.loading_bytes)  # no step runs before the weights are read
     base = held + plan.weights_bytes + plan.primitives_bytes + working + HEAP_BYTES + LIBRARIES_BYTES
+    name, sharing = take_name(plan.model), None
     try:
-        return Sharing(
-            watched,
-            acquire(config, plan, watched, device_info(watched, holder.device), base, held, new_name(plan.model)),
-        )
+        lease = acquire(config, plan, watched, device_info(watched, holder.device), base, held, name)
+        sharing = Sharing(watched, lease, name)
+        return sharing
     except LeaseRefused as error:
         watched.close()
         needed = base + plan.min_kv_bytes
@@ -120,6 +125,9 @@ def acquire_lease(config: EngineConfig, plan: MemoryPlan, holder: LeaseHolder) -
     except BaseException:
         watched.close()
         raise
+    finally:
+        if sharing is None:
+            release_name(name)
 
 
 def acquire(
@@ -138,7 +146,7 @@ def acquire(
         name=name,
         device_uuid=info.uuid,
         min_bytes=min_bytes,
-        max_bytes=base_bytes + plan.kv_bytes,
+        max_bytes=base_bytes + plan.kv_bytes + (plan.answers_bytes if plan.device == "cpu" else 0),
         weight=config.kv_memory.weight,
         priority=config.kv_memory.priority,
         granule_bytes=plan.geometry.extent_bytes,
@@ -167,19 +175,35 @@ def _registered(watched: Watch, own: Collection[str], **terms: Any) -> Lease:
             return Lease.register(watched.directory.socket, **terms)
         except MinimumsExceedCapacity:
             others = BrokerClient(watched.directory.socket).leases()
-            here = [one for one in others if one.device_uuid == terms["device_uuid"] and one.name not in own]
+            here = [
+                one
+                for one in others
+                if one.device_uuid == terms["device_uuid"] and not (one.pid == os.getpid() and one.name in own)
+            ]
             loading = [one.name for one in here if not one.held.get("kv")]
             if not loading or time.monotonic() > deadline:
                 raise
-            log.info("waiting for %s, which load and may need less then", ", ".join(loading))
+            log.info("waiting for %s, which are loading and may need less afterwards", ", ".join(loading))
             time.sleep(_LOADING_LOOK_S)
 
 
-def new_name(model: str) -> str:
-    """The engine's name in `vram-monitor limit` and `recall`: "demo-4711", then "demo-4711-2" in the same process."""
-    number = next(_numbers)
-    name = "".join(c if c.isprintable() else "_" for c in os.path.basename(model) or model)[:_LONGEST_NAME]
-    return f"{name}-{os.getpid()}" + (f"-{number}" if number > 1 else "")
+def take_name(model: str) -> str:
+    """The engine's name in `vram-monitor limit` and `recall`: that of its model, the same after each sleep.
+
+    A second engine of the model in this process is "demo-2". To be released with `release_name`.
+    """
+    name = "".join(c if c.isprintable() else "_" for c in model)[-_LONGEST_NAME:]
+    with _naming:
+        number = next(n for n in itertools.count(1) if (name if n == 1 else f"{name}-{n}") not in _names)
+        name = name if number == 1 else f"{name}-{number}"
+        _names.add(name)
+    return name
+
+
+def release_name(name: str) -> None:
+    """Let another engine have a name. Idempotent."""
+    with _naming:
+        _names.discard(name)
 
 
 def device_info(watched: Watch, device: torch.device) -> DeviceInfo:

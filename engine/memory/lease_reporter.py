@@ -99,7 +99,7 @@ class LeaseReporter:
                 self.granted_at = self._clock()
                 log.debug("%s: granted %s", name, format_bytes(event.granted_bytes))
             elif isinstance(event, Withdrawn):
-                log.info("%s: the recall is withdrawn; %s granted", name, format_bytes(self.lease.granted_bytes))
+                log.info("%s: recall withdrawn; %s granted", name, format_bytes(self.lease.granted_bytes))
                 self._end_recall("withdrawn")
             elif isinstance(event, Limited):
                 log.info("%s: limited to %s", name, format_bytes(event.max_bytes))
@@ -108,7 +108,7 @@ class LeaseReporter:
                 what = "refuses the lease" if event.refused else "is gone"
                 log.warning("%s: the broker %s (%s); the pool stays as it is", name, what, event.reason)
             elif isinstance(event, Rejoined):
-                log.info("%s: a broker is back; %s granted", name, format_bytes(event.granted_bytes))
+                log.info("%s: reconnected to a broker; %s granted", name, format_bytes(event.granted_bytes))
             elif isinstance(event, Denied):
                 log.info("%s: the broker refused: %s", name, event.error)
 

@@ -20,6 +20,7 @@ from ...allocator.host_arena import preferred_granule
 from ...cache.geometry import EXTENT_TARGET_BYTES, PAGE_BYTES, Geometry, GeometryError, LayerShape
 from ...cache.layer_groups import LayerGroup
 from ...monitor.units import GIB, MIB, format_bytes
+from ...scheduler import answer_memory
 from ..attention.backends import buffer_bytes
 from ..config import EngineConfig, KvMemory
 from ..errors import ConfigError, NotEnoughMemory, UnsupportedModel
@@ -28,8 +29,8 @@ from ..loading.checkpoint import Checkpoint
 from ..loading.division import Division
 from ..loading.latent_attention import EXPANDED_FROM, expansion_bytes
 from ..loading.linears import by_head_primitive_bytes, held_twice_bytes, primitive_bytes, scratch_bytes
-from ..loading.loader import check_weights_fit, free_bytes, total_bytes
-from ..loading.model_config import layer_configs
+from ..loading.loader import address_remedy, check_weights_fit, free_bytes, total_bytes
+from ..loading.model_config import check_length, layer_configs
 from ..loading.models import KV_CACHE_DTYPES, KvCacheDtype, Quantization
 from ..loading.packed_model import loading_bytes
 
@@ -65,6 +66,7 @@ class MemoryPlan:
     loading_bytes: int = 0  # held while weights are read on a CPU, besides those that stay
     num_shards: int = 1  # of the model; all other numbers are of one of them
     replicated_bytes: int = 0  # of the weights, those that every shard has
+    answers_bytes: int = 0  # of host memory: what a server may hold of outputs that are not delivered
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -133,6 +135,7 @@ class MemoryPlan:
             "model", "device", "dtype", "quantization", "kv_cache_dtype", "free_bytes", "weights_bytes", "primitives_bytes",
             "reserve_bytes", "kv_bytes", "min_kv_bytes", "num_blocks", "block_size", "kv_bytes_per_token", "max_model_len",
             "context", "tokens_that_fit", "sequences_that_fit", "left_bytes", "num_shards", "replicated_bytes",
+            "answers_bytes",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names} | {
             "kv_cache_dtypes": {
@@ -180,6 +183,7 @@ class MemoryPlan:
             *([("... on every shard", format_bytes(self.replicated_bytes))] if self.num_shards > 1 else []),
             *([("primitives", format_bytes(self.primitives_bytes))] if self.primitives_bytes else []),
             ("working reserve", format_bytes(self.reserve_bytes)),
+            ("answers", f"at most {format_bytes(self.answers_bytes)} of host memory, in a server"),
             ("KV pool", f"{format_bytes(self.kv_bytes)}: {self.num_blocks:,} blocks of {self.block_size} tokens"),
             ("... at least", format_bytes(self.min_kv_bytes)),
             ("KV per token", f"{self.kv_bytes_per_token:,} bytes in {self.kv_cache_dtype}"),
@@ -256,6 +260,7 @@ def plan_memory(
         context=context or length,
         quantization=config.quantization,
         loading_bytes=_loading_bytes(config, checkpoint, device, dtype, division),
+        answers_bytes=_answers_bytes(device, there - weights - primitives, free),
     )
     _refuse_bad_pool(plan, asked)
     return plan
@@ -323,6 +328,11 @@ def _reserve_bytes(
     return reserve
 
 
+def _answers_bytes(device: torch.device, room_bytes: int, free: Callable[[torch.device], int]) -> int:
+    """Host memory for answers. `room_bytes` are what weights leave on `device`."""
+    return answer_memory.planned_bytes(room_bytes if device.type == "cpu" else free(torch.device("cpu")))
+
+
 def _pool_of(base: Geometry, num_bytes: int) -> tuple[Geometry, int]:
     """(geometry with fitting extents, blocks) of a pool of `num_bytes`."""
     geometry = pool_geometry(base, num_bytes)
@@ -345,11 +355,7 @@ def model_length(config: EngineConfig, checkpoint: Checkpoint) -> int:
     limit = checkpoint.context_length
     if config.max_model_len is None:
         return limit or DEFAULT_CONTEXT
-    if limit is not None and config.max_model_len > limit:
-        raise ConfigError(
-            f"max_model_len {config.max_model_len:,} is beyond the {limit:,} positions of {checkpoint.spec.name}; "
-            f"ask for {limit:,} or less"
-        )
+    check_length(config.max_model_len, limit, checkpoint.spec.name)
     return config.max_model_len
 
 
@@ -515,5 +521,6 @@ def _refuse_bad_pool(plan: MemoryPlan, asked: KvMemory) -> None:
             needed,
             max(0, room),
             f"the KV pool of {plan.model} on {plan.device}, besides {besides}",
-            f"{less}free {format_bytes(needed - room)} on {plan.device}",
+            address_remedy(plan.free_bytes + needed - room, torch.device(plan.device))
+            or f"{less}free {format_bytes(needed - room)} on {plan.device}",
         )

@@ -34,7 +34,7 @@ class BackgroundThread(threading.Thread):
             except BaseException as error:  # SystemExit too: it ends a thread silently
                 self.num_faults += 1
                 self.last_fault = f"{type(error).__name__}: {error}"
-                log.exception("the thread %s failed; it goes on in %g s", self.name, self._pause_s)
+                log.exception("the thread %s failed; it continues in %g s", self.name, self._pause_s)
             if self.num_faults > faults:  # not in the handler: the error keeps its frames alive
                 time.sleep(self._pause_s)
 

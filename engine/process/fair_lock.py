@@ -74,10 +74,13 @@ class FairLock:
                     )
                 self._owner, self._holder = me, holder
                 return True
-            turn = threading.Lock()
-            turn.acquire()
-            entry = turn, me
-            self._waiting.append(entry)
+            entry = next((one for one in self._waiting if one[1] == me), None)
+            if entry is None:
+                entry = threading.Lock(), me
+                entry[0].acquire()
+                self._waiting.append(entry)
+            # Otherwise an interrupt left it there, and a second one behind it would never get its turn.
+            turn = entry[0]
         try:
             turn.acquire()
         except BaseException:  # an interrupt: pass this turn on

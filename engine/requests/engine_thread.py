@@ -2,7 +2,7 @@
 
 Callers send messages, handled between two steps. Results go to each loop in one call per step.
 
-    caller's loop          a thread for the tokenizer      the engine thread
+    caller's loop          threads for the tokenizer       the engine thread
     begin ───────────────► prompts as token ids ─────────► PendingCalls.arrive; submitted once there is room
                              └► constraints compiled ────►   (in other threads: it may take seconds)
     want, cancel, ... ───────────────────────────────────► handled between steps
@@ -16,24 +16,27 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..build import Engine
 from ..errors import EngineClosed, ShardLost
 from ..frames.engine_watch import EngineWatch
-from ..process.cpu_threads import own_threads, use_own_threads
+from ..process.fair_threads import OWNER, FairThreads
 from .inputs import PromptInput
 from .intake import RequestIntake
 from .manager import RequestManager
 from .pending_calls import Outbox, PendingCall, PendingCalls, Waiter
 
+if TYPE_CHECKING:
+    from ..build import Engine  # imports torch
+
 log = logging.getLogger(__name__)
 
 EXIT_WAIT_S = 10.0
-COMPILE_THREADS = 4
+ENCODE_THREADS = 3  # each caller's prompts in order, and callers in turns
+COMPILE_THREADS = 5
 
 _running: weakref.WeakSet[EngineThread] = weakref.WeakSet()
 
@@ -45,22 +48,25 @@ class EngineThread(threading.Thread):
     """
 
     def __init__(self, manager: RequestManager, max_waiting: int) -> None:
+        from ..process.cpu_threads import own_threads, use_own_threads  # imports torch
+
         super().__init__(name="pagetide-steps", daemon=True)
-        self.ended = False
+        self.ended = self._is_finishing = False
         self._failure: BaseException | None = None  # what broke the engine
         self._manager = manager
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()  # its `put` is reentrant
-        self._encoding = ThreadPoolExecutor(1, "pagetide-encode")  # one thread: first come, first served
-        self._compiling = ThreadPoolExecutor(COMPILE_THREADS, "pagetide-compile")
-        # Running compilations of constraints; used by the tokenizer's thread.
-        self._compiled: list[Future[None]] = []
+        self._encoding = FairThreads(ENCODE_THREADS, 1, "pagetide-encode")
+        self._compiling = FairThreads(COMPILE_THREADS, COMPILE_THREADS - 1, "pagetide-compile")  # constraints
+        self._behind = FairThreads(1, 1, "pagetide-drain")  # waits for earlier work of both
         self._outbox = Outbox()
         self._calls = PendingCalls(manager, max_waiting, self._outbox)
         self._pauses: dict[Waiter, None] = {}  # active pauses, oldest first
         self._ending = False
         self._draining: list[Waiter] = []  # resolved when nothing is in flight
         self._joining: list[Waiter] = []  # resolved when this thread ends
-        self._num_threads = own_threads()
+        self._use_threads = partial(use_own_threads, own_threads())
+        self._progress = manager.open().core.runner.progress
+        self._is_asleep = False  # until the next message
         manager.on_lost = self._lose
         # May be called by the memory thread (manager._keep_memory).
         manager.delivery.on_outputs = lambda *groups: self._inbox.put(partial(self._calls.note_outputs, *groups))
@@ -70,7 +76,8 @@ class EngineThread(threading.Thread):
     # -- from any thread -----------------------------------------------------------------------------------------
 
     def begin(self, call: PendingCall, encode: Callable[[RequestIntake], list[PromptInput]]) -> None:
-        """Call `encode` on the tokenizer's thread, then queue. Errors resolve the waiter. Raises EngineClosed."""
+        """Call `encode` on a tokenizer's thread, then queue. Errors resolve the waiter. Raises EngineClosed."""
+        owner = OWNER.get()
 
         def encode_inputs() -> None:
             if call.cancelled:
@@ -79,14 +86,13 @@ class EngineThread(threading.Thread):
             if isinstance(inputs, BaseException) or all(one.prepared.ready for one in inputs):
                 self._inbox.put(partial(self._calls.arrive, call, inputs))
                 return
-            self._compiled = [future for future in self._compiled if not future.done()]
-            self._compiled.append(self._compiling.submit(compile_all, inputs))
+            self._compiling.submit(partial(compile_all, inputs), owner)
 
         def compile_all(inputs: list[PromptInput]) -> None:
             if not call.cancelled:
                 self._inbox.put(partial(self._calls.arrive, call, self._result_or_error(partial(_compiled, inputs))))
 
-        self._encode(encode_inputs)
+        self._submit(self._encoding, encode_inputs)
 
     def want(self, waiter: Waiter, call: PendingCall) -> None:
         """Resolve `waiter` with a stream's next chunks: an empty list if it was cancelled or the thread has ended."""
@@ -111,13 +117,13 @@ class EngineThread(threading.Thread):
         self._send(partial(self._look, waiter, function))
 
     def run_with_encoder(self, waiter: Waiter, function: Callable[[], Any]) -> None:
-        """Call `function` on the tokenizer's thread and resolve `waiter` with the result. Raises EngineClosed."""
+        """Call `function` on a tokenizer's thread and resolve `waiter` with the result. Raises EngineClosed."""
 
         def run() -> None:
             result = self._result_or_error(function)
             self._inbox.put(partial(self._outbox.put, waiter, result))
 
-        self._encode(run)
+        self._submit(self._encoding, run)
 
     def pause(self, waiter: Waiter) -> None:
         """Run no steps until `resume`. Resolve `waiter` once none is running. Raises EngineClosed."""
@@ -130,12 +136,14 @@ class EngineThread(threading.Thread):
     def drain(self, waiter: Waiter) -> None:
         """Refuse new calls. Resolve `waiter` when all earlier calls have ended. Raises EngineClosed."""
 
+        earlier = self._encoding.pending
+
         def behind_all() -> None:
-            # Earlier calls are tokenised by now; some may still be compiling.
-            wait(self._compiled)
+            wait(earlier)
+            wait(self._compiling.pending)  # earlier calls are tokenised by now; some may still be compiling
             self._inbox.put(partial(self._drain, waiter))
 
-        self._encode(behind_all)
+        self._submit(self._behind, behind_all)
 
     def end(self, waiter: Waiter | None = None) -> None:
         """Abort all requests, close the request manager and end the thread. Resolve `waiter` then. Idempotent.
@@ -147,9 +155,17 @@ class EngineThread(threading.Thread):
         if self.ended and waiter is not None and not waiter.done():
             waiter.set_result(None)
 
+    @property
+    def heartbeat(self) -> tuple[int, float]:
+        """See `AsyncLLM.heartbeat`."""
+        if self.ended:
+            raise self.closed()
+        rests = self._is_finishing or (self._is_asleep and self._inbox.empty())
+        return self._progress.beats, 0.0 if rests else self._progress.allowed_s
+
     def closed(self) -> EngineClosed:
         """The error for calls after the end. Its cause is the fault that broke the engine, if one did."""
-        error = EngineClosed("this AsyncLLM is stopped: make a new one")
+        error = EngineClosed("this AsyncLLM is stopped: create a new one")
         error.__cause__ = self._failure
         return error
 
@@ -159,13 +175,13 @@ class EngineThread(threading.Thread):
         if self.ended:  # the message may never be read
             raise self.closed()
 
-    def _encode(self, work: Callable[[], None]) -> None:
+    def _submit(self, threads: FairThreads, work: Callable[[], None]) -> None:
         self._manager.check_process()
         if self._manager.engine is None:
             raise self.closed()
         try:
-            self._encoding.submit(work)
-        except RuntimeError:  # it was shut down meanwhile
+            threads.submit(work)
+        except RuntimeError:  # they were shut down meanwhile
             raise self.closed() from self._failure
 
     def _result_or_error(self, function: Callable[[], Any]) -> Any:
@@ -181,8 +197,9 @@ class EngineThread(threading.Thread):
 
     def run(self) -> None:
         try:
-            use_own_threads(self._num_threads)
+            self._use_threads()
             while not self._ending:
+                self._progress.begin()
                 self._receive()
                 self._calls.cancel_lost()
                 self._calls.submit_while_room()
@@ -190,11 +207,20 @@ class EngineThread(threading.Thread):
                 if self._may_step:
                     self._step()
                 elif not self._ending:
-                    self._inbox.get()()  # sleeps until a message arrives
+                    self._sleep_until_message()
         except BaseException as error:
-            log.exception("the engine's thread broke; all requests end")
+            log.exception("the engine's thread failed; ending all requests")
             self._failure = error
         self._finish()
+
+    def _sleep_until_message(self) -> None:
+        self._is_asleep = True
+        try:
+            message = self._inbox.get()
+        finally:
+            self._is_asleep = False
+        self._progress.begin()
+        message()
 
     @property
     def _may_step(self) -> bool:
@@ -206,12 +232,13 @@ class EngineThread(threading.Thread):
         except Exception:
             raise
         except BaseException:  # such as SystemExit: the next step reports the ended requests (EngineCore.step)
-            log.exception("a step was interrupted; its requests end")
+            log.exception("a step was interrupted; ending its requests")
 
     def _receive(self) -> None:
         """Handle the messages received so far."""
         for _ in range(self._inbox.qsize()):  # later messages wait for the next turn
             self._inbox.get()()
+            self._progress.beat()
 
     def _send_results(self) -> None:
         """Resolve the waiters that have results, with one call per loop."""
@@ -224,16 +251,18 @@ class EngineThread(threading.Thread):
 
     def _finish(self) -> None:
         """Close the manager and resolve every waiter: with aborted outputs, or with the error that broke the engine."""
+        self._is_finishing = True
         try:
             if self._failure is None:
                 self._calls.submit_all()  # to be aborted with the rest
             self._manager.close(self._failure)
         except BaseException as error:
-            log.exception("the engine could not be closed in order")
+            log.exception("closing the engine failed")
             self._failure = self._failure or error
-        # After these two, every call that began has arrived.
+        # After these, every call that began has arrived.
         self._encoding.shutdown()
         self._compiling.shutdown()
+        self._behind.shutdown()
         self._receive()
         self._send_results()
         self.ended = True

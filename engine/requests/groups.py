@@ -77,6 +77,10 @@ class ContinuationGroup(RequestGroup):
         """See `RequestGroup`. The other continuations stay."""
         return state.hand_over(withdrawn[0], now)
 
+    def copy(self, now: float) -> Handover | None:
+        """See `RequestGroup`."""
+        return self.states[0].copy(now) if len(self.states) == 1 and not self.is_finished else None
+
 
 class BeamGroup(RequestGroup):
     """The beams of a search, a request for each. The request states receive the best hypotheses at the end.

@@ -31,7 +31,7 @@ _KEYS = (
 _SETTINGS = (
     "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty",
     "presence_penalty", "bad_words_ids", "logit_bias", "json_schema", "regex", "grammar", "stop", "stop_token_ids", "seed",
-    "logprobs", "prompt_logprobs", "n", "num_beams", "length_penalty", "early_stopping",
+    "logprobs", "prompt_logprobs", "n", "num_beams", "length_penalty", "early_stopping", "skip_special_tokens",
 )  # fmt: skip
 _SCORES = ("token_ids", "logprobs", "ranks")
 
@@ -174,6 +174,7 @@ def resolved_params(params: SamplingParams, sampling: Sampling) -> SamplingParam
         seed=sampling.seed,
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
+        skip_special_tokens=params.skip_special_tokens,
         n=params.n if searches else None,
         num_beams=params.num_beams if searches else None,
         length_penalty=params.length_penalty if searches else None,

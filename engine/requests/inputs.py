@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...cache.block_table import Int32
 from ...scheduler.errors import RequestRejected
 from ...scheduler.request import SamplingParams
-from ..text.encoder import Encoder, PreparedParams
 from .handover import Handover
+
+if TYPE_CHECKING:
+    from ..text.encoder import Encoder, PreparedParams  # imports torch
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # a text; token ids; vLLM's form of either; a tokenizer's result
 # One prompt, or several. A union of `Sequence[int]` and `Sequence[Prompt]` would leave type checkers without a type for lists.
@@ -121,6 +123,7 @@ def encode_pairs(
                 whole = params.over(defaults)
             except ValueError as error:  # the parameters contradict the model's settings
                 raise RequestRejected(f"with the model's own settings: {error}") from error
+            whole = encoder.with_special_stops(whole)
             known = prepared[id(params)] = whole, encoder.prepare(whole, eos_token_ids)
         parsed = parse_prompt(prompt)
         ids = encoder.encode(parsed.content, known[0])

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...scheduler.errors import RequestRejected
 from ...scheduler.request import Request, SamplingParams
-from ..build import Engine
 from ..shards.processors import serialized
 from ..text.chat_template import NESTED
 from .beams import BeamRules
@@ -26,6 +25,9 @@ from .inputs import (
     parse_prompt,
 )
 from .states import RequestGroup
+
+if TYPE_CHECKING:
+    from ..build import Engine  # imports torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,9 @@ class RequestIntake:
             )
         request = self._request(prompt, priority, cache_salt)
         self.engine.core.scheduler.check(request)
-        text_stream = partial(self.engine.encoder.text_stream, prompt.token_ids, prompt.prepared.stops)
+        text_stream = partial(
+            self.engine.encoder.text_stream, prompt.token_ids, prompt.prepared.stops, params.skip_special_tokens
+        )
         group: RequestGroup
         if (params.num_beams or 1) == 1:
             requests = request.forked(params.num_started)

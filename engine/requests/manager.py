@@ -1,7 +1,7 @@
 """The request manager behind all APIs: queues requests, runs steps and delivers their tokens.
 
 A caller that waits for output runs the next step under one lock; with `AsyncLLM`, one thread runs all steps. Outputs go to the
-request groups they belong to (delivery.py); inputs come through intake.py: docs/decisions/0023-doors.md.
+request groups they belong to (delivery.py); inputs come through intake.py: docs/decisions/0023-apis.md.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...allocator.errors import LeaseClosed
 from ...monitor.units import format_bytes
 from ...scheduler.errors import RequestRejected
 from ...scheduler.frames.source import Frame
 from ...version import __version__
-from ..build import Engine, build
 from ..config import EngineConfig
 from ..errors import EngineClosed, ShardLost
 from ..frames.engine_watch import EngineWatch, frame_source
@@ -37,6 +36,9 @@ from .inputs import PromptInput, check_cache_salt
 from .intake import RequestIntake
 from .outputs import StreamChunk
 from .states import RequestGroup, RequestState, ready_chunk
+
+if TYPE_CHECKING:
+    from ..build import Engine
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -56,6 +58,9 @@ class RequestManager:
     """
 
     def __init__(self, config: EngineConfig) -> None:
+        # It imports torch, which takes seconds: what is wrong with a configuration is said before.
+        from ..build import build
+
         self._maker = MakerProcess()
         self.engine: Engine | None = build(config)
         try:
@@ -87,7 +92,7 @@ class RequestManager:
         if self.engine is None:
             if self._cause is not None:
                 raise EngineClosed(f"this LLM has ended: {self._cause}") from self._cause
-            raise EngineClosed("this LLM is closed: make a new one")
+            raise EngineClosed("this LLM is closed: create a new one")
         return self.engine
 
     def check_process(self) -> None:
@@ -241,6 +246,15 @@ class RequestManager:
             if self.delivery.on_outputs is not None:
                 self.delivery.on_outputs([], [group])
             return handover.to_dict(engine.plan.model, engine.encoder.vocab_size)
+
+    def copies(self, groups: Iterable[RequestGroup]) -> list[dict[str, Any] | None]:
+        """The data of `export` for each group of one request, which goes on here; None for others: see `RequestGroup.copy`."""
+        with self.lock:
+            engine = self.open()
+            self.finish_pending_steps(engine)
+            copies = [group.copy(engine.core.clock()) for group in groups]
+        model, vocab_size = engine.plan.model, engine.encoder.vocab_size
+        return [None if one is None else one.to_dict(model, vocab_size) for one in copies]
 
     # -- steps and delivery ----------------------------------------------------------------------------------------
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, TypeVar
 
 from ...scheduler.arguments import explains_names
 from ...scheduler.sequence import FinishReason
@@ -31,6 +32,8 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()  # the most likely ones and their log-probabilities, best first
 
 
+Logprobs = TypeVar("Logprobs", TokenLogprobs, TokenLogprobs | None)
+
 MOST_SHOWN_TOKENS = 8  # in a repr
 MOST_SHOWN_CHARACTERS = 60
 
@@ -53,7 +56,7 @@ class Completion:
     timings: Timings
     num_preemptions: int = 0
     error: str | None = None
-    logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each of `token_ids`; None if not requested
+    logprobs: Sequence[TokenLogprobs] | None = None  # one for each of `token_ids`; None if not requested
     cumulative_logprob: float | None = None  # their sum; set with `best_of` too
 
     @property
@@ -67,7 +70,7 @@ class Completion:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON. `text` is None without a tokenizer."""
-        told = asdict(self)
+        told = asdict(replace(self, logprobs=_plain(self.logprobs)))
         return {"text": told.pop("decoded"), **told}
 
     def __repr__(self) -> str:
@@ -98,7 +101,7 @@ class RequestOutput:
     prompt: str | None  # None when the prompt was given as token ids
     prompt_token_ids: list[int]
     completions: tuple[Completion, ...]
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
 
     @property
@@ -138,7 +141,8 @@ class RequestOutput:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON. `text` is None without a tokenizer."""
-        return {**asdict(self), "completions": tuple(completion.to_dict() for completion in self.completions)}
+        told = asdict(replace(self, completions=(), prompt_logprobs=_plain(self.prompt_logprobs)))
+        return {**told, "completions": tuple(completion.to_dict() for completion in self.completions)}
 
     def __repr__(self) -> str:
         """The id, the beginning and length of the prompt, and the completions."""
@@ -160,7 +164,7 @@ class StreamChunk:
     number: int = 0  # of the continuation, among the prompt's n
     completion: Completion | None = None
     output: RequestOutput | None = None
-    logprobs: tuple[TokenLogprobs, ...] | None = None  # of `token_ids`, if requested
+    logprobs: Sequence[TokenLogprobs] | None = None  # of `token_ids`, if requested
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -172,6 +176,10 @@ def refused(prompt: str | None, error: str, has_tokenizer: bool) -> RequestOutpu
     """The output of a rejected request, which was never started."""
     end = Completion("" if has_tokenizer else None, [], "error", Timings(None, 0.0), error=error)
     return RequestOutput("", prompt, [], (end,))
+
+
+def _plain(logprobs: Sequence[Logprobs] | None) -> tuple[Logprobs, ...] | None:
+    return None if logprobs is None else tuple(logprobs)
 
 
 def _shown_text(text: str | None) -> str:

@@ -24,14 +24,23 @@ class PendingCall:
         waiter: A future of the caller's loop. Its result is all outputs or, for a stream, at least one chunk, or an error for
             the caller to raise. `EngineThread.want` registers the waiter for a stream's next chunks.
         interval: Minimum tokens of a stream's chunk; None for no stream.
+        keeps_logprobs: Completions of a stream have the log-probabilities of all its chunks.
     """
 
-    def __init__(self, waiter: Waiter, priority: int | None, cache_salt: str | None, interval: int | None) -> None:
+    def __init__(
+        self,
+        waiter: Waiter,
+        priority: int | None,
+        cache_salt: str | None,
+        interval: int | None,
+        keeps_logprobs: bool = True,
+    ) -> None:
         self.loop = waiter.get_loop()
         self.waiter: Waiter | None = waiter
         self.priority = priority
         self.cache_salt = cache_salt
         self.interval = interval
+        self.keeps_logprobs = keeps_logprobs
         self.inputs: list[PromptInput] = []  # until the call is queued
         self.groups: tuple[RequestGroup, ...] = ()  # of all prompts, once the call is queued
         self.states: list[RequestState] = []  # of a stream: those that have not delivered their last chunk
@@ -116,7 +125,7 @@ class PendingCalls:
         if isinstance(inputs, BaseException):
             self._give(call, inputs)
         elif self.is_draining:
-            self._give(call, EngineClosed("this AsyncLLM is being drained: it takes no more requests"))
+            self._give(call, EngineClosed("this AsyncLLM is being drained: it accepts no new requests"))
         else:
             call.inputs = inputs
             self._open.setdefault(call.loop, {})[call] = None
@@ -204,6 +213,8 @@ class PendingCalls:
             return
         call.groups = tuple(groups)
         call.states = [state for group in groups for state in group.states]
+        for state in call.states:
+            state.keeps_logprobs = call.keeps_logprobs
         call.num_running = len(groups)
         self._call_of.update((group, call) for group in groups)
 

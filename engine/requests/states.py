@@ -11,6 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
+from ...cache.block_table import Int32
 from ...scheduler.errors import RequestRejected
 from ...scheduler.outcome import BeamMove, Finished
 from ...scheduler.plan import NO_TOKENS, Candidates, ChunkLogprobs
@@ -44,6 +47,7 @@ class RequestState:
         self._output_table = None if request.sampling.logprobs is None else LogprobTable(self._num_prompt)
         self._text = text
         self._eager = text is not None and (streams or text.has_stops)
+        self.keeps_logprobs = True  # else those that a chunk has delivered are released
         self.is_followed = streams or self._eager  # each token is due at once; else they are only kept
         self._num_taken = 0  # tokens delivered in chunks
         self._new: list[int] = []  # that no chunk has delivered
@@ -111,7 +115,7 @@ class RequestState:
         try:
             if self._text is not None and self._failure is None:
                 self._detokenize(tokens if not self._eager else [], last=True)
-            logprobs = self._logprobs(0, len(tokens))
+            logprobs = self._logprobs(0, len(tokens)) if self.keeps_logprobs else None
             total = None if self._output_table is None else self._output_table.total
         except Exception as error:
             log.exception("request %s: what it generated cannot be given in full", self.request.request_id)
@@ -128,6 +132,8 @@ class RequestState:
                 logprobs=logprobs,
                 cumulative_logprob=total,
             )
+            if logprobs is not None:
+                self._output_table = None  # the completion has them all
 
     @property
     def num_generated(self) -> int:
@@ -146,17 +152,22 @@ class RequestState:
             raise RequestRejected(
                 f"request {name} has logits_processors, which are code and no plain data: it cannot be handed over, and goes on"
             )
+        if not self.keeps_logprobs and self._output_table is not None:
+            raise RequestRejected(
+                f"request {name} is a stream with keep_logprobs=False, whose log-probabilities are gone: it goes on here"
+            )
 
     def hand_over(self, withdrawn: Finished, now: float) -> Handover:
         """End the request here, for another process to continue.
 
         The completion here has what chunks have delivered; the importing process delivers the rest.
         """
-        group, num_delivered = self.group, self._num_taken
+        num_delivered = self._num_taken
         self._record_admission(withdrawn)
         text = None if self._text is None else self._text.text[: self._num_characters]
         logprobs = self._logprobs(0, num_delivered)
         timings, num_preemptions = self._timings(now), self._num_preemptions + withdrawn.num_preemptions
+        handover = self._handover(withdrawn.token_ids, num_delivered, len(text or ""), timings, num_preemptions)
         self.completion = Completion(
             decoded=text,
             token_ids=withdrawn.token_ids[:num_delivered].tolist(),
@@ -167,23 +178,37 @@ class RequestState:
             cumulative_logprob=None if logprobs is None else math.fsum(entry.logprob for entry in logprobs),
         )
         self._new, self._new_text = [], []
-        salt = self.request.cache_salt
+        return handover
+
+    def copy(self, now: float) -> Handover | None:
+        """As `hand_over`, of a request without chunks that goes on here. None if it has no token or cannot be continued."""
+        if self._kept is not None:
+            self._kept.settle()
+        is_over = self._failure is not None or (self._text is not None and self._text.stopped)
+        if is_over or not self._new or self.request.sampling.logits_processors:
+            return None
+        return self._handover(np.array(self._new, np.int32), 0, 0, self._timings(now), self._num_preemptions)
+
+    def _handover(
+        self, token_ids: Int32, num_told_tokens: int, num_told_characters: int, timings: Timings, num_preemptions: int
+    ) -> Handover:
+        group, salt, logprobs = self.group, self.request.cache_salt, self._logprobs(0, len(token_ids))
         prompt_logprobs = group.states[0].prompt_logprobs  # only the first continuation scores the prompt
         return Handover(
             prompt=group.prompt,
             prompt_token_ids=self.request.prompt_token_ids,
-            token_ids=withdrawn.token_ids,
+            token_ids=token_ids,
             params=resolved_params(group.params, self.request.sampling),
             index=self.request.sampling.index,
             priority=self.request.priority,
             cache_salt=None if salt is None else salt.decode("utf-8", "surrogatepass"),
-            num_told_tokens=num_delivered,
-            num_told_characters=len(text or ""),
+            num_told_tokens=num_told_tokens,
+            num_told_characters=num_told_characters,
             num_preemptions=num_preemptions,
             num_cached_tokens=self.num_cached_tokens,
             first_token_s=timings.first_token_s,
             total_s=timings.total_s,
-            logprobs=self._logprobs(0, len(withdrawn.token_ids)),
+            logprobs=None if logprobs is None else tuple(logprobs),
             prompt_logprobs=None
             if prompt_logprobs is None
             else tuple(entry for entry in prompt_logprobs if entry is not None),
@@ -201,7 +226,7 @@ class RequestState:
         for table, entries in ((self._prompt_table, before.prompt_logprobs), (self._output_table, before.logprobs)):
             if table is not None and entries:
                 table.put(scores_of(entries, 1 if table is self._prompt_table else self._num_prompt))
-        if self._text is not None:
+        if self._text is not None and self._eager:  # else the text is made at the end
             for token in tokens:  # one by one, as in the other process, so that the same text is held back
                 self._detokenize([token])
             text = self._text.text
@@ -231,12 +256,14 @@ class RequestState:
         )
 
     @property
-    def prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
+    def prompt_logprobs(self) -> Sequence[TokenLogprobs | None] | None:
         """One entry for each scored token of the prompt, None for the first; None if not requested."""
-        return None if self._prompt_table is None else (None, *self._prompt_table.entries(0, self._num_prompt - 1))
+        return None if self._prompt_table is None else self._prompt_table.all_after_none()
 
-    def _logprobs(self, begin: int, end: int) -> tuple[TokenLogprobs, ...] | None:
+    def _logprobs(self, begin: int, end: int) -> Sequence[TokenLogprobs] | None:
         """Those of generated tokens, if the caller requested them; `best_of` computes them for itself too."""
+        if self.completion is not None and self.completion.logprobs is not None:
+            return self.completion.logprobs[begin:end]
         table = None if self.group.params.logprobs is None else self._output_table
         return None if table is None else table.entries(begin, end)
 
@@ -268,6 +295,8 @@ class RequestState:
             self._logprobs(begin, end),
         )  # fmt: skip
         self._num_taken, self._new, self._new_text = end, [], []
+        if self._output_table is not None and not self.keeps_logprobs:
+            self._output_table.release(end)
         return chunk
 
 
@@ -340,6 +369,10 @@ class RequestGroup(ABC):
     @abstractmethod
     def hand_over(self, state: RequestState, withdrawn: Sequence[Finished], now: float) -> Handover:
         """End `state` here, for another process to continue. `withdrawn` are the ends of its requests."""
+
+    def copy(self, now: float) -> Handover | None:
+        """The state of the one request of this group, which goes on: see `RequestState.copy`. None if there are several."""
+        return None
 
     @property
     def is_finished(self) -> bool:

@@ -17,8 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...monitor.errors import install_command
 from ...scheduler.errors import CANNOT_FOLLOW, RequestRejected
 from ...scheduler.request import Constraint, Sampling
+from .json_schemas import readable
 from .logits import Bool, Int32, Int64, Rows, index
 from .processors import Troubles
 
@@ -38,7 +40,8 @@ _LONGEST_MESSAGE = 400  # characters; the library's messages may repeat the whol
 _starting = threading.Lock()  # the size of stacks is the process's
 _END = "<|pagetide: the end|>"  # an extra token after the vocabulary: the output may end here
 _WHITESPACE = r"( |\n[ \t]{0,20})"  # JSON whitespace, bounded as in llama.cpp: weak models never stop
-_INSTALL = "constrained output needs llguidance: pip install pagetide[constrained]"
+_NO_BEGINNING = "no text can begin with it: it refers to itself, and nothing comes before the reference"
+_INSTALL = f"constrained output needs llguidance: {install_command('constrained')}"
 
 
 class CompiledConstraint:
@@ -131,7 +134,9 @@ class Constraints:
         kind, text = constraint
         try:
             if kind == "json_schema":
-                grammar = library.LLMatcher.grammar_from_json_schema(text, defaults=_json_options(text))
+                schema = json.loads(text)
+                text = json.dumps(readable(schema))
+                grammar = library.LLMatcher.grammar_from_json_schema(text, defaults=_json_options(schema))
             elif kind == "regex":
                 grammar = library.LLMatcher.grammar_from_regex(text)
             else:
@@ -250,17 +255,16 @@ def _library() -> Any:
     return llguidance
 
 
-def _json_options(schema: str) -> dict[str, str] | None:
-    """llguidance's options for a schema without its own, under `x-guidance`. Raises ValueError if it is not JSON."""
-    content = json.loads(schema)
-    own = not isinstance(content, dict) or "x-guidance" in content
+def _json_options(schema: Any) -> dict[str, str] | None:
+    """llguidance's options for a schema without its own, under `x-guidance`."""
+    own = not isinstance(schema, dict) or "x-guidance" in schema
     return None if own else {"whitespace_pattern": _WHITESPACE}
 
 
 def _tokenizer_data(tokenizer: Any | None, library: Any) -> Any:
     """llguidance's `LLTokenizer`, with an extra special end token last: a model may have several end ids, or none."""
     if tokenizer is None:
-        raise RequestRejected("constrained output needs a tokenizer, which the model's folder has not")
+        raise RequestRejected("constrained output needs a tokenizer, which the model's folder lacks")
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise RequestRejected(
@@ -279,7 +283,7 @@ def _tokenizer_data(tokenizer: Any | None, library: Any) -> Any:
     try:
         return library.LLTokenizer(own.to_str(), eos_token=end)
     except ValueError as error:
-        raise RequestRejected(f"constrained output cannot be had with this model's tokenizer: {error}") from error
+        raise RequestRejected(f"constrained output does not work with this model's tokenizer: {error}") from error
 
 
 def _on_deep_stack(work: Callable[[], Any]) -> Any:
@@ -320,7 +324,8 @@ def _trouble(matcher: Any, data: Any) -> str | None:
 
 def _format_error(matcher: Any) -> str:
     """A matcher's error on one line."""
-    return _summary(str(matcher.get_error()))
+    error = str(matcher.get_error())
+    return _NO_BEGINNING if error.startswith("NoExtensionBias") else _summary(error)
 
 
 def _summary(text: str) -> str:
@@ -329,7 +334,7 @@ def _summary(text: str) -> str:
     The regex parser reports `regex parse error:`, the pattern, a mark under it, and then `error: unclosed group`.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    first = lines[0].rstrip(":") if lines else "llguidance gives no reason"
+    first = lines[0].rstrip(":") if lines else "llguidance gave no reason"
     reason = next((line for line in lines[1:] if line.startswith("error: ")), None)
     return _shortened(first if reason is None else f"{first}: {reason.removeprefix('error: ')}")
 

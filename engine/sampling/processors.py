@@ -53,7 +53,7 @@ class Processors:
             try:
                 x[place] = self._processed(x[place : place + 1].clone(), row)
             except _ProcessorRefusal as refused:
-                log.warning("%s; its request ends", refused, exc_info=refused.__cause__)
+                log.warning("%s; ending its request", refused, exc_info=refused.__cause__)
                 self._troubles.setdefault(row, str(refused))
                 x[place] = torch.nan
 

@@ -64,7 +64,7 @@ def at_start(index: int, check: Callable[[int], CheckReport] = self_check) -> Ch
     try:
         report = check(index)
     except Exception as error:  # the engine can start without a self-check
-        log.exception("the self-check of cuda:%d raised; everything is used unchecked", index)
+        log.exception("the self-check of cuda:%d raised an exception; all parts are used unchecked", index)
         outcomes = tuple(PartOutcome(part, UNTRIED, f"{type(error).__name__}: {error}") for part in PARTS)
         return CheckReport(f"cuda:{index}", {}, outcomes, cached=False, file="", kept=False)
     say(report)
@@ -76,7 +76,7 @@ def say(report: CheckReport) -> None:
     where = _format_device(report.device, report.identity)
     for part, reason in report.faults.items():
         log.warning(
-            "self-check of %s: %s is switched off, as it failed: %s. Without it %s. `pagetide doctor` shows the result, "
+            "self-check of %s: %s failed and is disabled: %s. Without it %s. `pagetide doctor` shows the result, "
             "`pagetide doctor --refresh` repeats it", where, part, reason, without(part),
         )  # fmt: skip
     untried = report.of(UNTRIED)
@@ -88,7 +88,7 @@ def say(report: CheckReport) -> None:
             "self_check=False does not", where, parts, reasons,
         )  # fmt: skip
     if not report.faults and not untried and not report.cached:
-        log.info("self-check of %s: everything works that is there", where)
+        log.info("self-check of %s: all available parts work", where)
 
 
 def _believed(kept: Iterable[PartOutcome], now: float) -> list[PartOutcome]:
@@ -103,7 +103,7 @@ def _keep(cache: Cache, identity: Mapping[str, Any], outcomes: Collection[PartOu
     try:
         cache.write(identity, (one for one in in_order(outcomes) if one.state != UNTRIED))
     except OSError as error:
-        log.warning("the self-check's result cannot be kept, so the next start repeats it: %s", error)
+        log.warning("the result cannot be saved, so the next start repeats the self-check: %s", error)
         return False
     return True
 

@@ -94,7 +94,7 @@ class _Trial:
             while self.todo and time.monotonic() < self._deadline:
                 outcome = self._next(child)
                 if outcome.state == FAILED and self._first is None:
-                    log.info("self-check: %s failed and is tried again: %s", outcome.part, outcome.reason)
+                    log.info("self-check: %s failed; trying it again: %s", outcome.part, outcome.reason)
                     self._first = outcome
                     return None
                 self._first = None

@@ -45,15 +45,13 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class LoadShard:
-    """LoadShard this shard's part of the model, and map the minimum of its pool."""
+    """Load this shard's part of the model, and map the minimum of its pool."""
 
     config: EngineConfig
     plan: MemoryPlan  # of one shard
     num_rows: int
     max_tokens: int
-    faults: Mapping[str, str] = field(
-        default_factory=dict
-    )  # parts of the engine that failed in the device's self-check
+    faults: Mapping[str, str] = field(default_factory=dict)  # parts that failed in the device's self-check
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +87,7 @@ class ExecutePlan:
 
 @dataclass(frozen=True, slots=True)
 class ShardCall:
-    """ShardCall a method of the shard: `empty_caches`, `tidy`, `give_back_host`."""
+    """Call a method of the shard: `empty_caches`, `tidy`, `give_back_host`."""
 
     method: str
     arguments: tuple[Any, ...] = ()
@@ -107,7 +105,7 @@ class PlanDone:
 class ShardFailed:
     """A message could not be handled: `error`, or its text if it cannot be pickled.
 
-    The process ends, unless it was a LoadShard.
+    The shard's process then ends, unless the message was a `LoadShard`.
     """
 
     error: Exception

@@ -1,8 +1,7 @@
 """A shard: `python -m pagetide.engine.shards.process FD`, started by the driver, with one of its sockets.
 
-It does what the driver says, in order, and keeps nothing that the driver does not know. It ends with the driver, whatever
-happens to
-that: its heartbeat looks at its parent, the kernel is asked to kill it with the thread that started it, and its socket closes.
+It does what the driver says, in order, and keeps nothing that the driver does not know. It ends with the driver, however that
+ends: its heartbeat checks the parent process, the kernel kills it with the thread that started it, and its socket closes.
 """
 
 from __future__ import annotations

@@ -10,10 +10,11 @@ import io
 import pickle
 from typing import Any
 
+from ...monitor.errors import install_command
 from ...scheduler.errors import RequestRejected
 from ...scheduler.request import LogitsProcessor
 
-_INSTALL = "pip install pagetide[shards]"
+_INSTALL = install_command("shards")
 
 
 class SerializedProcessor:

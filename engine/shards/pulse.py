@@ -1,4 +1,4 @@
-"""The signs of life of the shards, in memory shared with the driver: a count that goes on, and bytes that they hold."""
+"""The signs of life of the shards, in memory shared with the driver: counts that go on, and bytes that they hold."""
 
 from __future__ import annotations
 
@@ -6,25 +6,40 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from ...scheduler.heartbeat import LOADING_S, STILL_S, Progress, SilenceWatch
 from ..collectives.memory_file import create_memory
 
-BEAT_S = 0.25
+BEAT_S = LOOK_S = 0.25  # intervals of the heartbeats, and of the looks at them
 KINDS = ("all_reduce", "gather", "broadcast")
 _LINE = 128  # bytes of a shard: lines of the cache
-_FORMAT = struct.Struct(f"<QQQ{3 * len(KINDS)}Q")
+_FORMAT = struct.Struct(f"<QQQQdQ{3 * len(KINDS)}Q")
 NO_COLLECTIVES = (0,) * (3 * len(KINDS))
 
 
 class Sign(NamedTuple):
-    """What a shard has written last."""
+    """What a shard has written last.
+
+    Attributes:
+        beats: Of its heartbeat: the process lives.
+        progress: Beats of the thread that computes, which may take `allowed_s` to the next one: see `Progress`.
+        done: The newest message of the driver that is dealt with, as are all before it.
+    """
 
     beats: int
     base_bytes: int  # held on its device besides K and V
     host_bytes: int  # held by its part of the host tier
-    collectives: tuple[int, ...] = NO_COLLECTIVES  # calls, bytes and nanoseconds of each of KINDS
+    collectives: tuple[int, ...] = NO_COLLECTIVES  # calls that began, bytes and nanoseconds of each of KINDS
+    progress: int = 0
+    allowed_s: float = 0.0
+    done: int = 0
+
+    @property
+    def num_collectives(self) -> int:
+        """Collectives that the shard has begun."""
+        return sum(self.collectives[::3])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for `LLM.stats`."""
@@ -52,12 +67,13 @@ class Pulse:
 
     def write(self, rank: int, sign: Sign) -> None:
         """Write a sign."""
-        _FORMAT.pack_into(self._memory, rank * _LINE, *sign[:3], *sign.collectives)
+        said = sign.progress, sign.allowed_s, sign.done
+        _FORMAT.pack_into(self._memory, rank * _LINE, *sign[:3], *said, *sign.collectives)
 
     def read(self, rank: int) -> Sign:
         """The last sign of a shard."""
-        beats, base, host, *collectives = _FORMAT.unpack_from(self._memory, rank * _LINE)
-        return Sign(beats, base, host, tuple(collectives))
+        beats, base, host, *said = _FORMAT.unpack_from(self._memory, rank * _LINE)
+        return Sign(beats, base, host, tuple(said[3:]), *said[:3])
 
     def close(self) -> None:
         """Unmap and close. Idempotent."""
@@ -72,11 +88,17 @@ class Heartbeat(threading.Thread):
 
     Args:
         measure: base_bytes, host_bytes and the collectives so far.
+
+    Attributes:
+        progress: Of the thread that computes.
+        done: See `Sign`; that thread sets it.
     """
 
     def __init__(self, pulse: Pulse, rank: int, driver_pid: int, end: Callable[[], None]) -> None:
         super().__init__(name="pagetide-heartbeat", daemon=True)
         self.measure: Callable[[], tuple[int, int, tuple[int, ...]]] = lambda: (0, 0, NO_COLLECTIVES)
+        self.progress = Progress()
+        self.done = 0
         self._pulse = pulse
         self._rank = rank
         self._driver_pid = driver_pid
@@ -91,7 +113,49 @@ class Heartbeat(threading.Thread):
             try:
                 held = self.measure()
             except Exception:  # without a free descriptor, for example: the last measurement stays
-                held = self._pulse.read(self._rank)[1:]
-            self._pulse.write(self._rank, Sign(beats, *held))
+                held = self._pulse.read(self._rank)[1:4]
+            progress = self.progress
+            self._pulse.write(self._rank, Sign(beats, *held, progress.beats, progress.allowed_s, self.done))
             self._pause.wait(BEAT_S)
         self._end()
+
+
+class PulseWatch:
+    """The driver's judgement of the signs of all shards, look by look.
+
+    Args:
+        silent_s: A shard without a heartbeat for so long is given up.
+    """
+
+    def __init__(self, size: int, silent_s: float) -> None:
+        self._silent_s = silent_s
+        self._of_heartbeats = [SilenceWatch(2 * LOOK_S) for _ in range(size)]
+        self._of_progress = [SilenceWatch(2 * LOOK_S) for _ in range(size)]
+
+    def look(self, signs: Sequence[Sign], posted: int, is_loaded: bool, now: float) -> tuple[list[int], str] | None:
+        """The shards to be given up, and why; None while all are well.
+
+        Those that wait for another one in a collective are not at fault: it has begun fewer.
+
+        Args:
+            posted: The number of the newest message to all shards.
+        """
+        silent = [
+            watch.look(sign.beats or now, now) for watch, sign in zip(self._of_heartbeats, signs, strict=True)
+        ]  # one that has not begun is waited for
+        most = self._silent_s if is_loaded else LOADING_S
+        if given_up := [rank for rank, seconds in enumerate(silent) if seconds > most]:
+            return given_up, f"gave no sign of life for {most:g} s"
+        if not is_loaded:
+            return None
+        still = [
+            watch.look((sign.progress, sign.done, posted) if sign.done < posted else now, now)
+            for watch, sign in zip(self._of_progress, signs, strict=True)
+        ]
+        allowed = [sign.allowed_s or STILL_S for sign in signs]
+        hang = [rank for rank, seconds in enumerate(still) if seconds > allowed[rank]]
+        if not hang:
+            return None
+        least = min(signs[rank].num_collectives for rank in hang)
+        behind = [rank for rank in hang if signs[rank].num_collectives == least]
+        return behind, f"hangs: it is at work, and has come no further for {allowed[behind[0]]:.0f} s"

@@ -80,7 +80,11 @@ class Shard:
         try:
             while True:
                 self._finish_due()
+                if not self._pending:
+                    self._heartbeat.progress.rest()
+                    self._heartbeat.done = number
                 number, message = self._channel.receive()
+                self._heartbeat.progress.begin()
                 try:
                     self._handle(number, message)
                 except Exception as error:
@@ -135,6 +139,7 @@ class Shard:
         )  # fmt: skip
         usable = plan.min_extents * plan.geometry.blocks_per_extent - 1
         speed = None if host is None else host.measure(runner.storage, usable)
+        self._heartbeat.progress = runner.progress
         self._heartbeat.measure = lambda: (
             holder.base_bytes, 0 if host is None else host.mapped_bytes, _collectives(group.counts()),
         )  # fmt: skip
@@ -177,7 +182,7 @@ class Shard:
         self._pending.append(_Pending(number, pending, step.answers, undone))
 
     def _undo(self, extents: tuple[int, ...]) -> tuple[int, ...]:
-        """Unmap `extents`, which the driver's books do not have. Returns those that are unmapped now."""
+        """Unmap `extents`, which the driver does not count as mapped. Returns those that are unmapped now."""
         mapped = self._arena.mapped_extents
         if left := [extent for extent in extents if extent in mapped]:
             try:

@@ -30,7 +30,7 @@ from ...monitor.units import format_bytes
 from ...monitor.watching import Watch, watch
 from ..config import EngineConfig
 from ..errors import NotEnoughMemory
-from ..memory.lease_holder import HEAP_BYTES, LIBRARIES_BYTES, acquire, device_info, log, new_name
+from ..memory.lease_holder import HEAP_BYTES, LIBRARIES_BYTES, acquire, device_info, log, release_name, take_name
 from ..memory.planning import MemoryPlan
 
 SURPLUS_S = 0.3  # mean time that a grant may exceed the others'
@@ -304,6 +304,7 @@ class ShardedSharing:
 
     watched: Watch
     lease: ShardedLease
+    name: str
 
     @property
     def leases(self) -> tuple[Lease, ...]:
@@ -314,6 +315,8 @@ class ShardedSharing:
         """Close the leases and the watch. All memory must be unmapped. Idempotent."""
         self.lease.close()
         self.watched.close()
+        release_name(self.name)
+        self.name = ""
 
 
 def acquire_leases(
@@ -341,7 +344,7 @@ def acquire_leases(
     extra = driver_bytes if on_host else _none
     working = max(plan.reserve_bytes, plan.loading_bytes) + HEAP_BYTES + LIBRARIES_BYTES
     leases: dict[int, Lease] = {}
-    name = new_name(plan.model)
+    name, sharing = take_name(plan.model), None
     try:
         infos = [device_info(watched, torch.device(device)) for device in devices]
         for rank in sorted(range(len(devices)), key=lambda rank: infos[rank].uuid):
@@ -350,7 +353,8 @@ def acquire_leases(
             own = [lease.name for lease in leases.values()]
             leases[rank] = acquire(config, plan, watched, infos[rank], base, held, f"{name}.{rank}", own)
         ordered = [leases[rank] for rank in range(len(devices))]
-        return ShardedSharing(watched, ShardedLease(ordered, plan.geometry.extent_bytes, extra))
+        sharing = ShardedSharing(watched, ShardedLease(ordered, plan.geometry.extent_bytes, extra), name)
+        return sharing
     except BaseException as error:
         for lease in leases.values():
             lease.close()
@@ -363,3 +367,6 @@ def acquire_leases(
             log.warning("memory is not shared with other engines: %s", error)
             return None
         raise
+    finally:
+        if sharing is None:
+            release_name(name)

@@ -12,6 +12,7 @@ from functools import reduce
 import numpy as np
 
 from ...cache.block_table import Int32
+from ...scheduler.heartbeat import Progress
 from ...scheduler.plan import NO_EXTENTS, NO_TOKENS, Plan, Resize, Result
 from ..errors import ShardLost, is_interrupt
 from .messages import ExecutePlan, PlanDone, ShardLoaded
@@ -74,6 +75,8 @@ class ShardedRunner:
         self.collectives = first.collectives
         self.times = StepTimes()
         self.on_refused: Callable[[], None] = lambda: None  # called when a shard could not map what its lease allows
+        self.progress = Progress()  # the wait for shards that are well is progress: the team judges these
+        team.on_well = self.progress.beat
         self._team = team
         self._pending: deque[ShardedStep] = deque()
 

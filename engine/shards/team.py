@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -27,13 +27,11 @@ from ..process.fork import MakerProcess
 from .channel import ChannelClosed, ShardChannel
 from .messages import Launch, ShardCall, ShardFailed
 from .plan_memory import PlanWriter
-from .pulse import Pulse, Sign
+from .pulse import LOOK_S, Pulse, PulseWatch, Sign
 
 log = logging.getLogger(__name__)
 
 SILENT_S = 10.0  # without a heartbeat
-LOADING_S = 120.0  # the same while it loads: importing libraries from a cold disk holds up all its threads
-LOOK_S = 0.25  # interval of looks at the heartbeats
 _END_S = 2.0
 MODULE = f"{__package__}.process"
 
@@ -56,6 +54,7 @@ class ShardTeam:
         self.lost: ShardLost | None = None
         self._maker = MakerProcess()
         self.is_loaded = False  # set by the owner
+        self.on_well: Callable[[], None] = lambda: None  # called while shards are at work, and none hangs
         self._silent_s = silent_s
         self._pulse = Pulse.create(len(devices))
         self._plans = PlanWriter()
@@ -195,12 +194,12 @@ class ShardTeam:
         with selectors.DefaultSelector() as selector:
             for rank, channel in enumerate(self._channels):
                 selector.register(channel, selectors.EVENT_READ, rank)
-            beats = [(0, time.monotonic())] * self.size
+            watch = PulseWatch(self.size, self._silent_s)
             while not self._closing and self.lost is None:
                 try:
                     for key, _ in selector.select(LOOK_S):
                         self._receive(key.data)
-                    self._look(beats)
+                    self._look(watch)
                 except Exception as error:  # callers wait for this thread
                     log.exception("the shards cannot be watched")
                     self._lose(f"the shards cannot be watched: {type(error).__name__}: {error}")
@@ -239,15 +238,14 @@ class ShardTeam:
                     self._answers[number][rank] = message
             self._changed.notify_all()
 
-    def _look(self, beats: list[tuple[int, float]]) -> None:
-        """Give up a shard without a heartbeat."""
-        now = time.monotonic()
-        for rank in range(self.size):
-            count, since = beats[rank]
-            if (new := self._pulse.read(rank).beats) != count or not count:
-                beats[rank] = new, now
-            elif now - since > (most := self._silent_s if self.is_loaded else LOADING_S) and self.lost is None:
-                self._lose(f"{self._name(rank)} gave no sign of life for {most:g} s")
+    def _look(self, watch: PulseWatch) -> None:
+        """Give up shards that hang."""
+        posted, signs = self._number, [self._pulse.read(rank) for rank in range(self.size)]
+        if (found := watch.look(signs, posted, self.is_loaded, time.monotonic())) is not None:
+            ranks, why = found
+            self._lose(f"{' and '.join(map(self._name, ranks))} {why}")
+        elif any(sign.done < posted for sign in signs):
+            self.on_well()
 
     def _lose_ended(self, rank: int) -> None:
         """Give up: a shard closed its socket. Its process is at its end, or is killed."""

@@ -33,7 +33,7 @@ def options_from_data(tokenizer: Any, options: Mapping[str, Any]) -> dict[str, A
     """
     named = inspect.signature(tokenizer.apply_chat_template).parameters if tokenizer is not None else {}
     for name in options:
-        if name in (*_CONVERSATION, NESTED) or (name in named and name not in _SEEN):
+        if name in (*_CONVERSATION, NESTED, "self") or (name in named and name not in _SEEN):
             raise RequestRejected(
                 f"chat_template_kwargs cannot set {name!r:.80}: a request may give {', '.join(_SEEN)}, and what its model's "
                 "own chat template asks for by name"
@@ -67,13 +67,7 @@ def within_bounds(tokenizer: Any, options: Mapping[str, Any]) -> Iterator[dict[s
         RequestRejected: there is no template, it cannot be parsed, or its rendering exceeds these limits.
     """
     settings = dict(options)
-    if _is_transformers(tokenizer):  # others, such as mistral-common's, render without Jinja
-        try:
-            source = tokenizer.get_chat_template(settings.get("chat_template"), settings.get("tools"))
-        except ValueError as error:
-            raise RequestRejected(f"there is no chat template to use: {error}") from error
-        if not isinstance(source, str):
-            raise RequestRejected(f"a chat template is a text, got {source!r:.80}")
+    if (source := template_source(tokenizer, settings)) is not None:
         settings["chat_template"] = _counting(source)
     try:
         with bounded():
@@ -84,12 +78,30 @@ def within_bounds(tokenizer: Any, options: Mapping[str, Any]) -> Iterator[dict[s
         ) from error
 
 
-def _is_transformers(tokenizer: Any) -> bool:
-    """Whether the tokenizer has transformers' own `apply_chat_template`."""
+def template_source(tokenizer: Any, options: Mapping[str, Any]) -> str | None:
+    """The template that renders a conversation: that of the options, or of several named ones "tool_use" with tools, and
+    "default" without.
+
+    None for a tokenizer that renders without Jinja, such as mistral-common's. Raises RequestRejected if there is no template.
+    """
     from transformers import PreTrainedTokenizerBase
 
     own = getattr(type(tokenizer), "apply_chat_template", None)
-    return own is PreTrainedTokenizerBase.apply_chat_template
+    if own is not PreTrainedTokenizerBase.apply_chat_template:
+        return None
+    try:
+        source = tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
+    except ValueError as error:
+        raise RequestRejected(f"there is no chat template to use: {error}") from error
+    if not isinstance(source, str):
+        raise RequestRejected(f"a chat template is a text, got {source!r:.80}")
+    return source
+
+
+def tool_template(tokenizer: Any) -> str | None:
+    """The source of the template for conversations with tools; None without one."""
+    named = getattr(tokenizer, "chat_template", None)
+    return named.get("tool_use", named.get("default")) if isinstance(named, Mapping) else named
 
 
 @lru_cache(maxsize=32)

@@ -113,9 +113,10 @@ class TextStream:
         tokenizer: PreTrainedTokenizerBase,
         prompt_ids: Sequence[int],
         stops: Sequence[str] | StopPatterns = (),
+        skip_special_tokens: bool = True,
     ) -> None:
         patterns = stops if isinstance(stops, StopPatterns) else StopPatterns(stops)
-        self._detokenizer = Detokenizer(tokenizer, prompt_ids)
+        self._detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens)
         self._stop_strings = StopStrings(patterns)
         self._parts: list[str] = []
         self.has_stops = bool(patterns.stops)
@@ -157,9 +158,7 @@ class _Vocabulary:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        added = getattr(tokenizer, "added_tokens_decoder", {})  # not all tokenizers have it
-        special = {i for i, token in added.items() if token.special}.union(tokenizer.all_special_ids)
-        self._special = special if skip_special_tokens else set()
+        self._special = set(special_tokens(tokenizer).values()) if skip_special_tokens else set()
         self._silent: dict[int, bool] = {}
         self._byte: dict[int, bool] = {}
         self.pieces: dict[int, str | None] = {}  # what `whole_piece` gave
@@ -180,7 +179,7 @@ class _Vocabulary:
         silent = self._silent.get(token_id)
         if silent is None:
             nothing = self.text(self.anchor, [token_id]) == ""
-            silent = nothing and (token_id in self._special or self._token(token_id) is None)
+            silent = nothing and (token_id in self._special or self.token(token_id) is None)
             self._silent[token_id] = silent
         return silent
 
@@ -188,7 +187,7 @@ class _Vocabulary:
         """Whether the id stands for a single byte, which the decoder joins with its neighbours."""
         byte = self._byte.get(token_id)
         if byte is None:
-            token = self._token(token_id) or ""
+            token = self.token(token_id) or ""
             byte = _BYTE_TOKEN.fullmatch(token) is not None and token not in self.text(self.anchor, [token_id])
             self._byte[token_id] = byte
         return byte
@@ -205,7 +204,7 @@ class _Vocabulary:
         return piece
 
     def _can_stand_first(self, token_id: int) -> bool:
-        token, text = self._token(token_id), self._decode([token_id])
+        token, text = self.token(token_id), self._decode([token_id])
         if token is None or _BYTE_TOKEN.fullmatch(token) or not text.strip() or _REPLACEMENT in text:
             return False
         twice = self._decode([token_id, token_id])
@@ -216,15 +215,34 @@ class _Vocabulary:
         assert isinstance(text, str)
         return text
 
-    def _token(self, token_id: int) -> str | None:
+    def token(self, token_id: int) -> str | None:
+        """The token's name in the vocabulary; None for an id without one."""
         token: str | None = self._tokenizer.convert_ids_to_tokens([token_id])[0]
         return token
 
 
-def token_text(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
-    """The text that a token adds after others, special tokens included. Incomplete characters are replaced by U+FFFD."""
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """The special tokens, which a text leaves out, longest first, and their ids."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})  # not all tokenizers have it
+    special = {token.content: i for i, token in added.items() if token.special}
+    special |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    known = {token: i for token, i in special.items() if token and isinstance(i, int)}
+    return dict(sorted(known.items(), key=lambda item: -len(item[0])))
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase, token_id: int) -> bytes:
+    """What a token adds to a text after others, special tokens included, in UTF-8: of a part of a character, its bytes."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
     vocabulary = _vocabulary(tokenizer, skip_special_tokens=False)
-    return vocabulary.text(vocabulary.anchor, [token_id])
+    text = vocabulary.text(vocabulary.anchor, [token_id])
+    if _REPLACEMENT not in text:
+        return text.encode("utf-8", "replace")
+    token = vocabulary.token(token_id) or ""
+    if _BYTE_TOKEN.fullmatch(token):
+        return bytes([int(token[3:5], 16)])
+    byte_of = {character: byte for byte, character in bytes_to_unicode().items()}  # of byte-level vocabularies
+    return bytes(byte_of[c] for c in token) if byte_of.keys() >= set(token) else text.encode()
 
 
 @lru_cache(maxsize=8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,11 @@ from ...scheduler.errors import RequestRejected
 from ...scheduler.request import MOST_LISTED_IDS, MOST_STOP_IDS, SamplingParams, TokenLists
 from ..sampling.constraints import CompiledConstraint, Constraints
 from .chat_template import rendered
-from .detokenizer import TextStream
+from .conversation import template_messages, turn_end
+from .detokenizer import TextStream, special_tokens
 from .prompt_length import PromptLength
 from .stop_strings import StopPatterns
+from .tokenizer_bounds import is_panic
 
 TokenIds = npt.NDArray[np.int32]
 
@@ -91,8 +93,7 @@ class Encoder:
                 "the model's tokenizer has no chat template: use generate() with a prompt of your own, or set "
                 "`tokenizer: {chat_template: ...}` for the model in the models file"
             )
-        if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
-            raise RequestRejected(f"a conversation is a list of {{'role': ..., 'content': ...}}, got {messages!r:.80}")
+        messages = template_messages(tokenizer, messages, options)
         return self._ids(rendered(tokenizer, messages, options), add_special_tokens=False)
 
     def prepare(self, params: SamplingParams, eos_token_ids: Sequence[int] = ()) -> PreparedParams:
@@ -104,9 +105,7 @@ class Encoder:
                 vocabulary, or more ids than allowed.
         """
         if params.stop_strings and self.tokenizer is None:
-            raise RequestRejected(
-                "stop strings need a tokenizer, which this model's folder has not: use stop_token_ids"
-            )
+            raise RequestRejected("stop strings need a tokenizer, which this model's folder lacks: use stop_token_ids")
         stop_ids = () if params.stop_token_ids is None else params.stop_token_ids
         self._check_ids("stop_token_ids", stop_ids)
         self._check_ids("bad_words_ids", (i for ids in params.bad_words_ids or () for i in ids))
@@ -129,16 +128,49 @@ class Encoder:
             None if constraint is None else self.constraints.of(constraint),
         )
 
-    def text_stream(self, prompt: TokenIds, stops: StopPatterns) -> TextStream | None:
+    def text_stream(self, prompt: TokenIds, stops: StopPatterns, skip_special_tokens: bool | None) -> TextStream | None:
         """The stream that converts the output's ids to text; None without a tokenizer."""
-        return None if self.tokenizer is None else TextStream(self.tokenizer, prompt.tolist(), stops)
+        if self.tokenizer is None:
+            return None
+        return TextStream(self.tokenizer, prompt.tolist(), stops, skip_special_tokens is not False)
+
+    def all_ends(self, configured: Sequence[int]) -> tuple[int, ...]:
+        """The ids that end an output: those of the model's configuration, the tokenizer's end token, and the token that ends
+        a turn in its chat template. A fine-tuned model's configuration often names its base model's end alone.
+        """
+        own = (
+            () if self.tokenizer is None else (getattr(self.tokenizer, "eos_token_id", None), turn_end(self.tokenizer))
+        )
+        return tuple(dict.fromkeys((*configured, *(i for i in own if i is not None and 0 <= i < self.vocab_size))))
+
+    def with_special_stops(self, params: SamplingParams) -> SamplingParams:
+        """The parameters with stop strings that are special tokens as ids: the text in which stop strings are looked for leaves
+        special tokens out. Raises RequestRejected for a stop string with a special token and other text.
+        """
+        if not params.stop_strings or params.skip_special_tokens is False or self.tokenizer is None:
+            return params
+        special = special_tokens(self.tokenizer)
+        ids = [special[stop.strip()] for stop in params.stop_strings if stop.strip() in special]
+        others = [stop for stop in params.stop_strings if stop.strip() not in special]
+        for stop in others:
+            if (token := next((token for token in special if token in stop), None)) is not None:
+                raise RequestRejected(
+                    f"stop {stop!r:.80} has the special token {token!r} beside other text, which never stand together in the "
+                    "output: give one of them, or skip_special_tokens=False"
+                )
+        return (
+            replace(params, stop=others or None, stop_token_ids=[*(params.stop_token_ids or ()), *ids])
+            if ids
+            else params
+        )
 
     def _bad_words(self, params: SamplingParams) -> TokenLists:
         """The ids of each of the `bad_words`, at the beginning of a text and after a space, without duplicates."""
         found: dict[tuple[int, ...], None] = {}
         for word in params.bad_strings:
             if self.tokenizer is None:
-                raise RequestRejected("bad_words need a tokenizer, which the model's folder has not: use bad_words_ids")
+                raise RequestRejected("bad_words need a tokenizer, which the model's folder lacks: use bad_words_ids")
+            self.length.check_growth(word)
             for text in (word, word if word[0].isspace() else " " + word):
                 ids = tuple(_ids(self.tokenizer, text, add_special_tokens=False))
                 if not ids:
@@ -167,7 +199,7 @@ class Encoder:
         if array.size == 0 and start_id is not None:
             array = np.array([start_id])
         if array.size == 0:
-            raise RequestRejected("the prompt is empty: at least one token is needed to start from")
+            raise RequestRejected("the prompt is empty: leave it out of the batch, or give a start_id ('' has the BOS)")
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise RequestRejected(
                 f"a prompt is a string or a flat list of integers, got {array.ndim} dimensions of {array.dtype}"
@@ -194,7 +226,12 @@ def _ids(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
     except UnicodeEncodeError as error:
         raise RequestRejected(f"a prompt must be text that UTF-8 can say: {error}") from error
     # The scheduler rejects texts that are slightly too long; the tokenizer's warning would only repeat that.
-    return list(tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+    try:
+        return list(tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        raise RequestRejected(f"the model's tokenizer fails on this text: {error}") from error
 
 
 def _without_bos(tokenizer: Any, ids: list[int], text: str) -> list[int]:

@@ -11,21 +11,30 @@ characters into one.
 3. Any other text is tokenized slice by slice until the count exceeds the tokens that fit. A cut splits a token into at most as
 many tokens as it has characters, so twice the length of the longest token is subtracted for each slice.
 
+Before, the normalizer alone is applied slice by slice if it could lengthen the text more than 16 times: twelve replacements of
+a letter by ten of it make 10^12 characters of one.
+
 Stage 2 rejects some texts that a tokenizer could serve: one that drops white space or maps unknown text to one token.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sized
 from functools import cached_property
 from typing import Any
 
 from ...scheduler.errors import PromptTooLong
+from .tokenizer_bounds import PARTS, growth_of
 
 CHARACTERS_A_TOKEN = 1024  # allowed characters per token that fits
 _SURELY_FEW = 8  # characters per token up to which a text is tokenized as a whole; usual: about four
 _SLICE_CHARACTERS = 1 << 16
 _SLICE_TOKENS = 512  # minimum tokens in a slice, so that few of them are cut
+_GROWN = (
+    16  # times as long as it was a tokenizer may make a text; parts of usual ones can make it 2 to 12 times as long
+)
+_NORMALISED_AT_ONCE = 1 << 20  # bytes, of a slice
 _NORMALISED = 4  # most characters that Unicode normalisation composes into one
 
 
@@ -44,10 +53,12 @@ class PromptLength:
 
     def check(self, text: str, encode: Callable[[str], Sized]) -> None:
         """Raises PromptTooLong for a text that is too long. `encode` gives the tokens of a part of the text."""
-        if len(text) <= max(_SLICE_CHARACTERS, _SURELY_FEW * self.most_tokens):
-            return
-        if len(text) > self.most_characters:
+        is_short = len(text) <= max(_SLICE_CHARACTERS, _SURELY_FEW * self.most_tokens)
+        if not is_short and len(text) > self.most_characters:
             raise self._too_long(f"{len(text):,} characters", f"{self.most_characters:,} characters")
+        self.check_growth(text)
+        if is_short:
+            return
         surely, step = 0, max(_SLICE_CHARACTERS, _SLICE_TOKENS * self._longest)
         for begin in range(0, len(text), step):
             surely += max(0, len(encode(text[begin : begin + step])) - 2 * self._longest)
@@ -56,10 +67,35 @@ class PromptLength:
                     f"more than {surely:,} tokens in {len(text):,} characters", f"{self.most_tokens:,}"
                 )
 
+    def check_growth(self, text: str) -> None:
+        """Raises PromptTooLong for a text that the tokenizer would lengthen too much, before all of it is made."""
+        parts, later = self._growth
+        most = _GROWN * max(_SLICE_CHARACTERS, _SURELY_FEW * self.most_tokens, len(text))
+        if parts * later <= _GROWN or 4 * len(text) * parts * later <= most:
+            return
+        assert self._tokenizer is not None, "without a tokenizer nothing grows"
+        normalizer, step = self._tokenizer.backend_tokenizer.normalizer, max(1, int(_NORMALISED_AT_ONCE / 4 / parts))
+        grown = 0.0
+        for begin in range(0, len(text), step):
+            part = text[begin : begin + step].encode("utf-8", "replace").decode()
+            made = part if normalizer is None else normalizer.normalize_str(part)
+            grown += len(made) * (later if later > _GROWN else 1)
+            if grown > most:
+                raise self._too_long(
+                    f"{len(text):,} characters, of which the tokenizer makes more than {most:,}", f"{most:,}"
+                )
+
     def check_tokens(self, count: int) -> None:
         """Raises PromptTooLong if a prompt of `count` tokens is too long."""
         if count > self.most_tokens:
             raise self._too_long(f"{count:,} tokens", f"{self.most_tokens:,}")
+
+    @cached_property
+    def _growth(self) -> tuple[float, float]:
+        """The most bytes that the tokenizer makes of one: its normalizer, and all behind it."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        first, *others = (growth_of(getattr(backend, name, None)) for name in PARTS)
+        return first, math.prod(others)
 
     @cached_property
     def _longest(self) -> int:

@@ -22,7 +22,7 @@ def open_source(spec: str, *, capacity_bytes: int | None = None, members: Sequen
     """
     kind, separator, file = spec.partition(":")
     if (kind == "replay") != bool(separator) or kind not in ("auto", "nvml", "host", "replay"):
-        raise ConfigInvalid(f"there is no source {spec!r}; known are auto, nvml, host and replay:FILE")
+        raise ConfigInvalid(f"unknown source {spec!r}; known are auto, nvml, host and replay:FILE")
     if kind not in ("auto", "host") and (capacity_bytes is not None or members):
         raise ConfigInvalid(
             f"capacity and members make a test device of host memory; the source {spec} has none, use host"

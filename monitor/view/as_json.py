@@ -20,7 +20,7 @@ def to_json(snapshot: Snapshot, *, indent: int | None = None) -> str:
                       "processes": [{"pid", "used_bytes", "kind", "user", "command", "engine"}] or null,
                       "detail_error"}],
          "leases": [{"engine", "pid", "user", "device_uuid", "min_bytes", "max_bytes", "weight", "priority",
-                     "granted_bytes", "held_bytes", "held_by_class": {class: bytes}, "free_bytes", "asked_bytes",
+                     "granted_bytes", "held_bytes", "held_by_class": {class: bytes}, "spare_bytes", "asked_bytes",
                      "state", "recall_target_bytes", "recall_age_seconds"}] or null,
          "leases_error"}
 

@@ -29,7 +29,7 @@ _KEYS = (
 _WORDS = (
     ("HELD", "what the engine holds of the device at most"),
     ("GRANTED", "what it may hold now"),
-    ("FREE", "the part of HELD that is free in its pool"),
+    ("SPARE", "the part of HELD that the engine can give back without affecting a request"),
     ("MIN MAX", "what it is guaranteed, and how far it may grow"),
     ("KIND", "C compute, G graphics, H host"),
 )

@@ -4,15 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from rich.cells import cell_len
 from rich.segment import Segment
 
 from ..snapshot import Device, LeaseUse
 from .numbers import amount, brief, share_of, used_of_total
 from .symbols import Symbols, stacked_bar
-from .table import Column, fitting, row, titles, widest
-from .text import ALARM, BOLD, BUSY, DIM, ENGINE, OTHER, REVERSE, YELLOW, Line, blank, cut, left, right, width_of
+from .table import GAP, Column, fitting, row, titles, widest
+from .text import (
+    ALARM,
+    BOLD,
+    BUSY,
+    DIM,
+    ENGINE,
+    OTHER,
+    REVERSE,
+    YELLOW,
+    Line,
+    blank,
+    cut,
+    left,
+    printable,
+    right,
+    width_of,
+)
 
-_NARROW, _WIDE = 72, 100  # minimum widths, in cells, for full state texts and for long names
+_NARROW = 72  # minimum width, in cells, for full state texts
 _MOST_STATE = 34
 _STATE_STYLES = {"ok": DIM, "recalling": YELLOW, "overdue": ALARM, "reaping": YELLOW}
 _PART_STYLES = {"weights": BUSY, "other": OTHER, "kv": ENGINE}  # in the order of the bar: the growing part at its end
@@ -72,9 +89,8 @@ def _columns(
 ) -> list[Column[LeaseUse]]:
     """All columns, as wide as `leases` need them; an empty column has no width."""
     dash = symbols.dash
-    engines = widest("ENGINE", (lease.engine for lease in leases), 10 if width < 60 else 14 if width < _WIDE else 28)
-    names = [cut(lease.engine, engines, symbols) for lease in leases]
-    told_apart = len(set(names)) == len(names) and names == [lease.engine for lease in leases]
+    pids = widest("PID", (str(lease.pid) for lease in leases))
+    engines, told_apart = _engine_names([lease.engine for lease in leases], width, width - pids - GAP, symbols)
     amounts = [used_of_total(lease.held_bytes, lease.granted_bytes, dash) for lease in leases]
     held_width, granted_width = max(len(held) for held, _, _ in amounts), max(len(granted) for _, granted, _ in amounts)
 
@@ -101,7 +117,7 @@ def _columns(
             lambda lease, cells: [right(index(lease), cells, symbols, BOLD)], flush_right=True,
         ),
         Column(
-            "PID", widest("PID", (str(lease.pid) for lease in leases)), 1 if told_apart else 6,
+            "PID", pids, 1 if told_apart else 10,
             lambda lease, cells: [right(str(lease.pid), cells, symbols)], flush_right=True,
         ),
         Column("ENGINE", engines, 10, lambda lease, cells: [left(lease.engine, cells, symbols, ENGINE)]),
@@ -115,7 +131,7 @@ def _columns(
             "HELD / GRANTED", max(len("HELD / GRANTED"), held_width + granted_width + len(" /  GiB")), 8, held_of_granted,
             flush_right=True,
         ),
-        Column("FREE", 9, 4, lambda lease, cells: bytes_cell(lease.free_bytes, cells), flush_right=True),
+        Column("SPARE", 9, 4, lambda lease, cells: bytes_cell(lease.spare_bytes, cells), flush_right=True),
         Column(
             "MAX", 9 if any(lease.max_bytes is not None for lease in leases) else 0, 2,
             lambda lease, cells: bytes_cell(lease.max_bytes, cells, "none"), flush_right=True,
@@ -125,6 +141,17 @@ def _columns(
             lambda lease, cells: [left(state(lease), cells, symbols, _STATE_STYLES.get(lease.state))],
         ),
     ]  # fmt: skip
+
+
+def _engine_names(names: Sequence[str], alone: int, beside_pid: int, symbols: Symbols) -> tuple[int, bool]:
+    """The cells of the engines' names, and whether these suffice to name each engine in a command.
+
+    Names are shown whole where `alone` cells are enough; else, and where they are not unique, the pid is needed.
+    """
+    shown = [printable(name, ascii_only=symbols.ascii_only) for name in names]
+    longest = max(len("ENGINE"), *map(cell_len, shown))
+    told_apart = longest <= alone and shown == list(names) and len(set(names)) == len(names)
+    return longest if told_apart else min(longest, max(beside_pid, 0)), told_apart
 
 
 def _bar(lease: LeaseUse, width: int, symbols: Symbols) -> Line:

@@ -147,7 +147,7 @@ class ViewState:
         lease = leases[self.selected(snapshot) or 0]
         self._selected = _key(lease)
         above = max(lease.held_bytes - lease.min_bytes, 0)
-        default = lease.held_bytes if kind == LIMIT else lease.free_bytes or above // 2
+        default = lease.held_bytes if kind == LIMIT else lease.spare_bytes or above // 2
         self.prompt = SizeInput(kind, lease, max(default, MIB))
         return None
 

@@ -122,7 +122,7 @@ KEYS: dict[str, tuple[str, ...]] = {
 _SHORT = ("input", "output")  # a string in place of the section is its path
 _SWITCHES = (
     "prompt", "token_ids", "prefix_caching", "share", "overlap", "cuda_graphs", "self_check", "record_text",
-    "trust_remote_code", "ignore_eos", "add_special_tokens",
+    "trust_remote_code", "ignore_eos", "add_special_tokens", "skip_special_tokens",
 )  # fmt: skip
 _LISTS = ("stop", "stop_token_ids", "bad_words")  # repeatable flags
 _TEXTS = (
@@ -131,47 +131,49 @@ _TEXTS = (
 )  # fmt: skip
 _TITLES = {
     "": "run", "input": "input", "output": "output", "engine": "engine",
-    "sampling": "sampling, by the fields of SamplingParams (default: as the model's generation config says)",
+    "sampling": "sampling: fields of SamplingParams (defaults from the model's generation config)",
 }  # fmt: skip
 _HELP = {
     "model": "a name (see `pagetide models`), a folder, or a hub id in the local cache",
-    "seed": "gives each line its seed: seed x 2^32 + the line's number (default 0)",
-    "input.path": "the prompts: a .txt file, one a line, or .jsonl; - is standard input, and needs --input-format",
-    "input.format": "auto (by name and content), text, jsonl, openai",
-    "output.path": "where the records go, one JSON object a line, in the order of the input",
+    "seed": "base seed; line L gets the seed value x 2^32 + L (default 0)",
+    "input.path": "prompts: a .txt file with one per line, a .jsonl file, or - for standard input (needs --input-format)",
+    "input.format": "auto (from name and content), text, jsonl or openai",
+    "output.path": "output file: one JSON object per line, in input order",
     "output.prompt": "repeat the prompt in its record (default: yes)",
     "output.token_ids": "include the ids of generated tokens (default: no)",
-    "block_size": "tokens of a block, or auto",
+    "block_size": "tokens per block, or auto",
     "max_seqs": "maximum number of running sequences (default 256)",
-    "max_step_tokens": "maximum tokens of a step (default 2048)",
-    "max_model_len": "maximum tokens of prompt and output together",
-    "max_chunk_tokens": "maximum tokens of one prompt in a step (default: no limit but the step's)",
-    "prefix_caching": "compute common prefixes of prompts once (default: yes)",
-    "idle_s": "seconds after which unneeded memory is given back (default 10)",
-    "share": "hold a lease, so that memory can move between engines (default: yes)",
+    "max_step_tokens": "maximum tokens per step (default 2048)",
+    "max_model_len": "maximum total tokens of prompt and output",
+    "max_chunk_tokens": "maximum tokens of one prompt per step (default: only the step's limit)",
+    "prefix_caching": "reuse common prefixes of prompts (default: yes)",
+    "idle_s": "idle time in seconds after which unneeded memory is returned (default 10)",
+    "share": "hold a lease, and share memory with other engines (default: yes)",
     "overlap": "launch the next decode step before the previous step's tokens reach the host (default: on CUDA)",
     "cuda_graphs": "replay decode steps from CUDA graphs, on CUDA (default: yes)",
-    "self_check": "on CUDA, switch off the parts of the engine that fail on this device (default: yes)",
+    "self_check": "on CUDA, test the device, and disable parts of the engine that fail (default: yes)",
     "trust_remote_code": "run Python code that comes with the model's files (default: no)",
-    "kv_memory": "like 2GiB, or bounds: min=1GiB,max=4GiB,weight=2,priority=0 (default: see `pagetide plan`)",
-    "prefix_cache_memory": "maximum memory of cached blocks that no request holds, like 2GiB, or 0 (default: no bound)",
-    "host_kv_memory": "host memory for swapped-out blocks, like 8GiB (default: none)",
-    "device": "cpu, cuda, cuda:1 (default: cuda where there is one)",
-    "devices": "divide the model over these devices, like cuda:0,cuda:1",
-    "tensor_parallel_size": "divide the model over so many devices; sizes in bytes are then of each part",
+    "kv_memory": "a size, e.g. 2GiB, or bounds: min=1GiB,max=4GiB,weight=2,priority=0 (default: see `pagetide plan`)",
+    "prefix_cache_memory": "maximum memory of cached blocks that no request uses, e.g. 2GiB, or 0 (default: no limit)",
+    "host_kv_memory": "host memory for swapped-out blocks, e.g. 8GiB (default: none)",
+    "device": "cpu, cuda or cuda:1 (default: cuda if available)",
+    "devices": "divide the model over these devices, e.g. cuda:0,cuda:1",
+    "tensor_parallel_size": "divide the model over this many devices; sizes are then per device",
     "dtype": "float32, bfloat16 or float16 (default: the checkpoint's)",
-    "quantization": "int8 or int4 weights, on a CPU (default: as dtype says)",
-    "kv_cache_dtype": "int8 or fp8: K and V in one byte (default: the model's dtype)",
-    "attention": f"{', '.join(ATTENTION)} (default: the fastest here)",
-    "stop": "a string that ends the text; repeatable",
-    "stop_token_ids": "a token id that ends the text; repeatable",
-    "bad_words": "a string that is never generated; repeatable",
+    "quantization": "int8 or int4 weights, CPU only (default: not quantized)",
+    "kv_cache_dtype": "int8 or fp8: one byte per element of K and V (default: the model's dtype)",
+    "attention": f"{', '.join(ATTENTION)} (default: the fastest available)",
+    "stop": "stop before this string; repeatable",
+    "stop_token_ids": "stop at this token id; repeatable",
+    "bad_words": "string that must not be generated; repeatable",
+    "record": "record the cache's activity in this file, for `pagetide replay`",
+    "record_text": "also record token ids of prompts and outputs (default: no)",
 }
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add `--config`, and a flag for every field. No flag has a default: omitted ones are left to the file."""
-    parser.add_argument("--config", metavar="FILE", help="a YAML file; what flags say goes before it")
+    parser.add_argument("--config", metavar="FILE", help="settings in YAML; flags override them")
     for section, keys in KEYS.items():
         group = parser.add_argument_group(_TITLES[section])
         for key in keys:
@@ -240,7 +242,7 @@ def _build(settings: Settings) -> RunConfig:
     for place in (("", "model"), ("input", "path"), ("output", "path")):
         if place not in settings:
             name = place[0] or place[1]
-            raise ConfigError(f"nothing says the {name}: write `{name}:` into the file, or give --{name}")
+            raise ConfigError(f"no {name} given: set `{name}:` in the file, or use --{name}")
     of = {
         section: {key: setting.value for (own, key), setting in settings.items() if own == section} for section in KEYS
     }
@@ -321,15 +323,11 @@ def _of_file(file: Path) -> Settings:
 
 
 def _entries(file: Path, mapping: yaml.MappingNode) -> Iterator[tuple[str, str, yaml.Node]]:
-    """Yield (key, its place, its value's node). Raises ConfigError for duplicate keys, which YAML readers accept silently."""
-    seen: dict[str, int] = {}
+    """Yield (key, its place, its value's node). Raises ConfigError for keys that are no text."""
     for key, value in mapping.value:
         line = key.start_mark.line + 1
         if key.tag != "tag:yaml.org,2002:str":
             raise ConfigError(f"{file}:{line}: a key must be text, got {key.value!r:.80}")
-        if key.value in seen:
-            raise ConfigError(f"{file}:{line}: {key.value!r:.80} stands there twice, first in line {seen[key.value]}")
-        seen[key.value] = line
         yield key.value, f"{file}:{line}", value
 
 
@@ -337,7 +335,7 @@ def _unknown(where: str, key: str, section: str, known: tuple[str, ...]) -> Conf
     here = f"under `{section}`" if section else "at the top level"
     elsewhere = [f"under `{other}`" if other else "at the top level" for other in KEYS if key in KEYS[other]]
     if elsewhere:
-        return ConfigError(f"{where}: {key!r} does not stand {here} but {' or '.join(elsewhere)}")
+        return ConfigError(f"{where}: {key!r} does not belong {here} but {' or '.join(elsewhere)}")
     everywhere = {name: other for other in reversed(KEYS) for name in KEYS[other]}
     near = difflib.get_close_matches(key, known, n=1)
     if near:

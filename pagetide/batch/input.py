@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -15,6 +16,8 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 
 from ..engine.errors import ConfigError
 from ..scheduler.request import ALIASES, SamplingParams
+from ..server.fields import ignored_fields
+from ..server.tools import ToolCalls
 from .config import STDIN, InputOptions
 
 Format = Literal["text", "jsonl", "openai"]
@@ -26,10 +29,13 @@ _SUFFIXES: dict[str, Format] = {".txt": "text", ".text": "text", ".jsonl": "json
 _KINDS_OF_URL: dict[str, InputKind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
 _SAMPLING = tuple(f.name for f in fields(SamplingParams) if f.name != "logits_processors")
 _RENAMED = {**ALIASES, "max_completion_tokens": "max_new_tokens"}
-_OTHER = ("top_logprobs", "response_format")
-# Fields of OpenAI's requests that change no token; `model` is ignored in favour of the run's.
-_NO_MATTER = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-_ONLY = {"stream": False, "echo": False, "parallel_tool_calls": True, "modalities": ["text"], "tool_choice": "none"}
+_OTHER = ("top_logprobs", "response_format", "structured_outputs")
+# Fields that change no token with these values. `model` is ignored in favour of the run's.
+_IGNORED = ("model", "stream_options", "priority", "request_id", "cache_salt")
+_ONLY = {
+    "stream": False, "echo": False, "parallel_tool_calls": True, "modalities": ["text"], "tool_choice": "none",
+    "tools": [], "use_beam_search": False, "return_token_ids": False, "suffix": "",
+}  # fmt: skip
 
 
 class Summary(NamedTuple):
@@ -44,8 +50,8 @@ class Summary(NamedTuple):
 class InputRequest:
     """One line as a request, or `error`, the reason why it is invalid.
 
-    The prompt is a text, token ids, or `messages` for the chat template. `sampling` holds the fields of SamplingParams
-    that the line itself sets, checked; `id` is copied to the record.
+    The prompt is a text, token ids, or `messages` for the chat template, with the fields of their `tools` (`ToolCalls`).
+    `sampling` holds the fields of SamplingParams that the line itself sets, checked; `id` is copied to the record.
     """
 
     line: int  # from 1
@@ -55,6 +61,8 @@ class InputRequest:
     messages: list[dict[str, Any]] | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict)
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    tools: Mapping[str, Any] | None = None
+    ignored: tuple[str, ...] = ()  # fields of other servers that change nothing here
     error: str | None = None
 
 
@@ -73,13 +81,13 @@ class InputFile:
         form: Any = of_name if options.format == "auto" else options.format
         if form is None and options.path == STDIN:
             raise ConfigError(
-                "standard input has no name that says its format: add --input-format text, jsonl or openai "
+                "the format of standard input is unknown: add --input-format text, jsonl or openai "
                 "(`input: {path: '-', format: text}` in the file)"
             )
         if form is None:
             _opened(Path(options.path)).close()  # a name of no file needs no other name
             raise ConfigError(
-                f"the name of the input {options.path} does not say what is in it: name it .txt or .jsonl, or say "
+                f"the name of the input {options.path} does not tell its format: name it .txt or .jsonl, or set "
                 "`format: text`, jsonl or openai (--input-format)"
             )
         self._format: Format = form
@@ -160,7 +168,7 @@ def _text(raw: bytes | None) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InvalidLine(f"it is no text in UTF-8: {error}") from error
+        raise InvalidLine(f"it is not UTF-8 text: {error}") from error
 
 
 def _object(raw: bytes | None) -> dict[str, Any]:
@@ -179,13 +187,13 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content: dict[str, Any] = {}
     for name, value in pairs:
         if name in content:
-            raise ValueError(f"the key {name!r:.80} stands there twice")
+            raise ValueError(f"the key {name!r:.80} appears twice")
         content[name] = value
     return content
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _object_or_none(raw: bytes | None) -> dict[str, Any] | None:
@@ -202,7 +210,7 @@ def _is_id(key: object) -> bool:
 def _of_object(number: int, content: dict[str, Any]) -> InputRequest:
     """Parse {"prompt" or "messages", "id" or "custom_id", sampling fields}."""
     if "body" in content and "url" in content:
-        raise InvalidLine("it is an OpenAI batch request, and the input is not of that format: say `format: openai`")
+        raise InvalidLine("it is an OpenAI batch request, but the input has another format: set `format: openai`")
     given = {key: value for key, value in content.items() if value is not None}
     names = [name for name in ("id", "custom_id") if name in given]
     key = given.pop(names[0]) if names else None
@@ -239,9 +247,18 @@ def _asked(number: int, kind: InputKind, key: str | int | None, given: dict[str,
         options = given.pop("chat_template_kwargs", {})
         if not isinstance(options, dict):
             raise InvalidLine(f"chat_template_kwargs must be a JSON object, got {options!r:.80}")
-        return InputRequest(number, kind, key, messages=messages, template_options=options, sampling=_sampling(given))
+        own = ("add_generation_prompt", "continue_final_message", "documents")
+        options = options | {name: given.pop(name) for name in own if name in given}
+        if options.get("continue_final_message"):
+            options["add_generation_prompt"] = False
+        tools = _tools(given) if given.get("tools") else None
+        sampling, ignored = _sampling(given)
+        return InputRequest(
+            number, kind, key, messages=messages, template_options=options, sampling=sampling, tools=tools, ignored=ignored
+        )  # fmt: skip
     prompt = _prompt(given.pop("prompt"))
-    return InputRequest(number, kind, key, prompt=prompt, sampling=_sampling(given))
+    sampling, ignored = _sampling(given)
+    return InputRequest(number, kind, key, prompt=prompt, sampling=sampling, ignored=ignored)
 
 
 def _prompt(prompt: object) -> str | list[int]:
@@ -260,25 +277,42 @@ def _prompt(prompt: object) -> str | list[int]:
 def _messages(messages: object) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
         raise InvalidLine(f"messages must be a list of {{'role': ..., 'content': ...}}, got {messages!r:.80}")
-    return [_message(message) for message in messages]
+    return messages
 
 
-def _message(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its content as one text: templates would print a list of parts as Python does."""
-    if not isinstance(message.get("role"), str):
-        raise InvalidLine(f"a message must have a role, got {message!r:.80}")
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise InvalidLine(f"of a message only text can be taken, got the part {part!r:.80}")
-    return {**message, "content": "".join(part["text"] for part in content)}
+def _tools(given: dict[str, Any]) -> dict[str, Any]:
+    """Take the fields of tools out of `given`."""
+    tools, choice = given.pop("tools"), given.pop("tool_choice", None)
+    if not isinstance(tools, list) or not all(_names_a_function(tool) for tool in tools):
+        raise InvalidLine(
+            f"tools must be a list of {{'type': 'function', 'function': {{'name': ...}}}}, got {tools!r:.80}"
+        )
+    if choice not in (None, "none", "auto", "required") and not _names_a_function(choice):
+        raise InvalidLine(
+            f'tool_choice must be "none", "auto", "required" or {{"type": "function", "function": ...}}, got {choice!r:.80}'
+        )
+    fields: dict[str, Any] = {name: given[name] for name in ("response_format", "structured_outputs") if name in given}
+    fields |= {"tools": tools, "tool_choice": choice, "parallel_tool_calls": given.pop("parallel_tool_calls", None)}
+    ToolCalls(fields, "none", "").params()  # raises for contradictions
+    return fields
 
 
-def _sampling(given: dict[str, Any]) -> dict[str, Any]:
-    """The line's sampling fields, by pagetide's names or OpenAI's. Raises ValueError for invalid ones."""
+def _names_a_function(value: object) -> bool:
+    """Whether a value is a tool, or the choice of one."""
+    function = (
+        value.get("function") if isinstance(value, dict) and value.get("type", "function") == "function" else None
+    )
+    schema = function.get("parameters") if isinstance(function, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str) and isinstance(schema, dict | None)
+
+
+def _sampling(given: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The line's sampling fields, by pagetide's names or OpenAI's, and the names of those that are ignored.
+
+    Raises ValueError for invalid ones.
+    """
     found: dict[str, Any] = {}
+    ignored: list[str] = []
     for key, value in given.items():
         name = _RENAMED.get(key, key)
         if name in _SAMPLING:
@@ -287,18 +321,23 @@ def _sampling(given: dict[str, Any]) -> dict[str, Any]:
             found[name] = value
         elif key in _ONLY and value != _ONLY[key]:
             raise InvalidLine(f"{key} must be left out here, got {value!r:.80}")
-        elif key not in (*_NO_MATTER, *_ONLY, *_OTHER):
-            known = (*_SAMPLING, *_RENAMED, *_OTHER, "prompt", "messages")
-            near = difflib.get_close_matches(key[:80], known, n=1)
-            raise InvalidLine(f"unknown field {key!r:.80}{f'; did you mean {near[0]}?' if near else ''}")
+        elif key not in (*_IGNORED, *_ONLY, *_OTHER):
+            if (without_effect := ignored_fields(key, value)) is None:
+                known = (*_SAMPLING, *_RENAMED, *_OTHER, "prompt", "messages")
+                near = difflib.get_close_matches(key[:80], known, n=1)
+                meant = f"; did you mean {near[0]}?" if near else ""
+                raise InvalidLine(f"unknown field {key!r:.80}{meant}")
+            ignored += without_effect
     if isinstance(found.get("logprobs"), bool) or "top_logprobs" in given:
         found["logprobs"] = _chat_logprobs(found.get("logprobs"), given.get("top_logprobs", 0))
     if "response_format" in given:
         found |= _constraint(given["response_format"])
+    if "structured_outputs" in given:
+        found |= _structured(given["structured_outputs"])
     if isinstance(bias := found.get("logit_bias"), dict):
         found["logit_bias"] = {_token_id(token): value for token, value in bias.items()}
     SamplingParams(**found)  # validates the fields
-    return found
+    return found, tuple(ignored)
 
 
 def _chat_logprobs(asked: object, top: object) -> object:
@@ -315,14 +354,31 @@ def _constraint(response_format: object) -> dict[str, Any]:
         kind = response_format.get("type")
         if kind == "text":
             return {}
-        if kind == "json_object":
-            return {"json_schema": {"type": "object"}}
+        if kind == "json_object" and isinstance(schema := response_format.get("schema"), dict | None):
+            return {"json_schema": schema or {"type": "object"}}
         inner = response_format.get("json_schema")
         if kind == "json_schema" and isinstance(inner, dict) and isinstance(inner.get("schema"), dict):
             return {"json_schema": inner["schema"]}
     raise InvalidLine(
         "response_format must have the type text, json_object, or json_schema with {'json_schema': {'schema': ...}}; "
         f"got {response_format!r:.80}"
+    )
+
+
+def _structured(given: object) -> dict[str, Any]:
+    """vLLM's `structured_outputs` as arguments of SamplingParams."""
+    each: dict[str, Any] = {name: value for name, value in given.items() if value} if isinstance(given, dict) else {}
+    match list(each.items()):
+        case [("json", (dict() | str()) as schema)]:
+            return {"json_schema": schema}
+        case [(("regex" | "grammar") as name, str() as text)]:
+            return {name: text}
+        case [("choice", list() as choices)] if all(isinstance(choice, str) for choice in choices):
+            return {"regex": "|".join(f"({re.escape(choice)})" for choice in choices)}
+        case [("json_object", True)]:
+            return {"json_schema": {"type": "object"}}
+    raise InvalidLine(
+        f"structured_outputs must have one of json, regex, choice, grammar, json_object, got {given!r:.80}"
     )
 
 

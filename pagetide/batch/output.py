@@ -1,8 +1,9 @@
 """The output file of `pagetide run`: complete records in order; a killed run resumes where it stopped.
 
-    OUT.part       records so far; the last may be torn, and is cut off when a run resumes
-    OUT.run.json   the settings that determine the records; the counts, once all are there
-    OUT            all records: the partial file under its final name
+    OUT.part               records so far; the last may be torn, and is cut off when a run resumes
+    OUT.unfinished.jsonl   what is known of the lines after these: records that wait for their turn, and unfinished requests
+    OUT.run.json           the settings that determine the records; the counts, once all are there
+    OUT                    all records: the partial file under its final name
 
 The writer holds a lock on the partial file (flock), which ends with the process. Each step is on disk before the next
 begins: the settings before the first record, the last record before the file gets its name.
@@ -16,7 +17,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,11 +27,13 @@ log = logging.getLogger(__name__)
 
 Settings = dict[str, Any]
 SYNC_EVERY_S = 5.0  # a machine failure loses at most the records of this time
+SAVE_EVERY_S = 5.0  # and a killed process what was generated of unfinished lines in this time
+MOST_OF_TIME = 0.02  # that saving these may take: what is generated of many long lines is saved less often
 
 
 def files_of(output: Path) -> tuple[Path, ...]:
     """All files that a run into `output` writes."""
-    beside = (".part", ".run.json", ".run.json.new")
+    beside = (".part", ".run.json", ".run.json.new", ".unfinished.jsonl", ".unfinished.jsonl.new")
     return (output, *(output.with_name(output.name + ending) for ending in beside))
 
 
@@ -43,10 +46,11 @@ class Output:
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.path = path
-        _, self.part, self.about, self._new_about = files_of(path)
+        _, self.part, self.about, _, self.unfinished, _ = files_of(path)
         self._clock = clock
         self._file: BinaryIO | None = None
         self._synced_at = clock()
+        self._save_at = clock() + SAVE_EVERY_S
 
     def finished(self, settings: Settings) -> dict[str, int] | None:
         """The counts of a complete output made with `settings`; None if there is none. Read-only."""
@@ -56,8 +60,10 @@ class Output:
         counts: dict[str, int] | None = about.get("counts") if about.get("settings") == settings else None
         return counts
 
-    def begin(self, settings: Settings, *, restart: bool, overwrite: bool) -> None:
+    def begin(self, settings: Settings, *, restart: bool, overwrite: bool) -> bool:
         """Open and lock the partial file, new or existing. The output itself is not touched.
+
+        Returns whether an earlier run with these settings was stopped, and this one resumes it.
 
         Raises:
             ConfigError: There is an output already, or a partial one made with other settings.
@@ -70,14 +76,17 @@ class Output:
             begun = self._read_about().get("settings")
             made = f", made with other settings ({difference})" if (difference := _difference(begun, settings)) else ""
             raise ConfigError(
-                f"{self.path} is there already{made}: give another output, or --overwrite to have it replaced once all "
-                "records are there"
+                f"{self.path} already exists{made}: name another output, or use --overwrite to replace it once all records "
+                "are complete"
             )
+        resumes = self.part.exists() and not restart
         file = self._locked()
         try:
-            if file.seek(0, os.SEEK_END) and not restart:
+            if resumes and (file.seek(0, os.SEEK_END) or self.unfinished.exists()):
                 self._refuse_others(settings)
-            else:
+            elif not resumes or self._read_about().get("settings") != settings:
+                resumes = False
+                self.unfinished.unlink(missing_ok=True)
                 file.truncate(0)
                 os.fsync(file.fileno())  # old records must not come back under new settings
                 self._write_about({"settings": settings, "counts": None})
@@ -86,6 +95,7 @@ class Output:
             raise
         file.seek(0)
         self._file = file
+        return resumes
 
     def recover(self, is_next: Callable[[dict[str, Any]], bool]) -> Iterator[dict[str, Any]]:
         """Yield the existing records one by one; after the last, the file is ready for the next one.
@@ -120,11 +130,39 @@ class Output:
             message = f"{error.strerror}; make room and start the run again, it goes on where it is"
             raise OSError(error.errno, message, str(self.part)) from error
 
+    def saved(self) -> Iterator[dict[str, Any]]:
+        """What the last `save` of an earlier run has kept."""
+        try:
+            with self.unfinished.open("rb") as reader:
+                yield from filter(None, map(_whole_record, reader))
+        except FileNotFoundError:
+            return
+
+    @property
+    def save_is_due(self) -> bool:
+        """Whether it is time for `save`."""
+        return self._clock() >= self._save_at
+
+    def save(self, make: Callable[[], Iterable[dict[str, Any]] | None]) -> None:
+        """Keep what `make` tells of unfinished lines, instead of what was kept before, unless it is None.
+
+        It saves time, but the run can do without: what the disk does not take is logged.
+        """
+        began = self._clock()
+        try:
+            if (entries := make()) is not None:
+                self._replace(self.unfinished, b"".join(map(_encoded, entries)))
+        except OSError as error:
+            log.warning("%s: what is generated of unfinished lines is not saved: %s", self.unfinished, error)
+        now = self._clock()
+        self._save_at = now + max(SAVE_EVERY_S, (now - began) / MOST_OF_TIME)
+
     def finish(self, settings: Settings, counts: dict[str, int]) -> None:
         """Give the complete file its final name."""
         os.fsync(self._open().fileno())
         self._write_about({"settings": settings, "counts": counts})
         os.replace(self.part, self.path)
+        self.unfinished.unlink(missing_ok=True)
         _sync_folder(self.path)
 
     def close(self) -> None:
@@ -163,12 +201,12 @@ class Output:
             return
         if not isinstance(begun, dict):
             raise ConfigError(
-                f"{self.part} is there, but nothing says what made it: {self.about} is missing or broken; --restart "
-                "begins anew"
+                f"{self.part} exists, but its settings are unknown: {self.about} is missing or damaged; --restart starts "
+                "over"
             )
         raise ConfigError(
-            f"{self.part} was begun with other settings: {_difference(begun, settings)}; go on with the same, or begin "
-            "anew with --restart"
+            f"{self.part} was started with other settings: {_difference(begun, settings)}; resume with the same, or start "
+            "over with --restart"
         )
 
     def _read_about(self) -> dict[str, Any]:
@@ -179,14 +217,19 @@ class Output:
         return about if isinstance(about, dict) else {}
 
     def _write_about(self, about: dict[str, Any]) -> None:
-        """Write the settings file atomically, and sync it to disk."""
-        new = self._new_about
+        text = json.dumps(about, indent=1, ensure_ascii=False) + "\n"
+        self._replace(self.about, text.encode("utf-8", "backslashreplace"))
+
+    @staticmethod
+    def _replace(path: Path, content: bytes) -> None:
+        """Write a file atomically, and sync it to disk."""
+        new = path.with_name(path.name + ".new")
         with new.open("wb") as file:
-            file.write((json.dumps(about, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace"))
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(new, self.about)
-        _sync_folder(self.about)
+        os.replace(new, path)
+        _sync_folder(path)
 
 
 def _opened(path: Path) -> BinaryIO:

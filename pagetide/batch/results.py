@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from ..server.tools import ToolCalls, ToolParser
 from .config import OutputOptions
 from .input import InputRequest
 
@@ -24,14 +26,16 @@ Record = dict[str, Any]
 class ResultBuilder:
     """Makes records.
 
-    `model` is the model name in the answers, `run_id` distinguishes the ids of different inputs, and `token_text`
-    converts a token to text for OpenAI's log-probabilities.
+    `model` is the model name in the answers, `run_id` distinguishes the ids of different inputs, and `token_bytes`
+    gives a token's text in UTF-8, perhaps a part of a character, for OpenAI's log-probabilities. `tool_parser` is the format of
+    the model's tool calls.
     """
 
     options: OutputOptions
     model: str
     run_id: str
-    token_text: Callable[[int], str]
+    token_bytes: Callable[[int], bytes]
+    tool_parser: ToolParser = "none"
 
     def record(self, request: InputRequest, output: RequestOutput) -> Record:
         """The record of a line. `output` is ignored if the line itself was invalid."""
@@ -68,6 +72,11 @@ class ResultBuilder:
 
     def _plain(self, request: InputRequest, output: RequestOutput) -> Record:
         each = [self._continuation(completion) for completion in output.completions]
+        if request.tools is not None:
+            calls = ToolCalls(request.tools, self.tool_parser, self._id(request))
+            for index, one in enumerate(each):
+                message, called = calls.parse(index, one["text"] or "")
+                one |= {"text": message["content"]} | ({"tool_calls": message["tool_calls"]} if called else {})
         record = {**self._head(request), **each[0]}
         if len(each) > 1:
             record["completions"] = each
@@ -86,7 +95,8 @@ class ResultBuilder:
 
     def _body(self, request: InputRequest, output: RequestOutput) -> Record:
         is_chat = request.kind == "chat"
-        make = self._chat_choice if is_chat else self._text_choice
+        calls = None if request.tools is None else ToolCalls(request.tools, self.tool_parser, self._id(request))
+        make = partial(self._chat_choice, calls) if is_chat else self._text_choice
         return {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{self._id(request)}",
             "object": "chat.completion" if is_chat else "text_completion",
@@ -99,31 +109,36 @@ class ResultBuilder:
     def _text_choice(self, index: int, completion: Completion) -> Record:
         logprobs = None
         if completion.logprobs is not None:
-            tokens = [self.token_text(entry.token_id) for entry in completion.logprobs]
+            tokens = [self._text(entry.token_id) for entry in completion.logprobs]
             logprobs = {
                 "tokens": tokens,
                 "token_logprobs": [entry.logprob for entry in completion.logprobs],
-                "top_logprobs": [{self.token_text(i): x for i, x in entry.top} for entry in completion.logprobs],
+                "top_logprobs": [{self._text(i): x for i, x in entry.top} for entry in completion.logprobs],
                 "text_offset": list(accumulate(map(len, tokens[:-1]), initial=0)) if tokens else [],
             }
         text = completion.decoded or ""
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": completion.finish_reason}
 
-    def _chat_choice(self, index: int, completion: Completion) -> Record:
+    def _chat_choice(self, calls: ToolCalls | None, index: int, completion: Completion) -> Record:
         logprobs = None
         if completion.logprobs is not None:
             logprobs = {"content": [self._chat_token(entry) for entry in completion.logprobs]}
-        message = {"role": "assistant", "content": completion.decoded or ""}
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": completion.finish_reason}
+        message, called = {"content": completion.decoded or ""}, False
+        if calls is not None:
+            message, called = calls.parse(index, completion.decoded or "")
+        reason = "tool_calls" if called and completion.finish_reason == "stop" else completion.finish_reason
+        message = {"role": "assistant", **message}
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def _chat_token(self, entry: TokenLogprobs) -> Record:
         one = self._token(entry.token_id, entry.logprob)
         return {**one, "top_logprobs": [self._token(token_id, logprob) for token_id, logprob in entry.top]}
 
     def _token(self, token_id: int, logprob: float) -> Record:
-        """`bytes` is None for a token that is not whole characters."""
-        text = self.token_text(token_id)
-        return {"token": text, "logprob": logprob, "bytes": None if "�" in text else list(text.encode())}
+        return {"token": self._text(token_id), "logprob": logprob, "bytes": list(self.token_bytes(token_id))}
+
+    def _text(self, token_id: int) -> str:
+        return self.token_bytes(token_id).decode("utf-8", "replace")
 
 
 def failure_of(output: RequestOutput) -> str | None:

@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import itertools
 import json
+import logging
 import sys
 import time
 from collections import deque
@@ -18,19 +19,22 @@ from typing import TYPE_CHECKING, Any, cast
 from ..engine.errors import ConfigError, EngineError
 from ..engine.loading.models import ModelSpec, resolve_model
 from ..engine.requests.progress import Bar
-from ..engine.text.chat_template import options_from_data
+from ..engine.text.chat_template import options_from_data, tool_template
 from ..scheduler.request import SamplingParams
 from ..serve import add_fleet, check_libraries
+from ..server.tools import ToolCalls, detect_parser
 from .config import STDIN, RunConfig, add_flags, fingerprint, read_config
 from .input import InputFile, InputRequest, Summary, read_line
 from .output import Output, Settings, files_of
 from .results import Record, ResultBuilder, failure_of, is_error, line_of, usage_of, was_started
 
 if TYPE_CHECKING:
-    from ..engine.llm import LLM
+    from ..engine.llm import LLM, OrderedOutputs
     from ..engine.requests.outputs import RequestOutput
     from ..fleet.messages import FleetModel
     from ..fleet.sync import SyncFleet
+
+log = logging.getLogger(__name__)
 
 RECORDS_VERSION = 1  # the version of the record format: a run does not resume with another
 MOST_FAILURES = 32  # consecutive lines that may fail in the engine before a run stops; none of them is written
@@ -45,14 +49,16 @@ class EngineFails(EngineError):
 def add_parser(commands: Any) -> argparse.ArgumentParser:
     """Add the subcommand `run` to `commands`, the result of `ArgumentParser.add_subparsers`."""
     parser: argparse.ArgumentParser = commands.add_parser(
-        "run", help="continue the prompts of a file into a file",
-        description="Continue each line of a file: text, JSON objects or OpenAI batch requests. Records come in the order of "
-        "the input; a run that was stopped or killed goes on where it was when it is started again.",
+        "run", help="generate text for each line of a file",
+        description="Generate text for each line of a file: text, JSON objects or OpenAI batch requests. Records are "
+        "written in input order. A run that was stopped or killed resumes where it was when it is started again.",
     )  # fmt: skip
-    parser.add_argument("--restart", action="store_true", help="throw away what an earlier start left unfinished")
-    parser.add_argument("--overwrite", action="store_true", help="replace the output once all records are there")
-    parser.add_argument("--json", action="store_true", help="the summary as JSON")
-    add_fleet(parser, "let a running fleet serve the lines, with its model")
+    parser.add_argument("--restart", action="store_true", help="discard the unfinished output of an earlier run")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace an existing output once the new one is complete"
+    )
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    add_fleet(parser, "send the lines to a running fleet, and use its model")
     add_flags(parser)
     parser.set_defaults(run=main)
     return parser
@@ -86,18 +92,16 @@ def _run(args: argparse.Namespace, fleet: SyncFleet | None) -> int:
             settings |= _fleet_settings(fleet.model)
         run = _RunState(config, source, survey, output, settings, fleet)
         if not (args.restart or args.overwrite) and (counts := output.finished(run.settings)) is not None:
-            print(
-                f"{target} is there already, whole and of these settings: nothing is left to be done", file=sys.stderr
-            )
+            print(f"{target} is already complete with these settings", file=sys.stderr)
             run.tally = _Tally(**counts, resumed_lines=counts["lines"])
         else:
-            output.begin(run.settings, restart=args.restart, overwrite=args.overwrite)
+            resumes = output.begin(run.settings, restart=args.restart, overwrite=args.overwrite)
             try:
-                run.go_on()
+                run.go_on(resumes)
             except KeyboardInterrupt:
                 again = "the same command, without --restart," if args.restart else "the same command"
                 print(
-                    f"interrupted: {run.tally.lines:,} of {survey.num_lines:,} records are there; {again} goes on",
+                    f"interrupted: {run.tally.lines:,} of {survey.num_lines:,} records are complete; {again} resumes",
                     file=sys.stderr,
                 )
                 return 130
@@ -177,15 +181,20 @@ class _RunState:
         self._digest = hashlib.sha256()
         self._lines = source.lines(self._digest)
         self._line = next(self._lines, None)  # the first line without a request or a record
-        self._asked: deque[InputRequest] = deque()  # lines that the engine has accepted or refused
+        # Lines that the engine has accepted or refused, and the records of those that need none.
+        self._asked: deque[InputRequest | Record] = deque()
+        self._saved: dict[int, dict[str, Any]] = {}  # what an earlier start knew of lines that are still to come
+        self._resumed_tokens: dict[int, int] = {}  # that an earlier start generated, by line
+        self._ignored_fields: set[str] = set()  # that the log has told of
 
-    def go_on(self) -> None:
-        """Serve the lines without records, and give the output its final name."""
+    def go_on(self, resumes: bool) -> None:
+        """Serve the lines without records, and give the output its final name. With `resumes`, say what there is already."""
         self._recover()
-        if self.tally.lines:
-            self.tally.resumed_lines = self.tally.lines
-            said = f"going on: {self.tally.lines:,} of {self._survey.num_lines:,} records are there"
-            print(said, file=sys.stderr)
+        self.tally.resumed_lines = self.tally.lines
+        if resumes:
+            total, count = self._survey.num_lines, len(self._saved)
+            left = f"{total - self.tally.lines:,} to do" + (f", {count:,} of them begun" if count else "")
+            print(f"resuming: {self.tally.lines:,} of {total:,} records are complete, {left}", file=sys.stderr)
         if self.tally.lines < self._survey.num_lines and self._fleet is not None:
             self._serve(self._fleet)
             self.tally.preemptions = self._fleet.stats()["preemptions"]
@@ -197,8 +206,8 @@ class _RunState:
                 self.tally.preemptions = llm.stats()["preemptions"]
         if self._digest.hexdigest() != self._survey.sha256:
             raise ConfigError(
-                f"{self._config.input.path} has changed while it was read: its records are in {self._output.part}, which "
-                "gets no other name; let the input be, and begin anew with --restart"
+                f"{self._config.input.path} changed while it was read: its records stay in {self._output.part}. "
+                "Leave the input unchanged, and start over with --restart"
             )
         self._output.finish(self.settings, self.tally.counts)
 
@@ -207,24 +216,71 @@ class _RunState:
         for record in self._output.recover(lambda record: self._line is not None and line_of(record) == self._line[0]):
             self.tally.add(record)
             self._line = next(self._lines, None)
+        for entry in self._output.saved():
+            line, known = entry.get("line"), entry.get("record")
+            is_valid = line_of(known) == line if isinstance(known, dict) else isinstance(entry.get("request"), dict)
+            if isinstance(line, int) and is_valid and self._line is not None and line >= self._line[0]:
+                self._saved[line] = entry
 
-    def _outputs(self, llm: LLM | SyncFleet) -> Iterator[RequestOutput]:
-        """The outputs of the lines without records, in order."""
+    def _outputs(self, llm: LLM | SyncFleet, recorder: ResultBuilder) -> Iterator[RequestOutput]:
+        """The outputs of the lines that need the engine, in order."""
         requests = self._requests(llm)
-        if self._fleet is not None:
+        if self._fleet is not None:  # its journal keeps what is generated
             run_id = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()
-            return self._fleet.generate_each(requests, lambda: f"run {run_id} line {self._asked[-1].line}")
-        prompts, params = itertools.tee(requests)
-        return cast("LLM", llm).generate_each((prompt for prompt, _ in prompts), (own for _, own in params))
+            pairs = ((prompt, params) for prompt, params, _ in requests)
+            return self._fleet.generate_each(pairs, lambda: f"run {run_id} line {_line_of(self._asked[-1])}")
+        prompts, params, begun = itertools.tee(requests, 3)
+        outputs = cast("LLM", llm).generate_each(
+            (prompt for prompt, _, _ in prompts), (own for _, own, _ in params), exported=(data for _, _, data in begun)
+        )
+        return self._saving(outputs, recorder)
+
+    def _saving(self, outputs: OrderedOutputs, recorder: ResultBuilder) -> Iterator[RequestOutput]:
+        """`outputs`; meanwhile what is known of the lines to come is saved from time to time, and at an interrupt."""
+        try:
+            while True:
+                while not outputs.step():
+                    if self._output.save_is_due:
+                        self._output.save(lambda: self._unfinished(outputs, recorder))
+                try:
+                    output = next(outputs)
+                except StopIteration:
+                    return
+                yield output
+        except KeyboardInterrupt:
+            self._output.save(lambda: self._unfinished(outputs, recorder))
+            raise
+
+    def _unfinished(self, outputs: OrderedOutputs, recorder: ResultBuilder) -> list[dict[str, Any]] | None:
+        """What is known of each line to come, for `_recover`; lines that are refused or failed begin anew.
+
+        None where an interrupt has separated a line from its output.
+        """
+        pending = outputs.pending()
+        if len(pending) != sum(isinstance(asked, InputRequest) for asked in self._asked):
+            return None
+        known = iter(pending)
+        entries: list[dict[str, Any]] = []
+        for asked in self._asked:
+            own = next(known) if isinstance(asked, InputRequest) else asked
+            if isinstance(own, dict):
+                entries.append({"line": _line_of(asked), "record" if own is asked else "request": own})
+            elif own is not None and isinstance(asked, InputRequest) and not (asked.error or failure_of(own)):
+                entries.append({"line": asked.line, "record": recorder.record(asked, own)})
+        return [*entries, *self._saved.values()]
 
     def _serve(self, llm: LLM | SyncFleet) -> None:
-        outputs = self._outputs(llm)
-        recorder = ResultBuilder(self._config.output, self._config.model, self._survey.sha256[:12], _token_text(llm))
+        parser = detect_parser(tool_template(llm.tokenizer))
+        recorder = ResultBuilder(
+            self._config.output, self._config.model, self._survey.sha256[:12], _token_bytes(llm), parser
+        )
         held: list[Record] = []  # failed lines since the last that did not fail
         began = time.perf_counter()
         with self._bar() as bar:
-            for output in outputs:
+            for output in self._outputs(llm, recorder):
+                self._take_records(held, bar, time.perf_counter() - began)
                 ask = self._asked.popleft()
+                assert isinstance(ask, InputRequest)
                 held.append(recorder.record(ask, output))
                 why = failure_of(output)
                 if why is None or not was_started(output):
@@ -235,37 +291,63 @@ class _RunState:
                         "written, and the same command goes on with them"
                     )
             self._write(held, bar, time.perf_counter() - began)
+            self._take_records(held, bar, time.perf_counter() - began)
+
+    def _take_records(self, held: list[Record], bar: Bar, seconds: float) -> None:
+        """Write the records of an earlier start that come next, after those that are `held`."""
+        while self._asked and not isinstance(first := self._asked[0], InputRequest):
+            self._asked.popleft()
+            self._write([*held, first], bar, seconds)
+            held.clear()
 
     def _write(self, records: list[Record], bar: Bar, seconds: float) -> None:
         """Write all `records`, and clear the list."""
         for record in records:
             self._output.write(record)
-            self.tally.new_tokens += self.tally.add(record)
+            self.tally.new_tokens += self.tally.add(record) - self._resumed_tokens.pop(line_of(record) or 0, 0)
             self.tally.seconds = seconds
             bar.update()
         records.clear()
 
-    def _requests(self, llm: LLM | SyncFleet) -> Iterator[tuple[str | list[int], SamplingParams]]:
-        """The prompts for the engine.
+    def _requests(
+        self, llm: LLM | SyncFleet
+    ) -> Iterator[tuple[str | list[int], SamplingParams, dict[str, Any] | None]]:
+        """The prompts for the engine, with the data of requests that an earlier start began.
 
-        An invalid line becomes an empty prompt, which the engine refuses at its place. So such lines keep their order
-        and count towards the look-ahead.
+        Lines of which an earlier start has the record need no engine. An invalid line becomes an empty prompt, which the
+        engine refuses at its place. So such lines keep their order and count towards the look-ahead.
         """
         while self._line is not None:
+            number, _ = self._line
+            if (record := self._saved.get(number, {}).get("record")) is not None:
+                self._resumed_tokens[number] = usage_of(record)[1]
+                self._asked.append(self._saved.pop(number)["record"])
+                self._line = next(self._lines, None)
+                continue
             ask = read_line(*self._line, self._survey.format)
             self._line = next(self._lines, None)
+            for name in ask.ignored:
+                if name not in self._ignored_fields:
+                    self._ignored_fields.add(name)
+                    log.warning("lines give %s, which is ignored", name)
             prompt: str | list[int] = []
             params = SamplingParams()
             try:
                 if ask.messages is not None:
-                    prompt = llm.render(ask.messages, **options_from_data(llm.tokenizer, ask.template_options))
+                    calls = ToolCalls(ask.tools or {}, "none", "")
+                    options = options_from_data(llm.tokenizer, {**ask.template_options, **calls.template()})
+                    prompt = llm.render(ask.messages, **options)
+                    ask = replace(ask, sampling={**ask.sampling, **calls.params()})
                 elif ask.prompt is not None:
                     prompt = ask.prompt
                 params = self._params(ask)
             except (ValueError, TypeError) as error:  # TypeError: options that no template takes
                 ask, prompt = replace(ask, error=str(error)), []
             self._asked.append(ask)
-            yield prompt, params
+            begun = self._saved.pop(number, {}).get("request")
+            if begun is not None:
+                self._resumed_tokens[number] = len(begun.get("token_ids") or ())
+            yield prompt, params, begun
 
     def _params(self, ask: InputRequest) -> SamplingParams:
         """The line's parameters over the run's; a line without a seed gets one from the run's seed and the line number."""
@@ -281,13 +363,16 @@ class _RunState:
         )  # fmt: skip
 
 
-def _token_text(llm: LLM | SyncFleet) -> Callable[[int], str]:
-    """A function that converts one token of the model to text."""
+def _line_of(asked: InputRequest | Record) -> int | None:
+    return asked.line if isinstance(asked, InputRequest) else line_of(asked)
 
-    def said(token_id: int) -> str:
-        return f"token_id:{token_id}" if llm.tokenizer is None else str(llm.tokenizer.decode([token_id]))
 
-    return said
+def _token_bytes(llm: LLM | SyncFleet) -> Callable[[int], bytes]:
+    """A function that gives the text of one token of the model, in UTF-8."""
+    from ..engine.text.detokenizer import token_bytes
+
+    tokenizer = llm.tokenizer
+    return lambda token_id: f"token_id:{token_id}".encode() if tokenizer is None else token_bytes(tokenizer, token_id)
 
 
 def _checked_output(config: RunConfig, file: Path | None) -> Path:

@@ -47,9 +47,7 @@ class DemoOptions:
 
     def __post_init__(self) -> None:
         if self.num_prompts < LEAST_PROMPTS:
-            raise ValueError(
-                f"the demo needs at least {LEAST_PROMPTS} prompts, to have something to juggle; got {self.num_prompts}"
-            )
+            raise ValueError(f"the demo needs at least {LEAST_PROMPTS} prompts, got {self.num_prompts}")
         if not 0 < self.share <= 1:
             raise ValueError(f"the pool's share of the need must be in (0, 1], got {self.share}")
         self.sampling()

@@ -287,7 +287,7 @@ def _now(recalled: Sequence[int], holding: Holding, counts: Sequence[EngineCount
     if recalled:
         return f"RECALL: {' and '.join(NAMES[number] for number in sorted(recalled))} must give memory back."
     if holding.external > MIB:
-        return f"The external process holds {holding.external / MIB:,.0f} MiB; the engines share the rest."
+        return "The external process holds memory; the engines share the rest."
     busy = [name for name, one in zip(NAMES, counts, strict=True) if one.running or one.waiting]
     if not busy:
         return "Idle: pools give their memory back."

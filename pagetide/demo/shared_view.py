@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from rich.segment import Segment
 from rich.style import Style
@@ -26,6 +27,7 @@ _SYMBOLS = "AB"  # of the engines; the external process is "x", growth of progra
 _COLUMNS = 80  # of the chart; with twice as many cells, columns are two cells wide
 _AXIS_WIDTH = 9  # cells left of the chart
 _BAR_WIDTH = 24
+_LEAST_OF_BOTH = 12  # rows, from which on there are two charts
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,24 +109,46 @@ def _rows(state: SharedState, width: int, symbols: Symbols) -> list[Line]:
 
 
 def chart_lines(state: SharedState, width: int, height: int, symbols: Symbols) -> list[Line]:
-    """The newest columns, the limit at the top; engines stack up from below, the external process from above."""
-    rows = height - 3  # the limit, the marks, the legend
+    """The newest columns: above all memory up to the limit, below the engines' KV with a scale of its own.
+
+    Of all memory, engines stack up from below and the external process from above. Where there is little room, that is all.
+    """
+    rows = height - 3  # a heading, the marks, the legend
     num_columns = width - _AXIS_WIDTH
     if rows < 1 or num_columns < 1:
         return []
     cells = max(1, num_columns // _COLUMNS)  # of a column
     holdings = state.holdings[-(num_columns // cells) :]
-    columns = [column_of(holding, state.contended_bytes, rows) for holding in holdings]
-    label = f"{state.contended_bytes / MIB:,.0f} MiB"
+    device_rows = max(rows // 4, 3) if rows >= _LEAST_OF_BOTH else rows
     limit = f"limit: {state.capacity_bytes / MIB:,.0f} MiB of the device, less programs and weights"
-    lines: list[Line] = [[right(label, _AXIS_WIDTH - 1, symbols, DIM), blank(1), Segment(limit, DIM)]]
-    for row in range(rows - 1, -1, -1):
-        line: Line = [right("0" if row == 0 else "", _AXIS_WIDTH - 1, symbols, DIM), blank(1)]
-        line += [Segment(column[row] * cells, _HELD[column[row]]) for column in columns]
-        lines.append(line)
+    columns = [column_of(holding, state.contended_bytes, device_rows) for holding in holdings]
+    lines = _chart(columns, cells, state.contended_bytes, limit, symbols)
+    if rows > device_rows:
+        top = _scale(max(sum(holding.kv) for holding in holdings))
+        kv = [replace(holding, programs=0, external=0) for holding in holdings]
+        columns = [column_of(holding, top, rows - device_rows - 1).replace(".", " ") for holding in kv]
+        lines += _chart(columns, cells, top, "KV of the engines", symbols)
     marks = "".join(_mark(holding) * cells for holding in holdings)
     lines.append([right("recalls", _AXIS_WIDTH - 1, symbols, DIM), blank(1), Segment(marks, ALARM)])
     return [*lines, _legend()]
+
+
+def _chart(columns: Sequence[str], cells: int, top_bytes: int, heading: str, symbols: Symbols) -> list[Line]:
+    """A heading with the bytes of the whole height, and the rows of these columns, each `cells` wide."""
+    label = f"{top_bytes / MIB:,.0f} MiB"
+    lines: list[Line] = [[right(label, _AXIS_WIDTH - 1, symbols, DIM), blank(1), Segment(heading, DIM)]]
+    for row in range(len(columns[0]) - 1, -1, -1):
+        line: Line = [right("0" if row == 0 else "", _AXIS_WIDTH - 1, symbols, DIM), blank(1)]
+        lines.append([*line, *(Segment(column[row] * cells, _HELD.get(column[row])) for column in columns)])
+    return lines
+
+
+def _scale(num_bytes: int) -> int:
+    """The next larger of 16, 24, 32, 48, 64, 96, ... MiB: at least two thirds of the height are used, or 16 MiB are enough."""
+    top = 16 * MIB
+    while top < num_bytes:
+        top = top * 3 // 2 if (top & (top - 1)) == 0 else top * 4 // 3
+    return top
 
 
 def column_of(holding: Holding, contended_bytes: int, rows: int) -> str:

@@ -47,9 +47,9 @@ REFUSED: Mapping[str, str] = {
     "args_parser": "there is one pipeline, for text generation",
     "code_revision": "nothing is downloaded; fetch that revision and name its folder",
     "cache_dir": "set HF_HUB_CACHE for another cache, or name the model's folder",
-    "quantization_config": "give a model that is saved in its quantised form",
-    "load_in_4bit": "give a model that is saved in its quantised form",
-    "load_in_8bit": "give a model that is saved in its quantised form",
+    "quantization_config": 'write quantization="int8" or "int4" (on a CPU), or give a model that is saved in quantized form',
+    "load_in_4bit": 'write quantization="int8" or "int4" (on a CPU), or give a model that is saved in quantized form',
+    "load_in_8bit": 'write quantization="int8" or "int4" (on a CPU), or give a model that is saved in quantized form',
 }
 
 CALL = frozenset({*TEXT, *FORM, *OTHERS, *HARMLESS})  # arguments of a call besides generation's settings

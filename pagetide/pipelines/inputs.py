@@ -100,6 +100,8 @@ def _prompt(given: Any) -> Prompt:
         return Conversation(given.messages)
     if _is_chat(given):
         return Conversation(given)
+    if isinstance(given, list | tuple) and not given:
+        raise ValueError("the prompt is empty: leave it out of the batch, or give '' to start with the BOS token")
     column = "; for a column of a data set give transformers' KeyDataset(dataset, column)"
     raise ValueError(
         f"a prompt is a string or a chat, which is a list of messages with 'role' and 'content', got {given!r:.80}"

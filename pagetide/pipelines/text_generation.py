@@ -31,7 +31,7 @@ def pipeline(
     """Make a text-generation pipeline like transformers', with this engine behind it.
 
     Args:
-        task: "text-generation".
+        task: "text-generation", or "text_generation".
         model: A name, a folder, a hub id in the local cache, a loaded transformers model (left unchanged, its weights
             shared), or an `LLM`, which the pipeline uses and does not close.
         tokenizer: A name, a folder, a hub id in the local cache or a loaded tokenizer; None: the model's own.
@@ -43,7 +43,7 @@ def pipeline(
         ValueError: An argument is unknown (UnknownArgument, also a TypeError) or not supported; the message says why.
         ModelNotFound, UnsupportedModel, NotEnoughMemory, ConfigError: As `LLM` raises them.
     """
-    if task not in (_TASK, None):
+    if task is not None and str(task).replace("_", "-") != _TASK:  # MindFormers writes it with an underscore
         raise ValueError(f"the task {task!r} is not served: there is {_TASK!r}")
     if model is None:
         raise ValueError("no model was given: name one, such as 'demo', or give its folder or a loaded model")

@@ -12,6 +12,7 @@ moments.
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import re
 import struct
@@ -21,6 +22,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ...monitor.checked_file import InvalidFile, open_checked
 
 FORMAT = 1
 MOST_BYTES = 256 << 20  # of a recording, by default
@@ -33,6 +36,7 @@ _HEADER, _SEGMENT = b"H", b"S"
 _SIZE_AND_TIME = struct.Struct("<Hd")
 _TIME = re.compile(rb'"time":\s*([0-9.eE+-]+)')
 _FULL = re.compile(rb'"full":\s*true')
+_MOST_SECONDS = 1e12  # since 1970; further times are damage
 _NEAR = 256  # a frame's time is within its first characters
 
 
@@ -126,21 +130,27 @@ class FrameRecording:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        with self.path.open("rb") as file:
+        try:
+            opened = open_checked(self.path, "recordings")
+        except InvalidFile as error:
+            raise RecordingError(str(error)) from error
+        with opened as file:
             try:
                 self._data: mmap.mmap | bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             except ValueError:  # empty
                 self._data = b""
         members = list(_members(self._data))
         if not members or members[0][0] or self._data[: len(_SIGNATURE)] != _SIGNATURE:
-            raise RecordingError(f"{self.path} is no recording of pagetide")
+            raise RecordingError(f"{self.path} is not a recording of pagetide")
         headers = [one for one in members if one[1] == _HEADER]
+        if not headers:
+            raise RecordingError(f"{self.path} is not a recording of pagetide, or its header is damaged")
         self.header = self._read_header(*headers[-1][2:])
         segments = [one for one in members if one[1] == _SEGMENT]
         self._starts = [start for _, _, start, _, _ in segments]
         self._ends = [end for _, _, _, end, _ in segments]
         self._times = [time_s for _, _, _, _, time_s in segments]
-        self.began = self._times[0] if self._times else float(self.header["began"])
+        self.began = self._times[0] if self._times else self.header["began"]
         self.ended = self.began
         for since in reversed(self._times):  # the last segment may hold nothing
             if (last := max((frame.time_s for frame in self.frames(since)), default=None)) is not None:
@@ -158,10 +168,9 @@ class FrameRecording:
         for start, end in zip(self._starts[first:], self._ends[first:], strict=True):
             for line in self._lines(start, end):
                 near = line[:_NEAR]
-                found = _TIME.search(near)
-                if found is None:
+                time_s = _time_of(near)
+                if time_s is None:
                     break  # damaged
-                time_s = float(found[1])
                 if until is not None and time_s > until:
                     return
                 yield RecordedFrame(time_s, _FULL.search(near) is not None, line)
@@ -181,18 +190,24 @@ class FrameRecording:
         for line in self._lines(start, end):
             try:
                 header = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 break
             if isinstance(header, dict) and header.get("pagetide_recording") == FORMAT:
-                return header
+                began = header.get("began")
+                if isinstance(began, bool) or not isinstance(began, int | float) or not abs(began) < _MOST_SECONDS:
+                    raise RecordingError(
+                        f"{self.path}: the header's began must be the seconds since 1970, got {began!r:.80}; it is no whole "
+                        "recording of pagetide"
+                    )
+                return {**header, "began": float(began)}
             found = header.get("pagetide_recording") if isinstance(header, dict) else None
             raise RecordingError(f"{self.path} is a recording of version {found!r}; this reads version {FORMAT}")
-        raise RecordingError(f"{self.path} is no recording of pagetide, or was cut off within its first line")
+        raise RecordingError(f"{self.path} is not a recording of pagetide, or was cut off within its first line")
 
     def _lines(self, start: int, end: int) -> Iterator[bytes]:
         """The whole lines of the member with data from `start` on: none if its checksum is wrong.
 
-        A member that was cut off has no checksum: of it, lines up to the first that is no JSON.
+        A member that was cut off has no checksum: of it, lines up to the first that is not JSON.
         """
         crc, length, checksum = 0, 0, b""
         try:
@@ -223,6 +238,16 @@ class FrameRecording:
             yield b"", (unpacker.unused_data + self._data[start:end])[:8]
 
 
+def _time_of(near: bytes) -> float | None:
+    """The time at the beginning of a frame; None if there is none."""
+    found = _TIME.search(near)
+    try:
+        time_s = float(found[1]) if found is not None else math.nan
+    except ValueError:
+        return None
+    return time_s if abs(time_s) < _MOST_SECONDS else None
+
+
 def _is_json(line: bytes) -> bool:
     try:
         json.loads(line)
@@ -239,5 +264,6 @@ def _members(data: mmap.mmap | bytes) -> Iterator[tuple[int, bytes, int, int, fl
         following = data.find(_SIGNATURE, at + head)
         kind = data[at + len(_SIGNATURE) : at + len(_SIGNATURE) + 1]
         _, time_s = _SIZE_AND_TIME.unpack(data[at + head - _SIZE_AND_TIME.size : at + head])
-        yield at, kind, at + head, len(data) if following < 0 else following, time_s
+        if abs(time_s) < _MOST_SECONDS:  # else damaged
+            yield at, kind, at + head, len(data) if following < 0 else following, time_s
         at = following

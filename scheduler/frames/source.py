@@ -1,4 +1,4 @@
-"""Makes frames: a frame is what the books say at a step border, full, or as the difference to the source's last frame.
+"""Makes frames: a frame is the bookkeeping at a step border, full, or as the difference to the source's last frame.
 
     {"v": 1, "seq": 17, "time": 1795465254.123, "step": 991, "full": true,
      "pool": {"num_blocks", "blocks_per_extent", "block_size", "block_bytes", "model", "max_model_len"},
@@ -38,7 +38,8 @@ from ...cache.block_table import Index
 from ..outcome import Decision
 from ..scheduler import Scheduler
 from ..sequence import Sequence
-from ..snapshot import CellReader, SchedulerView
+from ..snapshot import CellReader, first_waiting, row_statuses, sequence_in
+from ..state import SchedulerState
 from .cell_runs import encode_changes
 
 VERSION = 1
@@ -108,7 +109,7 @@ class FrameSource:
         if full or scheduler is not self._of:
             self._forget(scheduler)
             full = True
-        view, stats, memory = scheduler.view, scheduler.stats, self._memory()
+        state, stats, memory = scheduler.state, scheduler.stats, self._memory()
         pool, self._seq = scheduler.cache.pool, self._seq + 1
         frame: Frame = {
             "v": VERSION, "seq": self._seq, "time": round(self._wall(), 3), "step": stats.steps, "full": full,
@@ -122,12 +123,12 @@ class FrameSource:
                 "model": self._facts.model,
                 "max_model_len": self._facts.max_model_len,
             }
-        left, rows = self._changed_rows(view)
-        frame["cells"] = encode_changes(*self._reader.read(view, self._order))
+        left, rows = self._changed_rows(state)
+        frame["cells"] = encode_changes(*self._reader.read(state, self._order))
         frame["blocks"] = [*pool.counts(), scheduler.pool.limit_blocks]
         frame["left"], frame["rows"] = left, rows
-        frame["running"] = self._running(view)
-        frame["waiting"] = self._waiting(view)
+        frame["running"] = self._running(state)
+        frame["waiting"] = self._waiting(state)
         frame["decisions"] = self._new_decisions(scheduler)  # before the ends: they name requests
         frame["ended"] = self._new_ends(scheduler)
         frame["stats"] = {
@@ -159,9 +160,9 @@ class FrameSource:
         self._order = np.empty(0, np.int64)
         self._num_decisions = 0
 
-    def _changed_rows(self, view: SchedulerView) -> tuple[list[int], list[list[Any]]]:
+    def _changed_rows(self, state: SchedulerState) -> tuple[list[int], list[list[Any]]]:
         """The rows given up and the rows assigned since the last frame. Updates the order of the rows."""
-        now = view.rows.assigned
+        now = state.rows.assigned
         changed = np.flatnonzero(now != self._assigned)
         if not len(changed):
             return [], []
@@ -172,11 +173,11 @@ class FrameSource:
         entries = []
         to_wall = self._wall() - self._clock()
         for row in fresh:
-            sequence = view.sequence_in(row)
+            sequence = sequence_in(state, row)
             assert sequence is not None, "a row was assigned to no sequence"
             self._seated[row] = sequence
             self._preemptions[row] = sequence.preemptions  # it changes only without a row
-            entries.append(self._row(row, sequence, int(view.rows.limit[row]), to_wall))
+            entries.append(self._row(row, sequence, int(state.rows.limit[row]), to_wall))
         self._assigned[changed] = now[changed]
         order = sorted(self._seated, key=lambda row: self._seated[row].key, reverse=True)
         self._order = np.array(order, np.int64)
@@ -192,28 +193,28 @@ class FrameSource:
             entry.append(request.prompt_token_ids.tolist())
         return entry
 
-    def _running(self, view: SchedulerView) -> list[list[int]]:
+    def _running(self, state: SchedulerState) -> list[list[int]]:
         rows = np.flatnonzero(self._assigned)
         table = np.empty((len(rows), 6), np.int64)
         table[:, 0] = rows
-        table[:, 1] = view.statuses()[rows]
-        table[:, 2] = view.rows.known[rows]
-        table[:, 3] = view.rows.computed[rows]
-        table[:, 4] = view.cache.row_tables.held_blocks(rows)
+        table[:, 1] = row_statuses(state)[rows]
+        table[:, 2] = state.rows.known[rows]
+        table[:, 3] = state.rows.computed[rows]
+        table[:, 4] = state.cache.row_tables.held_blocks(rows)
         table[:, 5] = self._preemptions[rows]
         entries: list[list[int]] = table.tolist()
         return entries
 
-    def _waiting(self, view: SchedulerView) -> list[Any]:
-        now, blocks_for = self._clock(), view.cache.blocks_for
+    def _waiting(self, state: SchedulerState) -> list[Any]:
+        now, blocks_for = self._clock(), state.cache.blocks_for
         entries = [
             [
                 s.request.request_id, s.request.label, len(s.tokens), blocks_for(len(s.tokens)), s.request.priority,
                 round(max(0.0, now - s.request.arrival), 1), s.preemptions, s.status.value,
             ]
-            for s in view.waiting(MOST_WAITING)
+            for s in first_waiting(state, MOST_WAITING)
         ]  # fmt: skip
-        return [view.num_waiting, entries]
+        return [state.num_waiting, entries]
 
     def _new_decisions(self, scheduler: Scheduler) -> list[Decision]:
         log, since = scheduler.decisions, self._num_decisions
@@ -242,7 +243,7 @@ def with_labels(scheduler: Scheduler, decisions: Iterable[tuple[int, Decision]])
     told = []
     for number, decision in decisions:
         name = decision.get("request_id", "")
-        sequence = scheduler.view.find(name)
+        sequence = scheduler.state.by_id.get(name)
         label = ended.get(name, "") if sequence is None else sequence.request.label
         finite = {key: None if value in _INFINITE else value for key, value in decision.items()}  # for JSON
         told.append({"n": number, "label": label, **finite})

@@ -74,7 +74,7 @@ export class Details {
     if (text !== null && text !== undefined) {
       body.append(element("h3", { text: "Text" }), element("pre", { class: "block-text", text, tabindex: "0" }));
     } else if (tokens) {
-      const why = this.app.isAdmin() ? "No text is known of this block." : "Its text is shown to holders of an admin key.";
+      const why = this.app.isAdmin() ? "No text is known for this block." : "Its text is shown to holders of an admin key.";
       body.append(element("p", { class: "note", text: why }));
     }
   }
@@ -133,7 +133,7 @@ export class Details {
       };
     }
     if (ended) return { model: model.name, state: `ended: ${ended.error ?? ended.reason}`, output: several(ended.tokens, "token"), at: clock(ended.time) };
-    return { model: model.name, state: "not here any more" };
+    return { model: model.name, state: "no longer here" };
   }
 }
 
@@ -145,7 +145,7 @@ function addFacts(list, facts) {
 
 function showDecisions(list, decisions) {
   list.replaceChildren();
-  if (!decisions.length) list.append(element("li", { class: "note", text: "None: it got its blocks when it asked, or it is long ago." }));
+  if (!decisions.length) list.append(element("li", { class: "note", text: "None: it got its blocks at once, or too long ago." }));
   for (const decision of decisions) {
     const when = decision.time ? clock(decision.time) : `step ${count(decision.step)}`;
     list.append(element("li", {}, element("time", { text: when }), element("b", { text: ` ${kindInWords(decision)} ` }), inWords(decision)));

@@ -5,32 +5,50 @@ import { announce, byId, element } from "./dom.js";
 import { clock, count, several, short, size } from "./format.js";
 
 const MOST_EVENTS = 150;
+const MOST_OF_FRAME = 4; // admissions and ends that are told one by one
+const MOST_EARLY = 50; // of those before the first frame
 
 /**
- * @typedef {{kind: string, id?: string, text: string, loud?: boolean, early?: number}} Event `id`: the request; `loud`: said to
- *   screen readers; `early`: the step, of one that was before the first frame
+ * @typedef {{kind: string, id?: string, text: string, loud?: boolean, early?: string}} Event `id`: the request; `loud`: said to
+ *   screen readers; `early`: when, of one that was before the first frame
  *
- * The events of one frame, oldest first. Pure.
+ * The events of one frame, oldest first. The first frame has those of the requests that run, and the decisions that are kept. Pure.
  * @param {import("./frames.js").Model} model after the frame
  * @param {import("./frames.js").Change} change
  * @returns {Event[]}
  */
 export function eventsOfChange(model, change) {
   const events = [];
-  const isFirst = change.full && !change.before; // it has the decisions that are kept
-  const decisions = change.full && !isFirst ? [] : change.decisions.filter((decision) => decision.what !== "wait");
-  for (const decision of decisions) {
+  const isFirst = change.full && !change.before;
+  if (isFirst) events.push(...earlyAdmissions(change.admitted));
+  for (const decision of change.decisions.filter(({ what }) => what !== "wait")) {
     const kind = decision.what === "give up" ? "evict" : decision.what;
-    const early = isFirst ? decision.step : null;
+    const early = isFirst ? `step ${count(decision.step)}` : undefined;
     events.push({ kind, id: decision.request_id, n: decision.n, text: inWords(decision), name: nameIn(decision), early });
   }
   if (isFirst) return events;
-  const rows = change.full ? [] : change.admitted;
+  const { admitted: rows, ended: ends } = change;
   const hits = rows.filter(({ cached, preemptions }) => cached && !preemptions);
   events.push(...counted(model, change, hits));
-  for (const row of rows.slice(0, 4)) events.push(admitted(row));
-  for (const row of hits) events.push(hit(row));
-  for (const one of change.ended.slice(-6)) events.push(ended(one));
+  for (const row of rows.slice(0, MOST_OF_FRAME)) events.push(admitted(row));
+  if (rows.length > MOST_OF_FRAME) events.push({ kind: "admit", text: `${several(rows.length - MOST_OF_FRAME, "more request")} admitted` });
+  for (const row of hits.slice(0, MOST_OF_FRAME)) events.push(hit(row));
+  if (hits.length > MOST_OF_FRAME) events.push({ kind: "hit", text: `${several(hits.length - MOST_OF_FRAME, "more request")} found prompt tokens in the cache` });
+  if (ends.length > MOST_OF_FRAME) events.push({ kind: "end", text: `${several(ends.length - MOST_OF_FRAME, "more request")} ended` });
+  for (const one of ends.slice(-MOST_OF_FRAME)) events.push(ended(one));
+  return events;
+}
+
+/** The admissions of the requests that ran when the page was opened. */
+function earlyAdmissions(running) {
+  const rows = [...running].sort((one, other) => one.arrival - other.arrival);
+  const left = rows.length - MOST_EARLY;
+  const events = left > 0 ? [{ kind: "admit", text: `${several(left, "more request")} admitted`, early: "" }] : [];
+  for (const row of rows.slice(-MOST_EARLY)) {
+    const early = `came at ${clock(row.arrival)}`;
+    events.push({ ...admitted(row), early });
+    if (row.cached && !row.preemptions) events.push({ ...hit(row), early });
+  }
   return events;
 }
 
@@ -106,8 +124,7 @@ export class EventList {
     const text = element("span", { class: "what", text: event.text });
     const known = key && this.merged.get(key);
     if (known?.isConnected) return void known.querySelector(".what").replaceWith(text);
-    const isEarly = event.early !== null && event.early !== undefined;
-    const time = element("time", isEarly ? { text: "before", title: `step ${count(event.early)}` } : { text: clock(model.time) });
+    const time = element("time", event.early === undefined ? { text: clock(model.time) } : { text: "before", title: event.early });
     const node = element("li", { class: `event ${event.kind}` },
       time, element("span", { class: "badge", text: BADGES[event.kind] ?? event.kind }),
       element("span", { class: "words" }, this.#name(model, event), text));

@@ -58,7 +58,7 @@ export function stateOf({ state, silent_s: silent = 0 }) {
  */
 export function fleetEvents(before, wasAway, now) {
   if (!now) return wasAway || !before ? [] : [{ kind: "lost", text: "the queue does not answer", loud: true }];
-  if (!before) return [];
+  if (!before) return now.workers.map(earlyEvent);
   const events = wasAway ? [{ kind: "return", text: "the queue answers again", loud: true }] : [];
   const known = new Map(before.workers.map((worker) => [worker.name, worker]));
   for (const worker of now.workers) {
@@ -76,6 +76,14 @@ export function fleetEvents(before, wasAway, now) {
   for (const name of fronts.filter((one) => !earlier.includes(one))) events.push({ kind: "start", text: `the front end ${name} is here` });
   for (const name of earlier.filter((one) => !fronts.includes(one))) events.push({ kind: "leave", text: `the front end ${name} has gone` });
   return events;
+}
+
+/** A worker that was there when the page was opened. */
+function earlyEvent(worker) {
+  const state = stateOf(worker);
+  const here = { silent: { kind: "lost", text: "is silent" }, draining: { kind: "leave", text: "hands its requests over" } };
+  const { kind, text } = here[state] ?? workerEvent(undefined, worker);
+  return { kind, text: `${worker.name} ${text}`, early: "" };
 }
 
 function workerEvent(before, now) {

@@ -126,6 +126,7 @@ export class Model {
     if (frame.v !== FORMAT_VERSION) throw new Error(`frames have version ${frame.v}; this page reads ${FORMAT_VERSION}`);
     if (!frame.full && !this.pool) return null;
     const before = this.stats && { stats: this.stats, counts: this.counts, memory: this.memory, time: this.time };
+    const known = frame.full && frame.step >= this.step ? this.decisions : new Map(); // a full frame has old decisions again
     if (frame.full) this.#begin(frame);
     const runs = [];
     if (frame.cells) applyRuns(frame.cells, this.cells, runs);
@@ -145,7 +146,8 @@ export class Model {
     Object.assign(this, { stats: frame.stats, host: frame.host, memory: frame.memory ?? this.memory });
     Object.assign(this, { time: frame.time, step: frame.step, seq: frame.seq });
     this.#sample();
-    return { full: frame.full, runs, admitted, ended, decisions: frame.decisions ?? [], before };
+    const decisions = (frame.decisions ?? []).filter(({ n }) => !known.has(n));
+    return { full: frame.full, runs, admitted, ended, decisions, before };
   }
 
   /** The newest decision about a request, by its id or label. @param {string} id */

@@ -209,6 +209,7 @@ export class PromptBox {
     this.choices.clear();
     this.output.replaceChildren();
     this.output.hidden = false;
+    byId("likely-legend").hidden = this.isSearch;
     byId("abort").hidden = false;
     byId("run").disabled = true;
     this.#say("Sent …");
@@ -268,7 +269,7 @@ export class PromptBox {
   }
 }
 
-/** A token's span: the less likely it was, the stronger its line. */
+/** A token's span: the less likely it was, the stronger its tint. */
 function token(text, scores) {
   const span = element("span", { class: "token", tabindex: "-1", text });
   span.scores = scores.filter((one) => one.logprob !== null);

@@ -16,7 +16,7 @@ from arena_contract import ArenaContract, Rig
 from fake_cuda_driver import GRANULE, INVALID_VALUE, FakeCudaDriver, Fault
 from monitors import wait_until
 
-from pagetide.allocator.arena import Arena, runs
+from pagetide.allocator.arena import Arena
 from pagetide.allocator.cuda_arena import CudaArena
 from pagetide.allocator.errors import DriverError
 from pagetide.allocator.host_arena import HostArena
@@ -40,6 +40,20 @@ class TestHostArena(ArenaContract):
         return Rig(PAGES, lambda n, budget=None: HostArena(n, PAGES, budget=budget, debug=request.param), _read, _fill)
 
 
+def _rig_of(driver: FakeCudaDriver, make: Any) -> Rig:
+    """CUDA's arenas, each alone or within a lease."""
+
+    def address(arena: Any, extent: int) -> int:
+        return getattr(arena, "_arena", arena)._range.base + extent * GRANULE
+
+    return Rig(
+        GRANULE,
+        make,
+        lambda arena, extent: driver.read(address(arena, extent), GRANULE),
+        lambda arena, extent, value: driver.write(address(arena, extent), bytes([value]) * GRANULE),
+    )
+
+
 class TestCudaArena(ArenaContract):
     @pytest.fixture(params=[0, 3 * GRANULE, 1 << 20], ids=["nothing ready", "three ready", "all ready"])
     def rig(self, request: pytest.FixtureRequest) -> Iterator[Rig]:
@@ -48,15 +62,7 @@ class TestCudaArena(ArenaContract):
         def make(num_extents: int, budget=None) -> CudaArena:
             return CudaArena(num_extents, GRANULE, driver=driver, budget=budget, ready_limit_bytes=request.param)
 
-        def address(arena: CudaArena, extent: int) -> int:
-            return arena._range.base + extent * GRANULE
-
-        yield Rig(
-            GRANULE,
-            make,
-            lambda arena, extent: driver.read(address(arena, extent), GRANULE),
-            lambda arena, extent, value: driver.write(address(arena, extent), bytes([value]) * GRANULE),
-        )
+        yield _rig_of(driver, make)
         gc.collect()
         wait_until(lambda: not driver.leaks(), "the end of what the arenas' threads are at")
         assert driver.violations == []
@@ -95,15 +101,7 @@ class TestLeasedArena(ArenaContract):
             made.append(LeasedArena(CudaArena(num_extents, GRANULE, **options), lease))
             return made[-1]
 
-        def address(arena: Any, extent: int) -> int:
-            return arena._arena._range.base + extent * GRANULE
-
-        yield Rig(
-            GRANULE,
-            make,
-            lambda arena, extent: driver.read(address(arena, extent), GRANULE),
-            lambda arena, extent, value: driver.write(address(arena, extent), bytes([value]) * GRANULE),
-        )
+        yield _rig_of(driver, make)
         while made:
             made.pop().close()
         driver.before = lambda call: None
@@ -133,11 +131,3 @@ def test_what_fails_within_a_lease_is_counted_as_it_is() -> None:
     assert (lease.lower, lease.upper, arena.mapped_extents) == (2 * GRANULE, 2 * GRANULE, {0, 1})
     arena.close()
     assert (lease.lower, lease.upper, lease.wrong) == (0, 0, [])
-
-
-@pytest.mark.parametrize(
-    ("extents", "merged"),
-    [([], []), ([3], [(3, 4)]), ([1, 2, 5], [(1, 3), (5, 6)]), ([0, 1, 2], [(0, 3)]), ([0, 2], [(0, 1), (2, 3)])],
-)
-def test_neighbours_are_one_run(extents: list[int], merged: list[tuple[int, int]]) -> None:
-    assert list(runs(extents)) == merged

@@ -16,12 +16,7 @@ from false_broker import FalseBroker
 
 from pagetide.allocator import wire
 from pagetide.allocator.broker_link import BrokerLink
-from pagetide.allocator.errors import (
-    BrokerUnavailable,
-    LeaseRefused,
-    ProtocolMismatch,
-    ProtocolViolation,
-)
+from pagetide.allocator.errors import BrokerUnavailable, LeaseRefused, ProtocolMismatch, ProtocolViolation
 from pagetide.allocator.lease_events import Lost
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="leases need Linux")

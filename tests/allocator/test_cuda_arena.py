@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
 from fake_cuda_driver import GRANULE, INVALID_VALUE, NOT_READY, OUT_OF_MEMORY, FakeCudaDriver, Fault
+from monitors import wait_until
 
 from pagetide.allocator.cuda_arena import CudaArena
 from pagetide.allocator.cuda_driver import CudaDevice, device_number, recommended_granule
@@ -50,19 +49,14 @@ def ready(arena: CudaArena) -> int:
     return arena.held.upper_bytes - arena.mapped_bytes
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "waited for a minute in vain"
-        time.sleep(0.001)
-
-
 def settle(arena: CudaArena) -> None:
     """Wait until nothing is going on in the background."""
     wait_until(lambda: not arena._range.pool._working)
 
 
-# --- what is refused at the door
+def prepare(arena: CudaArena, num_extents: int) -> None:
+    arena.prepare(num_extents)
+    settle(arena)
 
 
 @pytest.mark.parametrize(
@@ -82,11 +76,9 @@ def test_bad_sizes_and_devices_are_refused(
         CudaArena(num_extents, extent_bytes, device, driver=driver)
 
 
-def test_a_negative_limit_and_number_are_refused(driver: FakeCudaDriver) -> None:
+def test_a_negative_limit_is_refused(driver: FakeCudaDriver) -> None:
     with pytest.raises(ValueError, match="ready_limit_bytes at least 0"):
         make(driver, ready=-1)
-    with pytest.raises(ValueError, match="must not be negative, got -1"):
-        make(driver).prepare(-1)
 
 
 def test_a_device_without_virtual_memory_is_refused(driver: FakeCudaDriver) -> None:
@@ -111,10 +103,7 @@ except DriverUnavailable as error:
     print(error)
 """
     run = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=120)
-    assert "pip install 'pagetide[cuda]'" in run.stdout, run.stderr
-
-
-# --- mapping
+    assert "[cuda]'\n" in run.stdout, run.stderr
 
 
 def test_every_call_runs_in_the_devices_context_and_leaves_the_callers(driver: FakeCudaDriver) -> None:
@@ -137,18 +126,6 @@ def test_a_run_gets_access_at_once(driver: FakeCudaDriver) -> None:
         *["cuMemMap"] * 4,
         *["cuMemSetAccess"] * 2,  # 1..3, 5
     ]
-
-
-def test_a_used_handle_comes_back_as_zeros(driver: FakeCudaDriver) -> None:
-    arena = make(driver, ready=4)
-    arena.map([0, 1])
-    fill(arena, driver, 1, 0x77)
-    arena._range.pool.start = lambda owner: None  # type: ignore[method-assign]  # no thread comes before us
-    arena.unmap([1])
-    created = driver.calls.count("cuMemCreate")
-    arena.map([3])
-    assert driver.calls.count("cuMemCreate") == created
-    assert holds(arena, driver, 3, 0)
 
 
 def test_a_map_that_the_device_has_not_the_bytes_for_takes_none(driver: FakeCudaDriver) -> None:
@@ -199,9 +176,6 @@ def test_access_that_is_not_ready_is_asked_for_again_with_growing_pauses(driver:
         arena.map([2])
     assert len(pauses) == 8 and sum(pauses) < 0.2
     assert (arena.mapped_extents, driver.taken_bytes) == ({0, 1}, 2 * GRANULE)
-
-
-# --- any call may fail: a life is lived once without a fault, then again with one at each of its calls
 
 
 class Life:
@@ -265,16 +239,16 @@ FAULTS = [(k, 1) for k in range(calls_of_a_life()[-1])]
 FAULTS += [(k, calls) for k in range(calls_of_a_life()[0], len(FAULTS)) for calls in (2, 3, ALWAYS)]
 
 
-CODES = (OUT_OF_MEMORY, INVALID_VALUE, NOT_READY)
-# Every fourth of all, so that every call and every code is among them; the others in `make stress`.
-CASES = [
-    pytest.param(k, calls, code, marks=() if i % 4 == 0 else pytest.mark.stress)
-    for i, ((k, calls), code) in enumerate(itertools.product(FAULTS, CODES))
-]
+@pytest.mark.parametrize("code", [OUT_OF_MEMORY, INVALID_VALUE, NOT_READY])
+def test_the_kth_call_fails(code: int) -> None:
+    for k, calls in FAULTS:
+        driver = FakeCudaDriver()
+        live_with_a_fault(driver, k, calls, code)
+        gc.collect(0)
+        assert (driver.violations, driver.leaks()) == ([], []), f"{calls} calls failed from {k} on"
 
 
-@pytest.mark.parametrize(("k", "calls", "code"), CASES)
-def test_the_kth_call_fails(driver: FakeCudaDriver, k: int, calls: int, code: int) -> None:
+def live_with_a_fault(driver: FakeCudaDriver, k: int, calls: int, code: int) -> None:
     driver.faults = [Fault(k, k + calls - 1, code)]
     life = Life(driver)
     for act, extents in Life.steps:
@@ -319,28 +293,10 @@ def test_what_a_failed_roll_back_left_is_counted_and_taken_away_later(driver: Fa
     assert (arena.mapped_extents, ready(arena)) == ({0, 1}, 0)
 
 
-def test_closing_tries_everything_and_again(driver: FakeCudaDriver) -> None:
-    arena = make(driver)
-    arena.map(range(4))
-    driver._counts.clear()
-    driver.faults = [Fault(1, 1, INVALID_VALUE, "cuMemUnmap"), Fault(0, 0, INVALID_VALUE, "cuMemRelease")]
-    with pytest.raises(DriverError):
-        arena.close()
-    assert (arena.mapped_extents, arena.held.upper_bytes) == ({1}, 2 * GRANULE)
-    with pytest.raises(BlockMisuse, match="closed"):
-        arena.map([0])
-    arena.close()
-    assert (arena.mapped_extents, arena.held.upper_bytes, driver.taken_bytes) == (frozenset(), 0, 0)
-
-
-# --- handles ahead of need and behind it
-
-
 def test_what_is_prepared_is_mapped_without_creating(driver: FakeCudaDriver) -> None:
     arena = make(driver, ready=8)
     arena.map([0])
-    arena.prepare(3)
-    settle(arena)
+    prepare(arena, 3)
     assert (arena.mapped_bytes, ready(arena), arena.held.upper_bytes) == (GRANULE, 3 * GRANULE, 4 * GRANULE)
     assert driver.taken_bytes == 4 * GRANULE
     created = driver.calls.count("cuMemCreate")
@@ -355,15 +311,12 @@ def test_what_is_prepared_is_mapped_without_creating(driver: FakeCudaDriver) -> 
 
 def test_no_more_is_prepared_than_the_limit_or_the_arena_have_room_for(driver: FakeCudaDriver) -> None:
     arena = make(driver, 4, ready=3)
-    arena.prepare(100)
-    settle(arena)
+    prepare(arena, 100)
     assert ready(arena) == 3 * GRANULE
     arena.map([0, 1, 2])
-    arena.prepare(100)
-    settle(arena)
+    prepare(arena, 100)
     assert ready(arena) == GRANULE
-    arena.prepare(0)
-    settle(arena)
+    prepare(arena, 0)
     assert ready(arena) == 0
 
 
@@ -392,8 +345,7 @@ def test_what_is_unmapped_beyond_the_limit_is_released_at_once(driver: FakeCudaD
 def test_memory_that_cannot_be_prepared_is_a_failure_to_be_read_and_no_more(driver: FakeCudaDriver) -> None:
     driver.total_bytes = 3 * GRANULE
     arena = make(driver, ready=8, budget=lambda: 1 << 30)  # an external process comes behind it
-    arena.prepare(5)
-    settle(arena)
+    prepare(arena, 5)
     assert (arena.held.upper_bytes, driver.taken_bytes) == (3 * GRANULE, 3 * GRANULE)
     assert [str(failure) for failure in arena.drain_failures()] == [
         "the device's driver answered cuMemCreate with CUDA_ERROR_OUT_OF_MEMORY (2)"
@@ -410,17 +362,14 @@ def test_no_more_is_prepared_than_the_device_has(driver: FakeCudaDriver) -> None
     driver.total_bytes = 5 * GRANULE
     arena = make(driver, ready=8)
     arena.map([0])
-    arena.prepare(2)
-    settle(arena)
+    prepare(arena, 2)
     driver.foreign_bytes = GRANULE
-    arena.prepare(7)
-    settle(arena)
+    prepare(arena, 7)
     assert (ready(arena), arena.drain_failures()) == (3 * GRANULE, [])
     driver.faults = [Fault(0, ALWAYS, INVALID_VALUE, "cuMemGetInfo")]
     with pytest.raises(DriverError, match="cuMemGetInfo"):
         arena.prepare(7)
-    arena.prepare(1)  # which are there
-    settle(arena)
+    prepare(arena, 1)  # which are there
     assert driver.taken_bytes == 2 * GRANULE
 
 
@@ -444,12 +393,10 @@ def test_a_context_that_the_thread_cannot_have_is_a_failure(driver: FakeCudaDriv
     arena = make(driver, ready=8, budget=lambda: 1 << 30)
     driver._counts.clear()
     driver.faults = [Fault(0, 0, INVALID_VALUE, "cuCtxPushCurrent")]
-    arena.prepare(2)
-    settle(arena)
+    prepare(arena, 2)
     assert [failure.call for failure in arena.drain_failures()] == ["cuCtxPushCurrent"]
     assert ready(arena) == 0
-    arena.prepare(2)
-    settle(arena)
+    prepare(arena, 2)
     assert ready(arena) == 2 * GRANULE
 
 
@@ -529,9 +476,6 @@ def test_closing_leaves_no_thread_and_no_byte(driver: FakeCudaDriver) -> None:
             call()
 
 
-# --- views
-
-
 def test_the_buffer_describes_the_whole_range(driver: FakeCudaDriver) -> None:
     arena = make(driver, 8)
     with pytest.raises(BlockMisuse, match="map extent 0 before the arena is viewed"):
@@ -573,8 +517,7 @@ def test_closing_after_the_last_view_has_gone_is_no_work(driver: FakeCudaDriver)
 def test_an_arena_that_nobody_closed_ends_with_its_last_view(driver: FakeCudaDriver, ready: int) -> None:
     arena = make(driver, ready=ready)
     arena.map([0, 1, 2])
-    arena.prepare(2)
-    settle(arena)
+    prepare(arena, 2)
     view = arena.buffer
     address = arena._range.base
     del arena
@@ -621,8 +564,7 @@ def test_failures_that_nobody_read_keep_nothing_alive(driver: FakeCudaDriver) ->
     arena = make(driver, ready=8)
     arena.map([0, 1])
     driver.faults = [Fault(0, ALWAYS, INVALID_VALUE, "cuMemCreate"), Fault(0, ALWAYS, INVALID_VALUE, "cuMemUnmap")]
-    arena.prepare(2)
-    settle(arena)
+    prepare(arena, 2)
     driver.faults.append(Fault(0, ALWAYS, INVALID_VALUE, "cuMemMap"))
     with suppress(DriverError):
         arena.map([2])

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import errno
 import mmap
-import re
+import os
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from broker_rig import resident_bytes, resident_within
 
 from pagetide.allocator import host_arena
 from pagetide.allocator.errors import OutOfDeviceMemory
@@ -34,23 +31,7 @@ def test_sizes_that_are_no_pages_are_refused(num_extents: int, extent_bytes: int
 
 def _resident(arena: HostArena) -> int:
     """RSS of the arena's own range, in bytes."""
-    return _in_smaps(arena, "Rss")
-
-
-def _in_smaps(arena: HostArena, figure: str) -> int:
-    start, total, inside = arena._base, 0, False
-    end = start + arena.num_extents * arena.extent_bytes
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if head := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            inside = int(head[1], 16) < end and int(head[2], 16) > start
-        elif inside and line.startswith(f"{figure}:"):
-            total += int(line.split()[1]) * 1024
-    return total
-
-
-def _process_resident() -> int:
-    rollup = Path("/proc/self/smaps_rollup").read_text()
-    return int(re.search(r"^Rss:\s+(\d+)", rollup, re.M)[1]) * 1024  # type: ignore[index]
+    return resident_within(os.getpid(), arena._base, arena.num_extents * arena.extent_bytes)
 
 
 # whole huge pages; huge pages with a rest, at every alignment; pages
@@ -59,93 +40,17 @@ def _process_resident() -> int:
 @pytest.mark.parametrize("debug", [False, True])
 def test_memory_comes_with_map_and_goes_with_unmap_to_the_byte(extent_bytes: int, debug: bool) -> None:
     arena = HostArena(12, extent_bytes, debug=debug)
-    before = _process_resident()
+    before = resident_bytes(os.getpid())
     assert _resident(arena) == 0
     arena.map([1, 2, 3, 7])
     assert _resident(arena) == arena.mapped_bytes == 4 * extent_bytes
-    assert _process_resident() - before > 3 * extent_bytes
+    assert resident_bytes(os.getpid()) - before > 3 * extent_bytes
     arena.map([0, 4])
     arena.unmap([2, 7])
     assert _resident(arena) == arena.mapped_bytes == 4 * extent_bytes
     arena.close()
     assert _resident(arena) == 0
-    assert _process_resident() - before < extent_bytes
-
-
-@contextmanager
-def _child(extent_bytes: int, num_extents: int) -> Iterator[subprocess.Popen[str]]:
-    """A process with an arena that does what it is told, a line at a time (`_tell`)."""
-    program = f"""
-import sys
-from pagetide.allocator.host_arena import HostArena
-arena = HostArena({num_extents}, {extent_bytes})
-print("ready", flush=True)
-for line in sys.stdin:
-    exec(line)
-    print("done", flush=True)
-"""
-    command = [sys.executable, "-P", "-c", program]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
-        try:
-            assert child.stdout is not None and child.stdout.readline() == "ready\n"
-            yield child
-        finally:
-            child.kill()
-
-
-def _tell(child: subprocess.Popen[str], line: str) -> None:
-    assert child.stdin is not None and child.stdout is not None
-    print(line, file=child.stdin, flush=True)
-    assert child.stdout.readline() == "done\n"
-
-
-@linux
-@pytest.mark.parametrize("extent_bytes", [4 * MIB, MIB], ids=["huge", "small"])
-def test_memory_comes_and_goes_as_seen_from_outside(extent_bytes: int) -> None:
-    num_extents = 256 * MIB // extent_bytes
-
-    def resident() -> int:
-        return int(Path(f"/proc/{child.pid}/statm").read_text().split()[1]) * mmap.PAGESIZE
-
-    with _child(extent_bytes, num_extents) as child:
-        before = resident()
-        _tell(child, f"arena.map(range({num_extents}))")
-        assert 256 * MIB <= resident() - before < 264 * MIB
-        _tell(child, f"arena.unmap(range(0, {num_extents}, 2))")
-        assert 128 * MIB <= resident() - before < 136 * MIB
-        _tell(child, "arena.close()")
-        assert resident() - before < 8 * MIB
-
-
-def _charge() -> int | None:
-    """Bytes that this process' memory cgroup is charged with; None where that cannot be read."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory"):
-            root, name = ("memory", "usage_in_bytes") if controllers else ("", "current")
-            for directory in (Path("/sys/fs/cgroup", root, path.lstrip("/")), Path("/sys/fs/cgroup", root)):
-                if (file := directory / f"memory.{name}").exists():
-                    return int(file.read_text())
-    return None
-
-
-@linux
-@pytest.mark.parametrize("extent_bytes", [4 * MIB, MIB], ids=["huge", "small"])
-def test_the_charge_of_the_cgroup_goes_up_with_map_and_down_with_unmap(extent_bytes: int) -> None:
-    if _charge() is None:
-        pytest.skip("no memory cgroup whose charge can be read")
-    num_extents = 256 * MIB // extent_bytes
-    seen = []
-    with _child(extent_bytes, num_extents) as child:
-        for _ in range(50):  # others in the cgroup take and give memory too
-            charges = [_charge()]
-            for act in ("map", "unmap"):
-                _tell(child, f"arena.{act}(range({num_extents}))")
-                charges.append(_charge())
-            seen.append((charges[1] - charges[0], charges[2] - charges[1]))
-            if all(abs(moved) // MIB in range(240, 272) for moved in seen[-1]) and seen[-1][1] < 0 < seen[-1][0]:
-                return
-    pytest.fail(f"the charge never moved by the 256 MiB mapped and unmapped: {seen}")
+    assert resident_bytes(os.getpid()) - before < extent_bytes
 
 
 @linux
@@ -231,10 +136,6 @@ def test_a_kernel_without_populate_is_touched() -> None:
     assert bytes(arena.buffer[MIB : 3 * MIB]) == bytes(2 * MIB)
 
 
-def _exit_code(program: str) -> int:
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=120).returncode
-
-
 @linux
 @pytest.mark.parametrize(
     ("act", "faults"),
@@ -253,49 +154,8 @@ from pagetide.allocator.host_arena import HostArena
 a = HostArena(4, PAGESIZE, debug=True)
 a.map([1])
 """
-    assert _exit_code(setup + act) == (-signal.SIGSEGV if faults else 0)
-
-
-@linux
-def test_a_tensor_outlives_the_arena() -> None:
-    pytest.importorskip("torch")
-    program = """
-import gc, torch
-from pagetide.allocator.host_arena import HostArena
-arena = HostArena(64, 1 << 20)
-arena.map(range(64))
-whole = torch.frombuffer(arena.buffer, dtype=torch.uint8)
-view = whole[1 << 20 :].view(torch.float32).view(63, -1)
-view.fill_(3.0)
-arena.close()
-del arena, whole
-gc.collect()
-filler = [bytearray(1 << 20) for _ in range(64)]  # something else would land where a closed mapping was
-assert view.sum() == 0
-view.fill_(5.0)
-assert view.min() == 5.0
-"""
-    assert _exit_code(program) == 0
-
-
-@linux
-def test_a_slice_outlives_the_arena() -> None:
-    program = """
-import gc
-from pagetide.allocator.host_arena import HostArena
-arena = HostArena(64, 1 << 20)
-arena.map(range(64))
-view = arena.buffer[1 << 20 : 33 << 20].cast("q")
-view[-1] = 7
-arena.close()
-del arena
-gc.collect()
-filler = [bytearray(1 << 20) for _ in range(64)]
-assert view[-1] == view[0] == 0
-view[0] = 5
-assert view[0] == 5
-"""
-    assert _exit_code(program) == 0
+    run = subprocess.run([sys.executable, "-c", setup + act], capture_output=True, timeout=120)
+    assert run.returncode == (-signal.SIGSEGV if faults else 0)
 
 
 @linux
@@ -309,62 +169,6 @@ def test_dropping_the_last_view_gives_the_addresses_back() -> None:
     assert not mapped()
 
 
-class Watched(HostArena):
-    """Notes how far another thread counted while memory came and went."""
-
-    counter = 0
-    moved_by_map = 0
-    moved_by_unmap = 0
-
-    def _populate(self, start: int, length: int) -> None:
-        before = self.counter
-        super()._populate(start, length)
-        self.moved_by_map += self.counter - before
-
-    def _give_back(self, start: int, length: int) -> None:
-        before = self.counter
-        super()._give_back(start, length)
-        self.moved_by_unmap += self.counter - before
-
-
-@pytest.fixture
-def polite_threads() -> Iterator[None]:
-    """A thread runs only when the one before it lets go of the interpreter by itself, as a foreign call may."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1000)
-    yield
-    sys.setswitchinterval(interval)
-
-
-@linux
-@pytest.mark.usefixtures("polite_threads")
-def test_other_threads_run_while_memory_comes_and_goes() -> None:
-    # 4 KiB pages, since 512 MiB of huge ones may come and go faster than a busy machine wakes a thread
-    arena = Watched(1024, MIB // 2)
-    stop = threading.Event()
-
-    def count() -> None:
-        while not stop.is_set():
-            arena.counter += 1
-            time.sleep(0)  # lets go
-
-    thread = threading.Thread(target=count)
-    thread.start()
-    try:
-        for _ in range(20):
-            arena.map(range(1024))
-            arena.unmap(range(1024))
-            if arena.moved_by_map and arena.moved_by_unmap:
-                break
-    finally:
-        stop.set()
-        thread.join()
-    assert arena.moved_by_map
-    assert arena.moved_by_unmap
-
-
-# --- huge pages
-
 huge_pages = pytest.mark.skipif(
     not host_arena._HUGE_PAGE or "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(),
     reason="this kernel has no transparent huge pages",
@@ -373,7 +177,7 @@ huge_pages = pytest.mark.skipif(
 
 def _huge(arena: HostArena) -> int:
     """Bytes of the arena's own range that are huge pages."""
-    return _in_smaps(arena, "AnonHugePages")
+    return resident_within(os.getpid(), arena._base, arena.num_extents * arena.extent_bytes, "AnonHugePages")
 
 
 @huge_pages
@@ -405,9 +209,6 @@ def test_large_pools_are_made_of_huge_pages_and_small_ones_of_pages() -> None:
 def test_without_huge_pages_every_pool_is_made_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_arena, "_HUGE_PAGE", 0)
     assert preferred_granule(1 << 50) == mmap.PAGESIZE
-
-
-# --- the budget
 
 
 @linux

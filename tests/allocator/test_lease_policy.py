@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pagetide.allocator.device_account import DeviceAccount, LeaseTerms
@@ -22,7 +22,7 @@ RULES = Rules(
 )
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Device:
     """A device whose engines tell the truth, on a clock that moves when told. Its numbers are small: bytes."""
 
@@ -39,10 +39,14 @@ class Device:
 
     def lease(
         self, lease_id: int, low: int = 0, high: int | None = None, *, weight: float = 1, priority: int = 0,
-        granule: int = 10, held: int = 0,
-    ) -> None:  # fmt: skip
+        granule: int = 10, held: int = 0, ask: int | None = None, for_s: float = 1e6,
+    ) -> Device:  # fmt: skip
+        """Registers an engine, which asks for so much."""
         self.account.register(lease_id, LeaseTerms(f"engine {lease_id}", low, high, weight, priority, granule), held)
         self.held[lease_id] = held
+        if ask is not None:
+            self.ask(lease_id, ask, for_s)
+        return self
 
     def ask(self, lease_id: int, target: int, seconds: float = 1e6) -> None:
         self.account.ask(lease_id, target, self.now_ns + int(seconds * 1e9))
@@ -96,12 +100,8 @@ class Device:
         return {lease_id: lease.granted_bytes for lease_id, lease in self.account.state.leases.items()}
 
 
-# ---- registration -------------------------------------------------------------------------------
-
-
 def test_minimums_beyond_the_capacity_are_refused_with_both_numbers() -> None:
-    device = Device(capacity=1 << 30, rules=Rules(1 << 26, 1 << 20))
-    device.lease(1, low=700 << 20)
+    device = Device(capacity=1 << 30, rules=Rules(1 << 26, 1 << 20)).lease(1, low=700 << 20)
     with pytest.raises(MinimumsExceedCapacity) as refusal:
         device.lease(2, low=300 << 20)
     message = str(refusal.value)
@@ -116,64 +116,32 @@ def test_a_max_below_the_min_is_refused() -> None:
 
 
 def test_what_an_ended_lease_was_promised_is_free_to_be_promised_again() -> None:
-    device = Device()
-    device.lease(1, low=900)
+    device = Device().lease(1, low=900)
     device.account.end(1, device.now_ns)
     device.lease(2, low=900)
     assert device.settle() == [Grant(2, 900, 900)]
 
 
-# ---- grants -------------------------------------------------------------------------------------
-
-
-def test_a_minimum_is_granted_to_the_byte_and_growth_in_whole_granules() -> None:
-    device = Device()
-    device.lease(1, low=33)
-    assert device.tick() == [Grant(1, 33, 33)]
-    device.ask(1, 55)
-    assert device.settle() == [Grant(1, 63, 30)]
-
-
-def test_growth_ends_at_the_high_mark_and_a_minimum_at_the_low_mark() -> None:
-    device = Device()
-    device.lease(1)
-    device.ask(1, 5000)
-    assert device.settle() == [Grant(1, 880, 880)]
-    device = Device()
-    device.lease(1, low=900)
-    assert device.settle() == [Grant(1, 900, 900)]
-
-
-def test_max_is_never_passed() -> None:
-    device = Device()
-    device.lease(1, low=30, high=75)
-    device.ask(1, 500)
-    assert device.settle() == [Grant(1, 70, 70)]
-
-
-def test_what_is_granted_and_not_mapped_is_not_granted_twice() -> None:
-    device = Device()
-    device.lease(1)
-    device.lease(2)
-    device.ask(1, 600)
-    assert device.settle() == [Grant(1, 600, 600)]
-    device.measure()  # still free
-    device.ask(2, 600)
-    assert [order for order in device.settle() if isinstance(order, Grant)] == [Grant(2, 280, 280)]
+@pytest.mark.parametrize(
+    ("low", "high", "asked", "granted"),
+    [(33, None, 55, 63), (0, None, 5000, 880), (900, None, 0, 900), (30, 75, 500, 70)],
+    ids=["a minimum to the byte, growth in granules", "up to the high mark", "up to the low mark", "up to max"],
+)
+def test_how_far_a_grant_goes(low: int, high: int | None, asked: int, granted: int) -> None:
+    device = Device().lease(1, low=low, high=high)
+    assert device.settle() == ([Grant(1, low, low)] if low else [])
+    device.ask(1, asked)
+    assert device.settle() == ([Grant(1, granted, granted - low)] if granted > low else [])
 
 
 def test_an_ask_expires() -> None:
-    device = Device()
-    device.lease(1)
-    device.ask(1, 100, seconds=1)
+    device = Device().lease(1, ask=100, for_s=1)
     device.now_ns += 1_000_000_000
     assert device.settle() == []
 
 
 def test_nothing_is_decided_while_the_device_is_not_measured() -> None:
-    device = Device()
-    device.lease(1)
-    device.ask(1, 100)
+    device = Device().lease(1, ask=100)
     device.account.unmeasured()
     assert device.settle() == []
     device.measure()
@@ -181,16 +149,10 @@ def test_nothing_is_decided_while_the_device_is_not_measured() -> None:
 
 
 def test_deciding_changes_nothing() -> None:
-    device = Device()
-    for lease_id in (1, 2, 3):
-        device.lease(lease_id, low=50 * lease_id)
-        device.ask(lease_id, 400)
+    device = Device().lease(1, low=50, ask=400).lease(2, low=100, ask=400).lease(3, low=150, ask=400)
     before = repr(device.account.state)
     assert decide(device.account.state, device.now_ns) == decide(device.account.state, device.now_ns) != ()
     assert repr(device.account.state) == before
-
-
-# ---- shares -------------------------------------------------------------------------------------
 
 
 def exact_fill(amount: int, caps: list[int], weights: list[float]) -> list[Fraction]:
@@ -222,33 +184,6 @@ def test_filling_is_exact_to_the_byte(amount: int, members: list[tuple[int, floa
         assert abs(share - exact) <= len(caps)  # every rounding moves at most a byte to those that follow
 
 
-def test_the_oracle_itself() -> None:
-    assert exact_fill(10, [3, 9, 9], [1, 1, 1]) == [3, Fraction(7, 2), Fraction(7, 2)]
-    assert exact_fill(10, [30, 30], [1, 4]) == [2, 8]
-    assert exact_fill(10, [1, 2], [1, 1]) == [1, 2]
-
-
-def test_the_lower_priority_number_is_served_first() -> None:
-    device = Device()
-    device.lease(1, low=100, priority=5)
-    device.lease(2, low=100, priority=0)
-    device.ask(1, 800)
-    device.ask(2, 600)
-    device.run(5)
-    assert device.grants() == {1: 280, 2: 600}
-
-
-def test_a_late_one_of_high_priority_gets_its_share_by_recall() -> None:
-    device = Device()
-    device.lease(1, low=100, priority=5)
-    device.ask(1, 800)
-    device.run(2)
-    device.lease(2, low=100, priority=0)
-    device.ask(2, 600)
-    device.run(5)
-    assert device.grants() == {1: 280, 2: 600}
-
-
 leases = st.lists(
     st.tuples(
         st.integers(0, 150),  # minimum
@@ -261,7 +196,6 @@ leases = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(leases, st.randoms(use_true_random=False), st.sampled_from([1, 7, 10]))
 def test_constant_demand_comes_to_rest_at_the_fair_shares(
     wanted: list[tuple[int, float, int, int]], order: random.Random, granule: int
@@ -283,9 +217,8 @@ def test_constant_demand_comes_to_rest_at_the_fair_shares(
     exact = [Fraction(low) for low, _, _, _ in wanted]
     for tier in (0, 1):
         chosen = [i for i, lease in enumerate(wanted) if lease[3] == tier]
-        caps = [
-            -(-max(0, min(wanted[i][2], CAPACITY) - wanted[i][0]) // granule) * granule for i in chosen
-        ]  # asked above the minimum, in whole granules
+        # asked above the minimum, in whole granules
+        caps = [-(-max(0, min(wanted[i][2], CAPACITY) - wanted[i][0]) // granule) * granule for i in chosen]
         caps = [min(cap, (CAPACITY - wanted[i][0]) // granule * granule) for cap, i in zip(caps, chosen, strict=True)]
         filled = exact_fill(max(0, int(left)), caps, [wanted[i][1] for i in chosen])
         for i, more in zip(chosen, filled, strict=True):
@@ -301,38 +234,24 @@ def test_constant_demand_comes_to_rest_at_the_fair_shares(
         assert room < granule
 
 
-# ---- recalls ------------------------------------------------------------------------------------
-
-
 def test_what_lies_free_in_a_pool_is_recalled_first() -> None:
-    device = Device()
-    for lease_id, target in ((1, 440), (2, 440)):
-        device.lease(lease_id)
-        device.ask(lease_id, target, seconds=0.001)
+    device = Device().lease(1, ask=440, for_s=0.001).lease(2, ask=440, for_s=0.001)
     device.obey(device.settle())
     device.account.report(2, free_bytes=200)
-    device.lease(3)
-    device.ask(3, 150)
+    device.lease(3, ask=150)
     assert device.tick() == [Recall(2, 290, 1.0, for_growth=True)]
 
 
 def test_what_is_granted_and_not_mapped_goes_before_what_is_in_use() -> None:
-    device = Device()
-    device.lease(1)
-    device.lease(2)
-    device.ask(1, 440, seconds=0.001)
-    device.ask(2, 440, seconds=0.001)
+    device = Device().lease(1, ask=440, for_s=0.001).lease(2, ask=440, for_s=0.001)
     device.settle()
     device.hold(2, 440)
-    device.lease(3)
-    device.ask(3, 100)
+    device.lease(3, ask=100)
     assert device.tick() == [Recall(1, 340, 1.0, for_growth=True)]
 
 
 def test_a_minimum_is_served_from_those_above_theirs_and_never_from_below() -> None:
-    device = Device()
-    device.lease(1, low=300)
-    device.ask(1, 5000)
+    device = Device().lease(1, low=300, ask=5000)
     device.run(2)
     assert device.granted(1) == 880
     device.lease(2, low=600)
@@ -342,10 +261,7 @@ def test_a_minimum_is_served_from_those_above_theirs_and_never_from_below() -> N
 
 
 def test_nobody_grows_past_a_minimum_that_is_waited_for() -> None:
-    device = Device()
-    device.lease(1, low=300, priority=5, granule=64)
-    device.lease(2, priority=0)
-    device.external = 610
+    device = Device(external=610).lease(1, low=300, priority=5, granule=64).lease(2, priority=0)
     device.run(1)
     assert device.grants() == {1: 256, 2: 0}  # 44 are missing, 34 are left: less than a granule
     device.ask(2, 10)
@@ -353,11 +269,7 @@ def test_nobody_grows_past_a_minimum_that_is_waited_for() -> None:
 
 
 def test_who_holds_something_free_gives_before_one_who_uses_all() -> None:
-    device = Device()
-    device.lease(1)
-    device.lease(2, weight=0.5)
-    device.ask(1, 480, seconds=0.001)
-    device.ask(2, 400)
+    device = Device().lease(1, ask=480, for_s=0.001).lease(2, weight=0.5, ask=400)
     device.obey(device.settle())
     device.account.report(1, free_bytes=30)
     device.lease(3, low=50, high=50)  # 30 of them must be made room for; by weight the second has too much
@@ -365,25 +277,17 @@ def test_who_holds_something_free_gives_before_one_who_uses_all() -> None:
 
 
 def test_the_lower_priority_gives_first() -> None:
-    device = Device()
-    device.lease(1, priority=0)
-    device.lease(2, priority=5)
-    device.ask(1, 150)
-    device.ask(2, 5000)
-    device.external = 600
+    device = Device(external=600).lease(1, priority=0, ask=150).lease(2, priority=5, ask=5000)
     device.run(3)
     assert device.grants() == {1: 150, 2: 130}
     device.external = 300
     device.run(3)
     device.lease(3, low=400)
-    (_, recall) = device.tick()
-    assert recall == Recall(2, 50, 1.0)
+    assert device.tick()[1:] == [Recall(2, 50, 1.0)]
 
 
 def test_recalls_are_cumulative_and_the_grant_falls_by_answers_alone() -> None:
-    device = Device()
-    device.lease(1)
-    device.ask(1, 5000)
+    device = Device().lease(1, ask=5000)
     device.run(2)
     device.external = 150
     assert device.run(0) == [] and device.tick() == []  # one sample proves nothing
@@ -404,10 +308,7 @@ def test_recalls_are_cumulative_and_the_grant_falls_by_answers_alone() -> None:
 
 
 def test_who_gives_back_unasked_does_not_want_it_any_more() -> None:
-    device = Device()
-    device.lease(1)
-    device.lease(2)
-    device.ask(1, 500)
+    device = Device().lease(1, ask=500).lease(2)
     device.run(2)
     device.unmap(1, 200)
     assert device.run(5) == []
@@ -421,20 +322,8 @@ def test_who_gives_back_unasked_does_not_want_it_any_more() -> None:
     assert device.grants() == {1: 880, 2: 0}
 
 
-def test_a_grant_does_not_fall_below_the_minimum() -> None:
-    device = Device()
-    device.lease(1, low=300)
-    device.run(1)
-    device.unmap(1, 0)
-    assert device.granted(1) == 300
-
-
 def test_an_overdue_lease_gets_nothing_and_the_others_are_served_meanwhile() -> None:
-    device = Device()
-    for lease_id in (1, 2, 3):
-        device.lease(lease_id, low=50)
-    device.ask(1, 600)
-    device.ask(2, 280)
+    device = Device().lease(1, low=50, ask=600).lease(2, low=50, ask=280).lease(3, low=50)
     device.run(3)
     assert device.grants() == {1: 550, 2: 280, 3: 50}
     device.ask(3, 300)
@@ -455,9 +344,7 @@ def test_an_overdue_lease_gets_nothing_and_the_others_are_served_meanwhile() -> 
 
 def overdue_for_a_external() -> Device:
     """Engine 1 has kept 600 of which an external process of 400 wanted some."""
-    device = Device()
-    device.lease(1, low=50)
-    device.ask(1, 600)
+    device = Device().lease(1, low=50, ask=600)
     device.obey(device.settle())
     device.external = 400
     assert [type(order) for order in [*device.tick(), *device.tick()]] == [Recall]
@@ -482,8 +369,7 @@ def test_an_overdue_recall_is_withdrawn_when_nobody_needs_it_any_more() -> None:
 def test_an_overdue_recall_stays_while_another_lease_waits() -> None:
     device = overdue_for_a_external()
     device.external = 0
-    device.lease(2, low=50)
-    device.ask(2, 900)
+    device.lease(2, low=50, ask=900)
     device.run(200)
     assert device.account.state.leases[1].recalls and device.granted(2) == 280, "all but what the other keeps"
     device.ask(2, 200)
@@ -501,9 +387,7 @@ def test_an_overdue_recall_stays_while_a_reservation_waits() -> None:
 
 
 def test_nobody_is_granted_what_the_device_has_not_whatever_he_says_he_holds() -> None:
-    device = Device()
-    device.lease(1)
-    device.ask(1, 500)
+    device = Device().lease(1, ask=500)
     device.obey(device.settle())
     with pytest.raises(InvalidLease, match="cannot hold"):
         device.lease(2, held=CAPACITY + 1)
@@ -513,8 +397,7 @@ def test_nobody_is_granted_what_the_device_has_not_whatever_he_says_he_holds() -
 
 
 def test_a_lowered_minimum_is_what_is_promised_from_then_on() -> None:
-    device = Device()
-    device.lease(1, low=500)
+    device = Device().lease(1, low=500)
     device.run(1)
     assert device.granted(1) == 500
     device.account.lower_min(1, 200)
@@ -528,10 +411,7 @@ def test_a_lowered_minimum_is_what_is_promised_from_then_on() -> None:
 
 
 def test_who_was_cut_off_may_map_what_he_was_granted_until_he_sees_it() -> None:
-    device = Device()
-    device.lease(1)
-    device.lease(2)
-    device.ask(1, 600)
+    device = Device().lease(1, ask=600).lease(2)
     device.settle()
     device.hold(1, 100)
     device.ask(2, 280)
@@ -548,9 +428,7 @@ def test_who_was_cut_off_may_map_what_he_was_granted_until_he_sees_it() -> None:
 
 
 def test_a_lease_rests_between_recalls_for_the_growth_of_others() -> None:
-    device = Device()
-    device.lease(1)
-    device.ask(1, 5000, seconds=0.001)
+    device = Device().lease(1, ask=5000, for_s=0.001)
     device.obey(device.settle())
     device.lease(2)
     recalls = []
@@ -562,10 +440,8 @@ def test_a_lease_rests_between_recalls_for_the_growth_of_others() -> None:
 
 
 def test_what_lies_idle_goes_without_a_rest() -> None:
-    """A burst next door would wait for nothing."""
-    device = Device()
-    device.lease(1)
-    device.ask(1, 5000, seconds=0.001)
+    """A burst of another engine would wait for nothing."""
+    device = Device().lease(1, ask=5000, for_s=0.001)
     device.obey(device.settle())
     device.lease(2)
     for step in range(85):
@@ -575,13 +451,8 @@ def test_what_lies_idle_goes_without_a_rest() -> None:
         assert device.granted(2) >= 10 * step
 
 
-# ---- external processes ----------------------------------------------------------------------------------
-
-
 def test_a_external_is_served_within_two_samples_and_what_it_leaves_comes_back_after_the_cooldown() -> None:
-    device = Device()
-    device.lease(1, low=50)
-    device.ask(1, 5000)
+    device = Device().lease(1, low=50, ask=5000)
     device.run(3)
     assert device.granted(1) == 880
     device.external = 400
@@ -590,31 +461,14 @@ def test_a_external_is_served_within_two_samples_and_what_it_leaves_comes_back_a
     device.obey(device.told[-1:])
     device.run(5)
     device.external = 0
-    orders = device.run(90)  # 1.8 s
-    assert orders == []
+    assert device.run(90) == []  # 1.8 s
     assert device.run(20) == [Grant(1, 880, 400)]
-
-
-def test_a_short_spike_recalls_nothing() -> None:
-    device = Device()
-    device.lease(1)
-    device.ask(1, 5000)
-    device.run(3)
-    for _ in range(50):
-        device.external = 300
-        assert device.tick() == []
-        device.external = 0
-        assert device.tick() == []
 
 
 def test_a_load_that_swings_by_one_percent_around_the_mark_moves_nothing() -> None:
     """Scenario 66, with the usual rules."""
-    device = Device(rules=Rules.of(CAPACITY), capacity=CAPACITY)
-    device.lease(1)
-    device.ask(1, 5000)
-    device.external = 300
+    device, changes = Device(rules=Rules.of(CAPACITY), external=300).lease(1, ask=5000), 0
     device.run(200)
-    changes = 0
     for period in (2, 5, 33, 150, 400):
         for step in range(1000):
             device.external = 300 + (10 if step // period % 2 else -10)
@@ -624,12 +478,8 @@ def test_a_load_that_swings_by_one_percent_around_the_mark_moves_nothing() -> No
 
 @pytest.mark.parametrize("period", [2, 5, 33, 150, 400])
 def test_a_larger_swing_moves_the_pool_at_most_once_a_cooldown(period: int) -> None:
-    device = Device()
-    device.lease(1)
-    device.ask(1, 5000)
-    device.external = 300
+    device, changes = Device(external=300).lease(1, ask=5000), 0
     device.run(200)
-    changes = 0
     for step in range(2000):  # 40 s, 20 cool-downs
         device.external = 300 + (40 if step // period % 2 else -40)
         changes += len(device.run(1))
@@ -637,9 +487,7 @@ def test_a_larger_swing_moves_the_pool_at_most_once_a_cooldown(period: int) -> N
 
 
 def test_an_ordinary_map_does_not_look_like_a_external() -> None:
-    device = Device()
-    device.lease(1)
-    device.ask(1, 5000)
+    device = Device().lease(1, ask=5000)
     device.run(1)
     for held in range(0, 880, 44):  # memory comes while it is measured; the record says between which bounds
         device.now_ns += 20 * MS
@@ -649,45 +497,31 @@ def test_an_ordinary_map_does_not_look_like_a_external() -> None:
 
 
 def test_while_an_engine_maps_the_rest_is_granted_by_the_worst_view() -> None:
-    device = Device()
-    device.lease(1)
-    device.lease(2)
-    device.ask(1, 500)
+    device = Device().lease(1, ask=500).lease(2)
     device.settle()
     device.ask(2, 380)
-    device.account.measured(
-        CAPACITY, CAPACITY - 300, {1: HeldBounds(100, 500)}, 0
-    )  # it may be 200 of an external process's
+    # It may be 200 of an external process's.
+    device.account.measured(CAPACITY, CAPACITY - 300, {1: HeldBounds(100, 500)}, 0)
     assert device.settle() == [Grant(2, 180, 180)]
     device.account.measured(CAPACITY, CAPACITY - 500, {1: HeldBounds(500, 500)}, 0)
     assert device.settle() == [Grant(2, 380, 200)]
 
 
 def test_more_than_is_granted_counts_as_foreign() -> None:
-    device = Device()
-    device.lease(1)
-    device.ask(1, 200)
+    device = Device().lease(1, ask=200)
     device.settle()
     device.hold(1, 350)
     device.run(0)
     device.measure()
     device.measure()
     assert device.account.state.foreign_bytes == 150
-    device.lease(2)
-    device.ask(2, 5000)
+    device.lease(2, ask=5000)
     device.tick()
     assert device.granted(2) == 1000 - 100 - 20 - 200 - 150 - (1000 - 120 - 350) % 10
 
 
-# ---- death --------------------------------------------------------------------------------------
-
-
 def test_a_dead_engines_bytes_are_granted_as_they_are_measured_back_and_not_before() -> None:
-    device = Device()
-    device.lease(1, low=100)
-    device.lease(2, low=100)
-    device.ask(1, 700)
-    device.ask(2, 180)
+    device = Device().lease(1, low=100, ask=700).lease(2, low=100, ask=180)
     device.run(3)
     device.account.end(1, device.now_ns)
     device.ask(2, 5000)
@@ -707,9 +541,7 @@ def test_a_dead_engines_bytes_are_granted_as_they_are_measured_back_and_not_befo
 @pytest.mark.parametrize(("may_return", "ticks"), [(True, 250), (False, 5)])
 def test_memory_that_does_not_come_back_is_foreign_in_the_end(may_return: bool, ticks: int) -> None:
     """As when a child of the dead holds on to it; a living engine may be back, so it is waited for."""
-    device = Device()
-    device.lease(1)
-    device.ask(1, 500)
+    device = Device().lease(1, ask=500)
     device.run(2)
     device.account.end(1, device.now_ns, may_return=may_return)
     device.held[1] = 200
@@ -725,11 +557,7 @@ def test_memory_that_does_not_come_back_is_foreign_in_the_end(may_return: bool, 
 
 
 def test_what_a_dead_engine_had_not_mapped_is_free_at_once() -> None:
-    device = Device()
-    device.lease(1)
-    device.lease(2)
-    device.ask(1, 500)
-    device.ask(2, 380)
+    device = Device().lease(1, ask=500).lease(2, ask=380)
     device.settle()
     device.hold(1, 200)
     device.measure()
@@ -739,9 +567,7 @@ def test_what_a_dead_engine_had_not_mapped_is_free_at_once() -> None:
 
 
 def test_memory_that_comes_back_slowly_is_waited_for() -> None:
-    device = Device()
-    device.lease(1)
-    device.ask(1, 800)
+    device = Device().lease(1, ask=800)
     device.run(2)
     device.account.end(1, device.now_ns)
     for held in range(800, 50, -15):
@@ -752,12 +578,7 @@ def test_memory_that_comes_back_slowly_is_waited_for() -> None:
 
 def test_memory_that_was_back_before_the_death_was_known_is_granted_at_once() -> None:
     """The kernel gives a killed process' memory back before it closes its sockets."""
-    device = Device()
-    device.external = 200
-    device.lease(1)
-    device.lease(2)
-    device.ask(1, 400)
-    device.ask(2, 280)
+    device = Device(external=200).lease(1, ask=400).lease(2, ask=280)
     device.run(3)
     device.held[1] = 0  # its record still says 400
     device.account.measured(CAPACITY, 520, {1: HeldBounds(400, 400), 2: HeldBounds(280, 280)}, device.now_ns)
@@ -768,26 +589,9 @@ def test_memory_that_was_back_before_the_death_was_known_is_granted_at_once() ->
     assert device.account.reaped(device.now_ns) == (1,)
 
 
-def test_a_death_recalls_nothing_from_those_who_live() -> None:
-    device = Device()
-    device.external = 200
-    device.lease(1)
-    device.lease(2)
-    device.ask(1, 340)
-    device.ask(2, 340)
-    device.run(3)
-    device.account.end(1, device.now_ns)
-    for held in (340, 200, 200, 90, 20, 0):
-        device.held[1] = held
-        assert not [order for order in device.tick() if isinstance(order, Recall)]
-
-
 def test_a_lease_that_comes_with_memory_is_no_external_any_more() -> None:
     """After a restart of the broker, or a cut of the socket."""
-    device = Device()
-    device.external = 400  # which is really an engine
-    device.lease(1)
-    device.ask(1, 5000)
+    device = Device(external=400).lease(1, ask=5000)  # the external is really an engine
     device.run(3)
     assert device.granted(1) == 480
     device.external = 0
@@ -798,14 +602,9 @@ def test_a_lease_that_comes_with_memory_is_no_external_any_more() -> None:
     assert device.settle() == [Grant(1, 580, 100)]  # and it is not remembered for a cool-down
 
 
-# ---- what people want ---------------------------------------------------------------------------
-
-
 def test_a_limit_below_use_is_deferred_and_the_grant_follows_the_answers() -> None:
     """Scenario 63."""
-    device = Device()
-    device.lease(1, low=100, high=800)
-    device.ask(1, 5000)
+    device = Device().lease(1, low=100, high=800, ask=5000)
     device.run(2)
     assert device.account.limit(1, 500) == 300
     assert device.run(100) == []  # running requests keep their blocks
@@ -821,24 +620,24 @@ def test_a_limit_below_use_is_deferred_and_the_grant_follows_the_answers() -> No
         device.account.limit(1, 99)
 
 
-def test_a_recall_by_hand_shrinks_the_engine_also_where_there_is_room() -> None:
-    device = Device()
-    device.lease(1)
-    device.lease(2)
-    device.ask(1, 400)
+def test_a_recall_by_hand_shrinks_the_engine_also_where_there_is_room_and_is_not_undone_at_once() -> None:
+    device = Device().lease(1, low=100, ask=400).lease(2)
     device.run(2)
-    device.obey([device.account.recall(1, 300, device.now_ns)])
+    order = device.account.recall(1, 100, device.now_ns)
+    assert order == Recall(1, 300, 1.0, by_hand=True)
+    device.obey([order])
     device.ask(2, 5000)
     assert device.run(95) == [Grant(2, 480, 480)]  # the other gets what lay free, and not these
     device.run(10)
     assert device.grants() == {1: 400, 2: 480}
+    assert device.account.recall(1, 5000, device.now_ns).target_bytes == 100
+    with pytest.raises(LeaseRefused, match="nothing to recall"):
+        device.account.recall(1, 1, device.now_ns)
 
 
 def test_a_recall_by_hand_that_is_overdue_is_not_withdrawn() -> None:
     """Whoever ordered it has reasons of his own, and is told that it is not served."""
-    device = Device()
-    device.lease(1, low=100)
-    device.ask(1, 5000)
+    device = Device().lease(1, low=100, ask=5000)
     device.run(2)
     device.account.recall(1, 300, device.now_ns)
     assert device.run(300) == []
@@ -846,26 +645,8 @@ def test_a_recall_by_hand_that_is_overdue_is_not_withdrawn() -> None:
     assert lease.overdue(device.now_ns) and lease.expected_bytes == 580
 
 
-def test_a_recall_by_hand_is_not_undone_at_once() -> None:
-    device = Device()
-    device.lease(1, low=100)
-    device.ask(1, 5000)
-    device.run(2)
-    order = device.account.recall(1, 300, device.now_ns)
-    assert order == Recall(1, 580, 1.0, by_hand=True)
-    device.obey([order])
-    assert device.run(95) == []
-    assert device.run(10) == [Grant(1, 880, 300)]
-    assert device.account.recall(1, 5000, device.now_ns).target_bytes == 100
-    with pytest.raises(LeaseRefused, match="nothing to recall"):
-        device.account.recall(1, 1, device.now_ns)
-
-
 def test_a_reservation_recalls_first_and_counts_what_its_process_takes_once() -> None:
-    device = Device()
-    device.external = 100
-    device.lease(1, low=50)
-    device.ask(1, 5000)
+    device = Device(external=100).lease(1, low=50, ask=5000)
     device.run(3)
     assert device.granted(1) == 780
     device.account.reserve(7, 300)
@@ -883,9 +664,7 @@ def test_a_reservation_recalls_first_and_counts_what_its_process_takes_once() ->
 
 
 def test_a_reservation_is_not_for_externals_who_have_left() -> None:
-    device = Device()
-    device.external = 100
-    device.lease(1)
+    device = Device(external=100).lease(1)
     device.run(3)
     device.account.reserve(7, 300)
     device.external = 0
@@ -895,14 +674,10 @@ def test_a_reservation_is_not_for_externals_who_have_left() -> None:
 
 
 def test_a_reservation_that_can_never_be_is_refused_with_the_numbers() -> None:
-    device = Device(capacity=1 << 30, rules=Rules(1 << 26, 1 << 20))
-    device.lease(1, low=512 << 20)
+    device = Device(capacity=1 << 30, rules=Rules(1 << 26, 1 << 20)).lease(1, low=512 << 20)
     device.account.reserve(1, 200 << 20)
     with pytest.raises(LeaseRefused, match=r"300.00 MiB cannot be reserved: of 1.00 GiB, 248.00 MiB are neither"):
         device.account.reserve(2, 300 << 20)
-
-
-# ---- random lives -------------------------------------------------------------------------------
 
 
 class Engine:
@@ -1058,17 +833,16 @@ class World:
             assert granted + foreign + self.rules.headroom_bytes <= CAPACITY
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_grants_foreign_memory_and_headroom_never_exceed_the_capacity(seed: int) -> None:
+def test_grants_foreign_memory_and_headroom_never_exceed_the_capacity() -> None:
     """Though maps run while the device is measured, measurements are late, engines die and external processes come and go."""
-    world = World(seed)
-    for _ in range(1500):
-        world.step()
-    assert world.grants > 20
-    assert world.recalls > 2
+    for seed in range(30):
+        world = World(seed)
+        for _ in range(1500):
+            world.step()
+        assert world.grants > 20 and world.recalls > 2, seed
 
 
-@pytest.mark.parametrize("seed", range(40))
+@given(seed=st.integers(0, 2**32 - 1))
 def test_minimums_are_always_reachable(seed: int) -> None:
     """Whatever the others took before: without external processes everybody comes to his minimum, and keeps it."""
     r = random.Random(seed)
@@ -1086,10 +860,6 @@ def test_minimums_are_always_reachable(seed: int) -> None:
 
 def test_a_granule_that_is_left_goes_to_the_least_served_by_weight() -> None:
     """980 bytes are 482 and 498, by weight; both get 400 in whole granules, which is less for the heavier one."""
-    device = Device(capacity=1100)
-    device.lease(1, granule=100)
-    device.lease(2, weight=1.033, granule=100)
-    for lease_id in (1, 2):
-        device.ask(lease_id, 900)
+    device = Device(capacity=1100).lease(1, granule=100, ask=900).lease(2, weight=1.033, granule=100, ask=900)
     device.run(5)
     assert device.grants() == {1: 400, 2: 500}

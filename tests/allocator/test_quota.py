@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from broker_rig import DEVICE, Bench, Clock, Numbers, broker_thread, processes, short_folder
+from broker_rig import DEVICE, Bench, Numbers, broker_thread, on_a_bench, processes
 
 from pagetide.allocator import broker as broker_module
 from pagetide.allocator import broker_connection, wire
@@ -21,38 +19,14 @@ QUOTA = Quota(engines=3, share=0.5, exempt=frozenset({0, 77}))
 ANN, OWNER = 1001, 77
 
 
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with short_folder() as path:
-        yield path
-
-
-# ---- the rules ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("uid", "living", "ending", "said"),
     [
         (ANN, 2, 3, None),
         (ANN, 0, 5, None),
-        (
-            ANN,
-            3,
-            0,
-            "ann has 3 engines and reservations at this broker, and one user may have 3: end some, or have the ",
-        ),
-        (
-            ANN,
-            2,
-            4,
-            "ann has 2 engines and reservations at this broker, and 4 that have ended and whose memory is not back; ",
-        ),
-        (
-            ANN,
-            0,
-            6,
-            "one user may have 6 of both: try again in a few seconds, or have the monitor's owner raise the bound",
-        ),
+        (ANN, 3, 0, "ann has 3 engines and reservations at this broker, and one user may have 3: end some, or "),
+        (ANN, 2, 4, "ann has 2 engines and reservations at this broker, and 4 that have ended and whose memory "),
+        (ANN, 0, 6, "and whose memory is not back; one user may have 6 of both: try again in a few seconds, or "),
         (0, 99, 99, None),
         (OWNER, 99, 99, None),
     ],
@@ -63,7 +37,8 @@ def test_places(uid: int, living: int, ending: int, said: str | None) -> None:
         return
     with pytest.raises(LeaseRefused) as refusal:
         QUOTA.check_place(uid, "ann", living, ending)
-    assert said in str(refusal.value) and "vram-monitor serve --user-engines N" in str(refusal.value)
+    assert said in str(refusal.value) and "or have the monitor's owner raise the bound" in str(refusal.value)
+    assert "vram-monitor serve --user-engines N" in str(refusal.value)
 
 
 @pytest.mark.parametrize("kind", [LeaseRefused, MinimumsExceedCapacity])
@@ -77,134 +52,96 @@ def test_promises(kind: type[LeaseRefused]) -> None:
             QUOTA.check_promise(ANN, "ann", Promise("a min for 'x'", asked, kind), promised, 900)
         assert type(refusal.value) is kind
         said = str(refusal.value)
-        assert (
-            f"makes {promised + asked} bytes with what ann is promised of this device already ({promised} bytes)"
-            in said
-        )
+        assert f"makes {promised + asked} bytes with what ann is promised of this device already ({promised}" in said
         assert "one user may be promised 450 bytes, 50% of the 900 bytes that can be leased" in said
-        assert (
-            f"Ask for {left} bytes or less, end an engine of ann, or have the monitor's owner raise the bound" in said
-        )
+        assert f"Ask for {left} bytes or less, end an engine of ann, or have the monitor's owner raise" in said
 
 
-# ---- a broker whose clients are all one user's --------------------------------------------------
-
-
-def bound(folder: Path, **changes: object) -> Bench:
-    """A broker that binds the user of this process."""
-    quota = {"engines": 4, "share": 0.5, "exempt": frozenset[int]()} | changes
-    return Bench(folder / "broker", quota=Quota(**quota))  # type: ignore[arg-type]
+BOUND = Quota(engines=4, share=0.5, exempt=frozenset[int]())  # binds the user of this process
 
 
 def register(name: str = "x", low: int = 0) -> wire.RegisterMessage:
     return wire.RegisterMessage(name, DEVICE, low, None, 1.0, 0, 10, 0)
 
 
-def test_one_engine_too_many_is_refused_and_the_others_go_on(folder: Path) -> None:
-    async def within() -> None:
-        async with bound(folder) as bench:
-            engines = [await bench.engine("a") for _ in range(3)]
-            person = bench.client()
-            assert await person.say(wire.ReserveMessage(DEVICE, 10)) == [wire.ReservedMessage(10)]
-            for message in (register(), wire.ReserveMessage(DEVICE, 10)):
-                (answer,) = await bench.client().say(message)
-                assert isinstance(answer, wire.RefusedMessage) and answer.code == "refused"
-                assert (
-                    "has 4 engines and reservations at this broker, and one user may have 4: end some" in answer.message
-                )
-            assert [type(message) for message in await engines[0].say(wire.AskMessage(200, 60_000))] == [
-                wire.GrantMessage
-            ]
-            await engines[0].say(wire.ReleaseMessage())
-            await bench.tick()
-            await bench.engine("b")
-
-    asyncio.run(within())
+@on_a_bench(quota=BOUND)
+async def test_one_engine_too_many_is_refused_and_the_others_go_on(bench: Bench) -> None:
+    engines = [await bench.engine("a") for _ in range(3)]
+    person = bench.client()
+    assert await person.say(wire.ReserveMessage(DEVICE, 10)) == [wire.ReservedMessage(10)]
+    for message in (register(), wire.ReserveMessage(DEVICE, 10)):
+        (answer,) = await bench.client().say(message)
+        assert isinstance(answer, wire.RefusedMessage) and answer.code == "refused"
+        assert "has 4 engines and reservations at this broker, and one user may have 4: end some" in answer.message
+    assert [type(message) for message in await engines[0].say(wire.AskMessage(200, 60_000))] == [wire.GrantMessage]
+    await engines[0].say(wire.ReleaseMessage())
+    await bench.tick()
+    await bench.engine("b")
 
 
-def test_ended_leases_whose_memory_is_not_back_count_too(folder: Path) -> None:
+@on_a_bench(quota=BOUND)
+async def test_ended_leases_whose_memory_is_not_back_count_too(bench: Bench) -> None:
     """One client that registers and releases without end would use up the broker's descriptors."""
-
-    async def within() -> None:
-        async with bound(folder) as bench:
-            bench.numbers.used = 800
-            await bench.tick()
-            client = bench.client()
-            before = len(os.listdir("/proc/self/fd"))
-            refused = 0
-            for _ in range(40):
-                answer, *_ = await client.say(
-                    wire.RegisterMessage("x", DEVICE, 0, None, 1.0, 0, 10, 50), wire.ReleaseMessage()
-                )
-                refused += isinstance(answer, wire.RefusedMessage)
-            assert refused == 32
-            assert len(bench.broker.leases()) == 8
-            assert len(os.listdir("/proc/self/fd")) <= before + 1 + 8 * 3  # of these a third is the client's
-            for _ in range(300):
-                await bench.tick()
-            assert bench.broker.leases() == ()
-            await bench.engine("b")
-
-    asyncio.run(within())
+    bench.numbers.used = 800
+    await bench.tick()
+    client = bench.client()
+    before = len(os.listdir("/proc/self/fd"))
+    refused = 0
+    for _ in range(40):
+        answer, *_ = await client.say(wire.RegisterMessage("x", DEVICE, 0, None, 1.0, 0, 10, 50), wire.ReleaseMessage())
+        refused += isinstance(answer, wire.RefusedMessage)
+    assert refused == 32
+    assert len(bench.broker.leases()) == 8
+    assert len(os.listdir("/proc/self/fd")) <= before + 1 + 8 * 3  # of these a third is the client's
+    for _ in range(300):
+        await bench.tick()
+    assert bench.broker.leases() == ()
+    await bench.engine("b")
 
 
-def test_engines_that_come_back_are_not_one_too_many(folder: Path) -> None:
-    async def within() -> None:
-        async with bound(folder) as bench:
-            for _ in range(3):  # all are cut off and come back, as often as it may be
-                engines = [await bench.engine(f"engine {number}", 100, held_bytes=100) for number in range(4)]
-                assert len(bench.broker.leases()) == 4
-                for engine in engines:
-                    engine.close()
-                await bench.pump()
-                bench.clients.clear()
-
-    asyncio.run(within())
+@on_a_bench(quota=BOUND)
+async def test_engines_that_come_back_are_not_one_too_many(bench: Bench) -> None:
+    for _ in range(3):  # all are cut off and come back, as often as it may be
+        engines = [await bench.engine(f"engine {number}", 100, held_bytes=100) for number in range(4)]
+        assert len(bench.broker.leases()) == 4
+        for engine in engines:
+            engine.close()
+        await bench.pump()
+        bench.clients.clear()
 
 
-def test_minimums_and_reservations_beyond_the_share_are_refused_with_what_to_do(folder: Path) -> None:
-    async def within() -> None:
-        async with bound(folder) as bench:
-            a = await bench.engine("a", 300)
-            person = bench.client()
-            assert await person.say(wire.ReserveMessage(DEVICE, 100)) == [wire.ReservedMessage(100)]
-            (answer,) = await bench.client().say(register("b", 51))
-            assert isinstance(answer, wire.RefusedMessage) and answer.code == "minimums", (
-                "an engine waits for those that load"
-            )
-            assert "a min for 'b' of 51 bytes makes 451 bytes" in answer.message
-            assert "Ask for 50 bytes or less" in answer.message
-            (answer,) = await bench.client().say(wire.ReserveMessage(DEVICE, 51))
-            assert isinstance(answer, wire.RefusedMessage) and answer.code == "refused"
-            assert "a reservation of 51 bytes makes 451 bytes" in answer.message
-            b = await bench.engine("b", 50)
-            await a.say(wire.LowerMinMessage(100))  # it has loaded
-            await bench.engine("c", 200)
-            person.close()
-            b.close()
-            await bench.pump()
-            await bench.engine("d", 150)
-            assert [row.min_bytes for row in bench.broker.leases() if row.state != "reaping"] == [100, 200, 150]
-
-    asyncio.run(within())
+@on_a_bench(quota=BOUND)
+async def test_minimums_and_reservations_beyond_the_share_are_refused_with_what_to_do(bench: Bench) -> None:
+    a = await bench.engine("a", 300)
+    person = bench.client()
+    assert await person.say(wire.ReserveMessage(DEVICE, 100)) == [wire.ReservedMessage(100)]
+    (answer,) = await bench.client().say(register("b", 51))
+    assert isinstance(answer, wire.RefusedMessage) and answer.code == "minimums", "an engine waits for those that load"
+    assert "a min for 'b' of 51 bytes makes 451 bytes" in answer.message
+    assert "Ask for 50 bytes or less" in answer.message
+    (answer,) = await bench.client().say(wire.ReserveMessage(DEVICE, 51))
+    assert isinstance(answer, wire.RefusedMessage) and answer.code == "refused"
+    assert "a reservation of 51 bytes makes 451 bytes" in answer.message
+    b = await bench.engine("b", 50)
+    await a.say(wire.LowerMinMessage(100))  # it has loaded
+    await bench.engine("c", 200)
+    person.close()
+    b.close()
+    await bench.pump()
+    await bench.engine("d", 150)
+    assert [row.min_bytes for row in bench.broker.leases() if row.state != "reaping"] == [100, 200, 150]
 
 
-def test_each_device_has_a_share_of_its_own(folder: Path) -> None:
-    async def within() -> None:
-        async with bound(folder) as bench:
-            bench.numbers = bench.broker._table._readings = TwoDevices(bench.clock)
-            await bench.engine("a", 450)
-            await bench.engine("b", 450, device_uuid="GPU-2")
-            (answer,) = await bench.client().say(register("c", 1))
-            assert isinstance(answer, wire.RefusedMessage)
-
-    asyncio.run(within())
+@on_a_bench(quota=BOUND)
+async def test_each_device_has_a_share_of_its_own(bench: Bench) -> None:
+    bench.numbers = bench.broker._table._readings = TwoDevices(bench.clock)
+    await bench.engine("a", 450)
+    await bench.engine("b", 450, device_uuid="GPU-2")
+    (answer,) = await bench.client().say(register("c", 1))
+    assert isinstance(answer, wire.RefusedMessage)
 
 
 class TwoDevices(Numbers):
-    def __init__(self, clock: Clock) -> None:
-        super().__init__(clock)
-
     def devices(self):  # type: ignore[no-untyped-def]
         (info,) = super().devices()
         return info, type(info)("GPU-2", "1", info.kind)
@@ -213,8 +150,9 @@ class TwoDevices(Numbers):
         return super().memory(DEVICE)
 
 
-def test_of_clients_that_hold_nothing_those_of_the_user_with_most_of_them_go(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+@on_a_bench(quota=BOUND)
+async def test_of_clients_that_hold_nothing_those_of_the_user_with_most_of_them_go(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(broker_module, "MAX_CONNECTIONS", 20)
     credentials = {"uid": 1}
@@ -225,21 +163,14 @@ def test_of_clients_that_hold_nothing_those_of_the_user_with_most_of_them_go(
 
     monkeypatch.setattr(broker_connection, "Peer", Known)
 
-    async def within() -> None:
-        async with bound(folder) as bench:
-            quiet = [bench.client() for _ in range(3)]  # the oldest, and nobody else's business
-            await bench.pump()
-            credentials["uid"] = 2
-            crowd = [bench.client() for _ in range(60)]
-            await bench.pump()
-            assert len(bench.broker._connections) == 20
-            assert not any([await client.ends() for client in quiet])
-            assert sum([await client.ends() for client in crowd]) == 60 - 17
-
-    asyncio.run(within())
-
-
-# ---- several users ------------------------------------------------------------------------------
+    quiet = [bench.client() for _ in range(3)]  # the oldest, and nobody else's business
+    await bench.pump()
+    credentials["uid"] = 2
+    crowd = [bench.client() for _ in range(60)]
+    await bench.pump()
+    assert len(bench.broker._connections) == 20
+    assert not any([await client.ends() for client in quiet])
+    assert sum([await client.ends() for client in crowd]) == 60 - 17
 
 
 @pytest.mark.skipif(getattr(os, "geteuid", lambda: 1)() != 0, reason="only root starts processes of several users")

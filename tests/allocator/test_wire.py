@@ -1,84 +1,99 @@
-"""Frames and messages: every message there and back, every kind of nonsense refused with a sentence, any pieces."""
+"""Frames and messages: every kind as it was recorded, every kind of nonsense refused with a sentence, any pieces."""
 
 from __future__ import annotations
 
 import contextlib
+import io
+import itertools
 import json
 import math
-import random
 import struct
 from typing import Any, get_args
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pagetide.allocator import wire
 from pagetide.allocator.errors import InvalidLease, LeaseRefused, MinimumsExceedCapacity, ProtocolViolation
 
-REGISTER = wire.RegisterMessage("chat", "GPU-1", 1 << 30, None, 1.5, -3, 2 << 20, 0)
-VIEW = wire.LeaseView(
-    1, "chat", 77, "ann", "GPU-1", 0, 5, 1.0, 0, 4, 3, {"weights": 2, "kv": 1}, 1, None, "recalling", 2, 40
-)  # fmt: skip
-SAMPLES: list[wire.Message] = [
-    wire.HelloMessage(1),
-    REGISTER,
-    wire.AskMessage(5, 100),
-    wire.ReportMessage({"kv": 1}, 0),
-    wire.UnmappedMessage(7, wire.OrderGeneration(1, 2)),
-    wire.LowerMinMessage(4),
-    wire.WithdrawMessage(1, wire.OrderGeneration(1, 6)),
-    wire.ReleaseMessage(),
-    wire.ListLeasesMessage(),
-    wire.SetLimitMessage("chat", 5),
-    wire.RecallBytesMessage("77", 5),
-    wire.ReserveMessage("GPU-1", 9),
-    wire.WelcomeMessage(1, 2, 3),
-    wire.RegisteredMessage(1, wire.OrderGeneration(2**53, 3), 0),
-    wire.GrantMessage(1, wire.OrderGeneration(1, 4), 10),
-    wire.RecallMessage(1, wire.OrderGeneration(1, 5), 0, 1000),
-    wire.LimitMessage(1, 5, wire.OrderGeneration(1, 7)),
-    wire.RefusedMessage("unknown", "no engine 'ä'"),
-    VIEW,
-    wire.DoneMessage(),
-    wire.LimitSetMessage(5, 1),
-    wire.RecallingMessage(4, 100),
-    wire.ReservedMessage(9),
+# Every kind of frame as a broker and an engine of protocol 2 wrote it: recorded between processes of two commits, `withdraw`
+# and `refused` written after them. A change that breaks a test of these needs a new protocol version.
+RECORDED = [
+    '{"type":"hello","protocol":2}',
+    (
+        '{"type":"register","name":"demo-71","device_uuid":"HOST-1","min_bytes":752374784,"max_bytes":9424291'
+        '84,"weight":1.0,"priority":0,"granule_bytes":6553600,"held_bytes":443682816}'
+    ),
+    '{"type":"report","held":{"weights":31998976,"other":531237888},"free_bytes":0}',
+    '{"type":"lower_min","min_bytes":663543808}',
+    '{"type":"unmapped","held_bytes":742187008,"generation":[39528,1]}',
+    '{"type":"ask","target_bytes":722526208,"expires_ms":1000}',
+    '{"type":"list_leases"}',
+    '{"type":"recall_bytes","engine":"demo-71","num_bytes":31457280}',
+    '{"type":"set_limit","engine":"demo-71","max_bytes":838860800}',
+    '{"type":"reserve","device_uuid":"HOST-1","num_bytes":20971520}',
+    '{"type":"release"}',
+    '{"type":"welcome","protocol":2,"epoch":39528,"pid":55}',
+    '{"type":"registered","lease_id":1,"generation":[39528,1],"granted_bytes":752374784}',
+    '{"type":"grant","lease_id":1,"generation":[39528,2],"granted_bytes":722526208}',
+    (
+        '{"type":"lease_view","lease_id":1,"name":"demo-71","pid":71,"user":"root","device_uuid":"HOST-1","mi'
+        'n_bytes":663543808,"max_bytes":942429184,"weight":1.0,"priority":0,"granted_bytes":853598208,"held_b'
+        'ytes":794615808,"held":{"weights":31998976,"other":611884032,"kv":150732800},"free_bytes":6553600,"a'
+        'sked_bytes":null,"state":"ok","recall_target_bytes":null,"recall_age_ms":null}'
+    ),
+    '{"type":"done"}',
+    '{"type":"recall","lease_id":1,"generation":[39528,12],"target_bytes":763158528,"deadline_ms":1000}',
+    '{"type":"recalling","target_bytes":763158528,"deadline_ms":1000}',
+    '{"type":"limit","lease_id":1,"max_bytes":838860800,"generation":[39528,13]}',
+    '{"type":"limit_set","max_bytes":838860800,"over_bytes":0}',
+    '{"type":"reserved","num_bytes":20971520}',
+    '{"type":"withdraw","lease_id":1,"generation":[39528,14]}',
+    (
+        '{"type":"refused","code":"refused","message":"\'demo-71\' holds 814.28 MiB, and 814.28 MiB is its mini'
+        'mum: there is nothing to recall"}'
+    ),
 ]
+SAMPLES: list[wire.Message] = [
+    *(wire.from_payload(text.encode()) for text in RECORDED),
+    wire.RegisteredMessage(1, wire.OrderGeneration(2**53, 3), 0),
+    wire.LimitMessage(1, 5),
+    wire.RefusedMessage("unknown", "no engine 'ä'"),
+    wire.LeaseView(
+        1, "chat", 77, "ann", "GPU-1", 0, 5, 1.0, 0, 4, 3, {"weights": 2, "kv": 1}, 1, None, "recalling", 2, 40
+    ),
+]  # fmt: skip
 
 
 def payload(**content: Any) -> bytes:
     return json.dumps(content).encode()
 
 
-def test_the_names_on_the_wire_are_those_of_version_2() -> None:
-    names = [wire.to_frame(message)[4:].split(b'"')[3].decode() for message in SAMPLES]
-    assert sorted(names) == [
-        "ask", "done", "grant", "hello", "lease_view", "limit", "limit_set", "list_leases", "lower_min", "recall",
-        "recall_bytes", "recalling", "refused", "register", "registered", "release", "report", "reserve", "reserved",
-        "set_limit", "unmapped", "welcome", "withdraw",
-    ]  # fmt: skip
-
-
-def test_every_message_is_among_the_samples() -> None:
+def test_there_is_a_recorded_frame_of_every_kind() -> None:
+    assert {json.loads(text)["type"] for text in RECORDED} == set(wire._KINDS)
     assert {type(message) for message in SAMPLES} == {*get_args(wire.FromClient), *get_args(wire.FromBroker)}
+    assert wire.PROTOCOL == 2
 
 
-@pytest.mark.parametrize("message", SAMPLES, ids=lambda message: type(message).__name__)
-def test_a_message_comes_out_as_it_went_in(message: wire.Message) -> None:
-    frame = wire.to_frame(message)
-    assert struct.unpack(">I", frame[:4]) == (len(frame) - 4,)
-    assert wire.from_payload(frame[4:]) == message
+def test_a_recorded_frame_is_read_and_would_be_sent_the_same() -> None:
+    for text, message in zip(RECORDED, SAMPLES, strict=False):
+        assert wire.to_frame(message) == struct.pack(">I", len(text)) + text.encode()
 
 
-@given(st.randoms(use_true_random=False))
-def test_frames_may_come_in_any_pieces(pieces: random.Random) -> None:
-    stream = b"".join(wire.to_frame(message) for message in SAMPLES)
-    decoder, found, at = wire.FrameDecoder(), list[wire.Message](), 0
-    while at < len(stream):
-        size = pieces.choice([1, 2, 3, 7, 100, 1000])
-        found += decoder.feed(stream[at : at + size])
-        at += size
+def test_a_message_comes_out_as_it_went_in() -> None:
+    for message in SAMPLES[len(RECORDED) :]:
+        assert wire.from_payload(wire.to_frame(message)[4:]) == message
+
+
+@given(st.lists(st.sampled_from([1, 2, 3, 7, 100, 1000]), min_size=1))
+def test_frames_may_come_in_any_pieces(sizes: list[int]) -> None:
+    stream = io.BytesIO(b"".join(wire.to_frame(message) for message in SAMPLES))
+    decoder, found = wire.FrameDecoder(), list[wire.Message]()
+    for size in itertools.cycle(sizes):
+        if not (piece := stream.read(size)):
+            break
+        found += decoder.feed(piece)
     assert found == SAMPLES
     assert not decoder.has_part
 
@@ -104,12 +119,12 @@ ASK = {"type": "ask", "target_bytes": 5, "expires_ms": 100}
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (b"", "no JSON"),
-        (b"\xff\xfe", "no JSON"),
-        (b"{", "no JSON"),
-        (b"[" * 60_000, "no JSON"),
-        (b'{"type":"ask","target_bytes":NaN,"expires_ms":1}', "NaN is no number"),
-        (b'{"type":"ask","target_bytes":' + b"9" * 5000 + b',"expires_ms":1}', "no JSON"),
+        (b"", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (b"{", "not JSON"),
+        (b"[" * 60_000, "not JSON"),
+        (b'{"type":"ask","target_bytes":NaN,"expires_ms":1}', "NaN is not a JSON number"),
+        (b'{"type":"ask","target_bytes":' + b"9" * 5000 + b',"expires_ms":1}', "not JSON"),
         (b"[]", "must be a JSON object"),
         (b'"ask"', "must be a JSON object"),
         (payload(target_bytes=1), "the type of a frame must be one of hello, register"),
@@ -164,7 +179,6 @@ def test_what_the_other_side_would_refuse_is_not_sent() -> None:
             wire.to_frame(message)
 
 
-@settings(max_examples=120)
 @given(st.binary(max_size=200))
 def test_bytes_at_random_are_refused_or_understood_exactly(data: bytes) -> None:
     for content in (data, b'{"type":"ask",' + data):
@@ -193,7 +207,6 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=120)
 @given(st.sampled_from(SAMPLES), st.data())
 def test_one_field_at_random_is_refused_or_understood_exactly(message: wire.Message, data: st.DataObject) -> None:
     content = json.loads(wire.to_frame(message)[4:])

@@ -5,17 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from fakes import World
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from row_cache import BLOCK_SIZE as SIZE
+from row_cache import A, B, C, RowCache
 
 from pagetide.cache.eviction import Lru
 from pagetide.cache.manager import CacheManager
-from pagetide.cache.prefix_hash import Chain, PrefixHasher
+from pagetide.cache.prefix_hash import PrefixHasher
 from pagetide.cache.prefix_tree import Nodes, PrefixTree
 from pagetide.cache.reuse_density import ReuseDensity
-
-SIZE = 4
-A, B, C = (list(range(start, start + 17)) for start in (100, 200, 300))  # 4 full blocks and a token each
 
 
 class PromptInput(Lru):
@@ -30,30 +29,23 @@ class PromptInput(Lru):
         return super().victims(n)
 
 
-class Cache:
-    """A manager driven without a scheduler: rows begin, compute all their tokens, and end."""
+class Cache(RowCache):
+    """Rows begin, compute all their tokens, and end."""
 
-    def __init__(self, bound: int | None, usable: int = 40, **more) -> None:
+    def __init__(self, bound: int | None, usable: int = 40, host_slots: int = 0, **more) -> None:
         self.policy: PromptInput | None = None
-        self.manager = CacheManager(
-            usable + 1, SIZE, 8, 256, hasher=PrefixHasher(SIZE, b"seed"), eviction=self._policy, max_cached_blocks=bound,
-            **more,
-        )  # fmt: skip
+        super().__init__(usable, host_slots, **{"eviction": self._policy, "max_cached_blocks": bound} | more)
 
     def _policy(self, tree: PrefixTree) -> PromptInput:
         self.policy = PromptInput(tree)
         return self.policy
-
-    def chain(self, tokens: list[int]) -> Chain:
-        return self.manager.chain(np.array(tokens, np.int32), None)
 
     def found(self, tokens: list[int]) -> int:
         """Blocks of `tokens` that can be found."""
         return self.manager.lookup(self.chain(tokens), len(tokens)).num_tokens // SIZE
 
     def begin(self, row: int, tokens: list[int]) -> None:
-        hit = self.manager.lookup(self.chain(tokens), len(tokens) - 1)
-        assert self.manager.admit(row, len(tokens), hit) is not None
+        super().begin(row, tokens)
         self.manager.commit(row, self.chain(tokens), len(tokens))
         self.manager.check_invariants()
 
@@ -70,52 +62,12 @@ class Cache:
         return self.manager.pool.counts().cached
 
 
-def test_the_oldest_goes_and_of_it_the_deepest_first() -> None:
-    cache = Cache(6)
-    cache.run(A)
-    assert (cache.cached, cache.found(A)) == (4, 4)
-    cache.run(B)
-    assert (cache.cached, cache.found(A), cache.found(B)) == (6, 2, 4)
-    cache.run(A[:9])
-    cache.run(C)
-    assert (cache.cached, cache.found(A), cache.found(B), cache.found(C)) == (6, 2, 0, 4), "A was used after B"
-    assert cache.manager.swapping.evicted_blocks == 2 + 4
-    assert cache.manager.pool.num_free == 40 - 6
-
-
 def test_what_goes_is_what_the_policy_says() -> None:
     """By the default policy, of what was used once and what was used twice the first goes, though it is younger."""
-    hasher = PrefixHasher(SIZE, b"seed")
-    manager = CacheManager(41, SIZE, 8, 256, hasher=hasher, eviction=ReuseDensity, max_cached_blocks=6)
-    cache = Cache(6)
-    cache.manager = manager
+    cache = Cache(6, eviction=ReuseDensity)
     for tokens in (A, A, B):
         cache.run(tokens)
     assert (cache.found(A), cache.found(B)) == (4, 2)
-
-
-def test_what_a_row_holds_does_not_count() -> None:
-    cache = Cache(2)
-    cache.begin(0, A)
-    cache.begin(1, A)
-    cache.begin(2, B)
-    assert (cache.cached, cache.found(A), cache.found(B)) == (0, 4, 4)
-    cache.end(0)
-    assert (cache.cached, cache.found(A)) == (0, 4), "row 1 still holds it"
-    cache.end(1)
-    assert (cache.cached, cache.found(A)) == (2, 2)
-    cache.begin(3, A)
-    assert (cache.cached, cache.found(A)) == (0, 4), "what is cached is held again"
-    cache.end(2, 3)
-    assert (cache.cached, cache.found(A) + cache.found(B)) == (2, 2)
-
-
-def test_with_a_bound_of_0_only_what_is_held_is_found() -> None:
-    cache = Cache(0)
-    cache.begin(0, A)
-    assert cache.found(A) == 4, "who comes while it runs shares its blocks: without prefix caching nobody would"
-    cache.end(0)
-    assert (cache.cached, cache.found(A), cache.manager.pool.num_free) == (0, 0, 40)
 
 
 def test_rows_that_are_released_at_once() -> None:
@@ -136,25 +88,6 @@ def test_it_costs_what_changes() -> None:
         for tokens in (A, B, C[:13]):
             cache.run(tokens)
         assert cache.policy.asked == asked
-
-
-def test_cached_blocks_that_have_moved_come_within_the_bound() -> None:
-    """Blocks that are copied count once the copies are done; those that went meanwhile are free then."""
-    cache = Cache(6, usable=31, blocks_per_extent=4)
-    assert cache.manager.extend(np.array([2]), np.array([17])) is not None  # blocks of extents 0 and 1, which come free
-    cache.begin(1, B)
-    cache.begin(0, A)
-    cache.end(2)
-    cache.end(1)
-    shrink = cache.manager.resizer.shrink(5)
-    assert shrink is not None and shrink.copies is not None
-    assert (cache.cached, cache.manager.pool.counts().in_flight) == (2, 4), "two blocks of B are copied"
-    cache.end(0)
-    assert (cache.cached, cache.found(B)) == (6, 4)
-    cache.manager.resizer.moved(shrink.copies)
-    cache.manager.resizer.unmapped(shrink.extents)
-    cache.manager.check_invariants()
-    assert (cache.cached, cache.found(A), cache.found(B)) == (6, 4, 2), "the oldest went, the deepest first"
 
 
 @pytest.mark.parametrize("worth_it", [True, False])
@@ -231,7 +164,6 @@ PROMPT = st.lists(st.sampled_from([1, 2]), min_size=1, max_size=5).map(
 )
 
 
-@settings(max_examples=40, deadline=None)
 @given(bound=st.integers(0, 8), events=st.lists(st.tuples(st.integers(0, 3), PROMPT), max_size=30))
 def test_any_life_as_the_rule_is_written(bound: int, events: list[tuple[int, list[int]]]) -> None:
     """Rows of prompts that begin alike come and go: each time the same can be found as by a naive count.

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from row_cache import A, B, C, D, RowCache
 
-from pagetide.cache.eviction import Lru
 from pagetide.cache.host_offload import RECENT_BLOCKS, SAMPLED_ROWS, HostOffloadPolicy
-from pagetide.cache.manager import CacheManager
-from pagetide.cache.prefix_hash import PrefixHasher
 
-BLOCK_SIZE = 4
 NONE = np.empty(0, np.int32)
 
 
 def ids(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
-
-
-# ---- what is learned -------------------------------------------------------------------------------
 
 
 def test_before_anything_is_known_the_rule_of_succession_says() -> None:
@@ -101,7 +95,7 @@ def test_a_small_share_is_sampled_however_unlikely() -> None:
         chosen.append(demotion.worth(blocks, 0.9).tolist())
     assert [i for i, worth in enumerate(chosen) if worth == [True, True]] == [SAMPLED_ROWS - 1, 2 * SAMPLED_ROWS - 1]
     assert sum(map(sum, chosen)) == 4
-    assert not demotion.worth(ids(1), 1.0).any(), "where nothing pays nothing is sampled"
+    assert not demotion.worth(ids(1), 1.0).any(), "where no copy is worth it nothing is sampled"
 
 
 def test_of_many_rows_at_once_the_same_are_sampled() -> None:
@@ -127,56 +121,18 @@ def test_wants_are_counted_and_move_along() -> None:
     assert demotion.chances == (1 / 2, 2 / 3), "of what was sure to be wanted nothing is learned"
 
 
-# ---- the manager -----------------------------------------------------------------------------------
-
-
-class Cache:
-    """A manager driven without a scheduler. A copy pays only for what is all but sure to be wanted again."""
+class Cache(RowCache):
+    """A copy is worth it only for what is all but sure to be wanted again."""
 
     def __init__(self, usable: int, host_slots: int, least_chance: float = 0.9) -> None:
-        self.manager = CacheManager(
-            usable + 1,
-            BLOCK_SIZE,
-            4,
-            256,
-            hasher=PrefixHasher(BLOCK_SIZE, b"seed"),
-            host_slots=host_slots,
-            eviction=Lru,
-        )
+        super().__init__(usable, host_slots)
         self.manager.set_swap_costs(least_chance=least_chance, promotes=True)
-
-    def chain(self, tokens: list[int]):
-        return self.manager.chain(np.array(tokens, np.int32), None)
-
-    def begin(self, row: int, tokens: list[int], name: str = "") -> int:
-        """Returns the tokens that need not be computed."""
-        extension = self.manager.admit(row, len(tokens), self.manager.lookup(self.chain(tokens), len(tokens) - 1), name)
-        assert extension is not None
-        self.manager.check_invariants()
-        return extension.num_computed
-
-    def end(self, row: int, tokens: list[int], name: str | None = None) -> None:
-        """All of it is computed; with a `name` it will be back."""
-        chain = self.chain(tokens)
-        self.manager.commit(row, chain, len(tokens))
-        if name is not None:
-            self.manager.keep_for(name, row, chain, len(tokens))
-        self.manager.release(np.array([row]))
-        self.manager.check_invariants()
-
-    def run(self, tokens: list[int]) -> int:
-        found = self.begin(0, tokens)
-        self.end(0, tokens)
-        return found
 
     def demoted(self) -> int:
         """Blocks that the plan which is made now copies out."""
         swaps = self.manager.host.take_swaps()
         self.manager.check_invariants()
         return 0 if swaps is None else len(swaps.out_slots)
-
-
-A, B, C, D = (list(range(start, start + 17)) for start in (100, 200, 300, 400))  # 4 full blocks and a token each
 
 
 def test_what_nobody_waits_for_is_evicted_and_what_somebody_does_is_demoted() -> None:

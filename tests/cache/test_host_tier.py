@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from row_cache import A, B, C, RowCache
 
-from pagetide.cache.eviction import Lru
 from pagetide.cache.host_tier import HostTier, Swaps
 from pagetide.cache.manager import CacheManager
-from pagetide.cache.prefix_hash import PrefixHasher
-
-BLOCK_SIZE = 4
 
 
 def ids(*values: int) -> np.ndarray:
@@ -19,19 +16,14 @@ def ids(*values: int) -> np.ndarray:
 
 def copies(swaps: Swaps | None) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
     """Block -> slot, block -> block, slot -> block."""
+
+    def pairs(sources: np.ndarray, targets: np.ndarray) -> dict[int, int]:
+        return dict(zip(sources.tolist(), targets.tolist(), strict=True))
+
     if swaps is None:
         return {}, {}, {}
-    back = (
-        {} if swaps.back is None else dict(zip(swaps.back.sources.tolist(), swaps.back.targets.tolist(), strict=True))
-    )
-    return (
-        dict(zip(swaps.out_blocks.tolist(), swaps.out_slots.tolist(), strict=True)),
-        back,
-        dict(zip(swaps.in_slots.tolist(), swaps.in_blocks.tolist(), strict=True)),
-    )
-
-
-# ---- slots -----------------------------------------------------------------------------------------
+    back = {} if swaps.back is None else pairs(swaps.back.sources, swaps.back.targets)
+    return pairs(swaps.out_blocks, swaps.out_slots), back, pairs(swaps.in_slots, swaps.in_blocks)
 
 
 def test_slots_are_given_from_the_lowest_and_used_ones_again_first() -> None:
@@ -96,12 +88,8 @@ def test_copies_that_no_chunk_depends_on_come_last_and_may_be_done_beside_the_ch
     tier.queue_swap_out(ids(5, 6), tier.take(2))
     tier.queue_swap_out(ids(9), tier.take(1), beside=True)
     swaps = tier.take_swaps()
-    assert (swaps.out_blocks.tolist(), swaps.out_slots.tolist(), swaps.num_before) == (
-        [5, 6, 7, 8, 9],
-        [3, 4, 1, 2, 5],
-        2,
-    )
-    assert swaps.any_beside
+    assert (swaps.out_blocks.tolist(), swaps.out_slots.tolist()) == ([5, 6, 7, 8, 9], [3, 4, 1, 2, 5])
+    assert (swaps.num_before, swaps.any_beside) == (2, True)
     tier.queue_swap_in(ids(3), ids(11))
     assert tier.is_arriving(ids(2, 11)) and not tier.is_arriving(ids(2, 12))
     swaps = tier.take_swaps()
@@ -139,46 +127,11 @@ def test_a_tier_without_slots_demotes_nothing() -> None:
     assert HostTier(1).demotes
 
 
-# ---- the manager -----------------------------------------------------------------------------------
-
-
-class Cache:
-    """A manager of `usable` blocks and `host_slots`, driven without a scheduler: rows come and end."""
-
-    def __init__(self, usable: int, host_slots: int, **more) -> None:
-        self.hasher = PrefixHasher(BLOCK_SIZE, b"seed")
-        self.manager = CacheManager(
-            usable + 1, BLOCK_SIZE, 4, 256, hasher=self.hasher, host_slots=host_slots, eviction=Lru, **more
-        )  # fmt: skip
-
-    def begin(self, row: int, tokens: list[int], name: str = "") -> int:
-        """Returns the tokens that need not be computed."""
-        chain = self.manager.chain(np.array(tokens, np.int32), None)
-        extension = self.manager.admit(row, len(tokens), self.manager.lookup(chain, len(tokens) - 1), name)
-        assert extension is not None
-        self.manager.check_invariants()
-        return extension.num_computed
-
-    def end(self, row: int, tokens: list[int], name: str | None = None) -> None:
-        """All of it is computed; with a `name` its tail is kept."""
-        self.manager.commit(row, self.manager.chain(np.array(tokens, np.int32), None), len(tokens))
-        if name is not None:
-            self.manager.keep_for(name, row, self.manager.chain(np.array(tokens, np.int32), None), len(tokens))
-        self.manager.release(np.array([row]))
-        self.manager.check_invariants()
-
-    def run(self, tokens: list[int]) -> int:
-        found = self.begin(0, tokens)
-        self.end(0, tokens)
-        return found
-
+class Cache(RowCache):
     def swaps(self) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
         got = copies(self.manager.host.take_swaps())
         self.manager.check_invariants()
         return got
-
-
-A, B, C = (list(range(start, start + 17)) for start in (100, 200, 300))  # 4 full blocks and a token each
 
 
 def test_what_is_evicted_comes_back_from_its_slots() -> None:
@@ -197,16 +150,6 @@ def test_what_is_evicted_comes_back_from_its_slots() -> None:
         "in the order of the table"
     )
     assert len(out) == 4 and not set(out.values()) & set(in_), "B's blocks leave, to other slots"
-
-
-def test_a_tier_that_is_too_small_keeps_the_beginning() -> None:
-    cache = Cache(5, 2)
-    cache.run(A)
-    cache.run(B)
-    assert cache.swaps() == ({2: 1, 1: 2}, {}, {}), "4 and 3 are forgotten"
-    cache.run(C)
-    assert cache.manager.host.num_used == 2
-    assert cache.begin(0, A) == 0, "C pushed B out, and B pushed out A"
 
 
 def test_the_slots_of_a_hit_are_not_taken_for_what_makes_room_for_it() -> None:
@@ -273,16 +216,6 @@ def test_what_is_computed_again_needs_no_slot() -> None:
     assert cache.run(A) == 16
 
 
-def test_nothing_leaves_where_it_is_not_worth_it() -> None:
-    cache = Cache(5, 8)
-    cache.manager.set_swap_costs(least_chance=1.0, promotes=True)
-    cache.run(A)
-    cache.begin(0, B[:14])
-    cache.end(0, B[:14], "b")
-    assert cache.swaps() == ({}, {}, {}) and cache.manager.host.num_used == 0
-    assert cache.manager.swapping.evicted_blocks == 3
-
-
 def test_a_shrink_demotes_before_it_moves() -> None:
     cache = Cache(11, 8, blocks_per_extent=4)
     cache.run(A)
@@ -329,19 +262,6 @@ def test_lost_slots_are_forgotten_and_retired() -> None:
     assert cache.manager.host.num_slots == 0 and not cache.manager.host.tails
     assert cache.begin(0, A, "a") == 0
     assert cache.manager.rebuilt().host.num_slots == 20
-
-
-def test_without_a_host_tier_nothing_is_kept_for_anybody() -> None:
-    cache = Cache(5, 0)
-    cache.begin(0, A[:14])
-    cache.end(0, A[:14], "a")
-    cache.run(B)
-    assert cache.manager.host.capacity == 0 and cache.swaps() == ({}, {}, {})
-    assert cache.manager.swapping.demotion.chances == (1 / 2, 2 / 3)
-    cache.manager.swapping.suspended.drop("a")
-    cache.manager.swapping.lost(ids(1))
-    cache.manager.swapping.rest()
-    assert cache.begin(0, A, "a") == 0
 
 
 def test_a_host_tier_needs_the_prefix_cache() -> None:

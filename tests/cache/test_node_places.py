@@ -1,16 +1,14 @@
-"""Which node lies in which place: puts, moves and removals, and what is refused."""
+"""Places and tree of nodes: what is refused, and damage. test_prefix_index_life.py has all that is right."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from prefix_fakes import ids
 
 from pagetide.allocator.errors import BlockMisuse
-from pagetide.cache.node_places import NodePlaces, as_index
-
-
-def ids(*values: int) -> np.ndarray:
-    return np.array(values, np.int64)
+from pagetide.cache.node_places import NodePlaces
+from pagetide.cache.prefix_tree import PrefixTree
 
 
 def places() -> NodePlaces:
@@ -20,32 +18,6 @@ def places() -> NodePlaces:
     made.of_node[3] = -1
     made.check_invariants(ids(0, 1, 2))
     return made
-
-
-def test_nodes_are_found_by_their_place_and_places_by_their_node() -> None:
-    made = places()
-    assert made.nodes_in([5, 7]).tolist() == [2, 0]
-    assert made.of_node[:4].tolist() == [7, 3, 5, -1]
-    assert made.have(ids(3, 1)).tolist() == [False, True]
-    assert made.used.tolist() == [3, 5, 7]
-    assert made.nodes_in([]).tolist() == [] and as_index([2]).dtype == np.int64
-
-
-def test_a_removed_node_leaves_its_place_free() -> None:
-    made = places()
-    assert made.remove(ids(2, 0)).tolist() == [5, 7]
-    made.check_invariants(ids(1))
-    assert (made.used.tolist(), made.have(ids(0, 1, 2)).tolist()) == ([3], [False, True, False])
-    made.check_free(ids(5, 7))
-    made.put(ids(3), ids(5))
-    made.check_invariants(ids(1, 3))
-
-
-def test_a_move_takes_nodes_along_and_ignores_empty_places() -> None:
-    made = places()
-    made.move([7, 4, 5], [1, 2, 8])
-    made.check_invariants(ids(0, 1, 2))
-    assert made.of_node[:3].tolist() == [1, 3, 8]
 
 
 @pytest.mark.parametrize(
@@ -75,3 +47,16 @@ def test_places_that_name_other_nodes_are_noticed() -> None:
     made.node_at[7] = 1
     with pytest.raises(AssertionError, match="another node"):
         made.check_invariants(ids(0, 1, 2))
+
+
+@pytest.mark.parametrize(("links", "message"), [("depths", "one deeper"), ("parents", "do not match")])
+def test_wrong_links_of_the_tree_are_noticed(links: str, message: str) -> None:
+    tree = PrefixTree(8)
+    for parent, nodes in ((None, ids(0, 1, 2, 3)), (1, ids(4, 5)), (None, ids(6))):
+        tree.add_chain(parent, nodes)
+    tree.check_invariants(np.arange(7))
+    getattr(tree, links)[6] = 1 if links == "depths" else 0
+    if links == "parents":
+        tree.depths[6] = 1
+    with pytest.raises(AssertionError, match=message):
+        tree.check_invariants(np.arange(7))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -61,15 +59,6 @@ def test_pieces_give_what_the_formula_gives(
     assert chain.digests(chain.num_blocks).tolist() == by_the_formula(hasher, tokens, salt)
 
 
-def test_a_block_is_hashed_with_all_that_stands_before_it() -> None:
-    x, y, z = [1, 2, 3, 4], [5, 6, 7, 8], [1, 2, 3, 5]
-    first, second = digests(x + x)
-    assert first != second
-    assert digests(x + z)[0] == first
-    assert digests(x + z)[1] != second
-    assert second not in digests(y + x)
-
-
 def test_no_salt_is_like_none_that_can_be_given() -> None:
     salts = [None, b"", b"\0", b"common", b"salted", b"a", b"a\0", b"x" * 1000]
     assert len({tuple(digests([1, 2, 3, 4], salt=salt)[0]) for salt in salts}) == len(salts)
@@ -83,21 +72,17 @@ def test_hashes_depend_on_the_secret_and_are_random_without_one() -> None:
     assert PrefixHasher(4).chain(tokens).digests(2).tolist() != PrefixHasher(4).chain(tokens).digests(2).tolist()
 
 
-def test_the_same_secret_gives_the_same_hashes_in_every_process() -> None:
-    program = (
-        "from pagetide.cache.prefix_hash import PrefixHasher\n"
-        f"print(PrefixHasher(4, {SECRET!r}).chain(range(20_000), b'salt').digests(5_000)[[0, 1, 4_999]].tolist())"
-    )
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    here = PrefixHasher(4, SECRET).chain(range(20_000), b"salt").digests(5_000)[[0, 1, 4_999]].tolist()
-    assert said.strip() == str(here)
-
-
-def test_hashes_stay_what_they_are_from_version_to_version() -> None:
-    assert digests([1, 2, 3, 4, 5, 6, 7, 8]) == GOLDEN
-
-
 GOLDEN = [[3632346021909228736, 3970613251622502845], [10308988630900232186, 290841690112966993]]
+GOLDEN_SALTED = [
+    [8538383614715514303, 17353436722086821767], [3470761747115584189, 11036280317961968258],
+    [4840021189163870923, 16998777125439383769],
+]  # fmt: skip
+
+
+def test_hashes_stay_what_they_are_in_every_process_and_version() -> None:
+    assert digests([1, 2, 3, 4, 5, 6, 7, 8]) == GOLDEN
+    long = PrefixHasher(4, SECRET).chain(range(20_000), b"salt").digests(5_000)
+    assert long[[0, 1, 4_999]].tolist() == GOLDEN_SALTED
 
 
 def test_keys_do_not_change_as_longer_sequences_come() -> None:

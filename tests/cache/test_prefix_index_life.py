@@ -71,8 +71,6 @@ class Life(RuleBasedStateMachine):
         self.blocks: dict[Prefix, int] = {}
         self.slots: dict[Prefix, int] = {}
 
-    # -- what is what
-
     def digest(self, prefix: Prefix) -> bytes:
         chain = self.index.hasher.chain(prefix[1], prefix[0])
         return chain.digests(chain.num_blocks)[-1].tobytes()
@@ -126,8 +124,6 @@ class Life(RuleBasedStateMachine):
             {place for other, place in known.items() if any(behind(other, prefix) for prefix in prefixes)}
             for known in (self.blocks, self.slots)
         )
-
-    # -- events
 
     @rule(tokens=TOKENS, salt=st.sampled_from([None, None, b""]), most=st.integers(0, 14), back=st.booleans())
     def begin(self, tokens: list[int], salt: bytes | None, most: int, back: bool) -> None:
@@ -301,8 +297,6 @@ class Life(RuleBasedStateMachine):
             expected[first << 64 | second] = tokens[-SIZE:], on_host, salt if len(tokens) == SIZE else None
         assert {digest: (one.tokens, one.on_host, one.salt) for digest, one in blocks.items()} == expected
 
-    # -- what always holds
-
     @invariant()
     def the_consumer_agrees(self) -> None:
         if not self.looks_now_and_then:
@@ -325,9 +319,10 @@ class Life(RuleBasedStateMachine):
             assert hit.num_tokens == len(prefix[1])
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize(
     ("num_bits", "real"), [(128, None), (128, Lru), (128, ReuseDensity), (6, None), (3, ReuseDensity), (1, Lru)]
 )
 def test_a_random_life_is_what_a_dict_of_token_tuples_says(num_bits: int, real: Real | None) -> None:
     machine = type("Life", (Life,), {"num_bits": num_bits, "real": real})
-    run_state_machine_as_test(machine, settings=settings(max_examples=30, stateful_step_count=60, deadline=None))
+    run_state_machine_as_test(machine, settings=settings(stateful_step_count=60))

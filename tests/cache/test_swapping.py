@@ -39,25 +39,6 @@ def test_what_finds_no_slot_is_evicted(host_slots: int, trees: bool) -> None:
     assert (len(hit.blocks), len(hit.slots)) == (2, demoted)
 
 
-@pytest.mark.parametrize(("least_chance", "promotes"), [(1.0, True), (0.0, False), (0.0, True)])
-def test_swap_costs_decide_what_is_swapped(least_chance: float, promotes: bool) -> None:
-    cache, chain = cache_of(9)
-    cache.set_swap_costs(least_chance=least_chance, promotes=promotes)
-    assert cache.host.demotes == (least_chance < 1)
-    cache.swapping.reclaim(cache.index.victims(3))
-    assert cache.host.num_used == (0 if least_chance == 1 else 3)
-    assert cache.lookup(chain, 20).num_tokens == (20 if promotes and least_chance < 1 else 8)
-
-
-def test_nothing_is_kept_for_a_sequence_without_slots() -> None:
-    cache, chain = cache_of(0)
-    cache.keep_for("a", 0, chain, 18)
-    assert not cache.swapping.suspended.resume("a") and not cache.host.tails
-    with_slots, chain = cache_of(1)
-    with_slots.keep_for("a", 0, chain, 20)
-    assert with_slots.swapping.suspended.resume("a")
-
-
 @pytest.mark.parametrize("host_slots", [0, 9])
 def test_the_bound_holds_with_and_without_a_host_tier(host_slots: int) -> None:
     cache, chain = cache_of(host_slots, max_cached_blocks=3)

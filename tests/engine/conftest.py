@@ -1,15 +1,4 @@
-"""One monitor for all engines of these tests; else each `LLM` would start one, and end it again."""
+"""One monitor for all engines of these tests, a machine without a network, and tests that are coroutines."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-import pytest
-
-from pagetide.monitor import Watch, watch
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_monitor(_own_folders: None) -> Iterator[Watch]:
-    with watch(timeout_s=60) as watched:
-        yield watched
+from coroutine_tests import pytest_pyfunc_call  # noqa: F401
+from engine_session import _one_monitor, no_network  # noqa: F401

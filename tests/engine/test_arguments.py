@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import pagetide
 from pagetide import LLM, AsyncLLM, RequestOutput, RequestRejected, SamplingParams
 from pagetide.engine.config import EngineArguments
 from pagetide.engine.loading.models import check_dtype
@@ -46,9 +47,11 @@ def test_names_that_are_the_same_are_parameters_of_one_of_their_calls() -> None:
         assert {name for row in rows_of(call, "same", "alias") for name in row.names} <= every
 
 
-def test_methods_of_the_table_are_missing_and_reset_is_not() -> None:
-    for api in (LLM, AsyncLLM):
-        for name in {name for row in rows_of(api.__name__, "method") for name in row.names}:
+def test_methods_of_the_table_are_missing() -> None:
+    for api in (LLM, AsyncLLM, RequestOutput, Completion):
+        names = {name for row in rows_of(api.__name__, "method") for name in row.names}
+        assert api in (LLM, AsyncLLM) or names == {"finished", "metrics", "stop_reason", "index"}
+        for name in names:
             with pytest.raises(AttributeError, match=f"no attribute '{name}': (write|not)"):
                 getattr(object.__new__(api), name)
 
@@ -69,6 +72,15 @@ def complaint(call: Any, *arguments: Any, **options: Any) -> str:
 
 def test_exact_answers() -> None:
     assert complaint(LLM, "demo", max_num_seqs=4) == "LLM has no argument 'max_num_seqs': write max_seqs"
+    said = "write stop_token_ids=[...] (beside the model's own end ids, which need not be given; a pipeline takes eos_token_id)"
+    assert complaint(SamplingParams, end_id=2) == f"SamplingParams has no argument 'end_id': {said}"
+    assert complaint(pagetide.generate, "demo", "a", end_id=2).endswith(f"'end_id': {said}")
+    for prompt, said in (([], "no prompt was given"), (None, "prompts must be strings or lists .*, got NoneType")):
+        with pytest.raises(RequestRejected, match=said):
+            pagetide.generate("no such model", prompt)  # type: ignore[arg-type]  # before anything is loaded
+    assert complaint(LLM, "demo", batch_size=4).startswith(
+        "LLM has no argument 'batch_size': write max_seqs (a bound: "
+    )
     assert complaint(LLM, "demo", kv_memry=4) == "LLM has no argument 'kv_memry': did you mean 'kv_memory'?"
     assert complaint(AsyncLLM, "demo", max_wait=4) == "AsyncLLM has no argument 'max_wait': did you mean 'max_waiting'?"
     assert complaint(LLM.generate, None, "a", max_new_tokens=5) == (
@@ -90,18 +102,6 @@ def test_exact_answers() -> None:
 def test_dtypes() -> None:
     given = ["half", "float", "bfloat16", torch.float16, torch.float32, torch.bfloat16]
     assert [check_dtype(one) for one in given] == ["float16", "float32", "bfloat16"] * 2
-
-
-@pytest.mark.parametrize("cls", [RequestOutput, Completion])
-def test_names_of_the_table_that_outputs_do_not_have(cls: type[Any]) -> None:
-    names = {name for row in rows_of(cls.__name__, "method") for name in row.names}
-    assert names == {"finished", "metrics", "stop_reason", "index"}
-    for name in names:
-        with pytest.raises(AttributeError, match=f"no attribute '{name}': (write|not)"):
-            getattr(object.__new__(cls), name)
-
-
-# -- with a model ------------------------------------------------------------------------------------------------------
 
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% if loud %}!{% endif %}{% endfor %}"
@@ -147,8 +147,6 @@ def test_prompts_of_every_form(llm: LLM) -> None:
     assert not padded["attention_mask"].bool().all()
     assert llm.generate(padded, GREEDY)[0].prompt_token_ids == expected[0].prompt_token_ids
     assert tokens(llm.generate({"prompt": PROMPTS[0]}, GREEDY)) == tokens(expected[:1])
-    mixed = llm.generate([{"prompt": PROMPTS[0]}, {"prompt_token_ids": [5, 6]}], GREEDY)  # type checkers accept it
-    assert [output.prompt_token_ids for output in mixed] == [expected[0].prompt_token_ids, [5, 6]]
     mixed = llm.generate([{"prompt": PROMPTS[0]}, PROMPTS[1], [5, 6]], GREEDY)
     assert [output.prompt_token_ids for output in mixed] == [*(o.prompt_token_ids for o in expected), [5, 6]]
 
@@ -165,9 +163,8 @@ def test_the_salt_of_a_prompt_separates_it(llm: LLM) -> None:
     assert cached(salted, cache_salt="one")
 
 
-@pytest.mark.parametrize(
-    ("prompt", "said"),
-    [
+def test_prompts_that_are_refused(llm: LLM) -> None:
+    for prompt, said in (
         ({}, "needs `prompt` or `prompt_token_ids`"),
         ({"prompt": [1, 2]}, "`prompt` of a mapping must be a text, got list"),
         ({"prompt_token_ids": "abc"}, "`prompt_token_ids` of a mapping must be a list of token ids, got str"),
@@ -179,16 +176,12 @@ def test_the_salt_of_a_prompt_separates_it(llm: LLM) -> None:
         ({"input_ids": [[1, 2]], "attention_mask": [[1]]}, "attention_mask must have the shape of input_ids"),
         ({"input_ids": [[1], [2]], "attention_mask": [1]}, "attention_mask must have the shape of input_ids"),
         ([{"input_ids": [[1], [2]]}, "a"], "has 2 prompts, and one is needed here"),
-    ],
-)
-def test_prompts_that_are_refused(llm: LLM, prompt: Any, said: str) -> None:
-    with pytest.raises(RequestRejected, match=said):
-        llm.generate(prompt, GREEDY, cache_salt="c")
-
-
-def test_a_rejected_prompt_keeps_its_text(llm: LLM) -> None:
-    (output,) = llm.generate_each([{"prompt": "a", "nonsense": 1}], GREEDY)
-    assert (output.prompt, output.text, output.finish_reason) == ("a", "", "error")
+        ([[]], "the prompt is empty: leave it out of the batch, or give a start_id"),
+    ):
+        with pytest.raises(RequestRejected, match=said):
+            llm.generate(prompt, GREEDY, cache_salt="c")
+    (output,) = llm.generate_each([{"prompt": "its text is kept", "nonsense": 1}], GREEDY)
+    assert (output.prompt, output.text, output.finish_reason) == ("its text is kept", "", "error")
     assert "'nonsense'" in str(output.error)
 
 
@@ -221,9 +214,7 @@ def test_chats_stream(llm: LLM) -> None:
 
 
 def test_chats_stream_in_async_programs(llm: LLM) -> None:
-    (plain,) = llm.chat(CHAT, GREEDY)
-
-    expected = llm.generate("Call me", GREEDY)
+    (plain,), expected = llm.chat(CHAT, GREEDY), llm.generate("Call me", GREEDY)
 
     async def use() -> AsyncLLM:
         async with AsyncLLM("demo", device="cpu", kv_memory="16MiB", share=False) as engine:
@@ -233,24 +224,11 @@ def test_chats_stream_in_async_programs(llm: LLM) -> None:
             assert [o.token_ids for o in await engine.generate({"prompt": "Call me"}, GREEDY)] == tokens(expected)
             assert await engine.tokenize({"prompt": "Call me"}) == expected[0].prompt_token_ids
             assert await engine.get_tokenizer() is engine.tokenizer
-            assert (
-                repr(engine)
-                == "AsyncLLM('demo', device='cpu', dtype='float32', KV pool 16.00 MiB, 0 running, 0 waiting)"
-            )
+            told = "AsyncLLM('demo', device='cpu', dtype='float32', KV pool 16.00 MiB, 0 running, 0 waiting)"
+            assert repr(engine) == told
         return engine
 
     assert repr(asyncio.run(use())) == "AsyncLLM('demo', closed)"
-
-
-# -- outputs -----------------------------------------------------------------------------------------------------------
-
-
-def test_outputs_by_vllm_s_name(llm: LLM) -> None:
-    (output,) = llm.generate(PROMPTS[0], SamplingParams(max_tokens=4, n=2, seed=1, temperature=1))
-    assert output.outputs is output.completions and len(output.outputs) == 2
-    assert output.outputs[0].text == output.text
-    assert output.to_dict()["completions"][1]["text"] == output.outputs[1].text
-    assert output.to_dict()["completions"][0].keys() >= {"text", "token_ids", "finish_reason", "timings"}
 
 
 def output_of(text: str | None, count: int, prompt: str | None = "p") -> RequestOutput:
@@ -265,49 +243,8 @@ def test_text_without_a_tokenizer() -> None:
         with pytest.raises(AttributeError, match="the model has no tokenizer: read token_ids"):
             _ = one.text
         assert getattr(one, "text", "none") == "none"
-    assert output.completions[0].decoded is None
+    assert output.completions[0].decoded is None and output.outputs is output.completions, "by vLLM's name"
     assert output.to_dict()["completions"][0]["text"] is None
     assert output_of("", 1).text == ""
     assert refused("p", "no", has_tokenizer=True).text == ""
     assert refused("p", "no", has_tokenizer=False).completions[0].decoded is None
-
-
-def test_reprs_are_short(llm: LLM) -> None:
-    assert repr(output_of("ab", 2)) == (
-        "RequestOutput('r1', prompt='p' (2 tokens), completions=[Completion(text='ab', token_ids=[0, 1], "
-        "finish_reason='length')])"
-    )
-    long = output_of("x" * 2000, 5000, prompt=None)
-    assert repr(long) == (
-        f"RequestOutput('r1', prompt=[5, 6] (2 tokens), completions=[Completion(text='{'x' * 60}'... (2,000 characters), "
-        "token_ids=[0, 1, 2, 3, 4, 5, 6, 7, ... 5,000 in all], finish_reason='length')])"
-    )
-    assert "error='no')" in repr(refused("p", "no", has_tokenizer=True))
-    assert repr(llm) == "LLM('demo', device='cpu', dtype='float32', KV pool 16.00 MiB, 0 running, 0 waiting)"
-    failed = object.__new__(LLM)
-    with pytest.raises(AttributeError, match="no attribute 'config'"):
-        repr(failed)
-
-
-# The calls of vLLM's offline quick start, in their order; two lines differ from it.
-QUICK_START = """
-from pagetide import LLM, SamplingParams  # from vllm
-
-prompts = ["Hello, my name is", "The capital of France is"]
-sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
-llm = LLM(model="demo")  # facebook/opt-125m
-outputs = llm.generate(prompts, sampling_params)
-for output in outputs:
-    prompt = output.prompt
-    generated_text = output.outputs[0].text
-    print(f"{prompt!r}: {generated_text!r}")
-"""
-
-
-def test_the_quick_start_of_vllm_runs_with_two_lines_changed(capsys: pytest.CaptureFixture[str]) -> None:
-    names: dict[str, Any] = {}
-    exec(QUICK_START, names)
-    names["llm"].close()
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in lines] == [repr(prompt) for prompt in names["prompts"]]
-    assert all(output.outputs[0].text and output.finish_reason for output in names["outputs"])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from async_rig import loads
+from engines import swap_whatever_it_costs
 from families import tiny
 from prefix_fakes import EventCopy, blocks_of
 
@@ -23,24 +23,10 @@ SECRET = b"a key that several workers share"
 OPTIONS = {"device": "cpu", "kv_memory": 1 << 18, "kv_events": True, "prefix_hash_secret": SECRET}
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    tiny("llama").save_pretrained(path)
-    return path
-
-
 @pytest.fixture
-def load(saved: Path) -> Iterator[Callable[..., AsyncLLM]]:
-    made: list[AsyncLLM] = []
-
-    def make(**options: Any) -> AsyncLLM:
-        made.append(AsyncLLM(saved, **{**OPTIONS, **options}))
-        return made[-1]
-
-    yield make
-    for llm in made:
-        asyncio.run(llm.stop())
+def load() -> Iterator[Callable[..., AsyncLLM]]:
+    with loads(OPTIONS) as make:
+        yield make
 
 
 def digests_of(tokens: list[int], salt: bytes | None = None) -> list[int]:
@@ -48,9 +34,9 @@ def digests_of(tokens: list[int], salt: bytes | None = None) -> list[int]:
     return [first << 64 | second for first, second in chain.digests(chain.num_blocks).tolist()]
 
 
-def test_exact_events_of_a_prompt_and_its_output(saved: Path) -> None:
+def test_exact_events_of_a_prompt_and_its_output() -> None:
     """The blocks of the prompt and of all but the last token of the output, whose K and V are not computed."""
-    with LLM(saved, **OPTIONS) as llm:
+    with LLM(tiny("llama"), **OPTIONS) as llm:
         assert llm.cache_events() == CacheEvents(cleared=True)
         prompt = [*range(1, 30)]
         tokens = prompt + llm.generate([prompt], SamplingParams(max_new_tokens=20))[0].token_ids
@@ -70,6 +56,7 @@ def test_exact_events_of_a_prompt_and_its_output(saved: Path) -> None:
 def test_a_consumer_has_the_findable_blocks_at_every_look(load: Callable[..., AsyncLLM], host_bytes: int) -> None:
     """While more prompts than the pool holds run, so that blocks are evicted, or swapped out and in."""
     llm = load(host_kv_memory=host_bytes)
+    swap_whatever_it_costs(llm._manager.open().core.scheduler)
     rng = np.random.default_rng(1)
     prompts = [rng.integers(1, 160, 40 + int(rng.integers(1, 30))).tolist() for _ in range(24)]
     copy, looks = EventCopy(), 0
@@ -85,8 +72,8 @@ def test_a_consumer_has_the_findable_blocks_at_every_look(load: Callable[..., As
         looks += bool(findable)
 
     async def main() -> None:
-        for n in range(3):
-            running = asyncio.create_task(llm.generate(prompts, SamplingParams(max_new_tokens=30, seed=n)))
+        for n in range(2):
+            running = asyncio.create_task(llm.generate(prompts, SamplingParams(max_new_tokens=16, seed=n)))
             while not running.done():
                 await look()
             await running
@@ -97,57 +84,51 @@ def test_a_consumer_has_the_findable_blocks_at_every_look(load: Callable[..., As
     assert looks > 10
     index = llm._manager.open().core.scheduler.cache.index
     assert {block.on_host for block in copy.blocks.values()} == ({False, True} if host_bytes else {False})
-    assert len(copy.blocks) == index.num_nodes < sum(len(prompt) // 16 for prompt in prompts) * 3
+    assert len(copy.blocks) == index.num_nodes < sum(len(prompt) // 16 for prompt in prompts) * 2
 
 
-def test_a_late_consumer_begins_with_a_snapshot(load: Callable[..., AsyncLLM], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_late_consumer_begins_with_a_snapshot(
+    load: Callable[..., AsyncLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm = load(kv_memory=1 << 20)
     llm._manager.open().core.scheduler.cache.index.events._most = 3  # of blocks in the log
     copy = EventCopy()
-
-    async def main() -> None:
-        await llm.generate([[*range(1, 100)]], SamplingParams(max_new_tokens=2))
-        assert await llm.cache_events() == CacheEvents(lost=True)
-        await llm.generate([[7] * 20], SamplingParams(max_new_tokens=2))
-        snapshot = await llm.cache_snapshot()
-        assert snapshot.cleared and not snapshot.lost
-        copy.apply(snapshot)
-        assert [block.digest for block in snapshot.stored if block.parent is None] != []
-        await llm.generate([[9] * 20], SamplingParams(max_new_tokens=2))
-        copy.apply(await llm.cache_events())
-        assert copy.blocks == blocks_of(llm._manager.open().core.scheduler.cache.index) and len(copy.blocks) == 8
-        monkeypatch.setattr("pagetide.engine.async_llm.MOST_ON_LOOP", 0)  # as for many blocks: in another thread
-        await llm.generate([[5] * 20], SamplingParams(max_new_tokens=2))
-        assert [block.tokens for block in (await llm.cache_events()).stored] == [(5,) * 16]
-
-    asyncio.run(main())
+    await llm.generate([[*range(1, 100)]], SamplingParams(max_new_tokens=2))
+    assert await llm.cache_events() == CacheEvents(lost=True)
+    await llm.generate([[7] * 20], SamplingParams(max_new_tokens=2))
+    snapshot = await llm.cache_snapshot()
+    assert snapshot.cleared and not snapshot.lost
+    copy.apply(snapshot)
+    assert [block.digest for block in snapshot.stored if block.parent is None] != []
+    await llm.generate([[9] * 20], SamplingParams(max_new_tokens=2))
+    copy.apply(await llm.cache_events())
+    assert copy.blocks == blocks_of(llm._manager.open().core.scheduler.cache.index) and len(copy.blocks) == 8
+    monkeypatch.setattr("pagetide.engine.async_llm.MOST_ON_LOOP", 0)  # as for many blocks: in another thread
+    await llm.generate([[5] * 20], SamplingParams(max_new_tokens=2))
+    assert [block.tokens for block in (await llm.cache_events()).stored] == [(5,) * 16]
 
 
-def test_a_broken_step_clears(load: Callable[..., AsyncLLM]) -> None:
+async def test_a_broken_step_clears(load: Callable[..., AsyncLLM]) -> None:
     """An error in the bookkeeping replaces scheduler and cache; the consumer goes on."""
     llm = load()
     core = llm._manager.open().core
-
-    async def main() -> None:
-        await llm.generate([[3] * 40], SamplingParams(max_new_tokens=2))
-        assert len((await llm.cache_events()).stored) == 2
-        apply = core.scheduler.apply
-        core.scheduler.apply = lambda *_: 1 / 0
-        (output,) = await llm.generate([[4] * 40], SamplingParams(max_new_tokens=2))
-        assert output.finish_reason == "error" and core.scheduler.apply != apply
-        await llm.generate([[5] * 40], SamplingParams(max_new_tokens=2))
-        events = await llm.cache_events()
-        assert events.cleared and [block.tokens for block in events.stored] == [(5,) * 16] * 2
-
-    asyncio.run(main())
+    await llm.generate([[3] * 40], SamplingParams(max_new_tokens=2))
+    assert len((await llm.cache_events()).stored) == 2
+    apply = core.scheduler.apply
+    core.scheduler.apply = lambda *_: 1 / 0
+    (output,) = await llm.generate([[4] * 40], SamplingParams(max_new_tokens=2))
+    assert output.finish_reason == "error" and core.scheduler.apply != apply
+    await llm.generate([[5] * 40], SamplingParams(max_new_tokens=2))
+    events = await llm.cache_events()
+    assert events.cleared and [block.tokens for block in events.stored] == [(5,) * 16] * 2
 
 
-def test_without_the_option_there_is_no_log(saved: Path, load: Callable[..., AsyncLLM]) -> None:
+def test_without_the_option_there_is_no_log(load: Callable[..., AsyncLLM]) -> None:
     llm = load(kv_events=False)
     for call in (llm.cache_events, llm.cache_snapshot):
         with pytest.raises(ConfigError, match="keeps no log of its prefix cache: make it with kv_events=True"):
             asyncio.run(call())
     with pytest.raises(ConfigError, match="leave prefix_caching on, or kv_events out"):
-        LLM(saved, device="cpu", kv_events=True, prefix_caching=False)
+        LLM("demo", device="cpu", kv_events=True, prefix_caching=False)
     with pytest.raises(ConfigError, match="kv_events must be True or False, got 1"):
-        LLM(saved, device="cpu", kv_events=1)
+        LLM("demo", device="cpu", kv_events=1)

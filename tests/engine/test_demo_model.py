@@ -14,30 +14,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 FOLDER = Path(__file__).resolve().parents[2] / "engine" / "demo_model"
 FILES = {
-    "README.md",
-    "config.json",
-    "generation_config.json",
-    "heldout.txt",
-    "model.safetensors",
-    "tokenizer.json",
+    "README.md", "config.json", "generation_config.json", "heldout.txt", "model.safetensors", "tokenizer.json",
     "tokenizer_config.json",
-}
+}  # fmt: skip
 # Measured by the training script, plus some 3 % for other versions of torch and other CPUs.
 BITS_PER_BYTE_BOUND = 1.645
 
 AWKWARD = [
-    "",
-    " ",
-    "\n\n\n",
-    "a  b   c \t\r\n d",
-    " leading and trailing ",
-    "Natásha, Schérer, Œuvre, naïve",
-    "日本語とハングル 한국어 и кириллица",
+    "", " ", "\n\n\n", "a  b   c \t\r\n d", " leading and trailing ",
+    "Natásha, Schérer, Œuvre, naïve", "日本語とハングル 한국어 и кириллица",
     "👩‍👩‍👧‍👦🏳️‍🌈 e\u0301 é \u200d\u200b\ufeff",
-    "\x00\x01\x7f",
-    "don't can't 'll  !!! ??? <|not a token|> 1234567890",
+    "\x00\x01\x7f", "don't can't 'll  !!! ??? <|not a token|> 1234567890",
     "עברית \u202eright to left\u202c ﷺ 𝔘𝔫𝔦𝔠𝔬𝔡𝔢 \U0010ffff",
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -45,15 +34,11 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(FOLDER)
 
 
-def heldout_passages() -> list[str]:
-    return (FOLDER / "heldout.txt").read_text(encoding="utf-8").removesuffix("\n").split("\n%%\n")
-
-
-def card_figures() -> dict[str, tuple[float, float]]:
-    """Rows of the card's table: name -> bits per byte of all held-out text and of heldout.txt."""
+def card_figure(name: str) -> float:
+    """Of a row of the card's table: bits per byte of heldout.txt."""
     card = (FOLDER / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([^|]+?) \| (\d+\.\d+) \| (\d+\.\d+) \|$", card, re.MULTILINE)
-    return {name: (float(everything), float(excerpts)) for name, everything, excerpts in rows}
+    return next(float(excerpts) for row, _, excerpts in rows if name in row)
 
 
 def test_folder_is_complete_and_fits_a_repository() -> None:
@@ -83,14 +68,13 @@ def test_generation_config_can_end_a_text(tokenizer: PreTrainedTokenizerBase) ->
     assert config.max_new_tokens == 128
 
 
-@pytest.mark.parametrize("text", AWKWARD)
-def test_tokenizer_round_trips_any_text(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
-    ids = tokenizer(text)["input_ids"]
-    assert ids[0] == tokenizer.bos_token_id
-    assert tokenizer.bos_token_id not in ids[1:]
-    assert ids[1:] == tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert tokenizer.decode(ids, skip_special_tokens=True) == text
-    assert tokenizer.decode(ids[1:]) == text
+def test_tokenizer_round_trips_any_text(tokenizer: PreTrainedTokenizerBase) -> None:
+    for text in AWKWARD:
+        ids = tokenizer(text)["input_ids"]
+        assert ids[0] == tokenizer.bos_token_id
+        assert tokenizer.bos_token_id not in ids[1:]
+        assert ids[1:] == tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert tokenizer.decode(ids, skip_special_tokens=True) == tokenizer.decode(ids[1:]) == text
 
 
 def test_tokenizer_is_fast_and_writes_conversations_as_scenes(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -103,26 +87,19 @@ def test_tokenizer_is_fast_and_writes_conversations_as_scenes(tokenizer: PreTrai
     assert tokenizer.model_max_length == config["max_position_embeddings"] == 1024
 
 
-def test_heldout_text_is_some_kilobytes_of_several_passages() -> None:
-    passages = heldout_passages()
-    assert len(passages) >= 3
-    assert 6 * 1024 <= (FOLDER / "heldout.txt").stat().st_size <= 8 * 1024
-    assert all(passage.strip() for passage in passages)
-
-
 def test_bits_per_byte_on_heldout_text_is_as_the_card_says(tokenizer: PreTrainedTokenizerBase) -> None:
     model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
     bits, size = 0.0, 0
-    for passage in heldout_passages():
+    passages = (FOLDER / "heldout.txt").read_text(encoding="utf-8").removesuffix("\n").split("\n%%\n")
+    assert len(passages) >= 3
+    for passage in passages:
         ids = tokenizer(passage, return_tensors="pt")["input_ids"]
         assert ids.shape[1] <= 1024  # one window
         with torch.inference_mode():
             logits = model(ids).logits[0, :-1]
         bits += float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")) / math.log(2)
         size += len(passage.encode())
-    figures = card_figures()
-    ngram = next(values[1] for name, values in figures.items() if name.startswith("5-gram"))
-    shipped = next(values[1] for name, values in figures.items() if "as shipped" in name)
+    assert size > 6000
     assert bits / size <= BITS_PER_BYTE_BOUND
-    assert bits / size < 0.97 * ngram
-    assert bits / size == pytest.approx(shipped, rel=0.01)
+    assert bits / size < 0.97 * card_figure("5-gram")
+    assert bits / size == pytest.approx(card_figure("as shipped"), rel=0.01)

@@ -1,22 +1,20 @@
-"""Frames and recordings of real engines: what they say is what the engine's books say, and a recording never harms it."""
+"""Frames and recordings of real engines: they agree with the engine's bookkeeping, and a recording never harms it."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
 import resource
 import stat
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from fakes import World
 
-from pagetide import LLM, AsyncLLM, SamplingParams
+from pagetide import LLM, SamplingParams
 from pagetide.engine.errors import ConfigError
 from pagetide.engine.frames import recorder as recorder_module
 from pagetide.engine.frames.recorder import EngineRecorder
@@ -36,7 +34,7 @@ def naive_cells(llm: LLM) -> list[int]:
     with llm.locked_engine() as engine:
         scheduler = engine.core.scheduler
         pool, (table,) = scheduler.cache.pool, scheduler.cache.tables
-        by_row = {**scheduler._running.by_row, **scheduler._running.finishing}
+        by_row = {**scheduler.state.by_row, **scheduler.state.finishing}
         cells = [1 if pool._free[block] else 3 if pool._findable[block] else 0 for block in range(pool.num_blocks)]
         for row in sorted(by_row, key=lambda row: by_row[row].key, reverse=True):
             for block in table.of(row).ravel().tolist():
@@ -60,34 +58,11 @@ def test_frames_of_an_engine_step_by_step() -> None:
         stats, last = llm.stats(), state.frame
         assert last["stats"]["generated_tokens"] == stats["generated_tokens"] == 6 * 24
         assert last["memory"]["kv"] == stats["kv_bytes"] and last["memory"]["weights"] == stats["weights_bytes"]
-        assert last["blocks"][:6] == [
-            stats["blocks"][name] for name in ("free", "draining", "live", "cached", "in_flight", "mapped")
-        ]
+        names = ("free", "draining", "live", "cached", "in_flight", "mapped")
+        assert last["blocks"][:6] == [stats["blocks"][name] for name in names]
         other = FrameState()
         other.apply(llm.frame(full=True))
         assert (other.cells == state.cells).all() and other.rows == state.rows == {}
-
-
-def test_frames_of_an_async_engine_while_it_serves() -> None:
-    async def main() -> None:
-        async with AsyncLLM("demo", **SMALL) as llm:
-            serving = asyncio.ensure_future(llm.generate(PROMPTS, GREEDY))
-            state, ended, statuses = FrameState(), [], set()
-            while not serving.done():
-                state.apply(await llm.frame())
-                ended += state.frame["ended"]
-                statuses |= {entry[1] for entry in state.frame["running"]}
-                counted = np.bincount(np.minimum(state.cells & 0x7FFF, 16), minlength=17)
-                assert counted[[1, 2, 16, 3, 4]].tolist() == state.frame["blocks"][:5]
-                assert {entry[0] for entry in state.frame["running"]} == state.rows.keys()
-                await asyncio.sleep(0)
-            state.apply(await llm.frame())
-            ended += state.frame["ended"]
-            assert sorted(ended) == [[f"r{i}", f"req-{i}", "length", 24, None] for i in range(6)]
-            assert statuses <= {0, 1, 2, 3} and 1 in statuses
-            assert await llm.explain("req-0") == [d for d in await llm.explain() if d["label"] == "req-0"]
-
-    asyncio.run(main())
 
 
 def test_the_details_of_a_block() -> None:
@@ -98,9 +73,8 @@ def test_the_details_of_a_block() -> None:
         (shared, *_) = np.flatnonzero(cells >> 15).tolist()
         found = llm.block(shared, text=True)
         assert found["state"] == "live" and found["tokens"] == [0, 16]
-        assert [(one["id"], one["label"], one["position"]) for one in found["rows"]] == [
-            ("r0", "req-0", 0), ("r1", "req-1", 0)
-        ]  # fmt: skip
+        rows = [(one["id"], one["label"], one["position"]) for one in found["rows"]]
+        assert rows == [("r0", "req-0", 0), ("r1", "req-1", 0)]
         assert llm.tokenizer is not None
         assert found["text"] == llm.tokenizer.decode([1, *range(10, 25)], clean_up_tokenization_spaces=False)
         assert llm.block(shared)["text"] is None
@@ -116,28 +90,20 @@ def test_the_details_of_a_block() -> None:
         for wrong in (-1, len(cells), "3", True, None):
             with pytest.raises(RequestRejected, match="there is no block"):
                 llm.block(wrong)  # type: ignore[arg-type]
-
-
-def test_a_partly_filled_block_tells_what_is_computed() -> None:
-    with LLM("demo", **SMALL) as llm:
         stream = llm.stream({"prompt_token_ids": [1, 5, 6, 7]}, GREEDY)
         next(stream)
         (block,) = np.flatnonzero(np.array(naive_cells(llm)) >= 16).tolist()
-        assert llm.block(block)["tokens"] == [0, 4]
+        assert llm.block(block)["tokens"] == [0, 4], "what is computed of a partly filled block"
         stream.close()
-
-
-@pytest.mark.parametrize("label", [3, "x" * 129, ["a"]])
-def test_a_wrong_label_is_refused(label: Any) -> None:
-    with LLM("demo", **SMALL) as llm, pytest.raises(RequestRejected, match="label"):
-        llm.generate({"prompt": "the tide", "label": label})
+        for label in (3, "x" * 129, ["a"]):
+            with pytest.raises(RequestRejected, match="label"):
+                llm.generate({"prompt": "the tide", "label": label})
 
 
 def test_decisions_of_a_request() -> None:
     with LLM("demo", **{**SMALL, "kv_memory": "1MiB"}) as llm:
-        llm.generate(
-            [{**one, "prompt_token_ids": [i, *one["prompt_token_ids"]]} for i, one in enumerate(PROMPTS)], GREEDY
-        )
+        distinct = [{**one, "prompt_token_ids": [i, *one["prompt_token_ids"]]} for i, one in enumerate(PROMPTS)]
+        llm.generate(distinct, GREEDY)
         every = llm.explain()
         assert every and [d["n"] for d in every] == sorted({d["n"] for d in every})
         for i in range(6):
@@ -145,9 +111,6 @@ def test_decisions_of_a_request() -> None:
             assert llm.explain(f"r{i}") == of_it
             assert [d for d in llm.explain(f"req-{i}") if d not in of_it] == []
         assert llm.explain("nobody") == []
-
-
-# -- recordings ------------------------------------------------------------------------------------------------------
 
 
 def test_a_recording_is_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,148 +144,124 @@ def test_a_recording_with_text_has_the_tokens(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(manager_module, "INTERVAL_S", 0.001)
     with LLM("demo", record=str(tmp_path / "run"), record_text=True, **SMALL) as llm:
         outputs = llm.generate(PROMPTS, GREEDY)
-    with FrameRecording(tmp_path / "run") as recording:
-        frames = [json.loads(frame.line) for frame in recording.frames()]
+    frames = [json.loads(frame.line) for frame in frames_of(tmp_path / "run")]
     ended = {entry[0]: entry[5] for frame in frames for entry in frame["ended"]}
     assert ended == {f"r{i}": output.completions[0].token_ids for i, output in enumerate(outputs)}
     prompts = {entry[1]: entry[8] for frame in frames for entry in frame["rows"]}
     assert prompts and all(prompts[f"r{i}"] == PROMPTS[i]["prompt_token_ids"] for i in range(6) if f"r{i}" in prompts)
 
 
-def test_a_killed_process_leaves_a_readable_recording(tmp_path: Path) -> None:
-    program = (
-        "import os, sys, time; from pagetide import LLM, SamplingParams\n"
-        f"llm = LLM('demo', record={str(tmp_path / 'run')!r}, **{SMALL!r})\n"
-        "params = SamplingParams(max_new_tokens=4, ignore_eos=True)\n"
-        f"while os.path.getsize({str(tmp_path / 'run')!r}) < 600: llm.generate('the tide', params)\n"
-        "os.kill(os.getpid(), 9)"
-    )
-    assert subprocess.run([sys.executable, "-P", "-c", program], check=False).returncode == -9
-    with FrameRecording(tmp_path / "run") as recording:
-        frames = list(recording.frames())
-    state = FrameState()
-    for frame in frames:
-        state.apply(frame.line)
-    assert frames and state.pool["model"] == "demo"
-
-
-@pytest.mark.parametrize("path", ["", 3, b"x", "/no/such/folder/run", "/"])
-def test_a_path_that_cannot_be_is_refused_before_the_model_is_loaded(path: Any) -> None:
-    with pytest.raises(ConfigError, match="record"):
-        LLM("demo", record=path, **SMALL)
-
-
-def test_another_file_is_not_touched(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_is_refused_and_another_file_not_touched(tmp_path: Path) -> None:
+    for path in ("", 3, b"x", "/no/such/folder/run", "/"):
+        with pytest.raises(ConfigError, match="record"):
+            LLM("demo", record=path, **SMALL)
     (tmp_path / "notes").write_text("precious")
-    with pytest.raises(ConfigError, match="no recording"):
+    with pytest.raises(ConfigError, match="not a recording"):
         LLM("demo", record=tmp_path / "notes", **SMALL)
     assert (tmp_path / "notes").read_text() == "precious"
 
 
+def frames_of(path: Path) -> list[Any]:
+    with FrameRecording(path) as recording:
+        return list(recording.frames())
+
+
+def state_of(path: Path) -> FrameState:
+    """What a recording says at its end."""
+    state = FrameState()
+    for frame in frames_of(path):
+        state.apply(frame.line)
+    return state
+
+
 class Still:
-    """A source whose engine is at hand, so that a recorder's turns are taken one by one."""
+    """A source whose engine is at hand, so that a recorder's turns are taken one by one. It records into `path`."""
 
-    def __init__(self) -> None:
-        from fakes import World
-
+    def __init__(self, path: Path, **more: Any) -> None:
+        self.path = path
         self.world = World(usable=40, block_size=4, max_seqs=4)
         self.now = 0.0
         facts, memory = PoolFacts("demo", 64, 64), MemoryFigures({})
         self.source = FrameSource(
             lambda: self.world.scheduler, facts, lambda: memory, clock=lambda: self.now, wall=lambda: 100 + self.now
         )
-
-    def recorder(self, path: Path, **more: Any) -> EngineRecorder:
         header = {"model": "demo", "version": "0", "began": 100.0, "text": False, "interval_s": 0.1}
-        return EngineRecorder(str(path), self.source, header, clock=lambda: self.now, **more)
+        self.recorder = EngineRecorder(str(path), self.source, header, clock=lambda: self.now, **more)
 
-    def life(self, recorder: EngineRecorder, seconds: float) -> None:
+    def life(self, seconds: float) -> None:
         """Turns, eight a second, each after a step."""
         for _ in range(int(seconds * 8)):
             self.now += 0.125
             if not self.world.scheduler.has_work:
                 self.world.add(f"r{self.now:.1f}", 9)
             self.world.step()
-            recorder.turn(lambda make: make())
+            self.recorder.turn(lambda make: make())
 
 
-def test_a_file_that_another_engine_records_into_is_refused(tmp_path: Path) -> None:
+@pytest.fixture
+def still(tmp_path: Path) -> Still:
+    return Still(tmp_path / "run")
+
+
+def test_a_file_that_another_engine_records_into_is_refused(still: Still) -> None:
     pytest.importorskip("fcntl")
-    still = Still()
-    recorder = still.recorder(tmp_path / "run")
-    still.life(recorder, 5)
-    before = (tmp_path / "run").read_bytes()
+    still.life(5)
+    before = still.path.read_bytes()
     with pytest.raises(ConfigError, match="another engine records into"):
-        Still().recorder(tmp_path / "run")
-    assert (tmp_path / "run").read_bytes() == before
-    recorder.close()
-    Still().recorder(tmp_path / "run").close()
+        Still(still.path)
+    assert still.path.read_bytes() == before
+    still.recorder.close()
+    Still(still.path).recorder.close()
 
 
-def test_full_frames_come_every_ten_seconds_and_idle_ones_seldom(tmp_path: Path) -> None:
-    still = Still()
-    recorder = still.recorder(tmp_path / "run")
-    still.life(recorder, 25)
+def test_full_frames_come_every_ten_seconds_and_idle_ones_seldom(still: Still) -> None:
+    still.life(25)
     for _ in range(80):  # nothing happens for ten seconds
         still.now += 0.125
-        recorder.turn(lambda make: make())
-    recorder.close()
-    with FrameRecording(tmp_path / "run") as recording:
-        frames = list(recording.frames())
+        still.recorder.turn(lambda make: make())
+    still.recorder.close()
+    frames = frames_of(still.path)
     assert [frame.time_s for frame in frames if frame.full] == [100.125, 110.125, 120.125, 130.125]
     busy, idle = [f for f in frames if f.time_s <= 125], [f for f in frames if f.time_s > 125]
     assert len(busy) == 200 and [f.time_s - 125 for f in idle] == [2, 4, 5.125, 7.125, 9.125]
     assert {json.loads(frame.line)["cells"] for frame in idle if not frame.full} == {""}
 
 
-def test_large_full_frames_come_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_full_frames_come_seldom(still: Still, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder_module, "FULL_BYTES_PER_S", 10)
-    still = Still()
-    recorder = still.recorder(tmp_path / "run")
-    still.life(recorder, 60)
-    recorder.close()
-    with FrameRecording(tmp_path / "run") as recording:
-        fulls = [frame.time_s for frame in recording.frames() if frame.full]
+    still.life(60)
+    still.recorder.close()
+    fulls = [frame.time_s for frame in frames_of(still.path) if frame.full]
     assert len(fulls) < 4 and fulls[0] == 100.125
 
 
-def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    still = Still()
-    recorder = still.recorder(tmp_path / "run")
-    still.life(recorder, 5)
+def test_a_full_disk_ends_the_recording_and_nothing_else(still: Still, caplog: pytest.LogCaptureFixture) -> None:
+    still.life(5)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with caplog.at_level(logging.WARNING):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (os.path.getsize(tmp_path / "run") + 100, limits[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (os.path.getsize(still.path) + 100, limits[1]))
         try:
-            still.life(recorder, 20)
+            still.life(20)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert [record.getMessage().split(" ends: ")[0] for record in caplog.records] == [
-        f"the recording {tmp_path / 'run'}"
-    ]
-    assert not recorder.is_open and not recorder.turn(lambda make: make())
-    recorder.close()
-    with FrameRecording(tmp_path / "run") as recording:
-        assert len(list(recording.frames())) > 30  # flushed once a second
+    (record,) = caplog.records
+    assert record.getMessage().split(" ends: ")[0] == f"the recording {still.path}"
+    assert not still.recorder.is_open and not still.recorder.turn(lambda make: make())
+    still.recorder.close()
+    assert len(frames_of(still.path)) > 30  # flushed once a second
 
 
 def test_at_its_size_a_recording_ends_with_a_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    still = Still()
-    recorder = still.recorder(tmp_path / "run", most_bytes=2000)
+    still = Still(tmp_path / "run", most_bytes=2000)
     with caplog.at_level(logging.WARNING):
-        still.life(recorder, 30)
+        still.life(30)
     (record,) = caplog.records
-    assert "has reached its" in record.getMessage() and not recorder.is_open
-    assert os.path.getsize(tmp_path / "run") < 3000
-    with FrameRecording(tmp_path / "run") as recording:
-        state = FrameState()
-        for frame in recording.frames():
-            state.apply(frame.line)
+    assert "has reached its" in record.getMessage() and not still.recorder.is_open
+    assert os.path.getsize(still.path) < 3000
+    state_of(still.path)
 
 
-def test_a_slow_file_delays_frames_and_loses_no_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    still = Still()
-    recorder = still.recorder(tmp_path / "run")
+def test_a_slow_file_delays_frames_and_loses_no_change(still: Still, monkeypatch: pytest.MonkeyPatch) -> None:
     write = os.write
 
     def slow(file: int, data: bytes) -> int:  # steps go on meanwhile, and a write takes a part only
@@ -332,40 +271,33 @@ def test_a_slow_file_delays_frames_and_loses_no_change(tmp_path: Path, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(recorder_module.os, "write", slow)
-        still.life(recorder, 10)
-    recorder.close(recorder.last())
-    with FrameRecording(tmp_path / "run") as recording:
-        state = FrameState()
-        for frame in recording.frames():
-            state.apply(frame.line)
+        still.life(10)
+    still.recorder.close(still.recorder.last())
+    state = state_of(still.path)
     full = FrameState()
     full.apply(still.source.take(full=True))
     assert state.cells.tolist() == full.cells.tolist() and state.rows == full.rows
 
 
-def test_no_more_is_recorded_once_the_engine_is_closed(tmp_path: Path) -> None:
-    still = Still()
-    recorder = still.recorder(tmp_path / "run")
-    assert not recorder.turn(lambda make: None)
-    recorder.close()
-    recorder.close()
-    with FrameRecording(tmp_path / "run") as recording:
+def test_no_more_is_recorded_once_the_engine_is_closed(still: Still) -> None:
+    assert not still.recorder.turn(lambda make: None)
+    still.recorder.close()
+    still.recorder.close()
+    with FrameRecording(still.path) as recording:
         assert list(recording.frames()) == [] and recording.ended == recording.began == 100.0
 
 
 def test_a_fault_of_a_frame_ends_the_recording_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    still: Still, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    still = Still()
-    recorder = still.recorder(tmp_path / "run")
-    still.life(recorder, 1)
+    still.life(1)
 
     def broken(full: bool = False) -> dict[str, Any]:
         raise RuntimeError("planted")
 
     monkeypatch.setattr(still.source, "take", broken)
     with caplog.at_level(logging.WARNING):
-        still.life(recorder, 1)
-        assert recorder.last() is None
+        still.life(1)
+        assert still.recorder.last() is None
     assert [record.getMessage().split(" ends: ")[1] for record in caplog.records] == ["RuntimeError: planted"]
-    recorder.close()
+    still.recorder.close()

@@ -5,25 +5,32 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import signal
 import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from pagetide.fleet import journal as journal_module
 from pagetide.fleet.journal import Journal, JournalChanges, JournalError, JournalWriter
-from pagetide.fleet.messages import NewRequest, encode
-from tests.fleet_stand_ins import new_request
+from pagetide.fleet.messages import NewRequest, encode, encode_record
+from pagetide.fleet.queue_server import QueueOptions, QueueServer
+from pagetide.server.messages import Piece
+from tests.fleet_stand_ins import new_request, until
 
 WRITER = """
 import asyncio, itertools, sys
 from pathlib import Path
 from pagetide.fleet.journal import Journal, JournalWriter
-from tests.fleet_stand_ins import new_request
+from tests.fleet_stand_ins import new_request, until
 
 async def one(writer, number, places):
     for position in range(places):
@@ -56,7 +63,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def changes(*requests: NewRequest, first: int = 1, **more: Any) -> JournalChanges:
-    rows = [(number, one.request_id, encode(one)) for number, one in enumerate(requests, first)]
+    rows = [(number, one.request_id, encode(one), one.tenant) for number, one in enumerate(requests, first)]
     return JournalChanges(rows, **more)
 
 
@@ -85,7 +92,7 @@ def acknowledged_of(process: subprocess.Popen[str], lines: int) -> list[tuple[in
 def test_all_that_was_acknowledged_is_there_after_kills_in_order_and_nothing_half(path: Path) -> None:
     rng = random.Random(7)
     acknowledged: list[tuple[int, int, int]] = []
-    for _ in range(5):
+    for _ in range(3):
         acknowledged += acknowledged_of(start_writer(path), rng.randrange(1, 150))
         journal = Journal(path)
         unfinished = {one.number for one in journal.unfinished()}
@@ -134,13 +141,13 @@ def test_another_queue_cannot_open_it_meanwhile_and_can_afterwards(path: Path) -
     Journal(path).close()
 
 
-@pytest.mark.parametrize("content", [b"no database " * 1000, b"SQLite format 3\0" + b"\xff" * 8000])
-def test_a_file_that_is_no_journal_is_refused_and_stays_as_it_is(path: Path, content: bytes) -> None:
+def test_a_file_that_is_no_journal_is_refused_and_stays_as_it_is(path: Path) -> None:
     path.parent.mkdir(parents=True)
-    path.write_bytes(content)
-    with pytest.raises(JournalError, match=r"journal\.sqlite cannot be opened: file is not a database"):
-        Journal(path)
-    assert path.read_bytes() == content
+    for content in (b"no database " * 1000, b"SQLite format 3\0" + b"\xff" * 8000):
+        path.write_bytes(content)
+        with pytest.raises(JournalError, match=r"journal\.sqlite cannot be opened: file is not a database"):
+            Journal(path)
+        assert path.read_bytes() == content
 
 
 def test_a_damaged_journal_is_refused_by_name(path: Path) -> None:
@@ -160,39 +167,62 @@ def test_a_damaged_journal_is_refused_by_name(path: Path) -> None:
         read()
 
 
-@pytest.mark.parametrize("version", [2, "1", None])
-def test_another_version_is_refused_with_both_versions(path: Path, version: object) -> None:
-    journal = Journal(path)
-    journal.set_fact("version", version)
-    journal.close()
-    if version is None:
-        Journal(path).close()
-        return
-    with pytest.raises(JournalError, match=f"has version {version!r}, and this release reads 1"):
-        Journal(path)
+@pytest.mark.parametrize(
+    ("statement", "value", "said"),
+    [
+        ("UPDATE facts SET value = ? WHERE name = 'boots'", encode(1 << 40), "'boots' cannot be read (ValidationError: "),
+        ("INSERT INTO facts VALUES ('last_number', ?)", encode((1 << 63) - 1), "its last number cannot be read (ValueError: "),
+        ("INSERT INTO facts VALUES ('drained', ?)", encode([["w"]]), "'drained' cannot be read (ValidationError: Expected"),
+        ("UPDATE facts SET value = ? WHERE name = 'secret'", "text", "'secret' cannot be read (TypeError: "),
+        ("UPDATE requests SET data = ?", b"\x92\xa2\xff\xff\x80", "request 1 cannot be read (UnicodeDecodeError: "),
+        ("UPDATE requests SET data = ?", encode(["r1", {}]), "request 1 cannot be read (ValidationError: its handover has no"),
+        ("INSERT INTO records VALUES (1, 1, ?)", b"\x82\xa4type", "request 1 cannot be read (DecodeError: Input"),
+        ("INSERT INTO records VALUES (1, 1, ?)", encode_record(Piece(1, -3, "x", [5])), "a record is of continuation -3, and"),
+    ],
+)  # fmt: skip
+def test_a_damaged_row_is_told_by_its_name(path: Path, statement: str, value: object, said: str) -> None:
+    async def open_once() -> None:
+        await QueueServer(QueueOptions(path)).close()
+
+    asyncio.run(open_once())
+    database = sqlite3.connect(path, isolation_level=None)
+    database.execute(
+        "INSERT INTO requests (number, request_id, data) VALUES (1, 'r1', ?)", (encode(new_request("r1")),)
+    )
+    assert database.execute(statement, (value,)).rowcount == 1
+    database.close()
+    with pytest.raises(JournalError, match=re.escape(f"the journal {path} is damaged: ") + ".*" + re.escape(said)):
+        asyncio.run(open_once())
 
 
-def test_a_symbolic_link_is_refused_and_a_linked_folder_is_not(tmp_path: Path) -> None:
+def test_another_version_is_refused_with_both_versions(path: Path) -> None:
+    for version in (None, 2, "1"):
+        journal = Journal(path)
+        journal.set_fact("version", version)
+        journal.close()
+        if version is not None:
+            with pytest.raises(JournalError, match=f"has version {version!r}, and this release reads 1"):
+                Journal(path)
+            path.unlink()
+
+
+def test_what_is_no_file_is_refused_and_a_linked_folder_is_not(tmp_path: Path) -> None:
+    (tmp_path / "folder.sqlite").mkdir()
+    with pytest.raises(JournalError, match=r"folder\.sqlite cannot be opened: .*[Ii]s a directory"):
+        Journal(tmp_path / "folder.sqlite")
     (victim := tmp_path / "victim").write_text("text")
     victim.chmod(0o644)
     (link := tmp_path / "journal.sqlite").symlink_to(victim)
     with pytest.raises(JournalError, match="is a symbolic link"):
         Journal(link)
     assert victim.stat().st_mode & 0o777 == 0o644
+    with pytest.raises(JournalError, match=r"journal\.sqlite cannot be opened: "):
+        Journal(victim / "journal.sqlite")
     (folder := tmp_path / "folder").mkdir()
     (folder / "journal.reserve").symlink_to(victim)
     (tmp_path / "linked").symlink_to(folder)
     Journal(tmp_path / "linked" / "journal.sqlite").close()
     assert victim.read_text() == "text"
-
-
-def test_a_folder_in_place_of_the_file_or_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "folder.sqlite").mkdir()
-    with pytest.raises(JournalError, match=r"folder\.sqlite cannot be opened: .*[Ii]s a directory"):
-        Journal(tmp_path / "folder.sqlite")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(JournalError, match=r"journal\.sqlite cannot be opened: "):
-        Journal(tmp_path / "file" / "journal.sqlite")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -201,34 +231,6 @@ def test_a_folder_that_is_not_writable_is_refused(tmp_path: Path) -> None:
     with pytest.raises(JournalError, match="Permission denied"):
         Journal(tmp_path / "journal.sqlite")
     tmp_path.chmod(0o700)
-
-
-def test_a_hundred_thousand_requests_leave_a_bounded_file_and_no_number_is_given_twice(path: Path) -> None:
-    journal = Journal(path)
-    data, most, number = encode(new_request("r", prompt=20)), 0, 1
-    for _ in range(100):
-        batch = range(number, number + 1000)
-        number += 1000
-        journal.commit(
-            JournalChanges(
-                [(one, f"r{one}", data) for one in batch],
-                [(one, position, data[:100]) for one in batch for position in range(2)],
-                list(batch),
-            )
-        )
-        while journal.forget(0.0, 2000):
-            pass
-        most = max(most, path.stat().st_size)
-    assert most < 10 << 20
-    assert journal.next_number == number == 100_001
-    assert journal.find_number(98_001) is not None and journal.find_number(98_000) is None
-    while journal.forget(time.time() + 1.0, 2000):
-        pass
-    assert journal.next_number == number
-    journal.close()
-    journal = Journal(path)
-    assert journal.next_number == number
-    journal.close()
 
 
 def test_unfinished_requests_are_never_forgotten(path: Path) -> None:
@@ -261,175 +263,174 @@ def test_records_without_their_request_are_not_found_again_under_a_number_that_i
     journal.close()
 
 
-# -- the writer ----------------------------------------------------------------------------------------------------------
-
-
 def limit_pages(journal: Journal, more: int | None) -> None:
     """Let the file grow by so many pages and no more: a full disk."""
     pages = journal._database.execute("PRAGMA page_count").fetchone()[0]
     journal._database.execute(f"PRAGMA max_page_count={1 << 30 if more is None else pages + more}").fetchone()
 
 
-@pytest.fixture
-def quick_retry(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def _quick_retry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(JournalWriter, "RETRY_S", 0.01)
 
 
+@asynccontextmanager
+async def closing(path: Path) -> AsyncIterator[JournalWriter]:
+    writer = JournalWriter(Journal(path))
+    yield writer
+    await writer.close()
+
+
+@pytest.fixture
+def writer(path: Path) -> AbstractAsyncContextManager[JournalWriter]:
+    return closing(path)
+
+
 async def until_written(writer: JournalWriter) -> None:
-    async with asyncio.timeout(30):
-        while writer.fault is not None or writer.num_unwritten:
-            await asyncio.sleep(0.005)
+    await until(lambda: writer.fault is None and not writer.num_unwritten)
 
 
-def test_with_a_full_disk_requests_are_refused_records_kept_and_written_in_order_later(
-    path: Path, quick_retry: None
+async def test_with_a_full_disk_requests_are_refused_records_kept_and_written_in_order_later(
+    writer: JournalWriter, path: Path
 ) -> None:
-    async def main() -> None:
-        journal = Journal(path)
-        writer = JournalWriter(journal)
-        assert await writer.commit([(1, new_request("r1"))]) == set()
-        limit_pages(journal, 0)
-        big = [(1, position, bytes(3000)) for position in range(20)]
-        assert await writer.commit([(2, new_request("r2"))], big[:10], [2]) == {2}
-        assert writer.fault is not None and "database or disk is full" in writer.fault and str(path) not in writer.fault
-        assert await writer.commit([(3, new_request("r3"))]) == {3}
-        assert await writer.commit((), big[10:], [1], [("workers", ["w"])]) == set()
-        assert writer.num_unwritten
-        assert await writer.find("r2") is None
+    journal = writer.journal
+    assert await writer.commit([(1, new_request("r1"))]) == set()
+    limit_pages(journal, 0)
+    big = [(1, position, bytes(3000)) for position in range(20)]
+    assert await writer.commit([(2, new_request("r2"))], big[:10], [2]) == {2}
+    assert writer.fault is not None and "database or disk is full" in writer.fault and str(path) not in writer.fault
+    assert await writer.commit([(3, new_request("r3"))]) == {3}
+    assert await writer.commit((), big[10:], [1], [("workers", ["w"])]) == set()
+    assert writer.num_unwritten
+    assert await writer.find("r2") is None
+    limit_pages(journal, None)
+    await until_written(writer)
+    stored = await writer.find("r1")
+    assert stored is not None and stored.records == [data for _, _, data in big]
+    assert await writer.fact("workers", list) == ["w"]
+    assert await writer.find("r2") is None and await writer.find("r3") is None
+    assert await writer.commit([(2, new_request("r2"))]) == set(), "a refused request may come again"
+
+
+async def test_the_reserve_lets_commits_through_and_the_fault_lasts_until_it_is_there_again(
+    writer: JournalWriter, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = writer.journal
+    give = journal.give_reserve
+
+    def give_and_grow() -> None:
+        give()
         limit_pages(journal, None)
-        await until_written(writer)
-        stored = await writer.find("r1")
-        assert stored is not None and stored.records == [data for _, _, data in big]
-        assert await writer.fact("workers") == ["w"]
-        assert await writer.find("r2") is None and await writer.find("r3") is None
-        assert await writer.commit([(2, new_request("r2"))]) == set(), "a refused request may come again"
-        await writer.close()
 
-    asyncio.run(main())
-
-
-def test_the_reserve_lets_commits_through_and_the_fault_lasts_until_it_is_there_again(
-    path: Path, monkeypatch: pytest.MonkeyPatch, quick_retry: None
-) -> None:
-    async def main() -> None:
-        journal = Journal(path)
-        writer = JournalWriter(journal)
-        give = journal.give_reserve
-
-        def give_and_grow() -> None:
-            give()
-            limit_pages(journal, None)
-
-        monkeypatch.setattr(journal, "give_reserve", give_and_grow)
-        monkeypatch.setattr(journal, "keep_reserve", lambda: False)
+    with monkeypatch.context() as patch:
+        patch.setattr(journal, "give_reserve", give_and_grow)
+        patch.setattr(journal, "keep_reserve", lambda: False)
         limit_pages(journal, 0)
-        assert await writer.commit([(1, new_request("r1", prompt=9000))]) == set(), (
-            "it is written, and so it is accepted"
-        )
+        assert await writer.commit([(1, new_request("r1", prompt=9000))]) == set(), "it is written, and so accepted"
         assert writer.fault is not None and writer.num_unwritten == 0
         assert not path.with_suffix(".reserve").exists()
-        monkeypatch.undo()
-        monkeypatch.setattr(JournalWriter, "RETRY_S", 0.01)
-        await until_written(writer)
-        assert path.with_suffix(".reserve").stat().st_size == 16 << 20
-        assert await writer.find("r1") is not None
-        await writer.close()
-
-    asyncio.run(main())
+    await until_written(writer)
+    assert path.with_suffix(".reserve").stat().st_size == 16 << 20
+    assert await writer.find("r1") is not None
 
 
-def test_a_request_id_in_use_is_no_full_disk_and_concerns_its_request_alone(path: Path) -> None:
-    async def main() -> None:
-        writer = JournalWriter(Journal(path))
-        await writer.commit([(1, new_request("r"))])
-        first, second = await asyncio.gather(
-            writer.commit([(2, new_request("r")), (3, new_request("s"))], [(1, 0, b"a")]),
-            writer.commit([(4, new_request("t"))]),
-        )
-        assert (first, second) == ({2}, set())
-        assert writer.fault is None and writer.num_unwritten == 0
-        stored = await writer.find("r")
-        assert stored is not None and (stored.number, stored.records) == (1, [b"a"])
-        assert [one.number for one in writer.journal.unfinished()] == [1, 3, 4]
-        await writer.close()
-
-    asyncio.run(main())
+async def test_a_request_id_in_use_is_no_full_disk_and_concerns_its_request_alone(writer: JournalWriter) -> None:
+    await writer.commit([(1, new_request("r"))])
+    first, second = await asyncio.gather(
+        writer.commit([(2, new_request("r")), (3, new_request("s"))], [(1, 0, b"a")]),
+        writer.commit([(4, new_request("t"))]),
+    )
+    assert (first, second) == ({2}, set())
+    assert writer.fault is None and writer.num_unwritten == 0
+    stored = await writer.find("r")
+    assert stored is not None and (stored.number, stored.records) == (1, [b"a"])
+    assert [one.number for one in writer.journal.unfinished()] == [1, 3, 4]
 
 
-def test_forgetting_on_a_full_disk_leaves_a_journal_that_can_be_written(path: Path) -> None:
-    async def main() -> None:
-        journal = Journal(path)
-        writer = JournalWriter(journal)
-        await writer.commit([(1, new_request("r"))], ended=[1])
+async def test_forgetting_on_a_full_disk_leaves_a_journal_that_can_be_written(writer: JournalWriter) -> None:
+    journal = writer.journal
+    await writer.commit([(1, new_request("r"))], ended=[1])
 
-        def fail(action: int, *_: object) -> int:
-            return sqlite3.SQLITE_DENY if action == sqlite3.SQLITE_DELETE else sqlite3.SQLITE_OK
+    def fail(action: int, *_: object) -> int:
+        return sqlite3.SQLITE_DENY if action == sqlite3.SQLITE_DELETE else sqlite3.SQLITE_OK
 
-        journal._database.set_authorizer(fail)
-        await writer.forget(time.time() + 1.0, 10)
-        journal._database.set_authorizer(None)
-        assert await writer.find("r") is not None
-        assert await writer.commit([(2, new_request("s"))]) == set() and writer.fault is None
-        await writer.forget(time.time() + 1.0, 10)
-        assert await writer.find("r") is None
-        await writer.close()
-
-    asyncio.run(main())
+    journal._database.set_authorizer(fail)
+    await writer.forget(time.time() + 1.0, 10)
+    journal._database.set_authorizer(None)
+    assert await writer.find("r") is not None
+    assert await writer.commit([(2, new_request("s"))]) == set() and writer.fault is None
+    await writer.forget(time.time() + 1.0, 10)
+    assert await writer.find("r") is None
 
 
-def test_forgetting_goes_on_until_nothing_is_too_old(path: Path) -> None:
-    async def main() -> None:
-        writer = JournalWriter(Journal(path))
-        await writer.commit([(i, new_request(f"r{i}")) for i in range(1, 5002)], ended=range(1, 5001))
-        await writer.forget(time.time() + 1.0, 10)
-        assert [one.number for one in writer.journal.unfinished()] == [5001]
-        assert await writer.find_number(5000) is None
-        await writer.close()
-
-    asyncio.run(main())
+async def test_forgetting_goes_on_until_nothing_is_too_old(writer: JournalWriter) -> None:
+    await writer.commit([(i, new_request(f"r{i}")) for i in range(1, 5002)], ended=range(1, 5001))
+    await writer.forget(time.time() + 1.0, 10)
+    assert [one.number for one in writer.journal.unfinished()] == [5001]
+    assert await writer.find_number(5000) is None
 
 
-def test_what_cannot_be_encoded_raises_for_its_caller_and_the_writer_goes_on(path: Path) -> None:
-    async def main() -> None:
-        writer = JournalWriter(Journal(path))
-        request = new_request("r")
-        request.handover["sampling"]["seed"] = 1 << 70
-        with pytest.raises(OverflowError):
-            await writer.commit([(1, request)])
-        assert await writer.commit([(2, new_request("s"))]) == set() and writer.fault is None
-        await writer.close()
-
-    asyncio.run(main())
+async def test_what_cannot_be_encoded_raises_for_its_caller_and_the_writer_goes_on(writer: JournalWriter) -> None:
+    request = new_request("r")
+    request.handover["sampling"]["seed"] = 1 << 70
+    with pytest.raises(OverflowError):
+        await writer.commit([(1, request)])
+    assert await writer.commit([(2, new_request("s"))]) == set() and writer.fault is None
 
 
-def test_an_unexpected_error_of_a_commit_is_a_fault_and_does_not_stop_the_writer(
-    path: Path, monkeypatch: pytest.MonkeyPatch, quick_retry: None
+async def test_an_unexpected_error_of_a_commit_is_a_fault_and_does_not_stop_the_writer(
+    writer: JournalWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        journal = Journal(path)
-        writer = JournalWriter(journal)
+    journal = writer.journal
 
-        def broken(_: JournalChanges) -> set[int]:
-            raise MemoryError("no memory")
+    def broken(_: JournalChanges) -> set[int]:
+        raise MemoryError("no memory")
 
-        with monkeypatch.context() as patch:
-            patch.setattr(journal, "commit", broken)
-            await writer.commit(records=[(1, 0, b"a")])
-            assert writer.fault is not None and "no memory" in writer.fault
-        await until_written(writer)
-        await writer.close()
-
-    asyncio.run(main())
+    with monkeypatch.context() as patch:
+        patch.setattr(journal, "commit", broken)
+        await writer.commit(records=[(1, 0, b"a")])
+        assert writer.fault is not None and "no memory" in writer.fault
+    await until_written(writer)
 
 
-def test_a_closed_writer_tries_nothing_more(path: Path, quick_retry: None) -> None:
-    async def main() -> None:
-        journal = Journal(path)
-        writer = JournalWriter(journal)
-        limit_pages(journal, 0)
-        await writer.commit(records=[(1, position, bytes(3000)) for position in range(10)])
-        await writer.close()
-        assert writer._retry is None or writer._retry.cancelled()
-        Journal(path).close()
+async def test_a_closed_writer_tries_nothing_more(writer: JournalWriter, path: Path) -> None:
+    journal = writer.journal
+    limit_pages(journal, 0)
+    await writer.commit(records=[(1, position, bytes(3000)) for position in range(10)])
+    await writer.close()
+    assert writer._retry is None or writer._retry.cancelled()
+    Journal(path).close()
 
-    asyncio.run(main())
+
+def test_ended_requests_are_kept_for_their_time_whatever_the_systems_clock_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = {"time": 1e9, "monotonic": 0.0}
+    clock = SimpleNamespace(time=lambda: now["time"], monotonic=lambda: now["monotonic"])
+    monkeypatch.setattr(journal_module, "time", clock)
+    journal = Journal(tmp_path / "journal.sqlite")
+    for number, jump in enumerate(
+        (86_400.0, -86_400.0, -86_400.0, -1e6), 1
+    ):  # while it is open, and while it is closed
+        journal.commit(JournalChanges([(number, f"r{number}", encode(new_request("r")), "")], ended=[number]))
+        now["time"] += jump
+        if number > 2:
+            journal.close()
+            journal = Journal(tmp_path / "journal.sqlite")
+        for passed_s, forgotten in ((599.0, 0), (2.0, 1)):
+            now["monotonic"] += passed_s
+            assert journal.forget(journal.now() - 600.0, 100) == forgotten
+    journal.close()
+
+
+def test_a_tenant_with_many_results_displaces_none_of_a_tenant_with_few(path: Path) -> None:
+    journal = Journal(path)
+    journal._database.execute("ALTER TABLE requests DROP COLUMN tenant")  # a file of an earlier release
+    journal.close()
+    journal = Journal(path)
+    tenants = ["modest", *["greedy"] * 20, "modest", *["other"] * 5]
+    requests = [new_request(f"r{number}", tenant=tenant) for number, tenant in enumerate(tenants, 1)]
+    journal.commit(changes(*requests, ended=list(range(1, 28))))
+    assert journal.forget(0.0, 12) == 15
+    assert [number for number in range(1, 28) if journal.find_number(number)] == [1, *range(17, 22), *range(22, 28)]
+    journal.close()

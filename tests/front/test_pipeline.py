@@ -15,16 +15,7 @@ import pytest
 import torch
 import transformers
 from families import tiny
-from transformers import (
-    AutoTokenizer,
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    TextIteratorStreamer,
-    TextStreamer,
-)
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 from transformers.pipelines.pt_utils import KeyDataset
 from transformers.pipelines.text_generation import ReturnType
 from transformers.utils.chat_template_utils import Chat
@@ -52,16 +43,21 @@ END = 3192  # which comes as the seventh token behind P, and so ends its text
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
-    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(DEMO)
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 
 
-def small() -> PreTrainedModel:
+def small(config: GenerationConfig | None = None) -> PreTrainedModel:
     """The same weights each time."""
     model = tiny("llama", vocab_size=4096, num_hidden_layers=2, bos_token_id=0, max_position_embeddings=1024)
     model.generation_config.bos_token_id, model.generation_config.eos_token_id = 0, END
+    model.generation_config = config or model.generation_config
     return model
+
+
+def their_pipeline(config: GenerationConfig, tokenizer: Any, **options: Any) -> Any:
+    return transformers.pipeline("text-generation", model=small(config), tokenizer=tokenizer, device="cpu", **options)
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +67,7 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def theirs(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
-    own = small()
-    own.generation_config = model.generation_config  # what a test sets there counts for both
-    return transformers.pipeline("text-generation", model=own, tokenizer=tokenizer, device="cpu")
+    return their_pipeline(model.generation_config, tokenizer)  # what a test sets there counts for both
 
 
 @pytest.fixture(scope="module")
@@ -97,24 +91,14 @@ def form(value: Any) -> Any:
     return [form(item) for item in value] if isinstance(value, list) else type(value)
 
 
-class Favour(LogitsProcessor):
-    """Makes one token likelier with every token that is there."""
+def favour(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Makes token 11 likelier with every token that is there."""
+    scores = scores.clone()
+    scores[:, 11] += input_ids.shape[1] - 8
+    return scores
 
-    def __init__(self, token_id: int) -> None:
-        self.token_id = token_id
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        scores = scores.clone()
-        scores[:, self.token_id] += input_ids.shape[1] - 8
-        return scores
-
-
-# ---- parity -----------------------------------------------------------------------------------------------------
 
 SAME: dict[str, tuple[Any, dict[str, Any]]] = {
-    "a string": (P, {**GREEDY, "max_new_tokens": 12}),
-    "a list": ([P, Q, "a"], {**GREEDY, "max_new_tokens": 7}),
-    "a list of one": ([P], {**GREEDY, "max_new_tokens": 5}),
     "an empty string": ("", {**GREEDY, "max_new_tokens": 5}),
     "the default of max_new_tokens": (Q, GREEDY),
     "max_length": ([P, Q], {**GREEDY, "max_length": 30}),
@@ -144,10 +128,9 @@ SAME: dict[str, tuple[Any, dict[str, Any]]] = {
     "a bias": (P, {**GREEDY, "sequence_bias": [[[3870], -9.0]], "max_new_tokens": 6}),
     "a bias without end": (P, {**GREEDY, "sequence_bias": {(3870,): float("-inf")}, "max_new_tokens": 6}),
     "a bias of sequences": (P, {**GREEDY, "sequence_bias": {(1546, 3870): -90.0, (2558,): -90.0}, "max_new_tokens": 6}),
-    "a logits processor": (P, {**GREEDY, "logits_processor": LogitsProcessorList([Favour(11)]), "max_new_tokens": 6}),
+    "a logits processor": (P, {**GREEDY, "logits_processor": LogitsProcessorList([favour]), "max_new_tokens": 6}),
     "allowed tokens": (P, {**GREEDY, "prefix_allowed_tokens_fn": lambda batch, ids: [5, 6, 7], "max_new_tokens": 6}),
     "several ends": ([P, Q], {**GREEDY, "eos_token_id": [3714, 1875], "max_new_tokens": 12}),
-    "eos_token_id": (P, {**GREEDY, "eos_token_id": None, "max_new_tokens": 12}),
     "a stop": (P, {**GREEDY, "eos_token_id": None, "stop_sequence": "e", "max_new_tokens": 40}),
     "a generation config": (P, {"generation_config": GenerationConfig(do_sample=False, max_new_tokens=7)}),
     "generate's own harmless": (P, {**GREEDY, "use_cache": True, "max_new_tokens": 5, "batch_size": 2}),
@@ -192,14 +175,9 @@ def test_sampled_answers_have_the_form_of_transformers(name: str, theirs: Any, o
 BEAMS: dict[str, dict[str, Any]] = {
     "beams": {"num_beams": 3},
     "the best of them": {"num_beams": 4, "num_return_sequences": 3, "length_penalty": 0.3},
-    "until there are enough": {
-        "num_beams": 4,
-        "early_stopping": True,
-        "num_return_sequences": 4,
-        "return_tensors": True,
-    },
+    "until there are enough": {"num_beams": 4, "early_stopping": True, "num_return_sequences": 4, "return_tensors": True},
     "until there can be none": {"num_beams": 3, "early_stopping": "never", "length_penalty": -1.0},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BEAMS)
@@ -208,8 +186,8 @@ def test_beams_are_those_of_transformers(name: str, theirs: Any, ours: TextGener
     assert ours([P, Q], **options) == theirs([P, Q], **options)
 
 
+FORBIDDEN = {"bad_words_ids": [[3870], [1546, 2581]], "sequence_bias": {(2308,): -3.0}}
 LAID_OVER: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [  # the model's, the making's, the call's
-    ({}, {"max_new_tokens": 4, "do_sample": False}, {}),
     ({}, {"max_new_tokens": 4, "do_sample": False, "return_full_text": False}, {"max_new_tokens": 6}),
     ({}, {"do_sample": False, "max_new_tokens": 4, "return_full_text": False}, {"return_tensors": True}),
     ({}, {"max_length": 14, "do_sample": False}, {}),
@@ -221,6 +199,10 @@ LAID_OVER: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [  # th
     ({"do_sample": False}, {"generation_config": GenerationConfig(max_length=14)}, {"min_new_tokens": 5}),
     ({}, {"prefix": "Once. ", "add_special_tokens": False}, {**GREEDY, "max_length": 15}),
     ({}, {"stop_sequence": "e", "eos_token_id": None}, {**GREEDY, "max_new_tokens": 30}),
+    (FORBIDDEN, {}, {**GREEDY, "max_new_tokens": 6}),
+    (FORBIDDEN, {}, {**GREEDY, "max_new_tokens": 6, "bad_words_ids": None}),  # what a model forbids a call can allow
+    (FORBIDDEN, {}, {**GREEDY, "max_new_tokens": 6, "bad_words_ids": None, "sequence_bias": {(5, 6): 1.0}}),
+    (FORBIDDEN, {}, {**GREEDY, "max_new_tokens": 6, "bad_words_ids": [[9]]}),
 ]
 
 
@@ -232,37 +214,12 @@ def test_settings_lie_over_one_another_as_with_transformers(
     before = model.generation_config.to_diff_dict()
     model.generation_config.update(**of_model)
     try:
-        theirs = transformers.pipeline(
-            "text-generation", model=small_with(model.generation_config), tokenizer=tokenizer, device="cpu", **of_making
-        )
+        theirs = their_pipeline(model.generation_config, tokenizer, **of_making)
         with pagetide.pipeline("text-generation", model=ours.llm, **of_making) as again:
             assert again([P, Q], **of_call) == theirs([P, Q], **of_call)
     finally:
         for name in of_model:
             setattr(model.generation_config, name, before.get(name))
-
-
-def test_what_a_model_forbids_by_itself_a_call_can_allow(tokenizer: PreTrainedTokenizerBase) -> None:
-    config = small().generation_config
-    config.bad_words_ids, config.sequence_bias = [[3870], [1546, 2581]], {(2308,): -3.0}
-    model = small_with(config)
-    theirs = transformers.pipeline("text-generation", model=small_with(config), tokenizer=tokenizer, device="cpu")
-    calls = (
-        {},
-        {"bad_words_ids": None},
-        {"bad_words_ids": None, "sequence_bias": {(5, 6): 1.0}},
-        {"bad_words_ids": [[9]]},
-    )
-    with make(model, tokenizer) as ours:
-        answers = [ours(P, **GREEDY, max_new_tokens=6, **call) for call in calls]
-        assert answers == [theirs(P, **GREEDY, max_new_tokens=6, **call) for call in calls]
-        assert answers[0] != answers[1]
-
-
-def small_with(config: GenerationConfig) -> PreTrainedModel:
-    model = small()
-    model.generation_config = config
-    return model
 
 
 def test_a_model_by_name_answers_as_transformers_does_from_its_folder() -> None:
@@ -276,7 +233,7 @@ def test_a_model_by_name_answers_as_transformers_does_from_its_folder() -> None:
 
 
 def test_iterators_among_the_arguments_hold_for_every_prompt(ours: TextGenerationPipeline) -> None:
-    options = {"do_sample": False, "max_new_tokens": 16}
+    options = {**GREEDY, "max_new_tokens": 16}
     ids = ours(P, return_tensors=True, **options)[0]["generated_token_ids"][-2:-1]  # something that it says
     plain = ours([P, P], **options)
     banned = ours([P, P], bad_words_ids=iter([ids]), **options)
@@ -291,9 +248,6 @@ def test_what_the_models_own_settings_ask_for_in_vain_is_told(ours: TextGenerati
     finally:
         own.forced_eos_token_id = None
     assert "forced_eos_token_id=7, which is not served and has no effect" in caplog.text
-
-
-# ---- what is drawn ------------------------------------------------------------------------------------------------
 
 
 def test_a_seed_gives_what_the_engine_gives_with_it(ours: TextGenerationPipeline) -> None:
@@ -325,9 +279,6 @@ def test_continuations_of_a_prompt_are_filled_up_to_one_length(ours: TextGenerat
     assert all(set(ids[end + 1 :]) <= {0} for ids, end in zip(texts, first_ends, strict=True))
 
 
-# ---- streams --------------------------------------------------------------------------------------------------------
-
-
 def test_a_stream_of_any_kind_is_answered_in_its_order(ours: TextGenerationPipeline) -> None:
     texts = [f"{Q}{i}" for i in range(9)]
     options = {**GREEDY, "max_new_tokens": 3}
@@ -351,9 +302,9 @@ def test_a_stream_of_any_kind_is_answered_in_its_order(ours: TextGenerationPipel
     answers = ours(column, **options)
     assert [next(answers), *answers] == expected
     assert list(answers) == expected, "a data set is read again"
-    assert [record[0]["generated_text"][-1] for record in ours(([*TALK] for _ in range(2)), **options)] == [
-        ours(TALK, **options)[0]["generated_text"][-1]
-    ] * 2
+    (chat,) = ours(TALK, **options)
+    assert list(ours(([*TALK] for _ in range(2)), **options)) == [[chat]] * 2
+    assert ours((message for message in TALK), **options) == [chat], "messages that are generated are one chat"
 
 
 def test_a_source_is_read_no_further_ahead_than_asked(ours: TextGenerationPipeline) -> None:
@@ -381,15 +332,8 @@ def test_a_source_is_read_no_further_ahead_than_asked(ours: TextGenerationPipeli
         next(ours(iter([P]), look_ahead=0))
 
 
-def test_messages_that_are_generated_are_one_chat(ours: TextGenerationPipeline) -> None:
-    options = {**GREEDY, "max_new_tokens": 3}
-    assert ours((message for message in TALK), **options) == ours(TALK, **options)
-
-
-@pytest.mark.parametrize("count", [2_000, pytest.param(10_000, marks=pytest.mark.stress)])
-def test_an_endless_generator_is_served_in_order_within_bounds(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, count: int
-) -> None:
+@pytest.mark.parametrize("count", [1_000, pytest.param(10_000, marks=pytest.mark.stress)])
+def test_an_endless_generator_is_served_in_order_within_bounds(model: Any, tokenizer: Any, count: int) -> None:
     """So many answers: memory flat, batches formed, and never more than the look-ahead taken from the source."""
     taken, process = 0, psutil.Process()
 
@@ -414,7 +358,7 @@ def test_an_endless_generator_is_served_in_order_within_bounds(
                 seen.append((len(gc.get_objects()), process.memory_info().rss))
         stats = pipe.llm.stats()
     assert len(seen) == 3
-    assert max(objects for objects, _ in seen) - seen[0][0] < 2_000
+    assert max(objects for objects, _ in seen) - seen[0][0] < min(2_000, count), seen
     assert max(rss for _, rss in seen) - seen[0][1] < 16 << 20
     assert most_ahead <= 2 * 64
     assert stats["steps"] - steps < 2 * count / 32, "64 at a time make two tokens each"
@@ -457,9 +401,6 @@ def test_a_stream_that_is_dropped_leaves_nothing_behind(ours: TextGenerationPipe
         assert (stats["running"], stats["waiting"]) == (0, 0)
 
 
-# ---- streamers --------------------------------------------------------------------------------------------------------
-
-
 class Recorder(transformers.generation.BaseStreamer):
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -473,27 +414,14 @@ class Recorder(transformers.generation.BaseStreamer):
 
 @pytest.mark.parametrize("inputs", [P, "", [P, Q], TALK])
 def test_a_streamer_is_given_what_transformers_gives_it(inputs: Any, theirs: Any, ours: TextGenerationPipeline) -> None:
-    seen = []
-    for pipe in (theirs, ours):
-        recorder = Recorder()
+    of_theirs, of_ours = Recorder(), Recorder()
+    for pipe, recorder in ((theirs, of_theirs), (ours, of_ours)):
         pipe(inputs, streamer=recorder, **GREEDY, max_new_tokens=8)
-        seen.append(recorder.seen)
-    assert seen[0] == seen[1]
-
-
-def test_a_text_streamer_prints_as_it_does_with_transformers(
-    theirs: Any, ours: TextGenerationPipeline, tokenizer: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    printed = []
-    for pipe in (theirs, ours):
-        answer = pipe(P, streamer=TextStreamer(tokenizer, skip_prompt=True), **GREEDY, max_new_tokens=12)
-        printed.append((capsys.readouterr().out, answer))
-    assert printed[0] == printed[1]
-    assert printed[0][0].strip()
+    assert of_ours.seen == of_theirs.seen
 
 
 def test_a_text_iterator_streamer_is_read_while_the_pipeline_runs(ours: TextGenerationPipeline, tokenizer: Any) -> None:
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+    streamer = transformers.TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
     reading, pieces, answers = threading.Event(), [], []
 
     def gated(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -512,16 +440,15 @@ def test_a_text_iterator_streamer_is_read_while_the_pipeline_runs(ours: TextGene
     assert P + "".join(pieces) == answers[0]["generated_text"]
 
 
-def test_streamers_refuse_what_they_cannot_tell_apart(
-    theirs: Any, ours: TextGenerationPipeline, tokenizer: Any
-) -> None:
-    for options in ({"num_return_sequences": 2}, {"num_beams": 2, "do_sample": False}):
+def test_streamers_refuse_what_they_cannot_tell_apart(theirs: Any, ours: Any, tokenizer: Any) -> None:
+    for inputs, options, said in (
+        (P, {"num_return_sequences": 2}, r"batch size 1|beam|one continuation"),
+        (P, {"num_beams": 2, "do_sample": False}, r"batch size 1|beam|one continuation"),
+        ([P, P], {"batch_size": 2}, r"batching|one prompt"),
+    ):
         for pipe in (theirs, ours):
-            with pytest.raises(ValueError, match=r"batch size 1|beam|one continuation"):
-                pipe(P, streamer=TextStreamer(tokenizer), max_new_tokens=2, **options)
-    for pipe in (theirs, ours):
-        with pytest.raises(ValueError, match=r"batching|one prompt"):
-            pipe([P, P], streamer=TextStreamer(tokenizer), max_new_tokens=2, batch_size=2)
+            with pytest.raises(ValueError, match=said):
+                pipe(inputs, streamer=TextStreamer(tokenizer), max_new_tokens=2, **options)
 
 
 def test_a_streamer_is_ended_when_its_prompt_fails(ours: TextGenerationPipeline) -> None:
@@ -535,18 +462,11 @@ def test_a_streamer_is_ended_when_its_prompt_fails(ours: TextGenerationPipeline)
     assert recorder.seen[-1] == "end"
 
 
-# ---- at the door --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
+def test_what_is_not_served_is_refused_with_a_reason(ours: Any) -> None:
+    for options, said in [
         ({"max_new_token": 5}, "did you mean 'max_new_tokens'"),
-        ({"temprature": 1.0}, "did you mean 'temperature'"),
         ({"quux": 1}, "no argument 'quux'$"),
         ({"typical_p": 0.5}, "typical_p=0.5 is not served"),
-        ({"guidance_scale": 2.0}, "guidance_scale=2.0 is not served"),
-        ({"num_beam_groups": 2}, "not served"),
         ({"stopping_criteria": [print]}, "stop_strings"),
         ({"assistant_model": "demo"}, "no second model"),
         ({"return_dict_in_generate": True}, "logprobs"),
@@ -554,10 +474,8 @@ def test_a_streamer_is_ended_when_its_prompt_fails(ours: TextGenerationPipeline)
         ({"generation_config": {"top_k": 5}}, "GenerationConfig"),
         ({"num_return_sequences": 2, "do_sample": False}, "greedy search gives one"),
         ({"temperature": 0.0}, "do_sample=False"),
-        ({"temperature": -1.0}, "temperature"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
         ({"max_length": 3}, "raise max_length"),
-        ({"top_p": 2.0}, "top_p"),
         ({"num_beams": 2, "num_return_sequences": 3}, "above num_beams"),
         ({"return_full_text": True, "return_tensors": True}, "return_full_text"),
         ({"return_text": True, "return_tensors": True}, "return_text"),
@@ -569,24 +487,19 @@ def test_a_streamer_is_ended_when_its_prompt_fails(ours: TextGenerationPipeline)
         ({"tokenizer_encode_kwargs": {"return_tensors": "pt"}}, "return_tensors"),
         ({"tokenizer": object()}, "at the making"),
         ({"max_seqs": 4}, "no argument 'max_seqs': it is an argument of LLM"),
-    ],
-)  # fmt: skip
-def test_what_is_not_served_is_refused_with_a_reason(
-    ours: TextGenerationPipeline, options: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(ValueError, match=said):
-        ours(P, **options)
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            ours(P, **options)
 
 
-@pytest.mark.parametrize("inputs", [5, None, b"bytes", {"text": P}, [P, 5], [[1, 2]], [{"role": "user"}], [{}]])
+@pytest.mark.parametrize("inputs", [5, None, b"bytes", {"text": P}, [P, 5], [[1, 2]], [{"role": "user"}], [{}], [[]]])
 def test_what_is_no_prompt_is_refused(ours: TextGenerationPipeline, inputs: Any) -> None:
-    with pytest.raises(ValueError, match="string"):
+    with pytest.raises(ValueError, match="the prompt is empty: leave it out" if inputs == [[]] else "string"):
         ours(inputs, max_new_tokens=1)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
+def test_a_making_is_refused_with_a_reason() -> None:
+    for options, said in [
         ({"task": "summarization"}, "'summarization' is not served"),
         ({"model": None}, "no model was given"),
         ({"max_seq": 4}, "did you mean 'max_seqs'"),
@@ -594,40 +507,33 @@ def test_what_is_no_prompt_is_refused(ours: TextGenerationPipeline, inputs: Any)
         ({"revision": "v2"}, "nothing is downloaded"),
         ({"device": 0, "device_map": "auto"}, "cannot be given together"),
         ({"device": None, "device_map": {"a": 0, "b": 1}}, "tensor_parallel_size"),
-        ({"device": "mps"}, "device must be"),
         ({"dtype": "float32", "torch_dtype": "float16"}, "mean the same"),
-        ({"dtype": "int4"}, "dtype must be"),
-        ({"model_kwargs": {"load_in_4bit": True}}, "quantised"),
+        ({"model_kwargs": {"load_in_4bit": True}}, 'write quantization="int8" or "int4"'),
         ({"model_kwargs": {"quux": True}}, "no argument 'quux'$"),
         ({"model_kwargs": {"dtype": "float32"}, "dtype": "float32"}, "given twice"),
         ({"typical_p": 0.5}, "not served"),
         ({"tokenizer": 5}, "tokenizer must be"),
         ({"tokenizer": "/nowhere"}, "no tokenizer"),
         ({"model": object()}, "a loaded transformers model"),
-    ],
-)
-def test_a_making_is_refused_with_a_reason(options: dict[str, Any], said: str) -> None:
-    with pytest.raises((ValueError, pagetide.ModelNotFound), match=said):
-        pagetide.pipeline(**{"model": "demo", "share": False, "kv_memory": "4MiB", "device": "cpu", **options})
+    ]:
+        with pytest.raises((ValueError, pagetide.ModelNotFound), match=said):
+            pagetide.pipeline(**{"model": "demo", "share": False, "kv_memory": "4MiB", "device": "cpu", **options})
 
 
 def test_a_pipeline_over_an_engine_leaves_it_open(ours: TextGenerationPipeline) -> None:
-    with pagetide.pipeline(model=ours.llm, max_new_tokens=2, max_seqs=None, device=None, **GREEDY) as again:
+    with pagetide.pipeline(
+        "text_generation", model=ours.llm, max_new_tokens=2, max_seqs=None, device=None, **GREEDY
+    ) as again:
         assert again(P) == ours(P, max_new_tokens=2, **GREEDY)
         assert again.llm is ours.llm
     assert ours(P, max_new_tokens=1)
     with pytest.raises(ValueError, match="made already: max_seqs, tokenizer"):
         pagetide.pipeline(model=ours.llm, max_seqs=4, tokenizer="demo")
-
-
-def test_a_model_without_a_tokenizer_is_refused() -> None:
     with pytest.raises(ValueError, match="needs one: give tokenizer"):
-        make(tiny("llama"), None)
+        make(small(), None)
 
 
-def test_harmless_arguments_are_noted_once(
-    ours: TextGenerationPipeline, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_harmless_arguments_are_noted_once(ours: Any, caplog: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr("pagetide.pipelines.arguments._noted", set())
     options: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "padding": True, "use_cache": True, **GREEDY}
     with caplog.at_level(logging.WARNING, logger="pagetide"):

@@ -54,9 +54,7 @@ def test_a_private_device_is_leased_out_and_leaves_nothing(monkeypatch: pytest.M
                 assert lease.wait_granted(mine + 64 * MIB, 30)
                 assert [(view.name, view.pid) for view in device.leases()] == [("mine", os.getpid())]
                 external.hold(32 * MIB)
-                wait_until(
-                    lambda: device.free_bytes() < capacity - mine - 16 * MIB, "the external process was measured"
-                )
+                wait_until(lambda: device.free_bytes() < capacity - mine - 16 * MIB, "the external process is measured")
             finally:
                 lease.close()
         assert os.environ[VARIABLE] == "/somewhere/else"

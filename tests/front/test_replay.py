@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 from fakes import World
+from frame_watcher import source_of
 from random_walk import walk
 
 from pagetide.cli import main
 from pagetide.scheduler.frames.recording import FrameWriter
-from pagetide.scheduler.frames.source import FrameSource, MemoryFigures, PoolFacts, encode
+from pagetide.scheduler.frames.source import FrameSource, encode
 
 STATES = {
     "waiting", "preempted", "prefilling", "decoding", "paused", "finishing", "deferred", "waiting for prompt",
@@ -35,11 +36,7 @@ class Recorded:
 
     def __call__(self, world: World) -> None:
         if self._source is None:
-            memory = MemoryFigures({"weights": 1, "base": 2, "kv": 3, "prepared": 0, "lease": None, "device": None})
-            self._source = FrameSource(
-                lambda: world.scheduler, PoolFacts("demo", 1, 64), lambda: memory, clock=lambda: self.now,
-                wall=lambda: 1000.0 + self.now,
-            )  # fmt: skip
+            self._source = source_of(world, clock=lambda: self.now, wall=lambda: 1000.0 + self.now)
         self.now += 0.1
         frame = self._source.take(full=len(self.frames) % 50 == 0)
         self.frames.append(frame)
@@ -101,10 +98,8 @@ def test_a_trace_says_what_the_frames_say(variant: str, tmp_path: Path, capsys: 
     for frame in frames:
         id_in = {} if frame["full"] else {row: name for row, name in id_in.items() if row not in frame["left"]}
         id_in |= {entry[0]: entry[1] for entry in frame["rows"]}
-        states = {
-            id_in[row]: ("prefilling", "decoding", "paused", "finishing")[status]
-            for row, status, *_ in frame["running"]
-        }
+        named = ("prefilling", "decoding", "paused", "finishing")
+        states = {id_in[row]: named[status] for row, status, *_ in frame["running"]}
         for name, state in states.items():
             if before.get(name) != state:
                 num_starts += 1
@@ -134,9 +129,9 @@ def test_two_runs_in_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_what_cannot_be_read_or_written_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "notes").write_text("hello")
     assert main(["replay", str(tmp_path / "notes"), "--perfetto", str(tmp_path / "out")]) == 2
-    assert "no recording" in capsys.readouterr().err
+    assert "not a recording" in capsys.readouterr().err
     assert main(["replay", str(tmp_path / "none"), "--perfetto", str(tmp_path / "out")]) == 2
-    assert "No such file" in capsys.readouterr().err
+    assert f"{tmp_path / 'none'}: No such file or directory; check the path" in capsys.readouterr().err
     recorded = Recorded(tmp_path / "run")
     recorded.close()
     assert main(["replay", str(tmp_path / "run"), "--perfetto", str(tmp_path / "no" / "out")]) == 1

@@ -4,111 +4,53 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import hashlib
 import io
 import json
 import os
 import resource
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import fields, replace
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from run_rig import CONFIGS, SHORT, run_fixture, served_fixture, talker_fixture  # noqa: F401
 
 from pagetide import LLM, RequestOutput, SamplingParams
+from pagetide.batch import input as run_input
+from pagetide.batch import output as output_module
 from pagetide.batch import run as run_module
-from pagetide.batch.config import KEYS, EngineOptions, RunConfig, add_flags, read_config
-from pagetide.batch.input import read_line
+from pagetide.batch.config import KEYS, EngineOptions, InputOptions, RunConfig, add_flags, read_config
+from pagetide.batch.input import InputFile, read_line
+from pagetide.batch.output import Output
 from pagetide.cli import main
-from pagetide.engine import llm as llm_module
 from pagetide.engine.errors import ConfigError
-from pagetide.engine.loading.models import BUILT_IN_FILE
 from pagetide.engine.text import template_bounds
 from pagetide.monitor.units import GIB, parse_bytes
+from pagetide.server.requests import CompletionRequest
 
-CONFIGS = BUILT_IN_FILE.parent
-SHORT = ["--max-new-tokens", "6"]
-TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if polite %}Sir, {% endif %}"
 LINES = [
     '{"prompt": "Call me Ishmael."}',
     '{"prompt": "Natásha went to the window", "id": 7, "seed": 3}',
     "",
     "{broken",
     '{"custom_id": "b", "prompt": [5, 6, 7], "max_tokens": 2, "temperature": 0}',
-    '{"messages": [{"role": "user", "content": [{"type": "text", "text": "Where is "}, {"type": "text", "text": "he?"}]}]}',
+    '{"messages": [{"role": "user", "content": [{"type": "text", "text": "Where is"}, {"type": "text", "text": "he?"}]}]}',
     '{"prompt": "To be", "n": 2, "stop": ["zzzz"], "logit_bias": {"11": 0.5}}',
     '{"prompt": ""}',
 ]
-
-
-class Served:
-    """Stands in for `LLM(...)`: hands out the one engine of these tests, and takes down what was asked for."""
-
-    def __init__(self, llm: LLM) -> None:
-        self.llm = llm
-        self.told: dict[str, Any] = {}
-
-    def __call__(self, model: str, **options: Any) -> Served:
-        self.told = {"model": model, **options}
-        return self
-
-    def __enter__(self) -> LLM:
-        return self.llm
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-@pytest.fixture(scope="module")
-def talker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    """The demo model, with a chat template; a models file says so, and serves every test of this module."""
-    models = tmp_path_factory.mktemp("models") / "models.yaml"
-    folder = CONFIGS.parent / "engine" / "demo_model"
-    models.write_text(json.dumps({"talk": {"path": str(folder), "tokenizer": {"chat_template": TEMPLATE}}}), "utf-8")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PAGETIDE_CONFIG", str(models))
-        with LLM("talk", device="cpu", kv_memory="32MiB", max_seqs=4) as llm:
-            yield llm
-
-
-@pytest.fixture
-def served(talker: LLM, monkeypatch: pytest.MonkeyPatch) -> Served:
-    served = Served(talker)
-    monkeypatch.setattr(llm_module, "LLM", served)
-    return served
-
-
-@pytest.fixture
-def run(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., SimpleNamespace]:
-    """Runs the command over lines of text; tells its status, what it said, and the records."""
-
-    def go(lines: str | list[str] | None = None, *more: str, name: str = "in.jsonl") -> SimpleNamespace:
-        source, target = tmp_path / name, tmp_path / "out.jsonl"
-        if lines is not None:
-            source.write_text(lines if isinstance(lines, str) else "\n".join(lines) + "\n", "utf-8")
-        status = main(["run", "--model", "talk", "--input", str(source), "--output", str(target), *SHORT, *more])
-        out, err = capsys.readouterr()
-        content = target.read_bytes() if target.exists() else b""
-        records = [json.loads(line) for line in content.splitlines()]
-        return SimpleNamespace(status=status, out=out, err=err, content=content, records=records, path=target)
-
-    return go
 
 
 def completion_of(output: RequestOutput, **more: Any) -> dict[str, Any]:
     counts = len(output.prompt_token_ids), sum(len(each.token_ids) for each in output.completions)
     usage = {"prompt_tokens": counts[0], "completion_tokens": counts[1], "total_tokens": sum(counts)}
     return {"text": output.text, "finish_reason": output.finish_reason, **more, "usage": usage}
-
-
-# -- in and out --------------------------------------------------------------------------------------------------------
 
 
 def test_every_line_has_the_record_that_the_library_would_give(talker: LLM, run: Any) -> None:
@@ -118,8 +60,9 @@ def test_every_line_has_the_record_that_the_library_would_give(talker: LLM, run:
     def seeded(line: int) -> SamplingParams:
         return replace(drawn, seed=(2 << 32) + line)
 
-    messages = [{"role": "user", "content": "Where is he?"}]
-    prompts = ["Call me Ishmael.", "Natásha went to the window", [5, 6, 7], talker.render(messages), "To be", ""]
+    messages = json.loads(LINES[5])["messages"]
+    chat = talker.render([{"role": "user", "content": "Where is\nhe?"}])
+    prompts = ["Call me Ishmael.", "Natásha went to the window", [5, 6, 7], chat, "To be", ""]
     params = [
         seeded(1), replace(drawn, seed=3), replace(drawn, max_new_tokens=2, temperature=0), seeded(6),
         replace(seeded(7), n=2, stop=["zzzz"], logit_bias={11: 0.5}), seeded(8),
@@ -139,6 +82,25 @@ def test_every_line_has_the_record_that_the_library_would_give(talker: LLM, run:
     assert done.status == 1
     assert done.out.splitlines()[:2] == [f"records            7 in {done.path}", "errors             1"]
     assert sorted(path.name for path in done.path.parent.iterdir()) == ["in.jsonl", "out.jsonl", "out.jsonl.run.json"]
+
+
+def test_calls_of_tools_are_those_of_a_line(run: Any) -> None:
+    schema = {"type": "object", "properties": {"depth": {"enum": [3]}}, "required": ["depth"]}
+    schema |= {"additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": "dive", "parameters": schema}}]
+    talk = {"messages": [{"role": "user", "content": "a"}], "tools": tools, "tool_choice": "required", "max_tokens": 60}
+    talk |= {"parallel_tool_calls": False, "seed": 1}
+    batch = {"custom_id": "b", "method": "POST", "url": "/v1/chat/completions", "body": talk}
+    (plain,) = run([json.dumps(talk)]).records
+    assert (plain["text"], plain["finish_reason"]) == (None, "stop")
+    (call,) = plain["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("dive", {"depth": 3})
+    (cut,) = run([json.dumps({**talk, "max_tokens": 1})], "--overwrite").records
+    assert (cut["text"], cut["finish_reason"], "tool_calls" in cut) == ("", "length", False)  # as of a server
+    (record,) = run([json.dumps(batch)], "--overwrite").records
+    choice = record["response"]["body"]["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (None, "tool_calls")
+    assert [one["function"] for one in choice["message"]["tool_calls"]] == [call["function"]]
 
 
 def test_text_lines_and_what_records_hold(talker: LLM, run: Any) -> None:
@@ -165,7 +127,7 @@ def test_a_batch_as_openai_has_it(talker: LLM, run: Any) -> None:
     lines = [
         line("a", chat, messages=said, max_completion_tokens=3, seed=1, n=2, user="u", tools=None, stream=False),
         line("b", text, prompt=["Call me"], max_tokens=3, seed=1),
-        line("c", text, prompt="x", tools=[]),
+        line("c", text, prompt="x", tools=[{}]),
         line("d", text, prompt="word " * 2000),
         "nonsense",
         line("e", "/v1/embeddings", input="x"),
@@ -198,16 +160,13 @@ def test_a_batch_as_openai_has_it(talker: LLM, run: Any) -> None:
     assert (body["id"], body["object"], body["choices"]) == (f"cmpl-{run_id}_2", "text_completion", [choice])
     assert [record["custom_id"] for record in done.records] == ["a", "b", "c", "d", None, "e", "f"]
     assert [record["response"]["status_code"] for record in done.records] == [200, 200, 400, 400, 400, 400, 200]
-    for record, message in zip(
-        done.records[2:6],
-        (
-            "line 3: unknown field 'tools'",
-            "with a context of 1,024",
-            "line 5: it is not valid JSON",
-            "url must be /v1/comp",
-        ),
-        strict=True,
-    ):
+    said_of = (
+        "line 3: tools must be left out here",
+        "with a context of 1,024",
+        "line 5: it is not valid JSON",
+        "url must be",
+    )
+    for record, message in zip(done.records[2:6], said_of, strict=True):
         assert message in record["error"]["message"]
         assert record["response"]["body"]["error"]["message"] == record["error"]["message"]
     assert talker.render(said, polite=True) != talker.render(said)
@@ -217,16 +176,13 @@ def test_a_batch_as_openai_has_it(talker: LLM, run: Any) -> None:
 
 def test_log_probabilities_in_both_forms(talker: LLM, run: Any) -> None:
     plain = run(['{"prompt": "Natásha", "logprobs": 2, "prompt_logprobs": 0, "temperature": 0}']).records[0]
-    output = talker.generate("Natásha", SamplingParams(max_new_tokens=6, logprobs=2, prompt_logprobs=0, temperature=0))[
-        0
-    ]
-    assert output.completions[0].logprobs is not None and output.prompt_logprobs is not None
-    assert [(told["token_id"], told["rank"]) for told in plain["logprobs"]] == [
-        (told.token_id, told.rank) for told in output.completions[0].logprobs
-    ]
-    assert [told["logprob"] for told in plain["logprobs"]] == pytest.approx(
-        [told.logprob for told in output.completions[0].logprobs], abs=1e-4
-    )
+    params = SamplingParams(max_new_tokens=6, logprobs=2, prompt_logprobs=0, temperature=0)
+    (output,) = talker.generate("Natásha", params)
+    told = output.completions[0].logprobs
+    assert told is not None and output.prompt_logprobs is not None
+    assert [(one["token_id"], one["rank"]) for one in plain["logprobs"]] == [(one.token_id, one.rank) for one in told]
+    expected = pytest.approx([one.logprob for one in told], abs=1e-4)
+    assert [one["logprob"] for one in plain["logprobs"]] == expected
     assert plain["prompt_logprobs"][0] is None and len(plain["prompt_logprobs"]) == len(output.prompt_token_ids)
 
     body = {"prompt": "Natásha", "logprobs": 2, "temperature": 0}
@@ -237,9 +193,8 @@ def test_log_probabilities_in_both_forms(talker: LLM, run: Any) -> None:
     text, chat = (record["response"]["body"]["choices"][0] for record in done.records)
     told = text["logprobs"]
     assert "".join(told["tokens"]) == text["text"] == output.text
-    assert [
-        text["text"][at:][: len(token)] for at, token in zip(told["text_offset"], told["tokens"], strict=True)
-    ] == told["tokens"]
+    places = zip(told["text_offset"], told["tokens"], strict=True)
+    assert all(text["text"][at:].startswith(token) for at, token in places)
     assert all(told["tokens"][i] in top for i, top in enumerate(told["top_logprobs"]))  # greedy: it is the first
     content = chat["logprobs"]["content"]
     assert "".join(one["token"] for one in content) == chat["message"]["content"]
@@ -248,9 +203,7 @@ def test_log_probabilities_in_both_forms(talker: LLM, run: Any) -> None:
         assert bytes(one["bytes"]).decode() == one["token"]
 
 
-def test_standard_input_is_read_to_its_end_and_can_be_gone_on_with(
-    run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_standard_input_is_read_to_its_end_and_can_be_gone_on_with(run: Any, monkeypatch: Any, tmp_path: Path) -> None:
     whole = run(["Call me", "To be"], name="in.txt").content
     (tmp_path / "out.jsonl").rename(tmp_path / "out.jsonl.part")
     about = json.loads((tmp_path / "out.jsonl.run.json").read_text())
@@ -262,14 +215,13 @@ def test_standard_input_is_read_to_its_end_and_can_be_gone_on_with(
     assert json.loads((tmp_path / "out.jsonl.run.json").read_text()) == about
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (b"\xff", "it is no text in UTF-8"),
+def test_a_line_that_cannot_be_asked_says_why() -> None:
+    for line, message in [
+        (b"\xff", "it is not UTF-8 text"),
         (None, "it is longer than 32 MiB"),
         (b"[1]", "it must be a JSON object, got list"),
-        (b'{"prompt": NaN}', "NaN is no JSON number"),
-        (b'{"prompt": "a", "prompt": "b"}', "the key 'prompt' stands there twice"),
+        (b'{"prompt": NaN}', "NaN is not a JSON number"),
+        (b'{"prompt": "a", "prompt": "b"}', "the key 'prompt' appears twice"),
         (b"[" * 200_000, "it is not valid JSON"),
         (b"{}", "it must have a prompt or messages, one of the two"),
         (b'{"prompt": "x", "messages": []}', "one of the two"),
@@ -278,8 +230,7 @@ def test_standard_input_is_read_to_its_end_and_can_be_gone_on_with(
         (b'{"prompt": "x", "id": [1]}', "id must be a text or an integer, got [1]"),
         (b'{"prompt": "x", "id": 1, "custom_id": "b"}', "give one of them"),
         (b'{"messages": []}', "messages must be a list of"),
-        (b'{"messages": [{"content": "x"}]}', "a message must have a role"),
-        (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "of a message only text can be taken"),
+
         (b'{"prompt": "x", "temprature": 1}', "unknown field 'temprature'; did you mean temperature?"),
         (b'{"prompt": "x", "temperature": -1}', "temperature must be 0 (greedy) or above, got -1"),
         (b'{"prompt": "x", "stream": true}', "stream must be left out here, got True"),
@@ -287,42 +238,35 @@ def test_standard_input_is_read_to_its_end_and_can_be_gone_on_with(
         (b'{"prompt": "x", "top_logprobs": 2}', "top_logprobs needs logprobs to be true, got None"),
         (b'{"prompt": "x", "logit_bias": {"a": 1}}', "logit_bias must map token ids to numbers, got 'a'"),
         (b'{"prompt": "x", "response_format": {"type": "yaml"}}', "response_format must have the type text"),
-        (b'{"prompt": "x", "url": "/v1/completions", "body": {}}', "say `format: openai`"),
-        (b'{"prompt": "x", "logits_processors": []}', "unknown field 'logits_processors'"),
-    ],
-)  # fmt: skip
-def test_a_line_that_cannot_be_asked_says_why(line: bytes | None, message: str) -> None:
-    ask = read_line(3, line, "jsonl")
-    assert ask.error is not None and message in ask.error
-    assert ask.sampling == {}
+        (b'{"prompt": "x", "url": "/v1/completions", "body": {}}', "set `format: openai`"),
+        (b'{"prompt": "x", "logits_processors": []}', "logits_processors is served as null alone: leave it out"),
+    ]:  # fmt: skip
+        ask = read_line(3, line, "jsonl")
+        assert ask.error is not None and message in ask.error
+        assert ask.sampling == {}
 
 
-def test_a_line_brings_no_template_of_its_own(talker: LLM, run: Any) -> None:
-    """Nor anything else that is the program's to set; what the model's template asks for is the line's."""
-    chat = {"messages": [{"role": "user", "content": "x"}]}
-    asked = [
-        {"polite": True},
-        {"chat_template": "{% for i in range(100000) %}{% for j in range(100000) %}x{% endfor %}{% endfor %}"},
-        {"tokenize": True}, {"tokenizer_kwargs": {}}, {"return_dict": True}, {"messages": []}, {"add_generation_prompt": False},
-    ]  # fmt: skip
-    done = run([json.dumps({**chat, "chat_template_kwargs": options}) for options in asked])
-    errors = [record.get("error") for record in done.records]
-    assert errors[0] is errors[6] is None
-    assert done.records[0]["usage"]["prompt_tokens"] == len(talker.render(chat["messages"], polite=True))
-    for error, name in zip(
-        errors[1:6], ("chat_template", "tokenize", "tokenizer_kwargs", "return_dict", "messages"), strict=True
-    ):
-        assert error is not None and f"chat_template_kwargs cannot set '{name}': a request may give" in error
-
-
-def test_a_conversation_that_takes_too_much_is_one_error(
-    talker: LLM, run: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_conversation_has_only_what_a_line_may_say(talker: LLM, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No template of its own, nor what is the program's to set; what the model's template asks for is the line's."""
     monkeypatch.setattr(template_bounds, "MOST_MADE_BYTES", 1 << 15)
-    chats = [[{"role": "user", "content": "x" * count}] for count in (10, 50_000, 20)]
-    done = run([json.dumps({"messages": chat}) for chat in chats])
-    assert [("error" in record) for record in done.records] == [False, True, False]
-    assert "the chat template cannot be rendered with these messages: its values take" in done.records[1]["error"]
+    messages = [{"role": "user", "content": "x"}]
+    cannot = "chat_template_kwargs cannot set '{}': a request may give"
+    asked: list[tuple[Any, dict[str, Any], str | None]] = [
+        (messages, {"polite": True}, None),
+        (messages, {"chat_template": "{% for i in range(9) %}x{% endfor %}"}, cannot.format("chat_template")),
+        (messages, {"tokenize": True}, cannot.format("tokenize")),
+        (messages, {"tokenizer_kwargs": {}}, cannot.format("tokenizer_kwargs")),
+        (messages, {"return_dict": True}, cannot.format("return_dict")),
+        (messages, {"messages": []}, cannot.format("messages")),
+        (messages, {"add_generation_prompt": False}, None),
+        ([{"content": "x"}], {}, "a message must have a role"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "content of type 'image_url' is not supported"),
+        ([{"role": "user", "content": "x" * 50_000}], {}, "cannot be rendered with these messages: its values take"),
+    ]
+    done = run([json.dumps({"messages": chat, "chat_template_kwargs": options}) for chat, options, _ in asked])
+    for record, (_, _, said) in zip(done.records, asked, strict=True):
+        assert "error" not in record if said is None else said in record["error"]
+    assert done.records[0]["usage"]["prompt_tokens"] == len(talker.render(messages, polite=True))
 
 
 def test_openais_names_are_pagetides() -> None:
@@ -337,8 +281,11 @@ def test_openais_names_are_pagetides() -> None:
     for asked, told in (({"logprobs": False}, None), ({"logprobs": True}, 0), ({"logprobs": 3}, 3)):
         ask = read_line(1, json.dumps({"prompt": "x", **asked}).encode(), "jsonl")
         assert ask.sampling == {"logprobs": told}
-    ask = read_line(1, b'{"prompt": "x", "response_format": {"type": "json_object"}}', "jsonl")
-    assert ask.sampling == {"json_schema": {"type": "object"}}
+    for more, constraint in ({}, {"type": "object"}), ({"schema": schema}, schema):  # llama.cpp's form
+        response_format = {"type": "json_object", **more}
+        ask = read_line(1, json.dumps({"prompt": "x", "response_format": response_format}).encode(), "jsonl")
+        assert ask.sampling == {"json_schema": constraint}
+        assert CompletionRequest(prompt="x", response_format=response_format).params()["json_schema"] == constraint
 
 
 def test_what_a_line_says_goes_before_what_the_run_says(run: Any, talker: LLM) -> None:
@@ -347,9 +294,6 @@ def test_what_a_line_says_goes_before_what_the_run_says(run: Any, talker: LLM) -
     (first, second) = done.records
     assert "json_schema and regex cannot be given together" in second["error"]
     assert first["finish_reason"] == "error" or first["usage"]["completion_tokens"] == 2
-
-
-# -- going on ----------------------------------------------------------------------------------------------------------
 
 
 def cuts(whole: bytes) -> dict[str, bytes]:
@@ -374,19 +318,19 @@ def cuts(whole: bytes) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("form", ["jsonl", "openai"])
-def test_from_wherever_it_was_cut_off_it_comes_out_the_same(
-    run: Any, form: str, tmp_path: Path, served: Served
-) -> None:
+def test_from_wherever_it_was_cut_off_it_comes_out_the_same(run: Any, form: str, tmp_path: Path, served: Any) -> None:
     url = {"url": "/v1/completions"}
     texts = ["Natásha", "To be", "Call me", "x" * 5000]
     plain = [{"id": f"á{i}", "prompt": text} for i, text in enumerate(texts)]
-    lines = (
-        plain if form == "jsonl" else [{"custom_id": p["id"], **url, "body": {"prompt": p["prompt"]}} for p in plain]
-    )
+    batch = [{"custom_id": p["id"], **url, "body": {"prompt": p["prompt"]}} for p in plain]
     few = ["--max-new-tokens", "2"]
-    done = run([json.dumps(line) for line in lines], *few)
+    done = run([json.dumps(line) for line in (plain if form == "jsonl" else batch)], *few)
     assert done.status == 1 and len(done.records) == 4  # the last prompt is too long
     about = (tmp_path / "out.jsonl.run.json").read_bytes()
+    served.told = {}
+    again = run(None, "--json", *few)
+    assert (again.status, again.content, served.told) == (1, done.content, {})
+    assert "already complete with these settings" in again.err and json.loads(again.out)["resumed_lines"] == 4
     left_behind = cuts(done.content)
     for name in left_behind if form == "jsonl" else ("one and half of a character", "a hole", "out of order", "all"):
         left = left_behind[name]
@@ -398,28 +342,15 @@ def test_from_wherever_it_was_cut_off_it_comes_out_the_same(
         assert (tmp_path / "out.jsonl.run.json").read_bytes() == about, name
         summary = json.loads(again.out)
         assert (summary["lines"], summary["errors"]) == (4, 1), name
-        assert summary["resumed_lines"] == {"one": 1, "all": 4, "more than there is": 4}.get(
-            name, summary["resumed_lines"]
-        )
-        assert (served.told == {}) == (name in ("all", "more than there is")), (
-            "a model is loaded only where it is needed"
-        )
+        known = {"one": 1, "all": 4, "more than there is": 4}
+        assert summary["resumed_lines"] == known.get(name, summary["resumed_lines"])
+        assert (served.told == {}) == (known.get(name) == 4), "a model is loaded only where it is needed"
 
 
-def test_when_all_is_done_nothing_is_done_again(run: Any, served: Served) -> None:
-    first = run(LINES)
-    served.told = {}
-    again = run(None, "--json")
-    assert (again.status, again.content) == (1, first.content)
-    assert "nothing is left to be done" in again.err
-    assert json.loads(again.out)["lines"] == json.loads(again.out)["resumed_lines"] == 7
-    assert served.told == {}
-
-
-def test_other_settings_are_refused_until_it_is_begun_anew(run: Any, tmp_path: Path, served: Served) -> None:
+def test_other_settings_are_refused_until_it_is_begun_anew(run: Any, tmp_path: Path, served: Any) -> None:
     first = run(["Call me", "To be"], name="in.txt")
     assert run(None, "--temperature", "0", name="in.txt").err.startswith(
-        f"pagetide: {first.path} is there already, made with other settings (sampling.temperature was not given and is 0)"
+        f"pagetide: {first.path} already exists, made with other settings (sampling.temperature was not given and is 0)"
     )
     (tmp_path / "out.jsonl").rename(tmp_path / "out.jsonl.part")
     for more, said in {
@@ -429,10 +360,8 @@ def test_other_settings_are_refused_until_it_is_begun_anew(run: Any, tmp_path: P
         ("--no-output-prompt",): "output.prompt was True and is False",
     }.items():  # fmt: skip
         refused = run(None, *more, name="in.txt")
-        assert refused.status == 2
-        assert (
-            f"was begun with other settings: {said}; go on with the same, or begin anew with --restart" in refused.err
-        )
+        expected = f"was started with other settings: {said}; resume with the same, or start over with --restart"
+        assert refused.status == 2 and expected in refused.err
     (tmp_path / "in.txt").write_text("Call me\nTo me\n")
     assert "the input changed" in run(None, name="in.txt").err
     # How the work is done is no such setting.
@@ -445,10 +374,11 @@ def test_other_settings_are_refused_until_it_is_begun_anew(run: Any, tmp_path: P
     assert (over.status, over.content) == (0, first.content)
     (tmp_path / "out.jsonl").rename(tmp_path / "out.jsonl.part")
     (tmp_path / "out.jsonl.run.json").write_text("{")
-    assert "nothing says what made it" in run(None, name="in.txt").err
+    assert "its settings are unknown" in run(None, name="in.txt").err
 
 
-def test_two_at_once_are_refused(run: Any, tmp_path: Path) -> None:
+def test_two_at_once_are_refused_and_a_bar_has_no_thread(run: Any, tmp_path: Path) -> None:
+    assert run_module.Bar.monitor_interval == 0
     with (tmp_path / "out.jsonl.part").open("wb") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         refused = run(["Call me"], name="in.txt")
@@ -457,7 +387,7 @@ def test_two_at_once_are_refused(run: Any, tmp_path: Path) -> None:
     assert run(None, name="in.txt").status == 0
 
 
-def test_a_full_disk_leaves_what_can_be_gone_on_with(run: Any, tmp_path: Path, served: Served) -> None:
+def test_a_full_disk_leaves_what_can_be_gone_on_with(run: Any, tmp_path: Path, served: Any) -> None:
     whole = run(["Call me", "To be", "Natásha"], name="in.txt").content
     (tmp_path / "out.jsonl").unlink()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -473,108 +403,120 @@ def test_a_full_disk_leaves_what_can_be_gone_on_with(run: Any, tmp_path: Path, s
     assert (tmp_path / "out.jsonl.part").read_bytes() == whole[:-10]
     again = run(None, name="in.txt")
     assert (again.status, again.content) == (0, whole)
-    assert "going on: 2 of 3 records are there" in again.err
+    assert again.err.startswith("resuming: 2 of 3 records are complete, 1 to do\n")
 
 
-class Faulty:
-    """An engine whose `generate_each` does as it is told for each line."""
+def test_unfinished_lines_are_not_lost(run: Any, talker: LLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lines = [
+        {"prompt": "Call me", "max_tokens": 24},
+        {"prompt": "To be", "max_tokens": 2},  # its record waits for the first one's
+        {"prompt": "The sea", "max_tokens": 24, "stop": ["zzzz"], "logprobs": 1, "prompt_logprobs": 0},
+        {"prompt": "He", "max_tokens": 9, "n": 2},  # begins anew
+        {"prompt": ""},
+        {"messages": [{"role": "user", "content": "Who?"}], "max_tokens": 24},
+    ]
+    monkeypatch.setattr(output_module, "SAVE_EVERY_S", 0.0)
+    monkeypatch.setattr(output_module, "MOST_OF_TIME", 1e9)
+    kept: list[list[bytes]] = []
+    save = Output.save
 
-    def __init__(self, llm: LLM, ends: Callable[[int], RequestOutput]) -> None:
-        self._llm, self._ends = llm, ends
-        self.tokenizer = None
+    def saved(output: Output, make: Any) -> None:
+        save(output, make)
+        kept.append(output.unfinished.read_bytes().splitlines(keepends=True))
 
-    def generate_each(self, prompts: Iterator[Any], params: Iterator[Any]) -> Iterator[RequestOutput]:
-        return (self._ends(i) for i, _ in enumerate(zip(prompts, params, strict=True)))
+    monkeypatch.setattr(Output, "save", saved)
+    whole = run([json.dumps(line) for line in lines])
+    unfinished, target, part = (tmp_path / f"out.jsonl{end}" for end in (".unfinished.jsonl", "", ".part"))
+    assert not unfinished.exists() and len(whole.records) == 6
+    total = sum(record.get("usage", {}).get("completion_tokens", 0) for record in whole.records)
+    last = next(content for content in kept if b'"record"' in b"".join(content))
+    assert ["record" in entry for entry in map(json.loads, last)] == [False, True, False]
+    for left, known in ((last, last), (kept[-1], kept[-1]), ([*last[:2], last[2][:-9], b"[1]\n"], last[:2]), ([], [])):
+        target.unlink()
+        part.touch()
+        unfinished.write_bytes(b"".join(left))
+        before = talker.stats()["generated_tokens"]
+        again = run(None, "--json")
+        begun = f", {len(known)} of them begun" if known else ""
+        assert again.err.startswith(f"resuming: 0 of 6 records are complete, 6 to do{begun}\n")
+        assert again.content == whole.content
+        tokens = [len(entry["request"]["token_ids"]) if "request" in entry else 2 for entry in map(json.loads, known)]
+        assert talker.stats()["generated_tokens"] - before == total - sum(tokens)
+    target.rename(part)
+    unfinished.write_bytes(b"".join(last))
+    assert "with other settings: seed was 0 and is 1" in run(None, "--seed", "1").err
+    assert run(None, "--restart").content == whole.content and not unfinished.exists()
 
-    def stats(self) -> dict[str, Any]:
-        return self._llm.stats()
+
+class Told(Iterator[RequestOutput]):
+    """What `generate_each` gives, as `ends` says for each line."""
+
+    def __init__(self, ends: Callable[[int], RequestOutput], *inputs: Iterator[Any], exported: Iterator[Any]) -> None:
+        self._each = (ends(i) for i, _ in enumerate(zip(*inputs, exported, strict=True)))
+        self.step, self.pending = lambda: True, list
+
+    def __next__(self) -> RequestOutput:
+        return next(self._each)
 
 
-def test_a_line_that_fails_has_an_error_record_and_an_engine_that_fails_ends_the_run(
-    run: Any, served: Served, talker: LLM, tmp_path: Path
-) -> None:
-    good = talker.generate("x", SamplingParams(max_new_tokens=2))[0]
+def faulty(llm: LLM, ends: Callable[[int], RequestOutput]) -> Any:
+    return SimpleNamespace(tokenizer=None, stats=llm.stats, generate_each=partial(Told, ends))
+
+
+@pytest.fixture(scope="module")
+def good(talker: LLM) -> RequestOutput:
+    return talker.generate("x", SamplingParams(max_new_tokens=2))[0]
+
+
+def test_errors_of_lines_and_too_many(run: Any, served: Any, talker: LLM, good: RequestOutput, tmp_path: Path) -> None:
     bad = replace(good, completions=(replace(good.completions[0], finish_reason="error", error="lost the device"),))
-    served.llm = Faulty(talker, lambda i: good if i in (0, 3) else bad)  # type: ignore[assignment]
+    served.llm = faulty(talker, lambda i: good if i in (0, 3) else bad)
     lines = ["x"] * 40
     failing = run(lines, name="in.txt")
     assert failing.status == 2
     assert "32 lines in a row failed in the engine, the last with: lost the device" in failing.err
-    kept = [json.loads(line) for line in (tmp_path / "out.jsonl.part").read_bytes().splitlines()]
-    assert [record.get("error") for record in kept] == [
-        None,
-        *["line 2: lost the device", "line 3: lost the device"],
-        None,
-    ]
-    served.llm = Faulty(talker, lambda i: bad if i == 35 else good)  # type: ignore[assignment]
+    kept = [json.loads(line).get("error") for line in (tmp_path / "out.jsonl.part").read_bytes().splitlines()]
+    assert kept == [None, "line 2: lost the device", "line 3: lost the device", None]
+    served.llm = faulty(talker, lambda i: bad if i == 35 else good)
     done = run(None, name="in.txt")
     assert (done.status, len(done.records)) == (1, 40)
     assert [record["line"] for record in done.records if "error" in record] == [2, 3, 40]
 
 
-def test_an_input_that_changes_meanwhile_is_noticed(run: Any, served: Served, talker: LLM, tmp_path: Path) -> None:
-    good = talker.generate("x", SamplingParams(max_new_tokens=2))[0]
-
-    def ends(i: int) -> RequestOutput:
+def test_an_input_that_changes_meanwhile_is_noticed_and_an_interrupt_says_how_to_go_on(
+    run: Any, served: Any, talker: LLM, good: RequestOutput, tmp_path: Path
+) -> None:
+    def changed(i: int) -> RequestOutput:
         if i == 0:
             (tmp_path / "in.txt").write_text("To be or\n" * 3000)
         return good
 
-    served.llm = Faulty(talker, ends)  # type: ignore[assignment]
-    refused = run(["Call me."] * 3000, name="in.txt")
-    assert refused.status == 2
-    assert "in.txt has changed while it was read" in refused.err
-    assert not refused.path.exists()
-
-
-def test_an_interrupt_says_how_to_go_on(run: Any, served: Served, talker: LLM) -> None:
-    good = talker.generate("x", SamplingParams(max_new_tokens=2))[0]
-
-    def ends(i: int) -> RequestOutput:
+    def interrupted(i: int) -> RequestOutput:
         if i == 2:
             raise KeyboardInterrupt
         return good
 
-    served.llm = Faulty(talker, ends)  # type: ignore[assignment]
+    served.llm = faulty(talker, changed)
+    refused = run(["Call me."] * 3000, name="in.txt")
+    assert (refused.status, refused.path.exists()) == (2, False)
+    assert "in.txt changed while it was read" in refused.err
+    served.llm = faulty(talker, interrupted)
+    (tmp_path / "out.jsonl.part").unlink()
     stopped = run(["x"] * 3, name="in.txt")
     assert (stopped.status, stopped.out) == (130, "")
-    assert stopped.err == "interrupted: 2 of 3 records are there; the same command goes on\n"
+    assert stopped.err.endswith("interrupted: 2 of 3 records are complete; the same command resumes\n")
     assert run(None, name="in.txt").status == 0
 
 
-def test_killed_and_started_again_it_comes_out_the_same(run: Any, tmp_path: Path) -> None:
-    """Once, really. tests/stress does so at twenty moments."""
-    flags = ["--device", "cpu", "--kv-memory", "16MiB", "--max-seqs", "4", "--no-share", "--max-new-tokens", "3"]
-    whole = run([f"{i} Call me Ishmael" for i in range(24)], *flags, name="in.txt")
-    whole.path.unlink()
-    part, files = tmp_path / "out.jsonl.part", ["--input", str(tmp_path / "in.txt"), "--output", str(whole.path)]
-    command = [sys.executable, "-P", "-m", "pagetide", "run", "--model", "talk", *files, *SHORT, *flags]
-    process = subprocess.Popen(command, start_new_session=True)
-    try:
-        deadline = time.monotonic() + 400
-        while not (part.exists() and part.read_bytes().count(b"\n") >= 5):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.002)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    assert not whole.path.exists()
-    again = run(None, *flags, name="in.txt")
-    assert "going on: " in again.err
-    assert (again.status, again.content) == (0, whole.content)
-    assert [record["line"] for record in again.records] == list(range(1, 25))
-
-
-# -- the settings ------------------------------------------------------------------------------------------------------
-
-
-def configured(tmp_path: Path, text: str, *flags: str) -> RunConfig:
-    file = tmp_path / "run.yaml"
-    file.write_text(text, "utf-8")
+def config_of(file: Path, *flags: str) -> RunConfig:
     parser = argparse.ArgumentParser()
     add_flags(parser)
     return read_config(parser.parse_args(["--config", str(file), *flags]))
+
+
+def configured(tmp_path: Path, text: str, *flags: str) -> RunConfig:
+    (tmp_path / "run.yaml").write_text(text, "utf-8")
+    return config_of(tmp_path / "run.yaml", *flags)
 
 
 def test_flags_go_before_the_file(tmp_path: Path) -> None:
@@ -603,61 +545,44 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
     assert config.engine.arguments() == {
         "kv_memory": "1GiB", "device": "cuda", "max_seqs": 5, "prefix_caching": False, "block_size": "auto",
     }  # fmt: skip
-    assert config.sampling == SamplingParams(
-        temperature=0.1, stop=["c", "d"], logit_bias={6: 2}, early_stopping="never", n=2
-    )
+    stops = SamplingParams(temperature=0.1, stop=["c", "d"], logit_bias={6: 2}, early_stopping="never", n=2)
+    assert config.sampling == stops
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("input: a\noutput: b", "nothing says the model: write `model:` into the file, or give --model"),
-        ("model: demo\noutput: b", "nothing says the input"),
-        ("model: demo\ninput: {format: text}\noutput: b", "nothing says the input"),
-        ("model: demo\nimput: a", "run.yaml:2: unknown key 'imput' at the top level; did you mean input?"),
-        (
-            "sampling:\n  temprature: 1",
-            "run.yaml:2: unknown key 'temprature' under `sampling`; did you mean temperature?",
-        ),
-        ("kv_memory: 1GiB", "run.yaml:1: 'kv_memory' does not stand at the top level but under `engine`"),
-        (
-            "kv_memoy: 1GiB",
-            "run.yaml:1: unknown key 'kv_memoy' at the top level; did you mean kv_memory, under `engine`?",
-        ),
-        ("sampling: {seed: 1}", "'seed' does not stand under `sampling` but at the top level"),
-        (
-            "engine: {xyzzy: 1}",
-            "run.yaml:1: unknown key 'xyzzy' under `engine`; known are device, devices, tensor_parallel_size, dtype, quantization",  # noqa: E501
-        ),
-        (
-            "engine: {kv_memory: {maximum: 1GiB}}",
-            "run.yaml:3: kv_memory has an unknown key 'maximum'; did you mean max?",
-        ),
-        ("engine: {max_seqs: 0}", "run.yaml:3: max_seqs must be at least 1, got 0"),
-        ("engine: 5", "run.yaml:1: engine must map some of device, devices, tensor_parallel_size, dtype"),
-        ("engine: {max_seqs: 1, max_seqs: 2}", "run.yaml:1: 'max_seqs' stands there twice, first in line 1"),
-        ("model: 5", "run.yaml:1: model must be a text, got 5"),
-        ("seed: -1", "run.yaml:3: seed must be an integer from 0 to 4,294,967,295, got -1"),
+def test_a_config_that_is_wrong_is_told_where(tmp_path: Path) -> None:
+    for text, message in [
+        ("input: a\noutput: b", "no model given: set `model:` in the file, or use --model"),
+        ("model: demo\noutput: b", "no input given"),
+        ("model: demo\ninput: {format: text}\noutput: b", "no input given"),
+        ("model: demo\nimput: a", ":2: unknown key 'imput' at the top level; did you mean input?"),
+        ("sampling:\n  temprature: 1", ":2: unknown key 'temprature' under `sampling`; did you mean temperature"),
+        ("kv_memory: 1GiB", ":1: 'kv_memory' does not belong at the top level but under `engine`"),
+        ("kv_memoy: 1GiB", ":1: unknown key 'kv_memoy' at the top level; did you mean kv_memory, under `engine`"),
+        ("sampling: {seed: 1}", "'seed' does not belong under `sampling` but at the top level"),
+        ("engine: {xyzzy: 1}", ":1: unknown key 'xyzzy' under `engine`; known are device, devices, tensor_par"),
+        ("engine: {kv_memory: {maximum: 1GiB}}", ":3: kv_memory has an unknown key 'maximum'; did you mean max"),
+        ("engine: {max_seqs: 0}", ":3: max_seqs must be at least 1, got 0"),
+        ("engine: 5", ":1: engine must map some of device, devices, tensor_parallel_size, dtype"),
+        ("engine: {max_seqs: 1, max_seqs: 2}", ":1: not valid YAML: 'max_seqs' appears twice, first in line 1"),
+        ("model: 5", ":1: model must be a text, got 5"),
+        ("seed: -1", ":3: seed must be an integer from 0 to 4,294,967,295, got -1"),
         ("input: {path: a, format: csv}", "input.format must be one of auto, text, jsonl, openai, got 'csv'"),
         ("output: {path: a, prompt: 1}", "output.prompt must be true or false, got 1"),
-        ("sampling: {top_p: 2}", "run.yaml:3: top_p must be in (0, 1], got 2"),
-        ("5: 6", "run.yaml:1: a key must be text, got '5'"),
-        ("[1]", "run.yaml: must hold `key: value` lines, got list"),
-        ("a: [", "run.yaml:1: not valid YAML"),
-        ("a: \x00", "not valid YAML"),
+        ("sampling: {top_p: 2}", ":3: top_p must be in (0, 1], got 2"),
+        ("5: 6", ":1: a key must be text, got '5'"),
+        ("[1]", ": must hold `key: value` lines, got list"),
+        ("a: [", ":1: not valid YAML"),
         (f"sampling: [&a [{'x, ' * 99}], &b [{'*a, ' * 99}], &c [{'*b, ' * 99}]]", "more than 100,000 values"),
-        ("model: [" + "x, " * 5000 + "]", "run.yaml:1: model must be a text, got ['x', 'x'"),
-    ],
-)
-def test_a_config_that_is_wrong_is_told_where(tmp_path: Path, text: str, message: str) -> None:
-    complete = text
-    if ":3: " in message or "must be one of" in message or "true or false" in message:
-        rest = {"model": "demo", "input": "a", "output": "b"}
-        head = [f"{key}: {value}" for key, value in rest.items() if not text.startswith(key)]
-        complete = "\n".join([*head[:2], text, *head[2:]])
-    with pytest.raises(ConfigError) as caught:
-        configured(tmp_path, complete)
-    assert message in str(caught.value)
+        ("model: [" + "x, " * 5000 + "]", ":1: model must be a text, got ['x', 'x'"),
+    ]:
+        complete = text
+        if ":3: " in message or "must be one of" in message or "true or false" in message:
+            rest = {"model": "demo", "input": "a", "output": "b"}
+            head = [f"{key}: {value}" for key, value in rest.items() if not text.startswith(key)]
+            complete = "\n".join([*head[:2], text, *head[2:]])
+        with pytest.raises(ConfigError) as caught:
+            configured(tmp_path, complete)
+        assert (f"run.yaml{message}" if message[0] == ":" else message) in str(caught.value)
 
 
 def test_every_field_is_a_key() -> None:
@@ -668,30 +593,27 @@ def test_every_field_is_a_key() -> None:
     assert {f.name for f in fields(EngineOptions)} == of_llm
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (("--config", "none.yaml"), "No such file or directory: 'none.yaml'"),
-        (("--input", "none.txt"), "No such file or directory: 'none.txt'"),
-        (("--input", "none"), "No such file or directory: 'none'"),
+def test_bad_arguments(run: Any) -> None:
+    for more, message in [
+        (("--config", "none.yaml"), "none.yaml: No such file or directory; check the path"),
+        (("--input", "none.txt"), "none.txt: No such file or directory; check the path"),
+        (("--input", "none"), "none: No such file or directory; check the path"),
         (("--output", "-"), "the output must be a file"),
         (("--output", "/none/out.jsonl"), "the output's folder /none is not there"),
-        (("--model", "nosuch"), "'nosuch' is not a known name"),
+        (("--model", "nosuch"), "'nosuch' is neither a known name nor a folder"),
         (("--temperature", "-1"), "--temperature: temperature must be 0 (greedy) or above"),
         (("--input-format", "csv"), "--input-format: input.format must be one of auto"),
-    ],
-)
-def test_bad_arguments(run: Any, more: tuple[str, ...], message: str) -> None:
-    refused = run(["x"], *more, name="in.txt")
-    assert (refused.status, refused.out) == (2, "")
-    assert message in refused.err and refused.err.startswith("pagetide: ") and refused.err.count("\n") == 1
+    ]:
+        refused = run(["x"], *more, name="in.txt")
+        assert (refused.status, refused.out) == (2, "")
+        assert message in refused.err and refused.err.startswith("pagetide: ") and refused.err.count("\n") == 1
 
 
 def test_files_that_cannot_be(run: Any, tmp_path: Path) -> None:
-    assert "does not say what is in it" in run(["x"], name="in.csv").err
+    assert "does not tell its format" in run(["x"], name="in.csv").err
     (tmp_path / "folder").mkdir()
     assert "is a folder: name a file in it" in run(["x"], "--output", str(tmp_path / "folder"), name="in.txt").err
-    for name in ("in.txt", "in.txt.part", "in.txt.run.json", "in.txt.run.json.new"):
+    for name in ("in.txt", "in.txt.part", "in.txt.run.json", "in.txt.run.json.new", "in.txt.unfinished.jsonl"):
         source = tmp_path / name
         source.write_text("Call me")
         flags = ("--output", str(tmp_path / "in.txt"), "--input", str(source), "--input-format", "text", "--restart")
@@ -702,8 +624,7 @@ def test_files_that_cannot_be(run: Any, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     assert "is no regular file" in run(["x"], "--output", str(tmp_path / "pipe"), "--overwrite", name="in.txt").err
 
-
-def test_behind_a_link_it_is_the_target_that_is_replaced(run: Any, tmp_path: Path) -> None:
+    # Behind a link it is the target that is replaced.
     target, link = tmp_path / "target.jsonl", tmp_path / "link.jsonl"
     target.write_text("old\n")
     link.symlink_to(target)
@@ -712,12 +633,10 @@ def test_behind_a_link_it_is_the_target_that_is_replaced(run: Any, tmp_path: Pat
     assert link.is_symlink() and "Call me" in target.read_text()
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.glob("run-*.yaml")))
-def test_the_examples_are_valid(name: str) -> None:
-    parser = argparse.ArgumentParser()
-    add_flags(parser)
-    config = read_config(parser.parse_args(["--config", str(CONFIGS / name), "--output", "out.jsonl"]))
-    if name == "run-demo.yaml":
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("run-*.yaml")), ids=lambda path: path.name)
+def test_the_examples_are_valid(path: Path) -> None:
+    config = config_of(path, "--output", "out.jsonl")
+    if path.name == "run-demo.yaml":
         assert Path(config.input.path).read_text("utf-8").count("\n") > 10
 
 
@@ -727,16 +646,13 @@ def test_the_example_for_24_gb_fits() -> None:
 
     from pagetide.engine.memory.planning import working_reserve_bytes
 
-    parser = argparse.ArgumentParser()
-    add_flags(parser)
-    engine = read_config(parser.parse_args(["--config", str(CONFIGS / "run-qwen2-7b-24gb.yaml")])).engine
+    engine = config_of(CONFIGS / "run-qwen2-7b-24gb.yaml").engine
     shape = SimpleNamespace(
         hidden_size=3584, intermediate_size=18944, num_attention_heads=28, num_key_value_heads=4, vocab_size=152064
     )
     assert engine.max_step_tokens and engine.max_seqs and engine.max_model_len and isinstance(engine.kv_memory, dict)
-    reserve = working_reserve_bytes(
-        shape, engine.max_step_tokens, engine.max_seqs, torch.bfloat16, torch.device("cuda")
-    )
+    sizes = engine.max_step_tokens, engine.max_seqs
+    reserve = working_reserve_bytes(shape, *sizes, torch.bfloat16, torch.device("cuda"))
     pool = parse_bytes(engine.kv_memory["max"])
     assert 7_615_616_512 * 2 + reserve + pool < 21 * GIB
     per_token = 28 * 2 * 4 * 128 * 2
@@ -744,5 +660,118 @@ def test_the_example_for_24_gb_fits() -> None:
     assert pool // per_token // engine.max_model_len == 27
 
 
-def test_a_bar_has_no_thread() -> None:
-    assert run_module.Bar.monitor_interval == 0
+BOM = b"\xef\xbb\xbf"
+
+
+def test_lines_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for content, expected in [
+        (BOM, []),
+        (BOM + b"\n", []),
+        (BOM + b"\r\n", []),
+        (BOM + b"a", [(1, b"a")]),
+        (BOM + b"\n" + BOM + b"\n", [(2, BOM)]),  # a mark anywhere else is text
+        (b"12345678", [(1, b"12345678")]),  # as long as a line may be
+        (b"1234567\n", [(1, b"1234567")]),
+        (b"12345678\nb\n", [(1, None), (2, b"b")]),
+        (b"123456789", [(1, None)]),
+        (b"1" * 30 + b"\nb", [(1, None), (2, b"b")]),
+        (BOM + b"12345", [(1, b"12345")]),
+    ]:
+        monkeypatch.setattr(run_input, "LONGEST_LINE_BYTES", 8)
+        path = tmp_path / "in.txt"
+        path.write_bytes(content)
+        source, digest = InputFile(InputOptions(str(path))), hashlib.sha256()
+        assert list(source.lines(digest)) == expected
+        assert digest.digest() == hashlib.sha256(content).digest()
+        assert source.survey().num_lines == len(expected)
+        source.close()
+
+
+class _Key(str):
+    """A key that counts how often one of its kind is compared."""
+
+    num_compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        _Key.num_compared += 1
+        return str.__eq__(self, other)  # type: ignore[arg-type]
+
+    __hash__ = str.__hash__
+
+
+@pytest.mark.parametrize("twice", ["k0", "k1999"])
+def test_a_key_that_stands_there_twice_is_found_in_one_pass(twice: str) -> None:
+    pairs: list[tuple[str, Any]] = [(_Key(f"k{i}"), i) for i in range(2000)]
+    _Key.num_compared = 0
+    assert run_input._distinct(pairs) == dict(pairs)
+    with pytest.raises(ValueError, match=f"the key '{twice}' appears twice"):
+        run_input._distinct([*pairs, (_Key(twice), 5)])
+    assert _Key.num_compared < 2 * len(pairs)  # a comparison each would be too many already
+
+
+def test_a_long_name_is_not_repeated_in_full() -> None:
+    name = "temprature" * 100_000
+    for line in (f'{{"prompt": "x", "{name}": 1}}', f'{{"{name}": 1, "{name}": 2}}'):
+        error = read_line(1, line.encode(), "jsonl").error
+        assert error is not None and "tempratu" in error and len(error) < 200
+
+
+def test_every_field_that_the_server_takes_is_known() -> None:
+    """Of what changes no token in a file any value is taken; the others have a value that is."""
+    pytest.importorskip("pydantic")
+    from pagetide.server.fields import ANSWERS, AS_HERE, IGNORED, WITHOUT_EFFECT
+    from pagetide.server.requests import ChatRequest, CompletionRequest
+
+    values = {
+        "n": 1, "best_of": 1, "temperature": 0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "frequency_penalty": 0, "seed": 1,
+        "presence_penalty": 0, "repetition_penalty": 1.0, "length_penalty": 1.0, "early_stopping": False, "logit_bias": {},
+        "stop": ["x"], "stop_token_ids": [1], "bad_words": [], "ignore_eos": False, "skip_special_tokens": True,
+        "max_tokens": 1, "max_completion_tokens": 1, "min_tokens": 0, "prompt_logprobs": 0, "logprobs": True, "top_logprobs": 1,
+        "add_special_tokens": True, "stream": False, "echo": False, "parallel_tool_calls": True, "modalities": ["text"],
+        "tool_choice": "none", "tools": [], "use_beam_search": False, "return_token_ids": False, "suffix": "",
+        "response_format": {"type": "text"}, "structured_outputs": {"choice": ["a.", "b"]}, "chat_template_kwargs": {},
+        "add_generation_prompt": True, "continue_final_message": False, "documents": [], **AS_HERE,
+    }  # fmt: skip
+    for body, prompt in ((ChatRequest, "messages"), (CompletionRequest, "prompt")):
+        content = {"messages": [{"role": "user", "content": "a"}]} if prompt == "messages" else {"prompt": "a"}
+        for name in (*body.model_fields, *AS_HERE, *WITHOUT_EFFECT):
+            if name in content or (prompt == "prompt" and name == "logprobs"):
+                continue
+            more = {"logprobs": True} if name == "top_logprobs" else {}
+            line = json.dumps(content | more | {name: values.get(name, "any")}).encode()
+            assert read_line(1, line, "jsonl").error is None, name
+    for name, answer in ANSWERS.items():
+        error = read_line(1, json.dumps({"prompt": "a", name: [5]}).encode(), "jsonl").error
+        assert error is not None and (answer in error or name in (*run_input._SAMPLING, *run_input._RENAMED))
+    fields = dict.fromkeys(IGNORED, 1) | {"options": {"num_ctx": 1}}
+    assert read_line(1, json.dumps({"prompt": "a"} | fields).encode(), "jsonl").ignored == (*IGNORED, "num_ctx")
+    for form, found in (
+        ({"json": {"type": "object"}}, {"json_schema": {"type": "object"}}), ({"regex": "a+"}, {"regex": "a+"}),
+        ({"grammar": "start: /a/"}, {"grammar": "start: /a/"}), ({"choice": ["a.", "b"]}, {"regex": r"(a\.)|(b)"}),
+        ({"json_object": True}, {"json_schema": {"type": "object"}}),
+    ):  # fmt: skip
+        assert read_line(1, json.dumps({"prompt": "a", "structured_outputs": form}).encode(), "jsonl").sampling == found
+    for wrong in ({}, {"regex": 1}, {"json": {"a": 1}, "regex": "a"}, {"choice": [1]}, "json"):
+        error = read_line(1, json.dumps({"prompt": "a", "structured_outputs": wrong}).encode(), "jsonl").error
+        assert error is not None and "structured_outputs must have one of" in error
+
+
+def test_tools_of_a_line() -> None:
+    tool = {"type": "function", "function": {"name": "dive", "parameters": {"type": "object"}}}
+    talk = {"messages": [{"role": "user", "content": "a"}], "tools": [tool], "parallel_tool_calls": False}
+    ask = read_line(1, json.dumps({**talk, "tool_choice": "required"}).encode(), "jsonl")
+    assert ask.error is None and ask.tools is not None
+    given = [ask.tools[name] for name in ("tools", "tool_choice", "parallel_tool_calls")]
+    assert given == [[tool], "required", False]
+    for wrong, said in (
+        ({"tools": [{"type": "function"}]}, "tools must be a list of"),
+        ({"tools": [{"type": "x", "function": {"name": "a"}}]}, "tools must be a list of"),
+        ({"tool_choice": "some"}, 'tool_choice must be "none", "auto"'),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "swim"}}},
+            "tool_choice names 'swim', tools has dive",
+        ),
+        ({"tool_choice": "required", "structured_outputs": {"regex": "a"}}, "cannot have another constraint beside it"),
+    ):
+        error = read_line(1, json.dumps(talk | wrong).encode(), "jsonl").error
+        assert error is not None and said in error, wrong

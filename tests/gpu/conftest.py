@@ -1,4 +1,4 @@
-"""Engines of these tests start without a self-check: test_self_check.py makes it, and others need not wait for it."""
+"""Engines of these tests start without a self-check: test_cuda.py makes it, and others need not wait for it."""
 
 from __future__ import annotations
 

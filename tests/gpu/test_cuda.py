@@ -1,9 +1,19 @@
-"""The same engine on a CUDA device: `make gpu`."""
+"""The same engine on a CUDA device: `make gpu`. A model over two, with NCCL; where there is one, two shards on it, by gloo.
+
+The self-check there: everything passes, the result is kept, and a fault in its process harms no other.
+"""
 
 from __future__ import annotations
 
 import gc
+import json
 import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +21,14 @@ import torch
 from engines import TinyEngine, blocks_needed, plain, prompts
 from families import FAMILIES, VOCAB, tiny
 
+from pagetide import LLM, SamplingParams
+from pagetide.engine.errors import NotEnoughMemory
+from pagetide.engine.self_check.cache import Cache
+from pagetide.engine.self_check.check import self_check
+from pagetide.engine.self_check.identity import identity_of
+from pagetide.engine.self_check.parts import check_part, cuda_seams
+from pagetide.engine.self_check.process import try_parts
+from pagetide.engine.self_check.report import ABSENT, FAILED, PASSED, POOL
 from pagetide.scheduler.request import Sampling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -44,17 +62,7 @@ def test_same_tokens_as_plain_transformers(name):
     assert preemptions > 0
 
 
-def test_sampled_tokens_repeat_with_their_seed():
-    model = tiny("llama").to("cuda")
-    inputs = prompts(LENGTHS, VOCAB)
-    settings = [Sampling(NEW, temperature=0.8, top_p=0.95, top_k=30, repetition_penalty=1.1, seed=i) for i in range(8)]
-    runs = [TinyEngine(model, usable=400, device="cuda").generate(inputs, settings) for _ in range(2)]
-    assert runs[0] == runs[1]
-
-
 def test_llm_on_cuda_gives_its_memory_back():
-    from pagetide import LLM, SamplingParams
-
     torch.cuda.init()
     before = allocated_bytes()
     with LLM("demo", device="cuda", dtype="float32", kv_memory="256MiB") as llm:
@@ -70,16 +78,12 @@ def test_llm_on_cuda_gives_its_memory_back():
 PROMPTS = ["It was", "The whale", "Once upon a time", "The sea", "Call me"]
 
 
-def told_by(llm: Any) -> list[Any]:
+def events_of(llm: Any) -> list[Any]:
     """All that comes of a few requests: at once, by a stream, up to a stop string, beside one that is left in the middle."""
-    from pagetide import SamplingParams
-
     each = [SamplingParams(max_new_tokens=20 + 8 * i, temperature=0, stop=[" the", "."][: i % 2]) for i in range(5)]
     left = llm.stream("In the beginning", each[-1])
     next(left), next(left)
-    told: list[Any] = [
-        (c.text, c.token_ids, c.finish_reason) for o in llm.generate(PROMPTS, each) for c in o.completions
-    ]
+    told: Any = [(c.text, c.token_ids, c.finish_reason) for o in llm.generate(PROMPTS, each) for c in o.completions]
     left.close()
     for prompt, params in zip(PROMPTS, each, strict=True):
         stream = llm.stream(prompt, params)
@@ -91,8 +95,6 @@ def told_by(llm: Any) -> list[Any]:
 
 @pytest.mark.parametrize("attention", [None, "triton"])
 def test_steps_begun_ahead_and_from_graphs_give_the_tokens_of_plain_ones(attention: str | None) -> None:
-    from pagetide import LLM
-
     before = allocated_bytes()
     told = []
     for options in ({"cuda_graphs": False, "overlap": False}, {}):
@@ -102,7 +104,7 @@ def test_steps_begun_ahead_and_from_graphs_give_the_tokens_of_plain_ones(attenti
             stats, kernel = llm.stats(), llm._manager.engine.core.runner.kernel
             assert stats["overlap"] is not bool(options)
             assert bool(stats["cuda_graphs"]) == (kernel.captures and not options), kernel.name
-            told.append(told_by(llm))
+            told.append(events_of(llm))
             assert llm.stats()["cuda_graphs"] == stats["cuda_graphs"], "one gave other logits than without a graph"
         del llm, kernel
     assert told[0] == told[1]
@@ -111,13 +113,9 @@ def test_steps_begun_ahead_and_from_graphs_give_the_tokens_of_plain_ones(attenti
 
 
 def test_a_model_that_asks_the_device_is_served_without_graphs(caplog: pytest.LogCaptureFixture) -> None:
-    from pagetide import LLM, SamplingParams
-
     model, inputs = tiny("llama").to("cuda"), prompts(LENGTHS, VOCAB)
     expected = plain(model, inputs, NEW)
-    handle = model.model.layers[0].register_forward_hook(
-        lambda module, given, out: out if bool((out == 7).any()) else None
-    )
+    handle = model.model.layers[0].register_forward_hook(lambda module, _, out: out if bool((out == 7).any()) else None)
     with (
         caplog.at_level(logging.WARNING, "pagetide"),
         LLM(model, kv_memory="64MiB", max_model_len=512, share=False, attention="triton") as llm,
@@ -130,10 +128,88 @@ def test_a_model_that_asks_the_device_is_served_without_graphs(caplog: pytest.Lo
 
 
 def test_what_the_card_has_not_is_refused_with_numbers():
-    from pagetide import LLM
-    from pagetide.engine.errors import NotEnoughMemory
-
     before = allocated_bytes()
     with pytest.raises(NotEnoughMemory, match="are free"):
         LLM("demo", device="cuda", kv_memory="4TiB")
     assert allocated_bytes() == before
+
+
+TALES = ["the tide is", "a ship", "once upon a time there was a", "in the morning"] * 3
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=40)
+DEVICES = ["cuda:0", "cuda:1" if torch.cuda.device_count() > 1 else "cuda:0"]
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    return [list(output.completions[0].token_ids) for output in llm.generate(TALES, GREEDY, progress=False)]
+
+
+def test_two_shards_give_the_tokens_of_one_device() -> None:
+    options = {"dtype": "float32", "kv_memory": {"min": "16MiB", "max": "64MiB"}}
+    with LLM("demo", device="cuda:0", **options) as llm:
+        right = tokens(llm)
+    with LLM("demo", devices=DEVICES, host_kv_memory="16MiB", **options) as llm:
+        assert llm.stats()["shards"]["collectives"].startswith("nccl" if len(set(DEVICES)) > 1 else "gloo")
+        for _ in range(2):
+            assert tokens(llm) == right
+
+
+def test_a_killed_shard_ends_the_engine_and_frees_its_memory() -> None:
+    with LLM("demo", devices=DEVICES, kv_memory="32MiB") as llm:
+        pids = [shard["pid"] for shard in llm.stats()["shards"]["each"]]
+        timer = threading.Timer(0.3, lambda: os.kill(pids[1], signal.SIGKILL))
+        timer.start()
+        long = SamplingParams(temperature=0.0, max_new_tokens=900, ignore_eos=True)
+        outputs = llm.generate(TALES, long, progress=False)
+        timer.join()
+        assert {output.completions[0].finish_reason for output in outputs} == {"error"}
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_swaps_pass_over_one_allocation_too() -> None:
+    outcome = check_part("swaps", cuda_seams(0, failed=[POOL]))
+    assert outcome.state == PASSED, outcome.reason
+
+
+def test_a_first_check_passes_in_its_processes_and_the_second_is_the_kept_one(tmp_path: Path) -> None:
+    first = self_check(0, cache=Cache(tmp_path))
+    assert (first.state, first.cached) == (PASSED, False), first.to_dict()
+    print(f"tried in {sum(one.seconds for one in first.outcomes):.2f} s, without the start of processes")
+    second = self_check(0, cache=Cache(tmp_path))
+    assert second.cached is True
+    assert second.outcomes == first.outcomes
+    assert json.loads(json.dumps(dict(first.identity))) == first.identity
+
+
+def test_a_fault_on_the_device_costs_its_part_and_neither_the_others_nor_this_process() -> None:
+    program = """
+import json, sys, torch
+from dataclasses import replace
+from pagetide.engine.self_check import child
+from pagetide.engine.self_check.identity import identity_of
+from pagetide.engine.self_check.parts import cuda_seams
+request = json.loads(sys.argv[1])
+answers = child.private_output()
+def faulty():
+    torch.zeros(3, device="cuda")[torch.tensor([1 << 20], device="cuda")].sum().item()
+seams = replace(cuda_seams(0), makers={"triton": faulty})
+child.answer(answers, {"identity": identity_of(0)})
+child.serve(request["parts"], lambda: seams, answers)
+"""
+
+    def command(parts: Sequence[str], failed: Collection[str]) -> list[str]:
+        return [sys.executable, "-P", "-c", program, json.dumps({"parts": list(parts)})]
+
+    triton, swaps = try_parts(["triton", "swaps"], command, identity_of(0))
+    if triton.state == ABSENT:
+        pytest.skip(f"triton: {triton.reason}")
+    assert (triton.state, swaps.state) == (FAILED, PASSED), (triton.reason, swaps.reason)
+    assert float(torch.ones(4, device="cuda").sum()) == 4
+
+
+def test_an_engine_starts_with_it_and_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for cached in (False, True):
+        with LLM("demo", device="cuda", kv_memory="64MiB", share=False) as llm:
+            told = llm.stats()["self_check"]
+            assert (told["state"], told["cached"]) == (PASSED, cached), told
+            assert llm.generate("The sea was", SamplingParams(max_new_tokens=4))[0].token_ids

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -14,22 +13,18 @@ if not torch.cuda.is_available():  # before anything has kernels: there they are
 pytest.importorskip("triton", reason="triton is not installed: pip install pagetide[triton]")
 pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed: pip install pagetide[cuda]")
 
-from engines import TinyEngine, plain, prompts
+from engines import TinyEngine, core_over, plain, prompts
 from families import VOCAB, tiny
 
 from pagetide.allocator.cuda_arena import CudaArena
 from pagetide.cache.geometry import Geometry
-from pagetide.cache.manager import CacheManager
 from pagetide.cache.storage import Storage
-from pagetide.engine.attention.interface import NAME, register
+from pagetide.engine.attention.interface import NAME
 from pagetide.engine.attention.triton_kernel import TritonKernel
-from pagetide.engine.core import EngineCore
 from pagetide.engine.execution.graphs import CudaRecorder
-from pagetide.engine.execution.runner import ModelRunner
-from pagetide.engine.sampling.sampler import Sampler
 from pagetide.scheduler.outcome import Finished
 from pagetide.scheduler.request import Sampling
-from pagetide.scheduler.scheduler import Limits, Scheduler
+from pagetide.scheduler.state import Limits
 
 pytestmark = pytest.mark.gpu
 
@@ -81,19 +76,11 @@ class Elastic(TinyEngine):
         self.arena = CudaArena(num_extents, geometry.extent_bytes, 0)
         self.arena.map([0])
         storage = Storage(geometry, self.arena, "cuda")
-        register()
-        model.set_attn_implementation(NAME)
         limits = Limits(max_seqs, 512, self.max_model_len, None, False)
-        cache = CacheManager(
-            storage.num_blocks, 16, limits.num_rows, self.max_model_len, blocks_per_extent=geometry.blocks_per_extent,
-            mapped=self.arena.mapped_extents,
+        self.core = core_over(
+            model, storage, limits, num_blocks=storage.num_blocks, device="cuda", kernel=TritonKernel(), arena=self.arena,
+            overlaps=True, cache={"blocks_per_extent": geometry.blocks_per_extent, "mapped": self.arena.mapped_extents},
         )  # fmt: skip
-        sampler = Sampler(limits.num_rows, VOCAB, "cuda")
-        runner = ModelRunner(
-            model, storage, TritonKernel(), sampler, num_rows=limits.num_rows, max_tokens=self.max_model_len, arena=self.arena,
-            overlaps=True,
-        )  # fmt: skip
-        self.core = EngineCore(Scheduler(cache, limits), runner, clock=itertools.count().__next__)
 
 
 def test_captured_steps_survive_resizes() -> None:
@@ -105,8 +92,7 @@ def test_captured_steps_survive_resizes() -> None:
     model.set_attn_implementation(NAME)
     engine.core.runner.record((1, 2, 4, 8), CudaRecorder(torch.device("cuda")))
     scheduler = engine.core.scheduler
-    for i, prompt in enumerate(inputs):
-        engine.add(f"r{i}", prompt, Sampling(NEW), arrival=float(i))
+    engine.add_all(inputs, Sampling(NEW))
     ends: dict[str, Finished] = {}
     while engine.core.has_work:
         if rng.random() < 0.3 or scheduler.starving:

@@ -57,16 +57,14 @@ class Rig:
 
     def fill(self, blocks: np.ndarray, seed: int) -> torch.Tensor:
         """Give them bytes: uint8 [n, payload_bytes] on the host."""
-        content = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, self._shape(blocks), dtype=np.uint8))
+        shape = len(blocks), self.geometry.payload_bytes
+        content = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8))
         index = torch.from_numpy(blocks).long().cuda()
         self.storage.blocks[index, : self.geometry.payload_bytes] = content.cuda()
         return content
 
     def read(self, blocks: np.ndarray) -> torch.Tensor:
         return self.storage.blocks[torch.from_numpy(blocks).long().cuda(), : self.geometry.payload_bytes].cpu()
-
-    def _shape(self, blocks: np.ndarray) -> tuple[int, int]:
-        return len(blocks), self.geometry.payload_bytes
 
     def close(self) -> None:
         self.pool.close()

@@ -47,11 +47,9 @@ def test_random_steps(dtype, block_size, kv_heads, group, dims, special: bool) -
     kernel = TritonKernel()
     for seed in range(6):
         rng = np.random.default_rng(seed)
-        longest = int(rng.choice([20, 300, 3000]))
-        decodes = [(1, int(n)) for n in rng.integers(0, longest, rng.integers(0, 9))]
-        prefills = [
-            (int(n), int(n + rng.integers(0, longest))) for n in rng.integers(2, 70, rng.integers(not decodes, 3))
-        ]
+        most = int(rng.choice([20, 300, 3000]))
+        decodes = [(1, int(n)) for n in rng.integers(0, most, rng.integers(0, 9))]
+        prefills = [(int(n), int(n + rng.integers(0, most))) for n in rng.integers(2, 70, rng.integers(not decodes, 3))]
         window = [None, None, 1, 50, 1000][rng.integers(5)]
         check_attention(
             kernel,

@@ -1,20 +1,24 @@
-"""Host memory as a device: real processes that take and return memory, are killed, and change what they run."""
+"""Host memory: kernel files of every layout, laid out in a folder; and real processes that take and return memory."""
 
 from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from broker_rig import Process, processes
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 
 from pagetide.monitor.errors import ConfigInvalid, DeviceUnreadable
-from pagetide.monitor.host_memory import CGROUPS, PROC
+from pagetide.monitor.host_memory import Cgroup, free_host_bytes, host_memory, limiting_cgroup
 from pagetide.monitor.snapshot import DeviceKind, MemoryReading, ProcessUse
 from pagetide.monitor.sources.host import MAX_PROCESSES, SMALLEST_SHOWN_BYTES, HostSource
 
@@ -25,152 +29,108 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="lays out /proc and c
 
 CHILD = """
 import mmap, os, sys
-print("ready", flush=True)
+print('"ready"', flush=True)
 held = None
 for line in sys.stdin:
-    word, _, amount = line.partition(" ")
-    if word == "hold":
-        if held is not None:
-            held.close()
-        held = mmap.mmap(-1, int(amount) << 20) if int(amount) else None
-        if held is not None:
-            for page in range(0, len(held), mmap.PAGESIZE):
-                held[page] = 1
-    elif word == "become":
-        os.execv(sys.executable, [sys.executable, *sys.argv[:1], amount.strip()])
-    print("done", flush=True)
+    word, amount = line.split()
+    if word == "become":
+        os.execv(sys.executable, [sys.executable, sys.argv[0], amount])
+    if held is not None:
+        held.close()
+    held = mmap.mmap(-1, int(amount) << 20) if int(amount) else None
+    for page in range(0, int(amount) << 20, mmap.PAGESIZE):
+        held[page] = 1
+    print('"done"', flush=True)
 """
 
 
-class Child:
-    """A process that holds as many MiB as it is told to."""
-
-    def __init__(self, script: Path) -> None:
-        command = [sys.executable, str(script), "first"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.pid = self._process.pid
-        self._answer("ready")
-
-    def _answer(self, expected: str) -> None:
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline() == f"{expected}\n"
-
-    def tell(self, order: str, answer: str = "done") -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{order}\n")
-        self._process.stdin.flush()
-        self._answer(answer)
-
-    def hold(self, mib: int) -> None:
-        self.tell(f"hold {mib}")
-
-    def kill(self, *, reap: bool = True) -> None:
-        self._process.kill()
-        if reap:
-            self.end()
-        else:
-            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-
-    def end(self) -> None:
-        for stream in (self._process.stdin, self._process.stdout):
-            assert stream is not None
-            stream.close()
-        self._process.kill()
-        self._process.wait()
-
-
 @pytest.fixture
-def script(tmp_path: Path) -> Path:
-    script = tmp_path / "child.py"
-    script.write_text(CHILD)
-    return script
+def start(tmp_path: Path) -> Iterator[Callable[[], Any]]:
+    """Starts processes that hold as many MiB as they are told to, and are gone after the test."""
 
+    class Child(Process):
+        file = str(tmp_path / "child.py")
 
-@pytest.fixture
-def start(script: Path) -> Iterator[Callable[[], Child]]:
-    """Starts children that are gone after the test."""
-    children: list[Child] = []
+        def hold(self, mib: int) -> None:
+            assert self.tell(f"hold {mib}") == "done"
 
-    def start() -> Child:
-        children.append(Child(script))
-        return children[-1]
-
-    yield start
-    for child in children:
-        child.end()
+    Path(Child.file).write_text(CHILD)
+    with processes(Child) as start_one:
+        yield lambda: start_one("first").start()
 
 
 @pytest.fixture
 def opened() -> Iterator[Callable[..., HostSource]]:
-    """Makes sources that are closed after the test."""
-    sources: list[HostSource] = []
+    with ExitStack() as sources:
 
-    def opened(
-        capacity_bytes: int | None = None,
-        *members: int,
-        proc: Path = PROC,
-        cgroups: Path = CGROUPS,
-        machine_id: str = "m",
-    ) -> HostSource:
-        sources.append(HostSource(capacity_bytes, members, proc=proc, cgroups=cgroups, machine_id=machine_id))
-        return sources[-1]
+        def opened(capacity_bytes: int | None = None, *members: int, **seams: Any) -> HostSource:
+            source = HostSource(capacity_bytes, members, **{"machine_id": "m"} | seams)
+            return sources.enter_context(closing(source))
 
-    yield opened
-    for source in sources:
-        source.close()
+        yield opened
 
 
 Opened = Callable[..., HostSource]
-Start = Callable[[], Child]
+Start = Callable[[], Any]
 
 
 def memory(source: HostSource) -> MemoryReading:
-    (device,) = source.scan()
-    return source.memory(device)
+    return source.memory(*source.scan())
 
 
 def used(source: HostSource) -> int:
     reading = memory(source)
-    assert reading.total_bytes is not None and reading.free_bytes is not None
     return reading.total_bytes - reading.free_bytes
 
 
-def processes(source: HostSource) -> tuple[ProcessUse, ...]:
-    (device,) = source.scan()
-    detail = source.detail(device)
+def uses_of(source: HostSource) -> tuple[ProcessUse, ...]:
+    detail = source.detail(*source.scan())
     assert detail.utilization is None
-    assert detail.processes is not None
-    return detail.processes
+    return detail.processes or ()
+
+
+def write(directory: Path, **files: str) -> None:
+    """Files by their names, with "__" for "."."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (directory / name.replace("__", ".")).write_text(text)
+
+
+def fake(tmp_path: Path, membership: str, available_kib: int = 600) -> tuple[Path, Path]:
+    """(proc, cgroups): a machine with that much memory, in which this process is a member of those cgroups."""
+    write(tmp_path / "proc" / "self", cgroup=membership)
+    meminfo = f"MemTotal: {1000:>15} kB\nMemFree:  17 kB\nMemAvailable: {available_kib:>8} kB\nBuffers:  3 kB\n"
+    write(tmp_path / "proc", meminfo=meminfo)
+    return tmp_path / "proc", tmp_path / "cgroup"
+
+
+def v2(directory: Path, limit: str, use: int, inactive: int = 0) -> None:
+    stat = f"anon 4\nfile 99\nactive_file 5\ninactive_file {inactive}\nworkingset_refault_file 7\n"
+    write(directory, memory__max=f"{limit}\n", memory__current=f"{use}\n", memory__stat=stat)
+
+
+def v1(directory: Path, limit: int, use: int, inactive: int = 0) -> None:
+    stat = f"inactive_file 1\nhierarchical_memory_limit 77\ntotal_inactive_file {inactive}\n"
+    write(directory, memory__limit_in_bytes=f"{limit}\n", memory__usage_in_bytes=f"{use}\n", memory__stat=stat)
 
 
 def machine(tmp_path: Path, limit: str = "max") -> tuple[Path, Path]:
     """(proc, cgroups) of a machine of 1,000 KiB, this process in /slice/job, where the limit lies on the slice."""
-    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
-    (proc / "self").mkdir(parents=True)
-    (proc / "self" / "cgroup").write_text("0::/slice/job\n")
-    (proc / "meminfo").write_text("MemTotal: 1000 kB\nMemAvailable: 600 kB\n")
+    proc, cgroups = fake(tmp_path, "0::/slice/job\n")
+    v2(cgroups / "slice", limit, 5000, inactive=100)
     (cgroups / "slice" / "job" / "deep").mkdir(parents=True)
-    for name, text in {"max": limit, "current": "5000", "stat": "inactive_file 100"}.items():
-        (cgroups / "slice" / f"memory.{name}").write_text(f"{text}\n")
     return proc, cgroups
 
 
-# ---- the machine's memory -----------------------------------------------------------------------
-
-
 @linux
-def test_the_device_is_the_machine(tmp_path: Path, opened: Opened) -> None:
+def test_the_device_is_the_machine_or_the_cgroup_where_that_has_a_limit(tmp_path: Path, opened: Opened) -> None:
     proc, cgroups = machine(tmp_path)
     source = opened(proc=proc, cgroups=cgroups)
     (device,) = source.scan()
     assert (source.name, device.index, device.kind, device.name) == ("host", "host", DeviceKind.HOST, "host memory")
     assert re.fullmatch(r"HOST-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", device.uuid)
     assert memory(source) == MemoryReading(1000 * 1024, 600 * 1024)
-
-
-@linux
-def test_the_device_is_the_cgroup_where_that_has_a_limit(tmp_path: Path, opened: Opened) -> None:
-    proc, cgroups = machine(tmp_path, limit="9000")
+    proc, cgroups = machine(tmp_path / "limited", limit="9000")
     source = opened(proc=proc, cgroups=cgroups)
     assert source.scan()[0].name == "host memory of cgroup /slice"
     assert memory(source) == MemoryReading(9000, 4100)
@@ -182,26 +142,18 @@ def test_the_device_is_the_cgroup_where_that_has_a_limit(tmp_path: Path, opened:
 def test_the_uuid_is_the_machines_and_the_limits_and_tells_neither(tmp_path: Path, opened: Opened) -> None:
     proc, cgroups = machine(tmp_path, limit="9000")
     secret = "3d1219c7c4c5404aaa1f6d2a48adfda4"
-    uuids = [
-        source.scan()[0].uuid
-        for source in (
-            opened(machine_id=secret, proc=tmp_path / "none", cgroups=cgroups),
-            opened(machine_id=secret, proc=proc, cgroups=cgroups),
-            opened(machine_id="another", proc=proc, cgroups=cgroups),
-            opened(CAPACITY, machine_id=secret),
-            opened(CAPACITY + 1, machine_id=secret),
-        )
-    ]
+
+    def uuid(*arguments: int, **seams: Any) -> str:
+        return opened(*arguments, **{"machine_id": secret} | seams).scan()[0].uuid
+
+    limited = uuid(proc=proc, cgroups=cgroups)
+    others = [uuid(proc=tmp_path / "none", cgroups=cgroups), uuid(machine_id="another", proc=proc, cgroups=cgroups)]
+    uuids = [limited, *others, uuid(CAPACITY), uuid(CAPACITY + 1)]
     assert len(set(uuids)) == len(uuids)
     assert not any(secret[:8] in uuid.replace("-", "") for uuid in uuids)
-    assert uuids[1] == opened(machine_id=secret, proc=proc, cgroups=cgroups).scan()[0].uuid
-    assert uuids[3] == opened(CAPACITY, os.getpid(), machine_id=secret).scan()[0].uuid
-
-
-def test_this_machine_has_one_uuid() -> None:
-    first, second = HostSource(), HostSource()
-    assert first.scan() == second.scan()
-    (device,) = first.scan()
+    assert uuid(proc=proc, cgroups=cgroups) == limited and uuid(CAPACITY, os.getpid()) == uuid(CAPACITY)
+    assert HostSource().scan() == HostSource().scan()
+    (device,) = HostSource().scan()
     for file in ("/etc/machine-id", "/var/lib/dbus/machine-id"):
         if Path(file).is_file() and (secret := Path(file).read_text().strip()):
             assert secret not in device.uuid.replace("-", "")
@@ -218,7 +170,7 @@ def test_kernel_files_that_cannot_be_read_make_the_device_unreadable(tmp_path: P
 
 
 def test_processes_of_the_machine_are_the_largest_with_their_memory() -> None:
-    uses = processes(HostSource())
+    uses = uses_of(HostSource())
     assert 0 < len(uses) <= MAX_PROCESSES
     sizes = [use.used_bytes or 0 for use in uses]
     assert sizes == sorted(sizes, reverse=True)
@@ -228,9 +180,7 @@ def test_processes_of_the_machine_are_the_largest_with_their_memory() -> None:
 
 
 @linux
-def test_processes_of_a_cgroup_are_those_in_it_and_below(
-    tmp_path: Path, opened: Opened, script: Path, start: Start
-) -> None:
+def test_processes_of_a_cgroup_are_those_in_it_and_below(tmp_path: Path, opened: Opened, start: Start) -> None:
     proc, cgroups = machine(tmp_path, limit="9000")
     larger, smaller, outside = start(), start(), start()
     larger.hold(32)
@@ -239,20 +189,17 @@ def test_processes_of_a_cgroup_are_those_in_it_and_below(
     (cgroups / "slice" / "job" / "cgroup.procs").write_text(f"0\n{smaller.pid}\n")  # 0: in a namespace not ours
     (cgroups / "slice" / "job" / "deep" / "cgroup.procs").write_text(f"{larger.pid}\n")
     source = opened(proc=proc, cgroups=cgroups)
-    uses = processes(source)
+    uses = uses_of(source)
     assert [use.pid for use in uses] == [larger.pid, smaller.pid]
     user = psutil.Process().username()
-    assert {(use.user, use.command) for use in uses} == {(user, f"{sys.executable} {script} first")}
+    assert {(use.user, use.command) for use in uses} == {(user, f"{sys.executable} {larger.file} first")}
     sizes = [use.used_bytes or 0 for use in uses]
     assert sizes[0] - sizes[1] == pytest.approx(32 * MIB, abs=SLACK)
 
-    smaller.tell("become second", answer="ready")
+    assert smaller.tell("become second") == "ready"
     larger.kill()
-    (use,) = processes(source)
-    assert (use.pid, use.user, use.command) == (smaller.pid, user, f"{sys.executable} {script} second")
-
-
-# ---- a test device ------------------------------------------------------------------------------
+    (use,) = uses_of(source)
+    assert (use.pid, use.user, use.command) == (smaller.pid, user, f"{sys.executable} {larger.file} second")
 
 
 def test_a_test_device_holds_what_its_members_hold(opened: Opened, start: Start) -> None:
@@ -267,18 +214,13 @@ def test_a_test_device_holds_what_its_members_hold(opened: Opened, start: Start)
     second.hold(100)
     other.hold(200)
     assert used(source) - before == pytest.approx(164 * MIB, abs=SLACK)
-    assert [use.pid for use in processes(source)] == [second.pid, first.pid]
-    assert sum(use.used_bytes or 0 for use in processes(source)) == pytest.approx(used(source), abs=SLACK)
+    assert [use.pid for use in uses_of(source)] == [second.pid, first.pid]
+    assert sum(use.used_bytes or 0 for use in uses_of(source)) == pytest.approx(used(source), abs=SLACK)
+    assert memory(opened(16 * MIB, second.pid)) == MemoryReading(16 * MIB, 0), "never more than full"
     first.hold(0)
     assert used(source) - before == pytest.approx(100 * MIB, abs=SLACK)
     second.hold(10)
     assert used(source) - before == pytest.approx(10 * MIB, abs=SLACK)
-
-
-def test_a_test_device_is_never_more_than_full(opened: Opened, start: Start) -> None:
-    child = start()
-    child.hold(32)
-    assert memory(opened(16 * MIB, child.pid)) == MemoryReading(16 * MIB, 0)
 
 
 def test_a_dead_member_holds_nothing(opened: Opened, start: Start) -> None:
@@ -287,14 +229,15 @@ def test_a_dead_member_holds_nothing(opened: Opened, start: Start) -> None:
     alone = used(opened(CAPACITY, alive.pid))
     killed.hold(64)
     assert used(source) > alone + 64 * MIB
-    killed.kill(reap=False)  # a zombie first
+    killed.process.kill()
+    os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)  # a zombie first
     deadline = time.monotonic() + 30
     while used(source) > alone + SLACK and time.monotonic() < deadline:
         time.sleep(0.01)  # the kernel takes the memory back in its own time
     for _ in range(2):
         assert used(source) == pytest.approx(alone, abs=SLACK)
-        assert [use.pid for use in processes(source)] == [alive.pid]
-        killed.end()
+        assert [use.pid for use in uses_of(source)] == [alive.pid]
+        killed.kill()
 
 
 def test_members_come_and_go(opened: Opened, start: Start) -> None:
@@ -302,96 +245,77 @@ def test_members_come_and_go(opened: Opened, start: Start) -> None:
     first.hold(64)
     source = opened(CAPACITY)
     assert memory(source) == MemoryReading(CAPACITY, CAPACITY)
-    assert processes(source) == ()
+    assert uses_of(source) == ()
     source.set_members([first.pid, second.pid, first.pid])
-    assert [use.pid for use in processes(source)] == [first.pid, second.pid]
+    assert [use.pid for use in uses_of(source)] == [first.pid, second.pid]
     source.set_members([second.pid])
-    assert [use.pid for use in processes(source)] == [second.pid]
+    assert [use.pid for use in uses_of(source)] == [second.pid]
     second.kill()
     source.set_members([first.pid, second.pid])  # one that was a member may have ended meanwhile
-    assert [use.pid for use in processes(source)] == [first.pid]
+    assert [use.pid for use in uses_of(source)] == [first.pid]
     source.set_members([])
     assert memory(source) == MemoryReading(CAPACITY, CAPACITY)
 
 
-def gone(start: Start) -> int:
-    """The id of a process that is no more."""
-    child = start()
-    child.kill()
-    return child.pid
-
-
-def test_a_process_that_is_not_there_is_refused_and_nothing_changes(opened: Opened, start: Start) -> None:
-    pid = gone(start)
+def test_what_is_no_member_or_no_size_is_refused_and_nothing_changes(opened: Opened, start: Start) -> None:
+    gone = start()
+    gone.kill()
+    pid = gone.pid
     with pytest.raises(ConfigInvalid, match=f"there is no process {pid}; members must run already"):
         HostSource(CAPACITY, [os.getpid(), pid])
     child = start()
     source = opened(CAPACITY, child.pid)
     with pytest.raises(ConfigInvalid, match=f"no process {pid}"):
         source.set_members([os.getpid(), pid])
-    assert [use.pid for use in processes(source)] == [child.pid]
+    assert [use.pid for use in uses_of(source)] == [child.pid]
     for never in (0, -1, 1 << 40):
         with pytest.raises(ConfigInvalid, match=f"no process {never}"):
             source.set_members([never])
-
-
-@pytest.mark.parametrize(
-    ("capacity", "members", "said"),
-    [
+    for capacity, members, said in (
         (None, [1], "members are the processes of a test device; name its size too"),
         (0, [], "at least 1 byte, got 0"),
         (-5, [], "at least 1 byte, got -5"),
-    ],
-)
-def test_a_test_device_needs_a_size(capacity: int | None, members: list[int], said: str) -> None:
-    with pytest.raises(ConfigInvalid, match=said):
-        HostSource(capacity, members)
-
-
-def test_the_machine_has_no_members() -> None:
+    ):
+        with pytest.raises(ConfigInvalid, match=said):
+            HostSource(capacity, members)
     with pytest.raises(ConfigInvalid, match="only a test device has members"):
         HostSource().set_members([os.getpid()])
 
 
-def reused(pid: int, script: Path) -> Child | None:
+def reused(pid: int, start: Start) -> Any:
     """A new process with the id of one that ended; None where this system does not let us have it."""
     for _ in range(50):
         try:
             Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
         except OSError:
             return None
-        child = Child(script)
+        child = start()
         if child.pid == pid:
             return child
-        child.end()
+        child.kill()
     return None
 
 
 @linux
-def test_another_process_of_the_same_id_is_no_member(
-    tmp_path: Path, opened: Opened, start: Start, script: Path
-) -> None:
+def test_another_process_of_the_same_id_is_no_member(tmp_path: Path, opened: Opened, start: Start) -> None:
     first, second = start(), start()
     first.hold(64)
     proc, cgroups = machine(tmp_path, limit="9000")
     (cgroups / "slice" / "cgroup.procs").write_text(f"{first.pid}\n")
     source, limited = opened(CAPACITY, first.pid, second.pid), opened(proc=proc, cgroups=cgroups)
-    (old,) = processes(limited)
+    (old,) = uses_of(limited)
     first.kill()
-    if (impostor := reused(first.pid, script)) is None:
+    if (impostor := reused(first.pid, start)) is None:
         pytest.skip("needs the right to choose a process id")
-    try:
-        impostor.hold(128)
-        assert [use.pid for use in processes(source)] == [second.pid]
-        assert used(source) < 64 * MIB
-        processes(limited)  # notices that it is another one
-        (new,) = processes(limited)
-        assert (new.used_bytes or 0) - (old.used_bytes or 0) == pytest.approx(64 * MIB, abs=SLACK)
-        source.set_members([impostor.pid, second.pid])  # named again, it is meant
-        assert [use.pid for use in processes(source)] == [impostor.pid, second.pid]
-        assert used(source) > 128 * MIB
-    finally:
-        impostor.end()
+    impostor.hold(128)
+    assert [use.pid for use in uses_of(source)] == [second.pid]
+    assert used(source) < 64 * MIB
+    uses_of(limited)  # notices that it is another one
+    (new,) = uses_of(limited)
+    assert (new.used_bytes or 0) - (old.used_bytes or 0) == pytest.approx(64 * MIB, abs=SLACK)
+    source.set_members([impostor.pid, second.pid])  # named again, it is meant
+    assert [use.pid for use in uses_of(source)] == [impostor.pid, second.pid]
+    assert used(source) > 128 * MIB
 
 
 @linux
@@ -408,3 +332,82 @@ def test_closing_gives_the_files_of_the_members_back(start: Start) -> None:
     source.close()
     source.close()
     assert len(list(descriptors.iterdir())) == before
+
+
+def test_what_the_kernels_files_do_not_say_is_asked_by_psutil(tmp_path: Path) -> None:
+    reading = host_memory(tmp_path / "no proc", tmp_path)
+    assert reading.total_bytes == psutil.virtual_memory().total
+    assert reading.free_bytes is not None and 64 * MIB < reading.free_bytes <= psutil.virtual_memory().total
+    proc, cgroups = fake(tmp_path, "0::/\n")
+    write(proc, meminfo="MemTotal: 1000 kB\nMemFree: 17 kB\n")
+    assert host_memory(proc, cgroups).total_bytes == psutil.virtual_memory().total
+    here = host_memory()
+    assert 0 < here.free_bytes <= here.total_bytes <= psutil.virtual_memory().total
+    assert limiting_cgroup() is not None or here.total_bytes == psutil.virtual_memory().total
+
+
+V1_MEMBERSHIP = "3:cpu:/x\n9:name=systemd:/\n4:memory:/docker/0123\n0::/\n"
+NO_V1_LIMIT = 9223372036854771712  # what the kernel shows
+
+
+def test_cgroup_v1_is_read_in_its_own_tree(tmp_path: Path) -> None:
+    proc, cgroups = fake(tmp_path, V1_MEMBERSHIP)
+    v1(cgroups / "memory", NO_V1_LIMIT, 90_000)
+    assert host_memory(proc, cgroups) == MemoryReading(1000 * 1024, 600 * 1024)
+    v1(cgroups / "memory" / "docker", 8000, 4000, 10)
+    v1(cgroups / "memory" / "docker" / "0123", 5000, 3000, 500)
+    assert host_memory(proc, cgroups) == MemoryReading(5000, 2500)
+    assert limiting_cgroup(proc, cgroups) == Cgroup("/docker/0123", cgroups / "memory" / "docker" / "0123")
+    v2(cgroups / "x", "10", 10)  # not this process'
+    assert host_memory(proc, cgroups) == MemoryReading(5000, 2500)
+
+
+def test_cgroup_v1_with_other_controllers_or_seen_as_the_root(tmp_path: Path) -> None:
+    proc, cgroups = fake(tmp_path, "4:cpu,memory:/a\n")
+    v1(cgroups / "memory" / "a", 5000, 3000)
+    assert host_memory(proc, cgroups) == MemoryReading(5000, 2000)
+    proc, cgroups = fake(tmp_path / "container", V1_MEMBERSHIP)  # without a cgroup namespace
+    v1(cgroups / "memory", 8000, 3000, 500)
+    assert host_memory(proc, cgroups) == MemoryReading(8000, 5500)
+    assert limiting_cgroup(proc, cgroups) == Cgroup("/", cgroups / "memory")
+
+
+def test_a_process_moved_to_another_cgroup_is_right_at_the_next_call(tmp_path: Path) -> None:
+    proc, cgroups = fake(tmp_path, "0::/a\n")
+    v2(cgroups / "a", "5000", 1000)
+    v2(cgroups / "b", "7000", 1000)
+    assert host_memory(proc, cgroups) == MemoryReading(5000, 4000)
+    write(proc / "self", cgroup="0::/b\n")
+    assert host_memory(proc, cgroups) == MemoryReading(7000, 6000)
+
+
+sizes = st.integers(0, 1200 * 1024)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    available=st.integers(0, 1000),
+    groups=st.lists(st.tuples(st.sampled_from(["max", str(1000 * 1024)]) | sizes.map(str), sizes, sizes), max_size=4),
+    high=st.booleans(),
+)
+@example(600, [("max", 0, 0), ("6000", 5500, 100), ("9000", 5000, 700)], True)
+@example(600, [("6000", 7000, 100)], False)
+@example(600, [("1024000", 1024000, 0)], False)
+def test_any_nest_of_cgroups_agrees_with_the_definition(
+    tmp_path: Path, available: int, groups: list[tuple[str, int, int]], high: bool
+) -> None:
+    proc, cgroups = fake(tmp_path, "0::/1/1/1/1\n", available)
+    directories = [cgroups.joinpath(*["1"] * depth) for depth in range(5)]
+    for depth, directory in enumerate(directories):
+        limit, *figures = groups[depth] if depth < len(groups) else ("max", 0, 0)
+        v2(directory, "max" if high else limit, *figures)
+        write(directory, memory__high=f"{limit if high else 'max'}\n")
+    limited = [(int(limit), use, inactive) for limit, use, inactive in groups if limit != "max"]
+    limited = [group for group in limited if group[0] < 1000 * 1024]
+    total = min([1000 * 1024, *(limit for limit, _, _ in limited)])
+    free = min([available * 1024, total, *(limit - use + inactive for limit, use, inactive in limited)])
+    assert host_memory(proc, cgroups) == MemoryReading(total, max(0, free))
+    assert free_host_bytes(proc, cgroups) == max(0, free)
+    depths = [depth for depth, (limit, _, _) in enumerate(groups) if limit == str(total) and total < 1000 * 1024]
+    innermost = Cgroup("/" + "/".join("1" * depths[-1]), directories[depths[-1]]) if depths else None
+    assert limiting_cgroup(proc, cgroups) == innermost

@@ -13,11 +13,7 @@ pytestmark = pytest.mark.skipif(native.instructions() is None, reason="the nativ
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 ERRORS = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}  # relative, and of 1
 HALVES, HALVES_OF_PAIRS, NEIGHBOURS = range(3)
-GATES = {
-    0: F.silu,
-    1: F.gelu,
-    2: lambda x: F.gelu(x, approximate="tanh"),
-}
+GATES = {0: F.silu, 1: F.gelu, 2: lambda x: F.gelu(x, approximate="tanh")}
 ops = torch.ops.pagetide
 
 
@@ -45,14 +41,14 @@ def rms_norm(x, weight, eps, offset=0.0):
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("n", [1, 7, 16, 33, 64, 515])
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0])
-def test_rms_norm(dtype, n, scale):
-    x, weight = poisoned((drawn(5, n, dtype=torch.float32) * scale).to(dtype)), drawn(n, dtype=dtype, seed=1)
-    for offset, rounds_first in ((0.0, True), (0.0, False), (1.0, False)):
-        out = ops.rms_norm(x, weight, 1e-5, offset, rounds_first)
-        assert_near(out, rms_norm(x, weight, 1e-5, offset), dtype, 2)
-    assert_near(ops.rms_norm(x, None, 1e-5, 0.0, False), rms_norm(x, torch.ones(n), 1e-5), dtype)
+def test_rms_norm(dtype):
+    for n in [1, 7, 16, 33, 64, 515]:
+        for scale in [1e-3, 1.0, 100.0]:
+            x, weight = poisoned((drawn(5, n, dtype=torch.float32) * scale).to(dtype)), drawn(n, dtype=dtype, seed=1)
+            for offset, rounds_first in ((0.0, True), (0.0, False), (1.0, False)):
+                out = ops.rms_norm(x, weight, 1e-5, offset, rounds_first)
+                assert_near(out, rms_norm(x, weight, 1e-5, offset), dtype, 2)
+            assert_near(ops.rms_norm(x, None, 1e-5, 0.0, False), rms_norm(x, torch.ones(n), 1e-5), dtype)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -71,11 +67,8 @@ def test_rms_norm_rounds_as_transformers_does(dtype):
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_rms_norm_behind_a_sum(dtype):
-    x, residual, weight = (
-        poisoned(drawn(2, 3, 70, dtype=dtype)),
-        drawn(2, 3, 70, dtype=dtype, seed=1),
-        drawn(70, dtype=dtype),
-    )
+    x, residual = poisoned(drawn(2, 3, 70, dtype=dtype)), drawn(2, 3, 70, dtype=dtype, seed=1)
+    weight = drawn(70, dtype=dtype)
     total, out = ops.add_rms_norm(x, residual, weight, 1e-6, 0.0, True)
     assert torch.equal(total, x + residual)
     assert torch.equal(out, ops.rms_norm(total, weight, 1e-6, 0.0, True))
@@ -110,22 +103,22 @@ def rotated(x, cos, sin, rotation):
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("rotation", [HALVES, HALVES_OF_PAIRS, NEIGHBOURS])
-@pytest.mark.parametrize(("dim", "turning"), [(2, 2), (8, 8), (64, 64), (66, 66), (80, 20), (128, 128)])
-def test_rotate(dtype, rotation, dim, turning):
-    width = turning // 2 if rotation == HALVES_OF_PAIRS else turning
-    for batch, batch_of_cos, tokens in ((1, 1, 1), (2, 1, 5), (2, 2, 3)):
-        both = poisoned(drawn(batch, tokens, 8 * dim, dtype=dtype)).unflatten(-1, (8, dim))
-        q, k = both[:, :, :6], both[:, :, 6:]
-        cos, sin = (poisoned(drawn(batch_of_cos, tokens, width, dtype=dtype, seed=s)) for s in (1, 2))
-        expected = [rotated(x, cos, sin, rotation) for x in (q, k)]
-        for out, right in zip(ops.rotate(q, k, cos, sin, 1, rotation), expected, strict=True):
-            assert out.is_contiguous()
-            assert_near(out, right, dtype, 2)
-        for out, right in zip(
-            ops.rotate(q.transpose(1, 2), k.transpose(1, 2), cos, sin, 2, rotation), expected, strict=True
-        ):
-            assert_near(out, right.transpose(1, 2), dtype, 2)
+def test_rotate(dtype):
+    for rotation in [HALVES, HALVES_OF_PAIRS, NEIGHBOURS]:
+        for dim, turning in [(2, 2), (8, 8), (64, 64), (66, 66), (80, 20), (128, 128)]:
+            width = turning // 2 if rotation == HALVES_OF_PAIRS else turning
+            for batch, batch_of_cos, tokens in ((1, 1, 1), (2, 1, 5), (2, 2, 3)):
+                both = poisoned(drawn(batch, tokens, 8 * dim, dtype=dtype)).unflatten(-1, (8, dim))
+                q, k = both[:, :, :6], both[:, :, 6:]
+                cos, sin = (poisoned(drawn(batch_of_cos, tokens, width, dtype=dtype, seed=s)) for s in (1, 2))
+                expected = [rotated(x, cos, sin, rotation) for x in (q, k)]
+                for out, right in zip(ops.rotate(q, k, cos, sin, 1, rotation), expected, strict=True):
+                    assert out.is_contiguous()
+                    assert_near(out, right, dtype, 2)
+                for out, right in zip(
+                    ops.rotate(q.transpose(1, 2), k.transpose(1, 2), cos, sin, 2, rotation), expected, strict=True
+                ):
+                    assert_near(out, right.transpose(1, 2), dtype, 2)
 
 
 def test_rotate_elements_with_gaps():
@@ -136,23 +129,23 @@ def test_rotate_elements_with_gaps():
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("n", [1, 15, 64, 515])
-def test_gated(dtype, gate, n):
-    both = torch.full((4, 3, 2 * n + 9), float("nan"), dtype=dtype)
-    gate_x, up = both[..., 2 : n + 2], both[..., n + 5 : 2 * n + 5]
-    gate_x[:], up[:] = drawn(4, 3, n, dtype=dtype) * 4, drawn(4, 3, n, dtype=dtype, seed=1)
-    expected = GATES[gate](gate_x.double()) * up.double()
-    assert_near(ops.gated(both, n, 2, n + 5, gate), expected, dtype)
+def test_gated(dtype):
+    for gate in GATES:
+        for n in [1, 15, 64, 515]:
+            both = torch.full((4, 3, 2 * n + 9), float("nan"), dtype=dtype)
+            gate_x, up = both[..., 2 : n + 2], both[..., n + 5 : 2 * n + 5]
+            gate_x[:], up[:] = drawn(4, 3, n, dtype=dtype) * 4, drawn(4, 3, n, dtype=dtype, seed=1)
+            expected = GATES[gate](gate_x.double()) * up.double()
+            assert_near(ops.gated(both, n, 2, n + 5, gate), expected, dtype)
 
 
-@pytest.mark.parametrize("gate", GATES)
-def test_gates_of_extreme_values(gate):
-    x = torch.tensor([-3e38, -200.0, -20.0, -1e-30, 0.0, 1e-30, 20.0, 200.0, float("inf"), float("nan")])
-    both = torch.stack([x, torch.ones_like(x)], 1)
-    out = ops.gated(both, 1, 0, 1, gate)[:, 0]
-    assert torch.equal(out.isnan(), x.isnan())
-    torch.testing.assert_close(out.double(), GATES[gate](x.double()), rtol=1e-5, atol=1e-5, equal_nan=True)
+def test_gates_of_extreme_values():
+    for gate in GATES:
+        x = torch.tensor([-3e38, -200.0, -20.0, -1e-30, 0.0, 1e-30, 20.0, 200.0, float("inf"), float("nan")])
+        both = torch.stack([x, torch.ones_like(x)], 1)
+        out = ops.gated(both, 1, 0, 1, gate)[:, 0]
+        assert torch.equal(out.isnan(), x.isnan())
+        torch.testing.assert_close(out.double(), GATES[gate](x.double()), rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -181,12 +174,8 @@ def test_a_row_depends_on_it_alone(dtype):
 def test_nothing_to_do():
     assert ops.rms_norm(torch.empty(0, 8), None, 1e-6, 0.0, True).shape == (0, 8)
     assert ops.gated(torch.empty(0, 8), 4, 0, 4, 0).shape == (0, 4)
-    assert ops.rotate(torch.empty(1, 0, 2, 8), torch.empty(1, 0, 1, 8), *torch.empty(2, 1, 0, 8), 1, 0)[1].shape == (
-        1,
-        0,
-        1,
-        8,
-    )
+    q, k, cos_and_sin = torch.empty(1, 0, 2, 8), torch.empty(1, 0, 1, 8), torch.empty(2, 1, 0, 8)
+    assert ops.rotate(q, k, *cos_and_sin, 1, 0)[1].shape == k.shape
 
 
 @pytest.mark.parametrize(

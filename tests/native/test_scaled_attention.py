@@ -1,21 +1,16 @@
-"""Attention over a cache of int8 with scales, and over values that are a part of the keys, by the native kernels."""
+"""Elements and scales of int8 as the native kernels write and read them: to the bit, of any size, and what is refused."""
 
 from __future__ import annotations
 
-import mmap
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from scaled_checks import Scaled, block_bytes, check_scaled_write, quantize, scaled
-from triton_checks import LEAD, Built, Case, assert_near, build, cases
+from triton_checks import BOUNDS, Built, Case, build, quantized, reference
 
 from pagetide.native import instructions
 
-pytestmark = pytest.mark.skipif(
-    instructions() is None, reason="the native kernels are not built: python native/build.py"
-)
+pytestmark = pytest.mark.skipif(instructions() is None, reason="the native kernels are not built")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -23,67 +18,6 @@ def kernel():
     from pagetide.engine.attention.native_kernel import NativeKernel
 
     return NativeKernel()
-
-
-def check(scaled: Scaled) -> None:
-    """Write, then attend; nothing is written but the result."""
-    built = scaled.built
-    if not built.case.aliased:
-        check_scaled_write(kernel(), scaled)
-    before = scaled.memory.clone()
-    call = replace(built.call, key=built.call.key * torch.nan, value=built.call.value * torch.nan)
-    got = kernel().attend(call)
-    assert_near(got, built)
-    assert not got[call.step.q_lens.sum() :].any()
-    assert torch.equal(scaled.memory, before)
-
-
-@settings(max_examples=100)
-@given(cases(48))
-def test_random_steps(case: Case) -> None:
-    check(scaled(build(case)))
-
-
-@settings(max_examples=25)
-@given(cases(700))
-def test_random_steps_of_several_parts(case: Case) -> None:
-    check(scaled(build(case)))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dims", [(1, 1), (3, 70), (80, 96), (33, 31), (128, 64), (192, 128), (576, 512)])
-def test_head_dims(dims: tuple[int, int], dtype: torch.dtype) -> None:
-    for over in ({}, {"window": 37, "softcap": 5.0}):
-        built = build(Case(((1, 300), (1, 7), (40, 290)), dtype, dims=dims, group=3, sinks=True, padding=2, **over))
-        check(scaled(replace(built, call=replace(built.call, query=built.call.query / dims[0] ** 0.5))))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dims", [(24, 16), (64, 64), (70, 33), (576, 512)])
-def test_values_within_keys(dims: tuple[int, int], dtype: torch.dtype) -> None:
-    """The batch's own values are not even looked at."""
-    case = Case(((1, 300), (1, 20), (40, 290)), dtype, kv_heads=1, dims=dims, group=16, padding=2)
-    built = build(case)
-    built = replace(
-        built, call=replace(built.call, query=built.call.query / dims[0] ** 0.5, value=built.call.value * torch.nan)
-    )
-    check(scaled(built, v_in_k=True))
-    own = values_within_keys(built)
-    before = own.arena.clone()
-    kernel().write(own.call)
-    written = own.arena.view(torch.uint8) != before.view(torch.uint8)
-    assert not written.view(len(before), -1)[:, (LEAD + 16 * dims[0]) * dtype.itemsize :].any(), "K alone is written"
-    assert_near(kernel().attend(own.call), own)
-
-
-def values_within_keys(built: Built) -> Built:
-    """The case with its own elements, whose values are a part of its keys."""
-    cache, dim = built.call.cache, built.case.dims[1]
-    cache = replace(cache, value=cache.key[..., :dim], v_in_k=True)
-    return replace(built, call=replace(built.call, cache=cache), values=[k[..., :dim] for k in built.keys])
-
-
-# --- the elements and scales
 
 
 def rows_of_all_kinds(dim: int, dtype: torch.dtype) -> torch.Tensor:
@@ -102,9 +36,13 @@ def rows_of_all_kinds(dim: int, dtype: torch.dtype) -> torch.Tensor:
     return rows.to(dtype)[:, None]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [1, 3, 16, 33, 64, 128])
-def test_written_bits(dim: int, dtype: torch.dtype) -> None:
+def test_written_bits(dim: int) -> None:
+    for dtype in DTYPES:
+        check_written_bits(dim, dtype)
+
+
+def check_written_bits(dim: int, dtype: torch.dtype) -> None:
     key = rows_of_all_kinds(dim, dtype)
     value = key.flip(0).contiguous()
     cache = [torch.zeros(3, 64, 1, dim, dtype=torch.int8) for _ in range(2)]
@@ -112,7 +50,7 @@ def test_written_bits(dim: int, dtype: torch.dtype) -> None:
     places = 1 + torch.arange(len(key)) // 64, torch.arange(len(key)) % 64
     torch.ops.pagetide.write_kv(key, value, *cache, *places, *scales)
     for rows, values, of_rows in zip((key, value), cache, scales, strict=True):
-        expected, expected_scales = quantize(rows)
+        expected, expected_scales = quantized(rows, torch.int8)
         assert torch.equal(values[places], expected)
         assert torch.equal(of_rows[places].view(torch.int16), expected_scales.view(torch.int16))
     if dtype == torch.float32:
@@ -138,55 +76,28 @@ def test_what_is_not_finite_is_not_hidden() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_queries_and_values_of_any_size(dtype: torch.dtype) -> None:
     """Queries in which one dimension exceeds all others, zeros, and values of very different scales."""
-    built = build(Case(((1, 300), (1, 300), (30, 280)), dtype, dims=(64, 40), aliased=True))
-    query = built.call.query.clone()
+    case = Case(((1, 300), (1, 300), (30, 280)), dtype, dims=(64, 40), aliased=True, stored=torch.int8)
+    built = build(case)
+    query, cache, table = built.call.query.clone(), built.call.cache, built.call.step.tables[1]
     query[0] *= 0
     query[1, :, 5] *= 100
     query[2:] *= 1e-3
-    sizes = torch.tensor([1e-4, 1.0, 30.0] * 6)[:16]
-    built.call.cache.value.mul_(sizes.to(dtype)[:, None, None])  # by the slot in the block
-    values = [v * sizes.to(dtype)[torch.arange(len(v)) % 16, None, None] for v in built.values]
-    built = scaled(replace(built, call=replace(built.call, query=query), values=values)).built
+    sizes, values = torch.tensor([1e-4, 1.0, 30.0] * 6)[:16], []
+    for row, old in zip(table, built.values, strict=True):  # by the slot in the block
+        slots = torch.arange(len(old))
+        elements, scales = quantized(old * sizes[slots % 16, None, None], torch.int8)
+        cache.value[row[slots // 16], slots % 16] = elements
+        cache.value_scale[row[slots // 16], slots % 16] = scales
+        values.append(elements.float() * scales.float()[..., None])
+    built = replace(built, call=replace(built.call, query=query), values=values)
     assert_near_relative(kernel().attend(built.call), built)
 
 
 def assert_near_relative(got: torch.Tensor, built: Built) -> None:
     """Like `assert_near`, for results below 1 too."""
-    from triton_checks import BOUNDS, reference
-
     expected = reference(built)
     error = (got.double() - expected).abs() / expected.abs().amax((1, 2), keepdim=True).clamp(min=1e-30)
     assert error.nan_to_num(nan=torch.inf).max() < BOUNDS[built.case.dtype]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_scales_beyond_two_to_the_31_elements(dtype: torch.dtype) -> None:
-    built = build(Case(((1, 100), (1, 5), (17, 120)), dtype))
-    num_blocks, stride = len(built.arena), (1 << 28) + 64
-    memory = mmap.mmap(-1, num_blocks * stride, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)
-    far = scaled(built, memory=torch.frombuffer(memory, dtype=torch.uint8).view(num_blocks, stride))
-    near = scaled(built)
-    for one in (far, near):
-        kernel().write(one.built.call)
-    used = block_bytes(built.call.cache)
-    assert num_blocks > 17 and torch.equal(far.memory[:, :used], near.memory[:, :used])
-    assert_near(kernel().attend(far.built.call), far.built)
-    assert torch.equal(kernel().attend(far.built.call), kernel().attend(near.built.call))
-
-
-def test_caches_and_scales_of_any_stride() -> None:
-    """Heads before slots, as another layout would have them."""
-    built = scaled(build(Case(((1, 20), (9, 30)), torch.bfloat16, aliased=True))).built
-    cache = built.call.cache
-    turned = {
-        name: getattr(cache, name).transpose(1, 2).contiguous().transpose(1, 2)
-        for name in ("key", "value", "key_scale", "value_scale")
-    }
-    other = replace(built.call, cache=replace(cache, **turned))
-    assert torch.equal(kernel().attend(other), kernel().attend(built.call))
-
-
-# --- what is refused
 
 
 @pytest.mark.parametrize(
@@ -226,27 +137,8 @@ def test_a_query_of_integers_is_refused() -> None:
 
 
 def test_float8_is_refused() -> None:
-    call = scaled(build(Case(((1, 20),), torch.bfloat16))).built.call
+    call = build(Case(((1, 20),), stored=torch.int8)).call
     cache = replace(call.cache, **{n: getattr(call.cache, n).view(torch.float8_e4m3fn) for n in ("key", "value")})
     for method in (kernel().write, kernel().attend):
         with pytest.raises(RuntimeError, match="not int8"):
             method(replace(call, cache=cache))
-
-
-def test_writing_beyond_the_cache_is_refused_and_writes_nothing() -> None:
-    one = scaled(build(Case(((4, 30),), torch.float32)))
-    before, step = one.memory.clone(), one.built.call.step
-    for over in (
-        {"write_blocks": tuple(b + 100 for b in step.write_blocks)},
-        {"write_offsets": step.write_offsets + 16},
-    ):
-        with pytest.raises(RuntimeError, match="goes to"):
-            kernel().write(replace(one.built.call, step=replace(step, **over)))
-    assert torch.equal(one.memory, before)
-
-
-def test_tables_beyond_the_cache_are_refused() -> None:
-    call = scaled(build(Case(((4, 30),), torch.float32, aliased=True))).built.call
-    tables = tuple(table + 100 for table in call.step.tables)
-    with pytest.raises(RuntimeError, match="names a block"):
-        kernel().attend(replace(call, step=replace(call.step, tables=tables)))

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from pagetide import SamplingParams
 from pagetide.scheduler.arguments import explains_arguments, explains_names, rows
 from pagetide.scheduler.errors import UnknownArgument
-from pagetide.scheduler.request import ALIASES
+from pagetide.scheduler.request import ALIASES, SamplingParams
 
 OWN = [row for row in rows() if row.is_of("SamplingParams")]
 
@@ -26,10 +25,11 @@ def complaint(**given: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", [name for row in OWN if row.kind == "error" for name in row.names])
-def test_every_name_of_the_table_is_answered(name: str) -> None:
-    answers = [row.answer for row in OWN if name in row.names and row.kind == "error"]
-    assert complaint(**{name: 1}) in [f"SamplingParams has no argument {name!r}: {answer}" for answer in answers]
+def test_every_name_of_the_table_is_answered() -> None:
+    refused = [row for row in OWN if row.kind == "error"]
+    for name in {name for row in refused for name in row.names}:
+        answers = [row.answer for row in refused if name in row.names]
+        assert complaint(**{name: 1}) in [f"SamplingParams has no argument {name!r}: {answer}" for answer in answers]
 
 
 def test_names_of_the_table_that_are_the_same_are_parameters() -> None:
@@ -73,11 +73,6 @@ def test_parameters_do_not_change(name: str, own: str) -> None:
     assert params == SamplingParams()
 
 
-def test_a_missing_method_of_parameters_is_answered() -> None:
-    with pytest.raises(AttributeError, match=r"no attribute 'clone': write dataclasses\.replace\(params, seed=7\)"):
-        _ = SamplingParams().clone  # type: ignore[attr-defined]
-
-
 def test_parameters_copy_and_are_plain_data() -> None:
     params = SamplingParams(max_tokens=5, stop=["x"])
     assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == params
@@ -90,12 +85,8 @@ def test_values_of_other_libraries() -> None:
     with pytest.raises(ValueError, match="top_k must be at least 0, got -2"):
         SamplingParams(top_k=-2)
     for name in ("logprobs", "prompt_logprobs"):
-        assert [getattr(SamplingParams(**{name: value}), name) for value in (True, False, 1, None)] == [
-            0,
-            None,
-            1,
-            None,
-        ]
+        taken = [getattr(SamplingParams(**{name: value}), name) for value in (True, False, 1, None)]
+        assert taken == [0, None, 1, None]
 
 
 class Answer:
@@ -120,14 +111,6 @@ def test_a_class_as_schema_is_its_schema() -> None:
         SamplingParams(json_schema=Failing)
     with pytest.raises(ValueError, match="json_schema must be a text"):
         SamplingParams(json_schema=dict)  # type: ignore[arg-type]
-
-
-def test_repr_has_what_is_set() -> None:
-    assert repr(SamplingParams()) == "SamplingParams()"
-    assert repr(SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, stop="x")) == (
-        "SamplingParams(max_new_tokens=5, temperature=0, stop='x', ignore_eos=True)"
-    )
-    assert repr(SamplingParams(regex="a" * 200)) == f"SamplingParams(regex='{'a' * 76}...)"
 
 
 def test_a_decorated_function_keeps_its_signature_and_checks_names() -> None:

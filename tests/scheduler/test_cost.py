@@ -11,7 +11,7 @@ from fakes import World
 from pagetide.cache.host_tier import Swaps
 from pagetide.scheduler.cost import START_BYTES_PER_S, START_TOKENS_PER_S, SwapCost
 from pagetide.scheduler.plan import NO_ROWS, NO_TOKENS, Plan, Result
-from pagetide.scheduler.sequence import Sequence
+from pagetide.scheduler.preemption import by_worth
 
 MIB = 1 << 20
 ONE = np.array([3], np.int32)
@@ -82,96 +82,52 @@ def test_nonsense_is_refused(wrong: dict[str, float]) -> None:
         SwapCost(**{"block_bytes": 1, "block_size": 16, **wrong})
 
 
-# ---- who is preempted ------------------------------------------------------------------------------
-
-
-def victims(world: World) -> list[str]:
-    return [d["request_id"] for d in world.scheduler.explain() if d["what"] == "preempt"]
-
-
-def pressed(usable: int, **more) -> World:
-    return World(usable, caching=True, host_slots=64, **more)
-
-
 def test_of_equal_costs_the_youngest_goes() -> None:
     """C 25, with a host tier."""
-    world = pressed(8)
+    world = World(8, caching=True, host_slots=64)
     world.add("a", 63, 20, arrival=0.0)
     world.add("b", 63, 20, arrival=1.0)
-    while not world.scheduler.stats.preemptions:
-        world.step()
-    assert victims(world) == ["b"]
+    world.run_until_preempted()
     assert world.scheduler.waiting_ids == ["b"]
     assert len(world.emitted["b"]) >= 1
-    world.run()
-    world.check_outputs()
+    world.complete()
     assert world.scheduler.stats.recomputed_tokens == 0
     (why,) = [d for d in world.scheduler.explain() if d["what"] == "preempt"]
-    assert (why["blocks_won"], why["tokens"], why["chosen"], why["priority"]) == (4, 64, "swap", 0)
+    assert (why["request_id"], why["blocks_won"], why["tokens"], why["chosen"], why["priority"]) == (
+        "b",
+        4,
+        64,
+        "swap",
+        0,
+    )
     assert 0 < why["swap_s"] < why["compute_s"]
     (back,) = [d for d in world.scheduler.explain() if d["what"] == "return"]
     assert (back["request_id"], back["had"], back["found"]) == ("b", 64, 64)
 
 
-def test_who_holds_what_others_hold_is_spared() -> None:
-    """The youngest shares nearly all its blocks: to preempt it would win one block of five."""
-    world = pressed(13)
-    prompt = world.prompt(64)
-    world.add("old", prompt, 60, arrival=0.0)
-    world.step()
-    world.add("other", 64, 60, arrival=1.0)
-    world.step()
-    world.add("young", np.append(prompt, world.prompt(1)), 60, arrival=2.0)
-    while not world.scheduler.stats.preemptions:
-        world.step()
-    world.run()
-    world.check_outputs()
-    assert victims(world)[0] in ("other", "young")
-    first = next(d for d in world.scheduler.explain() if d["what"] == "preempt")
-    assert first["blocks_won"] >= 1
-
-
-def test_a_prompt_just_begun_is_cheaper_than_what_is_long_computed() -> None:
-    """It holds blocks for all of its tokens, and few of them are computed."""
-    world = pressed(12, max_chunk_tokens=16, cost=SwapCost(1, 16, bytes_per_s=10, tokens_per_s=1000))
+@pytest.mark.parametrize(
+    ("priority", "order"),
+    [(0, ["decodes", "young prompt"]), (1, ["young prompt", "decodes"])],
+    ids=["by cost", "priority"],
+)
+def test_whom_it_costs_least_goes_first_and_a_lower_priority_whatever_it_costs(priority: int, order: list[str]) -> None:
+    """A prompt just begun holds blocks for all of its tokens: 32 are computed for 7 blocks, against 14 for one."""
+    world = World(
+        12, caching=True, host_slots=64, max_chunk_tokens=16, cost=SwapCost(1, 16, bytes_per_s=10, tokens_per_s=1000)
+    )
     world.add("young prompt", 100, 40, arrival=0.0)
     world.step()
-    world.add("decodes", 14, 90, arrival=1.0)
+    world.add("decodes", 14, 90, arrival=1.0, priority=priority)
     world.step()
-    order = [s.request.request_id for s in by_worth(world)]
-    assert order == ["decodes", "young prompt"], "32 tokens for 7 blocks, against 14 for one"
-
-
-def by_worth(world: World) -> list[Sequence]:
-    scheduler = world.scheduler
-    return scheduler._preemption.by_worth(scheduler._running.by_row.values())
-
-
-def test_a_lower_priority_goes_first_whatever_it_costs() -> None:
-    world = pressed(12, max_chunk_tokens=16, cost=SwapCost(1, 16, bytes_per_s=10, tokens_per_s=1000))
-    world.add("prompt", 100, 40, priority=0)
-    world.add("decodes", 14, 90, priority=1)
-    world.step()
-    world.step()
-    assert [s.request.request_id for s in by_worth(world)] == ["prompt", "decodes"]
-
-
-def test_who_was_preempted_is_spared_while_there_are_others() -> None:
-    world = pressed(12)
-    for i, name in enumerate(("a", "b", "c")):
-        world.add(name, 60, 60, arrival=float(i))
-    world.run()
-    world.check_outputs()
-    counts = [world.finished[name].num_preemptions for name in ("a", "b", "c")]
-    assert max(counts) <= 2 and len(set(victims(world)[:2])) == 2
+    ordered = by_worth(world.scheduler.state, world.scheduler.state.by_row.values())
+    assert [s.request.request_id for s in ordered] == order
 
 
 def test_only_the_last_decisions_are_kept_and_they_are_plain() -> None:
-    world = pressed(9, max_seqs=4)
-    for i in range(60):
+    world = World(9, caching=True, host_slots=64, max_seqs=4)
+    for i in range(36):
         world.add(f"r{i}", 40, 40, arrival=float(i))
-    world.run()
-    world.check_outputs()
+    world.complete()
     told = world.scheduler.explain()
     assert len(told) == 64 and {d["what"] for d in told} <= {"wait", "preempt", "return", "give up"}
     assert all(type(value) in (int, float, str, type(None)) for d in told for value in d.values())
@@ -185,8 +141,7 @@ def test_without_a_host_tier_the_choice_and_its_numbers_are_those_of_computing()
     for world in plain, none:
         for i in range(6):
             world.add(f"r{i}", 40 + i, 30, arrival=float(i))
-        world.run()
-        world.check_outputs()
+        world.complete()
     assert plain.scheduler.stats == none.scheduler.stats
     why = next(d for d in none.scheduler.explain() if d["what"] == "preempt")
     assert (why["chosen"], why["swap_s"], why["compute_s"]) == ("compute", None, why["tokens"] / 1000)

@@ -19,7 +19,7 @@ def forked(world: World, prompt: int | np.ndarray, n: int, max_new: int = 6, **m
 
 
 def blocks(world: World, name: str) -> list[int]:
-    (row,) = (r for r, s in world.scheduler._running.by_row.items() if s.request.request_id == name)
+    (row,) = (r for r, s in world.scheduler.state.by_row.items() if s.request.request_id == name)
     found: list[int] = world.cache.tables[0].of(row)[0].tolist()
     return found
 
@@ -42,9 +42,7 @@ def test_full_blocks_are_shared_and_the_partly_filled_one_is_copied(caching: boo
         "only the last token is computed again"
     )
     world.finish(plan)
-    world.run()
-    world.check_outputs()
-    world.check_empty()
+    world.complete()
     assert world.scheduler.stats.forks == 2
     assert world.scheduler.stats.computed_tokens == (10 + 5) + 2 * (1 + 5)
 
@@ -59,9 +57,7 @@ def test_nothing_is_copied_where_the_last_token_begins_a_block(length: int) -> N
     assert (plan.copies is None) == (rest == 0)
     assert world.used == -(-length // 4) + 3 + (length % 4 == 0), "a block each, and one for who is a token ahead"
     world.finish(plan)
-    world.run()
-    world.check_outputs()
-    world.check_empty()
+    world.complete()
 
 
 def test_forks_wait_through_every_chunk_of_the_prompt_and_hold_nobody_up() -> None:
@@ -71,26 +67,14 @@ def test_forks_wait_through_every_chunk_of_the_prompt_and_hold_nobody_up() -> No
     while "b" not in world.started:
         world.step()
     assert world.started == ["a", "other", "b"]
-    world.run()
-    world.check_outputs()
-
-
-def test_more_forks_than_seats() -> None:
-    world = World(64, block_size=4, max_seqs=3, caching=True)
-    forked(world, 21, n=8)
-    world.run()
-    world.check_outputs()
-    world.check_empty()
-    assert world.scheduler.stats.computed_tokens <= (21 + 5) + 7 * (1 + 5), "some came when the first had ended"
+    world.complete()
 
 
 @pytest.mark.parametrize("caching", [False, True])
 def test_forks_that_end_with_their_first_token_do_not_wait_for_each_other(caching: bool) -> None:
     world = World(64, block_size=4, caching=caching)
     forked(world, 21, n=8, max_new=1)
-    world.run()
-    world.check_outputs()
-    world.check_empty()
+    world.complete()
     assert world.scheduler.stats.steps == 2, "the first one's, and that of all others"
 
 
@@ -99,9 +83,7 @@ def test_a_fork_begins_with_the_blocks_of_another_one_where_the_first_has_ended(
     world.add("a", 21, 2)
     for name, max_new in zip("bcdefgh", (9, 12, 9, 12, 9, 12, 9), strict=True):
         world.add(name, world.requests["a"].prompt_token_ids, max_new, fork_of="a")
-    world.run()
-    world.check_outputs()
-    world.check_empty()
+    world.complete()
     assert world.scheduler.stats.forks == 7, "there was always one of them that ran"
     assert world.scheduler.stats.computed_tokens == 22 + 4 * 9 + 3 * 12
 
@@ -136,17 +118,6 @@ def test_the_first_is_aborted_and_the_others_go_on(moment: str, n: int) -> None:
         assert world.scheduler.stats.forks == n - 2, "the second computes the prompt, for the others too"
 
 
-def test_a_fork_is_aborted_while_it_waits_for_the_prompt() -> None:
-    world = World(64, block_size=4, max_step_tokens=6)
-    forked(world, 20, n=3)
-    world.step()
-    assert world.scheduler.abort("b")
-    assert world.step().finished[0].request_id == "b"
-    world.run()
-    world.check_outputs(but=("b",))
-    world.check_empty()
-
-
 def test_the_first_fails_and_the_others_try_for_themselves() -> None:
     world = World(64, block_size=4)
     forked(world, 20, n=3)
@@ -158,26 +129,6 @@ def test_the_first_fails_and_the_others_try_for_themselves() -> None:
     world.check_empty()
 
 
-@pytest.mark.parametrize("host_slots", [0, 40])
-@pytest.mark.parametrize("caching", [False, True])
-def test_forks_under_pressure(caching: bool, host_slots: int) -> None:
-    world = World(14, block_size=4, caching=caching or host_slots > 0, host_slots=host_slots)
-    forked(world, 17, n=6, max_new=20)
-    world.run()
-    assert world.scheduler.stats.preemptions > 0
-    world.check_outputs()
-    world.check_empty()
-
-
-def test_forks_of_forks_share_the_same_prompt() -> None:
-    world = World(64, block_size=4)
-    forked(world, 9, n=2)
-    world.add("c", world.requests["a"].prompt_token_ids, 6, fork_of="b")
-    world.run()
-    world.check_outputs()
-    assert world.scheduler.stats.forks == 2
-
-
 def test_a_late_fork_begins_with_what_there_is() -> None:
     world = World(64, block_size=4)
     forked(world, 9, n=1, max_new=12)
@@ -187,8 +138,7 @@ def test_a_late_fork_begins_with_what_there_is() -> None:
     plan = world.schedule()
     assert plan.starts[plan.lengths == 1].tolist() == [13, 8]
     world.finish(plan)
-    world.run()
-    world.check_outputs()
+    world.complete()
 
 
 def test_what_is_no_fork_is_refused() -> None:
@@ -205,8 +155,7 @@ def test_what_is_no_fork_is_refused() -> None:
         world.add("b", prompt, fork_of="a", priority=1)
     with pytest.raises(DuplicateRequest):
         world.add("a", prompt, fork_of="a")
-    world.run()
-    world.check_outputs()
+    world.complete()
 
 
 @pytest.mark.parametrize(("length", "n", "now"), [(13, 4, 7), (5, 8, 9)])

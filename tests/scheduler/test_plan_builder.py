@@ -7,13 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from fakes import VOCAB, World, continuation
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from pagetide.cache.block_table import BlockCopies
+from pagetide.cache.block_table import BlockCopies, joined
 from pagetide.scheduler.errors import InvalidCallOrder
 from pagetide.scheduler.plan import Failure, Plan
-from pagetide.scheduler.plan_builder import PendingPlans, joined
 from pagetide.scheduler.request import Sampling
 
 PROMPT = np.arange(100, 110, dtype=np.int32)
@@ -36,27 +35,6 @@ def plain(plan: Plan | None) -> list[object]:
     return [plan.step_id, *arrays, entries, [new.request_id for new in plan.admitted]]
 
 
-# -- what it says ------------------------------------------------------------------------------------------------------
-
-
-def test_it_goes_on_from_tokens_that_are_not_known_yet() -> None:
-    world = world_of(2)
-    first = world.schedule()
-    assert first.lengths.tolist() == [10, 10]
-    behind = world.go_ahead()
-    assert behind is not None
-    assert (behind.rows.tolist(), behind.starts.tolist(), behind.lengths.tolist()) == ([0, 1], [10, 10], [1, 1])
-    assert behind.samples.all() and behind.step_id == first.step_id + 1
-    assert world.finish(first).tokens == [ALONE[0], continuation(PROMPT + 1, Sampling(1))[0]]
-    third = world.go_ahead()
-    assert third is not None and third.starts.tolist() == [11, 11]
-    assert world.finish(behind).tokens[0] == ALONE[1]
-    assert world.finish(third).tokens[0] == ALONE[2]
-    world.run()
-    world.check_outputs()
-    world.check_empty()
-
-
 def test_it_is_the_plan_that_would_have_been_made() -> None:
     """Prompts of all lengths, which begin to decode in several steps, where nobody ends."""
     made = []
@@ -69,51 +47,6 @@ def test_it_is_the_plan_that_would_have_been_made() -> None:
         made.append([plain(plan) for plan in world.plans[:30]])
     assert made[0] == made[1]
     assert [plan.step_id for plan in world.planned_ahead] == list(range(4, 31)), "from when all prompts are whole"
-
-
-def test_blocks_come_with_it() -> None:
-    """Blocks of 4: of 8 tokens known the newest one is computed in the second; with one more a third is needed."""
-    world = World(64, block_size=4)
-    world.add("a", PROMPT[:7], 8)
-    world.finish(world.schedule())
-    plan = world.schedule()
-    assert not plan.tables
-    behind = world.go_ahead()
-    assert behind is not None and [u.slots.tolist() for u in behind.tables] == [[2]]
-    assert world.used == 3
-
-
-def test_what_changed_in_between_travels_with_it() -> None:
-    world = World(64, block_size=4)
-    world.add("a", PROMPT, 8)
-    world.add("b", PROMPT + 1, 2)
-    world.finish(world.schedule())
-    plan = world.schedule()
-    behind = world.go_ahead()
-    assert behind is not None and behind.rows.tolist() == [0], "the other one has its last token"
-    assert [end.request_id for end in world.finish(plan).finished] == ["b"]
-    assert world.used == 3, "who is in no plan that is out leaves at once"
-    third = world.go_ahead()
-    assert third is not None and third.released.tolist() == [1]
-    world.run()
-    world.check_outputs()
-    world.check_empty()
-
-
-def test_a_prefix_that_is_found_twice_is_kept_once() -> None:
-    """Both compute the same; one takes the other's blocks while a plan that reads its own is out."""
-    world = World(64, block_size=4, caching=True, ahead=True)
-    world.add("a", PROMPT, 12)
-    world.add("b", PROMPT, 12)
-    world.step()
-    assert world.begun and world.used == 2 + 1 + 1
-    world.run()
-    assert len(world.planned_ahead) == 11
-    world.check_outputs()
-    world.check_empty()
-
-
-# -- when it cannot be -------------------------------------------------------------------------------------------------
 
 
 def decoding(**more) -> World:
@@ -221,8 +154,7 @@ def test_who_waits_without_a_seat_holds_nobody_up() -> None:
     world.add("late", 5, 4)
     assert world.go_ahead() is not None
     world.finish(plan)
-    world.run()
-    world.check_outputs()
+    world.complete()
 
 
 PLAIN: dict[str, object] = {
@@ -273,9 +205,6 @@ def test_a_least_length_holds_until_it_is_reached() -> None:
     assert behind[2] is not None and behind[2].starts.tolist() == [12]
 
 
-# -- in turn -----------------------------------------------------------------------------------------------------------
-
-
 def test_one_plan_is_out_and_results_come_in_order() -> None:
     world = world_of(2)
     scheduler = world.scheduler
@@ -300,8 +229,7 @@ def test_one_plan_is_out_and_results_come_in_order() -> None:
     for call in (scheduler.schedule, lambda: scheduler.withdraw("a"), lambda: scheduler.apply_beam_moves([])):
         with pytest.raises(InvalidCallOrder):
             call()
-    world.run()
-    world.check_outputs()
+    world.complete()
 
 
 def test_what_swaps_has_none_behind_it() -> None:
@@ -318,9 +246,6 @@ def test_what_swaps_has_none_behind_it() -> None:
     assert world.scheduler.stats.demoted_blocks == 3
     world.check_outputs()
     world.check_empty()
-
-
-# -- who ends meanwhile ------------------------------------------------------------------------------------------------
 
 
 def stopping(**more) -> World:
@@ -350,30 +275,13 @@ def test_who_stops_is_told_and_keeps_row_and_blocks_until_no_plan_names_them() -
     assert (scheduler.num_running, scheduler.num_waiting, scheduler.rows.num_free) == (1, 1, 0)
     assert world.used == used
     assert not scheduler.abort("a")
-    assert world.go_ahead() is None, "a seat is free when the result is in"
+    assert world.go_ahead() is None, "a row is free when the result is in"
     emissions = world.finish(fourth)
     assert emissions.request_ids == ["b"] and not emissions.finished
     plan = world.schedule()
     assert plan.released.tolist() == [0] and [(new.row, new.request_id) for new in plan.admitted] == [(0, "c")]
     world.finish(plan)
-    world.run()
-    world.check_outputs()
-    world.check_empty()
-
-
-def test_the_last_one_leaves_work_behind() -> None:
-    world = World(64)
-    world.add("a", PROMPT, 12, stop_token_ids=(ALONE[0],))
-    plan = world.schedule()
-    assert world.go_ahead() is not None
-    assert world.finish(plan).finished
-    assert (world.scheduler.num_running, world.scheduler.num_waiting) == (0, 0)
-    assert world.scheduler.has_work and not world.scheduler.starving and world.used == 1
-    assert world.go_ahead() is None, "nobody goes on"
-    emissions = world.finish(world.due())
-    assert not emissions.request_ids and not emissions.finished
-    assert not world.scheduler.has_work
-    world.check_empty()
+    world.complete()
 
 
 def test_it_does_not_starve_while_a_result_is_due() -> None:
@@ -396,9 +304,7 @@ def test_its_id_is_free_at_once() -> None:
     world.finish(plan)
     assert world.finished.pop("a") and world.emitted.pop("a")
     world.add("a", PROMPT, 5)
-    world.run()
-    world.check_outputs()
-    world.check_empty()
+    world.complete()
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -442,9 +348,7 @@ def test_a_failure_of_the_plan_behind_alone() -> None:
     )
     emissions = world.finish(behind)
     assert [(end.request_id, end.reason, len(end.token_ids)) for end in emissions.finished] == [("a", "error", 2)]
-    world.run()
-    world.check_outputs(but=("a",))
-    world.check_empty()
+    world.complete(but=("a",))
 
 
 def test_who_is_aborted_gets_the_token_of_the_step_and_none_of_the_one_behind() -> None:
@@ -456,45 +360,7 @@ def test_who_is_aborted_gets_the_token_of_the_step_and_none_of_the_one_behind() 
     assert "a" in emissions.request_ids and emissions.finished[0].token_ids.tolist() == ALONE[:2]
     assert world.go_ahead() is not None
     assert world.finish(world.due()).request_ids == ["b"]
-    world.run()
-    world.check_outputs(but=("a",))
-    world.check_empty()
-
-
-def test_who_is_aborted_between_two_results_gets_no_more() -> None:
-    """As without going ahead, where no plan would have been made for it."""
-    world = decoding()
-    plan = world.schedule()
-    assert world.go_ahead() is not None
-    world.finish(plan)
-    world.abort("a")
-    assert world.go_ahead() is None
-    emissions = world.finish(world.due())
-    assert emissions.request_ids == ["b"]
-    assert [(end.request_id, end.reason, end.token_ids.tolist()) for end in emissions.finished] == [
-        ("a", "aborted", ALONE[:2])
-    ]
-    world.run()
-    world.check_outputs(but=("a",))
-    world.check_empty()
-
-
-def test_who_is_aborted_before_two_that_were_planned_ahead_gets_nothing_of_either() -> None:
-    world = decoding()
-    plan = world.schedule()
-    assert world.go_ahead() is not None
-    world.finish(plan)
-    assert world.go_ahead() is not None
-    world.abort("a")
-    emissions = world.finish(world.due())
-    assert emissions.request_ids == ["b"] and emissions.finished[0].token_ids.tolist() == ALONE[:2]
-    assert world.scheduler.rows.num_free == 256 - 2, "the other plan names its row"
-    emissions = world.finish(world.due())
-    assert emissions.request_ids == ["b"] and not emissions.finished
-    assert world.scheduler.rows.num_free == 256 - 1
-    world.run()
-    world.check_outputs(but=("a",))
-    world.check_empty()
+    world.complete(but=("a",))
 
 
 def test_a_scheduler_that_breaks_meanwhile_tells_every_end_once() -> None:
@@ -511,10 +377,6 @@ def test_a_scheduler_that_breaks_meanwhile_tells_every_end_once() -> None:
     fresh.check_invariants()
 
 
-# -- all of it ---------------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_tokens_and_ends_are_the_same_as_without(seed: int) -> None:
     ends = []
@@ -532,14 +394,9 @@ def test_tokens_and_ends_are_the_same_as_without(seed: int) -> None:
             )  # fmt: skip
             for _ in range(int(rng.integers(0, 6))):
                 world.step()
-        world.run()
-        world.check_outputs()
-        world.check_empty()
+        world.complete()
         ends.append({name: (end.reason, end.token_ids.tolist()) for name, end in world.finished.items()})
     assert ends[0] == ends[1]
-
-
-# -- parts -------------------------------------------------------------------------------------------------------------
 
 
 def test_copies_are_joined_in_order() -> None:
@@ -547,15 +404,3 @@ def test_copies_are_joined_in_order() -> None:
     assert joined([]) is None and joined([a]) is a
     both = joined([a, b])
     assert both is not None and (both.sources.tolist(), both.targets.tolist()) == ([1, 2], [6, 7])
-
-
-def test_a_turn_is_over_once_no_plan_is_pending() -> None:
-    world = World(8)
-    world.add("a", 5, 2)
-    plan, plans = world.schedule(), world.scheduler._plans
-    with pytest.raises(InvalidCallOrder, match="plan 0 is out"):
-        plans.check_turn()
-    assert plans.names(0) and not plans.names(1)
-    world.finish(plan)
-    plans.check_turn()
-    PendingPlans().check_turn()

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fakes import World, continuation
+from fakes import World
 
-from pagetide.cache.eviction import Lru
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
-from pagetide.scheduler.request import Sampling
-from pagetide.scheduler.scheduler import Scheduler
 
 
 def tokens(length: int, seed: int = 0) -> np.ndarray:
@@ -33,35 +30,6 @@ def alone(world: World, name: str, prompt: np.ndarray, max_new: int = 1, **more)
     return hits(world) - before
 
 
-# ---- what is found (scenarios B) ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("first_runs_on", [True, False])
-def test_full_blocks_only(first_runs_on: bool) -> None:
-    """B 10."""
-    world = cached()
-    a = tokens(55)
-    world.add("a", a, max_new=40 if first_runs_on else 1)
-    if first_runs_on:
-        world.step()
-    else:
-        world.run()
-    used = world.used
-    world.add("b", np.append(a[:48], tokens(5, seed=1)), max_new=20)
-    plan = world.schedule()
-    assert hits(world) == 48
-    computed = {
-        int(row): (int(start), int(length))
-        for row, start, length in zip(plan.rows, plan.starts, plan.lengths, strict=True)
-    }
-    assert (48, 5) in computed.values(), "5 are computed"
-    assert world.used == used + (1 if first_runs_on else 4)
-    world.finish(plan)
-    world.run()
-    world.check_outputs()
-    world.check_empty()
-
-
 @pytest.mark.parametrize(("usable", "admitted"), [(13, False), (14, True)])
 def test_what_is_shared_is_forecast_once(usable: int, admitted: bool) -> None:
     """Each comes to 12 blocks, and they have 10 in common: together 14, where nobody knows yet how long outputs are."""
@@ -72,9 +40,7 @@ def test_what_is_shared_is_forecast_once(usable: int, admitted: bool) -> None:
     world.add("b", np.append(prompt, tokens(1, seed=2)), max_new=31)
     world.step()
     assert (world.scheduler.num_running == 2) == admitted
-    world.run()
-    world.check_outputs()
-    world.check_empty()
+    world.complete()
 
 
 def test_at_least_one_token_is_computed() -> None:
@@ -85,48 +51,6 @@ def test_at_least_one_token_is_computed() -> None:
     assert alone(world, "b", prompt[:48]) == 32
     assert alone(world, "c", prompt) == 48
     world.check_outputs()
-
-
-def test_position_matters() -> None:
-    """B 12."""
-    world = cached()
-    x, y, z = tokens(16), tokens(16, 1), tokens(16, 2)
-    tail = np.array([1], np.int32)
-    assert alone(world, "xx", np.concatenate((x, x, tail))) == 0
-    assert world.cache.index.num_nodes == 2
-    assert alone(world, "yx", np.concatenate((y, x, tail))) == 0
-    assert alone(world, "xz", np.concatenate((x, z, tail))) == 16
-    world.check_outputs()
-
-
-def test_eviction_order() -> None:
-    """B 14, by least recently used: the deepest of the oldest chain goes first, and a chain in use stays."""
-    world = World(10, caching=True)
-    world.cache = CacheManager(11, 16, 256, 4096, hasher=PrefixHasher(16, b"s"), eviction=Lru)
-    world.scheduler = Scheduler(world.cache, world.scheduler.limits)
-    a, b = tokens(49), tokens(49, 1)
-    assert [alone(world, "a1", a), alone(world, "b1", b), alone(world, "a2", a)] == [0, 0, 48]
-    counts = world.cache.pool.counts()
-    assert (counts.cached, counts.free) == (6, 4)
-    assert alone(world, "c", tokens(96, 2)) == 0
-    cache = world.cache
-    assert cache.lookup(cache.chain(a, None), 48).num_tokens == 48
-    assert cache.lookup(cache.chain(b, None), 48).num_tokens == 16
-    world.check_outputs()
-
-
-def test_only_what_is_written_is_found() -> None:
-    """B 16: a prompt in the middle of its chunks."""
-    world = cached(max_chunk_tokens=32)
-    prompt = tokens(97)
-    world.add("a", prompt, max_new=3)
-    world.step()
-    world.add("b", prompt, max_new=3)
-    world.step()
-    assert hits(world) == 32
-    world.run()
-    world.check_outputs()
-    world.check_empty()
 
 
 def test_duplicates_do_not_leak() -> None:
@@ -175,63 +99,6 @@ def test_what_others_computed_under_another_salt_shows_in_nothing() -> None:
     assert [lengths for _, lengths, _ in plans[0]][:4] == [[48], [48], [34], [1]]
 
 
-def test_a_second_turn_finds_what_was_generated() -> None:
-    """B 19: generated tokens are cached too, the last one excepted, which was never computed."""
-    world = cached()
-    first = tokens(40)
-    assert alone(world, "turn 1", first, max_new=30) == 0
-    said = np.array(continuation(first, Sampling(30)), np.int32)
-    assert alone(world, "turn 2", np.concatenate((first, said, tokens(20, 5)))) == 64
-    world.check_outputs()
-
-
-def test_caching_off() -> None:
-    """B 20."""
-    world = World(64)
-    prompt = tokens(65)
-    for name in "ab":
-        world.add(name, prompt, max_new=2)
-        world.run()
-        assert world.cache.pool.counts().free == 64
-    stats = world.scheduler.stats
-    assert (stats.prefix_lookups.number, stats.prefix_lookups.tokens, stats.prefix_lookups.hit_tokens) == (0, 0, 0)
-
-
-def test_a_reset_leaves_who_runs_alone() -> None:
-    """B 21."""
-    world = cached()
-    prompt = tokens(65)
-    world.add("a", prompt, max_new=40)
-    world.step()
-    world.cache.reset()
-    world.scheduler.check_invariants()
-    assert alone(world, "b", prompt) == 0
-    world.run()
-    assert alone(world, "c", prompt) == 64, "what b computed"
-    world.cache.reset()
-    assert alone(world, "d", prompt) == 0
-    world.check_outputs()
-    world.check_empty()
-
-
-# ---- preemption, aborts, faults, the pool's size ---------------------------------------------------
-
-
-def test_who_was_preempted_computes_only_what_was_evicted() -> None:
-    """C 25 with a cache: the younger one goes, and comes back to most of what it had."""
-    world = World(8, block_size=4, caching=True)
-    world.add("a", 16, max_new=8, arrival=0.0)
-    world.add("b", 16, max_new=8, arrival=1.0)
-    while not world.scheduler.stats.preemptions:
-        world.step()
-    assert world.scheduler.waiting_ids == ["b"]
-    world.run()
-    stats = world.scheduler.stats
-    assert stats.preemptions == 1 and 0 < stats.recomputed_tokens < 16
-    world.check_outputs()
-    world.check_empty()
-
-
 def lookups(world: World) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     """Sequences, their tokens, and those of them that were found: of new requests, and of those that had begun."""
     stats = world.scheduler.stats
@@ -246,7 +113,7 @@ def test_resumed_requests_are_counted_apart_from_new_ones() -> None:
     world.run()
     stats = world.scheduler.stats
     new, resumed = lookups(world)
-    assert stats.preemptions == 1
+    assert stats.preemptions == 1 and 0 < stats.recomputed_tokens < 16, "most of it was still there"
     assert new == (2, 32, 0), "none of the prompts was there before"
     assert resumed == (1, 17, 16 - stats.recomputed_tokens), "b is back, with a token more"
     assert [world.finished[name].num_cached_tokens for name in "ab"] == [0, 0], (
@@ -338,76 +205,6 @@ def test_a_broken_scheduler_tells_what_was_found_and_hashes_as_before() -> None:
     fresh, told = world.scheduler.rebuilt("broke")
     assert [end.num_cached_tokens for end in told.finished] == [48]
     assert fresh.cache.index.hasher is world.cache.index.hasher, "hashes stay what they are"
-
-
-def test_sharing_survives_an_abort() -> None:
-    """H 61."""
-    world = cached()
-    prompt = tokens(65)
-    world.add("a", prompt, max_new=40)
-    world.step()
-    world.add("b", prompt, max_new=40)
-    world.step()
-    world.scheduler.abort("a")
-    world.run()
-    assert world.finished["b"].token_ids.tolist() == continuation(prompt, Sampling(40))
-    assert alone(world, "c", prompt) == 64
-
-
-def test_what_a_failed_chunk_was_to_write_is_not_found() -> None:
-    world = cached()
-    prompt = tokens(65)
-    world.runner.fail.add("a")
-    world.add("a", prompt, max_new=4)
-    world.run()
-    assert world.finished["a"].reason == "error"
-    assert alone(world, "b", prompt) == 0
-
-
-def test_a_long_shared_prefix_counts_once_for_admission() -> None:
-    """100 requests behind one prefix of 50 blocks, in a pool that would hold two of them without sharing."""
-    world = World(160, block_size=4, caching=True, forecast=True)
-    prefix = tokens(200)
-    assert alone(world, "first", np.append(prefix, 1).astype(np.int32)) == 0
-    for i in range(40):
-        world.add(f"r{i}", np.concatenate((prefix, tokens(3, seed=i + 1))), max_new=3)
-    world.step()
-    assert world.scheduler.num_running >= 30
-    world.run()
-    assert world.scheduler.stats.preemptions == 0
-    world.check_outputs()
-
-
-def test_cached_blocks_make_room_before_anybody_is_preempted() -> None:
-    world = cached(20)
-    for i in range(3):
-        alone(world, f"old{i}", tokens(81, seed=i))
-    assert world.cache.pool.counts().cached == 15
-    world.add("a", 200, max_new=60)
-    world.run()
-    assert world.scheduler.stats.preemptions == 0
-    world.check_outputs()
-
-
-def test_giving_back_moves_what_is_cached_while_holes_suffice_and_evicts_it_where_not() -> None:
-    world = World(31, block_size=4, blocks_per_extent=4, caching=True)
-    prompts = [tokens(33, seed=i) for i in range(3)]
-    for i, prompt in enumerate(prompts):
-        alone(world, f"r{i}", prompt)
-    assert world.cache.pool.counts().cached == 24
-    assert world.scheduler.pool.give_back(1) == 1
-    world.step()
-    assert [alone(world, f"a{i}", prompt) for i, prompt in enumerate(prompts)] == [32, 32, 32], "all were moved"
-    assert world.scheduler.pool.idle_extents == 6
-    assert world.scheduler.pool.give_back(4) == 4
-    world.step()
-    assert world.cache.pool.counts().mapped == 11
-    found = [alone(world, f"b{i}", prompt) for i, prompt in enumerate(prompts)]
-    assert 0 < sum(found) < 96
-    world.scheduler.pool.grow(5)
-    world.step()
-    world.check_outputs()
-    world.check_empty()
 
 
 def test_the_manager_refuses_what_it_cannot_cache() -> None:

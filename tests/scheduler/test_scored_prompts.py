@@ -6,7 +6,8 @@ import pytest
 from fakes import World, fake_logprob
 from random_walk import check_scores
 
-from pagetide.scheduler.scheduler import LEAST_SCORED_TOKENS, Limits
+from pagetide.scheduler.preemption import preempt
+from pagetide.scheduler.state import LEAST_SCORED_TOKENS, Limits
 
 
 def scored_in(world: World, plan) -> int:
@@ -45,12 +46,8 @@ def test_a_step_scores_so_much_of_all_prompts_together() -> None:
         world.add(name, length, 5, prompt_logprobs=asks)
     assert run(world)[:4] == [64, 64, 30, 0]
     # What is behind the last position of a prompt is none of it: that one is free.
-    assert [sorted(plan.lengths.tolist()) for plan in world.plans[:4]] == [
-        [64, 300],
-        [1, 29, 36],
-        [1, 1, 31],
-        [1, 1, 1],
-    ]
+    lengths = [sorted(plan.lengths.tolist()) for plan in world.plans[:4]]
+    assert lengths == [[64, 300], [1, 29, 36], [1, 1, 31], [1, 1, 1]]
 
 
 @pytest.mark.parametrize("host_slots", [0, 8])
@@ -79,7 +76,7 @@ def test_after_a_preemption_it_finds_again_what_was_scored() -> None:
     starts = []
     for step in range(9):
         if step in (3, 7):
-            world.scheduler._preemption.preempt(list(world.scheduler._running.by_row.values()))
+            preempt(world.scheduler.state, list(world.scheduler.state.by_row.values()))
         plan = world.schedule()
         starts += plan.starts.tolist()
         world.finish(plan)

@@ -1,14 +1,14 @@
-"""Places in the server: how many there are, who gets one, and when to come back."""
+"""Places in the server: how many there are, which request gets one, and when to come back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import pytest
 
-pytest.importorskip("msgspec")
-
+from pagetide.scheduler.answer_memory import AnswerSize
 from pagetide.server.admission import MOST_RETRY_S, RequestAdmission
 from pagetide.server.errors import ApiError
 from pagetide.server.keys import ApiKey
@@ -71,7 +71,7 @@ def test_limits_of_a_key_do_not_touch_others() -> None:
     with admission.request(bob), admission.blocks(bob, 8):
         pass
     with (
-        pytest.raises(ApiError, match="may need 9 KV blocks, and the key bob may use 8") as caught,
+        pytest.raises(ApiError, match="need 9 KV blocks, and the key bob may use 8") as caught,
         admission.blocks(bob, 9),
     ):
         pass
@@ -128,12 +128,51 @@ def test_tokens_are_reserved_and_settled() -> None:
     assert wait(31) == "1" and wait(30) is None
     admission.settle_tokens(eve, 30, 0)
     assert wait(1000) == "30"  # more than a minute's: once all of that is left
-    now[0] = 30.0
+    now[0] = 1000.0  # never more than a minute's worth
     assert wait(1000) is None and wait(1) == "941"
     admission.settle_tokens(eve, 1000, 70)
     assert wait(1) == "11"
     admission.reserve_tokens(None, 10**9)
     admission.reserve_tokens(ApiKey("bob", b"1"), 10**9)
+
+
+def refusal(hold: Callable[[Any], None], given: Any) -> tuple[int, str]:
+    with pytest.raises(ApiError) as caught:
+        hold(given)
+    return caught.value.status, caught.value.message
+
+
+def test_bodies_and_conversions_count_for_their_key() -> None:
+    admission = RequestAdmission(lambda: 1, 0, num_keys=2, most_body_bytes=2)  # 32 bytes in all, 16 of a key
+    bob, eve, ann = ApiKey("bob", b"1", max_requests=1, tokens_per_minute=60), ApiKey("eve", b"2"), ApiKey("ann", b"3")
+    with ExitStack() as stack:
+        hold, other, third, again = (stack.enter_context(admission.body(key)) for key in (bob, eve, ann, bob))
+        for held, count in ((hold, 10), (other, 16), (again, 6)):
+            held(count)
+        of_key, of_all = refusal(again, 1), refusal(third, 1)
+        assert of_key[0] == 429 and "bob may have 16 bytes of bodies of requests in the server, and has 16" in of_key[1]
+        assert of_all[0] == 503 and "holds 32 bytes of bodies of requests and may hold 32" in of_all[1]
+    with admission.body(bob) as hold, admission.call(bob), admission.request(None):  # a call takes no place
+        hold(16)
+        with pytest.raises(ApiError, match="1 requests at a time"), admission.call(bob):
+            pass
+    admission.charge_converted(bob, 61 * 256)
+    assert refused(admission, bob).status == 429
+
+
+def test_answers_take_what_is_planned_for_them() -> None:
+    admission, bob, eve = RequestAdmission(lambda: 1, 0, num_keys=2), ApiKey("bob", b"1"), ApiKey("eve", b"2")
+    with ExitStack() as stack:
+        hold, other, third = (stack.enter_context(admission.answer(key, "demo", 2000)) for key in (bob, eve, bob))
+        status, message = refusal(hold, AnswerSize(10, 10))
+        assert status == 400 and "1.12 KiB of memory: 10 sequences with 10 tokens in all. An answer may take" in message
+        assert "1000 bytes for the key bob: ask for fewer tokens (max_tokens)" in message
+        for held, count in ((hold, 5), (hold, 7), (other, 7)):  # more is known of the first: 768 bytes in all
+            held(AnswerSize(count, count))
+        status, message = refusal(third, AnswerSize(3, 3))
+        assert status == 429 and "768 bytes for this key and 1.50 KiB in all, of 1000 bytes and 1.95 KiB" in message
+    with admission.answer(bob, "demo", 2000) as hold:
+        hold(AnswerSize(8, 8))
 
 
 def test_a_server_that_shuts_down_takes_no_more() -> None:

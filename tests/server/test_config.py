@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("msgspec")
-
-from pagetide import cli
+from pagetide.cli import _parser
 from pagetide.server.config import ENGINE_SETTINGS, ServeConfig, ServeConfigInvalid
 from pagetide.server.models import ModelOptions
 
@@ -19,25 +17,18 @@ DEMO = [ModelOptions("demo", "demo")]
 
 def test_precedence(tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
-    file.write_text("host: 127.0.0.3\nport: 1\nmax-queue: 1\ndrain_timeout: 1.5\ncors_origin: [http://a]\n")
-    config = ServeConfig.resolve(
-        {"port": 3, "host": None},
-        {"PAGETIDE_PORT": "2", "PAGETIDE_MAX_QUEUE": "2", "PAGETIDE_OPEN_METRICS": "yes"},
-        file,
-        DEMO,
-    )
+    file.write_text("host: ' 127.0.0.3 '\nport: 1\nmax-queue: 1\ndrain_timeout: 1.5\ncors_origin: 'http://a, '\n")
+    environ = {"PAGETIDE_PORT": "2", "PAGETIDE_MAX_QUEUE": "2", "PAGETIDE_OPEN_METRICS": " yes\n", "PAGETIDE_HOST": " "}
+    config = ServeConfig.resolve({"port": 3, "host": None}, environ, file, DEMO)
     assert (config.host, config.port, config.max_queue, config.drain_timeout) == ("127.0.0.3", 3, 2, 1.5)
     assert (config.open_metrics, config.cors_origin, config.url) == (True, ("http://a",), "http://127.0.0.3:3")
-    assert (
-        config.is_loopback
-        and not ServeConfig(host="0.0.0.0").is_loopback
-        and ServeConfig(host="::1").url == ServeConfig(host="::").url == "http://[::1]:8000"
-        and ServeConfig(host="0.0.0.0").url == "http://127.0.0.1:8000"
-    )
+    assert config.is_loopback and not ServeConfig(host="0.0.0.0").is_loopback
+    assert ServeConfig(host="::1").url == ServeConfig(host="::").url == "http://[::1]:8000"
+    assert ServeConfig(host="0.0.0.0").url == "http://127.0.0.1:8000"
 
 
 def test_lists_in_a_variable_are_separated_by_commas() -> None:
-    config = ServeConfig.resolve({}, {"PAGETIDE_FORWARDED_ALLOW_IPS": "127.0.0.1,10.0.0.0/8, ::1"}, models=DEMO)
+    config = ServeConfig.resolve({}, {"PAGETIDE_FORWARDED_ALLOW_IPS": "\ufeff127.0.0.1,10.0.0.0/8, ::1"}, models=DEMO)
     assert config.forwarded_allow_ips == ("127.0.0.1", "10.0.0.0/8", "::1")
     assert ServeConfig.resolve({"forwarded_allow_ips": "*"}, {}, models=DEMO).forwarded_allow_ips == ("*",)
 
@@ -57,12 +48,8 @@ def test_engine_settings_by_flag_variable_entry_and_top_of_the_file(tmp_path: Pa
     config = ServeConfig.resolve({}, {}, file)
     assert engines(config) == {"a": of_file, "b": of_entry}
     assert [(one.chat_template, one.tool_parser) for one in config.models] == [("top", "hermes"), ("own", "none")]
-    environ = {
-        "PAGETIDE_MAX_SEQS": "3",
-        "PAGETIDE_MAX_STEP_TOKENS": "3",
-        "PAGETIDE_SHARE": "no",
-        "PAGETIDE_BLOCK_SIZE": "auto",
-    }
+    given = {"MAX_SEQS": "3", "MAX_STEP_TOKENS": "3", "SHARE": "no", "BLOCK_SIZE": "auto"}
+    environ = {f"PAGETIDE_{name}": value for name, value in given.items()}
     over = {"max_seqs": 3, "max_step_tokens": 4, "share": False, "block_size": "auto"}
     config = ServeConfig.resolve({"tool_call_parser": "llama3"}, environ, file, engine={"max_step_tokens": 4})
     assert engines(config) == {"a": of_file | over, "b": of_entry | over}
@@ -73,7 +60,7 @@ def test_engine_settings_by_flag_variable_entry_and_top_of_the_file(tmp_path: Pa
 
 
 def test_every_flag_of_the_engine_is_a_setting() -> None:
-    action = next(one for one in cli._parser()._actions if one.choices)
+    action = next(one for one in _parser()._actions if one.choices)
     groups = {group.title: group for group in dict(action.choices or {})["serve"]._action_groups}
     assert {one.dest for one in groups["engine"]._group_actions} == set(ENGINE_SETTINGS)
 
@@ -83,107 +70,73 @@ def test_names_of_models(tmp_path: Path) -> None:
     file.write_text("model: demo\nserved_model_name: [one]\n")
     both = {"PAGETIDE_MODEL": "a, hub/b", "PAGETIDE_SERVED_MODEL_NAME": "x,y"}
 
-    def named(
-        given: dict[str, Any], environ: dict[str, str], models: Sequence[ModelOptions] = ()
-    ) -> list[tuple[str, str]]:
+    def named(given: dict[str, Any], environ: dict[str, str], models: Sequence[ModelOptions] = ()) -> list[Any]:
         return [(one.name, one.reference) for one in ServeConfig.resolve(given, environ, file, models).models]
 
     assert named({}, {}) == [("one", "demo")]
     assert named({}, both) == [("x", "a"), ("y", "hub/b")]
-    assert named({"served_model_name": ["z"]}, {"PAGETIDE_SERVED_MODEL_NAME": "x"}, [ModelOptions("c", "c")]) == [
-        ("z", "c")
-    ]
+    one = {"PAGETIDE_SERVED_MODEL_NAME": "x"}
+    assert named({"served_model_name": ["z"]}, one, [ModelOptions("c", "c")]) == [("z", "c")]
     with pytest.raises(ServeConfigInvalid, match="2 models, but 1 served_model_name: give one for each"):
         named({}, {"PAGETIDE_MODEL": "a,b"})
-    file.write_text("model: demo\nmodels: [demo]\n")
-    with pytest.raises(ServeConfigInvalid, match="either model or models"):
-        named({}, {})
 
 
 def test_variables_that_look_like_settings_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    others = (
-        "SEEDS",
-        "SERVICE_HOST",
-        "CONFIG",
-        "SERVE_CONFIG",
-        "API_KEY",
-        "RUNTIME_DIR",
-        "GID",
-        "STRESS_S",
-        "MAX_QUEUE",
-    )
-    environ = {f"PAGETIDE_{name}": "1" for name in (*others, "MAX_SEQ", "SERVED_MODEL_NAMES")}
+    others = ["SEEDS", "SERVICE_HOST", "CONFIG", "SERVE_CONFIG", "API_KEY", "RUNTIME_DIR", "GID", "STRESS_S"]
+    environ = {f"PAGETIDE_{name}": "1" for name in [*others, "MAX_QUEUE", "MAX_SEQ", "SERVED_MODEL_NAMES"]}
     ServeConfig.resolve({"served_model_name": ["a"]}, environ, None, DEMO)
     assert [record.getMessage() for record in caplog.records] == [
-        "the variable PAGETIDE_MAX_SEQ is no setting; did you mean PAGETIDE_MAX_SEQS?",
-        "the variable PAGETIDE_SERVED_MODEL_NAMES is no setting; did you mean PAGETIDE_SERVED_MODEL_NAME?",
+        "unknown variable PAGETIDE_MAX_SEQ; did you mean PAGETIDE_MAX_SEQS?",
+        "unknown variable PAGETIDE_SERVED_MODEL_NAMES; did you mean PAGETIDE_SERVED_MODEL_NAME?",
     ]
 
 
-def test_models_of_the_file(tmp_path: Path) -> None:
+def test_wrong_settings(tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
-    file.write_text(
-        "models:\n- demo\n- {model: demo, name: small, kv_memory: {max: 16MiB}, tool_call_parser: hermes}\n"
-    )
-    config = ServeConfig.resolve({}, {}, file, engine={"device": "cpu"})
-    assert [(model.name, model.reference, dict(model.engine)) for model in config.models] == [
-        ("demo", "demo", {"device": "cpu"}),
-        ("small", "demo", {"device": "cpu", "kv_memory": {"max": "16MiB"}}),
-    ]
-    assert [model.tool_parser for model in config.models] == [None, "hermes"]
-    assert ServeConfig.resolve({}, {}, file, DEMO).models == tuple(DEMO)  # the command line's instead
-
-
-@pytest.mark.parametrize(
-    ("text", "environ", "message"),
-    [
+    for text, environ, message in (
         ("porf: 1", {}, "unknown setting 'porf'; did you mean port?"),
-        ("port: many", {}, "port must be a value of type int, got 'many'"),
+        *((f"port: {one}", {}, "port must be a value of type int, got") for one in ("many", "true", "80.9", ".inf")),
         ("{}", {"PAGETIDE_PORT": "x"}, "PAGETIDE_PORT must be"),
         ("port: 70000", {}, "from 0 to 65535"),
         ("ssl_certfile: a.pem", {}, "both --ssl-certfile and --ssl-keyfile"),
+        ("{ssl_certfile: /none.pem, ssl_keyfile: /}", {}, "ssl_certfile: /none.pem: No such file or directory; check"),
         ("open_metrics: maybe", {}, "type bool, got 'maybe'"),
         ("tool_call_parser: xml", {}, "one of hermes, llama3, mistral, none"),
         ("- a", {}, "must map settings"),
         ("models: demo", {}, "a list was expected"),
         ("models: [{name: a}]", {}, "a mapping with `model:`"),
+        ("models: [{model: a, max_sqs: 4}]", {}, "models: a: unknown setting 'max_sqs'; did you mean max_seqs?"),
+        ("gpu_memory_utilization: 0.5", {}, "unknown setting 'gpu_memory_utilization'; use kv_memory instead ("),
         ("models: [demo, demo]", {}, "two models are named 'demo'"),
         ("max_queue: -1", {}, "max_queue"),
+        ("max-queue: 1\nmax_queue: 2", {}, "max_queue appears twice, as 'max-queue' and 'max_queue': remove one"),
+        ("models: [{model: a, max_seqs: 1, max-seqs: 2}]", {}, "models: a: max_seqs appears twice, as 'max_seqs' and"),
+        ("models:\nport:\nhost: ''", {}, "no model given"),
+        ("models: [demo]\nmodel: demo", {}, "either model or models"),
         ("record_text: true", {}, "record_text needs a file"),
         ("forwarded_allow_ips: proxy.example", {}, "got 'proxy.example'"),
-    ],
-)
-def test_wrong_settings(tmp_path: Path, text: str, environ: dict[str, str], message: str) -> None:
-    file = tmp_path / "serve.yaml"
-    file.write_text(text)
-    models: list[Any] = [] if text.startswith("models") else DEMO
-    with pytest.raises(ServeConfigInvalid, match=message.replace("[", r"\[").replace("?", r"\?")):
-        ServeConfig.resolve({}, environ, file, models)
+    ):
+        file.write_text(text)
+        models: list[Any] = [] if text.startswith("models") else DEMO
+        with pytest.raises(ServeConfigInvalid) as caught:
+            ServeConfig.resolve({}, environ, file, models)
+        assert message in str(caught.value), text
 
 
-def test_no_model() -> None:
-    with pytest.raises(ServeConfigInvalid, match="no model was named"):
-        ServeConfig.resolve({}, {})
-
-
-@pytest.mark.parametrize(
-    ("names", "file", "wanted"),
-    [
+def test_the_files_of_recordings(tmp_path: Path) -> None:
+    environ = {"PAGETIDE_RECORD": "x", "PAGETIDE_RECORD_TEXT": "1"}
+    for names, name, wanted in (
         (["demo"], "runs/today.jsonl.gz", ["runs/today.jsonl.gz"]),
         (["a", "hub/b"], "runs/today.jsonl.gz", ["runs/today.a.jsonl.gz", "runs/today.hub_b.jsonl.gz"]),
         (["a", "b"], "v1.2/today", ["v1.2/today.a", "v1.2/today.b"]),
         (["a", "b"], "today.rec", ["today.a.rec", "today.b.rec"]),
-    ],
-)
-def test_the_files_of_recordings(names: list[str], file: str, wanted: list[str]) -> None:
-    models = [ModelOptions(name, "demo", {"device": "cpu"}) for name in names]
-    config = ServeConfig.resolve({"record": file}, {"PAGETIDE_RECORD": "x", "PAGETIDE_RECORD_TEXT": "1"}, None, models)
-    found = [dict(model.engine) for model in config.recorded_models]
-    assert found == [{"device": "cpu", "record": each, "record_text": True} for each in wanted]
-    assert ServeConfig.resolve({}, {}, None, models).recorded_models == tuple(models)
-
-
-def test_recordings_of_one_model_by_itself_and_of_two_in_one_file(tmp_path: Path) -> None:
+    ):
+        models = [ModelOptions(one, "demo", {"device": "cpu"}) for one in names]
+        config = ServeConfig.resolve({"record": name}, environ, None, models)
+        found = [dict(model.engine) for model in config.recorded_models]
+        assert found == [{"device": "cpu", "record": each, "record_text": True} for each in wanted]
+        assert ServeConfig.resolve({}, {}, None, models).recorded_models == tuple(models)
+    # one model by itself, and two in one file
     file = tmp_path / "serve.yaml"
     file.write_text("record: all.gz\nmodels:\n- demo\n- {model: demo, name: b, record: own.gz}\n")
     config = ServeConfig.resolve({}, {}, file)

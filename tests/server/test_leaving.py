@@ -1,32 +1,29 @@
-"""A client that leaves: two steps of the engine later its request has ended, and what it computed is in the cache."""
+"""A client that leaves: two steps of the engine later its request has ended. An engine that leaves or hangs is lost."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import threading
 from typing import Any
 
-import pytest
+import httpx2
 from async_rig import until
+from page_rig import LocalServer
 
 from pagetide import AsyncLLM
-
-pytest.importorskip("fastapi")
-uvicorn = pytest.importorskip("uvicorn")
-
-from pagetide.server import engine_process  # noqa: E402
-from pagetide.server.app import AppOptions, Server, make_app  # noqa: E402
-from pagetide.server.connection import MessageConnection  # noqa: E402
-from pagetide.server.engine_client import RemoteEngine  # noqa: E402
-from pagetide.server.keys import ApiKeys  # noqa: E402
-from pagetide.server.messages import Start, ToServer  # noqa: E402
-from pagetide.server.models import ModelOptions, ModelRegistry  # noqa: E402
+from pagetide.engine.errors import ShardLost
+from pagetide.server import engine_process
+from pagetide.server.connection import MessageConnection
+from pagetide.server.engine_client import RemoteEngine
+from pagetide.server.messages import Start, ToServer
+from pagetide.server.models import ModelOptions
 
 PROMPT_TOKENS = 50
 BLOCK_SIZE = 16
 FAR_S = 60.0
+PATH = "/v1/completions"
+OPTIONS = {"device": "cpu", "dtype": "float32", "kv_memory": "8MiB", "share": False, "block_size": BLOCK_SIZE}
 
 
 class Gate:
@@ -38,8 +35,8 @@ class Gate:
         self.num_cancelled = 0  # calls of which the engine's thread has been told
         self._permits = threading.Semaphore(0)
 
-    def load(self, model: str, options: Any) -> AsyncLLM:
-        self.llm = AsyncLLM(model, **options)
+    def load(self, start: Start) -> AsyncLLM:
+        self.llm = engine_process.load(start)
         core, thread = self.llm._manager.open().core, self.llm._engine_thread
         step, cancel = core.step, thread.cancel
 
@@ -62,6 +59,14 @@ class Gate:
         self._permits.release(count)
         await until(lambda: self.num_steps == done)
 
+    async def at_most(self, count: int) -> None:
+        """Let it do `count` steps, or fewer if its work ends before."""
+        done = self.num_steps + count
+        self._permits.release(count)
+        await until(lambda: self.num_steps == done or not self.llm._manager.has_work)
+        for _ in range(done - self.num_steps):
+            self._permits.acquire(blocking=False)
+
     def open_for_good(self) -> None:
         self._permits.release(1_000_000)
 
@@ -82,65 +87,85 @@ async def served_here(gate: Gate, model: str, options: dict[str, Any], name: str
     engine = RemoteEngine(NoProcess(), name)  # type: ignore[arg-type]
     engine._serving = asyncio.create_task(engine_process.serve(theirs, gate.load))  # type: ignore[attr-defined]
     engine._connection = await MessageConnection.open(ours, ToServer, engine._receive, engine._lost)
-    engine._connection.send(Start(model, options))
+    engine._connection.send(Start(model, options, name))
     await engine._ready
     return engine
 
 
-def test_two_steps_after_a_client_has_left_its_blocks_are_cached() -> None:
+async def test_two_steps_after_a_client_has_left_its_blocks_are_cached() -> None:
     gate = Gate()
-    options = {"device": "cpu", "dtype": "float32", "kv_memory": "8MiB", "share": False, "block_size": BLOCK_SIZE}
 
-    async def run() -> None:
-        models = ModelRegistry(lambda model, options, name: served_here(gate, model, options, name))
-        http = uvicorn.Server(uvicorn.Config(make_app(Server(models, ApiKeys(), AppOptions())), log_config=None))
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            models.add(ModelOptions("demo", "demo", options))
-            serving = asyncio.create_task(http.serve(sockets=[listening]))
-            await until(lambda: models.is_ready and http.started)
-            port = listening.getsockname()[1]
-            await leave(gate, models.get("demo").engine, port, 100, streams=True)
-            await leave(gate, models.get("demo").engine, port, 200, streams=False)
-            gate.open_for_good()
-            for first in (100, 200):  # they come again
-                reader, writer = await asked(port, first, max_tokens=1)
-                whole = PROMPT_TOKENS // BLOCK_SIZE * BLOCK_SIZE
-                assert f'"cached_tokens":{whole}}}'.encode() in await asyncio.wait_for(reader.read(), FAR_S)
-                writer.close()
-            http.should_exit = True
-            await serving
-            await models.stop()
+    async def start(model: str, options: dict[str, Any], name: str) -> RemoteEngine:
+        return await served_here(gate, model, options, name)
 
-    asyncio.run(run())
+    async with (
+        LocalServer(start, [ModelOptions("served", "demo", OPTIONS)]) as server,
+        httpx2.AsyncClient(base_url=server.url, timeout=FAR_S) as client,
+    ):
+        engine = server.models.get("served").engine
+        assert gate.llm.config.model.name == "served"
+        await leave(gate, engine, client, 100, streams=True)
+        await leave(gate, engine, client, 200, streams=False)
+        gate.open_for_good()
+        for first in (100, 200):  # they come again
+            usage = (await client.post(PATH, json=body_of(first, max_tokens=1))).json()["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] == PROMPT_TOKENS // BLOCK_SIZE * BLOCK_SIZE
 
 
-async def asked(port: int, first: int, **fields: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+def body_of(first: int, **fields: Any) -> dict[str, Any]:
     """A request for a completion of the token ids from `first` on."""
-    prompt = list(range(first, first + PROMPT_TOKENS))
-    body = json.dumps({"prompt": prompt, "ignore_eos": True} | fields).encode()
-    head = (
-        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(body)}\r\n\r\n"
-    )
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(head.encode() + body)
-    return reader, writer
+    return {"prompt": list(range(first, first + PROMPT_TOKENS)), "ignore_eos": True} | fields
 
 
-async def leave(gate: Gate, engine: RemoteEngine, port: int, first: int, streams: bool) -> None:
+async def leave(gate: Gate, engine: RemoteEngine, client: httpx2.AsyncClient, first: int, streams: bool) -> None:
     """Ask for a long completion, and leave in its midst; two steps later nothing of it is left but cached blocks."""
     pool, told = gate.llm._manager.open().core.scheduler.cache.pool, gate.num_cancelled
     cached = pool.counts().cached
-    reader, writer = await asked(port, first, max_tokens=500, stream=streams)
+    begun = asyncio.Event()
+
+    async def read() -> None:
+        async with client.stream("POST", PATH, json=body_of(first, max_tokens=500, stream=streams)) as answer:
+            async for _ in answer.aiter_raw():
+                begun.set()
+
+    asking = asyncio.create_task(read())
     await until(lambda: engine.num_unfinished == 1)
     await gate.steps(4)
     if streams:
-        await asyncio.wait_for(reader.readuntil(b"data: "), FAR_S)
+        await begun.wait()
     assert pool.counts().live > PROMPT_TOKENS // BLOCK_SIZE
-    writer.close()
-    await until(lambda: gate.num_cancelled == told + 1)  # the engine is held at its next step meanwhile
+    asking.cancel()  # and its connection is closed
+    await until(lambda: gate.num_cancelled == told + 1)
     assert engine.num_unfinished == 0
-    await gate.steps(2)
+    await gate.at_most(2)  # it is held at its next step, or between two
     await until(lambda: not gate.llm._manager.has_work)
     counts = pool.counts()
     assert (counts.live, counts.in_flight, counts.cached) == (0, 0, cached + PROMPT_TOKENS // BLOCK_SIZE)
+
+
+async def test_a_step_that_does_not_end_is_noticed_after_as_long_as_it_said_and_rest_never() -> None:
+    engine = await served_here(gate := Gate(), "demo", OPTIONS, "demo")
+
+    def hangs(first: int, count: int) -> bool:
+        for second in range(first, first + count):
+            engine._receive(engine._alive)  # it says the same again
+            engine.look(second)
+        return bool(engine._hang)
+
+    assert not hangs(0, 100)
+    generation = engine.submit(asyncio.Event(), prompt=[5, 6, 7], params={})
+    await until(lambda: engine._alive.allowed_s > 0)
+    allowed_s = int(engine._alive.allowed_s)
+    assert 20 <= allowed_s < 30 and not hangs(100, allowed_s - 1), "the first look begins to count"
+    assert not hangs(10**6, 1), "what holds up the server itself counts for two looks"
+    assert hangs(10**6 + 1, 1)
+    await engine.ended.wait()
+    assert str(generation.error) == f"the engine of demo hung: it was at work, and came no further for {allowed_s} s"
+    gate.open_for_good()
+    await engine._serving  # type: ignore[attr-defined]
+
+
+async def test_a_process_whose_engine_has_ended_by_itself_ends_too() -> None:
+    engine = await served_here(gate := Gate(), "demo", OPTIONS, "demo")
+    gate.llm._engine_thread._lose(ShardLost("shard 1 is gone"))
+    await engine.ended.wait()

@@ -1,39 +1,46 @@
-"""What `pagetide serve` tells systemd (Type=notify), over a real socket."""
+"""What signals do, and what systemd is told (Type=notify), over a real socket."""
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
-from servers import ServerProcess
 
-pytest.importorskip("fastapi")
-httpx = pytest.importorskip("httpx2")
-
-ENGINE = ["--device", "cpu", "--dtype", "float32", "--kv-memory", "4MiB", "--no-share"]
+from pagetide.server import run as run_module
+from pagetide.server.run import _Drainer, notify
 
 
-@pytest.mark.parametrize("kind", ["path", "abstract"])
-def test_it_says_when_the_models_are_loaded_and_when_it_ends(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("mark", ["", "@"], ids=["path", "abstract"])
+def test_a_manager_gets_the_state_and_one_that_is_gone_disturbs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mark: str
+) -> None:
+    notify("READY=1")
     address = str(tmp_path / "notify")
+    monkeypatch.setenv("NOTIFY_SOCKET", mark + address)
+    notify("READY=1")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
-        manager.bind(address if kind == "path" else "\0" + address)
+        manager.bind("\0" + address if mark else address)
         manager.settimeout(60)
-        named = address if kind == "path" else "@" + address
-        with ServerProcess(["demo", *ENGINE], tmp_path / "log", OMP_NUM_THREADS="1", NOTIFY_SOCKET=named) as server:
-            assert manager.recv(100) == b"READY=1"
-            assert httpx.get(f"{server.url}/ready").status_code == 200
-            assert server.end(signal.SIGTERM) == 0
-            assert manager.recv(100) == b"STOPPING=1"
-            manager.setblocking(False)
-            with pytest.raises(BlockingIOError):
-                manager.recv(100)
+        notify("STOPPING=1")
+        assert manager.recv(100) == b"STOPPING=1"
 
 
-def test_a_manager_that_is_gone_disturbs_nothing(tmp_path: Path) -> None:
-    with ServerProcess(
-        ["demo", *ENGINE], tmp_path / "log", OMP_NUM_THREADS="1", NOTIFY_SOCKET=str(tmp_path / "nobody")
-    ) as server:
-        assert server.end(signal.SIGTERM) == 0
+@pytest.mark.parametrize("presses", [1, 2])
+async def test_ctrl_c_says_what_it_waits_for_and_kills_engines_in_the_end_and_at_once_the_second_time(
+    presses: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_module, "INTERRUPT_END_S", 0.0 if presses == 1 else 1e6)
+    server, killed = MagicMock(), asyncio.Event()
+    server.models.stop, server.models.kill = killed.wait, lambda: asyncio.sleep(0, killed.set())
+    server.admission.num_requests = 3
+    drainer = _Drainer(server, MagicMock(), 0.0)
+    for _ in range(presses):
+        drainer.signalled(signal.SIGINT)
+    await drainer.end_engines()
+    assert (
+        killed.is_set() and "waiting for 3 requests, 0 s at most, and then for the engines" in capsys.readouterr().err
+    )

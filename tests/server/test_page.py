@@ -1,37 +1,23 @@
-"""The page's door over real sockets: static files, sessions by cookie, headers, and what each key may see."""
+"""The page's endpoints over real sockets: static files, sessions by cookie, headers, and what each key may see."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("fastapi")
-pytest.importorskip("httpx2")
-
-from page_rig import FAR_S, PageServer, eventually, looking
+from page_pools import POLICY
+from page_rig import ALICE, FAR_S, OPS, MadeUpEngine, PageServer, eventually, looking, two_keys
 
 from pagetide.server import page_sessions
 from pagetide.server.keys import ApiKey, ApiKeys, digest_of
 from pagetide.server.page_sessions import PageSessions, set_cookie
 from pagetide.version import __version__
 
-ALICE = {"Authorization": "Bearer sk-alice-1234"}
-OPS = {"Authorization": "Bearer sk-operator-1"}
 HERE = {"Sec-Fetch-Site": "same-origin"}
-POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'"
-)
-
-
-def keys() -> ApiKeys:
-    return ApiKeys([ApiKey("alice", digest_of("sk-alice-1234")), ApiKey("ops", digest_of("sk-operator-1"), admin=True)])
 
 
 @pytest.fixture
@@ -45,10 +31,6 @@ def files(tmp_path: Path) -> Path:
     return folder
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 2 * FAR_S))
-
-
 async def cookie_of(client: Any, key: dict[str, str], **headers: str) -> dict[str, str]:
     """The Cookie header of a new session."""
     answer = await client.post("/page/session", headers=key | headers)
@@ -57,224 +39,185 @@ async def cookie_of(client: Any, key: dict[str, str], **headers: str) -> dict[st
     return {"Cookie": answer.headers["set-cookie"].partition(";")[0]}
 
 
-def test_static_files_need_no_key(files: Path) -> None:
-    async def test() -> None:
-        async with PageServer(keys=keys(), files=files) as server, server.client() as client:
-            for path in ("/", "/page"):
-                moved = await client.get(path)
-                assert (moved.status_code, moved.headers["location"]) == (307, "/page/")
-            kinds = {"/page/": "text/html", "/page/index.html": "text/html", "/page/parts/a.js": "text/javascript"}
-            for path, kind in kinds.items():
-                found = await client.get(path)
-                assert found.status_code == 200 and found.headers["content-type"] == f"{kind}; charset=utf-8"
-                name = path.removeprefix("/page/") or "index.html"
-                assert found.content == (files / name).read_bytes() and found.headers["cache-control"] == "no-cache"
-                again = await client.get(path, headers={"If-None-Match": found.headers["etag"]})
-                assert again.status_code == 304 and again.content == b""
-                assert (await client.head(path)).status_code == 200
-
-    run(test)
+async def test_static_files_need_no_key(files: Path) -> None:
+    async with PageServer(keys=two_keys(), files=files) as server, server.client() as client:
+        for path in ("/", "/page"):
+            moved = await client.get(path)
+            assert (moved.status_code, moved.headers["location"]) == (307, "/page/")
+        kinds = {"/page/": "text/html", "/page/index.html": "text/html", "/page/parts/a.js": "text/javascript"}
+        for path, kind in kinds.items():
+            found = await client.get(path)
+            assert found.status_code == 200 and found.headers["content-type"] == f"{kind}; charset=utf-8"
+            name = path.removeprefix("/page/") or "index.html"
+            assert found.content == (files / name).read_bytes() and found.headers["cache-control"] == "no-cache"
+            again = await client.get(path, headers={"If-None-Match": found.headers["etag"]})
+            assert again.status_code == 304 and again.content == b""
+            assert (await client.head(path)).status_code == 200
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["/page/../secret.js", "/page/..%2fsecret.js", "/page/%2e%2e/secret.js", "/page/parts/../../secret.js", "/page//secret.js",
-     "/page/..\\secret.js", "/page/notes.txt", "/page/parts", "/page/a\0.js", "//page/", "/page/./index.html", "/PAGE/"],
-)  # fmt: skip
-def test_no_path_leads_out_of_the_folder(files: Path, path: str) -> None:
-    async def test() -> None:
-        for given, status in ((None, b"404"), (keys(), b"401")):
-            async with PageServer(keys=given, files=files) as server:
+async def test_no_path_leads_out_of_the_folder(files: Path) -> None:
+    paths = [
+        "/page/../secret.js", "/page/..%2fsecret.js", "/page/%2e%2e/secret.js", "/page/parts/../../secret.js",
+        "/page//secret.js", "/page/..\\secret.js", "/page/notes.txt", "/page/parts", "/page/a\0.js", "//page/",
+        "/page/./index.html", "/PAGE/",
+    ]  # fmt: skip
+    for given, status in ((None, b"404"), (two_keys(), b"401")):
+        async with PageServer(keys=given, files=files) as server:
+            for path in paths:
                 reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
                 writer.write(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode())
                 answer = await reader.read()
                 writer.close()
-                assert answer.split()[1] in (status, b"400") and b"no file" not in answer and b"no type" not in answer
-
-    run(test)
-
-
-def test_every_path_of_the_page_has_its_headers(files: Path) -> None:
-    async def test() -> None:
-        async with PageServer(keys=keys(), files=files) as server, server.client() as client:
-            paths = ["/", "/page", "/page/", "/page/parts/a.js", "/page/none.js", "/page/info", "/page/block?block=1",
-                     "/page/explain", "/page/events"]  # fmt: skip
-            for path in paths:
-                for method in ("GET", "POST", "DELETE"):  # refused ones too
-                    answer = await client.request(method, path)
-                    headers = answer.headers
-                    assert headers.get_list("content-security-policy") == [POLICY], path
-                    assert (headers["x-content-type-options"], headers["referrer-policy"]) == ("nosniff", "no-referrer")
-                    assert headers.get_list("cache-control") in (["no-cache"], ["no-store"])
-            async with looking(client) as none:
-                assert none.response.status_code == 401
-            async with client.stream("GET", "/page/events", headers=ALICE) as answer:
-                assert answer.headers["content-security-policy"] == POLICY
-                assert answer.headers["content-type"].startswith("text/event-stream")
-            assert "content-security-policy" not in (await client.get("/health")).headers
-
-    run(test)
+                assert answer.split()[1] in (status, b"400"), path
+                assert b"no file" not in answer and b"no type" not in answer, path
 
 
-def test_a_session_stands_for_its_key_on_the_page_and_in_the_prompt_box(files: Path) -> None:
-    async def test() -> None:
-        async with PageServer(keys=keys(), files=files) as server, server.client() as client:
-            stranger = {"mode": "live", "needs_key": True, "has_keys": True, "signed_in": False, "admin": False,
-                        "version": __version__}  # fmt: skip
-            assert (await client.get("/page/info")).json() == stranger
-            answer = await client.post("/page/session", headers=ALICE)
-            assert answer.json() == {"admin": False}
-            cookie, *attributes = answer.headers["set-cookie"].split("; ")
-            assert attributes == ["HttpOnly", "SameSite=Strict", "Path=/", "Max-Age=3600"]
-            assert len(cookie.partition("=")[2]) == 43  # 256 bits
-            client.cookies.clear()
-            signed_in = {"Cookie": f"other={{}}; {cookie}; last=1", **HERE}
-            assert (await client.get("/page/info", headers=signed_in)).json() == stranger | {"signed_in": True}
-            assert (await client.get("/v1/models", headers=signed_in)).status_code == 200
-            block = (await client.get("/page/block?block=3", headers=signed_in)).json()
-            assert block == {"asked": {"block": 3, "text": False}}  # text is for admins
-            why = await client.get("/page/explain?request=r1&model=one", headers=signed_in)
-            assert why.json() == {"asked": {"request": "r1"}}
-            for path in ("/metrics", "/version", "/load", "/is_sleeping"):
-                assert (await client.get(path, headers=signed_in)).status_code == 401
-            assert (await client.delete("/page/session", headers=signed_in)).status_code == 200
-            assert (await client.get("/v1/models", headers=signed_in)).status_code == 401
-            assert (await client.get("/page/info", headers=signed_in)).json() == stranger
-
-    run(test)
+async def test_every_path_of_the_page_has_its_headers(files: Path) -> None:
+    async with PageServer(keys=two_keys(), files=files) as server, server.client() as client:
+        paths = ["/", "/page", "/page/", "/page/parts/a.js", "/page/none.js", "/page/info", "/page/block?block=1",
+                 "/page/explain", "/page/events"]  # fmt: skip
+        for path in paths:
+            for method in ("GET", "POST", "DELETE"):  # refused ones too
+                answer = await client.request(method, path)
+                headers = answer.headers
+                assert headers.get_list("content-security-policy") == [POLICY], path
+                assert (headers["x-content-type-options"], headers["referrer-policy"]) == ("nosniff", "no-referrer")
+                assert headers.get_list("cache-control") in (["no-cache"], ["no-store"])
+        async with looking(client) as none:
+            assert none.response.status_code == 401
+        async with client.stream("GET", "/page/events", headers=ALICE) as answer:
+            assert answer.headers["content-security-policy"] == POLICY
+            assert answer.headers["content-type"].startswith("text/event-stream")
+        assert "content-security-policy" not in (await client.get("/health")).headers
 
 
-def test_the_limits_of_a_key_are_those_of_its_session(files: Path) -> None:
+async def test_a_session_stands_for_its_key_on_the_page_and_in_the_prompt_box(files: Path) -> None:
+    async with PageServer(keys=two_keys(), files=files) as server, server.client() as client:
+        without_key = {"mode": "live", "needs_key": True, "has_keys": True, "signed_in": False, "admin": False,
+                    "version": __version__}  # fmt: skip
+        assert (await client.get("/page/info")).json() == without_key
+        answer = await client.post("/page/session", headers=ALICE)
+        assert answer.json() == {"admin": False}
+        cookie, *attributes = answer.headers["set-cookie"].split("; ")
+        assert attributes == ["HttpOnly", "SameSite=Strict", "Path=/", "Max-Age=3600"]
+        assert len(cookie.partition("=")[2]) == 43  # 256 bits
+        client.cookies.clear()
+        signed_in = {"Cookie": f"other={{}}; {cookie}; last=1", **HERE}
+        assert (await client.get("/page/info", headers=signed_in)).json() == without_key | {"signed_in": True}
+        assert (await client.get("/v1/models", headers=signed_in)).status_code == 200
+        block = (await client.get("/page/block?block=3", headers=signed_in)).json()
+        assert block == {"asked": {"block": 3, "text": False}}  # text is for admins
+        why = await client.get("/page/explain?request=r1&model=one", headers=signed_in)
+        assert why.json() == {"asked": {"request": "r1"}}
+        for path in ("/metrics", "/version", "/load", "/is_sleeping"):
+            assert (await client.get(path, headers=signed_in)).status_code == 401
+        assert (await client.delete("/page/session", headers=signed_in)).status_code == 200
+        assert (await client.get("/v1/models", headers=signed_in)).status_code == 401
+        assert (await client.get("/page/info", headers=signed_in)).json() == without_key
+
+
+async def test_the_limits_of_a_key_are_those_of_its_session(files: Path) -> None:
     limited = ApiKey("alice", digest_of("sk-alice-1234"), tokens_per_minute=1000)
-
-    async def test() -> None:
-        async with PageServer(keys=ApiKeys([limited]), files=files) as server, server.client() as client:
-            cookie = await cookie_of(client, ALICE) | HERE
-            server.server.admission.reserve_tokens(limited, 100_000)
-            refused = await client.post("/v1/completions", headers=cookie, json={"model": "one", "prompt": "a"})
-            assert refused.status_code == 429 and "the key alice may use 1,000 tokens a minute" in refused.text
-
-    run(test)
+    async with PageServer(keys=ApiKeys([limited]), files=files) as server, server.client() as client:
+        cookie = await cookie_of(client, ALICE) | HERE
+        server.server.admission.reserve_tokens(limited, 100_000)
+        refused = await client.post("/v1/completions", headers=cookie, json={"model": "one", "prompt": "a"})
+        assert refused.status_code == 429 and "the key alice may use 1,000 tokens a minute" in refused.text
 
 
-def test_an_admins_session_sees_text_and_does_nothing(files: Path) -> None:
-    async def test() -> None:
-        async with PageServer(keys=keys(), files=files) as server, server.client() as client:
-            cookie = await cookie_of(client, OPS) | HERE
-            assert (await client.get("/page/info", headers=cookie)).json()["admin"]
-            block = (await client.get("/page/block?model=one&block=3", headers=cookie)).json()
-            assert block == {"asked": {"block": 3, "text": True}}
-            for path in ("/sleep", "/wake_up", "/admin/models/load", "/admin/models/unload"):
-                assert (await client.post(path, headers=cookie, json={"model": "one"})).status_code == 401
-            assert server.models.is_ready and server.engine.calls == ["block"]
-
-    run(test)
+async def test_an_admins_session_sees_text_and_does_nothing(files: Path) -> None:
+    async with PageServer(keys=two_keys(), files=files) as server, server.client() as client:
+        cookie = await cookie_of(client, OPS) | HERE
+        assert (await client.get("/page/info", headers=cookie)).json()["admin"]
+        block = (await client.get("/page/block?model=one&block=3", headers=cookie)).json()
+        assert block == {"asked": {"block": 3, "text": True}}
+        for path in ("/sleep", "/wake_up", "/admin/models/load", "/admin/models/unload"):
+            assert (await client.post(path, headers=cookie, json={"model": "one"})).status_code == 401
+        assert server.models.is_ready and server.engine.calls == ["block"]
 
 
-@pytest.mark.parametrize(
-    ("method", "headers", "counts"),
-    [
-        ("GET", {"Sec-Fetch-Site": "same-origin"}, True),
-        ("GET", {"Sec-Fetch-Site": "same-site"}, False),  # another port of this machine
-        ("GET", {"Sec-Fetch-Site": "cross-site"}, False),
-        ("GET", {"Sec-Fetch-Site": "none"}, False),
-        ("GET", {}, True),  # plain HTTP from another machine: browsers say nothing, and others cannot read the answer
-        ("POST", {}, False),
-        ("POST", {"Sec-Fetch-Site": "same-origin"}, True),
-        ("POST", {"Sec-Fetch-Site": "same-site"}, None),
-        ("POST", {"Origin": "http://127.0.0.1:{port}"}, True),
-        ("POST", {"Origin": "http://127.0.0.1:1"}, None),
-        ("POST", {"Origin": "null"}, None),
-    ],
-)
-def test_other_sites_cannot_use_the_cookie(
-    files: Path, method: str, headers: dict[str, str], counts: bool | None
-) -> None:
-    async def test() -> None:
-        async with PageServer(keys=keys(), files=files) as server, server.client() as client:
-            cookie = await cookie_of(client, ALICE)
+OTHER_SITES = [
+    ("GET", {"Sec-Fetch-Site": "same-origin"}, 200),
+    ("GET", {"Sec-Fetch-Site": "same-site"}, 401),  # another port of this machine
+    ("GET", {"Sec-Fetch-Site": "cross-site"}, 401),
+    ("GET", {"Sec-Fetch-Site": "none"}, 401),
+    ("GET", {}, 200),  # plain HTTP from another machine: browsers say nothing, and others cannot read the answer
+    ("POST", {}, 401),
+    ("POST", {"Sec-Fetch-Site": "same-origin"}, 404),  # of the model
+    ("POST", {"Sec-Fetch-Site": "same-site"}, 403),
+    ("POST", {"Origin": "http://127.0.0.1:{port}"}, 404),
+    ("POST", {"Origin": "http://127.0.0.1:1"}, 403),
+    ("POST", {"Origin": "null"}, 403),
+]
+
+
+async def test_other_sites_cannot_use_the_cookie(files: Path) -> None:
+    async with PageServer(keys=two_keys(), files=files) as server, server.client() as client:
+        cookie = await cookie_of(client, ALICE)
+        for method, headers, status in OTHER_SITES:
             given = {name: value.format(port=server.port) for name, value in headers.items()}
             path = "/v1/models" if method == "GET" else "/v1/completions"
             answer = await client.request(method, path, headers=cookie | given, json={"model": "none", "prompt": "a"})
-            wanted = {True: 200 if method == "GET" else 404, False: 401, None: 403}  # 404: of the model
-            assert answer.status_code == wanted[counts]
-
-    run(test)
+            assert answer.status_code == status, (method, headers)
 
 
-def test_sessions_begin_with_a_key_of_this_server_and_from_its_page(files: Path) -> None:
-    async def test() -> None:
-        async with PageServer(keys=keys(), files=files) as server, server.client() as client:
-            wrong = await client.post("/page/session", headers={"Authorization": "Bearer sk-guessed-1"})
-            assert wrong.status_code == 401 and "set-cookie" not in wrong.headers
-            assert (await client.post("/page/session")).status_code == 401
-            cookie = await cookie_of(client, ALICE) | HERE
-            assert (await client.post("/page/session", headers=cookie)).status_code == 401  # no session by a session
-            foreign = await client.post("/page/session", headers=ALICE | {"Sec-Fetch-Site": "cross-site"})
-            assert foreign.status_code == 403 and len(server.server.page.sessions) == 1
-            gone = {"Cookie": "pagetide_session=" + "A" * 43, **HERE}
-            assert (await client.get("/page/events", headers=gone)).status_code == 401
-        async with (
-            PageServer(files=files) as server,
-            server.client() as client,
-        ):  # without keys: open to all that reach it
-            assert not (await client.get("/page/info")).json()["needs_key"]
-            assert (await client.get("/page/block?block=1")).json() == {"asked": {"block": 1, "text": False}}
-            assert (await client.post("/page/session", headers=ALICE)).status_code == 401
-
-    run(test)
+async def test_sessions_begin_with_a_key_of_this_server_and_from_its_page(files: Path) -> None:
+    async with PageServer(keys=two_keys(), files=files) as server, server.client() as client:
+        wrong = await client.post("/page/session", headers={"Authorization": "Bearer sk-guessed-1"})
+        assert wrong.status_code == 401 and "set-cookie" not in wrong.headers
+        assert (await client.post("/page/session")).status_code == 401
+        cookie = await cookie_of(client, ALICE) | HERE
+        assert (await client.post("/page/session", headers=cookie)).status_code == 401  # no session by a session
+        foreign = await client.post("/page/session", headers=ALICE | {"Sec-Fetch-Site": "cross-site"})
+        assert foreign.status_code == 403 and len(server.server.page.sessions) == 1
+        gone = {"Cookie": "pagetide_session=" + "A" * 43, **HERE}
+        assert (await client.get("/page/events", headers=gone)).status_code == 401
+    async with (
+        PageServer(files=files) as server,
+        server.client() as client,
+    ):  # without keys: open to all that reach it
+        assert not (await client.get("/page/info")).json()["needs_key"]
+        assert (await client.get("/page/block?block=1")).json() == {"asked": {"block": 1, "text": False}}
+        assert (await client.post("/page/session", headers=ALICE)).status_code == 401
 
 
-def test_a_stream_ends_with_its_session(files: Path) -> None:
-    async def test() -> None:
-        async with PageServer(keys=keys(), files=files) as server, server.client() as client:
-            cookie = await cookie_of(client, ALICE) | HERE
-            async with client.stream("GET", "/page/events", headers=cookie) as answer:
-                lines = answer.aiter_lines()
-                await anext(lines)
-                await client.delete("/page/session", headers=cookie)
-                async with asyncio.timeout(FAR_S):
-                    async for _ in lines:
-                        pass
-            await eventually(lambda: not server.server.page.feed.viewers)
-
-    run(test)
+async def test_a_stream_ends_with_its_session(files: Path) -> None:
+    async with PageServer(keys=two_keys(), files=files) as server, server.client() as client:
+        cookie = await cookie_of(client, ALICE) | HERE
+        async with client.stream("GET", "/page/events", headers=cookie) as answer:
+            lines = answer.aiter_lines()
+            await anext(lines)
+            await client.delete("/page/session", headers=cookie)
+            async with asyncio.timeout(FAR_S):
+                async for _ in lines:
+                    pass
+        await eventually(lambda: not server.server.page.feed.viewers)
 
 
-def test_the_access_log_has_a_line_for_a_stream_at_its_end(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_access_log_has_a_line_for_a_stream_at_its_end(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "pagetide.access")
 
     def lines() -> list[Any]:
         found = [json.loads(one.message) for one in caplog.records if one.name == "pagetide.access"]
         return [one for one in found if one["path"] == "/page/events"]
 
-    async def test() -> None:
-        async with PageServer() as server, server.client() as client:
-            async with looking(client) as reader:
-                for _ in range(3):
-                    await reader.frame()
-                assert lines() == []
-            await eventually(lambda: len(lines()) == 1)
-            assert lines()[0]["status"] == 200
-            await client.get("/page/none.js")
-            page = (await client.get("/metrics")).text
-            assert 'http_requests_total{handler="/page/events",method="GET",status="2xx"} 1.0' in page
-            assert 'http_requests_total{handler="/page/{path}",method="GET",status="4xx"} 1.0' in page
-
-    run(test)
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+    async with PageServer() as server, server.client() as client:
+        async with looking(client) as reader:
+            for _ in range(3):
+                await reader.frame()
+            assert lines() == []
+        await eventually(lambda: len(lines()) == 1)
+        assert lines()[0]["status"] == 200
+        await client.get("/page/none.js")
+        page = (await client.get("/metrics")).text
+        assert 'http_requests_total{handler="/page/events",method="GET",status="2xx"} 1.0' in page
+        assert 'http_requests_total{handler="/page/{path}",method="GET",status="4xx"} 1.0' in page
 
 
 def test_sessions_end_by_time_with_their_key_and_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_sessions, "MOST_SESSIONS", 3)
-    clock, given = Clock(), keys()
-    sessions = PageSessions(given, clock)
+    now, given = [0.0], two_keys()
+    sessions = PageSessions(given, lambda: now[0])
     alice, ops = given._keys
     cookies = [set_cookie(sessions.begin(alice), secure=True) for _ in range(3)]
     assert all(one.endswith("; Secure") for one in cookies)
@@ -285,12 +228,33 @@ def test_sessions_end_by_time_with_their_key_and_by_number(monkeypatch: pytest.M
         return None if session is None else sessions.key_of(session)
 
     assert [found(one) for one in [*cookies, admin]] == [alice] * 3 + [ops]
-    clock.now = 1.0
+    now[0] = 1.0
     cookies.append(set_cookie(sessions.begin(alice), secure=True))  # ends alice's oldest, and no other's
     assert [found(one) for one in [*cookies, admin]] == [None, alice, alice, alice, ops]
-    clock.now = page_sessions.SESSION_S
+    now[0] = page_sessions.SESSION_S
     assert [found(one) for one in [*cookies, admin]] == [None, None, None, alice, None]
     sessions.begin(alice)
     assert len(sessions) == 2  # those that have ended are forgotten
     given._keys = (ops,)
     assert found(cookies[3]) is None
+
+
+async def test_sleep_and_wake_up_of_a_model_come_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, call = asyncio.Event(), MadeUpEngine.call
+
+    async def gated(engine: MadeUpEngine, method: str, **arguments: Any) -> Any:
+        found = await call(engine, method, **arguments)
+        await gate.wait()
+        return found
+
+    async with PageServer() as server:
+        monkeypatch.setattr(MadeUpEngine, "call", gated)
+        models, model, calls = server.models, server.models.get("one"), server.engine.calls
+        steps = models.sleep(model, 0.0), models.wake_up(model), models.sleep(model, 0.0), models.wake_up(model)
+        changes = [asyncio.create_task(one) for one in steps]
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert (calls, model.state) == (["sleep"], "asleep")
+        gate.set()
+        await asyncio.gather(*changes)
+        assert (calls, model.state) == (["sleep", "wake_up"] * 2, "ready")

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
-pytest.importorskip("fastapi")
-
 from pagetide.server.completions import TextPlaces
 
 
-@pytest.mark.parametrize(
-    ("text", "tokens", "wanted"),
-    [
+def test_places_in_a_whole_text() -> None:
+    for text, tokens, wanted in (
         ("The sea", ["The", " sea"], [0, 3]),
         ("The sea", ["<s>", "The", "<pad>", " sea", "</s>"], [0, 0, 3, 3, 7]),
         ("<s>The", ["<s>", "The"], [0, 3]),  # a prompt that has the characters
@@ -21,10 +16,8 @@ from pagetide.server.completions import TextPlaces
         ("a \u6587b", ["a", " \ufffd", "\ufffd", "b"], [0, 1, 2, 3]),
         ("The s", ["The", " sea", " and"], [0, 3, 5]),  # cut by a stop
         ("", ["<s>"], [0]),
-    ],
-)
-def test_places_in_a_whole_text(text: str, tokens: list[str], wanted: list[int]) -> None:
-    assert TextPlaces().add(text, tokens, ends=True) == wanted
+    ):
+        assert TextPlaces().add(text, tokens, ends=True) == wanted, tokens
 
 
 def test_a_stream_whose_text_comes_with_its_tokens_or_later() -> None:
@@ -39,9 +32,7 @@ def test_a_stream_whose_text_comes_with_its_tokens_or_later() -> None:
         if not lag:
             assert found == [0, 3, 7, 11, 12, 13, 18, 19]
         assert found[:4] == [0, 3, 7, 11] and found[-1] == 19
-
-
-def test_a_special_token_amid_a_stream_takes_no_characters() -> None:
+    # a special token takes no characters
     places = TextPlaces()
     assert places.add("The", ["The"], False) == [0]
     assert places.add("", ["<pad>"], False) == [3]

@@ -9,11 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("pydantic")
-
-from pagetide.server.errors import ApiError
-from pagetide.server.requests import ChatRequest
-from pagetide.server.tools import ToolCalls, ToolParser, detect_parser
+from pagetide.server.tools import ToolCalls, ToolParser, ToolsInvalid, detect_parser
 
 DIVING = {"type": "object", "properties": {"depth": {"$ref": "#/$defs/Depth"}}, "$defs": {"Depth": {"type": "integer"}}}
 TOOLS = [
@@ -23,8 +19,7 @@ TOOLS = [
 
 
 def calls_of(choice: Any = "auto", parser: ToolParser = "hermes", **fields: Any) -> ToolCalls:
-    body = {"messages": [{"role": "user", "content": "?"}], "tools": TOOLS, "tool_choice": choice, **fields}
-    return ToolCalls(ChatRequest.model_validate(body), parser, "chatcmpl-1")
+    return ToolCalls({"tools": TOOLS, "tool_choice": choice, **fields}, parser, "chatcmpl-1")
 
 
 def joined(deltas: list[dict[str, Any]]) -> tuple[str, list[tuple[str, str]]]:
@@ -61,14 +56,47 @@ CASES: list[tuple[ToolParser, str, str, list[tuple[str, str]]]] = [
      [("dive", "{}"), ("surface", "{}")]),
     ("llama3", "The sea {is} deep", "The sea {is} deep", []),
     ("none", '<tool_call>{"name": "dive"}</tool_call>', '<tool_call>{"name": "dive"}</tool_call>', []),
+    # without arguments
+    ("hermes", '<tool_call>{"name": "surface"}</tool_call>', "", [("surface", "{}")]),
+    ("hermes", '<tool_call>{"name": "surface", "arguments": null, "id": "a"}</tool_call>', "", [("surface", "{}")]),
+    ("llama3", '{"parameters": "{}", "name": "surface"}', "", [("surface", "{}")]),
+    # no calls of these tools
+    *((parser, text, text, []) for parser in ("llama3", "mistral") for text in (
+        '{"name": "Ada", "age": 36}', '[{"name": "Ada"}, {"name": "dive", "arguments": {}}]', '{"name": "dive", "age": 3}',
+        '{"name": "dive", "arguments": 3}', '{"name": "dive", "arguments": [1]}', '{"name": "dive", "arguments": "deep"}',
+        '{"name": "dive", "argum', '[{"depth": 3}, {"depth": 4}]; ',
+    )),
+    *(("hermes", f"<tool_call>{text}</tool_call>\n", f"<tool_call>{text}</tool_call>\n", []) for text in (
+        '\n<function=dive>\n<parameter=depth>\n{"name": "dive", "arguments": {}}\n</parameter>\n</function>\n',
+        '{"name": "swim", "arguments": {}}', '{"name": "dive", "arguments": true}', "dive", '{"name": "dive"',
+    )),
+    # text beside calls
+    ("llama3", '{"name": "surface", "parameters": {}}\nThat is {all}; ', "\nThat is {all}; ", [("surface", "{}")]),
+    ("mistral", 'Now:\n[TOOL_CALLS] [{"name": "surface", "arguments": {}}] so, {"name": "dive", "arguments": {}}]',
+     "Now:] so, ", [("surface", "{}"), ("dive", "{}")]),
+    ("mistral", 'Now [TOOL_CALLS] {"name": "swim"} {"name": "dive", "arguments": {}}',
+     'Now [TOOL_CALLS] {"name": "swim"} {"name": "dive", "arguments": {}}', []),
+    ("hermes", '<tool_call>{"name": "surface"}</tool_call>\nand </tool_call> <tool_call>{"name": "swim"}</tool_call>',
+     'and </tool_call> <tool_call>{"name": "swim"}</tool_call>', [("surface", "{}")]),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("parser", "text", "content", "calls"), CASES)
-def test_formats(parser: ToolParser, text: str, content: str, calls: list[tuple[str, str]]) -> None:
-    message, called = calls_of(parser=parser).parse(0, text)
-    found = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
-    assert (message["content"] or "", found, called) == (content, calls, bool(calls))
+def test_formats() -> None:
+    for parser, text, content, calls in CASES:
+        message, called = calls_of(parser=parser).parse(0, text)
+        found = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+        assert (message["content"] or "", found, called) == (content, calls, bool(calls)), text
+
+
+def in_pieces(parser: ToolParser, text: str, data: st.DataObject) -> tuple[str, list[tuple[str, str]], bool]:
+    """Content, calls, and whether there are calls, of a text that comes in pieces of drawn sizes."""
+    stream, deltas, at = calls_of(parser=parser), list[dict[str, Any]](), 0
+    while at < len(text):
+        size = data.draw(st.integers(1, 12))
+        deltas += stream.stream(0, text[at : at + size], ends=False)[0]
+        at += size
+    last, called = stream.stream(0, "", ends=True)
+    return *joined(deltas + last), called
 
 
 @given(st.sampled_from(CASES), st.data())
@@ -76,13 +104,24 @@ def test_pieces_of_any_size_add_up_to_the_whole(
     case: tuple[ToolParser, str, str, list[Any]], data: st.DataObject
 ) -> None:
     parser, text, content, calls = case
-    stream, deltas, at = calls_of(parser=parser), list[dict[str, Any]](), 0
-    while at < len(text):
-        size = data.draw(st.integers(1, 9))
-        deltas += stream.stream(0, text[at : at + size], ends=False)[0]
-        at += size
-    last, called = stream.stream(0, "", ends=True)
-    assert joined(deltas + last) == (content, calls) and called == bool(calls)
+    assert in_pieces(parser, text, data) == (content, calls, bool(calls))
+
+
+FRAGMENTS = (
+    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<tool", "<", "[", "]", ", ", "; ", "\n", " ",
+    "{", "}", '"', "well", '{"name": "dive", "arguments": {"depth": 1}}', '{"name": "surface"}', '{"name": "Ada"}',
+    '{"name": "dive", "arg', '{"arguments": "{}", "name": "surface"}', '{"name": "dive", "arguments": [1]}',
+)  # fmt: skip
+
+
+@given(st.sampled_from(["hermes", "mistral", "llama3"]), st.lists(st.sampled_from(FRAGMENTS), max_size=9), st.data())
+def test_pieces_of_any_text_add_up_to_the_whole(parser: ToolParser, parts: list[str], data: st.DataObject) -> None:
+    text = "".join(parts)
+    message, called = calls_of(parser=parser).parse(0, text)
+    content, calls, streamed = in_pieces(parser, text, data)
+    whole = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+    assert (calls, streamed) == (whole, called)
+    assert content.split() == (message["content"] or "").split()  # white space before a call may be held back, or given
 
 
 @given(st.sampled_from(["hermes", "mistral", "llama3"]), st.text(alphabet='[{<tol_ca>}]":,n \\', max_size=60))
@@ -96,32 +135,68 @@ def test_a_call_that_is_cut_off_keeps_what_came() -> None:
     assert called and joined(deltas) == ("Well", [("dive", '{"dep')])
 
 
-@pytest.mark.parametrize("size", range(len('[{"name":"dive","parameters":{"depth":4}},{"name":"sur')))
-def test_a_required_call_that_is_cut_off_leaves_no_content(size: int) -> None:
-    text = '[{"name":"dive","parameters":{"depth":4}},{"name":"sur'[:size]
-    arguments = text[29:40]
-    wanted = [("dive", arguments)] if size > 15 else []
-    tools = calls_of("required")
-    deltas = [delta for character in text for delta in tools.stream(0, character, ends=False)[0]]
-    deltas += tools.stream(0, "", ends=True)[0]
-    content, calls = joined(deltas)
-    assert content == "" and all("content" not in delta for delta in deltas)
-    message, called = calls_of("required").parse(0, text)
-    assert not message["content"] and called == bool(calls)
-    assert calls == wanted
+def test_a_required_call_that_is_cut_off_leaves_no_content() -> None:
+    whole = '[{"name":"dive","parameters":{"depth":4}},{"name":"sur'
+    for size in range(len(whole)):
+        text = whole[:size]
+        tools = calls_of("required")
+        deltas = [delta for character in text for delta in tools.stream(0, character, ends=False)[0]]
+        deltas += tools.stream(0, "", ends=True)[0]
+        content, calls = joined(deltas)
+        assert content == "" and all("content" not in delta for delta in deltas), text
+        message, called = calls_of("required").parse(0, text)
+        assert not message["content"] and called == bool(calls), text
+        assert calls == ([("dive", text[29:40])] if size > 29 else []), text
 
 
 def test_required_calls_are_constrained_to_an_array_of_calls() -> None:
     tools = calls_of("required", parallel_tool_calls=False)
     schema = tools.params()["json_schema"]
     assert (schema["type"], schema["minItems"], schema["maxItems"]) == ("array", 1, 1)
-    assert [item["properties"]["name"] for item in schema["items"]["anyOf"]] == [
-        {"const": "dive"},
-        {"const": "surface"},
-    ]
-    assert schema["$defs"] == DIVING["$defs"] and "$defs" not in schema["items"]["anyOf"][0]["properties"]["parameters"]
+    assert [item["properties"]["name"]["const"] for item in schema["items"]["anyOf"]] == ["dive", "surface"]
     deltas, called = tools.stream(0, '[{"name":"dive","parameters":{"depth":4}}]', ends=True)
     assert called and joined(deltas) == ("", [("dive", '{"depth":4}')])
+
+
+def test_references_of_each_tool_are_its_own() -> None:
+    """Definitions of one name, of draft 7, and a reference to the root; a tool without parameters takes none."""
+    llguidance = pytest.importorskip("llguidance")
+    red, blue = {"enum": ["red"]}, {"enum": ["blue"]}
+    item = {"type": "object", "required": ["c"], "additionalProperties": False}
+    schemas = [
+        {**item, "properties": {"c": {"$ref": "#/$defs/Item"}}, "$defs": {"Item": red}},
+        {**item, "properties": {"c": {"$ref": "#/$defs/Item"}}, "$defs": {"Item": blue}},
+        {**item, "properties": {"c": {"$ref": "#/definitions/Item"}}, "definitions": {"Item": blue}},
+        {**item, "properties": {"c": red, "n": {"$ref": "#"}, "d": {"$ref": "#/properties/c"}}},
+        {**item, "properties": {"c": {"$ref": "own#/$defs/Item"}}, "$defs": {"Item": red}, "$id": "own"},
+        {
+            "properties": {"c": red, "$id": {"const": {"$id": "own"}}},
+            "required": ["c"],
+            "$defs": {"o": {"$id": "urn:t"}},
+        },
+        {"type": ["null", "object"], "properties": {"c": red}, "required": ["c"], "$defs": {"o": {"$id": "urn:t"}}},
+    ]
+    functions = [{"name": f"f{i}", "parameters": schema} for i, schema in enumerate(schemas)] + [{"name": "f7"}]
+    tools = [{"type": "function", "function": function} for function in functions]
+    schema = calls_of("required", tools=tools).params()["json_schema"]
+    grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
+    tokenizer = llguidance.LLTokenizer("byte")
+
+    def fits(number: int, arguments: Any) -> bool:
+        matcher = llguidance.LLMatcher(tokenizer, grammar)
+        text = json.dumps([{"name": f"f{number}", "parameters": arguments}], separators=(",", ":"))
+        tokens = tokenizer.tokenize_str(text)
+        return matcher.try_consume_tokens(tokens) == len(tokens) and bool(matcher.is_accepting())
+
+    for number in range(7):
+        right, wrong = ("blue", "red") if number in (1, 2) else ("red", "blue")
+        assert fits(number, {"c": right}) and not fits(number, {"c": wrong}), number
+    assert fits(3, {"c": "red", "n": {"c": "red", "n": {"c": "red"}, "d": "red"}})
+    assert not fits(3, {"c": "red", "n": {}})
+    assert fits(7, {}) and not fits(7, {"c": 1})
+    assert not any(fits(number, other) for number in (5, 6) for other in list[Any]([None, "hi", [1], {}]))
+    named = calls_of({"type": "function", "function": {"name": "surface"}}).params()["json_schema"]
+    assert named["properties"] == {} and named["additionalProperties"] is False
 
 
 def test_a_named_function_takes_the_text_as_its_arguments() -> None:
@@ -132,32 +207,30 @@ def test_a_named_function_takes_the_text_as_its_arguments() -> None:
     assert joined(first + second) == ("", [("dive", '{"depth":4}')])
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"tools": None, "choice": "required"}, "tool_choice"),
-        ({"choice": {"type": "function", "function": {"name": "swim"}}}, "tool_choice"),
-        ({"choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
-    ],
-)
-def test_contradictions_are_refused(fields: dict[str, Any], param: str) -> None:
-    choice = fields.pop("choice")
-    with pytest.raises(ApiError) as caught:
-        calls_of(choice, **fields)
-    assert (caught.value.status, caught.value.param) == (400, param)
+def test_contradictions_are_refused() -> None:
+    swim, json_answer = {"type": "function", "function": {"name": "swim"}}, {"response_format": {"type": "json_object"}}
+    for choice, fields in (("required", {"tools": None}), (swim, {}), ("required", json_answer)):
+        with pytest.raises(ToolsInvalid) as caught:
+            calls_of(choice, **fields)
+        assert caught.value.param == "tool_choice", (choice, fields)
+    own, far = {"$id": "own", "type": "integer"}, {"$defs": {"o": {"$id": "urn:t", "const": 1}}}
+    refusals: tuple[tuple[Any, ...], ...] = (
+        ("two functions 'f0'", {}, {}, {}), (r"the \$id of a tool's parameters must be a text", {"$id": ["x"]}),
+        (r"have the \$id 'own'", {"$id": "own", "title": "a"}, {"$id": "own"}), ("is no URI", {"not": {"$id": "http://["}}),
+        (r"have the \$id 'urn:t'", far, {"anyOf": [{"not": {"$id": "urn:t#", "const": True}}]}),
+        (r"have the \$id 'http://e/own'", {"$id": "http://e/a", "items": own}, {"$id": "http://e/b", "items": own | {"x": 1}}),
+        *(("'f0' permit no object", none) for none in ({"type": "array"}, {"type": ["null"]}, {"enum": ["hi"]}, {"const": 1})),
+    )  # fmt: skip
+    for message, *schemas in refusals:
+        functions = [{"name": f"f{i if len(schemas) < 3 else 0}", "parameters": each} for i, each in enumerate(schemas)]
+        with pytest.raises(ToolsInvalid, match=message) as caught:
+            calls_of("required", tools=[{"type": "function", "function": one} for one in functions]).params()
+        assert caught.value.param == "tools", message
 
 
-def test_the_format_follows_the_chat_template() -> None:
-    templates = {
-        "... <tool_call> ...": "hermes",
-        "[TOOL_CALLS]": "mistral",
-        "<|python_tag|>": "llama3",
-        "plain": "none",
-    }
+def test_the_format_follows_the_chat_template_which_gets_the_tools() -> None:
+    templates = {"a <tool_call> b": "hermes", "[TOOL_CALLS]": "mistral", "<|python_tag|>": "llama3", "plain": "none"}
     assert {template: detect_parser(template) for template in templates} == templates
     assert detect_parser(None) == "none"
-
-
-def test_tools_reach_the_template_unless_none_may_be_called() -> None:
     assert json.dumps(calls_of().template()["tools"]) == json.dumps(TOOLS)
     assert calls_of("none").template() == {}

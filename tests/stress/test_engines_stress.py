@@ -1,6 +1,6 @@
 """Two plain engines that nobody prepared anything for, again and again.
 
-PAGETIDE_STRESS_ROUNDS (default 100) is how often, in parts; PAGETIDE_SEEDS names the seed, and whatever it is it is printed.
+PAGETIDE_STRESS_ROUNDS (default 40) is how often, in parts; PAGETIDE_SEEDS names the seed, and whatever it is it is printed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pagetide.allocator.broker_client import BrokerClient
 from pagetide.monitor.record import RecordReader
 
 pytestmark = pytest.mark.stress
-ROUNDS = int(os.environ.get("PAGETIDE_STRESS_ROUNDS", "100"))
+ROUNDS = int(os.environ.get("PAGETIDE_STRESS_ROUNDS", "40"))
 PARTS = 4  # one test for all rounds may take longer than a test may
 SEED = int(os.environ.get("PAGETIDE_SEEDS", "").split(",")[0] or random.randrange(2**32))
 

@@ -67,7 +67,7 @@ def test_killed_at_twenty_random_moments(tmp_path: Path) -> None:
 
     last = subprocess.run([*command, "--output", str(killed)], env=environment, check=False, stderr=subprocess.PIPE)
     assert last.returncode == 1
-    assert b"going on: " in last.stderr
+    assert b"resuming: " in last.stderr
     assert killed.read_bytes() == quiet.read_bytes()
     records = [json.loads(raw) for raw in killed.read_bytes().splitlines()]
     assert [record["line"] for record in records] == list(range(1, LINES + 1))

@@ -9,9 +9,10 @@ import subprocess
 import sys
 import tomllib
 
-import cpu_torch  # .ci/cpu_torch.py
 import pytest
 from checkout import ROOT, files
+
+import setup  # .ci/setup.py
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 TEXT = (ROOT / "Containerfile").read_text().replace("\\\n", " ")
@@ -38,14 +39,10 @@ def test_the_monitors_image_installs_what_the_project_names_and_no_torch() -> No
     assert wanted <= required and wanted.isdisjoint({"torch", "transformers"})
 
 
-def test_torch_for_cpus_comes_from_the_index_that_make_asks() -> None:
-    assert f"--index-url {cpu_torch.INDEX} --no-deps" in STAGES["build-engine"]
-
-
-def test_the_engines_image_can_serve() -> None:
+def test_the_engines_image_can_serve_with_torch_of_the_index_that_make_asks() -> None:
     stage = STAGES["build-engine"]
-    extras = re.findall(r"extras = (\[.*?\])", stage)
-    assert extras == ['["constrained", "server"]']
+    assert f"--index-url {setup.CPU_INDEX} --no-deps" in stage
+    assert re.findall(r"extras = (\[.*?\])", stage) == ['["constrained", "server"]']
     assert {"constrained", "server", "cuda"} <= PYPROJECT["project"]["optional-dependencies"].keys()
     stage = STAGES["engine"]
     assert "\nEXPOSE 8000\n" in stage and "\nENV PAGETIDE_HOST=0.0.0.0\n" in stage

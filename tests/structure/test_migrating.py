@@ -9,16 +9,13 @@ TEXT = migrating.DOCUMENT.read_text(encoding="utf-8")
 
 
 def test_the_document_is_up_to_date() -> None:
-    assert migrating.updated(TEXT, migrating.read()) == TEXT, "run: python .ci/migrating.py"
+    assert migrating.updated(TEXT, migrating.read() | migrating.fields()) == TEXT, "run: python .ci/migrating.py"
 
 
 def test_a_changed_row_changes_the_document() -> None:
     tables = migrating.read()
     tables["llm"]["rows"][0]["note"] = "a | b"
     assert "| `gpu_memory_utilization` | `kv_memory` | a \\| b |" in migrating.updated(TEXT, tables)
-
-
-def test_a_table_without_a_place_is_an_error() -> None:
     with pytest.raises(ValueError, match="no place for the table llm"):
         migrating.updated(TEXT.replace(migrating.begin("llm"), ""), migrating.read())
 

@@ -41,16 +41,6 @@ class Built:
     site: Path  # as site-packages after an editable install
 
 
-def python(parent: Path, site: Path, code: str) -> str:
-    """What `code` prints where `site` is the only site-packages and `parent` the working directory, as for `python -c`."""
-    added = f"import site; site.addsitedir({str(site)!r})\n{code}"
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    command = [sys.executable, "-S", "-c", added]
-    run = subprocess.run(command, cwd=parent, env=environ, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    return run.stdout.strip()
-
-
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     parent = tmp_path_factory.mktemp("parent")
@@ -93,9 +83,13 @@ def test_an_editable_install_is_a_path_that_holds_the_package_alone(built: Built
 
 def test_the_package_is_found_in_the_folder_that_holds_a_clone_of_its_name(built: Built) -> None:
     """There `pagetide` is a folder without `__init__.py`, which a package anywhere on the path goes before."""
-    code = "import pagetide, pagetide.monitor.units; print(pagetide.__file__)"
-    assert python(built.parent, built.site, code) == str(built.parent / "pagetide/src/pagetide/__init__.py")
-    assert python(built.parent / "pagetide", built.site, code) == str(built.parent / "pagetide/pagetide/__init__.py")
+    added = f"import site; site.addsitedir({str(built.site)!r})"
+    code = f"{added}\nimport pagetide, pagetide.monitor.units; print(pagetide.__file__)"
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    for folder, found in ((built.parent, "src/pagetide"), (built.parent / "pagetide", "pagetide")):
+        command = [sys.executable, "-S", "-c", code]  # where its site is the only site-packages
+        run = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False)
+        assert (run.stdout.strip(), run.stderr) == (str(built.parent / "pagetide" / found / "__init__.py"), "")
 
 
 def test_every_package_has_a_link_and_every_link_a_package() -> None:

@@ -41,19 +41,10 @@ def test_the_translation_has_the_same(part) -> None:
     assert part(CHINESE.read_text("utf-8")) == english
 
 
+def test_it_is_short() -> None:
+    assert len(ENGLISH.read_text("utf-8").split()) <= 1000, "as `wc -w README.md` counts"
+
+
 def test_each_names_the_other() -> None:
     for document in (ENGLISH, CHINESE):
         assert {"README.md", "README.zh-CN.md"} <= set(links(document.read_text("utf-8")))
-
-
-@pytest.mark.parametrize(
-    ("part", "changed"),
-    [
-        (code_blocks, "# A\n[b](c)\n| 2 |\n```\nx = 2\n```\n"),
-        (headings, "## A\n[b](c)\n| 2 |\n```\nx = 1\n```\n"),
-        (links, "# A\n[b](d)\n| 2 |\n```\nx = 1\n```\n"),
-        (figures, "# A\n[b](c)\n| 3 |\n```\nx = 1\n```\n"),
-    ],
-)
-def test_a_planted_difference_is_found(part, changed: str) -> None:
-    assert part(changed) != part("# A\n[b](c)\n| 2 |\n```\nx = 1\n```\n")

@@ -1,4 +1,4 @@
-"""Which attention kernel an engine gets: capabilities, refusals in words, the trial and the measurement, the doors."""
+"""Which attention kernel an engine gets: capabilities, refusals in words, the trial, the measurement, the APIs."""
 
 from __future__ import annotations
 
@@ -56,6 +56,12 @@ LIBRARIES = NONE | {
 }
 
 
+def noting():
+    """Names of the kernels of LIBRARIES that were made, and what makes them."""
+    made: set[str] = set()
+    return made, {name: lambda name=name: made.add(name) or LIBRARIES[name]() for name in BACKENDS}
+
+
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "POOL_BYTES", 1 << 16)
@@ -68,24 +74,11 @@ def measuring(*seconds: float):
     return lambda call: left.pop(0)
 
 
-# --- automatically
-
-
-def test_a_cpu_gets_torch_unmeasured() -> None:
-    assert type(choose("auto", CPU, CALLS, makers={}, measure=measuring())) is TorchKernel
-
-
 @pytest.mark.parametrize(("kv_dtype", "made"), [(torch.int8, "native"), (EIGHT, "torch"), (None, "native")])
 def test_on_a_cpu_native_kernels_take_int8_and_no_float8(kv_dtype: torch.dtype | None, made: str) -> None:
     site = replace(CPU, kv_dtype=kv_dtype)
+    assert type(choose("auto", site, CALLS, makers={}, measure=measuring())) is TorchKernel
     assert choose("auto", site, CALLS, makers=NONE | {"native": named("native")}, measure=measuring()).name == made
-
-
-def test_a_site_has_the_types_of_the_model_and_of_its_k_and_v() -> None:
-    layers = (LayerShape(2, 16, 16),)
-    for name, kv_dtype in (("bfloat16", None), ("int8", torch.int8), ("float8_e4m3fn", EIGHT)):
-        site = Site.of(torch.device("cpu"), HALF, Geometry(layers, 32, name))
-        assert site == Site(torch.device("cpu"), HALF, 32, None, kv_dtype)
 
 
 def test_the_fastest_is_taken_and_named_with_the_figures(caplog: pytest.LogCaptureFixture) -> None:
@@ -108,9 +101,8 @@ def test_kernels_are_really_run_over_the_pool_that_they_are_timed_with() -> None
     assert shapes == [(2, 4, 16), (256, 4, 16)] * 4
 
 
-@pytest.mark.parametrize(
-    ("site", "names"),
-    [
+def test_candidates_are_those_that_can() -> None:
+    for site, names in [
         (CARD, {"torch", "triton", "flash-attn", "flash-attn-3"}),
         (replace(CARD, block_size=16), {"torch", "triton", "flash-attn-3"}),
         (replace(CARD, capability=(8, 6)), {"torch", "triton", "flash-attn"}),
@@ -121,16 +113,10 @@ def test_kernels_are_really_run_over_the_pool_that_they_are_timed_with() -> None
         (replace(CARD, kv_dtype=EIGHT), {"torch", "triton"}),
         (replace(CARD, capability=(8, 6), kv_dtype=torch.int8), {"torch", "triton"}),
         (replace(CARD, capability=(8, 6), kv_dtype=EIGHT), {"torch"}),
-    ],
-)
-def test_candidates_are_those_that_can(site: Site, names: set[str]) -> None:
-    made = set()
-
-    def noting(name: str):
-        return lambda: made.add(name) or LIBRARIES[name]()
-
-    choose("auto", site, CALLS, makers={name: noting(name) for name in BACKENDS}, measure=lambda call: 1.0)
-    assert made & set(LIBRARIES) - {"varlen"} | {"torch"} == names
+    ]:
+        made, makers = noting()
+        choose("auto", site, CALLS, makers=makers, measure=lambda call: 1.0)
+        assert made & set(LIBRARIES) - {"varlen"} | {"torch"} == names
 
 
 class Raises(TorchKernel):
@@ -166,19 +152,14 @@ def test_unasked_what_fails_is_left_out_with_a_warning(triton, said: str, caplog
 
 
 def test_what_failed_in_the_self_check_is_not_even_made(caplog: pytest.LogCaptureFixture) -> None:
-    made = []
-
-    def noting(name: str):
-        return lambda: made.append(name) or LIBRARIES[name]()
-
-    makers = {name: noting(name) for name in BACKENDS}
+    made, makers = noting()
     faults = {"triton": "SIGSEGV", "pool": "no"}
     assert choose("auto", CARD, CALLS, faults=faults, makers=makers, measure=lambda call: 1.0).name == "torch"
     assert "triton" not in made and "flash-attn" in made
     assert caplog.messages == []  # whoever ran the check has said it
 
 
-def test_asked_for_by_name_what_failed_in_the_self_check_is_refused_at_the_door() -> None:
+def test_asked_for_by_name_what_failed_in_the_self_check_is_refused_first() -> None:
     geometry = Geometry((LayerShape(2, 16, 16),), 16, "bfloat16")
     faults = {"triton": "its process was ended by SIGSEGV"}
     said = "attention='triton' failed in the self-check of cpu: its process was ended by SIGSEGV; use attention='auto'"
@@ -207,9 +188,6 @@ def test_what_compiles_for_long_is_taken_only_when_asked_for() -> None:
     wide = Counter([replace(PLAIN, head_dim=64, v_head_dim=64)])
     assert choose("auto", CARD, wide, makers=makers, measure=lambda call: 0.0).name == "torch"
     assert choose("flashinfer", CARD, wide, makers=makers).name == "flashinfer"
-
-
-# --- asked for
 
 
 @pytest.mark.parametrize(
@@ -246,8 +224,8 @@ def test_what_cannot_serve_is_refused_with_the_reason(name: str, site: Site, spe
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("flash-attn", r"attention='flash-attn' is not there \(no module\): pip install 'pagetide\[flash\]'; or use"),
-        ("triton", r"pip install 'pagetide\[triton\]'"),
+        ("flash-attn", r"attention='flash-attn' is not there \(no module\): pip install -e '/.*\[flash\]'; or use"),
+        ("triton", r"pip install -e '/.*\[triton\]'"),
         ("flash-attn-4", "pip install flash-attn-4"),
         ("varlen", r"call torch.nn.attention.activate_flash_attention_impl\('FA3'\) first"),
     ],
@@ -268,9 +246,6 @@ def test_what_is_asked_for_is_tried_too() -> None:
     assert type(choose("torch", CARD, CALLS, makers=NONE)) is TorchKernel
 
 
-# --- the data
-
-
 def test_every_backend_has_a_maker_and_buffers_are_those_of_what_may_be_chosen() -> None:
     assert set(choosing.MAKERS) == set(BACKENDS) == set(NAMES) - {"auto"}
     assert [block_multiple(name) for name in ("auto", "triton", "flash-attn")] == [1, 1, 256]
@@ -286,8 +261,6 @@ def test_the_timed_pool_keeps_within_its_bytes(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_probe_tells_how_layers_attend() -> None:
-    from pagetide.cache.geometry import Geometry
-
     for family in ("gemma2", "gpt_oss"):
         model, watched = tiny(family), WatchedKernel()
         config = model.config
@@ -298,9 +271,6 @@ def test_the_probe_tells_how_layers_attend() -> None:
         assert {spec.sinks for spec in watched.specs} == {family == "gpt_oss"}
         shapes = {(spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in watched.specs}
         assert shapes == {(config.num_attention_heads, config.num_key_value_heads, config.head_dim)}
-
-
-# --- the engine's doors
 
 
 def options(**over):
@@ -331,7 +301,7 @@ def test_triton_on_a_cpu_serves_where_it_is_interpreted(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "triton", None)
     for name in [n for n in sys.modules if n.startswith("pagetide.engine.attention.triton_")]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(ConfigError, match=r"not installed: pip install pagetide\[triton\]"):
+    with pytest.raises(ConfigError, match=r"not installed: pip install -e '/.*\[triton\]'"):
         choose("triton", CPU, CALLS)
 
 

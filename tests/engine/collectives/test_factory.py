@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from shard_threads import run_in_threads, thread_groups
 
 from pagetide import native
 from pagetide.engine.collectives import memory_file, torch_group
 from pagetide.engine.collectives.factory import KINDS, create_store, open_group
-from pagetide.engine.collectives.group import ALONE, CollectiveAborted
 from pagetide.engine.collectives.shared_memory_group import MOST_SHARDS, SharedMemoryGroup, create_group_memory
 
 needs_kernels = pytest.mark.skipif(native.instructions() is None, reason="there are no native kernels")
@@ -82,41 +80,3 @@ def test_memory_without_memfd(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) ->
     fd = memory_file.create_memory("label", 100)
     assert os.fstat(fd).st_size == 100 and not os.get_inheritable(fd) and not list(tmp_path.iterdir())
     os.close(fd)
-
-
-def test_alone() -> None:
-    x = torch.ones(2, 3)
-    assert ALONE.all_reduce(x) is x and ALONE.gather(x, [3], everywhere=True) is x and ALONE.broadcast(x) is x
-    assert ALONE.exchange(b"a") == [b"a"] and ALONE.counts() == {} and (ALONE.rank, ALONE.size) == (0, 1)
-    ALONE.abort()
-    ALONE.reset()
-    ALONE.close()
-
-
-def test_threads_abort_and_go_on() -> None:
-    groups = thread_groups(3)
-
-    def shard(rank: int) -> list[Any]:
-        group, found = groups[rank], []
-        if rank == 1:
-            group.abort()
-        with pytest.raises(CollectiveAborted):
-            group.broadcast(torch.zeros(1))
-        group.reset()
-        found += [group.all_reduce(torch.ones(2)).tolist(), group.exchange(bytes([rank]))]
-        return found
-
-    assert (
-        run_in_threads([lambda rank=rank: shard(rank) for rank in range(3)], groups)
-        == [[[3.0, 3.0], [b"\0", b"\1", b"\2"]]] * 3
-    )
-
-
-def test_an_exception_in_one_thread_ends_the_others() -> None:
-    groups = thread_groups(2)
-
-    def fail() -> None:
-        raise LookupError("planted")
-
-    with pytest.raises(LookupError, match="planted"):
-        run_in_threads([fail, lambda: groups[1].broadcast(torch.zeros(1))], groups)

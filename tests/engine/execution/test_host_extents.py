@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from fake_cuda_driver import INVALID_VALUE, OUT_OF_MEMORY, FakeCudaDriver, Fault
+from fake_cuda_driver import INVALID_VALUE, FakeCudaDriver, Fault
 
 from pagetide.allocator.cuda_driver import CudaDevice
 from pagetide.allocator.errors import DriverError, OutOfDeviceMemory
@@ -113,40 +113,6 @@ def test_a_host_without_memory_ahead_is_asked_again_in_need(rig: Rig, caplog: py
     rig.driver.before, rig.free_bytes = lambda name: None, 1 << 30
     rig.extents.take([1])
     assert rig.locked() == {0, 1, 2}
-
-
-def test_what_else_goes_wrong_ahead_is_no_fault_of_a_step(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
-    rig.extents.lock_for(rig.device)
-    rig.extents.take([0])
-    assert rig.locked() == {0, 1}
-    map_ = rig.arena.map
-
-    def broken(extents: list[int]) -> None:
-        if extents == [2]:
-            raise OSError("the kernel said no")
-        map_(extents)
-
-    rig.arena.map = broken
-    with caplog.at_level(logging.INFO):
-        rig.extents.take([1])
-        assert rig.locked() == {0, 1}
-    assert "taken ahead for the host tier: the kernel said no" in caplog.text
-    with pytest.raises(OSError, match="the kernel said no"):
-        rig.extents.take([2])
-    rig.arena.map = map_
-    rig.extents.take([2])
-    assert rig.locked() == {0, 1, 2, 3}
-
-
-def test_what_the_driver_does_not_lock_is_used_as_it_is(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
-    rig.driver.faults.append(Fault(1, 1, OUT_OF_MEMORY, "cuMemHostRegister"))
-    rig.extents.lock_for(rig.device)
-    rig.extents.take([0, 1])
-    assert rig.locked() == {0, 2} and rig.extents.mapped == {0, 1, 2}
-    assert not rig.extents.all_locked
-    assert "not pinned, copies to it take longer" in caplog.text
-    rig.extents.give_back(2 * EXTENT)
-    assert rig.extents.all_locked
 
 
 def test_memory_goes_even_where_the_driver_fails_at_the_end(rig: Rig) -> None:

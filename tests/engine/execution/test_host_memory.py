@@ -5,18 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
-from broker_rig import wait_until
 from engines import TinyEngine, blocks_needed, prompts
 from families import VOCAB, tiny
 
-from pagetide import LLM, SamplingParams
-from pagetide.allocator.host_arena import HostArena
-from pagetide.cache.geometry import Geometry
-from pagetide.cache.storage import Storage
-from pagetide.engine.execution.host_pool import NONE, HostPool
-from pagetide.engine.memory.engine_memory import UNMAP_SLICE_BYTES, EngineMemory
+from pagetide.engine.execution.host_pool import HostPool
+from pagetide.engine.memory.engine_memory import EngineMemory
 from pagetide.scheduler.plan import Plan
 from pagetide.scheduler.request import Sampling
 
@@ -87,41 +81,3 @@ def test_whoever_waits_or_runs_keeps_it(kept: Kept) -> None:
     assert kept.pool.mapped_bytes >= held and not kept.memory.due
     kept.now += IDLE_S
     assert kept.memory.due
-
-
-def test_a_slice_at_a_time_the_highest_first() -> None:
-    geometry = Geometry.from_config(tiny("llama").config, block_size=16, dtype="float32").with_extents(64 << 10)
-    per = geometry.blocks_per_extent
-    pool = HostPool(geometry, 6 * geometry.extent_bytes)
-    arena = HostArena(1, geometry.extent_bytes)
-    arena.map([0])
-    storage = Storage(geometry, arena)
-    for extent in 0, 2, 5:
-        pool.swap(storage, np.array([1], np.int32), np.array([extent * per + 1], np.int32))
-    pool.give_back(1)
-    assert pool._extents.mapped == {0, 2}
-    pool.give_back(UNMAP_SLICE_BYTES)
-    assert pool.mapped_bytes == 0
-    pool.swap(storage, np.array([1], np.int32), np.array([1], np.int32))
-    pool.swap(storage, NONE, NONE, np.array([1], np.int32), np.array([2], np.int32))
-    assert pool.mapped_bytes == geometry.extent_bytes
-    pool.close()
-    arena.close()
-
-
-def test_an_idle_engine_holds_no_host_memory() -> None:
-    """The demo model. It swaps, rests, and swaps again, with the tokens of an engine that never does."""
-    texts = [f"{number}: " + "the tide comes in and goes out again. " * 6 for number in range(10)]
-    params = SamplingParams(max_new_tokens=12, temperature=0.0)
-    options = {"share": False, "kv_memory": "2MiB", "block_size": 4, "max_seqs": 16}
-    with LLM("demo", share=False) as llm:
-        expected = [output.token_ids for output in llm.generate(texts, params)]
-    with LLM("demo", host_kv_memory="64MiB", idle_s=0.2, **options) as llm:
-        before = 0
-        for _ in range(2):
-            assert [output.token_ids for output in llm.generate(texts, params)] == expected
-            swapped = llm.stats()["host_tier"]["swapped_out_bytes"]
-            assert swapped > before
-            before = swapped
-            wait_until(lambda: llm.stats()["host_tier"]["bytes"] == 0, "the host's memory to go back")
-            assert llm.stats()["host_tier"]["used_blocks"] == 0

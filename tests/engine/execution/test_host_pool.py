@@ -141,12 +141,6 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     assert rig.driver._retained[0] == 1, "the test's own"
 
 
-def test_how_copies_are_made_is_known_from_the_first_on(rig: Rig) -> None:
-    assert rig.pool.fastest is None
-    rig.pool.swap(rig.storage, ids(9, 3, 4), ids(1, 20, 21))
-    assert rig.pool.fastest is not None and [way.name for way in rig.pool.fastest.ways][:2] == ["runs", "batch"]
-
-
 def test_copies_begin_behind_what_is_queued_and_nobody_waits_before_the_end(rig: Rig) -> None:
     rig.batches()
     rig.storage.blocks.random_(256)

@@ -55,12 +55,29 @@ class Watched(TinyEngine):
         self.core.scheduler.schedule_ahead = watched  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def alone(count: int, sampling: Sampling | list[Sampling], model: Any = None) -> list[list[int]]:
+    """The tokens of the first prompts from an engine that begins no step ahead, in a pool with room for all."""
+    engine = Watched(model or tiny("llama"), usable=100)
+    tokens = engine.generate(INPUTS[:count], sampling)
+    assert not engine.ahead
+    return tokens
+
+
+def begun(count: int, new: int, **options: Any) -> Watched:
+    """An engine that begins steps ahead, with requests r0, r1 and so on."""
+    engine = Watched(tiny("llama"), usable=100, overlaps=True, **options)
+    engine.add_all(INPUTS[:count], Sampling(new))
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("family", "pool"),
+    [("llama", "roomy"), ("llama", "preempting"), ("llama", "swapping"), ("gemma2", "cached"), ("gemma2", "swapping")],
+)
 def test_the_same_tokens(family: str, pool: str) -> None:
     model = tiny(family)
     for each in (PLAIN, MIXED):
-        right = TinyEngine(model, usable=100, block_size=4, max_model_len=80).generate(INPUTS, each)
+        right = alone(len(INPUTS), each, model)
         engine = Watched(model, overlaps=True, **POOLS[pool])
         assert engine.generate(INPUTS, each) == right
         assert len(engine.ahead) > 5, "few steps were planned ahead"
@@ -68,15 +85,9 @@ def test_the_same_tokens(family: str, pool: str) -> None:
         assert not engine.core.is_ahead, "something is under way for nobody"
 
 
-def test_without_it_nothing_is_planned_ahead() -> None:
-    engine = Watched(tiny("llama"), usable=100)
-    engine.generate(INPUTS, PLAIN)
-    assert not engine.ahead
-
-
 def test_recorded_steps_go_ahead_too() -> None:
     model = tiny("llama")
-    right = TinyEngine(model, usable=100, block_size=4, max_model_len=80).generate(INPUTS, PLAIN)
+    right = alone(len(INPUTS), PLAIN)
     engine = Watched(model, usable=15, overlaps=True)
     engine.core.runner.kernel = DenseKernel()
     tapes: list[Any] = []
@@ -88,7 +99,7 @@ def test_recorded_steps_go_ahead_too() -> None:
 def test_a_step_is_one_upload_and_one_download_and_asks_the_device_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of plain rows; on a CPU, that acts as if it could not be asked."""
     model = tiny("llama")
-    right = TinyEngine(model, usable=100, block_size=4, max_model_len=80).generate(INPUTS, PLAIN)
+    right = alone(len(INPUTS), PLAIN)
     engine = Watched(model, usable=100, overlaps=True)
     runner = engine.core.runner
     runner.kernel = DenseKernel()
@@ -119,13 +130,8 @@ def test_a_step_is_one_upload_and_one_download_and_asks_the_device_nothing(monke
             assert ours == theirs
 
 
-# -- ends, faults and interrupts ---------------------------------------------------------------------------------------
-
-
 def test_an_abort_between_two_steps_gives_no_token_more() -> None:
-    engine = Watched(tiny("llama"), usable=100, overlaps=True)
-    for i, prompt in enumerate(INPUTS[:3]):
-        engine.add(f"r{i}", prompt, Sampling(20), arrival=float(i))
+    engine = begun(3, 20)
     got: list[str] = []
     for _ in range(5):
         got += engine.core.step().request_ids
@@ -133,7 +139,7 @@ def test_an_abort_between_two_steps_gives_no_token_more() -> None:
     before = got.count("r1")
     ends = engine.run()
     assert ends["r1"].reason == "aborted" and len(ends["r1"].token_ids) == before
-    right = TinyEngine(tiny("llama"), usable=100, block_size=4, max_model_len=80).generate(INPUTS[:3], Sampling(20))
+    right = alone(3, Sampling(20))
     assert [ends["r0"].token_ids.tolist(), ends["r2"].token_ids.tolist()] == [right[0], right[2]]
 
 
@@ -141,7 +147,7 @@ def test_an_abort_between_two_steps_gives_no_token_more() -> None:
 @pytest.mark.parametrize("when", ["as it is begun", "as it is waited for"])
 def test_what_breaks_a_step_ends_its_requests_and_no_others(when: str, error: BaseException) -> None:
     """Also of the step that was begun behind the one before it, whose tokens are still given."""
-    engine = Watched(tiny("llama"), usable=100, overlaps=True, max_seqs=3)
+    engine = begun(6, 12, max_seqs=3)
     runner = engine.core.runner
     begin, numbers = runner.begin, iter(range(10**6))
 
@@ -153,8 +159,6 @@ def test_what_breaks_a_step_ends_its_requests_and_no_others(when: str, error: Ba
         return Breaks(step, error) if breaks else step
 
     runner.begin = broken  # type: ignore[method-assign]
-    for i, prompt in enumerate(INPUTS[:6]):
-        engine.add(f"r{i}", prompt, Sampling(12), arrival=float(i))
     ends: dict[str, Any] = {}
     raised = 0
     while engine.core.has_work:
@@ -164,7 +168,7 @@ def test_what_breaks_a_step_ends_its_requests_and_no_others(when: str, error: Ba
             raised += 1
         engine.core.scheduler.check_invariants()
     assert raised == isinstance(error, KeyboardInterrupt)
-    right = TinyEngine(tiny("llama"), usable=100, block_size=4, max_model_len=80).generate(INPUTS[:6], Sampling(12))
+    right = alone(6, Sampling(12))
     for i in range(6):
         tokens = ends[f"r{i}"].token_ids.tolist()
         assert ends[f"r{i}"].reason == ("error" if i < 3 else "length")
@@ -185,9 +189,7 @@ class Breaks:
 
 
 def test_bookkeeping_that_breaks_with_a_step_under_way_ends_all_once() -> None:
-    engine = Watched(tiny("llama"), usable=100, overlaps=True)
-    for i, prompt in enumerate(INPUTS[:3]):
-        engine.add(f"r{i}", prompt, Sampling(30), arrival=float(i))
+    engine = begun(3, 30)
     for _ in range(4):
         engine.core.step()
     assert engine.core.is_ahead
@@ -196,12 +198,12 @@ def test_bookkeeping_that_breaks_with_a_step_under_way_ends_all_once() -> None:
     ends = engine.core.step().finished
     assert sorted(end.request_id for end in ends) == ["r0", "r1", "r2"] and not engine.core.is_ahead
     assert {end.reason for end in ends} == {"error"}
-    right = TinyEngine(tiny("llama"), usable=100, block_size=4, max_model_len=80).generate(INPUTS[:2], Sampling(9))
+    right = alone(2, Sampling(9))
     assert engine.generate(INPUTS[:2], Sampling(9)) == right
 
 
 def test_a_step_is_repeated_in_parts_behind_one_that_is_under_way() -> None:
-    engine = Watched(tiny("llama"), usable=100, overlaps=True)
+    engine = begun(3, 20)
     compute = engine.core.runner._compute
 
     def broken(work: Any, there: Any) -> Any:
@@ -211,50 +213,30 @@ def test_a_step_is_repeated_in_parts_behind_one_that_is_under_way() -> None:
         return compute(work, there)
 
     engine.core.runner._compute = broken  # type: ignore[method-assign]
-    for i, prompt in enumerate(INPUTS[:3]):
-        engine.add(f"r{i}", prompt, Sampling(20), arrival=float(i))
     ends = engine.run()
-    right = TinyEngine(tiny("llama"), usable=100, block_size=4, max_model_len=80).generate(INPUTS[:3], Sampling(20))
+    right = alone(3, Sampling(20))
     assert ends["r1"].reason == "error" and engine.ahead
     assert [ends["r0"].token_ids.tolist(), ends["r2"].token_ids.tolist()] == [right[0], right[2]]
 
 
-def test_a_batch_that_fails_with_its_tokens_drawn_is_tried_again_with_the_same_inputs(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("loses_a_part", [False, True])
+def test_what_fails_with_its_tokens_drawn_is_tried_again_with_the_same_inputs(
+    loses_a_part: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where no pinned memory is to be had for a moment."""
-    right = TinyEngine(tiny("llama"), usable=100, block_size=4, max_model_len=80).generate(INPUTS[:3], Sampling(12))
-    made = Download.__init__
-    for failing in range(1, 7):
-        numbers = iter(range(10**6))
-
-        def broken(self: Download, tensor: Any, numbers: Any = numbers, failing: int = failing) -> None:
-            if next(numbers) == failing:
-                raise RuntimeError("no memory")
-            made(self, tensor)
-
-        monkeypatch.setattr(Download, "__init__", broken)
-        engine = Watched(tiny("llama"), usable=100, overlaps=True)
-        assert engine.generate(INPUTS[:3], Sampling(12)) == right and engine.ahead
-
-
-def test_a_part_whose_tokens_cannot_be_had_is_computed_again_with_the_same_inputs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Two faults: a step breaks while its inputs are on their way, and so does a part of its repetition."""
-    right = TinyEngine(tiny("llama"), usable=100, block_size=4, max_model_len=80).generate(INPUTS[:3], Sampling(12))
+    """No pinned memory is to be had for a moment, with a step's inputs on their way; a part of its repetition is lost too."""
+    right = alone(3, Sampling(12))
     made, wait = Download.__init__, Download.wait
     for failing in range(1, 7):
         numbers, lost = iter(range(10**6)), []
 
         def broken(
-            self: Download, tensor: Any, numbers: Any = numbers, lost: Any = lost, failing: int = failing
+            self: Download, tensor: Any, numbers: Any = numbers, lost: Any = lost, failing: Any = failing
         ) -> None:
             number = next(numbers)
             if number == failing:
                 raise RuntimeError("no memory")
             made(self, tensor)
-            if number == failing + 2:  # the second half, of two rows
+            if loses_a_part and number == failing + 2:  # the second half, of two rows
                 lost.append(self)
 
         def waits(self: Download, lost: Any = lost) -> Any:
@@ -265,10 +247,7 @@ def test_a_part_whose_tokens_cannot_be_had_is_computed_again_with_the_same_input
         monkeypatch.setattr(Download, "__init__", broken)
         monkeypatch.setattr(Download, "wait", waits)
         engine = Watched(tiny("llama"), usable=100, overlaps=True)
-        assert engine.generate(INPUTS[:3], Sampling(12)) == right and engine.ahead and lost
-
-
-# -- behind the doors --------------------------------------------------------------------------------------------------
+        assert engine.generate(INPUTS[:3], Sampling(12)) == right and engine.ahead and bool(lost) == loses_a_part
 
 
 @pytest.fixture(scope="module")
@@ -295,21 +274,10 @@ def test_generate_stream_and_stop_strings(both: tuple[LLM, LLM]) -> None:
     streamed = ["".join(chunk.text for chunk in llm.stream(prompts[0], each[0])) for llm in both]
     assert streamed[0] == streamed[1] == ahead[0][0]
     assert both[0].stats()["overlap"] is True and both[1].stats()["overlap"] is False
+    assert both[0].stats()["cuda_graphs"] == []
     for llm in both:
         stats = llm.stats()
         assert (stats["running"], stats["waiting"], stats["blocks"]["live"]) == (0, 0, 0)
-
-
-def test_a_request_is_handed_over_while_a_step_is_under_way(both: tuple[LLM, LLM]) -> None:
-    params = SamplingParams(max_new_tokens=30, temperature=1.0, seed=3)
-    right = both[1].generate("It was", params)[0].token_ids
-    for here, there in (both, both[::-1]):
-        stream = here.stream("It was", params)
-        told = [token for _ in range(4) for token in next(stream).token_ids]
-        data = stream.requests[0].export()
-        rest = [token for chunk in there.import_request(data) for token in chunk.token_ids]
-        assert told + rest == right
-        assert here.stats()["running"] == 0
 
 
 def test_many_tasks_a_pause_and_a_task_that_leaves(both: tuple[LLM, LLM]) -> None:
@@ -340,15 +308,3 @@ def test_many_tasks_a_pause_and_a_task_that_leaves(both: tuple[LLM, LLM]) -> Non
     got = asyncio.run(main())
     assert got[2][:3] == right[2][:3]
     assert [*got[:2], *got[3:]] == [*right[:2], *right[3:]]
-
-
-def test_configuration(both: tuple[LLM, LLM]) -> None:
-    switches = (
-        ("overlap", 1, "True, False or None"),
-        ("cuda_graphs", None, "True or False"),
-        ("self_check", 0, "True or False"),
-    )
-    for name, value, text in switches:
-        with pytest.raises(ValueError, match=f"{name} must be {text}, got {value}"):
-            LLM("demo", **{name: value})
-    assert both[0].stats()["cuda_graphs"] == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from engines import TinyEngine, prompts
 from families import VOCAB, tiny
@@ -53,18 +52,6 @@ def engine_of(model: Any, **options: Any) -> TinyEngine:
     return TinyEngine(model, block_size=4, max_model_len=80, **options)
 
 
-@pytest.mark.parametrize("kind", [Keeping, Whole])
-@pytest.mark.parametrize(
-    "options", [{"usable": 100}, {"usable": 15, "max_step_tokens": 16}, {"usable": 100, "overlaps": True}]
-)
-def test_a_stand_in_chooses_the_tokens(kind: type, options: dict[str, Any]) -> None:
-    engine = engine_of(tiny("llama"), **options)
-    stand_in = kind()
-    engine.core.runner.model = stand_in
-    assert engine.core.runner.model is stand_in
-    assert engine.generate(INPUTS, Sampling(NEW)) == [counting(prompt) for prompt in INPUTS]
-
-
 def test_a_step_that_wants_no_logits_asks_for_one() -> None:
     engine = engine_of(tiny("llama"), usable=100, max_chunk_tokens=4)
     engine.core.runner.model = stand_in = Keeping()
@@ -93,21 +80,3 @@ def test_captured_steps_go_with_their_model() -> None:
     runner.graphs = object()
     runner.model = Whole()
     assert runner.graphs is None
-
-
-def test_a_stand_in_finds_the_pool_in_the_step() -> None:
-    """Every token leaves its id in K of the first layer; each new token tells what stands there for the first one of all."""
-
-    def first_token(
-        input_ids: torch.Tensor, position_ids: torch.Tensor, use_cache: bool, step: StepContext
-    ) -> SimpleNamespace:
-        stored = step.layers[0].key[:, :, 0, 0]
-        stored[step.write_blocks[0], step.write_offsets] = input_ids[0].float()
-        chunks = torch.repeat_interleave(torch.arange(len(step.q_lens)), torch.from_numpy(step.q_lens))
-        first = stored[step.tables[0][chunks, 0], 0].long()
-        return SimpleNamespace(logits=torch.nn.functional.one_hot(first, VOCAB).float()[None])
-
-    engine = engine_of(tiny("llama"), usable=15, max_step_tokens=16)
-    engine.core.runner.model = first_token
-    assert engine.generate(INPUTS, Sampling(NEW)) == [[prompt[0]] * NEW for prompt in INPUTS]
-    assert engine.preemptions

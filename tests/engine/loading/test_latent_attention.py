@@ -8,12 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 from engines import TinyEngine, plain, prompts
-from families import FAMILIES, VOCAB, tiny
+from families import VOCAB, tiny
 from torch import nn
-from transformers import AutoConfig
 
 from pagetide import LLM, SamplingParams, native
-from pagetide.cache.geometry import LATENT_TYPES, Geometry, LayerShape
+from pagetide.cache.geometry import Geometry, LayerShape
 from pagetide.engine.attention.native_kernel import NativeKernel
 from pagetide.engine.attention.torch_kernel import TorchKernel
 from pagetide.engine.config import EngineConfig
@@ -28,16 +27,14 @@ from pagetide.engine.loading.probe import probe
 from pagetide.engine.memory.planning import plan_memory
 from pagetide.scheduler.request import Sampling
 
-MODELS = ("deepseek_v2", "deepseek_v3")
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 YARN |= {"mscale": 1.0, "mscale_all_dim": 0.7}
-VARIANTS = {
-    "with a q_lora": ("deepseek_v2", {"q_lora_rank": 24}),
-    "without a q_lora": ("deepseek_v3", {"q_lora_rank": None}),
-    "halves": ("deepseek_v3", {"rope_interleave": False}),
-    "yarn": ("deepseek_v3", {"rope_parameters": YARN}),
-    "biases": ("deepseek_v3", {"attention_bias": True}),
-}
+NATIVE = pytest.param("native", marks=pytest.mark.skipif(native.instructions() is None, reason="they are not built"))
+VARIANTS = [
+    ("deepseek_v2", {"q_lora_rank": 24}),
+    ("deepseek_v3", {"q_lora_rank": None, "rope_interleave": False}),
+    ("deepseek_v3", {"rope_parameters": YARN, "attention_bias": True}),
+]
 
 
 def greedy(count: int) -> SamplingParams:
@@ -48,40 +45,32 @@ def geometry_of(model, **more) -> Geometry:
     return Geometry.from_config(model.config, **{"block_size": 4, "dtype": "float32", **more})
 
 
-@pytest.mark.parametrize("native_kernel", [False, True], ids=["torch", "native"])
-@pytest.mark.parametrize("expanded_from", [1, 6, 1 << 20])
-@pytest.mark.parametrize("name", MODELS)
-def test_same_tokens_in_both_forms(name, expanded_from, native_kernel, monkeypatch):
+@pytest.mark.parametrize("kernel", [NATIVE, "torch"])
+@pytest.mark.parametrize(("name", "expanded_from"), [("deepseek_v2", 1), ("deepseek_v3", 6), ("deepseek_v3", 1 << 20)])
+def test_same_tokens_in_both_forms(name, expanded_from, kernel, monkeypatch):
     """With chunks of 7, preemption, prefix hits, and K and V of a few heads at a time."""
-    if native_kernel and native.instructions() is None:
-        pytest.skip("the native kernels are not built")
     monkeypatch.setattr(latent_attention, "EXPANDED_FROM", expanded_from)
     monkeypatch.setattr(latent_attention, "EXPANDED_BYTES", 4000)
     model, inputs = tiny(name), prompts([2, 33, 34, 35, 36], VOCAB)
     expected = plain(model, inputs, 12)
     engine = TinyEngine(model, usable=30, block_size=4, max_seqs=4, max_chunk_tokens=7, caching=True)
-    engine.core.runner.kernel = NativeKernel() if native_kernel else TorchKernel()
+    engine.core.runner.kernel = NativeKernel() if kernel == "native" else TorchKernel()
     assert engine.generate(inputs, Sampling(12)) == expected
     assert engine.generate(inputs, Sampling(12)) == expected
     assert engine.preemptions
     assert engine.core.scheduler.stats.prefix_lookups.hit_tokens
 
 
-@pytest.mark.parametrize("native_kernel", [False, True], ids=["torch", "native"])
-def test_both_forms_read_quantized_latents(native_kernel, monkeypatch):
+@pytest.mark.parametrize("attention", [NATIVE, "torch"])
+def test_both_forms_read_quantized_latents(attention, monkeypatch):
     """What is stored is near full precision, so that a raw reading of it would be far off."""
-    if native_kernel and native.instructions() is None:
-        pytest.skip("the native kernels are not built")
     model, inputs = tiny("deepseek_v3"), prompts([2, 33, 64], VOCAB)
     scores = []
-    for kv_dtype, expanded_from in (("float32", 1 << 20), ("int8", 1 << 20), ("int8", 6)):
+    options = {"dtype": "float32", "attention": attention, "device": "cpu", "kv_memory": "4MiB", "share": False}
+    params = SamplingParams(max_new_tokens=1, temperature=0, prompt_logprobs=0)
+    for kv_cache_dtype, expanded_from in (("auto", 1 << 20), ("int8", 1 << 20), ("int8", 6)):
         monkeypatch.setattr(latent_attention, "EXPANDED_FROM", expanded_from)
-        attention = "native" if native_kernel else "torch"
-        with LLM(
-            model, dtype="float32", kv_cache_dtype="auto" if kv_dtype == "float32" else kv_dtype, attention=attention,
-            device="cpu", kv_memory="4MiB", share=False,
-        ) as llm:  # fmt: skip
-            params = SamplingParams(max_new_tokens=1, temperature=0, prompt_logprobs=0)
+        with LLM(model, kv_cache_dtype=kv_cache_dtype, **options) as llm:
             outputs = llm.generate(inputs, params, progress=False)
         found = [one.logprob for output in outputs for one in output.prompt_logprobs if one is not None]
         scores.append(torch.tensor(found))
@@ -90,28 +79,16 @@ def test_both_forms_read_quantized_latents(native_kernel, monkeypatch):
     assert 0 < (absorbed - full).abs().mean() < 0.2, "of logits of about 10"
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_same_tokens_behind_the_host_tier(name):
-    model, inputs = tiny(name), prompts([33, 34, 35, 36], VOCAB)
-    expected = plain(model, inputs, 20)
-    engine = TinyEngine(model, usable=30, block_size=4, max_seqs=4, caching=True, host_slots=60)
-    assert engine.generate(inputs, Sampling(20)) == expected
-    assert engine.core.scheduler.stats.demoted_blocks
-    assert engine.core.scheduler.stats.promoted_blocks
+def test_variants():
+    for family, over in VARIANTS:
+        model = tiny(family, **over)
+        geometry = geometry_of(model)
+        assert all(layer == LayerShape(1, 24, 16, v_in_k=True) for layer in geometry.layers)
+        attend_to_latents(model, geometry)
+        probe(model, geometry)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_variants(variant):
-    family, over = VARIANTS[variant]
-    model = tiny(family, **over)
-    geometry = geometry_of(model)
-    assert all(layer == LayerShape(1, 24, 16, v_in_k=True) for layer in geometry.layers)
-    attend_to_latents(model, geometry)
-    probe(model, geometry)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("expanded_from", [1, 1 << 20])
+@pytest.mark.parametrize(("dtype", "expanded_from"), [(torch.bfloat16, 1), (torch.float16, 1 << 20)])
 def test_in_half_precision(dtype, expanded_from, monkeypatch):
     monkeypatch.setattr(latent_attention, "EXPANDED_FROM", expanded_from)
     model = tiny("deepseek_v3").to(dtype)
@@ -178,9 +155,6 @@ def test_projections_are_neither_packed_nor_quantized():
     assert attention.latent_attention.weight.data_ptr() == weight.data_ptr(), "no bytes besides the model's"
 
 
-# --- whole engines
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("latent")
@@ -188,8 +162,7 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("loaded", [False, True])
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize(("quantization", "loaded"), [(None, False), (None, True), ("int8", False)])
 def test_engines(folder, quantization, loaded):
     if quantization and native.instructions() is None:
         pytest.skip("the native kernels are not built")
@@ -202,25 +175,6 @@ def test_engines(folder, quantization, loaded):
             assert got == plain(model, inputs, 8)
 
 
-# --- the plan
-
-
-@pytest.mark.parametrize(
-    ("model_type", "layers", "heads", "at_least"), [("deepseek_v3", 61, 128, 70), ("deepseek_v2", 27, 16, 8)]
-)
-def test_bytes_of_a_token(model_type, layers, heads, at_least):
-    config = AutoConfig.for_model(
-        model_type, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads, kv_lora_rank=512,
-        qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
-    )  # fmt: skip
-    latents, expanded = (
-        Geometry.from_config(config, block_size=16, dtype="bfloat16", latents=latents) for latents in (True, False)
-    )
-    assert latents.kv_bytes_per_token == layers * 576 * 2
-    assert expanded.kv_bytes_per_token == layers * heads * (192 + 128) * 2
-    assert expanded.kv_bytes_per_token >= at_least * latents.kv_bytes_per_token
-
-
 def test_the_reserve_counts_both_forms(folder):
     def plan(**more):
         config = EngineConfig.resolve(folder, kv_memory="1MiB", **more)
@@ -231,13 +185,6 @@ def test_the_reserve_counts_both_forms(folder):
     absorbed = 6 * (2 * query + 3 * rank + 8 + 2 * 10) * 4
     expanded = 4 * 512 * 6 * (20 + 10) * 4 + 512 * (rank + 8) * 4
     assert large.reserve_bytes - small.reserve_bytes >= (512 - 128) * absorbed + expanded
-
-
-def test_all_listed_types_are_known_to_transformers():
-    from transformers import CONFIG_MAPPING
-
-    assert LATENT_TYPES <= set(CONFIG_MAPPING)
-    assert set(MODELS) <= set(FAMILIES) & LATENT_TYPES
 
 
 def test_code_of_the_folder_keeps_k_and_v_of_all_heads(folder):

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from engines import TinyEngine, plain, prompts
@@ -14,11 +10,13 @@ from torch import nn
 from transformers import Gemma4TextConfig
 
 from pagetide import native
+from pagetide.engine.loading import linears
 from pagetide.engine.loading.linears import (
     LEAST_WEIGHTS,
     SIZES,
     PackedLinear,
     available,
+    by_head_primitive_bytes,
     divided,
     held_twice_bytes,
     pack_linears,
@@ -26,6 +24,7 @@ from pagetide.engine.loading.linears import (
     placeholder,
     primitive_bytes,
 )  # fmt: skip
+from pagetide.engine.loading.loaded import Loaded
 from pagetide.engine.process.cpu_threads import thread_counts
 from pagetide.scheduler.request import Sampling
 
@@ -37,20 +36,43 @@ def without_native_kernels(monkeypatch):
     monkeypatch.setattr(native, "instructions", lambda: None)
 
 
-HALF = pytest.mark.skipif(
-    not packs(LEAST_WEIGHTS, torch.bfloat16), reason="oneDNN has no products in bfloat16 for this CPU"
-)
+HALVES = (torch.bfloat16, torch.float16)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=HALF)])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("rows", [1, 3, 16, 257])
-def test_same_products(dtype, bias, rows):
+def reorders(dtype):
+    """Whether oneDNN packs a weight of this type on this CPU."""
+    try:
+        torch.ops.mkldnn._reorder_linear_weight(torch.zeros(96, 96, dtype=dtype), None)
+    except RuntimeError:
+        return False
+    return True
+
+
+def test_what_is_packed_gives_the_same_products():
+    """Of each type that oneDNN packs on this CPU: a half precision only where it has the instructions."""
     torch.manual_seed(0)
-    linear = nn.Linear(96, 160, bias=bias, dtype=dtype).requires_grad_(False)
-    x = torch.randn(1, rows, 96, dtype=dtype)
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(PackedLinear(linear)(x), linear(x), rtol=tolerance, atol=tolerance)
+    assert [packs(LEAST_WEIGHTS, dtype) for dtype in HALVES] == [reorders(dtype) for dtype in HALVES]
+    for dtype in filter(reorders, (torch.float32, *HALVES)):
+        tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+        for bias in (True, False):
+            linear = nn.Linear(96, 160, bias=bias, dtype=dtype).requires_grad_(False)
+            packed = PackedLinear(linear)
+            for rows in (1, 3, 16, 257):
+                x = torch.randn(1, rows, 96, dtype=dtype)
+                torch.testing.assert_close(packed(x), linear(x), rtol=tolerance, atol=tolerance)
+
+
+def test_without_instructions_for_half_precision_layers_stay_plain_and_cost_nothing(monkeypatch):
+    """As on processors without AVX-512, where packing a bfloat16 weight raises."""
+    monkeypatch.setattr(linears, "_by_onednn", lambda dtype: False)
+    ids = torch.arange(9)[None]
+    for dtype in HALVES:
+        model = tiny("llama", hidden_size=288, num_attention_heads=6, tie_word_embeddings=True).to(dtype)
+        before = model(input_ids=ids).logits
+        assert pack_linears(model, least_weights=0) == 0
+        assert torch.equal(model(input_ids=ids).logits, before)
+        assert held_twice_bytes(model.config, dtype) == primitive_bytes(model.config, dtype) == 0
+        assert by_head_primitive_bytes(dtype) == Loaded.of(model).added_bytes(torch.device("cpu"), dtype) == 0
 
 
 @pytest.mark.parametrize("outputs", [24, 1 << 18])
@@ -59,36 +81,18 @@ def test_any_number_of_rows(outputs):
     torch.manual_seed(0)
     linear = nn.Linear(8, outputs).requires_grad_(False)
     packed = PackedLinear(linear)
-    for rows in (0, 1, 2, 5, 33, 65, 70) if outputs > 24 else (0, *range(1, 140), 300, 511, 513, 1500):
+    for rows in (0, 1, 2, 5, 33, 65, 70) if outputs > 24 else (0, *range(1, 140, 3), 300, 511, 513, 1500):
         x = torch.randn(rows, 8)
         torch.testing.assert_close(packed(x), linear(x), rtol=1e-5, atol=1e-5)
 
 
 def test_rows_are_divided_into_few_products_of_known_sizes():
-    for count in range(1, 2_100):
+    for count in (*range(1, 530), 1023, 1024, 1025, 2_099):
         sizes = divided(count)
         assert set(sizes) <= set(SIZES) and list(sizes) == sorted(sizes, reverse=True)
         assert count <= sum(sizes) < count + max(4, count // 2)
         assert len(sizes) <= 4 + count // SIZES[-1]
         assert count not in SIZES or sizes == (count,)
-
-
-def test_no_more_primitives_than_the_sizes_of_each_shape():
-    """A program of its own, in which oneDNN tells of each primitive that it makes."""
-    program = """
-import torch
-from torch import nn
-from pagetide.engine.loading.linears import pack_linears
-model = nn.Sequential(nn.Linear(512, 256), nn.Linear(256, 512), nn.Linear(512, 256)).requires_grad_(False)
-assert pack_linears(model) == 3
-with torch.inference_mode():
-    for rows in range(1, 700):
-        model(torch.zeros(rows, 512))
-"""
-    environ = os.environ | {"PAGETIDE_NATIVE": "0", "ONEDNN_VERBOSE": "profile_create", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, "-P", "-c", program], env=environ, capture_output=True, text=True, check=True)
-    made = [line for line in run.stdout.splitlines() if "create:cache_miss" in line and ",inner_product," in line]
-    assert len(made) == 2 * len(SIZES) and "create:cache_hit" in run.stdout
 
 
 def test_only_large_plain_linears_are_packed():
@@ -111,7 +115,7 @@ def test_only_large_plain_linears_are_packed():
     assert LEAST_WEIGHTS == 256 * 256
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "mixtral", "gpt_oss", "opt", "gpt_neox"])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "opt"])
 def test_a_packed_model_gives_the_same_tokens(name):
     model = tiny(name)
     inputs = prompts([1, 17, 64], VOCAB)

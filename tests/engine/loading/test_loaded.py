@@ -13,6 +13,7 @@ import pytest
 import torch
 from families import VOCAB, tiny
 from transformers import (
+    AutoModelForCausalLM,
     AutoTokenizer,
     BertConfig,
     BertForMaskedLM,
@@ -24,9 +25,12 @@ from transformers import (
 
 import pagetide
 from pagetide import LLM, ConfigError, ModelNotFound, SamplingParams, UnsupportedModel, native
+from pagetide.engine.loading import quantized_linears
+from pagetide.engine.loading.checkpoint import Checkpoint
 from pagetide.engine.loading.linears import packs
 from pagetide.engine.loading.loaded import Loaded
-from pagetide.engine.loading.models import loaded_spec, resolve_tokenizer
+from pagetide.engine.loading.loader import load_model
+from pagetide.engine.loading.models import ModelSpec, loaded_spec, resolve_tokenizer
 
 DEMO = Path(pagetide.__file__).resolve().parents[1] / "engine" / "demo_model"
 PROMPT = [5, 17, 99, 4, 63]
@@ -52,19 +56,14 @@ def state(model: PreTrainedModel) -> list[Any]:
     """What would show that somebody worked on the model."""
     tensors = [(name, id(p), p.data_ptr(), p.dtype, p.requires_grad) for name, p in model.named_parameters()]
     modules = [(name, id(m), type(m), m.training) for name, m in model.named_modules()]
-    return [
-        *tensors,
-        *modules,
-        model.config.to_dict(),
-        model.config._attn_implementation,
-        model.generation_config.to_dict(),
-    ]
+    config = model.config
+    return [*tensors, *modules, config.to_dict(), config._attn_implementation, model.generation_config.to_dict()]
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_the_model_is_served_and_left_as_it_is(family: str) -> None:
-    big = {} if family == "gpt2" else {"hidden_size": 288, "intermediate_size": 320}  # some layers are packed
-    model = tiny(family, **big).requires_grad_(True).train()
+    packed = {"hidden_size": 288, "intermediate_size": 320, "tie_word_embeddings": True}  # some layers are
+    model = tiny(family, **({} if family == "gpt2" else packed)).requires_grad_(True).train()
     before, alone = state(model), plainly(model.eval())
     model.train()
     with make(model) as llm:
@@ -106,6 +105,22 @@ def test_another_type_is_a_conversion_of_the_weights_alone() -> None:
     assert model.dtype == torch.bfloat16
 
 
+def test_what_transformers_keeps_in_float32_stays_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized_linears, "LEAST_WEIGHTS", 1)
+    tiny("gpt_oss").to(torch.bfloat16).save_pretrained(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float16)
+    types = {name: p.dtype for name, p in theirs.named_parameters()}
+    assert set(types.values()) == {torch.float16, torch.float32}
+    assert {name: p.dtype for name, p in Loaded.of(theirs).copied(CPU, torch.float16).named_parameters()} == types
+    stored = tiny("gpt_oss").to(torch.bfloat16)
+    converted = Loaded.of(stored).copied(CPU, torch.float16)
+    assert {name: p.dtype for name, p in converted.named_parameters()} == types
+    checkpoint = Checkpoint.open(ModelSpec("tiny", tmp_path, "a test"))
+    for options in ({"pack": True}, {"quantization": "int8"} if native.instructions() else {}):
+        model = load_model(checkpoint, CPU, torch.float16, **options)
+        assert {name: p.dtype for name, p in model.named_parameters()} == types
+
+
 def hook_output(model: Any) -> None:
     model.model.layers[0].self_attn.o_proj.register_forward_hook(lambda layer, args, out: out * -2)
 
@@ -119,8 +134,10 @@ def replace_forward(model: Any) -> None:
     layer.forward = lambda x: torch.nn.functional.linear(x, layer.weight) * -3  # as some adapters do
 
 
-@pytest.mark.parametrize("change", [hook_output, hook_input, replace_forward])
-@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize(
+    ("change", "kernels"),
+    [(hook_output, "native"), (hook_input, "native"), (replace_forward, "native"), (hook_output, "torch")],
+)
 def test_layers_with_hooks_and_forwards_of_their_own_keep_them(
     change: Callable[[Any], None], kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,7 +166,7 @@ def test_models_that_read_weights_by_themselves_are_served(caplog: pytest.LogCap
     model.model.__class__ = Direct
     with make(model) as llm:
         assert ours(llm) == plainly(model)
-    assert ("stay as they are" in caplog.text) == (native.instructions() is not None)
+    assert ("are not packed" in caplog.text) == (native.instructions() is not None)
 
 
 @pytest.mark.skipif(native.instructions() is None, reason="the native kernels are not built")
@@ -184,15 +201,6 @@ def test_weights_that_are_shared_are_not_counted_again() -> None:
     assert Loaded.of(tied).added_bytes(CPU, torch.float32) == sum(w.nbytes for w in large if w is not kept)
 
 
-def test_the_same_model_from_its_folder_gives_the_same(tmp_path: Path) -> None:
-    model = tiny("qwen2", hidden_size=288, intermediate_size=320)
-    model.save_pretrained(tmp_path)
-    with make(model) as loaded, make(tmp_path) as read:
-        for seed in (1, 2):
-            params = SamplingParams(temperature=1.0, seed=seed, max_new_tokens=12)
-            assert loaded.generate(PROMPT, params)[0].token_ids == read.generate(PROMPT, params)[0].token_ids
-
-
 def test_the_owner_may_let_go_of_the_model() -> None:
     model = tiny("llama")
     alone, gone = plainly(model), weakref.ref(model)
@@ -208,31 +216,26 @@ def test_the_owner_may_let_go_of_the_model() -> None:
 
 
 def test_what_is_no_causal_model_on_one_device_is_refused() -> None:
-    model = tiny("llama")
-    model.lock = threading.Lock()
-    with pytest.raises(UnsupportedModel, match="LlamaForCausalLM cannot be copied"):
-        make(model)
-
     class Adapted:
         def merge_and_unload(self) -> None: ...
 
-    for given, said in ((5, "a loaded transformers model, got 5"), (Adapted(), "merge the adapter first")):
-        with pytest.raises(ConfigError, match=said):
-            make(given)
+    locked = tiny("llama")
+    locked.lock = threading.Lock()
     with torch.device("meta"):
         absent = type(tiny("llama"))(tiny("llama").config)
-    with pytest.raises(ConfigError, match="lies on meta"):
-        make(absent)
     sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     bert = BertForMaskedLM(BertConfig(**sizes, intermediate_size=16))
-    with pytest.raises(UnsupportedModel, match="does not continue text"):
-        make(bert)
     t5 = T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8))
-    with pytest.raises(UnsupportedModel, match="decoder-only"):
-        make(t5)
-
-
-# ---- tokenizers ---------------------------------------------------------------------------------------------------
+    for given, error, said in (
+        (5, ConfigError, "a loaded transformers model, got 5"),
+        (Adapted(), ConfigError, "merge the adapter first"),
+        (locked, UnsupportedModel, "LlamaForCausalLM cannot be copied"),
+        (absent, ConfigError, "lies on meta"),
+        (bert, UnsupportedModel, "does not continue text"),
+        (t5, UnsupportedModel, "decoder-only"),
+    ):
+        with pytest.raises(error, match=said):
+            make(given)
 
 
 def test_a_tokenizer_is_a_name_a_folder_or_an_object(tmp_path: Path) -> None:
@@ -267,12 +270,9 @@ def test_a_tokenizer_of_the_hub_cache_is_found(tmp_path: Path) -> None:
     assert resolve_tokenizer("org/name", cache_dir=tmp_path) == snapshot
 
 
-@pytest.mark.parametrize("given", ["nobody/here", "/nowhere", "no:id", Path("nowhere"), ""])
-def test_a_tokenizer_that_is_not_there_is_refused(given: Any) -> None:
-    with pytest.raises(ModelNotFound, match="there is no tokenizer"):
-        make("demo", tokenizer=given)
-
-
-def test_what_is_no_tokenizer_is_refused() -> None:
+def test_a_tokenizer_that_is_not_there_or_none_is_refused() -> None:
+    for given in ("nobody/here", "/nowhere", "no:id", Path("nowhere"), ""):
+        with pytest.raises(ModelNotFound, match="there is no tokenizer"):
+            make("demo", tokenizer=given)
     with pytest.raises(ConfigError, match="tokenizer must be a name, a folder, a hub id or a loaded"):
         make("demo", tokenizer=str.split)

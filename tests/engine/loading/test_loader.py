@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import shutil
-import socket
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import to_pytorch
 from huggingface_hub.utils import are_progress_bars_disabled
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -31,6 +32,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from pagetide import LLM
 from pagetide.engine.errors import (
     CheckpointError,
     ConfigError,
@@ -41,29 +43,23 @@ from pagetide.engine.errors import (
 )
 from pagetide.engine.loading.loader import (
     Checkpoint,
+    address_remedy,
     choose_device,
     choose_dtype,
-    free_bytes,
     load_model,
     load_tokenizer,
 )
+from pagetide.engine.loading.log_suppression import quiet_transformers
 from pagetide.engine.loading.models import ModelSpec
+from pagetide.monitor.host_memory import free_address_bytes
 from pagetide.scheduler.request import SamplingParams
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("no_network")
 SHAPE: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 128,
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError("something wanted the network")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
 
 
 @pytest.fixture(scope="module")
@@ -99,10 +95,7 @@ def edit_json(file: Path, **changes: Any) -> None:
     file.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
 
 
-# -- loading
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_loads_what_was_saved(saved: Path, dtype: torch.dtype) -> None:
     checkpoint = opened(saved)
     model = load_model(checkpoint, CPU, dtype)
@@ -136,20 +129,6 @@ def test_weights_bytes_is_what_loading_takes(tmp_path: Path, kind: str) -> None:
         actual = loaded_bytes(load_model(checkpoint, CPU, dtype))
         assert actual <= checkpoint.weights_bytes(dtype) <= actual + tolerance
         assert checkpoint.weights_bytes(str(dtype).removeprefix("torch.")) == checkpoint.weights_bytes(dtype)
-
-
-def to_pytorch(folder: Path) -> None:
-    """Turn a folder's safetensors into PyTorch's own files."""
-    for file in folder.glob("*.safetensors"):
-        torch.save(
-            load_file(file), folder / file.name.replace("model", "pytorch_model").replace(".safetensors", ".bin")
-        )
-        file.unlink()
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        text = index.read_text().replace('"model-', '"pytorch_model-').replace(".safetensors", ".bin")
-        (folder / "pytorch_model.bin.index.json").write_text(text)
-        index.unlink()
 
 
 def test_pickled_code_is_not_run(folder: Path) -> None:
@@ -192,17 +171,20 @@ def test_global_settings_stay(saved: Path, capfd: pytest.CaptureFixture[str]) ->
     assert capfd.readouterr() == ("", "")
 
 
-def test_global_settings_stay_when_it_fails(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    save_file({name: t for name, t in tensors.items() if "layers.1" not in name}, folder / "model.safetensors")
-    checkpoint, before = opened(folder), settings()
-    with pytest.raises(CheckpointError):
-        load_model(checkpoint, CPU, torch.float32)
-    after = settings()
-    assert {key: after[key] for key in after if key != "random"} == {
-        key: before[key] for key in before if key != "random"
-    }
-    assert capfd.readouterr() == ("", "")
+def test_overlapping_suppressions_of_log_lines_leave_the_logger_as_it_was() -> None:
+    logger = logging.getLogger("transformers")
+    before = logger.handlers[:], logger.propagate
+    first, second = quiet_transformers(), quiet_transformers()
+    one = first.__enter__()
+    logger.warning("to the first")
+    two = second.__enter__()
+    logger.warning("to both")
+    first.__exit__(None, None, None)
+    assert not logger.propagate, "the second context is open"
+    logger.warning("to the second")
+    second.__exit__(None, None, None)
+    assert (one, two) == (["to the first", "to both"], ["to both", "to the second"])
+    assert (logger.handlers[:], logger.propagate) == before
 
 
 def test_others_settings_are_heeded(saved: Path) -> None:
@@ -216,9 +198,6 @@ def test_others_settings_are_heeded(saved: Path) -> None:
         torch.set_default_dtype(torch.float32)
         transformers_logging.enable_progress_bar()
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-
-
-# -- refusals
 
 
 def test_weights_that_do_not_fit_are_not_read(folder: Path) -> None:
@@ -235,6 +214,16 @@ def test_weights_that_do_not_fit_are_not_read(folder: Path) -> None:
     assert "bfloat16'" not in str(caught.value)
 
 
+def test_a_limit_of_address_space_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = opened(folder)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (8 << 20, 8 << 20))
+    for build in (lambda: LLM(str(folder), share=False), lambda: load_model(checkpoint, CPU, torch.float32)):
+        with pytest.raises(NotEnoughMemory, match=r"is limited \(ulimit -v\), and 0 bytes of it are left: raise or"):
+            build()
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY,) * 2)
+    assert free_address_bytes() is None and address_remedy(1 << 60, CPU) is None
+
+
 def test_conversion_for_a_gpu_needs_the_host_too(saved: Path) -> None:
     checkpoint, gpu = opened(saved), torch.device("cuda", 0)
     with pytest.raises(NotEnoughMemory, match="bfloat16 on cpu"):
@@ -243,31 +232,21 @@ def test_conversion_for_a_gpu_needs_the_host_too(saved: Path) -> None:
         load_model(checkpoint, gpu, torch.float32, free=lambda device: 10 if device.type == "cuda" else 1 << 30)
 
 
-@pytest.mark.parametrize("keep", [0, 5, 100, -1])
-def test_cut_off_safetensors(folder: Path, keep: int) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(
-        CheckpointError, match=r"model\.safetensors (is no whole safetensors file|has .* bytes, its header)"
-    ):
-        opened(folder)
-
-
-def test_garbage_in_safetensors(folder: Path) -> None:
+def test_files_that_are_damaged(folder: Path) -> None:
+    """Cut off, longer, with another header, a pointer of Git LFS; then in the form of PyTorch."""
     file = folder / "model.safetensors"
     good = file.read_bytes()
-    file.write_bytes(good + b"more")
-    with pytest.raises(CheckpointError, match="written over"):
-        opened(folder)
-    file.write_bytes(good[:8] + b"\0" * 16 + good[24:])
-    with pytest.raises(CheckpointError, match="no whole safetensors file"):
-        opened(folder)
-    file.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
-    with pytest.raises(CheckpointError, match="no whole safetensors file"):
-        opened(folder)
-
-
-def test_cut_off_pytorch_file(folder: Path) -> None:
+    cut = r"model\.safetensors (is not a complete safetensors file|has .* bytes, its header)"
+    for content, said in (
+        *((good[:keep], cut) for keep in (0, 5, 100, -1)),
+        (good + b"more", "written over"),
+        (good[:8] + b"\0" * 16 + good[24:], "not a complete safetensors file"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "not a complete safetensors file"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(CheckpointError, match=said):
+            opened(folder)
+    file.write_bytes(good)
     to_pytorch(folder)
     file = folder / "pytorch_model.bin"
     file.write_bytes(file.read_bytes()[:-2000])
@@ -275,55 +254,51 @@ def test_cut_off_pytorch_file(folder: Path) -> None:
         load_model(opened(folder), CPU, torch.float32)
 
 
-def test_missing_tensors_are_named_and_not_made_up(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
+def test_tensors_that_are_missing_or_have_no_place_are_named(
+    folder: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is made up, and global settings stay also when loading fails."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"model.extra.weight": torch.ones(2)}, file, metadata={"format": "pt"})
+    load_model(opened(folder), CPU, torch.float32)
+    assert "no place for 1 tensors: model.extra.weight" in caplog.text
     del tensors["model.layers.1.mlp.up_proj.weight"], tensors["model.norm.weight"]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, file, metadata={"format": "pt"})
+    checkpoint, before = opened(folder), settings() | {"random": None}
+    capfd.readouterr()
     with pytest.raises(
         CheckpointError, match=r"2 tensors are missing: model\.layers\.1\.mlp\.up_proj\.weight, model\.norm"
     ):
-        load_model(opened(folder), CPU, torch.float32)
-
-
-def test_other_shapes_are_named(folder: Path) -> None:
+        load_model(checkpoint, CPU, torch.float32)
+    assert settings() | {"random": None} == before
     edit_json(folder / "config.json", intermediate_size=40)
-    with pytest.raises(
-        CheckpointError,
-        match=r"do not fit its config\.json: .*down_proj\.weight is \[32, 48\], the model has \[32, 40\]",
-    ):
+    shapes = r"do not fit its config\.json: .*down_proj\.weight is \[32, 48\], the model has \[32, 40\]"
+    with pytest.raises(CheckpointError, match=shapes):
         load_model(opened(folder), CPU, torch.float32)
-
-
-def test_tensors_without_a_place_are_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    tensors = load_file(folder / "model.safetensors") | {"model.extra.weight": torch.ones(2)}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    load_model(opened(folder), CPU, torch.float32)
-    assert "no place for 1 tensors: model.extra.weight" in caplog.text
+    assert capfd.readouterr() == ("", "")
 
 
 def test_configurations_that_are_refused(folder: Path) -> None:
     file = folder / "config.json"
-    edit_json(file, model_type="llama99")
-    with pytest.raises(UnsupportedModel, match=r"model_type 'llama99', which transformers 5.* does not know"):
-        opened(folder)
-    edit_json(file, model_type=...)
-    with pytest.raises(UnsupportedModel, match="no model_type"):
-        opened(folder)
-    edit_json(file, model_type="llama", hidden_size="wide")
-    with pytest.raises(CheckpointError, match=r"config\.json is no configuration"):
-        opened(folder)
-    file.write_text("{")
-    with pytest.raises(CheckpointError, match=r"config\.json is not valid JSON"):
-        opened(folder)
-    file.write_text("[]")
-    with pytest.raises(CheckpointError, match="must hold a JSON object, got list"):
-        opened(folder)
-    T5Config(num_layers=1).save_pretrained(folder)
-    with pytest.raises(UnsupportedModel, match="encoder and a decoder"):
-        opened(folder)
-    file.write_text(json.dumps({"model_type": "vit"}))
-    with pytest.raises(UnsupportedModel, match="does not continue text"):
-        opened(folder)
+    right = json.loads(file.read_text())
+    for content, kind, said in (
+        (
+            right | {"model_type": "llama99"},
+            UnsupportedModel,
+            "model_type 'llama99', which transformers 5.* does not know",
+        ),
+        ({"hidden_size": 32}, UnsupportedModel, "no model_type"),
+        (right | {"hidden_size": "wide"}, CheckpointError, r"config\.json is not a configuration"),
+        ("{", CheckpointError, r"config\.json is not valid JSON"),
+        ("\ufeff{}", CheckpointError, r"config\.json begins with a byte-order mark, which .* cannot read: remove it"),
+        ([], CheckpointError, "must hold a JSON object, got list"),
+        (T5Config(num_layers=1).to_dict(), UnsupportedModel, "encoder and a decoder"),
+        ({"model_type": "vit"}, UnsupportedModel, "does not continue text"),
+    ):
+        file.write_text(content if isinstance(content, str) else json.dumps(content))
+        with pytest.raises(kind, match=said):
+            opened(folder)
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelNotFound, match="has no weights"):
         opened(folder)
@@ -354,9 +329,6 @@ def test_code_in_the_folder_runs_only_when_trusted(
     assert type(model).__name__ == "OwnModel"
 
 
-# -- what the files say
-
-
 def test_ids_and_sizes(saved: Path) -> None:
     checkpoint = opened(saved)
     assert checkpoint.eos_token_ids == (2, 5)  # the list of generation_config.json, not the one id of config.json
@@ -365,20 +337,12 @@ def test_ids_and_sizes(saved: Path) -> None:
     assert str(checkpoint).startswith("tiny: llama, ")
 
 
-@pytest.mark.parametrize(
-    ("generation", "expected"),
-    [
-        ({"eos_token_id": 7}, (7,)),
-        ({"eos_token_id": [7, 8, 7]}, (7, 8)),
-        ({"eos_token_id": None}, (2,)),  # config.json's
-        ({"eos_token_id": []}, (2,)),
-        ({"eos_token_id": -1}, ()),
-        ({"eos_token_id": [3, 2**40]}, (3,)),
-        ({}, (2,)),
-    ],
-)
-def test_end_ids(saved: Path, generation: dict[str, Any], expected: tuple[int, ...]) -> None:
-    assert replace(opened(saved), generation=generation).eos_token_ids == expected
+def test_end_ids(saved: Path) -> None:
+    checkpoint = opened(saved)
+    for given, expected in ((7, (7,)), ([7, 8, 7], (7, 8)), (-1, ()), ([3, 2**40], (3,))):
+        assert replace(checkpoint, generation={"eos_token_id": given}).eos_token_ids == expected
+    for generation in ({"eos_token_id": None}, {"eos_token_id": []}, {}):
+        assert replace(checkpoint, generation=generation).eos_token_ids == (2,), "config.json's"
 
 
 @pytest.mark.parametrize(
@@ -388,7 +352,6 @@ def test_end_ids(saved: Path, generation: dict[str, Any], expected: tuple[int, .
         ({"temperature": 0.6, "top_p": 0.9, "top_k": 5}, SamplingParams(temperature=0.0)),
         ({"do_sample": False, "repetition_penalty": 1.1}, SamplingParams(temperature=0.0, repetition_penalty=1.1)),
         ({"do_sample": True}, SamplingParams(temperature=1.0)),  # and no top_k of 50
-        ({"do_sample": True, "temperature": None, "top_k": None}, SamplingParams(temperature=1.0)),
         (
             {"do_sample": True, "temperature": 0.6, "top_k": 50, "top_p": 0.9, "min_p": 0.1, "max_new_tokens": 99,
              "max_length": 20},
@@ -423,18 +386,15 @@ def test_explicit_over_models_file_over_generation_config(saved: Path) -> None:
 
 def test_bad_generation_config(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = folder / "generation_config.json"
-    file.write_text(json.dumps({"do_sample": True, "top_p": 7}))
-    with pytest.raises(CheckpointError, match=r"generation_config\.json: top_p must be in"):
-        opened(folder)
-    file.write_text(json.dumps({"eos_token_id": "</s>"}))
-    with pytest.raises(CheckpointError, match="eos_token_id must be an id or a list"):
-        opened(folder)
-    file.write_text("{,")
-    with pytest.raises(CheckpointError, match=r"generation_config\.json is not valid JSON"):
-        opened(folder)
-    file.write_text(json.dumps({"bad_words_ids": [3]}))
-    with pytest.raises(CheckpointError, match=r"generation_config\.json: .*correct it there"):
-        opened(folder)
+    for content, said in (
+        ('{"do_sample": true, "top_p": 7}', r"generation_config\.json: top_p must be in"),
+        ('{"eos_token_id": "</s>"}', "eos_token_id must be an id or a list"),
+        ("{,", r"generation_config\.json is not valid JSON"),
+        ('{"bad_words_ids": [3]}', r"generation_config\.json: .*correct it there"),
+    ):
+        file.write_text(content)
+        with pytest.raises(CheckpointError, match=said):
+            opened(folder)
     file.unlink()
     assert opened(folder).eos_token_ids == (2,)
     assert not caplog.records
@@ -443,7 +403,7 @@ def test_bad_generation_config(folder: Path, caplog: pytest.LogCaptureFixture) -
 @pytest.mark.parametrize(
     ("generation", "said"),
     [
-        ({"typical_p": 0.5, "guidance_scale": 2}, "asks for typical_p=0.5, guidance_scale=2, which this engine does not serve"),
+        ({"typical_p": 0.5, "guidance_scale": 2}, "sets typical_p=0.5, guidance_scale=2, which this engine does not support"),
         ({"num_beams": 4}, "asks for num_beams=4: a pipeline does so, every other request only if its SamplingParams say it"),
         ({"sequence_bias": [[[5, 6], 1.0]]}, "asks for sequence_bias=[[[5, 6], 1.0]]: a pipeline does so"),
         ({"num_beams": 1, "typical_p": 1.0, "suppress_tokens": [3], "sequence_bias": [[[5], 1.0]]}, None),
@@ -474,7 +434,6 @@ def rope(**parameters: Any) -> LlamaConfig:
         (Gemma3TextConfig(max_position_embeddings=1000, sliding_window=64), 1000),
         (rope(rope_type="linear", factor=4.0), 4000),
         (rope(rope_type="dynamic", factor=4.0), 1000),
-        (rope(rope_type="yarn", factor=4.0), 4000),
         (rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=250), 1000),
         (rope(rope_type="llama3", factor=8.0, **LLAMA3), 1000),
         (rope(rope_type="longrope", **LONGROPE), 400),
@@ -484,14 +443,11 @@ def test_context_length(saved: Path, config: Any, expected: int | None) -> None:
     assert replace(opened(saved), config=config).context_length == expected
 
 
-# -- device and type
-
-
 def test_devices_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device() == choose_device("cpu") == choose_device(CPU) == CPU
     for name in ("cuda", "cuda:1"):
-        with pytest.raises(DeviceNotFound, match=f"device '{name}' was asked for; .*use device='cpu'"):
+        with pytest.raises(DeviceNotFound, match=f"device '{name}' is not available; .*use device='cpu'"):
             choose_device(name)
     for name in ("gpu", "mps", "meta", "cuda:x", ""):
         with pytest.raises(ConfigError, match="device must be auto, cpu, cuda or cuda:N"):
@@ -506,22 +462,17 @@ def test_devices_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device("auto") == choose_device("cuda") == torch.device("cuda", 1)
     assert choose_device("cuda:0") == choose_device(torch.device("cuda", 0)) == torch.device("cuda", 0)
     assert choose_device("cpu") == CPU
-    with pytest.raises(DeviceNotFound, match="'cuda:2' was asked for; torch sees cuda:0, cuda:1 and cpu"):
+    with pytest.raises(DeviceNotFound, match="'cuda:2' is not available; torch sees cuda:0, cuda:1 and cpu"):
         choose_device("cuda:2")
 
 
-def test_free_bytes_of_the_host() -> None:
-    assert 0 < free_bytes(CPU) < 1 << 50
-
-
-@pytest.mark.parametrize(
-    ("stored", "device", "expected"),
-    [("float32", "cpu", "float32"), ("bfloat16", "cpu", "bfloat16"), ("float16", "cpu", "float32"),
-     ("float16", "cuda", "float16"), ("float64", "cpu", "float32")],
-)  # fmt: skip
-def test_automatic_dtype(folder: Path, stored: str, device: str, expected: str) -> None:
-    edit_json(folder / "config.json", dtype=stored)
-    assert choose_dtype("auto", opened(folder), torch.device(device)) == getattr(torch, expected)
+def test_automatic_dtype(folder: Path) -> None:
+    for stored, device, expected in (
+        ("float32", "cpu", "float32"), ("bfloat16", "cpu", "bfloat16"), ("float16", "cpu", "float32"),
+        ("float16", "cuda", "float16"), ("float64", "cpu", "float32"),
+    ):  # fmt: skip
+        edit_json(folder / "config.json", dtype=stored)
+        assert choose_dtype("auto", opened(folder), torch.device(device)) == getattr(torch, expected), (stored, device)
 
 
 def test_dtype(folder: Path) -> None:
@@ -530,12 +481,9 @@ def test_dtype(folder: Path) -> None:
     with pytest.raises(ConfigError, match="dtype must be one of auto, float32, float16, bfloat16, got 'int8'"):
         choose_dtype("int8", checkpoint, CPU)
     edit_json(folder / "config.json", dtype=...)  # then the weights say it
-    save_file({name: t.bfloat16() for name, t in load_file(folder / "model.safetensors").items()},
-              folder / "model.safetensors", metadata={"format": "pt"})  # fmt: skip
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     assert opened(folder).dtype == "bfloat16"
-
-
-# -- tokenizers
 
 
 @pytest.fixture
@@ -551,10 +499,6 @@ def test_tokenizer_and_its_options(with_tokenizer: Path) -> None:
     assert tokenizer is not None
     assert tokenizer.encode("the tide rises") == [1, 2, 3]
     assert (tokenizer.padding_side, tokenizer.model_max_length, tokenizer.eos_token_id) == ("left", 9, 4)
-
-
-def test_folder_without_a_tokenizer(saved: Path) -> None:
-    assert load_tokenizer(spec_of(saved)) is None
 
 
 def test_broken_tokenizers(with_tokenizer: Path) -> None:

@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
 
 from pagetide.engine.loading import quantization as q
-from pagetide.engine.loading.quantization import GROUP, Method, choose, quantize, quantized_rows, weight_bytes
+from pagetide.engine.loading.quantization import GROUP, Method, choose, quantize, quantized_rows
 
 SHAPES = [(1, 1), (3, 5), (7, GROUP), (5, GROUP + 1), (40, 3 * GROUP - 2), (33, 300)]
 
 
-def method(form, in_scales=None):
-    return Method(form, in_scales, False, math.nan)
+def method(form):
+    return Method(form, None, False, math.nan)
 
 
 def random(*shape, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_int8_is_the_nearest_multiple_of_the_scale_of_its_output(shape, dtype):
-    weight = random(*shape, dtype=dtype)
-    made = quantize(weight, method("int8"))
-    assert made.values.dtype == torch.int8 and made.values.shape == shape and made.scales.shape == shape[:1]
-    torch.testing.assert_close(made.scales, weight.float().abs().amax(1) / 127)
-    assert made.values.abs().amax(1).eq(127).all()
-    assert ((made.dequantized() - weight.float()).abs() <= made.scales[:, None] * 0.5001).all()
+def test_int8_is_the_nearest_multiple_of_the_scale_of_its_output():
+    for shape, dtype in itertools.product(SHAPES, (torch.float32, torch.bfloat16, torch.float16)):
+        weight = random(*shape, dtype=dtype)
+        made = quantize(weight, method("int8"))
+        assert made.values.dtype == torch.int8 and made.values.shape == shape and made.scales.shape == shape[:1]
+        torch.testing.assert_close(made.scales, weight.float().abs().amax(1) / 127)
+        assert made.values.abs().amax(1).eq(127).all()
+        assert ((made.dequantized() - weight.float()).abs() <= made.scales[:, None] * 0.5001).all(), (shape, dtype)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -42,12 +42,11 @@ def test_int4_has_a_scale_for_each_group_and_at_most_the_error_of_plain_rounding
     for group in range(groups):
         part = weight[:, group * GROUP : (group + 1) * GROUP]
         values = made.values[:, group * GROUP : (group + 1) * GROUP]
-        torch.testing.assert_close(
-            made.dequantized()[:, group * GROUP : (group + 1) * GROUP], values * made.scales[group, :, None]
-        )
+        back = values * made.scales[group, :, None]
+        torch.testing.assert_close(made.dequantized()[:, group * GROUP : (group + 1) * GROUP], back)
         scale = part.abs().amax(1, keepdim=True) / 7
         plain = ((part / scale).round() * scale - part).square().sum(1)
-        ours = (values * made.scales[group, :, None] - part).square().sum(1)
+        ours = (back - part).square().sum(1)
         assert (ours <= plain * 1.0001 + 1e-12).all()
 
 
@@ -59,15 +58,6 @@ def test_parts_of_a_weight_are_quantized_like_the_whole(form, monkeypatch):
     monkeypatch.setattr(q, "_CHUNK_WEIGHTS", 350)
     parts = quantize(weight, method(form))
     assert torch.equal(parts.values, whole.values) and torch.equal(parts.scales, whole.scales)
-
-
-@pytest.mark.parametrize("form", ["int8", "int4"])
-def test_factors_divide_the_columns_and_come_back(form):
-    weight, factors = random(20, 130), random(130).exp()
-    made = quantize(weight * factors, method(form, factors))
-    plain = quantize(weight * factors / factors, method(form))
-    assert torch.equal(made.values, plain.values) and torch.equal(made.scales, plain.scales)
-    torch.testing.assert_close(made.dequantized(), plain.dequantized() * factors)
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])
@@ -130,8 +120,3 @@ def test_one_choice_for_layers_with_the_same_input_depends_on_all():
     even, uneven, x = random(64, 128), random(64, 128) / gain, random(50, 128) * gain
     assert choose([uneven], x, "int8").in_scales is not None
     assert choose([even, uneven], x, "int8").error > choose([uneven], x, "int8").error
-
-
-def test_bytes_of_a_weight():
-    assert 32 * 64 <= weight_bytes(32, 64, "int8") <= 32 * 64 + 1024
-    assert weight_bytes(4096, 4096, "int4") < 0.58 * 4096**2 < weight_bytes(4096, 4096, "int8") < 1.01 * 4096**2

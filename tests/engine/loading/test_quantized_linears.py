@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from families import FAMILIES, tiny
+from families import FAMILIES, perplexity, tiny
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
@@ -19,13 +19,7 @@ from pagetide.engine.loading import quantized_linears
 from pagetide.engine.loading.checkpoint import Checkpoint
 from pagetide.engine.loading.models import resolve_model
 from pagetide.engine.loading.quantization import Method, quantize, quantized_rows
-from pagetide.engine.loading.quantized_linears import (
-    PackedWeight,
-    QuantizedLinear,
-    check_native,
-    quantize_linear,
-    quantize_linears,
-)
+from pagetide.engine.loading.quantized_linears import QuantizedLinear, check_native, quantize_linear, quantize_linears
 from pagetide.engine.loading.quantized_model import quantize_model, quantized_bytes
 
 pytestmark = pytest.mark.skipif(native.instructions() is None, reason="the native kernels are not built")
@@ -38,15 +32,6 @@ ENGINE = {"device": "cpu", "kv_memory": "4MiB", "share": False}
 def _all_layers(monkeypatch):
     """Tiny models have tiny layers."""
     monkeypatch.setattr(quantized_linears, "LEAST_WEIGHTS", 1)
-
-
-def perplexity(model, texts):
-    losses, count = 0.0, 0
-    with torch.inference_mode():
-        for ids in map(torch.tensor, texts):
-            losses += F.cross_entropy(model(ids[None]).logits[0, :-1], ids[1:], reduction="sum").item()
-            count += len(ids) - 1
-    return math.exp(losses / count)
 
 
 def demo():
@@ -67,21 +52,9 @@ def test_perplexity_stays_within_its_bounds(make, bounds):
         assert perplexity(quantized, texts) <= plain * (1 + percent / 100), form
 
 
-def test_outliers_would_spoil_plain_rounding(monkeypatch):
-    """The bound above holds because of the factors of input channels, and of leaving inputs alone where they fail."""
-    model, texts = with_outliers(1), passages()
-    plain = perplexity(model, texts)
-    monkeypatch.setattr(quantized_linears, "choose", lambda weights, x, form: Method(form, None, True, math.nan))
-    quantize_linears(model, "int8", TOKENS)
-    assert perplexity(model, texts) > plain * 1.03
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rows_in_int8", [True, False])
-@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize(("form", "rows_in_int8"), [("int8", True), ("int8", False), ("int4", False)])
 def test_a_layer_computes_what_its_integers_say(form, rows_in_int8, dtype):
-    if form == "int4" and rows_in_int8:
-        pytest.skip("no such product")
     torch.manual_seed(0)
     linear = nn.Linear(150, 70, dtype=dtype).requires_grad_(False)
     scales = torch.rand(150) + 0.5
@@ -99,17 +72,15 @@ def test_a_layer_computes_what_its_integers_say(form, rows_in_int8, dtype):
     torch.testing.assert_close(layer(x).double(), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("form", ["int8", "int4"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_keeps_most_of_its_logits(family, form):
-    model = tiny(family)
-    with torch.inference_mode():
-        right = model(TOKENS).logits
-        made = quantize_linears(model, form, TOKENS)
-        got = model(TOKENS).logits
-    assert made
-    error = float((got - right).norm() / right.norm())
-    assert 0 < error < (0.1 if form == "int8" else 0.6), error
+@pytest.mark.parametrize(("form", "most"), [("int8", 0.1), ("int4", 0.6)])
+def test_every_family_keeps_most_of_its_logits(form, most):
+    for family in FAMILIES:
+        model = tiny(family)
+        with torch.inference_mode():
+            right = model(TOKENS).logits
+            assert quantize_linears(model, form, TOKENS)
+            error = float((model(TOKENS).logits - right).norm() / right.norm())
+        assert 0 < error < most, family
 
 
 def test_layers_with_the_same_input_have_the_same_factors():
@@ -123,28 +94,16 @@ def test_layers_with_the_same_input_have_the_same_factors():
     assert q is not None and q is k and k is v and o is not q
 
 
-def test_joined_layers_give_the_same_bits_as_each():
-    torch.manual_seed(0)
-    method = Method("int8", torch.rand(40) + 0.5, True, math.nan)
-    layers = [quantize_linear(nn.Linear(40, n), method, torch.float32) for n in (64, 32, 7)]
-    joined, x = QuantizedLinear.joined(layers), torch.randn(9, 40)
-    assert joined is not None and joined.out_features == 103
-    assert torch.equal(joined(x), torch.cat([layer(x) for layer in layers], dim=1))
-
-
-@pytest.mark.parametrize(
-    ("other", "sizes"),
-    [
-        (Method("int8", None, False, 0.0), (64, 32)),
-        (Method("int4", None, True, 0.0), (64, 32)),
-        (Method("int8", torch.ones(40), True, 0.0), (64, 32)),
-        (Method("int8", None, True, 0.0), (60, 32)),
-    ],
-    ids=["inputs in int8", "bits", "factors", "an incomplete panel in the middle"],
-)
-def test_layers_that_do_not_fit_together_are_not_joined(other, sizes):
-    first = quantize_linear(nn.Linear(40, sizes[0]), Method("int8", None, True, 0.0), torch.float32)
-    assert QuantizedLinear.joined([first, quantize_linear(nn.Linear(40, sizes[1]), other, torch.float32)]) is None
+def test_layers_that_do_not_fit_together_are_not_joined():
+    for other, size in (
+        (Method("int8", None, False, 0.0), 64),
+        (Method("int4", None, True, 0.0), 64),
+        (Method("int8", torch.ones(40), True, 0.0), 64),
+        (Method("int8", None, True, 0.0), 60),  # an incomplete panel in the middle
+    ):
+        first = quantize_linear(nn.Linear(40, size), Method("int8", None, True, 0.0), torch.float32)
+        second = quantize_linear(nn.Linear(40, 32), other, torch.float32)
+        assert QuantizedLinear.joined([first, second]) is None, (other, size)
 
 
 def test_small_layers_and_subclasses_stay(monkeypatch):
@@ -163,26 +122,11 @@ def test_small_layers_and_subclasses_stay(monkeypatch):
     assert made["lm_head"].quantization == "int8" and made["model.layers.1.mlp.up_proj"].quantization == "int4"
 
 
-def test_a_model_without_linear_layers_is_refused(monkeypatch):
-    monkeypatch.setattr(quantized_linears, "LEAST_WEIGHTS", 1 << 40)
-    with pytest.raises(ConfigError, match="no linear layers"):
-        quantize_linears(tiny("llama"), "int8", TOKENS)
-
-
-def test_the_same_weights_give_the_same_integers():
-    first, second = (quantize_linears(tiny("llama"), "int8", TOKENS) for _ in range(2))
-    assert all(torch.equal(first[name].packed, second[name].packed) for name in first)
-
-
-# --- engines
-
-
-@pytest.mark.parametrize("form", ["int8", "int4"])
-def test_an_engine_serves_and_says_so(form):
-    with LLM("demo", quantization=form, **ENGINE) as llm:
+def test_an_engine_serves_and_says_so():
+    with LLM("demo", quantization="int8", **ENGINE) as llm:
         stats = llm.stats()
         text = llm.generate("The king said", SamplingParams(max_new_tokens=8, temperature=0))[0].text
-    assert stats["quantization"] == form and len(text) > 8
+    assert stats["quantization"] == "int8" and len(text) > 8
     with LLM("demo", **ENGINE) as llm:
         assert llm.stats()["quantization"] is None and llm.stats()["weights_bytes"] > 2 * stats["weights_bytes"]
 
@@ -212,29 +156,18 @@ def test_a_loaded_model_stays_as_it_is():
     assert all(type(module) is not QuantizedLinear for module in model.modules())
 
 
-def test_a_wrong_form_is_refused_by_name():
+def test_what_cannot_be_quantized_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match=r"quantization must be int8, int4 or None, got 'fp8'"):
         EngineConfig.resolve("demo", quantization="fp8")
-
-
-def test_other_devices_are_refused():
     with pytest.raises(ConfigError, match=r"runs on a CPU only.*cuda:0"):
         check_native("int8", torch.device("cuda", 0))
-
-
-def test_without_the_library_it_says_what_to_do(monkeypatch):
-    monkeypatch.setattr(quantized_linears, "instructions", lambda: None)
-    with pytest.raises(ConfigError, match="install g"):
-        LLM("demo", quantization="int8", **ENGINE)
-
-
-def test_a_checkpoint_that_is_quantized_already_is_refused():
     model = tiny("llama")
     model.config.quantization_config = {"quant_method": "gptq"}
     with pytest.raises(ConfigError, match="quantized already"):
         LLM(model, quantization="int8", **ENGINE)
-
-
-def test_a_packed_weight_has_the_bytes_it_says():
-    one = PackedWeight.of(quantize(torch.randn(64, 128), Method("int8", torch.ones(128), True, 0.0)), True)
-    assert one.num_bytes == one.packed.nbytes + 64 * 4 + 128 * 4
+    monkeypatch.setattr(quantized_linears, "LEAST_WEIGHTS", 1 << 40)
+    with pytest.raises(ConfigError, match="no linear layers"):
+        quantize_linears(tiny("llama"), "int8", TOKENS)
+    monkeypatch.setattr(quantized_linears, "instructions", lambda: None)
+    with pytest.raises(ConfigError, match="install g"):
+        LLM("demo", quantization="int8", **ENGINE)

@@ -18,10 +18,27 @@ from pagetide.engine.loading.checkpoint import Checkpoint
 from pagetide.engine.loading.fusion import fuse
 from pagetide.engine.loading.loader import load_model
 from pagetide.engine.loading.quantized_linears import rows_as_they_are
-from pagetide.engine.loading.shard_check import check_against, reference_logits
+from pagetide.engine.loading.shard_check import Reference, check_against, reference_logits
 
 ALL = 1 << 40  # bytes
 needs_native = pytest.mark.skipif(native.instructions() is None, reason="without native kernels nothing is quantized")
+
+
+def raised(reference: Reference, groups: list[ThreadGroup], shards: list) -> list[BaseException | None]:
+    """What the check of each shard raises. An error of its own, as in an engine, aborts the collectives of the others."""
+
+    def check(shard, group: ThreadGroup) -> BaseException | None:
+        try:
+            with rows_as_they_are():
+                check_against(shard, None if group.rank else reference, "tiny", group)
+        except UnsupportedModel as error:
+            return error
+        except BaseException as error:
+            group.abort()
+            return error
+        return None
+
+    return run_in_threads([lambda one=one: check(*one) for one in zip(shards, groups, strict=True)], groups)
 
 
 def checked(
@@ -29,30 +46,16 @@ def checked(
 ) -> int:
     """Check all shards. Returns the layers that were compared."""
     reference = reference_logits(checkpoint, CPU, dtype, budget)
-
-    def check(shard, group: ThreadGroup) -> None:
-        with rows_as_they_are():
-            check_against(shard, None if group.rank else reference, "tiny", group)
-
-    run_in_threads([lambda one=one: check(*one) for one in zip(shards, groups, strict=True)], groups)
+    assert raised(reference, groups, shards) == [None] * len(shards)
     return reference.num_layers
 
 
-def outcomes(checkpoint: Checkpoint, groups: list[ThreadGroup], shards: list) -> list[str]:
-    """What each shard raises, as text; "" for nothing."""
-    reference = reference_logits(checkpoint, CPU, torch.float32, ALL)
-
-    def check(shard, group: ThreadGroup) -> str:
-        try:
-            check_against(shard, None if group.rank else reference, "tiny", group)
-        except UnsupportedModel as error:
-            return str(error)
-        return ""
-
-    return run_in_threads([lambda one=one: check(*one) for one in zip(shards, groups, strict=True)], groups)
+def outcomes(checkpoint: Checkpoint, groups: list[ThreadGroup], shards: list, dtype=torch.float32) -> list[str]:
+    """What each shard raises, as text."""
+    return [str(error) for error in raised(reference_logits(checkpoint, CPU, dtype, ALL), groups, shards)]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe", "deepseek_v3", "cohere2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v3"])
 def test_a_divided_model_agrees_with_as_many_layers_as_fit(name: str, tmp_path: Path) -> None:
     model, checkpoint = saved(name, tmp_path)
     _, groups, shards = divided(checkpoint, 2)
@@ -88,23 +91,16 @@ def test_a_lost_sum_is_found_and_all_shards_refuse(part: str, tmp_path: Path) ->
         module = getattr(shard.model.layers[1], parent)
         setattr(module, child, getattr(module, child).layer)
     first, second = outcomes(checkpoint, groups, shards)
-    assert first == second
-    assert (
+    said = (
         "tiny (LlamaForCausalLM) cannot be divided over 2 shards: its logits differ from those of an undivided run by"
-        in first
     )
+    assert first == second and said in first
 
 
 def test_a_part_that_the_plan_leaves_out_is_found(tmp_path: Path) -> None:
     """Cohere's norm of queries has weights for each head, which its plan does not divide."""
-    sizes = {
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "vocab_size": 163,
-    }
-    tiny("cohere", **sizes, intermediate_size=64, use_qk_norm=True, pad_token_id=0).save_pretrained(tmp_path)
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 64, "intermediate_size": 64}
+    tiny("cohere", **sizes, vocab_size=163, use_qk_norm=True, pad_token_id=0).save_pretrained(tmp_path)
     checkpoint = Checkpoint.open(resolve_model(tmp_path))
     _, groups, shards = divided(checkpoint, 2)
     for message in outcomes(checkpoint, groups, shards):
@@ -120,23 +116,12 @@ def test_a_shard_that_stops_is_no_reason_to_call_the_model_unsupported(tmp_path:
 
     shards[1].model.layers[0].forward = fail
     reference = reference_logits(checkpoint, CPU, torch.float32, ALL)
-    errors: list[BaseException] = []
-
-    def check(shard, group: ThreadGroup) -> None:
-        try:
-            check_against(shard, None if group.rank else reference, "tiny", group)
-        except BaseException as error:
-            errors.append(error)
-            group.abort()
-
-    run_in_threads([lambda one=one: check(*one) for one in zip(shards, groups, strict=True)], groups)
+    errors = raised(reference, groups, shards)
     assert {type(error) for error in errors} == {MemoryError, CollectiveAborted}
 
 
 @needs_native
-@pytest.mark.parametrize(
-    ("dtype", "form"), [(torch.float32, "int8"), (torch.float32, "int4"), (torch.bfloat16, "int8")]
-)
+@pytest.mark.parametrize(("dtype", "form"), [(torch.float32, "int4"), (torch.bfloat16, "int8")])
 def test_quantized_models_agree_as_far_as_they_can(dtype, form, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     _, checkpoint = saved("llama", tmp_path, hidden_size=256, intermediate_size=512)
@@ -146,8 +131,8 @@ def test_quantized_models_agree_as_far_as_they_can(dtype, form, tmp_path: Path, 
     if form == "int8":
         for shard in shards:
             shard.model.layers[0].self_attn.o_proj = shard.model.layers[0].self_attn.o_proj.layer
-        with pytest.raises(UnsupportedModel, match="differ from those of an undivided run"):
-            checked(checkpoint, groups, shards, dtype=dtype)
+        for message in outcomes(checkpoint, groups, shards, dtype):
+            assert "differ from those of an undivided run" in message
 
 
 @needs_native

@@ -55,8 +55,9 @@ def test_the_heap_is_tidied_when_it_has_grown_by_more_than_4_mib() -> None:
     process = Process()
     assert process.update() == []
     process.size = 14 * MIB
-    assert process.update() == []
+    assert process.update() == [] and not process.base.measure_untidy()
     process.size += 1
+    assert process.base.measure_untidy() and process.base.num_bytes == 14 * MIB, "only an update counts"
     process.freed = MIB
     assert process.update() == ["tidy"]
     assert process.base.num_bytes == 13 * MIB + 1
@@ -80,24 +81,6 @@ def test_what_tidying_left_is_where_growth_starts() -> None:
     assert process.update(after=1.0) == ["tidy"], "the least since then counts"
 
 
-def test_without_a_heap_to_tidy_nothing_is() -> None:
-    process = Process(tidies=False)
-    process.update()
-    process.size = 100 * MIB
-    assert process.update() == [] and not process.base.measure_untidy()
-
-
-def test_untidy_is_what_the_next_update_tidies() -> None:
-    process = Process()
-    process.update()
-    assert not process.base.measure_untidy()
-    process.size = 15 * MIB
-    assert process.base.measure_untidy()
-    assert process.base.num_bytes == PLANNED, "only an update counts"
-    process.update()
-    assert not process.base.measure_untidy()
-
-
 def test_caches_are_emptied_at_most_every_two_seconds_above_room_and_plan() -> None:
     process = Process(tidies=False)
     assert process.update(room_bytes=0) == [], "no more than was planned"
@@ -108,16 +91,8 @@ def test_caches_are_emptied_at_most_every_two_seconds_above_room_and_plan() -> N
     assert process.base.num_bytes == 12 * MIB
     assert process.update(room_bytes=0, after=1.9) == []
     assert process.update(room_bytes=0, after=0.2) == ["trim"]
-
-
-def test_an_order_to_trim_is_counted_by_the_next_update() -> None:
-    process = Process()
-    process.size, process.freed = 13 * MIB, MIB
-    process.update()
-    process.base.trim()
-    assert process.base.num_bytes == 13 * MIB
-    process.update()
-    assert process.base.num_bytes == 12 * MIB
+    process.size = 100 * MIB
+    assert process.update() == [] and not process.base.measure_untidy(), "there is no heap to tidy"
 
 
 def test_what_cannot_be_measured_stays_as_it_was_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

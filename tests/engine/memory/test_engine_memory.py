@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 from device_users import BLOCK_SIZE, alone, core_over
-from fakes import VOCAB, continuation
+from extent_core import SteppedEngine
+from fakes import continuation
 from scripted_lease import ScriptedLease
 
 from pagetide.allocator.host_arena import HostArena
 from pagetide.allocator.leased_arena import LeasedArena
 from pagetide.engine.memory.engine_memory import EngineMemory
-from pagetide.engine.memory.step_timer import SLICE_BYTES
-from pagetide.scheduler.outcome import Finished
-from pagetide.scheduler.request import Request, Sampling
+from pagetide.engine.memory.pool_use import SchedulerPoolUse
+from pagetide.scheduler.request import Sampling
 
 MIB = 1 << 20
 TOKEN_BYTES = 4096
 PER = 4  # blocks of an extent
 EXTENT = PER * BLOCK_SIZE * TOKEN_BYTES  # 256 KiB
 BASE = 10 * MIB
-EXTENTS = 16
+EXTENTS, MINIMUM = 16, 2
+IDLE_S = 5.0
 
 
 def total(extents: int) -> int:
@@ -34,38 +33,21 @@ def total(extents: int) -> int:
     return BASE + extents * EXTENT
 
 
-@dataclass
-class Engine:
+class Engine(SteppedEngine):
     """A core with its memory. `granted` counts extents; None is an engine without a lease."""
 
-    granted: int | None = EXTENTS
-    minimum: int = 2
-    mapped: int = 2
-    idle_s: float = 5.0
-    extents: int = EXTENTS
-    now: float = 100.0
-    base: int = BASE
-    trims: int = 0
-    refuses: bool = False
-    overlaps: bool = False
-    tidied: int = 0
-    finished: dict[str, Finished] = field(default_factory=dict)
-    requests: dict[str, Request] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.host = HostArena(self.extents, EXTENT, budget=lambda: 0 if self.refuses else 1 << 40)
-        self.lease: Any = (
-            None if self.granted is None else ScriptedLease(total(self.granted), total(self.minimum), BASE)
-        )
-        arena: Any = self.host
-        if self.lease is not None:
-            arena = LeasedArena(self.host, self.lease)
-        arena.map(range(self.mapped))
-        self.core = core_over(arena, blocks_per_extent=PER, max_seqs=8, forecast=False, overlaps=self.overlaps)
+    def __init__(self, granted: int | None = EXTENTS, mapped: int = MINIMUM, *, overlaps: bool = False) -> None:
+        super().__init__()
+        self.base, self.trims, self.tidied, self.refuses = BASE, 0, 0, False
+        self.host = HostArena(EXTENTS, EXTENT, budget=lambda: 0 if self.refuses else 1 << 40)
+        self.lease: Any = None if granted is None else ScriptedLease(total(granted), total(MINIMUM), BASE)
+        self.arena: Any = self.host if self.lease is None else LeasedArena(self.host, self.lease)
+        self.arena.map(range(mapped))
+        self.core = core_over(self.arena, blocks_per_extent=PER, max_seqs=8, forecast=False, overlaps=overlaps)
         self.core.memory = self.memory = EngineMemory(
-            lambda: self.core.scheduler, arena, min_extents=self.minimum, base_bytes=lambda: self.base, reserve_bytes=0,
+            lambda: self.core.scheduler, self.arena, min_extents=MINIMUM, base_bytes=lambda: self.base, reserve_bytes=0,
             weights_bytes=4 * MIB, trim=self._trim, tidy=self._tidy, lease=self.lease,
-            idle_s=self.idle_s, clock=lambda: self.now,
+            idle_s=IDLE_S, clock=lambda: self.now,
         )  # fmt: skip
 
     def _trim(self) -> None:
@@ -75,28 +57,17 @@ class Engine:
         self.tidied += 1
 
     @property
+    def pool(self) -> SchedulerPoolUse:
+        """The pool in extents, as the memory sees it."""
+        return SchedulerPoolUse(lambda: self.core.scheduler, MINIMUM)
+
+    @property
     def size(self) -> int:
         return self.host.mapped_bytes // EXTENT
 
-    def add(self, name: str, length: int, new: int = 8) -> None:
-        prompt = np.random.default_rng(len(self.requests)).integers(0, VOCAB, length).astype(np.int32)
-        self.requests[name] = Request(name, prompt, Sampling(new), 0, float(len(self.requests)))
-        self.core.add(self.requests[name])
-
-    def step(self, seconds: float = 0.02) -> None:
-        self.now += seconds
-        emissions = self.core.step()
-        self.core.scheduler.check_invariants()
-        assert set(self.core.scheduler.cache.pool.mapped_extents.tolist()) == self.host.mapped_extents
+    def settle(self) -> None:
         if self.lease is not None:
             assert self.lease.held_bytes >= self.base + self.host.mapped_bytes
-        self.finished |= {end.request_id: end for end in emissions.finished}
-
-    def steps(self, most: int, until: Callable[[], object] = lambda: False) -> None:
-        for _ in range(most):
-            if until():
-                return
-            self.step()
 
     def keep(self, seconds: float = 0.05, most: int = 50) -> int:
         """As the thread that keeps memory does: steps for its sake alone. Returns how many it made."""
@@ -106,17 +77,8 @@ class Engine:
                 return made
             while self.core.is_ahead:
                 self.core.catch_up()
-            self.step(0.02)
+            self.step()
         raise AssertionError("memory is due without end")
-
-    def run(self) -> None:
-        self.steps(2000, lambda: not self.core.scheduler.has_work)
-        for name, request in self.requests.items():
-            assert self.finished[name].reason == "length", self.finished[name]
-            assert self.finished[name].token_ids.tolist() == continuation(request.prompt_token_ids, request.sampling)
-
-
-# ---- growth -------------------------------------------------------------------------------------
 
 
 def test_it_grows_by_need_within_what_is_granted() -> None:
@@ -143,20 +105,12 @@ def test_beyond_the_grant_it_asks_again_and_again_and_grows_when_granted() -> No
     engine.run()
 
 
-def test_without_need_nothing_is_asked_and_nothing_moves() -> None:
-    engine = Engine()
-    engine.add("a", 20, new=3)
-    engine.run()
-    assert (engine.size, engine.lease.asked, engine.lease.answered) == (2, [], [])
-    assert engine.memory.stats.grown_bytes == engine.memory.stats.given_back_bytes == 0
-
-
-def test_without_a_lease_it_breathes_between_its_own_bounds() -> None:
+def test_without_a_lease_the_pool_resizes_between_its_own_bounds() -> None:
     engine = Engine(granted=None)
     engine.add("a", 700)
     engine.run()
     assert engine.size >= 11
-    engine.keep(engine.idle_s + 1)
+    engine.keep(IDLE_S + 1)
     assert engine.size == 2
     assert engine.memory.to_dict()["lease"] is None
 
@@ -172,51 +126,18 @@ def test_a_device_that_says_no_costs_time_and_no_request() -> None:
     engine.run()
 
 
-# ---- idle ---------------------------------------------------------------------------------------
-
-
 def test_what_nobody_needs_goes_back_after_a_while_and_the_broker_hears_of_it() -> None:
     engine = Engine()
     engine.add("a", 700)
     engine.run()
     grown = engine.size
-    assert engine.keep(engine.idle_s - 1) == 0 and engine.size == grown
+    assert engine.keep(IDLE_S - 1) == 0 and engine.size == grown
     assert engine.keep(2) > 0
-    assert engine.size == engine.minimum
-    assert engine.lease.granted_bytes == total(engine.minimum) and engine.lease.answered[-1] == total(engine.minimum)
+    assert engine.size == MINIMUM
+    assert engine.lease.granted_bytes == total(MINIMUM) and engine.lease.answered[-1] == total(MINIMUM)
     assert engine.keep(100) == 0, "then there is rest"
     engine.add("b", 200)
     engine.lease.grant(total(EXTENTS))
-    engine.run()
-
-
-def test_an_engine_of_little_work_keeps_what_it_works_with() -> None:
-    engine = Engine(idle_s=1.0)
-    engine.add("a", 700)
-    engine.run()
-    engine.add("b", 60, new=200)  # 17 blocks in the end
-    for _ in range(100):
-        engine.step(0.1)
-    assert engine.minimum < engine.size <= 8
-    engine.run()
-
-
-# ---- what the broker is told, and when -----------------------------------------------------------
-
-
-def test_a_rising_demand_is_told_at_once_and_a_grant_used_at_once() -> None:
-    engine = Engine(granted=2)
-    engine.add("a", 300)
-    engine.step(0.021)
-    (first,) = engine.lease.asked
-    engine.step(0.021)
-    assert engine.lease.asked == [first], "the same is not said again so soon"
-    engine.add("b", 300)
-    engine.step(0.021)
-    assert len(engine.lease.asked) == 2 and engine.lease.asked[1] > first
-    engine.lease.grant(engine.lease.asked[1])
-    engine.step(0.001)
-    assert engine.size > 2
     engine.run()
 
 
@@ -226,27 +147,15 @@ def test_what_lies_idle_is_told_as_soon_as_it_does_and_the_ask_is_taken_back() -
     engine.steps(4)
     engine.lease.grant(engine.lease.asked[-1])
     engine.run()
-    assert engine.size > engine.minimum
+    assert engine.size > MINIMUM
     held, free = engine.lease.reports[-1]
-    assert (held["kv"], free) == (engine.size * EXTENT, (engine.size - engine.minimum) * EXTENT)
+    assert (held["kv"], free) == (engine.size * EXTENT, (engine.size - MINIMUM) * EXTENT)
     assert engine.lease.asked[-1] == engine.lease.held_bytes
 
 
-def test_what_requests_are_going_to_need_is_not_called_free() -> None:
-    engine = Engine(mapped=EXTENTS)
-    engine.add("a", 20, new=300)
-    engine.steps(30)
-    needed = -(-(engine.core.scheduler.pool.running_blocks() + 1) // PER)
-    assert engine.lease.reports[-1][1] <= (EXTENTS - needed) * EXTENT
-    engine.run()
-
-
-# ---- recalls ------------------------------------------------------------------------------------
-
-
-def grown(**options: Any) -> Engine:
+def grown() -> Engine:
     """An engine with a large pool, idle."""
-    engine = Engine(**options)
+    engine = Engine()
     engine.add("warm", 900)
     engine.run()
     assert engine.size >= 14
@@ -279,31 +188,15 @@ def test_a_recall_that_trimming_alone_satisfies_takes_no_extent(monkeypatch: pyt
 def test_once_loaded_no_more_is_promised_than_is_needed() -> None:
     """What is registered before the weights are read covers what loading may take; a pool within that could not be recalled."""
     engine = Engine(mapped=4)
-    least = total(engine.minimum)
-    engine.lease.min_bytes += 5 * EXTENT
-    EngineMemory(
-        lambda: engine.core.scheduler, engine.host, min_extents=engine.minimum, base_bytes=lambda: BASE - 10,
-        reserve_bytes=10, weights_bytes=0, trim=engine._trim, lease=engine.lease, idle_s=1.0,
-    )  # fmt: skip
-    assert engine.lease.min_bytes == least
-    engine.lease.min_bytes = least - EXTENT
-    EngineMemory(
-        lambda: engine.core.scheduler, engine.host, min_extents=engine.minimum, base_bytes=lambda: BASE,
-        reserve_bytes=0, weights_bytes=0, trim=engine._trim, lease=engine.lease, idle_s=1.0,
-    )  # fmt: skip
-    assert engine.lease.min_bytes == least - EXTENT, "a promise is never raised"
-
-
-def test_after_a_recall_was_withdrawn_the_pool_grows_again() -> None:
-    engine = grown()
-    engine.base = BASE + 6 * EXTENT  # beside which the target cannot be met
-    engine.lease.recall_to(total(3))
-    engine.keep()
-    assert engine.size == 1 and engine.lease.recall is not None, "all that can go went"
-    engine.lease.withdraw()
-    engine.add("b", 300)
-    engine.run()
-    assert engine.size > 5
+    least = total(MINIMUM)
+    # A promise is never raised.
+    for promised, base, promises in ((least + 5 * EXTENT, BASE - 10, least), (least - EXTENT, BASE, least - EXTENT)):
+        engine.lease.min_bytes = promised
+        EngineMemory(
+            lambda: engine.core.scheduler, engine.host, min_extents=MINIMUM, base_bytes=lambda base=base: base,
+            reserve_bytes=BASE - base, weights_bytes=0, trim=engine._trim, lease=engine.lease, idle_s=1.0,
+        )  # fmt: skip
+        assert engine.lease.min_bytes == promises
 
 
 def test_a_recall_that_is_met_already_is_answered_without_a_step() -> None:
@@ -327,24 +220,11 @@ def test_a_recall_calls_off_what_was_to_be_mapped() -> None:
     assert engine.lease.granted_bytes == total(3)
 
 
-def test_under_decode_a_recall_is_served_in_slices_and_changes_no_token() -> None:
-    engine = Engine(extents=16)
-    assert SLICE_BYTES // EXTENT >= EXTENTS, "else the pool is too large for one slice"
-    assert engine.memory.to_dict()["map_slice_bytes"] == SLICE_BYTES
-    for i in range(4):
-        engine.add(f"r{i}", 150, new=40)
-    engine.steps(8, lambda: engine.core.scheduler.num_running == 4)
-    engine.lease.recall_to(total(5))
-    engine.steps(5, lambda: engine.lease.recall is None)
-    assert engine.size == 5 and engine.lease.granted_bytes == total(5)
-    assert engine.core.scheduler.stats.preemptions > 0, "its minimum is all that is promised"
-    engine.run()
-
-
 def test_a_slice_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagetide.engine.memory.step_timer.SLICE_BYTES", 2 * EXTENT)
     monkeypatch.setattr("pagetide.engine.memory.engine_memory.UNMAP_SLICE_BYTES", 2 * EXTENT)
     engine = Engine(mapped=EXTENTS)
+    assert engine.memory.to_dict()["map_slice_bytes"] == 2 * EXTENT
     engine.add("a", 100, new=60)
     engine.steps(2)
     sizes = [engine.size]
@@ -369,61 +249,6 @@ def test_a_step_that_is_under_way_for_nobody_makes_no_recall_slow(overlaps: bool
     assert engine.lease.answered
     engine.lease.grant(total(EXTENTS))
     engine.run()
-
-
-def test_nothing_is_mapped_while_a_recall_is_served() -> None:
-    engine = Engine(granted=EXTENTS)
-    engine.add("a", 200, new=30)
-    engine.steps(3)
-    size = engine.size
-    engine.lease.recall_to(total(size - 1))
-    engine.add("b", 500, new=5)
-    sizes = []
-    for _ in range(20):
-        engine.step()
-        sizes.append(engine.size)
-    assert max(sizes) <= size - 1
-    assert engine.lease.asked, "what waits asks"
-    engine.lease.grant(engine.lease.asked[-1])
-    engine.run()
-
-
-def test_recalls_add_up() -> None:
-    engine = grown()
-    engine.lease.recall_to(total(9))
-    engine.lease.recall_to(total(4))
-    engine.keep()
-    assert engine.size == 4 and engine.lease.recall is None
-    assert engine.memory.stats.recalls == 2
-
-
-def test_what_cannot_go_at_once_goes_when_the_device_lets_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = grown()
-    stuck = [True]
-    monkeypatch.setattr(engine.core.runner, "_move_memory", half_way(engine.core.runner, stuck))
-    engine.lease.recall_to(total(4))
-    for _ in range(3):
-        assert engine.memory.due
-        engine.step()
-    assert engine.lease.recall is not None and engine.lease.answered == []
-    stuck[0] = False
-    engine.keep()
-    assert engine.size == 4 and engine.lease.recall is None
-
-
-def half_way(runner: Any, stuck: list[bool]) -> Callable[[Any], dict[str, Any]]:
-    """A device that unmaps nothing while it is stuck."""
-    move = type(runner)._move_memory
-
-    def moved(plan: Any) -> dict[str, Any]:
-        if not stuck[0]:
-            return move(runner, plan)
-        return {"unmapped": np.empty(0, np.int64), "refused": "it is busy" if plan.resize else None}
-
-    return moved
-
-
-# ---- limits -------------------------------------------------------------------------------------
 
 
 def test_a_limit_below_what_is_used_takes_nothing_from_anybody_and_comes_true_as_requests_end() -> None:
@@ -451,7 +276,7 @@ def test_a_limit_that_is_raised_lets_it_grow_again() -> None:
     engine = grown()
     engine.lease.limit(total(4))
     engine.keep()
-    assert engine.size == 4
+    assert engine.size == 4 and engine.lease.granted_bytes == total(4)
     engine.add("a", 500)  # 32 blocks: 8 extents
     engine.steps(20)
     assert engine.core.scheduler.starving and engine.size == 4
@@ -459,54 +284,6 @@ def test_a_limit_that_is_raised_lets_it_grow_again() -> None:
     engine.lease.grant(total(EXTENTS))
     engine.run()
     assert engine.core.scheduler.pool.limit_blocks == engine.core.scheduler.cache.pool.capacity
-
-
-def test_an_idle_limit_is_applied_without_requests() -> None:
-    engine = grown()
-    engine.lease.limit(total(3))
-    assert engine.keep() >= 1
-    assert engine.size == 3 and engine.lease.granted_bytes == total(3)
-
-
-# ---- the rest of the process --------------------------------------------------------------------
-
-
-def test_bytes_are_told_by_class_and_what_is_free() -> None:
-    engine = grown()
-    engine.step(1.0)
-    held, free = engine.lease.reports[-1]
-    assert held == {"weights": 4 * MIB, "other": BASE - 4 * MIB, "kv": engine.host.mapped_bytes}
-    assert free == (engine.size - engine.minimum) * EXTENT
-
-
-def test_a_process_that_grows_beside_its_pool_asks_and_maps_less() -> None:
-    engine = Engine(granted=8)
-    engine.base = BASE + 3 * EXTENT
-    engine.step(1.0)
-    assert engine.lease.held_bytes == total(5)
-    engine.add("a", 700)
-    engine.steps(20)
-    assert engine.size == 5, "three of the eight are the process'"
-    engine.lease.grant(engine.lease.asked[-1])
-    engine.run()
-
-
-def test_a_process_that_outgrows_its_grant_gives_idle_extents_back() -> None:
-    engine = grown()
-    engine.lease.granted_bytes = total(engine.size)
-    engine.base = BASE + 4 * EXTENT
-    before = engine.size
-    engine.step(1.0)
-    assert engine.lease.asked == [total(before + 4)]
-    engine.keep(1.0)
-    assert engine.size == before - 4 and engine.lease.held_bytes <= engine.lease.granted_bytes
-    engine.base = BASE + 100 * EXTENT
-    engine.step(1.0)
-    engine.keep(1.0)
-    assert engine.size == engine.minimum, "its minimum stays"
-
-
-# ---- the broker goes and comes ------------------------------------------------------------------
 
 
 def test_without_a_broker_it_keeps_what_it_has_and_grows_no_further(caplog: pytest.LogCaptureFixture) -> None:
@@ -525,15 +302,7 @@ def test_without_a_broker_it_keeps_what_it_has_and_grows_no_further(caplog: pyte
     assert engine.memory.stats.lost_brokers == 1
     said = [record.getMessage() for record in caplog.records]
     assert any("the broker is gone (it was killed)" in line for line in said)
-    assert any("a broker is back" in line for line in said)
-
-
-def test_a_recall_of_a_broker_that_died_is_forgotten() -> None:
-    engine = grown()
-    size = engine.size
-    engine.lease.recall_to(total(4))
-    engine.lease.lose()
-    assert engine.keep() == 0 and engine.size == size
+    assert any("reconnected to a broker" in line for line in said)
 
 
 def test_what_the_broker_refuses_is_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -542,15 +311,6 @@ def test_what_the_broker_refuses_is_said(caplog: pytest.LogCaptureFixture) -> No
     with caplog.at_level(logging.INFO, "pagetide.engine.memory"):
         engine.step()
     assert "an answer crossed a grant" in caplog.text
-
-
-def test_a_recall_is_said_in_bytes(caplog: pytest.LogCaptureFixture) -> None:
-    engine = grown()
-    with caplog.at_level(logging.INFO, "pagetide.engine.memory"):
-        engine.lease.recall_to(total(4))
-        engine.keep()
-    assert "scripted: recalled to 11.00 MiB; " in caplog.text
-    assert engine.memory.to_dict()["recalled_bytes"] > 0
 
 
 def test_waiting_takes_in_what_comes() -> None:
@@ -566,9 +326,6 @@ def test_waiting_takes_in_what_comes() -> None:
 def test_the_engines_of_the_stress_test_know_what_is_right() -> None:
     prompt = np.arange(100, dtype=np.int32)
     assert alone(prompt, 50) == continuation(prompt, Sampling(50))
-
-
-# ---- the order of a step ------------------------------------------------------------------------
 
 
 def test_an_interrupt_behind_a_step_keeps_what_the_step_gave(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -593,24 +350,6 @@ def test_an_interrupt_behind_a_step_keeps_what_the_step_gave(monkeypatch: pytest
     engine.run()
 
 
-def test_holes_of_the_heap_are_given_back_now_and_then() -> None:
-    engine = Engine(granted=None)
-    engine.add("a", 10, new=1000)
-
-    def tidied(base: int, seconds: float) -> int:
-        before, engine.base = engine.tidied, base
-        engine.steps(int(seconds / 0.02))
-        return engine.tidied - before
-
-    assert tidied(BASE + 3 * MIB, 5.0) == 0
-    assert tidied(BASE + 5 * MIB, 0.6) == 1
-    assert tidied(BASE + 8 * MIB, 5.0) == 0, "what was left is where it starts from"
-    assert tidied(BASE + 10 * MIB, 0.6) == 1
-    assert tidied(BASE, 1.0) == 0
-    assert tidied(BASE + 5 * MIB, 3.0) == 1, "the least since then counts"
-    assert engine.trims == 0
-
-
 def test_what_the_last_step_left_in_the_heap_is_given_back_at_once() -> None:
     engine = Engine(granted=None)
     for grown in (5 * MIB, 10 * MIB):  # within half a second
@@ -624,9 +363,6 @@ def test_what_the_last_step_left_in_the_heap_is_given_back_at_once() -> None:
     assert engine.tidied == 2
 
 
-# ---- a step that could not be computed ----------------------------------------------------------
-
-
 def test_after_a_step_without_memory_what_nobody_needs_goes_back_and_nothing_grows_for_a_while() -> None:
     engine = Engine(granted=EXTENTS)
     engine.add("a", 300)
@@ -638,26 +374,13 @@ def test_after_a_step_without_memory_what_nobody_needs_goes_back_and_nothing_gro
     engine.memory.relieve()
     assert engine.memory.wants_turn
     engine.step()
-    assert engine.minimum <= engine.size < most, "what the request needs stays"
+    assert MINIMUM <= engine.size < most, "what the request needs stays"
     least = engine.size
     engine.add("c", 300)
     engine.steps(20)
     assert engine.size == least, "nothing is mapped for half a second"
     engine.run()
     assert engine.size > least
-
-
-def test_an_ask_is_taken_back_when_less_is_needed() -> None:
-    engine = Engine(granted=4)
-    engine.add("a", 200, new=60)  # 13 to 17 blocks: 5 extents
-    engine.add("b", 300)
-    engine.steps(3)
-    assert engine.lease.asked[-1] > total(4)
-    engine.core.abort("b")
-    engine.core.abort("a")
-    engine.add("c", 30, new=40)
-    engine.steps(5)
-    assert engine.lease.asked[-1] == engine.lease.held_bytes, "nobody waits for more than there is"
 
 
 def test_what_nobody_is_forecast_to_need_is_free_and_its_recall_preempts_nobody() -> None:
@@ -676,3 +399,32 @@ def test_what_nobody_is_forecast_to_need_is_free_and_its_recall_preempts_nobody(
     engine.steps(10)
     assert (engine.size, scheduler.stats.preemptions, scheduler.num_running) == (needed, 0, 2)
     assert engine.lease.answered
+
+
+def test_without_requests_all_but_the_minimum_is_free() -> None:
+    pool = Engine(mapped=6).pool
+    assert (pool.num_extents, pool.has_requests, pool.has_running, pool.is_short) == (6, False, False, False)
+    assert (pool.idle_extents, pool.running_extents, pool.wanted_extents, pool.free_extents) == (5, 1, 0, 4)
+
+
+def test_a_request_that_waits_makes_blocks_short_and_is_counted_with_the_null_block() -> None:
+    engine = Engine(mapped=6)
+    scheduler, pool = engine.core.scheduler, engine.pool
+    engine.add("a", 8 * BLOCK_SIZE)
+    assert (pool.has_requests, pool.has_running, pool.is_short) == (True, False, True)
+    blocks = scheduler.pool.wanted_blocks()
+    assert blocks >= 8
+    assert pool.wanted_extents == -(-(blocks + 1) // PER) >= 3
+    assert pool.free_extents == 6 - pool.wanted_extents
+    scheduler.schedule()
+    assert (pool.has_running, pool.is_short) == (True, False)
+    assert pool.running_extents == -(-(scheduler.pool.running_blocks() + 1) // PER)
+
+
+def test_what_grows_counts_at_once_and_free_extents_are_never_negative() -> None:
+    engine = Engine(mapped=2)
+    pool = engine.pool
+    engine.add("a", 30 * BLOCK_SIZE)
+    assert pool.free_extents == 0
+    engine.core.scheduler.pool.grow(3)
+    assert pool.num_extents == 5

@@ -21,10 +21,10 @@ BASE, WEIGHTS, EXTENT = 10 * MIB, 4 * MIB, MIB
 class Rig:
     """A reporter over numbers that the test sets."""
 
-    def __init__(self, granted: int = 20 * MIB, shared: bool = True) -> None:
+    def __init__(self, granted: int = 20 * MIB) -> None:
         self.now, self.process, self.trims = 100.0, BASE, 0
         self.stats = MemoryStats()
-        self.lease: Any = ScriptedLease(granted, 12 * MIB, BASE) if shared else None
+        self.lease: Any = ScriptedLease(granted, 12 * MIB, BASE)
         self.arena: Any = SimpleNamespace(held=HeldBounds(5 * MIB, 5 * MIB), extent_bytes=EXTENT)
         self.pool: Any = SimpleNamespace(free_extents=2)
         counters = SimpleNamespace(preemptions=3, moved_blocks=7)
@@ -35,10 +35,8 @@ class Rig:
             weights_bytes=WEIGHTS, stats=self.stats, clock=lambda: self.now,
         )  # fmt: skip
         self.reporter.measure_and_report(self.now)
-        if shared:
-            self.lease.reports.clear()
-            self.after_step(0.0)  # which measures
-            self.lease.reports.clear()
+        self.after_step(0.0)  # which measures
+        self.lease.reports.clear()
 
     def trim(self) -> None:
         self.trims += 1
@@ -56,9 +54,6 @@ class Rig:
 
 def report(kv: int = 5, other: int = 6, free: int = 2) -> tuple[dict[str, int], int]:
     return {"weights": WEIGHTS, "other": other * MIB, "kv": kv * MIB}, free * EXTENT
-
-
-# ---- reports ------------------------------------------------------------------------------------
 
 
 def test_a_resize_and_half_a_second_are_measured() -> None:
@@ -101,18 +96,6 @@ def test_a_process_beyond_its_grant_empties_caches_and_asks() -> None:
     rig.process = BASE + 2 * MIB
     assert rig.after_step(0.0, resized=True) == [report(other=8)]
     assert (rig.trims, rig.lease.asked) == (1, [17 * MIB])
-
-
-def test_without_a_lease_the_process_is_measured_only() -> None:
-    rig = Rig(shared=False)
-    rig.process = BASE + MIB
-    rig.reporter.after_step(rig.now, rig.arena.held, resized=True)
-    rig.reporter.answer(idle=True)
-    assert rig.reporter.base.num_bytes == BASE + MIB
-    assert rig.reporter.snapshot() is None and rig.reporter.lease_to_dict() is None
-
-
-# ---- answers ------------------------------------------------------------------------------------
 
 
 def test_a_recall_is_answered_once_no_more_is_held(caplog: pytest.LogCaptureFixture) -> None:
@@ -162,18 +145,6 @@ def test_a_limit_returns_what_is_granted_above_it_and_not_held() -> None:
     assert len(rig.lease.answered) == 2
     rig.reporter.answer(idle=True)
     assert rig.lease.answered[2:] == [10 * MIB] and rig.lease.granted_bytes == 12 * MIB, "the minimum stays granted"
-
-
-def test_an_idle_engine_returns_what_it_does_not_hold() -> None:
-    rig = Rig()
-    rig.reporter.answer(idle=False)
-    assert rig.lease.answered == []
-    rig.reporter.answer(idle=True)
-    rig.reporter.answer(idle=True)
-    assert rig.lease.answered == [15 * MIB]
-
-
-# ---- the lease as decisions see it --------------------------------------------------------------
 
 
 def test_the_snapshot_has_the_time_of_the_last_grant() -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
     Gemma3ForCausalLM,
@@ -27,7 +26,7 @@ from pagetide.cache.geometry import Geometry, LayerShape
 from pagetide.engine.config import EngineConfig
 from pagetide.engine.errors import ConfigError, NotEnoughMemory, UnsupportedModel
 from pagetide.engine.loading.division import Division
-from pagetide.engine.loading.loader import Checkpoint, load_model
+from pagetide.engine.loading.loader import Checkpoint
 from pagetide.engine.loading.models import ModelSpec
 from pagetide.engine.memory.planning import (
     CUDA_WORKSPACE_BYTES,
@@ -43,15 +42,8 @@ from pagetide.engine.memory.planning import (
 from pagetide.monitor.units import GIB, MIB, format_bytes
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+pytestmark = pytest.mark.usefixtures("no_network")
 KV_BYTES = 2 * 2 * 2 * 8 * 4  # layers, K and V, heads, head_dim, float32: of one token
-
-
-@pytest.fixture(autouse=True)
-def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError("something wanted the network")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +83,8 @@ def test_numbers_of_a_known_model(checkpoint: Checkpoint) -> None:
     assert f"{KV_BYTES:,} bytes in float32" in made.describe()
 
 
-@pytest.mark.parametrize(("size", "kv_heads"), [(2, 1), (4, 1)])
-def test_the_plan_of_a_shard(checkpoint: Checkpoint, size: int, kv_heads: int) -> None:
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_plan_of_a_shard(checkpoint: Checkpoint, size: int) -> None:
     config = EngineConfig.resolve(checkpoint.spec, max_seqs=4, max_step_tokens=8)
     whole = model_geometry(config, checkpoint, CPU, torch.float32)
     division = Division.of(checkpoint, size, whole.layers)
@@ -101,11 +93,10 @@ def test_the_plan_of_a_shard(checkpoint: Checkpoint, size: int, kv_heads: int) -
         config, checkpoint, CPU, torch.float32, free=lambda _: GIB, total=lambda _: 2 * GIB, division=division
     )
     norms = 4 * (32 + 2 * 2 * 32)
-    attention = 2 * (2 * 32 * 32 // size + 2 * 8 * kv_heads * 32)
+    attention = 2 * (2 * 32 * 32 // size + 2 * 8 * 32)  # one head of K and V
     assert division.replicated_bytes(torch.float32) == norms
-    assert made.weights_bytes == norms + 4 * (
-        2 * 64 // size * 32 + attention + 2 * 3 * 32 * (48 // size if size < 4 else 16)
-    )
+    mlps = 2 * 3 * 32 * (48 // size if size < 4 else 16)
+    assert made.weights_bytes == norms + 4 * (2 * 64 // size * 32 + attention + mlps)
     # One of two heads: blocks of half the size, two of them in an extent.
     assert (made.kv_bytes_per_token, made.num_blocks) == (KV_BYTES // 2, 34)
     assert made.loading_bytes <= plan(checkpoint, max_seqs=4, max_step_tokens=8).loading_bytes
@@ -194,15 +185,6 @@ def test_context_counts_and_does_not_change_the_pool(checkpoint: Checkpoint) -> 
             plan(checkpoint, context=tokens)
 
 
-def test_plan_and_start_agree(checkpoint: Checkpoint) -> None:
-    """What a start finds when it measures for itself is within 5 % of the plan."""
-    made = plan(checkpoint, kv_memory="1MiB")
-    model = load_model(checkpoint, CPU, torch.float32)
-    assert made.weights_bytes == sum(p.numel() * p.element_size() for p in model.parameters())
-    assert made.kv_bytes == pytest.approx(MIB, rel=0.05)
-    assert made.num_blocks == made.geometry.blocks_for_bytes(made.kv_bytes)
-
-
 def test_explicit_pool(checkpoint: Checkpoint) -> None:
     made = plan(checkpoint, kv_memory=40 * 16 * KV_BYTES)
     assert (made.num_blocks, made.kv_bytes) == (40, 40 * 16 * KV_BYTES)
@@ -261,24 +243,22 @@ def test_a_cache_that_cannot_be_told(checkpoint: Checkpoint) -> None:
         plan(replace(checkpoint, config=MambaConfig(num_hidden_layers=1)))
 
 
-def test_of_layers_that_differ_the_largest_counts() -> None:
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 100, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000,
+}  # fmt: skip
+
+
+def test_the_reserve_counts_the_largest_of_layers_that_differ_experts_and_workspaces() -> None:
     """The whole configuration refuses to tell what differs by layer."""
-    sizes = {"hidden_size": 64, "intermediate_size": 100, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = Gemma4TextConfig(
-        **sizes, vocab_size=1000, head_dim=16, global_head_dim=32, num_hidden_layers=2, sliding_window=8,
+        **SIZES, head_dim=16, global_head_dim=32, num_hidden_layers=2, sliding_window=8,
         layer_types=["sliding_attention", "full_attention"],
     )  # fmt: skip
     with pytest.raises(RuntimeError, match="per-layer attribute"):
         _ = config.head_dim
     expected = 10 * (4 * 64 + 3 * 100 + 2 * 32 * (4 + 4)) * 2 + 3 * 1000 * 10
     assert working_reserve_bytes(config, 10, 3, torch.bfloat16, CPU) == expected
-
-
-def test_reserve_counts_experts_and_workspaces() -> None:
-    config = MixtralConfig(
-        hidden_size=64, intermediate_size=100, num_attention_heads=4, num_key_value_heads=2, vocab_size=1000,
-        num_experts_per_tok=2,
-    )  # fmt: skip
+    config = MixtralConfig(**SIZES, num_experts_per_tok=2)
     expected = 10 * (4 * 64 + 3 * 200 + 2 * 16 * (4 + 4)) * 2 + 3 * 1000 * 10
     assert working_reserve_bytes(config, 10, 3, torch.bfloat16, CPU) == expected
     assert working_reserve_bytes(config, 10, 3, torch.bfloat16, GPU) == expected + CUDA_WORKSPACE_BYTES
@@ -307,23 +287,15 @@ def test_automatic_pool(
     assert auto_kv_bytes(LLAMA_8B, device, free, reserve, max_seqs, max_model_len) == expected
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     heads=st.integers(1, 16), dim=st.integers(1, 160), layers=st.integers(1, 40),
     block_size=st.sampled_from([1, 16, 24, 256]), gpu=st.booleans(), free=st.integers(0, 1 << 38),
     reserve=st.integers(0, 1 << 34), max_seqs=st.integers(1, 300), max_model_len=st.integers(2, 200_000),
 )  # fmt: skip
 def test_rules_of_the_automatic_pool(
-    heads: int,
-    dim: int,
-    layers: int,
-    block_size: int,
-    gpu: bool,
-    free: int,
-    reserve: int,
-    max_seqs: int,
+    heads: int, dim: int, layers: int, block_size: int, gpu: bool, free: int, reserve: int, max_seqs: int,
     max_model_len: int,
-) -> None:
+) -> None:  # fmt: skip
     device = GPU if gpu else CPU
     geometry = Geometry((LayerShape(heads, dim, dim),) * layers, block_size, "float16", 2 * MIB if gpu else 4096)
     kv_bytes = auto_kv_bytes(geometry, device, free, reserve, max_seqs, max_model_len)
@@ -339,7 +311,6 @@ def test_rules_of_the_automatic_pool(
     assert kv_bytes <= 1.5 * max_seqs * one_sequence + 32 * MIB + fits.extent_bytes
 
 
-@settings(max_examples=60, deadline=None)
 @given(heads=st.integers(1, 16), dim=st.integers(1, 160), layers=st.integers(1, 40), kv_bytes=st.integers(1, 1 << 36))
 def test_pools_round_down_by_little(heads: int, dim: int, layers: int, kv_bytes: int) -> None:
     geometry = Geometry((LayerShape(heads, dim, dim),) * layers, 16, "bfloat16")

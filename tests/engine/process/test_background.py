@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from monitors import wait_until
 
 from pagetide import LLM, SamplingParams
 from pagetide.engine.memory.engine_memory import EngineMemory
@@ -28,7 +29,7 @@ def test_a_turn_that_raises_is_counted_and_the_next_one_comes(error: BaseExcepti
     thread.join(30)
     told = f"{type(error).__name__}: {error}"
     assert thread.to_dict() == {"alive": False, "faults": 2, "last_fault": told}
-    assert next(turns, None) is None and caplog.text.count("the thread a name failed; it goes on") == 2
+    assert next(turns, None) is None and caplog.text.count("the thread a name failed; it continues") == 2
 
 
 def test_the_memory_thread_of_an_engine_survives_its_faults(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,17 +48,9 @@ def test_the_memory_thread_of_an_engine_survives_its_faults(monkeypatch: pytest.
         llm.generate(["the sea"] * 40, SamplingParams(max_new_tokens=64, ignore_eos=True), progress=False)
         grown = llm.stats()["memory"]["grown_bytes"]
         assert grown > 0 and failed.wait(30) and again.wait(30)
-        for _ in range(600):
-            if llm.stats()["memory"]["given_back_bytes"]:
-                break
-            threading.Event().wait(0.05)
-        stats = llm.stats()
-        assert stats["memory"]["given_back_bytes"] > 0, "idle memory stayed"
-        assert stats["threads"]["pagetide-memory"] == {
-            "alive": True,
-            "faults": 1,
-            "last_fault": "RuntimeError: planted",
-        }
+        wait_until(lambda: llm.stats()["memory"]["given_back_bytes"], "idle memory to go")
+        told = {"alive": True, "faults": 1, "last_fault": "RuntimeError: planted"}
+        assert llm.stats()["threads"]["pagetide-memory"] == told
 
 
 def test_the_memory_thread_leaves_steps_to_a_caller_that_makes_some(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,9 +62,7 @@ def test_the_memory_thread_leaves_steps_to_a_caller_that_makes_some(monkeypatch:
         with monkeypatch.context() as patch:
             patch.setattr(EngineMemory, "due", property(lambda self: True))
             patch.setattr(manager, "_advance", lambda engine, ahead=True: steps.append(threading.get_ident()))
-            patch.setattr(
-                "pagetide.engine.requests.manager.STEPPING_S", 3600.0
-            )  # which no machine takes from here to there
+            patch.setattr("pagetide.engine.requests.manager.STEPPING_S", 3600.0)  # no machine takes so long
             for ago_s, made in ((0.0, 0), (1800.0, 0), (7200.0, 1)):
                 manager._stepped_at = manager.open().core.clock() - ago_s
                 assert manager._serve_memory() == KEEPER_BUSY_WAIT_S  # as the thread does, which may do so too

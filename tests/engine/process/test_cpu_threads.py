@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import os
-import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from async_rig import run_threads
 
 from pagetide import native
-from pagetide.engine.process.cpu_threads import (
-    CpuThreads,
-    _reduced,
-    mend_threads_of_a_fork,
-    own_threads,
-    thread_counts,
-    use_own_threads,
-)
+from pagetide.engine.process import cpu_threads
+from pagetide.engine.process.cpu_threads import CpuThreads, own_threads, thread_counts
 
 
 class Machine:
@@ -30,14 +25,14 @@ class Machine:
         monkeypatch.setattr("torch.set_num_threads", lambda count: setattr(self, "threads", count))
         self.threads = most or cores
         self.now = 1_000.0
-        self.everybody_s = self.own_s = 0.0
+        self.used_s = (0.0, 0.0)  # by everybody, by this process
         self.others = self.own = 0.0
-        self.cpu_threads = CpuThreads(lambda: self.now, lambda: (self.everybody_s, self.own_s))
+        self.cpu_threads = CpuThreads(lambda: self.now, lambda: self.used_s)
 
     def goes_on(self, seconds: float) -> None:
         self.now += seconds
-        self.own_s += self.own * seconds
-        self.everybody_s += (self.own + self.others) * seconds
+        everybody_s, own_s = self.used_s
+        self.used_s = everybody_s + (self.own + self.others) * seconds, own_s + self.own * seconds
 
     def steps(self, count: int, seconds: float = 0.25) -> list[int]:
         """What steps of so many seconds use, one after the other."""
@@ -63,22 +58,23 @@ def test_alone_all_are_used_and_one_core_is_left_to_a_neighbour(monkeypatch: pyt
     assert machine.threads == 2
 
 
-@pytest.mark.parametrize("seconds", [0.001, 0.02, 0.4, 3.0, 20.0])
-def test_neighbours_of_short_and_long_steps_are_seen_and_their_end_too(
-    monkeypatch: pytest.MonkeyPatch, seconds: float
-) -> None:
-    machine = Machine(monkeypatch, 2)
-    machine.others, steps = 1.0, 2 + int(0.3 / seconds)
-    assert machine.steps(steps, seconds)[-1] == 1
-    machine.others, steps = 0.0, 5 + int(1.3 / seconds)
-    assert machine.steps(steps, seconds)[-1] == 2
+def test_neighbours_of_short_and_long_steps_are_seen_and_their_end_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seconds in (0.001, 0.02, 0.4, 3.0, 20.0):
+        machine = Machine(monkeypatch, 2)
+        machine.others, steps = 1.0, 2 + int(0.3 / seconds)
+        assert machine.steps(steps, seconds)[-1] == 1, seconds
+        machine.others, steps = 0.0, 5 + int(1.3 / seconds)
+        assert machine.steps(steps, seconds)[-1] == 2, seconds
 
 
-@pytest.mark.parametrize(("others", "expected"), [(0.0, 8), (0.2, 8), (1.0, 4), (4.0, 4), (5.0, 2), (6.5, 1), (8.0, 1)])
-def test_halves_of_eight(monkeypatch: pytest.MonkeyPatch, others: float, expected: int) -> None:
-    machine = Machine(monkeypatch, 8)
-    machine.others = others
-    assert machine.steps(4)[1:] == [expected] * 3
+def test_halves_of_eight(monkeypatch: pytest.MonkeyPatch) -> None:
+    for others, expected in ((0.0, 8), (0.2, 8), (1.0, 4), (4.0, 4), (5.0, 2), (6.5, 1), (8.0, 1)):
+        machine = Machine(monkeypatch, 8)
+        machine.others = others
+        assert machine.steps(4)[1:] == [expected] * 3, others
+    machine = Machine(monkeypatch, 8, most=4)
+    machine.others = 4.0
+    assert machine.steps(3) == [4] * 3, "cores that torch was not to use are there for others"
 
 
 def test_the_numbers_of_threads_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,29 +84,6 @@ def test_the_numbers_of_threads_are_few(monkeypatch: pytest.MonkeyPatch) -> None
     assert [thread_counts(most) for most in (1, 2, 3, 6, 64)] == [(1,), (2, 1), (3, 1), (6, 3, 1), (64, 32, 16, 8)]
     monkeypatch.setenv("OMP_NUM_THREADS", "6")
     assert thread_counts(6) == (6,)
-
-
-def test_cores_that_torch_was_not_to_use_are_there_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(monkeypatch, 8, most=4)
-    machine.others = 4.0
-    assert machine.steps(3) == [4] * 3
-
-
-def test_what_was_measured_long_ago_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(monkeypatch, 2)
-    machine.others = 2.0
-    assert machine.steps(4)[-1] == 1
-    machine.goes_on(60.0)  # in which there was no step
-    machine.others = 0.0
-    assert machine.steps(3) == [2] * 3
-
-
-def test_short_bursts_far_apart_see_who_is_there_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(monkeypatch, 2)
-    for others, expected in ((1.0, 1), (0.0, 2), (2.0, 1)):
-        machine.others = others
-        machine.goes_on(3.0)
-        assert machine.steps(20, 0.01)[-1] == expected
 
 
 def test_cores_that_a_pause_leaves_to_others_count_as_spare(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,19 +104,17 @@ def test_threads_that_begin_during_a_step_of_another_engine_have_all_of_them() -
     found: list[int] = []
 
     def of_an_engine(count: int) -> None:
-        use_own_threads(count)
+        cpu_threads.use_own_threads(count)
         found.append(torch.get_num_threads())
 
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        with _reduced(1, 2):
+        with cpu_threads._reduced(1, 2):
             assert torch.get_num_threads() == 1
-            with _reduced(1, 1):
+            with cpu_threads._reduced(1, 1):
                 assert own_threads() == 2
-            thread = threading.Thread(target=of_an_engine, args=(own_threads(),))
-            thread.start()
-            thread.join()
+            run_threads(partial(of_an_engine, own_threads()))
         assert (found, own_threads(), torch.get_num_threads()) == ([2], 2, 2)
     finally:
         torch.set_num_threads(before)
@@ -159,7 +130,7 @@ def test_torch_has_its_threads_again_after_a_step(monkeypatch: pytest.MonkeyPatc
         raise ZeroDivisionError
     assert machine.threads == 2
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    machine.cpu_threads = CpuThreads(lambda: machine.now, lambda: (machine.everybody_s, machine.own_s))
+    machine.cpu_threads = CpuThreads(lambda: machine.now, lambda: machine.used_s)
     assert machine.steps(4) == [2] * 4, "who set the variable has decided"
 
 
@@ -176,43 +147,32 @@ def test_where_nothing_can_be_read_all_threads_are_used(monkeypatch: pytest.Monk
     assert "cannot be read: planted" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("cpus", "niceness", "expected"),
-    [
-        ({0, 1, 2, 3}, 0, 4.0),
-        ({1}, 0, 1.0),
-        ({8, 9}, 0, 4.0),  # a container shows its CPUs as 0 to 3
-        ({0, 1, 2, 3}, 5, 6.0),
-        ({2}, 5, 1.5),
-    ],
-)
-def test_whose_time_counts(monkeypatch: pytest.MonkeyPatch, cpus: set[int], niceness: int, expected: float) -> None:
+def test_whose_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = CpuThreads()._used()
+    while (after := CpuThreads()._used())[0] == before[0]:
+        torch.zeros(1 << 22).add_(1)
+    assert after[1] > before[1], "the real counters go up"
     times = SimpleNamespace(user=0.5, system=0.25, irq=0.125, softirq=0.125, nice=0.5, idle=9.0, iowait=9.0, steal=9.0)
     monkeypatch.setattr("psutil.cpu_times", lambda percpu: [times] * 4)
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: cpus)
-    monkeypatch.setattr("os.getpriority", lambda which, who: niceness)
-    assert CpuThreads()._used()[0] == expected
-
-
-def test_the_real_counters_go_up() -> None:
-    threads = CpuThreads()
-    everybody, own = threads._used()
-    torch.zeros(1 << 22).add_(1)
-    while threads._used()[0] == everybody:
-        torch.zeros(1 << 22).add_(1)
-    assert threads._used()[1] > own
+    for cpus, niceness, expected in (
+        ({0, 1, 2, 3}, 0, 4.0), ({1}, 0, 1.0), ({8, 9}, 0, 4.0),  # a container shows its CPUs as 0 to 3
+        ({0, 1, 2, 3}, 5, 6.0), ({2}, 5, 1.5),
+    ):  # fmt: skip
+        monkeypatch.setattr("os.sched_getaffinity", lambda pid, cpus=cpus: cpus)
+        monkeypatch.setattr("os.getpriority", lambda which, who, niceness=niceness: niceness)
+        assert CpuThreads()._used()[0] == expected, (cpus, niceness)
 
 
 def test_a_fork_gets_a_pool_of_threads_before_several_threads_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch makes it in `set_num_threads`. The first process has one."""
     made: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", made.append)
-    mend_threads_of_a_fork()
+    cpu_threads.mend_threads_of_a_fork()
     assert made == []
     if (child := os.fork()) == 0:
         try:
-            mend_threads_of_a_fork()
+            cpu_threads.mend_threads_of_a_fork()
         finally:
             os._exit(0 if made == [torch.get_num_threads()] else 1)
     assert os.waitpid(child, 0)[1] == 0
@@ -221,9 +181,7 @@ def test_a_fork_gets_a_pool_of_threads_before_several_threads_ask_for_it(monkeyp
 def test_beside_native_threads_torch_uses_one(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, 8)
     of_kernels: list[int] = []
-    machine.cpu_threads = CpuThreads(
-        lambda: machine.now, lambda: (machine.everybody_s, machine.own_s), of_kernels.append
-    )
+    machine.cpu_threads = CpuThreads(lambda: machine.now, lambda: machine.used_s, of_kernels.append)
     assert machine.steps(2) == [1, 1] and of_kernels == [8, 0, 8, 0]
     machine.others = 4.0
     assert machine.steps(3) == [1] * 3 and of_kernels[-4:] == [4, 0, 4, 0]
@@ -237,9 +195,7 @@ def test_native_threads_are_those_of_the_calling_thread() -> None:
     before = torch.get_num_threads()
     torch.ops.pagetide.set_threads(before + 3)
     try:
-        thread = threading.Thread(target=lambda: found.append(torch.ops.pagetide.num_threads()))
-        thread.start()
-        thread.join()
+        run_threads(lambda: found.append(torch.ops.pagetide.num_threads()))
         assert (found, torch.ops.pagetide.num_threads()) == ([before], before + 3)
     finally:
         torch.ops.pagetide.set_threads(0)

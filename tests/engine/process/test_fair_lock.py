@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import linecache
 import signal
+import sys
 import threading
-import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 from monitors import wait_until
 
 from pagetide.engine.process.fair_lock import FairLock
+
+
+def started(target: Callable[..., object], *arguments: object) -> threading.Thread:
+    thread = threading.Thread(target=target, args=arguments)
+    thread.start()
+    return thread
 
 
 def asking(lock: FairLock, name: int, order: list[int]) -> threading.Thread:
@@ -21,8 +29,7 @@ def asking(lock: FairLock, name: int, order: list[int]) -> threading.Thread:
         with lock:
             order.append(name)
 
-    thread = threading.Thread(target=run)
-    thread.start()
+    thread = started(run)
     wait_until(lambda: len(lock._waiting) == before + 1, "a thread to wait")
     return thread
 
@@ -36,8 +43,7 @@ def held_elsewhere(lock: FairLock) -> Callable[[], None]:
             taken.set()
             go.wait()
 
-    thread = threading.Thread(target=hold)
-    thread.start()
+    thread = started(hold)
     taken.wait()
 
     def release() -> None:
@@ -47,47 +53,26 @@ def held_elsewhere(lock: FairLock) -> Callable[[], None]:
     return release
 
 
+def main_thread_waits(lock: FairLock) -> bool:
+    """Whether the main thread is in line, and in the call that waits for its turn."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    return len(lock._waiting) == 1 and line.strip() == "turn.acquire()"
+
+
 def test_who_asked_first_is_served_first() -> None:
+    """Who releases and asks again comes after those who wait."""
     lock, order = FairLock(), []
     with lock:
         threads = [asking(lock, i, order) for i in range(20)]
         assert not lock.acquire(blocking=False)
+    with lock:
+        order.append(20)
     for thread in threads:
         thread.join()
-    assert order == list(range(20))
+    assert order == list(range(21))
     assert lock.acquire(blocking=False)
     lock.release()
-
-
-def test_who_releases_and_asks_again_comes_after_those_who_wait() -> None:
-    lock, order = FairLock(), []
-    lock.acquire()
-    thread = asking(lock, 1, order)
-    lock.release()
-    with lock:
-        order.append(2)
-    thread.join()
-    assert order == [1, 2]
-
-
-def test_one_at_a_time_under_contention() -> None:
-    lock, total, inside = FairLock(), 0, 0
-
-    def run() -> None:
-        nonlocal total, inside
-        for _ in range(2000):
-            with lock:
-                inside += 1
-                assert inside == 1
-                total += 1
-                inside -= 1
-
-    threads = [threading.Thread(target=run) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert total == 12_000 and lock._owner is None and not lock._waiting
 
 
 def test_an_interrupt_while_waiting_leaves_the_line() -> None:
@@ -95,13 +80,11 @@ def test_an_interrupt_while_waiting_leaves_the_line() -> None:
     release = held_elsewhere(lock)
 
     def interrupt() -> None:
-        wait_until(lambda: len(lock._waiting) == 1, "the main thread to wait")
-        time.sleep(0.05)
+        wait_until(lambda: main_thread_waits(lock), "the main thread to wait")
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    thread = threading.Thread(target=interrupt)
-    thread.start()
+    thread = started(interrupt)
     with pytest.raises(KeyboardInterrupt):
         lock.acquire()
     thread.join()
@@ -120,8 +103,7 @@ def test_a_turn_that_came_with_the_interrupt_goes_on_to_the_next(monkeypatch: py
     class Turn:
         """A lock that is handed over in the moment in which its waiter is interrupted."""
 
-        def __init__(self) -> None:
-            self.calls = 0
+        calls = 0
 
         def acquire(self) -> bool:
             self.calls += 1
@@ -142,15 +124,27 @@ def test_a_turn_that_came_with_the_interrupt_goes_on_to_the_next(monkeypatch: py
     assert order == [1]
 
 
-def test_a_collector_in_the_middle_of_a_call_does_not_wait() -> None:
+def test_a_place_in_line_that_an_interrupt_left_is_that_of_the_next_call() -> None:
+    lock, order = FairLock(), []
+    release, stale = held_elsewhere(lock), threading.Lock()
+    stale.acquire()
+    lock._waiting.append((stale, threading.get_ident()))  # the interrupt came right behind this
+
+    def later() -> None:
+        wait_until(lambda: main_thread_waits(lock), "the main thread to wait")
+        release()
+
+    thread = started(later)
+    with lock:
+        order.append(1)
+    thread.join()
+    assert order == [1] and lock._owner is None and not lock._waiting
+
+
+def test_neither_a_collector_in_the_middle_of_a_call_nor_a_thread_that_is_barred_waits() -> None:
     lock = FairLock()
     with lock._mutex:
         assert not lock.acquire(blocking=False)
-    assert lock.acquire(blocking=False)
-
-
-def test_a_thread_that_is_barred_is_told_and_does_not_wait() -> None:
-    lock = FairLock()
     with lock:
         lock.barred = threading.get_ident()
         with pytest.raises(RuntimeError, match="would wait for itself"):
@@ -202,29 +196,29 @@ def test_nobody_releases_what_another_thread_has() -> None:
 
 
 def test_a_storm_of_interrupts_leaves_nobody_waiting() -> None:
-    lock, done, stop = FairLock(), [0, 0], threading.Event()
+    """And lets one in at a time."""
+    lock, done, stop, inside = FairLock(), [0, 0], threading.Event(), list[int]()
 
     def work(number: int) -> None:
         while not stop.is_set():
             with lock:
+                inside.append(number)
                 done[number] += 1
+                assert inside == [number]
+                inside.clear()
 
     def once() -> None:
         with lock:
-            pass
+            assert not inside
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
+    threads = [started(work, i) for i in range(2)]
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         for _ in range(300):
-            try:
+            with suppress(KeyboardInterrupt):
                 signal.setitimer(signal.ITIMER_REAL, 0.0005)
                 while True:
                     once()
-            except KeyboardInterrupt:
-                pass
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)

@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from beam_rig import as_input
 
 from pagetide import LLM, SamplingParams
 from pagetide.engine.requests.groups import ContinuationGroup
-from pagetide.engine.requests.inputs import PromptInput
 from pagetide.engine.requests.outputs import Completion
-from pagetide.engine.text.encoder import PreparedParams
 from pagetide.scheduler.errors import RequestRejected
 from pagetide.scheduler.outcome import Finished
 from pagetide.scheduler.plan import ChunkLogprobs
@@ -33,35 +32,25 @@ def mean(completion: Completion) -> float:
     return completion.cumulative_logprob / len(completion.token_ids)
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_the_best_of_those_that_n_gives(llm: LLM, n: int) -> None:
+def test_the_best_of_those_that_n_gives(llm: LLM) -> None:
     """Chosen by hand among all continuations of the same seed; shown only when asked for."""
     all_of_them = llm.generate(PROMPTS, replace(DRAWN, n=6, logprobs=0))
-    for asked in (None, 2):
+    for n, asked in ((1, None), (3, 2)):
         outputs = llm.generate(PROMPTS, replace(DRAWN, n=n, best_of=6, logprobs=asked))
         for output, every in zip(outputs, all_of_them, strict=True):
             best = sorted(every.completions, key=mean, reverse=True)[:n]
             assert [c.token_ids for c in output.completions] == [c.token_ids for c in best]
             assert [c.text for c in output.completions] == [c.text for c in best]
-            assert [c.cumulative_logprob for c in output.completions] == pytest.approx(
-                [c.cumulative_logprob for c in best], abs=1e-4
-            )
+            sums = [c.cumulative_logprob for c in best]
+            assert [c.cumulative_logprob for c in output.completions] == pytest.approx(sums, abs=1e-4)
             assert all((c.logprobs is None) == (asked is None) for c in output.completions)
     assert len({len(c.token_ids) for output in all_of_them for c in output.completions}) > 2
-    assert [list(every.completions) for every in all_of_them] != [
-        sorted(every.completions, key=mean, reverse=True) for every in all_of_them
-    ]
-
-
-def test_each_in_turn_too(llm: LLM) -> None:
-    params = replace(DRAWN, best_of=4)
-    expected = [output.token_ids for output in llm.generate(PROMPTS, params)]
-    assert [output.token_ids for output in llm.generate_each(iter(PROMPTS), params, look_ahead=2)] == expected
-
-
-def test_the_prompt_is_scored_once_whoever_is_chosen(llm: LLM) -> None:
-    (output,) = llm.generate(PROMPTS[0], replace(DRAWN, best_of=6, prompt_logprobs=0))
-    assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == len(output.prompt_token_ids)
+    assert any(list(o.completions) != sorted(o.completions, key=mean, reverse=True) for o in all_of_them)
+    params = replace(DRAWN, best_of=4, prompt_logprobs=0)  # the prompt is scored once, whoever is chosen
+    outputs = llm.generate(PROMPTS, params)
+    in_turn = llm.generate_each(iter(PROMPTS), params, look_ahead=2)
+    assert [output.token_ids for output in in_turn] == [output.token_ids for output in outputs]
+    assert [len(o.prompt_logprobs or ()) for o in outputs] == [len(o.prompt_token_ids) for o in outputs]
 
 
 def test_streams_are_refused_with_the_reason(llm: LLM) -> None:
@@ -73,9 +62,9 @@ def test_streams_are_refused_with_the_reason(llm: LLM) -> None:
 
 def test_failed_ones_come_last_and_of_equal_ones_the_first_is_first() -> None:
     params = SamplingParams(n=4, best_of=7, max_new_tokens=4)
-    prompt = np.arange(3, dtype=np.int32)
-    requests = Request("r", prompt, params.resolve()).forked(7)
-    group = ContinuationGroup(0, PromptInput(None, prompt, params, PreparedParams()), requests)
+    prompt = as_input([0, 1, 2], params)
+    requests = Request("r", prompt.token_ids, params.resolve()).forked(7)
+    group = ContinuationGroup(0, prompt, requests)
     ends = [
         ("error", [-0.1]), ("length", [-2.0, -4.0]), ("aborted", [-0.1]), ("length", []),
         ("stop", [-1.0]), ("length", [-3.0]), ("length", [-3.0, -3.5]),

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sampling_oracle import admitted, logits_of, processed, warped
 from torch import Tensor
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from pagetide.engine.sampling.noise import gumbel
 from pagetide.engine.sampling.sampler import Sampler
@@ -32,10 +23,7 @@ NUM_PROMPT = 3
 
 
 def _sampler(vocab_size: int, *settings: Sampling) -> Sampler:
-    sampler = Sampler(len(settings), vocab_size)
-    for row, sampling in enumerate(settings):
-        sampler.admit(row, sampling, HISTORY, NUM_PROMPT)
-    return sampler
+    return admitted([(sampling, HISTORY, NUM_PROMPT) for sampling in settings], vocab_size)
 
 
 def _found(sampler: Sampler, x: Tensor) -> list[Any]:
@@ -43,31 +31,11 @@ def _found(sampler: Sampler, x: Tensor) -> list[Any]:
     return sampler.candidates(np.arange(n), np.full(n, len(HISTORY)), x.clone())
 
 
-def _logits(vocab_size: int, n: int, seed: int) -> Tensor:
-    return torch.randn((n, vocab_size), generator=torch.Generator().manual_seed(seed)) * 3
-
-
 def _scores(sampling: Sampling, x: Tensor) -> npt.NDArray[np.float32]:
-    """float32[vocab]: transformers' scores of the logits x [vocab] in a beam search."""
-    ids, scores = torch.from_numpy(HISTORY.astype(np.int64))[None], torch.log_softmax(x[None], -1)
-    least = max(2, 1 + len(sampling.stop_token_ids))
-    processors = LogitsProcessorList()
-    if sampling.logit_bias:
-        processors.append(SequenceBiasLogitsProcessor({(i,): bias for i, bias in sampling.logit_bias}))
-    if sampling.repetition_penalty != 1.0:
-        processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
-    if sampling.bad_words:
-        processors.append(NoBadWordsLogitsProcessor([list(word) for word in sampling.bad_words]))
-    processors.extend(sampling.logits_processors)
-    if sampling.temperature:
-        processors.append(TemperatureLogitsWarper(sampling.temperature))
-        if sampling.top_k:
-            processors.append(TopKLogitsWarper(sampling.top_k, min_tokens_to_keep=least))
-        if sampling.top_p < 1:
-            processors.append(TopPLogitsWarper(sampling.top_p, min_tokens_to_keep=least))
-        if sampling.min_p:
-            processors.append(MinPLogitsWarper(sampling.min_p, min_tokens_to_keep=least))
-    result: npt.NDArray[np.float32] = processors(ids, scores)[0].numpy()
+    """float32[vocab]: transformers' scores of the logits x [vocab] in a beam search, whose ends are never ruled out."""
+    endless = replace(sampling, stop_token_ids=())
+    scores = processed((endless, HISTORY, NUM_PROMPT), torch.log_softmax(x[None], -1))
+    result: npt.NDArray[np.float32] = warped(sampling, scores, max(2, 1 + len(sampling.stop_token_ids)))[0].numpy()
     return result
 
 
@@ -77,26 +45,19 @@ def _settings(draw: st.DrawFn) -> Sampling:
         return draw(st.sampled_from([default, other]))
 
     return Sampling(
-        100,
-        num_candidates=draw(st.sampled_from([1, 4, 10, 60])),
-        repetition_penalty=maybe(1.0, 1.7),
-        logit_bias=maybe((), ((5, 2.5), (9, -4.0))),
-        bad_words=maybe((), ((7,), (4, 1, 8), (1, 3))),
+        100, num_candidates=draw(st.sampled_from([1, 4, 10, 60])), repetition_penalty=maybe(1.0, 1.7),
+        logit_bias=maybe((), ((5, 2.5), (9, -4.0))), bad_words=maybe((), ((7,), (4, 1, 8), (1, 3))),
         logits_processors=maybe((), (lambda ids, scores: scores * 1.25,)),
-        temperature=draw(st.sampled_from([0.0, 0.7, 1.0, 2.0])),
-        top_k=draw(st.sampled_from([0, 1, 5, 500])),
-        top_p=draw(st.sampled_from([1.0, 0.05, 0.8])),
-        min_p=draw(st.sampled_from([0.0, 0.03, 0.9])),
-        stop_token_ids=draw(st.sampled_from([(), (11,), (11, 12, 13)])),
-        seed=draw(st.integers(0, 2**64 - 1)),
+        temperature=draw(st.sampled_from([0.0, 0.7, 1.0, 2.0])), top_k=draw(st.sampled_from([0, 1, 5, 500])),
+        top_p=draw(st.sampled_from([1.0, 0.05, 0.8])), min_p=draw(st.sampled_from([0.0, 0.03, 0.9])),
+        stop_token_ids=draw(st.sampled_from([(), (11,), (11, 12, 13)])), seed=draw(st.integers(0, 2**64 - 1)),
         index=draw(st.integers(0, 5)),
-    )
+    )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(_settings(), min_size=1, max_size=4), st.sampled_from([40, 300]), st.integers(0, 999))
 def test_they_are_the_best_of_transformers_scores(rows: list[Sampling], vocab_size: int, seed: int) -> None:
-    x = _logits(vocab_size, len(rows), seed)
+    x = logits_of("smooth", (len(rows), vocab_size), seed)
     for sampling, logits, got in zip(rows, x, _found(_sampler(vocab_size, *rows), x), strict=True):
         scores = _scores(sampling, logits)
         ids = np.flatnonzero(scores > -np.inf)
@@ -132,20 +93,6 @@ def test_a_row_that_has_none_is_told_and_harms_nobody() -> None:
     assert found[3][0].tolist() == alone[0].tolist()
     assert sampler.trouble(1) is None  # its logits themselves
     assert "rules out every token" in (sampler.trouble(2) or "")
-
-
-def test_the_first_of_drawn_ones_is_a_draw() -> None:
-    """Over 3,000 seeds its counts are as the distribution says (chi square, 7 degrees of freedom), and pairs differ."""
-    x = _logits(8, 1, 4) / 3
-    seeds = [Sampling(9, num_candidates=3, temperature=1.0, seed=seed) for seed in range(3000)]
-    found = _found(_sampler(8, *seeds), x.expand(3000, -1))
-    expected = x[0].double().softmax(-1).numpy()
-    counts = np.bincount([token_ids[0] for token_ids, _, _ in found], minlength=8)
-    assert ((counts - expected * 3000) ** 2 / (expected * 3000)).sum() < 30
-    pairs = Counter((int(ids[0]), int(ids[1])) for ids, _, _ in found)
-    for (first, second), count in pairs.most_common(5):  # without replacement
-        share = expected[first] * expected[second] / (1 - expected[first])
-        assert count == pytest.approx(3000 * share, abs=5 * np.sqrt(3000 * share))
 
 
 def test_who_chooses_tells_what_was_taken() -> None:

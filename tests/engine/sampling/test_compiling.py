@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -56,19 +55,6 @@ def asking(regex: str) -> SamplingParams:
     return SamplingParams(regex=regex, temperature=1.0, seed=0, max_new_tokens=20)
 
 
-def test_one_that_is_being_compiled_holds_up_no_other(compiler: Compiler) -> None:
-    constraints = Constraints(TOKENIZER, len(TOKENIZER))
-    constraints.of(("regex", QUICK)).compile()
-    with ThreadPoolExecutor(1) as elsewhere:
-        slow = elsewhere.submit(constraints.of(("regex", SLOW)).compile)
-        assert compiler.begun.wait(FAR_S)
-        constraints.of(("regex", "[ef]")).compile()
-        assert constraints.matcher(("regex", QUICK)).compute_bitmask()  # as a step does it
-        compiler.let_go.set()
-        slow.result(FAR_S)
-    assert compiler.texts == [QUICK, SLOW, "[ef]"]
-
-
 def test_it_is_compiled_once_for_all_who_ask_meanwhile(compiler: Compiler) -> None:
     constraints = Constraints(TOKENIZER, len(TOKENIZER))
     with ThreadPoolExecutor(4) as elsewhere:
@@ -78,36 +64,6 @@ def test_it_is_compiled_once_for_all_who_ask_meanwhile(compiler: Compiler) -> No
         for one in asked:
             one.result(FAR_S)
     assert compiler.texts == [SLOW]
-
-
-def test_a_constraint_that_is_held_stays_compiled(compiler: Compiler) -> None:
-    constraints = Constraints(TOKENIZER, len(TOKENIZER))
-    held = constraints.of(("regex", QUICK))
-    held.compile()
-    for i in range(70):
-        constraints.of(("regex", f"x{i}"))
-    constraints.matcher(("regex", QUICK))
-    assert compiler.texts == [QUICK]
-    del held
-    for i in range(70):
-        constraints.of(("regex", f"y{i}"))
-    gc.collect()
-    constraints.matcher(("regex", QUICK))
-    assert compiler.texts == [QUICK, QUICK]
-
-
-def test_one_that_failed_is_tried_again() -> None:
-    constraints = Constraints(TOKENIZER, len(TOKENIZER))
-    for _ in range(2):
-        with pytest.raises(RequestRejected, match="the regex cannot be used"):
-            constraints.of(("regex", "(")).compile()
-    assert not constraints.of(("regex", "(")).ready
-
-
-@pytest.mark.parametrize("regex", ["((a{100}){100}){100}", "(x{1000}){1000}"])
-def test_what_would_fail_with_the_first_token_is_refused_before(regex: str) -> None:
-    with pytest.raises(RequestRejected, match="the regex cannot be used: lexer error: too many expressions"):
-        Constraints(TOKENIZER, len(TOKENIZER)).of(("regex", regex)).compile()
 
 
 def test_a_long_complaint_is_cut() -> None:
@@ -172,15 +128,5 @@ def test_other_tasks_generate_meanwhile_and_a_drain_waits(compiler: Compiler) ->
             await asyncio.wait_for(draining, FAR_S)
             with pytest.raises(EngineClosed):
                 await llm.generate("The sea")
-
-    asyncio.run(run())
-
-
-def test_a_bad_one_is_refused_by_an_event_loops_door_too() -> None:
-    async def run() -> None:
-        async with AsyncLLM("demo", **OPTIONS) as llm:
-            with pytest.raises(RequestRejected, match="the regex cannot be used"):
-                await llm.generate(["a", "b"], [SamplingParams(max_new_tokens=1), SamplingParams(regex="(")])
-            assert (await llm.stats())["steps"] == 0
 
     asyncio.run(run())

@@ -88,46 +88,30 @@ def test_nothing_else_may_come_and_the_end_where_the_grammar_may_end(constraints
     assert output.allowed() == {*_ids("b"), END, 30}  # both end ids, the ordinary one too
     output.sampler.record_tokens(np.array([0]), np.array(_ids("b")))
     assert output.allowed() == {END, 30}
-    assert Output(constraints, ("regex", "ab?"), *_ids("a"), temperature=1.0, stop_token_ids=()).allowed() == {
-        *_ids("b")
-    }
+    endless = Output(constraints, ("regex", "ab?"), *_ids("a"), temperature=1.0, stop_token_ids=())
+    assert endless.allowed() == {*_ids("b")}
 
 
-@pytest.mark.parametrize(
-    ("constraint", "text"),
-    [(("regex", "[a-z]+ [0-9]{2,4}!?"), "tide 2026"), (("json_schema", json.dumps(SCHEMA)), '{"name": "Ada", "age"')],
-)
-def test_admitted_again_it_goes_on_as_it_was(constraints: Constraints, constraint: Constraint, text: str) -> None:
-    whole = Output(constraints, constraint, temperature=1.0)
-    for n, token in enumerate(_ids(text)):
-        assert Output(constraints, constraint, *_ids(text)[:n], temperature=1.0).allowed() == whole.allowed()
-        whole.sampler.record_tokens(np.array([0]), np.array([token]))
-    assert whole.allowed()
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
+def test_where_nothing_but_the_end_is_left_it_ends(constraints: Constraints) -> None:
+    """Whatever else was asked for; and it is complete then, so that a minimum length does not go on."""
+    for settings in [
         {"min_new_tokens": 50},
         {"logit_bias": ((END, -1e30), (5, 1e30))},
         {"logits_processors": (lambda ids, scores: scores.index_fill(1, torch.tensor([END]), -torch.inf),)},
         {"repetition_penalty": 1e30},
         {"min_new_tokens": 50, "temperature": 2.0, "top_p": 0.1, "min_p": 0.9, "top_k": 1},
-    ],
-)
-def test_where_nothing_but_the_end_is_left_it_ends(constraints: Constraints, settings: dict[str, Any]) -> None:
-    """Whatever else was asked for; and it is complete then, so that a minimum length does not go on."""
-    output = Output(constraints, ("regex", "ab"), **settings)
-    numbers, row = torch.Generator().manual_seed(0), np.array([0])
-    while (token := output.go_on(torch.randn(WIDTH, generator=numbers))) != END:
-        assert token is not None
+    ]:
+        output = Output(constraints, ("regex", "ab"), **settings)
+        numbers, row = torch.Generator().manual_seed(0), np.array([0])
+        while (token := output.go_on(torch.randn(WIDTH, generator=numbers))) != END:
+            assert token is not None
+            assert output.sampler.complete(row) is None
+        assert TOKENIZER.decode(output.tokens[:-1]) == "ab"
+        complete = output.sampler.complete(row)
+        assert complete is not None
+        assert complete.tolist() == [True]
+        output.sampler.release(row)
         assert output.sampler.complete(row) is None
-    assert TOKENIZER.decode(output.tokens[:-1]) == "ab"
-    complete = output.sampler.complete(row)
-    assert complete is not None
-    assert complete.tolist() == [True]
-    output.sampler.release(row)
-    assert output.sampler.complete(row) is None
 
 
 def test_the_minimum_length_holds_where_it_can(constraints: Constraints) -> None:
@@ -181,20 +165,11 @@ def _ends_by_its_items(output: Output, ids: list[int], least: int) -> None:
 
 def test_rows_are_not_mixed_up(constraints: Constraints) -> None:
     """Constrained, other and failing rows in one batch: each has what it has alone, padding ids never."""
-    forms: list[Constraint | None] = [
-        ("regex", "[a-z]{30}"),
-        None,
-        ("regex", "[0-9]{30}"),
-        ("grammar", 'start: ("x"|"yz")*'),
-    ]
+    grammar = 'start: ("x"|"yz")*'
+    forms: list[Constraint | None] = [("regex", "[a-z]{30}"), None, ("regex", "[0-9]{30}"), ("grammar", grammar)]
     n, numbers = len(forms), torch.Generator().manual_seed(3)
-    settings = [
-        Sampling(99, temperature=1.0, seed=i, constraint=form, stop_token_ids=(END,)) for i, form in enumerate(forms)
-    ]
-    together, alone = (
-        Sampler(n, WIDTH, constraints=constraints),
-        [Sampler(1, WIDTH, constraints=constraints) for _ in forms],
-    )
+    settings = [Sampling(99, temperature=1.0, seed=i, constraint=x, stop_token_ids=(END,)) for i, x in enumerate(forms)]
+    together, *alone = (Sampler(rows, WIDTH, constraints=constraints) for rows in (n, *[1] * n))
     for row, sampling in enumerate(settings):
         for sampler, at in ((together, row), (alone[row], 0)):
             sampler.admit(at, sampling, np.array([5], np.int32), 1)
@@ -213,11 +188,10 @@ def test_rows_are_not_mixed_up(constraints: Constraints) -> None:
     assert re.fullmatch("[xyz]*", "".join(texts[3]))
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
-
 BAD: list[tuple[Constraint, str]] = [
     (("regex", "("), r'the regex cannot be used: .*invalid regex "\(".*: unclosed group$'),
     (("regex", r"(a)\1"), "the regex cannot be used"),
+    (("regex", "((a{100}){100}){100}"), "the regex cannot be used: lexer error: too many expressions"),
     (("json_schema", "{"), "the json_schema cannot be used"),
     (("json_schema", "[]"), "the json_schema cannot be used"),
     (("json_schema", '{"type": "nope"}'), "the json_schema cannot be used: Invalid type: nope"),
@@ -229,22 +203,23 @@ BAD: list[tuple[Constraint, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("constraint", "message"), BAD)
-def test_what_cannot_be_kept_is_refused(constraints: Constraints, constraint: Constraint, message: str) -> None:
-    for _ in range(2):
-        with pytest.raises(RequestRejected, match=message):
-            constraints.of(constraint).compile()
+def test_what_cannot_be_kept_is_refused(constraints: Constraints) -> None:
+    for constraint, message in BAD:
+        for _ in range(2):
+            with pytest.raises(RequestRejected, match=message):
+                constraints.of(constraint).compile()
+        assert not constraints.of(constraint).ready
 
 
 def test_a_tokenizer_is_needed_that_can_be_worked_with() -> None:
     regex: Constraint = ("regex", "a")
-    with pytest.raises(RequestRejected, match="needs a tokenizer, which the model's folder has not"):
+    with pytest.raises(RequestRejected, match="needs a tokenizer, which the model's folder lacks"):
         Constraints(None, 9).of(regex).compile()
     with pytest.raises(RequestRejected, match="needs a tokenizer of the tokenizers library, not int"):
         Constraints(7, 9).of(regex).compile()
     words = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
     words.decoder = decoders.WordPiece()
-    with pytest.raises(RequestRejected, match=r"cannot be had with this model's tokenizer: .*decoder"):
+    with pytest.raises(RequestRejected, match=r"does not work with this model's tokenizer: .*decoder"):
         Constraints(PreTrainedTokenizerFast(tokenizer_object=words), 9).of(regex).compile()
     gap = Tokenizer(models.BPE({"a": 0, "b": 7}, []))
     with pytest.raises(RequestRejected, match="ids have no gaps"):
@@ -253,7 +228,7 @@ def test_a_tokenizer_is_needed_that_can_be_worked_with() -> None:
 
 def test_without_the_library_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(RequestRejected, match=r"pip install pagetide\[constrained\]"):
+    with pytest.raises(RequestRejected, match=r"pip install -e '/.*\[constrained\]'"):
         Constraints(TOKENIZER, WIDTH).of(("regex", "a")).compile()
 
 
@@ -284,9 +259,6 @@ def test_a_tokenizer_of_byte_tokens() -> None:
     assert {pieces[i] for i in allowed} == {"a", "▁", "▁ab", "好", *(f"<0x{b:02X}>" for b in first)}
 
 
-# -- documents of the demo model ---------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     """In a pool for some hundred tokens: several documents at once force each other out."""
@@ -306,7 +278,7 @@ def _is_document(text: str | None) -> bool:
 def test_documents_are_whole_and_the_same_under_preemption(llm: LLM) -> None:
     scheduler = llm._manager.open().core.scheduler
     # With it they would wait rather than force each other out.
-    scheduler.limits = replace(scheduler.limits, forecast=False)
+    scheduler.state.limits = replace(scheduler.limits, forecast=False)
     kinds = [(0.0, 1), (1.0, 2), (1.5, 1), (1.2, 1), (0.8, 2)]
     params = [
         SamplingParams(json_schema=SCHEMA, temperature=temperature, seed=seed, max_new_tokens=90, n=n)
@@ -345,17 +317,13 @@ def test_a_bad_one_is_refused_and_the_engine_goes_on(llm: LLM) -> None:
     expected = llm.generate("The sea", SamplingParams(max_new_tokens=5, temperature=0))[0].token_ids
     for bad in ({"regex": "("}, {"json_schema": {"type": "nope"}}, {"grammar": "nothing"}):
         with pytest.raises(RequestRejected, match="cannot be used"):
-            llm.generate(
-                ["The sea", "The land"], [SamplingParams(max_new_tokens=5, temperature=0), SamplingParams(**bad)]
-            )
+            llm.generate(["The sea", "The land"], [SamplingParams(max_new_tokens=5), SamplingParams(**bad)])
         assert llm.stats()["waiting"] == llm.stats()["running"] == 0
     assert llm.generate("The sea", SamplingParams(max_new_tokens=5, temperature=0))[0].token_ids == expected
 
 
 @pytest.mark.parametrize("rule", ['r{}: "a" r{}', "r{}: r{}", 'R{}: "a" R{}'])
-def test_rules_that_refer_to_each_other_in_a_long_chain_do_not_overflow_the_stack(
-    constraints: Constraints, rule: str
-) -> None:
+def test_rules_in_a_long_chain_do_not_overflow_the_stack(constraints: Constraints, rule: str) -> None:
     most = 6_000
     name = rule[0]
     chain = "\n".join(rule.format(i, i + 1) for i in range(most))

@@ -15,10 +15,8 @@ from families import VOCAB, tiny
 from transformers import AutoModelForCausalLM
 
 from pagetide import LLM, SamplingParams
-from pagetide.engine.requests.logprob_table import LogprobTable
-from pagetide.engine.requests.outputs import Completion, TokenLogprobs
+from pagetide.engine.requests.outputs import Completion
 from pagetide.engine.sampling import logprobs as scoring
-from pagetide.scheduler.plan import ChunkLogprobs
 from pagetide.scheduler.request import Sampling
 
 LENGTHS = [1, 2, 17, 33, 64, 99]
@@ -26,9 +24,6 @@ NEW = 8
 K = 5
 CLOSE = 1e-4
 ASKING = Sampling(NEW, temperature=1.3, repetition_penalty=1.4, top_k=9, logprobs=K, prompt_logprobs=2)
-
-
-# -- the numbers themselves --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -67,25 +62,6 @@ def test_what_is_no_distribution_is_told() -> None:
     logits = torch.zeros(4, 9)
     logits[0, 3], logits[1, 3], logits[2] = torch.nan, torch.inf, -torch.inf
     assert scoring.score(logits, np.zeros(4, np.int64), 1).bad.tolist() == [True, True, True, False]
-
-
-def test_a_table_takes_in_parts_in_any_size_and_again() -> None:
-    table, rng = LogprobTable(5), np.random.default_rng(0)
-    ids, logprobs = rng.integers(0, 99, (30, 3)).astype(np.int32), -rng.random((30, 3), np.float32)
-    for begin, end in ((0, 1), (1, 9), (4, 9), (9, 10), (0, 3), (10, 30)):
-        table.put(
-            ChunkLogprobs(0, 5 + begin, ids[begin:end], logprobs[begin:end], np.arange(begin, end, dtype=np.int32))
-        )
-    told = table.entries(0, 99)
-    assert told == tuple(
-        TokenLogprobs(i[0], p[0], rank, ((i[1], p[1]), (i[2], p[2])))
-        for rank, (i, p) in enumerate(zip(ids.tolist(), logprobs.tolist(), strict=True))
-    )
-    assert table.entries(3, 5) == told[3:5]
-    assert table.total == pytest.approx(float(logprobs[:, 0].sum()))
-
-
-# -- the engine --------------------------------------------------------------------------------------------------------
 
 
 class ScoredEngine(TinyEngine):
@@ -138,14 +114,14 @@ def check(engine: ScoredEngine, name: str, prompt: list[int], output: list[int],
         assert len(set(ids)) == k
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
 @pytest.mark.parametrize(
-    ("share", "pool"),
+    ("name", "share", "pool"),
     [
-        (1.0, {"block_size": 16, "max_chunk_tokens": 7}), (0.5, {"block_size": 4, "max_chunk_tokens": 7}),
-        (0.5, {"block_size": 4, "caching": True}), (0.5, {"block_size": 4, "caching": True, "host_slots": 40}),
+        ("llama", 1.0, {"block_size": 16, "max_chunk_tokens": 7}), ("llama", 0.5, {"block_size": 4, "max_chunk_tokens": 7}),
+        ("gemma2", 0.5, {"block_size": 4, "caching": True}),
+        ("llama", 0.5, {"block_size": 4, "caching": True, "host_slots": 40}),
     ],
-    ids=["chunks", "computed again", "found again", "swapped"],
+    ids=["chunks", "computed again", "found again, with windows", "swapped"],
 )  # fmt: skip
 def test_as_a_plain_forward(name: str, share: float, pool: dict) -> None:
     """Behind chunk borders, resumes, prefix hits and swap-ins, beside neighbours that ask for nothing or for other things."""
@@ -178,28 +154,8 @@ def test_behind_a_prefix_hit_and_of_a_prompt_that_is_cached_as_a_whole() -> None
         assert stats.prefix_lookups.hit_tokens - before == found, "a prompt that is scored is computed"
 
 
-def test_only_the_leader_of_forks_scores_their_prompt() -> None:
-    model, (prompt,) = tiny("llama"), prompts([33], VOCAB)
-    engine = ScoredEngine(model, usable=200, block_size=4)
-    for i in range(3):
-        one = replace(ASKING, index=i, prompt_logprobs=None if i else 2)
-        engine.add(f"r{i}", prompt, one, fork_of="r0" if i else None)
-    ends = engine.run()
-    assert engine.core.scheduler.stats.forks == 2
-    for i in range(3):
-        one = replace(ASKING, prompt_logprobs=None if i else 2)
-        check(engine, f"r{i}", prompt, ends[f"r{i}"].token_ids.tolist(), one)
-
-
-def test_a_model_that_always_gives_all_logits() -> None:
-    model, inputs = tiny("llama"), prompts([9, 33], VOCAB)
-    engine = ScoredEngine(model, usable=200, max_chunk_tokens=16)
-    engine.core.runner._keeps = False
-    for i, (prompt, output) in enumerate(zip(inputs, engine.generate(inputs, ASKING), strict=True)):
-        check(engine, f"r{i}", prompt, output)
-
-
-def test_chunks_that_are_tried_one_by_one_tell_the_same(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("kind", ["gives all logits", "takes one chunk at a time"])
+def test_models_that_do_not_do_as_they_are_asked_tell_the_same(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     model, inputs = tiny("llama"), prompts([9, 33], VOCAB)
     engine = ScoredEngine(model, usable=200, max_chunk_tokens=16)
 
@@ -208,7 +164,10 @@ def test_chunks_that_are_tried_one_by_one_tell_the_same(caplog: pytest.LogCaptur
             raise RuntimeError("more than one")
         return model(**keywords)
 
-    engine.core.runner.model = alone
+    if kind == "gives all logits":
+        engine.core.runner._keeps = False
+    else:
+        engine.core.runner.model = alone
     outputs = engine.generate(inputs, ASKING)
     engine.core.runner.model = model
     for i, (prompt, output) in enumerate(zip(inputs, outputs, strict=True)):
@@ -228,36 +187,13 @@ def test_a_prompt_without_a_distribution_ends_alone(caplog: pytest.LogCaptureFix
         return output
 
     engine.core.runner.model = broken
-    for i, prompt in enumerate(inputs):
-        engine.add(f"r{i}", prompt, ASKING, arrival=float(i))
+    engine.add_all(inputs, ASKING)
     ends = engine.run()
     engine.core.runner.model = model
     assert ends["r0"].error == "the model's logits behind token 21 are not finite numbers"
     assert max(p for name, p in engine.told if name == "r0") == 16, "a chunk that failed tells nothing"
     check(engine, "r1", inputs[1], ends["r1"].token_ids.tolist())
 
-
-@pytest.mark.parametrize("asks", ["logprobs", "prompt_logprobs"])
-def test_scores_that_cannot_be_made_end_only_who_asks_and_nobody_draws_twice(
-    asks: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    model, inputs = tiny("llama"), prompts([9, 33], VOCAB)
-    drawn = Sampling(NEW, temperature=1.0, seed=3, frequency_penalty=1.5)
-    expected = TinyEngine(model, usable=200).generate([inputs[1]], drawn)[0]
-    engine = ScoredEngine(model, usable=200)
-
-    def full(*_):
-        raise MemoryError("no room")
-
-    monkeypatch.setattr("pagetide.engine.execution.runner.score", full)
-    engine.add("asks", inputs[0], Sampling(NEW, **{asks: 0}))
-    engine.add("r1", inputs[1], drawn)
-    ends = engine.run()
-    assert (ends["asks"].reason, ends["asks"].error) == ("error", "MemoryError: no room")
-    assert ends["r1"].token_ids.tolist() == expected
-
-
-# -- what callers see --------------------------------------------------------------------------------------------------
 
 TEXTS = ["Natásha went to the window and", '"What is the matter," said', "CORIOLANUS:\n"]
 DEMO = Path(scoring.__file__).parents[1] / "demo_model"
@@ -313,9 +249,7 @@ def test_nothing_is_told_that_nobody_asked_for(llm: LLM) -> None:
     assert (output.completions[0].logprobs, output.completions[0].cumulative_logprob) == (None, None)
     (output,) = llm.generate(TEXTS[0], SamplingParams(max_new_tokens=2, prompt_logprobs=0))
     assert output.completions[0].logprobs is None and output.prompt_logprobs is not None
-    assert [told.top for told in output.prompt_logprobs[1:] if told is not None] == [()] * (
-        len(output.prompt_token_ids) - 1
-    )
+    assert [told and told.top for told in output.prompt_logprobs] == [None, *[()] * (len(output.prompt_token_ids) - 1)]
     (output,) = llm.generate([[5]], SamplingParams(max_new_tokens=2, prompt_logprobs=0))
     assert output.prompt_logprobs == (None,)
 

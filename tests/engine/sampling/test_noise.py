@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from pagetide.engine.sampling.noise import gumbel, philox, uniform
 
@@ -30,32 +29,13 @@ def test_uniform_known_answers() -> None:
     first = (0x6627E8D5 >> 5) * 2**26 + (0xE169C58D >> 6)  # of the known answer above
     assert got[0] == first / 2**53
     assert [value.hex() for value in got.tolist()] == KNOWN_UNIFORM
-    assert got.tolist() == [
-        float(uniform(seeds[i : i + 1], indices[i : i + 1], positions[i : i + 1])[0]) for i in range(7)
-    ]
+    assert got.tolist() == [float(uniform(seeds[[i]], indices[[i]], positions[[i]])[0]) for i in range(7)]
 
 
 KNOWN_UNIFORM = [
-    "0x1.989fa370b4e2cp-2",
-    "0x1.c7d00cf94283ap-1",
-    "0x1.5aa7dfcf999f6p-1",
-    "0x1.f87c959f11ae0p-4",
-    "0x1.a0ba3a65cbde0p-2",
-    "0x1.c6524bf663c1bp-1",
-    "0x1.8e23c0453f700p-8",
-]
-
-
-def test_uniform_is_uniform() -> None:
-    n = 40_000
-    ascending, zeros = np.arange(n, dtype=np.uint64), np.zeros(n, np.uint64)
-    for seeds, positions in ((ascending, zeros), (zeros, ascending), (ascending // 200, ascending % 200)):
-        values = uniform(seeds, zeros, positions.astype(np.int64))
-        assert values.min() >= 0
-        assert values.max() < 1
-        counts = np.histogram(values, 50, (0, 1))[0]
-        assert ((counts - n / 50) ** 2 / (n / 50)).sum() < 100  # 49 degrees of freedom
-        assert abs(np.corrcoef(values[1:], values[:-1])[0, 1]) < 0.02
+    "0x1.989fa370b4e2cp-2", "0x1.c7d00cf94283ap-1", "0x1.5aa7dfcf999f6p-1", "0x1.f87c959f11ae0p-4",
+    "0x1.a0ba3a65cbde0p-2", "0x1.c6524bf663c1bp-1", "0x1.8e23c0453f700p-8",
+]  # fmt: skip
 
 
 def test_gumbel_known_answers() -> None:
@@ -68,17 +48,3 @@ def test_gumbel_known_answers() -> None:
 
 
 KNOWN_GUMBEL = ["0x1.5941ed1b450c3p-2", "-0x1.ff06bf09b81d1p-2", "0x1.61edcc6d75912p+1"]
-
-
-def test_gumbel_is_of_its_distribution() -> None:
-    """By its distribution function exp(-exp(-x)) it is uniform; and no number of it is a plain draw's."""
-    n = 20_000
-    for values in (
-        gumbel(1, 0, 0, np.arange(n)),
-        np.array([gumbel(1, 0, position, np.array([5]))[0] for position in range(2000)]),
-    ):
-        assert np.isfinite(values).all()
-        counts = np.histogram(np.exp(-np.exp(-values)), 50, (0, 1))[0]
-        assert ((counts - len(values) / 50) ** 2 / (len(values) / 50)).sum() < 100  # 49 degrees of freedom
-    plain = uniform(np.array([1], np.uint64), np.array([0], np.uint64), np.array([0]))[0]
-    assert np.exp(-np.exp(-gumbel(1, 0, 0, np.arange(3)))) != pytest.approx(plain, abs=1e-6)

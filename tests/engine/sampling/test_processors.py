@@ -65,17 +65,6 @@ def test_they_see_prompt_and_output_after_a_resume_too(host_slots: int) -> None:
     assert outputs[0] == outputs[1]
 
 
-def test_neighbours_are_what_they_are_alone() -> None:
-    inputs = prompts([9, 17, 30, 5], VOCAB)
-    expected = engine(400).generate(inputs, Sampling(NEW))
-    strange = Sampling(
-        NEW, temperature=1.5, seed=3, frequency_penalty=2.0, logit_bias=((4, 50.0),), bad_words=((4,),),
-        logits_processors=(lambda ids, scores: scores.fill_(0.0),), min_new_tokens=3, stop_token_ids=(9,),
-    )  # fmt: skip
-    got = engine(400).generate([inputs[0], inputs[3], *inputs], [strange, strange, *[Sampling(NEW)] * 4])
-    assert got[2:] == expected
-
-
 def _raises(input_ids: Tensor, scores: Tensor) -> Tensor:
     raise KeyError("nothing there")
 
@@ -84,9 +73,8 @@ def _ruins(input_ids: Tensor, scores: Tensor) -> Tensor:
     return scores.fill_(torch.nan)
 
 
-@pytest.mark.parametrize(
-    ("processor", "message"),
-    [
+def test_what_one_does_wrong_ends_its_own_request() -> None:
+    for processor, message in [
         (_raises, "the logits processor _raises raised KeyError: 'nothing there'"),
         (lambda ids, scores: scores[0], "returned scores of shape [160] instead of scores of shape [1, 160]"),
         (lambda ids, scores: scores.repeat(2, 1), "returned scores of shape [2, 160] instead"),
@@ -94,25 +82,23 @@ def _ruins(input_ids: Tensor, scores: Tensor) -> Tensor:
         (_ruins, "the logits processor _ruins left no token to choose"),
         (lambda ids, scores: scores - torch.inf, "left no token to choose"),
         (TemperatureLogitsWarper(1e-45), "the logits processor TemperatureLogitsWarper"),
-    ],
-)
-def test_what_one_does_wrong_ends_its_own_request(processor: Callable[..., Any], message: str) -> None:
-    inputs = prompts([9, 17, 5], VOCAB)
-    expected = engine(400).generate(inputs, Sampling(NEW))
-    late = engine(400)
-    for i, prompt in enumerate(inputs):
-        late.add(f"r{i}", prompt, Sampling(NEW))
+    ]:
+        inputs = prompts([9, 17, 5], VOCAB)
+        expected = engine(400).generate(inputs, Sampling(NEW))
+        late = engine(400)
+        for i, prompt in enumerate(inputs):
+            late.add(f"r{i}", prompt, Sampling(NEW))
 
-    def third(input_ids: Tensor, scores: Tensor) -> Tensor:
-        return processor(input_ids, scores) if input_ids.shape[1] == 9 + 3 else scores
+        def third(input_ids: Tensor, scores: Tensor, processor: Callable[..., Any] = processor) -> Tensor:
+            return processor(input_ids, scores) if input_ids.shape[1] == 9 + 3 else scores
 
-    third.__qualname__ = getattr(processor, "__qualname__", type(processor).__name__)
-    late.add("bad", inputs[0], Sampling(NEW, logits_processors=(third,)))
-    ends = late.run()
-    assert ends["bad"].reason == "error"
-    assert message in (ends["bad"].error or "")
-    assert ends["bad"].token_ids.tolist() == expected[0][:3]
-    assert [ends[f"r{i}"].token_ids.tolist() for i in range(3)] == expected
+        third.__qualname__ = getattr(processor, "__qualname__", type(processor).__name__)
+        late.add("bad", inputs[0], Sampling(NEW, logits_processors=(third,)))
+        ends = late.run()
+        assert ends["bad"].reason == "error"
+        assert message in (ends["bad"].error or "")
+        assert ends["bad"].token_ids.tolist() == expected[0][:3]
+        assert [ends[f"r{i}"].token_ids.tolist() for i in range(3)] == expected
 
 
 def test_a_list_of_them_is_one_behind_the_other() -> None:

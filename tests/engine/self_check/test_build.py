@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from pagetide import LLM
 from pagetide.allocator.errors import DriverUnavailable
 from pagetide.engine import build as building
 from pagetide.engine import executor
-from pagetide.engine.build import Engine, build
+from pagetide.engine.build import build
 from pagetide.engine.config import EngineConfig
 from pagetide.engine.errors import ConfigError
 from pagetide.engine.self_check import check as checking
@@ -24,98 +25,57 @@ CONFIG = EngineConfig.resolve("demo", device="cpu", kv_memory="16MiB", share=Fal
 
 
 def report(*failed: str) -> CheckReport:
-    outcomes = [
-        PartOutcome(part, FAILED if part in failed else PASSED, "it crashed" if part in failed else None)
-        for part in PARTS
-    ]
+    outcomes = [PartOutcome(part, *((FAILED, "it crashed") if part in failed else (PASSED, None))) for part in PARTS]
     return CheckReport("cuda:0", {"name": "NVIDIA H200", "driver": "580.82.07"}, tuple(outcomes), True, "/cache/x.json")
 
 
-class PromptInput:
-    """What `build` asks for where a device's parts matter."""
+def noted(monkeypatch: pytest.MonkeyPatch, checked: CheckReport | None) -> dict[str, dict[str, Any]]:
+    """What `build` asks for where a device's parts matter, by call."""
+    asked: dict[str, dict[str, Any]] = {}
+    monkeypatch.setattr(building, "_self_check", lambda config: checked)
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, checked: CheckReport | None) -> None:
-        self.pool: dict[str, Any] = {}
-        self.host: dict[str, Any] = {}
-        self.kernel: dict[str, Any] = {}
-        self.graphs: bool | None = None
-        monkeypatch.setattr(building, "_self_check", lambda config: checked)
-        for name, options in (("_open_pool", self.pool), ("open_host_pool", self.host), ("choose", self.kernel)):
-            monkeypatch.setattr(building, name, self._noting(getattr(building, name), options))
-        make = building.make_runner
+    def call(name: str, inner: Any, *arguments: Any, **given: Any) -> Any:
+        asked[name] = given
+        return inner(*arguments, **given)
 
-        def noting(model: Any, arena: Any, plan: Any, config: EngineConfig, *others: Any, **given: Any) -> Any:
-            self.graphs = config.cuda_graphs and given["captures"]
-            return make(model, arena, plan, config, *others, **given)
-
-        monkeypatch.setattr(building, "make_runner", noting)
-
-    @staticmethod
-    def _noting(call: Any, options: dict[str, Any]) -> Any:
-        def noting(*arguments: Any, **given: Any) -> Any:
-            options.update(given)
-            return call(*arguments, **given)
-
-        return noting
+    for name in ("_open_pool", "open_host_pool", "choose", "make_runner"):
+        monkeypatch.setattr(building, name, partial(call, name, getattr(building, name)))
+    return asked
 
 
-@pytest.fixture
-def closing() -> Iterator[list[Engine]]:
-    engines: list[Engine] = []
-    yield engines
-    for engine in engines:
-        engine.close()
-
-
-@pytest.mark.parametrize("failed", [(), ("pool", "triton"), ("graphs",), ("swaps", "varlen")])
-def test_an_engine_does_without_each_part_that_failed(
-    monkeypatch: pytest.MonkeyPatch, closing: list[Engine], failed: tuple[str, ...]
-) -> None:
-    asked = PromptInput(monkeypatch, report(*failed))
-    closing.append(build(CONFIG))
-    assert asked.pool == {"elastic": "pool" not in failed}
-    assert asked.host == {"pins": "swaps" not in failed}
-    assert asked.graphs is ("graphs" not in failed)
-    assert set(asked.kernel["faults"]) == set(failed)
-    told = closing[0].stats()["self_check"]
+@pytest.mark.parametrize("failed", [(), ("pool", "triton", "graphs"), ("swaps", "varlen")])
+def test_an_engine_does_without_each_part_that_failed(monkeypatch: pytest.MonkeyPatch, failed: tuple[str, ...]) -> None:
+    asked = noted(monkeypatch, report(*failed))
+    with closing(build(CONFIG)) as engine:
+        told = engine.stats()["self_check"]
+    assert asked["_open_pool"] == {"elastic": "pool" not in failed}
+    assert asked["open_host_pool"] == {"pins": "swaps" not in failed}
+    assert asked["make_runner"]["captures"] is ("graphs" not in failed)
+    assert set(asked["choose"]["faults"]) == set(failed)
     assert told["state"] == (FAILED if failed else PASSED)
     assert {part for part, one in told["parts"].items() if one["state"] == FAILED} == set(failed)
 
 
-def test_graphs_that_nobody_wants_stay_off(monkeypatch: pytest.MonkeyPatch, closing: list[Engine]) -> None:
-    asked = PromptInput(monkeypatch, report())
-    closing.append(build(replace(CONFIG, cuda_graphs=False)))
-    assert asked.graphs is False
-
-
-def test_an_attention_that_was_asked_for_and_failed_is_refused_before_anything_is_loaded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    PromptInput(monkeypatch, report("triton"))
+def test_an_attention_that_was_asked_for_and_failed_is_refused_before_anything_is_loaded(monkeypatch) -> None:
+    noted(monkeypatch, report("triton"))
     monkeypatch.setattr(building, "load_checked", lambda *arguments: pytest.fail("weights were read"))
     with pytest.raises(ConfigError, match="attention='triton' failed in the self-check of cpu: it crashed"):
         build(replace(CONFIG, attention="triton"))
 
 
-@pytest.mark.parametrize("elastic", [True, False])
-def test_a_pool_that_failed_is_one_allocation(monkeypatch: pytest.MonkeyPatch, elastic: bool) -> None:
-    monkeypatch.setattr(executor, "CudaArena", lambda *shape, **options: ("extents", *shape))
-    monkeypatch.setattr(executor, "TensorArena", lambda *shape: ("one", *shape))
-    plan = building.plan_only(CONFIG)
-    kind, *_ = executor.open_arena(plan, torch.device("cuda", 0), elastic=elastic)  # type: ignore[misc]
-    assert kind == ("extents" if elastic else "one")
-
-
-def test_a_driver_that_is_missing_is_one_allocation_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_that_failed_or_has_no_driver_is_one_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*shape: Any, **options: Any) -> None:
         raise DriverUnavailable("no cuda-bindings")
 
-    monkeypatch.setattr(executor, "CudaArena", missing)
+    def opened(elastic: bool) -> Any:
+        return executor.open_arena(plan, torch.device("cuda", 0), elastic=elastic)
+
+    plan = building.plan_only(CONFIG)
+    monkeypatch.setattr(executor, "CudaArena", lambda *shape, **options: "extents")
     monkeypatch.setattr(executor, "TensorArena", lambda *shape: "one")
-    assert executor.open_arena(building.plan_only(CONFIG), torch.device("cuda", 0), elastic=True) == "one"
-
-
-# ---- whether it runs
+    assert (opened(elastic=True), opened(elastic=False)) == ("extents", "one")
+    monkeypatch.setattr(executor, "CudaArena", missing)
+    assert opened(elastic=True) == "one"
 
 
 @pytest.mark.parametrize(("self_check", "indices"), [(True, [1]), (False, [])])
@@ -135,7 +95,7 @@ def test_on_cuda_it_runs_before_anything_else_and_is_said(
     found = building._self_check(replace(CONFIG, self_check=self_check))
     assert asked == indices
     assert found == (report("graphs") if self_check else None)
-    assert ("graphs is switched off, as it failed: it crashed" in caplog.text) is self_check
+    assert ("graphs failed and is disabled: it crashed" in caplog.text) is self_check
 
 
 def test_on_a_cpu_nothing_of_it_is_imported_and_the_engine_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,8 +106,7 @@ def test_on_a_cpu_nothing_of_it_is_imported_and_the_engine_says_so(monkeypatch: 
         assert llm.stats()["self_check"] == {"state": "not run", "reason": "the device is a CPU"}
 
 
-def test_an_engine_that_wants_none_says_so(closing: list[Engine]) -> None:
-    engine = build(CONFIG)
-    closing.append(engine)
-    on_cuda = replace(engine, plan=replace(engine.plan, device="cuda:0"))
-    assert on_cuda.stats()["self_check"] == {"state": "not run", "reason": "self_check=False"}
+def test_an_engine_that_wants_none_says_so() -> None:
+    with closing(build(CONFIG)) as engine:
+        on_cuda = replace(engine, plan=replace(engine.plan, device="cuda:0"))
+        assert on_cuda.stats()["self_check"] == {"state": "not run", "reason": "self_check=False"}

@@ -46,22 +46,11 @@ def raising(error: Exception) -> Callable[..., Any]:
     return call
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_each_part_passes_where_it_works(part: str) -> None:
-    assert tried(part) == (PASSED, None)
-
-
-def test_the_parts_are_the_pool_what_auto_may_choose_graphs_and_swaps() -> None:
-    assert PARTS == ("pool", "triton", "flash-attn", "flash-attn-3", "varlen", "graphs", "swaps")
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_what_breaks_the_device_later_is_this_parts_failure(part: str) -> None:
+def test_each_part_passes_where_it_works_and_fails_where_it_breaks_the_device_later() -> None:
     error = RuntimeError("CUDA error: an illegal memory access was encountered")
-    assert tried(part, synchronize=raising(error)) == (FAILED, f"RuntimeError: {error}")
-
-
-# ---- the pool
+    for part in PARTS:
+        assert tried(part) == (PASSED, None), part
+        assert tried(part, synchronize=raising(error)) == (FAILED, f"RuntimeError: {error}"), part
 
 
 class Stale(HostArena):
@@ -92,40 +81,27 @@ class Leaking(HostArena):
         return type(bounds)(bounds.lower_bytes, bounds.upper_bytes + self.extent_bytes)
 
 
-@pytest.mark.parametrize(
-    ("arena", "reason"),
-    [
+def test_a_pool_that_gives_other_memory_fails() -> None:
+    for arena, reason in (
         (Stale, "extents are not zeros when they are mapped"),
         (Mixed, "an extent changes when others are mapped"),
         (Leaking, "more memory is held than is mapped"),
-    ],
-)
-def test_a_pool_that_gives_other_memory_fails(arena: type[HostArena], reason: str) -> None:
-    assert tried(POOL, arena=arena) == (FAILED, reason)
+    ):
+        assert tried(POOL, arena=arena) == (FAILED, reason)
 
 
-@pytest.mark.parametrize(
-    ("error", "state"),
-    [
+def test_lack_of_memory_is_no_fault_and_a_missing_package_none_either() -> None:
+    for error, state in (
         (DriverUnavailable("no cuda-bindings"), ABSENT),
         (DriverError("cuMemMap", 999, "CUDA_ERROR_UNKNOWN"), FAILED),
         (DriverError("cuMemCreate", 2, "CUDA_ERROR_OUT_OF_MEMORY"), UNTRIED),
         (OutOfDeviceMemory(1, 0), UNTRIED),
         (torch.OutOfMemoryError("CUDA out of memory"), UNTRIED),
         (ValueError("a surprise"), FAILED),
-    ],
-)
-def test_lack_of_memory_is_no_fault_and_a_missing_package_none_either(error: Exception, state: str) -> None:
-    found, reason = tried(POOL, arena=raising(error))
-    assert found == state
-    assert str(error) in str(reason)
-
-
-def test_a_device_without_an_elastic_pool_has_its_swaps_checked_all_the_same() -> None:
-    assert tried(SWAPS, arena=raising(DriverUnavailable("no cuda-bindings"))) == (PASSED, None)
-
-
-# ---- attention
+    ):
+        found, reason = tried(POOL, arena=raising(error))
+        assert found == state and str(error) in str(reason)
+    assert tried(SWAPS, arena=raising(DriverUnavailable("no cuda-bindings"))) == (PASSED, None), "swaps need no pool"
 
 
 class Wrong(DenseKernel):
@@ -134,47 +110,32 @@ class Wrong(DenseKernel):
 
 
 @pytest.mark.parametrize("part", ATTENTION)
-def test_a_kernel_that_differs_from_torchs_fails(part: str) -> None:
-    state, reason = tried(part, makers=dict.fromkeys(BACKENDS, Wrong))
-    assert state == FAILED
-    assert str(reason).startswith("its results differ from the torch kernel's by up to")
+def test_a_kernel_that_is_wrong_not_there_or_not_for_this_device(part: str) -> None:
+    def by(maker: Callable[..., Any]) -> tuple[str, str | None]:
+        return tried(part, makers=dict.fromkeys(BACKENDS, maker))
 
-
-@pytest.mark.parametrize("part", ATTENTION)
-def test_a_kernel_that_is_not_there_or_not_for_this_device_is_absent(part: str) -> None:
-    assert tried(part, makers=dict.fromkeys(BACKENDS, raising(ImportError("no module")))) == (ABSENT, "no module")
-    state, reason = tried(part, capability=(7, 5))
-    assert state == ABSENT
-    assert "compute capabilities" in str(reason)
+    state, reason = by(Wrong)
+    assert state == FAILED and str(reason).startswith("its results differ from the torch kernel's by up to")
+    assert by(raising(ImportError("no module"))) == (ABSENT, "no module")
     error = OSError("libcudart.so.12: cannot open shared object file")
-    assert tried(part, makers=dict.fromkeys(BACKENDS, raising(error))) == (FAILED, f"OSError: {error}")
+    assert by(raising(error)) == (FAILED, f"OSError: {error}")
+    state, reason = tried(part, capability=(7, 5))
+    assert state == ABSENT and "compute capabilities" in str(reason)
 
 
-# ---- graphs
+def test_a_graph_that_gives_something_else_fails() -> None:
+    other = "a captured step of 4 rows gives other results than the same step without"
+    assert tried(GRAPHS, record=lambda: lambda work: lambda: None) == (FAILED, other), "no work at all is recorded"
+    error = RuntimeError("operation not permitted when stream is capturing")
+    state, reason = tried(GRAPHS, record=lambda: raising(error))
+    assert state == FAILED and str(reason).startswith("RuntimeError: operation not permitted")
+    for makers, why in (
+        (dict.fromkeys(BACKENDS, TorchKernel), "attention by torch cannot be captured"),
+        (dict.fromkeys(BACKENDS, raising(ImportError("no triton"))), "no triton"),
+        ({}, "attention by triton failed here"),
+    ):
+        assert tried(GRAPHS, makers=makers) == (ABSENT, why)
 
-
-def nothing(work: Callable[[], None]) -> Callable[[], None]:
-    """Records no work at all."""
-    return lambda: None
-
-
-@pytest.mark.parametrize(
-    ("record", "reason"),
-    [
-        (nothing, "a captured step of 4 rows gives other results than the same step without"),
-        (
-            raising(RuntimeError("operation not permitted when stream is capturing")),
-            "RuntimeError: operation not permitted",
-        ),
-    ],
-)
-def test_a_graph_that_gives_something_else_fails(record: Any, reason: str) -> None:
-    state, found = tried(GRAPHS, record=lambda: record)
-    assert state == FAILED
-    assert str(found).startswith(reason)
-
-
-def test_a_graph_that_keeps_the_lengths_of_its_capture_fails() -> None:
     capturing: list[bool] = []
 
     class KeepsLengths(DenseKernel):
@@ -195,21 +156,6 @@ def test_a_graph_that_keeps_the_lengths_of_its_capture_fails() -> None:
     assert found == (FAILED, "a captured step of 4 rows does not see its new inputs")
 
 
-@pytest.mark.parametrize(
-    ("makers", "reason"),
-    [
-        (dict.fromkeys(BACKENDS, TorchKernel), "attention by torch cannot be captured"),
-        (dict.fromkeys(BACKENDS, raising(ImportError("no triton"))), "no triton"),
-        ({}, "attention by triton failed here"),
-    ],
-)
-def test_without_a_kernel_that_can_be_captured_there_are_no_graphs(makers: Any, reason: str) -> None:
-    assert tried(GRAPHS, makers=makers) == (ABSENT, reason)
-
-
-# ---- swaps
-
-
 def test_a_swap_that_brings_other_bytes_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     copy_from = Storage.copy_from
 
@@ -220,13 +166,9 @@ def test_a_swap_that_brings_other_bytes_fails(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(Storage, "copy_from", torn)
     assert tried(SWAPS) == (FAILED, "blocks come back from host memory with other bytes")
-
-
-def test_a_host_without_memory_for_it_tells_nothing_of_swaps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostPool, "measure", lambda *arguments: None)
     state, reason = tried(SWAPS)
-    assert state == UNTRIED
-    assert "no memory" in str(reason)
+    assert state == UNTRIED and "no memory" in str(reason), "a host without memory for it tells nothing"
 
 
 def test_nothing_stays_held_whatever_a_check_finds() -> None:

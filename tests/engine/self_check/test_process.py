@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -103,21 +102,11 @@ def test_a_part_that_fails_is_tried_twice_and_the_others_go_on_in_another_proces
     tmp_path: Path, how: str, state: str, reason: str
 ) -> None:
     children, bad = Children(tmp_path), f"b-{how}"
-    assert try_in(children, "a-passes", bad, "c-passes", "d-passes") == [
-        ("a-passes", PASSED, None),
-        (bad, state, reason),
-        ("c-passes", PASSED, None),
-        ("d-passes", PASSED, None),
-    ]
     rest = ["c-passes", "d-passes"]
+    found = [("a-passes", PASSED, None), (bad, state, reason), *((part, PASSED, None) for part in rest)]
+    assert try_in(children, "a-passes", bad, *rest) == found
     first, again, others = (["a-passes", bad, *rest], []), ([bad, *rest], []), (rest, [bad] if state == FAILED else [])
     assert children.asked == ([first, again, others] if state == FAILED else [first, others])
-
-
-def test_an_outcome_that_is_none_tells_nothing(tmp_path: Path) -> None:
-    reason = "its process gave no outcome: 'excellent' is no state of a part"
-    found = try_in(Children(tmp_path), "a-misleads", "b-passes")
-    assert found == [("a-misleads", UNTRIED, reason), ("b-passes", PASSED, None)]
 
 
 def test_a_part_that_stumbles_once_has_passed(tmp_path: Path) -> None:
@@ -127,11 +116,9 @@ def test_a_part_that_stumbles_once_has_passed(tmp_path: Path) -> None:
 
 
 def test_a_part_that_hangs_fails_when_its_time_is_over(tmp_path: Path) -> None:
+    """When all time is over nothing more is said of any part."""
     found = try_in(Children(tmp_path), "a-hangs", "b-passes", part_s=0.3)
     assert found == [("a-hangs", FAILED, "it did not end within 0.3 s"), ("b-passes", PASSED, None)]
-
-
-def test_when_all_time_is_over_nothing_more_is_said_of_any_part(tmp_path: Path) -> None:
     found = try_in(Children(tmp_path), "a-hangs", "b-passes", total_s=0.3)
     assert [(part, state) for part, state, _ in found] == [("a-hangs", UNTRIED), ("b-passes", UNTRIED)]
 
@@ -156,22 +143,18 @@ def test_a_process_that_does_not_come_up_tells_nothing_of_any_part(
     tmp_path: Path, before: str, bounds: dict[str, float], reason: str
 ) -> None:
     children = Children(tmp_path, before)
-    assert try_in(children, "a-passes", "b-passes", **bounds) == [
-        ("a-passes", UNTRIED, reason),
-        ("b-passes", UNTRIED, reason),
-    ]
-    assert len(children.asked) == 1
+    found = [(part, UNTRIED, reason) for part in ("a-passes", "b-passes")]
+    assert try_in(children, "a-passes", "b-passes", **bounds) == found and len(children.asked) == 1
 
 
-def test_a_process_that_sees_another_device_does_not_count(tmp_path: Path) -> None:
-    children = Children(tmp_path, identity={**IDENTITY, "device": "GPU-2"})
-    assert try_in(children, "a-passes") == [("a-passes", UNTRIED, "its process sees another device, or other versions")]
-
-
-def test_without_an_interpreter_nothing_is_tried() -> None:
+def test_other_devices_no_interpreter_and_outcomes_that_are_none_tell_nothing(tmp_path: Path) -> None:
+    other = Children(tmp_path, identity={**IDENTITY, "device": "GPU-2"})
+    assert try_in(other, "a-passes") == [("a-passes", UNTRIED, "its process sees another device, or other versions")]
     (outcome,) = try_parts(["a"], lambda parts, failed: ["/no/such/python"], IDENTITY)
-    assert outcome.state == UNTRIED
-    assert str(outcome.reason).startswith("no process could be started: ")
+    assert outcome.state == UNTRIED and str(outcome.reason).startswith("no process could be started: ")
+    reason = "its process gave no outcome: 'excellent' is no state of a part"
+    found = try_in(Children(tmp_path), "a-misleads", "b-passes")
+    assert found == [("a-misleads", UNTRIED, reason), ("b-passes", PASSED, None)]
 
 
 def test_an_interrupt_ends_the_process_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,9 +179,8 @@ def test_a_process_that_was_left_behind_ends_by_itself(tmp_path: Path) -> None:
         "from pagetide.engine.self_check.child import end_with_parent\nimport sys\n"
         "sys.stdout.write('up\\n'); sys.stdout.flush()\nend_with_parent()"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/"
-    )
+    command = [sys.executable, "-P", "-c", program]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/")
     assert process.stdin is not None and process.stdout is not None
     assert process.stdout.readline() == b"up\n"
     process.stdin.close()
@@ -227,10 +209,10 @@ child.serve(request["parts"], seams, answers)
 
     found = try_parts(["pool", "swaps"], command, IDENTITY)
     assert [(one.part, one.state) for one in found] == [("pool", PASSED), ("swaps", PASSED)]
-    assert abs(found[0].at - time.time()) < 600 and found[1].seconds > 0
+    assert found[0].at > 0 and found[1].seconds > 0
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here: tests/gpu/test_self_check.py")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here: tests/gpu/test_cuda.py")
 def test_the_real_command_says_why_it_cannot_try_anything_here() -> None:
     found = _in_processes(0, [], PARTS, IDENTITY)
     assert [(one.part, one.state) for one in found] == [(part, UNTRIED) for part in PARTS]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,6 @@ import pytest
 from scripted_lease import ScriptedLease
 from shard_leases import BASE, EXTENT, Rig, ShardedUser, rig
 
-from pagetide.allocator.broker_client import BrokerClient
 from pagetide.allocator.errors import LeaseClosed, MinimumsExceedCapacity
 from pagetide.allocator.lease_events import Denied, Granted, Limited, Lost, Recalled, Rejoined, Withdrawn
 from pagetide.engine.errors import NotEnoughMemory
@@ -44,9 +44,6 @@ def scripted(*granted: int, extra: int = 0) -> tuple[ShardedLease, list[Any], Ti
     for i, lease in enumerate(leases):
         lease.name, lease.device_uuid, lease.closed = f"e.{i}", f"gpu{i}", False
     return ShardedLease(leases, EXTENT, lambda: extra, clock=time.clock, chance=time.chance), leases, time
-
-
-# ---- what several allow -------------------------------------------------------------------------
 
 
 def test_together_they_allow_what_the_scarcest_does() -> None:
@@ -85,15 +82,12 @@ def test_the_drivers_memory_counts_in_the_first_lease() -> None:
     assert lease.max_bytes == 300 and lease.poll() == (Limited(300),)
 
 
-def test_what_a_shard_has_to_unmap_still_stays_granted() -> None:
+def test_a_recall_is_answered_by_the_shards_that_it_concerns() -> None:
+    """What a shard still has to unmap stays granted. Of two on one device, the other one's ask may be what is recalled for."""
     lease, (first, second), _ = scripted(400, 400)
     first.held_bytes = 250
     lease.answer_unmapped(180)
     assert (first.answered, second.answered) == ([250], [180])
-
-
-def test_a_lease_with_nothing_to_return_keeps_its_ask() -> None:
-    """Two shards on one device: the one that was granted more is recalled, for the other one's ask."""
     lease, (first, second), _ = scripted(500, 200)
     first.recall_to(350)
     lease.answer_unmapped(350)
@@ -113,9 +107,6 @@ def test_what_a_refused_mapping_was_granted_for_goes_back_once_all_hold_the_same
     assert [one.answered for one in leases] == [[250], [250]] and lease.granted_bytes == 250
     lease.ask(300)
     assert [one.asked for one in leases] == [[], []], "other engines ask first"
-
-
-# ---- events -------------------------------------------------------------------------------------
 
 
 def test_the_events_of_all_are_those_of_one_lease() -> None:
@@ -151,9 +142,6 @@ def test_the_loss_of_several_brokers_is_one_and_so_is_their_return() -> None:
     assert lease.poll() == (Lost("no room for it", refused=True),)
 
 
-# ---- a surplus ----------------------------------------------------------------------------------
-
-
 def test_what_one_device_grants_beyond_the_others_goes_back_after_a_moment() -> None:
     lease, (first, second), time = scripted(400, 300)
     lease.ask(400)
@@ -186,17 +174,13 @@ def test_a_surplus_that_the_others_follow_in_time_stays() -> None:
             first.held_bytes = 350  # in use, and so no surplus
     lease.poll()
     assert (first.answered, second.answered) == ([], [])
-
-
-def test_less_than_an_extent_and_a_minimum_are_no_surplus() -> None:
-    lease, (first, second), time = scripted(300 + EXTENT - 1, 300)
-    for _ in range(9):
-        lease.poll()
-        time.now += SURPLUS_S
-    first.granted_bytes = first.min_bytes = 500
-    for _ in range(9):
-        lease.poll()
-        time.now += SURPLUS_S
+    lease, (first, second), time = scripted(300 + EXTENT - 1, 300)  # nor are less than an extent and a minimum one
+    for minimum in (first.min_bytes, 500):
+        first.min_bytes = minimum
+        first.granted_bytes = max(first.granted_bytes, minimum)
+        for _ in range(9):
+            lease.poll()
+            time.now += SURPLUS_S
     assert (first.answered, second.answered) == ([], [])
 
 
@@ -226,9 +210,6 @@ def test_asking_in_vain_becomes_rare_until_all_grant_more() -> None:
     assert pause() == pytest.approx(FIRST_PAUSE_S, abs=0.02)
 
 
-# ---- with brokers -------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def two() -> Iterator[Rig]:
     """Two devices with room for ten extents besides what a shard holds."""
@@ -247,14 +228,6 @@ def run(of: Rig, *users: ShardedUser, ticks: int = 10) -> None:
         of.tick()
 
 
-def test_a_pool_grows_by_the_grants_of_all_devices(two: Rig) -> None:
-    user = user_of(two)
-    user.wanted = 7
-    run(two, user)
-    assert (user.size, user.lease.held_bytes, user.lease.granted_bytes) == (7, BASE + 7 * EXTENT, BASE + 7 * EXTENT)
-    assert [one.granted_bytes for one in two.broker.leases()] == [BASE + 7 * EXTENT] * 2
-
-
 def test_shards_on_one_device_share_its_room(two: Rig) -> None:
     half = BASE // 2
     user = ShardedUser(two, [two.lease(f"a.{rank}", 1, half + EXTENT, held_bytes=half) for rank in range(2)], base=half)
@@ -263,67 +236,70 @@ def test_shards_on_one_device_share_its_room(two: Rig) -> None:
     assert user.size == 5 and [lease.granted_bytes for lease in user.lease.leases] == [half + 5 * EXTENT] * 2
 
 
-def test_a_recall_on_one_device_shrinks_all_shards(two: Rig) -> None:
-    user = user_of(two)
-    user.wanted = 9
-    run(two, user)
-    assert user.size == 9
-    user.wanted = 1
-    BrokerClient(two.path).recall("a.1", 4 * EXTENT)
-    run(two, user, ticks=3)
-    assert (user.size, user.lease.recall) == (5, None)
-    assert [one.granted_bytes for one in two.broker.leases()] == [BASE + 5 * EXTENT] * 2, "free on both devices"
-    assert [type(event) for event in user.events if not isinstance(event, Granted)] == [Recalled]
-
-
 def test_another_engine_on_one_device_takes_its_share_of_all(two: Rig) -> None:
     user = user_of(two)
     user.wanted = 9
     run(two, user)
-    assert user.size == 9
+    assert (user.size, user.lease.held_bytes, user.lease.granted_bytes) == (9, BASE + 9 * EXTENT, BASE + 9 * EXTENT)
     other = ShardedUser(two, [two.lease("b", 1, EXTENT, held_bytes=0)], base=0)
     other.wanted = 4
     run(two, user, other, ticks=20)
     assert (user.size, other.size) == (6, 4)
     assert user.lease.leases[1].granted_bytes == BASE + 6 * EXTENT
+    assert {type(event) for event in user.events if not isinstance(event, Granted)} == {Recalled}
 
 
-def test_a_limit_of_one_device_is_one_of_all(two: Rig) -> None:
-    user = user_of(two)
-    BrokerClient(two.path).limit("a.1", BASE + 4 * EXTENT)
-    two.tick()
-    assert user.lease.poll() == (Limited(BASE + 4 * EXTENT),)
-    assert user.lease.max_bytes == BASE + 4 * EXTENT
+TICKS = 500  # ten seconds: a few turns of every engine
+
+# The order in which the leases of engines 0, 1, ... on the two devices are registered: a broker serves the older one first.
+IN_ORDER = [(0, 0), (0, 1), (1, 0), (1, 1)]
+CROSSWISE = [(0, 0), (1, 1), (0, 1), (1, 0)]
+THREE_IN_ORDER = [*IN_ORDER, (2, 0), (2, 1)]
+THREE_CROSSWISE = [(0, 0), (1, 1), (2, 1), (2, 0), (0, 1), (1, 0)]
 
 
-def test_what_the_other_device_does_not_grant_is_not_kept_from_other_engines() -> None:
-    with rig(BASE + 10 * EXTENT, BASE + 2 * EXTENT) as made:
-        user = user_of(made)
-        user.wanted = 8
-        run(made, user, ticks=2)
-        assert [lease.granted_bytes for lease in user.lease.leases] == [BASE + 8 * EXTENT, BASE + 2 * EXTENT]
-        run(made, user, ticks=1000)
-        kept = 0
-        for _ in range(1000):
-            run(made, user, ticks=1)
-            kept += made.broker.leases()[0].granted_bytes > BASE + 2 * EXTENT
-        assert user.size == 2 and kept < 400, "asking in vain becomes rare"
+def engines(of: Rig, order: Sequence[tuple[int, int]], seed: int) -> list[ShardedUser]:
+    """Engines that all want one more extent. The first has it on device 0, and the second on device 1."""
+    leases = {(i, device): of.lease(f"e{i}.{device}", device, BASE + EXTENT) for i, device in order}
+    made = [
+        ShardedUser(of, [leases[i, 0], leases[i, 1]], seed=100 * seed + i) for i in range(1 + max(i for i, _ in order))
+    ]
+    for rank in (0, 1):
+        leases[rank, rank].ask(BASE + 2 * EXTENT, expires_s=60)
+    for _ in range(150):  # the cool-down: the broker has just heard what they hold
+        of.tick()
+    for (i, device), lease in leases.items():
+        lease.poll()
+        assert lease.granted_bytes == BASE + (2 if i == device else 1) * EXTENT
+        lease.ask(BASE + EXTENT)
+    for engine in made:
+        engine.wanted = 2
+    return made
 
 
-def test_a_broker_that_is_lost_leaves_the_pool_and_its_successor_lets_it_grow(two: Rig) -> None:
-    user = user_of(two)
-    user.wanted = 5
-    run(two, user)
-    two.thread.close()
-    user.events.clear()
-    user.wanted = 8
-    user.step()
-    assert [type(event) for event in user.events] == [Lost] and not user.lease.connected
-    assert (user.size, user.lease.granted_bytes) == (5, BASE + 5 * EXTENT)
-    two.start()
-    run(two, user, ticks=150)  # the successor withholds for a while what it does not know to be an engine's
-    assert user.lease.connected and user.size == 8
-    assert [type(event) for event in user.events].count(Rejoined) == 1
+def run_until_one_has_it(of: Rig, made: Sequence[ShardedUser], rng: random.Random) -> ShardedUser:
+    """That engine. None of several with the memory that the others lack waits for ever."""
+    for _ in range(TICKS):
+        for engine in rng.sample(made, len(made)):
+            engine.step()
+        for device in (0, 1):
+            assert of._used(f"gpu{device}") <= of.room[device]
+        if winners := [engine for engine in made if engine.size == 2]:
+            assert len(winners) == 1
+            return winners[0]
+        of.tick()
+    raise AssertionError(f"{[[lease.granted_bytes for lease in engine.lease.leases] for engine in made]} are granted")
+
+
+@pytest.mark.parametrize("order", [IN_ORDER, CROSSWISE, THREE_IN_ORDER, THREE_CROSSWISE])
+@pytest.mark.parametrize("seed", range(2))
+def test_each_gets_all_it_asks_for_in_its_turn(order: list[tuple[int, int]], seed: int) -> None:
+    rng, num = random.Random(seed), len(order) // 2
+    with rig(*[num * (BASE + EXTENT) + EXTENT] * 2) as of:
+        made = engines(of, order, seed)
+        for left in range(num, 0, -1):
+            assert sum(engine.wanted for engine in made) == num + left
+            run_until_one_has_it(of, made, rng).rest()
 
 
 def test_a_waiting_thread_gets_events_and_the_end(two: Rig) -> None:
@@ -352,9 +328,6 @@ def test_a_waiting_thread_gets_events_and_the_end(two: Rig) -> None:
             call()
     two.tick()
     assert two.broker.leases() == ()
-
-
-# ---- to acquire them ----------------------------------------------------------------------------
 
 
 def plan_of(**more: int) -> Any:
@@ -395,10 +368,7 @@ def test_leases_are_acquired_in_the_order_of_devices_and_returned_in_that_of_sha
     sharing.close()
     two.tick()
     assert two.broker.leases() == () and watched.closed
-
-
-def test_on_a_cpu_the_first_lease_covers_the_driver(two: Rig, watched: Any) -> None:
-    sharing = acquired(plan_of(), ["cpu", "cpu"], [10, 20], driver=100)
+    sharing = acquired(plan_of(), ["cpu", "cpu"], [10, 20], driver=100)  # the first lease covers the driver
     assert [(lease.device_uuid, lease.min_bytes) for lease in sharing.leases] == [("gpu0", 260), ("gpu0", 170)]
     assert (sharing.lease.granted_bytes, sharing.lease.held_bytes, sharing.lease.max_bytes) == (160, 20, 310)
     sharing.close()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
 import re
-import threading
 import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
+from async_rig import run_threads
 from transformers import AutoTokenizer
 
 import pagetide
@@ -30,13 +29,7 @@ CHATS: list[list[dict[str, Any]]] = [
         {"role": "user", "content": "And 2 + 2?"},
         {"role": "assistant", "content": "It is"},
     ],
-    [
-        {
-            "role": "tool",
-            "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
-            "n": [1, 2.5, True, {}],
-        }
-    ],
+    [{"role": "tool", "content": [{"type": "text", "text": one} for one in ("a", "b")], "n": [1, 2.5, True, {}]}],
 ]
 TOOLS = [
     {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": {}, "y": {}}}}}
@@ -154,30 +147,23 @@ def test_it_is_what_transformers_renders(name: str) -> None:
 
 
 def test_what_jinja_says_of_a_template_is_told() -> None:
+    unusable = "the chat template cannot be used: .*"
     for template, said in (
-        ("{% for %}", "Expected"),
-        ("{{ 'a' ", "unexpected end"),
-        ("{% nope %}", "unknown tag 'nope'"),
+        ("{% for %}", unusable + "Expected"),
+        ("{{ 'a' ", unusable + "unexpected end"),
+        ("{% nope %}", unusable + "unknown tag 'nope'"),
+        ("x" * 300_000, "the chat template has 300,000 characters, and may have 262,144 at most"),
+        (5, "a chat template is a text, got 5"),
+        ("{{ raise_exception('no' * 100000) }}", "nonono"),
     ):
-        with pytest.raises(RequestRejected, match=f"the chat template cannot be used: .*{said}"):
+        with pytest.raises(RequestRejected, match=said) as refused:
             rendered(TOKENIZER, CHATS[0], {"chat_template": template})
-    with pytest.raises(RequestRejected, match="the chat template has 300,000 characters, and may have 262,144 at most"):
-        rendered(TOKENIZER, CHATS[0], {"chat_template": "x" * 300_000})
-    with pytest.raises(RequestRejected, match="a chat template is a text, got 5"):
-        rendered(TOKENIZER, CHATS[0], {"chat_template": 5})
+        assert len(str(refused.value)) < 500, "a long complaint is cut"
     bare = copy.deepcopy(TOKENIZER)
     bare.chat_template = None
     with pytest.raises(RequestRejected, match="there is no chat template to use"):
         rendered(bare, CHATS[0], {})
 
-
-def test_a_long_complaint_is_cut() -> None:
-    with pytest.raises(RequestRejected) as refused:
-        rendered(TOKENIZER, CHATS[0], {"chat_template": "{{ raise_exception('no' * 100000) }}"})
-    assert len(str(refused.value)) < 500
-
-
-# -- bounds ------------------------------------------------------------------------------------------------------------
 
 NESTED = """{% set ns = namespace(x=[1], y=[1]) %}{% for i in range(60) %}
 {% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}{% endfor %}"""
@@ -194,27 +180,21 @@ ENDLESS = [
     LOOP + "{% set x = (range(99999) | list) == (range(99999) | list) %}" + END,
     "{% for x in range(1000) recursive %}{{ loop(range(x)) }}{% endfor %}",
     "{{ range(100000) | map('string') | map('trim') | select('in', 'x') | list }}" * 20,
-    NESTED + "{{ ns.x }}",
-    NESTED + "{{ ns.x | tojson }}",
-    NESTED + "{{ ns.x ~ '' }}",
-    NESTED + "{{ ns.x == ns.y }}",
-    NESTED + "{{ ns.x in [ns.y] }}",
-    NESTED + "{{ ns.x is eq ns.y }}",
-    NESTED + "{{ '%s' % ns.x }}",
-    NESTED + "{{ '{}'.format(ns.x) }}",
-    NESTED + "{{ [ns.x] | join }}",
-    NESTED + "{{ ns }}",
+    *(NESTED + "{{ " + use + " }}" for use in (
+        "ns.x", "ns.x | tojson", "ns.x ~ ''", "ns.x == ns.y", "ns.x in [ns.y]", "ns.x is eq ns.y", "'%s' % ns.x",
+        "'{}'.format(ns.x)", "[ns.x] | join", "ns",
+    )),
     TUPLES + "{{ {ns.x: 1} }}",
     TUPLES + "{{ {}[ns.x] }}",
-]
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("template", ENDLESS)
-def test_what_would_not_end_ends(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_bounds, "MOST_RENDER_S", 0.05)
+def test_what_would_not_end_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_bounds, "MOST_RENDER_S", 0.01)
     chat = [{"role": "user", "content": "100000"}]
-    with pytest.raises(RequestRejected, match=r"cannot be rendered with these messages: (it takes|its values)"):
-        rendered(TOKENIZER, chat, {"chat_template": template})
+    for template in ENDLESS:
+        with pytest.raises(RequestRejected, match=r"cannot be rendered with these messages: (it takes|its values)"):
+            rendered(TOKENIZER, chat, {"chat_template": template})
 
 
 # BIG is a text of 100,000 characters.
@@ -276,37 +256,30 @@ lipsum(n=10**9)
 )
 
 
-@pytest.mark.parametrize("expression", LARGE)
-def test_what_would_be_large_is_never_made(expression: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_would_be_large_is_never_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """At no moment is there much more memory in use than the bound."""
     bound = 1 << 20
     monkeypatch.setattr(template_bounds, "MOST_MADE_BYTES", bound)
-    template = "{{ " + expression + " }}"
     rendered(TOKENIZER, CHATS[0], {"chat_template": "warm"})
-    tracemalloc.start()
-    try:
-        with pytest.raises(RequestRejected, match=r"the chat template (cannot be rendered|refuses)"):
-            rendered(TOKENIZER, CHATS[0], {"chat_template": template})
-        assert tracemalloc.get_traced_memory()[1] < 8 * bound
-    finally:
-        tracemalloc.stop()
+    for expression in LARGE:
+        tracemalloc.start()
+        try:
+            with pytest.raises(RequestRejected, match=r"the chat template (cannot be rendered|refuses)"):
+                rendered(TOKENIZER, CHATS[0], {"chat_template": "{{ " + expression + " }}"})
+            assert tracemalloc.get_traced_memory()[1] < 8 * bound, expression
+        finally:
+            tracemalloc.stop()
 
 
 def test_what_grows_by_doubling_does_not_grow_far(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_bounds, "MOST_MADE_BYTES", 1 << 20)
+    begin, end = "{% set ns = namespace(x='aa') %}{% for i in range(99) %}{% set ns.x = ", " %}{% endfor %}"
     for operation in (
-        "ns.x ~ ns.x",
-        "ns.x + ns.x",
-        "ns.x * 2",
-        "'%s%s' % (ns.x, ns.x)",
-        "[ns.x, ns.x] | join",
+        "ns.x ~ ns.x", "ns.x + ns.x", "ns.x * 2", "'%s%s' % (ns.x, ns.x)", "[ns.x, ns.x] | join",
         "ns.x | replace('a', 'aa')",
-    ):
-        template = (
-            f"{{% set ns = namespace(x='aa') %}}{{% for i in range(99) %}}{{% set ns.x = {operation} %}}{{% endfor %}}"
-        )
+    ):  # fmt: skip
         with pytest.raises(RequestRejected, match="its values take more than"):
-            rendered(TOKENIZER, CHATS[0], {"chat_template": template})
+            rendered(TOKENIZER, CHATS[0], {"chat_template": begin + operation + end})
 
 
 def test_a_rendering_of_its_own_has_a_budget_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,11 +291,7 @@ def test_a_rendering_of_its_own_has_a_budget_of_its_own(monkeypatch: pytest.Monk
     def render() -> None:
         found.extend(rendered(TOKENIZER, CHATS[0], {"chat_template": template}) for _ in range(10))
 
-    threads = [threading.Thread(target=render) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(render, render, render)
     assert found == [expected] * 30
     assert _plainly(CHATS[0], template, {}) == expected  # and transformers' own is as it was
 
@@ -330,47 +299,25 @@ def test_a_rendering_of_its_own_has_a_budget_of_its_own(monkeypatch: pytest.Monk
 def test_a_conversation_that_is_too_long_is_refused_as_a_prompt_is() -> None:
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER.name_or_path, chat_template=TEMPLATES["chatml"])
     encoder = Encoder(tokenizer, len(tokenizer), None, 128)
-    with pytest.raises(
-        PromptTooLong, match=r"the prompt has 1,0\d\d,\d{3} characters; with a context of 128 tokens it may have"
-    ):
+    too_long = r"the prompt has 1,0\d\d,\d{3} characters; with a context of 128 tokens it may have"
+    with pytest.raises(PromptTooLong, match=too_long):
         encoder.render([{"role": "user", "content": "tide " * 200_000}], {})
-    assert encoder.render([{"role": "user", "content": "tide"}], {}) == tokenizer.encode(
-        "<|user|>\ntide<|end|><|assistant|>", add_special_tokens=False
-    )
+    expected = tokenizer.encode("<|user|>\ntide<|end|><|assistant|>", add_special_tokens=False)
+    assert encoder.render([{"role": "user", "content": "tide"}], {}) == expected
 
 
-# -- what a request may set --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "chat_template", "tokenize", "tokenizer_kwargs", "return_dict", "return_tensors", "return_assistant_tokens_mask",
-        "padding", "truncation", "max_length", "sanitize_control_tokens", "messages", "conversation", "conversations",
-        "chat_template_kwargs",
-    ],
-)  # fmt: skip
-def test_a_request_cannot_set_what_is_done(name: str) -> None:
-    with pytest.raises(
-        RequestRejected, match=f"chat_template_kwargs cannot set '{name}': a request may give tools, documents"
-    ):
-        options_from_data(TOKENIZER, {"polite": True, name: "x"})
-
-
-def test_a_request_may_give_what_its_template_sees() -> None:
+def test_a_request_may_give_what_its_template_sees_and_cannot_set_what_is_done() -> None:
+    """A parameter that a later transformers adds is refused until it is listed as input of templates."""
+    seen = {"tools", "documents", "add_generation_prompt", "continue_final_message"}
+    theirs = inspect.signature(TOKENIZER.apply_chat_template).parameters.values()
+    names = {parameter.name for parameter in theirs if parameter.kind is not parameter.VAR_KEYWORD}
+    assert {"chat_template", "tokenize", "conversation"} | seen <= names
+    names |= {"messages", "conversations", "self", "chat_template_kwargs", "sanitize_control_tokens", "return_tensors"}
+    for name in names - seen:
+        refused = f"chat_template_kwargs cannot set '{name}': a request may give tools, documents"
+        with pytest.raises(RequestRejected, match=refused):
+            options_from_data(TOKENIZER, {"polite": True, name: "x"})
     options = {"tools": TOOLS, "documents": [], "add_generation_prompt": False, "continue_final_message": True}
     options |= {"enable_thinking": False, "bos_token": "x"}
     assert options_from_data(TOKENIZER, options) == options
-    assert options_from_data(None, {"polite": 1}) == {
-        "polite": 1
-    }  # what has no tokenizer is refused when it is rendered
-
-
-def test_every_parameter_of_transformers_is_refused_or_seen() -> None:
-    """A parameter that a later transformers adds is refused until it is listed as input of templates."""
-    for name, parameter in inspect.signature(TOKENIZER.apply_chat_template).parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD or name in ("tools", "documents", "add_generation_prompt"):
-            continue
-        if name != "continue_final_message":
-            with pytest.raises(RequestRejected, match=name):
-                options_from_data(TOKENIZER, json.loads(json.dumps({name: None})))
+    assert options_from_data(None, {"polite": 1}) == {"polite": 1}, "without a tokenizer it is refused when rendered"

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from byte_level import Counting, byte_level
+from hypothesis import assume, given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from pagetide.engine.text import prompt_length
 from pagetide.engine.text.encoder import Encoder
 from pagetide.engine.text.prompt_length import PromptLength
+from pagetide.engine.text.tokenizer_bounds import growth
 from pagetide.scheduler.errors import PromptTooLong, RequestRejected
 from pagetide.scheduler.request import SamplingParams
 
@@ -21,17 +24,6 @@ CORPUS = [
     "the tide comes in and the tide goes out; pages follow it. Hello, world!\n\n\tdone        spaces",
     "你好，世界。 é ñ café naïve",
 ]
-
-
-def _byte_level() -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer.train_from_iterator(
-        CORPUS * 9, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False)
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def _normalising() -> PreTrainedTokenizerFast:
@@ -55,28 +47,42 @@ def _words() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
 
 
-TOKENIZERS = {"byte-level": _byte_level(), "normalising": _normalising(), "words": _words()}
-
-
-class Counting:
-    """A tokenizer that counts the characters it is given."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self.num_characters = 0
-
-    def encode(self, text: str, **options: Any) -> list[int]:
-        self.num_characters += len(text)
-        ids: list[int] = self._tokenizer.encode(text, **options)
-        return ids
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
+BYTE_LEVEL = PreTrainedTokenizerFast(tokenizer_object=byte_level(CORPUS * 9, 420))
+TOKENIZERS = {"byte-level": BYTE_LEVEL, "normalising": _normalising(), "words": _words()}
 
 
 def _encoder(max_model_len: int, name: str = "byte-level") -> tuple[Encoder, Counting]:
     tokenizer = Counting(TOKENIZERS[name])
     return Encoder(tokenizer, 1000, None, max_model_len), tokenizer
+
+
+def test_what_a_normalizer_lengthens_too_much_is_refused_before_it_is_made() -> None:
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Replace("e", "e" * 16)] * 4)
+    counting = Counting(PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]"))
+    encoder = Encoder(counting, 1000, None, 1024)
+    assert encoder.encode("e" * 10 + " salt" * 12_000, SamplingParams()).tolist() == [0]
+    with pytest.raises(
+        PromptTooLong, match=r"^the prompt has 20 characters, of which the tokenizer makes more than 1,048,576;"
+    ):
+        encoder.encode("e" * 20, SamplingParams())
+    with pytest.raises(PromptTooLong, match="makes more than"):
+        encoder.prepare(SamplingParams(bad_words=["e" * 20]))
+
+
+@pytest.mark.parametrize(
+    ("part", "most"),
+    [
+        ({"type": "Replace", "pattern": {"String": "ab"}, "content": "x" * 10}, 5),
+        ({"type": "Replace", "pattern": {"Regex": "a*"}, "content": "é"}, 3),
+        ({"type": "Sequence", "pretokenizers": [{"type": "ByteLevel"}] * 40}, 2.0**40),
+        ({"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, {"type": "NFC"}]}, 12),
+        ({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(b"\1\0\0\0zab\0abcdef\0").decode()}, 6),
+        ({"type": "TemplateProcessing", "single": [{"Sequence": {}}] * 7 + [{"SpecialToken": {}}], "pair": []}, 7),
+    ],
+)  # fmt: skip
+def test_the_growth_of_parts(part: dict[str, Any], most: float) -> None:
+    assert growth(part) == most
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -98,9 +104,8 @@ def test_a_text_of_megabytes_is_not_tokenised_at_all(name: str) -> None:
 def test_one_below_that_is_tokenised_as_far_as_it_could_fit(max_model_len: int) -> None:
     encoder, tokenizer = _encoder(max_model_len)
     text = "the tide " * (encoder.length.most_characters // 9)
-    with pytest.raises(
-        PromptTooLong, match=r"the prompt has more than [\d,]+ tokens in [\d,]+ characters; with a context of"
-    ):
+    too_long = r"the prompt has more than [\d,]+ tokens in [\d,]+ characters; with a context of"
+    with pytest.raises(PromptTooLong, match=too_long):
         encoder.encode(text, SamplingParams())
     assert tokenizer.num_characters <= 65_536 * (1 + max_model_len // 8000) < len(text)
 
@@ -110,18 +115,13 @@ def test_one_that_may_fit_is_tokenised_once() -> None:
     text = "the tide " * 10_000
     ids = encoder.encode(text, SamplingParams())
     assert tokenizer.num_characters == len(text) and ids.tolist() == tokenizer.encode(text, add_special_tokens=False)
-
-
-def test_a_long_text_of_few_tokens_is_served() -> None:
-    """It is beyond what texts usually have, and fits all the same."""
     encoder, tokenizer = _encoder(128, "words")
-    text = "the tide" + " " * 100_000
+    text = "the tide" + " " * 100_000  # beyond what texts usually have, and of few tokens
     assert len(text) > max(65_536, 8 * 127)
     assert encoder.encode(text, SamplingParams()).tolist() == tokenizer.encode(text, add_special_tokens=False)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_nothing_that_fits_is_refused(name: str, data: st.DataObject) -> None:
     """With slices of a few characters, so that many are cut."""
@@ -149,15 +149,13 @@ def test_the_bound_follows_longer_tokens() -> None:
 def test_ids_are_counted_before_they_are_an_array(monkeypatch: pytest.MonkeyPatch) -> None:
     encoder, _ = _encoder(128)
     monkeypatch.setattr("pagetide.engine.text.encoder.np.asarray", lambda *_: pytest.fail("they are an array"))
-    with pytest.raises(
-        PromptTooLong, match="the prompt has 1,000 tokens; with a context of 128 tokens it may have 127 at most"
-    ):
+    too_long = "the prompt has 1,000 tokens; with a context of 128 tokens it may have 127 at most"
+    with pytest.raises(PromptTooLong, match=too_long):
         encoder.encode([5] * 1000, SamplingParams())
 
 
 def test_text_that_is_none_is_told_as_such() -> None:
     encoder, _ = _encoder(64)
-    with pytest.raises(RequestRejected, match="must be text that UTF-8 can say"):
-        encoder.encode("\ud800" + "a" * 65_000 + "b" * 500, SamplingParams())
-    with pytest.raises(RequestRejected, match="must be text that UTF-8 can say"):
-        encoder.encode("\ud800", SamplingParams())
+    for text in ("\ud800" + "a" * 65_000 + "b" * 500, "\ud800"):
+        with pytest.raises(RequestRejected, match="must be text that UTF-8 can say"):
+            encoder.encode(text, SamplingParams())

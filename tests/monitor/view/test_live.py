@@ -7,6 +7,8 @@ import os
 import pty
 import re
 import signal
+import termios
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,14 +17,12 @@ from snapshots import leased_snapshot, sample_snapshot
 from terminals import DEADLINE_S, ESCAPES, Terminal, start, terminal
 
 from pagetide.monitor.snapshot import Snapshot
+from pagetide.monitor.view.keys import Keys, keys_of
 from pagetide.monitor.view.live import render_leases, render_once, run_live
 from pagetide.monitor.view.page import render
 
-# ---- once ---------------------------------------------------------------------------------------
-
 
 def printed(snapshot: Snapshot, encoding: str = "utf-8", print_it: Any = render_once, **options: Any) -> str:
-    """What `print_it` writes to a console with these options."""
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, newline="")
     environment = options.pop("environment", {})
     print_it(snapshot, Console(file=file, _environ=environment, **options))
@@ -40,6 +40,8 @@ def test_into_a_pipe_goes_plain_text_with_all_processes() -> None:
     assert "\x1b" not in text
     assert text.count("worker --rank") == 200
     assert text.splitlines()[1:] == page(snapshot, 100)[1:]  # the first line has the time of day
+    assert "\x1b" not in printed(snapshot, force_terminal=True, environment={"TERM": "dumb"})
+    assert printed(snapshot, encoding="latin-1", width=80).isascii()
 
 
 def test_on_a_terminal_it_has_colours_unless_they_are_not_wanted() -> None:
@@ -52,29 +54,16 @@ def test_on_a_terminal_it_has_colours_unless_they_are_not_wanted() -> None:
         assert ESCAPES.sub("", text).splitlines()[1:] == page(sample_snapshot(2), 80)[1:]
 
 
-def test_a_dumb_terminal_gets_plain_text() -> None:
-    assert "\x1b" not in printed(sample_snapshot(2), force_terminal=True, environment={"TERM": "dumb"})
-
-
-def test_without_utf_8_it_is_ascii() -> None:
-    assert printed(sample_snapshot(2), encoding="latin-1", width=80).isascii()
-
-
 def test_leases_alone_are_those_of_the_page() -> None:
     text = printed(leased_snapshot(), print_it=render_leases, width=100)
     assert "\x1b" not in text
     lines = text.splitlines()
     (begin,) = (number for number, line in enumerate(page(leased_snapshot(), 100)) if "GRANTED" in line)
     assert lines == page(leased_snapshot(), 100)[begin : begin + 5]
-    colourful = printed(
-        leased_snapshot(), print_it=render_leases, width=100, force_terminal=True, color_system="standard"
-    )
-    assert {"1;31", "33", "36"} <= {code for code, _ in ESCAPES.findall(colourful)}  # overdue, recalling, an engine
-    assert ESCAPES.sub("", colourful) == text
+    shown = printed(leased_snapshot(), print_it=render_leases, width=100, force_terminal=True, color_system="standard")
+    assert {"1;31", "33", "36"} <= {code for code, _ in ESCAPES.findall(shown)}  # overdue, recalling, an engine
+    assert ESCAPES.sub("", shown) == text
     assert printed(leased_snapshot(), encoding="latin-1", print_it=render_leases, width=100).isascii()
-
-
-def test_that_there_are_no_leases_is_a_sentence() -> None:
     for width, said in ((80, " no engine holds a lease\n"), (12, "no engine h…\n")):
         assert printed(sample_snapshot(1), print_it=render_leases, width=width) == said
 
@@ -89,16 +78,11 @@ def test_what_is_no_terminal_gets_one_print_after_the_other() -> None:
         return snapshot
 
     run_live(read, interval_s=1e-6, console=Console(file=file, width=80))
+    for interval_s in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="must be above 0 seconds"):
+            run_live(read, interval_s=interval_s, console=Console(file=io.StringIO()))
     assert [line.split()[0] for line in file.getvalue().splitlines() if "NVIDIA H200" in line] == ["0", "0", "1"]
 
-
-@pytest.mark.parametrize("interval_s", [0.0, -1.0, float("nan")])
-def test_an_interval_that_is_none_is_refused(interval_s: float) -> None:
-    with pytest.raises(ValueError, match="must be above 0 seconds"):
-        run_live(lambda: sample_snapshot(1), interval_s=interval_s, console=Console(file=io.StringIO()))
-
-
-# ---- live ---------------------------------------------------------------------------------------
 
 LIVE = """
 import sys
@@ -142,7 +126,7 @@ def devices(shown: Terminal) -> int:
     return shown.text.count("NVIDIA H200")
 
 
-def test_it_draws_on_the_alternate_screen_and_q_ends_it() -> None:
+def test_it_draws_on_the_alternate_screen_keys_sort_and_q_ends_it() -> None:
     with terminal(live()) as shown:
         shown.wait_until(lambda: "q quit" in shown.text)
         assert shown.alternate and not shown.cursor_shown
@@ -151,17 +135,13 @@ def test_it_draws_on_the_alternate_screen_and_q_ends_it() -> None:
         assert len(lines) == 24
         assert lines[2] == expected[2]
         assert [line for line in lines if "worker" in line] == [line for line in expected if "worker" in line]
-        shown.type(b"q")
+        for key, column in ((b"", "MEMORY"), (b"p", "PID"), (b"x\x1b[Au", "USER"), (b"m", "MEMORY")):
+            shown.type(key)
+            shown.wait_until(lambda column=column: re.findall(r"(\w+)[▾▴]", shown.text) == [column])
+        shown.type(b"Q")
         assert shown.status() == 0
     assert "returned" in shown.text
     assert "NVIDIA" not in shown.text
-
-
-def test_it_reads_anew_at_its_interval() -> None:
-    with terminal(live(interval_s=0.01)) as shown:
-        shown.wait_until(lambda: devices(shown) == 2)
-        shown.type(b"Q")
-        assert shown.status() == 0
 
 
 def test_it_follows_the_size_of_the_terminal_at_once() -> None:
@@ -179,27 +159,6 @@ def test_it_follows_the_size_of_the_terminal_at_once() -> None:
         assert shown.status() == 0
 
 
-def test_keys_sort_the_processes() -> None:
-    def marked() -> str | None:
-        found = re.search(r"(\w+)[▾▴]", shown.text)
-        return found and found[1]
-
-    with terminal(live()) as shown:
-        for key, column in ((b"", "MEMORY"), (b"p", "PID"), (b"x\x1b[Au", "USER"), (b"m", "MEMORY")):
-            shown.type(key)
-            shown.wait_until(lambda column=column: marked() == column)
-        shown.type(b"q")
-        assert shown.status() == 0
-
-
-def test_ctrl_c_ends_it_without_a_word() -> None:
-    with terminal(live()) as shown:
-        shown.wait_until(lambda: "q quit" in shown.text)
-        shown.type(b"\x03")
-        assert shown.status() == 0
-    assert shown.text == "returned"
-
-
 def test_an_error_is_told_on_the_screen_that_was_there_before() -> None:
     with terminal(live(0.01, "if reads == 3: raise RuntimeError('the record is gone')")) as shown:
         assert shown.status() == 1
@@ -207,22 +166,25 @@ def test_an_error_is_told_on_the_screen_that_was_there_before() -> None:
     assert "NVIDIA" not in shown.text
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
-def test_a_signal_that_ends_it_leaves_the_terminal_as_it_was(number: signal.Signals) -> None:
-    with terminal("import atexit; atexit.register(print, 'tidied')\n" + live()) as shown:
-        shown.wait_until(lambda: "q quit" in shown.text)
-        os.kill(shown.process.pid, number)
-        assert shown.status() == 128 + number
-    assert shown.text == "tidied"
+TIDIED = "import atexit; atexit.register(print, 'tidied')\n" + live()
+HANDLED = live(reading="import signal; signal.signal(signal.SIGTERM, lambda *_: sys.exit('told to end'))")
 
 
-def test_handlers_of_the_caller_go_first() -> None:
-    handler = "import signal; signal.signal(signal.SIGTERM, lambda *_: sys.exit('told to end'))"
-    with terminal(live(reading=handler)) as shown:
+@pytest.mark.parametrize(
+    ("number", "program", "status", "left"),
+    [
+        (None, live(), 0, "returned"),  # Ctrl-C
+        *((number, TIDIED, 128 + number, "tidied") for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)),
+        (signal.SIGTERM, HANDLED, 1, "told to end"),  # handlers of the caller go first
+    ],
+    ids=["Ctrl-C", "SIGTERM", "SIGHUP", "SIGQUIT", "handled"],
+)
+def test_what_ends_it_leaves_the_terminal_as_it_was(number: int | None, program: str, status: int, left: str) -> None:
+    with terminal(program) as shown:
         shown.wait_until(lambda: "q quit" in shown.text)
-        os.kill(shown.process.pid, signal.SIGTERM)
-        assert shown.status() == 1
-    assert shown.text == "told to end"
+        shown.type(b"\x03") if number is None else os.kill(shown.process.pid, number)
+        assert shown.status() == status
+    assert shown.text == left
 
 
 def test_ctrl_z_gives_the_terminal_back_for_a_while() -> None:
@@ -238,7 +200,7 @@ def test_ctrl_z_gives_the_terminal_back_for_a_while() -> None:
     assert "returned" in shown.text
 
 
-def test_without_keys_it_works_too() -> None:
+def test_without_keys_it_reads_anew_at_its_interval_too() -> None:
     with open(os.devnull, "rb") as nothing, terminal(live(0.01), stdin=nothing.fileno()) as shown:
         shown.wait_until(lambda: devices(shown) == 2)
         assert "q quit" not in shown.text
@@ -256,3 +218,74 @@ def test_a_terminal_that_goes_away_ends_it() -> None:
         os.close(theirs)
         os.close(ours)
     assert process.wait(DEADLINE_S) != 0
+
+
+class Typist:
+    """Types at one end of a terminal what a program reads as keys at the other."""
+
+    def __init__(self, typing: int, reading: int, keys: Keys) -> None:
+        self.typing, self.reading, self.keys = typing, reading, keys
+
+    def __call__(self, text: bytes) -> list[str] | None:
+        os.write(self.typing, text)
+        return self.keys.read()
+
+
+@pytest.fixture
+def typed() -> Iterator[Typist]:
+    typing, reading = pty.openpty()
+    with keys_of(reading) as keys:
+        yield Typist(typing, reading, keys)
+    os.close(typing)
+    os.close(reading)
+
+
+def test_keys_come_one_by_one_and_are_not_shown(typed: Typist) -> None:
+    assert typed(b"q") == ["q"]  # without a line's end
+    assert typed(b"mp\xc3\xa9") == ["m", "p", "é"]
+    assert typed(b"m\xc3") == ["m"]
+    assert typed(b"\xa9\r\t\x7f\x01") == ["é", "enter", "tab", "backspace"]
+    flags = termios.tcgetattr(typed.reading)[3]
+    assert flags & termios.ISIG
+    assert not flags & (termios.ECHO | termios.ICANON)
+
+
+def test_other_keys_are_no_letters(typed: Typist) -> None:
+    sequences = (
+        b"\x1b[C", b"\x1b[1;5D", b"\x1b[3~", b"\x1bOq", b"\x1b[I", b"\x1b[200~", b"\x1b[<0;10;5M", b"\x1b[?1;2c",
+        b"\x1b[[A",  # of the Linux console
+    )  # fmt: skip
+    for sequence in sequences:
+        assert typed(b"u" + sequence + b"m") == ["u", "m"]
+        assert typed(sequence[:-1]) == [], "the rest comes later, as over a slow line"
+        assert typed(sequence[-1:] + b"p") == ["p"]
+
+
+def test_keys_that_move_have_names_however_they_are_split(typed: Typist) -> None:
+    names = {
+        b"\x1b[A": "up", b"\x1bOA": "up", b"\x1b[1;2B": "down", b"\x1b[5~": "pageup", b"\x1b[6~": "pagedown",
+        b"\x1b[H": "home", b"\x1b[1~": "home", b"\x1bOF": "end", b"\x1b[8~": "end", b"\x1b[Z": "tab",
+    }  # fmt: skip
+    for sequence, name in names.items():
+        assert typed(b"j" + sequence + sequence + b"k") == ["j", name, name, "k"]
+        for byte in range(len(sequence) - 1):
+            assert typed(sequence[byte : byte + 1]) == []
+        assert typed(sequence[-1:] + b"x") == [name, "x"]
+
+
+def test_the_escape_key_keeps_no_other_key_back(typed: Typist) -> None:
+    assert typed(b"\x1b") == [] and typed.keys.escape_pending
+    assert typed(b"q") == ["escape", "q"]
+    assert typed(b"\x1b") == []
+    assert typed.keys.take_escape() == ["escape"] and typed.keys.take_escape() == []
+
+
+def test_what_is_no_terminal_has_no_keys_and_their_end_is_told() -> None:
+    reading, writing = os.pipe()
+    try:
+        with keys_of(reading) as keys:
+            assert keys is None
+        os.close(writing)
+        assert Keys(reading).read() is None
+    finally:
+        os.close(reading)

@@ -1,0 +1,3 @@
+"""One monitor for all engines of these tests."""
+
+from engine_session import _one_monitor  # noqa: F401

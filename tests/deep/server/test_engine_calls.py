@@ -1,0 +1,58 @@
+"""What the client of an engine process says of the tokens that were generated."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from pagetide.server.engine_client import Batch, RemoteEngine
+
+OPTIONS = {"kv_memory": "2MiB", "max_seqs": 4, "max_model_len": 128, "share": False}
+
+# An engine process that makes no more steps once a prompt has 30 tokens, until it is cancelled: a file with its label says so.
+HOLDING = """
+import sys, time
+from pathlib import Path
+from pagetide.engine.requests.manager import RequestManager
+from pagetide.server.engine_process import main
+
+step, cancelled = RequestManager.step, set()
+
+def held_step(manager):
+    cancelled.update(manager._to_abort)
+    long = [one for one in manager.delivery.groups.values() if one.num_generated >= 30 and one not in cancelled]
+    if not long:
+        step(manager)
+        return
+    Path(sys.argv[1], long[0].states[0].request.label).touch()
+    time.sleep(0.001)
+
+RequestManager.step = held_step
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+async def test_what_was_generated_is_told_at_the_end_and_when_a_request_is_cancelled(tmp_path: Path) -> None:
+    engine = await RemoteEngine.start("demo", OPTIONS, command=[sys.executable, "-P", "-c", HOLDING, str(tmp_path)])
+    try:
+        params = {"max_new_tokens": 5, "ignore_eos": True, "n": 1, "best_of": 3}
+        kinds = {"plain": (False, {}), "stream": (True, {"n": 3}), "beams": (False, {"num_beams": 2, "best_of": None})}
+        for streams, more in kinds.values():
+            batch = Batch(engine)
+            batch.submit(prompt=[1, 5, 6], params=params | more, streams=streams)
+            (end,) = await batch.whole()
+            assert batch.generations[0].num_generated == end.num_generated == (10 if "num_beams" in more else 15)
+        for kind, (streams, more) in kinds.items():
+            batch = Batch(engine)
+            batch.request_id = kind
+            batch.submit(prompt=[1, 5, 6], params=params | more | {"max_new_tokens": 100}, streams=streams)
+            while not (tmp_path / kind).exists():
+                await asyncio.sleep(0.01)
+            settled = asyncio.Event()
+            batch.cancel()
+            batch.when_settled(settled.set)
+            await asyncio.wait_for(settled.wait(), 60)
+            assert 30 <= batch.generations[0].num_generated < 33 and batch.generations[0].finished is None
+    finally:
+        await engine.stop()
