@@ -7,6 +7,8 @@ quick: everything but tests/deep, first the files that need no torch, in process
 all: the quick tier within its budget; tests/deep, and properties of the quick tier with more examples; then kernels and engines
 once more as on a processor that has AVX2 alone, and once without native kernels.
 
+A test that fails is run once more, alone; one that passes then is named as unstable, and is a defect that does not stop others.
+
 CPU seconds are counted with all children and daemons: this process adopts what leaves its parent (PR_SET_CHILD_SUBREAPER,
 prctl(2)) and sums what wait4(2) says of each. They are divided by the pace of the machine: a loop is timed before, between and
 after the runs. Elsewhere than on Linux nothing is counted.
@@ -47,7 +49,8 @@ BUDGET_S = {
 # CPU seconds of `_loop` on the reference machine, an AMD EPYC with AVX-512, on which the suite without tiers took 1,210.
 REFERENCE_LOOP_S = 0.28
 
-NO_TESTS = 5  # pytest's exit status
+# pytest's exit statuses
+FAILED, NO_TESTS = 1, 5
 JOBS = ["-n", os.environ.get("JOBS", "2"), "--dist", "loadgroup"]
 NOT_QUICK = [f"--ignore=tests/{folder}" for folder in ("deep", "gpu", "stress")]
 QUICK = ["-m", "not gpu and not stress", *NOT_QUICK]
@@ -97,6 +100,17 @@ def _adopt() -> None:
 
 
 def run(arguments: Sequence[str], spent: Spent, environ: Mapping[str, str] | None = None) -> int:
+    """Tests side by side, then what failed of them alone. Returns pytest's exit status."""
+    status = _pytest([*JOBS, *arguments], spent, environ)
+    if status == FAILED:
+        print("\nwhat failed is run once more, alone", flush=True)
+        status = _pytest(["--last-failed", "--maxfail=1", "-rp", *arguments], spent, environ)
+        if status == 0:
+            print("UNSTABLE: the tests named above failed beside others and passed alone", flush=True)
+    return status
+
+
+def _pytest(arguments: Sequence[str], spent: Spent, environ: Mapping[str, str] | None) -> int:
     """A run of pytest. Returns its exit status."""
     spent.loops_s.append(_loop())
     began = time.monotonic()
@@ -158,7 +172,7 @@ def quick(arguments: Sequence[str]) -> tuple[int, bool]:
     """The quick tier. Returns the exit status of its tests, and whether they were within the budget."""
     shutil.rmtree(METER, ignore_errors=True)
     spent = Spent()
-    statuses = {run([*JOBS, *QUICK, f"--torch={torch}", *arguments], spent) for torch in ("without", "with")}
+    statuses = {run([*QUICK, f"--torch={torch}", *arguments], spent) for torch in ("without", "with")}
     if arguments and statuses != {NO_TESTS}:  # what was asked for may be in one of the two alone
         statuses -= {NO_TESTS}
     return max(statuses), report(spent) if sys.platform == "linux" else True
@@ -168,10 +182,10 @@ def everything() -> int:
     """Both tiers. Returns an exit status."""
     status, within = quick([])
     spent = Spent()
-    status |= run([*JOBS, *DEEP, "--hypothesis-profile=deep"], spent)
+    status |= run([*DEEP, "--hypothesis-profile=deep"], spent)
     for title, environ in (("with AVX2 alone", AVX2), ("without native kernels", {"PAGETIDE_NATIVE": "0"})):
         print(f"\nkernels and engines {title}", flush=True)
-        status |= run([*JOBS, "-m", "not gpu and not stress", *KERNELS_AND_ENGINES], spent, environ)
+        status |= run(["-m", "not gpu and not stress", *KERNELS_AND_ENGINES], spent, environ)
     print(f"\nthe deep tier took {spent.wall_s:.0f} s, and {spent.cpu_s / spent.pace:.0f} CPU seconds")
     if not within:
         print("the quick tier is above its budget, which .ci/tiers.py has", file=sys.stderr)

@@ -140,7 +140,7 @@ def test_a_map_that_the_device_has_not_the_bytes_for_takes_none(driver: FakeCuda
     arena.map([2, 3, 4])
 
 
-def test_a_external_who_comes_between_budget_and_creation(driver: FakeCudaDriver) -> None:
+def test_an_external_who_comes_between_budget_and_creation(driver: FakeCudaDriver) -> None:
     driver.total_bytes = 5 * GRANULE
     arena = make(driver, budget=lambda: driver.free_bytes)
     arena.map([0])

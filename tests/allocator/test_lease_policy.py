@@ -342,7 +342,7 @@ def test_an_overdue_lease_gets_nothing_and_the_others_are_served_meanwhile() -> 
     assert {lease_id: device.granted(lease_id) // 10 for lease_id in (2, 3)} == {2: 28, 3: 30}
 
 
-def overdue_for_a_external() -> Device:
+def overdue_for_an_external() -> Device:
     """Engine 1 has kept 600 of which an external process of 400 wanted some."""
     device = Device().lease(1, low=50, ask=600)
     device.obey(device.settle())
@@ -354,7 +354,7 @@ def overdue_for_a_external() -> Device:
 
 
 def test_an_overdue_recall_is_withdrawn_when_nobody_needs_it_any_more() -> None:
-    device = overdue_for_a_external()
+    device = overdue_for_an_external()
     device.external = 300
     device.tick(ms=3000)
     assert device.tick() == [], "within the band it is better kept"
@@ -367,7 +367,7 @@ def test_an_overdue_recall_is_withdrawn_when_nobody_needs_it_any_more() -> None:
 
 
 def test_an_overdue_recall_stays_while_another_lease_waits() -> None:
-    device = overdue_for_a_external()
+    device = overdue_for_an_external()
     device.external = 0
     device.lease(2, low=50, ask=900)
     device.run(200)
@@ -378,7 +378,7 @@ def test_an_overdue_recall_stays_while_another_lease_waits() -> None:
 
 
 def test_an_overdue_recall_stays_while_a_reservation_waits() -> None:
-    device = overdue_for_a_external()
+    device = overdue_for_an_external()
     device.external = 0
     device.account.reserve(7, 500)
     assert not [order for order in device.run(200) if isinstance(order, Withdraw | Ready)]
@@ -451,7 +451,7 @@ def test_what_lies_idle_goes_without_a_rest() -> None:
         assert device.granted(2) >= 10 * step
 
 
-def test_a_external_is_served_within_two_samples_and_what_it_leaves_comes_back_after_the_cooldown() -> None:
+def test_an_external_is_served_within_two_samples_and_what_it_leaves_comes_back_after_the_cooldown() -> None:
     device = Device().lease(1, low=50, ask=5000)
     device.run(3)
     assert device.granted(1) == 880
@@ -486,7 +486,7 @@ def test_a_larger_swing_moves_the_pool_at_most_once_a_cooldown(period: int) -> N
     assert changes <= 20
 
 
-def test_an_ordinary_map_does_not_look_like_a_external() -> None:
+def test_an_ordinary_map_does_not_look_like_an_external() -> None:
     device = Device().lease(1, ask=5000)
     device.run(1)
     for held in range(0, 880, 44):  # memory comes while it is measured; the record says between which bounds

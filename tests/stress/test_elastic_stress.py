@@ -386,7 +386,7 @@ def test_nobody_loses_whatever_is_killed_stopped_or_cut(tmp_path: Path) -> None:
         def act(until: float) -> None:
             began = -time.monotonic()
             faults = [
-                kill_the_daemon, kill_the_daemon_for_long, kill_an_engine, kill_a_external, stop_an_engine, cut_a_socket
+                kill_the_daemon, kill_the_daemon_for_long, kill_an_engine, kill_an_external, stop_an_engine, cut_a_socket
             ]  # fmt: skip
             while True:
                 for fault in made.rng.sample(faults, len(faults)):
@@ -438,7 +438,7 @@ def kill_an_engine(made: Scene, uuid: str) -> None:
     made.engines[name][0].write("bursts")
 
 
-def kill_a_external(made: Scene, uuid: str) -> None:
+def kill_an_external(made: Scene, uuid: str) -> None:
     if len(made.externals) > 1:
         external = made.externals.pop()
         external.kill()

@@ -110,3 +110,16 @@ def test_all_tests_fail_if_one_run_does_or_the_budget_is_spent(
         monkeypatch.setattr(tiers.Spent, "pace", 1.0)
         assert tiers.everything() == status
         assert next(statuses, None) is None
+
+
+def test_what_failed_is_run_once_more_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that fails every time stays a failure; one that fails the first time does not."""
+    monkeypatch.setattr(tiers, "ROOT", tmp_path)
+    monkeypatch.setattr(tiers, "JOBS", ["-p", "no:xdist"])
+    monkeypatch.setattr(tiers, "METER", tmp_path / "meter")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / ".ci"))
+    once = "import pathlib\ndef test_it():\n    file = pathlib.Path('was-here')\n    was = file.exists()\n    file.touch()\n"
+    (tmp_path / "test_once.py").write_text(once + "    assert was\n")
+    assert tiers.run(["test_once.py"], tiers.Spent()) == 0
+    (tmp_path / "test_always.py").write_text("def test_it():\n    assert False\n")
+    assert tiers.run(["."], tiers.Spent()) == tiers.FAILED

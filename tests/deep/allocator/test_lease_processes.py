@@ -35,21 +35,24 @@ def rows(path: Path) -> dict[str, wire.LeaseView]:
     return {row.name: row for row in BrokerClient(path, timeout_s=60).leases()}
 
 
-def test_a_external_is_made_room_for_and_a_killed_engines_memory_goes_to_the_others(folder: Path) -> None:
+def held_by(*engines: Process) -> int:
+    return sum(engine.tell("state")["held"] for engine in engines)
+
+
+def test_an_external_is_made_room_for_and_a_killed_engines_memory_goes_to_the_others(folder: Path) -> None:
     path = folder / "run" / "broker.sock"
     with processes() as start, monitor(folder, str((external := start("external").start()).pid)):
         a, b = (engine_process(start, path, name) for name in "ab")
         for engine in (a, b):
             engine.start().tell(f"ask {480 * MIB}")
-        wait_until(lambda: min(e.tell("state")["held"] for e in (a, b)) > 100 * MIB, "both to fill the device")
-        before = a.tell("state")["held"] + b.tell("state")["held"]
+        wait_until(lambda: held_by(a, b) > CAPACITY - HEADROOM - 120 * MIB, "both to fill the device")
         for taken in (40, 80, 120, 160):
             external.tell(str(taken))
             wait_until(
                 lambda taken=taken: sum(resident_bytes(e.pid) for e in (a, b, external)) <= CAPACITY - HEADROOM,
                 f"room after {taken} MiB",
             )
-        assert sum(engine.tell("state")["held"] for engine in (a, b)) <= before - 130 * MIB
+        assert held_by(a, b) <= CAPACITY - HEADROOM - taken * MIB
         held = b.tell("state")["held"]
         a.kill()
         wait_until(lambda: b.tell("state")["held"] > held + 50 * MIB, "the dead one's memory to be granted")
@@ -81,10 +84,9 @@ def test_a_killed_broker_costs_nothing_but_growth(folder: Path) -> None:
     with processes() as start, monitor(folder) as broker:
         a, b = (engine_process(start, path, name) for name in "ab")
         a.start().tell(f"ask {150 * MIB}")
-        b.start().tell(f"ask {480 * MIB}")
-        wait_until(lambda: a.tell("state")["held"] == 150 * MIB, "a's share")
-        wait_until(lambda: b.tell("state")["held"] > 200 * MIB, "b's share")
-        held = [engine.tell("state")["held"] for engine in (a, b)]
+        b.start().tell(f"ask {200 * MIB}")
+        held = [150 * MIB, 200 * MIB]
+        wait_until(lambda: [engine.tell("state")["held"] for engine in (a, b)] == held, "both to have what they ask for")
         broker.kill()
         wait_until(lambda: not any(e.tell("state")["connected"] for e in (a, b)), "both to notice")
         assert [engine.tell("state")["held"] for engine in (a, b)] == held

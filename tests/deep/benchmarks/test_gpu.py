@@ -102,7 +102,7 @@ def test_recalls(bench: Bench, overlap: bool) -> None:
 
 
 @pytest.mark.stress
-def test_an_engine_beside_a_external(bench: Bench) -> None:
+def test_an_engine_beside_an_external(bench: Bench) -> None:
     items = of_part("memory", dataclasses.replace(bench, overlap=True))
     assert measured(items, "failures", "held")
     failures = items[BOUNDS["failures"].name]
