@@ -219,7 +219,7 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert err == ""
     expected = plan_only(EngineConfig.resolve("demo", device="cpu", kv_memory="32MiB"), context=200).to_dict()
     for name, value in expected.items():
-        loose = name in ("free_bytes", "left_bytes")  # others work on this machine too
+        loose = name in ("free_bytes", "left_bytes", "answers_bytes")  # others work on this machine too
         assert told[name] == (pytest.approx(value, rel=0.2) if loose else value), name
     assert told["kv_bytes_per_token"] == 2 * 8 * 4 * 32 * 4
     assert main(["plan", "demo", *options]) == 0
