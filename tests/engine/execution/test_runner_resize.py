@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import torch
 from dense_kernel import DenseKernel
 from engines import POISON, TinyEngine, core_over, prompts
 from families import VOCAB, tiny
@@ -69,6 +70,7 @@ class ElasticEngine(TinyEngine):
         geometry = Geometry.from_config(model.config, block_size=BLOCK_SIZE, dtype=kv_dtype).with_extents(extent_bytes)
         attend_to_latents(model, geometry)
         num_extents = geometry.extents_for_blocks(NUM_BLOCKS)
+        self.logits = {}
         self.arena = PoisonedArena(num_extents, geometry.extent_bytes, geometry.block_stride)
         self.arena.map(range(min(num_mapped, num_extents)))
         bounds = Limits(**{"max_seqs": 6, "max_step_tokens": 64, "max_model_len": 200, "forecast": False} | limits)
@@ -112,10 +114,35 @@ def model(family: str = "llama"):
 
 
 @functools.cache
-def expected(family: str, sampling: Sampling, kv_dtype: str = "float32") -> list[list[int]]:
-    """The tokens of a pool of fixed size in which everybody has room."""
+def undisturbed(family: str, sampling: Sampling, kv_dtype: str = "float32") -> tuple[list[list[int]], dict]:
+    """The tokens of a pool of fixed size in which everybody has room, and the logits behind them."""
     engine = TinyEngine(model(family), usable=200, block_size=BLOCK_SIZE, max_seqs=6, kv_dtype=kv_dtype)
-    return engine.generate(INPUTS, sampling)
+    engine.watch_logits()
+    return engine.generate(INPUTS, sampling), engine.logits
+
+
+def expected(family: str, sampling: Sampling) -> list[list[int]]:
+    return undisturbed(family, sampling)[0]
+
+
+def check_same(found: list[list[int]], logits: dict, family: str, sampling: Sampling, kv_dtype: str) -> None:
+    """The tokens of an undisturbed pool; quantized, its logits behind every token after the same ones.
+
+    A value between two steps of int8 may round either way where sums differ in their last bits (decision 0051). That moved these
+    logits, of standard deviation 3, by 0.03 at most.
+    """
+    wanted, behind = undisturbed(family, sampling, kv_dtype)
+    if kv_dtype == "float32":
+        assert found == wanted
+        return
+    same = 0
+    for i, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+        for position, (own, other) in enumerate(zip(ours, theirs, strict=True), len(INPUTS[i])):
+            torch.testing.assert_close(logits[f"r{i}", position], behind[f"r{i}", position], atol=0.2, rtol=0)
+            if own != other:
+                break
+            same += 1
+    assert same > 0.8 * NEW * len(INPUTS)
 
 
 def tokens(ends) -> list[list[int]]:
@@ -132,8 +159,10 @@ def test_resizing_at_random_changes_no_token(family, kv_dtype):
     for seed, chunk in enumerate([None, 7]):
         engine = ElasticEngine(model(family), num_mapped=1 + seed * 4, max_chunk_tokens=chunk, kv_dtype=kv_dtype)
         sampling = Sampling(NEW, temperature=1.0, seed=7) if seed else Sampling(NEW)
+        engine.watch_logits()
         engine.submit(sampling)
-        assert tokens(run_resizing(engine, np.random.default_rng(seed))) == expected(family, sampling, kv_dtype)
+        found = tokens(run_resizing(engine, np.random.default_rng(seed)))
+        check_same(found, engine.logits, family, sampling, kv_dtype)
         all_stats.append(engine.scheduler.stats)
         engine.arena.full = engine.arena.stubborn = False
         engine.scheduler.pool.give_back(ALL)
