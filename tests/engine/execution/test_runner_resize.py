@@ -128,8 +128,8 @@ def expected(family: str, sampling: Sampling) -> list[list[int]]:
 def check_same(found: list[list[int]], logits: dict, family: str, sampling: Sampling, kv_dtype: str) -> None:
     """The tokens of an undisturbed pool; quantized, its logits behind every token after the same ones.
 
-    A value between two steps of int8 may round either way where sums differ in their last bits (decision 0051). That moved these
-    logits, of standard deviation 3, by 0.03 at most.
+    A value between two steps of int8 may round either way where sums differ in their last bits (decision 0051). That moved
+    these logits, of standard deviation 3, by 0.03 at most.
     """
     wanted, behind = undisturbed(family, sampling, kv_dtype)
     if kv_dtype == "float32":
