@@ -27,7 +27,7 @@ from pathlib import Path
 
 from setup import ROOT
 
-PACKAGES = ("monitor", "allocator", "cache", "scheduler", "native", "engine", "server", "fleet", "configs")
+PACKAGES = ("common", "monitor", "allocator", "cache", "scheduler", "native", "engine", "server", "fleet", "configs")
 LIBRARY = "pagetide/native/_kernels.so"  # built where there is a compiler
 LINK = re.compile(r"\]\(\s*<?(?![a-z][a-z0-9+.-]*:|#)([^)\s>]+)")
 PLACEHOLDER = "ADDRESS-OF-THIS-REPOSITORY"

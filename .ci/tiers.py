@@ -39,7 +39,7 @@ BUDGET_S = {
     "engine": 170,
     "scheduler": 60,
     "server": 60,
-    "cache, allocator, native, structure": 80,
+    "cache, allocator, common, native, structure": 80,
     "monitor": 30,
     "fleet": 25,
     "front, examples": 20,

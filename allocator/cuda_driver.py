@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from ..monitor.errors import install_command
+from ..common.error_text import install_command
 from .errors import DriverError, DriverUnavailable
 
 # CUresult codes

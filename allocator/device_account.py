@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..monitor.units import format_bytes
+from ..common.units import format_bytes
 from .errors import InvalidLease, LeaseRefused, MinimumsExceedCapacity
 from .lease_policy import (
     Ceiling,

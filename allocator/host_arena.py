@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..monitor.host_memory import free_host_bytes
+from ..common.host_memory import free_host_bytes
 from .arena import NoPreparedExtents, extents_to_map, extents_to_unmap, runs
 from .errors import BlockMisuse, OutOfDeviceMemory
 from .lease_record import HeldBounds

@@ -11,9 +11,9 @@ import secrets
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from ..common.units import format_bytes
 from ..monitor.errors import MonitorError
 from ..monitor.snapshot import DeviceInfo, DeviceMemory
-from ..monitor.units import format_bytes
 from . import wire
 from .broker_connection import Connection, Peer
 from .broker_views import DeviceView, device_view, lease_view, named, user_name

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..monitor.units import format_bytes
+from ..common.units import format_bytes
 from .errors import LeaseRefused
 
 

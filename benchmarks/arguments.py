@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pagetide.monitor.units import parse_bytes
+from pagetide.common.units import parse_bytes
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"  # beside the checkout
 BUILT_IN = "none"

@@ -52,8 +52,8 @@ from pagetide.allocator.host_arena import HostArena
 from pagetide.allocator.lease_policy import Rules
 from pagetide.cache.block_table import Index
 from pagetide.cache.manager import CacheManager
+from pagetide.common.units import GIB, MIB
 from pagetide.engine.build import Engine
-from pagetide.monitor.units import GIB, MIB
 from pagetide.pressure import PrivateDevice
 from pagetide.scheduler.forecast import ForecastPeak, LengthForecast
 from pagetide.scheduler.request import Request, Sampling

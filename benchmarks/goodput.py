@@ -47,10 +47,10 @@ from benchmarks.processes import Worker
 from benchmarks.stand_ins import output_of
 from pagetide import LLM, SamplingParams
 from pagetide.allocator.lease_policy import Rules
+from pagetide.common.units import GIB, MIB
 from pagetide.engine import demo_model
 from pagetide.engine.attention.context import StepContext
 from pagetide.engine.llm import Stream
-from pagetide.monitor.units import GIB, MIB
 from pagetide.pressure import PrivateDevice
 from pagetide.scheduler.outcome import StepOutputs
 

@@ -23,7 +23,7 @@ from benchmarks.figures import Figure, median, report
 from benchmarks.load import save_qwen2
 from benchmarks.processes import Worker
 from pagetide import LLM
-from pagetide.monitor.units import MIB
+from pagetide.common.units import MIB
 
 HIDDEN, LAYERS = 1024, 24
 MOST_TIME, MOST_MEMORY = 2.5, 1.15

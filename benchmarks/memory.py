@@ -33,7 +33,7 @@ from benchmarks.load import CONTEXT, RandomBatches, save_text_model
 from pagetide import LLM
 from pagetide.allocator.errors import LeaseError
 from pagetide.allocator.lease_policy import Rules
-from pagetide.monitor.units import GIB, MIB
+from pagetide.common.units import GIB, MIB
 from pagetide.pressure import PrivateDevice
 
 POOL = {"min": 5 * MIB, "max": 12 * MIB}

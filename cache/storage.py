@@ -20,7 +20,7 @@ import torch
 from ..allocator.arena import Arena, NoPreparedExtents
 from ..allocator.errors import BlockMisuse, OutOfDeviceMemory
 from ..allocator.lease_record import HeldBounds
-from ..monitor.host_memory import free_host_bytes
+from ..common.host_memory import free_host_bytes
 from .geometry import ITEM_BYTES, Geometry
 
 _DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}

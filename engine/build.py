@@ -20,7 +20,7 @@ from ..cache.cache_events import CacheEventLog
 from ..cache.manager import CacheManager
 from ..cache.prefix_hash import PrefixHasher
 from ..cache.storage import TensorArena
-from ..monitor.units import format_bytes
+from ..common.units import format_bytes
 from ..scheduler import answer_memory
 from ..scheduler.cost import SwapCost
 from ..scheduler.outcome import STEP_TOKEN_BOUNDS

@@ -15,7 +15,7 @@ A request that cannot be served raises the scheduler's RequestRejected.
 
 from __future__ import annotations
 
-from ..monitor.units import format_bytes
+from ..common.units import format_bytes
 
 
 def is_interrupt(error: BaseException) -> bool:

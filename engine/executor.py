@@ -20,7 +20,7 @@ from ..allocator.cuda_arena import CudaArena
 from ..allocator.errors import DriverUnavailable
 from ..allocator.host_arena import HostArena
 from ..cache.storage import Storage, TensorArena
-from ..monitor.host_memory import free_host_bytes
+from ..common.host_memory import free_host_bytes
 from .attention.backends import AttentionSpec
 from .attention.choose import WatchedKernel
 from .attention.context import AttentionKernel

@@ -15,6 +15,7 @@ from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 
+from pagetide.common.units import GIB, MIB
 from pagetide.monitor.snapshot import (
     DetailReading,
     Device,
@@ -26,7 +27,6 @@ from pagetide.monitor.snapshot import (
     ProcessUse,
     Snapshot,
 )
-from pagetide.monitor.units import GIB, MIB
 from pagetide.monitor.view.page import render_live
 from pagetide.monitor.view.picture import picture
 from pagetide.monitor.view.state import ViewState

@@ -24,9 +24,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from pagetide.common.units import MIB
 from pagetide.demo.device_use import DeviceSample, Visitor, sample_device
 from pagetide.demo.engine_process import Arrival, EngineJob, TraceEngineProcess
-from pagetide.monitor.units import MIB
 from pagetide.pressure import ExternalProcess, PrivateDevice
 
 ROOT = Path(__file__).resolve().parents[1]

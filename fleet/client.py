@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from ..common.host_memory import free_host_bytes
 from ..engine.process.fair_threads import FairThreads
 from ..engine.text.chat_template import tool_template
-from ..monitor.host_memory import free_host_bytes
 from ..scheduler.answer_memory import planned_bytes
 from ..scheduler.heartbeat import STILL_S
 from ..server.choices import joined

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ..monitor.errors import install_command
+from ..common.error_text import install_command
 from ..scheduler.heartbeat import STILL_S
 from .config import LOCAL, state_dir
 from .errors import FleetError

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..monitor.yaml_file import InvalidYaml, read_yaml
+from ..common.yaml_file import InvalidYaml, read_yaml
 from ..server.config import ENGINE_SETTINGS, ServeConfig, by_name, unknown_setting, with_underscores
 
 DEFAULT_NAME = "fleet"

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..cache.cache_events import CacheEvents
-from ..monitor.errors import install_command
+from ..common.error_text import install_command
 from .kv_event_format import EventForm, PublishedBlocks, batch
 
 if TYPE_CHECKING:

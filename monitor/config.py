@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ..common.units import format_bytes, parse_bytes
 from .errors import ConfigInvalid
-from .units import format_bytes, parse_bytes
 
 # Settings that a running monitor applies on SIGHUP; the others need a restart.
 RELOADED = ("devices", "interval", "detail_interval", "metrics_port", "metrics_address", "log_level")
@@ -66,7 +66,7 @@ def _checked(name: str, value: Any) -> Any:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """The settings in a file, unchecked. Raises ConfigInvalid: file missing, invalid YAML, or unknown key."""
-    from . import yaml_file  # imports yaml, which a monitor without a file does not need
+    from ..common import yaml_file  # imports yaml, which a monitor without a file does not need
 
     try:
         _, content = yaml_file.read_yaml(path)

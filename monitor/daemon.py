@@ -9,10 +9,11 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
+from ..common.host_memory import host_memory
+from ..common.units import format_bytes
 from .config import RELOADED, MonitorConfig
 from .errors import AlreadyMonitored, ConfigInvalid, RecordError
 from .holders import Holder, last_holder, monitor_pid, note_holder, pids_of_users
-from .host_memory import host_memory
 from .poller import Poller
 from .record import RecordReader, RecordWriter
 from .runtime_dir import MACHINE_DIR, VARIABLE, FileLock, RuntimeDir, group_id, own_dir, readable_dirs
@@ -20,7 +21,6 @@ from .snapshot import DeviceInfo, LeaseUse, Snapshot
 from .sources import Source
 from .sources.host import HostSource
 from .sources.opening import open_source
-from .units import format_bytes
 
 if TYPE_CHECKING:
     from .metrics_server import MetricsServer

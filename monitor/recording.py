@@ -27,7 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, NoReturn, Self, TypeVar, get_type_hints
 
-from .checked_file import InvalidFile, open_checked
+from ..common.checked_file import InvalidFile, open_checked
 from .errors import ConfigInvalid, MonitorError
 from .snapshot import (
     DetailReading,

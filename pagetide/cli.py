@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if not _is_ours(error) or verbose > 1:
             raise
-        from .monitor.errors import said_of
+        from .common.error_text import said_of
 
         print(f"pagetide: {said_of(error)}{_of_the_locale(error)}", file=sys.stderr)
         return 2
@@ -62,7 +62,7 @@ def _missing(error: ModuleNotFoundError) -> int:
     library = str(error.name).partition(".")[0]
     if library == "pagetide":
         raise error
-    from .monitor.errors import install_command
+    from .common.error_text import install_command
 
     said = f"pagetide: {library} is not installed, and this command needs it: {install_command()}"
     print(said, file=sys.stderr)

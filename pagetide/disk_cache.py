@@ -7,7 +7,7 @@ import json
 import time
 from typing import Any
 
-from .monitor.units import format_bytes
+from .common.units import format_bytes
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:

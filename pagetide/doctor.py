@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from .common.units import format_bytes
 from .machine_report import Problem, machine, torch_report
-from .monitor.units import format_bytes
 
 if TYPE_CHECKING:
     from .engine.self_check.report import CheckReport

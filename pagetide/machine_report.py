@@ -160,7 +160,7 @@ def memory(
     problems: list[Problem], proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
 ) -> dict[str, Any]:
     """Host memory, and the cgroup that limits it, if one does."""
-    from .monitor.host_memory import free_host_bytes, host_memory, limiting_cgroup
+    from .common.host_memory import free_host_bytes, host_memory, limiting_cgroup
 
     found, free_bytes = host_memory(proc, cgroups), free_host_bytes(proc, cgroups)
     limiting = limiting_cgroup(proc, cgroups)

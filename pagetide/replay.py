@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .monitor.errors import said_of
+from .common.error_text import said_of
 from .scheduler.frames.perfetto import write_trace
 from .scheduler.frames.recording import FrameRecording, RecordingError
 from .serve import check_libraries

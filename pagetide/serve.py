@@ -122,7 +122,7 @@ def check_libraries(command: str) -> None:
     """Raise ValueError if the libraries of the server are missing."""
     missing = [name for name in _LIBRARIES if find_spec(name) is None]
     if missing:
-        from .monitor.errors import install_command
+        from .common.error_text import install_command
 
         raise ValueError(f"{command} needs {', '.join(missing)}, which are not installed: {install_command('server')}")
 
@@ -194,7 +194,7 @@ def _serve_fleet(
 
 def _names_models(file: Path | None) -> bool:
     """Whether the environment or the configuration file names models. Raises ValueError for a file that cannot be read."""
-    from .monitor.yaml_file import read_yaml
+    from .common.yaml_file import read_yaml
 
     _, data = (None, None) if file is None else read_yaml(file)
     in_file = isinstance(data, Mapping) and any(data.get(name) for name in ("model", "models"))

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from .allocator.errors import AllocatorError
+from .common.units import format_bytes, parse_bytes
 from .monitor.config import MonitorConfig
 from .monitor.errors import AlreadyMonitored, ConfigInvalid, MonitorError, MonitorFailed
 from .monitor.snapshot import DeviceInfo, DeviceKind, LeaseUse, Origin, Snapshot
-from .monitor.units import format_bytes, parse_bytes
 from .version import __version__
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from .. import configs
-from ..monitor.yaml_file import read_yaml
+from ..common.yaml_file import read_yaml
 from .errors import UnknownArgument
 
 TABLE = Path(configs.__file__ or "").with_name("migrating.yaml")

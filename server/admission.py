@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ..monitor.units import format_bytes
+from ..common.units import format_bytes
 from ..scheduler.answer_memory import AnswerSize
 from .errors import ApiError, invalid, unavailable
 from .held_bytes import HeldBytes

@@ -11,8 +11,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ..monitor.errors import said_of
-from ..monitor.yaml_file import InvalidYaml, read_yaml
+from ..common.error_text import said_of
+from ..common.yaml_file import InvalidYaml, read_yaml
 from ..scheduler.arguments import table_answer
 from .admission import MOST_BODY_BYTES
 from .guard import LOOPBACK

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ..monitor.yaml_file import InvalidYaml, read_yaml
+from ..common.yaml_file import InvalidYaml, read_yaml
 from .errors import ApiError
 
 LEAST_KEY_CHARACTERS = 8

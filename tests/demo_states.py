@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from pagetide.common.units import MIB
 from pagetide.demo.block_map import CACHED, FREE, UNMAPPED, BlockHolders
 from pagetide.demo.shared_view import EngineCounts, Holding, SharedState
 from pagetide.demo.text_panes import Pane
 from pagetide.demo.view import Counts, DemoState
-from pagetide.monitor.units import MIB
 
 PROSE = "The river had risen in the night, and nobody could say how far the fields lay under water by now. " * 12
 

@@ -32,9 +32,9 @@ from pagetide.allocator.lease import Lease
 from pagetide.allocator.leased_arena import LeasedArena
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
+from pagetide.common.host_memory import free_host_bytes
 from pagetide.engine.core import EngineCore
 from pagetide.engine.memory.engine_memory import EngineMemory
-from pagetide.monitor.host_memory import free_host_bytes
 from pagetide.monitor.runtime_dir import RuntimeDir
 from pagetide.scheduler.plan import NO_EXTENTS, Plan
 from pagetide.scheduler.request import Request, Sampling

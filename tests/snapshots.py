@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from pagetide.common.units import GIB, MIB
 from pagetide.monitor.snapshot import (
     DetailReading,
     Device,
@@ -16,7 +17,6 @@ from pagetide.monitor.snapshot import (
     ProcessUse,
     Snapshot,
 )
-from pagetide.monitor.units import GIB, MIB
 
 SECOND_NS = 1_000_000_000
 AT_NS = 50_000 * SECOND_NS  # when every sample was taken

@@ -49,7 +49,7 @@ from benchmarks.memory import (
     slope,
 )  # fmt: skip
 from pagetide import LLM
-from pagetide.monitor.units import MIB
+from pagetide.common.units import MIB
 from pagetide.pressure import PrivateDevice
 
 FIRST = 50  # batches whose end is compared with

@@ -13,7 +13,7 @@ from pathlib import Path
 from torch_free import TORCH_LIBRARIES, TORCH_MODULES
 
 # Each may import what stands left of it. `configs` holds data.
-ORDER = ("configs", "monitor", "allocator", "cache", "scheduler", "native", "engine", "server", "fleet")
+ORDER = ("configs", "common", "monitor", "allocator", "cache", "scheduler", "native", "engine", "server", "fleet")
 SOURCES = (*ORDER, "pagetide", "benchmarks", "examples", ".ci")
 TOOLS = ("benchmarks", "examples")
 # Composition roots: import everything, are imported by nothing.

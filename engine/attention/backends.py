@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ...monitor.errors import install_command
-from ...monitor.units import MIB
+from ...common.error_text import install_command
+from ...common.units import MIB
 
 _HALF = ("float16", "bfloat16")
 _ANY_MAJOR = tuple(range(8, 13))  # Ampere to Blackwell

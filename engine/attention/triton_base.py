@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...monitor.errors import install_command
+from ...common.error_text import install_command
 from .context import AttentionCall, LayerCache
 
 try:

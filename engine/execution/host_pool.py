@@ -26,7 +26,7 @@ from ...allocator.host_arena import HostArena
 from ...cache.block_table import Int32
 from ...cache.geometry import Geometry
 from ...cache.storage import Storage
-from ...monitor.units import format_bytes
+from ...common.units import format_bytes
 from .host_extents import HostExtents
 from .swap_methods import ContiguousCopies, FastestSwapMethod, ways_on
 

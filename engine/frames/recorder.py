@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ...monitor.units import format_bytes
+from ...common.units import format_bytes
 from ...scheduler.frames.recording import MOST_BYTES, FrameRecording, FrameWriter, RecordingError, RecordingFull
 from ...scheduler.frames.source import Frame, FrameSource, encode
 from ..errors import ConfigError

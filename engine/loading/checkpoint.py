@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig
 
-from ...monitor.units import format_bytes
+from ...common.units import format_bytes
 from ...scheduler.request import SamplingParams
 from ..errors import CheckpointError, ConfigError, UnsupportedModel
 from .loaded import Loaded

@@ -13,8 +13,8 @@ from typing import Any, cast
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...monitor.host_memory import free_address_bytes, free_host_bytes, host_memory
-from ...monitor.units import format_bytes
+from ...common.host_memory import free_address_bytes, free_host_bytes, host_memory
+from ...common.units import format_bytes
 from ..collectives.group import ALONE, ShardGroup
 from ..errors import CheckpointError, DeviceNotFound, EngineError, NotEnoughMemory, UnsupportedModel
 from ..process.cpu_threads import mend_threads_of_a_fork

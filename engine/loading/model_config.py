@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ...cache.geometry import MOST_LAYERS
-from ...monitor.checked_file import InvalidFile, open_checked, read_checked
-from ...monitor.units import format_bytes
+from ...common.checked_file import InvalidFile, open_checked, read_checked
+from ...common.units import format_bytes
 from ..errors import CheckpointError, ConfigError, UnsupportedModel
 
 MOST_JSON_BYTES = 16 << 20  # of a configuration; real ones have some kilobytes

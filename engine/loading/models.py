@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import yaml
 
 from ... import configs
-from ...monitor.yaml_file import InvalidYaml, read_yaml
+from ...common.yaml_file import InvalidYaml, read_yaml
 from ...scheduler.arguments import answer
 from ...scheduler.request import ALIASES, SamplingParams
 from ..attention.backends import NAMES as ATTENTION

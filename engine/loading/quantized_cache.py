@@ -32,8 +32,8 @@ from typing import Any, BinaryIO
 import torch
 import transformers
 
-from ...monitor.checked_file import open_checked, read_checked
-from ...monitor.units import GIB, format_bytes, parse_bytes
+from ...common.checked_file import open_checked, read_checked
+from ...common.units import GIB, format_bytes, parse_bytes
 from ...native import instructions
 from ..errors import ConfigError
 from .checkpoint import Checkpoint

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...monitor.units import format_bytes
+from ...common.units import format_bytes
 from ..collectives.group import ALONE, ShardGroup
 from ..errors import ConfigError
 from .checkpoint import Checkpoint

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...monitor.checked_file import open_checked
+from ...common.checked_file import open_checked
 from ..errors import CheckpointError, ModelNotFound
 from .model_config import MOST_INDEX_BYTES, read_json
 

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable
 
-from ...monitor.units import MIB
+from ...common.units import MIB
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from typing import Any
 from ...allocator.arena import Arena
 from ...allocator.errors import DriverError, GrantExceeded
 from ...allocator.lease_record import HeldBounds
-from ...monitor.units import GIB, format_bytes
+from ...common.units import GIB, format_bytes
 from ...scheduler.scheduler import Scheduler
 from .base_memory import BaseMemory
 from .decision import (

@@ -17,10 +17,10 @@ from ...allocator.arena import Arena
 from ...allocator.broker_client import BrokerClient
 from ...allocator.errors import LeaseError, LeaseRefused, MinimumsExceedCapacity
 from ...allocator.lease import Lease
+from ...common.units import MIB, format_bytes
 from ...monitor.cuda_devices import find_device
 from ...monitor.errors import MonitorError
 from ...monitor.snapshot import DeviceInfo, DeviceKind
-from ...monitor.units import MIB, format_bytes
 from ...monitor.watching import Watch, watch
 from ..config import EngineConfig
 from ..errors import NotEnoughMemory

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ...allocator.arena import Arena
 from ...allocator.lease_events import Denied, Event, Granted, Limited, Lost, Recalled, Rejoined, Withdrawn
 from ...allocator.lease_record import HeldBounds
-from ...monitor.units import format_bytes
+from ...common.units import format_bytes
 from ...scheduler.scheduler import Scheduler
 from .base_memory import BaseMemory
 from .decision import ASK_EXPIRES_S, LeaseSnapshot

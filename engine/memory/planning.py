@@ -19,7 +19,7 @@ import torch
 from ...allocator.host_arena import preferred_granule
 from ...cache.geometry import EXTENT_TARGET_BYTES, PAGE_BYTES, Geometry, GeometryError, LayerShape
 from ...cache.layer_groups import LayerGroup
-from ...monitor.units import GIB, MIB, format_bytes
+from ...common.units import GIB, MIB, format_bytes
 from ...scheduler import answer_memory
 from ..attention.backends import buffer_bytes
 from ..config import EngineConfig, KvMemory

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections import deque
 
-from ...monitor.units import MIB
+from ...common.units import MIB
 
 SLICE_BYTES = 16 * MIB  # initial slice to map, or to move, in a step while requests run; `Slice` adapts it
 _ALONE_S = 0.05  # without a step for this long, no caller is waiting for one

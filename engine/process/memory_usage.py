@@ -7,7 +7,7 @@ import ctypes
 import psutil
 import torch
 
-from ...monitor.units import MIB
+from ...common.units import MIB
 
 _CUDA_CONTEXT_BYTES = 512 * MIB
 

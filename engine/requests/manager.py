@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...allocator.errors import LeaseClosed
-from ...monitor.units import format_bytes
+from ...common.units import format_bytes
 from ...scheduler.errors import RequestRejected
 from ...scheduler.frames.source import Frame
 from ...version import __version__

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...monitor.errors import install_command
+from ...common.error_text import install_command
 from ...scheduler.errors import CANNOT_FOLLOW, RequestRejected
 from ...scheduler.request import Constraint, Sampling
 from .json_schemas import readable

@@ -10,7 +10,7 @@ import io
 import pickle
 from typing import Any
 
-from ...monitor.errors import install_command
+from ...common.error_text import install_command
 from ...scheduler.errors import RequestRejected
 from ...scheduler.request import LogitsProcessor
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...monitor.host_memory import free_host_bytes
+from ...common.host_memory import free_host_bytes
 from ...scheduler.scheduler import Scheduler
 from ..attention.choose import Site, check
 from ..config import EngineConfig

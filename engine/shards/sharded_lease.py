@@ -25,8 +25,8 @@ import torch
 from ...allocator.errors import LeaseClosed, LeaseError, LeaseRefused
 from ...allocator.lease import Lease
 from ...allocator.lease_events import Denied, Event, Granted, Limited, Lost, Recalled, Rejoined, Withdrawn
+from ...common.units import format_bytes
 from ...monitor.errors import MonitorError
-from ...monitor.units import format_bytes
 from ...monitor.watching import Watch, watch
 from ..config import EngineConfig
 from ..errors import NotEnoughMemory

@@ -21,10 +21,10 @@ from mmap import PAGESIZE
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...common.host_memory import CGROUPS, PROC, Cgroup, host_memory, limiting_cgroup
+from ...common.units import MIB, format_bytes
 from ..errors import ConfigInvalid, DeviceUnreadable
-from ..host_memory import CGROUPS, PROC, Cgroup, host_memory, limiting_cgroup
 from ..snapshot import DetailReading, DeviceInfo, DeviceKind, MemoryReading, ProcessUse
-from ..units import MIB, format_bytes
 
 if TYPE_CHECKING:
     import psutil
@@ -101,7 +101,7 @@ class HostSource:
         """Total and free bytes now. Raises DeviceUnreadable."""
         try:
             if self._capacity_bytes is None:
-                return host_memory(self._proc, self._cgroups)
+                return MemoryReading(*host_memory(self._proc, self._cgroups))
             with self._lock:
                 used_bytes = sum(member.resident_bytes() for member in self._members)
             return MemoryReading(self._capacity_bytes, max(0, self._capacity_bytes - used_bytes))

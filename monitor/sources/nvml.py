@@ -30,8 +30,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ...common.host_memory import host_memory
 from ..errors import DeviceUnreadable, SourceUnavailable
-from ..host_memory import host_memory
 from ..snapshot import DetailReading, DeviceInfo, DeviceKind, MemoryReading, ProcessUse
 
 T = TypeVar("T")
@@ -160,7 +160,7 @@ class NvmlSource:
             memory = self._library.memory(seen.handle)
         except _NvmlRefusal as refusal:
             if refusal.code == _Code.NOT_SUPPORTED and device.kind is DeviceKind.GPU and not seen.is_split:
-                return host_memory()
+                return MemoryReading(*host_memory())
             raise _unreadable(refusal, is_split=seen.is_split) from refusal
         return MemoryReading(memory.total, memory.free)
 

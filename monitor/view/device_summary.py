@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from rich.segment import Segment
 from rich.style import Style
 
+from ...common.units import MIB
 from ..snapshot import Device, DeviceKind
-from ..units import MIB
 from .numbers import URGENT_SECONDS, duration, full_in, percent, rate, share_of, used_of_total
 from .symbols import Symbols, bar, chart, chart_columns, chart_reach
 from .table import Column

@@ -10,8 +10,8 @@ from rich.cells import cell_len
 from rich.segment import Segment
 from rich.style import Style
 
+from ...common.units import format_bytes
 from ..snapshot import Origin, Snapshot
-from ..units import format_bytes
 from .numbers import brief, duration
 from .state import FilterInput, Question, SizeInput, ViewState, action_text
 from .symbols import Symbols

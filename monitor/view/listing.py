@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from ...common.units import MIB
 from ..snapshot import Device, DeviceKind, LeaseUse, ProcessUse
-from ..units import MIB
 from .numbers import share_of
 
 HOST_MIN_BYTES = 16 * MIB  # the live view hides smaller processes of the host

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ..units import GIB, MIB
+from ...common.units import GIB, MIB
 
 FULL_SOON_SECONDS = 3600  # longer predictions of a trend are not shown
 URGENT_SECONDS = 300

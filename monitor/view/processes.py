@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from rich.segment import Segment
 from rich.style import Style
 
-from ..units import format_bytes
+from ...common.units import format_bytes
 from .listing import HOST_MIN_BYTES, Listing, Order, Use
 from .numbers import amount, percent
 from .symbols import Symbols, bar

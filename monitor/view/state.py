@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
+from ...common.units import MIB, format_bytes, parse_bytes
 from ..snapshot import LeaseUse, Snapshot
-from ..units import MIB, format_bytes, parse_bytes
 from .listing import Listing, Order
 
 MAX_INPUT = 200  # characters

@@ -26,11 +26,11 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from ..common.yaml_file import InvalidYaml, parse_yaml, read_yaml
 from ..engine.attention.backends import NAMES as ATTENTION
 from ..engine.config import EngineConfig, ModelSpec
 from ..engine.errors import ConfigError
 from ..flags import flags_of
-from ..monitor.yaml_file import InvalidYaml, parse_yaml, read_yaml
 from ..scheduler.request import SamplingParams
 
 FORMATS = ("auto", "text", "jsonl", "openai")

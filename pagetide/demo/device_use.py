@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..monitor.units import MIB
+from ..common.units import MIB
 from ..pressure import ExternalProcess, PrivateDevice
 
 

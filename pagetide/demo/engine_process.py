@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..monitor.units import MIB
+from ..common.units import MIB
 from .prompts import passages
 from .results import changed_tokens
 

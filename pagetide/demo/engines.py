@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..monitor.units import MIB
+from ..common.units import MIB
 
 if TYPE_CHECKING:
     from ..engine.llm import LLM

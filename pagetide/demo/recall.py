@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..monitor.units import format_bytes
+from ..common.units import format_bytes
 
 if TYPE_CHECKING:
     from ..pressure import PrivateDevice

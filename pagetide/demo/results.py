@@ -6,7 +6,7 @@ import textwrap
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..monitor.units import format_bytes
+from ..common.units import format_bytes
 
 if TYPE_CHECKING:
     from ..engine.requests.outputs import RequestOutput

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..monitor.units import MIB
+from ..common.units import MIB
 from ..pressure import ExternalProcess, PrivateDevice
 from .device_use import DeviceSample, Visitor, sample_device
 from .display import Display, open_display, print_result

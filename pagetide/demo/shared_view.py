@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from rich.segment import Segment
 from rich.style import Style
 
-from ..monitor.units import MIB
+from ..common.units import MIB
 from ..monitor.view.symbols import Symbols
 from ..monitor.view.text import ALARM, BOLD, DIM, Line, blank, crop, cut, left, right, spread
 from .display import Drawings

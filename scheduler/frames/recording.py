@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...monitor.checked_file import InvalidFile, open_checked
+from ...common.checked_file import InvalidFile, open_checked
 
 FORMAT = 1
 MOST_BYTES = 256 << 20  # of a recording, by default

@@ -16,7 +16,7 @@ from broker_rig import resident_bytes, resident_within
 from pagetide.allocator import host_arena
 from pagetide.allocator.errors import OutOfDeviceMemory
 from pagetide.allocator.host_arena import HostArena, preferred_granule
-from pagetide.monitor.host_memory import free_host_bytes
+from pagetide.common.host_memory import free_host_bytes
 
 EXTENT = 16 * mmap.PAGESIZE
 MIB = 1 << 20

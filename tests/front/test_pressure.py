@@ -10,9 +10,9 @@ import pytest
 from monitors import wait_until
 
 from pagetide.allocator.lease import Lease
+from pagetide.common.units import MIB
 from pagetide.monitor.errors import MonitorFailed
 from pagetide.monitor.runtime_dir import VARIABLE, own_dir
-from pagetide.monitor.units import MIB
 from pagetide.monitor.watching import watch
 from pagetide.pressure import ExternalProcess, PrivateDevice
 

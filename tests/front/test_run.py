@@ -30,9 +30,9 @@ from pagetide.batch.config import KEYS, EngineOptions, InputOptions, RunConfig, 
 from pagetide.batch.input import InputFile, read_line
 from pagetide.batch.output import Output
 from pagetide.cli import main
+from pagetide.common.units import GIB, parse_bytes
 from pagetide.engine.errors import ConfigError
 from pagetide.engine.text import template_bounds
-from pagetide.monitor.units import GIB, parse_bytes
 from pagetide.server.requests import CompletionRequest
 
 LINES = [

@@ -26,16 +26,16 @@ from prometheus_client.parser import text_string_to_metric_families
 
 # tests/torch_free.py takes a line that begins with an import of `pagetide` itself for one that needs torch.
 import pagetide.monitor as monitor
+from pagetide.common.host_memory import host_memory
+from pagetide.common.units import format_bytes
 from pagetide.monitor import watching
 from pagetide.monitor.config import MonitorConfig
 from pagetide.monitor.cuda_devices import visible_devices
 from pagetide.monitor.daemon import Daemon
 from pagetide.monitor.errors import ConfigInvalid, MonitorFailed
 from pagetide.monitor.holders import Holder, last_holder, monitor_pid, note_holder, pids_of_users
-from pagetide.monitor.host_memory import host_memory
 from pagetide.monitor.record import RecordReader
 from pagetide.monitor.runtime_dir import MACHINE_DIR, FileLock, RuntimeDir, own_dir, readable_dirs
-from pagetide.monitor.units import format_bytes
 
 # Becomes the program behind it, with signals as its parent left them.
 INHERITING = """
@@ -363,7 +363,7 @@ def test_a_monitor_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytes
 
 IMPORTS = """
 import sys
-from pagetide.monitor.host_memory import host_memory
+from pagetide.common.host_memory import host_memory
 host_memory()
 assert "psutil" not in sys.modules or sys.platform != "linux"; from pagetide import monitor
 monitor.watch

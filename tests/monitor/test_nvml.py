@@ -18,8 +18,8 @@ import pytest
 from monitors import wait_until
 from nvml_standin import COMPILER, GIB, Gpu, NvmlStandin, Process, instance
 
+from pagetide.common.host_memory import host_memory
 from pagetide.monitor.errors import DeviceUnreadable, SourceUnavailable
-from pagetide.monitor.host_memory import host_memory
 from pagetide.monitor.snapshot import DetailReading, DeviceInfo, DeviceKind, MemoryReading, ProcessUse
 from pagetide.monitor.sources.nvml import NvmlSource
 

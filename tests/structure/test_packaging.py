@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from checkout import ROOT, files
 
-PACKAGES = ("monitor", "allocator", "cache", "scheduler", "native", "engine", "server", "fleet", "configs")
+PACKAGES = ("common", "monitor", "allocator", "cache", "scheduler", "native", "engine", "server", "fleet", "configs")
 # Prints the files of the wheel, and leaves the wheel of an editable install in the folder that is named.
 BUILD = """
 import json, sys
@@ -84,7 +84,7 @@ def test_an_editable_install_is_a_path_that_holds_the_package_alone(built: Built
 def test_the_package_is_found_in_the_folder_that_holds_a_clone_of_its_name(built: Built) -> None:
     """There `pagetide` is a folder without `__init__.py`, which a package anywhere on the path goes before."""
     added = f"import site; site.addsitedir({str(built.site)!r})"
-    code = f"{added}\nimport pagetide, pagetide.monitor.units; print(pagetide.__file__)"
+    code = f"{added}\nimport pagetide, pagetide.common.units; print(pagetide.__file__)"
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     for folder, found in ((built.parent, "src/pagetide"), (built.parent / "pagetide", "pagetide")):
         command = [sys.executable, "-S", "-c", code]  # where its site is the only site-packages

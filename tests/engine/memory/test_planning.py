@@ -23,6 +23,7 @@ from transformers import (
 
 from pagetide import native
 from pagetide.cache.geometry import Geometry, LayerShape
+from pagetide.common.units import GIB, MIB, format_bytes
 from pagetide.engine.config import EngineConfig
 from pagetide.engine.errors import ConfigError, NotEnoughMemory, UnsupportedModel
 from pagetide.engine.loading.division import Division
@@ -39,7 +40,6 @@ from pagetide.engine.memory.planning import (
     pool_geometry,
     working_reserve_bytes,
 )
-from pagetide.monitor.units import GIB, MIB, format_bytes
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 pytestmark = pytest.mark.usefixtures("no_network")

@@ -26,13 +26,13 @@ from rich.console import Console
 from rich.segment import Segment, SegmentLines
 from terminals import ESCAPES, Terminal, terminal
 
+from pagetide.common.units import MIB
 from pagetide.demo import block_map
 from pagetide.demo.block_map import CACHED, FREE, UNMAPPED, BlockHolders, MapShape, map_lines, tile_holders
 from pagetide.demo.display import LINE_S, LivePage, PlainLines, fitted, open_display, print_result
 from pagetide.demo.shared_view import Holding, chart_lines, column_of, shared_line, shared_page
 from pagetide.demo.text_panes import wrapped
 from pagetide.demo.view import DRAWINGS, DemoState, demo_line, demo_page
-from pagetide.monitor.units import MIB
 from pagetide.monitor.view.symbols import ASCII, UNICODE, Symbols
 
 SIZES = [(80, 24), (100, 30), (200, 50), (60, 15), (30, 8), (5, 2), (1, 1)]

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from pagetide.cli import main
+from pagetide.common.units import MIB
 from pagetide.demo import engines, run, shared
 from pagetide.demo.block_map import BlockHolders
 from pagetide.demo.device_use import DeviceSample, Visitor
@@ -28,7 +29,6 @@ from pagetide.demo.shared import SharedResult
 from pagetide.demo.shared_view import SharedState
 from pagetide.engine import llm as llm_module
 from pagetide.engine.requests.outputs import Completion, RequestOutput, Timings
-from pagetide.monitor.units import MIB
 
 
 def test_numbers_that_make_no_demo(capsys: pytest.CaptureFixture[str]) -> None:

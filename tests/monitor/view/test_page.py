@@ -35,8 +35,8 @@ from snapshots import (
     unanswered,
 )
 
+from pagetide.common.units import GIB, MIB
 from pagetide.monitor.snapshot import DetailReading, Device, LeaseUse, Origin, ProcessUse, Snapshot
-from pagetide.monitor.units import GIB, MIB
 from pagetide.monitor.view.as_json import to_json
 from pagetide.monitor.view.headings import heading
 from pagetide.monitor.view.leases import lease_lines

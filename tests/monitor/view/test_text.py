@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from pagetide.monitor.units import GIB, MIB, format_bytes, parse_bytes
+from pagetide.common.units import GIB, MIB
 from pagetide.monitor.view.numbers import amount, brief, duration, full_in, percent, rate, share_of, used_of_total
 from pagetide.monitor.view.symbols import ASCII, UNICODE, Symbols, bar, chart, chart_columns, chart_reach, stacked_bar
 from pagetide.monitor.view.text import cut, left, printable, right
@@ -132,19 +131,3 @@ def test_columns_are_groups_of_values_by_their_number(history: list[int | None],
 def test_how_far_back_a_chart_reaches() -> None:
     assert [chart_reach(256, width) for width in (300, 256, 200, 100, 60, 1, 0)] == [256, 256, 200, 200, 240, 256, 0]
     assert chart_reach(5, 60) == 5
-
-
-def test_parse_bytes() -> None:
-    amounts = {
-        1: 1, "17": 17, "2GiB": 2 << 30, "512MiB": 512 << 20, "1.5G": 3 << 29, "1.5 gib": 3 << 29, "2GB": 2 * 10**9,
-        "4k": 4096, " 3 MB ": 3_000_000, "1T": 1 << 40, ".5KiB": 512, "9007199254740993": 9007199254740993,
-    }  # fmt: skip
-    assert [parse_bytes(text) for text in amounts] == list(amounts.values())
-    for text in ("", "GiB", "-1", "1e9", "1 PiB", "10%", "two", 0, -5, True, 1.5, None, "0", "0.1B", "inf"):
-        with pytest.raises(ValueError, match="memory"):
-            parse_bytes(text)  # type: ignore[arg-type]
-
-
-def test_format_bytes() -> None:
-    amounts = [format_bytes(n) for n in (0, 1, 1023, 1024, 3 << 29, 5 << 40, -(3 << 20))]
-    assert amounts == ["0 bytes", "1 byte", "1023 bytes", "1.00 KiB", "1.50 GiB", "5.00 TiB", "-3.00 MiB"]

@@ -11,9 +11,9 @@ import psutil
 import pytest
 from monitors import wait_until
 
+from pagetide.common.units import MIB
 from pagetide.demo import shared
 from pagetide.demo.engine_process import Arrival, EngineJob, TraceEngineProcess
-from pagetide.monitor.units import MIB
 
 JOB = EngineJob([Arrival(0.0, 20, 2)], 0, 8 * MIB, 128 * MIB)
 

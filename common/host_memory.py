@@ -16,14 +16,20 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-
-from .snapshot import MemoryReading
+from typing import NamedTuple
 
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 
 _MEMINFO = re.compile(rb"^MemTotal:\s+(\d+) kB$.*?^MemAvailable:\s+(\d+) kB$", re.MULTILINE | re.DOTALL)
 _LARGEST_FILE_BYTES = 1 << 16
+
+
+class HostMemoryReading(NamedTuple):
+    """The memory of this process' host; 0 ≤ free ≤ total."""
+
+    total_bytes: int
+    free_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +40,14 @@ class Cgroup:
     directory: Path
 
 
-def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> MemoryReading:
-    """Total bytes for this process, and those that it may still allocate; 0 ≤ free ≤ total.
+def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemoryReading:
+    """Total bytes for this process, and those that it may still allocate.
 
     `proc` and `cgroups` are the mount points of the kernel's files (cgroup v2, or v1 below `memory/`). Without them, on
     macOS and Windows, psutil gives the figures. Raises OSError if a file exists and cannot be read.
     """
     total_bytes, free_bytes, _ = _measure(proc, cgroups)
-    return MemoryReading(total_bytes, free_bytes)
+    return HostMemoryReading(total_bytes, free_bytes)
 
 
 def free_host_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:

@@ -1,0 +1,23 @@
+"""Amounts of memory, read and written."""
+
+from __future__ import annotations
+
+import pytest
+
+from pagetide.common.units import format_bytes, parse_bytes
+
+
+def test_parse_bytes() -> None:
+    amounts = {
+        1: 1, "17": 17, "2GiB": 2 << 30, "512MiB": 512 << 20, "1.5G": 3 << 29, "1.5 gib": 3 << 29, "2GB": 2 * 10**9,
+        "4k": 4096, " 3 MB ": 3_000_000, "1T": 1 << 40, ".5KiB": 512, "9007199254740993": 9007199254740993,
+    }  # fmt: skip
+    assert [parse_bytes(text) for text in amounts] == list(amounts.values())
+    for text in ("", "GiB", "-1", "1e9", "1 PiB", "10%", "two", 0, -5, True, 1.5, None, "0", "0.1B", "inf"):
+        with pytest.raises(ValueError, match="memory"):
+            parse_bytes(text)  # type: ignore[arg-type]
+
+
+def test_format_bytes() -> None:
+    amounts = [format_bytes(n) for n in (0, 1, 1023, 1024, 3 << 29, 5 << 40, -(3 << 20))]
+    assert amounts == ["0 bytes", "1 byte", "1023 bytes", "1.00 KiB", "1.50 GiB", "5.00 TiB", "-3.00 MiB"]
