@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,6 +66,7 @@ def batch(command: Any, tmp_path: Path) -> Callable[..., SimpleNamespace]:
         target = tmp_path / output
         done = command("run", "--input", str(source), "--output", str(target), *SETTINGS, *more)
         done.content = target.read_bytes() if target.exists() else None
+        done.records = [json.loads(line) for line in (done.content or b"").splitlines()]
         return done
 
     return run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import httpx2
 import pytest
 from fleet_fixtures import LINES, ON_FLEETS, SETTINGS, one_line
+from nearly import nearly
 
 from tests.fleets import FleetProcess
 from tests.ports import free_ports
@@ -33,7 +35,7 @@ def test_a_run_on_ray(running: FleetProcess, batch: Any, tmp_path: Path) -> None
         "--output", str(target), *SETTINGS,
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
-    assert target.read_bytes() == here.content
+    assert list(map(json.loads, target.read_bytes().splitlines())) == nearly(here.records)
     refused = running.command("serve", "--fleet", "local", "--fleet-name", running.name, "--dtype", "float32")
     assert refused.returncode == 2 and "own engine settings: leave out dtype" in refused.stderr
 

@@ -255,7 +255,7 @@ def test_nothing_is_told_that_nobody_asked_for(llm: LLM) -> None:
 
 
 def test_streamed_ones_are_those_of_the_chunks_tokens(llm: LLM) -> None:
-    params = SamplingParams(max_new_tokens=7, logprobs=1, prompt_logprobs=0, stop=["zzz"])
+    params = SamplingParams(max_new_tokens=7, ignore_eos=True, seed=1, logprobs=1, prompt_logprobs=0, stop=["zzz"])
     chunks = list(llm.stream(TEXTS[:2], params, stream_interval=3))
     for i in range(2):
         own = [chunk for chunk in chunks if chunk.index == i]
