@@ -27,7 +27,9 @@ from pathlib import Path
 
 from setup import ROOT
 
-PACKAGES = ("common", "monitor", "allocator", "cache", "scheduler", "native", "engine", "server", "fleet", "configs")
+PACKAGES = (
+    "common", "monitor", "allocator", "cache", "scheduler", "frames", "native", "engine", "server", "fleet", "configs",
+)  # fmt: skip
 LIBRARY = "pagetide/native/_kernels.so"  # built where there is a compiler
 LINK = re.compile(r"\]\(\s*<?(?![a-z][a-z0-9+.-]*:|#)([^)\s>]+)")
 PLACEHOLDER = "ADDRESS-OF-THIS-REPOSITORY"

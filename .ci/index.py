@@ -18,6 +18,7 @@ FOLDERS = (
     "allocator",
     "cache",
     "scheduler",
+    "frames",
     "native",
     "engine",
     "server",

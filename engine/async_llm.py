@@ -24,13 +24,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from ..cache.cache_events import CacheEvents
+from ..frames.details import decoder, with_text
+from ..frames.source import encode
 from ..scheduler.arguments import explains_arguments, explains_names
 from ..scheduler.errors import RequestRejected
-from ..scheduler.frames.source import encode
 from ..scheduler.request import SamplingParams
 from .config import EngineArguments, EngineConfig
 from .errors import ConfigError, EngineClosed
-from .frames.engine_watch import EngineWatch, decoder, with_text
 from .requests.engine_thread import EngineThread
 from .requests.inputs import Message, Prompt, PromptInput, Prompts, check_count, paired, text_of
 from .requests.intake import RequestIntake
@@ -38,6 +38,7 @@ from .requests.manager import STATS_LOOK_S, STATS_S, RequestManager
 from .requests.outputs import RequestOutput, StreamChunk, refused
 from .requests.pending_calls import PendingCall, Waiter
 from .requests.states import RequestState
+from .watch import EngineWatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

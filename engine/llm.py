@@ -14,17 +14,18 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ..cache.cache_events import CacheEvents
+from ..frames.details import decoder, with_text
+from ..frames.source import encode
 from ..scheduler.arguments import explains_arguments, explains_names
 from ..scheduler.errors import RequestRejected
-from ..scheduler.frames.source import encode
 from ..scheduler.request import SamplingParams
 from .config import DEFAULT_IDLE_S, EngineConfig
-from .frames.engine_watch import EngineWatch, decoder, with_text
 from .requests.inputs import Message, Prompt, Prompts, check_count, joined_progress, pair_params, paired, text_of
 from .requests.manager import RequestManager
 from .requests.outputs import RequestOutput, StreamChunk, refused
 from .requests.progress import Bar
 from .requests.states import RequestGroup, RequestState
+from .watch import EngineWatch
 
 if TYPE_CHECKING:
     import torch

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from cell_oracle import naive_cells, seated
 from fakes import World
+from frame_state import FrameState
 
-from pagetide.scheduler.frames.source import FrameSource, MemoryFigures, PoolFacts, encode
-from pagetide.scheduler.frames.state import FrameState
+from pagetide.frames.source import FrameSource, MemoryFigures, PoolFacts, encode
 from pagetide.scheduler.scheduler import Scheduler
 
 NOW = 1000.0

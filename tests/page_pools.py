@@ -25,21 +25,21 @@ from cell_oracle import naive_cells, seated
 from pagetide.allocator.pool_view import BlockState
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
-from pagetide.scheduler.cost import SwapCost
-from pagetide.scheduler.frames.source import (
+from pagetide.frames.source import (
     MOST_WAITING,
     Frame,
     FrameSource,
     MemoryFigures,
     PoolFacts,
     encode,
+    first_waiting,
     with_labels,
 )
+from pagetide.scheduler.cost import SwapCost
 from pagetide.scheduler.plan import Plan, Result
 from pagetide.scheduler.request import Request, Sampling
 from pagetide.scheduler.scheduler import Scheduler
 from pagetide.scheduler.sequence import Sequence as Served
-from pagetide.scheduler.snapshot import first_waiting
 from pagetide.scheduler.state import Limits
 
 FOLDER = Path(__file__).resolve().parents[1] / "server" / "page"

@@ -13,7 +13,9 @@ from pathlib import Path
 from torch_free import TORCH_LIBRARIES, TORCH_MODULES
 
 # Each may import what stands left of it. `configs` holds data.
-ORDER = ("configs", "common", "monitor", "allocator", "cache", "scheduler", "native", "engine", "server", "fleet")
+ORDER = (
+    "configs", "common", "monitor", "allocator", "cache", "scheduler", "frames", "native", "engine", "server", "fleet",
+)  # fmt: skip
 SOURCES = (*ORDER, "pagetide", "benchmarks", "examples", ".ci")
 TOOLS = ("benchmarks", "examples")
 # Composition roots: import everything, are imported by nothing.
@@ -37,7 +39,7 @@ LAYERS = (
     ("shards",),
     ("core",),
     ("build",),
-    ("frames",),
+    ("watch",),
     ("requests",),
     ("async_llm", "llm"),
     ("streamers",),

@@ -22,8 +22,8 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from ..errors import EngineClosed, ShardLost
-from ..frames.engine_watch import EngineWatch
 from ..process.fair_threads import OWNER, FairThreads
+from ..watch import EngineWatch
 from .inputs import PromptInput
 from .intake import RequestIntake
 from .manager import RequestManager

@@ -21,16 +21,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...allocator.errors import LeaseClosed
 from ...common.units import format_bytes
+from ...frames.recorder import INTERVAL_S
+from ...frames.source import Frame
 from ...scheduler.errors import RequestRejected
-from ...scheduler.frames.source import Frame
-from ...version import __version__
 from ..config import EngineConfig
 from ..errors import EngineClosed, ShardLost
-from ..frames.engine_watch import EngineWatch, frame_source
-from ..frames.recorder import INTERVAL_S, EngineRecorder
 from ..process.background import BackgroundThread
 from ..process.fair_lock import FairLock
 from ..process.fork import MakerProcess
+from ..watch import EngineWatch, open_recorder
 from .delivery import OutputDelivery
 from .inputs import PromptInput, check_cache_salt
 from .intake import RequestIntake
@@ -64,7 +63,7 @@ class RequestManager:
         self._maker = MakerProcess()
         self.engine: Engine | None = build(config)
         try:
-            self._recorder = None if config.record is None else _recorder(self.engine, config)
+            self._recorder = open_recorder(self.engine, config)
         except BaseException:
             self.engine.close()
             raise
@@ -434,16 +433,6 @@ def _keep_memory(reference: weakref.ref[RequestManager]) -> bool:
     except LeaseClosed:
         return False
     return True
-
-
-def _recorder(engine: Engine, config: EngineConfig) -> EngineRecorder:
-    """The recorder of an engine. Raises ConfigError."""
-    assert config.record is not None
-    header = {
-        "model": engine.plan.model, "version": __version__, "began": round(time.time(), 3), "text": config.record_text,
-        "interval_s": INTERVAL_S,
-    }  # fmt: skip
-    return EngineRecorder(config.record, frame_source(engine, text=config.record_text), header)
 
 
 def _record(reference: weakref.ref[RequestManager], stopped: threading.Event) -> bool:

@@ -17,7 +17,7 @@ from pagetide.cache.cache_events import CacheEvents, PendingEvents, StoredBlock
 from pagetide.cache.prefix_hash import PrefixHasher
 from pagetide.engine.async_llm import _send
 from pagetide.engine.errors import ConfigError
-from pagetide.engine.frames.engine_watch import EngineWatch
+from pagetide.engine.watch import EngineWatch
 
 SECRET = b"a key that several workers share"
 OPTIONS = {"device": "cpu", "kv_memory": 1 << 18, "kv_events": True, "prefix_hash_secret": SECRET}

@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes import World
+from frame_state import FrameState
 
 from pagetide import LLM, SamplingParams
 from pagetide.engine.errors import ConfigError
-from pagetide.engine.frames import recorder as recorder_module
-from pagetide.engine.frames.recorder import EngineRecorder
 from pagetide.engine.requests import manager as manager_module
+from pagetide.frames import recorder as recorder_module
+from pagetide.frames.recorder import EngineRecorder
+from pagetide.frames.recording import FrameRecording, RecordingError
+from pagetide.frames.source import FrameSource, MemoryFigures, PoolFacts
 from pagetide.scheduler.errors import RequestRejected
-from pagetide.scheduler.frames.recording import FrameRecording
-from pagetide.scheduler.frames.source import FrameSource, MemoryFigures, PoolFacts
-from pagetide.scheduler.frames.state import FrameState
 
 SMALL: dict[str, Any] = {"kv_memory": "2MiB", "max_seqs": 4, "max_model_len": 128, "share": False}
 GREEDY = SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
@@ -207,7 +207,7 @@ def test_a_file_that_another_engine_records_into_is_refused(still: Still) -> Non
     pytest.importorskip("fcntl")
     still.life(5)
     before = still.path.read_bytes()
-    with pytest.raises(ConfigError, match="another engine records into"):
+    with pytest.raises(RecordingError, match="another engine records into"):
         Still(still.path)
     assert still.path.read_bytes() == before
     still.recorder.close()

@@ -14,8 +14,8 @@ from frame_watcher import source_of
 from random_walk import walk
 
 from pagetide.cli import main
-from pagetide.scheduler.frames.recording import FrameWriter
-from pagetide.scheduler.frames.source import FrameSource, encode
+from pagetide.frames.recording import FrameWriter
+from pagetide.frames.source import FrameSource, encode
 
 STATES = {
     "waiting", "preempted", "prefilling", "decoding", "paused", "finishing", "deferred", "waiting for prompt",

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 from checkout import ROOT, files
 
-PACKAGES = ("common", "monitor", "allocator", "cache", "scheduler", "native", "engine", "server", "fleet", "configs")
+PACKAGES = (
+    "common", "monitor", "allocator", "cache", "scheduler", "frames", "native", "engine", "server", "fleet", "configs",
+)  # fmt: skip
 # Prints the files of the wheel, and leaves the wheel of an editable install in the folder that is named.
 BUILD = """
 import json, sys

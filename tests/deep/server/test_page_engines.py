@@ -14,12 +14,12 @@ from typing import Any
 import httpx2 as httpx
 import numpy as np
 import pytest
+from frame_state import FrameState
 from page_rig import FAR_S, looking
 from servers import ServerProcess
 
 from pagetide import cli
-from pagetide.scheduler.frames.recording import FrameRecording
-from pagetide.scheduler.frames.state import FrameState
+from pagetide.frames.recording import FrameRecording
 from pagetide.server import replay
 from pagetide.server.replay import recorded_lines
 

@@ -10,18 +10,17 @@ import struct
 import numpy as np
 import pytest
 from fakes import World
+from frame_state import FrameState, apply_runs
 from frame_watcher import Watcher, source_of
 from hypothesis import given
 from hypothesis import strategies as st
 from random_walk import PAIRWISE, walk
 
 from pagetide.allocator.pool_view import BlockState
-from pagetide.scheduler.frames import source as source_module
-from pagetide.scheduler.frames.cell_runs import apply_runs, encode_changes
-from pagetide.scheduler.frames.source import MOST_WAITING, encode
-from pagetide.scheduler.frames.state import FrameState
+from pagetide.frames import source as source_module
+from pagetide.frames.cells import FIRST_ROW, encode_changes
+from pagetide.frames.source import MOST_WAITING, encode
 from pagetide.scheduler.request import Request, Sampling
-from pagetide.scheduler.snapshot import FIRST_ROW, MOST_ROWS, SHARED, cell_of
 
 
 @pytest.mark.parametrize("variant", PAIRWISE)
@@ -141,28 +140,7 @@ def test_a_long_run_is_split() -> None:
     assert (old == cells).all()
 
 
-@pytest.mark.parametrize(
-    "runs", [[(0, 8, 1)], [(4, 0, 1), (2, 0, 1)], [(0, 3, 1), (3, 0, 1)], [(9, 0, 1)], [(2**32 - 1, 0, 1)]]
-)
-def test_wrong_runs_are_refused_and_change_nothing(runs: list[tuple[int, int, int]]) -> None:
-    cells = np.zeros(8, np.uint16)
-    data = b"".join(struct.pack("<IHH", *run) for run in runs)
-    with pytest.raises(ValueError, match="overlap"):
-        apply_runs(binascii.b2a_base64(data, newline=False).decode(), cells)
-    assert not cells.any()
-    with pytest.raises(ValueError, match="whole number"):
-        apply_runs(binascii.b2a_base64(data[:-1], newline=False).decode(), cells)
-
-
-def test_a_reader_refuses_what_it_does_not_know() -> None:
-    with pytest.raises(ValueError, match="version 2"):
-        FrameState().apply('{"v": 2}')
-    with pytest.raises(ValueError, match="full"):
-        FrameState().apply('{"v": 1, "full": false}')
-
-
-def test_rows_beyond_the_range_share_a_cell() -> None:
-    assert [cell_of(row) for row in (0, MOST_ROWS - 1, MOST_ROWS, 10**6)] == [FIRST_ROW, *[SHARED - 1] * 3]
+def test_states_are_no_rows() -> None:
     assert max(BlockState) < FIRST_ROW
 
 

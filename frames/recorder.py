@@ -9,10 +9,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ...common.units import format_bytes
-from ...scheduler.frames.recording import MOST_BYTES, FrameRecording, FrameWriter, RecordingError, RecordingFull
-from ...scheduler.frames.source import Frame, FrameSource, encode
-from ..errors import ConfigError
+from ..common.units import format_bytes
+from .recording import MOST_BYTES, FrameRecording, FrameWriter, RecordingError, RecordingFull
+from .source import Frame, FrameSource, encode
 
 try:
     import fcntl
@@ -33,7 +32,7 @@ class EngineRecorder:
 
     The file is made, readable by this user only, or another run is appended to it.
 
-    Raises ConfigError if the file cannot be written, is something else, or another engine records into it.
+    Raises RecordingError if the file cannot be written, is something else, or another engine records into it.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class EngineRecorder:
             self._writer = FrameWriter(self._write, header, num_bytes=size, most_bytes=most_bytes)
         except OSError as error:
             self._close_file()
-            raise ConfigError(f"record: {path} cannot be written: {error}") from error
+            raise RecordingError(f"{path} cannot be written: {error}") from error
 
     @property
     def is_open(self) -> bool:
@@ -152,7 +151,7 @@ class EngineRecorder:
 
 
 def open_recording(path: str) -> int:
-    """Open the recording at `path` for appending, or make it, and lock it. Returns its descriptor. Raises ConfigError."""
+    """Open the recording at `path` for appending, or make it, and lock it. Returns its descriptor. Raises RecordingError."""
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
@@ -165,8 +164,8 @@ def open_recording(path: str) -> int:
             raise
         return file
     except BlockingIOError as error:
-        raise ConfigError(f"record: another engine records into {path}: name another file") from error
+        raise RecordingError(f"another engine records into {path}: name another file") from error
     except RecordingError as error:
-        raise ConfigError(f"record: {error}, and nothing is appended to it: name another file, or remove it") from error
+        raise RecordingError(f"{error}, and nothing is appended to it: name another file, or remove it") from error
     except OSError as error:
-        raise ConfigError(f"record: {path} cannot be written: {error}") from error
+        raise RecordingError(f"{path} cannot be written: {error}") from error

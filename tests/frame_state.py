@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import binascii
 import json
+import struct
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from ..snapshot import Cells
-from .cell_runs import apply_runs
+from pagetide.frames.cells import Cells
 
-KNOWN_VERSIONS = (1,)
 MOST_DECISIONS = 64
+
+
+def apply_runs(text: str, cells: Cells) -> None:
+    """Write the runs of `text` into `cells`."""
+    for first, length, value in struct.iter_unpack("<IHH", binascii.a2b_base64(text, strict_mode=True)):
+        assert first + length < len(cells)
+        cells[first : first + length + 1] = value
 
 
 class FrameState:
@@ -34,16 +41,14 @@ class FrameState:
         self.decisions: dict[int, dict[str, Any]] = {}
 
     def apply(self, frame: bytes | str | Mapping[str, Any]) -> None:
-        """Take in the next frame. Raises ValueError for another version, and for a difference without a full frame before."""
+        """Take in the next frame."""
         data: Mapping[str, Any] = json.loads(frame) if isinstance(frame, bytes | str) else frame
-        if data.get("v") not in KNOWN_VERSIONS:
-            raise ValueError(f"a frame of version {data.get('v')!r}; known is {KNOWN_VERSIONS[-1]}")
+        assert data["v"] == 1
         if data["full"]:
             self.pool = data["pool"]
             self.cells = np.zeros(self.pool["num_blocks"], np.uint16)
             self.rows, self.decisions = {}, {}
-        elif not self.pool:
-            raise ValueError("the first frame is a difference: begin with a full one")
+        assert self.pool, "the first frame is a difference"
         apply_runs(data["cells"], self.cells)
         for row in data["left"]:
             del self.rows[row]

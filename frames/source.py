@@ -2,7 +2,7 @@
 
     {"v": 1, "seq": 17, "time": 1795465254.123, "step": 991, "full": true,
      "pool": {"num_blocks", "blocks_per_extent", "block_size", "block_bytes", "model", "max_model_len"},
-     "cells": runs of the changed cells (cell_runs.py); full: of all that are not 0
+     "cells": runs of the changed cells (cells.py); full: of all that are not 0
      "blocks": [free, draining, live, cached, in_flight, mapped, limit],
      "left": [row, ...]            rows given up since the last frame; apply before "rows"
      "rows": [[row, id, label, prompt_tokens, limit_tokens, priority, arrival_time, cached_tokens], ...]
@@ -19,38 +19,52 @@ of "ended" the output's token ids as a sixth. docs/page.md has the whole form.
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import IntEnum
+from itertools import islice
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 try:  # the server's; ten times as fast
     import msgspec
 except ImportError:
     msgspec = None  # type: ignore[assignment]
 
-from ...cache.block_table import Index
-from ..outcome import Decision
-from ..scheduler import Scheduler
-from ..sequence import Sequence
-from ..snapshot import CellReader, first_waiting, row_statuses, sequence_in
-from ..state import SchedulerState
-from .cell_runs import encode_changes
+from ..cache.block_table import Index
+from ..scheduler.outcome import Decision
+from ..scheduler.scheduler import Scheduler
+from ..scheduler.sequence import Sequence, SequenceStatus
+from ..scheduler.state import SchedulerState
+from ..scheduler.waiting import age
+from .cells import CellReader, encode_changes
 
 VERSION = 1
 MOST_WAITING = 200  # listed; all are counted
 
 Frame = dict[str, Any]
 _INFINITE = (math.inf, -math.inf)
+_DEPENDENT = (SequenceStatus.WAITING_FOR_PROMPT, SequenceStatus.WAITING_FOR_MOVE)
 _COUNTERS = (
     "computed_tokens", "generated_tokens", "recomputed_tokens", "preemptions", "prompt_tokens", "cached_prompt_tokens",
     "demoted_blocks", "promoted_blocks", "moved_blocks", "forks",
 )  # fmt: skip
+
+
+class RowStatus(IntEnum):
+    """What the sequence of a row does."""
+
+    PREFILLING = 0
+    DECODING = 1
+    PAUSED = 2
+    FINISHING = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +249,34 @@ class FrameSource:
             entries.append([*entry, finished.token_ids.tolist()] if self._text else entry)
         self._num_ends = scheduler.ends.number
         return entries
+
+
+def sequence_in(state: SchedulerState, row: int) -> Sequence | None:
+    """The sequence of `row`, also while it finishes; None if the row is free."""
+    return state.by_row.get(row) or state.finishing.get(row)
+
+
+def row_statuses(state: SchedulerState) -> npt.NDArray[np.uint8]:
+    """The `RowStatus` of each row [num_rows]; that of a free row is undefined."""
+    statuses = np.zeros(len(state.rows.assigned), np.uint8)
+    statuses[state.decoding] = RowStatus.DECODING
+    if state.paused:
+        statuses[list(state.paused)] = RowStatus.PAUSED
+    if state.finishing:
+        statuses[list(state.finishing)] = RowStatus.FINISHING
+    return statuses
+
+
+def first_waiting(state: SchedulerState, most: int) -> list[Sequence]:
+    """The first `most` sequences without a row, in the order of service; last those that wait for another one."""
+    waiting = state.waiting
+    first = waiting.queue[:most]
+    if waiting.deferred:
+        first = heapq.nsmallest(most, first + waiting.deferred, key=age)
+    if state.num_dependent and len(first) < most:
+        dependent = (s for s in state.by_id.values() if s.status in _DEPENDENT)
+        first += islice(dependent, min(state.num_dependent, most - len(first)))
+    return first
 
 
 def with_labels(scheduler: Scheduler, decisions: Iterable[tuple[int, Decision]]) -> list[Decision]:

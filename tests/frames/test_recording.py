@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagetide.scheduler.frames.recording import (
+from pagetide.frames.recording import (
     _HEADER,
     _SIGNATURE,
     _SIZE_AND_TIME,

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...common.checked_file import InvalidFile, open_checked
+from ..common.checked_file import InvalidFile, open_checked
 
 FORMAT = 1
 MOST_BYTES = 256 << 20  # of a recording, by default
@@ -41,7 +41,7 @@ _NEAR = 256  # a frame's time is within its first characters
 
 
 class RecordingError(ValueError):
-    """The file is no recording, or one of another version."""
+    """The file is no recording, or one of another version, or cannot be written."""
 
 
 class RecordingFull(Exception):

@@ -1,4 +1,4 @@
-"""The scheduler's bookkeeping at a step border, as arrays: the owner of every block, the rows, the waiting sequences.
+"""The cells of a pool at a step border: the state and the owner of every block, as arrays, and their changes as text.
 
 A cell is the state of a block in 16 bits, so that a million blocks are two megabytes:
 
@@ -6,66 +6,27 @@ A cell is the state of a block in 16 bits, so that a million blocks are two mega
     16 + row      live, and held by the sequence in `row`; of several the one that is served first
     | SHARED      several rows hold it
 
-Rows from MOST_ROWS - 1 on share one value.
+Rows from MOST_ROWS - 1 on share one value. Changed cells are written as runs of equal cells, each a record of 8 bytes (first
+block, length - 1, value), in base64.
 """
 
 from __future__ import annotations
 
-import heapq
-from enum import IntEnum
-from itertools import islice
+import binascii
 
 import numpy as np
 import numpy.typing as npt
 
 from ..cache.block_table import BlockTables, Index
-from .sequence import Sequence, SequenceStatus
-from .state import SchedulerState
-from .waiting import age
+from ..scheduler.state import SchedulerState
 
 Cells = npt.NDArray[np.uint16]  # [num_blocks]
 
 FIRST_ROW = 16  # the cell of row 0
 SHARED = 0x8000
 MOST_ROWS = SHARED - FIRST_ROW
-_DEPENDENT = (SequenceStatus.WAITING_FOR_PROMPT, SequenceStatus.WAITING_FOR_MOVE)
-
-
-class RowStatus(IntEnum):
-    """What the sequence of a row does."""
-
-    PREFILLING = 0
-    DECODING = 1
-    PAUSED = 2
-    FINISHING = 3
-
-
-def sequence_in(state: SchedulerState, row: int) -> Sequence | None:
-    """The sequence of `row`, also while it finishes; None if the row is free."""
-    return state.by_row.get(row) or state.finishing.get(row)
-
-
-def row_statuses(state: SchedulerState) -> npt.NDArray[np.uint8]:
-    """The `RowStatus` of each row [num_rows]; that of a free row is undefined."""
-    statuses = np.zeros(len(state.rows.assigned), np.uint8)
-    statuses[state.decoding] = RowStatus.DECODING
-    if state.paused:
-        statuses[list(state.paused)] = RowStatus.PAUSED
-    if state.finishing:
-        statuses[list(state.finishing)] = RowStatus.FINISHING
-    return statuses
-
-
-def first_waiting(state: SchedulerState, most: int) -> list[Sequence]:
-    """The first `most` sequences without a row, in the order of service; last those that wait for another one."""
-    waiting = state.waiting
-    first = waiting.queue[:most]
-    if waiting.deferred:
-        first = heapq.nsmallest(most, first + waiting.deferred, key=age)
-    if state.num_dependent and len(first) < most:
-        dependent = (s for s in state.by_id.values() if s.status in _DEPENDENT)
-        first += islice(dependent, min(state.num_dependent, most - len(first)))
-    return first
+_RUN = np.dtype([("first", "<u4"), ("length", "<u2"), ("value", "<u2")])  # the length less 1
+_MOST_OF_RUN = 65_536  # cells
 
 
 class CellReader:
@@ -125,6 +86,28 @@ class CellReader:
             cells[index] = owners
 
 
-def cell_of(row: int) -> int:
-    """The cell of a block that only `row` holds."""
-    return FIRST_ROW + min(row, MOST_ROWS - 1)
+def encode_changes(cells: Cells, before: Cells) -> str:
+    """The runs of `cells` where they differ from `before`, both [num_blocks], lowest first."""
+    changed = np.flatnonzero(cells != before)
+    if not len(changed):
+        return ""
+    values = cells[changed]
+    begins = np.empty(len(changed), np.bool_)
+    begins[0] = True
+    np.logical_or(changed[1:] != changed[:-1] + 1, values[1:] != values[:-1], out=begins[1:])
+    starts = np.flatnonzero(begins)
+    lengths = np.diff(starts, append=len(changed))
+    firsts, values = changed[starts], values[starts]
+    if lengths.max() > _MOST_OF_RUN:
+        firsts, lengths, values = _split(firsts, lengths, values)
+    runs = np.empty(len(firsts), _RUN)
+    runs["first"], runs["length"], runs["value"] = firsts, lengths - 1, values
+    return binascii.b2a_base64(runs.tobytes(), newline=False).decode("ascii")
+
+
+def _split(firsts: np.ndarray, lengths: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The same runs, none longer than _MOST_OF_RUN."""
+    pieces = -(-lengths // _MOST_OF_RUN)
+    number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # of a run
+    lengths = np.minimum(np.repeat(lengths, pieces) - number * _MOST_OF_RUN, _MOST_OF_RUN)
+    return np.repeat(firsts, pieces) + number * _MOST_OF_RUN, lengths, np.repeat(values, pieces)

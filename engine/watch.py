@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from ...allocator.pool_view import NULL_BLOCK, BlockState
-from ...cache.cache_events import BlockBatch, CacheEventLog, PendingEvents
-from ...monitor.errors import MonitorError
-from ...scheduler.errors import RequestRejected
-from ...scheduler.frames.source import Frame, FrameSource, MemoryFigures, PoolFacts, with_labels
-from ...scheduler.outcome import Decision
-from ...scheduler.scheduler import Scheduler
-from ...scheduler.snapshot import sequence_in
-from ..errors import ConfigError
+from ..cache.cache_events import BlockBatch, CacheEventLog, PendingEvents
+from ..frames.details import block_details, decisions_about
+from ..frames.recorder import INTERVAL_S, EngineRecorder
+from ..frames.recording import RecordingError
+from ..frames.source import Frame, FrameSource, MemoryFigures, PoolFacts
+from ..monitor.errors import MonitorError
+from ..scheduler.outcome import Decision
+from ..version import __version__
+from .config import EngineConfig
+from .errors import ConfigError
 
 if TYPE_CHECKING:
-    from ..build import Engine  # imports torch
+    from .build import Engine  # imports torch
 
 _DEVICE_S = 0.25  # interval of looks into the monitor's record
 
@@ -48,11 +46,7 @@ class EngineWatch:
 
     def block(self, block: int) -> dict[str, Any]:
         """The details of a block: see `AsyncLLM.block`; "text" is a list of token ids. Raises RequestRejected."""
-        scheduler = self._engine.core.scheduler
-        if isinstance(block, bool) or not isinstance(block, int) or not 0 <= block < scheduler.cache.pool.num_blocks:
-            last = scheduler.cache.pool.num_blocks - 1
-            raise RequestRejected(f"the pool has the blocks 0 .. {last:,}; there is no block {block!r:.80}")
-        return block_details(scheduler, block)
+        return block_details(self._engine.core.scheduler, block)
 
     def explain(self, request: str | None) -> list[Decision]:
         """The decisions that are kept, or those that concern a request, by its id or label."""
@@ -81,6 +75,20 @@ def frame_source(engine: Engine, *, text: bool = False, **clocks: Callable[[], f
     facts = PoolFacts(plan.model, plan.geometry.block_stride, plan.max_model_len)
     clocks.setdefault("clock", engine.core.clock)
     return FrameSource(lambda: engine.core.scheduler, facts, MemoryReader(engine).read, text=text, **clocks)
+
+
+def open_recorder(engine: Engine, config: EngineConfig) -> EngineRecorder | None:
+    """The recorder of `engine`; None if it is not recorded. Raises ConfigError."""
+    if config.record is None:
+        return None
+    header = {
+        "model": engine.plan.model, "version": __version__, "began": round(time.time(), 3), "text": config.record_text,
+        "interval_s": INTERVAL_S,
+    }  # fmt: skip
+    try:
+        return EngineRecorder(config.record, frame_source(engine, text=config.record_text), header)
+    except RecordingError as error:
+        raise ConfigError(f"record: {error}") from error
 
 
 class MemoryReader:
@@ -127,55 +135,3 @@ class MemoryReader:
                     "others": max(0, memory.used_bytes - held_bytes),
                 }  # fmt: skip
         return self._device
-
-
-def block_details(scheduler: Scheduler, block: int) -> dict[str, Any]:
-    """The state of `block`, its rows, and what lies in it; "text" holds its token ids."""
-    cache, rows = scheduler.cache, scheduler.rows
-    block_state = BlockState(int(cache.pool.states()[block]))
-    details: dict[str, Any] = {
-        "state": block_state.name.lower(), "rows": [], "hits": 0, "tokens": None, "text": None
-    }  # fmt: skip
-    if block == NULL_BLOCK:
-        return details
-    for row in cache.row_tables.rows_with(np.array([block], np.int32)).tolist():
-        sequence = sequence_in(scheduler.state, row)
-        if sequence is None:
-            continue
-        position = cache.row_tables.slot_of(row, block)
-        request = sequence.request
-        details["rows"].append({"id": request.request_id, "label": request.label, "row": row, "position": position})
-        first = position * cache.block_size
-        last = min(first + cache.block_size, int(rows.computed[row]))
-        details["tokens"] = [first, max(first, last)]
-        details["text"] = rows.tokens[row, first:last].tolist()
-    found = cache.index.entry_in(block)
-    if found is not None:
-        first = found.depth * cache.block_size
-        details |= {
-            "hits": found.hits, "tokens": [first, first + cache.block_size],
-            "text": found.tokens.tolist(),
-        }  # fmt: skip
-    return details
-
-
-def decisions_about(scheduler: Scheduler, request: str | None) -> list[Decision]:
-    """The decisions that are kept, with their numbers and labels; of a `request` those that name its id or label."""
-    told = with_labels(scheduler, scheduler.decisions.since(0))
-    return told if request is None else [one for one in told if _concerns(one, request)]
-
-
-def _concerns(decision: Decision, request: str) -> bool:
-    names = [decision.get("request_id", ""), *decision.get("passed", ())]
-    return decision["label"] == request or any(name.partition(".")[0] == request or name == request for name in names)
-
-
-def decoder(tokenizer: Any) -> Callable[[list[int]], str] | None:
-    """The function that turns token ids into text; None without a tokenizer."""
-    return None if tokenizer is None else partial(tokenizer.decode, clean_up_tokenization_spaces=False)
-
-
-def with_text(details: dict[str, Any], decode: Callable[[list[int]], str] | None) -> dict[str, Any]:
-    """`details` of a block with its tokens as text; None without `decode`."""
-    ids = details["text"]
-    return {**details, "text": None if ids is None or decode is None else decode(ids)}

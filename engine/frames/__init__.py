@@ -1,1 +1,0 @@
-"""Frames of an engine: what watchers see, and recordings."""
