@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..cache.cache_events import BlockBatch, CacheEventLog, PendingEvents
+from ..common.recording import RecordingError
 from ..frames.details import block_details, decisions_about
 from ..frames.recorder import INTERVAL_S, EngineRecorder
-from ..frames.recording import RecordingError
 from ..frames.source import Frame, FrameSource, MemoryFigures, PoolFacts
 from ..monitor.errors import MonitorError
 from ..scheduler.outcome import Decision

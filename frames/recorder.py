@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from ..common.recording import FrameRecording, FrameWriter, RecordingError, RecordingFull, write_whole
 from ..common.units import format_bytes
-from .recording import MOST_BYTES, FrameRecording, FrameWriter, RecordingError, RecordingFull
 from .source import Frame, FrameSource, encode
 
 try:
@@ -22,9 +24,7 @@ log = logging.getLogger(__name__)
 
 INTERVAL_S = 0.1  # between frames
 IDLE_S = 2.0  # between frames while nothing happens
-FLUSH_S = 1.0
-FULL_S = 10.0  # between full frames, for seeking; longer where they are large:
-FULL_BYTES_PER_S = 16_384  # of full frames at most, packed
+MOST_BYTES = 256 << 20  # of a recording
 
 
 class EngineRecorder:
@@ -46,11 +46,11 @@ class EngineRecorder:
         self._clock = clock
         self._lock = threading.Lock()  # of taking and writing, so that frames are written in their order
         self._file = open_recording(path)
-        self._full_at = self._flushed_at = self._taken_at = -FULL_S
-        self._full_s = FULL_S
+        self._taken_at = -math.inf
         size = os.fstat(self._file).st_size
+        write = partial(write_whole, self._file)
         try:
-            self._writer = FrameWriter(self._write, header, num_bytes=size, most_bytes=most_bytes)
+            self._writer = FrameWriter(write, "engine", header, num_bytes=size, most_bytes=most_bytes, clock=clock)
         except OSError as error:
             self._close_file()
             raise RecordingError(f"{path} cannot be written: {error}") from error
@@ -69,9 +69,9 @@ class EngineRecorder:
             now = self._clock()
             if self._file is None:
                 return False
-            full = now >= self._full_at + self._full_s
+            full = self._writer.wants_full
             if not full and now < self._taken_at + IDLE_S and self._source.is_current:
-                self._guarded(self._flush_if_due, now)
+                self._guarded(self._writer.flush_if_due)
                 return self.is_open
             frame: Frame | None = None
             try:
@@ -80,7 +80,7 @@ class EngineRecorder:
                 self._fail(error)
             if frame is not None:
                 self._taken_at = now
-                self._guarded(self._put, frame, now)
+                self._guarded(self._put, frame)
             return frame is not None and self.is_open
 
     def last(self) -> Frame | None:
@@ -98,24 +98,13 @@ class EngineRecorder:
             if self._file is None:
                 return
             if last is not None:
-                self._guarded(self._put, last, self._clock())
+                self._guarded(self._put, last)
             if self._file is not None:
                 self._guarded(self._writer.close)
             self._close_file()
 
-    def _put(self, frame: Frame, now: float) -> None:
-        before = self._writer.num_bytes
+    def _put(self, frame: Frame) -> None:
         self._writer.put(encode(frame), frame["time"], frame["full"])
-        if frame["full"]:
-            self._writer.flush()
-            self._full_at = self._flushed_at = now
-            self._full_s = max(FULL_S, (self._writer.num_bytes - before) / FULL_BYTES_PER_S)
-        self._flush_if_due(now)
-
-    def _flush_if_due(self, now: float) -> None:
-        if now >= self._flushed_at + FLUSH_S:
-            self._flushed_at = now
-            self._writer.flush()
 
     def _guarded(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call `function`; an error ends the recording."""
@@ -123,8 +112,8 @@ class EngineRecorder:
             function(*arguments)
             return
         except RecordingFull:
-            most = format_bytes(self._writer.most_bytes)
-            log.warning("the recording %s has reached its limit of %s and ends here", self.path, most)
+            size = format_bytes(self._writer.num_bytes)
+            log.warning("the recording %s has reached its limit with %s and ends here", self.path, size)
             self._close_file()
         except Exception as error:
             self._fail(error)
@@ -134,12 +123,6 @@ class EngineRecorder:
         log.warning("the recording %s ends: %s: %s", self.path, type(error).__name__, error)
         log.debug("the recording's error", exc_info=error)
         self._close_file()
-
-    def _write(self, data: bytes) -> None:
-        assert self._file is not None
-        left = memoryview(data)
-        while left:
-            left = left[os.write(self._file, left) :]
 
     def _close_file(self) -> None:
         file, self._file = self._file, None

@@ -24,19 +24,14 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import islice
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
-
-try:  # the server's; ten times as fast
-    import msgspec
-except ImportError:
-    msgspec = None  # type: ignore[assignment]
 
 from ..cache.block_table import Index
 from ..scheduler.outcome import Decision
@@ -300,7 +295,7 @@ def _progress(scheduler: Scheduler) -> tuple[int, ...]:
 
 def encode(frame: Frame) -> bytes:
     """A frame as a line of JSON in UTF-8, without a newline."""
-    if msgspec is not None:
-        with suppress(UnicodeEncodeError):  # a lone surrogate in an error's text, which the other encoder escapes
-            return msgspec.json.encode(frame)
-    return json.dumps(frame, separators=(",", ":"), check_circular=False).encode("ascii")
+    try:
+        return msgspec.json.encode(frame)
+    except UnicodeEncodeError:  # a lone surrogate in an error's text, which the standard library escapes
+        return json.dumps(frame, separators=(",", ":"), check_circular=False).encode("ascii")

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from .common.error_text import said_of
+from .common.recording import FrameRecording, RecordingError
 from .frames.perfetto import write_trace
-from .frames.recording import FrameRecording, RecordingError
 from .serve import check_libraries
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .server.models import ModelOptions
 
-_LIBRARIES = ("fastapi", "uvicorn", "msgspec")
+_LIBRARIES = ("fastapi", "uvicorn")
 _HTTP_OPTIONS = (
     "host", "port", "api_key_file", "chat_template", "tool_call_parser", "cors_origin", "allowed_host",
     "forwarded_allow_ips", "max_queue", "drain_timeout", "max_body", "ignore_unknown_fields", "open_metrics", "access_log",

@@ -542,7 +542,7 @@ def _print_json(read: Callable[[], Snapshot], interval_s: float | None, listing:
 
 
 def _record(args: argparse.Namespace) -> int:
-    from .monitor.recording import RecordingWriter
+    from .monitor.device_frames import DeviceRecorder
 
     if args.duration is not None and not args.duration > 0:
         raise ConfigInvalid(f"--duration must be a number of seconds above 0, got {args.duration:g}")
@@ -550,7 +550,7 @@ def _record(args: argparse.Namespace) -> int:
     signals = _Signals()
     with (
         _observed(config) as (read, _),
-        RecordingWriter(args.file, read(), detail_interval_s=config.detail_interval) as recording,
+        DeviceRecorder(args.file, read(), detail_interval_s=config.detail_interval) as recording,
     ):
         begun = due = time.monotonic()
         while args.duration is None or due - begun < args.duration:

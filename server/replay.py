@@ -14,7 +14,7 @@ from fastapi import FastAPI, Query
 from fastapi.responses import Response
 from starlette.types import ASGIApp
 
-from ..frames.recording import FrameRecording
+from ..common.recording import FrameRecording
 from ..version import __version__
 from .admission import RequestAdmission
 from .app import add_errors

@@ -31,7 +31,7 @@ def open_source(spec: str, *, capacity_bytes: int | None = None, members: Sequen
         from .replay import ReplaySource
 
         if not file:
-            raise ConfigInvalid("replay: needs the file to play, as in replay:morning.jsonl")
+            raise ConfigInvalid("replay: needs the file to play, as in replay:morning.jsonl.gz")
         return ReplaySource(file)
     if kind == "nvml":
         from .nvml import NvmlSource

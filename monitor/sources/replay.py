@@ -1,13 +1,15 @@
-"""Replays a recording in real time, from the first scan to its end."""
+"""Replays a recording of devices in real time, from the first scan to its end."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ..errors import DeviceUnreadable
-from ..recording import RecordedState, read_recording
+from ...common.recording import FrameRecording, RecordingError
+from ..device_frames import DeviceFrame, frames_in, time_of
+from ..errors import ConfigInvalid, DeviceUnreadable
 from ..snapshot import DetailReading, DeviceInfo, MemoryReading
 
 
@@ -15,10 +17,21 @@ class ReplaySource:
     """The devices of a recording. After its end none can be read any more."""
 
     def __init__(self, path: str | Path, *, clock: Callable[[], int] = time.monotonic_ns) -> None:
-        """Reads the whole recording; `clock` gives nanoseconds. Raises ConfigInvalid, see `read_recording`."""
-        self._recording = read_recording(path)
+        """Checks the whole recording; `clock` gives nanoseconds. Raises ConfigInvalid if it cannot be played."""
+        try:
+            self._recording = FrameRecording(path, "devices")
+            for _ in frames_in(self._recording):
+                pass
+        except RecordingError as error:
+            raise ConfigInvalid(f"{error}; `vram-monitor record FILE` makes a recording") from error
+        except OSError as error:
+            raise ConfigInvalid(f"the recording {path} cannot be read: {error.strerror}") from error
         self._clock = clock
         self._began_ns: int | None = None
+        self._lock = threading.Lock()
+        self._frames = frames_in(self._recording)
+        self._next = next(self._frames, None)
+        self._now = DeviceFrame(self._recording.began, True, ())  # all that the frames so far have told
 
     @property
     def name(self) -> str:
@@ -29,32 +42,48 @@ class ReplaySource:
         """The devices at the present time of the recording, or at its end. The first scan starts the replay."""
         if self._began_ns is None:
             self._began_ns = self._clock()
-        return self._recording.devices_at(self._elapsed_s())
+        self._play()
+        return self._now.devices or ()
 
     def memory(self, device: DeviceInfo) -> MemoryReading:
         """The recorded memory at this time. Raises DeviceUnreadable: its failure then, or the end."""
-        state = self._state(device)
-        if state.memory_error is not None:
-            raise DeviceUnreadable(state.memory_error)
-        return state.memory or MemoryReading(None, None)
+        self._check(device)
+        memory = self._now.memory.get(device.uuid, MemoryReading(None, None))
+        if isinstance(memory, str):
+            raise DeviceUnreadable(memory)
+        return memory
 
     def detail(self, device: DeviceInfo) -> DetailReading:
         """The recorded detail at this time. Raises DeviceUnreadable: its failure then, or the end."""
-        state = self._state(device)
-        if state.detail_error is not None:
-            raise DeviceUnreadable(state.detail_error)
-        return state.detail or DetailReading()
+        self._check(device)
+        detail = self._now.detail.get(device.uuid, DetailReading())
+        if isinstance(detail, str):
+            raise DeviceUnreadable(detail)
+        return detail
 
     def close(self) -> None:
-        """Does nothing: no resource is open."""
+        """Close the file. Idempotent."""
+        self._recording.close()
 
-    def _elapsed_s(self) -> float:
-        return 0.0 if self._began_ns is None else (self._clock() - self._began_ns) / 1e9
+    def _play(self) -> float:
+        """Take in the frames up to the present time. Returns it by the recording's clock: seconds since 1970."""
+        elapsed_s = 0.0 if self._began_ns is None else (self._clock() - self._began_ns) / 1e9
+        now = time_of(self._recording.began, elapsed_s)
+        with self._lock:
+            while self._next is not None and self._next.time <= now:
+                new, old = self._next, self._now
+                devices = old.devices if new.devices is None else new.devices
+                self._now = DeviceFrame(new.time, True, devices, old.memory | new.memory, old.detail | new.detail)
+                self._next = next(self._frames, None)
+        return now
 
-    def _state(self, device: DeviceInfo) -> RecordedState:
-        recording, elapsed_s = self._recording, self._elapsed_s()
-        if elapsed_s > recording.duration_s:
-            raise DeviceUnreadable(f"the recording ended, {recording.duration_s:.1f} s after it began", lost=True)
-        if all(info.uuid != device.uuid for info in recording.devices_at(elapsed_s)):
-            raise DeviceUnreadable(f"it was not there at second {elapsed_s:.1f} of the recording", lost=True)
-        return recording.state(device.uuid, elapsed_s)
+    def _check(self, device: DeviceInfo) -> None:
+        """Raise DeviceUnreadable if the device is not there now."""
+        now, recording = self._play(), self._recording
+        if now > recording.ended:
+            ended_s = recording.ended - recording.began
+            raise DeviceUnreadable(f"the recording ended, {ended_s:.1f} s after it began", lost=True)
+        if all(info.uuid != device.uuid for info in self._now.devices or ()):
+            raise DeviceUnreadable(
+                f"it was not there at second {now - recording.began:.1f} of the recording", lost=True
+            )

@@ -16,11 +16,12 @@ from fakes import World
 from frame_state import FrameState
 
 from pagetide import LLM, SamplingParams
+from pagetide.common import recording as recording_module
+from pagetide.common.recording import FrameRecording, RecordingError
 from pagetide.engine.errors import ConfigError
 from pagetide.engine.requests import manager as manager_module
 from pagetide.frames import recorder as recorder_module
 from pagetide.frames.recorder import EngineRecorder
-from pagetide.frames.recording import FrameRecording, RecordingError
 from pagetide.frames.source import FrameSource, MemoryFigures, PoolFacts
 from pagetide.scheduler.errors import RequestRejected
 
@@ -228,7 +229,7 @@ def test_full_frames_come_every_ten_seconds_and_idle_ones_seldom(still: Still) -
 
 
 def test_large_full_frames_come_seldom(still: Still, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder_module, "FULL_BYTES_PER_S", 10)
+    monkeypatch.setattr(recording_module, "FULL_BYTES_PER_S", 10)
     still.life(60)
     still.recorder.close()
     fulls = [frame.time_s for frame in frames_of(still.path) if frame.full]

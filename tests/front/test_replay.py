@@ -14,7 +14,7 @@ from frame_watcher import source_of
 from random_walk import walk
 
 from pagetide.cli import main
-from pagetide.frames.recording import FrameWriter
+from pagetide.common.recording import FrameWriter
 from pagetide.frames.source import FrameSource, encode
 
 STATES = {
@@ -32,7 +32,7 @@ class Recorded:
         self._source: FrameSource | None = None
         self._file = path.open("ab")
         began = {"model": "demo", "began": 1000.0 + self.now}
-        self._writer = FrameWriter(self._file.write, began, num_bytes=self._file.tell())
+        self._writer = FrameWriter(self._file.write, "engine", began, num_bytes=self._file.tell())
 
     def __call__(self, world: World) -> None:
         if self._source is None:

@@ -22,6 +22,8 @@ from broker_rig import Process, processes, short_folder, test_device
 from monitors import MonitorProcess, command, run, run_here, wait_until, without
 from terminals import Terminal, terminal
 
+from pagetide.common.recording import FrameRecording, FrameWriter
+
 HOST = ("--source", "host")
 
 
@@ -64,17 +66,21 @@ def test_a_test_device_with_members(tmp_path: Path) -> None:
 
 
 def test_what_was_recorded_can_be_played(tmp_path: Path) -> None:
-    file = tmp_path / "tape.jsonl"
+    file = tmp_path / "tape.jsonl.gz"
     recorded = run("record", file, "--duration", "0.5", "--interval", "0.2", *HOST)
     assert recorded.returncode == 0, recorded.stderr
-    with file.open("a") as end:
-        end.write('{"at_s": 3600}\n')  # a slow machine asks for the first figures after half a second
-    played = json.loads(run_here("--json", "--source", f"replay:{file}").stdout)
+    with FrameRecording(file, "devices") as recording, (tmp_path / "long").open("wb") as longer:
+        writer = FrameWriter(longer.write, "devices", recording.header)
+        for frame in recording.frames():
+            writer.put(frame.line, frame.time_s, frame.full)
+        # A slow machine asks for the first figures after half a second.
+        writer.put(b'{"time":%.3f,"full":false}' % (recording.ended + 3600), recording.ended + 3600, False)
+        writer.close()
+    played = json.loads(run_here("--json", "--source", f"replay:{tmp_path / 'long'}").stdout)
     assert played["devices"][0]["kind"] == "host" and played["devices"][0]["memory"]["total_bytes"]
-    cut = tmp_path / "cut.jsonl"
-    cut.write_bytes(file.read_bytes()[:-7])
-    refused = run_here("--once", "--source", f"replay:{cut}")
-    assert refused.returncode == 2 and "cut.jsonl" in refused.stderr and refused.stderr.count("\n") == 1
+    (tmp_path / "torn").write_bytes(file.read_bytes()[:70])
+    refused = run_here("--once", "--source", f"replay:{tmp_path / 'torn'}")
+    assert refused.returncode == 2 and "/torn" in refused.stderr and refused.stderr.count("\n") == 1
 
 
 BAD = [
@@ -136,14 +142,15 @@ def test_a_closed_output_is_no_traceback() -> None:
 
 
 def test_under_nohup_a_recording_goes_on(tmp_path: Path) -> None:
-    tape = tmp_path / "tape.jsonl"
+    tape = tmp_path / "tape.jsonl.gz"
     recorder = subprocess.Popen(
         ["nohup", *command("record", tape, "--duration", "1.5", "--interval", "0.02", *HOST)], stderr=subprocess.DEVNULL
     )
-    wait_until(lambda: tape.exists() and tape.stat().st_size > 500)
+    wait_until(lambda: tape.exists() and tape.stat().st_size > 200)
     recorder.send_signal(signal.SIGHUP)
     assert recorder.wait(60) == 0
-    assert b'"at_s"' in tape.read_bytes()
+    with FrameRecording(tape, "devices") as recording:
+        assert recording.ended > recording.began
 
 
 @pytest.mark.skipif(getattr(os, "geteuid", lambda: 1)() != 0, reason="only root starts processes of several users")

@@ -25,12 +25,12 @@ from hypothesis import strategies as st
 from monitors import wait_until
 
 from pagetide.monitor import record_layout as layout
+from pagetide.monitor.device_frames import DeviceRecorder
 from pagetide.monitor.errors import ConfigInvalid, DeviceUnreadable, NoSuchDevice, RecordError, SourceUnavailable
 from pagetide.monitor.log_throttle import MAX_CAUSES, QUIET_CAUSE_NS, QUIET_NS, LogThrottle, Occurrences
 from pagetide.monitor.poll_workers import QUICK_ANSWERS_TO_RETURN, PollWorkers, next_due_ns
 from pagetide.monitor.poller import HISTORY_SAMPLES, Poller, select
 from pagetide.monitor.record import MAX_DEVICES, RecordReader, RecordWriter
-from pagetide.monitor.recording import RecordingWriter
 from pagetide.monitor.snapshot import DetailReading, DeviceInfo, DeviceKind, MemoryReading, ProcessUse, Snapshot
 from pagetide.monitor.sources import Source
 from pagetide.monitor.sources.combined import CombinedSource
@@ -393,8 +393,8 @@ def test_auto_is_the_gpus_and_the_host_for_which_a_test_device_may_stand() -> No
 
 
 def test_named_sources_and_what_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a:b.jsonl"
-    RecordingWriter(path, Snapshot(1, "host", 1, 1, ())).close()
+    path = tmp_path / "a:b.jsonl.gz"
+    DeviceRecorder(path, Snapshot(1, "host", 1, 1, ())).close()
     for spec in ("nvml", "host", f"replay:{path}"):
         with closing(open_source(spec)) as source:
             assert source.name == spec

@@ -19,7 +19,7 @@ from page_rig import FAR_S, looking
 from servers import ServerProcess
 
 from pagetide import cli
-from pagetide.frames.recording import FrameRecording
+from pagetide.common.recording import FrameRecording
 from pagetide.server import replay
 from pagetide.server.replay import recorded_lines
 

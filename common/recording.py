@@ -1,7 +1,7 @@
-"""The recording of an engine: frames as JSON lines in a gzip file, written as they come and read from any moment.
+"""Recordings, of an engine or of devices: frames as JSON lines in a gzip file, written as they come, read from any moment.
 
-    header, {"pagetide_recording": 1, ...}      one gzip member each; `zcat` shows them all
-    segment: a full frame, then differences
+    header, {"pagetide_recording": 2, "of": "engine", "began": ..., ...}      one gzip member each; `zcat` shows them all
+    segment: a full frame, {"time": ..., "full": true, ...}, then differences
     segment: ...                                a run that goes on in the same file begins with a header of its own
 
 Each member's gzip header has an extra field with its kind and time, by which a reader finds the segments without
@@ -14,19 +14,25 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import os
 import re
 import struct
+import time
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from ..common.checked_file import InvalidFile, open_checked
+from .checked_file import InvalidFile, open_checked
 
-FORMAT = 1
-MOST_BYTES = 256 << 20  # of a recording, by default
+Kind = Literal["engine", "devices"]  # what a recording is of
+
+FORMAT = 2
+FLUSH_S = 1.0  # between flushes
+FULL_S = 10.0  # between full frames, for seeking; longer where they are large:
+FULL_BYTES_PER_S = 16_384  # of full frames at most, packed
 MOST_LINE_BYTES = 256 << 20  # of a frame
 _LEVEL = 6
 _PIECE_BYTES = 1 << 14  # packed; a thousand times as much unpacked, at most
@@ -38,10 +44,11 @@ _TIME = re.compile(rb'"time":\s*([0-9.eE+-]+)')
 _FULL = re.compile(rb'"full":\s*true')
 _MOST_SECONDS = 1e12  # since 1970; further times are damage
 _NEAR = 256  # a frame's time is within its first characters
+_PLAYERS = {"engine": "`pagetide replay {}`", "devices": "`vram-monitor --source replay:{}`"}
 
 
 class RecordingError(ValueError):
-    """The file is no recording, or one of another version, or cannot be written."""
+    """The file is no recording, or one of another kind or version, or cannot be written."""
 
 
 class RecordingFull(Exception):
@@ -49,38 +56,60 @@ class RecordingFull(Exception):
 
 
 class FrameWriter:
-    """Writes frames through `write`, which takes all bytes it is given or raises OSError. Not thread-safe.
+    """Writes frames of a `kind` through `write`, which takes all bytes it is given or raises OSError. Not thread-safe.
 
-    `num_bytes` may be in the file already; there are at most `most_bytes`, and a few for the last flush.
+    `num_bytes` may be in the file already; there are at most `most_bytes`, and a few for the last flush. What is written is
+    flushed every FLUSH_S by `clock`.
     """
 
     def __init__(
-        self, write: Callable[[bytes], object], header: dict[str, Any], *, num_bytes: int = 0, most_bytes: int = MOST_BYTES
+        self, write: Callable[[bytes], object], kind: Kind, header: dict[str, Any], *, num_bytes: int = 0,
+        most_bytes: int | None = None, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.num_bytes = num_bytes
         self.most_bytes = most_bytes
         self._write = write
+        self._clock = clock
         self._packer: Any = None  # zlib's, of the open member
         self._crc = self._length = 0
-        line = {"pagetide_recording": FORMAT, **header, "max_bytes": most_bytes}
+        self._full_at = self._flushed_at = -math.inf
+        self._full_s = FULL_S
+        line = {"pagetide_recording": FORMAT, "of": kind, **header, "max_bytes": most_bytes}
         self._begin(_HEADER, float(header["began"]))
         self._put(json.dumps(line).encode() + b"\n")
         self._end()
 
+    @property
+    def wants_full(self) -> bool:
+        """Whether the next frame should be full: the first one, and then one every FULL_S or FULL_BYTES_PER_S."""
+        return self._clock() >= self._full_at + self._full_s
+
     def put(self, line: bytes, time_s: float, full: bool) -> None:
         """Append a frame; a `full` one begins a segment. Raises RecordingFull, with the file complete, and OSError."""
-        if self.num_bytes >= self.most_bytes:
+        if self.most_bytes is not None and self.num_bytes >= self.most_bytes:
             self.close()
             raise RecordingFull
+        before = self.num_bytes
         if full:
             self._end()
             self._begin(_SEGMENT, time_s)
         elif self._packer is None:
             raise ValueError("a recording begins with a full frame")
         self._put(line + b"\n")
+        if full:
+            self.flush()
+            self._full_at = self._clock()
+            self._full_s = max(FULL_S, (self.num_bytes - before) / FULL_BYTES_PER_S)
+        self.flush_if_due()
+
+    def flush_if_due(self) -> None:
+        """Flush, unless it was done within FLUSH_S. Raises OSError."""
+        if self._clock() >= self._flushed_at + FLUSH_S:
+            self.flush()
 
     def flush(self) -> None:
         """Write all frames so far into the file. Raises OSError."""
+        self._flushed_at = self._clock()
         if self._packer is not None:
             self._out(self._packer.flush(zlib.Z_SYNC_FLUSH))
 
@@ -121,14 +150,14 @@ class RecordedFrame:
 class FrameRecording:
     """A recording, read from its file as it was when opened. A truncated file gives what is left; a damaged segment nothing.
 
-    Raises RecordingError for a file that is no recording, and OSError. Thread-safe.
+    Raises RecordingError for a file that is no recording of this `kind`, and OSError. Thread-safe.
 
     Attributes:
         header: The first line of the newest run in the file.
         began, ended: Seconds since 1970 of the first and the last frame; equal without frames.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, kind: Kind = "engine") -> None:
         self.path = Path(path)
         try:
             opened = open_checked(self.path, "recordings")
@@ -146,6 +175,9 @@ class FrameRecording:
         if not headers:
             raise RecordingError(f"{self.path} is not a recording of pagetide, or its header is damaged")
         self.header = self._read_header(*headers[-1][2:])
+        if (found := self.header.get("of")) != kind:
+            hint = f": {_PLAYERS[found].format(self.path)} plays it" if found in _PLAYERS else ""
+            raise RecordingError(f"{self.path} is a recording of {found!r:.80}, not of {kind!r}{hint}")
         segments = [one for one in members if one[1] == _SEGMENT]
         self._starts = [start for _, _, start, _, _ in segments]
         self._ends = [end for _, _, _, end, _ in segments]
@@ -267,3 +299,10 @@ def _members(data: mmap.mmap | bytes) -> Iterator[tuple[int, bytes, int, int, fl
         if abs(time_s) < _MOST_SECONDS:  # else damaged
             yield at, kind, at + head, len(data) if following < 0 else following, time_s
         at = following
+
+
+def write_whole(file: int, data: bytes) -> None:
+    """Write all of `data` to a descriptor. Raises OSError."""
+    left = memoryview(data)
+    while left:
+        left = left[os.write(file, left) :]

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagetide.frames.recording import (
+from pagetide.common.recording import (
     _HEADER,
     _SIGNATURE,
     _SIZE_AND_TIME,
@@ -39,7 +39,7 @@ def write(
     """A recording of frames at the seconds 100, 101, ..., full or not; returns their lines."""
     lines = [line(i, full, more) for i, full in enumerate(fulls)]
     with path.open("ab") as file:
-        writer = FrameWriter(file.write, HEADER, num_bytes=path.stat().st_size, most_bytes=most_bytes)
+        writer = FrameWriter(file.write, "engine", HEADER, num_bytes=path.stat().st_size, most_bytes=most_bytes)
         for i, (one, full) in enumerate(zip(lines, fulls, strict=True)):
             writer.put(one, 100.0 + i, full)
         writer.close() if close else writer.flush()
@@ -55,7 +55,7 @@ def test_frames_are_read_from_any_moment(
     path = tmp_path_factory.mktemp("r") / "a"
     lines = write(path, fulls)
     with FrameRecording(path) as recording:
-        assert recording.header == {"pagetide_recording": 1, **HEADER, "max_bytes": 1 << 20}
+        assert recording.header == {"pagetide_recording": 2, "of": "engine", **HEADER, "max_bytes": 1 << 20}
         assert (recording.began, recording.ended, recording.models) == (100.0, 99.0 + len(fulls), ["demo"])
         assert [(f.time_s, f.full, f.line) for f in recording.frames()] == [
             (100.0 + i, full, one) for i, (one, full) in enumerate(zip(lines, fulls, strict=True))
@@ -68,7 +68,7 @@ def test_frames_are_read_from_any_moment(
 def test_the_file_is_gzip(tmp_path: Path) -> None:
     lines = write(tmp_path / "a", [True, False, False, True, False])
     unpacked = gzip.decompress((tmp_path / "a").read_bytes()).splitlines()
-    assert unpacked[1:] == lines and json.loads(unpacked[0])["pagetide_recording"] == 1
+    assert unpacked[1:] == lines and json.loads(unpacked[0])["pagetide_recording"] == 2
     with (tmp_path / "a").open("rb") as file:
         assert subprocess.run(["gzip", "-t"], stdin=file, check=False).returncode == 0
 
@@ -122,7 +122,7 @@ def test_a_second_run_is_appended_also_behind_a_killed_one(tmp_path: Path) -> No
 
 def test_the_size_is_bounded(tmp_path: Path) -> None:
     with (tmp_path / "a").open("wb") as file:
-        writer = FrameWriter(file.write, HEADER, most_bytes=2000)
+        writer = FrameWriter(file.write, "engine", HEADER, most_bytes=2000)
         kept = [line(0, True)]
         while writer.num_bytes < 2000:
             writer.put(kept[-1], 99.0 + len(kept), True)
@@ -153,15 +153,15 @@ def test_what_is_no_recording_is_refused(tmp_path: Path, content: bytes) -> None
 
 def test_another_version_is_refused(tmp_path: Path) -> None:
     with (tmp_path / "a").open("wb") as file:
-        FrameWriter(file.write, {**HEADER, "pagetide_recording": 2}).close()
-    with pytest.raises(RecordingError, match="version 2; this reads version 1"):
+        FrameWriter(file.write, "engine", {**HEADER, "pagetide_recording": 1}).close()
+    with pytest.raises(RecordingError, match="version 1; this reads version 2"):
         FrameRecording(tmp_path / "a")
 
 
 @pytest.mark.parametrize("began", [..., "1", True, None, float("inf"), 1e300], ids=repr)
 def test_a_header_without_its_time_is_refused(tmp_path: Path, began: object) -> None:
     header = {name: value for name, value in {**HEADER, "began": began}.items() if value is not ...}
-    data, packer = json.dumps({"pagetide_recording": 1, **header}).encode() + b"\n", zlib.compressobj(wbits=-15)
+    data, packer = json.dumps({"pagetide_recording": 2, **header}).encode() + b"\n", zlib.compressobj(wbits=-15)
     packed = packer.compress(data) + packer.flush() + struct.pack("<II", zlib.crc32(data), len(data))
     (tmp_path / "a").write_bytes(_SIGNATURE + _HEADER + _SIZE_AND_TIME.pack(8, 1.0) + packed)
     with pytest.raises(RecordingError, match=r"/a: the header's began must be the seconds since 1970, got "):
@@ -171,7 +171,7 @@ def test_a_header_without_its_time_is_refused(tmp_path: Path, began: object) -> 
 def test_damaged_times_and_files_of_other_kinds(tmp_path: Path) -> None:
     lines = write(tmp_path / "a", [True, False])
     with (tmp_path / "a").open("ab") as file:
-        writer = FrameWriter(file.write, HEADER)
+        writer = FrameWriter(file.write, "engine", HEADER)
         for time in (b"1e", b"1e999", b"--"):
             writer.put(b'{"time":' + time + b',"full":true}', 101.0, True)
         writer.put(lines[0], float("nan"), True)
@@ -185,4 +185,4 @@ def test_damaged_times_and_files_of_other_kinds(tmp_path: Path) -> None:
 
 def test_a_difference_first_is_refused(tmp_path: Path) -> None:
     with (tmp_path / "a").open("wb") as file, pytest.raises(ValueError, match="full frame"):
-        FrameWriter(file.write, HEADER).put(line(0, False), 100.0, False)
+        FrameWriter(file.write, "engine", HEADER).put(line(0, False), 100.0, False)
