@@ -28,7 +28,7 @@ from pathlib import Path
 from setup import ROOT
 
 PACKAGES = (
-    "common", "monitor", "allocator", "cache", "scheduler", "frames", "native", "engine", "server", "fleet", "configs",
+    "common", "monitor", "allocator", "cache", "scheduler", "api", "frames", "native", "engine", "server", "fleet", "configs",
 )  # fmt: skip
 LIBRARY = "pagetide/native/_kernels.so"  # built where there is a compiler
 LINK = re.compile(r"\]\(\s*<?(?![a-z][a-z0-9+.-]*:|#)([^)\s>]+)")

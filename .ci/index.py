@@ -18,6 +18,7 @@ FOLDERS = (
     "allocator",
     "cache",
     "scheduler",
+    "api",
     "frames",
     "native",
     "engine",

@@ -23,12 +23,12 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
+from ..api.arguments import explains_arguments, explains_names
+from ..api.sampling_params import SamplingParams
 from ..cache.cache_events import CacheEvents
 from ..frames.details import decoder, with_text
 from ..frames.source import encode
-from ..scheduler.arguments import explains_arguments, explains_names
 from ..scheduler.errors import RequestRejected
-from ..scheduler.request import SamplingParams
 from .config import EngineArguments, EngineConfig
 from .errors import ConfigError, EngineClosed
 from .requests.engine_thread import EngineThread

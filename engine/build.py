@@ -16,6 +16,7 @@ from ..allocator.arena import Arena
 from ..allocator.errors import GrantExceeded, OutOfDeviceMemory
 from ..allocator.lease import Lease
 from ..allocator.leased_arena import LeasedArena
+from ..api.sampling_params import SamplingParams
 from ..cache.cache_events import CacheEventLog
 from ..cache.manager import CacheManager
 from ..cache.prefix_hash import PrefixHasher
@@ -24,7 +25,6 @@ from ..common.units import format_bytes
 from ..scheduler import answer_memory
 from ..scheduler.cost import SwapCost
 from ..scheduler.outcome import STEP_TOKEN_BOUNDS
-from ..scheduler.request import SamplingParams
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.state import Limits
 from .attention.choose import Site, check, choose

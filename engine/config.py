@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from ..api.sampling_params import SamplingParams
 from ..common.units import parse_bytes
-from ..scheduler.request import SamplingParams
 from .attention.backends import block_multiple
 from .errors import ConfigError
 from .loading.models import (

@@ -13,12 +13,12 @@ from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from ..api.arguments import explains_arguments, explains_names
+from ..api.sampling_params import SamplingParams
 from ..cache.cache_events import CacheEvents
 from ..frames.details import decoder, with_text
 from ..frames.source import encode
-from ..scheduler.arguments import explains_arguments, explains_names
 from ..scheduler.errors import RequestRejected
-from ..scheduler.request import SamplingParams
 from .config import DEFAULT_IDLE_S, EngineConfig
 from .requests.inputs import Message, Prompt, Prompts, check_count, joined_progress, pair_params, paired, text_of
 from .requests.manager import RequestManager

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..scheduler.request import SamplingParams
+from ..api.sampling_params import SamplingParams
 from .llm import LLM
 from .requests.outputs import RequestOutput
 

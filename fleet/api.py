@@ -19,14 +19,14 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from ..api.arguments import explains_arguments
+from ..api.sampling_params import SamplingParams
 from ..engine.async_llm import AsyncOutputs, AsyncStream, Pair, Params
 from ..engine.errors import EngineClosed
 from ..engine.requests.inputs import Message, Prompt, Prompts, check_count, paired, text_of
 from ..engine.requests.intake import RequestIntake
 from ..engine.requests.outputs import RequestOutput, refused
-from ..scheduler.arguments import explains_arguments
 from ..scheduler.errors import RequestRejected
-from ..scheduler.request import SamplingParams
 from .call import CallOptions, CallState, Encode, FleetCall, public_error
 from .client import FleetClient
 from .config import DEFAULT_NAME, LOCAL

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 from msgspec import Struct
 
-from ..scheduler.request import MOST_FORKS
+from ..api.sampling_params import MOST_FORKS
 from ..server.messages import Failed, Piece, RequestEnd
 
 Record: TypeAlias = Piece | RequestEnd | Failed  # what clients see of a request's output, in order

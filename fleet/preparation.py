@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
+from ..api.sampling_params import SamplingParams
 from ..cache.prefix_hash import PrefixHasher
 from ..engine.loading.models import resolve_model
 from ..engine.requests.handover import Handover, resolved_params
 from ..engine.requests.inputs import PromptInput, check_cache_salt, checked_priority
 from ..engine.requests.intake import RequestIntake
 from ..scheduler.errors import PromptTooLong, RequestRejected
-from ..scheduler.request import SamplingParams
 from ..server.defaults import completed, template_options
 from ..server.engine_outputs import detokenized, token_texts
 from ..server.messages import Submit

@@ -10,9 +10,9 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..api.sampling_params import SamplingParams
 from ..engine.requests.inputs import Prompt
 from ..engine.requests.outputs import RequestOutput
-from ..scheduler.request import SamplingParams
 from .api import Fleet
 from .call import CallOptions
 from .client import MODEL_S

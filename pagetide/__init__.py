@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from .version import __version__
 
 if TYPE_CHECKING:
+    from .api.sampling_params import SamplingParams
     from .engine.async_llm import AsyncLLM
     from .engine.errors import ConfigError, EngineClosed, ModelNotFound, NotEnoughMemory, ShardLost, UnsupportedModel
     from .engine.llm import LLM, generate
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from .fleet.errors import FleetError
     from .pipelines import pipeline
     from .scheduler.errors import RequestRejected
-    from .scheduler.request import SamplingParams
 
 __all__ = [
     "LLM",
@@ -47,6 +47,7 @@ __all__ = [
 ]
 
 _NAMES_OF = {
+    ".api.sampling_params": ("SamplingParams",),
     ".engine.async_llm": ("AsyncLLM",),
     ".engine.errors": (
         "ConfigError",
@@ -62,7 +63,6 @@ _NAMES_OF = {
     ".fleet.errors": ("FleetError",),
     ".pipelines": ("pipeline",),
     ".scheduler.errors": ("RequestRejected",),
-    ".scheduler.request": ("SamplingParams",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
 

@@ -375,7 +375,7 @@ def _serving_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from .scheduler.request import SamplingParams
+    from .api.sampling_params import SamplingParams
 
     params = SamplingParams(**_given(args, *_SAMPLING_NUMBERS, *_SAMPLING_OTHERS))
     if not args.json and (params.logprobs is not None or params.prompt_logprobs is not None):

@@ -45,7 +45,7 @@ class FlagParser(argparse.ArgumentParser):
 
 def _answer(flag: str) -> str | None:
     """What the Python API answers for an argument of this name, by the table of other libraries' names."""
-    from .scheduler.arguments import table_answer
+    from .api.arguments import table_answer
 
     return table_answer(flag.lstrip("-").replace("-", "_"))
 

@@ -5,8 +5,6 @@ SchedulerError
 │   ├── PromptTooLong     it can never fit: the model's context or the whole pool is too small
 │   └── DuplicateRequest  its id is in use
 └── InvalidCallOrder  schedule and apply were not called in turn, or with another plan's result
-
-UnknownArgument       (a TypeError and a ValueError) a call has no argument of that name; says what to write instead
 """
 
 from __future__ import annotations
@@ -36,10 +34,3 @@ class DuplicateRequest(RequestRejected):
 
 class InvalidCallOrder(SchedulerError):
     """A plan is pending without its result, or the result belongs to another plan."""
-
-
-class UnknownArgument(TypeError, ValueError):
-    """A call has no argument of that name.
-
-    A TypeError, as Python raises it, and a ValueError, like pagetide's other errors for bad input.
-    """

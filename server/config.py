@@ -11,9 +11,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from ..api.arguments import table_answer
 from ..common.error_text import said_of
 from ..common.yaml_file import InvalidYaml, read_yaml
-from ..scheduler.arguments import table_answer
 from .admission import MOST_BODY_BYTES
 from .guard import LOOPBACK
 from .models import ModelOptions

@@ -20,9 +20,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ..api.sampling_params import SamplingParams
 from ..engine.errors import EngineClosed
 from ..scheduler.heartbeat import LOADING_S
-from ..scheduler.request import SamplingParams
 from ..version import __version__
 from .connection import SWITCH_S, MessageConnection
 from .defaults import completed, template_options

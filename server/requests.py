@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from ..scheduler.request import SamplingParams
+from ..api.sampling_params import SamplingParams
 from .errors import ApiError, invalid
 from .fields import FieldRefused, ignored_fields
 from .keys import MOST_PRIORITY

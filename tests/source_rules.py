@@ -14,7 +14,7 @@ from torch_free import TORCH_LIBRARIES, TORCH_MODULES
 
 # Each may import what stands left of it. `configs` holds data.
 ORDER = (
-    "configs", "common", "monitor", "allocator", "cache", "scheduler", "frames", "native", "engine", "server", "fleet",
+    "configs", "common", "monitor", "allocator", "cache", "scheduler", "api", "frames", "native", "engine", "server", "fleet",
 )  # fmt: skip
 SOURCES = (*ORDER, "pagetide", "benchmarks", "examples", ".ci")
 TOOLS = ("benchmarks", "examples")

@@ -13,8 +13,8 @@ import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig
 
+from ...api.sampling_params import SamplingParams
 from ...common.units import format_bytes
-from ...scheduler.request import SamplingParams
 from ..errors import CheckpointError, ConfigError, UnsupportedModel
 from .loaded import Loaded
 from .log_suppression import quiet_transformers

@@ -24,7 +24,8 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from ...scheduler.request import LogitsProcessor, SamplingParams
+from ...api.sampling_params import SamplingParams
+from ...scheduler.request import LogitsProcessor
 from .log_suppression import quiet_transformers
 from .model_config import check_files
 from .models import ModelSpec

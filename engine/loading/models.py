@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import yaml
 
 from ... import configs
+from ...api.arguments import answer
+from ...api.sampling_params import ALIASES, SamplingParams
 from ...common.yaml_file import InvalidYaml, read_yaml
-from ...scheduler.arguments import answer
-from ...scheduler.request import ALIASES, SamplingParams
 from ..attention.backends import NAMES as ATTENTION
 from ..errors import CheckpointError, ConfigError, ModelNotFound
 from .weight_files import find_weights

@@ -17,9 +17,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from ...api.sampling_params import SamplingParams
 from ...scheduler.outcome import BeamMove
 from ...scheduler.plan import Candidates, Float32
-from ...scheduler.request import SamplingParams
 from ...scheduler.sequence import FinishReason
 
 DEFAULT_LENGTH_PENALTY = 1.0

@@ -13,10 +13,11 @@ from typing import Any, Self
 
 import numpy as np
 
+from ...api.sampling_params import MOST_FORKS, SamplingParams
 from ...cache.block_table import Int32
 from ...scheduler.errors import RequestRejected
 from ...scheduler.plan import ChunkLogprobs
-from ...scheduler.request import MOST_FORKS, Request, Sampling, SamplingParams
+from ...scheduler.request import Request, Sampling
 from .outputs import TokenLogprobs
 
 log = logging.getLogger(__name__)

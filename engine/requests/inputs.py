@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ...api.sampling_params import SamplingParams
 from ...cache.block_table import Int32
 from ...scheduler.errors import RequestRejected
-from ...scheduler.request import SamplingParams
 from .handover import Handover
 
 if TYPE_CHECKING:

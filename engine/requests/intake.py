@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ...api.sampling_params import SamplingParams
 from ...scheduler.errors import RequestRejected
-from ...scheduler.request import Request, SamplingParams
+from ...scheduler.request import Request
 from ..shards.processors import serialized
 from ..text.chat_template import NESTED
 from .beams import BeamRules

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
-from ...scheduler.arguments import explains_names
+from ...api.arguments import explains_names
 from ...scheduler.sequence import FinishReason
 
 

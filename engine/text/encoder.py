@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ...api.sampling_params import MOST_LISTED_IDS, MOST_STOP_IDS, SamplingParams
 from ...scheduler.errors import RequestRejected
-from ...scheduler.request import MOST_LISTED_IDS, MOST_STOP_IDS, SamplingParams, TokenLists
+from ...scheduler.request import TokenLists
 from ..sampling.constraints import CompiledConstraint, Constraints
 from .chat_template import rendered
 from .conversation import template_messages, turn_end

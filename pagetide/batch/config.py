@@ -26,12 +26,12 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from ..api.sampling_params import SamplingParams
 from ..common.yaml_file import InvalidYaml, parse_yaml, read_yaml
 from ..engine.attention.backends import NAMES as ATTENTION
 from ..engine.config import EngineConfig, ModelSpec
 from ..engine.errors import ConfigError
 from ..flags import flags_of
-from ..scheduler.request import SamplingParams
 
 FORMATS = ("auto", "text", "jsonl", "openai")
 MOST_SEED = 2**32 - 1  # the other half of a line's 64-bit seed is its number

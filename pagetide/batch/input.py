@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
+from ..api.sampling_params import ALIASES, SamplingParams
 from ..engine.errors import ConfigError
-from ..scheduler.request import ALIASES, SamplingParams
 from ..server.fields import ignored_fields
 from ..server.tools import ToolCalls
 from .config import STDIN, InputOptions

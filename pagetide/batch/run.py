@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from ..api.sampling_params import SamplingParams
 from ..engine.errors import ConfigError, EngineError
 from ..engine.loading.models import ModelSpec, resolve_model
 from ..engine.requests.progress import Bar
 from ..engine.text.chat_template import options_from_data, tool_template
-from ..scheduler.request import SamplingParams
 from ..serve import add_fleet, check_libraries
 from ..server.tools import ToolCalls, detect_parser
 from .config import STDIN, RunConfig, add_flags, fingerprint, read_config

@@ -131,8 +131,8 @@ class TraceEngineProcess:
 
 def main() -> None:
     """Serve one job, as the module docstring says."""
+    from ..api.sampling_params import SamplingParams
     from ..engine.llm import LLM
-    from ..scheduler.request import SamplingParams
 
     fields = json.loads(sys.stdin.readline())
     fields["arrivals"] = [Arrival(**one) for one in fields["arrivals"]]

@@ -23,9 +23,9 @@ from .text_panes import Pane
 from .view import DRAWINGS, Counts, DemoState
 
 if TYPE_CHECKING:
+    from ..api.sampling_params import SamplingParams
     from ..engine.llm import LLM
     from ..engine.requests.outputs import RequestOutput, StreamChunk
-    from ..scheduler.request import SamplingParams
 
 LEAST_PROMPTS = 16
 SAMPLE_S = 0.1
@@ -54,7 +54,7 @@ class DemoOptions:
 
     def sampling(self) -> list[SamplingParams]:
         """The sampling parameters of each prompt."""
-        from ..scheduler.request import SamplingParams
+        from ..api.sampling_params import SamplingParams
 
         return [SamplingParams(max_new_tokens=self.max_new_tokens, seed=self.seed + i) for i in range(self.num_prompts)]
 

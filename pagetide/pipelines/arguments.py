@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..scheduler.arguments import unknown_argument
+from ..api.arguments import unknown_argument
 
 log = logging.getLogger(__name__)
 

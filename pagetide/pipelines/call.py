@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ..api.sampling_params import SamplingParams
 from ..engine.errors import EngineClosed
 from ..engine.llm import LLM
 from ..engine.loading.generation import ModelDefaults
@@ -14,7 +15,6 @@ from ..engine.requests.outputs import RequestOutput
 from ..engine.streamers import generate_into
 from ..engine.text.chat_template import within_bounds
 from ..scheduler.errors import RequestRejected
-from ..scheduler.request import SamplingParams
 from .arguments import Arguments, note
 from .inputs import Conversation, Prompt
 

@@ -13,11 +13,10 @@ import torch
 
 import pagetide
 from pagetide import LLM, AsyncLLM, RequestOutput, RequestRejected, SamplingParams
+from pagetide.api.arguments import Row, UnknownArgument, rows
 from pagetide.engine.config import EngineArguments
 from pagetide.engine.loading.models import check_dtype
 from pagetide.engine.requests.outputs import Completion, Timings, refused
-from pagetide.scheduler.arguments import Row, rows
-from pagetide.scheduler.errors import UnknownArgument
 
 METHODS = ("generate", "chat", "stream", "stream_chat", "generate_each")
 CALLS: dict[str, Any] = {"LLM": LLM, "AsyncLLM": AsyncLLM} | {

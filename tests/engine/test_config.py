@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from pagetide.api.sampling_params import SamplingParams
 from pagetide.engine import errors
 from pagetide.engine.config import EngineConfig, KvMemory, ModelSpec, read_models, resolve_model
 from pagetide.engine.errors import CheckpointError, ConfigError, ModelNotFound
 from pagetide.engine.loading.models import BUILT_IN_FILE, CONFIG_VARIABLE, resolve_tokenizer, user_file
-from pagetide.scheduler.request import SamplingParams
 
 
 @pytest.fixture(autouse=True)

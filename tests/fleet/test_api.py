@@ -14,10 +14,11 @@ from unittest.mock import Mock
 import pytest
 
 from pagetide import AsyncLLM, EngineClosed, Fleet, FleetError, RequestRejected, SamplingParams, StreamChunk
+from pagetide.api.arguments import UnknownArgument
 from pagetide.fleet.call import CallOptions
 from pagetide.fleet.links import QueueUnavailable
 from pagetide.fleet.messages import NewRequest, Submission
-from pagetide.scheduler.errors import PromptTooLong, UnknownArgument
+from pagetide.scheduler.errors import PromptTooLong
 from tests.fleet_calls import (
     LONG,
     PARAMETERS,

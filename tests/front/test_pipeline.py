@@ -22,11 +22,11 @@ from transformers.utils.chat_template_utils import Chat
 
 import pagetide
 from pagetide import RequestRejected, SamplingParams
+from pagetide.api.arguments import rows
 from pagetide.engine.loading.generation import HARMLESS, REFUSED, SERVED, known_to_transformers
 from pagetide.pipelines.arguments import HARMLESS as HARMLESS_ARGUMENTS
 from pagetide.pipelines.arguments import REFUSED as REFUSED_ARGUMENTS
 from pagetide.pipelines.text_generation import TextGenerationPipeline
-from pagetide.scheduler.arguments import rows
 
 DEMO = Path(pagetide.__file__).resolve().parents[1] / "engine" / "demo_model"
 TEMPLATE = (

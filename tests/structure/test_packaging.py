@@ -14,7 +14,7 @@ import pytest
 from checkout import ROOT, files
 
 PACKAGES = (
-    "common", "monitor", "allocator", "cache", "scheduler", "frames", "native", "engine", "server", "fleet", "configs",
+    "common", "monitor", "allocator", "cache", "scheduler", "api", "frames", "native", "engine", "server", "fleet", "configs",
 )  # fmt: skip
 # Prints the files of the wheel, and leaves the wheel of an editable install in the folder that is named.
 BUILD = """

@@ -33,6 +33,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from pagetide import LLM
+from pagetide.api.sampling_params import SamplingParams
 from pagetide.common.host_memory import free_address_bytes
 from pagetide.engine.errors import (
     CheckpointError,
@@ -52,7 +53,6 @@ from pagetide.engine.loading.loader import (
 )
 from pagetide.engine.loading.log_suppression import quiet_transformers
 from pagetide.engine.loading.models import ModelSpec
-from pagetide.scheduler.request import SamplingParams
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("no_network")

@@ -11,9 +11,9 @@ from byte_level import byte_level
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from pagetide.api.sampling_params import MOST_STOP_IDS, SamplingParams
 from pagetide.engine.text.encoder import Encoder
 from pagetide.scheduler.errors import RequestRejected
-from pagetide.scheduler.request import MOST_STOP_IDS, SamplingParams
 
 TEXT = "the tide comes in and the tide goes out; pages follow it"
 BOS, SEP, START = 0, 1, 2

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from pagetide.api.sampling_params import SamplingParams
 from pagetide.engine.text import prompt_length
 from pagetide.engine.text.encoder import Encoder
 from pagetide.engine.text.prompt_length import PromptLength
 from pagetide.engine.text.tokenizer_bounds import growth
 from pagetide.scheduler.errors import PromptTooLong, RequestRejected
-from pagetide.scheduler.request import SamplingParams
 
 CORPUS = [
     "the tide comes in and the tide goes out; pages follow it. Hello, world!\n\n\tdone        spaces",

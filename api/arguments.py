@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from .. import configs
 from ..common.yaml_file import read_yaml
-from .errors import UnknownArgument
 
 TABLE = Path(configs.__file__ or "").with_name("migrating.yaml")
 
@@ -28,6 +27,13 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 _parameters: dict[str, frozenset[str]] = {}  # the argument names of each decorated call, such as "LLM.generate"
+
+
+class UnknownArgument(TypeError, ValueError):
+    """A call has no argument of that name.
+
+    A TypeError, as Python raises it, and a ValueError, like pagetide's other errors for bad input.
+    """
 
 
 class Row(NamedTuple):

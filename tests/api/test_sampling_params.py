@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pagetide.scheduler.request import (
+from pagetide.api.sampling_params import (
     LONGEST_CONSTRAINT,
     LONGEST_STRING,
     MOST_BAD_WORDS,

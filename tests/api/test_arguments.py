@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from pagetide.scheduler.arguments import explains_arguments, explains_names, rows
-from pagetide.scheduler.errors import UnknownArgument
-from pagetide.scheduler.request import ALIASES, SamplingParams
+from pagetide.api.arguments import UnknownArgument, explains_arguments, explains_names, rows
+from pagetide.api.sampling_params import ALIASES, SamplingParams
 
 OWN = [row for row in rows() if row.is_of("SamplingParams")]
 
