@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -19,8 +19,6 @@ PART_BYTES = 32 << 10  # of scores that become JSON between two turns of the eve
 _SCORE_BYTES = 64  # beside its likely tokens
 DONE = b"data: [DONE]\n\n"
 _REASONS = {"stop": "stop", "length": "length"}
-
-Value = TypeVar("Value")
 
 
 def new_id(kind: str) -> str:
@@ -94,8 +92,3 @@ def joined(pieces: list[Piece]) -> Piece:
         last.finish_reason,
         last.error,
     )
-
-
-def without_none(values: dict[str, Value | None]) -> dict[str, Value]:
-    """The entries that are set."""
-    return {name: value for name, value in values.items() if value is not None}

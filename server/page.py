@@ -21,7 +21,7 @@ from .models import ModelRegistry
 from .page_sessions import PageSessions, clear_cookie, set_cookie
 from .streams import EventStream, header_value
 
-FOLDER = Path(__file__).parent / "page"
+FOLDER = Path(__file__).parent / "static"
 _TYPES = {
     ".html": "text/html; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml", ".png": "image/png", ".ico": "image/x-icon",

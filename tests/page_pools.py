@@ -4,7 +4,7 @@
 
 `MadeUpFleet` is a fleet in the same way.
 
-The page itself is the one in server/page.
+The page itself is the one in server/static.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from pagetide.scheduler.scheduler import Scheduler
 from pagetide.scheduler.sequence import Sequence as Served
 from pagetide.scheduler.state import Limits
 
-FOLDER = Path(__file__).resolve().parents[1] / "server" / "page"
+FOLDER = Path(__file__).resolve().parents[1] / "server" / "static"
 TYPES = {".html": "text/html; charset=utf-8", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; base-uri 'none'; "

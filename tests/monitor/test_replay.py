@@ -210,7 +210,7 @@ def lives(draw: st.DrawFn) -> list[Snapshot]:
             for info in present
         ]  # fmt: skip
         snapshots.append(snapshot(at_ns, *devices))
-        at_ns += draw(st.integers(0, 3_000 * MS))
+        at_ns += draw(st.integers(0, 3_000)) * MS
     return snapshots
 
 
@@ -355,7 +355,7 @@ def test_it_plays_in_real_time_from_the_first_scan_to_its_end(tmp_path: Path) ->
     with pytest.raises(DeviceUnreadable, match=r"it was not there at second 0\.1 of the recording") as refusal:
         source.memory(c)
     assert refusal.value.lost
-    now_ns += 40 * MS + 1
+    now_ns += 41 * MS
     for ask in (source.memory, source.detail):
         with pytest.raises(DeviceUnreadable, match=r"the recording ended, 0\.1 s after it began") as refusal:
             ask(a)

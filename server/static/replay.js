@@ -16,9 +16,8 @@ export class Replay {
    * @param {{reset: () => void, frame: (model: string, frame: Object) => void}} listener `reset`: the next frames are full
    */
   constructor(info, listener) {
-    const { began, ended } = info;
-    this.models = info.models.map((model) => (typeof model === "string" ? model : model.name));
-    Object.assign(this, { began, ended, listener });
+    const { began, ended, models } = info;
+    Object.assign(this, { began, ended, models, listener });
     this.time = began;
     this.speed = 1;
     this.playing = false;

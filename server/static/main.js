@@ -132,8 +132,7 @@ class App {
 
   /** The decisions about a request that a model's engine keeps, null if it does not answer. @returns {Promise<Object[]|null>} */
   async explain(model, id) {
-    const found = await this.ask(`explain?model=${encodeURIComponent(model.name)}&request=${encodeURIComponent(id)}`);
-    return Array.isArray(found) ? found : found?.decisions ?? null;
+    return this.ask(`explain?model=${encodeURIComponent(model.name)}&request=${encodeURIComponent(id)}`);
   }
 
   // ---- what views tell
@@ -290,8 +289,7 @@ class App {
     byId("prompt-card").hidden = true;
     byId("status").dataset.state = "replay";
     setText(byId("status-text"), `recording of ${new Date(info.began * 1000).toLocaleString()}`);
-    const models = info.models.map((model) => (typeof model === "string" ? { name: model } : model));
-    this.#showModels(models.map(({ name }) => ({ name, state: "replay" })));
+    this.#showModels(info.models.map((name) => ({ name, state: "replay" })));
     this.replay = new Replay(info, {
       reset: () => {
         for (const { model } of this.shown.values()) model.forget();

@@ -29,7 +29,7 @@ export function drawChart(canvas, { layers, lines, marks, seconds, theme, least 
   const top = niceTop(Math.max(least, highest(layers, lines)));
   const x = (share) => LEFT + share * (width - LEFT - 2);
   const y = (value) => height - BOTTOM - (value / top) * (height - TOP - BOTTOM);
-  drawGrid(context, { top, x, y, width, height, seconds, theme });
+  drawGrid(context, { top, y, width, height, seconds, theme });
   drawLayers(context, layers, x, y);
   const isAbove = ({ bound, values }) => bound && values[values.length - 1] > top;
   for (const line of lines) if (!isAbove(line)) drawLine(context, line, x, y);
@@ -95,7 +95,7 @@ function niceTop(value) {
   return 1024 * unit;
 }
 
-function drawGrid(context, { top, x, y, width, height, seconds, theme }) {
+function drawGrid(context, { top, y, width, height, seconds, theme }) {
   context.font = FONT;
   context.textBaseline = "middle";
   context.lineWidth = 1;
@@ -114,7 +114,6 @@ function drawGrid(context, { top, x, y, width, height, seconds, theme }) {
   context.fillText("now", width - 2, height - 3);
   context.textAlign = "left";
   context.fillText(seconds >= 120 ? `${Math.round(seconds / 60)} min ago` : `${Math.round(seconds)} s ago`, LEFT, height - 3);
-  void x;
 }
 
 function drawLayers(context, layers, x, y) {
