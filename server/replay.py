@@ -9,7 +9,6 @@ import math
 import signal
 import socket
 
-import uvicorn
 from fastapi import FastAPI, Query
 from fastapi.responses import Response
 from starlette.types import ASGIApp
@@ -22,7 +21,6 @@ from .choices import json_encode
 from .config import ServeConfig
 from .errors import ApiError
 from .guard import LOOPBACK, Guard, GuardRules
-from .http_protocol import BoundedHttpProtocol
 from .keys import ApiKeys
 from .page import PageFiles
 from .run import CannotServe, HttpServer, listen, run_event_loop
@@ -93,12 +91,7 @@ def recorded_lines(recording: FrameRecording, since: float, until: float) -> byt
 
 async def _serve(recording: FrameRecording, config: ServeConfig, listening: socket.socket) -> None:
     logging.getLogger("pagetide.access").setLevel(logging.WARNING)
-    http = HttpServer(
-        uvicorn.Config(
-            replay_app(recording, PageFiles(), config.host), http=BoundedHttpProtocol, log_config=None, access_log=False,
-            lifespan="off", proxy_headers=False, server_header=False, date_header=False, ws="none", timeout_graceful_shutdown=1,
-        )
-    )  # fmt: skip
+    http = HttpServer(replay_app(recording, PageFiles(), config.host), proxy_headers=False)
     loop = asyncio.get_running_loop()
 
     def end() -> None:

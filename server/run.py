@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from .app import AppOptions, Server, make_app
 from .config import ServeConfig
@@ -123,13 +124,8 @@ async def serve_on(
     models = ModelRegistry() if models is None else models
     server = Server(models, keys, options)
     http = HttpServer(
-        uvicorn.Config(
-            make_app(server), http=BoundedHttpProtocol, log_config=None,
-            access_log=False, lifespan="off", timeout_keep_alive=KEEP_ALIVE_S,
-            ssl_certfile=config.ssl_certfile and str(config.ssl_certfile), ssl_keyfile=config.ssl_keyfile,
-            proxy_headers=bool(config.forwarded_allow_ips), forwarded_allow_ips=list(config.forwarded_allow_ips),
-            server_header=False, date_header=False, ws="none", timeout_graceful_shutdown=1,
-        )
+        make_app(server), ssl_certfile=config.ssl_certfile and str(config.ssl_certfile), ssl_keyfile=config.ssl_keyfile,
+        proxy_headers=bool(config.forwarded_allow_ips), forwarded_allow_ips=list(config.forwarded_allow_ips),
     )  # fmt: skip
     logging.getLogger("pagetide.access").setLevel(logging.INFO if config.access_log else logging.WARNING)
     drainer = _Drainer(server, http, config.drain_timeout)
@@ -180,7 +176,15 @@ async def _load(
 
 
 class HttpServer(uvicorn.Server):
-    """Leaves the signals to `_Drainer`."""
+    """A server that leaves signals, logs and headers to the application; `options` are uvicorn's."""
+
+    def __init__(self, app: ASGIApp, **options: Any) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app, http=BoundedHttpProtocol, log_config=None, access_log=False, lifespan="off", server_header=False,
+                date_header=False, ws="none", timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=1, **options,
+            )
+        )  # fmt: skip
 
     def capture_signals(self):  # type: ignore[no-untyped-def]
         from contextlib import nullcontext
