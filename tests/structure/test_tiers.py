@@ -62,7 +62,7 @@ def test_the_tiers_are_apart_by_path() -> None:
 def test_seconds_are_shared_out_by_folder_and_the_rest_is_start_up() -> None:
     tests = [("tests/cache/a.py::b", 1.0), ("tests/native/a.py::b", 2.0), ("tests/engine/x/a.py::b", 4.0)]
     found = tiers.shares(tests, cpu_s=10.0)
-    wanted = {"cache, allocator, native, structure": 3.0, "engine": 4.0, "start-up": 3.0}
+    wanted = {"cache, allocator, common, native, structure": 3.0, "engine": 4.0, "start-up": 3.0}
     assert {row: seconds for row, seconds in found.items() if seconds} == wanted
 
 
