@@ -23,7 +23,6 @@ from .device_summary import (
     power_limit,
     ranged_chart,
     trend,
-    trend_column,
     utilization_bar,
 )
 from .table import Column, fitting, row
@@ -54,23 +53,20 @@ class Group:
 
 def cards_height(groups: Sequence[Group], chart_rows: int) -> int:
     """The number of lines that `cards_lines` returns."""
-    gaps = len(groups) - 1 if chart_rows and groups else 0
-    return sum(group.height(chart_rows) for group in groups) + gaps
+    return sum(group.height(chart_rows) for group in groups) + max(len(groups) - 1, 0)
 
 
 def cards_lines(parts: Sequence[Sequence[Group]], chart_rows: int, sheet: DeviceSummary) -> list[list[Line]]:
-    """The cards of each of `parts`, stacked. With `chart_rows` 0 they are compact, with a small chart beside the bar."""
+    """The cards of each of `parts`, stacked, with charts of `chart_rows` lines."""
     devices = [group.device for part in parts for group in part]
     load = [utilization_bar(devices, _LOAD_BAR, sheet), *load_columns(devices, sheet), power_limit(devices, sheet)]
-    if not chart_rows:
-        load.insert(0, trend_column(sheet))  # otherwise beside the chart
     name_width = min(sheet.name_width, max(sheet.width // 3, 8))
     load = fitting(load, sheet.width - sheet.label_width - _INDENT - name_width - _INDENT)
     stacks = []
     for part in parts:
         lines: list[Line] = []
         for group in part:
-            lines += [[]] if lines and chart_rows else []
+            lines += [[]] if lines else []
             lines += _card(group, load, chart_rows, sheet)
         stacks.append(lines)
     return stacks
@@ -79,7 +75,7 @@ def cards_lines(parts: Sequence[Sequence[Group]], chart_rows: int, sheet: Device
 def _card(group: Group, load: Sequence[Column[Device]], chart_rows: int, sheet: DeviceSummary) -> list[Line]:
     lines = [_title(group.device, load, sheet)]
     if group.has_memory:
-        lines += _memory(group.device, chart_rows, sheet) if chart_rows else [_slim_memory(group.device, sheet)]
+        lines += _memory(group.device, chart_rows, sheet)
     return lines + [_instance(device, sheet) for device in group.instances]
 
 
@@ -117,14 +113,6 @@ def _memory(device: Device, chart_rows: int, sheet: DeviceSummary) -> list[Line]
     for line, text in zip(charts, beside, strict=True):
         lines.append([*line, blank(2), text])
     return [crop([blank(sheet.label_width + _INDENT), *line], sheet.width) for line in lines]
-
-
-def _slim_memory(device: Device, sheet: DeviceSummary) -> Line:
-    """Bar, small chart and amounts in one line."""
-    chart_width = max(_body_width(sheet) // 3, 0)
-    small = ranged_chart(device, chart_width, sheet)
-    line = [blank(sheet.label_width + _INDENT), *memory_bar(device, _body_width(sheet) - chart_width - 2, sheet)]
-    return crop([*line, blank(2), *small, blank(2), *_amounts(device, sheet)], sheet.width)
 
 
 def _instance(device: Device, sheet: DeviceSummary) -> Line:

@@ -1,4 +1,4 @@
-"""All devices in the richest form that fits: cards with high charts, with low ones, without charts, then table rows."""
+"""All devices in one of two forms: cards with charts as high as fit, or rows of a table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .rows import rows_lines
 from .symbols import Symbols
 from .text import DIM, Line, blank, cut, width_of
 
-_CHART_ROWS = range(8, -1, -1)
+_CHART_ROWS = range(8, 0, -1)
 _LEAST_WIDTH = 80  # of a column, if devices are shown side by side
 _GAP = 3
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 def device_lines(
     devices: Sequence[Device], now_ns: int, *, width: int, good: int | None, most: int | None, symbols: Symbols
 ) -> list[Line]:
-    """The devices in lines of `width` cells: the richest cards within `good` lines, else rows cut to `most` lines.
+    """The devices in lines of `width` cells: cards with the highest charts within `good` lines, else rows cut to `most` lines.
 
     Without limits: cards with a chart of one line.
     """
