@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 from urllib.parse import urljoin
@@ -16,10 +17,17 @@ ToolParser = Literal["hermes", "llama3", "mistral", "none"]
 TOOL_PARSERS: tuple[ToolParser, ...] = get_args(ToolParser)
 Delta = dict[str, Any]
 
-_MARKS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama3": "<|python_tag|>"}
-_HERMES_END = "</tool_call>"
-_CALL_KEYS = {"name", "arguments", "parameters", "id", "type"}
-_SEPARATORS = " \t\r\n[],;"  # between the calls of a list
+_MARKS = {  # of a call, and of its end, by format
+    "hermes": ("<tool_call>", "</tool_call>"), "mistral": ("[TOOL_CALLS]",), "llama3": ("<|python_tag|>",),
+}  # fmt: skip
+_CALL_KEYS = {"name", "arguments", "id", "type"}
+# JSON's tokens, and an escape that is cut off.
+_TEXT = re.compile(r'(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+')
+_CUT_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?\Z")
+_WORD = re.compile(r"[-+.0-9A-Za-z]*")
+_SCALAR = re.compile(r"null|true|false|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+_WHITE = re.compile(r"[ \t\n\r]*")
+_VALUE = '{["0'  # what a value may begin with
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 _VALUES = {"const", "enum", "default", "examples"}  # keywords that hold no schemas
@@ -119,10 +127,8 @@ class ToolCalls:
             return _NamedStream(choice_id, self._named)
         names = frozenset(tool["function"]["name"] for tool in self._tools)
         if self._choice == "required":
-            return _RequiredStream(choice_id, names)
-        if self._parser == "hermes":
-            return _HermesStream(choice_id, names)
-        return _CallStream(choice_id) if self._parser == "none" else _JsonStream(choice_id, names, _MARKS[self._parser])
+            return _CallFinder(choice_id, names, (), required=True)
+        return _CallStream(choice_id) if self._parser == "none" else _CallFinder(choice_id, names, _MARKS[self._parser])
 
     def _calls_schema(self) -> dict[str, Any]:
         """An array of calls. Raises ToolsInvalid for schemas that differ and claim the same `$id`, at any depth.
@@ -202,12 +208,12 @@ class _CallStream:
         """The deltas of new text, and whether there are calls so far."""
         return ([{"content": text}] if text else []), False
 
-    def _head(self, name: str) -> Delta:
-        """The delta that begins a call."""
+    def _head(self, name: str, arguments: str) -> Delta:
+        """The delta that begins a call, with its arguments so far."""
         digest = hashlib.sha256(f"{self._choice_id}/{self.num_calls}".encode()).hexdigest()
         call = {
             "index": self.num_calls, "id": f"call_{digest[:24]}", "type": "function",
-            "function": {"name": name, "arguments": ""},
+            "function": {"name": name, "arguments": arguments},
         }  # fmt: skip
         self.num_calls += 1
         return {"tool_calls": [call]}
@@ -225,298 +231,250 @@ class _NamedStream(_CallStream):
         self._name = name
 
     def push(self, text: str, ends: bool) -> tuple[list[Delta], bool]:
-        deltas = [] if self.num_calls else [self._head(self._name)]
-        return deltas + ([self._arguments(text)] if text else []), True
+        if not self.num_calls:
+            return [self._head(self._name, text)], True
+        return ([self._arguments(text)] if text else []), True
 
 
-class _ObjectStream(_CallStream):
-    """Reads calls that are JSON objects. Subclasses find where they begin.
+class _CallFinder(_CallStream):
+    """Finds the calls in a text: JSON objects as `_CallReader` reads them, behind the mark of a format. The rest is content.
 
-    A call names one of the request's tools, and its arguments are an object (or its text). Other objects are content.
+    - In a format without an end mark calls may also begin the text, be in a list, and follow a call behind separators.
+    - A call is delivered when it is complete: until then it may turn out to be content. Where calls are `required` the text is
+      constrained to them, so that arguments are delivered as they come, and there is no content.
+    - Of the white space around calls, the first between two texts stays.
+    - Each character is read a bounded number of times: a push leaves at most a mark for the next one.
+
+    Args:
+        marks: The mark of a call and that of its end, as far as the format has them.
     """
 
-    def __init__(self, choice_id: str, names: frozenset[str]) -> None:
+    def __init__(self, choice_id: str, names: frozenset[str], marks: tuple[str, ...], required: bool = False) -> None:
         super().__init__(choice_id)
-        self._names = names
-        self._call: _CallScanner | None = None  # the object that is being read
-        self._held = ""  # text that may turn out to be a part of a call
-        self._raw = ""  # text since the last delta that is content unless a call begins with it
-
-    def _read_call(self, text: str) -> tuple[list[Delta], str]:
-        """Feed the open object. Returns its deltas, and the text behind its end."""
-        call = self._call
-        assert call is not None
-        size = call.feed(text)
-        self._raw += text[:size]
-        deltas: list[Delta] = []
-        if not call.told and call.is_call(self._names):
-            assert call.name is not None
-            call.told = True
-            self._raw = ""
-            deltas.append(self._head(call.name))
-        if call.told and (new := call.new_arguments()):
-            deltas.append(self._arguments(new))
-        if call.done:
-            self._call = None
-            self._raw = "" if call.told else self._raw
-        return deltas, text[size:]
-
-    def _content(self) -> list[Delta]:
-        """What was read since the last delta, as content."""
-        content, self._raw = self._raw, ""
-        return [{"content": content}] if content else []
-
-    def _close(self) -> list[Delta]:
-        """The deltas at the end of the text: what was held back and began no call, as content."""
-        self._raw = ("" if self._call is not None and self._call.told else self._raw) + self._held
-        self._held, self._call = "", None
-        return self._content() if self._raw.strip() or not self.num_calls else []
-
-
-class _JsonStream(_ObjectStream):
-    """Calls are objects, or an array of them, at the beginning of the text or behind a mark; the rest is content."""
-
-    def __init__(self, choice_id: str, names: frozenset[str], mark: str = "") -> None:
-        super().__init__(choice_id, names)
-        self._mark = mark
-        self._state: Literal["begins", "content", "calls", "over"] = "begins"  # "over": no calls come any more
-        self._beside = False  # text beside calls stands behind the last one
+        self.unread = ""  # what may be a mark or an escape
+        self._names, self._marks, self._required = names, marks, required
+        self._is_list = len(marks) < 2
+        self._mark = re.compile("|".join(map(re.escape, marks)) or "(?!)")
+        self._mark_or_object = re.compile("|".join([*map(re.escape, marks), "{"]))
+        self._separator = re.compile(r"[\s\[\],;]*" if self._is_list else r"\s*")
+        self._opening = re.compile(r"\s+|\[" if self._is_list else r"\s+")
+        self._read = self._read_opening if self._is_list else self._read_content
+        self._candidate: list[str] = []  # text that is content unless a call follows
+        self._call = _CallReader(names)
+        self._begun = False  # the call is being delivered
+        self._deltas: list[Delta] = []
+        self._has_content = False
+        self._space: list[str] = []  # white space at the end of the content
+        self._separators: list[str] | None = None  # the text since the last call, as long as it separates calls
 
     def push(self, text: str, ends: bool) -> tuple[list[Delta], bool]:
-        text, self._held = self._held + text, ""
-        deltas: list[Delta] = []
-        if self._state in ("begins", "content"):
-            text = self._find(text, ends, deltas)
-        while text and self._state == "calls":
-            if self._call is None and (text := self._skip(text, deltas)):
-                self._call = _CallScanner()
-            if self._call is not None:
-                more, text = self._read_call(text)
-                deltas += more
-                self._beside = self._beside and not more
-                if self._call is None and self._raw:  # an object, but no call
-                    deltas += self._content()
-                    self._beside, self._state = True, "calls" if self.num_calls else "over"
-        if text and self._state == "over":
-            deltas.append({"content": text})
-        if (
-            ends
-            and self._state == "calls"
-            and self._call is None
-            and self.num_calls
-            and not self._raw.strip(_SEPARATORS)
-        ):
-            self._raw = ""
-        return deltas + (self._close() if ends else []), self.num_calls > 0
-
-    def _find(self, text: str, ends: bool, deltas: list[Delta]) -> str:
-        """Look for the beginning of calls, and hold back what may be one. Returns the text from there on."""
-        start = text.lstrip()
-        if self._state == "begins" and not (self._mark and start.startswith(self._mark)):
-            if not ends and (start in ("", "[") or (self._mark and self._mark.startswith(start))):
-                self._held = text
-                return ""
-            if start.startswith("{") or (start[:1] == "[" and start[1:].lstrip()[:1] in ("{", "")):
-                self._state = "calls"
-                return text
-            self._state = "content"
-        before, found, behind = text.partition(self._mark) if self._mark else (text, "", "")
-        if found:
-            deltas += [{"content": before.rstrip()}] if before.strip() else []
-            self._state, self._raw = "calls", before[len(before.rstrip()) :] + found
-            return behind
-        size = len(text) if ends or not self._mark else _content_length(text, (self._mark,))
-        deltas += [{"content": text[:size]}] if size else []
-        self._held = text[size:]
-        return ""
-
-    def _skip(self, text: str, deltas: list[Delta]) -> str:
-        """Pass by what stands between objects: content, unless it separates calls. Returns the text from the next object on."""
-        begin = text.find("{")
-        self._raw += text if begin < 0 else text[:begin]
-        if self.num_calls and (self._beside or self._raw.strip(_SEPARATORS)):
-            self._beside = True
-            deltas += self._content()
-        return "" if begin < 0 else text[begin:]
-
-
-class _RequiredStream(_JsonStream):
-    """The text is constrained to an array of calls: what is cut off before a call has begun is no content."""
-
-    def push(self, text: str, ends: bool) -> tuple[list[Delta], bool]:
-        deltas, called = super().push(text, ends)
-        return [delta for delta in deltas if "content" not in delta], called
-
-
-class _HermesStream(_ObjectStream):
-    """Calls between `<tool_call>` and `</tool_call>`, content around them."""
-
-    def __init__(self, choice_id: str, names: frozenset[str]) -> None:
-        super().__init__(choice_id, names)
-        self._ends_call = False  # the mark of a call's end comes next
-        self._behind = False  # that mark has just ended: line ends are no content
-
-    def push(self, text: str, ends: bool) -> tuple[list[Delta], bool]:
-        deltas: list[Delta] = []
-        mark = _MARKS["hermes"]
-        text, self._held = self._held + text, ""
-        while text:
-            if self._behind and not (text := text.lstrip("\n")):
+        self._deltas, text, at = [], self.unread + text, 0
+        while at < len(text):
+            begin, read = at, self._read
+            at = read(text, at, ends)
+            if at == begin and self._read == read:
                 break
-            self._behind = False
-            if self._call is not None:
-                more, text = self._read_call(text)
-                deltas += more
-                if self._call is None:
-                    self._ends_call = not self._raw
-                    deltas += self._content()  # of an object that is no call
-                continue
-            if self._ends_call and (stripped := text.lstrip()).startswith(_HERMES_END):
-                text, self._ends_call, self._behind = stripped[len(_HERMES_END) :], False, True
-                continue
-            before, found, behind = text.partition(mark)
-            start = behind.lstrip()
-            if found and start.startswith("{"):
-                deltas += [{"content": before.rstrip()}] if before.strip() else []
-                self._raw = before[len(before.rstrip()) :] + mark + behind[: len(behind) - len(start)]
-                self._call, text, self._ends_call = _CallScanner(), start, False
-                continue
-            if found and start:  # calls in another format
-                deltas.append({"content": before + mark})
-                text = behind
-                continue
-            keep = len(before.rstrip()) if found else _content_length(text, (mark, _HERMES_END))
-            if text[:keep].strip():
-                deltas.append({"content": text[:keep]})
-                text = text[keep:]
-            self._held = text
-            break
-        return deltas + (self._close() if ends else []), self.num_calls > 0
+        self.unread = text[at:]
+        if ends:
+            self._candidate.append(self.unread)
+            self._end_candidate(is_call=False)
+            if self._space and not self.num_calls:
+                self._deltas.append({"content": "".join(self._space)})
+        if self._required:
+            self._deltas = [delta for delta in self._deltas if "content" not in delta]
+        return self._deltas, self.num_calls > 0
+
+    # The next three read `text` from `at` on, and return where they stopped: where another goes on, or more text is needed.
+
+    def _read_content(self, text: str, at: int, ends: bool) -> int:
+        """Read up to a mark, or to an object behind a call."""
+        pattern = self._mark_or_object if self._is_list and self.num_calls else self._mark
+        found = pattern.search(text, at)
+        if found is None:
+            end = len(text) - (0 if ends else self._begun_mark(text, at))
+            self._add_content(text[at:end])
+            return end
+        self._add_content(text[at : found.start()])
+        if found[0] == "{":
+            self._read = self._read_object
+            return found.start()
+        if found[0] == self._marks[0]:
+            self._candidate, self._read = [found[0]], self._read_opening
+        elif self._separators is None:  # a mark that ends no call
+            self._add_content(found[0])
+        return found.end()
+
+    def _begun_mark(self, text: str, at: int) -> int:
+        """Characters at the end of `text`, from `at` on, that may begin a mark."""
+        sizes = range(min(max(map(len, self._marks), default=0), len(text) - at), 0, -1)
+        return next((size for size in sizes if any(mark.startswith(text[-size:]) for mark in self._marks)), 0)
+
+    def _read_opening(self, text: str, at: int, ends: bool) -> int:
+        """Read what stands between an object and the mark, or the beginning of the text."""
+        if not ends and self._begun_mark(text, at) == len(text) - at:
+            return at
+        if text[at] == "{":
+            self._read = self._read_object
+        elif (found := self._opening.match(text, at)) is not None and self._mark.match(text, at) is None:
+            self._candidate.append(found[0])
+            return found.end()
+        else:
+            self._end_candidate(is_call=False)
+        return at
+
+    def _read_object(self, text: str, at: int, ends: bool) -> int:
+        call = self._call
+        end = call.feed(text, at)
+        self._candidate.append(text[at:end])
+        if call.name and call.arguments and (self._required or call.state == "call"):
+            arguments, call.arguments = "".join(call.arguments), []
+            self._deltas.append(self._arguments(arguments) if self._begun else self._head(call.name, arguments))
+            self._begun = True
+        if call.state != "open":
+            self._end_candidate(call.state == "call")
+        return end
+
+    def _end_candidate(self, is_call: bool) -> None:
+        """Go on with content behind a call, or with the candidate, which is content."""
+        candidate, self._candidate = "".join(self._candidate), []
+        self._call, self._begun, self._read = _CallReader(self._names), False, self._read_content
+        if not is_call:
+            self._add_content(candidate)
+            return
+        if not self._has_content:
+            self._space = []
+        elif not self._space:
+            self._space = [each for each in "".join(self._separators or ()) if each.isspace()]
+        self._separators = []
+
+    def _add_content(self, text: str) -> None:
+        """Deliver content, except white space at its end, which may stand before a call."""
+        if self._separators is not None:
+            self._separators.append(text)
+            if self._separator.fullmatch(text):
+                return
+            text, self._separators = "".join(self._separators), None
+            if self._space or not self._has_content:
+                text = text.lstrip()
+        content = text.rstrip()
+        if content:
+            self._deltas.append({"content": "".join([*self._space, content])})
+            self._has_content, self._space = True, []
+        self._space += [text[len(content) :]] if len(content) < len(text) else []
 
 
-def _content_length(text: str, marks: tuple[str, ...]) -> int:
-    """Characters of `text` that cannot belong to a mark, nor to the white space before one."""
-    longest = max(map(len, marks))
-    end = len(text)
-    for begin in range(max(0, len(text) - longest), len(text)):
-        if any(mark.startswith(text[begin:]) for mark in marks):
-            end = begin
-            break
-    return len(text[:end].rstrip())
+class _CallReader:
+    """Reads a JSON object as it comes, up to its end or to the first character with which it is no call.
 
-
-class _CallScanner:
-    """Reads `{"name": ..., "arguments": ...}` character by character; "parameters" is another word for arguments.
-
-    A call without arguments, or with null, has the empty object.
+    A call is `{"name": ..., "arguments": {...}}`, in any order, with one of these names; "parameters" is another word for
+    arguments, which may also be the JSON text of an object. Without arguments, or with null, a call has the empty object.
     """
 
-    def __init__(self) -> None:
-        self.text = ""
+    def __init__(self, names: frozenset[str]) -> None:
+        self.state: Literal["open", "call", "other"] = "open"
         self.name: str | None = None
-        self.done = False
-        self.told = False  # the call has begun in the output
-        self._depth = 0
-        self._in_string = self._escaped = False
-        self._string_at = 0
+        self.arguments: list[str] = []  # their JSON text, in parts
+        self._names = names
         self._keys: set[str] = set()
-        self._odd = False  # the arguments are a number or a truth value
-        self._key: str | None = None
-        self._value_at: int | None = None  # where the value of `_key` begins
-        self._arguments: tuple[int, int | None] | None = None  # where they begin and end
-        self._given = 0  # characters of the arguments in the output
+        self._key = ""  # of the call's next value
+        self._closers: list[str] = []  # of the objects and arrays that are open
+        self._next = "{"  # what may come: these characters, and "0" for a number or a word
+        self._token: list[str] | None = None  # the parts of an open text, number or word
+        self._pattern = _TEXT  # of that token
+        self._in_arguments = False
 
-    def feed(self, text: str) -> int:
-        """Read on. Returns how many characters belong to the object."""
-        for count, character in enumerate(text, 1):
-            at = len(self.text)
-            self.text += character
-            if self._in_string:
-                self._read_string(character, at)
+    def feed(self, text: str, at: int) -> int:
+        """Read `text` from `at` on. Returns where that stopped: behind the object, before what is no part of it, or before an
+        escape that is cut off.
+        """
+        begin = at
+        while at < len(text) and self.state == "open":
+            if self._token is not None:
+                end = _end_of(self._pattern, text, at)
+                self._token.append(text[at:end])
+                at = end
+                if at == len(text) or (self._pattern is _TEXT and _CUT_ESCAPE.match(text, at)):
+                    break
+                at = self._end_token(text, at)
+            elif (white := _end_of(_WHITE, text, at)) > at:
+                at = white
+            elif (kind := text[at] if text[at] in '{}[]:,"' else "0") not in self._next:
+                self.state = "other"
+            elif kind == "0":
+                self._token, self._pattern = [], _WORD
             else:
-                self._read(character, at)
-            if self.done:
-                return count
-        return len(text)
+                if kind == "{" and len(self._closers) == 1 and self._key == "arguments":
+                    begin, self._in_arguments = at, True
+                self._read_mark(kind)
+                at += 1
+                if self._in_arguments and len(self._closers) == 1:
+                    self.arguments.append(text[begin:at])
+                    self._in_arguments = False
+        if self._in_arguments:
+            self.arguments.append(text[begin:at])
+        return at
 
-    def is_call(self, names: frozenset[str]) -> bool:
-        """Whether what was read so far is a call of one of these functions."""
-        if self.name not in names or self._odd:
-            return False
-        if self._arguments is None:
-            return self.done and self._keys <= _CALL_KEYS
-        return self.text[self._arguments[0]] == "{" or (self._arguments[1] is not None and self._whole() is not None)
+    def _read_mark(self, kind: str) -> None:
+        """A quotation mark that opens a text, or a mark of structure."""
+        if kind == '"':
+            self._token, self._pattern = [], _TEXT
+            self._next = _VALUE if "{" in self._next else ":"
+        elif kind in "{[":
+            self._closers.append("}" if kind == "{" else "]")
+            self._next = '"}' if kind == "{" else _VALUE + "]"
+        elif kind in "}]":
+            self._closers.pop()
+            self._end_value("")
+        else:
+            self._next = '"' if kind == "," and self._closers[-1] == "}" else _VALUE
 
-    def new_arguments(self) -> str:
-        """The arguments that have become known since the last call, as JSON text."""
-        if self._arguments is None or self.text[self._arguments[0]] != "{":  # known only at its end
-            whole = None if self._given else self._whole()
-            self._given = self._given or len(whole or "")
-            return whole or ""
-        begin, end = self._arguments
-        new = self.text[begin:end][self._given :]
-        self._given += len(new)
-        return new
+    def _end_token(self, text: str, at: int) -> int:
+        token, self._token = "".join(self._token or ()), None
+        if self._pattern is _WORD:
+            self._end_value(token)
+            if _SCALAR.fullmatch(token) is None:
+                self.state = "other"
+            return at
+        if text[at] != '"':
+            self.state = "other"
+            return at
+        if self._next != ":":
+            self._end_value(f'"{token}"')
+        elif len(self._closers) == 1:
+            key = json.loads(f'"{token}"')
+            self._key = "arguments" if key == "parameters" else key
+            self.state = "other" if self._key in self._keys else self.state
+            self._keys.add(self._key)
+        return at + 1
 
-    def _whole(self) -> str | None:
-        """The text of the object that arguments stand for which are none themselves; None if they stand for nothing else."""
-        value = None if self._arguments is None else _loads(self.text[slice(*self._arguments)], "")
-        if value is None:
-            return "{}"
-        return value if isinstance(value, str) and isinstance(_loads(value), dict) else None
-
-    def _read_string(self, character: str, at: int) -> None:
-        if self._escaped:
-            self._escaped = False
-        elif character == "\\":
-            self._escaped = True
-        elif character == '"':
-            self._in_string = False
-            if self._depth == 1 and self._key is None:
-                self._key = str(_loads(self.text[self._string_at : at + 1]))
-                self._keys.add(self._key)
-
-    def _read(self, character: str, at: int) -> None:
-        if self._depth == 1 and self._value_at == at and character.isspace():
-            self._value_at = at + 1
-        elif character == '"':
-            self._in_string, self._string_at = True, at
-            self._begin_arguments(at)
-        elif character in "{[":
-            self._begin_arguments(at)
-            self._depth += 1
-        elif character in "}]":
-            self._depth -= 1
-            if self._depth == 1:
-                self._end_value(at + 1)
-            elif self._depth == 0:
-                self._end_value(at)
-                self.done = True
-        elif character == ":" and self._depth == 1:
-            self._value_at = at + 1
-        elif character == "," and self._depth == 1:
-            self._end_value(at)
-            self._key = self._value_at = None
-
-    def _begin_arguments(self, at: int) -> None:
-        if self._depth == 1 and self._value_at == at and self._key in ("arguments", "parameters"):
-            self._arguments = at, None
-
-    def _end_value(self, end: int) -> None:
-        if self._value_at is None:
-            return
-        if self._key == "name":
-            name = _loads(self.text[self._value_at : end])
-            self.name = name if isinstance(name, str) else None
-        elif self._key in ("arguments", "parameters") and self._arguments is None:
-            self._odd = self.text[self._value_at : end].strip() != "null"
-        elif self._arguments is not None and self._arguments[0] == self._value_at and self._arguments[1] is None:
-            self._arguments = self._value_at, self._value_at + len(self.text[self._value_at : end].rstrip())
+    def _end_value(self, token: str) -> None:
+        """Behind a value: a `token`, or an object or array."""
+        self._next = "".join([",", *self._closers[-1:]])
+        if len(self._closers) == 1 and self._key == "name":
+            self.name = json.loads(token) if token.startswith('"') else None
+            self.state = self.state if self.name in self._names else "other"
+        elif len(self._closers) == 1 and self._key == "arguments" and not self._in_arguments:
+            whole = "{}" if token == "null" else _object_in(token)
+            self.arguments = [whole or ""]
+            self.state = "other" if whole is None else self.state
+        elif not self._closers:
+            if "arguments" not in self._keys:
+                self.arguments = ["{}"]
+            is_whole = self.name is not None and ("arguments" in self._keys or self._keys <= _CALL_KEYS)
+            self.state = "call" if is_whole else "other"
 
 
-def _loads(text: str, otherwise: Any = None) -> Any:
-    """The value of a JSON text; `otherwise` for what is none."""
+def _end_of(pattern: re.Pattern[str], text: str, at: int) -> int:
+    """Where the match at `at` ends."""
+    found = pattern.match(text, at)
+    return at if found is None else found.end()
+
+
+def _object_in(token: str) -> str | None:
+    """The JSON text of an object that a JSON text holds as a text; None for another value."""
     try:
-        return json.loads(text)
+        text = json.loads(token)
+        value = json.loads(text, parse_constant=int) if isinstance(text, str) else None  # int raises for NaN
+        return text if isinstance(value, dict) and text.encode() else None
     except (ValueError, RecursionError):
-        return otherwise
+        return None

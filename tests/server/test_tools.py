@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from itertools import product
 from typing import Any
 
 import pytest
@@ -64,20 +66,29 @@ CASES: list[tuple[ToolParser, str, str, list[tuple[str, str]]]] = [
     *((parser, text, text, []) for parser in ("llama3", "mistral") for text in (
         '{"name": "Ada", "age": 36}', '[{"name": "Ada"}, {"name": "dive", "arguments": {}}]', '{"name": "dive", "age": 3}',
         '{"name": "dive", "arguments": 3}', '{"name": "dive", "arguments": [1]}', '{"name": "dive", "arguments": "deep"}',
-        '{"name": "dive", "argum', '[{"depth": 3}, {"depth": 4}]; ',
+        '{"name": "dive", "argum', '[{"depth": 3}, {"depth": 4}]; ', '{"name": "dive", "arguments": {"depth": 0x3}}',
+        '{"arguments": {}, "name": "dive", "name": "surface"}', '{"name": "dive", "arguments": {}, "parameters": {}}',
+        '{"name": "dive", "arguments": "{\\"depth\\": NaN}"}', '{"name": "dive", "arguments": {"note": "\t\\x"}} ',
     )),
     *(("hermes", f"<tool_call>{text}</tool_call>\n", f"<tool_call>{text}</tool_call>\n", []) for text in (
         '\n<function=dive>\n<parameter=depth>\n{"name": "dive", "arguments": {}}\n</parameter>\n</function>\n',
         '{"name": "swim", "arguments": {}}', '{"name": "dive", "arguments": true}', "dive", '{"name": "dive"',
+        '{"name": "dive", "arguments": {"depth": }}', '{"name": "dive", "arguments": {"dep',  # it is cut off
     )),
     # text beside calls
-    ("llama3", '{"name": "surface", "parameters": {}}\nThat is {all}; ', "\nThat is {all}; ", [("surface", "{}")]),
+    ("llama3", '{"name": "surface", "parameters": {}}\nThat is {all}; ', "That is {all};", [("surface", "{}")]),
     ("mistral", 'Now:\n[TOOL_CALLS] [{"name": "surface", "arguments": {}}] so, {"name": "dive", "arguments": {}}]',
-     "Now:] so, ", [("surface", "{}"), ("dive", "{}")]),
+     "Now:\n] so,", [("surface", "{}"), ("dive", "{}")]),
     ("mistral", 'Now [TOOL_CALLS] {"name": "swim"} {"name": "dive", "arguments": {}}',
      'Now [TOOL_CALLS] {"name": "swim"} {"name": "dive", "arguments": {}}', []),
     ("hermes", '<tool_call>{"name": "surface"}</tool_call>\nand </tool_call> <tool_call>{"name": "swim"}</tool_call>',
      'and </tool_call> <tool_call>{"name": "swim"}</tool_call>', [("surface", "{}")]),
+    ("hermes", 'then<tool_call>{"name": "surface"}</tool_call>\n<tool_call>{"name": "surface"}</tool_call>bye \n', "then\nbye",
+     [("surface", "{}")] * 2),
+    ("hermes", '<tool_call>{"name": "surface", {</tool_call> <tool_call>{"name": "surface"}</tool_call>',
+     '<tool_call>{"name": "surface", {</tool_call>', [("surface", "{}")]),
+    ("llama3", 'then <|python_tag|>{"name": "surface"}; {"name": "surface"} bye', "then bye", [("surface", "{}")] * 2),
+    ("mistral", '[TOOL_CALLS] well [TOOL_CALLS][{"name": "surface"}]', "[TOOL_CALLS] well", [("surface", "{}")]),
 ]  # fmt: skip
 
 
@@ -110,7 +121,8 @@ def test_pieces_of_any_size_add_up_to_the_whole(
 FRAGMENTS = (
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<tool", "<", "[", "]", ", ", "; ", "\n", " ",
     "{", "}", '"', "well", '{"name": "dive", "arguments": {"depth": 1}}', '{"name": "surface"}', '{"name": "Ada"}',
-    '{"name": "dive", "arg', '{"arguments": "{}", "name": "surface"}', '{"name": "dive", "arguments": [1]}',
+    '{"name": "dive", "arg', '{"arguments": "{}", "name": "surface"}', '{"name": "dive", "arguments": [1]}', ":", "\\u00e4",
+    '{"arguments": {"depth": -1.5e3}, "name": "dive"}', '{"name": "dive", "arguments": {"depth": 01}}', "\\", "1", "null",
 )  # fmt: skip
 
 
@@ -120,19 +132,93 @@ def test_pieces_of_any_text_add_up_to_the_whole(parser: ToolParser, parts: list[
     message, called = calls_of(parser=parser).parse(0, text)
     content, calls, streamed = in_pieces(parser, text, data)
     whole = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
-    assert (calls, streamed) == (whole, called)
-    assert content.split() == (message["content"] or "").split()  # white space before a call may be held back, or given
+    assert (calls, streamed, content) == (whole, called, message["content"] or "")
+    assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls)
+    assert called or content == text
 
 
 @given(st.sampled_from(["hermes", "mistral", "llama3"]), st.text(alphabet='[{<tol_ca>}]":,n \\', max_size=60))
 def test_no_text_breaks_the_parser(parser: ToolParser, text: str) -> None:
     whole, called = calls_of(parser=parser).parse(0, text)
-    assert called or whole["content"].strip() == text.strip()
+    assert called or whole["content"] == text
 
 
-def test_a_call_that_is_cut_off_keeps_what_came() -> None:
-    deltas, called = calls_of().stream(0, 'Well <tool_call>{"name": "dive", "arguments": {"dep', ends=True)
-    assert called and joined(deltas) == ("Well", [("dive", '{"dep')])
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.floats(allow_nan=False) | st.integers() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(JSON_VALUES, st.integers(0, 3), st.data())
+def test_arguments_are_any_json_object_and_only_one(value: Any, indent: int, data: st.DataObject) -> None:
+    arguments = json.dumps({"a": value}, indent=indent or None, ensure_ascii=indent == 1)
+    call = f'{{"name": "dive", "arguments": {arguments}}}'
+    assert in_pieces("llama3", call, data) == ("", [("dive", arguments)], True)
+    place = data.draw(st.integers(0, len(call) - 1))
+    broken = call[:place] + data.draw(st.sampled_from(["", '"', "{", "]", ",", "\\", "x", "\n"])) + call[place + 1 :]
+    try:
+        pairs = json.loads(broken, object_pairs_hook=list)
+        expected = dict(pairs) if isinstance(pairs, list) and len(dict(pairs)) == len(pairs) else {}
+    except ValueError:
+        expected = {}
+    message, called = calls_of(parser="llama3").parse(0, broken)
+    assert called == (expected.get("name") == "dive" and isinstance(expected.get("arguments"), list)), broken
+    assert called or message["content"] == broken
+
+
+class Counted(str):
+    """A text that counts the characters of its slices and sums."""
+
+    copied = 0
+
+    def _count(self, text: str) -> Counted:
+        Counted.copied += len(text)
+        return Counted(text)
+
+    def __getitem__(self, place: Any) -> Counted:
+        return self._count(super().__getitem__(place))
+
+    def __add__(self, other: str) -> Counted:
+        return self._count(super().__add__(other))
+
+    def __radd__(self, other: str) -> Counted:
+        return self._count(other + str(self))
+
+
+def work_of(parser: ToolParser, text: str, piece: int) -> int:
+    """The lines of Python that run, and the characters that are copied, for a text in pieces."""
+    tools, lines, before = calls_of(parser=parser), 0, sys.gettrace()
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return trace
+
+    Counted.copied = 0
+    sys.settrace(trace)
+    try:
+        for at in range(0, len(text), piece):
+            tools.stream(0, Counted(text[at : at + piece]), ends=at + piece >= len(text))
+    finally:
+        sys.settrace(before)
+    return lines + Counted.copied
+
+
+FILLERS = ("a", " ", "<", "{", "[1,", '\\"', "0", "<tool_call>", "[TOOL_CALLS]{", "\\u00e4", "]", '{"name": "surface"}')
+
+
+SHAPES: tuple[tuple[ToolParser, str], ...] = (
+    ("hermes", '<tool_call>{"name": "dive", "arguments": {"note": "%s"}}'), ("hermes", "<tool_call>%s"), ("hermes", "a%s"),
+    ("hermes", '<tool_call>{"name": "surface"}%s'), ("mistral", "[TOOL_CALLS][%s"), ("mistral", '[{"name": "surface"}%s'),
+    ("llama3", '{"name": "dive", "arguments": {"depth": %s}}'), ("llama3", "%s"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("piece", [1, 100_000])
+def test_the_work_grows_with_the_text_and_no_faster(piece: int) -> None:
+    for (parser, shape), filler in product(SHAPES, FILLERS):
+        once, twice = (work_of(parser, shape % (filler * size), piece) for size in (50, 100))
+        assert twice < 2.2 * once, (shape, filler)
 
 
 def test_a_required_call_that_is_cut_off_leaves_no_content() -> None:
