@@ -109,6 +109,7 @@ class SamplingParams:
         seed: The same request with the same seed gives the same tokens; `None` draws a random seed.
         add_special_tokens: Let the tokenizer add its special tokens (BOS) to a prompt given as a string.
         skip_special_tokens: Leave special tokens out of the text (default True). A stop string that is one ends it either way.
+        kept_special_tokens: Special tokens that stay in the text all the same.
 
     Raises:
         ValueError: a value is outside its range; the message names it.
@@ -145,6 +146,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
+    kept_special_tokens: Sequence[str] | None = None
     if TYPE_CHECKING:  # a type checker takes them for fields: they can be given, and read as what they are aliases of
         num_return_sequences: int | None = None
         max_tokens: int | None = None
@@ -166,11 +168,12 @@ class SamplingParams:
         _check_number("top_p", self.top_p, 0.0, 1.0, "must be in (0, 1]", open_below=True)
         _check_number("min_p", self.min_p, 0.0, 1.0, "must be in [0, 1]")
         _check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "must be above 0", open_below=True)
-        for name in ("stop", "stop_token_ids"):
+        for name in ("stop", "stop_token_ids", "kept_special_tokens"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, Iterable) or isinstance(value, Mapping)):
                 raise ValueError(f"{name} must be a list, got {value!r:.80}")
         _check_strings("stop", self.stop_strings, MOST_STOP_STRINGS, LONGEST_STRING)
+        _check_strings("kept_special_tokens", self.kept_special_tokens or (), MOST_STOP_STRINGS, LONGEST_STRING)
         _check_most("stop_token_ids", self.stop_token_ids, MOST_STOP_IDS)
         for token_id in () if self.stop_token_ids is None else self.stop_token_ids:
             _check_integer("stop_token_ids", token_id, least=0, most=_MOST)
@@ -263,7 +266,7 @@ class SamplingParams:
 # Read at most one entry more than allowed: iterators may be endless, and one too many is refused.
 _READ = {
     "stop": MOST_STOP_STRINGS, "stop_token_ids": MOST_STOP_IDS, "bad_words": MOST_BAD_WORDS,
-    "bad_words_ids": MOST_LISTED_IDS, "logits_processors": MOST_PROCESSORS,
+    "bad_words_ids": MOST_LISTED_IDS, "logits_processors": MOST_PROCESSORS, "kept_special_tokens": MOST_STOP_STRINGS,
 }  # fmt: skip
 
 

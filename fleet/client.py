@@ -21,6 +21,7 @@ import msgspec
 from ..common.host_memory import free_host_bytes
 from ..engine.process.fair_threads import FairThreads
 from ..engine.text.chat_template import tool_template
+from ..engine.text.detokenizer import special_tokens
 from ..scheduler.answer_memory import planned_bytes
 from ..scheduler.heartbeat import STILL_S
 from ..server.choices import joined
@@ -123,6 +124,7 @@ class FleetClient:
             block_size=model.block_size, vocab_size=model.vocab_size, has_tokenizer=tokenizer is not None,
             chat_template=tool_template(tokenizer), device="fleet", dtype=model.dtype,
             version=model.version, answers_bytes=self._answers_bytes,
+            special_tokens=() if tokenizer is None else tuple(special_tokens(tokenizer)),
         )  # fmt: skip
 
     @property

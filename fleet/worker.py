@@ -340,8 +340,8 @@ def _end_of_recorded(
     reason, stops = _reason_of_end(tokens, sampling, room), sampling.get("stop") or ()
     if tokenizer is None or not tokens or not (reason or stops):
         return None if reason is None else (reason, "")
-    skips = sampling.get("skip_special_tokens") is not False
-    stream = TextStream(tokenizer, handover["prompt_token_ids"], stops, skips)
+    skips, kept = sampling.get("skip_special_tokens") is not False, sampling.get("kept_special_tokens") or ()
+    stream = TextStream(tokenizer, handover["prompt_token_ids"], stops, skips, kept)
     for token in tokens:
         stream.push([token])
     if reason is not None:

@@ -15,7 +15,9 @@ from .requests import ChatRequest
 from .resume import DurableRequest, StreamPosition
 from .tools import ToolCalls, ToolParser, ToolsInvalid
 
-_OF_TOOLS = {"tools", "tool_choice", "parallel_tool_calls", "response_format", "structured_outputs"}
+_OF_TOOLS = {
+    "tools", "tool_choice", "parallel_tool_calls", "response_format", "structured_outputs", "skip_special_tokens",
+}  # fmt: skip
 
 
 class ChatCompletion:
@@ -45,7 +47,8 @@ class ChatCompletion:
         self._body = body
         response_id = new_id("chatcmpl") if durable is None else durable.base_id
         try:
-            self._tools = ToolCalls(body.model_dump(include=_OF_TOOLS, exclude_none=True), tools, response_id)
+            fields = body.model_dump(include=_OF_TOOLS, exclude_none=True)
+            self._tools = ToolCalls(fields, tools, response_id, engine.info.special_tokens)
             self._params = body.params(**self._tools.params())
         except ToolsInvalid as error:
             raise invalid(str(error), error.param) from error

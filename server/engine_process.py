@@ -295,6 +295,7 @@ class EngineServer:
 
 def _info(llm: AsyncLLM) -> ModelInfo:
     from ..engine.text.chat_template import tool_template
+    from ..engine.text.detokenizer import special_tokens
 
     tokenizer = llm.tokenizer
     facts = llm.facts
@@ -310,6 +311,7 @@ def _info(llm: AsyncLLM) -> ModelInfo:
         dtype=facts.dtype,
         version=__version__,
         answers_bytes=facts.answers_bytes,
+        special_tokens=() if tokenizer is None else tuple(special_tokens(tokenizer)),
     )
 
 

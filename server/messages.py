@@ -149,6 +149,7 @@ class ModelInfo(Struct, frozen=True):
     dtype: str
     version: str
     answers_bytes: int = 1 << 62  # that undelivered answers may take; default: any
+    special_tokens: tuple[str, ...] = ()
 
 
 class ModelReady(Struct, tag=True, frozen=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal, get_args
 from urllib.parse import urljoin
 
@@ -57,13 +57,16 @@ class ToolCalls:
 
     Args:
         fields: OpenAI's `tools`, `tool_choice` and `parallel_tool_calls` of the request, as far as it gives them, and its
-            `response_format` and `structured_outputs`. Each tool has a function with a name.
+            `response_format`, `structured_outputs` and `skip_special_tokens`. Each tool has a function with a name.
         response_id: The ids of the calls are made of it, so that they are the same whenever the output is read.
+        special_tokens: Of the tokenizer. The marks of calls among them stay in the text, and are no content.
 
     Raises ToolsInvalid for inconsistent fields.
     """
 
-    def __init__(self, fields: Mapping[str, Any], parser: ToolParser, response_id: str) -> None:
+    def __init__(
+        self, fields: Mapping[str, Any], parser: ToolParser, response_id: str, special_tokens: Collection[str] = ()
+    ) -> None:
         self._response_id = response_id
         self._tools: list[dict[str, Any]] = list(fields.get("tools") or ())
         choice = fields.get("tool_choice") or ("auto" if self._tools else "none")
@@ -81,6 +84,8 @@ class ToolCalls:
         self._choice = choice
         self._single = fields.get("parallel_tool_calls") is False
         self._parser: ToolParser = parser if choice == "auto" and not answers else "none"
+        skips = fields.get("skip_special_tokens") is not False
+        self._hidden = [mark for mark in _MARKS.get(self._parser, ()) if skips and mark in special_tokens]
         self._streams: dict[int, _CallStream] = {}  # by choice
 
     @property
@@ -89,11 +94,15 @@ class ToolCalls:
         return self._named is not None or self._choice == "required" or self._parser != "none"
 
     def params(self) -> dict[str, Any]:
-        """The constraint, as arguments of `SamplingParams`. Raises ToolsInvalid for parameters that are no object."""
+        """The constraint, or the marks to be found in the text, as arguments of `SamplingParams`. Raises ToolsInvalid for
+        parameters that are no object.
+        """
         if self._named is not None:
             (function,) = (tool["function"] for tool in self._tools if tool["function"]["name"] == self._named)
             return {"json_schema": _parameters(function) | _COMPACT}
-        return {"json_schema": self._calls_schema() | _COMPACT} if self._choice == "required" else {}
+        if self._choice == "required":
+            return {"json_schema": self._calls_schema() | _COMPACT}
+        return {"kept_special_tokens": self._hidden} if self._hidden else {}
 
     def template(self) -> dict[str, Any]:
         """Options of the chat template."""
@@ -128,7 +137,8 @@ class ToolCalls:
         names = frozenset(tool["function"]["name"] for tool in self._tools)
         if self._choice == "required":
             return _CallFinder(choice_id, names, (), required=True)
-        return _CallStream(choice_id) if self._parser == "none" else _CallFinder(choice_id, names, _MARKS[self._parser])
+        marks = _MARKS.get(self._parser)
+        return _CallStream(choice_id) if marks is None else _CallFinder(choice_id, names, marks, self._hidden)
 
     def _calls_schema(self) -> dict[str, Any]:
         """An array of calls. Raises ToolsInvalid for schemas that differ and claim the same `$id`, at any depth.
@@ -247,12 +257,20 @@ class _CallFinder(_CallStream):
 
     Args:
         marks: The mark of a call and that of its end, as far as the format has them.
+        hidden: Marks that are no content without a call either.
     """
 
-    def __init__(self, choice_id: str, names: frozenset[str], marks: tuple[str, ...], required: bool = False) -> None:
+    def __init__(
+        self,
+        choice_id: str,
+        names: frozenset[str],
+        marks: tuple[str, ...],
+        hidden: Collection[str] = (),
+        required: bool = False,
+    ) -> None:
         super().__init__(choice_id)
         self.unread = ""  # what may be a mark or an escape
-        self._names, self._marks, self._required = names, marks, required
+        self._names, self._marks, self._hidden, self._required = names, marks, hidden, required
         self._is_list = len(marks) < 2
         self._mark = re.compile("|".join(map(re.escape, marks)) or "(?!)")
         self._mark_or_object = re.compile("|".join([*map(re.escape, marks), "{"]))
@@ -298,10 +316,11 @@ class _CallFinder(_CallStream):
         if found[0] == "{":
             self._read = self._read_object
             return found.start()
+        shown = "" if found[0] in self._hidden else found[0]
         if found[0] == self._marks[0]:
-            self._candidate, self._read = [found[0]], self._read_opening
+            self._candidate, self._read = [shown], self._read_opening
         elif self._separators is None:  # a mark that ends no call
-            self._add_content(found[0])
+            self._add_content(shown)
         return found.end()
 
     def _begun_mark(self, text: str, at: int) -> int:

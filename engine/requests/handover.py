@@ -33,6 +33,7 @@ _SETTINGS = (
     "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty",
     "presence_penalty", "bad_words_ids", "logit_bias", "json_schema", "regex", "grammar", "stop", "stop_token_ids", "seed",
     "logprobs", "prompt_logprobs", "n", "num_beams", "length_penalty", "early_stopping", "skip_special_tokens",
+    "kept_special_tokens",
 )  # fmt: skip
 _SCORES = ("token_ids", "logprobs", "ranks")
 
@@ -176,6 +177,7 @@ def resolved_params(params: SamplingParams, sampling: Sampling) -> SamplingParam
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
         skip_special_tokens=params.skip_special_tokens,
+        kept_special_tokens=params.kept_special_tokens,
         n=params.n if searches else None,
         num_beams=params.num_beams if searches else None,
         length_penalty=params.length_penalty if searches else None,

@@ -98,9 +98,7 @@ class RequestIntake:
             )
         request = self._request(prompt, priority, cache_salt)
         self.engine.core.scheduler.check(request)
-        text_stream = partial(
-            self.engine.encoder.text_stream, prompt.token_ids, prompt.prepared.stops, params.skip_special_tokens
-        )
+        text_stream = partial(self.engine.encoder.text_stream, prompt.token_ids, prompt.prepared.stops, params)
         group: RequestGroup
         if (params.num_beams or 1) == 1:
             requests = request.forked(params.num_started)

@@ -34,12 +34,17 @@ class Detokenizer:
     Args:
         tokenizer: A transformers tokenizer, which may be shared.
         prompt_ids: The prompt; only whether it shows text matters.
+        kept: Special tokens that are not skipped.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], skip_special_tokens: bool = True
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt_ids: Sequence[int],
+        skip_special_tokens: bool = True,
+        kept: Sequence[str] = (),
     ) -> None:
-        self._vocabulary = _vocabulary(tokenizer, skip_special_tokens)
+        self._vocabulary = _vocabulary(tokenizer, skip_special_tokens, frozenset(kept))
         self._anchor: tuple[int, ...] = ()
         if any(not self._vocabulary.is_silent(int(token_id)) for token_id in reversed(prompt_ids)):
             self._anchor = self._vocabulary.anchor
@@ -114,9 +119,10 @@ class TextStream:
         prompt_ids: Sequence[int],
         stops: Sequence[str] | StopPatterns = (),
         skip_special_tokens: bool = True,
+        kept: Sequence[str] = (),
     ) -> None:
         patterns = stops if isinstance(stops, StopPatterns) else StopPatterns(stops)
-        self._detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens)
+        self._detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens, kept)
         self._stop_strings = StopStrings(patterns)
         self._parts: list[str] = []
         self.has_stops = bool(patterns.stops)
@@ -155,10 +161,11 @@ class _Vocabulary:
         has_byte_tokens: Whether ids like `<0xE4>` stand for single bytes.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool, kept: frozenset[str]) -> None:
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        self._special = set(special_tokens(tokenizer).values()) if skip_special_tokens else set()
+        special = special_tokens(tokenizer) if skip_special_tokens else {}
+        self._skip_all = skip_special_tokens and kept.isdisjoint(special)
+        self._skipped = {token_id for token, token_id in special.items() if token not in kept}
         self._silent: dict[int, bool] = {}
         self._byte: dict[int, bool] = {}
         self.pieces: dict[int, str | None] = {}  # what `whole_piece` gave
@@ -179,7 +186,7 @@ class _Vocabulary:
         silent = self._silent.get(token_id)
         if silent is None:
             nothing = self.text(self.anchor, [token_id]) == ""
-            silent = nothing and (token_id in self._special or self.token(token_id) is None)
+            silent = nothing and (token_id in self._skipped or self.token(token_id) is None)
             self._silent[token_id] = silent
         return silent
 
@@ -211,7 +218,9 @@ class _Vocabulary:
         return len(twice) > len(text) and twice.startswith(text)
 
     def _decode(self, ids: list[int]) -> str:
-        text = self._tokenizer.decode(ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False)
+        if not self._skip_all:
+            ids = [token_id for token_id in ids if token_id not in self._skipped]
+        text = self._tokenizer.decode(ids, skip_special_tokens=self._skip_all, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
 
@@ -234,7 +243,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, token_id: int) -> bytes:
     """What a token adds to a text after others, special tokens included, in UTF-8: of a part of a character, its bytes."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    vocabulary = _vocabulary(tokenizer, skip_special_tokens=False)
+    vocabulary = _vocabulary(tokenizer, skip_special_tokens=False, kept=frozenset())
     text = vocabulary.text(vocabulary.anchor, [token_id])
     if _REPLACEMENT not in text:
         return text.encode("utf-8", "replace")
@@ -246,8 +255,8 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, token_id: int) -> bytes:
 
 
 @lru_cache(maxsize=8)
-def _vocabulary(tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> _Vocabulary:
-    return _Vocabulary(tokenizer, skip_special_tokens)
+def _vocabulary(tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool, kept: frozenset[str]) -> _Vocabulary:
+    return _Vocabulary(tokenizer, skip_special_tokens, kept)
 
 
 def _ids_of_byte_tokens(tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:

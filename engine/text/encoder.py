@@ -129,11 +129,12 @@ class Encoder:
             None if constraint is None else self.constraints.of(constraint),
         )
 
-    def text_stream(self, prompt: TokenIds, stops: StopPatterns, skip_special_tokens: bool | None) -> TextStream | None:
+    def text_stream(self, prompt: TokenIds, stops: StopPatterns, params: SamplingParams) -> TextStream | None:
         """The stream that converts the output's ids to text; None without a tokenizer."""
         if self.tokenizer is None:
             return None
-        return TextStream(self.tokenizer, prompt.tolist(), stops, skip_special_tokens is not False)
+        skips, kept = params.skip_special_tokens is not False, params.kept_special_tokens or ()
+        return TextStream(self.tokenizer, prompt.tolist(), stops, skips, kept)
 
     def all_ends(self, configured: Sequence[int]) -> tuple[int, ...]:
         """The ids that end an output: those of the model's configuration, the tokenizer's end token, and the token that ends

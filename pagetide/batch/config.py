@@ -110,8 +110,8 @@ class SourcedValue(NamedTuple):
 
 Settings = dict[tuple[str, str], SourcedValue]  # by section ("" is the top level) and key
 
-# Not settings of a run: a line's seed follows from the run's, and objects cannot be written to a file.
-_NOT_SAMPLING = ("seed", "logits_processors")
+# Not settings of a run: a line's seed follows from the run's, kept tokens from its tools; objects cannot be written to a file.
+_NOT_SAMPLING = ("seed", "logits_processors", "kept_special_tokens")
 KEYS: dict[str, tuple[str, ...]] = {
     "": ("model", "seed"),
     "input": tuple(f.name for f in fields(InputOptions)),

@@ -27,7 +27,7 @@ LONGEST_LINE_BYTES = 32 << 20
 _BOM = b"\xef\xbb\xbf"
 _SUFFIXES: dict[str, Format] = {".txt": "text", ".text": "text", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 _KINDS_OF_URL: dict[str, InputKind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
-_SAMPLING = tuple(f.name for f in fields(SamplingParams) if f.name != "logits_processors")
+_SAMPLING = tuple(f.name for f in fields(SamplingParams) if f.name not in ("logits_processors", "kept_special_tokens"))
 _RENAMED = {**ALIASES, "max_completion_tokens": "max_new_tokens"}
 _OTHER = ("top_logprobs", "response_format", "structured_outputs")
 # Fields that change no token with these values. `model` is ignored in favour of the run's.
@@ -291,7 +291,8 @@ def _tools(given: dict[str, Any]) -> dict[str, Any]:
         raise InvalidLine(
             f'tool_choice must be "none", "auto", "required" or {{"type": "function", "function": ...}}, got {choice!r:.80}'
         )
-    fields: dict[str, Any] = {name: given[name] for name in ("response_format", "structured_outputs") if name in given}
+    others = ("response_format", "structured_outputs", "skip_special_tokens")
+    fields: dict[str, Any] = {name: given[name] for name in others if name in given}
     fields |= {"tools": tools, "tool_choice": choice, "parallel_tool_calls": given.pop("parallel_tool_calls", None)}
     ToolCalls(fields, "none", "").params()  # raises for contradictions
     return fields

@@ -6,7 +6,7 @@ OpenAI's time of creation is 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate
@@ -28,7 +28,7 @@ class ResultBuilder:
 
     `model` is the model name in the answers, `run_id` distinguishes the ids of different inputs, and `token_bytes`
     gives a token's text in UTF-8, perhaps a part of a character, for OpenAI's log-probabilities. `tool_parser` is the format of
-    the model's tool calls.
+    the model's tool calls, and `special_tokens` are the tokenizer's.
     """
 
     options: OutputOptions
@@ -36,6 +36,7 @@ class ResultBuilder:
     run_id: str
     token_bytes: Callable[[int], bytes]
     tool_parser: ToolParser = "none"
+    special_tokens: Collection[str] = ()
 
     def record(self, request: InputRequest, output: RequestOutput) -> Record:
         """The record of a line. `output` is ignored if the line itself was invalid."""
@@ -53,6 +54,10 @@ class ResultBuilder:
             "response": {"status_code": status, "request_id": f"req_{self._id(request)}", "body": body},
             "error": None if error is None else {"code": _error_type(status), "message": error},
         }
+
+    def tool_calls(self, request: InputRequest) -> ToolCalls:
+        """The tools of a line, and the calls in its output."""
+        return ToolCalls(request.tools or {}, self.tool_parser, self._id(request), self.special_tokens)
 
     def _id(self, request: InputRequest) -> str:
         return f"{self.run_id}_{request.line}"
@@ -73,7 +78,7 @@ class ResultBuilder:
     def _plain(self, request: InputRequest, output: RequestOutput) -> Record:
         each = [self._continuation(completion) for completion in output.completions]
         if request.tools is not None:
-            calls = ToolCalls(request.tools, self.tool_parser, self._id(request))
+            calls = self.tool_calls(request)
             for index, one in enumerate(each):
                 message, called = calls.parse(index, one["text"] or "")
                 one |= {"text": message["content"]} | ({"tool_calls": message["tool_calls"]} if called else {})
@@ -95,7 +100,7 @@ class ResultBuilder:
 
     def _body(self, request: InputRequest, output: RequestOutput) -> Record:
         is_chat = request.kind == "chat"
-        calls = None if request.tools is None else ToolCalls(request.tools, self.tool_parser, self._id(request))
+        calls = None if request.tools is None else self.tool_calls(request)
         make = partial(self._chat_choice, calls) if is_chat else self._text_choice
         return {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{self._id(request)}",

@@ -21,8 +21,9 @@ from ..engine.errors import ConfigError, EngineError
 from ..engine.loading.models import ModelSpec, resolve_model
 from ..engine.requests.progress import Bar
 from ..engine.text.chat_template import options_from_data, tool_template
+from ..engine.text.detokenizer import special_tokens
 from ..serve import add_fleet, check_libraries
-from ..server.tools import ToolCalls, detect_parser
+from ..server.tools import detect_parser
 from .config import STDIN, RunConfig, add_flags, fingerprint, read_config
 from .input import InputFile, InputRequest, Summary, read_line
 from .output import Output, Settings, files_of
@@ -224,7 +225,7 @@ class _RunState:
 
     def _outputs(self, llm: LLM | SyncFleet, recorder: ResultBuilder) -> Iterator[RequestOutput]:
         """The outputs of the lines that need the engine, in order."""
-        requests = self._requests(llm)
+        requests = self._requests(llm, recorder)
         if self._fleet is not None:  # its journal keeps what is generated
             run_id = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()
             pairs = ((prompt, params) for prompt, params, _ in requests)
@@ -270,10 +271,11 @@ class _RunState:
         return [*entries, *self._saved.values()]
 
     def _serve(self, llm: LLM | SyncFleet) -> None:
-        parser = detect_parser(tool_template(llm.tokenizer))
         recorder = ResultBuilder(
-            self._config.output, self._config.model, self._survey.sha256[:12], _token_bytes(llm), parser
-        )
+            self._config.output, self._config.model, self._survey.sha256[:12], _token_bytes(llm),
+            detect_parser(tool_template(llm.tokenizer)),
+            () if llm.tokenizer is None else special_tokens(llm.tokenizer),
+        )  # fmt: skip
         held: list[Record] = []  # failed lines since the last that did not fail
         began = time.perf_counter()
         with self._bar() as bar:
@@ -310,7 +312,7 @@ class _RunState:
         records.clear()
 
     def _requests(
-        self, llm: LLM | SyncFleet
+        self, llm: LLM | SyncFleet, recorder: ResultBuilder
     ) -> Iterator[tuple[str | list[int], SamplingParams, dict[str, Any] | None]]:
         """The prompts for the engine, with the data of requests that an earlier start began.
 
@@ -334,7 +336,7 @@ class _RunState:
             params = SamplingParams()
             try:
                 if ask.messages is not None:
-                    calls = ToolCalls(ask.tools or {}, "none", "")
+                    calls = recorder.tool_calls(ask)
                     options = options_from_data(llm.tokenizer, {**ask.template_options, **calls.template()})
                     prompt = llm.render(ask.messages, **options)
                     ask = replace(ask, sampling={**ask.sampling, **calls.params()})

@@ -587,7 +587,7 @@ def test_a_config_that_is_wrong_is_told_where(tmp_path: Path) -> None:
 
 
 def test_every_field_is_a_key() -> None:
-    assert set(KEYS["sampling"]) | {"seed", "logits_processors"} == {f.name for f in fields(SamplingParams)}
+    assert set(KEYS["sampling"]) | {"seed", "logits_processors", "kept_special_tokens"} == {f.name for f in fields(SamplingParams)}
     # A secret stands neither in a file nor on a command line; a run has no use for events.
     neither = {"prefix_hash_secret", "kv_events"}
     of_llm = set(signature(LLM.__init__).parameters) - {"self", "model", "tokenizer"} - neither

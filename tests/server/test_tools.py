@@ -221,6 +221,21 @@ def test_the_work_grows_with_the_text_and_no_faster(piece: int) -> None:
         assert twice < 2.2 * once, (shape, filler)
 
 
+def test_marks_that_are_special_tokens_stay_in_the_text_and_are_no_content() -> None:
+    special = ("<s>", "[TOOL_CALLS]", "<tool_call>")
+    asked: dict[str, Any] = {"tools": TOOLS}
+    for parser, mark in (("mistral", "[TOOL_CALLS]"), ("hermes", "<tool_call>")):
+        tools = ToolCalls(asked, parser, "chatcmpl-1", special)
+        assert tools.params() == {"kept_special_tokens": [mark]}
+        assert tools.parse(0, f"then {mark}bye ") == ({"content": "then bye "}, False)
+        deltas, called = tools.stream(0, f'then {mark}{{"name": "surface"}}', ends=True)
+        assert called and joined(deltas) == ("then", [("surface", "{}")])
+        shown = ToolCalls({**asked, "skip_special_tokens": False}, parser, "chatcmpl-1", special)
+        assert shown.params() == {} and shown.parse(0, f"then {mark}bye")[0] == {"content": f"then {mark}bye"}
+    assert ToolCalls(asked, "llama3", "chatcmpl-1", special).params() == {}
+    assert ToolCalls({**asked, "tool_choice": "none"}, "mistral", "chatcmpl-1", special).params() == {}
+
+
 def test_a_required_call_that_is_cut_off_leaves_no_content() -> None:
     whole = '[{"name":"dive","parameters":{"depth":4}},{"name":"sur'
     for size in range(len(whole)):

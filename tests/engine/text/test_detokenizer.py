@@ -93,9 +93,11 @@ def _pieces(ids: list[int], sizes: list[int]) -> Iterator[list[int]]:
         start, turn = start + size, turn + 1
 
 
-def _follow(tokenizer: Any, prompt: list[int], ids: list[int], sizes: list[int], skip: bool = True) -> str:
+def _follow(
+    tokenizer: Any, prompt: list[int], ids: list[int], sizes: list[int], skip: bool = True, kept: tuple[str, ...] = ()
+) -> str:
     """The whole text of `ids`, pushed in pieces."""
-    detokenizer, text = Detokenizer(tokenizer, prompt, skip), ""
+    detokenizer, text = Detokenizer(tokenizer, prompt, skip, kept), ""
     for piece in _pieces(ids, sizes):
         text += detokenizer.push(piece)
     return text + detokenizer.finish()
@@ -122,6 +124,9 @@ def test_pieces_join_to_the_decode_of_all_ids(case: tuple[str, list[int], list[i
     assert _follow(tokenizer, [], ids, sizes, skip) == _decode(tokenizer, ids, skip)
     if not skip:
         return
+    skipped = {*tokenizer.all_special_ids} - {tokenizer.convert_tokens_to_ids("<|tool|>")}
+    kept = _follow(tokenizer, [], ids, sizes, True, ("<|tool|>", "tide"))
+    assert kept == _decode(tokenizer, [i for i in ids if i not in skipped], skip=False)
     bos = [tokenizer.bos_token_id]
     assert _follow(tokenizer, bos, ids, sizes) == _decode(tokenizer, ids)  # nothing is shown before it
     prompt = tokenizer.encode("The tide", add_special_tokens=False)

@@ -160,7 +160,10 @@ def test_stop_strings_that_are_special_tokens_are_ids() -> None:
     with pytest.raises(RequestRejected, match=r"stop 'tide</s>' has the special token '</s>' beside other text"):
         encoder.with_special_stops(SamplingParams(stop=["tide</s>"]))
     ids = np.array(_ids("the"), np.int32)
-    for skip, text in ((None, " tide"), (True, " tide"), (False, "<start> tide</s>")):
-        stream = encoder.text_stream(ids, encoder.prepare(SamplingParams()).stops, skip)
+    for fields, text in (
+        ({}, " tide"), ({"skip_special_tokens": False}, "<start> tide</s>"), ({"kept_special_tokens": ["</s>"]}, " tide</s>"),
+    ):  # fmt: skip
+        params = SamplingParams(**fields)
+        stream = encoder.text_stream(ids, encoder.prepare(params).stops, params)
         assert stream is not None
         assert "".join([stream.push([START, *_ids(" tide"), SEP])[0], stream.finish()]) == text
