@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
+
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]  # of a message
 
 # OpenAI's, accepted with any value.
 WITHOUT_EFFECT = (

@@ -19,7 +19,7 @@ from pydantic import (
 
 from ..api.sampling_params import SamplingParams
 from .errors import ApiError, invalid
-from .fields import FieldRefused, ignored_fields
+from .fields import FieldRefused, Role, ignored_fields
 from .keys import MOST_PRIORITY
 
 MOST_DRAIN_S = 3600
@@ -320,7 +320,7 @@ class Message(BaseModel):
     """A message of a conversation; `engine.text.conversation` says what becomes of it."""
 
     model_config = ConfigDict(extra="allow")
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    role: Role
     content: str | Objects | None = None
     tool_calls: Annotated[list[ToolCall], _FIRST] | None = None
 

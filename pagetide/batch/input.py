@@ -12,11 +12,11 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple, get_args
 
 from ..api.sampling_params import ALIASES, SamplingParams
 from ..engine.errors import ConfigError
-from ..server.fields import ignored_fields
+from ..server.fields import Role, ignored_fields
 from ..server.tools import ToolCalls
 from .config import STDIN, InputOptions
 
@@ -51,7 +51,8 @@ class InputRequest:
     """One line as a request, or `error`, the reason why it is invalid.
 
     The prompt is a text, token ids, or `messages` for the chat template, with the fields of their `tools` (`ToolCalls`).
-    `sampling` holds the fields of SamplingParams that the line itself sets, checked; `id` is copied to the record.
+    `sampling` holds the fields of SamplingParams that the line itself sets, checked; `id` is copied to the record. A line that
+    `scores_only` asks for no tokens: one is generated, and left out of the record.
     """
 
     line: int  # from 1
@@ -62,6 +63,7 @@ class InputRequest:
     template_options: Mapping[str, Any] = field(default_factory=dict)
     sampling: Mapping[str, Any] = field(default_factory=dict)
     tools: Mapping[str, Any] | None = None
+    scores_only: bool = False
     ignored: tuple[str, ...] = ()  # fields of other servers that change nothing here
     error: str | None = None
 
@@ -257,8 +259,12 @@ def _asked(number: int, kind: InputKind, key: str | int | None, given: dict[str,
             number, kind, key, messages=messages, template_options=options, sampling=sampling, tools=tools, ignored=ignored
         )  # fmt: skip
     prompt = _prompt(given.pop("prompt"))
+    asks_none = [name for name in given if _RENAMED.get(name, name) == "max_new_tokens" and given[name] == 0]
+    given |= dict.fromkeys(asks_none, 1)
     sampling, ignored = _sampling(given)
-    return InputRequest(number, kind, key, prompt=prompt, sampling=sampling, ignored=ignored)
+    return InputRequest(
+        number, kind, key, prompt=prompt, sampling=sampling, scores_only=bool(asks_none), ignored=ignored
+    )  # fmt: skip
 
 
 def _prompt(prompt: object) -> str | list[int]:
@@ -277,6 +283,8 @@ def _prompt(prompt: object) -> str | list[int]:
 def _messages(messages: object) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
         raise InvalidLine(f"messages must be a list of {{'role': ..., 'content': ...}}, got {messages!r:.80}")
+    if unknown := [role for message in messages if (role := message.get("role")) not in (None, *get_args(Role))]:
+        raise InvalidLine(f"the role of a message must be one of {', '.join(get_args(Role))}, got {unknown[0]!r:.80}")
     return messages
 
 

@@ -7,7 +7,7 @@ OpenAI's time of creation is 0.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,8 @@ class ResultBuilder:
         """The record of a line. `output` is ignored if the line itself was invalid."""
         why = request.error or failure_of(output)
         error = None if why is None else f"line {request.line}: {why}"
+        if request.scores_only and error is None:
+            output = replace(output, completions=list(map(_without_tokens, output.completions)))
         if request.kind == "plain":
             return self._failed(request, error) if error is not None else self._plain(request, output)
         status, body = 200, self._body(request, output)
@@ -144,6 +146,11 @@ class ResultBuilder:
 
     def _text(self, token_id: int) -> str:
         return self.token_bytes(token_id).decode("utf-8", "replace")
+
+
+def _without_tokens(completion: Completion) -> Completion:
+    text, scores = completion.decoded and "", completion.logprobs and []
+    return replace(completion, decoded=text, token_ids=[], logprobs=scores, finish_reason="length")
 
 
 def failure_of(output: RequestOutput) -> str | None:

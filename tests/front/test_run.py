@@ -12,7 +12,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -45,6 +45,7 @@ LINES = [
     '{"messages": [{"role": "user", "content": [{"type": "text", "text": "Where is"}, {"type": "text", "text": "he?"}]}]}',
     '{"prompt": "To be", "n": 2, "stop": ["zzzz"], "logit_bias": {"11": 0.5}}',
     '{"prompt": ""}',
+    '{"prompt": "To be", "max_tokens": 0, "logprobs": 0, "prompt_logprobs": 0}',
 ]
 
 
@@ -63,12 +64,14 @@ def test_every_line_has_the_record_that_the_library_would_give(talker: LLM, run:
 
     messages = json.loads(LINES[5])["messages"]
     chat = talker.render([{"role": "user", "content": "Where is\nhe?"}])
-    prompts = ["Call me Ishmael.", "Natásha went to the window", [5, 6, 7], chat, "To be", ""]
+    prompts = ["Call me Ishmael.", "Natásha went to the window", [5, 6, 7], chat, "To be", "", "To be"]
     params = [
         seeded(1), replace(drawn, seed=3), replace(drawn, max_new_tokens=2, temperature=0), seeded(6),
         replace(seeded(7), n=2, stop=["zzzz"], logit_bias={11: 0.5}), seeded(8),
+        replace(seeded(9), max_new_tokens=1, prompt_logprobs=0),
     ]  # fmt: skip
-    one, two, three, four, five, six = talker.generate(prompts, params)
+    one, two, three, four, five, six, seven = talker.generate(prompts, params)
+    scored = [entry and json.loads(json.dumps(asdict(entry))) for entry in seven.prompt_logprobs or ()]
     both = [{"text": each.text, "finish_reason": each.finish_reason} for each in five.completions]
     assert done.records == [
         {"line": 1, "prompt": prompts[0], **completion_of(one)},
@@ -78,10 +81,12 @@ def test_every_line_has_the_record_that_the_library_would_give(talker: LLM, run:
         {"line": 6, "messages": messages, **completion_of(four)},
         {"line": 7, "prompt": "To be", **completion_of(five, completions=both)},
         {"line": 8, "prompt": "", **completion_of(six)},
-    ]
+        {"line": 9, "prompt": "To be", "text": "", "finish_reason": "length", "logprobs": [], "prompt_logprobs": scored,
+         "usage": {"prompt_tokens": (size := len(seven.prompt_token_ids)), "completion_tokens": 0, "total_tokens": size}},
+    ]  # fmt: skip
     assert done.records[2]["error"].startswith("line 4: it is not valid JSON: ")
     assert done.status == 1
-    assert done.out.splitlines()[:2] == [f"records            7 in {done.path}", "errors             1"]
+    assert done.out.splitlines()[:2] == [f"records            8 in {done.path}", "errors             1"]
     assert sorted(path.name for path in done.path.parent.iterdir()) == ["in.jsonl", "out.jsonl", "out.jsonl.run.json"]
 
 
@@ -587,7 +592,9 @@ def test_a_config_that_is_wrong_is_told_where(tmp_path: Path) -> None:
 
 
 def test_every_field_is_a_key() -> None:
-    assert set(KEYS["sampling"]) | {"seed", "logits_processors", "kept_special_tokens"} == {f.name for f in fields(SamplingParams)}
+    assert set(KEYS["sampling"]) | {"seed", "logits_processors", "kept_special_tokens"} == {
+        f.name for f in fields(SamplingParams)
+    }
     # A secret stands neither in a file nor on a command line; a run has no use for events.
     neither = {"prefix_hash_secret", "kv_events"}
     of_llm = set(signature(LLM.__init__).parameters) - {"self", "model", "tokenizer"} - neither
@@ -755,6 +762,36 @@ def test_every_field_that_the_server_takes_is_known() -> None:
     for wrong in ({}, {"regex": 1}, {"json": {"a": 1}, "regex": "a"}, {"choice": [1]}, "json"):
         error = read_line(1, json.dumps({"prompt": "a", "structured_outputs": wrong}).encode(), "jsonl").error
         assert error is not None and "structured_outputs must have one of" in error
+
+
+@pytest.mark.parametrize(("fields", "is_taken"), [
+    ({"prompt": "a", "max_tokens": 0}, True), ({"prompt": "a", "max_tokens": -1}, False),
+    ({"prompt": "a", "max_tokens": 0, "min_tokens": 2}, False), ({"prompt": "a", "stop": "\ud800"}, False),
+    ({"prompt": "a", "bad_words": ["\udfff"]}, False), ({"prompt": "a", "stop": "\U0001f30a"}, True),
+    *(({"messages": [{"role": role, "content": "a"}], **more}, is_taken) for role, more, is_taken in (
+        ("robot", {}, False), ("tool", {}, True), ("developer", {}, True), ("user", {"max_tokens": 0}, False),
+    )),
+])  # fmt: skip
+def test_a_line_is_taken_as_the_server_takes_it(fields: dict[str, Any], is_taken: bool) -> None:
+    pytest.importorskip("pydantic")
+    from pydantic import ValidationError
+
+    from pagetide.server.errors import ApiError
+    from pagetide.server.requests import ChatRequest
+
+    body = ChatRequest if "messages" in fields else CompletionRequest
+    try:
+        body.model_validate_json(json.dumps(fields)).params()
+        served = True
+    except (ValidationError, ApiError):
+        served = False
+    url = f"/v1/{'chat/' if 'messages' in fields else ''}completions"
+    request = {"custom_id": "a", "url": url, "body": fields}
+    of_lines = {
+        read_line(1, json.dumps(each).encode(), form).error is None
+        for each, form in ((fields, "jsonl"), (request, "openai"))
+    }
+    assert (served, of_lines) == (is_taken, {is_taken})
 
 
 def test_tools_of_a_line() -> None:
