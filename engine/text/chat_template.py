@@ -44,10 +44,14 @@ def options_from_data(tokenizer: Any, options: Mapping[str, Any]) -> dict[str, A
 def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
     """A conversation as text. `options` are any of `apply_chat_template`, from a trusted caller.
 
+    transformers leaves out keys with None. For a template that tests the content of a message for None, missing values are None
+    where the content of a message is.
+
     Raises:
         RequestRejected: as `within_bounds`, and for messages that the template refuses.
     """
-    with within_bounds(tokenizer, {"add_generation_prompt": True, **options}) as settings:
+    missing_is_none = any(message.get("content", "") is None for message in messages)
+    with within_bounds(tokenizer, {"add_generation_prompt": True, **options}, missing_is_none) as settings:
         try:
             text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **settings)
         except Exceeded:
@@ -58,17 +62,20 @@ def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Map
 
 
 @contextmanager
-def within_bounds(tokenizer: Any, options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def within_bounds(
+    tokenizer: Any, options: Mapping[str, Any], missing_is_none: bool = False
+) -> Iterator[dict[str, Any]]:
     """A context for one call of the tokenizer's `apply_chat_template`. Yields the options to pass instead.
 
-    The rendering creates values of at most MOST_MADE_BYTES, in at most MOST_RENDER_S seconds of processor time.
+    With `missing_is_none` the template's test for None is true of undefined values too. The rendering creates values of at
+    most MOST_MADE_BYTES, in at most MOST_RENDER_S seconds of processor time.
 
     Raises:
         RequestRejected: there is no template, it cannot be parsed, or its rendering exceeds these limits.
     """
     settings = dict(options)
     if (source := template_source(tokenizer, settings)) is not None:
-        settings["chat_template"] = _counting(source)
+        settings["chat_template"] = _counting(source, missing_is_none)
     try:
         with bounded():
             yield settings
@@ -105,8 +112,9 @@ def tool_template(tokenizer: Any) -> str | None:
 
 
 @lru_cache(maxsize=32)
-def _counting(source: str) -> Any:
-    """The syntax tree of a template, modified to count its operations. Jinja accepts it in place of the source.
+def _counting(source: str, missing_is_none: bool) -> Any:
+    """The syntax tree of a template, modified to count its operations, and as `within_bounds` says. Jinja accepts it in place
+    of the source.
 
     Raises RequestRejected if `source` is not a valid template.
     """
@@ -119,14 +127,14 @@ def _counting(source: str) -> Any:
     try:
         with _compiling:
             environment = _compile_jinja_template("").environment  # the same for all templates
-            tree = count_operations(_tree(environment, source))
+            tree = count_operations(_tree(environment, source, missing_is_none))
             _compile_jinja_template(tree)
     except Exception as error:
         raise RequestRejected(f"the chat template cannot be used: {_shortened(error)}") from error
     return tree
 
 
-def _tree(environment: Any, source: str) -> Any:
+def _tree(environment: Any, source: str, missing_is_none: bool) -> Any:
     """The syntax tree of `source`, as an object that answers `name in tree`: transformers searches the source for fields."""
     from jinja2 import nodes
 
@@ -135,6 +143,9 @@ def _tree(environment: Any, source: str) -> Any:
         type(nodes.Template), "Template", (nodes.Template,), {"__contains__": lambda self, words: words in source}
     )
     parsed = environment.parse(source)
+    for test in parsed.find_all(nodes.Test) if missing_is_none else ():
+        if test.name == "none":
+            test.node = nodes.Filter(test.node, "default", [nodes.Const(None)], [], None, None)
     tree = kind(parsed.body, lineno=1)
     return tree.set_environment(environment)
 

@@ -6,6 +6,7 @@ For the choices see docs/decisions/0057-messages-of-any-api.md.
 from __future__ import annotations
 
 import json
+import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -14,6 +15,8 @@ from typing import Any
 from ...scheduler.errors import RequestRejected
 from .chat_template import rendered, template_source
 from .detokenizer import special_tokens
+
+log = logging.getLogger(__name__)
 
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # by type, the key
 _PROBE = "20406080"  # digits, which filters such as `upper` leave as they are
@@ -150,7 +153,7 @@ def _reads_parts(tokenizer: weakref.ref[Any], source: str, role: str) -> bool:
 @lru_cache(maxsize=32)
 def _form_of_calls(tokenizer: weakref.ref[Any], source: str) -> tuple[bool, bool]:
     """Whether a template renders the arguments of a call from a JSON text, and not from an object, and whether it shows
-    calls only in messages without content: transformers leaves out keys with None.
+    calls only in messages whose content is None or missing. A warning says that it shows none.
 
     Templates of texts add the text to another, which fails with an object, or print it: as Python would write the object.
     """
@@ -172,6 +175,7 @@ def _form_of_calls(tokenizer: weakref.ref[Any], source: str) -> tuple[bool, bool
         if _PROBE in as_object or _PROBE in as_text:
             printed = _PROBE not in as_object or f"'{_PROBE}'" in as_object
             return f'"{_PROBE}"' in as_text and printed, content is None
+    log.warning("the model's chat template shows no tool calls: prompts leave out earlier calls of their conversation")
     return False, False
 
 

@@ -68,6 +68,32 @@ def test_the_content_has_the_form_in_which_the_template_shows_it() -> None:
         assert "No" in expected or "<call>" in expected, "the row shows nothing"
 
 
+def test_a_template_that_tests_the_content_for_none_shows_calls() -> None:
+    """As DeepSeek's: transformers drops the None. Other tests for None keep their meaning in other conversations."""
+    template = (
+        "{% for m in messages %}{% if m['role'] == 'assistant' and m['content'] is none %}"
+        "{{ '<call>' + m['tool_calls'][0]['function']['arguments'] }}"
+        "{% elif m['content'] is not none %}[{{ m['role'] }}]{{ m['content'] }}{% endif %}{% endfor %}{{ absent is none }}"
+    )
+    arguments = json.dumps(OBJECT, ensure_ascii=False)
+    for content in (None, "", []):
+        messages = call(arguments)
+        messages[1]["content"] = content
+        assert prompt(template, messages) == f"[user]Rain?<call>{arguments}[tool]noTrue"
+    messages[1]["content"] = "Well"
+    assert prompt(template, messages) == "[user]Rain?[assistant]Well[tool]noFalse"
+
+
+def test_a_template_without_calls_is_used_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ absent is none }}"
+    own = Encoder(tokenizer(template), 300, None, 4096)
+    for _ in range(2):
+        assert own.tokenizer.decode(own.render(call(OBJECT), {})) == "[user]Rain?[assistant][tool]noFalse"
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        "the model's chat template shows no tool calls"
+    ]
+
+
 def test_arguments_that_are_no_json_object_and_none() -> None:
     template = HEAD + "{{ c.function.arguments | tojson }}" + TAIL
     for given, written in (("{broken", '"{broken"'), ("[1]", '"[1]"'), ("", "{}"), (None, "{}"), ({}, "{}")):
