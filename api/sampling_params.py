@@ -409,7 +409,9 @@ def _check_strings(name: str, strings: Sequence[object], most: int, longest: int
         if not isinstance(one, str) or not one:
             raise ValueError(f"{name} must be non-empty strings, got {one!r:.80}")
         if not one.isascii() and any("\ud800" <= character <= "\udfff" for character in one):
-            raise ValueError(f"{name} must be text that UTF-8 can say, which half of a surrogate pair is not, got {one!r:.80}")
+            raise ValueError(
+                f"{name} must be text that UTF-8 can say, which half of a surrogate pair is not, got {one!r:.80}"
+            )
         if len(one) > longest:
             raise ValueError(f"{name} must have at most {longest} characters each, got {len(one):,}: {one!r:.80}")
 

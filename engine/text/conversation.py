@@ -153,7 +153,7 @@ def _reads_parts(tokenizer: weakref.ref[Any], source: str, role: str) -> bool:
 @lru_cache(maxsize=32)
 def _form_of_calls(tokenizer: weakref.ref[Any], source: str) -> tuple[bool, bool]:
     """Whether a template renders the arguments of a call from a JSON text, and not from an object, and whether it shows
-    calls only in messages whose content is None or missing. A warning says that it shows none.
+    calls only beside a content that is None or missing. A warning says that it shows none.
 
     Templates of texts add the text to another, which fails with an object, or print it: as Python would write the object.
     """

@@ -43,7 +43,7 @@ class ResultBuilder:
         why = request.error or failure_of(output)
         error = None if why is None else f"line {request.line}: {why}"
         if request.scores_only and error is None:
-            output = replace(output, completions=list(map(_without_tokens, output.completions)))
+            output = replace(output, completions=tuple(map(_without_tokens, output.completions)))
         if request.kind == "plain":
             return self._failed(request, error) if error is not None else self._plain(request, output)
         status, body = 200, self._body(request, output)

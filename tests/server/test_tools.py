@@ -144,7 +144,7 @@ def test_no_text_breaks_the_parser(parser: ToolParser, text: str) -> None:
 
 
 JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.floats(allow_nan=False) | st.integers() | st.text(),
+    st.none() | st.booleans() | st.floats(allow_nan=False, allow_infinity=False) | st.integers() | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
 )
 
