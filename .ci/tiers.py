@@ -56,7 +56,7 @@ NOT_QUICK = [f"--ignore=tests/{folder}" for folder in ("deep", "gpu", "stress")]
 QUICK = ["-m", "not gpu and not stress", *NOT_QUICK]
 DEEP = ["-m", "not gpu and not stress", "--ignore=tests/gpu", "--ignore=tests/stress", "--tier=deep"]
 _OF_ENGINES = (
-    "attention", "collectives", "execution", "loading", "sampling", "test_equality.py", "test_kv_cache_dtype.py",
+    "attention", "collectives", "cpu", "execution", "loading", "sampling", "test_equality.py", "test_kv_cache_dtype.py",
     "test_windows.py",
 )  # fmt: skip
 KERNELS_AND_ENGINES = [

@@ -16,7 +16,6 @@ docs/decisions/0013-cuda-arena.md gives the reasons.
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
@@ -65,7 +64,6 @@ class CudaArena:
         driver: CudaDriver | None = None,
         budget: Callable[[], int] | None = None,
         ready_limit_bytes: int = 0,
-        pause: Callable[[float], None] = time.sleep,
     ) -> None:
         if num_extents < 1 or ready_limit_bytes < 0:
             raise ValueError(
@@ -79,7 +77,7 @@ class CudaArena:
         self._extent_bytes = extent_bytes
         self._lock = threading.Lock()
         self._mapped: frozenset[int] = frozenset()
-        self._range = _Range(driver, device_index, num_extents, extent_bytes, ready_limit_bytes // extent_bytes, pause)
+        self._range = _Range(driver, device_index, num_extents, extent_bytes, ready_limit_bytes // extent_bytes)
         self._budget = budget or self._range.device.free_bytes
         self._buffer: CudaBuffer | None = CudaBuffer(self._range.base, num_extents * extent_bytes)
         self._owner = weakref.ref(self._buffer)
@@ -272,13 +270,12 @@ class _Range:
         num_extents: int,
         extent_bytes: int,
         ready_limit: int,
-        pause: Callable[[float], None],
     ) -> None:
         # extent -> handle; more than the arena's mapped extents only after a DriverError
         self.behind: dict[int, int] = {}
         self._call = driver.call
         self._extent_bytes = extent_bytes
-        self._pause = pause
+        self._pause = driver.pause
         length = num_extents * extent_bytes
         with ExitStack() as undo:
             self.device = CudaDevice(driver, device_index)

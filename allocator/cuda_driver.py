@@ -13,6 +13,7 @@ same attributes: sources are read in stream order, and overlap with compute is p
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -36,6 +37,10 @@ class CudaDriver(Protocol):
 
     def call(self, name: str, *args: int) -> tuple[int, ...]:
         """Make one driver call and return its results. Thread-safe. Raises DriverError unless the result is CUDA_SUCCESS."""
+        ...
+
+    def pause(self, seconds: float) -> None:
+        """Wait before a call is made again."""
         ...
 
 
@@ -68,6 +73,10 @@ class CudaBindings:
             self.call("cuInit", 0)
         except (RuntimeError, DriverError) as error:  # RuntimeError: libcuda is missing
             raise DriverUnavailable(f"this machine has no usable NVIDIA driver or device: {error}") from error
+
+    def pause(self, seconds: float) -> None:
+        """Wait before a call is made again."""
+        time.sleep(seconds)
 
     def call(self, name: str, *args: int) -> tuple[int, ...]:
         """See `CudaDriver`."""

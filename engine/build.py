@@ -30,15 +30,18 @@ from ..scheduler.state import Limits
 from .attention.choose import Site, check, choose
 from .config import EngineConfig
 from .core import EngineCore
+from .cpu.quantized_linears import check_native
 from .errors import NotEnoughMemory
 from .executor import collect, empty_caches, load_checked, make_runner, open_arena, open_host_pool
 from .loading.checkpoint import Checkpoint
 from .loading.hub_kernels import no_hub_kernels
 from .loading.loader import address_remedy, choose_device, choose_dtype, load_tokenizer
-from .loading.quantized_linears import check_native
+from .memory.base_memory import BaseMemory
+from .memory.decision import PoolBounds
 from .memory.engine_memory import EngineMemory
 from .memory.lease_holder import HEAP_BYTES, LeaseHolder, Sharing, acquire_lease
 from .memory.planning import MemoryPlan, plan_memory
+from .memory.pool_use import SchedulerPoolUse
 from .process.memory_usage import trim
 from .sampling.sampler import Sampler
 from .shards.sharded_engine import plan_shard, start_shards
@@ -250,19 +253,18 @@ def _build(
     speed = None if host is None else host.measure(runner.storage, cache.pool.usable)
     core = EngineCore(Scheduler(cache, limits, _swap_cost(plan, speed)), runner)
     if elastic:
-        core.memory = EngineMemory(
-            lambda: core.scheduler,
-            arena,
-            min_extents=plan.min_extents,
-            base_bytes=lambda: holder.base_bytes,
-            reserve_bytes=plan.reserve_bytes + (0 if sharing is None else HEAP_BYTES),
+        on_host = device.type == "cpu"
+        bounds = PoolBounds(arena.num_extents, plan.min_extents, arena.extent_bytes, config.idle_s, on_host)
+        base = BaseMemory(
+            lambda: holder.base_bytes,
             weights_bytes=plan.weights_bytes,
+            reserve_bytes=plan.reserve_bytes + (0 if sharing is None else HEAP_BYTES),
             trim=lambda: empty_caches(runner, device),
-            tidy=(lambda: trim(device)) if device.type == "cpu" else None,
-            lease=None if sharing is None else sharing.lease,
-            idle_s=config.idle_s,
-            host=host,
-            host_is_device=device.type == "cpu",
+            tidy=(lambda: trim(device)) if on_host else None,
+        )
+        lease = None if sharing is None else sharing.lease
+        core.memory = EngineMemory(
+            SchedulerPoolUse(lambda: core.scheduler, bounds), arena, base, lease=lease, host=host
         )
     _log_ready(plan, arena.mapped_bytes, core, began)
     owners: list[Callable[[], None]] = [arena.close, holder.close]

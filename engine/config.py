@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from ..api.sampling_params import SamplingParams
 from ..common.units import parse_bytes
 from .attention.backends import block_multiple
+from .cpu import Quantization
 from .errors import ConfigError
 from .loading.models import (
     DTYPES,
     KvCacheDtype,
     ModelEntry,
     ModelSpec,
-    Quantization,
     check_attention,
     check_device,
     check_dtype,

@@ -25,29 +25,32 @@ from .attention.backends import AttentionSpec
 from .attention.choose import WatchedKernel
 from .attention.context import AttentionKernel
 from .attention.interface import register
+from .attention.latent import attend_to_latents
 from .collectives.group import ALONE, ShardGroup
 from .config import EngineConfig
+from .cpu.fusion import fuse
+from .cpu.linears import rows_as_they_are
+from .cpu.onednn import bound_primitives
 from .errors import ConfigError, NotEnoughMemory
 from .execution.graphs import CudaRecorder, sizes_for
 from .execution.host_pool import HostPool
+from .execution.memory_operations import MemoryExecutor
+from .execution.row_states import RowStates
 from .execution.runner import ModelRunner
 from .loading.checkpoint import Checkpoint
 from .loading.division import Division
-from .loading.fusion import fuse
-from .loading.latent_attention import attend_to_latents
-from .loading.linears import bound_primitives, is_native
 from .loading.loader import load_model, load_tokenizer
-from .loading.probe import probe
+from .loading.probe import probe, random_tokens
 from .loading.quantized_kv_check import TOKENS, calibration_tokens, check_quantized_kv
-from .loading.quantized_linears import rows_as_they_are
 from .memory.engine_memory import READY_LIMIT_BYTES
 from .memory.planning import MemoryPlan
-from .process.cpu_threads import CpuThreads
 from .process.memory_usage import trim
 from .sampling.follower import TokenFollower
 from .sampling.sampler import Sampler
 
 log = logging.getLogger(__name__)
+
+_TRIAL_TOKENS = 5  # over which a model is run before and after modules are replaced
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +78,8 @@ def load_checked(
     early = check if config.quantization is not None else None  # before weights are rounded, which would hide a fault
     model = load_model(checkpoint, device, dtype, quantization=config.quantization, pack=True, check=early, **how)
     with rows_as_they_are():
-        if device.type == "cpu" and not fuse(model).computes and config.quantization is None:
+        tokens = random_tokens(checkpoint.text_config, _TRIAL_TOKENS)
+        if device.type == "cpu" and not fuse(model, tokens).computes and config.quantization is None:
             log.warning("linear layers of %s are not packed: the model does not compute with packed ones", plan.model)
             del model
             model = load_model(checkpoint, device, dtype, **how)
@@ -142,21 +146,10 @@ def make_runner(
 ) -> ModelRunner:  # fmt: skip
     """The runner of `model` over `arena`, with captured decode steps if device, model and kernel can, and it `captures`."""
     storage = Storage(plan.geometry, arena, device)
-    runner = ModelRunner(
-        model,
-        storage,
-        kernel,
-        sampler,
-        num_rows=num_rows,
-        max_tokens=max_tokens,
-        max_step_tokens=config.max_step_tokens,
-        arena=arena,
-        host=host,
-        overlaps=device.type == "cuda" if config.overlap is None else config.overlap,
-        threads=CpuThreads(set_native=torch.ops.pagetide.set_threads.default if is_native(model) else None),
-        group=group,
-        weights_bytes=plan.weights_bytes,
-    )
+    rows, memory = RowStates(sampler, num_rows, max_tokens), MemoryExecutor(storage, arena, host)
+    runner = ModelRunner(model, kernel, rows, memory, max_step_tokens=config.max_step_tokens, group=group)
+    if config.overlap is not None:
+        runner.overlaps = config.overlap
     if captures and config.cuda_graphs and device.type == "cuda":
         _record(runner, num_rows)
     return runner

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from .build import Engine, ModelFacts
-    from .loading.models import KvCacheDtype, Quantization
+    from .cpu import Quantization
+    from .loading.models import KvCacheDtype
 
 log = logging.getLogger(__name__)
 

@@ -34,7 +34,10 @@ from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
 from pagetide.common.host_memory import free_host_bytes
 from pagetide.engine.core import EngineCore
+from pagetide.engine.memory.base_memory import BaseMemory
+from pagetide.engine.memory.decision import PoolBounds
 from pagetide.engine.memory.engine_memory import EngineMemory
+from pagetide.engine.memory.pool_use import SchedulerPoolUse
 from pagetide.monitor.runtime_dir import RuntimeDir
 from pagetide.scheduler.plan import NO_EXTENTS, Plan
 from pagetide.scheduler.request import Request, Sampling
@@ -187,17 +190,16 @@ class LightEngine:
             blocks_per_extent=config.extent_bytes // (BLOCK_SIZE * config.token_bytes),
             hasher=PrefixHasher(BLOCK_SIZE, str(config.seed).encode()),
         )
-        self.core.memory = self.memory = EngineMemory(
-            lambda: self.core.scheduler,
-            arena,
-            min_extents=config.kv_min // config.extent_bytes,
-            base_bytes=lambda: process.memory_info().rss - self.host.mapped_bytes,
-            reserve_bytes=config.base_slack // 2,
+        min_extents = config.kv_min // config.extent_bytes
+        bounds = PoolBounds(arena.num_extents, min_extents, config.extent_bytes, config.idle_s)
+        base = BaseMemory(
+            lambda: process.memory_info().rss - self.host.mapped_bytes,
             weights_bytes=0,
+            reserve_bytes=config.base_slack // 2,
             trim=lambda: None,
-            lease=self.lease,
-            idle_s=config.idle_s,
         )
+        pool = SchedulerPoolUse(lambda: self.core.scheduler, bounds)
+        self.core.memory = self.memory = EngineMemory(pool, arena, base, lease=self.lease)
         self.burst_at = time.monotonic()
         self.numbers = iter(range(10**9))
 

@@ -15,11 +15,13 @@ from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
 from pagetide.cache.storage import Storage, TensorArena
 from pagetide.engine.attention.interface import NAME, register
+from pagetide.engine.attention.latent import attend_to_latents
 from pagetide.engine.attention.torch_kernel import TorchKernel
 from pagetide.engine.core import EngineCore
 from pagetide.engine.execution.host_pool import HostPool
+from pagetide.engine.execution.memory_operations import MemoryExecutor
+from pagetide.engine.execution.row_states import RowStates
 from pagetide.engine.execution.runner import ModelRunner
-from pagetide.engine.loading.latent_attention import attend_to_latents
 from pagetide.engine.sampling.sampler import Sampler
 from pagetide.scheduler.cost import SwapCost
 from pagetide.scheduler.outcome import Finished
@@ -48,7 +50,8 @@ def swap_whatever_it_costs(scheduler: Scheduler) -> None:
 
 def core_over(
     model: Any, storage: Storage, limits: Limits, *, num_blocks: int, device: str = "cpu", kernel: Any = None,
-    cost: SwapCost | None = None, cache: dict[str, Any], **runner: Any,
+    cost: SwapCost | None = None, cache: dict[str, Any], arena: Any = None, host: HostPool | None = None,
+    overlaps: bool = False, **runner: Any,
 ) -> EngineCore:  # fmt: skip
     """An engine's core over memory, with a clock that counts; `cache` is for its manager, and `runner` for its runner."""
     geometry, num_rows, num_tokens = storage.geometry, limits.num_rows, limits.max_model_len
@@ -56,7 +59,9 @@ def core_over(
     model.set_attn_implementation(NAME)
     manager = CacheManager(num_blocks, geometry.block_size, num_rows, num_tokens, groups=geometry.groups, **cache)
     sampler, kernel = Sampler(num_rows, model.config.get_text_config().vocab_size, device), kernel or TorchKernel()
-    begun = ModelRunner(model, storage, kernel, sampler, num_rows=num_rows, max_tokens=num_tokens, **runner)
+    rows = RowStates(sampler, num_rows, num_tokens)
+    begun = ModelRunner(model, kernel, rows, MemoryExecutor(storage, arena, host), **runner)
+    begun.overlaps = overlaps
     return EngineCore(Scheduler(manager, limits, cost), begun, clock=itertools.count().__next__)
 
 

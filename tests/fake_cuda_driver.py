@@ -62,6 +62,7 @@ class FakeCudaDriver:
     host_pointers: bool = True  # kernels reach locked host memory at the host's addresses
     faults: list[Fault] = field(default_factory=list)
     before: Callable[[str], None] = lambda name: None  # runs before each call, outside the lock: may wait
+    pause: Callable[[float], None] = lambda seconds: None
     calls: list[str] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
 

@@ -14,8 +14,8 @@ from pagetide.cache.geometry import PAGE_BYTES, Geometry
 from pagetide.cache.storage import Storage
 from pagetide.engine.attention.context import AttentionKernel, StepContext, lengths_on, running
 from pagetide.engine.attention.interface import register
+from pagetide.engine.attention.latent import attend_to_latents
 from pagetide.engine.attention.torch_kernel import TorchKernel
-from pagetide.engine.loading.latent_attention import attend_to_latents
 
 
 def eager_logits(model, tokens: Sequence[int]) -> torch.Tensor:

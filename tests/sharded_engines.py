@@ -20,16 +20,18 @@ from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
 from pagetide.cache.storage import Storage
 from pagetide.engine.attention.interface import NAME, register
+from pagetide.engine.attention.latent import attend_to_latents
 from pagetide.engine.attention.torch_kernel import TorchKernel
+from pagetide.engine.collectives.sharded_modules import gather_on_first
 from pagetide.engine.config import resolve_model
 from pagetide.engine.core import EngineCore
 from pagetide.engine.execution.host_pool import HostPool
+from pagetide.engine.execution.memory_operations import MemoryExecutor
+from pagetide.engine.execution.row_states import RowStates
 from pagetide.engine.execution.runner import ModelRunner
 from pagetide.engine.loading.checkpoint import Checkpoint
 from pagetide.engine.loading.division import Division
-from pagetide.engine.loading.latent_attention import attend_to_latents
 from pagetide.engine.loading.loader import load_model
-from pagetide.engine.loading.sharded_modules import gather_on_first
 from pagetide.engine.sampling.follower import TokenFollower
 from pagetide.engine.sampling.sampler import Sampler
 from pagetide.engine.shards.sharded_arena import ResizeOutcome, ShardedArena
@@ -185,10 +187,9 @@ class ShardedTinyEngine(TinyEngine):
             host = HostPool(one, (host_slots + 1) * one.extent_bytes) if host_slots else None
             vocab = checkpoint.vocab_size
             sampler = TokenFollower() if group.rank else Sampler(limits.num_rows, vocab)
-            runner = ModelRunner(
-                model, storage, kernel(), sampler, num_rows=limits.num_rows, max_tokens=max_model_len, arena=arena,
-                host=host, overlaps=overlaps, group=group,
-            )  # fmt: skip
+            rows, memory = RowStates(sampler, limits.num_rows, max_model_len), MemoryExecutor(storage, arena, host)
+            runner = ModelRunner(model, kernel(), rows, memory, group=group)
+            runner.overlaps = overlaps
             runners.append(runner)
         arena = ShardedArena(num_extents, geometry.extent_bytes, None, range(num_extents), size)
         threaded: Any = ThreadedRunner(runners, groups, arena)

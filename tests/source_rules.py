@@ -30,7 +30,9 @@ LEAVES = {"pagetide.version.__version__"}
 LAYERS = (
     ("errors", "demo_model"),
     ("collectives",),
-    ("attention", "process", "sampling"),
+    ("process",),
+    ("cpu",),
+    ("attention", "sampling"),
     ("text",),
     ("execution", "loading"),
     ("config", "self_check"),

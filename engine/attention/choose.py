@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,19 +128,40 @@ def choose(
     return kernel
 
 
+class KernelAbsent(Exception):
+    """A backend that does not support the model here, or is not installed."""
+
+
+def usable_kernel(
+    name: str, site: Site, specs: Collection[AttentionSpec], makers: Mapping[str, Make]
+) -> AttentionKernel:
+    """The kernel of backend `name` for layers with these specs. Raises KernelAbsent, and what a broken installation raises."""
+    if (obstacle := site.obstacle(name, specs)) is not None:
+        raise KernelAbsent(obstacle)
+    try:
+        return makers[name]()
+    except ImportError as error:
+        raise KernelAbsent(str(error)) from error
+
+
+def fault(kernel: AttentionKernel, site: Site, specs: Collection[AttentionSpec]) -> str | None:
+    """How the kernel's results differ from torch's, as a clause; None if they agree. Raises what the kernel raises."""
+    return trial.fault(kernel, list(specs), site.block_size, site.dtype, site.device, site.kv_dtype)
+
+
 def _asked_for(name: str, site: Site, specs: Counter[AttentionSpec], makers: Mapping[str, Make]) -> AttentionKernel:
     _refuse(name, site, specs)
     kernel = _made(name, makers)
     if name == "torch" or (name == "triton" and site.capability is None):  # interpreted, which takes long
         return kernel
     try:
-        fault = trial.fault(kernel, list(specs), site.block_size, site.dtype, site.device, site.kv_dtype)
+        why = fault(kernel, site, specs)
     except Exception as error:  # a library may raise anything
         raise ConfigError(
             f"attention={name!r} fails here ({type(error).__name__}: {error}); use attention='auto'"
         ) from error
-    if fault is not None:
-        raise ConfigError(f"attention={name!r} cannot be trusted here: {fault}; use attention='auto'")
+    if why is not None:
+        raise ConfigError(f"attention={name!r} cannot be trusted here: {why}; use attention='auto'")
     kernel.release_buffers()
     return kernel
 
@@ -181,27 +202,16 @@ def _that_agree(site: Site, specs: Counter[AttentionSpec], makers: Mapping[str, 
     for name, needs in BACKENDS.items():
         if name == "torch" or needs.compiles or name not in makers:
             continue
-        obstacle = site.obstacle(name, specs)
-        if obstacle is not None:
-            log.debug("attention: %s is no candidate: %s", name, obstacle)
-            continue
         try:
-            kernel = makers[name]()
-        except ImportError as error:
-            log.debug("attention: %s is not there: %s", name, error)
-            continue
-        except Exception as error:  # a broken installation
+            kernel = usable_kernel(name, site, specs, makers)
+            if (why := fault(kernel, site, specs)) is None:
+                found.append(kernel)
+            else:
+                log.warning("attention by %s is left out: %s", name, why)
+        except KernelAbsent as error:
+            log.debug("attention: %s is no candidate: %s", name, error)
+        except Exception as error:  # a broken installation; a library may raise anything
             _leave_out(name, error)
-            continue
-        try:
-            fault = trial.fault(kernel, list(specs), site.block_size, site.dtype, site.device, site.kv_dtype)
-        except Exception as error:  # a library may raise anything
-            _leave_out(name, error)
-            continue
-        if fault is not None:
-            log.warning("attention by %s is left out: %s", name, fault)
-            continue
-        found.append(kernel)
     return found
 
 

@@ -28,7 +28,7 @@ REPEATS = 5
 AROUND = 4 * ALIGNMENT  # foreign bytes before and after what a block holds of a layer
 TOLERANCES = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}  # two roundings of values around 1
 # Small, so that a few tokens show whether they are applied, whatever the model's values.
-_WINDOW, _SOFTCAP = 5, 2.0
+WINDOW, SOFTCAP = 5, 2.0
 _NAN = 0xFF  # repeated, a NaN of each floating type
 
 Chunks = Sequence[tuple[int, int]]  # of each sequence: (tokens of the batch, all its tokens)
@@ -138,8 +138,8 @@ def fault(
     b = block_size
     chunks = [(1, 1), (1, b), (1, b + 1), (1, 3 * b + 3), (5, 5), (19, b + 30)]
     small = {
-        replace(spec, window=None if spec.window is None else min(spec.window, _WINDOW),
-                softcap=None if spec.softcap is None else _SOFTCAP)
+        replace(spec, window=None if spec.window is None else min(spec.window, WINDOW),
+                softcap=None if spec.softcap is None else SOFTCAP)
         for spec in specs
     }  # fmt: skip
     for spec in sorted(small, key=repr):

@@ -100,13 +100,15 @@ class MemoryOperations:
 class MemoryExecutor:
     """Executes the memory operations of plans, in this order: map extents, swap out and copy blocks, unmap extents.
 
-    `arena` and `host`: as for `ModelRunner`.
+    Args:
+        arena: The arena that `storage` was built over. Without it no plan may resize the pool.
+        host: Without it no plan may swap.
     """
 
-    def __init__(self, storage: Storage, arena: Arena | None, host: HostPool | None) -> None:
-        self._storage = storage
-        self._arena = arena
-        self._host = host
+    def __init__(self, storage: Storage, arena: Arena | None = None, host: HostPool | None = None) -> None:
+        self.storage = storage
+        self.arena = arena
+        self.host = host
 
     def begin(self, plan: Plan, moves: MemoryOperations) -> None:
         """Do what the plan's chunks depend on, and begin the concurrent swaps. `moves` has the completed operations even if
@@ -114,10 +116,10 @@ class MemoryExecutor:
 
         The device is idle while extents change: a mapping that changes under a running kernel may fault.
         """
-        resize, arena, swaps = plan.resize, self._arena, plan.swaps
+        resize, arena, swaps = plan.resize, self.arena, plan.swaps
         if resize and arena is None:
             raise BlockMisuse("a runner without an arena cannot resize the pool")
-        if swaps is not None and self._host is None:
+        if swaps is not None and self.host is None:
             raise BlockMisuse("a runner without a host tier cannot swap")
         if arena is not None and len(resize.map):
             self._wait_for_device()
@@ -150,15 +152,15 @@ class MemoryExecutor:
         in_slots: Int32 = NO_TOKENS,
         in_blocks: Int32 = NO_TOKENS,
     ) -> None:
-        assert self._host is not None
+        assert self.host is not None
         blocks, slots = swaps.out_blocks[out], swaps.out_slots[out]
-        begin = partial(self._host.begin, self._storage, blocks, slots, in_slots, in_blocks)
+        begin = partial(self.host.begin, self.storage, blocks, slots, in_slots, in_blocks)
         moves.swaps.append(Swap(begin, slots, in_blocks))
 
     def _copy(self, copies: BlockCopies, moves: MemoryOperations) -> None:
         for _ in range(_TRIES):
             try:
-                return self._storage.copy(copies.sources, copies.targets)
+                return self.storage.copy(copies.sources, copies.targets)
             except BlockMisuse:
                 raise
             except Exception:
@@ -170,8 +172,8 @@ class MemoryExecutor:
 
         It does not synchronize the whole device: other streams may be busy, and another engine's graph capture would break.
         """
-        if self._storage.device.type == "cuda":
-            torch.cuda.current_stream(self._storage.device).synchronize()
+        if self.storage.device.type == "cuda":
+            torch.cuda.current_stream(self.storage.device).synchronize()
 
 
 def joined(ids: Sequence[Int32]) -> Int32:

@@ -20,22 +20,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ...allocator.arena import Arena
 from ...cache.block_table import Index, Int32
-from ...cache.storage import Storage
 from ...scheduler.heartbeat import COMPILING_S, STILL_S, Progress
 from ...scheduler.plan import NO_LOGPROBS, NO_TOKENS, Candidates, ChunkLogprobs, Failure, Plan, Result
 from ..attention.context import AttentionKernel, StepContext, running
 from ..collectives.group import ALONE, CollectiveAborted, ShardGroup
+from ..cpu.linears import is_native
 from ..errors import is_interrupt
 from ..process.cpu_threads import CpuThreads
 from ..process.memory_usage import trim
-from ..sampling.follower import TokenFollower
 from ..sampling.logprobs import TokenSpan, score
 from ..sampling.sampler import Sampler
 from .batch import ON_ITS_WAY, DeviceRows, InputBatch, pack
 from .graphs import DecodeGraphs, Record
-from .host_pool import HostPool, Swapped
+from .host_pool import Swapped
 from .lockstep import Lockstep, ShardsDiverged
 from .memory_operations import MemoryExecutor, MemoryOperations, joined
 from .parts import ChunkGroup, Computed, PendingTokens
@@ -133,41 +131,45 @@ class ModelRunner:
     """One model on one device, or a shard of it, with its rows. Not thread-safe. Plans must come in the order they were made.
 
     Args:
-        arena: The arena that `storage` was built over. Without it no plan may resize the pool.
-        host: Without it no plan may swap.
+        rows: Of the sequences that run, with their sampling.
+        memory: The pool, and what resizes and swaps it.
         max_step_tokens: Sizes the upload buffer. Larger steps allocate memory of their own.
-        overlaps: Whether sampled tokens stay on the device, so that a plan can begin before the previous one ends.
-        threads: Of steps on a CPU.
         group: The shards of the model, each with a runner that gets the same plans. The first one samples, and has the outputs.
-        weights_bytes: Of the model, from which `progress` knows how long a step may take.
+
+    Attributes:
+        overlaps: Whether sampled tokens stay on the device, so that a plan can begin before the previous one ends: on CUDA. It
+            may be set before the first plan.
     """
 
     def __init__(
-        self, model: Any, storage: Storage, kernel: AttentionKernel, sampler: Sampler | TokenFollower, *, num_rows: int,
-        max_tokens: int, max_step_tokens: int = 8192, arena: Arena | None = None, host: HostPool | None = None,
-        overlaps: bool = False, threads: CpuThreads | None = None, group: ShardGroup = ALONE, weights_bytes: int = 0,
-    ) -> None:  # fmt: skip
-        self.storage = storage
-        self.arena = arena
-        self.host = host
+        self,
+        model: Any,
+        kernel: AttentionKernel,
+        rows: RowStates,
+        memory: MemoryExecutor,
+        *,
+        max_step_tokens: int = 8192,
+        group: ShardGroup = ALONE,
+    ) -> None:
+        self.storage, self.arena, self.host = memory.storage, memory.arena, memory.host
         self.kernel = kernel
-        self.overlaps = overlaps
         self.model = model
-        self._memory_executor = MemoryExecutor(storage, arena, host)
-        self._row_states = RowStates(sampler, num_rows, max_tokens)
-        geometry = storage.geometry
-        self._layers = tuple(storage.layer(i) for i in range(len(geometry.layers)))
+        self._memory_executor = memory
+        self._row_states = rows
+        geometry, (num_rows, max_tokens) = self.storage.geometry, rows.tokens.shape
+        self._layers = tuple(self.storage.layer(i) for i in range(len(geometry.layers)))
         self._device = self._layers[0].key.device
         self._stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+        self.overlaps = self._stream is not None
         self.progress = Progress(STILL_S if self._stream is None else COMPILING_S)
         self._bound = StepBound(
-            weights_bytes,
+            sum(one.nbytes for one in model.parameters()),  # quantized ones as if they were not
             geometry.kv_bytes_per_token,
             geometry.block_stride,
             geometry.extent_bytes,
             self._stream is None,
         )
-        self._threads = threads or CpuThreads()
+        self._threads = CpuThreads(set_native=torch.ops.pagetide.set_threads.default if is_native(model) else None)
         self._lockstep = Lockstep(group)
         self._block_size = geometry.block_size
         self._max_tokens = max_tokens

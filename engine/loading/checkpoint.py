@@ -16,8 +16,8 @@ from transformers import AutoConfig, PreTrainedConfig
 from ...api.sampling_params import SamplingParams
 from ...common.units import format_bytes
 from ..errors import CheckpointError, ConfigError, UnsupportedModel
+from ..process.log_suppression import quiet_transformers
 from .loaded import Loaded
-from .log_suppression import quiet_transformers
 from .model_config import check_counts, check_files, check_implementations, check_rope, read_json
 from .models import ModelSpec
 from .weight_files import StoredTensor, WeightFiles, find_weights

@@ -26,7 +26,7 @@ from transformers import (
 
 from ...api.sampling_params import SamplingParams
 from ...scheduler.request import LogitsProcessor
-from .log_suppression import quiet_transformers
+from ..process.log_suppression import quiet_transformers
 from .model_config import check_files
 from .models import ModelSpec
 

@@ -13,9 +13,10 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, Pr
 from transformers.core_model_loading import build_glob_alternation
 
 from ... import native
+from ..attention.latent import expands_plainly, latent_projections
+from ..cpu.linears import is_plain
+from ..cpu.packing import packs
 from ..errors import ConfigError, UnsupportedModel
-from .latent_projections import expands_plainly, latent_projections
-from .linears import is_plain, packs
 from .weight_files import StoredTensor
 
 _STORED = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}

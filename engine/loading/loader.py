@@ -15,21 +15,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from ...common.host_memory import free_address_bytes, free_host_bytes, host_memory
 from ...common.units import format_bytes
+from ..attention.latent import keep_projections
 from ..collectives.group import ALONE, ShardGroup
+from ..cpu import Quantization
 from ..errors import CheckpointError, DeviceNotFound, EngineError, NotEnoughMemory, UnsupportedModel
 from ..process.cpu_threads import mend_threads_of_a_fork
+from ..process.log_suppression import quiet_transformers
 from ..text.tokenizer_bounds import is_panic
 from .checkpoint import Checkpoint
 from .division import Division
-from .latent_projections import keep_projections
-from .log_suppression import quiet_transformers
 from .meta_models import making_models, meta_model
 from .model_config import check_counts, check_files, read_json
-from .models import DTYPES, TOKENIZER_FILES, ModelSpec, Quantization, check_device, check_dtype
+from .models import DTYPES, TOKENIZER_FILES, ModelSpec, check_device, check_dtype
 from .packed_model import pack_model, stored_dtype
 from .quantized_model import quantize_model, quantized_bytes
-from .sharded_modules import divide_modules
-from .slices import slices_of
+from .slices import divide_modules, slices_of
 from .tokenizer_trial import try_tokenizer
 from .weight_files import shorten
 

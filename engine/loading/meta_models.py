@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ..errors import CheckpointError, EngineError
+from ..process.log_suppression import quiet_transformers
 from .checkpoint import Checkpoint
-from .log_suppression import quiet_transformers
 
 _making = threading.RLock()
 

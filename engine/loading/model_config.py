@@ -121,6 +121,26 @@ def layer_configs(text_config: Any) -> list[Any]:
     return list(text_config.per_layer_config) if getattr(text_config, "is_heterogeneous", False) else [text_config]
 
 
+def linear_shapes(text_config: Any) -> list[tuple[int, int]]:
+    """(inputs, outputs) of the linear layers of such a model, each once: the output head, and those of unlike layers.
+
+    Query and output projections of the same shape both count, since they may differ in their bias.
+    """
+    hidden = int(getattr(text_config, "hidden_size", 0) or 0)
+    shapes = {("head", hidden, int(text_config.vocab_size))}
+    for layer in layer_configs(text_config):
+        heads = int(getattr(layer, "num_attention_heads", 0) or 1)
+        head_dim = int(getattr(layer, "head_dim", None) or hidden // heads)
+        kv_heads = int(getattr(layer, "num_key_value_heads", None) or heads)
+        inner = getattr(layer, "intermediate_size", None) or 4 * hidden
+        shapes |= {("in", hidden, width * head_dim) for width in (heads, kv_heads)} | {
+            ("out", heads * head_dim, hidden)
+        }
+        for width in inner if isinstance(inner, (list, tuple)) else [inner]:
+            shapes |= {("in", hidden, width), ("out", width, hidden)}
+    return [(inputs, outputs) for _, inputs, outputs in shapes]
+
+
 def check_counts(file: Path, written: dict[str, Any]) -> None:
     """Raises CheckpointError if `config.json` has a `model_type` that is not text, a non-finite size, or a count beyond any
     model's.

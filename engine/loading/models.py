@@ -23,6 +23,7 @@ from ...api.arguments import answer
 from ...api.sampling_params import ALIASES, SamplingParams
 from ...common.yaml_file import InvalidYaml, read_yaml
 from ..attention.backends import NAMES as ATTENTION
+from ..cpu import Quantization
 from ..errors import CheckpointError, ConfigError, ModelNotFound
 from .weight_files import find_weights
 
@@ -43,7 +44,6 @@ TOKENIZER_FILES = (
     "tekken.json", "vocab.json", "vocab.txt", "merges.txt", "tiktoken.model",
 )  # fmt: skip
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-Quantization = Literal["int8", "int4"]
 QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 KvCacheDtype = Literal["auto", "int8", "fp8"]
 KV_CACHE_DTYPES: tuple[KvCacheDtype, ...] = get_args(KvCacheDtype)

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..cpu.packing import pack_linears
 from .checkpoint import Checkpoint
 from .division import Division
-from .linears import pack_linears
 from .loaded import parameter_types
 from .mapped_files import MappedFiles
 

@@ -37,7 +37,7 @@ from ..attention.context import AttentionKernel, StepContext, lengths_on, runnin
 from ..attention.interface import LATENT_ATTENTION, register
 from ..attention.torch_kernel import TorchKernel
 from ..errors import UnsupportedModel
-from .log_suppression import quiet_transformers
+from ..process.log_suppression import quiet_transformers
 
 # Three sequences over a few steps, as (sequence, tokens) per chunk. Sequence 1 is another one; 0 and 2 have the same tokens, so
 # that logits are compared, in three parts, from nothing and on top of earlier blocks (of 0), and as decodes (of 0 and 2).

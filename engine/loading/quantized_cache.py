@@ -35,11 +35,11 @@ import transformers
 from ...common.checked_file import open_checked, read_checked
 from ...common.units import GIB, format_bytes, parse_bytes
 from ...native import instructions
+from ..cpu import Quantization
+from ..cpu.linears import PackedWeight
+from ..cpu.quantization import VERSION
 from ..errors import ConfigError
 from .checkpoint import Checkpoint
-from .models import Quantization
-from .quantization import VERSION
-from .quantized_linears import PackedWeight
 
 log = logging.getLogger(__name__)
 
@@ -247,7 +247,7 @@ def _header(weights: Mapping[str, PackedWeight]) -> tuple[bytes, list[memoryview
     offset, entries, arrays = 0, {}, []
     for name, weight in weights.items():
         entry: dict[str, Any] = {
-            "quantization": weight.quantization, "n": weight.n, "k": weight.k, "rows_in_int8": weight.rows_in_int8,
+            "quantization": weight.type, "n": weight.n, "k": weight.k, "rows_in_int8": weight.rows_in_int8,
         }  # fmt: skip
         for part in _ARRAYS:
             if (tensor := getattr(weight, part)) is not None:
@@ -276,10 +276,8 @@ def _read(file: BinaryIO) -> dict[str, PackedWeight]:
 
 def _weight(name: str, entry: dict[str, Any], content: memoryview) -> PackedWeight:
     arrays = {part: _array(name, entry[part], dtype, content) for part, dtype in _ARRAYS.items() if part in entry}
-    return PackedWeight(
-        entry["quantization"], entry["n"], entry["k"], entry["rows_in_int8"], arrays["packed"], arrays["scales"],
-        arrays.get("in_scales"),
-    )  # fmt: skip
+    arrays["scales"]  # each quantized weight has them
+    return PackedWeight(entry["quantization"], entry["n"], entry["k"], **arrays, rows_in_int8=entry["rows_in_int8"])
 
 
 def _array(name: str, entry: dict[str, Any], dtype: torch.dtype, content: memoryview) -> torch.Tensor:

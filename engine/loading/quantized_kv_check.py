@@ -22,7 +22,7 @@ from .. import demo_model
 from ..attention.context import StepContext, lengths_on, running
 from ..attention.torch_kernel import TorchKernel
 from ..errors import UnsupportedModel
-from .log_suppression import quiet_transformers
+from ..process.log_suppression import quiet_transformers
 from .probe import random_tokens
 
 log = logging.getLogger(__name__)

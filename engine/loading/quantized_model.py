@@ -11,19 +11,20 @@ import torch
 from torch import nn
 
 from ...common.units import format_bytes
+from ..attention.latent import latent_projections
 from ..collectives.group import ALONE, ShardGroup
+from ..cpu import Quantization
+from ..cpu.linears import NativeLinear, PackedWeight
+from ..cpu.quantization import weight_bytes
+from ..cpu.quantized_linears import NUM_TOKENS, quantizable, quantize_linears
 from ..errors import ConfigError
 from .checkpoint import Checkpoint
 from .division import Division
-from .latent_projections import latent_projections
 from .loaded import parameter_types
 from .mapped_files import MappedFiles
 from .meta_models import meta_model
-from .models import Quantization
 from .probe import random_tokens
-from .quantization import weight_bytes
 from .quantized_cache import QuantizedCache
-from .quantized_linears import NUM_TOKENS, PackedWeight, QuantizedLinear, quantizable, quantize_linears, replace_linears
 from .slices import shrink
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,8 @@ def quantize_model(
     if not all(group.exchange(b"kept" if layers else b"")):  # then all compute, for the sake of those that must
         layers = {}
     if kept is not None and layers:
-        replace_linears(model, layers)
+        for name, layer in layers.items():
+            model.set_submodule(name, layer)
         done = "from the cache"
     else:
         tokens = min(NUM_TOKENS[1], checkpoint.context_length or NUM_TOKENS[1])
@@ -110,13 +112,13 @@ def _plain_parameters(model: nn.Module, kept: Collection[nn.Module]) -> Iterator
     yield from found.values()
 
 
-def _layers_of(model: nn.Module, kept: dict[str, PackedWeight], dtype: torch.dtype) -> dict[str, QuantizedLinear]:
+def _layers_of(model: nn.Module, kept: dict[str, PackedWeight], dtype: torch.dtype) -> dict[str, NativeLinear]:
     """Layers with the cached weights; none unless each of them has a layer of its shape."""
     there = {name: module for name, module in model.named_modules() if quantizable(module)}
     if any(name not in there or there[name].weight.shape != (one.n, one.k) for name, one in kept.items()):
         log.warning("the cache has quantized weights of other layers than the model: they are made again")
         return {}
-    return {name: QuantizedLinear(one, there[name].bias, dtype) for name, one in kept.items()}
+    return {name: NativeLinear(one, there[name].bias, dtype) for name, one in kept.items()}
 
 
 def _convert(model: Any, types: Mapping[str, torch.dtype], keep: Any = lambda module: False) -> None:

@@ -18,13 +18,13 @@ import torch
 from torch import nn
 
 from ..collectives.group import CollectiveAborted, ShardGroup
+from ..cpu import Quantization
+from ..cpu.linears import NativeLinear
 from ..errors import CheckpointError, UnsupportedModel
+from ..process.log_suppression import quiet_transformers
 from .checkpoint import Checkpoint
-from .log_suppression import quiet_transformers
 from .meta_models import changed_class, making_models, meta_model
-from .models import Quantization
 from .probe import random_tokens
-from .quantized_linears import QuantizedLinear
 
 log = logging.getLogger(__name__)
 
@@ -98,9 +98,10 @@ def check_against(model: Any, reference: Reference | None, name: str, group: Sha
             ) from error
     why = None
     if reference is not None:
-        forms = {one.packed.quantization for one in model.modules() if isinstance(one, QuantizedLinear)}
-        exact = not forms and {logits.dtype, reference.dtype} == {torch.float32}
-        bound = max(TOLERANCES[logits.dtype], TOLERANCES[reference.dtype], *(_QUANTIZED[form] for form in forms))
+        types = {one.packed.type for one in model.modules() if isinstance(one, NativeLinear)}
+        quantized = [bound for form, bound in _QUANTIZED.items() if form in types]
+        exact = not quantized and {logits.dtype, reference.dtype} == {torch.float32}
+        bound = max(TOLERANCES[logits.dtype], TOLERANCES[reference.dtype], *quantized)
         why = _difference(logits.float().cpu(), reference.logits, bound, exact)
         log.info("%s: divided and undivided logits of %d layers agree: %s", name, num_layers, why is None)
     why = pickle.loads(group.exchange(pickle.dumps(why))[0])

@@ -1,5 +1,5 @@
-"""A shard's part of a checkpoint, for transformers' own loading: a class with parameters of the shard's shapes, and the cut
-tensors.
+"""A shard's part of a checkpoint, for transformers' own loading: a class with parameters of the shard's shapes, the cut
+tensors, and the modules at which shards meet.
 
 What transformers renames, joins or converts while it loads it does with the parts: they are cut so that this gives the cut of
 the whole. Tensors are views of their mapped files until they are read.
@@ -13,6 +13,8 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from ..collectives.group import ShardGroup
+from ..collectives.sharded_modules import DividedEmbedding, GatheredHead, Reduced
 from .checkpoint import Checkpoint
 from .division import Division
 from .meta_models import changed_class, meta_model
@@ -57,3 +59,19 @@ def _tell_sizes(module: nn.Module) -> None:
         module.out_features, module.in_features = module.weight.shape
     elif isinstance(module, nn.Embedding):
         module.num_embeddings = len(module.weight)
+
+
+def divide_modules(model: Any, division: Division, group: ShardGroup) -> None:
+    """Put the modules at which shards meet around the local layers of `model`. Mutates it."""
+    for name in division.reduced:
+        layer = model.get_submodule(name)
+        if group.rank and getattr(layer, "bias", None) is not None:  # it is added once
+            layer.bias = None
+        model.set_submodule(name, Reduced(layer, group))
+    if (head := division.head) is not None:
+        cut = division.cuts[f"{head}.weight"]
+        widths = tuple(cut.width(rank) for rank in range(group.size))
+        model.set_submodule(head, GatheredHead(model.get_submodule(head), group, widths))
+    if (path := division.embedding) is not None:
+        cut, layer = division.cuts[f"{path}.weight"], model.get_submodule(path)
+        model.set_submodule(path, DividedEmbedding(layer, group, cut.ranges[group.rank][0][0], cut.width(group.rank)))

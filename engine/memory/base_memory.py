@@ -19,6 +19,7 @@ class BaseMemory:
     """Bytes that the process holds for one engine besides KV: weights, libraries, workspaces.
 
     Args:
+        weights_bytes: Of these the weights.
         reserve_bytes: Additional workspaces of a step.
         trim: Empties caches of libraries and of the attention kernel.
         tidy: Returns free heap memory, which varying temporaries fragment, to the system if the device is the host;
@@ -26,8 +27,15 @@ class BaseMemory:
     """
 
     def __init__(
-        self, measure: Callable[[], int], reserve_bytes: int, trim: Callable[[], None], tidy: Callable[[], None] | None
+        self,
+        measure: Callable[[], int],
+        *,
+        weights_bytes: int,
+        reserve_bytes: int,
+        trim: Callable[[], None],
+        tidy: Callable[[], None] | None = None,
     ) -> None:
+        self.weights_bytes = weights_bytes
         self._measured_bytes = measure()
         self.planned_bytes = self._measured_bytes + reserve_bytes
         self.most_bytes: float = math.inf  # the process may hold more, which is not the engine's

@@ -29,7 +29,6 @@ from ...allocator.arena import Arena
 from ...allocator.errors import DriverError, GrantExceeded
 from ...allocator.lease_record import HeldBounds
 from ...common.units import GIB, format_bytes
-from ...scheduler.scheduler import Scheduler
 from .base_memory import BaseMemory
 from .decision import (
     ASK_EXPIRES_S,
@@ -37,7 +36,6 @@ from .decision import (
     DecisionState,
     MemoryView,
     PoolAction,
-    PoolBounds,
     decide,
     needs_step,
     wants_turn,
@@ -57,36 +55,25 @@ class EngineMemory:
     """Keeps one engine's pool within its lease. Used by one thread at a time, between steps.
 
     Args:
-        scheduler: Returns the current scheduler; a fault replaces it.
         arena: Of the pool; leased if there is a lease. It also works in the background from now on, so CUDA graphs must be
             captured before.
-        min_extents: Extents that only a recall may take.
-        base_bytes, reserve_bytes, trim, tidy: See `BaseMemory`.
+        base: What the process holds besides.
         lease: None without a broker.
-        idle_s: Time after which unneeded extents, and without requests the host tier's memory, are given back.
-        host_is_device: The pool is in host memory too.
+        host: The host tier's memory, if there is one.
         clock: Seconds, monotonic.
     """
 
     def __init__(
         self,
-        scheduler: Callable[[], Scheduler],
+        pool: SchedulerPoolUse,
         arena: Arena,
+        base: BaseMemory,
         *,
-        min_extents: int,
-        base_bytes: Callable[[], int],
-        reserve_bytes: int,
-        weights_bytes: int,
-        trim: Callable[[], None],
-        tidy: Callable[[], None] | None = None,
         lease: EngineLease | None,
-        idle_s: float,
         host: HostMemory | None = None,
-        host_is_device: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        now, extent_bytes = clock(), arena.extent_bytes
-        base = BaseMemory(base_bytes, reserve_bytes, trim, tidy)
+        now, extent_bytes, min_extents = clock(), arena.extent_bytes, pool.bounds.min_extents
         if lease is not None:
             # The minimum that is guaranteed covered what loading might take.
             lease.lower_min(min(lease.min_bytes, base.planned_bytes + min_extents * extent_bytes))
@@ -94,18 +81,14 @@ class EngineMemory:
                 base.most_bytes = max(base.planned_bytes, lease.max_bytes - arena.num_extents * extent_bytes)
         self.stats = MemoryStats()
         self._closed = threading.Event()
-        self._scheduler = scheduler
         self._arena = arena
         self._host = host
         self._clock = clock
-        self._bounds = PoolBounds(arena.num_extents, min_extents, extent_bytes, idle_s, host_is_device)
-        self._pool = SchedulerPoolUse(scheduler, min_extents)
-        self._timer = StepTimer(extent_bytes, extent_bytes // scheduler().cache.pool.blocks_per_extent, now)
+        self._pool = pool
+        self._timer = StepTimer(extent_bytes, extent_bytes // pool.scheduler.cache.pool.blocks_per_extent, now)
         self._state = DecisionState(needed_at=now)
         self._mapped_bytes = arena.mapped_bytes  # after the last step
-        self._reporter = LeaseReporter(
-            lease, base, scheduler, arena, self._pool, weights_bytes=weights_bytes, stats=self.stats, clock=clock
-        )
+        self._reporter = LeaseReporter(lease, base, arena, pool, stats=self.stats, clock=clock)
         self._reporter.measure_and_report(now)
 
     @property
@@ -173,7 +156,7 @@ class EngineMemory:
 
     def _view(self) -> MemoryView:
         """Everything that a decision depends on."""
-        bounds, timer, reporter = self._bounds, self._timer, self._reporter
+        bounds, timer, reporter = self._pool.bounds, self._timer, self._reporter
         return MemoryView(
             bounds,
             self._state,
@@ -188,7 +171,7 @@ class EngineMemory:
 
     def _limit(self, num_extents: int) -> None:
         """Let the scheduler admit no request beyond `num_extents`."""
-        scheduler = self._scheduler()
+        scheduler = self._pool.scheduler
         cache = scheduler.cache
         blocks = min(cache.pool.capacity, num_extents * cache.pool.blocks_per_extent - 1)
         if blocks != scheduler.pool.limit_blocks:
@@ -196,7 +179,7 @@ class EngineMemory:
 
     def _apply(self, action: PoolAction) -> None:
         """Do what was decided, in the order of `PoolAction`."""
-        scheduler, self._state = self._scheduler(), action.state
+        scheduler, self._state = self._pool.scheduler, action.state
         if action.rest_host:
             assert self._host is not None
             scheduler.cache.swapping.rest()  # drops the tier's contents, like cached prefixes on the device
@@ -211,7 +194,7 @@ class EngineMemory:
             self._prepare_extents(action.prepare)
         if action.ask is not None:
             assert self.lease is not None
-            target_bytes = self._reporter.base.num_bytes + action.ask * self._bounds.extent_bytes
+            target_bytes = self._reporter.base.num_bytes + action.ask * self._pool.bounds.extent_bytes
             self.lease.ask(target_bytes, expires_s=ASK_EXPIRES_S)
         elif action.withdraw_ask:
             self._withdraw_ask()
@@ -221,7 +204,7 @@ class EngineMemory:
 
         Extents are indivisible, so up to half a slice more may move: slices that are never filled would take many more steps.
         """
-        scheduler, extent_bytes = self._scheduler(), self._bounds.extent_bytes
+        scheduler, extent_bytes = self._pool.scheduler, self._pool.bounds.extent_bytes
         if self._timer.alone or not scheduler.num_running:
             return num_extents
         cache = scheduler.cache
@@ -278,7 +261,7 @@ class EngineMemory:
         A step that no caller has `waited_for` does not count as caller activity (`StepTimer.alone`).
         """
         held = self._release_prepared()
-        now, stats = self._clock(), self._scheduler().stats
+        now, stats = self._clock(), self._pool.scheduler.stats
         change = (mapped := self._arena.mapped_bytes) - self._mapped_bytes
         self._mapped_bytes = mapped
         self._timer.end(now, waited_for=waited_for, moved_blocks=stats.moved_blocks, mapped_bytes=change)
@@ -298,11 +281,11 @@ class EngineMemory:
 
     def _log_change(self, change: int, now: float) -> None:
         """Log a change of the pool's bytes, outside a recall."""
-        scheduler = self._scheduler()
+        scheduler = self._pool.scheduler
         if change > 0:
             why = f"for {scheduler.num_running:,} requests that run and {scheduler.num_waiting:,} that wait"
         elif self._is_idle(now):
-            why = f"which no request has needed for {self._bounds.idle_s:g} s"
+            why = f"which no request has needed for {self._pool.bounds.idle_s:g} s"
         else:
             why = "as the lease is limited, or the process has outgrown it"
         did = "grown" if change > 0 else "given back"
@@ -310,7 +293,7 @@ class EngineMemory:
         log.info("KV pool: %s %s, %s; %s now", size, did, why, now_mapped)
 
     def _is_idle(self, now: float) -> bool:
-        return self._state.is_idle(now, self._bounds.idle_s)
+        return self._state.is_idle(now, self._pool.bounds.idle_s)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for `LLM.stats`."""

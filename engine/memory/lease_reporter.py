@@ -12,7 +12,6 @@ from ...allocator.arena import Arena
 from ...allocator.lease_events import Denied, Event, Granted, Limited, Lost, Recalled, Rejoined, Withdrawn
 from ...allocator.lease_record import HeldBounds
 from ...common.units import format_bytes
-from ...scheduler.scheduler import Scheduler
 from .base_memory import BaseMemory
 from .decision import ASK_EXPIRES_S, LeaseSnapshot
 from .engine_lease import EngineLease
@@ -50,7 +49,6 @@ class LeaseReporter:
 
     Args:
         pool: What requests need of the pool.
-        weights_bytes: Of the weights, for the report by class.
         stats: Counts recalls and lost brokers here.
         clock: Seconds, monotonic.
     """
@@ -59,21 +57,17 @@ class LeaseReporter:
         self,
         lease: EngineLease | None,
         base: BaseMemory,
-        scheduler: Callable[[], Scheduler],
         arena: Arena,
         pool: SchedulerPoolUse,
         *,
-        weights_bytes: int,
         stats: MemoryStats,
         clock: Callable[[], float],
     ) -> None:
         self.lease = lease
         self.base = base
         self.granted_at = -math.inf  # the last message with a grant
-        self._scheduler = scheduler
         self._arena = arena
         self._pool = pool
-        self._weights_bytes = weights_bytes
         self._stats = stats
         self._clock = clock
         self._measure_at = self._free_at = -math.inf  # earliest times of the next measurement and forecast
@@ -114,7 +108,7 @@ class LeaseReporter:
 
     def _begin_recall(self, target_bytes: int) -> None:
         assert self.lease is not None
-        held_bytes, stats = self.lease.held_bytes, self._scheduler().stats
+        held_bytes, stats = self.lease.held_bytes, self._pool.scheduler.stats
         self._stats.recalls += 1
         self._stats.recalled_bytes += max(0, held_bytes - target_bytes)
         if self._recall is None:
@@ -130,7 +124,7 @@ class LeaseReporter:
         if (start := self._recall) is None:
             return
         self._recall = None
-        stats, held_bytes = self._scheduler().stats, self.lease.held_bytes
+        stats, held_bytes = self._pool.scheduler.stats, self.lease.held_bytes
         log.info(
             "%s: recall %s after %.0f ms: %s given back, %s held; %d blocks moved, %d requests preempted", self.lease.name,
             outcome, (self._clock() - start.at) * 1e3, format_bytes(max(0, start.held_bytes - held_bytes)),
@@ -146,7 +140,7 @@ class LeaseReporter:
             self.measure_and_report(now)
         elif held != self._reported_held:
             self.report()
-        elif self.lease is not None and (now >= self._free_at or not self._scheduler().num_running):
+        elif self.lease is not None and (now >= self._free_at or not self._pool.scheduler.num_running):
             self._free_at = now + _FREE_S
             if self._pool.free_extents != self._reported_free:
                 self.report()
@@ -160,7 +154,7 @@ class LeaseReporter:
         """Measure what the process holds, free some if it has grown, and report it."""
         lease = self.lease
         room_bytes = math.inf if lease is None else lease.granted_bytes - self._arena.held.upper_bytes
-        self.base.update(now, has_work=self._scheduler().has_work, room_bytes=room_bytes)
+        self.base.update(now, has_work=self._pool.scheduler.has_work, room_bytes=room_bytes)
         self.report()
 
     def report(self) -> None:
@@ -170,7 +164,7 @@ class LeaseReporter:
             return
         self._reported_free = self._pool.free_extents
         free_bytes = self._reported_free * self._arena.extent_bytes
-        weights = min(self._weights_bytes, self.base.num_bytes)
+        weights = min(self.base.weights_bytes, self.base.num_bytes)
         held = {"weights": weights, "other": self.base.num_bytes - weights, "kv": held_kv.upper_bytes}
         self.lease.report(held, free_bytes, moving_bytes=held_kv.upper_bytes - held_kv.lower_bytes)
         if (total := sum(held.values())) > self.lease.granted_bytes:  # the process grew by other memory than KV
@@ -178,7 +172,7 @@ class LeaseReporter:
 
     def _is_untidy_at_rest(self) -> bool:
         """Whether there is no work, and the heap has grown enough to be tidied."""
-        return not self._scheduler().has_work and self.base.measure_untidy()
+        return not self._pool.scheduler.has_work and self.base.measure_untidy()
 
     # ---- answers --------------------------------------------------------------------------------
 

@@ -16,22 +16,26 @@ from typing import Any
 
 import torch
 
+from ... import native
 from ...allocator.host_arena import preferred_granule
 from ...cache.geometry import EXTENT_TARGET_BYTES, PAGE_BYTES, Geometry, GeometryError, LayerShape
 from ...cache.layer_groups import LayerGroup
 from ...common.units import GIB, MIB, format_bytes
 from ...scheduler import answer_memory
 from ..attention.backends import buffer_bytes
+from ..attention.latent import EXPANDED_FROM, expansion_bytes
 from ..config import EngineConfig, KvMemory
+from ..cpu import Quantization
+from ..cpu.linears import scratch_bytes
+from ..cpu.onednn import by_head_primitive_bytes, primitive_bytes
+from ..cpu.packing import held_twice_bytes
 from ..errors import ConfigError, NotEnoughMemory, UnsupportedModel
 from ..execution.graphs import sizes_for
 from ..loading.checkpoint import Checkpoint
 from ..loading.division import Division
-from ..loading.latent_attention import EXPANDED_FROM, expansion_bytes
-from ..loading.linears import by_head_primitive_bytes, held_twice_bytes, primitive_bytes, scratch_bytes
 from ..loading.loader import address_remedy, check_weights_fit, free_bytes, total_bytes
-from ..loading.model_config import check_length, layer_configs
-from ..loading.models import KV_CACHE_DTYPES, KvCacheDtype, Quantization
+from ..loading.model_config import check_length, layer_configs, linear_shapes
+from ..loading.models import KV_CACHE_DTYPES, KvCacheDtype
 from ..loading.packed_model import loading_bytes
 
 DEFAULT_CONTEXT = 4096  # tokens, for models without a limit
@@ -302,7 +306,9 @@ def _primitives_bytes(checkpoint: Checkpoint, geometry: Geometry, device: torch.
     if device.type != "cpu":
         return 0
     by_head = by_head_primitive_bytes(dtype) if _has_latents(geometry) else 0
-    return primitive_bytes(checkpoint.text_config, dtype) + by_head
+    if native.instructions() is not None:
+        return by_head
+    return primitive_bytes(linear_shapes(checkpoint.text_config), dtype) + by_head
 
 
 def _has_latents(geometry: Geometry) -> bool:
@@ -320,7 +326,8 @@ def _reserve_bytes(
     if config.max_step_tokens >= EXPANDED_FROM and _has_latents(geometry):
         reserve += expansion_bytes(checkpoint.text_config, model_length(config, checkpoint), dtype)
     if device.type == "cpu":
-        reserve += scratch_bytes(checkpoint.text_config, config.max_step_tokens, dtype)
+        widest = max(inputs for inputs, _ in linear_shapes(checkpoint.text_config))
+        reserve += scratch_bytes(widest, config.max_step_tokens, dtype)
     if device.type == "cuda":
         reserve += buffer_bytes(config.attention)
         if config.cuda_graphs:

@@ -22,7 +22,7 @@ from ...cache.geometry import Geometry, LayerShape
 from ...cache.storage import Storage, TensorArena
 from ..attention import trial
 from ..attention.backends import BACKENDS, AttentionSpec, block_multiple
-from ..attention.choose import MAKERS, Make, Site
+from ..attention.choose import MAKERS, KernelAbsent, Make, Site, fault, usable_kernel
 from ..attention.context import AttentionCall, AttentionKernel
 from ..execution.graphs import CudaRecorder, DecodeGraphs, Record, near
 from ..execution.host_pool import NONE, HostPool
@@ -33,11 +33,6 @@ _BLOCK_SIZE = 16
 _EXTENTS = 4
 _GRANULE_BYTES = 2 << 20  # if the driver cannot be queried
 _ROWS = (4, 1)  # rows of the captured steps
-_WINDOW, _SOFTCAP = 5, 2.0
-
-
-class _Absent(Exception):
-    """A requirement of the part is missing."""
 
 
 class _Faulty(Exception):
@@ -62,9 +57,11 @@ class Seams:
     makers: Mapping[str, Make]
     synchronize: Callable[[], None]
 
-    def obstacle(self, backend: str, specs: Collection[AttentionSpec]) -> str | None:
-        """Why the backend cannot be tested here; None if it can."""
-        return Site(self.device, _DTYPE, _block_size(backend), self.capability).obstacle(backend, specs)
+    def site(self, backend: str) -> Site:
+        """Where the backend's kernel is tested."""
+        return Site(
+            self.device, _DTYPE, -(-_BLOCK_SIZE // block_multiple(backend)) * block_multiple(backend), self.capability
+        )
 
 
 def cuda_seams(index: int, failed: Collection[str] = ()) -> Seams:
@@ -103,7 +100,7 @@ def _tried(part: str, seams: Seams) -> tuple[str, str | None]:
     try:
         check(seams)
         seams.synchronize()
-    except _Absent as error:
+    except KernelAbsent as error:
         return ABSENT, str(error)
     except _Faulty as error:
         return FAILED, str(error)
@@ -134,7 +131,7 @@ def _pool(seams: Seams) -> None:
     try:
         arena = seams.arena(_EXTENTS, geometry.extent_bytes)
     except DriverUnavailable as error:
-        raise _Absent(str(error)) from error
+        raise KernelAbsent(str(error)) from error
     try:
         arena.map([0, 2])
         blocks = Storage(geometry, arena, seams.device).blocks.view(_EXTENTS, -1)  # [extents, bytes]
@@ -176,32 +173,22 @@ def _specs(backend: str) -> list[AttentionSpec]:
     """Specs that the backend supports: grouped heads, and all its other features."""
     needs = BACKENDS[backend]
     plain = AttentionSpec(8, 2, 128, 128)
-    full = AttentionSpec(4, 4, 64, 64, _WINDOW, _SOFTCAP if needs.softcap else None, needs.sinks)
+    full = AttentionSpec(4, 4, 64, 64, trial.WINDOW, trial.SOFTCAP if needs.softcap else None, needs.sinks)
     return [plain, full]
 
 
-def _block_size(backend: str) -> int:
-    return -(-_BLOCK_SIZE // block_multiple(backend)) * block_multiple(backend)
-
-
 def _kernel(backend: str, seams: Seams) -> AttentionKernel:
-    obstacle = seams.obstacle(backend, _specs(backend))
-    if obstacle is not None:
-        raise _Absent(obstacle)
     if backend not in seams.makers:
-        raise _Absent(f"attention by {backend} failed here")
-    try:
-        return seams.makers[backend]()
-    except ImportError as error:
-        raise _Absent(str(error)) from error
+        raise KernelAbsent(f"attention by {backend} failed here")
+    return usable_kernel(backend, seams.site(backend), _specs(backend), seams.makers)
 
 
 def _attention(backend: str, seams: Seams) -> None:
     """A kernel writes and computes the same as the torch kernel."""
     kernel = _kernel(backend, seams)
     with torch.inference_mode():
-        fault = trial.fault(kernel, _specs(backend), _block_size(backend), _DTYPE, seams.device)
-    _expect(fault is None, fault or "")
+        why = fault(kernel, seams.site(backend), _specs(backend))
+    _expect(why is None, why or "")
 
 
 # ---- graphs -------------------------------------------------------------------------------------
@@ -211,7 +198,7 @@ def _graphs(seams: Seams) -> None:
     """A captured step gives the same results as the uncaptured one, for inputs and lengths that changed since."""
     kernel = _kernel("triton", seams)
     if not kernel.captures:
-        raise _Absent(f"attention by {kernel.name} cannot be captured")
+        raise KernelAbsent(f"attention by {kernel.name} cannot be captured")
     spec, device = _specs("triton")[0], seams.device
     calls = {
         rows: _decodes(

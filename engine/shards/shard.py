@@ -17,6 +17,7 @@ from ...cache.storage import TensorArena
 from ..attention.choose import Site, choose
 from ..collectives.factory import open_group
 from ..collectives.group import CollectiveCount, ShardGroup
+from ..collectives.sharded_modules import gather_on_first
 from ..errors import EngineError
 from ..execution.host_pool import HostPool
 from ..execution.lockstep import Lockstep
@@ -27,7 +28,6 @@ from ..loading.division import Division
 from ..loading.hub_kernels import no_hub_kernels
 from ..loading.loader import choose_dtype, free_bytes, total_bytes
 from ..loading.shard_check import check_against, reference_logits
-from ..loading.sharded_modules import gather_on_first
 from ..memory.lease_holder import LeaseHolder
 from ..memory.planning import model_geometry
 from ..process.memory_usage import process_bytes, trim

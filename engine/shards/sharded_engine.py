@@ -14,14 +14,17 @@ from ...common.host_memory import free_host_bytes
 from ...scheduler.scheduler import Scheduler
 from ..attention.choose import Site, check
 from ..config import EngineConfig
+from ..cpu.quantized_linears import check_native
 from ..errors import ConfigError, DeviceNotFound
 from ..loading.checkpoint import Checkpoint
 from ..loading.division import Division
 from ..loading.loader import choose_dtype, free_bytes, total_bytes
-from ..loading.quantized_linears import check_native
+from ..memory.base_memory import BaseMemory
+from ..memory.decision import PoolBounds
 from ..memory.engine_memory import EngineMemory
 from ..memory.lease_holder import HEAP_BYTES, LeaseHolder
 from ..memory.planning import MemoryPlan, model_geometry, plan_memory
+from ..memory.pool_use import SchedulerPoolUse
 from ..process.cpu_threads import own_threads
 from .messages import Hello, LoadShard, ShardLoaded
 from .sharded_arena import ShardedArena
@@ -57,20 +60,17 @@ class DividedEngine:
         if self.sharing is not None:
             runner.on_refused = self.sharing.lease.return_unused
         plan, team, on_host = self.plan, self.team, torch.device(self.team.devices[0]).type == "cpu"
-        return EngineMemory(
-            scheduler,
-            self.arena,
-            min_extents=plan.min_extents,
-            base_bytes=lambda: max(team.sign(rank).base_bytes for rank in range(team.size)),
-            reserve_bytes=plan.reserve_bytes + (0 if self.sharing is None else HEAP_BYTES),
+        arena, idle_s = self.arena, self.config.idle_s
+        bounds = PoolBounds(arena.num_extents, plan.min_extents, arena.extent_bytes, idle_s, on_host)
+        base = BaseMemory(
+            lambda: max(team.sign(rank).base_bytes for rank in range(team.size)),
             weights_bytes=plan.weights_bytes,
+            reserve_bytes=plan.reserve_bytes + (0 if self.sharing is None else HEAP_BYTES),
             trim=runner.empty_caches,
             tidy=runner.tidy if on_host else None,
-            lease=None if self.sharing is None else self.sharing.lease,
-            idle_s=self.config.idle_s,
-            host=runner.host,
-            host_is_device=on_host,
         )
+        lease = None if self.sharing is None else self.sharing.lease
+        return EngineMemory(SchedulerPoolUse(scheduler, bounds), arena, base, lease=lease, host=runner.host)
 
     def close(self) -> None:
         """End the shards, then their leases. Idempotent."""

@@ -32,7 +32,6 @@ def driver() -> Iterator[FakeCudaDriver]:
 
 def make(driver: FakeCudaDriver, num_extents: int = 8, ready: int = 0, **options) -> CudaArena:
     """An arena of extents of one granule, of which `ready` may be held ready. By default nothing is done by a thread."""
-    options.setdefault("pause", lambda seconds: None)
     return CudaArena(num_extents, GRANULE, driver=driver, ready_limit_bytes=ready * GRANULE, **options)
 
 
@@ -166,7 +165,8 @@ def test_addresses_may_run_out(driver: FakeCudaDriver) -> None:
 
 def test_access_that_is_not_ready_is_asked_for_again_with_growing_pauses(driver: FakeCudaDriver) -> None:
     pauses: list[float] = []
-    arena = make(driver, pause=pauses.append)
+    driver.pause = pauses.append
+    arena = make(driver)
     driver.faults = [Fault(0, 3, NOT_READY, "cuMemSetAccess")]
     arena.map([0, 1])
     assert pauses == [0.0005, 0.001, 0.002, 0.004]

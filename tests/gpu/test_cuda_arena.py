@@ -26,7 +26,10 @@ from pagetide.allocator.errors import OutOfDeviceMemory
 from pagetide.allocator.leased_arena import LeasedArena
 from pagetide.cache.geometry import Geometry, LayerShape
 from pagetide.cache.storage import Storage
+from pagetide.engine.memory.base_memory import BaseMemory
+from pagetide.engine.memory.decision import PoolBounds
 from pagetide.engine.memory.engine_memory import EngineMemory
+from pagetide.engine.memory.pool_use import SchedulerPoolUse
 from pagetide.scheduler.request import Request, Sampling
 
 pytest.importorskip(
@@ -368,6 +371,9 @@ class Told:
         self.called[name, threading.current_thread().name] += 1
         return self.driver.call(name, *args)
 
+    def pause(self, seconds: float) -> None:
+        self.driver.pause(seconds)
+
 
 def test_an_engines_extents_are_made_ahead_of_need_and_what_is_held_is_what_the_driver_says() -> None:
     extent_bytes, base = 64 * MIB, GIB
@@ -377,10 +383,9 @@ def test_an_engines_extents_are_made_ahead_of_need_and_what_is_held_is_what_the_
     arena = LeasedArena(inner, lease)
     arena.map([0, 1])
     core = core_in_extents(arena)
-    core.memory = EngineMemory(
-        lambda: core.scheduler, arena, min_extents=2, base_bytes=lambda: base, reserve_bytes=0, weights_bytes=0,
-        trim=lambda: None, lease=lease, idle_s=5.0, clock=lambda: now[0],
-    )  # fmt: skip
+    held = BaseMemory(lambda: base, weights_bytes=0, reserve_bytes=0, trim=lambda: None)
+    pool = SchedulerPoolUse(lambda: core.scheduler, PoolBounds(32, 2, extent_bytes, idle_s=5.0))
+    core.memory = EngineMemory(pool, arena, held, lease=lease, clock=lambda: now[0])
     core.memory._timer.mapping.num_bytes = 2 * extent_bytes
     core.memory._timer.mapping.record = lambda *_: None  # type: ignore[method-assign]
 

@@ -10,7 +10,10 @@ from engines import TinyEngine, blocks_needed, prompts
 from families import VOCAB, tiny
 
 from pagetide.engine.execution.host_pool import HostPool
+from pagetide.engine.memory.base_memory import BaseMemory
+from pagetide.engine.memory.decision import PoolBounds
 from pagetide.engine.memory.engine_memory import EngineMemory
+from pagetide.engine.memory.pool_use import SchedulerPoolUse
 from pagetide.scheduler.plan import Plan
 from pagetide.scheduler.request import Sampling
 
@@ -29,11 +32,13 @@ class Kept:
         self.core = self.engine.core
         self.pool: HostPool = self.engine.host  # type: ignore[assignment]
         self.now = 100.0
+        arena = self.engine.arena
+        bounds = PoolBounds(arena.num_extents, arena.num_extents, arena.extent_bytes, IDLE_S)
+        base = BaseMemory(lambda: 0, weights_bytes=0, reserve_bytes=0, trim=lambda: None)
+        pool = SchedulerPoolUse(lambda: self.core.scheduler, bounds)
         self.core.memory = self.memory = EngineMemory(
-            lambda: self.core.scheduler, self.engine.arena, min_extents=self.engine.arena.num_extents,
-            base_bytes=lambda: 0, reserve_bytes=0, weights_bytes=0, trim=lambda: None, lease=None, idle_s=IDLE_S,
-            host=self.pool, clock=lambda: self.now,
-        )  # fmt: skip
+            pool, arena, base, lease=None, host=self.pool, clock=lambda: self.now
+        )
 
     def generate(self) -> list[list[int]]:
         return self.engine.generate(self.inputs, Sampling(NEW))

@@ -21,8 +21,8 @@ from pagetide.allocator.host_arena import HostArena
 from pagetide.cache.geometry import Geometry
 from pagetide.cache.host_tier import Swaps
 from pagetide.cache.storage import Storage
+from pagetide.engine.attention.latent import attend_to_latents
 from pagetide.engine.execution.step_bound import StepBound
-from pagetide.engine.loading.latent_attention import attend_to_latents
 from pagetide.scheduler.outcome import Finished
 from pagetide.scheduler.plan import NO_ROWS, NO_TOKENS, Plan, Resize
 from pagetide.scheduler.request import Sampling

@@ -25,9 +25,9 @@ from transformers import (
 
 import pagetide
 from pagetide import LLM, ConfigError, ModelNotFound, SamplingParams, UnsupportedModel, native
-from pagetide.engine.loading import quantized_linears
+from pagetide.engine.cpu import quantized_linears
+from pagetide.engine.cpu.packing import packs
 from pagetide.engine.loading.checkpoint import Checkpoint
-from pagetide.engine.loading.linears import packs
 from pagetide.engine.loading.loaded import Loaded
 from pagetide.engine.loading.loader import load_model
 from pagetide.engine.loading.models import ModelSpec, loaded_spec, resolve_tokenizer

@@ -51,8 +51,8 @@ from pagetide.engine.loading.loader import (
     load_model,
     load_tokenizer,
 )
-from pagetide.engine.loading.log_suppression import quiet_transformers
 from pagetide.engine.loading.models import ModelSpec
+from pagetide.engine.process.log_suppression import quiet_transformers
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("no_network")

@@ -14,9 +14,9 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from pagetide.cache.geometry import Geometry, LayerShape
+from pagetide.engine.attention.latent import attend_to_latents
 from pagetide.engine.attention.torch_kernel import TorchKernel
 from pagetide.engine.errors import UnsupportedModel
-from pagetide.engine.loading.latent_attention import attend_to_latents
 from pagetide.engine.loading.probe import probe
 
 SMALL = {"vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6}

@@ -11,16 +11,19 @@ from dataclasses import replace
 import pytest
 import torch
 from families import tiny
+from torch import nn
 
 from pagetide import ConfigError, native
 from pagetide.cli import main
-from pagetide.engine.loading import quantized_cache, quantized_linears, quantized_model
+from pagetide.engine.cpu import quantized_linears
+from pagetide.engine.cpu.linears import NativeLinear
+from pagetide.engine.cpu.quantization import Method
+from pagetide.engine.cpu.quantized_linears import quantize_linear
+from pagetide.engine.loading import quantized_cache, quantized_model
 from pagetide.engine.loading.checkpoint import Checkpoint
 from pagetide.engine.loading.loader import load_model
 from pagetide.engine.loading.models import loaded_spec, resolve_model
-from pagetide.engine.loading.quantization import Method, quantize
 from pagetide.engine.loading.quantized_cache import DEFAULT_MOST_BYTES, QuantizedCache, cache_dir, most_bytes
-from pagetide.engine.loading.quantized_linears import PackedWeight, QuantizedLinear
 
 pytestmark = pytest.mark.skipif(native.instructions() is None, reason="the native kernels are not built")
 
@@ -32,8 +35,9 @@ def weights(seed=0, n=40, in_scales=True):
 
     def one(form, columns, rows_in_int8):
         factors = torch.rand(columns, generator=generator) + 0.5 if in_scales else None
-        weight = quantize(torch.randn(n, columns, generator=generator), Method(form, factors, rows_in_int8, 0.0))
-        return PackedWeight.of(weight, rows_in_int8)
+        linear = nn.Linear(columns, n).requires_grad_(False)
+        linear.weight.copy_(torch.randn(n, columns, generator=generator))
+        return quantize_linear(linear, Method(form, factors, rows_in_int8, 0.0), torch.float32).packed
 
     return {"model.a": one("int8", 33, True), "model.b": one("int4", 130, False)}
 
@@ -274,7 +278,7 @@ def test_a_file_for_other_layers_is_not_used(saved, own_folder):
     name = next(iter(kept))
     cache.write(file.stem, {**kept, name: replace(kept[name], n=kept[name].n + 1)})
     model = quantized(saved)
-    assert sum(isinstance(module, QuantizedLinear) for module in model.modules()) == len(kept)
+    assert sum(isinstance(module, NativeLinear) for module in model.modules()) == len(kept)
     assert cache.read(file.stem)[name].n == kept[name].n
 
 

@@ -17,8 +17,8 @@ from pagetide import LLM
 from pagetide.cache.geometry import Geometry
 from pagetide.engine import demo_model
 from pagetide.engine.attention.interface import register
+from pagetide.engine.attention.latent import attend_to_latents
 from pagetide.engine.errors import UnsupportedModel
-from pagetide.engine.loading.latent_attention import attend_to_latents
 from pagetide.engine.loading.probe import random_tokens
 from pagetide.engine.loading.quantized_kv_check import (
     LARGE_DIVERGENCE,

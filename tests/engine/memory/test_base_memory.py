@@ -21,7 +21,11 @@ class Process:
         self.broken = False
         self.freed = 0  # by each call
         self.base = BaseMemory(
-            self.measure, MIB, lambda: self.free("trim"), (lambda: self.free("tidy")) if tidies else None
+            self.measure,
+            weights_bytes=0,
+            reserve_bytes=MIB,
+            trim=lambda: self.free("trim"),
+            tidy=(lambda: self.free("tidy")) if tidies else None,
         )
 
     def measure(self) -> int:

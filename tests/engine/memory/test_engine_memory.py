@@ -15,6 +15,8 @@ from scripted_lease import ScriptedLease
 
 from pagetide.allocator.host_arena import HostArena
 from pagetide.allocator.leased_arena import LeasedArena
+from pagetide.engine.memory.base_memory import BaseMemory
+from pagetide.engine.memory.decision import PoolBounds
 from pagetide.engine.memory.engine_memory import EngineMemory
 from pagetide.engine.memory.pool_use import SchedulerPoolUse
 from pagetide.scheduler.request import Sampling
@@ -44,22 +46,17 @@ class Engine(SteppedEngine):
         self.arena: Any = self.host if self.lease is None else LeasedArena(self.host, self.lease)
         self.arena.map(range(mapped))
         self.core = core_over(self.arena, blocks_per_extent=PER, max_seqs=8, forecast=False, overlaps=overlaps)
+        self.pool = SchedulerPoolUse(lambda: self.core.scheduler, PoolBounds(EXTENTS, MINIMUM, EXTENT, IDLE_S))
+        base = BaseMemory(lambda: self.base, weights_bytes=4 * MIB, reserve_bytes=0, trim=self._trim, tidy=self._tidy)
         self.core.memory = self.memory = EngineMemory(
-            lambda: self.core.scheduler, self.arena, min_extents=MINIMUM, base_bytes=lambda: self.base, reserve_bytes=0,
-            weights_bytes=4 * MIB, trim=self._trim, tidy=self._tidy, lease=self.lease,
-            idle_s=IDLE_S, clock=lambda: self.now,
-        )  # fmt: skip
+            self.pool, self.arena, base, lease=self.lease, clock=lambda: self.now
+        )
 
     def _trim(self) -> None:
         self.trims += 1
 
     def _tidy(self) -> None:
         self.tidied += 1
-
-    @property
-    def pool(self) -> SchedulerPoolUse:
-        """The pool in extents, as the memory sees it."""
-        return SchedulerPoolUse(lambda: self.core.scheduler, MINIMUM)
 
     @property
     def size(self) -> int:
@@ -192,10 +189,8 @@ def test_once_loaded_no_more_is_promised_than_is_needed() -> None:
     # A promise is never raised.
     for promised, base, promises in ((least + 5 * EXTENT, BASE - 10, least), (least - EXTENT, BASE, least - EXTENT)):
         engine.lease.min_bytes = promised
-        EngineMemory(
-            lambda: engine.core.scheduler, engine.host, min_extents=MINIMUM, base_bytes=lambda base=base: base,
-            reserve_bytes=BASE - base, weights_bytes=0, trim=engine._trim, lease=engine.lease, idle_s=1.0,
-        )  # fmt: skip
+        held = BaseMemory(lambda base=base: base, weights_bytes=0, reserve_bytes=BASE - base, trim=engine._trim)
+        EngineMemory(engine.pool, engine.host, held, lease=engine.lease)
         assert engine.lease.min_bytes == promises
 
 

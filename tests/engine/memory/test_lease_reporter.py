@@ -26,14 +26,11 @@ class Rig:
         self.stats = MemoryStats()
         self.lease: Any = ScriptedLease(granted, 12 * MIB, BASE)
         self.arena: Any = SimpleNamespace(held=HeldBounds(5 * MIB, 5 * MIB), extent_bytes=EXTENT)
-        self.pool: Any = SimpleNamespace(free_extents=2)
         counters = SimpleNamespace(preemptions=3, moved_blocks=7)
         self.scheduler: Any = SimpleNamespace(has_work=True, num_running=1, stats=counters)
-        base = BaseMemory(lambda: self.process, 0, self.trim, None)
-        self.reporter = LeaseReporter(
-            self.lease, base, lambda: self.scheduler, self.arena, self.pool,
-            weights_bytes=WEIGHTS, stats=self.stats, clock=lambda: self.now,
-        )  # fmt: skip
+        self.pool: Any = SimpleNamespace(free_extents=2, scheduler=self.scheduler)
+        base = BaseMemory(lambda: self.process, weights_bytes=WEIGHTS, reserve_bytes=0, trim=self.trim)
+        self.reporter = LeaseReporter(self.lease, base, self.arena, self.pool, stats=self.stats, clock=lambda: self.now)
         self.reporter.measure_and_report(self.now)
         self.after_step(0.0)  # which measures
         self.lease.reports.clear()

@@ -24,7 +24,10 @@ from scripted_lease import ScriptedLease
 
 from pagetide.allocator.cuda_arena import CudaArena
 from pagetide.allocator.leased_arena import LeasedArena
+from pagetide.engine.memory.base_memory import BaseMemory
+from pagetide.engine.memory.decision import PoolBounds
 from pagetide.engine.memory.engine_memory import EngineMemory
+from pagetide.engine.memory.pool_use import SchedulerPoolUse
 
 EXTENTS, MINIMUM = 16, 2  # of the pool
 LIMIT = 4  # extents held ready at most
@@ -50,15 +53,14 @@ class Engine(SteppedEngine):
         self.driver, self.in_background, self.wrong = driver, in_background, list[str]()
         self.called = Counter[tuple[str, str]]()  # (call, thread)
         self.lease: Any = Checked(self, total(granted), total(MINIMUM), BASE)
-        self.cuda = CudaArena(EXTENTS, GRANULE, driver=driver, ready_limit_bytes=LIMIT * GRANULE, pause=lambda _: None)
+        self.cuda = CudaArena(EXTENTS, GRANULE, driver=driver, ready_limit_bytes=LIMIT * GRANULE)
         self.arena = LeasedArena(self.cuda, self.lease)
         driver.before = self.check
         self.arena.map(range(mapped))
         self.core = core_in_extents(self.arena)
-        self.core.memory = self.memory = EngineMemory(
-            lambda: self.core.scheduler, self.arena, min_extents=MINIMUM, base_bytes=lambda: BASE, reserve_bytes=0,
-            weights_bytes=GRANULE, trim=lambda: None, lease=self.lease, idle_s=5.0, clock=lambda: self.now,
-        )  # fmt: skip
+        pool = SchedulerPoolUse(lambda: self.core.scheduler, PoolBounds(EXTENTS, MINIMUM, GRANULE, idle_s=5.0))
+        base = BaseMemory(lambda: BASE, weights_bytes=GRANULE, reserve_bytes=0, trim=lambda: None)
+        self.core.memory = self.memory = EngineMemory(pool, self.arena, base, lease=self.lease, clock=lambda: self.now)
         self.memory._timer.mapping.num_bytes = SLICE * GRANULE
         self.memory._timer.mapping.record = lambda *_: None  # type: ignore[method-assign]
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..collectives.group import ShardGroup
-from .division import Division
+from .group import ShardGroup
 
 
 class _Around(nn.Module):
@@ -70,34 +69,8 @@ class DividedEmbedding(_Around):
         return self.group.all_reduce(rows.masked_fill(~inside[..., None], 0))
 
 
-def divide_modules(model: Any, division: Division, group: ShardGroup) -> None:
-    """Put the modules above around the local layers of `model`. Mutates it."""
-    for name in division.reduced:
-        layer = model.get_submodule(name)
-        if group.rank and getattr(layer, "bias", None) is not None:  # it is added once
-            layer.bias = None
-        _replace(model, name, Reduced(layer, group))
-    if division.head is not None:
-        cut = division.cuts[f"{division.head}.weight"]
-        widths = tuple(cut.width(rank) for rank in range(group.size))
-        _replace(model, division.head, GatheredHead(model.get_submodule(division.head), group, widths))
-    if division.embedding is not None:
-        cut = division.cuts[f"{division.embedding}.weight"]
-        layer = model.get_submodule(division.embedding)
-        _replace(
-            model,
-            division.embedding,
-            DividedEmbedding(layer, group, cut.ranges[group.rank][0][0], cut.width(group.rank)),
-        )
-
-
 def gather_on_first(model: nn.Module) -> None:
     """From now on only the first shard gets all logits."""
     for module in model.modules():
         if isinstance(module, GatheredHead):
             module.everywhere = False
-
-
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .merged_linears import MergedLinears, PackedLayer
-from .sharded_modules import Reduced
+from ..collectives.sharded_modules import Reduced
+from .agreement import ERRORS, agrees
+from .linears import NativeLinear
+from .merged_linears import MergedLinears
 
 KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
-# Beyond rounding in float32; in 16-bit types the activation is rounded before the product is.
-ERRORS = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 SCALES = (0.05, 1.0, 30.0)  # of trial inputs: among large ones a bound shows
 _ROWS = 5
 # At once, so that the hidden values of a long chunk stay in a cache, and take memory that the heap holds already.
@@ -25,14 +25,14 @@ _MOST_ROWS = 512
 class GateParts:
     """The product that holds gate and up, and the columns at which they begin."""
 
-    whole: PackedLayer
+    whole: NativeLinear
     gate_at: int
     up_at: int
     n: int
 
 
 def native_mlp(
-    module: nn.Module, layers: list[PackedLayer], merged: MergedLinears | None
+    module: nn.Module, layers: list[NativeLinear], merged: MergedLinears | None
 ) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """A function that equals `module`; None if it is not known to be a gated MLP.
 
@@ -56,7 +56,7 @@ def native_mlp(
     return None
 
 
-def _mlp(parts: GateParts, kind: int, down: PackedLayer | Reduced) -> Callable[[torch.Tensor], torch.Tensor]:
+def _mlp(parts: GateParts, kind: int, down: NativeLinear | Reduced) -> Callable[[torch.Tensor], torch.Tensor]:
     whole, gated = parts.whole.forward, torch.ops.pagetide.gated.default
     n, gate_at, up_at = parts.n, parts.gate_at, parts.up_at
     local = down.layer if isinstance(down, Reduced) else down
@@ -76,7 +76,7 @@ def _mlp(parts: GateParts, kind: int, down: PackedLayer | Reduced) -> Callable[[
     return summed
 
 
-def _places(layers: list[PackedLayer], merged: MergedLinears | None) -> Iterator[GateParts]:
+def _places(layers: list[NativeLinear], merged: MergedLinears | None) -> Iterator[GateParts]:
     """Where gate and up may be: two layers of a product, or the halves of one layer."""
     n = layers[-1].in_features
     if len(layers) == 2 and layers[0].out_features == 2 * n:
@@ -88,14 +88,14 @@ def _places(layers: list[PackedLayer], merged: MergedLinears | None) -> Iterator
         yield GateParts(merged.whole, second, first, n)
 
 
-def _trial_input(layer: PackedLayer) -> torch.Tensor:
+def _trial_input(layer: NativeLinear) -> torch.Tensor:
     """[1, rows, in_features], some rows of each scale."""
     noise = torch.randn((1, _ROWS, layer.in_features), generator=torch.Generator().manual_seed(0))
     return torch.cat([noise * scale for scale in SCALES], 1).to(layer.weight.dtype)
 
 
 def _hidden(
-    module: nn.Module, x: torch.Tensor, down: PackedLayer
+    module: nn.Module, x: torch.Tensor, down: NativeLinear
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
     """The input and output of the last layer, and the module's output; None if that layer is not called exactly once."""
     calls: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -115,10 +115,7 @@ def _noted(layer: nn.Module, calls: list[tuple[torch.Tensor, torch.Tensor]]) -> 
 
 
 def _agrees(out: torch.Tensor, hidden: torch.Tensor) -> bool:
-    if (out.shape, out.dtype) != (hidden.shape, hidden.dtype):
-        return False
+    """Where an activation nearly cancels, its error counts relative to its row."""
     relative, info = ERRORS[out.dtype], torch.finfo(out.dtype)
-    # Where an activation nearly cancels, its error counts relative to its row.
-    size = hidden.float().abs()
-    bound = relative * size + relative * 1e-1 * size.mean(-1, keepdim=True) + 4 * info.tiny * info.eps
-    return bool(((out.float() - hidden.float()).abs() <= bound).all())
+    floor = 1e-1 * hidden.float().abs().mean(-1, keepdim=True) + 4 * info.tiny * info.eps / relative
+    return agrees(out, hidden, relative, floor)

@@ -13,113 +13,23 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
 
-from ...native import instructions, panel_columns
+from ...native import instructions
 from ..errors import ConfigError
-from .linears import is_plain, placeholder, uses_of_parameters
-from .models import Quantization
-from .quantization import GROUP, Method, QuantizedWeight, choose, quantize
+from . import Quantization
+from .linears import TYPES, NativeLinear, PackedWeight, is_plain, uses_of_parameters
+from .quantization import Method, choose, quantize
 
 log = logging.getLogger(__name__)
 
 LEAST_WEIGHTS = 1 << 14  # smaller layers, such as routers, keep their type
 NUM_TOKENS = (2, 64)  # sequences, tokens of each
-_TYPES = {"int8": 3, "int4": 4}  # the numbers of the native products
-_ROWS_AS_THEY_ARE: ContextVar[bool] = ContextVar("_ROWS_AS_THEY_ARE", default=False)
-
-
-@contextmanager
-def rows_as_they_are() -> Iterator[None]:
-    """Within, products of the calling thread do not quantize their rows.
-
-    For comparisons of two ways to compute a model: where sums differ by rounding, a row's value may round to another integer,
-    which changes the outputs by far more.
-    """
-    token = _ROWS_AS_THEY_ARE.set(True)
-    try:
-        yield
-    finally:
-        _ROWS_AS_THEY_ARE.reset(token)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedWeight:
-    """A quantized weight [n, k] in the layout of this processor's products."""
-
-    quantization: Quantization
-    n: int
-    k: int
-    rows_in_int8: bool
-    packed: torch.Tensor  # uint8
-    scales: torch.Tensor  # as in QuantizedWeight
-    in_scales: torch.Tensor | None
-
-    @classmethod
-    def of(cls, weight: QuantizedWeight, rows_in_int8: bool) -> Self:
-        """Pack `weight`."""
-        n, k = weight.values.shape
-        packed = torch.ops.pagetide.pack_weight(weight.values, _TYPES[weight.quantization])
-        return cls(weight.quantization, n, k, rows_in_int8, packed, weight.scales, weight.in_scales)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the weight and its scales."""
-        return sum(part.nbytes for part in (self.packed, self.scales, self.in_scales) if part is not None)
-
-
-class QuantizedLinear(nn.Module):
-    """`nn.Linear` with a quantized weight. Its `weight` has the shape and type of the plain one, but no memory."""
-
-    def __init__(self, packed: PackedWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.in_features, self.out_features = packed.k, packed.n
-        self.weight = placeholder((packed.n, packed.k), dtype)
-        self.bias = None if bias is None else nn.Parameter(bias.detach().to(dtype), requires_grad=False)
-        self.packed = packed
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in_features] -> [..., out_features]."""
-        one = self.packed
-        out: torch.Tensor = torch.ops.pagetide.linear(
-            x.reshape(-1, one.k), one.packed, _TYPES[one.quantization], one.n, self.bias, one.scales, GROUP, one.in_scales,
-            one.rows_in_int8 and not _ROWS_AS_THEY_ARE.get(),
-        )  # fmt: skip
-        return out.view(*x.shape[:-1], one.n)
-
-    @classmethod
-    def joined(cls, layers: Sequence[QuantizedLinear]) -> QuantizedLinear | None:
-        """One layer with the outputs of all `layers`, in order; None if they are quantized differently.
-
-        The layers have the same input, and were quantized together. Raises nothing for layers of unequal sizes.
-        """
-        first = layers[0].packed
-        for layer in layers:
-            one = layer.packed
-            same = (one.quantization, one.k, one.rows_in_int8) == (first.quantization, first.k, first.rows_in_int8)
-            if not same or not _same_factors(one, first) or (layer.bias is None) != (layers[0].bias is None):
-                return None
-        if any(layer.packed.n % panel_columns() for layer in layers[:-1]):
-            return None
-        packed = torch.cat([layer.packed.packed for layer in layers])
-        scales = torch.cat([layer.packed.scales for layer in layers], dim=-1)
-        n = sum(layer.packed.n for layer in layers)
-        whole = PackedWeight(first.quantization, n, first.k, first.rows_in_int8, packed, scales, first.in_scales)
-        bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])  # type: ignore[misc]
-        return cls(whole, bias, layers[0].weight.dtype)
-
-
-def _same_factors(one: PackedWeight, other: PackedWeight) -> bool:
-    if one.in_scales is None or other.in_scales is None:
-        return one.in_scales is other.in_scales
-    return torch.equal(one.in_scales, other.in_scales)
 
 
 def quantizable(module: nn.Module) -> bool:
@@ -174,24 +84,19 @@ def quantize_linears(
             )
             if uses[id(weight)] == 1:
                 give_back(weight)
-    replace_linears(model, {layers[old]: new for old, new in made.items()})
+    for old, new in made.items():
+        model.set_submodule(layers[old], new)
     _log(made)
     return {layers[old]: new.packed for old, new in made.items()}
 
 
-def quantize_linear(linear: nn.Linear, method: Method, dtype: torch.dtype) -> QuantizedLinear:
+def quantize_linear(linear: nn.Linear, method: Method, dtype: torch.dtype) -> NativeLinear:
     """The quantized layer for inputs of `dtype`. The weight of `linear` is dropped."""
-    packed = PackedWeight.of(quantize(linear.weight, method), method.rows_in_int8)
-    made = QuantizedLinear(packed, linear.bias, dtype)
+    made, (n, k) = quantize(linear.weight, method), linear.weight.shape
+    packed = torch.ops.pagetide.pack_weight(made.values, TYPES[method.quantization])
+    weight = PackedWeight(method.quantization, n, k, packed, made.scales, made.in_scales, method.rows_in_int8)
     linear.weight = nn.Parameter(linear.weight.to("meta"), requires_grad=False)
-    return made
-
-
-def replace_linears(model: nn.Module, layers: dict[str, QuantizedLinear]) -> None:
-    """Put `layers` into the model by their names."""
-    for name, layer in layers.items():
-        parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, layer)
+    return NativeLinear(weight, linear.bias, dtype)
 
 
 def check_native(quantization: Quantization, device: torch.device) -> None:
@@ -244,15 +149,12 @@ def _instead(layers: Any, run: Callable[[nn.Linear, torch.Tensor], torch.Tensor]
             del layer.forward
 
 
-def _log(made: dict[nn.Linear, QuantizedLinear]) -> None:
-    kinds = Counter(one.packed.quantization for one in made.values())
-    rows, factors = (
-        sum(map(bool, of))
-        for of in zip(
-            *((one.packed.rows_in_int8, one.packed.in_scales is not None) for one in made.values()), strict=True
-        )
-    )
+def _log(made: dict[nn.Linear, NativeLinear]) -> None:
+    weights = [one.packed for one in made.values()]
+    kinds = Counter(one.type for one in weights)
     log.info(
         "quantized %s linear layers; %d quantize their inputs too, %d have factors of input channels",
-        " and ".join(f"{number} {kind}" for kind, number in kinds.items()), rows, factors,
-    )  # fmt: skip
+        " and ".join(f"{number} {kind}" for kind, number in kinds.items()),
+        sum(one.rows_in_int8 for one in weights),
+        sum(one.in_scales is not None for one in weights),
+    )

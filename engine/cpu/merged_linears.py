@@ -11,17 +11,13 @@ from dataclasses import replace
 
 import torch
 
-from ...native import panel_columns
 from .linears import NativeLinear
-from .quantized_linears import QuantizedLinear
-
-PackedLayer = NativeLinear | QuantizedLinear
 
 
 class MergedLinears:
     """Layers with outputs that are columns of one product. Keeps input and product until the last layer has its columns."""
 
-    def __init__(self, layers: Sequence[PackedLayer], whole: PackedLayer, starts: Sequence[int]) -> None:
+    def __init__(self, layers: Sequence[NativeLinear], whole: NativeLinear, starts: Sequence[int]) -> None:
         self.layers, self.whole = tuple(layers), whole
         self.ranges = [(start, one.out_features) for start, one in zip(starts, layers, strict=True)]
         self._sizes: list[int] = []  # of the pieces of the product: columns of layers, and gaps
@@ -35,25 +31,13 @@ class MergedLinears:
         self._columns: dict[int, torch.Tensor] = {}  # by layer, until it returns them
 
     @classmethod
-    def of(cls, layers: Sequence[PackedLayer]) -> MergedLinears | None:
-        """Merge `layers`, and free their own weights. None, and nothing changes, if they differ in kind or form."""
-        native = [one for one in layers if type(one) is NativeLinear and not one.shares_weight]
-        quantized = [one for one in layers if type(one) is QuantizedLinear]
-        if len(native) == len(layers):
-            if (joined := NativeLinear.joined(native)) is None:
-                return None
-            for one, start in zip(native, joined[1], strict=True):
-                one.share_weight(joined[0], start)
-            merged = cls(layers, *joined)
-        elif len(quantized) == len(layers):
-            if (whole := QuantizedLinear.joined(quantized)) is None:
-                return None
-            starts = [sum(one.out_features for one in layers[:i]) for i in range(len(layers))]
-            for layer, start in zip(quantized, starts, strict=True):
-                _share_quantized(layer, whole, start)
-            merged = cls(layers, whole, starts)
-        else:
+    def of(cls, layers: Sequence[NativeLinear]) -> MergedLinears | None:
+        """Merge `layers`, and free their own weights. None, and nothing changes, if they differ in form."""
+        if any(one.shares_weight for one in layers) or (joined := NativeLinear.joined(layers)) is None:
             return None
+        merged = cls(layers, *joined)
+        for layer, (start, width) in zip(layers, merged.ranges, strict=True):
+            layer.packed = merged.whole.packed.outputs(start, width)
         merged.install()
         return merged
 
@@ -66,6 +50,8 @@ class MergedLinears:
         """Let each layer compute its own product again, from its part of the joined weight."""
         for layer in self.layers:
             del layer.forward
+            if (scales := layer.packed.scales) is not None:  # those of int4 weights lie between those of other layers
+                layer.packed = replace(layer.packed, scales=scales.contiguous())
 
     def _reader(self, i: int) -> Callable[[torch.Tensor], torch.Tensor]:
         def read(x: torch.Tensor) -> torch.Tensor:
@@ -79,11 +65,3 @@ class MergedLinears:
             return out
 
         return read
-
-
-def _share_quantized(layer: QuantizedLinear, whole: QuantizedLinear, start: int) -> None:
-    """Let `layer` hold views of the weight and scales of `whole`, in which its outputs begin at `start`."""
-    one, both, columns = layer.packed, whole.packed, panel_columns()
-    first = start // columns * (both.packed.numel() // -(-both.n // columns))
-    packed = both.packed[first : first + one.packed.numel()]
-    layer.packed = replace(one, packed=packed, scales=both.scales.narrow(-1, start, one.n))

@@ -10,6 +10,8 @@ attention of all heads to one KV head, which every kernel computes. It has three
 heads' own K and V, so that a long chunk expands those of its sequence, some heads at a time.
 docs/decisions/0052-latent-attention.md has the figures.
 
+The projection is neither packed nor quantized: its weight is used by head, which neither form allows.
+
 `expand_kv` of each layer must equal these products on random latents.
 """
 
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import types
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -26,20 +29,46 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...cache.geometry import Geometry, LayerShape
-from ..attention.context import AttentionCall, LayerCache
-from ..attention.interface import LATENT_ATTENTION, NAME
-from ..attention.quantized_kv import gather
+from ..cpu.agreement import ERRORS, agrees
+from ..cpu.linears import is_plain
+from ..cpu.onednn import divided
 from ..errors import UnsupportedModel
-from .latent_projections import latent_attention_modules
-from .linears import divided
+from .context import AttentionCall, LayerCache
+from .interface import LATENT_ATTENTION, NAME
+from .quantized_kv import gather
 
 log = logging.getLogger(__name__)
 
-ERRORS = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}  # of elements around 1
 EXPANDED_FROM = 256  # tokens of a chunk: expanding takes as many products as the absorbed form has more for about 170
 EXPANDED_BYTES = 32 << 20  # of K and V at a time
 _EXPANDED_COPIES = 4  # products by head, these joined, K, and what a kernel gathers and pads
 _TRIAL_TOKENS = 5
+
+
+class LatentProjection(nn.Linear):
+    """An `nn.Linear` that is neither packed nor quantized. One becomes such by its class."""
+
+
+def latent_attention_modules(model: nn.Module) -> Iterator[Any]:
+    """The attention modules of `model` that have such a projection."""
+    return (module for module in model.modules() if isinstance(getattr(module, "kv_b_proj", None), nn.Module))
+
+
+def latent_projections(model: nn.Module) -> frozenset[nn.Module]:
+    """The projections of `model`."""
+    return frozenset(module.kv_b_proj for module in latent_attention_modules(model))
+
+
+def expands_plainly(model: nn.Module) -> bool:
+    """Whether all of these modules expand latents by transformers' method, `expand_kv`, with an unchanged projection."""
+    return all(hasattr(type(one), "expand_kv") and is_plain(one.kv_b_proj) for one in latent_attention_modules(model))
+
+
+def keep_projections(model: nn.Module) -> None:
+    """Exclude the projections of `model` from packing and quantization. Mutates it."""
+    for projection in latent_projections(model):
+        if is_plain(projection):
+            projection.__class__ = LatentProjection
 
 
 class LatentAttention:
@@ -204,13 +233,11 @@ def _recognised(module: Any, shape: LayerShape) -> LatentAttention | None:
             latents[0] @ found.value,
         )
         computed = (*key[0].split_with_sizes((nope_dim, rope_dim), -1), value[0])
-        agrees = all(map(_agree, computed, right))
+        equal = all(
+            agrees(one, to, ERRORS[weight.dtype], to.float().square().mean().sqrt())
+            for one, to in zip(computed, right, strict=True)
+        )
     except Exception as error:  # a module of another kind may raise anything on such inputs
         log.debug("%s is left as it is: %s: %s", type(module).__name__, type(error).__name__, error)
         return None
-    return found if agrees else None
-
-
-def _agree(one: torch.Tensor, other: torch.Tensor) -> bool:
-    bound = ERRORS[other.dtype] * (other.float().abs() + other.float().square().mean().sqrt())
-    return one.shape == other.shape and bool(((one.float() - other.float()).abs() <= bound).all())
+    return found if equal else None

@@ -10,21 +10,21 @@ from torch import nn
 from transformers import Gemma4TextConfig
 
 from pagetide import native
-from pagetide.engine.loading import linears
-from pagetide.engine.loading.linears import (
+from pagetide.engine.cpu import onednn
+from pagetide.engine.cpu.linears import placeholder
+from pagetide.engine.cpu.onednn import (
     LEAST_WEIGHTS,
     SIZES,
     PackedLinear,
     available,
     by_head_primitive_bytes,
     divided,
-    held_twice_bytes,
-    pack_linears,
     packs,
-    placeholder,
     primitive_bytes,
 )  # fmt: skip
+from pagetide.engine.cpu.packing import held_twice_bytes, pack_linears
 from pagetide.engine.loading.loaded import Loaded
+from pagetide.engine.loading.model_config import linear_shapes
 from pagetide.engine.process.cpu_threads import thread_counts
 from pagetide.scheduler.request import Sampling
 
@@ -64,14 +64,14 @@ def test_what_is_packed_gives_the_same_products():
 
 def test_without_instructions_for_half_precision_layers_stay_plain_and_cost_nothing(monkeypatch):
     """As on processors without AVX-512, where packing a bfloat16 weight raises."""
-    monkeypatch.setattr(linears, "_by_onednn", lambda dtype: False)
+    monkeypatch.setattr(onednn, "_by_onednn", lambda dtype: False)
     ids = torch.arange(9)[None]
     for dtype in HALVES:
         model = tiny("llama", hidden_size=288, num_attention_heads=6, tie_word_embeddings=True).to(dtype)
         before = model(input_ids=ids).logits
         assert pack_linears(model, least_weights=0) == 0
         assert torch.equal(model(input_ids=ids).logits, before)
-        assert held_twice_bytes(model.config, dtype) == primitive_bytes(model.config, dtype) == 0
+        assert held_twice_bytes(model.config, dtype) == primitive_bytes(linear_shapes(model.config), dtype) == 0
         assert by_head_primitive_bytes(dtype) == Loaded.of(model).added_bytes(torch.device("cpu"), dtype) == 0
 
 
@@ -150,14 +150,14 @@ def test_a_tied_head_is_counted_twice():
 
 def test_the_plan_counts_primitives_of_packed_layers_alone():
     threads = len(thread_counts(torch.get_num_threads()))
-    assert primitive_bytes(tiny("llama").config, torch.float32) == 0
+    assert primitive_bytes(linear_shapes(tiny("llama").config), torch.float32) == 0
     wide = tiny("llama", hidden_size=288, vocab_size=2048, intermediate_size=300, tie_word_embeddings=False)
     shapes = {(m.in_features, m.out_features) for m in wide.modules() if isinstance(m, nn.Linear)}
     packed = sum(a * b >= LEAST_WEIGHTS for a, b in shapes) + 1  # queries' and the output's may differ in their bias
-    assert primitive_bytes(wide.config, torch.float32) == packed * len(SIZES) * threads * 640 * 1024 > 0
+    assert primitive_bytes(linear_shapes(wide.config), torch.float32) == packed * len(SIZES) * threads * 640 * 1024 > 0
     unlike = Gemma4TextConfig(  # its sliding layer's heads are too small to be packed, the other one's are not
         vocab_size=16, hidden_size=256, intermediate_size=16, num_hidden_layers=2, num_attention_heads=8, head_dim=8,
         num_key_value_heads=8, global_head_dim=64, layer_types=["sliding_attention", "full_attention"],
     )  # fmt: skip
     assert 256 * 64 < LEAST_WEIGHTS <= 256 * 512
-    assert primitive_bytes(unlike, torch.float32) == 2 * len(SIZES) * threads * 640 * 1024
+    assert primitive_bytes(linear_shapes(unlike), torch.float32) == 2 * len(SIZES) * threads * 640 * 1024

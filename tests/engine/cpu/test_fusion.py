@@ -16,18 +16,20 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from pagetide import native
-from pagetide.engine.loading.fusion import Fused, fuse
-from pagetide.engine.loading.latent_projections import keep_projections
-from pagetide.engine.loading.linears import NativeLinear, pack_linears
-from pagetide.engine.loading.merged_linears import MergedLinears
-from pagetide.engine.loading.norms import native_norm
-from pagetide.engine.loading.quantization import Method
-from pagetide.engine.loading.quantized_linears import QuantizedLinear, quantize_linear
-from pagetide.engine.loading.rotary import RotaryCall, native_attention_forward
+from pagetide.engine.attention.latent import keep_projections
+from pagetide.engine.cpu.fusion import Fused, fuse
+from pagetide.engine.cpu.linears import NativeLinear
+from pagetide.engine.cpu.merged_linears import MergedLinears
+from pagetide.engine.cpu.norms import native_norm
+from pagetide.engine.cpu.packing import pack_linears
+from pagetide.engine.cpu.quantization import Method
+from pagetide.engine.cpu.quantized_linears import quantize_linear
+from pagetide.engine.cpu.rotary import RotaryCall, native_attention_forward
 from pagetide.scheduler.request import Sampling
 
 pytestmark = pytest.mark.skipif(native.instructions() is None, reason="the native kernels are not built")
 
+TOKENS = torch.tensor([31, 7, 49, 4, 23])
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 # By layer: q, k, v and gate, up are products.
 EXPECTED = {
@@ -51,7 +53,7 @@ EXPECTED = {
 def fused_model(model):
     keep_projections(model)
     pack_linears(model)
-    return fuse(model)
+    return fuse(model, TOKENS)
 
 
 def test_what_is_replaced():
@@ -79,7 +81,7 @@ def test_nothing_without_native_kernels(monkeypatch):
     model = tiny("llama")
     pack_linears(model)
     monkeypatch.setattr(native, "instructions", lambda: None)
-    assert fuse(model) == Fused()
+    assert fuse(model, TOKENS) == Fused()
     assert all("forward" not in vars(module) for module in model.modules())
 
 
@@ -191,7 +193,7 @@ def test_mlps(dtype):
         model = Model(inner).to(dtype)
         pack_linears(model)
         expected = model.inner(x)
-        assert fuse(model).counts == {"products": 1, "norms": 0, "mlps": 0, "rotations": 0}
+        assert fuse(model, TOKENS).counts == {"products": 1, "norms": 0, "mlps": 0, "rotations": 0}
         assert torch.equal(model.inner(x), expected)
 
 
@@ -215,14 +217,14 @@ def test_layers_that_may_not_be_merged_compute_as_before(inner, said, caplog):
     pack_linears(model)
     x = torch.randn(1, 5, 48)
     expected = model.inner(x)
-    assert fuse(model).counts == Fused().counts
+    assert fuse(model, TOKENS).counts == Fused().counts
     assert said in caplog.text
     assert torch.equal(model.inner(x), expected)
 
 
 def test_a_product_that_is_undone_is_computed_layer_by_layer():
     torch.manual_seed(0)
-    layers = [NativeLinear(nn.Linear(48, n).requires_grad_(False)) for n in (32, 70)]
+    layers = [NativeLinear.of(nn.Linear(48, n).requires_grad_(False)) for n in (32, 70)]
     x = torch.randn(5, 48)
     expected = [one(x) for one in layers]
     merged = MergedLinears.of(layers)
@@ -239,7 +241,7 @@ def test_layers_with_one_parameter_hold_it_once_and_are_not_merged():
     x = torch.randn(5, 48)
     expected = model.inner(x)
     pack_linears(model)
-    assert model.inner.a._packed.data_ptr() == model.inner.b._packed.data_ptr()
+    assert model.inner.a.packed is model.inner.b.packed
     assert MergedLinears.of([model.inner.a, model.inner.b]) is None
     torch.testing.assert_close(model.inner(x), expected)
 
@@ -266,10 +268,10 @@ def test_rotations_that_get_further_tensors_stay():
 )
 def test_products_are_the_same_to_the_bit(widths, bias, dtype):
     torch.manual_seed(0)
-    layers = [NativeLinear(nn.Linear(50, n, bias=bias, dtype=dtype).requires_grad_(False)) for n in widths]
+    layers = [NativeLinear.of(nn.Linear(50, n, bias=bias, dtype=dtype).requires_grad_(False)) for n in widths]
     x, other = torch.randn(2, 2, 7, 50).to(dtype)
     expected = [[layer(one) for layer in layers] for one in (x, other)]
-    size = sum(layer._packed.numel() for layer in layers)
+    size = sum(layer.packed.packed.numel() for layer in layers)
     merged = MergedLinears.of(layers)
     assert merged is not None
     for one, outs in ((x, expected[0]), (other, expected[1])):
@@ -280,9 +282,9 @@ def test_products_are_the_same_to_the_bit(widths, bias, dtype):
     mixed = [layers[0](x), layers[0](other), layers[1](x), layers[2](x), layers[1](other)]
     for out, right in zip(mixed, (expected[0][0], expected[1][0], *expected[0][1:], expected[1][1]), strict=True):
         assert torch.equal(out, right)
-    storages = {layer._packed.untyped_storage().data_ptr() for layer in layers}
-    assert storages == {merged.whole._packed.untyped_storage().data_ptr()}
-    assert merged.whole._packed.untyped_storage().nbytes() == size, "no weight is held twice"
+    storages = {layer.packed.packed.untyped_storage().data_ptr() for layer in layers}
+    assert storages == {merged.whole.packed.packed.untyped_storage().data_ptr()}
+    assert merged.whole.packed.packed.untyped_storage().nbytes() == size, "no weight is held twice"
     for layer in layers:
         del layer.forward  # by its view of the weight
     assert all(map(torch.equal, [layer(x) for layer in layers], expected[0]))
@@ -292,20 +294,23 @@ def test_products_are_the_same_to_the_bit(widths, bias, dtype):
 def test_products_of_quantized_layers(bits):
     torch.manual_seed(0)
     method = Method(bits, None, False, 0.0)
-    layers = [quantize_linear(nn.Linear(128, n).requires_grad_(False), method, torch.float32) for n in (64, 32)]
+    layers = [quantize_linear(nn.Linear(128, n).requires_grad_(False), method, torch.float32) for n in (60, 32)]
     x = torch.randn(3, 128)
     expected = [layer(x) for layer in layers]
-    assert MergedLinears.of(layers) is not None
+    merged = MergedLinears.of(layers)
+    assert merged is not None
     assert all(map(torch.equal, [layer(x) for layer in layers], expected))
     assert len({layer.packed.packed.untyped_storage().data_ptr() for layer in layers}) == 1
     assert len({layer.packed.scales.untyped_storage().data_ptr() for layer in layers}) == 1
+    merged.undo()
+    assert all(map(torch.equal, [layer(x) for layer in layers], expected))
 
 
 def test_layers_that_differ_are_not_merged():
     def layer(k=50, bias=True, dtype=torch.float32):
-        return NativeLinear(nn.Linear(k, 8, bias=bias, dtype=dtype).requires_grad_(False))
+        return NativeLinear.of(nn.Linear(k, 8, bias=bias, dtype=dtype).requires_grad_(False))
 
     for other in (layer(k=60), layer(bias=False), layer(dtype=torch.bfloat16)):
         assert MergedLinears.of([layer(), other]) is None
     quantized = quantize_linear(nn.Linear(50, 8).requires_grad_(False), Method("int8", None, False, 0.0), torch.float32)
-    assert isinstance(quantized, QuantizedLinear) and MergedLinears.of([layer(), quantized]) is None
+    assert MergedLinears.of([layer(), quantized]) is None

@@ -13,15 +13,14 @@ from torch import nn
 
 from pagetide import LLM, SamplingParams, native
 from pagetide.cache.geometry import Geometry, LayerShape
+from pagetide.engine.attention import latent
+from pagetide.engine.attention.latent import LatentProjection, attend_to_latents, expands_plainly, keep_projections
 from pagetide.engine.attention.native_kernel import NativeKernel
 from pagetide.engine.attention.torch_kernel import TorchKernel
 from pagetide.engine.config import EngineConfig
+from pagetide.engine.cpu.packing import pack_linears
 from pagetide.engine.errors import UnsupportedModel
-from pagetide.engine.loading import latent_attention
 from pagetide.engine.loading.checkpoint import Checkpoint
-from pagetide.engine.loading.latent_attention import attend_to_latents
-from pagetide.engine.loading.latent_projections import LatentProjection, expands_plainly, keep_projections
-from pagetide.engine.loading.linears import pack_linears
 from pagetide.engine.loading.models import resolve_model
 from pagetide.engine.loading.probe import probe
 from pagetide.engine.memory.planning import plan_memory
@@ -49,8 +48,8 @@ def geometry_of(model, **more) -> Geometry:
 @pytest.mark.parametrize(("name", "expanded_from"), [("deepseek_v2", 1), ("deepseek_v3", 6), ("deepseek_v3", 1 << 20)])
 def test_same_tokens_in_both_forms(name, expanded_from, kernel, monkeypatch):
     """With chunks of 7, preemption, prefix hits, and K and V of a few heads at a time."""
-    monkeypatch.setattr(latent_attention, "EXPANDED_FROM", expanded_from)
-    monkeypatch.setattr(latent_attention, "EXPANDED_BYTES", 4000)
+    monkeypatch.setattr(latent, "EXPANDED_FROM", expanded_from)
+    monkeypatch.setattr(latent, "EXPANDED_BYTES", 4000)
     model, inputs = tiny(name), prompts([2, 33, 34, 35, 36], VOCAB)
     expected = plain(model, inputs, 12)
     engine = TinyEngine(model, usable=30, block_size=4, max_seqs=4, max_chunk_tokens=7, caching=True)
@@ -69,7 +68,7 @@ def test_both_forms_read_quantized_latents(attention, monkeypatch):
     options = {"dtype": "float32", "attention": attention, "device": "cpu", "kv_memory": "4MiB", "share": False}
     params = SamplingParams(max_new_tokens=1, temperature=0, prompt_logprobs=0)
     for kv_cache_dtype, expanded_from in (("auto", 1 << 20), ("int8", 1 << 20), ("int8", 6)):
-        monkeypatch.setattr(latent_attention, "EXPANDED_FROM", expanded_from)
+        monkeypatch.setattr(latent, "EXPANDED_FROM", expanded_from)
         with LLM(model, kv_cache_dtype=kv_cache_dtype, **options) as llm:
             outputs = llm.generate(inputs, params, progress=False)
         found = [one.logprob for output in outputs for one in output.prompt_logprobs if one is not None]
@@ -90,7 +89,7 @@ def test_variants():
 
 @pytest.mark.parametrize(("dtype", "expanded_from"), [(torch.bfloat16, 1), (torch.float16, 1 << 20)])
 def test_in_half_precision(dtype, expanded_from, monkeypatch):
-    monkeypatch.setattr(latent_attention, "EXPANDED_FROM", expanded_from)
+    monkeypatch.setattr(latent, "EXPANDED_FROM", expanded_from)
     model = tiny("deepseek_v3").to(dtype)
     geometry = geometry_of(model, dtype=str(dtype).removeprefix("torch."))
     attend_to_latents(model, geometry)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .models import Quantization
+from . import Quantization
 
 VERSION = 2  # of the numbers made here: other numbers from the same weights need another one
 GROUP = 64  # weights of an int4 scale; 32 is 12 % more bytes and a sixth less error

@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from .agreement import agrees
+
 Norm = Callable[[torch.Tensor], torch.Tensor]
 
 # What the weight is added to, and whether the normalised row is rounded before it is multiplied.
@@ -64,15 +66,8 @@ def _norm(weight: torch.Tensor | None, eps: float, offset: float, rounds_first: 
     return norm
 
 
-def _agrees(norm: Norm, inputs: list[torch.Tensor], right: list[torch.Tensor], relative: float) -> bool:
-    """Whether `norm` gives outputs of the same shape and type, with at most this relative error."""
-    outs = [norm(one) for one in inputs]
-    return all(
-        isinstance(to, torch.Tensor)
-        and (out.shape, out.dtype) == (to.shape, to.dtype)
-        and bool(((out - to).abs() <= relative * to.abs()).all())
-        for out, to in zip(outs, right, strict=True)
-    )
+def _agrees(norm: Norm, inputs: list[torch.Tensor], right: list[object], relative: float) -> bool:
+    return all(agrees(norm(one), to, relative) for one, to in zip(inputs, right, strict=True))
 
 
 def _same_bits(norm: Norm, inputs: list[torch.Tensor], right: list[torch.Tensor]) -> int:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .agreement import agrees
+
 ROTATIONS = (0, 1, 2)  # halves, halves with a cos for each pair, neighbours
 ERRORS = {torch.float32: 1e-5, torch.bfloat16: 2**-5, torch.float16: 2**-8}  # of elements around 1
 
@@ -116,14 +118,7 @@ def _agrees(function: Callable[..., Any], call: RotaryCall, token_dim: int, rota
         out = torch.ops.pagetide.rotate(q, k, cos, sin, token_dim, rotation)
     except Exception:  # not such a function, or not such tensors
         return False
-    bound = ERRORS.get(q.dtype, 0.0)
-    return (
-        isinstance(right, (tuple, list))
-        and len(right) == 2
-        and all(
-            isinstance(to, torch.Tensor)
-            and (one.shape, one.dtype) == (to.shape, to.dtype)
-            and bool(((one.float() - to.float()).abs() <= bound * (1 + to.float().abs())).all())
-            for one, to in zip(out, right, strict=True)
-        )
+    pair = right if isinstance(right, (tuple, list)) else ()
+    return len(pair) == 2 and all(
+        agrees(one, to, ERRORS.get(q.dtype, 0.0), 1.0) for one, to in zip(out, pair, strict=True)
     )

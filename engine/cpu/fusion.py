@@ -21,19 +21,16 @@ import torch
 from torch import nn
 
 from ... import native
+from ..collectives.sharded_modules import Reduced
+from ..process.log_suppression import quiet_transformers
 from .gated_mlps import native_mlp
 from .linears import NativeLinear, is_changed
-from .log_suppression import quiet_transformers
-from .merged_linears import MergedLinears, PackedLayer
+from .merged_linears import MergedLinears
 from .norms import native_norm
-from .probe import random_tokens
-from .quantized_linears import QuantizedLinear
 from .rotary import RotaryWatch, native_attention_forward
-from .sharded_modules import Reduced
 
 log = logging.getLogger(__name__)
 
-NUM_TOKENS = 5
 # The most that logits may change, relative to a token's: in float32 of any token, in 16-bit types, where rounding may route a
 # token to other experts, of the median one.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -111,38 +108,37 @@ class _ForwardWatch:
         around = self._open[-1].module if self._open and isinstance(self._open[-1].module, Reduced) else None
         parent = next((one.module for one in reversed(self._open) if not isinstance(one.module, Reduced)), None)
         call = _ModuleCall(module, args, kwargs, parent, around)
-        if isinstance(module, NativeLinear | QuantizedLinear) and call.input is not None:
+        if isinstance(module, NativeLinear) and call.input is not None:
             call.content = call.input.clone()
         self._open.append(call)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         call = self._open.pop()
         self.calls.append(call)
-        if isinstance(module, NativeLinear | QuantizedLinear):
+        if isinstance(module, NativeLinear):
             for around in self._open:
                 around.linears.append(call)
 
 
-def fuse(model: Any) -> Fused:
+def fuse(model: Any, tokens: torch.Tensor) -> Fused:
     """Replace what native kernels compute in `model`. Mutates the model; nothing without native kernels or on other devices.
 
-    Linear layers must be packed before. Costs a few forward passes over 5 tokens.
+    Linear layers must be packed before. Costs a few forward passes over `tokens`: int64 [n], random ones.
     """
     device = next(model.parameters()).device  # of the embedding: packed weights say "meta"
     if native.instructions() is None or device.type != "cpu":
         return Fused()
-    tokens = random_tokens(model.config.get_text_config(decoder=True), NUM_TOKENS)[None]
     with quiet_transformers(), torch.inference_mode():
         try:
             watch = _ForwardWatch(model)
-            before = watch.logits(tokens)
+            before = watch.logits(tokens[None])
         except Exception as error:  # of a model that cannot be served either: the probe says why
             log.debug("the model is not changed: %s: %s", type(error).__name__, error)
             return Fused(computes=False)
         if not bool(before.isfinite().all()):
             return Fused(computes=False)
         fused = _replaced(watch)
-        if (why := _difference(model, tokens, before)) is not None:
+        if (why := _difference(model, tokens[None], before)) is not None:
             fused.undo()
             log.warning(
                 "modules of this model compute something else by native kernels (%s): they are not replaced", why
@@ -165,9 +161,7 @@ def _shorten_lookups(model: nn.Module) -> None:
 
 def _replaced(watch: _ForwardWatch) -> Fused:
     fused, times = Fused(), Counter(call.module for call in watch.calls)
-    for group in _groups(
-        [call for call in watch.calls if isinstance(call.module, NativeLinear | QuantizedLinear)], times
-    ):
+    for group in _groups([call for call in watch.calls if isinstance(call.module, NativeLinear)], times):
         if (merged := MergedLinears.of(group)) is not None:
             fused.products.append(merged)
     merged_as = {layer: merged for merged in fused.products for layer in merged.layers}
@@ -193,9 +187,9 @@ def _replaced(watch: _ForwardWatch) -> Fused:
     return fused
 
 
-def _groups(calls: list[_ModuleCall], times: Counter[nn.Module]) -> list[list[PackedLayer]]:
+def _groups(calls: list[_ModuleCall], times: Counter[nn.Module]) -> list[list[NativeLinear]]:
     """Layers that read the same tensor with the same content one after the other, called by the same module, once each."""
-    groups: list[list[PackedLayer]] = []
+    groups: list[list[NativeLinear]] = []
     open_group = False
     for one, other in pairwise(calls):
         same = one.input is not None and one.input is other.input and one.parent is other.parent

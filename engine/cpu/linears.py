@@ -1,0 +1,241 @@
+"""Linear layers by the native kernels (`pagetide.native`): weights packed once, at load, in any type or quantized.
+
+Their sums depend on neither the number of rows nor that of threads.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ... import native
+from . import Quantization
+from .quantization import GROUP
+
+# The types of weights, as the kernels number them.
+TYPES: dict[torch.dtype | Quantization, int] = {
+    torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, "int8": 3, "int4": 4,
+}  # fmt: skip
+_NATIVE_SHARE = 0.9
+_ROWS_AS_THEY_ARE: ContextVar[bool] = ContextVar("_ROWS_AS_THEY_ARE", default=False)
+
+
+@contextmanager
+def rows_as_they_are() -> Iterator[None]:
+    """Within, products of the calling thread do not quantize their rows.
+
+    For comparisons of two ways to compute a model: where sums differ by rounding, a row's value may round to another integer,
+    which changes the outputs by far more.
+    """
+    token = _ROWS_AS_THEY_ARE.set(True)
+    try:
+        yield
+    finally:
+        _ROWS_AS_THEY_ARE.reset(token)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedWeight:
+    """A weight [n, k] in the layout of this processor's products."""
+
+    type: torch.dtype | Quantization
+    n: int
+    k: int
+    packed: torch.Tensor  # uint8
+    scales: torch.Tensor | None = None  # as in QuantizedWeight; None: it is not quantized
+    in_scales: torch.Tensor | None = None
+    rows_in_int8: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weight and its scales."""
+        return sum(part.nbytes for part in (self.packed, self.scales, self.in_scales) if part is not None)
+
+    @classmethod
+    def joined(cls, weights: Sequence[PackedWeight]) -> tuple[PackedWeight, list[int]] | None:
+        """One weight with the outputs of all `weights`, and the outputs at which each of them begins.
+
+        Where panels are not full, there are zeros between their outputs. None if they differ in more than the outputs.
+        """
+        first, columns = weights[0], native.panel_columns()
+        if not all(first._goes_with(one) for one in weights):
+            return None
+        widths = [-(-one.n // columns) * columns for one in weights[:-1]] + [weights[-1].n]
+        starts = [0, *itertools.accumulate(widths[:-1])]
+        scales = None
+        if first.scales is not None:
+            parts = [(one.scales, width - one.n) for one, width in zip(weights, widths, strict=True)]
+            scales = torch.cat([F.pad(part, (0, gap)) for part, gap in parts if part is not None], -1)
+        packed = torch.cat([one.packed for one in weights])
+        return replace(first, n=sum(widths), packed=packed, scales=scales), starts
+
+    def _goes_with(self, other: PackedWeight) -> bool:
+        alike = (self.type, self.k, self.rows_in_int8) == (other.type, other.k, other.rows_in_int8)
+        one, two = self.in_scales, other.in_scales
+        return alike and (one is two if one is None or two is None else torch.equal(one, two))
+
+    def outputs(self, start: int, n: int) -> PackedWeight:
+        """`n` outputs from `start` on, where a panel begins: views of this weight."""
+        columns = native.panel_columns()
+        panel_bytes = self.packed.numel() // -(-self.n // columns)
+        packed = self.packed[start // columns * panel_bytes : -(-(start + n) // columns) * panel_bytes]
+        scales = None if self.scales is None else self.scales.narrow(-1, start, n)
+        return replace(self, n=n, packed=packed, scales=scales)
+
+
+class NativeLinear(nn.Module):
+    """`nn.Linear` by the native kernels. Its `weight` has the shape of the plain one, and `dtype`, but no memory."""
+
+    def __init__(self, packed: PackedWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.in_features, self.out_features = packed.k, packed.n
+        self.weight, self.bias = placeholder((packed.n, packed.k), dtype), as_parameter(bias, dtype)
+        self.packed = packed
+        self.shares_weight = False  # with layers that have the same parameter
+        self._type, self._group = TYPES[packed.type], 0 if packed.scales is None else GROUP
+        self._multiply = torch.ops.pagetide.linear.default
+
+    @classmethod
+    def of(cls, linear: nn.Linear, dtype: torch.dtype | None = None) -> NativeLinear:
+        """The layer with the weight of `linear` as `dtype`, by default its own."""
+        dtype = dtype or linear.weight.dtype
+        weight = linear.weight.detach().contiguous()
+        if weight.dtype not in TYPES:  # the kernels convert the others
+            weight = weight.to(dtype)
+        packed = torch.ops.pagetide.pack_weight(weight, TYPES[dtype])
+        return cls(PackedWeight(dtype, linear.out_features, linear.in_features, packed), linear.bias, dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in_features] -> [..., out_features]."""
+        one = self.packed
+        out: torch.Tensor = self._multiply(
+            x.reshape(-1, one.k), one.packed, self._type, one.n, self.bias, one.scales, self._group, one.in_scales,
+            one.rows_in_int8 and not _ROWS_AS_THEY_ARE.get(),
+        )  # fmt: skip
+        return out.view(*x.shape[:-1], one.n)
+
+    @classmethod
+    def joined(cls, layers: Sequence[NativeLinear]) -> tuple[NativeLinear, list[int]] | None:
+        """One layer with the outputs of all `layers`, which have the same input, and the outputs at which each of them begins.
+
+        None if their weights cannot be joined, or only some have a bias.
+        """
+        joined = PackedWeight.joined([one.packed for one in layers])
+        if joined is None or len({one.bias is None for one in layers}) > 1:
+            return None
+        packed, starts = joined
+        bias = None if layers[0].bias is None else layers[0].bias.new_zeros(packed.n)
+        if bias is not None:
+            for start, one in zip(starts, layers, strict=True):
+                bias[start : start + one.out_features] = one.bias  # type: ignore[assignment]
+        return cls(packed, bias, layers[0].weight.dtype), starts
+
+    def share_parameter(self, other: NativeLinear) -> None:
+        """Free the weight, which is that of `other`."""
+        self.packed, self.shares_weight, other.shares_weight = other.packed, True, True
+
+
+class PackedEmbedding(nn.Embedding):
+    """`nn.Embedding` that reads its rows out of a packed output head. Its `weight` is NaN without memory.
+
+    An embedding becomes one by its class (`share`), so that a subclass which scales what it looks up still does.
+    """
+
+    _head: PackedWeight
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """input int64 or int32 [...] -> [..., embedding_dim]."""
+        head = self._head
+        rows: torch.Tensor = torch.ops.pagetide.embed(
+            head.packed, TYPES[head.type], self.num_embeddings, self.embedding_dim, input.reshape(-1).to(torch.int64)
+        )
+        return rows.view(*input.shape, self.embedding_dim)
+
+    @classmethod
+    def share(cls, embedding: nn.Embedding, head: NativeLinear) -> bool:
+        """Make `embedding`, which is tied to the weight of `head`, read that one. Mutates it; returns whether it could.
+
+        It cannot where a subclass looks up by itself: then nothing changes.
+        """
+        kind, weight = type(embedding), embedding.weight
+        if embedding.max_norm is not None or "forward" in vars(embedding):  # it changes its weight; or is replaced
+            return False
+        ids, dtype = torch.tensor([[0, len(weight) // 2, len(weight) - 1]]), head.weight.dtype
+        with torch.no_grad():
+            expected = embedding(ids).to(dtype)
+            embedding._head = head.packed  # type: ignore[assignment]
+            embedding.weight = nn.Parameter(torch.full((1, 1), math.nan, dtype=dtype).expand(weight.shape), False)
+            embedding.__class__ = cls if kind is nn.Embedding else type(kind.__name__, (kind, cls), {})
+            if torch.allclose(embedding(ids), expected, rtol=0.02, atol=1e-6):
+                return True
+        embedding.__class__, embedding.weight = kind, weight
+        del embedding._head
+        return False
+
+
+def is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether `module` computes what an `nn.Linear` does."""
+    return type(module) is nn.Linear and not is_changed(module)
+
+
+def is_changed(module: nn.Module) -> bool:
+    """Whether hooks or a `forward` of its own may make `module` compute something else than its class."""
+    return bool("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
+
+
+def uses_of_parameters(model: nn.Module) -> Counter[int]:
+    """How many modules use each parameter, by its id."""
+    return Counter(id(one) for module in model.modules() for one in module._parameters.values() if one is not None)
+
+
+class _WithoutMemory(torch.Tensor):
+    """A meta tensor that raises where it meets one with memory: torch would multiply the two, and return what memory holds."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if any(isinstance(one, torch.Tensor) and not one.is_meta for one in tree_leaves((args, kwargs))):
+                raise RuntimeError("the weight of a packed linear layer has no memory: its module multiplies by it")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def placeholder(shape: Sequence[int], dtype: torch.dtype) -> nn.Parameter:
+    """A parameter of this shape and type without memory. Computing with it raises RuntimeError."""
+    meta = torch.empty(shape, dtype=dtype, device="meta").as_subclass(_WithoutMemory)
+    return nn.Parameter(meta, requires_grad=False)
+
+
+def as_parameter(bias: torch.Tensor | None, dtype: torch.dtype) -> nn.Parameter | None:
+    """`bias` as a layer's parameter of this type."""
+    if bias is None or (isinstance(bias, nn.Parameter) and bias.dtype == dtype):
+        return bias
+    return nn.Parameter(bias.detach().to(dtype), requires_grad=False)
+
+
+def is_native(model: nn.Module) -> bool:
+    """Whether native kernels multiply by nearly all weights of `model`: embeddings do not count."""
+    if native.instructions() is None:
+        return False
+    looked_up = {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)}
+    sizes = [(one.is_meta, one.numel()) for one in model.parameters() if id(one) not in looked_up]
+    return sum(size for packed, size in sizes if packed) >= _NATIVE_SHARE * sum(size for _, size in sizes)
+
+
+def scratch_bytes(widest: int, num_rows: int, dtype: torch.dtype) -> int:
+    """The most bytes that a native product takes for `num_rows` rows of `widest` inputs, besides inputs and outputs."""
+    if native.instructions() is None or dtype not in TYPES:
+        return 0
+    return int(torch.ops.pagetide.most_scratch_bytes(TYPES[dtype], num_rows, widest))
