@@ -4,10 +4,10 @@
     window      the last `window` tokens, its own included
     chunked     those since the last multiple of `window`
 
-All pages (blocks) of a pool have one size, so that any page can serve any group and no memory is split between groups. A
-group with more layers than a page holds therefore has several tables, with entries that come and go together:
+All blocks of a pool have one size, so that any block can serve any group and no memory is split between groups. A
+group with more layers than a block holds therefore has several tables, with entries that come and go together:
 
-    34 layers, 29 of them with a window, 5 to a page:    1 table of the full layers, 6 tables of the others
+    34 layers, 29 of them with a window, 5 to a block:   1 table of the full layers, 6 tables of the others
 
 docs/decisions/0053-groups-of-layers.md gives the reasons.
 """
@@ -57,46 +57,46 @@ class LayerGroup:
         return -(-self.window // block_size) if self.chunked else -(-(self.window - 1) // block_size) + 1
 
 
-def pages_to_hold(groups: Sequence[LayerGroup], slots: int, block_size: int) -> int:
-    """Pages in all tables together that a sequence of `slots` blocks of tokens holds after its last one is computed."""
+def blocks_to_hold(groups: Sequence[LayerGroup], slots: int, block_size: int) -> int:
+    """Blocks in all tables together that a sequence of `slots` blocks of tokens holds after its last one is computed."""
     return sum(group.num_tables * min(slots, group.most_slots(block_size) or slots) for group in groups)
 
 
-def most_slots_in(groups: Sequence[LayerGroup], num_pages: int, block_size: int, most: int) -> int:
-    """The longest sequence, in blocks of tokens and up to `most`, that `num_pages` hold."""
+def most_slots_in(groups: Sequence[LayerGroup], num_blocks: int, block_size: int, most: int) -> int:
+    """The longest sequence, in blocks of tokens and up to `most`, that `num_blocks` hold."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if pages_to_hold(groups, middle, block_size) <= num_pages else (low, middle - 1)
+        low, high = (middle, high) if blocks_to_hold(groups, middle, block_size) <= num_blocks else (low, middle - 1)
     return low
 
 
 def split_into_tables(sizes: Sequence[Sequence[int]]) -> list[list[int]]:
     """For the layers of each group, of which `sizes` gives the bytes per token, the number of the group's table each is in.
 
-    Every table gets consecutive layers. Pages are as large as the largest table, so they are chosen to waste little: of the
+    Every table gets consecutive layers. Blocks are as large as the largest table, so they are chosen to waste little: of the
     sizes at which some group fills its tables, the one with the least memory in all tables together, where each table counts as
     _COST_OF_TABLE of it. A single group has one table.
     """
     if len(sizes) == 1:
         return [[0] * len(sizes[0])]
     total = sum(map(sum, sizes))
-    candidates = {_least_page(group, parts) for group in sizes for parts in range(1, min(len(group), _MOST_TABLES) + 1)}
+    candidates = {_least_size(group, parts) for group in sizes for parts in range(1, min(len(group), _MOST_TABLES) + 1)}
     best: tuple[float, list[list[int]]] | None = None
-    for page in sorted(candidates, reverse=True):
-        if page < max(map(max, sizes)):
+    for size in sorted(candidates, reverse=True):
+        if size < max(map(max, sizes)):
             continue
-        tables = [_filled(group, page) for group in sizes]
+        tables = [_filled(group, size) for group in sizes]
         number = sum(of_group[-1] + 1 for of_group in tables)
-        cost = number * page / total + number * _COST_OF_TABLE
+        cost = number * size / total + number * _COST_OF_TABLE
         if best is None or cost < best[0]:
             best = cost, tables
-    assert best is not None, "a page that holds the largest group is a candidate"
+    assert best is not None, "a block that holds the largest group is a candidate"
     return best[1]
 
 
-def _least_page(sizes: Sequence[int], parts: int) -> int:
-    """The smallest page that holds `sizes`, in their order, in `parts` tables."""
+def _least_size(sizes: Sequence[int], parts: int) -> int:
+    """The smallest block that holds `sizes`, in their order, in `parts` tables."""
     low, high = max(sizes), sum(sizes)
     while low < high:
         middle = (low + high) // 2
@@ -104,11 +104,11 @@ def _least_page(sizes: Sequence[int], parts: int) -> int:
     return low
 
 
-def _filled(sizes: Sequence[int], page: int) -> list[int]:
-    """The table of each layer, if every table takes what fits into a page."""
+def _filled(sizes: Sequence[int], block: int) -> list[int]:
+    """The table of each layer, if every table takes what fits into a block."""
     tables, table, used = [], 0, 0
     for size in sizes:
-        if used + size > page:
+        if used + size > block:
             table, used = table + 1, 0
         used += size
         tables.append(table)

@@ -35,7 +35,7 @@ from ..allocator.pool_view import PoolView
 from .block_table import BlockCopies, BlockTables, Index, Int32, TableUpdate, merged
 from .cache_events import CacheEventLog
 from .eviction import Lru, PolicyFactory
-from .layer_groups import LayerGroup, most_slots_in, pages_to_hold
+from .layer_groups import LayerGroup, blocks_to_hold, most_slots_in
 from .prefix_hash import Chain, NullHasher, PrefixHasher
 from .prefix_index import PrefixHit, PrefixIndex
 from .prefix_tree import NONE
@@ -43,7 +43,7 @@ from .resizing import PoolResizer
 from .reuse_density import ReuseDensity
 from .row_tables import RowTables
 from .swapping import Swapping
-from .window_pages import WindowPages
+from .window_blocks import WindowBlocks
 
 # Of a full pool each decode step evicts a few blocks. An eviction takes some 0.2 ms, however few they are, so it is done
 # for several steps at once.
@@ -114,8 +114,8 @@ class CacheManager:
         self._committed = np.zeros(num_rows, np.int64)  # blocks of each row that are findable, or never will be
         self.index = PrefixIndex(
             hasher or NullHasher(block_size), self._anchors.num_blocks, Lru if hasher is None else eviction,
-            num_slots=slots, host_eviction=Lru, groups=[group for group, _ in self.row_tables.others], num_pages=num_blocks,
-            capacity=num_nodes, events=events,
+            num_slots=slots, host_eviction=Lru, groups=[group for group, _ in self.row_tables.others],
+            num_window_blocks=num_blocks, capacity=num_nodes, events=events,
         )  # fmt: skip
         self.swapping = Swapping(
             self.index, self._allocator, self._anchors, host_slots, self._bytes_at, max_cached_blocks
@@ -142,7 +142,7 @@ class CacheManager:
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks in all tables together that a sequence of `tokens` tokens holds, once the last of them is computed."""
-        return pages_to_hold(self.row_tables.groups, -(-tokens // self.block_size), self.block_size)
+        return blocks_to_hold(self.row_tables.groups, -(-tokens // self.block_size), self.block_size)
 
     def extend(self, rows: Index, upto: Index) -> Extension | None:
         """Extend the tables of `rows` (distinct) to cover `upto[i]` tokens each; None, and no change, if blocks are short."""
@@ -238,7 +238,7 @@ class CacheManager:
         return Extension(tuple(updates))
 
     def _release_entries(
-        self, window: WindowPages, table: BlockTables, rows: Index, starts: Index, ends: Index
+        self, window: WindowBlocks, table: BlockTables, rows: Index, starts: Index, ends: Index
     ) -> None:
         """Release the entries of `rows` from `starts[i]` to `ends[i]`, with which their tables begin."""
         held = ends - starts
@@ -251,7 +251,7 @@ class CacheManager:
         if len(self._allocator.release(blocks.ravel())):
             self._wait_for_eviction(window, blocks, passed=True)
 
-    def _wait_for_eviction(self, window: WindowPages, blocks: Int32, passed: bool) -> None:
+    def _wait_for_eviction(self, window: WindowBlocks, blocks: Int32, passed: bool) -> None:
         """Queue those of the released `blocks` [tables, n] that are findable and have no reference."""
         nodes = window.blocks[0].node_at[blocks[0]].astype(np.int64)
         nodes = nodes[nodes != NONE]
@@ -271,9 +271,9 @@ class CacheManager:
         tables = [table for table in self.row_tables.every if table.lengths[row] * self.block_size < upto]
         if not tables:
             return upto, ()
-        pages = sum(table.num_tables for table in tables)
+        each = sum(table.num_tables for table in tables)
         have = int(tables[0].lengths[row])  # of all of them: they were extended together
-        more = min(self.pool.available, max(room, pages)) // pages
+        more = min(self.pool.available, max(room, each)) // each
         wanted = min(-(-upto // self.block_size), have + more)
         if wanted == have:
             return have * self.block_size, ()
@@ -422,7 +422,7 @@ class CacheManager:
             self.swapping.promote(hit.slots, self._anchor.blocks[0, row, num_blocks:num_nodes])
         for window, nodes, blocks in returning:
             if len(nodes):
-                self.swapping.promote_pages(window, nodes, blocks)
+                self.swapping.promote_window_blocks(window, nodes, blocks)
         if num_nodes:
             self.index.accept(hit)
             self._committed[row] = num_nodes
@@ -442,7 +442,7 @@ class CacheManager:
         return updates
 
     def _keep_end(self, row: int, num_tokens: int) -> None:
-        """Keep the pages that are read behind any of the last of `num_tokens` tokens of `row`: half a window, or 64 tokens.
+        """Keep the window blocks that are read behind any of the last of `num_tokens` tokens of `row`: half a window, or 64.
 
         The next turn of a chat may render the end of a template otherwise, and nodes are evicted from the end up.
         """
@@ -568,20 +568,20 @@ class CacheManager:
         for window in self.index.windows:
             blocks = window.blocks_of(window.nodes)
             idle = (self.pool.references(blocks.ravel()) == 0).reshape(blocks.shape)
-            assert (idle == idle[:1]).all(), "a node's pages are not all in use, or not"
+            assert (idle == idle[:1]).all(), "a node's window blocks are not all in use, or not"
             waits = window.evictable(window.nodes)
-            assert (waits == idle[0]).all(), "pages without a reference wait for no eviction, or others do"
+            assert (waits == idle[0]).all(), "window blocks without a reference wait for no eviction, or others do"
 
 
 def _most_nodes(groups: Sequence[LayerGroup], num_places: int, block_size: int, num_rows: int, max_slots: int) -> int:
-    """The most nodes of an index of pages in `num_places` blocks and slots.
+    """The most nodes of an index of window blocks in `num_places` blocks and slots.
 
-    Where no layer reads all tokens, a sequence has a node for each block of its tokens, but pages for its last ones only: there
-    are nodes for as many sequences of `max_slots` blocks as have pages or rows, and some more.
+    Where no layer reads all tokens, a sequence has a node for each block of its tokens, but window blocks for its last
+    ones only: there are nodes for as many sequences of `max_slots` blocks as have window blocks or rows, and some more.
     """
     if groups[0].window is None:
         return num_places
-    per_place = -(-max_slots // pages_to_hold(groups, max_slots, block_size))
+    per_place = -(-max_slots // blocks_to_hold(groups, max_slots, block_size))
     return min(num_places * per_place, num_rows * max_slots) + num_places * _SPARE_NODES
 
 

@@ -21,12 +21,12 @@ Ids = Sequence[int] | BlockIds | Index
 class BlockPlaces:
     """Blocks of the device and slots of the host tier, each in the order of the call that returns them.
 
-    `pages` are blocks with pages that belong to nodes (window_pages.py); `slots` are those of nodes and of such pages.
+    `window_blocks` are those that belong to nodes (window_blocks.py); `slots` are those of nodes and of window blocks.
     """
 
     blocks: BlockIds
     slots: Int32
-    pages: BlockIds = field(default_factory=lambda: _NO_BLOCKS)
+    window_blocks: BlockIds = field(default_factory=lambda: _NO_BLOCKS)
 
 
 _NO_BLOCKS: BlockIds = np.empty(0, np.int32)

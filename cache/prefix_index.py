@@ -10,8 +10,8 @@ slot of the host tier. The parent of a node on the device is on the device. The 
                                             └───────────── promote ─── findable, on the host ─┘
 
 A node is evictable while no sequence references it. The policy chooses the next node to evict (eviction.py). What other
-groups of layers have computed for a node's tokens is in their pages (window_pages.py): a hit ends at the last node behind
-which each group has the pages that are read next. Reasons: docs/decisions/0017-prefix-index.md, 0053-groups-of-layers.md.
+groups of layers have computed for a node's tokens is in their window blocks (window_blocks.py): a hit ends at the last node
+behind which each group has those that are read next. Reasons: docs/decisions/0017-prefix-index.md, 0053-groups-of-layers.md.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .layer_groups import LayerGroup
 from .node_places import NOWHERE, BlockPlaces, Ids, NodePlaces, as_index
 from .prefix_hash import Chain, Digests, PrefixHasher, Root
 from .prefix_tree import NONE, Nodes, PrefixTree
-from .window_pages import GroupPages
+from .window_blocks import WindowBlocksOfGroups
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,7 +68,7 @@ class PrefixIndex:
 
     `eviction` makes the policy that orders the nodes on the device, `host_eviction` that of the nodes on the host. By
     default there is room for a node in each block and each slot. With a `capacity` of 0 nothing is ever found. `groups` are
-    those of which pages belong to nodes; these lie among `num_pages` blocks (None: the nodes' own). `events` is the log of
+    those with window blocks that belong to nodes, among `num_window_blocks` (None: the nodes' own). `events` is the log of
     what becomes findable and what does not stay so (None: none).
 
     A call that raises BlockMisuse changes nothing. Each call costs a few array operations over the given blocks,
@@ -78,7 +78,7 @@ class PrefixIndex:
     def __init__(
         self, hasher: PrefixHasher, num_blocks: int, eviction: PolicyFactory,
         *, num_slots: int = 0, host_eviction: PolicyFactory | None = None, capacity: int | None = None,
-        groups: Sequence[LayerGroup] = (), num_pages: int | None = None, events: CacheEventLog | None = None,
+        groups: Sequence[LayerGroup] = (), num_window_blocks: int | None = None, events: CacheEventLog | None = None,
     ) -> None:  # fmt: skip
         if num_blocks < 1 or num_slots < 0:
             raise ValueError(f"an index of {num_blocks} blocks and {num_slots} slots has no use")
@@ -89,9 +89,9 @@ class PrefixIndex:
         self._num_blocks = num_blocks
         self._num_slots = num_slots
         self.capacity = num_blocks + num_slots if capacity is None else capacity  # the largest number of nodes
-        num_pages = num_blocks if num_pages is None else num_pages
-        self.windows = GroupPages(groups, hasher.block_size, num_pages, num_slots, self.capacity)
-        self._pages_are_apart = num_pages != num_blocks
+        num_window_blocks = num_blocks if num_window_blocks is None else num_window_blocks
+        self.windows = WindowBlocksOfGroups(groups, hasher.block_size, num_window_blocks, num_slots, self.capacity)
+        self._window_blocks_are_apart = num_window_blocks != num_blocks
         self._tree = PrefixTree(self.capacity)
         self._policy = eviction(self._tree)
         self._host_policy = (host_eviction or Lru)(self._tree if num_slots else PrefixTree(0))
@@ -141,7 +141,7 @@ class PrefixIndex:
         return blocks[:on_device], self.slots.of_node[nodes[on_device:]]
 
     def _hit(self, nodes: Nodes, matched: Nodes, on_host: bool = True) -> PrefixHit:
-        """The hit of `nodes`, the first ones of `matched`, or of fewer if a group lacks pages behind the last."""
+        """The hit of `nodes`, the first ones of `matched`, or of fewer if a group lacks window blocks behind the last."""
         if self.windows:
             nodes = nodes[: self.windows.num_readable(nodes, on_host)]
         return PrefixHit(len(nodes) * self.hasher.block_size, *self.places_of(nodes), nodes, matched)
@@ -227,7 +227,7 @@ class PrefixIndex:
     def entry_in(self, block: int) -> IndexEntry | None:
         """What is findable in `block` of the device, for watchers; None if nothing is."""
         places = [p for window in self.windows for p in window.blocks]
-        if not self._pages_are_apart:
+        if not self._window_blocks_are_apart:
             places.append(self.blocks)
         node = max((int(p.node_at[block]) for p in places), default=NONE)
         if node == NONE:
@@ -297,7 +297,7 @@ class PrefixIndex:
     # -- the host tier -----------------------------------------------------------------------------------------------
 
     def demote(self, blocks: Ids, slots: Ids) -> None:
-        """Move the nodes in `blocks` (evictable, in the order of `victims`) to `slots`. Their pages stay where they are.
+        """Move the nodes in `blocks` (evictable, in the order of `victims`) to `slots`. Their window blocks stay.
 
         Raises BlockMisuse if a descendant would be left on the device, or a slot is in use.
         """
@@ -426,7 +426,7 @@ class PrefixIndex:
         return places
 
     def _leave_places(self, nodes: Nodes) -> BlockPlaces:
-        """Take `nodes` and their pages out of their places and policies. Returns the places."""
+        """Take `nodes` and their window blocks out of their places and policies. Returns the places."""
         on_device = self.blocks.have(nodes)
         if on_device.all() and not self.windows:
             self._policy.remove(nodes)
@@ -434,8 +434,8 @@ class PrefixIndex:
         above, below = nodes[on_device], nodes[~on_device]
         self._policy.remove(above)
         self._host_policy.remove(below)
-        pages, slots = self.windows.evict(nodes)
-        return BlockPlaces(self.blocks.remove(above), np.concatenate((self.slots.remove(below), slots)), pages)
+        window_blocks, slots = self.windows.evict(nodes)
+        return BlockPlaces(self.blocks.remove(above), np.concatenate((self.slots.remove(below), slots)), window_blocks)
 
     def _check_evictable(self, nodes: Nodes) -> None:
         evictable = self._evictable[nodes]

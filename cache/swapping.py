@@ -4,8 +4,9 @@ Blocks that leave the pool are demoted to slots (host_tier.py) if that is worth 
 available; older slots are evicted for them. The other blocks are evicted. A hit in a slot is promoted to a block of the
 new row. What is kept for preempted sequences is in suspended.py.
 
-With several groups of layers, pages that windows have passed leave first, then nodes with their pages, then other pages
-without a reference (window_pages.py). Where no layer reads all tokens, nodes have no bytes, and only pages leave.
+With several groups of layers, window blocks that windows have passed leave first, then nodes with their window blocks, then
+other window blocks without a reference (window_blocks.py). Where no layer reads all tokens, nodes have no bytes, and only
+window blocks leave.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .node_places import BlockPlaces
 from .prefix_index import PrefixHit, PrefixIndex
 from .prefix_tree import Nodes
 from .suspended import SuspendedSequences
-from .window_pages import WindowPages
+from .window_blocks import WindowBlocks
 
 _NO_SLOTS: Int32 = np.empty(0, np.int32)
 _NO_SLOTS.flags.writeable = False
@@ -65,7 +66,7 @@ class Swapping:
             victims = self._index.victims(max(lacking, least)) if self._nodes_have_bytes else _NO_SLOTS
             if not len(victims):
                 break
-            if self._index.windows:  # a node's pages go with it: fewer nodes are enough
+            if self._index.windows:  # a node's window blocks go with it: fewer nodes are enough
                 sizes = np.cumsum(1 + self._index.windows.num_blocks(self._index.blocks.nodes_in(victims)))
                 victims = victims[: int(np.searchsorted(sizes, max(lacking, least))) + 1]
             self.reclaim(victims, hit)
@@ -98,7 +99,7 @@ class Swapping:
             self._demote(victims[num_left:], nodes[num_left:], slots[:used], hit)
 
     def evict_nodes(self, n: int) -> None:
-        """Evict `n` nodes with their pages, or all that are evictable."""
+        """Evict `n` nodes with their window blocks, or all that are evictable."""
         self.evicted_blocks += self._evict(self._index.victims(n))
 
     def trim(self) -> None:
@@ -110,9 +111,9 @@ class Swapping:
             self.make_room(excess)
 
     def reclaim_trees(self, roots: BlockIds) -> None:
-        """Demote or evict `roots`, without references: nodes with all their descendants, and pages with their node's others."""
+        """Demote or evict `roots`, without references: nodes with all descendants, and window blocks with their node's."""
         for window in self._index.windows:
-            self._forget_pages(window, window.nodes_in(window.blocks, roots))
+            self._forget_window_blocks(window, window.nodes_in(window.blocks, roots))
         if not self._nodes_have_bytes:
             return
         roots = roots[self._index.findable(roots)]
@@ -134,8 +135,8 @@ class Swapping:
         for window in self._index.windows:
             window.stay_on_host(nodes)
 
-    def promote_pages(self, window: WindowPages, nodes: Nodes, blocks: BlockIds) -> None:
-        """Move the pages of `nodes` from the host to `blocks` [tables, nodes] of a row."""
+    def promote_window_blocks(self, window: WindowBlocks, nodes: Nodes, blocks: BlockIds) -> None:
+        """Move the window blocks of `nodes` from the host to `blocks` [tables, nodes] of a row."""
         slots = window.promote(nodes, blocks)
         self._allocator.publish(blocks.ravel())
         self.host.queue_swap_in(slots.ravel(), blocks.ravel())
@@ -146,7 +147,7 @@ class Swapping:
         self.host.free(slots)
 
     def replaced(self, slots: Int32) -> None:
-        """`slots` held pages on the host that a row has computed again."""
+        """`slots` held window blocks on the host that a row has computed again."""
         self._forget(slots)
 
     def admitted(self, hit: PrefixHit, blocks: BlockIds, returns: bool) -> None:
@@ -169,9 +170,9 @@ class Swapping:
         self.host.rest()
 
     def forget(self, blocks: BlockIds) -> None:
-        """Forget `blocks`, which no table contains, without demoting them: nodes with their descendants, and pages."""
+        """Forget `blocks`, which no table contains, without demoting them: nodes with their descendants, and window blocks."""
         for window in self._index.windows:
-            self._forget_pages(window, window.nodes_in(window.blocks, blocks))
+            self._forget_window_blocks(window, window.nodes_in(window.blocks, blocks))
         if self._nodes_have_bytes:
             self._evict(blocks[self._index.findable(blocks)])
         self.forget_slots(self.host.owed(blocks))
@@ -197,7 +198,7 @@ class Swapping:
     # -- helpers -----------------------------------------------------------------------------------------------------
 
     def _demote(self, blocks: BlockIds, nodes: Nodes, slots: Int32, hit: PrefixHit | None) -> None:
-        """Move `nodes`, in `blocks`, to the first `slots`, and their pages to the others."""
+        """Move `nodes`, in `blocks`, to the first `slots`, and their window blocks to the others."""
         ours, slots = slots[: len(blocks)], slots[len(blocks) :]
         self._index.demote(blocks, ours)
         self.demotion.demoted(blocks, ours)
@@ -206,33 +207,33 @@ class Swapping:
             window.go_with(nodes)
             having = nodes[window.have(nodes, on_host=False)]
             num = len(having) * window.group.num_tables
-            self._demote_pages(window, having, slots[:num], hit)
+            self._demote_window_blocks(window, having, slots[:num], hit)
             slots = slots[num:]
 
-    def _demote_pages(self, window: WindowPages, nodes: Nodes, slots: Int32, hit: PrefixHit | None) -> None:
+    def _demote_window_blocks(self, window: WindowBlocks, nodes: Nodes, slots: Int32, hit: PrefixHit | None) -> None:
         blocks = window.demote(nodes, slots.reshape(window.group.num_tables, -1))
         self._swap_out(blocks.ravel(), slots, hit)
 
     def _swap_out(self, blocks: BlockIds, slots: Int32, hit: PrefixHit | None) -> None:
         """Let the next plan copy `blocks`, which are free now, to `slots`.
 
-        It does so concurrently with its chunks if a row that is admitted with `hit` gets all of them. With groups pages go
-        together, and so more blocks than the row needs.
+        It does so concurrently with its chunks if a row that is admitted with `hit` gets all of them. Window blocks of a node
+        go together, and so more blocks than the row needs.
         """
         self._allocator.forget(blocks)
         beside = hit is not None and not self._index.windows
         self.host.queue_swap_out(self._bytes_at[blocks], slots, beside=beside)
 
     def _evict_passed(self, num_blocks: int) -> bool:
-        """Evict passed pages, at least `num_blocks` if there are so many. Returns whether there were some."""
+        """Evict passed window blocks, at least `num_blocks` if there are so many. Returns whether there were some."""
         for window in self._index.windows:
             if len(nodes := window.passed(-(-num_blocks // window.group.num_tables))):
-                self.evicted_blocks += self._forget_pages(window, nodes)
+                self.evicted_blocks += self._forget_window_blocks(window, nodes)
                 return True
         return False
 
     def _reclaim_kept(self, num_blocks: int, hit: PrefixHit | None) -> bool:
-        """Demote or evict other pages without a reference. Returns whether there were some."""
+        """Demote or evict other window blocks without a reference. Returns whether there were some."""
         for window in self._index.windows:
             tables = window.group.num_tables
             nodes = window.kept(-(-num_blocks // tables))
@@ -245,10 +246,10 @@ class Swapping:
                 worth = worth[len(worth) - len(slots) // tables :]
                 self.host.free(slots[len(worth) * tables :])
                 if len(worth):
-                    self._demote_pages(window, worth, slots[: len(worth) * tables], hit)
+                    self._demote_window_blocks(window, worth, slots[: len(worth) * tables], hit)
                     window.stay_on_host(worth)
                 nodes = nodes[~np.isin(nodes, worth)]
-            self.evicted_blocks += self._forget_pages(window, nodes)
+            self.evicted_blocks += self._forget_window_blocks(window, nodes)
             return True
         return False
 
@@ -262,7 +263,7 @@ class Swapping:
             if lacking > 0 and len(nodes := window.host_victims(-(-lacking // window.group.num_tables))):
                 if hit is not None:
                     nodes = nodes[~np.isin(nodes, hit.nodes)]
-                self._forget_pages(window, nodes)
+                self._forget_window_blocks(window, nodes)
         lacking = n - self.host.num_free
         if lacking > 0:
             keep = _NO_SLOTS if hit is None else hit.slots
@@ -280,24 +281,24 @@ class Swapping:
     def _used_slots(self) -> Int32:
         return np.concatenate((self._index.slots.used, self._index.windows.slots))
 
-    def _forget_pages(self, window: WindowPages, nodes: Nodes) -> int:
-        """Forget the pages of `nodes`, which nothing references; the nodes stay. Returns the number of blocks."""
+    def _forget_window_blocks(self, window: WindowBlocks, nodes: Nodes) -> int:
+        """Forget the window blocks of `nodes`, which nothing references; the nodes stay. Returns the number of blocks."""
         blocks, slots = window.evict(nodes)
         return self._forget_places(BlockPlaces(_NO_SLOTS, slots, blocks))
 
     def _forget_slots(self, slots: Int32) -> None:
         """Forget the contents of those of `slots` that have some, and descendants of nodes there."""
         for window in self._index.windows:
-            self._forget_pages(window, window.nodes_in(window.slots, slots))
+            self._forget_window_blocks(window, window.nodes_in(window.slots, slots))
         self._forget_places(self._index.evict_slots(np.intersect1d(slots, self._index.slots.used)))
 
     def _forget_places(self, places: BlockPlaces) -> int:
         """Free `places`, which the index does not know any more. Returns the number of blocks."""
         self._anchors.forget(places.blocks)
-        if len(places.pages):
-            self._allocator.forget(places.pages)
+        if len(places.window_blocks):
+            self._allocator.forget(places.window_blocks)
         self._forget(places.slots)
-        return len(places.blocks) + len(places.pages)
+        return len(places.blocks) + len(places.window_blocks)
 
     def _forget(self, slots: Int32) -> None:
         """Free `slots`, which the index does not know any more."""

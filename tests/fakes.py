@@ -509,7 +509,7 @@ class World:
             for blocks, slots in places:
                 block, slot = int(blocks.of_node[node]), int(slots.of_node[node])
                 if block < 0 and slot < 0:
-                    continue  # pages that a window has passed
+                    continue  # window blocks that a window has passed
                 if slot >= 0 and leaving[slot]:
                     continue  # the next plan brings it there
                 if block >= 0:

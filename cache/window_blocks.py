@@ -1,10 +1,10 @@
-"""The findable pages of a group of layers that is not the index's first: for some nodes, one page in each of its tables.
+"""The findable blocks of a group of layers that is not the index's first: for some nodes, one in each of its tables.
 
 The tree of the prefix index (prefix_index.py) has a node for each block of tokens. What a group with a window has computed
-for that block belongs to the node as long as it is kept: its *pages*, one per table, which are found, used and evicted
-together. A prefix can be used up to a block behind which every group has the pages that the next token reads.
+for that block belongs to the node as long as it is kept: its *window blocks*, one per table, which are found, used and evicted
+together. A prefix can be used up to a block behind which every group has the window blocks that the next token reads.
 
-Pages without a reference wait in one of two queues:
+Window blocks without a reference wait in one of two queues:
 
     passed   a sequence went on beyond their window: only a request that leaves its prompt just there would read them. They
              are evicted before anything else
@@ -29,61 +29,63 @@ from .prefix_tree import NONE, Nodes
 _NONE: Int32 = np.empty(0, np.int32)
 
 
-class WindowPages:
-    """Pages of `group` in the blocks `0 .. num_blocks - 1` of the device and the slots `0 .. num_slots - 1` of the host, for
+class WindowBlocks:
+    """Window blocks of `group`: on the device among `num_blocks` blocks, on the host among `num_slots` slots, for
     nodes below `capacity`.
 
-    Arrays of pages are [tables, nodes].
+    Arrays of window blocks are [tables, nodes].
     """
 
     def __init__(self, group: LayerGroup, num_blocks: int, num_slots: int, capacity: int) -> None:
         self.group = group
         self.blocks = tuple(NodePlaces("blocks", num_blocks, capacity) for _ in range(group.num_tables))
         self.slots = tuple(NodePlaces("slots", num_slots, capacity) for _ in range(group.num_tables))
-        self._since = np.zeros(capacity, np.int64)  # running number of the last queueing; 0: referenced, or no pages
+        self._since = np.zeros(
+            capacity, np.int64
+        )  # running number of the last queueing; 0: referenced, or no window blocks
         self._num_queued = 0
         self._passed, self._kept, self._on_host = EvictableQueue(), EvictableQueue(), EvictableQueue()
-        self._has_passed = np.zeros(capacity, np.bool_)  # whether pages that wait for eviction are passed ones
+        self._has_passed = np.zeros(capacity, np.bool_)  # whether window blocks that wait for eviction are passed ones
         self._keeps = np.zeros(capacity, np.bool_)  # requests may leave a common prefix behind these
 
     def add(self, nodes: Nodes) -> None:
-        """`nodes` are new, and have no pages."""
+        """`nodes` are new, and have no window blocks."""
         for places in (*self.blocks, *self.slots):
             places.of_node[nodes] = NONE
         self._since[nodes] = 0
         self._keeps[nodes] = False
 
     def have(self, nodes: Nodes, on_host: bool = True) -> npt.NDArray[np.bool_]:
-        """Which of `nodes` have pages on the device, or, with `on_host`, anywhere."""
+        """Which of `nodes` have window blocks on the device, or, with `on_host`, anywhere."""
         found = self.blocks[0].have(nodes)
         return found | self.slots[0].have(nodes) if on_host else found
 
     def have_slots(self, nodes: Nodes) -> npt.NDArray[np.bool_]:
-        """Which of `nodes` have their pages on the host."""
+        """Which of `nodes` have their window blocks on the host."""
         return self.slots[0].have(nodes)
 
     def blocks_of(self, nodes: Nodes) -> BlockIds:
-        """The device's pages of `nodes`, which have some."""
+        """The device's window blocks of `nodes`, which have some."""
         return np.stack([places.of_node[nodes] for places in self.blocks])
 
     def slots_of(self, nodes: Nodes) -> Int32:
-        """The host's pages of `nodes`, which have some."""
+        """The host's window blocks of `nodes`, which have some."""
         return np.stack([places.of_node[nodes] for places in self.slots])
 
     def put(self, nodes: Nodes, blocks: BlockIds) -> None:
-        """`blocks` are the pages of `nodes`, which have none; a sequence holds them."""
+        """`blocks` are the window blocks of `nodes`, which have none; a sequence holds them."""
         for places, of_table in zip(self.blocks, blocks, strict=True):
             places.put(nodes, of_table)
 
     def keep(self, nodes: Nodes) -> None:
-        """Requests may leave a common prefix behind `nodes`: do not evict their pages first."""
+        """Requests may leave a common prefix behind `nodes`: do not evict their window blocks first."""
         self._keeps[nodes] = True
         moved = nodes[self._has_passed[nodes] & (self._since[nodes] > 0)]
         if len(moved):
             self.mark_evictable(moved, passed=False)
 
     def mark_evictable(self, nodes: Nodes, passed: bool) -> None:
-        """The pages of `nodes` lost their last reference: because a sequence went on (`passed`), or ended.
+        """The window blocks of `nodes` lost their last reference: because a sequence went on (`passed`), or ended.
 
         They are in the order in which they may go.
         """
@@ -94,39 +96,39 @@ class WindowPages:
                 self._enter(queue, of_queue)
 
     def mark_used(self, nodes: Nodes) -> None:
-        """The pages of `nodes` are referenced again."""
+        """The window blocks of `nodes` are referenced again."""
         self._since[nodes] = 0
 
     def passed(self, n: int) -> Nodes:
-        """The next `n` nodes to take passed pages from; fewer only if fewer have some."""
+        """The next `n` nodes to take passed window blocks from; fewer only if fewer have some."""
         return self._passed.first(n, self._since)
 
     def kept(self, n: int) -> Nodes:
-        """The next `n` nodes to take other pages from; fewer only if fewer have some without a reference."""
+        """The next `n` nodes to take other window blocks from; fewer only if fewer have some without a reference."""
         return self._kept.first(n, self._since)
 
     def ranks(self, nodes: Nodes) -> npt.NDArray[np.float64]:
-        """Of passed pages the order in which they go, all below 0; of others infinite."""
+        """Of passed window blocks the order in which they go, all below 0; of others infinite."""
         ranks = np.full(len(nodes), np.inf)
         is_passed = self._has_passed[nodes] & (self._since[nodes] > 0)
         ranks[is_passed] = -1.0 / self._since[nodes[is_passed]]
         return ranks
 
     def evict(self, nodes: Nodes) -> tuple[BlockIds, Int32]:
-        """Take the pages of those of `nodes` that have some. Returns the blocks and slots that held them."""
+        """Take the window blocks of those of `nodes` that have some. Returns the blocks and slots that held them."""
         blocks = [places.remove(nodes[places.have(nodes)]) for places in self.blocks]
         slots = [places.remove(nodes[places.have(nodes)]) for places in self.slots]
         self._since[nodes] = 0
         return np.concatenate(blocks), np.concatenate(slots)
 
     def evict_slots(self, nodes: Nodes) -> Int32:
-        """Take the pages on the host from those of `nodes` that have some there. Returns their slots."""
+        """Take the window blocks on the host from those of `nodes` that have some there. Returns their slots."""
         nodes = nodes[self.have_slots(nodes)]
         self._since[nodes] = 0
         return np.concatenate([places.remove(nodes) for places in self.slots])
 
     def demote(self, nodes: Nodes, slots: Int32) -> BlockIds:
-        """Move the pages of `nodes`, all on the device, to `slots`. Returns the blocks."""
+        """Move the window blocks of `nodes`, all on the device, to `slots`. Returns the blocks."""
         blocks = np.stack([places.remove(nodes) for places in self.blocks])
         for places, of_table in zip(self.slots, slots, strict=True):
             places.put(nodes, of_table)
@@ -134,7 +136,7 @@ class WindowPages:
         return blocks
 
     def stay_on_host(self, nodes: Nodes) -> None:
-        """Those of `nodes`, which are on the device, that have pages on the host keep them until slots are short."""
+        """Those of `nodes`, which are on the device, that have window blocks on the host keep them until slots are short."""
         nodes = nodes[self.have_slots(nodes)]
         self._has_passed[nodes] = False
         if len(nodes):
@@ -145,43 +147,43 @@ class WindowPages:
         self._since[nodes[self.have_slots(nodes)]] = 0
 
     def promote(self, nodes: Nodes, blocks: BlockIds) -> Int32:
-        """Move the pages of `nodes`, all on the host, to `blocks`, which a sequence holds. Returns the slots."""
+        """Move the window blocks of `nodes`, all on the host, to `blocks`, which a sequence holds. Returns the slots."""
         slots = np.stack([places.remove(nodes) for places in self.slots])
         self.put(nodes, blocks)
         self._since[nodes] = 0
         return slots
 
     def host_victims(self, n: int) -> Nodes:
-        """The next `n` nodes to take pages on the host from, of those that are on the device themselves."""
+        """The next `n` nodes to take window blocks on the host from, of those that are on the device themselves."""
         return self._on_host.first(n, self._since)
 
     def nodes_in(self, places: tuple[NodePlaces, ...], ids: Int32) -> Nodes:
-        """The nodes with a page in one of `ids`, which are `places` of this group or not."""
+        """The nodes with a window block in one of `ids`, which are `places` of this group or not."""
         nodes = np.concatenate([of_table.node_at[ids] for of_table in places])
         return np.unique(nodes[nodes != NONE]).astype(np.int64)
 
     def move(self, sources: BlockIds, targets: BlockIds) -> None:
-        """Move the page in block `sources[i]`, if it is one, to `targets[i]`."""
+        """Move the window block in `sources[i]`, if it is one, to `targets[i]`."""
         for places in self.blocks:
             places.move(sources, targets)
 
     @property
     def nodes(self) -> Nodes:
-        """The nodes with pages on the device. Looks at all blocks."""
+        """The nodes with window blocks on the device. Looks at all blocks."""
         places = self.blocks[0]
         return places.node_at[places.used].astype(np.int64)
 
     def check_invariants(self, nodes: Nodes) -> None:
-        """Check the pages of `nodes`, those in use. Raises AssertionError."""
+        """Check the window blocks of `nodes`, those in use. Raises AssertionError."""
         on_device, on_host = self.blocks[0].have(nodes), self.have_slots(nodes)
-        assert not (on_device & on_host).any(), "pages lie in two places"
+        assert not (on_device & on_host).any(), "window blocks lie in two places"
         for places, have in (*((p, on_device) for p in self.blocks), *((p, on_host) for p in self.slots)):
-            assert (places.have(nodes) == have).all(), "a node has pages in some tables only"
+            assert (places.have(nodes) == have).all(), "a node has window blocks in some tables only"
             places.check_invariants(nodes[have])
-        assert not self._since[nodes[~on_device & ~on_host]].any(), "pages that are not there wait for eviction"
+        assert not self._since[nodes[~on_device & ~on_host]].any(), "window blocks that are not there wait for eviction"
 
     def evictable(self, nodes: Nodes) -> npt.NDArray[np.bool_]:
-        """Which of `nodes` have pages that wait for eviction."""
+        """Which of `nodes` have window blocks that wait for eviction."""
         waiting: npt.NDArray[np.bool_] = self._since[nodes] > 0
         return waiting
 
@@ -191,21 +193,21 @@ class WindowPages:
         queue.append(nodes, self._since)
 
 
-class GroupPages:
-    """The pages of each of `groups`: its items, in their order. A node stands for `block_size` tokens."""
+class WindowBlocksOfGroups:
+    """The window blocks of each of `groups`: its items, in their order. A node stands for `block_size` tokens."""
 
     def __init__(
         self, groups: Sequence[LayerGroup], block_size: int, num_blocks: int, num_slots: int, capacity: int
     ) -> None:
         self._shape = (groups, block_size, num_blocks, num_slots, capacity)
         self._block_size = block_size
-        self._each = tuple(WindowPages(group, num_blocks, num_slots, capacity) for group in groups)
+        self._each = tuple(WindowBlocks(group, num_blocks, num_slots, capacity) for group in groups)
 
-    def emptied(self) -> GroupPages:
-        """The same without any pages."""
-        return GroupPages(*self._shape)
+    def emptied(self) -> WindowBlocksOfGroups:
+        """The same without any window blocks."""
+        return WindowBlocksOfGroups(*self._shape)
 
-    def __iter__(self) -> Iterator[WindowPages]:
+    def __iter__(self) -> Iterator[WindowBlocks]:
         return iter(self._each)
 
     def __len__(self) -> int:
@@ -213,24 +215,24 @@ class GroupPages:
 
     @property
     def blocks(self) -> BlockIds:
-        """The blocks with pages. Looks at all blocks."""
+        """The blocks with window blocks. Looks at all blocks."""
         return np.concatenate([_NONE, *(places.used for one in self._each for places in one.blocks)])
 
     @property
     def slots(self) -> Int32:
-        """The slots with pages. Looks at all slots."""
+        """The slots with window blocks. Looks at all slots."""
         return np.concatenate([_NONE, *(places.used for one in self._each for places in one.slots)])
 
     def num_blocks(self, nodes: Nodes) -> Index:
-        """The blocks of the pages that each of `nodes` has on the device."""
+        """The blocks of the window blocks that each of `nodes` has on the device."""
         blocks = np.zeros(len(nodes), np.int64)
         for one in self._each:
             blocks += one.have(nodes, on_host=False) * one.group.num_tables
         return blocks
 
     def num_readable(self, nodes: Nodes, on_host: bool) -> int:
-        """The most of the leading `nodes`, a chain from its root, behind which every group has the pages that are read next;
-        with `on_host` also those on the host.
+        """The most of the leading `nodes`, a chain from its root, behind which every group has what is read next; with
+        `on_host` also on the host.
         """
         lengths = np.arange(len(nodes) + 1)
         good = np.ones(len(nodes) + 1, np.bool_)
@@ -239,8 +241,8 @@ class GroupPages:
             good[1:] &= np.maximum.accumulate(missing) < self._first_read(one, lengths[1:])
         return int(np.flatnonzero(good)[-1])
 
-    def read_next(self, one: WindowPages, nodes: Nodes) -> Nodes:
-        """The last of `nodes`, a chain from its root, of which the token behind them reads pages of group `one`."""
+    def read_next(self, one: WindowBlocks, nodes: Nodes) -> Nodes:
+        """The last of `nodes`, a chain from its root, of which the token behind them reads window blocks of group `one`."""
         return nodes[int(self._first_read(one, np.array([len(nodes)]))[0]) :]
 
     def keep_end(self, nodes: Nodes) -> None:
@@ -249,14 +251,14 @@ class GroupPages:
             one.keep(self.read_next(one, nodes))
 
     def add(self, nodes: Nodes) -> None:
-        """`nodes` are new, and have no pages."""
+        """`nodes` are new, and have no window blocks."""
         for one in self._each:
             one.add(nodes)
 
-    def attach(self, one: WindowPages, nodes: Nodes, blocks: BlockIds) -> tuple[BlockIds, Int32]:
-        """Let `blocks` [tables, nodes] of a sequence be the pages of those of `nodes` that have none on the device.
+    def attach(self, one: WindowBlocks, nodes: Nodes, blocks: BlockIds) -> tuple[BlockIds, Int32]:
+        """Let `blocks` [tables, nodes] of a sequence be the window blocks of those of `nodes` that have none on the device.
 
-        Returns the pages that the nodes have now, and the slots of pages on the host that they replace. Where pages differ
+        Returns the blocks that the nodes have now, and the slots of those on the host that they replace. Where blocks differ
         from the sequence's own, the caller treats them as the blocks that `PrefixIndex.register` returns.
         """
         slots = one.evict_slots(nodes)
@@ -267,23 +269,23 @@ class GroupPages:
         return one.blocks_of(nodes), slots
 
     def evict(self, nodes: Nodes) -> tuple[BlockIds, Int32]:
-        """Take all pages of `nodes`. Returns the blocks and slots that held them."""
+        """Take all window blocks of `nodes`. Returns the blocks and slots that held them."""
         found = [one.evict(nodes) for one in self._each]
         blocks, slots = zip(*found, strict=True) if found else ((), ())
         return np.concatenate([_NONE, *blocks]), np.concatenate([_NONE, *slots])
 
     def move(self, sources: BlockIds, targets: BlockIds) -> None:
-        """Move the page in block `sources[i]`, if it is one, to `targets[i]`."""
+        """Move the window block in `sources[i]`, if it is one, to `targets[i]`."""
         for one in self._each:
             one.move(sources, targets)
 
     def ranks(self, blocks: BlockIds, worth: npt.NDArray[np.float64]) -> None:
-        """Write the rank of each of `blocks` that is a page to `worth` [num_blocks]: lower is evicted first."""
+        """Write the rank of each of `blocks` that is a window block to `worth` [num_blocks]: lower is evicted first."""
         for one in self._each:
             for places in one.blocks:
-                pages = blocks[places.node_at[blocks] != NONE]
-                worth[pages] = one.ranks(places.node_at[pages])
+                window_blocks = blocks[places.node_at[blocks] != NONE]
+                worth[window_blocks] = one.ranks(places.node_at[window_blocks])
 
-    def _first_read(self, one: WindowPages, num_nodes: Index) -> Index:
+    def _first_read(self, one: WindowBlocks, num_nodes: Index) -> Index:
         """The number of the first block that is read by the token behind so many blocks."""
         return one.group.first_read(num_nodes * self._block_size) // self._block_size

@@ -1,4 +1,4 @@
-"""Pages of windows: what is released, found and evicted, in a cache that serves one prompt after the other."""
+"""Window blocks: what is released, found and evicted, in a cache that serves one prompt after the other."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_little_that_is_evicted_shortens_a_hit_and_does_not_end_it(tokens: int
 
 
 def test_no_more_is_evicted_than_is_needed() -> None:
-    """Nodes go with their pages: of those fewer are enough."""
+    """Nodes go with their window blocks: of those fewer are enough."""
     one = OneRow(900, (LayerGroup(), LayerGroup(6, WINDOW)), chunk=1000)
     for prompt in prompts(120, 120, 120):
         one.serve(prompt)
@@ -112,7 +112,7 @@ def test_without_a_layer_that_reads_all_tokens() -> None:
 
 
 def test_a_prompt_of_any_length_is_found_without_a_layer_that_reads_all_tokens() -> None:
-    """It has more blocks of tokens than a small pool has pages, and a place in the index for each of them."""
+    """It has more blocks of tokens than a small pool has window blocks, and a place in the index for each of them."""
     one = OneRow(20, (LayerGroup(1, WINDOW),))
     prompt, other = prompts(900, 60)
     one.serve(prompt)
