@@ -23,9 +23,8 @@ from .prefix_tree import Nodes, PrefixTree
 Keys = npt.NDArray[np.uint64]
 Ranks = npt.NDArray[np.float64]
 
-_DEEPEST = (
-    2.0**-24
-)  # of two nodes that became evictable at once the deeper ranks lower, in chains shorter than 2**24 blocks
+# Of two nodes that became evictable at once the deeper ranks lower, in chains shorter than 2**24 blocks.
+_DEEPEST = 2.0**-24
 
 
 class EvictionPolicy(Protocol):

@@ -40,9 +40,8 @@ class WindowBlocks:
         self.group = group
         self.blocks = tuple(NodePlaces("blocks", num_blocks, capacity) for _ in range(group.num_tables))
         self.slots = tuple(NodePlaces("slots", num_slots, capacity) for _ in range(group.num_tables))
-        self._since = np.zeros(
-            capacity, np.int64
-        )  # running number of the last queueing; 0: referenced, or no window blocks
+        # Running number of the last queueing; 0: referenced, or no window blocks.
+        self._since = np.zeros(capacity, np.int64)
         self._num_queued = 0
         self._passed, self._kept, self._on_host = EvictableQueue(), EvictableQueue(), EvictableQueue()
         self._has_passed = np.zeros(capacity, np.bool_)  # whether window blocks that wait for eviction are passed ones

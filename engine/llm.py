@@ -477,9 +477,8 @@ class Stream(Iterator[StreamChunk]):
     def __init__(self, manager: RequestManager, groups: list[RequestGroup], interval: int) -> None:
         self._manager = manager
         self._groups = groups
-        self._states = [
-            state for group in groups for state in group.states
-        ]  # those that have not delivered their last chunk
+        # Those that have not delivered their last chunk.
+        self._states = [state for group in groups for state in group.states]
         self._interval = interval
 
     def __next__(self) -> StreamChunk:

@@ -42,10 +42,11 @@ KV_MIN, KV_MAX = 16 * MIB, 512 * MIB
 SETTLE_S = 2.5  # until the broker has forgotten how the processes grew at their start
 HEADROOM = 48 * MIB
 GROWTH = 512 * MIB  # what leases and external process contend for, above the engines' minimums
+# Of the external process: from, until (shares of the time), share of GROWTH.
 STAYS = (
     (0.15, 0.34, 0.6),
     (0.60, 0.82, 0.8),
-)  # of the external process: from, until (shares of the time), share of GROWTH
+)
 PIECE, PIECE_S = 40 * MIB, 0.25  # of the external process, less than the headroom; and the time between two
 SAMPLE_S = 0.05
 

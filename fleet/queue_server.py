@@ -105,9 +105,8 @@ class QueueServer:
         journal.set_fact("boots", boots)  # epochs of an earlier start are stale for ever
         options = self.options
         unfinished = journal.unfinished()
-        if (
-            journal.fact("start_id", str) != options.start_id
-        ):  # a fleet that starts, and not a queue that is started again
+        # A fleet that starts, and not a queue that is started again.
+        if journal.fact("start_id", str) != options.start_id:
             for name in ("workers", "drained", *(() if unfinished else ("model",))):
                 journal.forget_fact(name)
             journal.set_fact("start_id", options.start_id)

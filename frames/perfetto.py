@@ -119,9 +119,8 @@ class TraceWriter:
             yield from self._turn(name, state, now, details)
         seated = set(self._id_in.values())
         for name, track in self._tracks.items():
-            if (
-                name not in seated and name not in listed and track.state in _STATUSES
-            ):  # it waits far behind, or has ended
+            # It waits far behind, or has ended.
+            if name not in seated and name not in listed and track.state in _STATUSES:
                 yield from self._turn(name, "preempted", now, {})
 
     def _running(self, frame: Mapping[str, Any], now: float) -> Iterator[Event]:

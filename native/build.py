@@ -125,12 +125,13 @@ def try_to_build(library: Path = LIBRARY, sanitize: bool = False) -> None:
     """`build`, but say on stderr why it failed instead of raising."""
     try:
         build(library, sanitize)
+    # ValueError: CXX cannot be split.
     except (
         OSError,
         RuntimeError,
         ValueError,
         subprocess.CalledProcessError,
-    ) as error:  # ValueError: CXX cannot be split
+    ) as error:
         _say(f"not built: {error}; torch's operators are used, which are slower")
 
 

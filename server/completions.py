@@ -220,11 +220,12 @@ class TextPlaces:
         self._tail += text
         every = [*self._open, *tokens]
         places: list[int] = []
+        # Kept: the first token that stays open, its place, broken before it.
         at, broken, kept = (
             0,
             self._num_broken,
             None,
-        )  # kept: the first token that stays open, its place, broken before it
+        )
         for number, token in enumerate(every):
             begin, size, broken_then, sure = self._place(token, at, broken, ends)
             if not sure and kept is None:
@@ -247,9 +248,8 @@ class TextPlaces:
             return at, len(token.lstrip()), 0, True  # decoders drop the space before the first word
         if num_broken and (found := tail.find(token, at, at + num_broken + len(token))) >= 0:
             return found, len(token), 0, True
-        if (
-            num_broken and not ends and len(tail) < at + num_broken + len(token)
-        ):  # their character is there, this is not
+        # Their character is there, this is not.
+        if num_broken and not ends and len(tail) < at + num_broken + len(token):
             return min(at + 1, len(tail)), len(token), num_broken, False
         if tail.startswith(token, at):
             return at, len(token), 0, True

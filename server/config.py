@@ -24,12 +24,13 @@ DEFAULT_DRAIN_S = 30.0
 VARIABLES = "PAGETIDE_"
 ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # with the one that this machine calls
 _MODEL_KEYS = ("name", "model", "tool_call_parser", "chat_template")
+# Settings that a model's entry may have too.
 _OF_MODELS = (
     "tool_call_parser",
     "chat_template",
     "record",
     "record_text",
-)  # settings that a model's entry may have too
+)
 # Arguments of `LLM` that are settings, for all models, with the types of their variables.
 ENGINE_SETTINGS = {
     "device": "str", "devices": "str", "tensor_parallel_size": "int", "dtype": "str", "quantization": "str",

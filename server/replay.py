@@ -54,9 +54,8 @@ def replay_app(recording: FrameRecording, files: PageFiles, host: str = LOOPBACK
         return Response(json_encode(info), 200, _NO_STORE, "application/json")
 
     @app.get("/page/frames")
-    def frames(
-        since: float = Query(0.0, alias="from"), until: float = math.inf, model: str | None = None
-    ) -> Response:  # on a thread: it unpacks
+    # On a thread: it unpacks.
+    def frames(since: float = Query(0.0, alias="from"), until: float = math.inf, model: str | None = None) -> Response:
         if model is not None and model not in recording.models:
             raise ApiError(
                 404, f"the recording is of {', '.join(recording.models)}, not of {model!r:.200}", param="model"

@@ -223,10 +223,11 @@ class _Sampling(_Extras):
         for name in ("best_of", "stop", "logprobs", "prompt_logprobs"):
             if given.get(name) is not None and (self.n or 1) > 1:
                 raise invalid(f"{name} cannot be given with use_beam_search: leave one of them out", name)
+        # The most likely, unless asked to draw.
         return {
             "num_beams": self.n or 1,
             "temperature": self.temperature or 0.0,
-        }  # the most likely, unless asked to draw
+        }
 
     def _constraint(self) -> dict[str, Any]:
         form = self.response_format

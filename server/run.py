@@ -44,9 +44,8 @@ _PORT_ADVICE = {
 # After Ctrl-C running requests have so long, and engines until this time: a person waits for the end.
 INTERRUPT_DRAIN_S, INTERRUPT_END_S = 4.0, 7.0
 ANSWER_S = 2.0  # requests that a shutdown fails have so long for their answers
-MOST_OPEN_FILES = (
-    1 << 20
-)  # a hard limit may be a thousand times that, and programs that close them one by one take minutes
+# A hard limit may be a thousand times that, and programs that close them one by one take minutes.
+MOST_OPEN_FILES = 1 << 20
 
 
 class CannotServe(Exception):

@@ -85,9 +85,8 @@ class FakeRunner:
         self.owner: dict[int, str] = {}
         self.written = np.zeros(num_rows, np.int64)  # tokens of each row, what it found included
         self.waits: set[int] = set()  # rows without a chunk yet: how much they found their first one says
-        self.taken: dict[
-            int, set[tuple[int, int]]
-        ] = {}  # tables and places in these rows, of blocks that are new to them
+        # Tables and places in these rows, of blocks that are new to them.
+        self.taken: dict[int, set[tuple[int, int]]] = {}
         self.first_starts: dict[str, int] = {}  # by request: where its first chunk began
         self.fail: set[str] = set()
         self.faults: np.random.Generator | None = None
@@ -96,9 +95,8 @@ class FakeRunner:
         self.failed_slots: list[int] = []
         self.lazy = False
         self._begun: deque[PendingStep] = deque()  # and not executed
-        self.asks: dict[
-            int, tuple[Sampling, int]
-        ] = {}  # rows that want log-probabilities, with the length of the prompt
+        # Rows that want log-probabilities, with the length of the prompt.
+        self.asks: dict[int, tuple[Sampling, int]] = {}
 
     def begin(self, plan: Plan) -> PendingStep:
         """Execute `plan` behind those that were begun before."""

@@ -19,9 +19,8 @@ if torch.cuda.is_available():  # there kernels are compiled, and a process canno
     pytest.skip("kernels run on the device here: tests/gpu/test_triton.py", allow_module_level=True)
 os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton", reason="triton is not installed: pip install pagetide[triton]")
-if not hasattr(
-    sys.modules["triton.language.standard"].sum, "rewrite"
-):  # transformers imported it before, to be compiled
+# Transformers imported it before, to be compiled.
+if not hasattr(sys.modules["triton.language.standard"].sum, "rewrite"):
     stale = re.compile(r"triton(\.(?!_C\b).*)?|pagetide\.engine\.attention\.triton_.*")
     for name in [name for name in sys.modules if stale.fullmatch(name)]:
         del sys.modules[name]

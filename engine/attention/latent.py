@@ -118,9 +118,8 @@ class LatentAttention:
         part, tokens = _part(call, chunk, chunk + 1)
         length, table = int(part.step.kv_lens[0]), call.cache.table
         blocks = part.step.tables[table][0, : -(-length // part.step.block_size)]
-        cached = call.query.new_empty(
-            len(blocks), *call.cache.key.shape[1:]
-        )  # [blocks, block_size, 1, rank + rope_dim]
+        # [blocks, block_size, 1, rank + rope_dim]
+        cached = call.query.new_empty(len(blocks), *call.cache.key.shape[1:])
         gather(call.cache.key, call.cache.key_scale, blocks, cached)
         latents, rotated = cached.split_with_sizes((self.key.shape[2], self.k_dims[1]), -1)
         rows, own = latents.flatten(0, 2), slice(length - int(part.step.q_lens[0]), length)

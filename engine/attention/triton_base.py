@@ -95,9 +95,8 @@ LEAST_SPLIT_TILES = 4  # tiles of keys: with fewer, writing and merging partial 
 UNKNOWN_SPLITS = 8  # splits of rows that fill the card, if lengths are unknown and one may be much longer ...
 UNKNOWN_SPLIT_KEYS = 2048  # ... while rows below this length are not split
 DEFAULT_NUM_SMS = 132  # if not a CUDA device; equals an H100 or H200
-RESULTS = (
-    1 << 14
-)  # elements in a program's registers, 64 KiB: with more rows of them, a KV head's query heads are divided
+# Elements in a program's registers, 64 KiB: with more rows of them, a KV head's query heads are divided.
+RESULTS = 1 << 14
 MAX_DIM = 512
 MAX_KEY_DIM = 576  # of latents: V and 64 rotated elements
 

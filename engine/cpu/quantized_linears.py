@@ -115,9 +115,8 @@ def check_native(quantization: Quantization, device: torch.device) -> None:
 
 def _groups(model: Any, layers: list[nn.Linear], tokens: torch.Tensor) -> dict[nn.Linear, tuple[nn.Linear, ...]]:
     """The layers that run, each with those that have the same input."""
-    by_input: dict[
-        int, tuple[torch.Tensor, dict[nn.Linear, None]]
-    ] = {}  # the tensors are kept, so that ids stay theirs
+    # The tensors are kept, so that ids stay theirs.
+    by_input: dict[int, tuple[torch.Tensor, dict[nn.Linear, None]]] = {}
 
     def note(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         by_input.setdefault(id(x), (x, {}))[1][layer] = None

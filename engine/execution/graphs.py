@@ -91,11 +91,12 @@ class DecodeGraphs:
         Raises CannotBeCaptured for a model that reads from the device, and what `record` raises.
         """
         if self._logits is None:
+            # In inference mode the check does not see inner operations.
             with (
                 torch.inference_mode(False),
                 torch.no_grad(),
                 CaptureCheck(),
-            ):  # in inference mode the check does not see inner operations
+            ):
                 self._logits = torch.empty_like(self._forward(size))
         logits = self._logits[:size]
         self._replays[size] = self._record(lambda: _fill(logits, self._forward(size)))

@@ -181,11 +181,12 @@ class _Probe:
         """A step, its input ids and its position ids [1, T]."""
         ids, more = np.random.default_rng(0).permutation(np.arange(1, 1 + self.blocks)), BLOCK_SIZE // self.block_size
         unused = np.zeros(3 * more, np.int64)
+        # By sequence, scattered.
         tables = (
             ids[: 5 * more],
             np.append(ids[5 * more : 7 * more], unused),
             ids[7 * more :],
-        )  # by sequence, scattered
+        )
         q_lens = np.array([n for _, n in chunks], np.int32)
         kv_lens = np.array([done[s] + n for s, n in chunks], np.int32)
         places = [(s, p) for s, n in chunks for p in range(done[s], done[s] + n)]  # (sequence, position) of each token

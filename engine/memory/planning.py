@@ -448,9 +448,8 @@ def _values_per_token(layer: Any) -> int:
     widest = max(dense if isinstance(dense, (list, tuple)) else (dense,))
     intermediate = max(widest, experts * (one_expert or widest))
     attention = 2 * head_dim * (heads + 2 * kv_heads)
-    if rank := getattr(
-        layer, "kv_lora_rank", None
-    ):  # queries, before and after the product by head; outputs the same way
+    # Queries, before and after the product by head; outputs the same way.
+    if rank := getattr(layer, "kv_lora_rank", None):
         rope_dim, v_dim = layer.qk_rope_head_dim, layer.v_head_dim
         query = layer.qk_nope_head_dim + rope_dim
         attention = heads * (2 * query + rank + (rank + rope_dim) + rank + 2 * v_dim) + 3 * (rank + rope_dim)

@@ -140,9 +140,8 @@ class PulseWatch:
         Args:
             posted: The number of the newest message to all shards.
         """
-        silent = [
-            watch.look(sign.beats or now, now) for watch, sign in zip(self._of_heartbeats, signs, strict=True)
-        ]  # one that has not begun is waited for
+        # One that has not begun is waited for.
+        silent = [watch.look(sign.beats or now, now) for watch, sign in zip(self._of_heartbeats, signs, strict=True)]
         most = self._silent_s if is_loaded else LOADING_S
         if given_up := [rank for rank, seconds in enumerate(silent) if seconds > most]:
             return given_up, f"gave no sign of life for {most:g} s"

@@ -263,9 +263,8 @@ def _ids_of_byte_tokens(tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:
     """Ids of tokens named `<0x00>` .. `<0xFF>`."""
     for name in (f"<0x{byte:02X}>" for byte in range(256)):
         token_id = tokenizer.convert_tokens_to_ids(name)
-        if (
-            isinstance(token_id, int) and tokenizer.convert_ids_to_tokens([token_id])[0] == name
-        ):  # not the unknown token
+        # Not the unknown token.
+        if isinstance(token_id, int) and tokenizer.convert_ids_to_tokens([token_id])[0] == name:
             yield token_id
 
 

@@ -56,9 +56,8 @@ _SHALLOW = frozenset({
 _ITEM_BY_ITEM = frozenset({"map", "select", "reject", "selectattr", "rejectattr"})
 _SLOW = frozenset({"striptags", "urlize", "wordwrap", "pprint"})  # may take time quadratic in the length of a text
 _ESCAPES = frozenset({"e", "escape", "forceescape", "tojson", "urlencode", "xmlattr"})
-_TAKES_APART = frozenset(
-    {"list", "reverse", "sort", "unique", "batch", "slice", "groupby"}
-)  # split a text into its characters
+# Split a text into its characters.
+_TAKES_APART = frozenset({"list", "reverse", "sort", "unique", "batch", "slice", "groupby"})
 _NOT_HAD = frozenset({"encode", "translate", "maketrans", "to_bytes", "from_bytes"})  # methods
 _WIDE_PERCENT = re.compile(r"%[^a-zA-Z%]*(?:\*|\d{5})")  # an argument as width, or 10,000 and more
 _WIDE_BRACES = re.compile(r"\{[^{}]*:[^{}]*(?:\{|\d{5})")

@@ -409,9 +409,8 @@ def test_ended_requests_are_kept_for_their_time_whatever_the_systems_clock_does(
     clock = SimpleNamespace(time=lambda: now["time"], monotonic=lambda: now["monotonic"])
     monkeypatch.setattr(journal_module, "time", clock)
     journal = Journal(tmp_path / "journal.sqlite")
-    for number, jump in enumerate(
-        (86_400.0, -86_400.0, -86_400.0, -1e6), 1
-    ):  # while it is open, and while it is closed
+    # While it is open, and while it is closed.
+    for number, jump in enumerate((86_400.0, -86_400.0, -86_400.0, -1e6), 1):
         journal.commit(JournalChanges([(number, f"r{number}", encode(new_request("r")), "")], ended=[number]))
         now["time"] += jump
         if number > 2:

@@ -259,9 +259,8 @@ def test_a_client_that_does_not_read_is_cut_off(
                 client.sendall(3 * request)
                 # the first response waits in the server's memory; the second waits for it, the third is not begun
                 await eventually(lambda: statuses == [200, guard.LEFT])
-            monkeypatch.setattr(
-                http_protocol, "STALL_S", FAR_S
-            )  # a client that reads is not cut off, however busy it is
+            # A client that reads is not cut off, however busy it is.
+            monkeypatch.setattr(http_protocol, "STALL_S", FAR_S)
             with socket.create_connection(address) as client:
                 client.setblocking(False)
                 await asyncio.get_running_loop().sock_sendall(client, request)

@@ -170,9 +170,10 @@ def test_a_daemon_that_is_killed_costs_growth_until_there_is_another(device: Dev
 @pytest.mark.parametrize("device", ["6GiB"], indirect=True)
 def test_who_loads_is_waited_for(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """It needs less once it has loaded: to refuse the next one for what it may need would be wrong."""
+    # Which leaves less than any process with torch in it holds.
     loading = Lease.register(
         own_dir().socket, name="loading", device_uuid=device.uuid, min_bytes=5600 * MIB, granule_bytes=MIB
-    )  # which leaves less than any process with torch in it holds
+    )
 
     def loaded() -> None:
         wait_until(lambda: "waiting for loading" in seen.text, "the engine to wait")

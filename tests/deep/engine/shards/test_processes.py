@@ -95,12 +95,13 @@ def test_log_probabilities_come_from_the_first_shard(two: LLM) -> None:
 def test_an_interrupt_ends_the_step_and_the_shards_go_on(two: LLM) -> None:
     before = tokens(two)
     long = SamplingParams(temperature=0.0, max_new_tokens=900, ignore_eos=True)
+    # One signal, which comes while the step is awaited.
     params = [
         in_a_step(os.getpid(), signal.SIGINT),
         long,
         long,
         long,
-    ]  # one signal, which comes while the step is awaited
+    ]
     with pytest.raises(KeyboardInterrupt):
         two.generate([[5, 6, 7]] * 4, params, progress=False)
     assert tokens(two) == before
