@@ -189,11 +189,6 @@ class FrameRecording:
                 self.ended = last
                 break
 
-    @property
-    def models(self) -> list[str]:
-        """The names of the recorded models."""
-        return [str(self.header.get("model", ""))]
-
     def frames(self, since: float | None = None, until: float | None = None) -> Iterator[RecordedFrame]:
         """All frames, or from the last full one at or before `since` (else the first) up to `until`. Reads as it goes."""
         first = 0 if since is None else max(0, bisect_right(self._times, since) - 1)

@@ -246,14 +246,14 @@ class PageRig:
 
     Args:
         key: The API key that is asked for.
-        recording: Frames by model: the server is a replay of them.
+        recording: Frames: the server is a replay of them.
         answer: The text of the prompt box's requests, in tokens.
         hold: The requests of the prompt box never end.
     """
 
     def __init__(
         self, simulations: Sequence[Simulation | MadeUpFleet], *, key: str | None = None, port: int = 0,
-        recording: dict[str, list[dict[str, Any]]] | None = None,
+        recording: list[dict[str, Any]] | None = None,
         answer: Sequence[str] = ("Call", " me", " Ishmael", "."), hold: bool = False,
     ) -> None:  # fmt: skip
         self.simulations = {one.name: one for one in simulations}
@@ -419,13 +419,13 @@ def _handler(rig: PageRig) -> type[BaseHTTPRequestHandler]:
             info: dict[str, Any] = {"mode": "live", "needs_key": has_key, "has_keys": has_key, "signed_in": is_in}
             info |= {"admin": is_in, "version": "0.1.0"}
             if rig.recording is not None:
-                times = [frame["time"] for frames in rig.recording.values() for frame in frames]
-                info |= {"mode": "replay", "began": min(times), "ended": max(times), "models": list(rig.recording)}
+                began, ended = rig.recording[0]["time"], rig.recording[-1]["time"]
+                info |= {"mode": "replay", "began": began, "ended": ended, "model": rig.recording[0]["pool"]["model"]}
             self.json(200, info)
 
         def frames(self, query: dict[str, list[str]]) -> None:
             assert rig.recording is not None
-            frames = rig.recording[query["model"][0]]
+            frames = rig.recording
             begin, until = float(query["from"][0]), float(query["until"][0])
             first = max((at for at, one in enumerate(frames) if one["full"] and one["time"] <= begin), default=0)
             chosen = [one for one in frames[first:] if one["time"] <= until]

@@ -289,13 +289,13 @@ class App {
     byId("prompt-card").hidden = true;
     byId("status").dataset.state = "replay";
     setText(byId("status-text"), `recording of ${new Date(info.began * 1000).toLocaleString()}`);
-    this.#showModels(info.models.map((name) => ({ name, state: "replay" })));
+    this.#showModels([{ name: info.model, state: "replay" }]);
     this.replay = new Replay(info, {
       reset: () => {
         for (const { model } of this.shown.values()) model.forget();
         this.events.clear();
       },
-      frame: (name, frame) => this.#takeFrame(name, frame),
+      frame: (frame) => this.#takeFrame(info.model, frame),
     });
   }
 

@@ -12,16 +12,16 @@ const LONGEST_PAUSE_S = 30;
 
 export class Replay {
   /**
-   * @param {{began: number, ended: number, models: string[]}} info
-   * @param {{reset: () => void, frame: (model: string, frame: Object) => void}} listener `reset`: the next frames are full
+   * @param {{began: number, ended: number}} info
+   * @param {{reset: () => void, frame: (frame: Object) => void}} listener `reset`: the next frame is full
    */
   constructor(info, listener) {
-    const { began, ended, models } = info;
-    Object.assign(this, { began, ended, models, listener });
+    const { began, ended } = info;
+    Object.assign(this, { began, ended, listener });
     this.time = began;
     this.speed = 1;
     this.playing = false;
-    this.queues = new Map(); // model -> frames to come
+    this.queue = []; // frames to come
     this.until = began; // frames are here up to this time
     this.fetching = false;
     this.pause = FIRST_PAUSE_S;
@@ -92,7 +92,7 @@ export class Replay {
     this.isLost = !found;
     if (!found) return this.#play(false);
     this.listener.reset();
-    this.queues = found.frames;
+    this.queue = found.frames;
     this.until = found.until;
     this.#show();
   }
@@ -111,12 +111,11 @@ export class Replay {
 
   /** Hands on the frames up to the time shown. */
   #show() {
-    for (const [model, frames] of this.queues) {
-      let next = 0;
-      const isDue = (frame) => frame.time <= this.time || (next === 0 && frame.full && frame.time - this.time < 1);
-      while (next < frames.length && isDue(frames[next])) next += 1;
-      for (const frame of frames.splice(0, next)) this.listener.frame(model, frame);
-    }
+    const { queue } = this;
+    let next = 0;
+    const isDue = (frame) => frame.time <= this.time || (next === 0 && frame.full && frame.time - this.time < 1);
+    while (next < queue.length && isDue(queue[next])) next += 1;
+    for (const frame of queue.splice(0, next)) this.listener.frame(frame);
   }
 
   async #more() {
@@ -135,34 +134,24 @@ export class Replay {
     this.retryAt = 0;
     this.pause = FIRST_PAUSE_S;
     this.until = found.until;
-    for (const [model, frames] of found.frames) {
-      // the answer begins with a full frame before `from`: what was shown already is left out
-      const queue = this.queues.get(model) ?? [];
-      queue.push(...frames.filter((frame) => frame.time > from));
-      this.queues.set(model, queue);
-    }
+    // the answer begins with a full frame before `from`: what was shown already is left out
+    this.queue.push(...found.frames.filter((frame) => frame.time > from));
   }
 
-  /** The frames of all models between two times. */
+  /** The frames between two times, null with a message if they do not come. */
   async #fetch(from, until) {
     try {
-      const answers = await Promise.all(this.models.map((model) => this.#fetchModel(model, from, until)));
-      const ends = answers.map(({ until: end }) => end);
-      return { frames: new Map(this.models.map((model, at) => [model, answers[at].frames])), until: Math.min(...ends) };
+      const response = await fetch(`frames?from=${from}&until=${until}`);
+      if (!response.ok) throw new Error(await messageOf(response));
+      const lines = (await response.text()).split("\n").map(parsed).filter((line) => line !== null);
+      const frames = lines.filter((line) => line.cells !== undefined);
+      const end = lines.find((line) => line.cells === undefined); // the last line: up to when all frames are here
+      setText(byId("replay-status"), "");
+      return { frames, until: Math.min(until, end?.until ?? until) };
     } catch (error) {
       setText(byId("replay-status"), `The frames did not come: ${error.message}`);
       return null;
     }
-  }
-
-  async #fetchModel(model, from, until) {
-    const response = await fetch(`frames?model=${encodeURIComponent(model)}&from=${from}&until=${until}`);
-    if (!response.ok) throw new Error(await messageOf(response));
-    const lines = (await response.text()).split("\n").map(parsed).filter((line) => line !== null);
-    const frames = lines.filter((line) => line.cells !== undefined);
-    const end = lines.find((line) => line.cells === undefined); // the last line: up to when all frames are here
-    setText(byId("replay-status"), "");
-    return { frames, until: Math.min(until, end?.until ?? until) };
   }
 
   #showTime() {

@@ -56,7 +56,7 @@ def test_frames_are_read_from_any_moment(
     lines = write(path, fulls)
     with FrameRecording(path) as recording:
         assert recording.header == {"pagetide_recording": 2, "of": "engine", **HEADER, "max_bytes": 1 << 20}
-        assert (recording.began, recording.ended, recording.models) == (100.0, 99.0 + len(fulls), ["demo"])
+        assert (recording.began, recording.ended) == (100.0, 99.0 + len(fulls))
         assert [(f.time_s, f.full, f.line) for f in recording.frames()] == [
             (100.0 + i, full, one) for i, (one, full) in enumerate(zip(lines, fulls, strict=True))
         ]

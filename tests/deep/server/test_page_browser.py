@@ -494,7 +494,7 @@ def test_a_phone_scrolls_in_one_direction_only(open_page: Open, scheme: str) -> 
 
 def test_a_recording_is_played_and_sought(open_page: Open) -> None:
     pool, again = (Simulation("demo", 512, 8, lengths=(200, 200), seed=5) for _ in range(2))
-    frames = {"demo": record(pool, 120, full_every=25)}
+    frames = record(pool, 120, full_every=25)
     expected: list[list[int]] = [[]]
     for _ in range(120):
         again.step()
@@ -523,7 +523,7 @@ def test_a_recording_is_played_and_sought(open_page: Open) -> None:
 
 def test_a_replay_stops_where_no_more_frames_come(open_page: Open) -> None:
     pool = Simulation("demo", 512, 8, lengths=(200, 200), seed=5)
-    frames = {"demo": record(pool, 600)}
+    frames = record(pool, 600)
     with PageRig([pool], recording=frames) as rig:
         rig.damage = ["{", "\x00"]  # of a damaged file: left out
         page = open_page(rig.url, may_fail="Failed to load resource")
