@@ -147,11 +147,13 @@ class ToolCalls:
         """
         items, taken = [], dict[str, str]()
         for number, tool in enumerate(self._tools):
-            parameters = {"$id": f"tool:{number}"} | _parameters(tool["function"])
-            if not isinstance(parameters["$id"], str):
-                raise ToolsInvalid(
-                    f"the $id of a tool's parameters must be a text, got {parameters['$id']!r:.80}", "tools"
-                )
+            given = _parameters(tool["function"])
+            own = given.get("$id", "")
+            if not isinstance(own, str):
+                raise ToolsInvalid(f"the $id of a tool's parameters must be a text, got {own!r:.80}", "tools")
+            place = {"$anchor": own[1:]} if own[1:] and own[0] == "#" else {}  # of draft 7
+            base = f"http://tool-{number}.invalid/"
+            parameters = given | {"$id": base if own.startswith("#") else _joined(base, own)} | place
             for uri, identified in _identified(parameters):
                 text = json.dumps(identified)  # values that Python calls equal may differ, as 1 and true
                 if taken.setdefault(uri, text) != text:
@@ -195,16 +197,22 @@ def _identified(parameters: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any
             continue
         own = schema.get("$id")
         if isinstance(own, str):
-            try:
-                base = (base + own if own.startswith("#") else urljoin(base, own)).rstrip("#")
-            except ValueError as error:
-                raise ToolsInvalid(f"the $id {own!r:.80} of a tool's parameters is no URI", "tools") from error
-            yield base, schema
+            uri = base + own if own.startswith("#") else _joined(base, own)
+            base = base if own.startswith("#") else uri
+            yield uri, schema
         for key, value in schema.items():
             if key in _NAMED_SCHEMAS and isinstance(value, dict):
                 left += [(each, base) for each in value.values()]
             elif key not in _VALUES:
                 left.append((value, base))
+
+
+def _joined(base: str, uri: str) -> str:
+    """A URI, which may be relative to `base`, without an empty fragment. Raises ToolsInvalid."""
+    try:
+        return urljoin(base, uri).rstrip("#")
+    except ValueError as error:
+        raise ToolsInvalid(f"the $id {uri!r:.80} of a tool's parameters is no URI", "tools") from error
 
 
 class _CallStream:

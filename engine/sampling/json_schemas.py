@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias, TypeGuard
 from urllib.parse import unquote
@@ -30,25 +31,33 @@ def readable(schema: Any) -> Any:
 
     - An unknown `format` is left out.
     - `oneOf` whose branches exclude each other, as the branches of a discriminated union do, becomes `anyOf`.
+    - `$id` of draft 7 that names a place (`#name`) becomes `$anchor`. `$dynamicRef` becomes `$ref`, whose meaning it has unless
+      its anchor is in the schema several times.
     - An exclusive bound that is an integer moves by 1e-9 inwards, where the other bound is less than 1 away: llguidance 1.9
       would accept the bound itself.
     """
-    return _schema(schema, schema, itertools.count())
+    anchors = Counter(_dynamic_anchors(schema))
+    return _schema(schema, schema, itertools.count(), {name for name, count in anchors.items() if count > 1})
 
 
-def _schema(schema: Any, root: Any, unions: Iterator[int]) -> Any:
-    """`schema` rewritten. References are looked for in `root`; `unions` counts what was tried."""
+def _schema(schema: Any, root: Any, unions: Iterator[int], dynamic: set[str]) -> Any:
+    """`schema` rewritten. References are looked for in `root`; `unions` counts what was tried; `dynamic` anchors remain."""
     if isinstance(schema, list):
-        return [_schema(each, root, unions) for each in schema]
+        return [_schema(each, root, unions, dynamic) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    root = schema if "$id" in schema else root
+    root = schema if _names_place(schema.get("$id", "#")) is None else root
     found: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _DATA:
             found[key] = value
         elif key in _SCHEMAS_BY_NAME and isinstance(value, dict):
-            found[key] = {name: _schema(each, root, unions) for name, each in value.items()}
+            found[key] = {name: _schema(each, root, unions, dynamic) for name, each in value.items()}
+        elif key == "$id" and (place := _names_place(value)) is not None:
+            found |= {"$anchor": place} if place else {}
+        elif key in ("$dynamicRef", "$dynamicAnchor") and isinstance(value, str):
+            is_dynamic = value.rpartition("#")[2] in dynamic
+            found[key if is_dynamic else key.replace("dynamicR", "r").replace("dynamicA", "a")] = value
         elif key == "format" and isinstance(value, str) and value not in FORMATS:
             pass
         elif (
@@ -57,10 +66,28 @@ def _schema(schema: Any, root: Any, unions: Iterator[int]) -> Any:
             and next(unions) < _MOST_UNIONS
             and _exclude_each_other(value, root)
         ):
-            found["anyOf"] = _schema(value, root, unions)
+            found["anyOf"] = _schema(value, root, unions, dynamic)
         else:
-            found[key] = _schema(value, root, unions)
+            found[key] = _schema(value, root, unions, dynamic)
     return found | _bounds(schema)
+
+
+def _names_place(uri: Any) -> str | None:
+    """The name of a place within its schema that an `$id` of draft 7 gives, if it is no URI of a schema."""
+    return uri[1:] if isinstance(uri, str) and uri.startswith("#") else None
+
+
+def _dynamic_anchors(schema: Any) -> Iterator[str]:
+    """The values of `$dynamicAnchor` at any depth."""
+    left = [schema]
+    while left:
+        each = left.pop()
+        if isinstance(each, dict):
+            left += each.values()
+            if isinstance(name := each.get("$dynamicAnchor"), str):
+                yield name
+        elif isinstance(each, list):
+            left += each
 
 
 def _bounds(schema: Mapping[str, Any]) -> dict[str, float]:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pagetide.engine.sampling.json_schemas import readable
 from pagetide.server.tools import ToolCalls, ToolParser, ToolsInvalid, detect_parser
 
 DIVING = {"type": "object", "properties": {"depth": {"$ref": "#/$defs/Depth"}}, "$defs": {"Depth": {"type": "integer"}}}
@@ -276,11 +277,17 @@ def test_references_of_each_tool_are_its_own() -> None:
             "$defs": {"o": {"$id": "urn:t"}},
         },
         {"type": ["null", "object"], "properties": {"c": red}, "required": ["c"], "$defs": {"o": {"$id": "urn:t"}}},
+        *(
+            {**item, "$id": "own", "properties": {"c": {"$ref": to}}, "definitions": {"x": {"$id": name, **color}}}
+            for to, name in (("#T", "#T"), ("part", "part"))
+            for color in (red, blue)
+        ),
+        {**item, "$id": "#T", "properties": {"c": red, "n": {"$ref": "#T"}}},
     ]
-    functions = [{"name": f"f{i}", "parameters": schema} for i, schema in enumerate(schemas)] + [{"name": "f7"}]
+    functions = [{"name": f"f{i}", "parameters": schema} for i, schema in enumerate(schemas)] + [{"name": "f12"}]
     tools = [{"type": "function", "function": function} for function in functions]
     schema = calls_of("required", tools=tools).params()["json_schema"]
-    grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
+    grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(readable(schema)))
     tokenizer = llguidance.LLTokenizer("byte")
 
     def fits(number: int, arguments: Any) -> bool:
@@ -289,12 +296,12 @@ def test_references_of_each_tool_are_its_own() -> None:
         tokens = tokenizer.tokenize_str(text)
         return matcher.try_consume_tokens(tokens) == len(tokens) and bool(matcher.is_accepting())
 
-    for number in range(7):
-        right, wrong = ("blue", "red") if number in (1, 2) else ("red", "blue")
+    for number in range(12):
+        right, wrong = ("blue", "red") if number in (1, 2, 8, 10) else ("red", "blue")
         assert fits(number, {"c": right}) and not fits(number, {"c": wrong}), number
     assert fits(3, {"c": "red", "n": {"c": "red", "n": {"c": "red"}, "d": "red"}})
-    assert not fits(3, {"c": "red", "n": {}})
-    assert fits(7, {}) and not fits(7, {"c": 1})
+    assert not any(fits(number, {"c": "red", "n": {}}) for number in (3, 11))
+    assert fits(12, {}) and not fits(12, {"c": 1})
     assert not any(fits(number, other) for number in (5, 6) for other in list[Any]([None, "hi", [1], {}]))
     named = calls_of({"type": "function", "function": {"name": "surface"}}).params()["json_schema"]
     assert named["properties"] == {} and named["additionalProperties"] is False
@@ -317,7 +324,7 @@ def test_contradictions_are_refused() -> None:
     own, far = {"$id": "own", "type": "integer"}, {"$defs": {"o": {"$id": "urn:t", "const": 1}}}
     refusals: tuple[tuple[Any, ...], ...] = (
         ("two functions 'f0'", {}, {}, {}), (r"the \$id of a tool's parameters must be a text", {"$id": ["x"]}),
-        (r"have the \$id 'own'", {"$id": "own", "title": "a"}, {"$id": "own"}), ("is no URI", {"not": {"$id": "http://["}}),
+        (r"have the \$id 'urn:own'", {"$id": "urn:own", "title": "a"}, {"$id": "urn:own"}), ("is no URI", {"not": {"$id": "http://["}}),
         (r"have the \$id 'urn:t'", far, {"anyOf": [{"not": {"$id": "urn:t#", "const": True}}]}),
         (r"have the \$id 'http://e/own'", {"$id": "http://e/a", "items": own}, {"$id": "http://e/b", "items": own | {"x": 1}}),
         *(("'f0' permit no object", none) for none in ({"type": "array"}, {"type": ["null"]}, {"enum": ["hi"]}, {"const": 1})),

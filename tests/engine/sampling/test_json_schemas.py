@@ -97,6 +97,25 @@ def test_references_are_those_of_the_schema_with_an_id() -> None:
     assert "anyOf" in readable({"items": tool, "$defs": {"Cat": {"type": "null"}}})["items"]["properties"]["x"]
 
 
+def test_places_of_draft_7_and_dynamic_anchors_are_those_of_plain_references() -> None:
+    red, color = {"enum": ["red"]}, {"properties": {"c": {"$ref": "#C"}}, "required": ["c"]}
+    dynamic = {"properties": {"c": {"$dynamicRef": "#C"}, "n": {"$dynamicRef": "#node"}}, "required": ["c"]}
+    for schema in (
+        {**color, "definitions": {"x": {"$id": "#C", **red}}}, {**color, "$defs": {"x": {"$dynamicAnchor": "C", **red}}},
+        {**dynamic, "$dynamicAnchor": "node", "$defs": {"x": {"$anchor": "C", **red}}},
+        {**dynamic, "$id": "http://e/", "$dynamicAnchor": "node", "$defs": {"x": {"$dynamicAnchor": "C", **red}}},
+    ):  # fmt: skip
+        made = matcher(readable({"type": "object", **schema}))
+        assert accepts(made, '{"c":"red"}') and not accepts(made, '{"c":"blue"}'), schema
+        if "$dynamicRef" in str(schema):
+            assert accepts(made, '{"c":"red","n":{"c":"red"}}') and not accepts(made, '{"c":"red","n":{}}'), schema
+    several = {"$dynamicRef": "#C", "$defs": {"x": {"$dynamicAnchor": "C"}, "y": {"$id": "y", "$dynamicAnchor": "C"}}}
+    assert readable(several) == several and "$dynamicRef" in str(matcher(several).get_error())
+    assert readable({"properties": {"$id": {"$id": "#"}}, "const": {"$id": "#a"}}) == {
+        "properties": {"$id": {}}, "const": {"$id": "#a"},
+    }  # fmt: skip
+
+
 def test_a_schema_that_only_refers_to_itself_is_refused_with_a_reason() -> None:
     assert "it refers to itself" in str(_trouble(matcher({"anyOf": [{"$ref": "#"}]}), TOKENIZER))
 
