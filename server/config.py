@@ -6,12 +6,14 @@ import difflib
 import ipaddress
 import logging
 import re
+import ssl
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from ..api.arguments import table_answer
+from ..common.checked_file import InvalidFile, read_checked
 from ..common.error_text import said_of
 from ..common.yaml_file import InvalidYaml, read_yaml
 from .admission import MOST_BODY_BYTES
@@ -20,6 +22,7 @@ from .models import ModelOptions
 from .tools import TOOL_PARSERS, ToolParser
 
 DEFAULT_MAX_QUEUE = 256
+_MOST_PEM_BYTES = 1 << 20
 DEFAULT_DRAIN_S = 30.0
 VARIABLES = "PAGETIDE_"
 ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # with the one that this machine calls
@@ -195,8 +198,8 @@ class ServeConfig:
             raise ServeConfigInvalid(f"two models are named {twice.pop()!r}: rename one of them")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ServeConfigInvalid("TLS needs both --ssl-certfile and --ssl-keyfile")
-        for name in ("ssl_certfile", "ssl_keyfile"):
-            _check_readable(name, getattr(self, name))
+        if self.ssl_certfile is not None and self.ssl_keyfile is not None:
+            _check_tls(self.ssl_certfile, self.ssl_keyfile)
         if not 0 <= self.port < 65536:
             raise ServeConfigInvalid(f"the port must be from 0 to 65535, got {self.port}")
         if self.max_queue < 0 or self.max_body < 1 or not 0 <= self.drain_timeout < float("inf"):
@@ -213,12 +216,30 @@ class ServeConfig:
                 )
 
 
-def _check_readable(name: str, file: Path | None) -> None:
+def _check_tls(certificates: Path, key: Path) -> None:
+    is_encrypted = False
+    for name, file, block in (
+        ("ssl_certfile", certificates, "CERTIFICATE"),
+        ("ssl_keyfile", key, "PRIVATE KEY"),
+    ):
+        try:
+            content = read_checked(file, _MOST_PEM_BYTES, "certificates and keys")
+        except (OSError, InvalidFile) as error:
+            raise ServeConfigInvalid(f"{name}: {said_of(error)}") from error
+        if re.search(rb"^-----BEGIN [A-Z0-9 ]*%b-----" % block.encode(), content, re.MULTILINE) is None:
+            raise ServeConfigInvalid(
+                f"{name}: {file} is not PEM with a {block.lower()}: no line is -----BEGIN {block}-----; convert it with openssl"
+            )
+        is_encrypted = is_encrypted or b"ENCRYPTED" in content
+    if is_encrypted:  # OpenSSL asks for the password at the start
+        return
     try:
-        if file is not None:
-            file.open("rb").close()
-    except OSError as error:
-        raise ServeConfigInvalid(f"{name}: {said_of(error)}") from error
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificates, key)
+    except ssl.SSLError as error:
+        raise ServeConfigInvalid(
+            f"ssl_certfile: TLS cannot use {certificates} with the key in {key}: "
+            f"{(error.reason or 'invalid PEM').replace('_', ' ').lower()}; check them with openssl x509 and openssl pkey"
+        ) from error
 
 
 def _is_network(text: str) -> bool:

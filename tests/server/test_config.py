@@ -91,8 +91,11 @@ def test_variables_that_look_like_settings_are_warned_of(caplog: pytest.LogCaptu
     ]
 
 
-def test_wrong_settings(tmp_path: Path) -> None:
+def test_wrong_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     file = tmp_path / "serve.yaml"
+    for name, block in (("cert.pem", "CERTIFICATE"), ("key.pem", "EC PRIVATE KEY")):
+        (tmp_path / name).write_text(f"-----BEGIN {block}-----\nAAAA\n-----END {block}-----\n")
     for text, environ, message in (
         ("porf: 1", {}, "unknown setting 'porf'; did you mean port?"),
         *((f"port: {one}", {}, "port must be a value of type int, got") for one in ("many", "true", "80.9", ".inf")),
@@ -100,6 +103,17 @@ def test_wrong_settings(tmp_path: Path) -> None:
         ("port: 70000", {}, "from 0 to 65535"),
         ("ssl_certfile: a.pem", {}, "both --ssl-certfile and --ssl-keyfile"),
         ("{ssl_certfile: /none.pem, ssl_keyfile: /}", {}, "ssl_certfile: /none.pem: No such file or directory; check"),
+        (
+            "{ssl_certfile: key.pem, ssl_keyfile: cert.pem}",
+            {},
+            "ssl_certfile: key.pem is not PEM with a certificate: no line",
+        ),
+        (
+            "{ssl_certfile: cert.pem, ssl_keyfile: serve.yaml}",
+            {},
+            "ssl_keyfile: serve.yaml is not PEM with a private key: no",
+        ),
+        ("{ssl_certfile: cert.pem, ssl_keyfile: key.pem}", {}, "TLS cannot use cert.pem with the key in key.pem: "),
         ("open_metrics: maybe", {}, "type bool, got 'maybe'"),
         ("tool_call_parser: xml", {}, "one of hermes, llama3, mistral, none"),
         ("- a", {}, "must map settings"),
