@@ -31,7 +31,7 @@ def readable(schema: Any) -> Any:
 
     - An unknown `format` is left out.
     - `oneOf` whose branches exclude each other, as the branches of a discriminated union do, becomes `anyOf`.
-    - `$id` of draft 7 that names a place (`#name`) becomes `$anchor`. `$dynamicRef` becomes `$ref`, whose meaning it has unless
+    - `$id` of draft 7 that names a place (`#name`) becomes `$anchor`. `$dynamicRef` becomes `$ref`, which means the same unless
       its anchor is in the schema several times.
     - An exclusive bound that is an integer moves by 1e-9 inwards, where the other bound is less than 1 away: llguidance 1.9
       would accept the bound itself.
