@@ -62,6 +62,13 @@ class BlockAllocator(PoolView):
         self._at_hand: BlockIndex = _NONE  # cache: the next blocks to allocate; cleared when a block is freed
         self._extent_at_hand: int | None = None  # in which they lie; None: in several
 
+    def emptied(self, mapped: Iterable[int] | None = None) -> BlockAllocator:
+        """The same pool with all blocks free. The extents `mapped` have memory, if it is elastic (None: those of this pool)."""
+        if self._extents.num_fixed > 1:  # mapped permanently, in several extents
+            return BlockAllocator(self.num_blocks)
+        extents = self.mapped_extents.tolist() if mapped is None else mapped
+        return BlockAllocator(self.num_blocks, blocks_per_extent=self.blocks_per_extent, mapped=extents)
+
     # -- blocks --------------------------------------------------------------------------------------------------
 
     def allocate(self, n: int) -> BlockIds:

@@ -14,9 +14,11 @@ import numpy as np
 from benchmarks.arguments import parser_of, whole
 from benchmarks.figures import Figure, median_time, report
 from pagetide.allocator.blocks import BlockAllocator
+from pagetide.cache.grouped_tables import tables_for
 from pagetide.cache.layer_groups import LayerGroup
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
+from pagetide.cache.row_tables import RowTables
 from pagetide.scheduler.plan import Plan, Result
 from pagetide.scheduler.request import Request, Sampling
 from pagetide.scheduler.scheduler import Scheduler
@@ -50,10 +52,9 @@ def decode_steps(
     most = 400 + steps + 16
     num_blocks = 1 + sum(group.num_tables for group in groups) * num_seqs * (-(-most // BLOCK_SIZE) + 1)
     per = -(-num_blocks // NUM_EXTENTS) if elastic else None
-    cache = CacheManager(
-        num_blocks if per is None else per * -(-num_blocks // per), BLOCK_SIZE, num_seqs, most, blocks_per_extent=per,
-        hasher=PrefixHasher(BLOCK_SIZE) if elastic else None, groups=groups,
-    )  # fmt: skip
+    pool = BlockAllocator(num_blocks if per is None else per * -(-num_blocks // per), blocks_per_extent=per)
+    tables = tables_for(groups, pool, BLOCK_SIZE, num_seqs, most)
+    cache = CacheManager(tables, PrefixHasher(BLOCK_SIZE) if elastic else None)
     scheduler = Scheduler(cache, Limits(num_seqs, max(num_seqs * 400, 8192), most, forecast=False))
     told: dict[str, list[int]] = {f"r{i}": [] for i in range(num_seqs)}
     for name in told:
@@ -89,7 +90,7 @@ def decode_steps(
 def admission(tokens: int, repeats: int) -> list[float]:
     """Seconds from a Python list of `tokens` ids to the plan that computes its first tokens, as the engine does it."""
     ids = np.random.default_rng(0).integers(3, VOCAB, tokens).tolist()
-    cache = CacheManager(2 * tokens // BLOCK_SIZE, BLOCK_SIZE, 4, tokens + 100)
+    cache = CacheManager(RowTables(BlockAllocator(2 * tokens // BLOCK_SIZE), BLOCK_SIZE, 4, tokens + 100))
     scheduler = Scheduler(cache, Limits(4, 2048, tokens + 100))
     samples = []
     for i in range(repeats):

@@ -48,10 +48,12 @@ from benchmarks.figures import Figure, median, median_time, percentile, report
 from benchmarks.processes import Worker, recalled
 from benchmarks.stand_ins import Always
 from pagetide import LLM, SamplingParams
+from pagetide.allocator.blocks import BlockAllocator
 from pagetide.allocator.host_arena import HostArena
 from pagetide.allocator.lease_policy import Rules
 from pagetide.cache.block_table import Index
 from pagetide.cache.manager import CacheManager
+from pagetide.cache.row_tables import RowTables
 from pagetide.common.units import GIB, MIB
 from pagetide.engine.build import Engine
 from pagetide.pressure import PrivateDevice
@@ -308,9 +310,8 @@ def fix_pool(llm: LLM) -> None:
         arena.map([e for e in range(arena.num_extents) if e not in arena.mapped_extents])
         core.memory = None
         plan = engine.plan
-        core.scheduler = Scheduler(
-            CacheManager(plan.num_blocks, plan.block_size, limits.num_rows, plan.max_model_len), limits
-        )
+        tables = RowTables(BlockAllocator(plan.num_blocks), plan.block_size, limits.num_rows, plan.max_model_len)
+        core.scheduler = Scheduler(CacheManager(tables), limits)
 
 
 def serve(pipe: Connection, arguments: dict[str, Any]) -> None:

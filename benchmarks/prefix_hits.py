@@ -19,11 +19,13 @@ import numpy as np
 from benchmarks.arguments import add_data, parser_of, whole
 from benchmarks.figures import Figure, report
 from benchmarks.load import Trace, agentic, mooncake
+from pagetide.allocator.blocks import BlockAllocator
 from pagetide.cache.eviction import Lru, PolicyFactory
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
 from pagetide.cache.prefix_tree import Nodes
 from pagetide.cache.reuse_density import ReuseDensity
+from pagetide.cache.row_tables import RowTables
 
 TRACES = {
     "mooncake_conversation_0-20min": (mooncake, 512),
@@ -45,9 +47,8 @@ class OneAtATime:
 
     def __init__(self, make: PolicyFactory, num_blocks: int, longest: int) -> None:
         self._num_blocks = num_blocks
-        self._cache = CacheManager(
-            1 + num_blocks, 1, 1, 1 + longest, hasher=PrefixHasher(1, b"prefix hits"), eviction=make
-        )
+        tables = RowTables(BlockAllocator(1 + num_blocks), 1, 1, 1 + longest)
+        self._cache = CacheManager(tables, PrefixHasher(1, b"prefix hits"), eviction=make)
         self.refused = 0
 
     def serve(self, blocks: Nodes, tail: bool) -> int:

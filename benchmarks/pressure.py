@@ -22,8 +22,10 @@ import numpy.typing as npt
 from benchmarks.arguments import parser_of, whole
 from benchmarks.figures import Figure, median, report
 from benchmarks.modelled_clock import H200, LLAMA_8B, Roofline
+from pagetide.allocator.blocks import BlockAllocator
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
+from pagetide.cache.row_tables import RowTables
 from pagetide.scheduler.cost import SwapCost
 from pagetide.scheduler.plan import Plan, Result
 from pagetide.scheduler.request import Request, Sampling
@@ -107,10 +109,8 @@ class PressureStub:
 
 def build(host_slots: int) -> Scheduler:
     """A scheduler over the pool."""
-    cache = CacheManager(
-        NUM_BLOCKS, BLOCK_SIZE, LIMITS.num_rows, LIMITS.max_model_len, hasher=PrefixHasher(BLOCK_SIZE, b"pressure"),
-        host_slots=host_slots,
-    )  # fmt: skip
+    tables = RowTables(BlockAllocator(NUM_BLOCKS), BLOCK_SIZE, LIMITS.num_rows, LIMITS.max_model_len)
+    cache = CacheManager(tables, PrefixHasher(BLOCK_SIZE, b"pressure"), host_slots=host_slots)
     return Scheduler(cache, LIMITS, SwapCost(BLOCK_BYTES, BLOCK_SIZE, bytes_per_s=HOST_BYTES_PER_S))
 
 

@@ -18,7 +18,9 @@ from transformers import Gemma3TextConfig
 from benchmarks.arguments import parser_of, whole
 from benchmarks.figures import Figure, report
 from benchmarks.modelled_clock import GEMMA_4B as MODEL
+from pagetide.allocator.blocks import BlockAllocator
 from pagetide.cache.geometry import Geometry
+from pagetide.cache.grouped_tables import tables_for
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_index import NO_HIT
 
@@ -58,36 +60,33 @@ def filled(by: Geometry, context: int, pool_bytes: float) -> tuple[int, int]:
     """(bytes that the first sequence holds, sequences that the pool holds)."""
     num_blocks = int(pool_bytes // by.block_stride)
     most = num_blocks * BLOCK_SIZE // min(context, WINDOW) + 1
-    cache = CacheManager(num_blocks, BLOCK_SIZE, most, context + 1, groups=by.groups)
+    cache = CacheManager(tables_for(by.groups, BlockAllocator(num_blocks), BLOCK_SIZE, most, context + 1))
     held, row = 0, 0
-    while computed(cache, row, context):
+    while compute(cache, row, context):
         held = held or int(cache.row_tables.held_blocks(np.array([row]))[0])
         row += 1
     cache.check_invariants()
     return held * by.block_stride, row
 
 
-def computed(cache: CacheManager, row: int, context: int) -> bool:
+def compute(cache: CacheManager, row: int, context: int) -> bool:
     """Compute a sequence of `context` tokens in `row`: a prompt in chunks, then decodes. False if blocks are short."""
     rows, prompt = np.array([row]), context - min(DECODED, context // 2)
+    computed = np.zeros(row + 1, np.int64)
     if cache.admit(row, prompt, NO_HIT) is None:
         return False
     done = 0
     while done < prompt:
-        cache.release_passed(rows, np.array([done]))
+        computed[row] = done
+        cache.release_passed(rows, computed.take)
         reached, _ = cache.reach(row, min(done + CHUNK, prompt), cache.pool.available)
         if reached == done:
             return False
         done = reached
     for known in range(prompt + 1, context + 1):
-        if len(cache.row_tables.short(rows, np.array([known]))):
-            more = (
-                cache.advance(rows, np.array([known - 1]))
-                if cache.row_tables.has_windows
-                else cache.extend(rows, np.array([known]))
-            )
-            if more is None:
-                return False
+        computed[row], upto = known - 1, np.array([known])
+        if len(cache.row_tables.short(rows, upto)) and cache.advance(rows, upto, computed.take) is None:
+            return False
     return True
 
 

@@ -16,7 +16,6 @@ behind which each group has those that are read next. Reasons: docs/decisions/00
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +28,6 @@ from .block_table import Index, Int32
 from .cache_events import BlockBatch, CacheEventLog
 from .digest_table import DigestTable, leading, num_new
 from .eviction import Lru, PolicyFactory, Ranks
-from .layer_groups import LayerGroup
 from .node_places import NOWHERE, BlockPlaces, Ids, NodePlaces, as_index
 from .prefix_hash import Chain, Digests, PrefixHasher, Root
 from .prefix_tree import NONE, Nodes, PrefixTree
@@ -66,10 +64,9 @@ NO_HIT = PrefixHit(0, np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, 
 class PrefixIndex:
     """Finds prefixes among the blocks `0 .. num_blocks - 1` of the device and the slots `0 .. num_slots - 1` of the host.
 
-    `eviction` makes the policy that orders the nodes on the device, `host_eviction` that of the nodes on the host. By
-    default there is room for a node in each block and each slot. With a `capacity` of 0 nothing is ever found. `groups` are
-    those with window blocks that belong to nodes, among `num_window_blocks` (None: the nodes' own). `events` is the log of
-    what becomes findable and what does not stay so (None: none).
+    `eviction` makes the policy that orders the nodes on the device, `host_eviction` that of the nodes on the host. `windows`
+    are the blocks of other groups that belong to nodes. There is room for as many nodes as these have the capacity for (None:
+    for a node in each block and each slot); with a capacity of 0 nothing is ever found.
 
     A call that raises BlockMisuse changes nothing. Each call costs a few array operations over the given blocks,
     whatever the pool's size.
@@ -77,25 +74,27 @@ class PrefixIndex:
 
     def __init__(
         self, hasher: PrefixHasher, num_blocks: int, eviction: PolicyFactory,
-        *, num_slots: int = 0, host_eviction: PolicyFactory | None = None, capacity: int | None = None,
-        groups: Sequence[LayerGroup] = (), num_window_blocks: int | None = None, events: CacheEventLog | None = None,
+        *, num_slots: int = 0, host_eviction: PolicyFactory = Lru, windows: WindowBlocksOfGroups | None = None,
     ) -> None:  # fmt: skip
         if num_blocks < 1 or num_slots < 0:
             raise ValueError(f"an index of {num_blocks} blocks and {num_slots} slots has no use")
-        if num_slots and host_eviction is None:
-            raise ValueError(f"{num_slots} slots on the host need a policy that says which are freed first")
+        if windows is None:
+            windows = WindowBlocksOfGroups((), hasher.block_size, num_blocks, num_slots, num_blocks + num_slots)
         self.hasher = hasher
-        self.events = events
+        self.events: CacheEventLog | None = None
         self._num_blocks = num_blocks
         self._num_slots = num_slots
-        self.capacity = num_blocks + num_slots if capacity is None else capacity  # the largest number of nodes
-        num_window_blocks = num_blocks if num_window_blocks is None else num_window_blocks
-        self.windows = WindowBlocksOfGroups(groups, hasher.block_size, num_window_blocks, num_slots, self.capacity)
-        self._window_blocks_are_apart = num_window_blocks != num_blocks
+        self.windows = windows
+        self.capacity = windows.capacity  # the largest number of nodes
         self._tree = PrefixTree(self.capacity)
         self._policy = eviction(self._tree)
-        self._host_policy = (host_eviction or Lru)(self._tree if num_slots else PrefixTree(0))
+        self._host_policy = host_eviction(self._tree if num_slots else PrefixTree(0))
         self._clear()
+
+    def report_to(self, events: CacheEventLog) -> None:
+        """Log in `events` from now on what becomes findable and what does not stay so. Nothing is findable yet."""
+        self.events = events
+        events.add_cleared()
 
     def _clear(self) -> None:
         num_blocks, num_slots, capacity = self._num_blocks, self._num_slots, self.capacity
@@ -108,7 +107,7 @@ class PrefixIndex:
         # Each node in use is in one of these.
         self.blocks = NodePlaces("blocks", num_blocks, capacity)
         self.slots = NodePlaces("slots", num_slots, capacity)
-        self.windows = self.windows.emptied()
+        self.windows.clear()
         self._unused = np.arange(capacity - 1, -1, -1, dtype=np.int32)  # a stack: the first `capacity - num_nodes`
         self.num_nodes = 0
         if self.events is not None:
@@ -227,7 +226,7 @@ class PrefixIndex:
     def entry_in(self, block: int) -> IndexEntry | None:
         """What is findable in `block` of the device, for watchers; None if nothing is."""
         places = [p for window in self.windows for p in window.blocks]
-        if not self._window_blocks_are_apart:
+        if self._num_blocks == self.windows.num_window_blocks:  # nodes and window blocks lie in the same blocks
             places.append(self.blocks)
         node = max((int(p.node_at[block]) for p in places), default=NONE)
         if node == NONE:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from ..allocator.blocks import BlockAllocator
 from ..allocator.drain import DrainPlan
 from ..allocator.extents import ExtentIds
 from .block_table import BlockCopies, BlockTables, Int32, TableUpdate
-from .prefix_index import PrefixIndex
+from .row_tables import RowTables
 from .swapping import Swapping
 
 
@@ -28,20 +27,17 @@ class Shrink:
 
 
 class PoolResizer:
-    """Adds extents to the pool of `allocator` (`grow`) and gives extents back (`shrink`).
+    """Adds extents to the pool of `tables` (`grow`) and gives extents back (`shrink`).
 
-    A shrink ends when the caller reports it by `moved` and `unmapped`. Moved blocks are replaced in `tables` and in
-    `index`.
+    A shrink ends when the caller reports it by `moved` and `unmapped`. Moved blocks are replaced in `tables` and in the index
+    of `swapping`.
     """
 
-    def __init__(
-        self, allocator: BlockAllocator, tables: Sequence[BlockTables], index: PrefixIndex, swapping: Swapping,
-        bytes_at: Int32, nodes_have_bytes: bool = True,
-    ) -> None:  # fmt: skip
-        self._nodes_have_bytes = nodes_have_bytes
-        self._allocator = allocator
-        self._tables = tables
-        self._index = index
+    def __init__(self, tables: RowTables, swapping: Swapping, bytes_at: Int32) -> None:
+        self._nodes_have_bytes = tables.anchors is tables.pool
+        self._allocator = tables.pool
+        self._tables = tables.with_bytes
+        self._index = swapping.index
         self._swapping = swapping
         self._bytes_at = bytes_at
 

@@ -1,52 +1,54 @@
-"""The block tables of all groups of layers: what each row holds, and what of it other rows hold too."""
+"""The block tables of rows: what each row holds, and what of it other rows hold too.
+
+Where all layers read all tokens, a row has one table (`RowTables`). With groups of layers it has several, and those of windows
+give blocks back (grouped_tables.py). `grouped_tables.tables_for` makes the one or the other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 
 import numpy as np
 
-from ..allocator.blocks import BlockAllocator
-from .block_table import NO_UPDATE, BlockTables, Index, Int32, TableUpdate
-from .layer_groups import LayerGroup
+from ..allocator.blocks import BlockAllocator, BlockIds
+from .block_table import BlockTables, Index, Int32, TableUpdate, merged
+from .layer_groups import LayerGroup, most_slots_in
+from .prefix_index import PrefixHit, PrefixIndex
+from .swapping import Swapping
 
-_ANCHORS_PER_EXTENT = 1024  # an allocation looks at one extent
-_Updates = tuple[TableUpdate, ...]
+Updates = tuple[TableUpdate, ...]
+Computed = Callable[[Index], Index]  # of rows: the tokens that are computed and that nothing behind them computes again
 
 
 class RowTables:
-    """Tables for `num_rows` rows of up to `max_slots` blocks each, out of `allocator`.
+    """A table of each of `num_rows` rows, with a block of `pool` for each `block_size` of its tokens.
 
-    The `anchor` is the table of which the prefix index has a node for each block; `others` are the other groups, with their
-    tables. Where no layer reads all tokens, the anchor's entries are places without bytes, of the allocator `anchors`: as many
-    as all rows can have, and `num_spare` for the index.
+    `max_tokens` is the effective limit of a row: no more than the whole pool holds when all of it is mapped.
+
+    Methods that change what rows hold name what else they change: `swapping` takes blocks, evicting cached ones if it must, and
+    its index learns which blocks are in use. One that raises NoFreeBlocks has changed nothing.
     """
 
     def __init__(
-        self, groups: Sequence[LayerGroup], allocator: BlockAllocator, num_rows: int, max_slots: int, block_size: int,
-        num_spare: int,
+        self, pool: BlockAllocator, block_size: int, num_rows: int, max_tokens: int,
+        groups: tuple[LayerGroup, ...] = (LayerGroup(),),
     ) -> None:  # fmt: skip
-        first, *others = groups
-        self.groups = tuple(groups)
-        self.anchors = self._allocator = allocator
-        if first.window is not None:
-            others = [first, *others]
-            extents = -(-(1 + num_rows * max_slots + num_spare) // _ANCHORS_PER_EXTENT)
-            self.anchors = BlockAllocator(extents * _ANCHORS_PER_EXTENT, blocks_per_extent=_ANCHORS_PER_EXTENT)
-        elif first.num_tables > 1:
-            others = [replace(first, num_tables=first.num_tables - 1), *others]
-        self._block_size = block_size
-        self.anchor = BlockTables(num_rows, max_slots)
-        self.others = tuple((group, BlockTables(num_rows, max_slots, group.num_tables)) for group in others)
-        self.all = ((LayerGroup(), self.anchor), *self.others)
-        self.every = tuple(table for _, table in self.all)
-        self.anchor_has_bytes = self.anchors is allocator  # some layer reads all tokens
-        self.without_bytes = None if self.anchor_has_bytes else self.anchor
-        self.with_bytes = tuple(table for _, table in (self.all if self.anchor_has_bytes else self.others))
-        self.num_tables = sum(table.num_tables for table in self.with_bytes)
-        self.num_full_tables = sum(group.num_tables for group in groups if group.window is None)
-        self.has_windows = any(group.window is not None for group in groups)
+        if block_size < 1:
+            raise ValueError(f"block_size must be at least 1 token, got {block_size}")
+        self.pool, self.block_size, self.groups = pool, block_size, groups
+        most_slots = most_slots_in(groups, pool.capacity, block_size, -(-max_tokens // block_size))
+        # Of one row; the newest token needs no slot in the cache yet.
+        self.max_tokens = min(max_tokens, most_slots * block_size + 1)
+        # The prefix index has nodes for the blocks of this table.
+        self.anchor = BlockTables(num_rows, -(-self.max_tokens // block_size))
+        self.anchors = pool
+        self.others: tuple[tuple[LayerGroup, BlockTables], ...] = ()  # the groups of other tables
+        self.with_bytes: tuple[BlockTables, ...] = (self.anchor,)
+        self.num_tables = sum(group.num_tables for group in groups)
+
+    def emptied(self, pool: BlockAllocator) -> RowTables:
+        """The same tables without entries, for blocks of `pool`."""
+        return type(self)(pool, self.block_size, len(self.anchor.lengths), self.max_tokens, self.groups)
 
     # -- what rows hold ----------------------------------------------------------------------------------------------
 
@@ -59,11 +61,11 @@ class RowTables:
     def num_shared(self) -> int:
         """Blocks saved by sharing: table entries minus distinct live blocks."""
         held = sum(int(table.lengths.sum() - table.starts.sum()) * table.num_tables for table in self.with_bytes)
-        return held - self._allocator.counts().live
+        return held - self.pool.counts().live
 
     def short(self, rows: Index, upto: Index) -> Index:
         """The `rows` with tables that do not reach `upto[i]` tokens."""
-        return rows[upto > self.anchor.lengths[rows] * self._block_size]
+        return rows[upto > self.anchor.lengths[rows] * self.block_size]
 
     def held_blocks(self, rows: Index) -> Index:
         """Blocks in the tables of each of `rows`, all groups together."""
@@ -80,7 +82,7 @@ class RowTables:
         for table in self.with_bytes:
             of_rows = np.repeat(np.arange(len(rows)), table.held(rows))
             for blocks in table.of_all(rows):
-                sole += np.bincount(of_rows, self._allocator.references(blocks) == 1, len(rows)).astype(np.int64)
+                sole += np.bincount(of_rows, self.pool.references(blocks) == 1, len(rows)).astype(np.int64)
         return sole
 
     def sole_tokens(self, rows: Index, computed: Index) -> Index:
@@ -89,7 +91,7 @@ class RowTables:
             return computed
         of_rows = np.repeat(np.arange(len(rows)), self.anchor.held(rows))
         shared = np.bincount(of_rows, self.anchors.references(self.anchor.of_all(rows)[0]) > 1, len(rows))
-        tokens: Index = np.maximum(computed - shared.astype(np.int64) * self._block_size, 0)
+        tokens: Index = np.maximum(computed - shared.astype(np.int64) * self.block_size, 0)
         return tokens
 
     def rows_with(self, blocks: Int32) -> Index:
@@ -107,48 +109,148 @@ class RowTables:
 
     # -- what rows will hold -----------------------------------------------------------------------------------------
 
-    def blocks_for_each(self, tokens: Index) -> Index:
-        """Blocks in all tables together that sequences of `tokens[i]` tokens hold, once the last of them is computed."""
-        slots = -(-tokens // self._block_size)
-        blocks = np.zeros(len(tokens), np.int64)
-        for group in self.groups:
-            most = group.most_slots(self._block_size)
-            blocks += group.num_tables * (slots if most is None else np.minimum(slots, most))
-        return blocks
+    def most_nodes(self, num_slots: int) -> int:
+        """The most nodes that a prefix index of these tables has: one in each block, and in each of `num_slots` host slots."""
+        return self.pool.num_blocks + num_slots
 
-    def blocks_to_extend(self, slots: int, slots_of_windows: int) -> int:
-        """Blocks for so many more entries of a row, in the tables without a window and in those with one."""
-        return sum(
-            table.num_tables * (slots if group.window is None else slots_of_windows)
-            for group, table in self.all
-            if table is not self.anchor or self.anchor_has_bytes
-        )
+    def provide_anchors(self, num_nodes: int) -> None:
+        """Let an index have `num_nodes` nodes beside the entries of all rows. While no row has any."""
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks in all tables together that a sequence of `tokens` tokens holds, once the last of them is computed."""
+        return -(-tokens // self.block_size)
+
+    def blocks_for_each(self, tokens: Index) -> Index:
+        """`blocks_for` each of `tokens`."""
+        return -(-tokens // self.block_size)
+
+    def needed(self, upto: int, hit: PrefixHit, index: PrefixIndex) -> int:
+        """Blocks that a new row with `hit` and the chunk after it take from those available: new ones, and found ones without
+        references.
+        """
+        found = int(np.count_nonzero(self.pool.references(hit.blocks))) if len(hit.blocks) else 0
+        return self.blocks_for(upto) - found
+
+    def needed_by_fork(self, num_tokens: int, upto: int) -> int:
+        """Blocks that `fork` takes."""
+        return -(-upto // self.block_size) - num_tokens // self.block_size
 
     def can_fork(self, parent: int, num_tokens: int) -> bool:
         """Whether row `parent` still holds what a row that shares its first `num_tokens` tokens reads."""
-        return all(
-            table.starts[parent] * self._block_size <= group.first_read(num_tokens) for group, table in self.others
-        )
+        return True
 
     def shared_by_fork(self, num_tokens: int) -> int:
         """The blocks that a row shares that begins with the first `num_tokens` tokens of another one."""
-        full = num_tokens // self._block_size
-        return sum(
-            table.num_tables * (full - group.first_read(num_tokens) // self._block_size)
-            for group, table in self.all
-            if table is not self.anchor or self.anchor_has_bytes
-        )
+        return num_tokens // self.block_size
 
-    def updates(self, changed: Mapping[BlockTables, _Updates]) -> _Updates:
-        """The updates of all tables with bytes, from those of the groups that have some."""
-        updates: list[TableUpdate] = []
-        for table in self.with_bytes:
-            updates += changed.get(table, (NO_UPDATE,) * table.num_tables)
-        return tuple(updates)
+    def in_all_tables(self, blocks: int, known: Index, left: Index) -> int:
+        """Blocks in all tables of sequences that together have `blocks` in a table without a window.
 
-    def check_invariants(self) -> None:
-        """Check starts and lengths. Raises AssertionError."""
-        for group, table in self.all:
-            assert (table.starts <= table.lengths).all(), "a row that begins behind its end"
-            assert (table.lengths <= self.anchor.lengths).all(), "a row with more than its first table"
-            assert group.window is not None or not table.starts.any(), "a block is passed that all tokens read"
+        A sequence with `known` tokens now is taken to have `known + left` at most, and its share of the growth before that.
+        """
+        return blocks
+
+    # -- changes -----------------------------------------------------------------------------------------------------
+
+    def extend(self, rows: Index, upto: Index, swapping: Swapping, hit: PrefixHit | None = None) -> Updates:
+        """Extend the tables of `rows` (distinct) to cover `upto[i]` tokens each. `hit`: as for `Swapping.allocate`."""
+        need = np.maximum((upto + (self.block_size - 1)) // self.block_size - self.anchor.lengths[rows], 0)
+        return self.anchor.append(rows, need, swapping.allocate(int(need.sum()), hit)[None])
+
+    def advance(self, rows: Index, upto: Index, computed: Computed, swapping: Swapping) -> Updates:
+        """`extend` for decodes, each at a block border; windows give up what `release_passed` would release."""
+        return self.extend(rows, upto, swapping)
+
+    def reach(self, row: int, upto: int, room: int, swapping: Swapping) -> tuple[int, Updates]:
+        """`CacheManager.reach`. Here a row has the entries of its prompt from its admission on."""
+        return upto, ()
+
+    def release_passed(self, rows: Index, computed: Computed, swapping: Swapping) -> None:
+        """`CacheManager.release_passed`. Here every token is read by all behind it."""
+
+    def fork(self, parent: int, child: int, num_tokens: int, upto: int, swapping: Swapping) -> Updates:
+        """Share the full blocks of the first `num_tokens` tokens of row `parent` with row `child` (empty), and make room for
+        `num_tokens`, and for `upto` in the tables without a window.
+        """
+        full = num_tokens // self.block_size
+        blocks = self.anchor.blocks[:, parent, :full].copy()
+        self.pool.retain(blocks.ravel())
+        shared = self.anchor.append(np.array([child]), np.array([full]), blocks)
+        return merged([shared, self.extend(np.array([child]), np.array([upto]), swapping)])
+
+    def begin(self, row: int, hit: PrefixHit, num_tail: int, upto: int, swapping: Swapping) -> Updates:
+        """Let `row` (empty) begin with the blocks of `hit` and room for `upto` tokens; in tables of windows with what the next
+        token reads, and room for `num_tail` tokens. There must be enough blocks. What `hit` has on the host gets blocks too.
+        """
+        shared = self._share_nodes(row, hit, swapping.index)
+        extended = self.extend(np.array([row]), np.array([upto]), swapping, hit)
+        self._promote_nodes(row, hit, swapping)
+        return merged([shared, extended])
+
+    def publish(self, row: int, first: int, found: BlockIds, swapping: Swapping) -> Updates:
+        """Publish the blocks of `row` from entry `first` on: `found` are those that are findable for its tokens now. Where one
+        is not the row's own, known before, it replaces that.
+        """
+        own = self.anchor.blocks[:, row, first : first + len(found)].copy()
+        taken, updates = self._publish(self.anchors, self.anchor, row, first, own, found[None])
+        if len(taken):
+            swapping.index.mark_used(taken)
+        return updates
+
+    def keep_end(self, row: int, num_tokens: int, index: PrefixIndex) -> None:
+        """Keep the window blocks that are read behind any of the last of `num_tokens` tokens of `row`: all of a prompt."""
+
+    def release(self, rows: Index, index: PrefixIndex) -> None:
+        """`CacheManager.release`."""
+        blocks = self.anchor.of_all(rows)[0]
+        evictable = self.anchors.release(blocks)
+        if len(evictable):
+            index.mark_evictable(evictable if len(rows) == 1 else _in_order(evictable, blocks))
+        self.anchor.release(rows)
+
+    def check_invariants(self, index: PrefixIndex) -> None:
+        """Check entries and references. Raises AssertionError."""
+        self._check_pool(self.pool, self.with_bytes, np.concatenate((index.blocks.used, index.windows.blocks)))
+        assert not self.anchor.starts.any(), "a block is passed that all tokens read"
+
+    # -- helpers -----------------------------------------------------------------------------------------------------
+
+    def _share_nodes(self, row: int, hit: PrefixHit, index: PrefixIndex) -> Updates:
+        if not len(hit.blocks):
+            return ()
+        taken = self.anchors.retain(hit.blocks)
+        if len(taken):
+            index.mark_used(taken)
+        return self.anchor.append(np.array([row]), np.array([len(hit.blocks)]), hit.blocks[None])
+
+    def _promote_nodes(self, row: int, hit: PrefixHit, swapping: Swapping) -> None:
+        if len(hit.slots):
+            swapping.promote(hit.slots, self.anchor.blocks[0, row, len(hit.blocks) : len(hit.nodes)])
+
+    @staticmethod
+    def _publish(
+        allocator: BlockAllocator, table: BlockTables, row: int, first: int, own: Int32, found: Int32
+    ) -> tuple[BlockIds, Updates]:
+        """Publish those of `own` [tables, slots] that were registered; replace the others in `row` by `found`, known before.
+
+        Returns the blocks that had no reference before, and the table entries.
+        """
+        known = np.flatnonzero(found[0] != own[0])
+        if not len(known):
+            allocator.publish(own.ravel())
+            return own[0, :0], ()
+        allocator.publish(np.delete(own, known, axis=1).ravel())
+        taken = allocator.retain(found[:, known].ravel())
+        allocator.release(own[:, known].ravel())
+        return taken, table.replace(row, first + known, found[:, known])
+
+    @staticmethod
+    def _check_pool(pool: BlockAllocator, tables: tuple[BlockTables, ...], findable: Int32) -> None:
+        pool.check_invariants([t.of(int(row)).ravel() for t in tables for row in np.flatnonzero(t.lengths)], findable)
+
+
+def _in_order(some: BlockIds, blocks: BlockIds) -> BlockIds:
+    """`some` of `blocks`, in the order of their first occurrence in `blocks`."""
+    places = np.flatnonzero(np.isin(blocks, some))
+    _, first = np.unique(blocks[places], return_index=True)
+    return blocks[places[np.sort(first)]]

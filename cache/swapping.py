@@ -23,6 +23,9 @@ from .prefix_tree import Nodes
 from .suspended import SuspendedSequences
 from .window_blocks import WindowBlocks
 
+# Of a full pool each decode step evicts a few blocks. An eviction takes some 0.2 ms, however few they are, so it is done
+# for several steps at once.
+_EVICTED_SHARE = 64
 _NO_SLOTS: Int32 = np.empty(0, np.int32)
 _NO_SLOTS.flags.writeable = False
 
@@ -34,7 +37,8 @@ class Swapping:
     (None: no limit). `bytes_at` is the manager's: where each block's bytes are until the next plan is done. `anchors` are
     the blocks of the index's nodes: those of `allocator`, or, where no layer reads all tokens, places without bytes.
 
-    Callers of the cache manager may read all attributes, and call `rest`, `forget_slots` and `lost`.
+    Callers of the cache manager may read all attributes, and call `rest`, `forget_slots` and `lost`. The rows' tables call
+    `allocate`, `trim` and what moves window blocks to the device.
     """
 
     def __init__(
@@ -45,7 +49,7 @@ class Swapping:
         self.demotion = HostOffloadPolicy(anchors.num_blocks, num_slots)
         self.max_cached_blocks = max_cached_blocks
         self.evicted_blocks = 0  # since the start, to make room or to respect the bound
-        self._index = index
+        self.index = index
         self._allocator = allocator
         self._anchors = anchors
         self._nodes_have_bytes = anchors is allocator
@@ -53,6 +57,17 @@ class Swapping:
         self.suspended = SuspendedSequences(index, self.host, self.demotion, bytes_at, self._take_slots)
 
     # -- blocks that leave and return --------------------------------------------------------------------------------
+
+    def allocate(self, n: int, hit: PrefixHit | None = None) -> BlockIds:
+        """Allocate `n` blocks; demote or evict cached blocks if needed. Raises NoFreeBlocks, and changes nothing then.
+
+        With the `hit` of a row that is being admitted, the copies of demoted blocks may run concurrently with the next
+        plan's chunks. Without a host tier at least a `1 / _EVICTED_SHARE` of the cached blocks is evicted at once.
+        """
+        lacking = n - self._allocator.num_free
+        if lacking > 0 and lacking <= (num_cached := self._allocator.available - self._allocator.num_free):
+            self.make_room(lacking, 0 if self.host.demotes else num_cached // _EVICTED_SHARE, hit)
+        return self._allocator.allocate(n)
 
     def make_room(self, num_blocks: int, least: int = 0, hit: PrefixHit | None = None) -> None:
         """Demote or evict cached blocks until `num_blocks` more are free, or none is left: `least` at once, where it matters.
@@ -63,11 +78,11 @@ class Swapping:
         while (lacking := wanted - self._allocator.num_free) > 0 and self._evict_passed(lacking):
             pass
         while (lacking := wanted - self._allocator.num_free) > 0:  # blocks that a pending copy reads become free later
-            victims = self._index.victims(max(lacking, least)) if self._nodes_have_bytes else _NO_SLOTS
+            victims = self.index.victims(max(lacking, least)) if self._nodes_have_bytes else _NO_SLOTS
             if not len(victims):
                 break
-            if self._index.windows:  # a node's window blocks go with it: fewer nodes are enough
-                sizes = np.cumsum(1 + self._index.windows.num_blocks(self._index.blocks.nodes_in(victims)))
+            if self.index.windows:  # a node's window blocks go with it: fewer nodes are enough
+                sizes = np.cumsum(1 + self.index.windows.num_blocks(self.index.blocks.nodes_in(victims)))
                 victims = victims[: int(np.searchsorted(sizes, max(lacking, least))) + 1]
             self.reclaim(victims, hit)
         while (lacking := wanted - self._allocator.num_free) > 0 and self._reclaim_kept(lacking, hit):
@@ -86,9 +101,9 @@ class Swapping:
         if not worth.all():
             self.evicted_blocks += self._evict(victims[~worth])
             victims = victims[worth]
-            victims = victims[self._index.findable(victims)]  # without descendants of an evicted block
-        nodes = self._index.blocks.nodes_in(victims)
-        sizes = 1 + self._index.windows.num_blocks(nodes)
+            victims = victims[self.index.findable(victims)]  # without descendants of an evicted block
+        nodes = self.index.blocks.nodes_in(victims)
+        sizes = 1 + self.index.windows.num_blocks(nodes)
         slots = self._take_slots(int(sizes.sum()), hit)
         from_last = np.cumsum(sizes[::-1])
         num_left = len(victims) - int(np.searchsorted(from_last, len(slots), "right"))
@@ -98,9 +113,11 @@ class Swapping:
         if num_left < len(victims):
             self._demote(victims[num_left:], nodes[num_left:], slots[:used], hit)
 
-    def evict_nodes(self, n: int) -> None:
-        """Evict `n` nodes with their window blocks, or all that are evictable."""
-        self.evicted_blocks += self._evict(self._index.victims(n))
+    def make_nodes(self, n: int) -> None:
+        """Let the index have room for `n` more nodes, which may lack it where they need not lie in blocks."""
+        lacking = self.index.num_nodes + n - self.index.capacity
+        if lacking > 0:
+            self.evicted_blocks += self._evict(self.index.victims(max(lacking, self.index.capacity // _EVICTED_SHARE)))
 
     def trim(self) -> None:
         """Demote or evict cached blocks beyond `max_cached_blocks`: the least valuable first, descendants before ancestors."""
@@ -112,27 +129,27 @@ class Swapping:
 
     def reclaim_trees(self, roots: BlockIds) -> None:
         """Demote or evict `roots`, without references: nodes with all descendants, and window blocks with their node's."""
-        for window in self._index.windows:
+        for window in self.index.windows:
             self._forget_window_blocks(window, window.nodes_in(window.blocks, roots))
         if not self._nodes_have_bytes:
             return
-        roots = roots[self._index.findable(roots)]
-        self.reclaim(self._index.with_descendants(roots) if self.host.demotes else roots)
+        roots = roots[self.index.findable(roots)]
+        self.reclaim(self.index.with_descendants(roots) if self.host.demotes else roots)
 
     def worth_promoting(self, hit: PrefixHit) -> PrefixHit:
         """`hit`, without its slots if promoting them is not worth it."""
-        if self.host.promotes or not (len(hit.slots) or self._index.windows):
+        if self.host.promotes or not (len(hit.slots) or self.index.windows):
             return hit
-        return self._index.on_device(hit)
+        return self.index.on_device(hit)
 
     def promote(self, slots: Int32, blocks: BlockIds) -> None:
         """Move the contents of `slots`, found after the blocks of a row, to the row's `blocks`."""
-        nodes = self._index.slots.nodes_in(slots)
-        self._index.promote(slots, blocks)
+        nodes = self.index.slots.nodes_in(slots)
+        self.index.promote(slots, blocks)
         self.demotion.returned(slots, blocks)
         self._allocator.publish(blocks)
         self.host.queue_swap_in(slots, blocks.copy())
-        for window in self._index.windows:
+        for window in self.index.windows:
             window.stay_on_host(nodes)
 
     def promote_window_blocks(self, window: WindowBlocks, nodes: Nodes, blocks: BlockIds) -> None:
@@ -171,10 +188,10 @@ class Swapping:
 
     def forget(self, blocks: BlockIds) -> None:
         """Forget `blocks`, which no table contains, without demoting them: nodes with their descendants, and window blocks."""
-        for window in self._index.windows:
+        for window in self.index.windows:
             self._forget_window_blocks(window, window.nodes_in(window.blocks, blocks))
         if self._nodes_have_bytes:
-            self._evict(blocks[self._index.findable(blocks)])
+            self._evict(blocks[self.index.findable(blocks)])
         self.forget_slots(self.host.owed(blocks))
 
     def forget_slots(self, slots: Int32) -> None:
@@ -193,17 +210,17 @@ class Swapping:
             cached = self._allocator.counts().cached
             assert cached <= self.max_cached_blocks, f"{cached} blocks are cached, of {self.max_cached_blocks} at most"
         self.host.check_invariants(self._used_slots)
-        self.demotion.check_invariants(findable, self._index.slots.used, self.suspended.wanted())
+        self.demotion.check_invariants(findable, self.index.slots.used, self.suspended.wanted())
 
     # -- helpers -----------------------------------------------------------------------------------------------------
 
     def _demote(self, blocks: BlockIds, nodes: Nodes, slots: Int32, hit: PrefixHit | None) -> None:
         """Move `nodes`, in `blocks`, to the first `slots`, and their window blocks to the others."""
         ours, slots = slots[: len(blocks)], slots[len(blocks) :]
-        self._index.demote(blocks, ours)
+        self.index.demote(blocks, ours)
         self.demotion.demoted(blocks, ours)
         self._swap_out(blocks, ours, hit)
-        for window in self._index.windows:
+        for window in self.index.windows:
             window.go_with(nodes)
             having = nodes[window.have(nodes, on_host=False)]
             num = len(having) * window.group.num_tables
@@ -221,12 +238,12 @@ class Swapping:
         go together, and so more blocks than the row needs.
         """
         self._allocator.forget(blocks)
-        beside = hit is not None and not self._index.windows
+        beside = hit is not None and not self.index.windows
         self.host.queue_swap_out(self._bytes_at[blocks], slots, beside=beside)
 
     def _evict_passed(self, num_blocks: int) -> bool:
         """Evict passed window blocks, at least `num_blocks` if there are so many. Returns whether there were some."""
-        for window in self._index.windows:
+        for window in self.index.windows:
             if len(nodes := window.passed(-(-num_blocks // window.group.num_tables))):
                 self.evicted_blocks += self._forget_window_blocks(window, nodes)
                 return True
@@ -234,13 +251,13 @@ class Swapping:
 
     def _reclaim_kept(self, num_blocks: int, hit: PrefixHit | None) -> bool:
         """Demote or evict other window blocks without a reference. Returns whether there were some."""
-        for window in self._index.windows:
+        for window in self.index.windows:
             tables = window.group.num_tables
             nodes = window.kept(-(-num_blocks // tables))
             if not len(nodes):
                 continue
             if not self._nodes_have_bytes and self.host.demotes:
-                anchors = self._index.blocks.of_node[nodes]
+                anchors = self.index.blocks.of_node[nodes]
                 worth = nodes[self.demotion.worth(anchors, self.host.least_chance)]
                 slots = self._take_slots(len(worth) * tables, hit)
                 worth = worth[len(worth) - len(slots) // tables :]
@@ -258,7 +275,7 @@ class Swapping:
         if not n or not self.host.demotes:
             return _NO_SLOTS
         self.demotion.taking(n, self.host.num_slots)
-        for window in self._index.windows:
+        for window in self.index.windows:
             lacking = n - self.host.num_free
             if lacking > 0 and len(nodes := window.host_victims(-(-lacking // window.group.num_tables))):
                 if hit is not None:
@@ -267,19 +284,19 @@ class Swapping:
         lacking = n - self.host.num_free
         if lacking > 0:
             keep = _NO_SLOTS if hit is None else hit.slots
-            victims = self._index.host_victims(lacking + len(keep))
+            victims = self.index.host_victims(lacking + len(keep))
             victims = victims[~np.isin(victims, keep)][:lacking]
             if len(victims):
-                self._forget_places(self._index.evict_slots(victims))
+                self._forget_places(self.index.evict_slots(victims))
         return self.host.take(min(n, self.host.num_free))
 
     def _evict(self, blocks: BlockIds) -> int:
         """Forget `blocks`, which have no references, and their descendants. Returns the number of blocks forgotten."""
-        return self._forget_places(self._index.evict(blocks)) if len(blocks) else 0
+        return self._forget_places(self.index.evict(blocks)) if len(blocks) else 0
 
     @property
     def _used_slots(self) -> Int32:
-        return np.concatenate((self._index.slots.used, self._index.windows.slots))
+        return np.concatenate((self.index.slots.used, self.index.windows.slots))
 
     def _forget_window_blocks(self, window: WindowBlocks, nodes: Nodes) -> int:
         """Forget the window blocks of `nodes`, which nothing references; the nodes stay. Returns the number of blocks."""
@@ -288,9 +305,9 @@ class Swapping:
 
     def _forget_slots(self, slots: Int32) -> None:
         """Forget the contents of those of `slots` that have some, and descendants of nodes there."""
-        for window in self._index.windows:
+        for window in self.index.windows:
             self._forget_window_blocks(window, window.nodes_in(window.slots, slots))
-        self._forget_places(self._index.evict_slots(np.intersect1d(slots, self._index.slots.used)))
+        self._forget_places(self.index.evict_slots(np.intersect1d(slots, self.index.slots.used)))
 
     def _forget_places(self, places: BlockPlaces) -> int:
         """Free `places`, which the index does not know any more. Returns the number of blocks."""

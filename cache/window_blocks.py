@@ -193,18 +193,21 @@ class WindowBlocks:
 
 
 class WindowBlocksOfGroups:
-    """The window blocks of each of `groups`: its items, in their order. A node stands for `block_size` tokens."""
+    """The window blocks of each of `groups`: its items, in their order. A node stands for `block_size` tokens.
+
+    They lie in the blocks `0 .. num_blocks - 1` and the slots `0 .. num_slots - 1`, and belong to nodes below `capacity`.
+    """
 
     def __init__(
         self, groups: Sequence[LayerGroup], block_size: int, num_blocks: int, num_slots: int, capacity: int
     ) -> None:
-        self._shape = (groups, block_size, num_blocks, num_slots, capacity)
-        self._block_size = block_size
-        self._each = tuple(WindowBlocks(group, num_blocks, num_slots, capacity) for group in groups)
+        self.groups, self.num_window_blocks, self.capacity = groups, num_blocks, capacity
+        self._block_size, self._num_slots = block_size, num_slots
+        self.clear()
 
-    def emptied(self) -> WindowBlocksOfGroups:
-        """The same without any window blocks."""
-        return WindowBlocksOfGroups(*self._shape)
+    def clear(self) -> None:
+        """Forget all window blocks."""
+        self._each = tuple(WindowBlocks(g, self.num_window_blocks, self._num_slots, self.capacity) for g in self.groups)
 
     def __iter__(self) -> Iterator[WindowBlocks]:
         return iter(self._each)

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..allocator.arena import Arena
+from ..allocator.blocks import BlockAllocator
 from ..allocator.errors import GrantExceeded, OutOfDeviceMemory
 from ..allocator.lease import Lease
 from ..allocator.leased_arena import LeasedArena
 from ..api.sampling_params import SamplingParams
 from ..cache.cache_events import CacheEventLog
+from ..cache.grouped_tables import tables_for
 from ..cache.manager import CacheManager
 from ..cache.prefix_hash import PrefixHasher
 from ..cache.storage import TensorArena
@@ -375,11 +377,13 @@ def _cache(
 ) -> CacheManager:  # fmt: skip
     """The bookkeeping of the pool. `arena` None: its size is fixed."""
     kept = config.prefix_cache_memory
-    return CacheManager(
-        plan.num_blocks, plan.block_size, limits.num_rows, plan.max_model_len, groups=plan.geometry.groups,
-        blocks_per_extent=None if arena is None else plan.geometry.blocks_per_extent,
+    pool = BlockAllocator(
+        plan.num_blocks, blocks_per_extent=None if arena is None else plan.geometry.blocks_per_extent,
         mapped=None if arena is None else arena.mapped_extents,
-        hasher=PrefixHasher(plan.block_size, config.prefix_hash_secret) if config.prefix_caching else None,
+    )  # fmt: skip
+    return CacheManager(
+        tables_for(plan.geometry.groups, pool, plan.block_size, limits.num_rows, plan.max_model_len),
+        PrefixHasher(plan.block_size, config.prefix_hash_secret) if config.prefix_caching else None,
         max_cached_blocks=None if kept is None else kept // plan.geometry.block_stride,
         host_slots=host_slots,
         events=CacheEventLog() if config.kv_events else None,

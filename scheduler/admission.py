@@ -17,8 +17,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..cache.block_table import Index
-from ..cache.manager import CacheManager
 from ..cache.prefix_index import NO_HIT
 from .errors import DuplicateRequest, PromptTooLong, RequestRejected
 from .forecast import ForecastPeak
@@ -135,7 +133,7 @@ def expected_peak(state: SchedulerState, newcomers: list[Sequence]) -> ForecastP
     peak = state.forecast.peak(known, generated, allowed, cache.block_size)
     return replace(
         peak,
-        blocks=_in_all_tables(cache, peak.blocks, known, allowed - generated) - cache.row_tables.num_shared,
+        blocks=cache.row_tables.in_all_tables(peak.blocks, known, allowed - generated) - cache.row_tables.num_shared,
     )
 
 
@@ -175,22 +173,6 @@ def _fits(state: SchedulerState, sequence: Sequence, start: AdmissionPlan) -> bo
         state.stats.steps, name, needed, available, peak, usable, earlier=sequence.refusal
     )
     return False
-
-
-def _in_all_tables(cache: CacheManager, blocks: int, known: Index, left: Index) -> int:
-    """Blocks in all tables of sequences that together have `blocks` in a table without a window.
-
-    A sequence with `known` tokens now is taken to have `known + left` at most, and its share of the growth before that.
-    """
-    if not cache.row_tables.has_windows:
-        return blocks * cache.row_tables.num_tables
-    slots = -(-known // cache.block_size)
-    share = max(0.0, (blocks - int(slots.sum())) / max(1, int((-(-left // cache.block_size)).sum())))
-    then = known + np.ceil(left * min(1.0, share)).astype(np.int64)
-    of_windows = int(cache.row_tables.blocks_for_each(then).sum()) - cache.row_tables.num_full_tables * int(
-        (-(-then // cache.block_size)).sum()
-    )
-    return blocks * cache.row_tables.num_full_tables + of_windows
 
 
 def _check_generated(request: Request) -> None:

@@ -40,7 +40,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from ..cache.block_table import Index
-from ..cache.manager import CacheManager, Extension
+from ..cache.manager import CacheManager
 from . import admission, results
 from .cost import SwapCost
 from .errors import InvalidCallOrder
@@ -174,16 +174,15 @@ class Scheduler:
         self._now = now
         state.end_aborted()
         preemptions = self.stats.preemptions
-        prefilling = NO_ROWS
-        if self.cache.row_tables.has_windows and state.prefilling:
-            prefilling = np.array([sequence.row for sequence in state.prefilling])
-            self.cache.release_passed(prefilling, self._passed(prefilling))
+        prefilling = np.array([sequence.row for sequence in state.prefilling], np.int64)
+        if len(prefilling):
+            self.cache.release_passed(prefilling, self._computed)
         decodes = self._extend_decodes()
         budget = self.limits.max_step_tokens - len(decodes)
         self._scorable = self.limits.max_scored_tokens
         chunks = self._chunk_prefills(budget)
         if self._lacks_blocks and not len(decodes) and not chunks:  # forks have to find what they wait for
-            self.cache.release_passed(prefilling, self.rows.computed[prefilling])
+            self.cache.release_passed(prefilling, self.rows.computed.take)
             chunks = self._chunk_prefills(budget)
         while self._lacks_blocks and not len(decodes) and not chunks:
             preempt(state, [by_worth(state, state.by_row.values())[-1]])
@@ -219,7 +218,7 @@ class Scheduler:
         decodes, known = decided
         short = self.cache.row_tables.short(decodes, known)
         if len(short):
-            extension = self._extend(short, self.rows.known[short] + 1)
+            extension = self.cache.advance(short, self.rows.known[short] + 1, self._computed)
             if extension is None:
                 return None
             state.changes.tables.append(extension.tables)
@@ -280,9 +279,9 @@ class Scheduler:
         known, later = self.rows.known, NO_ROWS
         short = self.cache.row_tables.short(state.decoding, known[state.decoding])
         if len(short):
-            extension = self._extend(short, known[short])
+            extension = self.cache.advance(short, known[short], self._computed)
             if extension is None:
-                self.cache.release_passed(short, self.rows.computed[short])  # also what forks wait for
+                self.cache.release_passed(short, self.rows.computed.take)  # also what forks wait for
                 short = self._make_room(short)
                 now = self.cache.pool.available // self.cache.row_tables.num_tables
                 short, later = short[:now], short[now:]
@@ -312,20 +311,14 @@ class Scheduler:
                 state.end(victim, "length")  # the limit forbids it: the sequence cannot get longer
         return short
 
-    def _passed(self, rows: Index) -> Index:
-        """The tokens of each of `rows` that are computed for good, up to where a fork is to go on that waits for them."""
+    def _computed(self, rows: Index) -> Index:
+        """The computed tokens of each of `rows`, up to where a fork is to go on that waits for them."""
         computed: Index = self.rows.computed[rows]
         by_row = self.state.by_row
         for i, row in enumerate(rows.tolist()):
             if forks := by_row[row].forks:
                 computed[i] = min(int(computed[i]), *(len(fork.tokens) - 1 for fork in forks))
         return computed
-
-    def _extend(self, rows: Index, known: Index) -> Extension | None:
-        """Extend the tables of decoding `rows`, each at a block border, to `known` tokens."""
-        if self.cache.row_tables.has_windows:
-            return self.cache.advance(rows, self._passed(rows))
-        return self.cache.extend(rows, known)
 
     def _chunk_prefills(self, budget: int) -> list[tuple[Sequence, int]]:
         chunks = []
@@ -365,7 +358,7 @@ class Scheduler:
             to_score = max(0, len(sequence.request.prompt_token_ids) - 1 - computed)
             if to_score > self._scorable:
                 length = min(length, self._scorable)
-        if self.cache.row_tables.has_windows and length:
+        if length:
             reached, tables = self.cache.reach(sequence.row, computed + length, admission.room(self.state))
             if tables:
                 self.state.changes.tables.append(tables)

@@ -26,12 +26,14 @@ from broker_rig import Process, be_external, lines, processes, say
 from fakes import VOCAB, FakeRunner
 
 from pagetide.allocator.arena import Arena
+from pagetide.allocator.blocks import BlockAllocator
 from pagetide.allocator.errors import GrantExceeded, OutOfDeviceMemory
 from pagetide.allocator.host_arena import HostArena
 from pagetide.allocator.lease import Lease
 from pagetide.allocator.leased_arena import LeasedArena
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
+from pagetide.cache.row_tables import RowTables
 from pagetide.common.host_memory import free_host_bytes
 from pagetide.engine.core import EngineCore
 from pagetide.engine.memory.base_memory import BaseMemory
@@ -94,10 +96,8 @@ def core_over(
     `overlaps` steps are begun before the result of the one before them is in.
     """
     num_blocks = arena.num_extents * blocks_per_extent
-    cache = CacheManager(
-        num_blocks, BLOCK_SIZE, max_seqs, max_model_len,
-        blocks_per_extent=blocks_per_extent, mapped=arena.mapped_extents, hasher=hasher,
-    )  # fmt: skip
+    pool = BlockAllocator(num_blocks, blocks_per_extent=blocks_per_extent, mapped=arena.mapped_extents)
+    cache = CacheManager(RowTables(pool, BLOCK_SIZE, max_seqs, max_model_len), hasher)
     scheduler = Scheduler(cache, Limits(max_seqs, 8192, max_model_len, forecast=forecast))
     runner: Any = ArenaRunner(arena, num_blocks, BLOCK_SIZE, max_seqs, cache.max_tokens)
     runner.overlaps = overlaps

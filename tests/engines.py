@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from pagetide.allocator.blocks import BlockAllocator
 from pagetide.allocator.host_arena import HostArena
 from pagetide.cache.geometry import Geometry
+from pagetide.cache.grouped_tables import tables_for
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
 from pagetide.cache.storage import Storage, TensorArena
@@ -49,7 +51,7 @@ def swap_whatever_it_costs(scheduler: Scheduler) -> None:
 
 
 def core_over(
-    model: Any, storage: Storage, limits: Limits, *, num_blocks: int, device: str = "cpu", kernel: Any = None,
+    model: Any, storage: Storage, limits: Limits, *, pool: BlockAllocator, device: str = "cpu", kernel: Any = None,
     cost: SwapCost | None = None, cache: dict[str, Any], arena: Any = None, host: HostPool | None = None,
     overlaps: bool = False, **runner: Any,
 ) -> EngineCore:  # fmt: skip
@@ -57,7 +59,7 @@ def core_over(
     geometry, num_rows, num_tokens = storage.geometry, limits.num_rows, limits.max_model_len
     register()
     model.set_attn_implementation(NAME)
-    manager = CacheManager(num_blocks, geometry.block_size, num_rows, num_tokens, groups=geometry.groups, **cache)
+    manager = CacheManager(tables_for(geometry.groups, pool, geometry.block_size, num_rows, num_tokens), **cache)
     sampler, kernel = Sampler(num_rows, model.config.get_text_config().vocab_size, device), kernel or TorchKernel()
     rows = RowStates(sampler, num_rows, num_tokens)
     begun = ModelRunner(model, kernel, rows, MemoryExecutor(storage, arena, host), **runner)
@@ -102,8 +104,8 @@ class TinyEngine:
         one = geometry.with_extents(geometry.payload_bytes)
         self.host = HostPool(one, (host_slots + 1) * one.extent_bytes) if host_slots else None
         self.core = core_over(
-            model, storage, limits, num_blocks=usable + 1, device=device, host=self.host, overlaps=overlaps, cache=cache,
-            cost=cost or AlwaysSwap(geometry.payload_bytes, block_size),
+            model, storage, limits, pool=BlockAllocator(usable + 1), device=device, host=self.host, overlaps=overlaps,
+            cache=cache, cost=cost or AlwaysSwap(geometry.payload_bytes, block_size),
         )  # fmt: skip
         self.logits: dict[tuple[str, int], torch.Tensor] = {}
 

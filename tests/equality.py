@@ -89,7 +89,7 @@ def check_prefixes(name: str, cases: list[tuple[int, int | None, float]]) -> Non
             assert engine.generate([inputs[i]], GREEDY) == [expected[i]], (block_size, i)
             assert engine.generate([turns[i]], Sampling(NEW - 12)) == [expected[i][12:]], (block_size, i)
         # With windows, hits end where each layer can go on: at the ends of prompts and sequences, in whole blocks.
-        least = 0.95 if engine.core.scheduler.cache.row_tables.has_windows else 1
+        least = 0.95 if engine.core.scheduler.cache.row_tables.others else 1
         assert stats.prefix_lookups.hit_tokens > first + least * sum(LENGTHS[i] for i in chosen), block_size
         engine.core.scheduler.check_invariants()
         turn, rest = turns[chosen[-1]], expected[chosen[-1]][12:]

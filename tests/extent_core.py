@@ -9,8 +9,10 @@ import numpy as np
 from fakes import VOCAB, FakeRunner, continuation
 
 from pagetide.allocator.arena import Arena
+from pagetide.allocator.blocks import BlockAllocator
 from pagetide.allocator.errors import AllocatorError
 from pagetide.cache.manager import CacheManager
+from pagetide.cache.row_tables import RowTables
 from pagetide.engine.core import EngineCore
 from pagetide.scheduler.outcome import Finished
 from pagetide.scheduler.plan import NO_EXTENTS, Plan
@@ -49,9 +51,8 @@ class ExtentRunner(FakeRunner):
 
 def core_in_extents(arena: Arena) -> EngineCore:
     """What is mapped is the pool at the start. Requests are admitted by what they may come to need."""
-    cache = CacheManager(
-        arena.num_extents * PER, BLOCK_SIZE, _SEATS, _MAX_TOKENS, blocks_per_extent=PER, mapped=arena.mapped_extents
-    )
+    pool = BlockAllocator(arena.num_extents * PER, blocks_per_extent=PER, mapped=arena.mapped_extents)
+    cache = CacheManager(RowTables(pool, BLOCK_SIZE, _SEATS, _MAX_TOKENS))
     runner: Any = ExtentRunner(arena, _SEATS, cache.max_tokens)
     return EngineCore(Scheduler(cache, Limits(_SEATS, 8192, _MAX_TOKENS, forecast=False)), runner)
 

@@ -14,6 +14,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from pagetide.allocator.blocks import BlockAllocator
+from pagetide.cache.grouped_tables import tables_for
 from pagetide.cache.layer_groups import LayerGroup
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
@@ -346,11 +348,12 @@ class World:
     ) -> None:  # fmt: skip
         num_extents = (usable + 1) // (blocks_per_extent or usable + 1)
         mapped = range(num_extents if num_mapped is None else num_mapped)
+        pool = BlockAllocator(
+            usable + 1, blocks_per_extent=blocks_per_extent, mapped=mapped if blocks_per_extent else None
+        )
         self.cache = CacheManager(
-            usable + 1, block_size, max_seqs, max_model_len, groups=groups,
-            blocks_per_extent=blocks_per_extent, mapped=None if blocks_per_extent is None else mapped,
-            hasher=PrefixHasher(block_size, b"seed") if caching else None, max_cached_blocks=max_cached,
-            host_slots=host_slots,
+            tables_for(groups, pool, block_size, max_seqs, max_model_len),
+            PrefixHasher(block_size, b"seed") if caching else None, max_cached_blocks=max_cached, host_slots=host_slots,
         )  # fmt: skip
         self.now = 0.0
         limits = Limits(max_seqs, max_step_tokens, max_model_len, max_chunk_tokens, forecast)
@@ -502,7 +505,7 @@ class World:
         index, runner = self.cache.index, self.runner
         leaving = self.cache.host._leaving
         for node in index._table.contents().tolist():
-            places = [(index.blocks, index.slots)] if self.cache._anchors is self.cache._allocator else []
+            places = [(index.blocks, index.slots)] if self.cache.row_tables.anchors is self.cache.pool else []
             places += [pair for window in index.windows for pair in zip(window.blocks, window.slots, strict=True)]
             for blocks, slots in places:
                 block, slot = int(blocks.of_node[node]), int(slots.of_node[node])

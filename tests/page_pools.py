@@ -22,9 +22,11 @@ from urllib.parse import parse_qs, urlsplit
 import numpy as np
 from cell_oracle import naive_cells, seated
 
+from pagetide.allocator.blocks import BlockAllocator
 from pagetide.allocator.pool_view import BlockState
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
+from pagetide.cache.row_tables import RowTables
 from pagetide.frames.source import (
     MOST_WAITING,
     Frame,
@@ -79,10 +81,9 @@ class Simulation:
         self.random = np.random.default_rng(seed)
         self.longest = min(8 * num_blocks, 4 * sum(lengths))
         self.beginnings = self.random.integers(0, VOCAB, (4, self.longest), np.int32)  # some prompts begin alike
-        cache = CacheManager(
-            num_blocks, 16, rows, self.longest, blocks_per_extent=per_extent,
-            mapped=range(max(1, int(num_blocks / per_extent * mapped))), hasher=PrefixHasher(16, b"seed"),
-        )  # fmt: skip
+        extents = range(max(1, int(num_blocks / per_extent * mapped)))
+        pool = BlockAllocator(num_blocks, blocks_per_extent=per_extent, mapped=extents)
+        cache = CacheManager(RowTables(pool, 16, rows, self.longest), PrefixHasher(16, b"seed"))
         limits = Limits(rows, rows * lengths[0], self.longest, lengths[0] // 4 + 16, forecast)
         self.scheduler = Scheduler(cache, limits, SwapCost(1, 16))
         self.num_requests = self.recalls = 0

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from pagetide.allocator.blocks import BlockAllocator
 from pagetide.cache.eviction import Lru
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import Chain, PrefixHasher
+from pagetide.cache.row_tables import RowTables
 
 BLOCK_SIZE = 4
 A, B, C, D = (list(range(start, start + 17)) for start in (100, 200, 300, 400))  # 4 full blocks and a token each
@@ -15,11 +17,11 @@ A, B, C, D = (list(range(start, start + 17)) for start in (100, 200, 300, 400)) 
 class RowCache:
     """A manager of `usable` blocks and `host_slots`."""
 
-    def __init__(self, usable: int, host_slots: int, **more) -> None:
-        self.manager = CacheManager(
-            usable + 1, BLOCK_SIZE, 4, 256, hasher=PrefixHasher(BLOCK_SIZE, b"seed"), host_slots=host_slots,
-            **{"eviction": Lru} | more,
-        )  # fmt: skip
+    def __init__(self, usable: int, host_slots: int, blocks_per_extent: int | None = None, **more) -> None:
+        pool = BlockAllocator(usable + 1, blocks_per_extent=blocks_per_extent)
+        tables = RowTables(pool, BLOCK_SIZE, 4, 256)
+        hasher = PrefixHasher(BLOCK_SIZE, b"seed")
+        self.manager = CacheManager(tables, hasher, host_slots=host_slots, **{"eviction": Lru} | more)
 
     def chain(self, tokens: list[int]) -> Chain:
         return self.manager.chain(np.array(tokens, np.int32), None)

@@ -13,9 +13,11 @@ from engines import POISON, AlwaysSwap, TinyEngine
 from families import tiny
 from shard_threads import ThreadGroup, run_in_threads, thread_groups
 
+from pagetide.allocator.blocks import BlockAllocator
 from pagetide.allocator.errors import OutOfDeviceMemory
 from pagetide.allocator.host_arena import HostArena
 from pagetide.cache.geometry import Geometry
+from pagetide.cache.grouped_tables import tables_for
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
 from pagetide.cache.storage import Storage
@@ -171,11 +173,10 @@ class ShardedTinyEngine(TinyEngine):
         one = geometry.with_extents(geometry.payload_bytes)
         register()
         runners: list[ModelRunner] = []
-        cache = CacheManager(
-            num_extents * geometry.blocks_per_extent, block_size, limits.num_rows, max_model_len, groups=geometry.groups,
-            hasher=PrefixHasher(block_size) if caching else None, host_slots=host_slots,
-            blocks_per_extent=geometry.blocks_per_extent, mapped=range(num_extents),
-        )  # fmt: skip
+        per = geometry.blocks_per_extent
+        pool = BlockAllocator(num_extents * per, blocks_per_extent=per, mapped=range(num_extents))
+        tables = tables_for(geometry.groups, pool, block_size, limits.num_rows, max_model_len)
+        cache = CacheManager(tables, PrefixHasher(block_size) if caching else None, host_slots=host_slots)
         for group, model in zip(groups, models, strict=True):
             attend_to_latents(model, geometry)
             model.set_attn_implementation(NAME)

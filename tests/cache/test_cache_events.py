@@ -26,7 +26,9 @@ def test_a_consumer_of_a_schedulers_random_walk_has_the_findable_blocks(variant:
 
 
 def index_with(log: CacheEventLog, num_blocks: int = 64) -> PrefixIndex:
-    return PrefixIndex(PrefixHasher(2, b"seed"), num_blocks, Lru, num_slots=8, host_eviction=Lru, events=log)
+    index = PrefixIndex(PrefixHasher(2, b"seed"), num_blocks, Lru, num_slots=8)
+    index.report_to(log)
+    return index
 
 
 def register(index: PrefixIndex, tokens: Iterable[int], blocks: list[int], salt: bytes | None = None) -> list[int]:

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from row_cache import A, B, C, RowCache
 
+from pagetide.allocator.blocks import BlockAllocator
 from pagetide.cache.host_tier import HostTier, Swaps
 from pagetide.cache.manager import CacheManager
+from pagetide.cache.row_tables import RowTables
 
 
 def ids(*values: int) -> np.ndarray:
@@ -266,7 +268,7 @@ def test_lost_slots_are_forgotten_and_retired() -> None:
 
 def test_a_host_tier_needs_the_prefix_cache() -> None:
     with pytest.raises(ValueError, match="needs a hasher"):
-        CacheManager(9, 4, 2, 64, host_slots=3)
+        CacheManager(RowTables(BlockAllocator(9), 4, 2, 64), host_slots=3)
 
 
 def test_a_tree_leaves_from_its_ends() -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from pagetide.allocator.blocks import BlockAllocator
 from pagetide.cache.eviction import Lru
+from pagetide.cache.grouped_tables import tables_for
 from pagetide.cache.layer_groups import LayerGroup
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
+from pagetide.cache.row_tables import RowTables
 
 
 def rows(*values: int) -> np.ndarray:
@@ -16,7 +19,7 @@ def rows(*values: int) -> np.ndarray:
 
 
 def test_extend_many_rows_at_once_keeps_each_rows_order():
-    cache = CacheManager(65, 4, 4, 64)
+    cache = CacheManager(RowTables(BlockAllocator(65), 4, 4, 64))
     cache.extend(rows(0), rows(5))
     update = cache.extend(rows(0, 1, 3), rows(13, 3, 9)).tables[0]
     assert update.rows.tolist() == [0, 0, 1, 3, 3, 3]
@@ -27,13 +30,13 @@ def test_extend_many_rows_at_once_keeps_each_rows_order():
 
 
 def test_short_names_the_rows_at_a_border():
-    cache = CacheManager(9, 4, 3, 64)
+    cache = CacheManager(RowTables(BlockAllocator(9), 4, 3, 64))
     cache.extend(rows(0, 1), rows(4, 8))
     assert cache.row_tables.short(rows(0, 1, 2), rows(5, 8, 0)).tolist() == [0]
 
 
 def test_groups_have_tables_of_their_own():
-    cache = CacheManager(9, 4, 2, 64, groups=(LayerGroup(2),))
+    cache = CacheManager(tables_for((LayerGroup(2),), BlockAllocator(9), 4, 2, 64))
     extension = cache.extend(rows(0), rows(6))
     first, second = (update.blocks.tolist() for update in extension.tables)
     assert (len(first), len(second), len(set(first + second))) == (2, 2, 4)
@@ -45,17 +48,18 @@ def test_groups_have_tables_of_their_own():
 
 @pytest.mark.parametrize("mapped", [None, [0, 3]])
 def test_renewed_keeps_the_pools_extents(mapped):
-    cache = CacheManager(16, 4, 3, 64, blocks_per_extent=4, mapped=[0, 1])
+    cache = CacheManager(RowTables(BlockAllocator(16, blocks_per_extent=4, mapped=[0, 1]), 4, 3, 64))
     cache.extend(rows(0), rows(16))
     fresh = cache.rebuilt(mapped)
     assert fresh.pool.mapped_extents.tolist() == (mapped or [0, 1])
     assert fresh.pool.counts().live == 0
-    assert CacheManager(16, 4, 3, 64).rebuilt([0]).pool.usable == 15, "a pool without extents is mapped as a whole"
+    fixed = CacheManager(RowTables(BlockAllocator(16), 4, 3, 64))
+    assert fixed.rebuilt([0]).pool.usable == 15, "a pool without extents is mapped as a whole"
 
 
 def test_a_large_cache_gives_up_blocks_for_several_steps_at_once():
     """Decode steps need a block now and then: of 640 cached blocks 10 go at once, those that would go first anyway."""
-    cache = CacheManager(641, 4, 4, 2560, hasher=PrefixHasher(4, b"seed"), eviction=Lru)
+    cache = CacheManager(RowTables(BlockAllocator(641), 4, 4, 2560), PrefixHasher(4, b"seed"), eviction=Lru)
     tokens = np.arange(2560, dtype=np.int32)
     chain = cache.chain(tokens, None)
     assert cache.admit(0, 2560, cache.lookup(chain, 2560)) is not None

@@ -11,6 +11,7 @@ from pagetide.cache.digest_table import DigestTable
 from pagetide.cache.eviction import Lru, PolicyFactory
 from pagetide.cache.prefix_hash import PrefixHasher
 from pagetide.cache.prefix_index import PrefixIndex
+from pagetide.cache.window_blocks import WindowBlocksOfGroups
 
 
 def words(start: int, count: int) -> list[int]:
@@ -80,15 +81,13 @@ def test_a_block_that_is_findable_as_something_else_is_refused() -> None:
 def test_construction_is_checked() -> None:
     with pytest.raises(ValueError, match="no use"):
         PrefixIndex(PrefixHasher(16), 0, Lru)
-    with pytest.raises(ValueError, match="policy"):
-        PrefixIndex(PrefixHasher(16), 10, Lru, num_slots=2)
-    assert PrefixIndex(PrefixHasher(16), 10, Lru, num_slots=2, host_eviction=Lru).capacity == 12
+    assert PrefixIndex(PrefixHasher(16), 10, Lru, num_slots=2).capacity == 12
 
 
 def test_an_index_without_room_registers_only_the_first_blocks() -> None:
     hasher, blocks = PrefixHasher(16), np.array([3, 5, 7], np.int32)
     for capacity in (0, 2, 3):
-        index = PrefixIndex(hasher, 10, Lru, capacity=capacity)
+        index = PrefixIndex(hasher, 10, Lru, windows=WindowBlocksOfGroups((), 16, 10, 0, capacity))
         chain = hasher.chain(words(0, 48))
         assert index.register(chain, blocks, 0).blocks.tolist() == blocks[:capacity].tolist()
         assert index.num_nodes == index.capacity == capacity
@@ -98,7 +97,10 @@ def test_an_index_without_room_registers_only_the_first_blocks() -> None:
 
 
 def test_an_index_of_capacity_0_allows_every_call_that_names_nothing() -> None:
-    index, none = PrefixIndex(PrefixHasher(16), 10, Lru, capacity=0), np.empty(0, np.int64)
+    index, none = (
+        PrefixIndex(PrefixHasher(16), 10, Lru, windows=WindowBlocksOfGroups((), 16, 10, 0, 0)),
+        np.empty(0, np.int64),
+    )
     assert (len(index.victims(5)), len(index.host_victims(5)), len(index.slots.used)) == (0, 0, 0)
     for places in (index.evict(none), index.evict_slots(none), index.reset()):
         assert (len(places.blocks), len(places.slots)) == (0, 0)

@@ -61,7 +61,8 @@ class Life(RuleBasedStateMachine):
             return policies[-1]
 
         self.log = CacheEventLog()
-        self.index = PrefixIndex(hasher, NUM_BLOCKS, make, num_slots=NUM_SLOTS, host_eviction=make, events=self.log)
+        self.index = PrefixIndex(hasher, NUM_BLOCKS, make, num_slots=NUM_SLOTS, host_eviction=make)
+        self.index.report_to(self.log)
         self.copy = EventCopy()
         self.looks_now_and_then = False
         self.policy, self.host_policy = policies

@@ -7,9 +7,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from pagetide.allocator.blocks import BlockAllocator
+from pagetide.cache.grouped_tables import tables_for
 from pagetide.cache.layer_groups import LayerGroup
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
+from pagetide.cache.row_tables import RowTables
 
 
 def rows(*values: int) -> np.ndarray:
@@ -17,7 +20,7 @@ def rows(*values: int) -> np.ndarray:
 
 
 def test_a_row_may_come_to_what_the_reserved_pool_holds():
-    cache = CacheManager(16, 4, 2, 1024, blocks_per_extent=4, mapped=[0])
+    cache = CacheManager(RowTables(BlockAllocator(16, blocks_per_extent=4, mapped=[0]), 4, 2, 1024))
     assert (cache.pool.capacity, cache.pool.usable, cache.pool.available, cache.max_tokens) == (15, 3, 3, 61)
     assert cache.extend(rows(0), rows(13)) is None
     cache.resizer.grow([2])
@@ -26,7 +29,7 @@ def test_a_row_may_come_to_what_the_reserved_pool_holds():
 
 
 def test_a_shrink_evicts_with_descendants_and_counts_what_it_evicts():
-    cache = CacheManager(8, 4, 2, 64, hasher=PrefixHasher(4, b"seed"), blocks_per_extent=4)
+    cache = CacheManager(RowTables(BlockAllocator(8, blocks_per_extent=4), 4, 2, 64), PrefixHasher(4, b"seed"))
     chain = cache.chain(np.arange(25, dtype=np.int32), None)
     assert cache.admit(0, 25, cache.lookup(chain, 24)) is not None
     cache.commit(0, chain, 25)
@@ -62,9 +65,8 @@ class Elastic(RuleBasedStateMachine):
     def start(self, data, per, num_extents, groups, lengths):
         unmapped = data.draw(st.sets(st.integers(1, num_extents - 1)))
         mapped = set(range(num_extents)) - unmapped
-        self.cache = CacheManager(
-            per * num_extents, 4, 5, 64, groups=(LayerGroup(groups),), blocks_per_extent=per, mapped=mapped
-        )
+        pool = BlockAllocator(per * num_extents, blocks_per_extent=per, mapped=mapped)
+        self.cache = CacheManager(tables_for((LayerGroup(groups),), pool, 4, 5, 64))
         self.memory = np.full((per * num_extents, 4), UNMAPPED)  # a token's number in each slot of a block
         self.by_extent = self.memory.reshape(num_extents, -1)
         self.by_extent[sorted(mapped)] = UNWRITTEN

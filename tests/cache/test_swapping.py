@@ -5,15 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from pagetide.allocator.blocks import BlockAllocator
 from pagetide.cache.eviction import Lru
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import Chain, PrefixHasher
+from pagetide.cache.row_tables import RowTables
 
 
 def cache_of(host_slots: int, **more) -> tuple[CacheManager, Chain]:
     """A cache of 10 usable blocks of 4 tokens, of which 5 are cached: those of the chain."""
-    hasher = PrefixHasher(4, b"seed")
-    cache = CacheManager(11, 4, 2, 64, hasher=hasher, host_slots=host_slots, eviction=Lru, **more)
+    tables = RowTables(BlockAllocator(11), 4, 2, 64)
+    cache = CacheManager(tables, PrefixHasher(4, b"seed"), host_slots=host_slots, eviction=Lru, **more)
     chain = cache.chain(np.arange(20, dtype=np.int32), None)
     assert cache.admit(0, 20, cache.lookup(chain, 0)) is not None
     cache.commit(0, chain, 20)

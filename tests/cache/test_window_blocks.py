@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from pagetide.allocator.blocks import BlockAllocator
+from pagetide.cache.grouped_tables import tables_for
 from pagetide.cache.layer_groups import LayerGroup, split_into_tables
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
@@ -17,9 +19,8 @@ class OneRow:
     """A cache that computes one prompt at a time, in chunks of `chunk` tokens."""
 
     def __init__(self, num_blocks: int, groups: tuple[LayerGroup, ...] = GROUPS, chunk: int = 16, **more: int) -> None:
-        self.cache = CacheManager(
-            1 + num_blocks, SIZE, 1, 1000, groups=groups, hasher=PrefixHasher(SIZE, b"seed"), **more
-        )
+        tables = tables_for(groups, BlockAllocator(1 + num_blocks), SIZE, 1, 1000)
+        self.cache = CacheManager(tables, PrefixHasher(SIZE, b"seed"), **more)
         self.chunk = chunk
         self.most_held = 0
 
@@ -31,7 +32,7 @@ class OneRow:
         assert cache.admit(0, len(prompt), hit) is not None
         computed = hit.num_tokens
         while computed < len(prompt):
-            cache.release_passed(row, np.array([computed]))
+            cache.release_passed(row, np.array([computed]).take)
             computed, _ = cache.reach(0, min(computed + self.chunk, len(prompt)), cache.pool.available)
             cache.commit(0, chain, computed, is_prompt=computed == len(prompt))
             cache.check_invariants()

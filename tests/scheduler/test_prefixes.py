@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from fakes import World
 
+from pagetide.allocator.blocks import BlockAllocator
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
+from pagetide.cache.row_tables import RowTables
 
 
 def tokens(length: int, seed: int = 0) -> np.ndarray:
@@ -209,4 +211,4 @@ def test_a_broken_scheduler_tells_what_was_found_and_hashes_as_before() -> None:
 
 def test_the_manager_refuses_what_it_cannot_cache() -> None:
     with pytest.raises(ValueError, match="hasher's"):
-        CacheManager(9, 4, 2, 64, hasher=PrefixHasher(16))
+        CacheManager(RowTables(BlockAllocator(9), 4, 2, 64), PrefixHasher(16))

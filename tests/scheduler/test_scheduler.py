@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from fakes import World
 
+from pagetide.allocator.blocks import BlockAllocator
 from pagetide.cache.manager import CacheManager
+from pagetide.cache.row_tables import RowTables
 from pagetide.scheduler.errors import DuplicateRequest, InvalidCallOrder, PromptTooLong, RequestRejected
 from pagetide.scheduler.plan import Failure, Result
 from pagetide.scheduler.scheduler import Scheduler
@@ -141,9 +143,9 @@ def test_limits_are_checked(bad):
 
 def test_pool_sizes_are_checked():
     with pytest.raises(ValueError, match="at least 2 blocks"):
-        CacheManager(1, 16, 1, 16)
+        BlockAllocator(1)
     with pytest.raises(ValueError, match="block_size"):
-        CacheManager(8, 0, 1, 16)
+        RowTables(BlockAllocator(8), 0, 1, 16)
 
 
 def test_arrays_of_a_plan_are_not_written_again():
@@ -159,7 +161,7 @@ def test_arrays_of_a_plan_are_not_written_again():
 
 
 def test_an_idle_scheduler_plans_nothing():
-    scheduler = Scheduler(CacheManager(4, 16, 2, 64), Limits(2, 64, 64))
+    scheduler = Scheduler(CacheManager(RowTables(BlockAllocator(4), 16, 2, 64)), Limits(2, 64, 64))
     plan = scheduler.schedule()
     assert len(plan.rows) == 0
     assert scheduler.apply(plan, Result(plan.step_id, plan.rows, plan.rows)).finished == ()

@@ -16,6 +16,7 @@ from engines import POISON, TinyEngine, core_over, prompts
 from families import VOCAB, tiny
 from tape import Tape, recorder
 
+from pagetide.allocator.blocks import BlockAllocator
 from pagetide.allocator.errors import BlockMisuse, OutOfDeviceMemory
 from pagetide.allocator.host_arena import HostArena
 from pagetide.cache.geometry import Geometry
@@ -76,8 +77,8 @@ class ElasticEngine(TinyEngine):
         bounds = Limits(**{"max_seqs": 6, "max_step_tokens": 64, "max_model_len": 200, "forecast": False} | limits)
         per = geometry.blocks_per_extent
         self.core = core_over(
-            model, Storage(geometry, self.arena), bounds, num_blocks=num_extents * per, arena=self.arena,
-            cache={"blocks_per_extent": per, "mapped": self.arena.mapped_extents},
+            model, Storage(geometry, self.arena), bounds, arena=self.arena, cache={},
+            pool=BlockAllocator(num_extents * per, blocks_per_extent=per, mapped=self.arena.mapped_extents),
         )  # fmt: skip
 
     @property

@@ -63,7 +63,7 @@ def test_same_tokens_and_logits_with_a_host_tier_too_small_exact_and_ample(name)
         assert (stats.demoted_blocks > 0) == (slots > 0) >= (stats.promoted_blocks > 0)
         if slots >= needed:
             assert stats.recomputed_tokens == 0, "everything that was computed came back"
-            assert stats.promoted_blocks > (0 if engine.core.scheduler.cache.row_tables.has_windows else needed // 2)
+            assert stats.promoted_blocks > (0 if engine.core.scheduler.cache.row_tables.others else needed // 2)
         tier = engine.core.scheduler.cache.host
         assert engine.host is None or tier.num_used <= tier.capacity
         longest = max(range(len(inputs)), key=lambda i: len(inputs[i]))
