@@ -27,10 +27,10 @@ sequence are handled alike. Rules:
 
 `schedule` assigns rows and blocks, preempts and ends sequences; the plan that it returns tells the runner. `apply` appends the
 step's tokens, ends what they end, and reports every end, those of `schedule` too. The two alternate, but the next plan may
-be made while one is pending, if it only continues that plan (plan_builder.py). Rows and blocks of a finished sequence are
+be made while one is pending, if it only continues that plan (steps.py). Rows and blocks of a finished sequence are
 not reused while a pending plan refers to them.
 
-What they change is one `SchedulerState` (state.py); the functions of admission.py, preemption.py and results.py take it.
+What they change is one `SchedulerState` (state.py); the functions of admission.py, preemption.py and steps.py take it.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ import numpy as np
 
 from ..cache.block_table import Index
 from ..cache.manager import CacheManager
-from . import admission, results
+from . import admission
 from .cost import SwapCost
 from .errors import InvalidCallOrder
 from .outcome import BeamMove, Decision, Finished, StepOutputs
 from .plan import NO_ROWS, Plan, Result
-from .plan_builder import PlanBuilder, continuation
 from .pool import ElasticPool
 from .preemption import by_worth, preempt
 from .request import Request
 from .sequence import FinishReason, Sequence
 from .state import AdmissionPlan, Limits, SchedulerState
+from .steps import apply_result, continuation, plan_ahead, plan_step
 
 
 class Scheduler:
@@ -73,7 +73,6 @@ class Scheduler:
         self.cache, self.rows = cache, state.rows
         self.stats, self.decisions, self.ends = state.stats, state.decisions, state.ends
         self.pool = ElasticPool(state)
-        self._plan_builder = PlanBuilder(state)
         self._now = 0.0  # of the last `schedule`
         self._lacks_blocks = False  # a prompt's next chunk waits for blocks that only a preemption frees
         self._scorable = 0  # prompt tokens with log-probabilities that this step may still compute
@@ -166,6 +165,8 @@ class Scheduler:
     def schedule(self, now: float = 0.0) -> Plan:
         """Plan the next step. The plan may hold no chunk; it must still go through `apply`.
 
+        Aborted sequences end, and others lose or get rows and blocks, before this returns: the plan tells the runner.
+
         `now` (seconds) is the time of the admissions. The order of waiting requests does not depend on it (waiting.py).
         """
         state = self.state
@@ -196,7 +197,7 @@ class Scheduler:
             preempt(state, [by_worth(state, state.paused.values())[-1]])
             chunks += self._admit(budget)
         self.pool.reopen_admission()
-        plan = state.plans.first = self._plan_builder.step(decodes, chunks, *self.pool.take_resize())
+        plan = state.plans.first = plan_step(state, decodes, chunks, *self.pool.take_resize())
         return plan
 
     def schedule_ahead(self, now: float = 0.0) -> Plan | None:
@@ -222,12 +223,12 @@ class Scheduler:
             if extension is None:
                 return None
             state.changes.tables.append(extension.tables)
-        plan = state.plans.behind = self._plan_builder.ahead(decodes, known)
+        plan = state.plans.behind = plan_ahead(state, decodes, known)
         return plan
 
     def apply(self, plan: Plan, result: Result) -> StepOutputs:
         """Apply the result of the oldest pending plan."""
-        return results.apply(self.state, self.pool, plan, result)
+        return apply_result(self.state, self.pool, plan, result)
 
     def limit_of(self, request: Request) -> int:
         """Tokens, prompt included, at which a sequence of `request` ends by length at the latest."""
