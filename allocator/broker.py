@@ -27,9 +27,8 @@ from ..monitor.snapshot import DeviceInfo
 from . import wire
 from .broker_connection import Connection, Dropped
 from .broker_socket import listen
-from .broker_views import DeviceView, user_name
 from .errors import LeaseRefused
-from .lease_account import LeaseAccount
+from .lease_account import DeviceView, LeaseAccount, user_name
 from .lease_policy import Rules
 from .lease_table import LeaseTable, Readings
 from .quota import Quota

@@ -16,10 +16,9 @@ from ..monitor.errors import MonitorError
 from ..monitor.snapshot import DeviceInfo, DeviceMemory
 from . import wire
 from .broker_connection import Connection, Peer
-from .broker_views import DeviceView, device_view, lease_view, named, user_name
 from .device_account import DeviceAccount, LeaseTerms
 from .errors import LeaseRefused, MinimumsExceedCapacity, NotPermitted, UnknownEngine
-from .lease_account import LeaseAccount, LeasedDevice
+from .lease_account import DeviceView, LeaseAccount, LeasedDevice, device_view, lease_view, named, user_name
 from .lease_policy import Grant, Order, Ready, Recall, Rules, Withdraw
 from .lease_record import RecordOwner, Sums
 from .quota import Promise, Quota
