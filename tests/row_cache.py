@@ -19,9 +19,8 @@ class RowCache:
 
     def __init__(self, usable: int, host_slots: int, blocks_per_extent: int | None = None, **more) -> None:
         pool = BlockAllocator(usable + 1, blocks_per_extent=blocks_per_extent)
-        tables = RowTables(pool, BLOCK_SIZE, 4, 256)
-        hasher = PrefixHasher(BLOCK_SIZE, b"seed")
-        self.manager = CacheManager(tables, hasher, host_slots=host_slots, **{"eviction": Lru} | more)
+        more = {"eviction": Lru, "host_slots": host_slots} | more
+        self.manager = CacheManager(RowTables(pool, BLOCK_SIZE, 4, 256), PrefixHasher(BLOCK_SIZE, b"seed"), **more)
 
     def chain(self, tokens: list[int]) -> Chain:
         return self.manager.chain(np.array(tokens, np.int32), None)

@@ -10,13 +10,9 @@ from hypothesis import strategies as st
 from row_cache import BLOCK_SIZE as SIZE
 from row_cache import A, B, C, RowCache
 
-from pagetide.allocator.blocks import BlockAllocator
 from pagetide.cache.eviction import Lru
-from pagetide.cache.manager import CacheManager
-from pagetide.cache.prefix_hash import PrefixHasher
 from pagetide.cache.prefix_tree import Nodes, PrefixTree
 from pagetide.cache.reuse_density import ReuseDensity
-from pagetide.cache.row_tables import RowTables
 
 
 class PromptInput(Lru):
@@ -123,14 +119,6 @@ def test_a_renewed_manager_has_the_same_bound() -> None:
     cache.manager = cache.manager.rebuilt()
     cache.run(A)
     assert cache.cached == cache.manager.swapping.max_cached_blocks == 3
-
-
-def test_bounds_without_a_meaning_are_refused() -> None:
-    tables = RowTables(BlockAllocator(9), SIZE, 2, 64)
-    with pytest.raises(ValueError, match="max_cached_blocks bounds a prefix cache"):
-        CacheManager(tables, max_cached_blocks=3)
-    with pytest.raises(ValueError, match=r"max_cached_blocks .* got -1"):
-        CacheManager(tables, PrefixHasher(SIZE), max_cached_blocks=-1)
 
 
 class Naive:

@@ -6,10 +6,7 @@ import numpy as np
 import pytest
 from row_cache import A, B, C, RowCache
 
-from pagetide.allocator.blocks import BlockAllocator
 from pagetide.cache.host_tier import HostTier, Swaps
-from pagetide.cache.manager import CacheManager
-from pagetide.cache.row_tables import RowTables
 
 
 def ids(*values: int) -> np.ndarray:
@@ -264,11 +261,6 @@ def test_lost_slots_are_forgotten_and_retired() -> None:
     assert cache.manager.host.num_slots == 0 and not cache.manager.host.tails
     assert cache.begin(0, A, "a") == 0
     assert cache.manager.rebuilt().host.num_slots == 20
-
-
-def test_a_host_tier_needs_the_prefix_cache() -> None:
-    with pytest.raises(ValueError, match="needs a hasher"):
-        CacheManager(RowTables(BlockAllocator(9), 4, 2, 64), host_slots=3)
 
 
 def test_a_tree_leaves_from_its_ends() -> None:

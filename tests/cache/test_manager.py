@@ -30,9 +30,25 @@ def test_extend_many_rows_at_once_keeps_each_rows_order():
 
 
 def test_short_names_the_rows_at_a_border():
+    with pytest.raises(ValueError, match="block_size"):
+        RowTables(BlockAllocator(9), 0, 3, 64)
     cache = CacheManager(RowTables(BlockAllocator(9), 4, 3, 64))
     cache.extend(rows(0, 1), rows(4, 8))
     assert cache.row_tables.short(rows(0, 1, 2), rows(5, 8, 0)).tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("said", "hasher", "bad"),
+    [
+        ("the hasher's", PrefixHasher(16), {}),
+        ("needs a hasher", None, {"host_slots": 3}),
+        ("max_cached_blocks bounds a prefix cache", None, {"max_cached_blocks": 3}),
+        ("max_cached_blocks .* got -1", PrefixHasher(4), {"max_cached_blocks": -1}),
+    ],
+)
+def test_what_cannot_be_cached_is_refused(said, hasher, bad):
+    with pytest.raises(ValueError, match=said):
+        CacheManager(RowTables(BlockAllocator(9), 4, 2, 64), hasher, **bad)
 
 
 def test_groups_have_tables_of_their_own():

@@ -6,11 +6,6 @@ import numpy as np
 import pytest
 from fakes import World
 
-from pagetide.allocator.blocks import BlockAllocator
-from pagetide.cache.manager import CacheManager
-from pagetide.cache.prefix_hash import PrefixHasher
-from pagetide.cache.row_tables import RowTables
-
 
 def tokens(length: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 900, length).astype(np.int32)
@@ -207,8 +202,3 @@ def test_a_broken_scheduler_tells_what_was_found_and_hashes_as_before() -> None:
     fresh, told = world.scheduler.rebuilt("broke")
     assert [end.num_cached_tokens for end in told.finished] == [48]
     assert fresh.cache.index.hasher is world.cache.index.hasher, "hashes stay what they are"
-
-
-def test_the_manager_refuses_what_it_cannot_cache() -> None:
-    with pytest.raises(ValueError, match="hasher's"):
-        CacheManager(RowTables(BlockAllocator(9), 4, 2, 64), PrefixHasher(16))

@@ -141,13 +141,6 @@ def test_limits_are_checked(bad):
         Limits(**(good | bad))
 
 
-def test_pool_sizes_are_checked():
-    with pytest.raises(ValueError, match="at least 2 blocks"):
-        BlockAllocator(1)
-    with pytest.raises(ValueError, match="block_size"):
-        RowTables(BlockAllocator(8), 0, 1, 16)
-
-
 def test_arrays_of_a_plan_are_not_written_again():
     world = World(usable=20, block_size=4, max_chunk_tokens=5)
     for i in range(6):
