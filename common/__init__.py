@@ -1,1 +1,1 @@
-"""pagetide.common: what every package uses: amounts of memory, checked files, YAML, host memory, texts of errors."""
+"""pagetide.common: what every package uses: units, checked files, YAML, host memory, heartbeats, texts of errors."""

@@ -23,8 +23,8 @@ from ..cache.grouped_tables import tables_for
 from ..cache.manager import CacheManager
 from ..cache.prefix_hash import PrefixHasher
 from ..cache.storage import TensorArena
+from ..common import answer_memory
 from ..common.units import format_bytes
-from ..scheduler import answer_memory
 from ..scheduler.cost import SwapCost
 from ..scheduler.outcome import STEP_TOKEN_BOUNDS
 from ..scheduler.scheduler import Scheduler

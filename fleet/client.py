@@ -18,12 +18,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from ..common.answer_memory import planned_bytes
+from ..common.heartbeat import STILL_S
 from ..common.host_memory import free_host_bytes
 from ..engine.process.fair_threads import FairThreads
 from ..engine.text.chat_template import tool_template
 from ..engine.text.detokenizer import special_tokens
-from ..scheduler.answer_memory import planned_bytes
-from ..scheduler.heartbeat import STILL_S
 from ..server.choices import joined
 from ..server.engine_client import EngineUnavailable, Generation, Observer, RequestFailed, check_depth
 from ..server.engine_outputs import error_kind

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.error_text import install_command
-from ..scheduler.heartbeat import STILL_S
+from ..common.heartbeat import STILL_S
 from .config import LOCAL, state_dir
 from .errors import FleetError
 from .links import CALLS, QueueUnavailable, result_of

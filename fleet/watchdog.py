@@ -17,7 +17,7 @@ import sys
 import time
 from contextlib import suppress
 
-from ..scheduler.heartbeat import STILL_S, SilenceWatch
+from ..common.heartbeat import STILL_S, SilenceWatch
 
 BEAT_S = 1.0
 

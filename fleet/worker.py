@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..common.heartbeat import SilenceWatch
 from ..scheduler.errors import REQUEST_FAULTS
-from ..scheduler.heartbeat import SilenceWatch
 from ..server.engine_outputs import MakeScores, error_kind, piece_of, request_end, scores, scores_in_parts
 from ..server.messages import Failed, Piece, RequestEnd, Score
 from ..version import __version__

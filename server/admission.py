@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from ..common.answer_memory import AnswerSize
 from ..common.units import format_bytes
-from ..scheduler.answer_memory import AnswerSize
 from .errors import ApiError, invalid, unavailable
 from .held_bytes import HeldBytes
 from .keys import ApiKey, KeyUse

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from ..scheduler.answer_memory import AnswerSize
+from ..common.answer_memory import AnswerSize
 from .choices import finish_reason, json_encode, json_list, new_id, raw_list, running_usage, usage
 from .completions import prompt_logprob
 from .engine_client import Batch, EngineClient, Observer, answer_size

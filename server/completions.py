@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from ..scheduler.answer_memory import AnswerSize
+from ..common.answer_memory import AnswerSize
 from .choices import finish_reason, json_encode, json_list, new_id, raw_list, running_usage, usage
 from .engine_client import Batch, EngineClient, Observer, answer_size
 from .messages import Piece, Score, token_text

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ..scheduler.answer_memory import MOST_UNREAD_BYTES, AnswerSize
-from ..scheduler.heartbeat import STILL_S, SilenceWatch
+from ..common.answer_memory import MOST_UNREAD_BYTES, AnswerSize
+from ..common.heartbeat import STILL_S, SilenceWatch
 from .connection import CannotEncode, MessageConnection
 from .messages import (
     BEAT_S,

@@ -21,8 +21,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..api.sampling_params import SamplingParams
+from ..common.heartbeat import LOADING_S
 from ..engine.errors import EngineClosed
-from ..scheduler.heartbeat import LOADING_S
 from ..version import __version__
 from .connection import SWITCH_S, MessageConnection
 from .defaults import completed, template_options

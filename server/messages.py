@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 from msgspec import Struct, msgpack
 
-from ..scheduler.answer_memory import SCORED_BYTES, TOKEN_BYTES
+from ..common.answer_memory import SCORED_BYTES, TOKEN_BYTES
 from ..scheduler.sequence import FinishReason
 
 BEAT_S = 1.0  # interval of `Alive`

@@ -42,7 +42,7 @@ class StepContext:
     write_offsets: torch.Tensor  # int64 [T], the token's place within that block
     block_size: int
     bounded: bool = False  # `kv_lens` are upper bounds
-    beat: Callable[[], None] = lambda: None  # called at each layer: see `scheduler/heartbeat.py`
+    beat: Callable[[], None] = lambda: None  # called at each layer: see `common/heartbeat.py`
     _in_chunks: dict[int, StepContext] = field(default_factory=dict)
 
     def in_chunks(self, size: int) -> StepContext:

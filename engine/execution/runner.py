@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from ...cache.block_table import Index, Int32
-from ...scheduler.heartbeat import COMPILING_S, STILL_S, Progress
+from ...common.heartbeat import COMPILING_S, STILL_S, Progress
 from ...scheduler.plan import NO_LOGPROBS, NO_TOKENS, Candidates, ChunkLogprobs, Failure, Plan, Result
 from ..attention.context import AttentionKernel, StepContext, running
 from ..collectives.group import ALONE, CollectiveAborted, ShardGroup

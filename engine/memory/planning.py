@@ -20,8 +20,8 @@ from ... import native
 from ...allocator.host_arena import preferred_granule
 from ...cache.geometry import EXTENT_TARGET_BYTES, PAGE_BYTES, Geometry, GeometryError, LayerShape
 from ...cache.layer_groups import LayerGroup
+from ...common import answer_memory
 from ...common.units import GIB, MIB, format_bytes
-from ...scheduler import answer_memory
 from ..attention.backends import buffer_bytes
 from ..attention.latent import EXPANDED_FROM, expansion_bytes
 from ..config import EngineConfig, KvMemory

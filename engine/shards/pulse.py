@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ...scheduler.heartbeat import LOADING_S, STILL_S, Progress, SilenceWatch
+from ...common.heartbeat import LOADING_S, STILL_S, Progress, SilenceWatch
 from ..collectives.memory_file import create_memory
 
 BEAT_S = LOOK_S = 0.25  # intervals of the heartbeats, and of the looks at them

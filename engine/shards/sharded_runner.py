@@ -12,7 +12,7 @@ from functools import reduce
 import numpy as np
 
 from ...cache.block_table import Int32
-from ...scheduler.heartbeat import Progress
+from ...common.heartbeat import Progress
 from ...scheduler.plan import NO_EXTENTS, NO_TOKENS, Plan, Resize, Result
 from ..errors import ShardLost, is_interrupt
 from .messages import ExecutePlan, PlanDone, ShardLoaded

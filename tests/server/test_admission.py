@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pagetide.scheduler.answer_memory import AnswerSize
+from pagetide.common.answer_memory import AnswerSize
 from pagetide.server.admission import MOST_RETRY_S, RequestAdmission
 from pagetide.server.errors import ApiError
 from pagetide.server.keys import ApiKey

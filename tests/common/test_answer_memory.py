@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagetide.scheduler.answer_memory import MOST_UNREAD_BYTES, AnswerSize, planned_bytes
+from pagetide.common.answer_memory import MOST_UNREAD_BYTES, AnswerSize, planned_bytes
 
 
 def test_bytes_of_an_answer_and_what_is_planned() -> None:
