@@ -1,6 +1,4 @@
-"""The entries of the lease table: a lease with its terms and connection, a leased device with its account; and their rows for
-users and metrics.
-"""
+"""The entries of the lease table, leases and leased devices, and the rows that show them to users and metrics."""
 
 from __future__ import annotations
 
