@@ -52,7 +52,7 @@ class DeviceRecorder:
         """Write details at most once per `detail_interval_s`. Raises ConfigInvalid if `path` exists or cannot be created."""
         self._path = path
         self._detail_interval_s = detail_interval_s
-        self._began = round(time.time(), 3) if first.unix_seconds is None else first.unix_seconds
+        self._began = round(first.unix_seconds or time.time(), 3)
         self._began_ns = first.at_ns
         self._now_s = self._told_s = 0.0
         self._devices: tuple[DeviceInfo, ...] | None = None  # as the file has them, like the next three
