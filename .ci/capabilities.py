@@ -41,9 +41,7 @@ def tests_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return sorted({name for row in rows for name in row["evidence"] if name.startswith("tests/")})
 
 
-def faults(
-    rows: Sequence[Mapping[str, Any]], measured: Collection[str], collected: Mapping[str, str | None]
-) -> list[str]:
+def faults(rows: Sequence[Mapping[str, Any]], measured: Collection[str], collected: Mapping[str, str | None]) -> list[str]:
     """What is wrong with the rows.
 
     Args:
@@ -98,15 +96,7 @@ def main(root: Path) -> int:
     if names := tests_of(rows):
         files = sorted({name.partition("::")[0] for name in names if Path(name.partition("::")[0]).exists()})
         # Nothing is printed: a file with an error has no tests, which is told below.
-        options = [
-            "--collect-only",
-            "-p",
-            "no:terminal",
-            "-p",
-            "no:cacheprovider",
-            "-o",
-            "addopts=--import-mode=importlib",
-        ]
+        options = ["--collect-only", "-p", "no:terminal", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib"]
         pytest.main([*options, *files], plugins=[collector])
     found = faults(rows, figures(root), collector.tests)
     for fault in found:

@@ -41,9 +41,7 @@ class DistError(Exception):
 
 def run(*command: str | Path, cwd: Path, env: dict[str, str] | None = None) -> str:
     """The standard output of a command. Raises DistError with all it said if it fails."""
-    done = subprocess.run(
-        [str(part) for part in command], cwd=cwd, env=env, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([str(part) for part in command], cwd=cwd, env=env, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         line = " ".join(map(str, command))
         raise DistError(f"`{line}` ended with status {done.returncode}:\n{done.stdout}{done.stderr}")

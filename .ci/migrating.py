@@ -63,9 +63,7 @@ def fields() -> dict[str, Any]:
     rows: dict[str, list[str]] = {}
     for name, text in texts.items():
         rows.setdefault(text, []).append(f"`{name}`" + (f" ({neutral[name]} is accepted)" if name in neutral else ""))
-    others = (
-        f"`{name}`" + (f" ({neutral[name]})" if name in neutral else "") for name in AS_HERE if name not in ANSWERS
-    )
+    others = (f"`{name}`" + (f" ({neutral[name]})" if name in neutral else "") for name in AS_HERE if name not in ANSWERS)
     rows["not served: accepted with the value in brackets, or null"] = list(others)
     table = [{"theirs": ", ".join(names), "here": text} for text, names in rows.items()]
     return {"fields": {"columns": ["field of a request", "here"], "rows": table}}

@@ -143,9 +143,7 @@ def run_tests(checkout: Path, folder: str, tier: str, costs: Path | None) -> tup
     """The tests that may find a mutant. Returns "found", "survives", "out of time" or "broken", and the CPU seconds."""
     tiers = ("tests/deep", "tests") if tier == "all" else ("tests",)
     paths = [f"{part}/{folder}" for part in tiers]
-    paths += [
-        str(path.relative_to(checkout)) for part in tiers for path in (checkout / part).glob("engine/test_equality*.py")
-    ]
+    paths += [str(path.relative_to(checkout)) for part in tiers for path in (checkout / part).glob("engine/test_equality*.py")]
     paths = list(dict.fromkeys(path for path in paths if (checkout / path).exists()))
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-x", "-p", "cpu_meter", "-p", "no:cacheprovider"]
     command += ["-m", "not gpu and not stress", "-o", f"faulthandler_timeout={HANGS_S}", *paths]
@@ -181,9 +179,7 @@ def report(files: list[Path]) -> None:
     for file in files:
         lines = list(done_in(file).values())
         outcomes = Counter(str(line["outcome"]) for line in lines)
-        print(
-            f"{file}: {len(lines)} mutants, {dict(outcomes)}, {sum(float(str(line['cpu_s'])) for line in lines):.0f} CPU s"
-        )
+        print(f"{file}: {len(lines)} mutants, {dict(outcomes)}, {sum(float(str(line['cpu_s'])) for line in lines):.0f} CPU s")
         for line in lines:
             if line["outcome"] != "found":
                 print(f"  {line['outcome']}: {line['file']}:{line['line']}: {line['before']} -> {line['after']}")
@@ -194,9 +190,7 @@ def main() -> None:
     parser.add_argument("--tier", choices=("quick", "all"), default="quick", help="the tests that run (default: quick)")
     parser.add_argument("--checkout", type=Path, default=ROOT, help="the checkout to copy (default: this one)")
     parser.add_argument("--results", type=Path, help="the file of results, which a later run continues")
-    parser.add_argument(
-        "--only-survivors-of", type=Path, help="a file of results: leave out the mutants that were found"
-    )
+    parser.add_argument("--only-survivors-of", type=Path, help="a file of results: leave out the mutants that were found")
     parser.add_argument("--costs", type=Path, help="a folder that cpu_meter wrote: cheap files of tests run first")
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side (default: 2)")
     parser.add_argument("--report", type=Path, nargs="+", help="print these files of results, and run nothing")
@@ -216,9 +210,7 @@ def main() -> None:
             outcome, spent = run_tests(Path(folder, "0"), place, args.tier, args.costs)
             print(f"{outcome:12} {spent:6.1f} s  the tests of {place} without a mutant", flush=True)
             if outcome not in ("survives", "out of time"):
-                sys.exit(
-                    f"the tests of {place} fail without a mutant: {Path(folder, '0', 'tests.log').read_text()[-2000:]}"
-                )
+                sys.exit(f"the tests of {place} fail without a mutant: {Path(folder, '0', 'tests.log').read_text()[-2000:]}")
 
         def try_one(mutant: Mutant) -> None:
             checkout = copies.get()
@@ -230,10 +222,7 @@ def main() -> None:
             line = {**asdict(mutant), "outcome": outcome, "cpu_s": round(spent, 1)}
             with args.results.open("a", encoding="utf-8") as results:
                 results.write(json.dumps(line) + "\n")
-            print(
-                f"{outcome:12} {spent:6.1f} s  {mutant.file}:{mutant.line}: {mutant.before} -> {mutant.after}",
-                flush=True,
-            )
+            print(f"{outcome:12} {spent:6.1f} s  {mutant.file}:{mutant.line}: {mutant.before} -> {mutant.after}", flush=True)
 
         with ThreadPoolExecutor(args.jobs) as pool:
             list(pool.map(try_one, wanted))

@@ -21,15 +21,7 @@ from setup import ROOT, SetupError, name_of, pip
 
 VERSIONS = ("3.11", "3.12", "3.13")
 WITHOUT = {"torch", "transformers", "pagetide"}  # the project is a path here
-TESTS = (
-    "tests/common",
-    "tests/monitor",
-    "tests/allocator",
-    "tests/cache",
-    "tests/scheduler",
-    "tests/api",
-    "tests/frames",
-)
+TESTS = ("tests/common", "tests/monitor", "tests/allocator", "tests/cache", "tests/scheduler", "tests/api", "tests/frames")
 # Compiles every module and imports those that need no torch; prints three numbers.
 IMPORTS = """
 import importlib, pathlib, pkgutil, subprocess

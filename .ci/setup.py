@@ -40,12 +40,8 @@ CUDA_TORCH = "torch, about 3 GB where it brings CUDA, about 200 MB elsewhere"
 # What the driver lays out on Linux, in containers that were given a GPU, and under WSL.
 DRIVER_FILES = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1")
 # pip's settings that say where packages come from.
-SOURCES = re.compile(
-    r"^(?:global|install|:env:)\.(?:index-url|pypi-url|extra-index-url|find-links|no-index)=", re.MULTILINE
-)
-DISTRIBUTIONS = (
-    "import importlib.metadata as m, json; print(json.dumps([[d.name, d.version] for d in m.distributions()]))"
-)
+SOURCES = re.compile(r"^(?:global|install|:env:)\.(?:index-url|pypi-url|extra-index-url|find-links|no-index)=", re.MULTILINE)
+DISTRIBUTIONS = "import importlib.metadata as m, json; print(json.dumps([[d.name, d.version] for d in m.distributions()]))"
 
 
 class SetupError(Exception):
@@ -123,9 +119,7 @@ def stamp_of(venv: Path) -> dict[str, Any]:
     return {}
 
 
-def rebuild_reason(
-    venv: Path, stamp: Mapping[str, Any], python_named: bool, torch: str, has_driver: bool
-) -> str | None:
+def rebuild_reason(venv: Path, stamp: Mapping[str, Any], python_named: bool, torch: str, has_driver: bool) -> str | None:
     """Why the environment has to be made anew; None if it can stay."""
     if not os.path.lexists(venv):
         return "there is none yet"
@@ -160,9 +154,7 @@ def create(venv: Path, with_base: bool) -> None:
         # An environment made from an environment sees the interpreter below both, not its neighbour's packages.
         (site,) = venv.glob("lib/python*/site-packages")
         folders = [entry for entry in sys.path if entry.startswith(sys.prefix) and entry.endswith("site-packages")]
-        (site / "pagetide_base.pth").write_text(
-            "".join(f"import site; site.addsitedir({name!r})\n" for name in folders)
-        )
+        (site / "pagetide_base.pth").write_text("".join(f"import site; site.addsitedir({name!r})\n" for name in folders))
 
 
 def cpu_torch_suits(python: Path, extras: Collection[str], torch: str, has_driver: bool) -> bool:
@@ -180,9 +172,7 @@ def install(venv: Path, extras: Sequence[str], torch: str, keeps: bool, has_driv
     cpu_build = False
     if "torch" not in visible:
         if cpu_torch_suits(python, extras, torch, has_driver):
-            say(
-                f"downloads {CPU_TORCH}: no NVIDIA driver found here; TORCH={pinned['torch']} asks for the build with CUDA"
-            )
+            say(f"downloads {CPU_TORCH}: no NVIDIA driver found here; TORCH={pinned['torch']} asks for the build with CUDA")
             # By itself, so that nothing else comes from that index.
             with suppress(SetupError):
                 pip(python, "--index-url", CPU_INDEX, "--no-deps", "--timeout=5", "--retries=0", pinned["torch"])

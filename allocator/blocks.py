@@ -54,9 +54,7 @@ class BlockAllocator(PoolView):
     A call that raises has changed nothing.
     """
 
-    def __init__(
-        self, num_blocks: int, *, blocks_per_extent: int | None = None, mapped: Iterable[int] | None = None
-    ) -> None:
+    def __init__(self, num_blocks: int, *, blocks_per_extent: int | None = None, mapped: Iterable[int] | None = None) -> None:
         super().__init__(num_blocks, blocks_per_extent, mapped)
         self._mark = np.empty(num_blocks, np.int32)  # scratch: detects duplicate ids without sorting
         self._at_hand: BlockIndex = _NONE  # cache: the next blocks to allocate; cleared when a block is freed
@@ -105,9 +103,7 @@ class BlockAllocator(PoolView):
             return _NO_BLOCKS
         first: BlockIndex = ids[idle]
         if not self._findable[first].all():
-            raise BlockMisuse(
-                f"blocks without a reference cannot be shared: {format_ids(first[~self._findable[first]])}"
-            )
+            raise BlockMisuse(f"blocks without a reference cannot be shared: {format_ids(first[~self._findable[first]])}")
         in_flight = int((self._pins[first] > 0).sum())
         self._in_flight -= in_flight
         self._num_cached -= len(first) - in_flight
@@ -140,9 +136,7 @@ class BlockAllocator(PoolView):
         ids, times = self._counted(ids)
         wrong = (self._references[ids] == 0) | self._findable[ids] | (times != 1)
         if wrong.any():
-            raise BlockMisuse(
-                f"blocks not live, findable already or named twice cannot be published: {format_ids(ids[wrong])}"
-            )
+            raise BlockMisuse(f"blocks not live, findable already or named twice cannot be published: {format_ids(ids[wrong])}")
         self._findable[ids] = True
         self._num_findable += len(ids)
 
@@ -151,9 +145,7 @@ class BlockAllocator(PoolView):
         ids, times = self._counted(ids)
         wrong = ~self._findable[ids] | (times != 1)
         if wrong.any():
-            raise BlockMisuse(
-                f"blocks that are not findable or named twice cannot be forgotten: {format_ids(ids[wrong])}"
-            )
+            raise BlockMisuse(f"blocks that are not findable or named twice cannot be forgotten: {format_ids(ids[wrong])}")
         cached = self._cached_of(ids)
         self._findable[ids] = False
         self._num_findable -= len(ids)

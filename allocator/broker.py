@@ -110,8 +110,9 @@ class Broker:
             self._table.decide_from_ns = self._clock() + int(self._grace_s * 1e9)
             log.info(
                 "a broker ran here before; its engines have %g s to reconnect. Limits set there are lost: "
-                "set them again (vram-monitor limit)", self._grace_s,
-            )  # fmt: skip
+                "set them again (vram-monitor limit)",
+                self._grace_s,
+            )
         self._loop = asyncio.get_running_loop()
         self._resume_accepting()
         if self._tick_s is not None:
@@ -209,9 +210,7 @@ class Broker:
             if len(self._connections) >= MAX_CONNECTIONS:
                 self._drop_oldest()
             try:
-                connection = Connection(
-                    sock, self._clock(), received=self._received, dropped=self._dropped, clock=self._clock
-                )
+                connection = Connection(sock, self._clock(), received=self._received, dropped=self._dropped, clock=self._clock)
             except OSError as error:
                 sock.close()
                 log.debug("a client was gone before it was accepted: %s", error)
@@ -233,9 +232,13 @@ class Broker:
         del self._connections[connection]
         if reason.kind != "is gone":
             self._tell_once(
-                reason.kind, "a client that %s was dropped (pid %d, uid %d): %s",
-                reason.kind, connection.peer.pid, connection.peer.uid, reason,
-            )  # fmt: skip
+                reason.kind,
+                "a client that %s was dropped (pid %d, uid %d): %s",
+                reason.kind,
+                connection.peer.pid,
+                connection.peer.uid,
+                reason,
+            )
         if connection.reservation_id is not None:
             self._table.unreserve(connection.reservation_id)
         if connection.lease_id is not None:

@@ -22,15 +22,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
 
 from .arena import extents_to_map, extents_to_unmap, runs
-from .cuda_driver import (
-    NOT_READY,
-    OUT_OF_MEMORY,
-    CudaBindings,
-    CudaDevice,
-    CudaDriver,
-    device_number,
-    recommended_granule,
-)
+from .cuda_driver import NOT_READY, OUT_OF_MEMORY, CudaBindings, CudaDevice, CudaDriver, device_number, recommended_granule
 from .cuda_handles import HandlePool
 from .errors import BlockMisuse, DriverError, OutOfDeviceMemory
 from .lease_record import HeldBounds
@@ -263,14 +255,7 @@ class _Range:
     made under the arena's lock, except `free`, which runs when no other user is left.
     """
 
-    def __init__(
-        self,
-        driver: CudaDriver,
-        device_index: int,
-        num_extents: int,
-        extent_bytes: int,
-        ready_limit: int,
-    ) -> None:
+    def __init__(self, driver: CudaDriver, device_index: int, num_extents: int, extent_bytes: int, ready_limit: int) -> None:
         # extent -> handle; more than the arena's mapped extents only after a DriverError
         self.behind: dict[int, int] = {}
         self._call = driver.call

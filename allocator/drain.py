@@ -42,11 +42,7 @@ class Evictable(NamedTuple):
 
 
 def plan_drain(
-    num_extents: int,
-    candidates: ExtentIds,
-    free: npt.NDArray[np.bool_],
-    num_free: int,
-    evictable: Evictable | None,
+    num_extents: int, candidates: ExtentIds, free: npt.NDArray[np.bool_], num_free: int, evictable: Evictable | None
 ) -> DrainPlan:
     """Plan to give back up to `num_extents` of `candidates` (lowest first).
 

@@ -30,13 +30,7 @@ from types import TracebackType
 
 from . import wire
 from .broker_link import BrokerLink
-from .errors import (
-    InvalidLease,
-    LeaseClosed,
-    LeaseError,
-    LeaseTooSmall,
-    ProtocolViolation,
-)
+from .errors import InvalidLease, LeaseClosed, LeaseError, LeaseTooSmall, ProtocolViolation
 from .lease_balance import LeaseBalance
 from .lease_events import Denied, Event, Recalled, Rejoined
 from .lease_record import LeaseRecordWriter
@@ -254,9 +248,7 @@ class Lease:
     def __enter__(self) -> Lease:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
 
     # ---- messages from the broker ---------------------------------------------------------------

@@ -70,9 +70,8 @@ def device_view(device: LeasedDevice) -> DeviceView:
     state = device.account.state
     granted = sum(lease.granted_bytes for lease in state.leases.values())
     return DeviceView(
-        device.info.uuid, state.capacity_bytes, state.rules.headroom_bytes, granted, state.foreign_bytes,
-        state.reserved_bytes,
-    )  # fmt: skip
+        device.info.uuid, state.capacity_bytes, state.rules.headroom_bytes, granted, state.foreign_bytes, state.reserved_bytes
+    )
 
 
 def lease_view(lease: LeaseAccount, state: LeaseState, now_ns: int) -> wire.LeaseView:

@@ -116,9 +116,7 @@ class LeaseBalance:
         if order.generation is None:  # a limit from a broker that speaks version 1
             return True
         if order.generation == known and order != newest:
-            raise ProtocolViolation(
-                f"{self._broker} sent two orders of generation {tuple(known)}, {newest} and {order}"
-            )
+            raise ProtocolViolation(f"{self._broker} sent two orders of generation {tuple(known)}, {newest} and {order}")
         if order.generation.epoch != known.epoch or order.generation.counter <= known.counter:
             return False
         self._newest = order

@@ -224,12 +224,7 @@ def decide(state: SharedDevice, now_ns: int) -> tuple[Order, ...]:
         return ()
     targets = fair_targets(state, now_ns)
     grants = tuple(_grants(state, targets, now_ns))
-    return (
-        *_ready(state),
-        *grants,
-        *_recalls(state, targets, now_ns),
-        *_withdrawals(state, grants, now_ns),
-    )
+    return (*_ready(state), *grants, *_recalls(state, targets, now_ns), *_withdrawals(state, grants, now_ns))
 
 
 def fair_targets(state: SharedDevice, now_ns: int) -> dict[int, int]:
@@ -426,9 +421,7 @@ def _take(leases: Iterable[LeaseState], surplus: dict[int, int], needed: int) ->
     givers = [lease for lease in leases if surplus[lease.lease_id] > 0]
     for lease in sorted(givers, key=lambda lease: (-_hoarded(lease), lease.lease_id)):
         take(lease, min(_hoarded(lease), surplus[lease.lease_id]))
-    for lease in sorted(
-        givers, key=lambda lease: (-lease.priority, -surplus[lease.lease_id] / lease.weight, lease.lease_id)
-    ):
+    for lease in sorted(givers, key=lambda lease: (-lease.priority, -surplus[lease.lease_id] / lease.weight, lease.lease_id)):
         take(lease, surplus[lease.lease_id])
     return taken
 
@@ -439,9 +432,7 @@ def _hoarded(lease: LeaseState) -> int:
 
 
 def _recall(state: SharedDevice, lease: LeaseState, num_bytes: int, *, for_growth: bool) -> Recall:
-    return Recall(
-        lease.lease_id, lease.expected_bytes - num_bytes, state.rules.recall_deadline_s, for_growth=for_growth
-    )
+    return Recall(lease.lease_id, lease.expected_bytes - num_bytes, state.rules.recall_deadline_s, for_growth=for_growth)
 
 
 def _rested(lease: LeaseState, rest_s: float, now_ns: int) -> bool:

@@ -79,9 +79,7 @@ class LeaseTable:
         state = device.account.register(lease_id, terms, request.held_bytes)
         if (former := self._former(connection.peer, request)) is not None:
             self._drop(device, former)
-        lease = LeaseAccount(
-            lease_id, terms, request.device_uuid, connection.peer, record, connection, self._next_generation()
-        )
+        lease = LeaseAccount(lease_id, terms, request.device_uuid, connection.peer, record, connection, self._next_generation())
         self.leases[lease_id] = lease
         connection.lease_id = lease_id
         self._update_engines(device)
@@ -94,9 +92,13 @@ class LeaseTable:
         self.carry_out(device, orders)
         log.info(
             "engine %r (pid %d) holds a lease on %s: %s now, at least %s%s",
-            terms.name, lease.peer.pid, device.info.index, format_bytes(state.granted_bytes),
-            format_bytes(terms.min_bytes), "" if former is None else "; it has come back",
-        )  # fmt: skip
+            terms.name,
+            lease.peer.pid,
+            device.info.index,
+            format_bytes(state.granted_bytes),
+            format_bytes(terms.min_bytes),
+            "" if former is None else "; it has come back",
+        )
         return lease
 
     def ask(self, lease: LeaseAccount, message: wire.AskMessage) -> None:
@@ -246,9 +248,7 @@ class LeaseTable:
                 num_bytes = device.account.state.reservations[order.reservation_id].num_bytes
                 connection.send(wire.ReservedMessage(num_bytes))
                 log.info(
-                    "%s are free for the process that reserved them (pid %d)",
-                    format_bytes(num_bytes),
-                    connection.peer.pid,
+                    "%s are free for the process that reserved them (pid %d)", format_bytes(num_bytes), connection.peer.pid
                 )
                 continue
             lease = self.leases[order.lease_id]
@@ -265,10 +265,13 @@ class LeaseTable:
                 deadline_ms = wire.milliseconds(order.deadline_s)
                 log.info(
                     "%s is recalled to %s within %d ms, %s: it is granted %s; external processes hold %s of the device",
-                    named(lease), format_bytes(order.target_bytes), deadline_ms, _why(order),
+                    named(lease),
+                    format_bytes(order.target_bytes),
+                    deadline_ms,
+                    _why(order),
                     format_bytes(device.account.state.leases[order.lease_id].granted_bytes),
                     format_bytes(device.account.state.foreign_bytes),
-                )  # fmt: skip
+                )
                 lease.connection.send(wire.RecallMessage(order.lease_id, generation, order.target_bytes, deadline_ms))
 
     def _decide(self, device: LeasedDevice) -> tuple[Order, ...]:
@@ -289,8 +292,10 @@ class LeaseTable:
                 lease.overdue_logged = True
                 log.warning(
                     "%s is overdue: it was to be at %s and is granted %s; others are served without it",
-                    named(lease), format_bytes(view.recall_target_bytes or 0), format_bytes(view.granted_bytes),
-                )  # fmt: skip
+                    named(lease),
+                    format_bytes(view.recall_target_bytes or 0),
+                    format_bytes(view.granted_bytes),
+                )
         self.lease_views = tuple(views)
         self.device_views = tuple(device_view(device) for device in self._devices.values())
 
@@ -314,9 +319,7 @@ class LeaseTable:
             there = ", ".join(info.uuid for info in self._readings.devices()) or "none"
             raise LeaseRefused(f"device {uuid!r} is not watched; those that are: {there}") from error
         if memory.total_bytes is None:
-            raise LeaseRefused(
-                f"device {uuid!r} does not say how much memory it has: {memory.error or 'no answer yet'}"
-            )
+            raise LeaseRefused(f"device {uuid!r} does not say how much memory it has: {memory.error or 'no answer yet'}")
         account = DeviceAccount(self._rules(info, memory.total_bytes), memory.total_bytes)
         return self._devices.setdefault(uuid, LeasedDevice(info, account))
 
@@ -340,11 +343,7 @@ class LeaseTable:
     def _former(self, peer: Peer, request: wire.RegisterMessage) -> LeaseAccount | None:
         """The ended lease that this engine held before; None if none, or if its pid is not visible here."""
         for lease in self.leases.values():
-            same = (lease.peer.pid, lease.terms.name, lease.device_uuid) == (
-                peer.pid,
-                request.name,
-                request.device_uuid,
-            )
+            same = (lease.peer.pid, lease.terms.name, lease.device_uuid) == (peer.pid, request.name, request.device_uuid)
             if same and peer.pid and lease.connection is None and lease.may_return:
                 return lease
         return None

@@ -29,14 +29,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_type_hints
 
-from .errors import (
-    InvalidLease,
-    LeaseRefused,
-    MinimumsExceedCapacity,
-    NotPermitted,
-    ProtocolViolation,
-    UnknownEngine,
-)
+from .errors import InvalidLease, LeaseRefused, MinimumsExceedCapacity, NotPermitted, ProtocolViolation, UnknownEngine
 
 PROTOCOL = 2
 OLDEST_PROTOCOL = 1  # the oldest version still supported
@@ -372,8 +365,7 @@ def _type_name(kind: type) -> str:
 _KINDS: dict[str, type] = {_type_name(kind): kind for kind in (*get_args(FromClient), *get_args(FromBroker))}
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 _READERS: dict[type, dict[str, _Read[Any]]] = {
-    kind: {name: hint.__metadata__[0] for name, hint in get_type_hints(kind, include_extras=True).items()}
-    for kind in _NAMES
+    kind: {name: hint.__metadata__[0] for name, hint in get_type_hints(kind, include_extras=True).items()} for kind in _NAMES
 }
 _OPTIONAL: dict[type, frozenset[str]] = {  # keys omitted if the value is the default, None
     kind: frozenset(field.name for field in fields(kind) if field.default is not MISSING) for kind in _NAMES
@@ -414,9 +406,7 @@ def from_payload(payload: bytes) -> Message:
     readers = _READERS[kind]
     extra, missing = content.keys() - readers.keys(), readers.keys() - content.keys() - _OPTIONAL[kind]
     if extra or missing:
-        raise ProtocolViolation(
-            f"{type_name} has {_listed(sorted(extra))} too many and lacks {_listed(sorted(missing))}"
-        )
+        raise ProtocolViolation(f"{type_name} has {_listed(sorted(extra))} too many and lacks {_listed(sorted(missing))}")
     message: Message = kind(**{key: readers[key](f"{type_name}.{key}", value) for key, value in content.items()})
     return message
 

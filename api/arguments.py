@@ -155,9 +155,7 @@ def _is_free(call: str, name: str) -> bool:
 
 
 def _row(name: str, call: str | None, kind: str) -> Row | None:
-    return next(
-        (row for row in rows() if name in row.names and row.kind == kind and (call is None or row.is_of(call))), None
-    )
+    return next((row for row in rows() if name in row.names and row.kind == kind and (call is None or row.is_of(call))), None)
 
 
 def _answer(row: dict[str, Any]) -> str:

@@ -180,9 +180,7 @@ class SamplingParams:
         _check_choice(self)
         _check_logits_settings(self)
         for name in ("ignore_eos", "add_special_tokens", "skip_special_tokens"):
-            if not isinstance(value := getattr(self, name), bool) and (
-                value is not None or name != "skip_special_tokens"
-            ):
+            if not isinstance(value := getattr(self, name), bool) and (value is not None or name != "skip_special_tokens"):
                 raise ValueError(f"{name} must be True or False, got {value!r:.80}")
         if self.max_new_tokens is not None and (self.min_new_tokens or 0) > self.max_new_tokens:
             raise ValueError(f"min_new_tokens {self.min_new_tokens} is above max_new_tokens {self.max_new_tokens}")
@@ -255,9 +253,7 @@ class SamplingParams:
             logit_bias=tuple((int(i), float(bias)) for i, bias in (self.logit_bias or {}).items()),
             logits_processors=tuple(self.logits_processors or ()),
             constraint=self.constraint,
-            logprobs=0
-            if self.logprobs is None and self.best_of and self.num_started > (self.n or 1)
-            else self.logprobs,
+            logprobs=0 if self.logprobs is None and self.best_of and self.num_started > (self.n or 1) else self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
             num_candidates=0,
         )
@@ -265,9 +261,13 @@ class SamplingParams:
 
 # Read at most one entry more than allowed: iterators may be endless, and one too many is refused.
 _READ = {
-    "stop": MOST_STOP_STRINGS, "stop_token_ids": MOST_STOP_IDS, "bad_words": MOST_BAD_WORDS,
-    "bad_words_ids": MOST_LISTED_IDS, "logits_processors": MOST_PROCESSORS, "kept_special_tokens": MOST_STOP_STRINGS,
-}  # fmt: skip
+    "stop": MOST_STOP_STRINGS,
+    "stop_token_ids": MOST_STOP_IDS,
+    "bad_words": MOST_BAD_WORDS,
+    "bad_words_ids": MOST_LISTED_IDS,
+    "logits_processors": MOST_PROCESSORS,
+    "kept_special_tokens": MOST_STOP_STRINGS,
+}
 
 
 def _shortened(text: str) -> str:
@@ -324,9 +324,7 @@ def _check_choice(params: SamplingParams) -> None:
     _check_integer("best_of", params.best_of, least=1, most=MOST_FORKS)
     _check_integer("num_beams", params.num_beams, least=1, most=MOST_BEAMS)
     _check_number("length_penalty", params.length_penalty, -math.inf, math.inf, "must be a finite number")
-    if not (
-        params.early_stopping is None or isinstance(params.early_stopping, bool) or params.early_stopping == "never"
-    ):
+    if not (params.early_stopping is None or isinstance(params.early_stopping, bool) or params.early_stopping == "never"):
         raise ValueError(f"early_stopping must be True, False or 'never', got {params.early_stopping!r:.80}")
     if params.best_of is not None and params.best_of < (params.n or 1):
         raise ValueError(f"best_of {params.best_of} is below n {params.n}, which are to be chosen among them")
@@ -409,9 +407,7 @@ def _check_strings(name: str, strings: Sequence[object], most: int, longest: int
         if not isinstance(one, str) or not one:
             raise ValueError(f"{name} must be non-empty strings, got {one!r:.80}")
         if not one.isascii() and any("\ud800" <= character <= "\udfff" for character in one):
-            raise ValueError(
-                f"{name} must be text that UTF-8 can say, which half of a surrogate pair is not, got {one!r:.80}"
-            )
+            raise ValueError(f"{name} must be text that UTF-8 can say, which half of a surrogate pair is not, got {one!r:.80}")
         if len(one) > longest:
             raise ValueError(f"{name} must have at most {longest} characters each, got {len(one):,}: {one!r:.80}")
 

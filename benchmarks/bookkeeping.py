@@ -142,9 +142,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     pool = BlockAllocator(100_001)
     figures += [
         median_time("admission of a prompt of 100,000 tokens", admission(100_000, 1 + repeats), "ms", 6),
-        median_time(
-            "allocate + free 512 blocks", repeated(lambda: pool.release(pool.allocate(512)), 40 * repeats), "us", 40
-        ),
+        median_time("allocate + free 512 blocks", repeated(lambda: pool.release(pool.allocate(512)), 40 * repeats), "us", 40),
         median_time("build a pool of 1,000,000 blocks", repeated(lambda: BlockAllocator(1_000_000), repeats), "ms", 20),
     ]
     report("bookkeeping: scheduler, blocks, output lists", figures, args.seed, args.json)

@@ -136,10 +136,7 @@ class ElasticRig:
         with self.llm.locked_engine() as engine:
             core, cache = engine.core, engine.core.scheduler.cache
             blocks = (engine.arena.num_extents - 1) * cache.pool.blocks_per_extent
-            names = [
-                self._add(engine, FILLER - SLACK, CONTEXT - FILLER)
-                for _ in range(blocks // (FILLER // cache.block_size))
-            ]
+            names = [self._add(engine, FILLER - SLACK, CONTEXT - FILLER) for _ in range(blocks // (FILLER // cache.block_size))]
             self._forecast.filling = True
             _resize(engine, engine.arena.num_extents)  # with requests there, so that nothing of it counts as idle
             if core.scheduler.num_running < len(names):  # the new blocks can be had in the step behind
@@ -342,9 +339,11 @@ ROUNDS = 7
 SPEED_ROUNDS = 11  # of the comparison of speeds, unless --rounds says something else
 SPEED_BYTES = 256 * MIB  # of the pools compared
 KINDS = {
-    "free": "free blocks", "cached": "cached blocks", "half": "half-live blocks (compaction)",
+    "free": "free blocks",
+    "cached": "cached blocks",
+    "half": "half-live blocks (compaction)",
     "live": "live blocks (preempted)",
-}  # fmt: skip
+}
 BUT_FOR_BYTES = {"free": 16 * MIB, "cached": 16 * MIB, "half": 64 * MIB, "live": 16 * MIB}  # at most half of a recall
 TARGETS = {"free": 1.3, "cached": 1.3, "half": 2.0, "live": None}
 PARTS = (*KINDS, *(f"{kind}-decode" for kind in KINDS), "growth", "speed", "idle")
@@ -378,9 +377,7 @@ class EngineProcess:
         """(when it was ordered, seconds until the memory was back, but for so much). Raises TimeoutError."""
         num_bytes = self.moved_extents * self.extent_bytes
         but_for_bytes = min(but_for_bytes, num_bytes // 2)
-        return recalled(
-            self._socket, self.first["lease"], num_bytes, lambda: self.resident_bytes, but_for_bytes, DEADLINE_S
-        )
+        return recalled(self._socket, self.first["lease"], num_bytes, lambda: self.resident_bytes, but_for_bytes, DEADLINE_S)
 
 
 @contextmanager
@@ -441,8 +438,9 @@ def recall_figures(rig: EngineProcess, kinds: list[str], parts: list[str], round
             took, bare, within, outside = recalls(rig, kind, rounds, part != kind)
             figures += [
                 ratio(f"recall of {rig.amount} of {KINDS[kind]}, {how} / bare", took, bare, bound),
-                median_time("... recall", took, "ms"), median_time("... bare", bare, "ms"),
-            ]  # fmt: skip
+                median_time("... recall", took, "ms"),
+                median_time("... bare", bare, "ms"),
+            ]
             if part != kind:
                 share = percentile(within, 0.99) / percentile(outside, 0.99)
                 figures.append(Figure("... p99 of the steps within a recall / of the others", share, "x", 2.0))
@@ -460,8 +458,9 @@ def growth_figures(rig: EngineProcess, rounds: int) -> list[Figure]:
         took.append(rig.call("regrow", rig.moved_extents))
     return [
         ratio(f"growth by {rig.amount}, idle / bare mapping", took, bare, 1.3),
-        median_time("... growth", took, "ms"), median_time("... bare", bare, "ms"),
-    ]  # fmt: skip
+        median_time("... growth", took, "ms"),
+        median_time("... bare", bare, "ms"),
+    ]
 
 
 def idle_figures(rig: EngineProcess, rounds: int) -> list[Figure]:
@@ -496,15 +495,15 @@ def speed_figures(rounds: int, new_tokens: int) -> list[Figure]:
     ]
 
 
-def figures_of(
-    device: PrivateDevice, parts: list[str], moved: int, rounds: int | None, new_tokens: int
-) -> list[Figure]:
+def figures_of(device: PrivateDevice, parts: list[str], moved: int, rounds: int | None, new_tokens: int) -> list[Figure]:
     """The figures of these parts; an engine serves those that want the same pool."""
     each = rounds or ROUNDS
     figures: list[Figure] = []
     pools: tuple[tuple[int, bool, tuple[str, ...]], ...] = (
-        (5, True, ("cached",)), (5, False, ("free", "live", "growth")), (9, False, ("half",))
-    )  # fmt: skip
+        (5, True, ("cached",)),
+        (5, False, ("free", "live", "growth")),
+        (9, False, ("half",)),
+    )
     for quarters, caching, served in pools:
         if not any(part.removesuffix("-decode") in served for part in parts):
             continue
@@ -522,14 +521,10 @@ def figures_of(
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__)
-    parser.add_argument(
-        "--rounds", type=whole, help=f"default: {ROUNDS}, and {SPEED_ROUNDS} of the comparison of speeds"
-    )
+    parser.add_argument("--rounds", type=whole, help=f"default: {ROUNDS}, and {SPEED_ROUNDS} of the comparison of speeds")
     parser.add_argument("--only", type=names_of(PARTS, "part"), default=list(PARTS), metavar="PART,...")
     parser.add_argument("--moved", type=size, default=GIB, metavar="SIZE", help="recalled at a time (default 1GiB)")
-    parser.add_argument(
-        "--new-tokens", type=whole, default=128, help="in the comparison of speeds (default %(default)s)"
-    )
+    parser.add_argument("--new-tokens", type=whole, default=128, help="in the comparison of speeds (default %(default)s)")
     args = parser.parse_args(argv)
     os.environ["OMP_NUM_THREADS"] = "1"
     with PrivateDevice(CAPACITY_BYTES, Rules.of(CAPACITY_BYTES).headroom_bytes) as device, device.here():

@@ -40,9 +40,8 @@ class Figure:
 
 
 def median(
-    name: str, samples: Sequence[float], unit: str, target: float | None = None,
-    better: Literal["lower", "higher"] = "lower",
-) -> Figure:  # fmt: skip
+    name: str, samples: Sequence[float], unit: str, target: float | None = None, better: Literal["lower", "higher"] = "lower"
+) -> Figure:
     """The median of samples, which are kept."""
     return Figure(name, statistics.median(samples), unit, target, better, [round(sample, 4) for sample in samples])
 

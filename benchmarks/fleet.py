@@ -42,15 +42,7 @@ from pagetide import AsyncLLM, Fleet, SamplingParams
 from pagetide.fleet.cluster import RayLink, connect, import_ray
 from pagetide.fleet.journal import Durability
 from pagetide.fleet.links import QueueLink, answer_call, result_of
-from pagetide.fleet.messages import (
-    CacheChanges,
-    NewRequest,
-    Registration,
-    Report,
-    WorkerState,
-    encode,
-    encode_record,
-)  # fmt: skip
+from pagetide.fleet.messages import CacheChanges, NewRequest, Registration, Report, WorkerState, encode, encode_record
 from pagetide.fleet.queue_server import QueueOptions, QueueServer
 from pagetide.server.messages import Piece, RequestEnd
 
@@ -421,9 +413,7 @@ async def several_workers(args: argparse.Namespace, folder: Path) -> list[Figure
 async def measured(args: argparse.Namespace, folder: Path) -> list[Figure]:
     """The figures of the wanted parts, each part printed when it has ended."""
     figures: list[Figure] = []
-    for parts, measure in (
-        ({"queue"}, queue_figures), ({"speed", "first"}, against_async_llm), ({"workers"}, several_workers),
-    ):  # fmt: skip
+    for parts, measure in (({"queue"}, queue_figures), ({"speed", "first"}, against_async_llm), ({"workers"}, several_workers)):
         if parts & set(args.only):
             found = await measure(args, folder)
             print("\n".join(f"{one.name}: {one.value:,.2f} {one.unit}" for one in found), flush=True)

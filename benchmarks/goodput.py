@@ -191,9 +191,7 @@ class LoadDriver:
         return served
 
     def _submit(self, index: int, due: float) -> tuple[Stream, ServedRequest]:
-        params = SamplingParams(
-            max_new_tokens=self._job.arrivals[index].output_tokens, temperature=0.0, ignore_eos=True
-        )
+        params = SamplingParams(max_new_tokens=self._job.arrivals[index].output_tokens, temperature=0.0, ignore_eos=True)
         stream = self._llm.stream(self._prompts[index], params)
         (request,) = stream.requests
         record = self._records.setdefault(request.request_id, ServedRequest())
@@ -240,8 +238,10 @@ HEADROOM_BYTES = POOL_BYTES // 16
 SETTLE_S = 2.5  # until the broker has forgotten how the processes grew at their start
 STEADY_HEAP = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_ARENA_MAX": "2"}  # large tensors go back when freed (glibc)
 POOLS: dict[str, int | dict[str, int]] = {
-    "static": POOL_BYTES // 2, "pagetide": {"min": LEAST_BYTES, "max": POOL_BYTES}, "oracle": POOL_BYTES
-}  # fmt: skip
+    "static": POOL_BYTES // 2,
+    "pagetide": {"min": LEAST_BYTES, "max": POOL_BYTES},
+    "oracle": POOL_BYTES,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,9 +320,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__, rounds=3)
     add_data(parser, "the trace", "a synthetic trace")
     parser.add_argument("--only", type=names_of(list(POOLS), "arrangement"), default=list(POOLS), metavar="NAMES")
-    parser.add_argument(
-        "--seconds", type=above_0, default=20.0, help="in which requests come (20, for which the load is)"
-    )
+    parser.add_argument("--seconds", type=above_0, default=20.0, help="in which requests come (20, for which the load is)")
     parser.add_argument(
         "--step-ms", type=above_0, default=STEP_MS, metavar="MS",
         help="what a step takes besides its tokens (default %(default)g, for which load and SLO are set)",

@@ -46,7 +46,7 @@ def random_qwen2(hidden: int, layers: int, seed: int, **options: Any) -> Any:
     torch.manual_seed(seed)
     config = Qwen2Config(
         hidden_size=hidden, num_hidden_layers=layers, bos_token_id=None, eos_token_id=None, dtype=torch.bfloat16, **options
-    )  # fmt: skip
+    )
     return Qwen2ForCausalLM(config).to(torch.bfloat16).eval().requires_grad_(False)
 
 
@@ -128,11 +128,7 @@ class RandomBatches:
 
     def _params(self) -> SamplingParams:
         rng = self._rng
-        asked: dict[str, Any] = {
-            "max_new_tokens": rng.randint(1, 24),
-            "ignore_eos": True,
-            "seed": rng.randrange(1 << 30),
-        }
+        asked: dict[str, Any] = {"max_new_tokens": rng.randint(1, 24), "ignore_eos": True, "seed": rng.randrange(1 << 30)}
         kind = rng.random()
         if kind < 0.1:
             return SamplingParams(**asked, num_beams=rng.randint(2, 4), n=2)
@@ -251,9 +247,7 @@ def _turns(file: Path, rows: Iterable[Row], turn: Callable[[Row], Turn], header_
             turns.append(turn(row))
         except (ValueError, TypeError, KeyError) as error:
             why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-            raise BadTrace(
-                f"line {number + 1 + header_lines} of {file} is not a request of this trace: {why}"
-            ) from None
+            raise BadTrace(f"line {number + 1 + header_lines} of {file} is not a request of this trace: {why}") from None
     if not turns:
         raise BadTrace(f"{file} holds no request")
     return sorted(turns, key=lambda turn: turn.at_s)

@@ -99,9 +99,7 @@ def serve(llm: LLM, batches: RandomBatches, count: int) -> Iterator[tuple[int, i
         batch = batches.draw()
         for output in llm.generate(batch.prompts, batch.params, progress=False):
             if output.finish_reason not in ("length", "stop"):
-                raise RuntimeError(
-                    f"request {output.request_id}: {output.finish_reason}: {output.completions[0].error}"
-                )
+                raise RuntimeError(f"request {output.request_id}: {output.finish_reason}: {output.completions[0].error}")
         yield outside_kv_bytes(llm), excess_bytes(llm)
 
 
@@ -138,9 +136,7 @@ def measure(folder: str, vocab_size: int, args: argparse.Namespace) -> list[Figu
     return [
         Figure("memory above its value after the first batches, at most", max(later) - later[0], "MiB", BOUND_MIB),
         Figure("memory above the grant, at most", max(excess), "MiB", 0.0),
-        Figure(
-            "left by the second engine above what the first left", (second_left - first_left) / MIB, "MiB", BOUND_MIB
-        ),
+        Figure("left by the second engine above what the first left", (second_left - first_left) / MIB, "MiB", BOUND_MIB),
         Figure("slope, in a thousand batches", 1000 * slope(later), "MiB"),
         Figure("recalls", float(stats["memory"]["recalls"]), "", target=args.batches // 50, better="higher"),
         Figure("preemptions", float(stats["preemptions"]), "", target=args.batches // 50, better="higher"),

@@ -169,9 +169,7 @@ class Outcome:
 def compare(model_type: str, model: PreTrainedModel) -> Outcome:
     """Serve a model and compare it with transformers."""
     name = type(model).__name__
-    prompts = [
-        [(17 * length + 31 * i * i + 7 * i) % (VOCABULARY - 1) + 1 for i in range(length)] for length in PROMPT_LENGTHS
-    ]
+    prompts = [[(17 * length + 31 * i * i + 7 * i) % (VOCABULARY - 1) + 1 for i in range(length)] for length in PROMPT_LENGTHS]
     try:
         batched, stats = run(model, prompts, "16MiB")
     except UnsupportedModel as error:

@@ -96,9 +96,7 @@ def read_times(reader: RecordReader, uuid: str, seconds: float) -> tuple[list[fl
     return every, news
 
 
-def cpu_shares(
-    pid: int | str, windows: int, seconds: float, wait: Callable[[float], object] = time.sleep
-) -> list[float]:
+def cpu_shares(pid: int | str, windows: int, seconds: float, wait: Callable[[float], object] = time.sleep) -> list[float]:
     """Per cent of one core that the process' threads took, window by window, in which this one does `wait`."""
     shares = []
     for _ in range(windows):

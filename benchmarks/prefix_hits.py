@@ -27,10 +27,7 @@ from pagetide.cache.prefix_tree import Nodes
 from pagetide.cache.reuse_density import ReuseDensity
 from pagetide.cache.row_tables import RowTables
 
-TRACES = {
-    "mooncake_conversation_0-20min": (mooncake, 512),
-    "agentic_sessions": (agentic, 64),
-}
+TRACES = {"mooncake_conversation_0-20min": (mooncake, 512), "agentic_sessions": (agentic, 64)}
 GOALS = {("mooncake_conversation_0-20min", 5_000), ("agentic_sessions", 5_000)}  # where a quarter of the gap is due
 
 

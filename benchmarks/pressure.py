@@ -170,9 +170,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for some, slots in zip(outcomes.values(), (0, HOST_SLOTS), strict=True):
             some.append(run(build(slots), draw(args.requests, seed)))
     targeted = args.requests == NUM_REQUESTS
-    table = figures(
-        outcomes["no host tier"], "no host tier", {"recomputed_percent": 3.0, "steps": 3_120.0} if targeted else {}
-    )
+    table = figures(outcomes["no host tier"], "no host tier", {"recomputed_percent": 3.0, "steps": 3_120.0} if targeted else {})
     table += figures(outcomes["host tier"], "host tier", {"recomputed_percent": 0.0})
     longer = [  # percent
         round(100 * (with_tier.seconds / without.seconds - 1), 3)

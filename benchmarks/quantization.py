@@ -103,8 +103,7 @@ def speeds(args: argparse.Namespace) -> list[Figure]:
     found: dict[str | None, list[float]] = {}
     with ExitStack() as stack:
         engines = {
-            form: stack.enter_context(LLM(model, quantization=form, prefix_caching=False, **ENGINE))
-            for form in (None, *FORMS)
+            form: stack.enter_context(LLM(model, quantization=form, prefix_caching=False, **ENGINE)) for form in (None, *FORMS)
         }
         for llm in engines.values():
             decode_seconds(llm, prompts, 1)  # a warm-up
@@ -126,9 +125,7 @@ def speeds(args: argparse.Namespace) -> list[Figure]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__, rounds=5)
     parser.add_argument("--passages", type=whole, help="of the held-out text (all)")
-    parser.add_argument(
-        "--hidden", type=whole, default=1024, help="of the random model, a multiple of 32 (%(default)s)"
-    )
+    parser.add_argument("--hidden", type=whole, default=1024, help="of the random model, a multiple of 32 (%(default)s)")
     parser.add_argument("--layers", type=whole, default=24, help="of the random model (%(default)s)")
     parser.add_argument("--vocab", type=whole, default=32768, help="of the random model (%(default)s)")
     parser.add_argument("--sequences", type=whole, default=16, help="in a batch (%(default)s)")

@@ -40,9 +40,7 @@ BEAT_S = 0.6  # after which a shard has written what it has done
 def generate(llm: LLM, inputs: list[list[int]], new_tokens: int) -> tuple[list[list[int]], float]:
     """The tokens, and the seconds they took."""
     began = time.perf_counter()
-    outputs = llm.generate(
-        inputs, SamplingParams(temperature=0.0, max_new_tokens=new_tokens, ignore_eos=True), progress=False
-    )
+    outputs = llm.generate(inputs, SamplingParams(temperature=0.0, max_new_tokens=new_tokens, ignore_eos=True), progress=False)
     return [list(one.completions[0].token_ids) for one in outputs], time.perf_counter() - began
 
 
@@ -68,13 +66,7 @@ def held(llm: LLM) -> tuple[int, int]:
 def measure(args: argparse.Namespace, folder: Path, dtype: str) -> list[Figure]:
     """The figures of one dtype."""
     inputs = prompts(args.prompts, args.seed)
-    options: dict[str, Any] = {
-        "device": "cpu",
-        "dtype": dtype,
-        "kv_memory": "256MiB",
-        "prefix_caching": False,
-        "share": False,
-    }
+    options: dict[str, Any] = {"device": "cpu", "dtype": dtype, "kv_memory": "256MiB", "prefix_caching": False, "share": False}
     with LLM("demo", tensor_parallel_size=SHARDS, **options) as small:
         small_held, small_weights = held(small)
     with LLM(folder, **options) as one, LLM(folder, tensor_parallel_size=SHARDS, **options) as divided:
@@ -93,10 +85,11 @@ def measure(args: argparse.Namespace, folder: Path, dtype: str) -> list[Figure]:
     figures.append(median(f"{dtype}: tokens/s, divided / one process", ratios, "x", target, "higher"))
     figures.append(Figure(f"{dtype}: tokens that agree", agreement(found, right), "share", None, "higher"))
     for name, seconds in (
-        ("sending the plan", work["sending"]), ("collectives", work["collectives"]),
+        ("sending the plan", work["sending"]),
+        ("collectives", work["collectives"]),
         ("computing besides", work["computing"] - work["collectives"]),
         ("the result's way", work["waiting"] - work["computing"]),
-    ):  # fmt: skip
+    ):
         figures.append(Figure(f"{dtype}: a step: {name}", 1e3 * seconds / steps, "ms"))
     figures.append(Figure(f"{dtype}: a step: collectives", work["calls"] / steps, "calls"))
     figures.append(Figure(f"{dtype}: a step: bytes in collectives", work["bytes"] / steps / 1e6, "MB"))

@@ -20,9 +20,7 @@ from fleet_stand_ins import StandInEngine
 
 BLOCKS, BLOCK_SIZE = 1 << 16, 16  # of its pool, which never binds
 # What front ends are told; they load the demo's tokenizer.
-MODEL = FleetModel(
-    "demo", "demo", "stand-in", "", "none", "none", 1024, 4096, BLOCK_SIZE, 1, [1], 0, {}, __version__
-)  # fmt: skip
+MODEL = FleetModel("demo", "demo", "stand-in", "", "none", "none", 1024, 4096, BLOCK_SIZE, 1, [1], 0, {}, __version__)
 
 
 @dataclass(slots=True, eq=False)
@@ -45,9 +43,7 @@ class SleepingEngine(StandInEngine):
         self._wanted = asyncio.Event()
         self._stepping = asyncio.create_task(self._run())
 
-    async def import_request(
-        self, data: Sequence[Mapping[str, Any]], **options: Any
-    ) -> AsyncGenerator[StreamChunk, None]:  # fmt: skip
+    async def import_request(self, data: Sequence[Mapping[str, Any]], **options: Any) -> AsyncGenerator[StreamChunk, None]:
         """Continue a request of one continuation, token by token."""
         (one,) = data
         request = _Running(one, list(one["token_ids"]))
@@ -77,9 +73,7 @@ class SleepingEngine(StandInEngine):
                 await self._wanted.wait()
                 until = loop.time()
             running = list(self._running)
-            prompts = sum(
-                len(one.handover["prompt_token_ids"]) + len(one.output) for one in running if not one.is_computed
-            )
+            prompts = sum(len(one.handover["prompt_token_ids"]) + len(one.output) for one in running if not one.is_computed)
             tokens = prompts + sum(one.is_computed for one in running)
             until = max(until + self._step_s + self._token_s * tokens, loop.time())
             await asyncio.sleep(until - loop.time())  # one that woke late is not late for ever

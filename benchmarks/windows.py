@@ -43,9 +43,7 @@ def memory(context: int, pool_bytes: float) -> list[Figure]:
     """What sequences of `context` tokens hold in a pool of `pool_bytes`."""
     of_layers = [WINDOW if layer.window else context for layer in geometry(True).layers]
     needed = sum(min(context, tokens) for tokens in of_layers) * MODEL.kv_bytes // MODEL.layers
-    (held, count), (held_by_all, count_by_all) = (
-        filled(geometry(windows), context, pool_bytes) for windows in (True, False)
-    )
+    (held, count), (held_by_all, count_by_all) = (filled(geometry(windows), context, pool_bytes) for windows in (True, False))
     at = f"at {context:,} tokens"
     return [
         Figure(f"KV bytes of a sequence {at}, of those needed", held / needed, "x", 1.05),

@@ -81,9 +81,13 @@ class BlockBatch:
     def blocks(self) -> Iterator[StoredBlock]:
         """The blocks as plain data, in their order."""
         rows = zip(
-            as_integers(self.digests), as_integers(self.parents), self.is_root.tolist(), self.tokens.tolist(),
-            self.on_host.tolist(), strict=True,
-        )  # fmt: skip
+            as_integers(self.digests),
+            as_integers(self.parents),
+            self.is_root.tolist(),
+            self.tokens.tolist(),
+            self.on_host.tolist(),
+            strict=True,
+        )
         for at, (digest, parent, is_root, tokens, on_host) in enumerate(rows):
             yield StoredBlock(digest, None if is_root else parent, tuple(tokens), on_host, self.salts.get(at))
 

@@ -163,9 +163,7 @@ class Geometry:
     def groups(self) -> tuple[LayerGroup, ...]:
         """The groups of layers, in the order of their tables."""
         tables = {layer.table: (layer.window, layer.chunked) for layer in self._own}
-        return tuple(
-            LayerGroup(len(list(run)), *kind) for kind, run in groupby(tables[table] for table in sorted(tables))
-        )
+        return tuple(LayerGroup(len(list(run)), *kind) for kind, run in groupby(tables[table] for table in sorted(tables)))
 
     @property
     def num_tables(self) -> int:
@@ -362,8 +360,7 @@ def in_tables(layers: tuple[LayerShape, ...], block_size: int, max_tokens: int |
         tables |= {index: first + table for index, table in zip(group, of_group, strict=True)}
         first += of_group[-1] + 1
     return tuple(
-        replace(layer, table=tables[index if layer.shares is None else layer.shares])
-        for index, layer in enumerate(layers)
+        replace(layer, table=tables[index if layer.shares is None else layer.shares]) for index, layer in enumerate(layers)
     )
 
 
@@ -407,9 +404,7 @@ def _sources(config: Any, num_layers: int, types: Sequence[str]) -> Iterator[int
         else:
             like = [other for other in range(first_shared) if types[other] == types[index]]
             if not like:
-                raise GeometryError(
-                    f"num_kv_shared_layers: layer {index} shares, but no {types[index]} layer has K and V"
-                )
+                raise GeometryError(f"num_kv_shared_layers: layer {index} shares, but no {types[index]} layer has K and V")
             yield like[-1]
 
 
@@ -539,9 +534,7 @@ def _check_layer(layers: Sequence[LayerShape], index: int, layer: LayerShape) ->
     if layer.shares is None:
         return
     if not 0 <= layer.shares < index or layers[layer.shares].shares is not None:
-        raise GeometryError(
-            f"layer {index} shares K and V of layer {layer.shares}, which is no earlier layer with its own"
-        )
+        raise GeometryError(f"layer {index} shares K and V of layer {layer.shares}, which is no earlier layer with its own")
     if replace(layer, shares=None) != layers[layer.shares]:
         raise GeometryError(f"layer {index} differs from layer {layer.shares}, but shares its K and V")
 

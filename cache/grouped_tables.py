@@ -41,7 +41,7 @@ class GroupedTables(RowTables):
 
     def __init__(
         self, pool: BlockAllocator, block_size: int, num_rows: int, max_tokens: int, groups: tuple[LayerGroup, ...]
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(pool, block_size, num_rows, max_tokens, groups)
         first, *others = groups
         self._anchor_has_bytes = first.window is None  # some layer reads all tokens
@@ -98,20 +98,15 @@ class GroupedTables(RowTables):
     def needed_by_fork(self, num_tokens: int, upto: int) -> int:
         slots = super().needed_by_fork(num_tokens, upto)
         of_windows = num_tokens % self.block_size > 0
-        return sum(
-            table.num_tables * (slots if group.window is None else of_windows) for group, table in self._with_bytes
-        )
+        return sum(table.num_tables * (slots if group.window is None else of_windows) for group, table in self._with_bytes)
 
     def can_fork(self, parent: int, num_tokens: int) -> bool:
-        return all(
-            table.starts[parent] * self.block_size <= group.first_read(num_tokens) for group, table in self.others
-        )
+        return all(table.starts[parent] * self.block_size <= group.first_read(num_tokens) for group, table in self.others)
 
     def shared_by_fork(self, num_tokens: int) -> int:
         full = num_tokens // self.block_size
         return sum(
-            table.num_tables * (full - group.first_read(num_tokens) // self.block_size)
-            for group, table in self._with_bytes
+            table.num_tables * (full - group.first_read(num_tokens) // self.block_size) for group, table in self._with_bytes
         )
 
     def in_all_tables(self, blocks: int, known: Index, left: Index) -> int:
@@ -289,8 +284,7 @@ class GroupedTables(RowTables):
         """Extend the tables of `rows` to cover `upto[i]` tokens each, those of windows to cover `upto_of_windows[i]`."""
         wanted, of_windows = -(-upto // self.block_size), -(-upto_of_windows // self.block_size)
         needs = [
-            np.maximum((wanted if group.window is None else of_windows) - table.lengths[rows], 0)
-            for group, table in self._all
+            np.maximum((wanted if group.window is None else of_windows) - table.lengths[rows], 0) for group, table in self._all
         ]
         counts = [table.num_tables * int(need.sum()) for (_, table), need in zip(self._all, needs, strict=True)]
         no_bytes = 0 if self._anchor_has_bytes else counts[0]
@@ -304,9 +298,7 @@ class GroupedTables(RowTables):
             updates += table.append(rows, need, own.reshape(table.num_tables, -1))
         return tuple(updates)
 
-    def _release_entries(
-        self, window: WindowBlocks, table: BlockTables, rows: Index, starts: Index, ends: Index
-    ) -> None:
+    def _release_entries(self, window: WindowBlocks, table: BlockTables, rows: Index, starts: Index, ends: Index) -> None:
         """Release the entries of `rows` from `starts[i]` to `ends[i]`, with which their tables begin."""
         held = ends - starts
         if len(rows) == 1:

@@ -66,14 +66,18 @@ class CacheManager:
     """
 
     def __init__(
-        self, tables: RowTables, hasher: PrefixHasher | None = None, *, eviction: PolicyFactory = ReuseDensity,
-        max_cached_blocks: int | None = None, host_slots: int = 0, events: CacheEventLog | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        tables: RowTables,
+        hasher: PrefixHasher | None = None,
+        *,
+        eviction: PolicyFactory = ReuseDensity,
+        max_cached_blocks: int | None = None,
+        host_slots: int = 0,
+        events: CacheEventLog | None = None,
+    ) -> None:
         size = tables.block_size
         if hasher is not None and hasher.block_size != size:
-            raise ValueError(
-                f"prefixes are cached in blocks as large as the hasher's ({hasher.block_size} tokens), not {size}"
-            )
+            raise ValueError(f"prefixes are cached in blocks as large as the hasher's ({hasher.block_size} tokens), not {size}")
         if host_slots and hasher is None:
             raise ValueError("a host tier keeps what the prefix cache finds again: it needs a hasher")
         if max_cached_blocks is not None and (hasher is None or max_cached_blocks < 0):
@@ -91,9 +95,12 @@ class CacheManager:
         # Blocks of each row that are findable, or never will be.
         self._committed = np.zeros(len(tables.lengths), np.int64)
         self.index = PrefixIndex(
-            hasher or NullHasher(size), tables.anchors.num_blocks, Lru if hasher is None else eviction, num_slots=slots,
+            hasher or NullHasher(size),
+            tables.anchors.num_blocks,
+            Lru if hasher is None else eviction,
+            num_slots=slots,
             windows=WindowBlocksOfGroups([group for group, _ in tables.others], size, self.pool.num_blocks, slots, num_nodes),
-        )  # fmt: skip
+        )
         if events is not None:
             self.index.report_to(events)
         self.swapping = Swapping(self.index, tables.pool, tables.anchors, host_slots, self._bytes_at, max_cached_blocks)
@@ -107,9 +114,12 @@ class CacheManager:
         """
         return CacheManager(
             self.row_tables.emptied(self.row_tables.pool.emptied(mapped)),
-            self.index.hasher if self.index.capacity else None, eviction=self._eviction,
-            max_cached_blocks=self.swapping.max_cached_blocks, host_slots=self.host.capacity, events=self.index.events,
-        )  # fmt: skip
+            self.index.hasher if self.index.capacity else None,
+            eviction=self._eviction,
+            max_cached_blocks=self.swapping.max_cached_blocks,
+            host_slots=self.host.capacity,
+            events=self.index.events,
+        )
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks in all tables together that a sequence of `tokens` tokens holds, once the last of them is computed."""
@@ -213,9 +223,7 @@ class CacheManager:
 
     def _is_arriving(self, row: int, full: int) -> bool:
         """Whether the next plan copies to one of the first `full` blocks of `row`."""
-        return any(
-            self.host.is_arriving(table.blocks[:, row, int(table.starts[row]) : full].ravel()) for table in self.tables
-        )
+        return any(self.host.is_arriving(table.blocks[:, row, int(table.starts[row]) : full].ravel()) for table in self.tables)
 
     def commit(self, row: int, chain: Chain, num_tokens: int, is_prompt: bool = False) -> tuple[TableUpdate, ...]:
         """Make the full blocks of `row`'s first `num_tokens` tokens findable.

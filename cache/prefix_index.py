@@ -73,9 +73,15 @@ class PrefixIndex:
     """
 
     def __init__(
-        self, hasher: PrefixHasher, num_blocks: int, eviction: PolicyFactory,
-        *, num_slots: int = 0, host_eviction: PolicyFactory = Lru, windows: WindowBlocksOfGroups | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        hasher: PrefixHasher,
+        num_blocks: int,
+        eviction: PolicyFactory,
+        *,
+        num_slots: int = 0,
+        host_eviction: PolicyFactory = Lru,
+        windows: WindowBlocksOfGroups | None = None,
+    ) -> None:
         if num_blocks < 1 or num_slots < 0:
             raise ValueError(f"an index of {num_blocks} blocks and {num_slots} slots has no use")
         if windows is None:
@@ -243,9 +249,13 @@ class PrefixIndex:
         digests = self._table.digests
         salts = {at: self._salts[int(nodes[at])] for at in np.flatnonzero(is_root).tolist()}
         return BlockBatch(
-            digests[nodes], digests.take(parents, axis=0, mode="clip"), is_root, self._tokens[nodes],
-            self.slots.have(nodes), {at: salt for at, salt in salts.items() if salt is not None},
-        )  # fmt: skip
+            digests[nodes],
+            digests.take(parents, axis=0, mode="clip"),
+            is_root,
+            self._tokens[nodes],
+            self.slots.have(nodes),
+            {at: salt for at, salt in salts.items() if salt is not None},
+        )
 
     # -- eviction --------------------------------------------------------------------------------------------------
 
@@ -356,9 +366,7 @@ class PrefixIndex:
         assert (~self.blocks.have(inner) | self.blocks.have(parents)).all(), "a block behind a slot"
         assert (self._evictable[inner] | ~self._evictable[parents]).all(), "a block in use behind one that is not"
         assert self._evictable[nodes[~on_device]].all(), "what lies on the host is in use"
-        assert np.count_nonzero(self._evictable) == np.count_nonzero(self._evictable[nodes]), (
-            "an evictable node is missing"
-        )
+        assert np.count_nonzero(self._evictable) == np.count_nonzero(self._evictable[nodes]), "an evictable node is missing"
         for leaf in np.setdiff1d(nodes, parents).tolist():
             path = self._tree.path_to(leaf)
             chain = self.hasher.chain(self._tokens[path].ravel(), self._salts[int(path[0])])

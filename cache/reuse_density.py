@@ -189,8 +189,7 @@ class ReuseDensity:
             later = same_queue & (self._number[parents] > self._number[members])
             others = ~later & (self._gone[parents] >= self._children[parents])
             if not others.any() or not any(
-                self._waits(*pair, turn)
-                for pair in zip(parents[others].tolist(), members[others].tolist(), strict=True)
+                self._waits(*pair, turn) for pair in zip(parents[others].tolist(), members[others].tolist(), strict=True)
             ):
                 return True
         np.subtract.at(self._gone, parents, 1)

@@ -30,9 +30,13 @@ class RowTables:
     """
 
     def __init__(
-        self, pool: BlockAllocator, block_size: int, num_rows: int, max_tokens: int,
+        self,
+        pool: BlockAllocator,
+        block_size: int,
+        num_rows: int,
+        max_tokens: int,
         groups: tuple[LayerGroup, ...] = (LayerGroup(),),
-    ) -> None:  # fmt: skip
+    ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1 token, got {block_size}")
         self.pool, self.block_size, self.groups = pool, block_size, groups

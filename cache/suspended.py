@@ -24,9 +24,13 @@ class SuspendedSequences:
     """
 
     def __init__(
-        self, index: PrefixIndex, host: HostTier, demotion: HostOffloadPolicy, bytes_at: Int32,
+        self,
+        index: PrefixIndex,
+        host: HostTier,
+        demotion: HostOffloadPolicy,
+        bytes_at: Int32,
         take_slots: Callable[[int], Int32],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._index = index
         self._host = host
         self._demotion = demotion

@@ -42,9 +42,14 @@ class Swapping:
     """
 
     def __init__(
-        self, index: PrefixIndex, allocator: BlockAllocator, anchors: BlockAllocator, num_slots: int, bytes_at: Int32,
+        self,
+        index: PrefixIndex,
+        allocator: BlockAllocator,
+        anchors: BlockAllocator,
+        num_slots: int,
+        bytes_at: Int32,
         max_cached_blocks: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.host = HostTier(num_slots)
         self.demotion = HostOffloadPolicy(anchors.num_blocks, num_slots)
         self.max_cached_blocks = max_cached_blocks

@@ -198,9 +198,7 @@ class WindowBlocksOfGroups:
     They lie in the blocks `0 .. num_blocks - 1` and the slots `0 .. num_slots - 1`, and belong to nodes below `capacity`.
     """
 
-    def __init__(
-        self, groups: Sequence[LayerGroup], block_size: int, num_blocks: int, num_slots: int, capacity: int
-    ) -> None:
+    def __init__(self, groups: Sequence[LayerGroup], block_size: int, num_blocks: int, num_slots: int, capacity: int) -> None:
         self.groups, self.num_window_blocks, self.capacity = groups, num_blocks, capacity
         self._block_size, self._num_slots = block_size, num_slots
         self.clear()

@@ -19,7 +19,8 @@ def said_of(error: Exception) -> str:
     if not isinstance(error, OSError) or error.filename is None or error.filename2 is not None:
         return str(error)
     advice = {
-        errno.ENOENT: "; check the path", errno.EISDIR: "; name a file in it",
+        errno.ENOENT: "; check the path",
+        errno.EISDIR: "; name a file in it",
         errno.EACCES: "; allow access to it, or name another",
-    }  # fmt: skip
+    }
     return f"{error.filename}: {error.strerror}{advice.get(error.errno or 0, '')}"

@@ -63,9 +63,15 @@ class FrameWriter:
     """
 
     def __init__(
-        self, write: Callable[[bytes], object], kind: Kind, header: dict[str, Any], *, num_bytes: int = 0,
-        most_bytes: int | None = None, clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+        self,
+        write: Callable[[bytes], object],
+        kind: Kind,
+        header: dict[str, Any],
+        *,
+        num_bytes: int = 0,
+        most_bytes: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.num_bytes = num_bytes
         self.most_bytes = most_bytes
         self._write = write

@@ -32,9 +32,7 @@ def parse_bytes(amount: int | str) -> int:
     match = _AMOUNT.fullmatch(amount) if isinstance(amount, str) else None
     factor = _UNITS.get(match[2].lower()) if match else None
     if match is None or factor is None:
-        raise ValueError(
-            f"cannot read {amount!r} as an amount of memory; write bytes (1073741824), or 1.5GiB, 512MiB, 2GB"
-        )
+        raise ValueError(f"cannot read {amount!r} as an amount of memory; write bytes (1073741824), or 1.5GiB, 512MiB, 2GB")
     if len(match[1]) > _MOST_DIGITS:
         raise ValueError(f"{match[0][:24]!r}... is more memory than there is")
     num_bytes = math.floor(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor

@@ -7,16 +7,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterable,
-    AsyncIterator,
-    Callable,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -93,12 +84,7 @@ class AsyncLLM:
 
     @explains_arguments("AsyncLLM.generate")
     async def generate(
-        self,
-        prompts: Prompts,
-        sampling_params: Params = None,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
+        self, prompts: Prompts, sampling_params: Params = None, *, priority: int = 0, cache_salt: str | None = None
     ) -> list[RequestOutput]:
         """Continue each prompt: see `LLM.generate`. Cancellation aborts the requests.
 
@@ -357,11 +343,7 @@ class AsyncLLM:
             submission.close()
 
     async def _each(
-        self,
-        pairs: AsyncGenerator[Pair, None],
-        look_ahead: int,
-        priority: int,
-        cache_salt: str | None,
+        self, pairs: AsyncGenerator[Pair, None], look_ahead: int, priority: int, cache_salt: str | None
     ) -> AsyncIterator[RequestOutput]:
         room = asyncio.Semaphore(look_ahead)
         taken: asyncio.Queue[tuple[Prompt, _Submission] | None] = asyncio.Queue()
@@ -414,9 +396,7 @@ class AsyncRequestHandle:
         Chunks that the stream has already taken can still be read from it.
         """
         llm = self._submission._llm
-        data: dict[str, Any] = await _send(
-            llm._engine_thread.run_with_encoder, partial(llm._manager.export, self._state)
-        )
+        data: dict[str, Any] = await _send(llm._engine_thread.run_with_encoder, partial(llm._manager.export, self._state))
         return data
 
 
@@ -607,9 +587,7 @@ async def _as_async(pairs: Iterator[Pair]) -> AsyncGenerator[Pair, None]:
         yield pair
 
 
-async def _fed(
-    prompts: AsyncIterable[Prompt], came: deque[Prompt], pairs: Iterator[Pair]
-) -> AsyncGenerator[Pair, None]:
+async def _fed(prompts: AsyncIterable[Prompt], came: deque[Prompt], pairs: Iterator[Pair]) -> AsyncGenerator[Pair, None]:
     async for prompt in prompts:
         came.append(prompt)
         yield next(pairs)

@@ -120,11 +120,7 @@ class Engine:
             "kv_bytes": self.arena.mapped_bytes,
             "kv_bytes_per_token": self.plan.kv_bytes_per_token,
             "block_size": self.plan.block_size,
-            "blocks": {
-                "usable": scheduler.cache.pool.usable,
-                "limit": scheduler.pool.limit_blocks,
-                **counts._asdict(),
-            },
+            "blocks": {"usable": scheduler.cache.pool.usable, "limit": scheduler.pool.limit_blocks, **counts._asdict()},
             "extents": {"mapped": len(self.arena.mapped_extents), "total": self.arena.num_extents},
             "running": scheduler.num_running,
             "waiting": scheduler.num_waiting,
@@ -265,9 +261,7 @@ def _build(
             tidy=(lambda: trim(device)) if on_host else None,
         )
         lease = None if sharing is None else sharing.lease
-        core.memory = EngineMemory(
-            SchedulerPoolUse(lambda: core.scheduler, bounds), arena, base, lease=lease, host=host
-        )
+        core.memory = EngineMemory(SchedulerPoolUse(lambda: core.scheduler, bounds), arena, base, lease=lease, host=host)
     _log_ready(plan, arena.mapped_bytes, core, began)
     owners: list[Callable[[], None]] = [arena.close, holder.close]
     if sharing is not None:
@@ -301,9 +295,7 @@ def _build_divided(config: EngineConfig, began: float) -> Engine:
         core = EngineCore(Scheduler(cache, limits, _swap_cost(plan, first.swap_bytes_per_s)), runner)
         if first.elastic:
             core.memory = shards.memory(lambda: core.scheduler, runner)
-        encoder = Encoder(
-            load_tokenizer(config.model), checkpoint.vocab_size, checkpoint.bos_token_id, plan.max_model_len
-        )
+        encoder = Encoder(load_tokenizer(config.model), checkpoint.vocab_size, checkpoint.bos_token_id, plan.max_model_len)
         _log_ready(plan, shards.arena.mapped_bytes, core, began)
         owners = [team.close, shards.close, runner.close]
         if core.memory is not None:
@@ -372,22 +364,21 @@ def _limits(plan: MemoryPlan, config: EngineConfig) -> Limits:
     return Limits(config.max_seqs, config.max_step_tokens, plan.max_model_len, config.max_chunk_tokens)
 
 
-def _cache(
-    plan: MemoryPlan, config: EngineConfig, limits: Limits, arena: Arena | None, host_slots: int
-) -> CacheManager:  # fmt: skip
+def _cache(plan: MemoryPlan, config: EngineConfig, limits: Limits, arena: Arena | None, host_slots: int) -> CacheManager:
     """The bookkeeping of the pool. `arena` None: its size is fixed."""
     kept = config.prefix_cache_memory
     pool = BlockAllocator(
-        plan.num_blocks, blocks_per_extent=None if arena is None else plan.geometry.blocks_per_extent,
+        plan.num_blocks,
+        blocks_per_extent=None if arena is None else plan.geometry.blocks_per_extent,
         mapped=None if arena is None else arena.mapped_extents,
-    )  # fmt: skip
+    )
     return CacheManager(
         tables_for(plan.geometry.groups, pool, plan.block_size, limits.num_rows, plan.max_model_len),
         PrefixHasher(plan.block_size, config.prefix_hash_secret) if config.prefix_caching else None,
         max_cached_blocks=None if kept is None else kept // plan.geometry.block_stride,
         host_slots=host_slots,
         events=CacheEventLog() if config.kv_events else None,
-    )  # fmt: skip
+    )
 
 
 def _swap_cost(plan: MemoryPlan, bytes_per_s: float | None) -> SwapCost:

@@ -84,9 +84,7 @@ class KvMemory:
                 near = difflib.get_close_matches(str(key), known, n=1)
                 meant = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"
                 raise ConfigError(f"kv_memory has an unknown key {key!r}{meant}")
-        sizes = {
-            name: None if given.get(name) is None else _size(f"kv_memory's {name}", given[name]) for name in known[:2]
-        }
+        sizes = {name: None if given.get(name) is None else _size(f"kv_memory's {name}", given[name]) for name in known[:2]}
         if sizes["min"] is not None and sizes["max"] is not None and sizes["min"] > sizes["max"]:
             raise ConfigError(f"kv_memory's min of {sizes['min']:,} bytes is above its max of {sizes['max']:,} bytes")
         return cls(sizes["min"], sizes["max"], _weight(given.get("weight", 1.0)), _priority(given.get("priority", 0)))
@@ -203,8 +201,12 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name, least in (
-            ("block_size", 1), ("max_seqs", 1), ("max_step_tokens", 1), ("max_model_len", 2), ("max_chunk_tokens", 1),
-        ):  # fmt: skip
+            ("block_size", 1),
+            ("max_seqs", 1),
+            ("max_step_tokens", 1),
+            ("max_model_len", 2),
+            ("max_chunk_tokens", 1),
+        ):
             _check_integer(name, getattr(self, name), least)
         if self.max_seqs > MOST_SEQS:
             raise ConfigError(f"max_seqs must be at most {MOST_SEQS:,}, got {self.max_seqs:,}")
@@ -414,9 +416,7 @@ def _check_secret(secret: object, prefix_caching: bool) -> None:
             f"secrets.token_bytes(32) does"
         )
     if not prefix_caching:
-        raise ConfigError(
-            "prefix_hash_secret is the prefix cache's: leave prefix_caching on, or prefix_hash_secret out"
-        )
+        raise ConfigError("prefix_hash_secret is the prefix cache's: leave prefix_caching on, or prefix_hash_secret out")
 
 
 def _weight(weight: object) -> float:

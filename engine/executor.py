@@ -63,9 +63,15 @@ class CheckedModel:
 
 
 def load_checked(
-    config: EngineConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, plan: MemoryPlan,
-    division: Division | None = None, group: ShardGroup = ALONE, check: Callable[[Any], None] = lambda model: None,
-) -> CheckedModel:  # fmt: skip
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    plan: MemoryPlan,
+    division: Division | None = None,
+    group: ShardGroup = ALONE,
+    check: Callable[[Any], None] = lambda model: None,
+) -> CheckedModel:
     """Load the model, or this shard's part of it, and check that it can be served. `check` is called before its attention is
     replaced.
 
@@ -90,9 +96,7 @@ def load_checked(
     return CheckedModel(model, tokenizer, specs)
 
 
-def _check_attention(
-    model: Any, plan: MemoryPlan, tokenizer: Any | None, checkpoint: Checkpoint
-) -> Counter[AttentionSpec]:
+def _check_attention(model: Any, plan: MemoryPlan, tokenizer: Any | None, checkpoint: Checkpoint) -> Counter[AttentionSpec]:
     """Check that the model can be served over the plan's blocks, and set its attention to these.
 
     Returns what its layers need of a kernel, with their number. Raises UnsupportedModel.

@@ -178,8 +178,10 @@ class LLM:
                 lambda: sum(state.num_generated for group in groups for state in group.states),
                 disable=None if progress is None else not progress,
                 delay=_UNSET_PROGRESS_DELAY_S if progress is None else 0,
-                total=len(groups), unit="prompt", desc="generating",
-            ) as bar:  # fmt: skip
+                total=len(groups),
+                unit="prompt",
+                desc="generating",
+            ) as bar:
                 for group in groups:
                     while not group.is_finished:
                         manager.step_for(group)
@@ -247,17 +249,11 @@ class LLM:
     ) -> Stream:
         """Like `chat`, but streams the answers: see `stream`."""
         prompts = self._manager.intake.render(messages, template_options)
-        return self.stream(
-            prompts, sampling_params, stream_interval=stream_interval, priority=priority, cache_salt=cache_salt
-        )
+        return self.stream(prompts, sampling_params, stream_interval=stream_interval, priority=priority, cache_salt=cache_salt)
 
     @explains_arguments("LLM.import_request")
     def import_request(
-        self,
-        data: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-        *,
-        stream_interval: int = 1,
-        priority: int | None = None,
+        self, data: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, stream_interval: int = 1, priority: int | None = None
     ) -> Stream:
         """Continue requests that another process has exported (`RequestHandle.export`).
 
@@ -434,9 +430,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._manager.is_here:
             self.close()
 
@@ -567,9 +561,7 @@ class OrderedOutputs(Iterator[RequestOutput]):
         """
         copies = iter(self._manager.copies([one for one in self._taken if isinstance(one, RequestGroup)]))
         known = [(one, next(copies)) if isinstance(one, RequestGroup) else (one, None) for one in self._taken]
-        return [
-            one if not isinstance(one, RequestGroup) else one.output if one.is_finished else copy for one, copy in known
-        ]
+        return [one if not isinstance(one, RequestGroup) else one.output if one.is_finished else copy for one, copy in known]
 
     def close(self) -> None:
         """Abort the requests that were begun. Idempotent."""

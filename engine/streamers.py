@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
 
-def generate_into(
-    streamer: BaseStreamer, llm: LLM, prompt_token_ids: Sequence[int], params: SamplingParams
-) -> RequestOutput:
+def generate_into(streamer: BaseStreamer, llm: LLM, prompt_token_ids: Sequence[int], params: SamplingParams) -> RequestOutput:
     """Continue a prompt, and put the prompt's ids [1, T] and each new token [1] into `streamer`.
 
     Always ends the streamer, so that a reader in another thread does not wait forever.

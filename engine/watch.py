@@ -82,9 +82,12 @@ def open_recorder(engine: Engine, config: EngineConfig) -> EngineRecorder | None
     if config.record is None:
         return None
     header = {
-        "model": engine.plan.model, "version": __version__, "began": round(time.time(), 3), "text": config.record_text,
+        "model": engine.plan.model,
+        "version": __version__,
+        "began": round(time.time(), 3),
+        "text": config.record_text,
         "interval_s": INTERVAL_S,
-    }  # fmt: skip
+    }
     try:
         return EngineRecorder(config.record, frame_source(engine, text=config.record_text), header)
     except RecordingError as error:
@@ -131,7 +134,9 @@ class MemoryReader:
                 return None
             if not memory.is_stale() and memory.used_bytes is not None:
                 self._device = {
-                    "name": info.name or info.index, "total": memory.total_bytes, "used": memory.used_bytes,
+                    "name": info.name or info.index,
+                    "total": memory.total_bytes,
+                    "used": memory.used_bytes,
                     "others": max(0, memory.used_bytes - held_bytes),
-                }  # fmt: skip
+                }
         return self._device

@@ -66,9 +66,7 @@ def machine() -> Snapshot:
     serve = ProcessUse(40961, 71 * GIB, user="ada", command="python serve.py --model llama-3.1-8b")
     judge = ProcessUse(40988, 18 * GIB, user="ada", command="python serve.py --model judge-1b")
     train = ProcessUse(41877, 108 * GIB, user="grace", command="python train.py --config finetune.yaml --resume")
-    loader = ProcessUse(
-        41877, 46 * GIB, "host", user="grace", command="python train.py --config finetune.yaml --resume"
-    )
+    loader = ProcessUse(41877, 46 * GIB, "host", user="grace", command="python train.py --config finetune.yaml --resume")
     notebook = ProcessUse(53011, 9 * GIB, user="linus", command="python -m ipykernel_launcher -f kernel-7f3a.json")
     tide = _curve((0, 30), (52, 34), (84, 66), (112, 47), (146, 79), (182, 58), (255, 90))
     training = _curve((0, 9), (66, 9), (78, 96), (90, 104), (120, 104), (124, 118), (255, 118))

@@ -47,22 +47,7 @@ COMMON = (  # beginnings that several requests share, as system prompts are
     "The old house stood at the end of a long road, and its windows looked out over the fields towards the sea. "
     "In the evening the children sat on the stairs and listened to the stories of their grandfather, who had been a sailor. ",
 )
-WORDS = (
-    "sea",
-    "calm",
-    "whale",
-    "ship",
-    "men",
-    "song",
-    "home",
-    "winter",
-    "light",
-    "voyage",
-    "north",
-    "wind",
-    "old",
-    "far",
-)
+WORDS = ("sea", "calm", "whale", "ship", "men", "song", "home", "winter", "light", "voyage", "north", "wind", "old", "far")
 NAMES = ("chat", "search", "summary", "agent", "draft")
 
 
@@ -249,17 +234,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Draw the pictures."""
     parser = argparse.ArgumentParser(description="Draw the pictures of the server's page, from real runs in a browser.")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="for the pictures (default: the repository's)")
-    parser.add_argument(
-        "--only", nargs="+", choices=PICTURES, default=PICTURES, metavar="NAME", help=", ".join(PICTURES)
-    )
+    parser.add_argument("--only", nargs="+", choices=PICTURES, default=PICTURES, metavar="NAME", help=", ".join(PICTURES))
     parser.add_argument("--seconds", type=float, default=25.0, help="of load before a picture (default 25)")
     parser.add_argument("--blocks", type=int, default=1_000_000, help="of the made-up pool (default 1,000,000)")
     args = parser.parse_args(argv)
     args.folder.mkdir(parents=True, exist_ok=True)
     with browser() as chromium, tempfile.TemporaryDirectory() as runtime:
-        os.environ["PAGETIDE_RUNTIME_DIR"] = (
-            runtime  # a broker of its own: other engines of this machine are left alone
-        )
+        os.environ["PAGETIDE_RUNTIME_DIR"] = runtime  # a broker of its own: other engines of this machine are left alone
         steps: list[tuple[set[str], Callable[[], None]]] = [
             ({"light", "recall", "phone"}, lambda: draw_one_model(chromium, args.folder, args.only, args.seconds)),
             ({"dark"}, lambda: draw_two_models(chromium, args.folder, args.seconds)),

@@ -43,10 +43,7 @@ SETTLE_S = 2.5  # until the broker has forgotten how the processes grew at their
 HEADROOM = 48 * MIB
 GROWTH = 512 * MIB  # what leases and external process contend for, above the engines' minimums
 # Of the external process: from, until (shares of the time), share of GROWTH.
-STAYS = (
-    (0.15, 0.34, 0.6),
-    (0.60, 0.82, 0.8),
-)
+STAYS = ((0.15, 0.34, 0.6), (0.60, 0.82, 0.8))
 PIECE, PIECE_S = 40 * MIB, 0.25  # of the external process, less than the headroom; and the time between two
 SAMPLE_S = 0.05
 
@@ -76,9 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--seconds must be at least 1, got {args.seconds:g}")
     _pyplot()  # before a minute's work, not after it
     traces, source = load(args.data, args.seconds)
-    print(
-        f"{sum(map(len, traces))} requests in {args.seconds:g} s, from {source}; starting two engines ...", flush=True
-    )
+    print(f"{sum(map(len, traces))} requests in {args.seconds:g} s, from {source}; starting two engines ...", flush=True)
     tide = run(traces, args.seconds, args.seed)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     draw(tide, args.output)
@@ -167,9 +162,7 @@ def _watch(tide: Tide, engines: Sequence[TraceEngineProcess], device: PrivateDev
         served += sum("served" in message for engine in engines for message in engine.poll())
         at_s = time.monotonic() - began
         share = at_s / tide.seconds
-        visitor.advance(
-            at_s, int(GROWTH * max((much for begin, end, much in STAYS if begin <= share < end), default=0.0))
-        )
+        visitor.advance(at_s, int(GROWTH * max((much for begin, end, much in STAYS if begin <= share < end), default=0.0)))
         tide.samples.append(sample_device(at_s, pids, device, external))
         due = max(due + SAMPLE_S, time.monotonic())
         time.sleep(max(0.0, due - time.monotonic()))
@@ -200,9 +193,7 @@ def report(tide: Tide) -> int:
     for title, cells in rows:
         print(f"  {title:<36}" + "".join(f"{cell:>14}" for cell in cells))
     most = max(sample.held_bytes for sample in tide.samples)
-    print(
-        f"\n  the external process took {tide.pieces} pieces of at most {PIECE // MIB} MiB; {tide.refused} did not fit"
-    )
+    print(f"\n  the external process took {tide.pieces} pieces of at most {PIECE // MIB} MiB; {tide.refused} did not fit")
     print(f"  held at most {most / MIB:,.0f} of {tide.capacity / MIB:,.0f} MiB")
     whole = all(told["failed"] == 0 and told["equal"] == told["requests"] for told in tide.engines)
     return 0 if whole and not tide.refused and most <= tide.capacity else 1
@@ -320,9 +311,7 @@ def _mark_recalls(sea: Any, tide: Tide, times: list[float], bands: list[list[flo
 def _draw_arrivals(beach: Any, tide: Tide) -> None:
     """A stroke for each request."""
     for number, told in enumerate(tide.engines):
-        beach.vlines(
-            told["arrivals"], 0.56 - 0.5 * number, 0.96 - 0.5 * number, color=COLOURS[1 + number], linewidth=0.7
-        )
+        beach.vlines(told["arrivals"], 0.56 - 0.5 * number, 0.96 - 0.5 * number, color=COLOURS[1 + number], linewidth=0.7)
     beach.set_ylim(0, 1)
     beach.set_yticks([0.76, 0.26], ["requests to A", "to B"])
     beach.set_xlabel("seconds", color=INK)

@@ -92,9 +92,7 @@ def train_tokenizer(passages: Sequence[str], vocab: int, context: int) -> PreTra
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab, special_tokens=[BOS, EOS], initial_alphabet=alphabet, show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=vocab, special_tokens=[BOS, EOS], initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(passages, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, BOS_ID), (EOS, EOS_ID)]

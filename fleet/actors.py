@@ -212,9 +212,15 @@ class RayLauncher:
         options.setdefault("num_cpus", 0)
         threads = self._config.threads or max(1, (os.cpu_count() or 1) // max(self._config.workers, 1))
         actor = ray.remote(WorkerActor).options(
-            name=full, namespace=NAMESPACE, lifetime="detached", max_restarts=0, max_concurrency=CALLS_AT_ONCE,
-            resources=resources or None, runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads)}}, **options,
-        )  # fmt: skip
+            name=full,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            max_restarts=0,
+            max_concurrency=CALLS_AT_ONCE,
+            resources=resources or None,
+            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads)}},
+            **options,
+        )
         return actor.remote(name, self._config.to_dict(), self._secret)
 
     async def ended(self, handle: Any) -> str:

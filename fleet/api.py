@@ -4,16 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterable,
-    AsyncIterator,
-    Callable,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
 from types import TracebackType
@@ -109,12 +100,7 @@ class Fleet:
 
     @explains_arguments("Fleet.generate")
     async def generate(
-        self,
-        prompts: Prompts,
-        sampling_params: Params = None,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
+        self, prompts: Prompts, sampling_params: Params = None, *, priority: int = 0, cache_salt: str | None = None
     ) -> list[RequestOutput]:
         """Continue each prompt: see `AsyncLLM.generate`. Cancellation aborts the requests."""
         return await self._outputs(_encoder(prompts, sampling_params), CallOptions(priority, cache_salt))

@@ -77,9 +77,13 @@ class FleetClient:
     is_durable = True
 
     def __init__(
-        self, link: QueueLink, name: str, info: FleetInfo, preparer: RequestPreparer,
+        self,
+        link: QueueLink,
+        name: str,
+        info: FleetInfo,
+        preparer: RequestPreparer,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.name = name
         self.ended = asyncio.Event()
         self.preparer = preparer
@@ -181,10 +185,7 @@ class FleetClient:
         if method in ("stats", "fleet_metrics", "status"):
             status = await _retried(self._link.status)
             return status if method == "status" else status[method]
-        hints = {
-            "sleep": "stop workers with `pagetide fleet drain`",
-            "wake_up": "add workers with `pagetide fleet add`",
-        }
+        hints = {"sleep": "stop workers with `pagetide fleet drain`", "wake_up": "add workers with `pagetide fleet add`"}
         raise RequestFailed("invalid", ONE_ENGINE + hints.get(method, f"{method} exists for a single engine only"))
 
     async def stop(self, drain_s: float = 0.0) -> None:
@@ -450,9 +451,7 @@ def _whole(followed: Followed, end: RequestEnd) -> RequestEnd:
         return msgspec.structs.replace(end, pieces=[], num_generated=generated)
     if len(whole) > followed.num_returned:
         whole.sort(key=_mean_logprob, reverse=True)
-        whole = [
-            msgspec.structs.replace(piece, index=place) for place, piece in enumerate(whole[: followed.num_returned])
-        ]
+        whole = [msgspec.structs.replace(piece, index=place) for place, piece in enumerate(whole[: followed.num_returned])]
     if not followed.has_scores:
         whole = [_without_scores(piece) for piece in whole]
     return msgspec.structs.replace(end, pieces=whole, num_generated=generated)

@@ -37,9 +37,7 @@ def import_ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise FleetError(
-            f"a fleet runs on Ray, which is not installed: {install_command('ray')} (about 80 MB)"
-        ) from error
+        raise FleetError(f"a fleet runs on Ray, which is not installed: {install_command('ray')} (about 80 MB)") from error
     return ray
 
 

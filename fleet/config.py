@@ -108,9 +108,7 @@ class FleetConfig:
             if isinstance(port, bool) or not isinstance(port, int) or not least <= port <= MOST_PORT:
                 raise FleetConfigInvalid(f"{name} must be a port from {least} to {MOST_PORT}, got {port!r:.80}")
             if port and port + count - 1 > MOST_PORT:
-                raise FleetConfigInvalid(
-                    f"{name} {port} is too high: {count} ports from there on end above {MOST_PORT}"
-                )
+                raise FleetConfigInvalid(f"{name} {port} is too high: {count} ports from there on end above {MOST_PORT}")
 
     @property
     def journal(self) -> Path:

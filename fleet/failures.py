@@ -69,6 +69,4 @@ class Failures:
     def error(self) -> str:
         """What happened, for the client."""
         attempts = "; ".join(f"{worker} {reason}" for worker, reason in zip(self.workers, self.reasons, strict=True))
-        return (
-            f"{len(self.workers)} workers failed on this request, the last one with no other request on it: {attempts}"
-        )
+        return f"{len(self.workers)} workers failed on this request, the last one with no other request on it: {attempts}"

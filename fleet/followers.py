@@ -39,9 +39,7 @@ class Followers:
         may_drop: Whether the journal has all that was shown. It has not while it cannot be written.
     """
 
-    def __init__(
-        self, clock: Callable[[], float] = time.monotonic, may_drop: Callable[[], bool] = lambda: True
-    ) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, may_drop: Callable[[], bool] = lambda: True) -> None:
         self._clock = clock
         self._may_drop = may_drop
         self._outputs: dict[int, _Output] = {}

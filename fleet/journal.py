@@ -156,9 +156,7 @@ class Journal:
             yield
         except sqlite3.Error as error:
             if "locked" in str(error):
-                raise JournalError(
-                    f"the journal {self.path} is in use by another queue: stop that one first"
-                ) from error
+                raise JournalError(f"the journal {self.path} is in use by another queue: stop that one first") from error
             raise JournalError(f"the journal {self.path} cannot be opened: {error}") from error
 
     # -- facts -------------------------------------------------------------------------------------------------------
@@ -346,9 +344,7 @@ class JournalWriter:
         ids are in use. They have to be refused.
         """
         new = [(number, one.request_id, encode(one), one.tenant) for number, one in requests]
-        self._pending += JournalChanges(
-            new, list(records), list(ended), [(name, encode(value)) for name, value in facts]
-        )
+        self._pending += JournalChanges(new, list(records), list(ended), [(name, encode(value)) for name, value in facts])
         done: asyncio.Future[set[int]] = self._loop.create_future()
         self._waiters.append((done, {number for number, *_ in new}))
         self._start()

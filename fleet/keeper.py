@@ -87,9 +87,7 @@ class WorkerKeeper:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(
-            *(self._launcher.kill(handle) for handle in self._handles.values()), return_exceptions=True
-        )
+        await asyncio.gather(*(self._launcher.kill(handle) for handle in self._handles.values()), return_exceptions=True)
 
     async def _store(self) -> None:
         names: Sequence[str] = [name for name in self._tasks if name not in self._leaving]

@@ -22,7 +22,7 @@ from .messages import (
     Submission,
     WorkerRefused,
     encode,
-)  # fmt: skip
+)
 from .queue_server import QueueServer
 
 

@@ -43,9 +43,7 @@ class PromptOutput:
         began_at: Time of the call, in seconds of the clock of the other methods.
     """
 
-    def __init__(
-        self, index: int, prompt: PromptInput, request: NewRequest, has_tokenizer: bool, began_at: float
-    ) -> None:
+    def __init__(self, index: int, prompt: PromptInput, request: NewRequest, has_tokenizer: bool, began_at: float) -> None:
         self.index = index
         self.end: RequestEnd | None = None
         self._prompt = prompt
@@ -121,11 +119,14 @@ class PromptOutput:
         one.num_taken, one.num_taken_texts = len(one.token_ids), len(one.texts)
         is_scored = self._prompt.params.logprobs is not None
         return StreamChunk(
-            self.index, "".join(texts), one.token_ids[begin:], one.number,
+            self.index,
+            "".join(texts),
+            one.token_ids[begin:],
+            one.number,
             self._completion(one) if one.finish_reason is not None else None,
             self.output if self.is_told else None,
             tuple(map(_logprobs, one.scores[begin:])) if is_scored else None,
-        )  # fmt: skip
+        )
 
     @property
     def output(self) -> RequestOutput:
@@ -139,9 +140,13 @@ class PromptOutput:
         if params.prompt_logprobs is not None:
             prompt_logprobs = (None, *(_logprobs(one) for one in (prompt_scores or ())[1:]))
         return RequestOutput(
-            self._request.request_id, self._prompt.prompt, self._request.prompt_token_ids, tuple(completions),
-            prompt_logprobs, self.end.num_cached_tokens,
-        )  # fmt: skip
+            self._request.request_id,
+            self._prompt.prompt,
+            self._request.prompt_token_ids,
+            tuple(completions),
+            prompt_logprobs,
+            self.end.num_cached_tokens,
+        )
 
     def _completion(self, one: ContinuationOutput) -> Completion:
         assert one.finish_reason is not None

@@ -51,9 +51,7 @@ class RequestPreparer:
         self.model = info.model
         spec = resolve_model(info.model.reference)
         self.tokenizer = load_tokenizer(spec)
-        self._encoder = Encoder(
-            self.tokenizer, self.model.vocab_size, self.model.bos_token_id, self.model.max_model_len
-        )
+        self._encoder = Encoder(self.tokenizer, self.model.vocab_size, self.model.bos_token_id, self.model.max_model_len)
         self.sampling = SamplingParams(**self.model.sampling)
         engine = _EncodingEngine(self._encoder, self.sampling, tuple(self.model.eos_token_ids))
         self.intake = RequestIntake(cast("Engine", engine), itertools.count())

@@ -29,7 +29,7 @@ from .messages import (
     Submission,
     WorkerRefused,
     decode_record,
-)  # fmt: skip
+)
 from .request_queue import CANCELLED, NewRecord, RequestQueue
 from .status import fleet_status
 from .worker_table import WorkerEntry

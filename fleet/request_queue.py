@@ -151,9 +151,7 @@ class RequestQueue:
     def _refusal(self, request: NewRequest) -> Submission | None:
         num_prompt = len(request.prompt_token_ids)
         if len(self._waiting) >= MOST_WAITING:
-            return Submission(
-                kind="unavailable", error=f"{len(self._waiting):,} requests wait already: try again later"
-            )
+            return Submission(kind="unavailable", error=f"{len(self._waiting):,} requests wait already: try again later")
         if error := self.tenants.refusal(request) or self._waiting.refusal(request.tenant, num_prompt):
             return Submission(kind="limited", error=error)
         model = self.workers.model
@@ -327,9 +325,7 @@ class RequestQueue:
             self.counters.reasons[why] = self.counters.reasons.get(why, 0) + 1
             self._assign(entry, self.workers.get(name), handovers, now)
             changed.add(name)
-        held = any(
-            self.entries[number].held_since is not None for number in itertools.islice(self._waiting, LOOK_AHEAD)
-        )
+        held = any(self.entries[number].held_since is not None for number in itertools.islice(self._waiting, LOOK_AHEAD))
         return changed, ended, held
 
     def _set_aside(self) -> set[str]:
@@ -485,9 +481,7 @@ class RequestQueue:
             for one in others
             if (view := one.view(0)).running < view.max_running
         }
-        order = sorted(
-            (self.entries[number].request.priority, number) for number in worker.running.keys() - worker.releasing
-        )
+        order = sorted((self.entries[number].request.priority, number) for number in worker.running.keys() - worker.releasing)
         for _, number in reversed(order):
             load = worker.running[number]
             place = max(room, key=lambda name: room[name], default=None)

@@ -18,11 +18,7 @@ def fleet_status(queue: RequestQueue, writer: JournalWriter, followers: Follower
     status: dict[str, Any] = {
         "model": None if queue.workers.model is None else queue.workers.model.name,
         "workers": workers,
-        "queue": {
-            "waiting": queue.num_waiting,
-            "running": len(queue.entries) - queue.num_waiting,
-            **asdict(queue.counters),
-        },
+        "queue": {"waiting": queue.num_waiting, "running": len(queue.entries) - queue.num_waiting, **asdict(queue.counters)},
         "journal": {
             "path": str(writer.journal.path),
             "commits": writer.num_commits,
@@ -111,9 +107,7 @@ _OF_WORKER = {
 def fleet_metrics(status: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The metrics of a fleet by name: help, type, and samples of labels and value."""
     queue, workers = status["queue"], status["workers"]
-    metrics = {
-        f"pagetide_fleet_{name}": _metric(text, kind, [({}, queue[name])]) for name, (text, kind) in _OF_QUEUE.items()
-    }
+    metrics = {f"pagetide_fleet_{name}": _metric(text, kind, [({}, queue[name])]) for name, (text, kind) in _OF_QUEUE.items()}
     for name, (text, kind) in _OF_WORKER.items():
         samples = [({"worker": worker["name"]}, worker[name]) for worker in workers]
         metrics[f"pagetide_fleet_worker_{name}"] = _metric(text, kind, samples)

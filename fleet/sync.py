@@ -106,9 +106,7 @@ class SyncFleet:
     def __enter__(self) -> SyncFleet:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     def _look_ahead(self) -> int:

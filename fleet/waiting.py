@@ -119,13 +119,7 @@ class WaitingOrder:
         weight = self._weights.get(tenant, 1.0)
         for what, held, new, free, most in (
             ("requests", self._num_places[tenant], 1, MOST_WAITING - len(self), MOST_WAITING),
-            (
-                "prompt tokens",
-                self._num_tokens[tenant],
-                tokens,
-                MOST_WAITING_TOKENS - self._sum_tokens,
-                MOST_WAITING_TOKENS,
-            ),
+            ("prompt tokens", self._num_tokens[tenant], tokens, MOST_WAITING_TOKENS - self._sum_tokens, MOST_WAITING_TOKENS),
         ):
             if new > free or (held and held + new > weight * free):
                 share = "" if weight == 1.0 else f", times its share of {weight:g}"

@@ -53,9 +53,7 @@ def main(argv: list[str] | None = None) -> int:
             if not (beats := os.read(int(pipe), 4096)):
                 return 0
             num_beats += len(beats)
-    print(
-        f"pagetide: the process {pid} hangs: no beat for {float(most_s):g} s; it is killed", file=sys.stderr, flush=True
-    )
+    print(f"pagetide: the process {pid} hangs: no beat for {float(most_s):g} s; it is killed", file=sys.stderr, flush=True)
     os.kill(int(pid), signal.SIGKILL)
     return 1
 

@@ -263,14 +263,7 @@ class FleetWorker:
         told = None
         if now - self._stats_at >= STATS_EVERY_S:
             self._stats_at, told = now, stats
-        return WorkerState(
-            blocks["usable"],
-            blocks["limit"],
-            blocks["free"],
-            stats["preemptions"],
-            stats["device"],
-            told,
-        )
+        return WorkerState(blocks["usable"], blocks["limit"], blocks["free"], stats["preemptions"], stats["device"], told)
 
     async def _cache_changes(self) -> CacheChanges | None:
         if not self._follows_cache:
@@ -326,9 +319,7 @@ async def _end_of(number: int, outputs: Sequence[RequestOutput], make: MakeScore
     return request_end(number, outputs[0], [], scores, generated)
 
 
-def _end_of_recorded(
-    handover: Mapping[str, Any], tokenizer: Any, max_model_len: int
-) -> tuple[FinishReason, str] | None:
+def _end_of_recorded(handover: Mapping[str, Any], tokenizer: Any, max_model_len: int) -> tuple[FinishReason, str] | None:
     """The end of a continuation with its last token recorded: its end was lost with its worker. None if it is not there.
 
     Returns the reason, and the text that was held back. An engine finds a stop string after it has given the token.

@@ -19,13 +19,9 @@ def block_details(scheduler: Scheduler, block: int) -> dict[str, Any]:
     """The state of `block`, its rows, and what lies in it; "text" holds its token ids. Raises RequestRejected."""
     cache, rows = scheduler.cache, scheduler.rows
     if isinstance(block, bool) or not isinstance(block, int) or not 0 <= block < cache.pool.num_blocks:
-        raise RequestRejected(
-            f"the pool has the blocks 0 .. {cache.pool.num_blocks - 1:,}; there is no block {block!r:.80}"
-        )
+        raise RequestRejected(f"the pool has the blocks 0 .. {cache.pool.num_blocks - 1:,}; there is no block {block!r:.80}")
     block_state = BlockState(int(cache.pool.states()[block]))
-    details: dict[str, Any] = {
-        "state": block_state.name.lower(), "rows": [], "hits": 0, "tokens": None, "text": None
-    }  # fmt: skip
+    details: dict[str, Any] = {"state": block_state.name.lower(), "rows": [], "hits": 0, "tokens": None, "text": None}
     if block == NULL_BLOCK:
         return details
     for row in cache.row_tables.rows_with(np.array([block], np.int32)).tolist():
@@ -42,10 +38,7 @@ def block_details(scheduler: Scheduler, block: int) -> dict[str, Any]:
     found = cache.index.entry_in(block)
     if found is not None:
         first = found.depth * cache.block_size
-        details |= {
-            "hits": found.hits, "tokens": [first, first + cache.block_size],
-            "text": found.tokens.tolist(),
-        }  # fmt: skip
+        details |= {"hits": found.hits, "tokens": [first, first + cache.block_size], "text": found.tokens.tolist()}
     return details
 
 

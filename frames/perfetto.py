@@ -63,12 +63,7 @@ class TraceWriter:
         for row, name, label, num_prompt, limit, priority, arrival, num_cached, *_ in frame["rows"]:
             self._id_in[row] = name
             if name not in self._tracks:
-                facts = {
-                    "prompt_tokens": num_prompt,
-                    "limit_tokens": limit,
-                    "priority": priority,
-                    "cached_tokens": num_cached,
-                }
+                facts = {"prompt_tokens": num_prompt, "limit_tokens": limit, "priority": priority, "cached_tokens": num_cached}
                 yield from self._open(name, label, "waiting", arrival, facts)
         yield from self._waiting(frame, now)
         yield from self._running(frame, now)
@@ -88,9 +83,7 @@ class TraceWriter:
         self._num_tracks += 1
         self._tracks[name] = _Track(self._num_tracks, state, max(since, self._began), details)
         title = f"{name} {label}".strip()
-        yield {
-            "ph": "M", "name": "thread_name", "pid": _REQUESTS, "tid": self._num_tracks, "args": {"name": title}
-        }  # fmt: skip
+        yield {"ph": "M", "name": "thread_name", "pid": _REQUESTS, "tid": self._num_tracks, "args": {"name": title}}
 
     def _turn(self, name: str, state: str, now: float, details: dict[str, Any]) -> Iterator[Event]:
         """The request is in `state`: a slice ends if that is another one than before."""
@@ -104,9 +97,15 @@ class TraceWriter:
     def _slice(self, track: _Track, now: float) -> Event:
         start = min(track.since, now)
         return {
-            "ph": "X", "name": track.state, "cat": "request", "pid": _REQUESTS, "tid": track.tid, "ts": self._us(start),
-            "dur": max(0, self._us(now) - self._us(start)), "args": track.details,
-        }  # fmt: skip
+            "ph": "X",
+            "name": track.state,
+            "cat": "request",
+            "pid": _REQUESTS,
+            "tid": track.tid,
+            "ts": self._us(start),
+            "dur": max(0, self._us(now) - self._us(start)),
+            "args": track.details,
+        }
 
     def _waiting(self, frame: Mapping[str, Any], now: float) -> Iterator[Event]:
         listed = set()
@@ -126,8 +125,12 @@ class TraceWriter:
     def _running(self, frame: Mapping[str, Any], now: float) -> Iterator[Event]:
         for row, status, known, computed, blocks, preemptions in frame["running"]:
             details = {
-                "row": row, "known_tokens": known, "computed_tokens": computed, "blocks": blocks, "preemptions": preemptions
-            }  # fmt: skip
+                "row": row,
+                "known_tokens": known,
+                "computed_tokens": computed,
+                "blocks": blocks,
+                "preemptions": preemptions,
+            }
             yield from self._turn(self._id_in[row], _STATUSES[status], now, details)
 
     def _ended(self, frame: Mapping[str, Any], now: float) -> Iterator[Event]:
@@ -141,9 +144,15 @@ class TraceWriter:
             else:
                 track.details["ended"] = reason
             yield {
-                "ph": "i", "s": "t", "name": f"ended: {reason}", "cat": "request", "pid": _REQUESTS, "tid": track.tid,
-                "ts": self._us(now), "args": {"generated_tokens": num_generated, "error": error},
-            }  # fmt: skip
+                "ph": "i",
+                "s": "t",
+                "name": f"ended: {reason}",
+                "cat": "request",
+                "pid": _REQUESTS,
+                "tid": track.tid,
+                "ts": self._us(now),
+                "args": {"generated_tokens": num_generated, "error": error},
+            }
         for name in [name for name, track in self._tracks.items() if "ended" in track.details]:
             if name not in self._id_in.values():
                 yield self._slice(self._tracks.pop(name), now)
@@ -183,9 +192,15 @@ class TraceWriter:
 
     def _instant(self, name: str, category: str, now: float, details: Mapping[str, Any]) -> Event:
         return {
-            "ph": "i", "s": "p", "name": name, "cat": category, "pid": _SCHEDULER, "tid": 1, "ts": self._us(now),
+            "ph": "i",
+            "s": "p",
+            "name": name,
+            "cat": category,
+            "pid": _SCHEDULER,
+            "tid": 1,
+            "ts": self._us(now),
             "args": dict(details),
-        }  # fmt: skip
+        }
 
     def _us(self, time_s: float) -> int:
         return max(0, round((time_s - self._began) * 1e6))

@@ -36,9 +36,14 @@ class EngineRecorder:
     """
 
     def __init__(
-        self, path: str, source: FrameSource, header: dict[str, Any], *, most_bytes: int = MOST_BYTES,
+        self,
+        path: str,
+        source: FrameSource,
+        header: dict[str, Any],
+        *,
+        most_bytes: int = MOST_BYTES,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._file: int | None = None
         self.path = path
         self.stopped = threading.Event()

@@ -92,9 +92,15 @@ class FrameSource:
     """
 
     def __init__(
-        self, scheduler: Callable[[], Scheduler], facts: PoolFacts, memory: Callable[[], MemoryFigures],
-        *, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time, text: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        scheduler: Callable[[], Scheduler],
+        facts: PoolFacts,
+        memory: Callable[[], MemoryFigures],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        text: bool = False,
+    ) -> None:
         self._scheduler = scheduler
         self._facts = facts
         self._memory = memory
@@ -120,9 +126,7 @@ class FrameSource:
             full = True
         state, stats, memory = scheduler.state, scheduler.stats, self._memory()
         pool, self._seq = scheduler.cache.pool, self._seq + 1
-        frame: Frame = {
-            "v": VERSION, "seq": self._seq, "time": round(self._wall(), 3), "step": stats.steps, "full": full,
-        }  # fmt: skip
+        frame: Frame = {"v": VERSION, "seq": self._seq, "time": round(self._wall(), 3), "step": stats.steps, "full": full}
         if full:
             frame["pool"] = {
                 "num_blocks": pool.num_blocks,
@@ -195,9 +199,15 @@ class FrameSource:
     def _row(self, row: int, sequence: Sequence, limit: int, to_wall: float) -> list[Any]:
         request = sequence.request
         entry = [
-            row, request.request_id, request.label, len(request.prompt_token_ids), limit, request.priority,
-            round(request.arrival + to_wall, 3), 0 if sequence.leader else sequence.root.num_cached_tokens,
-        ]  # fmt: skip
+            row,
+            request.request_id,
+            request.label,
+            len(request.prompt_token_ids),
+            limit,
+            request.priority,
+            round(request.arrival + to_wall, 3),
+            0 if sequence.leader else sequence.root.num_cached_tokens,
+        ]
         if self._text:
             entry.append(request.prompt_token_ids.tolist())
         return entry
@@ -218,11 +228,17 @@ class FrameSource:
         now, blocks_for = self._clock(), state.cache.blocks_for
         entries = [
             [
-                s.request.request_id, s.request.label, len(s.tokens), blocks_for(len(s.tokens)), s.request.priority,
-                round(max(0.0, now - s.request.arrival), 1), s.preemptions, s.status.value,
+                s.request.request_id,
+                s.request.label,
+                len(s.tokens),
+                blocks_for(len(s.tokens)),
+                s.request.priority,
+                round(max(0.0, now - s.request.arrival), 1),
+                s.preemptions,
+                s.status.value,
             ]
             for s in first_waiting(state, MOST_WAITING)
-        ]  # fmt: skip
+        ]
         return [state.num_waiting, entries]
 
     def _new_decisions(self, scheduler: Scheduler) -> list[Decision]:
@@ -238,9 +254,7 @@ class FrameSource:
         entries = []
         for end in scheduler.ends.since(self._num_ends):
             finished = end.finished
-            entry = [
-                finished.request_id, end.request.label, finished.reason, len(finished.token_ids), finished.error
-            ]  # fmt: skip
+            entry = [finished.request_id, end.request.label, finished.reason, len(finished.token_ids), finished.error]
             entries.append([*entry, finished.token_ids.tolist()] if self._text else entry)
         self._num_ends = scheduler.ends.number
         return entries

@@ -45,9 +45,7 @@ def visible_devices(infos: Sequence[DeviceInfo], environ: Mapping[str, str]) -> 
     return _with_instances(chosen, infos)
 
 
-def find_device(
-    infos: Sequence[DeviceInfo], *, uuid: str | None = None, pci_id: str | PciNumbers | None = None
-) -> DeviceInfo:
+def find_device(infos: Sequence[DeviceInfo], *, uuid: str | None = None, pci_id: str | PciNumbers | None = None) -> DeviceInfo:
     """The device with this UUID, or else at this PCI address.
 
     Accepts torch's properties of a CUDA device: a UUID with or without "GPU-" or "MIG-", in any case; "0000:3b:00.0",
@@ -76,9 +74,7 @@ def _in_cuda_order(infos: Sequence[DeviceInfo], environ: Mapping[str, str]) -> l
     gpus = [info for info in infos if info.kind is DeviceKind.GPU]
     if len(gpus) < 2:
         return gpus
-    if environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID" and (
-        gpus[0].name is None or len({gpu.name for gpu in gpus}) > 1
-    ):
+    if environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID" and (gpus[0].name is None or len({gpu.name for gpu in gpus}) > 1):
         raise NoSuchDevice(
             f"the GPUs are not all known to be of one model ({_names(gpus)}), and CUDA's order, "
             "fastest first, is known to CUDA alone; set CUDA_DEVICE_ORDER=PCI_BUS_ID, or name UUIDs in CUDA_VISIBLE_DEVICES"

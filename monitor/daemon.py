@@ -58,9 +58,7 @@ class DaemonService(Protocol):
 class Daemon:
     """The monitor behind `vram-monitor serve`: `start`, then any number of `reload` and `unused` calls, then `stop`."""
 
-    def __init__(
-        self, config: MonitorConfig, companion: DaemonService | None = None, *, on_demand: bool = False
-    ) -> None:
+    def __init__(self, config: MonitorConfig, companion: DaemonService | None = None, *, on_demand: bool = False) -> None:
         """`on_demand`: any of its users may start a replacement if it dies."""
         self.config = config
         self._on_demand = on_demand
@@ -96,9 +94,8 @@ class Daemon:
         self._writer = RecordWriter.create(self.directory.record, source=source.name, mode=mode, gid=gid)
         self._reader = RecordReader.of(self._writer)
         self._poller = Poller(
-            source, self._writer,
-            interval_s=config.interval, detail_interval_s=config.detail_interval, devices=config.devices,
-        )  # fmt: skip
+            source, self._writer, interval_s=config.interval, detail_interval_s=config.detail_interval, devices=config.devices
+        )
         self._metrics = self._open_metrics(config)
         # Only now: a monitor that failed to start held nothing.
         note_holder(self._lock, Holder(os.getpid(), self._on_demand))
@@ -107,8 +104,10 @@ class Daemon:
         log.info(
             "watches %s by %s every %g ms; record: %s",
             ", ".join(f"{info.index} ({info.name or info.uuid})" for info in infos) or "no device",
-            source.name, config.interval * 1e3, self.directory.record,
-        )  # fmt: skip
+            source.name,
+            config.interval * 1e3,
+            self.directory.record,
+        )
 
     def _open_companion(self) -> None:
         if self._companion is not None:
@@ -124,9 +123,7 @@ class Daemon:
                 log.warning("%s changed in the configuration; that needs a restart", name)
         self._move_metrics(old, taken)
         try:
-            self._poller.change(
-                interval_s=taken.interval, detail_interval_s=taken.detail_interval, devices=taken.devices
-            )
+            self._poller.change(interval_s=taken.interval, detail_interval_s=taken.detail_interval, devices=taken.devices)
         except BaseException:
             self._move_metrics(taken, old)
             raise
@@ -226,8 +223,10 @@ def _warn_of_more_than_there_is(config: MonitorConfig) -> None:
     if config.capacity is not None and total_bytes is not None and config.capacity > total_bytes:
         log.warning(
             "the test device has %s, and the memory of this machine, or of its cgroup, is %s: what is leased beyond that "
-            "does not exist; choose a smaller capacity", format_bytes(config.capacity), format_bytes(total_bytes),
-        )  # fmt: skip
+            "does not exist; choose a smaller capacity",
+            format_bytes(config.capacity),
+            format_bytes(total_bytes),
+        )
 
 
 def _refuse_if_watched_elsewhere(daemon: Daemon, infos: Sequence[DeviceInfo]) -> None:

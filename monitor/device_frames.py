@@ -106,9 +106,7 @@ class DeviceRecorder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     @property
@@ -116,9 +114,7 @@ class DeviceRecorder:
         return time_of(self._began, self._now_s)
 
     def _changed_memory(self, snapshot: Snapshot) -> dict[str, MemoryReading | str]:
-        answers = {
-            each.info.uuid: _memory_in(each.memory, snapshot.at_ns) for each in snapshot.devices if each.memory.at_ns
-        }
+        answers = {each.info.uuid: _memory_in(each.memory, snapshot.at_ns) for each in snapshot.devices if each.memory.at_ns}
         return {uuid: now for uuid, now in answers.items() if now != self._memory.get(uuid)}
 
     def _changed_detail(self, snapshot: Snapshot) -> dict[str, DetailReading | str]:
@@ -143,9 +139,7 @@ class DeviceRecorder:
             write()
         except OSError as error:
             self._close_file()
-            raise MonitorError(
-                f"the recording {self._path} ends at second {self._told_s:.0f}: {error.strerror}"
-            ) from error
+            raise MonitorError(f"the recording {self._path} ends at second {self._told_s:.0f}: {error.strerror}") from error
 
     def _close_file(self) -> None:
         file, self._file = self._file, None

@@ -69,9 +69,7 @@ class Follower:
     def __enter__(self) -> Follower:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
 
     def _attach(self, directory: RuntimeDir, reader: RecordReader) -> None:
@@ -91,6 +89,4 @@ class Follower:
     def _shown(self, snapshot: Snapshot) -> Snapshot:
         if not self._uuids:
             return snapshot
-        return replace(
-            snapshot, devices=tuple(device for device in snapshot.devices if device.info.uuid in self._uuids)
-        )
+        return replace(snapshot, devices=tuple(device for device in snapshot.devices if device.info.uuid in self._uuids))

@@ -54,9 +54,7 @@ class MetricsServer:
         ProcessCollector(registry=registry)  # memory, CPU time and descriptors of the monitor itself (Linux)
         handler = type("_RegistryHandler", (_Handler,), {"registry": registry})
         self._server = _listen(address, port, handler)
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(_LOOK_UP_S,), name="metrics", daemon=True
-        )
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(_LOOK_UP_S,), name="metrics", daemon=True)
         self._thread.start()
 
     @property

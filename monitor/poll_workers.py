@@ -45,9 +45,7 @@ class PollWorkers(Generic[Member]):
     Start them with `set_members`; call `check` about once an interval; end them with `stop`.
     """
 
-    def __init__(
-        self, name: str, ask: Callable[[Member], None], interval_ns: int, *, late: Callable[[Member], None]
-    ) -> None:
+    def __init__(self, name: str, ask: Callable[[Member], None], interval_ns: int, *, late: Callable[[Member], None]) -> None:
         """`late` is called once for each member that moves into a worker of its own."""
         self._interval_ns = interval_ns
         self._name = name

@@ -236,17 +236,13 @@ class Poller:
         if changes := watched.memory_throttle.record(_reason(failure), asked_ns):
             self._log_changes(watched, failure, changes)
 
-    def _publish_memory(
-        self, watched: _Watched, asked_ns: int, reading: MemoryReading, failure: Exception | None
-    ) -> None:
+    def _publish_memory(self, watched: _Watched, asked_ns: int, reading: MemoryReading, failure: Exception | None) -> None:
         """Raises RecordError for numbers that the record cannot hold; then the poll does not count."""
         total, free = reading.total_bytes, reading.free_bytes
         used = None if total is None or free is None else total - free
         polls, failures = watched.polls + 1, watched.failures + (failure is not None)
         trend = watched.trend.update(asked_ns, used)
-        memory = DeviceMemory(
-            asked_ns, self._memory.interval_ns, total, free, trend, polls, failures, _reason(failure)
-        )  # fmt: skip
+        memory = DeviceMemory(asked_ns, self._memory.interval_ns, total, free, trend, polls, failures, _reason(failure))
         with watched.lock:
             if watched.slot is not None:
                 self._writer.write_memory(watched.slot, memory)
@@ -270,13 +266,9 @@ class Poller:
         if watched.detail_throttle.record(_reason(failure) if is_fault else None, asked_ns) and is_fault:
             log.error("the processes of device %s could not be read", watched.info.index, exc_info=failure)
 
-    def _publish_detail(
-        self, watched: _Watched, asked_ns: int, reading: DetailReading, failure: Exception | None
-    ) -> None:
+    def _publish_detail(self, watched: _Watched, asked_ns: int, reading: DetailReading, failure: Exception | None) -> None:
         """Raises RecordError for numbers that the record cannot hold."""
-        detail = DeviceDetail(
-            asked_ns, self._detail.interval_ns, reading, tuple(watched.history), _reason(failure)
-        )  # fmt: skip
+        detail = DeviceDetail(asked_ns, self._detail.interval_ns, reading, tuple(watched.history), _reason(failure))
         with watched.lock:
             if watched.slot is not None:
                 self._writer.write_detail(watched.slot, detail)
@@ -290,9 +282,7 @@ class Poller:
             log.info("device %s (%s) answers again%s", index, uuid, flapped)
         else:
             fault = None if isinstance(failure, MonitorError) else failure
-            log.warning(
-                "device %s (%s) cannot be read: %s%s", index, uuid, _reason(failure), flapped, exc_info=fault
-            )  # fmt: skip
+            log.warning("device %s (%s) cannot be read: %s%s", index, uuid, _reason(failure), flapped, exc_info=fault)
 
     def _tell_late(self, watched: _Watched) -> None:
         now_ns = self._clock()
@@ -301,8 +291,9 @@ class Poller:
         watched.told_late_ns = now_ns
         log.warning(
             "device %s (%s) is slow to answer; the other devices are asked without waiting for it",
-            watched.info.index, watched.info.uuid,
-        )  # fmt: skip
+            watched.info.index,
+            watched.info.uuid,
+        )
 
 
 def _reason(failure: Exception | None) -> str | None:

@@ -20,13 +20,7 @@ from . import record_layout as layout
 from .errors import NoSuchDevice, RecordError, RecordMissing
 from .record_file import RecordFile, damaged
 from .record_view import LOOK_EVERY_NS, RecordView, Table, all_devices, open_view
-from .snapshot import (
-    DetailReading,
-    DeviceDetail,
-    DeviceInfo,
-    DeviceMemory,
-    Snapshot,
-)
+from .snapshot import DetailReading, DeviceDetail, DeviceInfo, DeviceMemory, Snapshot
 
 LAYOUT_VERSION = layout.LAYOUT_VERSION
 MAX_DEVICES = layout.MAX_DEVICES
@@ -281,9 +275,14 @@ class RecordReader:
         record, devices = self._settled(all_devices, now_ns)
         at_ns = self._clock() if now_ns is None else now_ns
         return Snapshot(
-            at_ns, record.source, record.pid, record.started_ns, devices,
-            silent_ns=record.silent_ns(self._clock, now_ns), unix_seconds=time.time(),
-        )  # fmt: skip
+            at_ns,
+            record.source,
+            record.pid,
+            record.started_ns,
+            devices,
+            silent_ns=record.silent_ns(self._clock, now_ns),
+            unix_seconds=time.time(),
+        )
 
     def close(self) -> None:
         """Release the record. Idempotent."""
@@ -329,9 +328,7 @@ class RecordReader:
             return record
         return successor if successor.has_beaten() else record  # before its first heartbeat it may not know its devices
 
-    def _settled(
-        self, read: Callable[[Table, memoryview | None], T | None], now_ns: int | None = None
-    ) -> tuple[RecordView, T]:
+    def _settled(self, read: Callable[[Table, memoryview | None], T | None], now_ns: int | None = None) -> tuple[RecordView, T]:
         """The result of `read` on the current table, and the record it came from. Waits while the writer disturbs the copy."""
         for _ in range(1 if self._path is None else _PAUSES):
             record, words = self._current(now_ns)

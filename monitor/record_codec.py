@@ -95,9 +95,7 @@ def detail_to_bytes(detail: DeviceDetail, room_bytes: int) -> bytes:
     # The longest possible note, so that the note with the actual number fits too.
     rest_bytes = len(_to_json(_detail_row(detail, [], _with_note(error, len(processes), len(processes)))))
     kept = _largest(processes, room_bytes - rest_bytes)
-    return _fitting(
-        _detail_row(detail, kept, _with_note(error, len(processes) - len(kept), len(processes))), room_bytes
-    )
+    return _fitting(_detail_row(detail, kept, _with_note(error, len(processes) - len(kept), len(processes))), room_bytes)
 
 
 def detail_from_bytes(payload: bytes) -> DeviceDetail:
@@ -183,9 +181,7 @@ def _process_row(process: ProcessUse) -> list[Any]:
 def _largest(processes: list[list[Any]], room_bytes: int) -> list[list[Any]]:
     """The processes with the most memory (an unknown amount counts as least) that fit, in their original order."""
     kept = set()
-    by_use = sorted(
-        range(len(processes)), key=lambda i: -1 if processes[i][1] is None else processes[i][1], reverse=True
-    )
+    by_use = sorted(range(len(processes)), key=lambda i: -1 if processes[i][1] is None else processes[i][1], reverse=True)
     for index in by_use:
         room_bytes -= len(_to_json(processes[index])) + 1  # and a comma
         if room_bytes < 0:
@@ -214,9 +210,7 @@ def _shortened_utf8(text: str) -> bytes:
 def _fitting(value: list[Any], room_bytes: int) -> bytes:
     payload = _to_json(value)
     if len(payload) > room_bytes:
-        raise RecordError(
-            f"the record has room for {room_bytes:,} bytes here, got {len(payload):,}: {payload[:200]!r}..."
-        )
+        raise RecordError(f"the record has room for {room_bytes:,} bytes here, got {len(payload):,}: {payload[:200]!r}...")
     return payload
 
 

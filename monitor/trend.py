@@ -26,17 +26,7 @@ class Trend:
     a longer silence, as the time between is unknown. Raises ValueError for a time constant below 1.
     """
 
-    __slots__ = (
-        "_at_ns",
-        "_began_ns",
-        "_covariance",
-        "_lead",
-        "_lead_s",
-        "_tau_ns",
-        "_time_variance",
-        "_used",
-        "_variance",
-    )
+    __slots__ = ("_at_ns", "_began_ns", "_covariance", "_lead", "_lead_s", "_tau_ns", "_time_variance", "_used", "_variance")
 
     def __init__(self, time_constant_ns: int = 5_000_000_000) -> None:
         if time_constant_ns < 1:

@@ -79,9 +79,7 @@ class Watch:
     def __enter__(self) -> Watch:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
 
 
@@ -138,8 +136,7 @@ def _guard(directory: RuntimeDir, reader: RecordReader, closed: threading.Event)
             else:
                 waits = True
                 log.warning(
-                    "the monitor in %s has ended; it was not started by an engine, so restart it by hand",
-                    directory.path,
+                    "the monitor in %s has ended; it was not started by an engine, so restart it by hand", directory.path
                 )
         except RecordError:  # the reader was closed
             return
@@ -167,9 +164,7 @@ def _live(directory: RuntimeDir) -> RecordReader | None:
     return None
 
 
-def find_running(
-    directories: Sequence[RuntimeDir], *, timeout_s: float = 2.0
-) -> tuple[RuntimeDir, RecordReader] | None:
+def find_running(directories: Sequence[RuntimeDir], *, timeout_s: float = 2.0) -> tuple[RuntimeDir, RecordReader] | None:
     """Like `find_live`, but waits for a monitor that holds a directory and is busy, starting or ending.
 
     Raises MonitorFailed, naming its process, if it does not answer within `timeout_s`.
@@ -198,9 +193,7 @@ def silence_of(directory: RuntimeDir) -> str:
     """A sentence about the monitor that holds the directory and does not answer."""
     pid = monitor_pid(directory)
     name = "a process" if pid is None else f"process {pid}"
-    return (
-        f"{name} holds {directory.path} as its monitor and does not answer: it is stopped or hangs; resume or kill it"
-    )
+    return f"{name} holds {directory.path} as its monitor and does not answer: it is stopped or hangs; resume or kill it"
 
 
 def _is_held(directory: RuntimeDir) -> bool:
@@ -238,9 +231,15 @@ def _started(directory: RuntimeDir, deadline: float) -> RecordReader:
 def _spawn(directory: RuntimeDir) -> subprocess.Popen[bytes]:
     """A monitor in its own process. The start lock must be held."""
     command = [
-        sys.executable, "-P", "-m", "pagetide.vram_monitor",
-        "serve", "--until-unused", "--runtime-dir", str(directory.path),
-    ]  # fmt: skip
+        sys.executable,
+        "-P",
+        "-m",
+        "pagetide.vram_monitor",
+        "serve",
+        "--until-unused",
+        "--runtime-dir",
+        str(directory.path),
+    ]
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(directory.log, flags, 0o600)
     try:

@@ -35,22 +35,23 @@ def instructions() -> str | None:
         named = "PAGETIDE_NATIVE_LIBRARY names it" if "PAGETIDE_NATIVE_LIBRARY" in os.environ else "no C++ compiler?"
         log.warning(
             "native kernels were not built, %s is missing (%s): using torch's operators, at about half the speed on a CPU; "
-            "install g++ or clang, then repeat the installation", LIBRARY, named,
-        )  # fmt: skip
+            "install g++ or clang, then repeat the installation",
+            LIBRARY,
+            named,
+        )
         return None
     try:
         torch.ops.load_library(LIBRARY)  # type: ignore[no-untyped-call]
         sources: str = torch.ops.pagetide.sources()
     except (OSError, AttributeError) as error:  # no library, or another one
-        log.warning(
-            "native kernels cannot be loaded (%s): using torch's operators, at about half the speed on a CPU", error
-        )
+        log.warning("native kernels cannot be loaded (%s): using torch's operators, at about half the speed on a CPU", error)
         return None
     if sources != sources_digest():
         log.warning(
             "native kernels in %s were built from other sources: using torch's operators, at about half the speed on "
-            "a CPU; run `make`, or install again, to rebuild them", LIBRARY,
-        )  # fmt: skip
+            "a CPU; run `make`, or install again, to rebuild them",
+            LIBRARY,
+        )
         return None
     name: str = torch.ops.pagetide.instructions()
     if wanted not in ("", "1", name):

@@ -87,9 +87,7 @@ def build(library: Path = LIBRARY, sanitize: bool = False) -> None:
             "-isystem",
             str(torch / "include"),
         ]
-        jobs = [
-            (SOURCES / "isa.cpp", f"isa_{name}", [f"-DPAGETIDE_ISA={name}", *extra]) for name, extra in sets.items()
-        ]
+        jobs = [(SOURCES / "isa.cpp", f"isa_{name}", [f"-DPAGETIDE_ISA={name}", *extra]) for name, extra in sets.items()]
         jobs += [(path, path.stem, []) for path in sorted(SOURCES.glob("*.cpp")) if path.name != "isa.cpp"]
         files = [objects / f"{name}.o" for _, name, _ in jobs]
         commands = [
@@ -126,12 +124,7 @@ def try_to_build(library: Path = LIBRARY, sanitize: bool = False) -> None:
     try:
         build(library, sanitize)
     # ValueError: CXX cannot be split.
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-        subprocess.CalledProcessError,
-    ) as error:
+    except (OSError, RuntimeError, ValueError, subprocess.CalledProcessError) as error:
         _say(f"not built: {error}; torch's operators are used, which are slower")
 
 

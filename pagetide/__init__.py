@@ -49,14 +49,7 @@ __all__ = [
 _NAMES_OF = {
     ".api.sampling_params": ("SamplingParams",),
     ".engine.async_llm": ("AsyncLLM",),
-    ".engine.errors": (
-        "ConfigError",
-        "EngineClosed",
-        "ModelNotFound",
-        "NotEnoughMemory",
-        "ShardLost",
-        "UnsupportedModel",
-    ),
+    ".engine.errors": ("ConfigError", "EngineClosed", "ModelNotFound", "NotEnoughMemory", "ShardLost", "UnsupportedModel"),
     ".engine.llm": ("LLM", "generate"),
     ".engine.requests.outputs": ("Completion", "RequestOutput", "StreamChunk", "TokenLogprobs"),
     ".fleet.api": ("Fleet",),

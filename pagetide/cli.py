@@ -111,21 +111,18 @@ def _parser() -> argparse.ArgumentParser:
 
     demo = _add_demo(commands)
 
-    models = commands.add_parser(
-        "models", help="list the named models", description="List the models of the models files."
-    )
+    models = commands.add_parser("models", help="list the named models", description="List the models of the models files.")
     _add_json(models, "print JSON")
     models.set_defaults(run=_models)
 
     plan = commands.add_parser(
-        "plan", help="estimate a model's memory, and how many sequences fit",
+        "plan",
+        help="estimate a model's memory, and how many sequences fit",
         description="Estimate the memory of a model's weights and KV cache, compare it with the free memory, and count the "
         "sequences that fit. Loads no weights and reserves no memory.",
-    )  # fmt: skip
-    _add_engine(plan, positional=True)
-    plan.add_argument(
-        "--context", type=int, metavar="TOKENS", help="length of the counted sequences (default: the maximum)"
     )
+    _add_engine(plan, positional=True)
+    plan.add_argument("--context", type=int, metavar="TOKENS", help="length of the counted sequences (default: the maximum)")
     _add_json(plan, "print JSON")
     plan.set_defaults(run=_plan)
 
@@ -136,26 +133,24 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_demo(commands: Any) -> argparse.ArgumentParser:
     demo: argparse.ArgumentParser = commands.add_parser(
-        "demo", help="watch the engine serve more prompts than its pool has room for",
+        "demo",
+        help="watch the engine serve more prompts than its pool has room for",
         description="Serve many prompts with the bundled model from a KV pool too small for all of them, then again with "
         "enough room, and compare the tokens. Shows a live view on a terminal, plain lines elsewhere.",
-    )  # fmt: skip
+    )
     demo.add_argument("--device", default="auto", help="cpu, cuda or cuda:1 (default: cuda if available)")
-    demo.add_argument(
-        "--prompts", type=int, default=24, metavar="N", help="number of prompts, at least 16 (default 24)"
-    )
-    demo.add_argument(
-        "--max-new-tokens", type=int, default=96, metavar="N", help="output tokens per prompt (default 96)"
-    )
+    demo.add_argument("--prompts", type=int, default=24, metavar="N", help="number of prompts, at least 16 (default 24)")
+    demo.add_argument("--max-new-tokens", type=int, default=96, metavar="N", help="output tokens per prompt (default 96)")
     demo.add_argument(
         "--pool", type=float, default=0.5, metavar="SHARE", help="pool size as a fraction of the need (default 0.5)"
     )
     demo.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
     demo.add_argument(
-        "--shared", action="store_true",
+        "--shared",
+        action="store_true",
         help="show two engines and an external process that share one device of host memory instead; only --seed and "
         "--json apply",
-    )  # fmt: skip
+    )
     demo.add_argument("--table", action="store_true", help="also print the texts and a table of figures at the end")
     _add_json(demo, "print the table and the texts as JSON, without the live view")
     demo.set_defaults(run=_demo)
@@ -190,9 +185,14 @@ def _add_engine(parser: argparse.ArgumentParser, positional: bool = False) -> ar
         place = parser.add_mutually_exclusive_group(required=True)
         place.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=help_text)
     place.add_argument(
-        "--model", "--model-name", dest="model", metavar="MODEL", required=not positional,
-        default=argparse.SUPPRESS if positional else None, help="another way to name the model" if positional else help_text,
-    )  # fmt: skip
+        "--model",
+        "--model-name",
+        dest="model",
+        metavar="MODEL",
+        required=not positional,
+        default=argparse.SUPPRESS if positional else None,
+        help="another way to name the model" if positional else help_text,
+    )
     return _add_engine_options(parser)
 
 
@@ -203,25 +203,19 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGr
     engine = parser.add_argument_group("engine")
     engine.add_argument("--device", help="cpu, cuda or cuda:1 (default: cuda if available)")
     engine.add_argument(
-        "--tensor-parallel-size",
-        type=int,
-        metavar="N",
-        help="divide the model over N devices; sizes are then per device",
+        "--tensor-parallel-size", type=int, metavar="N", help="divide the model over N devices; sizes are then per device"
     )
     engine.add_argument("--devices", metavar="D,D", help="divide the model over these devices, e.g. cuda:0,cuda:1")
     engine.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the checkpoint's)")
+    engine.add_argument("--quantization", metavar="FORM", help="int8 or int4 weights, CPU only (default: not quantized)")
     engine.add_argument(
-        "--quantization", metavar="FORM", help="int8 or int4 weights, CPU only (default: not quantized)"
+        "--kv-cache-dtype", metavar="FORM", help="int8 or fp8: one byte per element of K and V (default: the model's dtype)"
     )
     engine.add_argument(
-        "--kv-cache-dtype",
-        metavar="FORM",
-        help="int8 or fp8: one byte per element of K and V (default: the model's dtype)",
-    )
-    engine.add_argument(
-        "--kv-memory", metavar="BYTES",
+        "--kv-memory",
+        metavar="BYTES",
         help="a size, e.g. 2GiB, or bounds: min=1GiB,max=4GiB,weight=2,priority=0 (default: see `pagetide plan`)",
-    )  # fmt: skip
+    )
     engine.add_argument("--block-size", type=_int_or_auto, metavar="TOKENS", help="tokens per block, or auto")
     engine.add_argument("--attention", metavar="NAME", help=f"{', '.join(ATTENTION)} (default: the fastest available)")
     engine.add_argument("--max-seqs", type=int, metavar="N", help="maximum number of running sequences (default 256)")
@@ -233,40 +227,57 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGr
 def _add_serving(engine: argparse._ArgumentGroup) -> None:
     """Add the engine options that `plan` does not take, as they matter only to a running engine."""
     engine.add_argument(
-        "--max-chunk-tokens", type=int, metavar="N",
+        "--max-chunk-tokens",
+        type=int,
+        metavar="N",
         help="maximum tokens of one prompt per step (default: only the step's limit)",
-    )  # fmt: skip
+    )
     engine.add_argument(
-        "--host-kv-memory", metavar="BYTES",
-        help="host memory for swapped-out blocks, e.g. 8GiB (default: none)",
-    )  # fmt: skip
+        "--host-kv-memory", metavar="BYTES", help="host memory for swapped-out blocks, e.g. 8GiB (default: none)"
+    )
     engine.add_argument(
-        "--prefix-cache-memory", metavar="BYTES",
+        "--prefix-cache-memory",
+        metavar="BYTES",
         help="maximum memory of cached blocks that no request uses, e.g. 2GiB, or 0 (default: no limit)",
-    )  # fmt: skip
+    )
     engine.add_argument(
-        "--no-prefix-caching", dest="prefix_caching", action="store_const", const=False,
+        "--no-prefix-caching",
+        dest="prefix_caching",
+        action="store_const",
+        const=False,
         help="do not reuse common prefixes of prompts",
-    )  # fmt: skip
+    )
     engine.add_argument(
         "--idle-s", type=float, metavar="SECONDS", help="idle time after which unneeded memory is returned (default 10)"
     )
     engine.add_argument(
-        "--no-share", dest="share", action="store_const", const=False,
+        "--no-share",
+        dest="share",
+        action="store_const",
+        const=False,
         help="do not hold a lease, and do not share memory with other engines",
-    )  # fmt: skip
+    )
     engine.add_argument(
-        "--no-overlap", dest="overlap", action="store_const", const=False,
+        "--no-overlap",
+        dest="overlap",
+        action="store_const",
+        const=False,
         help="do not launch a step before the previous step's tokens reach the host",
-    )  # fmt: skip
+    )
     engine.add_argument(
-        "--no-cuda-graphs", dest="cuda_graphs", action="store_const", const=False,
+        "--no-cuda-graphs",
+        dest="cuda_graphs",
+        action="store_const",
+        const=False,
         help="do not replay decode steps from CUDA graphs",
-    )  # fmt: skip
+    )
     engine.add_argument(
-        "--no-self-check", dest="self_check", action="store_const", const=False,
+        "--no-self-check",
+        dest="self_check",
+        action="store_const",
+        const=False,
         help="skip the self-check of CUDA devices (see `pagetide doctor`)",
-    )  # fmt: skip
+    )
 
 
 _SAMPLING_NUMBERS: dict[str, type[int] | type[float]] = {
@@ -290,46 +301,38 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--num-beams", type=int, metavar="N", help="beam search with N beams")
     group.add_argument("--length-penalty", type=float, metavar="X", help="beam search: length penalty (default 1)")
     group.add_argument(
-        "--early-stopping",
-        type=_early_stopping,
-        metavar="true|false|never",
-        help="beam search: when to stop (default false)",
+        "--early-stopping", type=_early_stopping, metavar="true|false|never", help="beam search: when to stop (default false)"
     )
     group.add_argument(
-        "--logprobs",
-        type=int,
-        metavar="K",
-        help="with --json: log-probability of each token, and the K most likely ones",
+        "--logprobs", type=int, metavar="K", help="with --json: log-probability of each token, and the K most likely ones"
     )
     group.add_argument("--prompt-logprobs", type=int, metavar="K", help="with --json: the same for prompt tokens")
     group.add_argument(
-        "--bad-word",
-        dest="bad_words",
-        action="append",
-        metavar="TEXT",
-        help="string that must not be generated; repeatable",
+        "--bad-word", dest="bad_words", action="append", metavar="TEXT", help="string that must not be generated; repeatable"
     )
     group.add_argument("--stop", action="append", metavar="TEXT", help="stop before this string; repeatable")
     group.add_argument(
-        "--stop-token-id", dest="stop_token_ids", action="append", type=int, metavar="ID",
+        "--stop-token-id",
+        dest="stop_token_ids",
+        action="append",
+        type=int,
+        metavar="ID",
         help="stop at this token id; repeatable",
-    )  # fmt: skip
-    group.add_argument(
-        "--json-schema", type=_text_or_file, metavar="TEXT|@F", help="JSON schema that the output must match"
     )
+    group.add_argument("--json-schema", type=_text_or_file, metavar="TEXT|@F", help="JSON schema that the output must match")
     group.add_argument("--regex", metavar="TEXT", help="regular expression that the whole output must match")
     group.add_argument(
-        "--grammar",
-        type=_text_or_file,
-        metavar="TEXT|@F",
-        help="grammar that the output must match, in Lark's notation",
+        "--grammar", type=_text_or_file, metavar="TEXT|@F", help="grammar that the output must match, in Lark's notation"
     )
     group.add_argument("--ignore-eos", action="store_true", help="ignore EOS")
     group.add_argument("--no-special-tokens", dest="add_special_tokens", action="store_false", help="do not add BOS")
     group.add_argument(
-        "--keep-special-tokens", dest="skip_special_tokens", action="store_false", default=None,
+        "--keep-special-tokens",
+        dest="skip_special_tokens",
+        action="store_false",
+        default=None,
         help="keep special tokens in the text",
-    )  # fmt: skip
+    )
 
 
 def _int_or_auto(text: str) -> int | str:

@@ -13,11 +13,12 @@ from .common.units import format_bytes
 def add_parser(commands: Any) -> argparse.ArgumentParser:
     """Add the subcommand `cache` to `commands`."""
     parser: argparse.ArgumentParser = commands.add_parser(
-        "cache", help="show or clear the disk cache of quantized weights",
+        "cache",
+        help="show or clear the disk cache of quantized weights",
         description="Quantized weights are kept on disk, so that the next start need not quantize again. "
         "PAGETIDE_CACHE_SIZE limits the folder (default 20GiB; 0 disables the cache): the least recently used files "
         "are deleted first.",
-    )  # fmt: skip
+    )
     parser.add_argument("action", choices=("info", "clear"), help="info lists the files, clear deletes them")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)

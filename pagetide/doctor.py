@@ -22,17 +22,15 @@ _NAME_COLUMNS = 13
 def add_parser(commands: Any) -> argparse.ArgumentParser:
     """Add the subcommand `doctor` to `commands`, the result of `ArgumentParser.add_subparsers`."""
     parser: argparse.ArgumentParser = commands.add_parser(
-        "doctor", help="check this machine and the engine on its GPUs",
+        "doctor",
+        help="check this machine and the engine on its GPUs",
         description="Show versions, devices, attention kernels, limits, models files, the monitor and its permissions, and "
         "the results of the self-check that the first engine on a CUDA device runs. Each problem comes with a remedy. Exit "
         "status 1 if a part that should work does not.",
-    )  # fmt: skip
+    )
     parser.add_argument("--device", metavar="cuda:N", help="check only this device (default: all)")
     parser.add_argument(
-        "--run",
-        dest="tries",
-        action="store_true",
-        help="also run the self-check, for parts that were not tried before",
+        "--run", dest="tries", action="store_true", help="also run the self-check, for parts that were not tried before"
     )
     parser.add_argument("--refresh", action="store_true", help="run the self-check again for all parts")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -130,9 +128,7 @@ def _devices(report: dict[str, Any]) -> Iterator[str]:
     yield _row("driver", f"NVIDIA {driver['version']}{nvml}" if driver["version"] else "no NVIDIA driver found")
     if torch is None:
         return
-    yield _row(
-        "torch", f"built for {'CUDA ' + torch['cuda'] if torch['cuda'] else 'CPUs'}, threads: {torch['threads']}"
-    )
+    yield _row("torch", f"built for {'CUDA ' + torch['cuda'] if torch['cuda'] else 'CPUs'}, threads: {torch['threads']}")
     for one in report["devices"]:
         yield _row(one["device"], f"{one['name']}, capability {one['capability']}, {format_bytes(one['total_bytes'])}")
     if not report["devices"]:
@@ -146,9 +142,7 @@ def _devices(report: dict[str, Any]) -> Iterator[str]:
 def _host(report: dict[str, Any]) -> Iterator[str]:
     host, threads, limits = report["host"], report["threads"], report["limits"]
     limited = f", by the cgroup {host['limited_by_cgroup']}" if host["limited_by_cgroup"] else ""
-    yield _row(
-        "host", f"{format_bytes(host['total_bytes'])} of memory{limited}; {format_bytes(host['free_bytes'])} free"
-    )
+    yield _row("host", f"{format_bytes(host['total_bytes'])} of memory{limited}; {format_bytes(host['free_bytes'])} free")
     quota = "" if threads["cgroup_cores"] is None else f", {threads['cgroup_cores']:g} of them by the cgroup's quota"
     variables = [f"{name}={value}" for name, value in threads["variables"].items()]
     yield _row("threads", f"{threads['cores']} cores{quota}; {', '.join(variables) or 'OMP_NUM_THREADS is not set'}")
@@ -163,9 +157,7 @@ def _monitor(monitor: dict[str, Any]) -> Iterator[str]:
         yield _row("monitor", f"none runs, an engine starts one, in {monitor['runtime_dir']}")
     else:
         leases = "" if monitor["leases"] is None else f"; {monitor['leases']} lease(s), protocol {monitor['protocol']}"
-        yield _row(
-            "monitor", f"process {monitor['pid']} watches {monitor['source']}, in {monitor['runtime_dir']}{leases}"
-        )
+        yield _row("monitor", f"process {monitor['pid']} watches {monitor['source']}, in {monitor['runtime_dir']}{leases}")
     for one in monitor["directories"]:
         if one["exists"]:
             yield _row("", f"{one['path']}: {one['mode']}, owner {one['owner']}, group {one['group']}")
@@ -179,9 +171,7 @@ def _checked(device: dict[str, Any]) -> Iterator[str]:
     if found["state"] == NOT_RUN:
         yield f"self-check of {device['device']}: not run yet; the first engine there does, or pagetide doctor --run"
         return
-    yield f"self-check of {device['device']}: {found['state']}" + (
-        f", kept in {found['file']}" if found["file"] else ""
-    )
+    yield f"self-check of {device['device']}: {found['state']}" + (f", kept in {found['file']}" if found["file"] else "")
     for part in PARTS:
         outcome = found["parts"].get(part)
         if outcome is None:

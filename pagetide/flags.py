@@ -54,6 +54,4 @@ def _as_flags(text: str | None, known: Sequence[str]) -> str | None:
     """`text` with the arguments that are flags here written as flags."""
     if text is None:
         return None
-    return re.sub(
-        r"[a-z_]+", lambda word: flag if (flag := f"--{word[0].replace('_', '-')}") in known else word[0], text
-    )
+    return re.sub(r"[a-z_]+", lambda word: flag if (flag := f"--{word[0].replace('_', '-')}") in known else word[0], text)

@@ -26,16 +26,16 @@ fleet.yaml:
 def add_parser(commands: Any) -> argparse.ArgumentParser:
     """Add the subcommand `fleet` to `commands`."""
     parser: argparse.ArgumentParser = commands.add_parser(
-        "fleet", help="run several engines behind one queue",
+        "fleet",
+        help="run several engines behind one queue",
         description="Run a fleet on Ray: workers with one engine each, a queue that keeps every accepted request, and HTTP "
         "front ends.",
-        epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     start = actions.add_parser("start", help="start a fleet, on this machine or on a running Ray cluster")
-    start.add_argument(
-        "--config", type=Path, metavar="FILE", required=True, help="settings in YAML (see docs/fleet.md)"
-    )
+    start.add_argument("--config", type=Path, metavar="FILE", required=True, help="settings in YAML (see docs/fleet.md)")
     start.add_argument("--workers", type=int, metavar="N", help="number of workers; overrides the file")
     start.add_argument("--port", type=int, metavar="N", help="port of the first front end; overrides the file")
     start.set_defaults(run=_start)
@@ -51,11 +51,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     cancel.add_argument("--older-than", type=float, metavar="SECONDS", help="accepted at least this long ago")
     stop = _action(actions, "stop", "stop a fleet", _stop)
     stop.add_argument(
-        "--drain-timeout",
-        type=float,
-        default=30.0,
-        metavar="SECONDS",
-        help="how long running requests may finish (default 30)",
+        "--drain-timeout", type=float, default=30.0, metavar="SECONDS", help="how long running requests may finish (default 30)"
     )
     return parser
 
@@ -69,9 +65,7 @@ def _action(actions: Any, name: str, text: str, run: Any) -> argparse.ArgumentPa
 
 def add_address(parser: argparse._ActionsContainer) -> None:
     """Add the options that name a running fleet."""
-    parser.add_argument(
-        "--address", default="local", metavar="ADDRESS", help="address of the Ray cluster (default: local)"
-    )
+    parser.add_argument("--address", default="local", metavar="ADDRESS", help="address of the Ray cluster (default: local)")
     parser.add_argument("--name", default="fleet", metavar="NAME", help="name of the fleet (default fleet)")
 
 
@@ -104,9 +98,7 @@ def _start(args: argparse.Namespace) -> int:
         if config.address == LOCAL:  # elsewhere the model is on the workers' machines
             check_engines([ModelOptions(config.model, config.model, config.engine)])
         print(
-            f"starting {config.workers} worker{'s' * (config.workers != 1)} of {config.model} ...",
-            file=sys.stderr,
-            flush=True,
+            f"starting {config.workers} worker{'s' * (config.workers != 1)} of {config.model} ...", file=sys.stderr, flush=True
         )
         fleet = start_fleet(config)
     except errors as error:
@@ -181,9 +173,7 @@ def _cancel(args: argparse.Namespace) -> int:
     if not 0 <= (older_s := args.older_than or 0.0) < 1e9:
         return _reported(ValueError(f"--older-than must be from 0 to 1e9 seconds, got {older_s:g}"))
     try:
-        count = _call(
-            args, "cancel", args.response, args.key, older_s, "the request was cancelled by the fleet's operator"
-        )
+        count = _call(args, "cancel", args.response, args.key, older_s, "the request was cancelled by the fleet's operator")
     except errors as error:
         return _reported(error)
     if count is None:

@@ -33,10 +33,7 @@ EXTRAS = {
     "flashinfer": ("flashinfer", "attention by FlashInfer"),
     "constrained": ("llguidance", "output by a JSON schema, a regular expression or a grammar"),
     "server": ("fastapi", "pagetide serve"),
-    "shards": (
-        "cloudpickle",
-        "logits processors of a program's own, with a model that is divided over several devices",
-    ),
+    "shards": ("cloudpickle", "logits processors of a program's own, with a model that is divided over several devices"),
     "ray": ("ray", "pagetide fleet: several engines behind one queue"),
 }
 _DISTRIBUTIONS = ("torch", "transformers", "numpy", "nvidia-ml-py", "triton", "cuda-bindings", "llguidance")
@@ -121,18 +118,29 @@ def driver(
             problems.append(Problem("driver", f"NVML does not work: {error}", fix))
     elif on_bus:
         problems.append(
-            Problem("driver", f"{on_bus} NVIDIA GPU(s) on the PCI bus, and no driver is loaded",
-                    f"install NVIDIA's driver; {_IN_A_CONTAINER}", fails=False)
-        )  # fmt: skip
+            Problem(
+                "driver",
+                f"{on_bus} NVIDIA GPU(s) on the PCI bus, and no driver is loaded",
+                f"install NVIDIA's driver; {_IN_A_CONTAINER}",
+                fails=False,
+            )
+        )
     if refused:
         problems.append(
-            Problem("driver", f"this user may not open {', '.join(refused)}", "join the group of these files (ls -l "
-                    "/dev/nvidia*), or have an administrator permit their use")
-        )  # fmt: skip
+            Problem(
+                "driver",
+                f"this user may not open {', '.join(refused)}",
+                "join the group of these files (ls -l /dev/nvidia*), or have an administrator permit their use",
+            )
+        )
     return {
-        "version": found, "device_files": [str(path) for path in files], "not_permitted": refused,
-        "gpus_on_bus": on_bus, "nvml_devices": num_seen, "nvml_error": error,
-    }  # fmt: skip
+        "version": found,
+        "device_files": [str(path) for path in files],
+        "not_permitted": refused,
+        "gpus_on_bus": on_bus,
+        "nvml_devices": num_seen,
+        "nvml_error": error,
+    }
 
 
 def _count_by_nvml() -> int:
@@ -156,9 +164,7 @@ def _is_nvidia_gpu(device: Path) -> bool:
 # ---- the host -----------------------------------------------------------------------------------
 
 
-def memory(
-    problems: list[Problem], proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
-) -> dict[str, Any]:
+def memory(problems: list[Problem], proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> dict[str, Any]:
     """Host memory, and the cgroup that limits it, if one does."""
     from .common.host_memory import free_host_bytes, host_memory, limiting_cgroup
 
@@ -168,9 +174,10 @@ def memory(
         fix = "end what is not needed, or raise the cgroup's limit"
         problems.append(Problem("memory", f"{free_bytes >> 20} MiB are free", fix, fails=False))
     return {
-        "total_bytes": found.total_bytes, "free_bytes": free_bytes,
+        "total_bytes": found.total_bytes,
+        "free_bytes": free_bytes,
         "limited_by_cgroup": None if limiting is None else limiting.path,
-    }  # fmt: skip
+    }
 
 
 def limits(
@@ -204,16 +211,24 @@ def threads(
     named = variables.get("OMP_NUM_THREADS")
     if named is None and most < num_cores:
         problems.append(
-            Problem("threads", f"the cgroup gives {quota:g} of {num_cores} cores, and torch starts a thread on each",
-                    f"export OMP_NUM_THREADS={most}", fails=False)
-        )  # fmt: skip
+            Problem(
+                "threads",
+                f"the cgroup gives {quota:g} of {num_cores} cores, and torch starts a thread on each",
+                f"export OMP_NUM_THREADS={most}",
+                fails=False,
+            )
+        )
     if named is not None:
         first = named.split(",")[0].strip()
         if not first.isdecimal() or not 1 <= int(first) <= most:
             problems.append(
-                Problem("threads", f"OMP_NUM_THREADS={named}, and this process may use {most} cores",
-                        f"unset OMP_NUM_THREADS, or set it to at most {most}", fails=False)
-            )  # fmt: skip
+                Problem(
+                    "threads",
+                    f"OMP_NUM_THREADS={named}, and this process may use {most} cores",
+                    f"unset OMP_NUM_THREADS, or set it to at most {most}",
+                    fails=False,
+                )
+            )
     return {"cores": num_cores, "cgroup_cores": quota, "variables": variables}
 
 
@@ -278,9 +293,14 @@ def monitor_of_here(problems: list[Problem]) -> dict[str, Any]:
 
 def _nothing_runs(path: str, directories: list[dict[str, Any]]) -> dict[str, Any]:
     return {
-        "directories": directories, "runtime_dir": path, "pid": None, "source": None, "socket": None, "protocol": None,
+        "directories": directories,
+        "runtime_dir": path,
+        "pid": None,
+        "source": None,
+        "socket": None,
+        "protocol": None,
         "leases": None,
-    }  # fmt: skip
+    }
 
 
 def monitor(problems: list[Problem], directories: Sequence[RuntimeDir], own: RuntimeDir) -> dict[str, Any]:
@@ -311,9 +331,7 @@ def _broker(directory: RuntimeDir, problems: list[Problem]) -> dict[str, Any]:
 
     if not directory.socket.exists():
         return {}  # a monitor that leases nothing, as one that plays a recording
-    update = (
-        "run monitor and engines with one version of pagetide: restart vram-monitor, or end the engines that use it"
-    )
+    update = "run monitor and engines with one version of pagetide: restart vram-monitor, or end the engines that use it"
     protocol, deadline = PROTOCOL, time.monotonic() + _ANSWER_S
     try:
         with closing(Channel(directory.socket, deadline, protocol=PROTOCOL)) as channel:
@@ -358,9 +376,7 @@ def _rights(directory: RuntimeDir, own: RuntimeDir, problems: list[Problem]) -> 
                 what = f"the runtime directory {path} may not be used by its owner"
                 problems.append(Problem("monitor", what, f"chmod u+rwx {path}, or {elsewhere}"))
             elif (why := _why_unusable(path)) is not None:
-                problems.append(
-                    Problem("monitor", f"nothing can be made in the runtime directory {path}: {why}", elsewhere)
-                )
+                problems.append(Problem("monitor", f"nothing can be made in the runtime directory {path}: {why}", elsewhere))
         elif not os.access(path, os.R_OK | os.X_OK):
             fix = f"usermod --append --groups {group} {user}, then log in again; until then {user} shares with no other user"
             problems.append(Problem("monitor", f"{path} belongs to the group {group}, and {user} is not in it", fix))
@@ -414,9 +430,7 @@ def torch_report(problems: list[Problem], has_driver: bool) -> dict[str, Any] | 
         built = torch["cuda"]
         what = f"sees no GPU, though it is built for CUDA {built}" if built else "is a build for CPUs beside a driver"
         fix = "update NVIDIA's driver, or install a torch for the CUDA version that `nvidia-smi` shows"
-        problems.append(
-            Problem("torch", what, fix if built else "install torch with CUDA; in a checkout: make TORCH=torch")
-        )
+        problems.append(Problem("torch", what, fix if built else "install torch with CUDA; in a checkout: make TORCH=torch"))
     kernels: dict[str, Any] = {}
     for name, make in MAKERS.items():
         try:
@@ -425,7 +439,5 @@ def torch_report(problems: list[Problem], has_driver: bool) -> dict[str, Any] | 
         except Exception as error:  # a library that breaks as it is loaded may raise anything
             kernels[name] = {"loads": False, "error": f"{type(error).__name__}: {error}"}
             if torch["sees_cuda"] and not isinstance(error, ImportError):
-                problems.append(
-                    Problem("attention", f"{name} is installed and fails: {error}", BACKENDS[name].install or "")
-                )
+                problems.append(Problem("attention", f"{name} is installed and fails: {error}", BACKENDS[name].install or ""))
     return torch | {"attention": kernels}

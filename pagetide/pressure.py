@@ -90,9 +90,7 @@ class ExternalProcess:
     def __enter__(self) -> ExternalProcess:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
 
@@ -178,9 +176,7 @@ class PrivateDevice:
     def __enter__(self) -> PrivateDevice:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     def _start(self, external: ExternalProcess | None) -> subprocess.Popen[bytes]:

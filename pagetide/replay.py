@@ -17,16 +17,14 @@ from .serve import check_libraries
 def add_parser(commands: Any) -> argparse.ArgumentParser:
     """Add the subcommand `replay` to `commands`."""
     parser: argparse.ArgumentParser = commands.add_parser(
-        "replay", help="show a recorded run",
+        "replay",
+        help="show a recorded run",
         description="Show a run that was recorded with LLM(record=FILE) or `pagetide serve --record FILE`.",
-    )  # fmt: skip
+    )
     parser.add_argument("recording", type=Path, metavar="FILE", help="recording to show")
     parser.add_argument("--perfetto", type=Path, metavar="OUT", help="write a trace for ui.perfetto.dev, and exit")
     parser.add_argument(
-        "--host",
-        default="127.0.0.1",
-        metavar="ADDRESS",
-        help="address to listen on, of this machine only (default 127.0.0.1)",
+        "--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on, of this machine only (default 127.0.0.1)"
     )
     parser.add_argument(
         "--port", type=int, default=8000, metavar="N", help="port to listen on; 0 picks a free one (default 8000)"

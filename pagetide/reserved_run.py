@@ -60,9 +60,7 @@ def _start(program: Sequence[str], group: bool) -> subprocess.Popen[bytes]:
     except FileNotFoundError:
         if shutil.which(name) is None:
             raise CannotStart(f"there is no program {name!r}", 127) from None
-        raise CannotStart(
-            f"{name!r} cannot be started: the interpreter that its first line names is missing", 126
-        ) from None
+        raise CannotStart(f"{name!r} cannot be started: the interpreter that its first line names is missing", 126) from None
     except PermissionError:
         why = "it is a directory" if os.path.isdir(name) else "it is not executable, or not for this user (chmod +x?)"
         raise CannotStart(f"{name!r} cannot be started: {why}", 126) from None
@@ -149,9 +147,7 @@ def _look_after(reservation: Reservation, what: str) -> None:
     kept = reservation.kept
     reservation.poll()
     if kept and not reservation.kept:
-        said = (
-            f"{what} are reserved no longer ({reservation.trouble}); the program goes on, and they are reserved again"
-        )
+        said = f"{what} are reserved no longer ({reservation.trouble}); the program goes on, and they are reserved again"
         print(f"vram-monitor: {said} once there is a broker", file=sys.stderr, flush=True)
     elif reservation.kept and not kept:
         print(f"vram-monitor: {what} are reserved again", file=sys.stderr, flush=True)

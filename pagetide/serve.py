@@ -35,11 +35,12 @@ def add_parser(
         engine_arguments: The arguments of `LLM` among the parsed options.
     """
     parser: argparse.ArgumentParser = commands.add_parser(
-        "serve", help="run an OpenAI-compatible server",
+        "serve",
+        help="run an OpenAI-compatible server",
         description="Serve models over HTTP with OpenAI's API. Every option can also be set by the variable PAGETIDE_<OPTION> "
         "or in the configuration file. A flag overrides the variable, the variable the file; in the file, a model's entry "
         "overrides the top.",
-    )  # fmt: skip
+    )
     parser.add_argument("models", nargs="*", metavar="MODEL", help="name, folder, or hub id in the local cache")
     parser.add_argument(
         "--model",
@@ -50,15 +51,14 @@ def add_parser(
         help="another way to name a model; repeatable",
     )
     parser.add_argument(
-        "--served-model-name",
-        action="append",
-        metavar="NAME",
-        help="name of the model in requests; repeat for each model",
+        "--served-model-name", action="append", metavar="NAME", help="name of the model in requests; repeat for each model"
     )
     parser.add_argument(
-        "--config", type=Path, metavar="FILE",
+        "--config",
+        type=Path,
+        metavar="FILE",
         help="settings in YAML (variable: PAGETIDE_SERVE_CONFIG; PAGETIDE_CONFIG names a models file)",
-    )  # fmt: skip
+    )
     add_fleet(parser, "serve a running fleet instead of a model")
     http = parser.add_argument_group("server")
     http.add_argument("--host", metavar="ADDRESS", help="address to listen on (default 127.0.0.1)")
@@ -71,36 +71,25 @@ def add_parser(
         help="maximum number of waiting sequences; beyond it requests get 429 (default 256)",
     )
     http.add_argument(
-        "--drain-timeout",
-        type=float,
-        metavar="SECONDS",
-        help="how long running requests may finish after SIGTERM (default 30)",
+        "--drain-timeout", type=float, metavar="SECONDS", help="how long running requests may finish after SIGTERM (default 30)"
     )
     http.add_argument("--chat-template", metavar="FILE", help="chat template to use instead of the models' own")
     http.add_argument(
-        "--tool-call-parser",
-        metavar="FORMAT",
-        help="hermes, llama3, mistral or none (default: detected from the template)",
+        "--tool-call-parser", metavar="FORMAT", help="hermes, llama3, mistral or none (default: detected from the template)"
     )
     http.add_argument(
-        "--cors-origin",
-        action="append",
-        metavar="URL",
-        help="origin of web pages that may call; * allows all; repeatable",
+        "--cors-origin", action="append", metavar="URL", help="origin of web pages that may call; * allows all; repeatable"
     )
     http.add_argument("--allowed-host", action="append", metavar="NAME", help="accepted Host header; repeatable")
     http.add_argument(
-        "--forwarded-allow-ips", metavar="LIST",
+        "--forwarded-allow-ips",
+        metavar="LIST",
         help="trusted proxies and networks for X-Forwarded-For, separated by commas; * trusts all (default: none)",
-    )  # fmt: skip
+    )
     http.add_argument("--max-body", type=int, metavar="BYTES", help="maximum size of a request body (default 8 MiB)")
-    http.add_argument(
-        "--ignore-unknown-fields", action="store_const", const=True, help="accept unknown fields in requests"
-    )
+    http.add_argument("--ignore-unknown-fields", action="store_const", const=True, help="accept unknown fields in requests")
     http.add_argument("--open-metrics", action="store_const", const=True, help="serve /metrics without an API key")
-    http.add_argument(
-        "--no-access-log", dest="access_log", action="store_const", const=False, help="do not log requests"
-    )
+    http.add_argument("--no-access-log", dest="access_log", action="store_const", const=False, help="do not log requests")
     http.add_argument("--record", metavar="FILE", help="record the cache's activity for `pagetide replay`")
     http.add_argument("--record-text", action="store_const", const=True, help="also record prompts and outputs")
     http.add_argument("--ssl-certfile", metavar="FILE", help="TLS certificate chain")
@@ -166,11 +155,7 @@ def check_engines(models: Sequence[ModelOptions]) -> None:
 
 
 def _serve_fleet(
-    args: argparse.Namespace,
-    given: dict[str, Any],
-    file: Path | None,
-    models: Sequence[ModelOptions],
-    engine: dict[str, Any],
+    args: argparse.Namespace, given: dict[str, Any], file: Path | None, models: Sequence[ModelOptions], engine: dict[str, Any]
 ) -> int:
     """Serve a running fleet. Raises ValueError for settings of engines, FleetError and CannotServe."""
     from .fleet.front import serve_fleet

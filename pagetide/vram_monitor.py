@@ -45,14 +45,16 @@ UNUSED_CHECK_S = 0.1
 _BROKER_TIMEOUT_S = 1.0  # of the view, which waits for it
 
 _WATCHING = ("source", "devices", "interval", "detail_interval", "runtime_dir", "capacity", "members")
-_SERVING = (
-    *_WATCHING, "headroom", "user_engines", "user_share", "metrics_port", "metrics_address", "group", "log_level",
-)  # fmt: skip
+_SERVING = (*_WATCHING, "headroom", "user_engines", "user_share", "metrics_port", "metrics_address", "group", "log_level")
 # The packages that not every environment has, by the name to import.
 _PACKAGES = {
-    "numpy": "numpy", "prometheus_client": "prometheus-client", "psutil": "psutil", "pynvml": "nvidia-ml-py",
-    "rich": "rich", "yaml": "pyyaml",
-}  # fmt: skip
+    "numpy": "numpy",
+    "prometheus_client": "prometheus-client",
+    "psutil": "psutil",
+    "pynvml": "nvidia-ml-py",
+    "rich": "rich",
+    "yaml": "pyyaml",
+}
 _DESCRIPTORS = 4096  # three per place at the broker, and as many again for the devices, /proc and the metrics page
 
 
@@ -140,9 +142,10 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("-i", "--interval", dest="refresh", metavar="SECONDS", help="refresh interval (default 1)")
     top.add_argument("--no-color", action="store_true", help="disable colours (also: NO_COLOR)")
     top.add_argument(
-        "--min-memory", metavar="SIZE",
+        "--min-memory",
+        metavar="SIZE",
         help="hide processes without a lease below this size (default: 0, which shows all; in the live view 16MiB on the host)",
-    )  # fmt: skip
+    )
     _add_source(top)
     top.set_defaults(run=_view)
     commands = top.add_subparsers(metavar="COMMAND", title="commands")
@@ -154,30 +157,28 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_serve(commands: _Commands) -> None:
     serve = commands.add_parser(
-        "serve", help="run the monitor, for the engines of this user or this machine",
+        "serve",
+        help="run the monitor, for the engines of this user or this machine",
         description="Watch the devices and publish the measurements: to engines through shared memory, to Prometheus through a "
         "metrics page. SIGHUP reloads the configuration, SIGTERM and SIGINT stop the monitor.",
-    )  # fmt: skip
+    )
     serve.add_argument("--config", type=Path, metavar="FILE", help="settings in YAML; flags override them")
     _add_source(serve)
     _add_polling(serve)
     serve.add_argument("--devices", metavar="I,J", help="watch only these devices, by index or uuid (default: all)")
-    serve.add_argument(
-        "--metrics-port", metavar="N", help="port of the metrics page; 0 picks a free one (default: no page)"
-    )
+    serve.add_argument("--metrics-port", metavar="N", help="port of the metrics page; 0 picks a free one (default: no page)")
     serve.add_argument("--metrics-address", metavar="A", help="address of the metrics page (default 127.0.0.1)")
-    serve.add_argument(
-        "--group", metavar="G", help="serve the whole machine from /run/pagetide, readable by this group"
-    )
+    serve.add_argument("--group", metavar="G", help="serve the whole machine from /run/pagetide, readable by this group")
     serve.add_argument("--headroom", metavar="SIZE", help="memory never leased (default: a sixteenth of each device)")
     serve.add_argument(
         "--user-engines", metavar="N", help="maximum leases and reservations per user (default 64; no limit for root)"
     )
     serve.add_argument(
-        "--user-share", metavar="SHARE",
+        "--user-share",
+        metavar="SHARE",
         help="maximum share of a device's leasable memory that minimums and reservations may guarantee to one user "
         "(default 90%%; no limit for root)",
-    )  # fmt: skip
+    )
     serve.add_argument("--log-level", metavar="L", help="debug, info, warning, error (default info)")
     # Set when `monitor.watch` starts the command.
     serve.add_argument("--until-unused", action="store_true", help=argparse.SUPPRESS)
@@ -186,9 +187,10 @@ def _add_serve(commands: _Commands) -> None:
 
 def _add_record(commands: _Commands) -> None:
     record = commands.add_parser(
-        "record", help="record to a file; --source replay:FILE plays it back",
+        "record",
+        help="record to a file; --source replay:FILE plays it back",
         description="Record snapshots to a file until interrupted, or for --duration.",
-    )  # fmt: skip
+    )
     record.add_argument("file", type=Path, metavar="FILE")
     record.add_argument("--duration", type=float, metavar="SECONDS", help="recording time (default: until interrupted)")
     record.add_argument("--devices", metavar="I,J", help="watch only these devices, by index or uuid (default: all)")
@@ -207,37 +209,40 @@ def _add_lease_commands(commands: _Commands) -> None:
     leases.add_argument("--json", action="store_true", help="print JSON")
     leases.set_defaults(run=_leases)
     limit = commands.add_parser(
-        "limit", help="set an engine's maximum memory",
+        "limit",
+        help="set an engine's maximum memory",
         description="Set the maximum memory of an engine. Memory above it is freed as requests finish.",
-    )  # fmt: skip
+    )
     limit.add_argument("engine", metavar="ENGINE", help="name, process id or '#number' of the engine")
     limit.add_argument(
         "--max", dest="size", required=True, metavar="SIZE", help="maximum for all memory of the engine, e.g. 2GiB"
     )
     limit.set_defaults(run=_limit)
     recall = commands.add_parser(
-        "recall", help="recall memory from an engine",
+        "recall",
+        help="recall memory from an engine",
         description="Recall memory from an engine: free blocks first, then blocks of requests. Its minimum is never recalled.",
-    )  # fmt: skip
+    )
     recall.add_argument("engine", metavar="ENGINE", help="name, process id or '#number' of the engine")
     recall.add_argument("size", metavar="SIZE", help="amount to recall, e.g. 512MiB")
     recall.set_defaults(run=_recall)
     run = commands.add_parser(
-        "run", help="start a program once enough memory is free",
+        "run",
+        help="start a program once enough memory is free",
         description="Reserve memory, recalling it from engines if needed, and run a program with this reservation.",
-    )  # fmt: skip
+    )
     run.add_argument("--reserve", required=True, metavar="SIZE", help="memory that the program needs, e.g. 8GiB")
     run.add_argument("--device", metavar="D", help="device index or uuid (default: the first GPU, or the only device)")
-    run.add_argument(
-        "--timeout", type=float, default=60.0, metavar="SECONDS", help="longest wait for the memory (default 60)"
-    )
+    run.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="longest wait for the memory (default 60)")
     run.add_argument("program", nargs="+", metavar="CMD", help="program and its arguments, after --")
     run.set_defaults(run=_run)
     for command in (leases, limit, recall, run):
         command.add_argument(
-            "--runtime-dir", metavar="DIR", default=argparse.SUPPRESS,
+            "--runtime-dir",
+            metavar="DIR",
+            default=argparse.SUPPRESS,
             help="directory of the monitor (default: PAGETIDE_RUNTIME_DIR, ...)",
-        )  # fmt: skip
+        )
 
 
 def _add_source(command: argparse.ArgumentParser) -> None:
@@ -246,9 +251,7 @@ def _add_source(command: argparse.ArgumentParser) -> None:
     group.add_argument("--source", metavar="S", help="auto, nvml, host or replay:FILE (default auto)")
     group.add_argument("--capacity", metavar="SIZE", help="with host: use a test device of this size, e.g. 2GiB")
     group.add_argument("--members", metavar="PID,...", help="with --capacity: the processes that use the test device")
-    group.add_argument(
-        "--runtime-dir", metavar="DIR", help="directory of the monitor (default: PAGETIDE_RUNTIME_DIR, ...)"
-    )
+    group.add_argument("--runtime-dir", metavar="DIR", help="directory of the monitor (default: PAGETIDE_RUNTIME_DIR, ...)")
 
 
 def _add_polling(command: argparse.ArgumentParser) -> None:
@@ -300,8 +303,9 @@ def _allow_descriptors() -> None:
     if most < _DESCRIPTORS:
         log.warning(
             "this process may open %d files at most, and one engine takes three: raise the hard limit (LimitNOFILE=%d)",
-            most, _DESCRIPTORS,
-        )  # fmt: skip
+            most,
+            _DESCRIPTORS,
+        )
 
 
 class _Leases:
@@ -475,9 +479,8 @@ def _polled(config: MonitorConfig) -> Iterator[Callable[[], Snapshot]]:
     source = open_source(config.source, capacity_bytes=config.capacity, members=config.members)
     with RecordWriter.private(source=source.name) as writer, RecordReader.of(writer) as reader:
         poller = Poller(
-            source, writer,
-            interval_s=config.interval, detail_interval_s=config.detail_interval, devices=config.devices,
-        )  # fmt: skip
+            source, writer, interval_s=config.interval, detail_interval_s=config.detail_interval, devices=config.devices
+        )
         try:
             poller.start()
             _wait_for_answers(reader.snapshot)
@@ -522,9 +525,7 @@ def _view(args: argparse.Namespace) -> int:
 
 def _parse_min_memory(size: str | None) -> int | None:
     """Parse --min-memory: 0 or an amount; None if it is not given. Raises ConfigInvalid."""
-    return (
-        0 if size is not None and size.strip() == "0" else None if size is None else _parse_size("--min-memory", size)
-    )
+    return 0 if size is not None and size.strip() == "0" else None if size is None else _parse_size("--min-memory", size)
 
 
 def _print_json(read: Callable[[], Snapshot], interval_s: float | None, listing: Listing) -> int:

@@ -124,16 +124,13 @@ def expected_peak(state: SchedulerState, newcomers: list[Sequence]) -> ForecastP
     cache, rows, running = state.cache, state.rows, state.running_rows
     known = np.array([len(s.tokens) for s in newcomers], np.int64)
     prompt = np.array([len(s.request.prompt_token_ids) for s in newcomers], np.int64)
-    limit = np.array(
-        [rows.limit_of(int(p), s.request.sampling) for p, s in zip(prompt, newcomers, strict=True)], np.int64
-    )
+    limit = np.array([rows.limit_of(int(p), s.request.sampling) for p, s in zip(prompt, newcomers, strict=True)], np.int64)
     generated = np.append(rows.known[running] - rows.prompt[running], known - prompt)
     allowed = np.append(rows.limit[running] - rows.prompt[running], limit - prompt)
     known = np.append(rows.known[running], known)
     peak = state.forecast.peak(known, generated, allowed, cache.block_size)
     return replace(
-        peak,
-        blocks=cache.row_tables.in_all_tables(peak.blocks, known, allowed - generated) - cache.row_tables.num_shared,
+        peak, blocks=cache.row_tables.in_all_tables(peak.blocks, known, allowed - generated) - cache.row_tables.num_shared
     )
 
 
@@ -169,9 +166,7 @@ def _fits(state: SchedulerState, sequence: Sequence, start: AdmissionPlan) -> bo
         if peak.blocks - shared <= usable:
             return True
     name = sequence.request.request_id
-    sequence.refusal = state.decisions.waits(
-        state.stats.steps, name, needed, available, peak, usable, earlier=sequence.refusal
-    )
+    sequence.refusal = state.decisions.waits(state.stats.steps, name, needed, available, peak, usable, earlier=sequence.refusal)
     return False
 
 

@@ -37,9 +37,13 @@ class SwapCost:
     """Rates of one model on one device. Swapping a block of `block_size` tokens copies `block_bytes`."""
 
     def __init__(
-        self, block_bytes: int, block_size: int, *, bytes_per_s: float = START_BYTES_PER_S,
+        self,
+        block_bytes: int,
+        block_size: int,
+        *,
+        bytes_per_s: float = START_BYTES_PER_S,
         tokens_per_s: float = START_TOKENS_PER_S,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if block_bytes < 1 or block_size < 1:
             raise ValueError(f"a block has bytes and tokens, got {block_bytes} and {block_size}")
         self.block_bytes = block_bytes

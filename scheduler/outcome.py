@@ -128,9 +128,8 @@ class Decisions:
         self.num_changes = 0
 
     def preempted(
-        self, step: int, request_id: str, priority: int, blocks_won: int, tokens: int, swap_s: float | None,
-        compute_s: float,
-    ) -> None:  # fmt: skip
+        self, step: int, request_id: str, priority: int, blocks_won: int, tokens: int, swap_s: float | None, compute_s: float
+    ) -> None:
         """`request_id` gave up its row. `blocks_won` of its blocks are in no other row; they held `tokens` computed
         tokens.
 
@@ -139,26 +138,24 @@ class Decisions:
         """
         self._keep(
             {
-                "step": step, "what": "preempt", "request_id": request_id, "priority": priority, "blocks_won": blocks_won,
-                "tokens": tokens, "swap_s": swap_s, "compute_s": compute_s,
+                "step": step,
+                "what": "preempt",
+                "request_id": request_id,
+                "priority": priority,
+                "blocks_won": blocks_won,
+                "tokens": tokens,
+                "swap_s": swap_s,
+                "compute_s": compute_s,
                 "chosen": "compute" if swap_s is None else "swap",
             }
-        )  # fmt: skip
+        )
 
     def returned(self, step: int, request_id: str, had: int, found: int) -> None:
         """`request_id`, preempted with `had` computed tokens, is readmitted with `found` of them."""
         self._keep({"step": step, "what": "return", "request_id": request_id, "had": had, "found": found})
 
     def waits(
-        self,
-        step: int,
-        request_id: str,
-        needed: int,
-        room: int,
-        peak: ForecastPeak | None,
-        usable: int,
-        *,
-        earlier: int = 0,
+        self, step: int, request_id: str, needed: int, room: int, peak: ForecastPeak | None, usable: int, *, earlier: int = 0
     ) -> int:
         """`request_id` was not admitted: it needs `needed` blocks and `room` are available, or the forecast `peak`
         exceeds `usable`. Returns the number of the entry.
@@ -167,11 +164,17 @@ class Decisions:
         an `earlier` refusal these figures replace those of that entry, if it is still kept.
         """
         decision = {
-            "step": step, "what": "wait", "since_step": step, "request_id": request_id, "needed": needed, "room": room,
-            "usable": usable, "expected": None if peak is None else peak.blocks,
+            "step": step,
+            "what": "wait",
+            "since_step": step,
+            "request_id": request_id,
+            "needed": needed,
+            "room": room,
+            "usable": usable,
+            "expected": None if peak is None else peak.blocks,
             "margin": None if peak is None else round(peak.margin_blocks, 1),
             "in_steps": None if peak is None else peak.in_steps,
-        }  # fmt: skip
+        }
         at = earlier - self._kept[0][0] if earlier and self._kept else -1
         if at < 0:
             self._keep(decision)

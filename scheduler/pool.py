@@ -177,9 +177,7 @@ class ElasticPool:
         asked, done = plan.resize, result
         some = len(done.mapped) and not np.array_equal(np.sort(done.mapped), asked.map)
         if some or not np.isin(done.unmapped, asked.unmap).all():
-            raise InvalidCallOrder(
-                f"step {plan.step_id}: extents were mapped or unmapped that the plan did not name so"
-            )
+            raise InvalidCallOrder(f"step {plan.step_id}: extents were mapped or unmapped that the plan did not name so")
         moves = joined(self._moving)
         if moves is not None:
             self._resizer.moved(moves)

@@ -86,6 +86,11 @@ def _explain(state: SchedulerState, victims: list[Sequence]) -> None:
     for i, victim in enumerate(victims):
         request = victim.request
         state.decisions.preempted(
-            state.stats.steps, request.request_id, request.priority, int(won[i]), int(tokens[i]),
-            float(swap_s[i]) if slots >= won[i] else None, float(compute_s[i]),
-        )  # fmt: skip
+            state.stats.steps,
+            request.request_id,
+            request.priority,
+            int(won[i]),
+            int(tokens[i]),
+            float(swap_s[i]) if slots >= won[i] else None,
+            float(compute_s[i]),
+        )

@@ -63,11 +63,9 @@ class Scheduler:
 
     def __init__(
         self, cache: CacheManager, limits: Limits, cost: SwapCost | None = None, *, replaces: Scheduler | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         if cache.host.capacity and cost is None:
-            raise ValueError(
-                "a cache with a host tier needs to know what swapping costs: give the scheduler a SwapCost"
-            )
+            raise ValueError("a cache with a host tier needs to know what swapping costs: give the scheduler a SwapCost")
         self.state: SchedulerState = SchedulerState(cache, limits, cost, replaces.state if replaces else None)
         state = self.state
         self.cache, self.rows = cache, state.rows
@@ -298,10 +296,7 @@ class Scheduler:
         """
         state = self.state
         victims = by_worth(state, state.by_row.values())
-        while (
-            len(short) * self.cache.row_tables.num_tables
-            > self.cache.pool.available + self.cache.pool.pending_free_blocks
-        ):
+        while len(short) * self.cache.row_tables.num_tables > self.cache.pool.available + self.cache.pool.pending_free_blocks:
             victim = victims.pop()
             short = short[short != victim.row]
             if victims or self.cache.blocks_for(int(self.rows.known[victim.row])) <= self.pool.limit_blocks:

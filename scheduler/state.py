@@ -185,7 +185,7 @@ class SchedulerState:
 
     def __init__(
         self, cache: CacheManager, limits: Limits, cost: SwapCost | None, earlier: SchedulerState | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.cache = cache
         self.limits = limits
         self.cost = cost

@@ -50,7 +50,7 @@ def continuation(state: SchedulerState, out: Plan) -> tuple[Index, Index] | None
 
 def plan_step(
     state: SchedulerState, decodes: Index, chunks: list[tuple[Sequence, int]], resize: Resize, moves: list[BlockCopies]
-) -> Plan:  # fmt: skip
+) -> Plan:
     """Plan one token for each row of `decodes`, and the given number of tokens for each sequence of `chunks`.
 
     The plan also executes `resize`, the `moves` of blocks out of the extents to unmap, and the state's changes since the last
@@ -132,7 +132,7 @@ def apply_result(state: SchedulerState, pool: ElasticPool, plan: Plan, result: R
 
 def _plan(
     state: SchedulerState, rows: Index, starts: Index, lengths: Index, samples: Bool, resize: Resize, moves: list[BlockCopies]
-) -> Plan:  # fmt: skip
+) -> Plan:
     stats, changes = state.stats, state.take_changes()
     plan = Plan(
         step_id=stats.steps,

@@ -173,9 +173,7 @@ class RequestAdmission:
         """Hold the places of a request with `count` sequences, one of them that of `request`. Raises ApiError if too many."""
         most, use = self.limit, None if key is None else self._use(key)
         if count > most:
-            raise _too_large(
-                count, f"the server takes {most:,} at a time, running or waiting (max_seqs and --max-queue)"
-            )
+            raise _too_large(count, f"the server takes {most:,} at a time, running or waiting (max_seqs and --max-queue)")
         if self.num_places + count - 1 > most:
             free = most - self.num_places + 1
             raise _too_many(
@@ -263,8 +261,7 @@ class RequestAdmission:
             raise unavailable("the server is shutting down: it accepts no new requests")
         if self.num_places >= self.limit:
             raise _too_many(
-                f"{self.num_places:,} sequences are running or waiting, which is the server's limit",
-                self.retry_after_s(),
+                f"{self.num_places:,} sequences are running or waiting, which is the server's limit", self.retry_after_s()
             )
         return self._checked_key(key)
 
@@ -274,14 +271,10 @@ class RequestAdmission:
             return None
         use = self._use(key)
         if key.max_requests is not None and use.num_requests >= key.max_requests:
-            raise _too_many(
-                f"the key {key.name} may have {key.max_requests:,} requests at a time", self.retry_after_s()
-            )
+            raise _too_many(f"the key {key.name} may have {key.max_requests:,} requests at a time", self.retry_after_s())
         wait_s = use.retry_after_s()
         if wait_s is not None:
-            raise _too_many(
-                f"the key {key.name} may use {key.tokens_per_minute:,} tokens a minute", max(math.ceil(wait_s), 1)
-            )
+            raise _too_many(f"the key {key.name} may use {key.tokens_per_minute:,} tokens a minute", max(math.ceil(wait_s), 1))
         return use
 
     def _use(self, key: ApiKey) -> KeyUse:
@@ -291,9 +284,7 @@ class RequestAdmission:
 
 
 def _too_large(count: int, limit: str) -> ApiError:
-    return invalid(
-        f"the request has {count:,} sequences (prompts times n or best_of), and {limit}: send several requests"
-    )
+    return invalid(f"the request has {count:,} sequences (prompts times n or best_of), and {limit}: send several requests")
 
 
 def _too_many(message: str, retry_after_s: int) -> ApiError:

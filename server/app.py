@@ -41,7 +41,7 @@ from .requests import (
     TokenizeRequest,
     UnloadRequest,
     from_validation,
-)  # fmt: skip
+)
 from .resume import DurableRequest, keyed_id
 from .streams import ClientLeft, EventStream, header_value, json_response, unless_left
 
@@ -68,10 +68,7 @@ class Server:
         self.keys = keys
         self.options = options
         self.admission = RequestAdmission(
-            lambda: models.capacity,
-            options.max_queue,
-            num_keys=len(keys),
-            most_body_bytes=options.rules.most_body_bytes,
+            lambda: models.capacity, options.max_queue, num_keys=len(keys), most_body_bytes=options.rules.most_body_bytes
         )
         self.metrics = Metrics()
         self.durable_batches: set[Batch] = set()
@@ -114,9 +111,7 @@ class Server:
         info = model.engine.info
         block_size, longest = info.block_size, info.max_model_len
         lengths = [
-            longest
-            if one.max_new_tokens is None
-            else min(len(one.prompt_token_ids or ()) + one.max_new_tokens, longest)
+            longest if one.max_new_tokens is None else min(len(one.prompt_token_ids or ()) + one.max_new_tokens, longest)
             for one in work.batch.generations
         ]
         return sum(-(-length // block_size) for length in lengths) * work.num_sequences // len(lengths)
@@ -266,9 +261,7 @@ async def _durable(
     context = RequestContext.of(request.scope)
     key, headers = context.key, request.scope["headers"]
     durable = DurableRequest.of(kind, headers, context.tenant, await request.body(), bool(body.stream))
-    return (
-        durable if key is None else replace(durable, most_requests=key.max_requests, most_sequences=key.max_sequences)
-    )
+    return durable if key is None else replace(durable, most_requests=key.max_requests, most_sequences=key.max_sequences)
 
 
 async def _run(
@@ -329,9 +322,13 @@ async def _run(
 def _add_models(app: FastAPI, server: Server) -> None:
     def describe(model: ServedModel) -> dict[str, Any]:
         entry: dict[str, Any] = {
-            "id": model.name, "object": "model", "created": model.created, "owned_by": OWNER,
-            "root": model.options.reference, "state": model.state,
-        }  # fmt: skip
+            "id": model.name,
+            "object": "model",
+            "created": model.created,
+            "owned_by": OWNER,
+            "root": model.options.reference,
+            "state": model.state,
+        }
         if model.process is not None and model.process.is_alive:
             entry["max_model_len"] = model.process.info.max_model_len
         return entry
@@ -357,10 +354,14 @@ def _add_tokens(app: FastAPI, server: Server) -> None:
             template["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
         context = RequestContext.of(request.scope)
         found = await engine.call(
-            "tokenize", prompt=body.prompt, template=template, add_special_tokens=body.add_special_tokens,
+            "tokenize",
+            prompt=body.prompt,
+            template=template,
+            add_special_tokens=body.add_special_tokens,
             messages=None if body.messages is None else [message.model_dump(exclude_unset=True) for message in body.messages],
-            texts=bool(body.return_token_strs), tenant=context.tenant,
-        )  # fmt: skip
+            texts=bool(body.return_token_strs),
+            tenant=context.tenant,
+        )
         server.admission.charge_converted(context.key, len(found["tokens"]))
         texts = {"token_strs": found["texts"]} if body.return_token_strs else {}
         most = engine.info.max_model_len
@@ -436,9 +437,7 @@ def _add_admin(app: FastAPI, server: Server) -> None:
     async def load(body: LoadRequest) -> Response:
         began = time.monotonic()
         if "record" in body.options:
-            raise ApiError(
-                400, "a recording is a file of this machine: set it at the start, by --record", param="options"
-            )
+            raise ApiError(400, "a recording is a file of this machine: set it at the start, by --record", param="options")
         for name in body.options:
             if name not in ENGINE_OPTIONS:
                 raise ApiError(400, unknown_setting(name, ENGINE_OPTIONS), param="options")

@@ -88,9 +88,7 @@ def check_encoding(body: bytes, encoding: str) -> None:
     """Raise ApiError for a compressed body, with or without the header that says so."""
     if encoding.strip().lower() not in ("", "identity") or body.startswith(_GZIP):
         named = encoding.strip() or "gzip"
-        raise ApiError(
-            415, f"the body is compressed ({named!r:.80}), which this server does not accept: send plain JSON"
-        )
+        raise ApiError(415, f"the body is compressed ({named!r:.80}), which this server does not accept: send plain JSON")
 
 
 def parse_small(body: bytes) -> Any:

@@ -15,9 +15,7 @@ from .requests import ChatRequest
 from .resume import DurableRequest, StreamPosition
 from .tools import ToolCalls, ToolParser, ToolsInvalid
 
-_OF_TOOLS = {
-    "tools", "tool_choice", "parallel_tool_calls", "response_format", "structured_outputs", "skip_special_tokens",
-}  # fmt: skip
+_OF_TOOLS = {"tools", "tool_choice", "parallel_tool_calls", "response_format", "structured_outputs", "skip_special_tokens"}
 
 
 class ChatCompletion:
@@ -74,12 +72,15 @@ class ChatCompletion:
     async def begin(self) -> None:
         """Send the conversation and wait until it is tokenized. Raises RequestFailed or EngineUnavailable."""
         self.batch.submit(
-            messages=[message.model_dump(exclude_unset=True) for message in self._body.messages], template=self._template,
-            params=self._params, priority=self._body.priority, cache_salt=self._cache_salt,
+            messages=[message.model_dump(exclude_unset=True) for message in self._body.messages],
+            template=self._template,
+            params=self._params,
+            priority=self._body.priority,
+            cache_salt=self._cache_salt,
             streams=self._streams,
             fills_context="max_new_tokens" not in self._params,
             **({} if self._durable is None else self._durable.fields(0)),
-        )  # fmt: skip
+        )
         await self.batch.accepted()
         self._head["created"] = self._position.begin(self.batch.generations[0].created)
 

@@ -78,10 +78,14 @@ class TextCompletion:
         """Send the prompts and wait until they are tokenized. Raises RequestFailed or EngineUnavailable."""
         for number, prompt in enumerate(self._prompts):
             self.batch.submit(
-                prompt=prompt, params=self._params, priority=self._body.priority, cache_salt=self._cache_salt,
-                streams=self._streams, fills_context=self._body.max_tokens is None,
+                prompt=prompt,
+                params=self._params,
+                priority=self._body.priority,
+                cache_salt=self._cache_salt,
+                streams=self._streams,
+                fills_context=self._body.max_tokens is None,
                 **({} if self._durable is None else self._durable.fields(number)),
-            )  # fmt: skip
+            )
         await self.batch.accepted()
         self._head["created"] = self._position.begin(self.batch.generations[0].created)
         if self._body.echo:
@@ -221,11 +225,7 @@ class TextPlaces:
         every = [*self._open, *tokens]
         places: list[int] = []
         # Kept: the first token that stays open, its place, broken before it.
-        at, broken, kept = (
-            0,
-            self._num_broken,
-            None,
-        )
+        at, broken, kept = (0, self._num_broken, None)
         for number, token in enumerate(every):
             begin, size, broken_then, sure = self._place(token, at, broken, ends)
             if not sure and kept is None:

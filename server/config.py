@@ -28,12 +28,7 @@ VARIABLES = "PAGETIDE_"
 ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # with the one that this machine calls
 _MODEL_KEYS = ("name", "model", "tool_call_parser", "chat_template")
 # Settings that a model's entry may have too.
-_OF_MODELS = (
-    "tool_call_parser",
-    "chat_template",
-    "record",
-    "record_text",
-)
+_OF_MODELS = ("tool_call_parser", "chat_template", "record", "record_text")
 # Arguments of `LLM` that are settings, for all models, with the types of their variables.
 ENGINE_SETTINGS = {
     "device": "str", "devices": "str", "tensor_parallel_size": "int", "dtype": "str", "quantization": "str",
@@ -178,21 +173,23 @@ class ServeConfig:
         if names:
             found = [replace(model, name=name) for model, name in zip(found, names, strict=True)]
         template = values.get("chat_template")
-        config = cls(**values, models=tuple(
-            replace(
-                model, tool_parser=model.tool_parser or values.get("tool_call_parser"),
-                chat_template=model.chat_template or (None if template is None else str(template)),
-            )
-            for model in found
-        ))  # fmt: skip
+        config = cls(
+            **values,
+            models=tuple(
+                replace(
+                    model,
+                    tool_parser=model.tool_parser or values.get("tool_call_parser"),
+                    chat_template=model.chat_template or (None if template is None else str(template)),
+                )
+                for model in found
+            ),
+        )
         config._check()
         return config
 
     def _check(self) -> None:
         if not self.models:
-            raise ServeConfigInvalid(
-                "no model given: use `pagetide serve MODEL`, or `models:` in the configuration file"
-            )
+            raise ServeConfigInvalid("no model given: use `pagetide serve MODEL`, or `models:` in the configuration file")
         names = [model.name for model in self.models]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ServeConfigInvalid(f"two models are named {twice.pop()!r}: rename one of them")
@@ -218,10 +215,7 @@ class ServeConfig:
 
 def _check_tls(certificates: Path, key: Path) -> None:
     is_encrypted = False
-    for name, file, block in (
-        ("ssl_certfile", certificates, "CERTIFICATE"),
-        ("ssl_keyfile", key, "PRIVATE KEY"),
-    ):
+    for name, file, block in (("ssl_certfile", certificates, "CERTIFICATE"), ("ssl_keyfile", key, "PRIVATE KEY")):
         try:
             content = read_checked(file, _MOST_PEM_BYTES, "certificates and keys")
         except (OSError, InvalidFile) as error:
@@ -282,9 +276,11 @@ def with_underscores(name: str) -> str:
 
 
 def by_name(
-    given: Mapping[Any, Any], where: str, invalid: type[ValueError] = ServeConfigInvalid,
+    given: Mapping[Any, Any],
+    where: str,
+    invalid: type[ValueError] = ServeConfigInvalid,
     name_of: Callable[[str], str] = with_underscores,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Settings by their names. Raises `invalid` for a name that two of them have."""
     settings: dict[str, Any] = {}
     for written, value in given.items():

@@ -41,7 +41,7 @@ from .messages import (
     Submit,
     ToServer,
     WholeScores,
-)  # fmt: skip
+)
 
 log = logging.getLogger(__name__)
 
@@ -275,9 +275,7 @@ class Batch:
     @property
     def num_computed(self) -> int:
         """Tokens of the prompts and outputs of the requests that began here; exact once they are settled."""
-        return sum(
-            len(one.prompt_token_ids or ()) + one.num_generated for one in self.generations if not one.is_attached
-        )
+        return sum(len(one.prompt_token_ids or ()) + one.num_generated for one in self.generations if not one.is_attached)
 
     @property
     def goes_on(self) -> bool:
@@ -385,9 +383,7 @@ class Batch:
             raise Detached("the server shuts down; the request goes on if the client can ask for it again")
 
 
-def answer_size(
-    batch: Batch, params: Mapping[str, Any], num_sequences: int, streams: bool, max_model_len: int
-) -> AnswerSize:
+def answer_size(batch: Batch, params: Mapping[str, Any], num_sequences: int, streams: bool, max_model_len: int) -> AnswerSize:
     """What the answer to a request may come to have: before its prompts are sent without them, and without tokens that only
     the context bounds.
 
@@ -405,9 +401,13 @@ def answer_size(
     ]
     num_tokens = num_sequences // len(new) * sum(new) if new else num_sequences * min(most or 0, max_model_len)
     return AnswerSize(
-        num_sequences, num_tokens, sum(len(one.prompt_token_ids or ()) for one in batch.generations), logprobs,
-        params.get("prompt_logprobs"), streams and not batch.is_durable,
-    )  # fmt: skip
+        num_sequences,
+        num_tokens,
+        sum(len(one.prompt_token_ids or ()) for one in batch.generations),
+        logprobs,
+        params.get("prompt_logprobs"),
+        streams and not batch.is_durable,
+    )
 
 
 class EngineClient(Protocol):
@@ -499,9 +499,7 @@ class RemoteEngine:
         with theirs:
             os.set_inheritable(theirs.fileno(), True)
             arguments = [*(command or (sys.executable, "-P", "-m", ENGINE_MODULE)), str(theirs.fileno())]
-            process = subprocess.Popen(
-                arguments, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), start_new_session=True
-            )
+            process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), start_new_session=True)
         engine = cls(process, name or model)
         try:
             engine._connection = await MessageConnection.open(ours, ToServer, engine._receive, engine._lost)

@@ -71,11 +71,14 @@ def scores(tokenizer: Any, logprobs: Sequence[TokenLogprobs | None] | None, ids:
         return None
     return [
         Score.of(
-            token_id, token_bytes_of(tokenizer, token_id), None if one is None else one.logprob, 0 if one is None else one.rank,
+            token_id,
+            token_bytes_of(tokenizer, token_id),
+            None if one is None else one.logprob,
+            0 if one is None else one.rank,
             [] if one is None else [(i, token_bytes_of(tokenizer, i), logprob) for i, logprob in one.top],
         )
         for token_id, one in zip(ids, logprobs, strict=False)  # a request that ended early scored a part of its prompt
-    ]  # fmt: skip
+    ]
 
 
 async def scores_in_parts(
@@ -94,13 +97,7 @@ def piece_of(number: int, chunk: StreamChunk, make: MakeScores) -> Piece:
     """The new output in a chunk of a stream."""
     error = chunk.completion.error if chunk.completion is not None else None
     return Piece(
-        number,
-        chunk.number,
-        chunk.text,
-        chunk.token_ids,
-        make(chunk.logprobs, chunk.token_ids),
-        chunk.finish_reason,
-        error,
+        number, chunk.number, chunk.text, chunk.token_ids, make(chunk.logprobs, chunk.token_ids), chunk.finish_reason, error
     )
 
 
@@ -127,6 +124,4 @@ def request_end(
     each = [completion.timings for completion in output.completions]
     first_token_s = min((one.first_token_s for one in each if one.first_token_s is not None), default=None)
     total_s = max(one.total_s for one in each)
-    return RequestEnd(
-        number, pieces, output.num_cached_tokens, scores, each[0].queued_s, first_token_s, total_s, num_generated
-    )
+    return RequestEnd(number, pieces, output.num_cached_tokens, scores, each[0].queued_s, first_token_s, total_s, num_generated)

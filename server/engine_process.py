@@ -55,7 +55,7 @@ from .messages import (
     Stop,
     Submit,
     ToEngine,
-)  # fmt: skip
+)
 
 if TYPE_CHECKING:
     from ..engine.async_llm import AsyncLLM, AsyncOutputs, AsyncStream
@@ -226,9 +226,7 @@ class EngineServer:
             pieces = [whole_piece(submit.number, i, one) for i, one in enumerate(output.completions)]
             self._send(request_end(submit.number, output, pieces, None, call.num_generated))
             return
-        stream = llm.stream(
-            prompts, params, priority=submit.priority, cache_salt=submit.cache_salt, keep_logprobs=False
-        )
+        stream = llm.stream(prompts, params, priority=submit.priority, cache_salt=submit.cache_salt, keep_logprobs=False)
         self._outputs[submit.number] = stream
         async with aclosing(stream):
             async for chunk in stream:
@@ -260,10 +258,7 @@ class EngineServer:
             ids = await self._render(messages, template or {})
         else:
             ids = await llm.tokenize(prompt or "", SamplingParams(add_special_tokens=add_special_tokens))
-        return {
-            "tokens": ids,
-            "texts": await llm.run_with_tokenizer(partial(token_texts, tokens=ids)) if texts else None,
-        }
+        return {"tokens": ids, "texts": await llm.run_with_tokenizer(partial(token_texts, tokens=ids)) if texts else None}
 
     async def _detokenize(self, tokens: list[int]) -> str:
         llm = self._awake()
@@ -339,11 +334,7 @@ def main(argv: list[str] | None = None) -> int:
     sys.setswitchinterval(SWITCH_S)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the server ends its engines
     on_terminal = sys.stderr.isatty()
-    line = (
-        ("%(asctime)s %(message)s", "%H:%M:%S")
-        if on_terminal
-        else ("%(asctime)s %(name)s %(levelname)s: %(message)s", None)
-    )
+    line = ("%(asctime)s %(message)s", "%H:%M:%S") if on_terminal else ("%(asctime)s %(name)s %(levelname)s: %(message)s", None)
     logging.basicConfig(level=logging.INFO, format=line[0], datefmt=line[1])
     logging.getLogger("pagetide").setLevel(logging.INFO)
     asyncio.run(serve(socket.socket(fileno=int(descriptor)), _load_on_terminal if on_terminal else load))

@@ -32,10 +32,7 @@ def _like_vllm(stats: Mapping[str, Any]) -> Iterator[Sample]:
     waiting, others = stats["waiting"], stats["waiting_for_others"]
     yield Sample("gauge", "vllm:num_requests_running", "Requests in the running batch", stats["running"])
     yield Sample("gauge", "vllm:num_requests_waiting", "Requests that wait", waiting)
-    name, text = (
-        "vllm:num_requests_waiting_by_reason",
-        "Requests that wait for blocks, a place, or another request's prompt",
-    )
+    name, text = ("vllm:num_requests_waiting_by_reason", "Requests that wait for blocks, a place, or another request's prompt")
     yield Sample("gauge", name, text, waiting - others, {"reason": "capacity"})
     yield Sample("gauge", name, text, others, {"reason": "deferred"})
     blocks = stats["blocks"]
@@ -73,15 +70,11 @@ def _pool(stats: Mapping[str, Any]) -> Iterator[Sample]:
     blocks, extents = stats["blocks"], stats["extents"]
     for state, count in blocks.items():
         if state not in _NOT_STATES:
-            yield Sample(
-                "gauge", "pagetide_kv_blocks", "KV blocks of mapped extents, by state", count, {"state": state}
-            )
+            yield Sample("gauge", "pagetide_kv_blocks", "KV blocks of mapped extents, by state", count, {"state": state})
     yield Sample("gauge", "pagetide_kv_blocks_limit", "Blocks that the pool may have now", blocks["limit"])
     counts = {"mapped": extents["mapped"], "unmapped": extents["total"] - extents["mapped"]}
     for state, count in counts.items():
-        yield Sample(
-            "gauge", "pagetide_kv_extents", "Extents of the pool, with and without memory", count, {"state": state}
-        )
+        yield Sample("gauge", "pagetide_kv_extents", "Extents of the pool, with and without memory", count, {"state": state})
     if (host := stats["host_tier"]) is not None:
         free = host["total_blocks"] - host["used_blocks"]
         for state, count in (("used", host["used_blocks"]), ("free", free)):
@@ -95,9 +88,7 @@ def _work(stats: Mapping[str, Any]) -> Iterator[Sample]:
     labels = {name: str(stats[name]) for name in ("device", "dtype", "attention")}
     yield Sample("gauge", "pagetide_engine_info", "What the engine runs on", 1.0, labels)
     yield Sample("counter", "pagetide_steps", "Steps of the engine", stats["steps"])
-    yield Sample(
-        "counter", "pagetide_computed_tokens", "Computed tokens of prompts and outputs", stats["computed_tokens"]
-    )
+    yield Sample("counter", "pagetide_computed_tokens", "Computed tokens of prompts and outputs", stats["computed_tokens"])
     text = "Tokens that were computed again after a preemption"
     yield Sample("counter", "pagetide_recomputed_tokens", text, stats["recomputed_tokens"])
     yield Sample("counter", "pagetide_forks", "Continuations that started from another one's blocks", stats["forks"])

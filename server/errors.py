@@ -45,9 +45,7 @@ class ApiError(HTTPException):
     @property
     def body(self) -> dict[str, Any]:
         """The JSON body of the response."""
-        return {
-            "error": {"message": self.message, "type": _type_of(self.status), "param": self.param, "code": self.code}
-        }
+        return {"error": {"message": self.message, "type": _type_of(self.status), "param": self.param, "code": self.code}}
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:

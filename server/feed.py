@@ -177,7 +177,7 @@ class PageFeed:
             headers = {"retry-after": f"{BEHIND_S:g}"}
             raise ApiError(
                 429, f"the key {key} has {MOST_VIEWERS_OF_A_KEY} viewers already", code="rate_limit_exceeded", headers=headers
-            )  # fmt: skip
+            )
 
     def _rest(self) -> None:
         """Ask no engine any more."""
@@ -264,9 +264,7 @@ class FollowedEngine:
                 continue
             pause_s = self.pause_s
             await asyncio.sleep(max(began + pause_s - time.monotonic(), 0))
-            while (
-                not changed and not engine.num_unfinished and time.monotonic() - began < IDLE_S and not self._is_lacked
-            ):
+            while not changed and not engine.num_unfinished and time.monotonic() - began < IDLE_S and not self._is_lacked:
                 await asyncio.sleep(pause_s)
 
     async def _ask(self, engine: EngineClient) -> bool:
@@ -308,9 +306,7 @@ class FollowedEngine:
         """Whether a viewer needs a whole frame now. One that is behind waits until it reads again, and for its turn."""
         lacking = [viewer for viewer in self._feed.viewers if viewer.lacks(self)]
         now = time.monotonic()
-        if not any(
-            not viewer.has_skipped or (viewer.has_read and now - self._whole_at >= BEHIND_S) for viewer in lacking
-        ):
+        if not any(not viewer.has_skipped or (viewer.has_read and now - self._whole_at >= BEHIND_S) for viewer in lacking):
             return False
         self._whole_at = now
         return True
@@ -365,12 +361,7 @@ def _worker_picture(worker: Mapping[str, Any]) -> dict[str, Any]:
     blocks = worker["blocks"]
     usable, free = blocks["usable"], blocks["free"]
     used = min(blocks["live"], max(usable - free, 0))
-    shown = {
-        "used": used,
-        "cached": max(usable - free - used, 0),
-        "free": free,
-        "more": max(blocks["limit"] - usable, 0),
-    }
+    shown = {"used": used, "cached": max(usable - free - used, 0), "free": free, "more": max(blocks["limit"] - usable, 0)}
     return {**{name: worker[name] for name in _OF_WORKER}, "blocks": shown}
 
 

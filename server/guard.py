@@ -38,14 +38,16 @@ LEFT = 499  # the status of a request whose client left before there was one, as
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 # Of the page and all that it asks for. It runs its own scripts alone, and is shown in no other page.
 PAGE_HEADERS = (
-    (b"content-security-policy",
-     b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
-     b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'"),
+    (
+        b"content-security-policy",
+        b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+        b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    ),
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
     (b"cross-origin-resource-policy", b"same-origin"),
     (b"cache-control", b"no-cache"),
-)  # fmt: skip
+)
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 _HOST = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([\w.-]+))(?::[0-9]{0,5})?", re.ASCII)
 _SCOPE_KEY = "pagetide.request"
@@ -200,11 +202,7 @@ class Guard:
         host = given[0].decode("latin-1") if given else ""
         hosts = self._rules.hosts
         nameless = not given and scope["http_version"] == "1.0"  # no browser sends that
-        if (
-            hosts
-            and not nameless
-            and ((found := _HOST.fullmatch(host)) is None or (found[1] or found[2]).lower() not in hosts)
-        ):
+        if hosts and not nameless and ((found := _HOST.fullmatch(host)) is None or (found[1] or found[2]).lower() not in hosts):
             raise ApiError(403, f"this server does not answer as {host!r:.200}: use one of {', '.join(hosts)}")
         origin = header_value(scope["headers"], b"origin")
         foreign = header_value(scope["headers"], b"sec-fetch-site") in ("cross-site", "same-site")
@@ -255,10 +253,15 @@ class Guard:
             return
         client = scope.get("client") or ("", 0)
         entry = {
-            "method": scope["method"], "path": scope["path"], "status": context.status,
-            "seconds": round(seconds, 4), "client": client[0], "request_id": context.request_id,
-            "key": None if context.key is None else context.key.name, **context.facts,
-        }  # fmt: skip
+            "method": scope["method"],
+            "path": scope["path"],
+            "status": context.status,
+            "seconds": round(seconds, 4),
+            "client": client[0],
+            "request_id": context.request_id,
+            "key": None if context.key is None else context.key.name,
+            **context.facts,
+        }
         access_log.info("%s", AccessEntry(entry, context.tokens))
 
 

@@ -265,14 +265,5 @@ class CallResult(Struct, tag=True, frozen=True):
 
 ToEngine: TypeAlias = Start | Submit | Cancel | Call | Stop
 ToServer: TypeAlias = (
-    ModelReady
-    | StartFailed
-    | Alive
-    | Accepted
-    | OutputPieces
-    | WholeScores
-    | RequestEnd
-    | Aborted
-    | Failed
-    | CallResult
+    ModelReady | StartFailed | Alive | Accepted | OutputPieces | WholeScores | RequestEnd | Aborted | Failed | CallResult
 )

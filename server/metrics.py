@@ -28,9 +28,7 @@ _FIRST_TOKEN_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
     640.0, 2560.0,
 )  # fmt: skip
-_TOKEN_S = (
-    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
-)  # fmt: skip
+_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _REQUEST_S = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0,
     7680.0,
@@ -201,15 +199,9 @@ class Metrics:
         name = {"model_name": model.name}
         labels = name | {"engine": ENGINE}
         families.add("gauge", "pagetide_model_ready", "1 if it serves requests", name, float(model.state == "ready"))
-        families.add(
-            "counter", "pagetide_engine_restarts", "Restarts after an unexpected end", name, model.num_restarts
-        )
+        families.add("counter", "pagetide_engine_restarts", "Restarts after an unexpected end", name, model.num_restarts)
         if model.state in ("ready", "asleep"):
-            states = {
-                "awake": model.state == "ready",
-                "weights_offloaded": False,
-                "discard_all": model.state == "asleep",
-            }
+            states = {"awake": model.state == "ready", "weights_offloaded": False, "discard_all": model.state == "asleep"}
             for state, is_on in states.items():
                 text = "1 for the present state; a sleeping model holds no memory"
                 families.add("gauge", "vllm:engine_sleep_state", text, labels | {"sleep_state": state}, float(is_on))
@@ -230,9 +222,7 @@ class Metrics:
             families.add("counter", "http_requests", "HTTP requests, without probes", labels, count)
         for (method, handler), distribution in self._http_s.items():
             labels, text = {"method": method, "handler": handler}, "Time of HTTP requests, streams to their end"
-            families.add_histogram(
-                "http_request_duration_seconds", text, labels, distribution.buckets, distribution.total
-            )
+            families.add_histogram("http_request_duration_seconds", text, labels, distribution.buckets, distribution.total)
         for status_code, count in self._errors.items():
             labels = {"status": str(status_code)}
             families.add("counter", "pagetide_http_errors", "HTTP requests that failed", labels, count)

@@ -23,9 +23,13 @@ from .streams import EventStream, header_value
 
 FOLDER = Path(__file__).parent / "static"
 _TYPES = {
-    ".html": "text/html; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".css": "text/css; charset=utf-8",
-    ".svg": "image/svg+xml", ".png": "image/png", ".ico": "image/x-icon",
-}  # fmt: skip
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+    ".ico": "image/x-icon",
+}
 _NO_STORE = {"cache-control": "no-store"}
 
 
@@ -104,10 +108,14 @@ class PageEndpoints:
             key = RequestContext.of(request.scope).key
             return _json(
                 {
-                    "mode": "live", "needs_key": self._keys.has_users, "has_keys": bool(self._keys),
-                    "signed_in": key is not None, "admin": key is not None and key.admin, "version": __version__,
+                    "mode": "live",
+                    "needs_key": self._keys.has_users,
+                    "has_keys": bool(self._keys),
+                    "signed_in": key is not None,
+                    "admin": key is not None and key.admin,
+                    "version": __version__,
                 }
-            )  # fmt: skip
+            )
 
         @app.post("/page/session", include_in_schema=False)
         async def begin(request: Request) -> Response:

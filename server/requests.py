@@ -52,9 +52,12 @@ Name = Annotated[str, Field(max_length=LONGEST_ID)]
 
 # Names that differ between the API and `SamplingParams`, for its messages.
 _API_NAMES = {
-    "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "json_schema": "response_format",
-    "regex": "structured_outputs", "grammar": "structured_outputs",
-}  # fmt: skip
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "json_schema": "response_format",
+    "regex": "structured_outputs",
+    "grammar": "structured_outputs",
+}
 
 
 class _Body(BaseModel):
@@ -224,10 +227,7 @@ class _Sampling(_Extras):
             if given.get(name) is not None and (self.n or 1) > 1:
                 raise invalid(f"{name} cannot be given with use_beam_search: leave one of them out", name)
         # The most likely, unless asked to draw.
-        return {
-            "num_beams": self.n or 1,
-            "temperature": self.temperature or 0.0,
-        }
+        return {"num_beams": self.n or 1, "temperature": self.temperature or 0.0}
 
     def _constraint(self) -> dict[str, Any]:
         form = self.response_format
@@ -479,7 +479,7 @@ _UNIONS = {
     "content": "a text, or a list of parts",
     "arguments": "an object, or its text",
     "json": "a schema, or its text",
-}  # fmt: skip
+}
 
 
 def from_validation(errors: list[Any]) -> ApiError:

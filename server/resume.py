@@ -51,9 +51,7 @@ class DurableRequest:
     most_sequences: int | None = None
 
     @classmethod
-    def of(
-        cls, kind: str, headers: list[tuple[bytes, bytes]], tenant: str, body: bytes, streams: bool
-    ) -> DurableRequest:
+    def of(cls, kind: str, headers: list[tuple[bytes, bytes]], tenant: str, body: bytes, streams: bool) -> DurableRequest:
         """The durable request of these headers and body. `kind` is the prefix of its id. Raises ApiError."""
         key, last = header_value(headers, b"idempotency-key"), header_value(headers, b"last-event-id")
         base_id, place, created = new_id(kind), None, None

@@ -123,9 +123,12 @@ async def serve_on(
     models = ModelRegistry() if models is None else models
     server = Server(models, keys, options)
     http = HttpServer(
-        make_app(server), ssl_certfile=config.ssl_certfile and str(config.ssl_certfile), ssl_keyfile=config.ssl_keyfile,
-        proxy_headers=bool(config.forwarded_allow_ips), forwarded_allow_ips=list(config.forwarded_allow_ips),
-    )  # fmt: skip
+        make_app(server),
+        ssl_certfile=config.ssl_certfile and str(config.ssl_certfile),
+        ssl_keyfile=config.ssl_keyfile,
+        proxy_headers=bool(config.forwarded_allow_ips),
+        forwarded_allow_ips=list(config.forwarded_allow_ips),
+    )
     logging.getLogger("pagetide.access").setLevel(logging.INFO if config.access_log else logging.WARNING)
     drainer = _Drainer(server, http, config.drain_timeout)
     loop = asyncio.get_running_loop()
@@ -159,9 +162,7 @@ async def _load(
                 return False
         await asyncio.sleep(0.02)
     name = config.models[0].name
-    body = json.dumps(
-        {"model": name, "messages": [{"role": "user", "content": "Where is the whale?"}], "max_tokens": 40}
-    )
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Where is the whale?"}], "max_tokens": 40})
     key = '-H "Authorization: Bearer $KEY" ' if wants_key else ""
     ready = (
         f"ready: serving {names} at {config.url}\n"

@@ -18,8 +18,10 @@ TOOL_PARSERS: tuple[ToolParser, ...] = get_args(ToolParser)
 Delta = dict[str, Any]
 
 _MARKS = {  # of a call, and of its end, by format
-    "hermes": ("<tool_call>", "</tool_call>"), "mistral": ("[TOOL_CALLS]",), "llama3": ("<|python_tag|>",),
-}  # fmt: skip
+    "hermes": ("<tool_call>", "</tool_call>"),
+    "mistral": ("[TOOL_CALLS]",),
+    "llama3": ("<|python_tag|>",),
+}
 _CALL_KEYS = {"name", "arguments", "id", "type"}
 # JSON's tokens, and an escape that is cut off.
 _TEXT = re.compile(r'(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+')
@@ -160,12 +162,14 @@ class ToolCalls:
                     raise ToolsInvalid(
                         f"two schemas in the parameters of tools have the $id {uri!r:.80}: give each its own", "tools"
                     )
-            items.append({
-                "type": "object",
-                "properties": {"name": {"const": tool["function"]["name"]}, "parameters": parameters},
-                "required": ["name", "parameters"],
-                "additionalProperties": False,
-            })  # fmt: skip
+            items.append(
+                {
+                    "type": "object",
+                    "properties": {"name": {"const": tool["function"]["name"]}, "parameters": parameters},
+                    "required": ["name", "parameters"],
+                    "additionalProperties": False,
+                }
+            )
         schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": items}}
         return schema | ({"maxItems": 1} if self._single else {})
 
@@ -180,9 +184,7 @@ def _parameters(function: dict[str, Any]) -> dict[str, Any]:
     if "object" not in (kinds if isinstance(kinds, list) else [kinds]) or not (
         isinstance(values, list) and any(isinstance(value, dict) for value in values)
     ):
-        raise ToolsInvalid(
-            f"the parameters of {function['name']!r} permit no object, which a call's arguments are", "tools"
-        )
+        raise ToolsInvalid(f"the parameters of {function['name']!r} permit no object, which a call's arguments are", "tools")
     return {**given, "type": "object"}
 
 
@@ -230,9 +232,11 @@ class _CallStream:
         """The delta that begins a call, with its arguments so far."""
         digest = hashlib.sha256(f"{self._choice_id}/{self.num_calls}".encode()).hexdigest()
         call = {
-            "index": self.num_calls, "id": f"call_{digest[:24]}", "type": "function",
+            "index": self.num_calls,
+            "id": f"call_{digest[:24]}",
+            "type": "function",
             "function": {"name": name, "arguments": arguments},
-        }  # fmt: skip
+        }
         self.num_calls += 1
         return {"tool_calls": [call]}
 

@@ -123,9 +123,7 @@ class ArenaContract:
                 coming = [extent for extent in extents if extent not in values]
                 going = [extent for extent in extents if extent in values]
                 with rig.fence():
-                    wrong.extend(
-                        f"{extent} changed" for extent in going if not rig.holds(arena, extent, values[extent])
-                    )
+                    wrong.extend(f"{extent} changed" for extent in going if not rig.holds(arena, extent, values[extent]))
                 with rig.fence():
                     arena.unmap(going)
                 with rig.fence():
@@ -158,8 +156,7 @@ class ArenaContract:
     def test_any_life_agrees_with_a_dictionary(self, rig: Rig) -> None:
         checks = [HealthCheck.too_slow, HealthCheck.data_too_large]
         run_state_machine_as_test(  # type: ignore[no-untyped-call]
-            lambda: Life(rig),
-            settings=settings(stateful_step_count=15, suppress_health_check=checks),
+            lambda: Life(rig), settings=settings(stateful_step_count=15, suppress_health_check=checks)
         )
 
 

@@ -91,9 +91,8 @@ class Library:
             assert max_seqlen_k == max(lens) and max_seqlen_q == max(cu_seqlens_q.diff().tolist())
             assert int(cu_seqlens_q[-1]) == len(q)
             return _ragged(
-                q, k, v, block_table, cu_seqlens_q.tolist(), lens, scale=softmax_scale, left=window_size[0],
-                softcap=softcap,
-            )  # fmt: skip
+                q, k, v, block_table, cu_seqlens_q.tolist(), lens, scale=softmax_scale, left=window_size[0], softcap=softcap
+            )
 
         return SimpleNamespace(flash_attn_with_kvcache=with_kvcache, flash_attn_varlen_func=varlen)
 
@@ -172,9 +171,7 @@ class Library:
                 assert workspace.dtype == torch.uint8 and not workspace.any() and layout == "NHD"
                 assert options == ({"use_tensor_cores": True} if self.decodes else {})
 
-            def _plan(
-                self, q_starts: list[int], indptr: Any, indices: Any, last: Any, *sizes: int, **options: Any
-            ) -> None:
+            def _plan(self, q_starts: list[int], indptr: Any, indices: Any, last: Any, *sizes: int, **options: Any) -> None:
                 outer.planned += 1
                 for host in (indptr, last):
                     assert host.dtype == INT and host.device.type == "cpu"

@@ -44,9 +44,7 @@ def theirs(name: str, ids: list[int], ends: tuple[int, ...], **kwargs) -> list[l
     return [row[: next((i + 1 for i, token in enumerate(row) if token in ends), NEW)] for row in rows]
 
 
-def ours(
-    engine: TinyEngine, ids: list[int], ends: tuple[int, ...], name: str = "b", **kwargs
-) -> tuple[list[Completion], ...]:
+def ours(engine: TinyEngine, ids: list[int], ends: tuple[int, ...], name: str = "b", **kwargs) -> tuple[list[Completion], ...]:
     """One search, driven without an `LLM`."""
     return searched(engine, {name: ids}, ends, **kwargs)[name]
 
@@ -109,9 +107,7 @@ def check_ways(name: str, pressure: str, ways: Iterable[str]) -> None:
     for way in ways:
         seed, kwargs = list(WAYS).index(way), WAYS[way]
         ids = prompt(21 + seed, seed)
-        engine = TinyEngine(
-            family(name), usable=usable, block_size=4, caching=caching, max_chunk_tokens=8, max_step_tokens=64
-        )  # fmt: skip
+        engine = TinyEngine(family(name), usable=usable, block_size=4, caching=caching, max_chunk_tokens=8, max_step_tokens=64)
         found = ours(engine, ids, ENDS, **kwargs)
         preemptions += engine.preemptions
         assert tokens(found) == theirs(name, ids, ENDS, **as_theirs(kwargs)), kwargs

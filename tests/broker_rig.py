@@ -391,9 +391,7 @@ def _be_user(path: str, device: str, uid: str, gid: str) -> None:
     for line in sys.stdin:
         try:
             held.append(
-                Lease.register(
-                    Path(path), name="x", device_uuid=device, min_bytes=int(line), granule_bytes=10, timeout_s=30
-                )
+                Lease.register(Path(path), name="x", device_uuid=device, min_bytes=int(line), granule_bytes=10, timeout_s=30)
             )
             say("granted")
         except LeaseError as error:

@@ -126,9 +126,7 @@ class FleetPageRig(PageRig):
         """Send the status as the server makes it, and wait until the page shows it."""
         self.now += 0.5
         self.push(self.fleet, None if is_away else fleet_picture(self.fleet.status, self.now))
-        seen = (
-            "([now, away]) => { const one = globalThis.pagetide?.shown.get('demo')?.model; return !pagetide.dirty && "
-        )
+        seen = "([now, away]) => { const one = globalThis.pagetide?.shown.get('demo')?.model; return !pagetide.dirty && "
         page.wait_for_function(
             f"{seen} (away ? one?.isAway : one?.now?.time === now && !one.isAway); }}", arg=[self.now, is_away]
         )

@@ -33,9 +33,7 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
     contexts, said = [], []
 
     def open_one(url: str, may_fail: str | None = None, **options: Any) -> Any:
-        context = browser.new_context(
-            **({"viewport": {"width": 1280, "height": 800}, "reduced_motion": "reduce"} | options)
-        )
+        context = browser.new_context(**({"viewport": {"width": 1280, "height": 800}, "reduced_motion": "reduce"} | options))
         context.set_default_timeout(WAIT_MS)
         contexts.append(context)
         page = context.new_page()

@@ -20,9 +20,7 @@ if ROOT not in sys.path:
 # How long an example takes says how busy the machine is, not whether the code is right. `make test` has the quick ones,
 # `make test-all` the deep ones, both the same on every run; `make soak` draws others each time.
 settings.register_profile("quick", deadline=None, derandomize=True, max_examples=15)
-settings.register_profile(
-    "deep", settings.get_profile("quick"), max_examples=100, suppress_health_check=[HealthCheck.too_slow]
-)
+settings.register_profile("deep", settings.get_profile("quick"), max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("soak", settings.get_profile("deep"), derandomize=False, max_examples=1000)
 settings.load_profile("quick")
 
@@ -35,12 +33,8 @@ for _number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--torch", choices=("with", "without"), help="only files that need torch, or only those that need none"
-    )
-    parser.addoption(
-        "--tier", choices=("deep",), help="only tests/deep, and properties, which the profile gives more examples"
-    )
+    parser.addoption("--torch", choices=("with", "without"), help="only files that need torch, or only those that need none")
+    parser.addoption("--tier", choices=("deep",), help="only tests/deep, and properties, which the profile gives more examples")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -178,9 +178,7 @@ class LightEngine:
             min_bytes=min_bytes, weight=config.weight, granule_bytes=config.extent_bytes, held_bytes=held, timeout_s=30,
         )  # fmt: skip
         assert self.lease.wait_granted(min_bytes, 60), "the minimum is not granted"
-        self.host = HostArena(
-            config.kv_max // config.extent_bytes, config.extent_bytes, budget=self._budget, debug=True
-        )
+        self.host = HostArena(config.kv_max // config.extent_bytes, config.extent_bytes, budget=self._budget, debug=True)
         self.budget_refuses = 0.0
         arena = LeasedArena(self.host, self.lease)
         arena.map(range(config.kv_min // config.extent_bytes))

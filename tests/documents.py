@@ -20,9 +20,7 @@ from pagetide.engine.loading.models import BUILT_IN_FILE, CONFIG_VARIABLE
 ROOT = Path(__file__).resolve().parents[1]
 # README.zh-CN.md has the blocks of README: tests/structure/test_readme.py.
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FENCE = re.compile(
-    r"(?P<mark><!-- not run: .+? -->\s+)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
-)
+FENCE = re.compile(r"(?P<mark><!-- not run: .+? -->\s+)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 FOREIGN = ("# transformers\n", "# vLLM\n", "# MindFormers\n")
 SETTINGS, KEYS, FLEET, CLIENT = "# serve.yaml", "# keys.yaml", "# fleet.yaml", "# client\n"
 SERVER = "http://127.0.0.1:8000"
@@ -136,8 +134,10 @@ def ask(command: str, url: str) -> str:
     (target,) = (word for word in words if word.startswith(url))
     run = subprocess.run(
         [*words, "--fail", "--no-progress-meter", "--max-time", "120", "--write-out", "\n%{http_code}"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     body, _, status = run.stdout.rpartition("\n")
     assert (run.returncode, status) == (0, "200"), f"{command}: {run.stdout}{run.stderr}"
     assert body.strip() or target.removeprefix(url).partition("?")[0] in EMPTY_PATHS, f"{command}: nothing came"

@@ -72,9 +72,7 @@ class KeptRequests:
         pieces = list(output(request, self.texts))
         num_tokens = sum(len(piece.token_ids) for piece in pieces)
         whole = [] if request["streams"] else list(_wholes(pieces))
-        prompt_scores = (
-            None if request["params"].get("prompt_logprobs") is None else [Score(7, b"x", -1.0, 1)] * len(PROMPT)
-        )
+        prompt_scores = None if request["params"].get("prompt_logprobs") is None else [Score(7, b"x", -1.0, 1)] * len(PROMPT)
         end = RequestEnd(0, whole, 3, prompt_scores, 0.1, 0.2, 1.0, num_tokens)
         records: list[Record] = [Accepted(0, PROMPT, 16), *(pieces if request["streams"] else ()), end]
         kept = self.requests[request["durable_id"]] = KeptRequest(request, self.last_created, records)
@@ -233,10 +231,7 @@ class FrontEnd(LocalServer):
         """Read so many events and close the connection."""
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         read = b""
-        async with (
-            self.client.stream("POST", path, json=body, headers=named) as answer,
-            aclosing(answer.aiter_raw()) as parts,
-        ):
+        async with self.client.stream("POST", path, json=body, headers=named) as answer, aclosing(answer.aiter_raw()) as parts:
             while read.count(b"\n\n") < num_events:
                 read += await anext(parts)
         return Answer(200, read).events

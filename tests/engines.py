@@ -170,8 +170,6 @@ def plain(model: Any, inputs: list[list[int]], new: int) -> list[list[int]]:
     model.set_attn_implementation("eager")
     out = []
     for prompt in inputs:
-        ids = model.generate(
-            torch.tensor([prompt], device=model.device), max_new_tokens=new, do_sample=False, pad_token_id=0
-        )
+        ids = model.generate(torch.tensor([prompt], device=model.device), max_new_tokens=new, do_sample=False, pad_token_id=0)
         out.append(ids[0, len(prompt) :].tolist())
     return out

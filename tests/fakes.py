@@ -153,8 +153,9 @@ class FakeRunner:
         result = self._compute(plan)
         lost = np.append(lost, self._swap_beside(plan))  # as late as can be
         failed = {
-            "failed_blocks": np.array(self.failed_blocks, np.int32), "failed_slots": np.array(self.failed_slots, np.int32)
-        }  # fmt: skip
+            "failed_blocks": np.array(self.failed_blocks, np.int32),
+            "failed_slots": np.array(self.failed_slots, np.int32),
+        }
         return replace(result, **{**mapped, **moved, "refused": refused, "lost_slots": lost, **failed})
 
     def _fails(self) -> bool:
@@ -348,13 +349,13 @@ class World:
     ) -> None:  # fmt: skip
         num_extents = (usable + 1) // (blocks_per_extent or usable + 1)
         mapped = range(num_extents if num_mapped is None else num_mapped)
-        pool = BlockAllocator(
-            usable + 1, blocks_per_extent=blocks_per_extent, mapped=mapped if blocks_per_extent else None
-        )
+        pool = BlockAllocator(usable + 1, blocks_per_extent=blocks_per_extent, mapped=mapped if blocks_per_extent else None)
         self.cache = CacheManager(
             tables_for(groups, pool, block_size, max_seqs, max_model_len),
-            PrefixHasher(block_size, b"seed") if caching else None, max_cached_blocks=max_cached, host_slots=host_slots,
-        )  # fmt: skip
+            PrefixHasher(block_size, b"seed") if caching else None,
+            max_cached_blocks=max_cached,
+            host_slots=host_slots,
+        )
         self.now = 0.0
         limits = Limits(max_seqs, max_step_tokens, max_model_len, max_chunk_tokens, forecast)
         self.scheduler = Scheduler(self.cache, limits, cost or SwapCost(1, block_size))
@@ -516,9 +517,7 @@ class World:
                 if block >= 0:
                     block = int(self.cache._bytes_at[block])
                 found = runner.pool[block] if block >= 0 else runner.host[slot]
-                assert found.tolist() == index._tokens[node].tolist(), (
-                    f"block {block} or slot {slot} holds something else"
-                )
+                assert found.tolist() == index._tokens[node].tolist(), f"block {block} or slot {slot} holds something else"
         waiting = {s.request.request_id: s for s in self.scheduler.state.by_id.values() if s.row is None}
         for name, tail in self.cache.host.tails.items():
             rest = tail.num_tokens % self.cache.block_size

@@ -44,16 +44,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {**_FOUR, "query_pre_attn_scalar": 12, "sliding_window": 9, "attn_logit_softcapping": 3.0},
     "gemma3_text": {**_FOUR, "sliding_window": 6, "sliding_window_pattern": 3},
     "phi3": {**_GQA, "pad_token_id": 0},
-    "gpt2": {
-        "vocab_size": VOCAB, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 512, "tie_word_embeddings": False,
-    },
+    "gpt2": {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 512, "tie_word_embeddings": False},
     "opt": {**_BASE, "ffn_dim": 64, "word_embed_proj_dim": 48, "activation_function": "gelu"},
     "gpt_neox": _BASE,
     "mixtral": {**_GQA, **_EXPERTS},
     "gpt_oss": {**_FOUR, **_EXPERTS, "sliding_window": 8, "rope_parameters": _ROPE},
     "deepseek_v2": {**_LATENT, "q_lora_rank": None},
     "deepseek_v3": {**_LATENT, "q_lora_rank": 24},
-}  # fmt: skip
+}
 
 
 def tiny(family: str, *, seed: int = 0, **over: Any) -> PreTrainedModel:

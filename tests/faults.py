@@ -69,9 +69,7 @@ POINTS = {
 class Fault:
     """Raises in the place of a function: at its call number `first`, and at all later ones where it does so `always`."""
 
-    def __init__(
-        self, inner: Callable[..., Any], first: int, always: bool, kind: type[BaseException] = RuntimeError
-    ) -> None:
+    def __init__(self, inner: Callable[..., Any], first: int, always: bool, kind: type[BaseException] = RuntimeError) -> None:
         self.num_calls = self.num_raised = 0
         self._kind = kind
         self._inner, self._first, self._always = inner, first, always

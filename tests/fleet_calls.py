@@ -35,7 +35,7 @@ PARAMETERS = {
     "stop strings": SamplingParams(max_new_tokens=60, temperature=0, stop=["the", "\n"]),
     "stop ids, bias": SamplingParams(max_new_tokens=40, temperature=0, stop_token_ids=[260], logit_bias={263: -5.0}),
     "bad words": SamplingParams(max_new_tokens=12, temperature=0, bad_words=["whale", "I"], min_new_tokens=5),
-}  # fmt: skip
+}
 
 
 @contextmanager

@@ -22,9 +22,7 @@ from fleets import FleetProcess, ResumingClient, StreamResult, pause
 
 from pagetide import LLM, SamplingParams
 
-PROMPTS = (
-    "The sea was", "Call me Ishmael", "To be, or not", "It was the best of times", "The whale", "O Romeo", "A king",
-)  # fmt: skip
+PROMPTS = ("The sea was", "Call me Ishmael", "To be, or not", "It was the best of times", "The whale", "O Romeo", "A king")
 BATCH = 60  # requests that a batch file has too
 ENGINE = {"kv_memory": "32MiB", "dtype": "float32", "device": "cpu", "max_seqs": 16}
 
@@ -97,7 +95,7 @@ class Killer:
 
 async def disturbed(
     fleet: FleetProcess, requests: list[dict[str, Any]], kills: int, seed: int, every_s: float, at_once: int, pause_s: float
-) -> tuple[list[StreamResult], Killer, list[tuple[str, list[int], str]]]:  # fmt: skip
+) -> tuple[list[StreamResult], Killer, list[tuple[str, list[int], str]]]:
     """Stream all requests, and run a batch file of some, while processes are killed."""
     client, room = ResumingClient(fleet.urls, give_up_s=150.0), asyncio.Semaphore(at_once)
     killer = Killer(fleet, seed, ("WorkerActor", "WorkerActor", "WorkerActor", "QueueActor", "FrontActor"))
@@ -149,9 +147,7 @@ def differences(results: list[StreamResult], expected: list[tuple[str, list[int]
         if result.num_ends != 1:
             found.append(f"request {number} has ended {result.num_ends} times: {result.error}")
         elif (result.text, result.token_ids, result.finish_reason) != (text, token_ids, reason):
-            found.append(
-                f"request {number} differs after {result.num_connections} connections: {result.text!r} != {text!r}"
-            )
+            found.append(f"request {number} differs after {result.num_connections} connections: {result.text!r} != {text!r}")
     return found
 
 
@@ -166,9 +162,7 @@ def gaps_after_deaths(results: list[StreamResult], deaths: list[float]) -> list[
     return sorted(found)
 
 
-def run(
-    requests: int, kills: int, workers: int, seed: int, pause_s: float, folder: Path, every_s: float = 4.0
-) -> list[str]:
+def run(requests: int, kills: int, workers: int, seed: int, pause_s: float, folder: Path, every_s: float = 4.0) -> list[str]:
     """One run. Returns what is wrong; prints a summary."""
     asked = bodies(requests, seed, 900)
     expected = undisturbed(asked)

@@ -53,9 +53,7 @@ class HeldEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._llm, name)
 
-    async def import_request(
-        self, data: Sequence[Mapping[str, Any]], **options: Any
-    ) -> AsyncGenerator[StreamChunk, None]:
+    async def import_request(self, data: Sequence[Mapping[str, Any]], **options: Any) -> AsyncGenerator[StreamChunk, None]:
         """Continue a request."""
         count, num_tokens = 0, data[0]["sampling"]["max_new_tokens"]
         async with aclosing(self._llm.import_request(data, **options)) as stream:

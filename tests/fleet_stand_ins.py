@@ -31,7 +31,7 @@ def other_model(**changes: Any) -> FleetModel:
 
 def new_request(
     request_id: str, prompt: int = 8, new: int = 6, n: int = 1, *, priority: int = 0, tenant: str = "", **more: Any
-) -> NewRequest:  # fmt: skip
+) -> NewRequest:
     """A request of `prompt` prompt tokens for `new` tokens in `n` continuations."""
     sampling: dict[str, Any] = {"max_new_tokens": new, "stop_token_ids": [STOP_ID], "seed": crc32(request_id.encode())}
     handover = {
@@ -100,9 +100,7 @@ class StandInEngine:
         blocks = {"usable": self.limit, "limit": self.limit, "free": self.limit, "live": 0}
         return {"blocks": blocks, "waiting": 0, "preemptions": 0, "device": "stand-in"}
 
-    async def import_request(
-        self, data: Sequence[Mapping[str, Any]], **options: Any
-    ) -> AsyncGenerator[StreamChunk, None]:
+    async def import_request(self, data: Sequence[Mapping[str, Any]], **options: Any) -> AsyncGenerator[StreamChunk, None]:
         """Continue a request, a token of each continuation in turn."""
         if self.refusals:
             raise self.refusals.pop(0)
@@ -136,9 +134,7 @@ class StandInEngine:
             return self._end(place, one, output, "length", None)
         return StreamChunk(place, text_of(token), [token])
 
-    def _end(
-        self, place: int, one: Mapping[str, Any], output: list[int], reason: Any, error: str | None
-    ) -> StreamChunk:
+    def _end(self, place: int, one: Mapping[str, Any], output: list[int], reason: Any, error: str | None) -> StreamChunk:
         tokens = output[-1:] if error is None else []
         text = "".join(map(text_of, output))
         completion = Completion(text, list(output), reason, Timings(0.0, 0.0), error=error)
@@ -249,8 +245,6 @@ class QueueRig:
             task.cancel()
         await asyncio.gather(*self.tasks.values(), return_exceptions=True)
         self.server.queue.check_invariants()
-        streams = [
-            engine for engine in self.engines.values() if isinstance(engine, StandInEngine) and engine.num_running
-        ]
+        streams = [engine for engine in self.engines.values() if isinstance(engine, StandInEngine) and engine.num_running]
         assert not streams, "a stream is left in an engine"
         await self.server.close()

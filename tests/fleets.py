@@ -199,9 +199,7 @@ class ResumingClient:
         return result
 
 
-async def _events(
-    url: str, data: bytes, headers: Mapping[str, str], deadline: float
-) -> AsyncGenerator[tuple[str, str], None]:
+async def _events(url: str, data: bytes, headers: Mapping[str, str], deadline: float) -> AsyncGenerator[tuple[str, str], None]:
     """The events of one connection, with their ids. Raises httpx2.TransportError if it breaks or the server is busy."""
     import httpx2
 
@@ -228,5 +226,6 @@ def pause(process: psutil.Process, seconds: float) -> None:
         process.send_signal(signal.SIGSTOP)
     subprocess.Popen(
         [sys.executable, "-c", f"import os,time;time.sleep({seconds});os.kill({process.pid},18)"],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )

@@ -37,9 +37,7 @@ def check_forks(name: str) -> None:
     preemptions = 0
     for caching, host_slots in ((False, 0), (True, 3)):
         usable = int(0.45 * N * blocks_needed(inputs, NEW, 4))
-        engine = TinyEngine(
-            model, usable=usable, block_size=4, max_chunk_tokens=20, caching=caching, host_slots=host_slots
-        )
+        engine = TinyEngine(model, usable=usable, block_size=4, max_chunk_tokens=20, caching=caching, host_slots=host_slots)
         assert forked(engine, inputs) == expected, (caching, host_slots)
         assert engine.core.scheduler.stats.forks > 0
         preemptions += engine.preemptions

@@ -38,9 +38,7 @@ def naive_waiting(scheduler: Scheduler) -> tuple[int, list[str], set[str]]:
     """How many wait; the ids of those that wait for a row, in order; the ids of those that wait for another one."""
     waiting = [s for s in scheduler.state.by_id.values() if s.status.value.startswith(("waiting", "deferred"))]
     ready = [s for s in waiting if s.status.value in ("waiting", "deferred")]
-    ready.sort(
-        key=lambda s: (s.request.arrival + 30 * s.request.priority, s.request.priority, s.request.arrival, s.number)
-    )
+    ready.sort(key=lambda s: (s.request.arrival + 30 * s.request.priority, s.request.priority, s.request.arrival, s.number))
     names = [s.request.request_id for s in ready]
     return len(waiting), names, {s.request.request_id for s in waiting} - set(names)
 
@@ -79,8 +77,7 @@ class Watcher:
         assert frame["step"] == scheduler.stats.steps
         assert frame["stats"]["generated_tokens"] == scheduler.stats.generated_tokens
         assert list(self.state.decisions.values())[-64:] == [
-            {"n": n, "label": "", **told}
-            for n, told in enumerate(scheduler.explain(), min(self.state.decisions, default=1))
+            {"n": n, "label": "", **told} for n, told in enumerate(scheduler.explain(), min(self.state.decisions, default=1))
         ]
         self.ended += frame["ended"]
         self.kinds |= {cell if cell < 16 else 16 + (cell >> 15) for cell in self.state.cells.tolist()}

@@ -82,9 +82,7 @@ class MonitorProcess:
     def start(self) -> MonitorProcess:
         """Start it and wait until its record is there. Fails with what it said when it ended instead."""
         with self._log.open("ab") as log:
-            self.process = subprocess.Popen(
-                self.command, env=self._env, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-            )
+            self.process = subprocess.Popen(self.command, env=self._env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         wait_until(self._answers, "the monitor's record")
         return self
 

@@ -160,11 +160,7 @@ class NvmlStandin:
             control.errors[:] = [_known(errors).get(function, 0) for function in _FUNCTIONS]
 
     # To be told, and not asked. A driver that comes back is another one: it has to be initialised anew.
-    driver_loaded, driver_version, errors = (
-        property(None, _load),
-        property(None, _set_version),
-        property(None, _set_errors),
-    )
+    driver_loaded, driver_version, errors = (property(None, _load), property(None, _set_version), property(None, _set_errors))
 
     def env(self) -> dict[str, str]:
         """The environment of this process, for a child whose driver library is the stand-in."""
@@ -226,9 +222,7 @@ class _Answer(ctypes.Structure):
 
 
 class _Device(ctypes.Structure):
-    _fields_ = (
-        ("present", ctypes.c_uint32), ("mig_enabled", ctypes.c_uint32), ("answers", _Answer * len(_FUNCTIONS))
-    )  # fmt: skip
+    _fields_ = (("present", ctypes.c_uint32), ("mig_enabled", ctypes.c_uint32), ("answers", _Answer * len(_FUNCTIONS)))
 
 
 class _Control(ctypes.Structure):
@@ -262,10 +256,12 @@ def _told(gpu: Gpu) -> dict[str, tuple[Any, Any]]:
     v2 = pynvml.c_nvmlMemory_v2_t(pynvml.nvmlMemory_v2, total, reserved, free, total - free - reserved)
     lists = {"Compute": gpu.compute, "Graphics": gpu.graphics}
     numbers = {
-        "Temperature": gpu.temperature_celsius, "PowerUsage": gpu.power_milliwatts,
-        "EnforcedPowerLimit": gpu.power_limit_milliwatts, "MigMode": int(gpu.mig is not None),
+        "Temperature": gpu.temperature_celsius,
+        "PowerUsage": gpu.power_milliwatts,
+        "EnforcedPowerLimit": gpu.power_limit_milliwatts,
+        "MigMode": int(gpu.mig is not None),
         "MaxMigDeviceCount": 0 if gpu.mig is None else _MAX_MIG,
-    }  # fmt: skip
+    }
     return {
         "MemoryInfo": (gpu.total_bytes, pynvml.c_nvmlMemory_t(total, free, total - free)),
         "MemoryInfo_v2": (gpu.total_bytes, v2),

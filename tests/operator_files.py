@@ -162,8 +162,7 @@ def promtool(*arguments: str, folder: Path) -> None:
 def promtool_reads(expressions: Iterable[str], folder: Path) -> None:
     """Every query is one, as promtool sees it."""
     rules = [
-        {"record": f"query:{number}", "expr": text.replace("$__rate_interval", "1m")}
-        for number, text in enumerate(expressions)
+        {"record": f"query:{number}", "expr": text.replace("$__rate_interval", "1m")} for number, text in enumerate(expressions)
     ]
     (folder / "rules.yml").write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
     promtool("check", "rules", "rules.yml", folder=folder)

@@ -34,20 +34,12 @@ class PagedDriver:
     """
 
     def __init__(
-        self,
-        model,
-        block_size: int,
-        chunk: int | None,
-        *,
-        kernel: AttentionKernel | None = None,
-        dtype: str = "float32",
+        self, model, block_size: int, chunk: int | None, *, kernel: AttentionKernel | None = None, dtype: str = "float32"
     ) -> None:
         self.model = model
         self.chunk = chunk
         self.kernel = kernel or TorchKernel()
-        self.geometry = Geometry.from_config(
-            model.config, block_size=block_size, dtype=dtype, extent_target_bytes=PAGE_BYTES
-        )
+        self.geometry = Geometry.from_config(model.config, block_size=block_size, dtype=dtype, extent_target_bytes=PAGE_BYTES)
         attend_to_latents(model, self.geometry)
 
     def logits(self, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:

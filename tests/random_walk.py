@@ -24,11 +24,7 @@ from pagetide.scheduler.errors import InvalidCallOrder, PromptTooLong, RequestRe
 VARIANTS = tuple(
     "-".join(words)
     for words in product(
-        ("fixed", "elastic"),
-        ("bare", "prefixes", "host"),
-        ("alternate", "ahead"),
-        ("sound", "faulty"),
-        ("full", "groups"),
+        ("fixed", "elastic"), ("bare", "prefixes", "host"), ("alternate", "ahead"), ("sound", "faulty"), ("full", "groups")
     )
 )
 
@@ -43,9 +39,7 @@ PAIRWISE = (
 )
 
 
-def walk(
-    seed: int, variant: str, events: int, check_every: int = 1, look: Callable[[World], None] | None = None
-) -> World:  # fmt: skip
+def walk(seed: int, variant: str, events: int, check_every: int = 1, look: Callable[[World], None] | None = None) -> World:
     """`events` random events in a random small world, then the rest is run to its end and everything is checked.
 
     `variant`, one of VARIANTS, says whether the pool is fixed or elastic; whether nothing is cached, prefixes are, or there is

@@ -66,9 +66,7 @@ class Rig:
     def _used(self, uuid: str) -> int:
         return sum(lease.held_bytes for lease in self.leases if lease.device_uuid == uuid and not lease.closed)
 
-    def lease(
-        self, name: str, device: int, min_bytes: int, max_bytes: int | None = None, held_bytes: int = BASE
-    ) -> Lease:
+    def lease(self, name: str, device: int, min_bytes: int, max_bytes: int | None = None, held_bytes: int = BASE) -> Lease:
         lease = Lease.register(
             self.path, name=name, device_uuid=f"gpu{device}", min_bytes=min_bytes, max_bytes=max_bytes, granule_bytes=EXTENT,
             held_bytes=held_bytes, timeout_s=30, clock=self.seconds,
@@ -127,9 +125,7 @@ class ShardedUser:
 
     def report(self) -> None:
         held = self.arena.held
-        self.lease.report(
-            {"other": self.base, "kv": held.upper_bytes}, 0, moving_bytes=held.upper_bytes - held.lower_bytes
-        )
+        self.lease.report({"other": self.base, "kv": held.upper_bytes}, 0, moving_bytes=held.upper_bytes - held.lower_bytes)
 
     def resize(self, extents: int) -> None:
         """Map or unmap on all shards."""

@@ -142,9 +142,7 @@ class ShardProcesses:
     def __enter__(self) -> ShardProcesses:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for process in self.processes:
             process.kill()
         for process, pipe in zip(self.processes, self.pipes, strict=True):

@@ -75,9 +75,7 @@ def saved(name: str, folder: Path, **over: Any) -> tuple[Any, Checkpoint]:
     return model, Checkpoint.open(resolve_model(folder))
 
 
-def geometry_of(
-    checkpoint: Checkpoint, block_size: int = 16, dtype: str = "float32", max_tokens: int = 512
-) -> Geometry:
+def geometry_of(checkpoint: Checkpoint, block_size: int = 16, dtype: str = "float32", max_tokens: int = 512) -> Geometry:
     """The layout of the whole model's blocks."""
     return Geometry.from_config(
         checkpoint.config, block_size=block_size, dtype=dtype, latents=checkpoint.caches_latents, max_tokens=max_tokens

@@ -19,13 +19,9 @@ UUID = st.sampled_from(["GPU-a", "GPU-b", "GPU-c", "MIG-a", "HOST"])
 PROCESS = st.builds(snapshot.ProcessUse, PID, BYTES, kind=TEXT, user=NAME, command=NAME, engine=NAME)
 PROCESSES = st.none() | st.lists(PROCESS, max_size=6).map(tuple)
 READING = st.builds(snapshot.DetailReading, NUMBER, NUMBER, NUMBER, NUMBER, PROCESSES)
-INFO = st.builds(
-    snapshot.DeviceInfo, UUID, TEXT, st.sampled_from(snapshot.DeviceKind), name=NAME, parent_uuid=st.none() | UUID
-)
+INFO = st.builds(snapshot.DeviceInfo, UUID, TEXT, st.sampled_from(snapshot.DeviceKind), name=NAME, parent_uuid=st.none() | UUID)
 MEMORY = st.builds(snapshot.DeviceMemory, WHEN, INTERVAL, BYTES, BYTES, NUMBER, polls=COUNT, failures=COUNT, error=NAME)
-DETAIL = st.builds(
-    snapshot.DeviceDetail, WHEN, INTERVAL, READING, history=st.lists(BYTES, max_size=40).map(tuple), error=NAME
-)
+DETAIL = st.builds(snapshot.DeviceDetail, WHEN, INTERVAL, READING, history=st.lists(BYTES, max_size=40).map(tuple), error=NAME)
 DEVICE = st.builds(snapshot.Device, INFO, MEMORY, DETAIL)
 LEASE = st.builds(
     snapshot.LeaseUse, engine=TEXT, pid=PID, user=TEXT, device_uuid=UUID, min_bytes=AMOUNT, max_bytes=BYTES,

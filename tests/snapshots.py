@@ -37,9 +37,7 @@ _LIGHTER = (
 )
 
 
-def sample_device(
-    number: int = 0, *, num_processes: int | None = None, bytes_per_second: float | None = None
-) -> Device:
+def sample_device(number: int = 0, *, num_processes: int | None = None, bytes_per_second: float | None = None) -> Device:
     """The GPU that NVML calls `number`: even ones grow towards their end, odd ones are nearly full and steady."""
     tenants = _LIGHTER if number % 2 else _TENANTS
     processes = tuple(
@@ -95,9 +93,7 @@ def host_device() -> Device:
     return Device(
         DeviceInfo("HOST-4c4c4544", "host", DeviceKind.HOST, "Host memory"),
         replace(gpu.memory, total_bytes=HOST_BYTES, free_bytes=HOST_BYTES - used, bytes_per_second=-1.4 * MIB),
-        replace(
-            gpu.detail, reading=DetailReading(utilization=0.17, processes=(process,)), history=sample_history(used, 6)
-        ),
+        replace(gpu.detail, reading=DetailReading(utilization=0.17, processes=(process,)), history=sample_history(used, 6)),
     )
 
 

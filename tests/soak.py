@@ -38,16 +38,7 @@ from faults import CAUSE, POINTS, planted
 from random_walk import VARIANTS, walk
 
 from benchmarks.load import RandomBatches, RequestBatch, save_text_model
-from benchmarks.memory import (
-    BOUND_MIB,
-    CAPACITY_BYTES,
-    ENGINE,
-    HEADROOM_BYTES,
-    excess_bytes,
-    outside_kv_bytes,
-    recalls,
-    slope,
-)  # fmt: skip
+from benchmarks.memory import BOUND_MIB, CAPACITY_BYTES, ENGINE, HEADROOM_BYTES, excess_bytes, outside_kv_bytes, recalls, slope
 from pagetide import LLM
 from pagetide.common.units import MIB
 from pagetide.pressure import PrivateDevice
@@ -237,11 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed = [line for line in ended if line]
     if walker.exitcode:
         failed.append(f"the walks ended with status {walker.exitcode}")
-    figures |= {
-        f"random walks, of {args.walks:,}": len(ended),
-        "failures": len(failures) + len(failed),
-        "seed": args.seed,
-    }
+    figures |= {f"random walks, of {args.walks:,}": len(ended), "failures": len(failures) + len(failed), "seed": args.seed}
     for name, value in figures.items():
         print(f"  {name:<62} {value:>12,.2f}" if isinstance(value, float) else f"  {name:<62} {value:>12,}")
     for failure in (*failures, *failed):

@@ -19,9 +19,7 @@ TORCH_MODULES = (
     "pagetide.fleet.actors", "pagetide.fleet.call", "pagetide.fleet.sync", "pagetide.fleet.errors",
 )  # fmt: skip
 # Public names that load the engine when they are used, and programs that do so at once.
-_LOAD_ENGINES = (
-    "pagetide", "pagetide.pipelines", "pagetide.batch", "pagetide.demo", "benchmarks", "examples",
-)  # fmt: skip
+_LOAD_ENGINES = ("pagetide", "pagetide.pipelines", "pagetide.batch", "pagetide.demo", "benchmarks", "examples")
 _IMPORT = re.compile(r"^ *(?:from ([\w.]+) import \(?([\w, ]*)|import ([\w., ]+))", re.MULTILINE)
 
 
@@ -63,8 +61,9 @@ class NoTorch:
         if name in ("torch", "transformers"):
             raise ImportError(
                 f"{name} is imported in a process for tests that need none: import it at the head of the test's file, so that "
-                f"the file runs with those that do (tests/torch_free.py)", name=name,
-            )  # fmt: skip
+                f"the file runs with those that do (tests/torch_free.py)",
+                name=name,
+            )
         return None
 
 

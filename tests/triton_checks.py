@@ -62,9 +62,7 @@ def cases(longest: int, *, splits: bool = False, scaled: bool = False) -> st.Sea
         return st.one_of(st.integers(1, longest), border)
 
     def chunk(size: int) -> st.SearchStrategy[tuple[int, int]]:
-        return st.tuples(st.integers(2, longest // 2), lengths(size)).map(
-            lambda c: (c[0], c[0] + c[1] * (c[1] % 3 > 0))
-        )
+        return st.tuples(st.integers(2, longest // 2), lengths(size)).map(lambda c: (c[0], c[0] + c[1] * (c[1] % 3 > 0)))
 
     def case(size: int) -> st.SearchStrategy[Case]:
         decodes = st.lists(st.one_of(lengths(size), lengths(size), st.just(0)).map(lambda n: (1, n)), max_size=4)
@@ -87,9 +85,7 @@ def cases(longest: int, *, splits: bool = False, scaled: bool = False) -> st.Sea
 
     def of_kind(case: Case, kind: tuple[torch.dtype | None, bool]) -> Case:
         stored, v_in_k = kind
-        return replace(
-            case, stored=stored, v_in_k=v_in_k, dims=(max(case.dims), min(case.dims)) if v_in_k else case.dims
-        )
+        return replace(case, stored=stored, v_in_k=v_in_k, dims=(max(case.dims), min(case.dims)) if v_in_k else case.dims)
 
     if scaled:
         return st.builds(of_kind, block_sizes.flatmap(case), st.sampled_from(kinds[1:]))

@@ -21,18 +21,7 @@ from typing import Any
 from benchmarks.arguments import above_0, names_of
 from benchmarks.figures import Figure
 
-from .parts import (
-    BOUNDS,
-    BY_NAME,
-    Note,
-    PartResult,
-    PartRunner,
-    Unmeasured,
-    markdown,
-    read,
-    with_needs,
-    write,
-)
+from .parts import BOUNDS, BY_NAME, Note, PartResult, PartRunner, Unmeasured, markdown, read, with_needs, write
 
 LEAST_S = 10.0  # a part is not begun with less
 
@@ -85,9 +74,7 @@ def main(given: Sequence[str] | None = None) -> int:
                     shown = len(part.items)
             known |= {item.name: item.value for item in part.items if isinstance(item, Figure)}
             errors += part.error is not None
-            print(
-                f"{spec.name}: {part.took_s:.1f} s" + (f", ended early: {part.error}" if part.error else ""), flush=True
-            )
+            print(f"{spec.name}: {part.took_s:.1f} s" + (f", ended early: {part.error}" if part.error else ""), flush=True)
             run[spec.name] = part.to_dict()
             if args.results:
                 together = kept | run

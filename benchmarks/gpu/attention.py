@@ -123,9 +123,7 @@ def made(name: str) -> AttentionKernel | str:
         return f"{type(error).__name__}: {error}"
 
 
-def _decode(
-    bench: Bench, block_size: int, kernels: dict[str, AttentionKernel | str], best: list[Figure]
-) -> Iterator[Item]:
+def _decode(bench: Bench, block_size: int, kernels: dict[str, AttentionKernel | str], best: list[Figure]) -> Iterator[Item]:
     """Every kernel that there is, with blocks of so many tokens. Figures go into `best` too."""
     rows, context = bench.scale.rows, bench.scale.attention_context
     storage = storage_of(bench, rows * (context + block_size), block_size)

@@ -31,9 +31,7 @@ def _memory(bench: Bench) -> Iterator[Item]:
     rows = source.view(-1, 8192)  # one sum for each row
     reads = [rate("... read, torch's sum", num_bytes, clock.seconds(lambda: rows.sum(1), bench.scale.repeats))]
     if clock.cuda:
-        reads.append(
-            rate("... read, torch's maximum", num_bytes, clock.seconds(lambda: rows.amax(1), bench.scale.repeats))
-        )
+        reads.append(rate("... read, torch's maximum", num_bytes, clock.seconds(lambda: rows.amax(1), bench.scale.repeats)))
     best = max([copied, *reads], key=lambda figure: figure.value)
     yield Figure(MEMORY, best.value, "GB/s", better="higher", samples=best.samples)
     yield copied

@@ -52,7 +52,7 @@ def measure(bench: Bench) -> Iterator[Item]:
 
 def _watch(
     bench: Bench, one: PoolRig, external: AllocatingProcess, total: int, headroom: int, seconds: float
-) -> Iterator[Item]:  # fmt: skip
+) -> Iterator[Item]:
     shares, pools = [], []
     with _demand(bench, one) as demand:
         began = time.monotonic()

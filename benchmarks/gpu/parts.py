@@ -46,7 +46,7 @@ BOUNDS = {
     "resizing": Bound("p99 of steps while the pool is resized / without", 2.0, "x", "lower", "recall"),
     "failures": Bound("failures of the engine and of an external process beside it", 0.0, "count", "lower", "memory"),
     "held": Bound("share of what was free, less headroom, that the engine holds", 0.9, "x", "higher", "memory"),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -146,9 +146,7 @@ def markdown(results: Mapping[str, Any]) -> str:
         lines += ["", f"## {name}", "", _where(part), ""]
         held = {bound.name for bound in BOUNDS.values()}
         rows = [f"| {f['name']} | {_number(f)} |" for f in part["figures"] if f["name"] not in held]
-        rows += [
-            f"| {u['name']} | unmeasured: {_cell(u['reason'])} |" for u in part["unmeasured"] if u["name"] not in held
-        ]
+        rows += [f"| {u['name']} | unmeasured: {_cell(u['reason'])} |" for u in part["unmeasured"] if u["name"] not in held]
         lines += ["| figure | measured |", "|---|--:|", *rows] if rows else []
         for note in part["notes"]:
             lines += ["", note["title"], "", "```", *note["lines"], "```"]

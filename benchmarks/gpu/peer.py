@@ -106,7 +106,5 @@ def _run(bench: Bench, prompts: list[list[int]], new_tokens: int, graphs: bool |
     bench.clean()
     given = [len(output.generated_tokens) for output in outputs.values()]
     if given != [new_tokens] * len(prompts):
-        raise RuntimeError(
-            f"generate_batch gave {given} tokens instead of {new_tokens} for each of {len(prompts)} prompts"
-        )
+        raise RuntimeError(f"generate_batch gave {given} tokens instead of {new_tokens} for each of {len(prompts)} prompts")
     return list(outputs.values())

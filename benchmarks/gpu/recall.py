@@ -168,9 +168,7 @@ def _live(bench: Bench, one: PoolRig) -> Iterator[Item]:
                 ratios.append(took / copy_s)
                 shares.append((_swapped(one) - swapped) / scale.recall_bytes)
     yield bounded("recall_live", statistics.median(ratios), ratios)
-    yield Figure(
-        "... of the recalled bytes, swapped out", statistics.median(shares), "x", better="higher", samples=shares
-    )
+    yield Figure("... of the recalled bytes, swapped out", statistics.median(shares), "x", better="higher", samples=shares)
 
 
 def _resizing(bench: Bench, one: PoolRig) -> Iterator[Item]:

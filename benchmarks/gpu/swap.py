@@ -55,10 +55,7 @@ def _of_size(bench: Bench, block_kib: int, is_models: bool) -> Iterator[Item]:
         if bench.clock.cuda:
             yield Note(f"swap, blocks of {block_kib:,} KiB: what was chosen at the start", _told(pool))
         slots = (1 + np.random.default_rng(bench.seed + 1).permutation(num_blocks)).astype(np.int32)
-        for direction, given, large in (
-            ("out", (blocks, slots), TO_HOST),
-            ("in", (NONE, NONE, slots, blocks), FROM_HOST),
-        ):
+        for direction, given, large in (("out", (blocks, slots), TO_HOST), ("in", (NONE, NONE, slots, blocks), FROM_HOST)):
             pool.swap(storage, *given)
             seconds = [timed(partial(pool.swap, storage, *given)) for _ in range(5)]
             shares = [num_bytes / s / 1e9 / bench.known[large] for s in seconds]

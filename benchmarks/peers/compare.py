@@ -56,15 +56,10 @@ def engines(folder: Path) -> dict[str, Any]:
     file = folder / "engines.json"
     if not file.exists():
         raise FileNotFoundError(f"there is no {file}; make it: python -m benchmarks.peers.make {folder}")
-    return {
-        OURS: {"python": sys.executable, "module": "benchmarks.peers.pagetide_server"},
-        **json.loads(file.read_text()),
-    }
+    return {OURS: {"python": sys.executable, "module": "benchmarks.peers.pagetide_server"}, **json.loads(file.read_text())}
 
 
-def run(
-    folder: Path, work: PeerWorkload, inputs: list[list[int]], new_tokens: int, rounds: int, num_busy: int
-) -> PeerRuns:
+def run(folder: Path, work: PeerWorkload, inputs: list[list[int]], new_tokens: int, rounds: int, num_busy: int) -> PeerRuns:
     """Every engine once to warm up, then in turns. Raises RuntimeError when an output has another length."""
     runs = PeerRuns()
     with ExitStack() as stack:
@@ -82,9 +77,7 @@ def run(
             for name, peer in peers.items():
                 answer = peer.request(op="run", prompts=inputs, new_tokens=new_tokens)
                 if any(len(tokens) != new_tokens for tokens in answer["tokens"]):
-                    raise RuntimeError(
-                        f"{name} gave {[len(t) for t in answer['tokens']]} tokens instead of {new_tokens} each"
-                    )
+                    raise RuntimeError(f"{name} gave {[len(t) for t in answer['tokens']]} tokens instead of {new_tokens} each")
                 runs.seconds.setdefault(name, []).append(answer["seconds"])
                 runs.tokens[name] = answer["tokens"]
     return runs
@@ -116,9 +109,7 @@ def figures(work: PeerWorkload, runs: PeerRuns, num_tokens: int, num_busy: int) 
     return [*speeds, *ratios, *same]
 
 
-def compare(
-    folder: Path, count: int, new_tokens: int, long_prompt: int, rounds: int, num_busy: int, seed: int
-) -> list[Figure]:
+def compare(folder: Path, count: int, new_tokens: int, long_prompt: int, rounds: int, num_busy: int, seed: int) -> list[Figure]:
     """The figures of all workloads. `count` replaces 16 prompts; a first token's prompt has `long_prompt` tokens."""
     found: list[Figure] = []
     for work in WORKLOADS:

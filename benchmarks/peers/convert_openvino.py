@@ -16,9 +16,7 @@ from transformers import AutoModelForCausalLM
 def convert(folder: str) -> None:
     """Export the model with its KV cache as a state."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
-    export_from_model(
-        model, output=folder + "/openvino", task="text-generation-with-past", stateful=True, preprocessors=[]
-    )
+    export_from_model(model, output=folder + "/openvino", task="text-generation-with-past", stateful=True, preprocessors=[])
 
 
 if __name__ == "__main__":

@@ -47,9 +47,7 @@ def make_environment(folder: Path, calls: list[list[str]]) -> None:
     complete.touch()
 
 
-def save_models(
-    folder: Path, hidden: int = 512, layers: int = 8, qwen_hidden: int = 1024, qwen_layers: int = 24
-) -> None:
+def save_models(folder: Path, hidden: int = 512, layers: int = 8, qwen_hidden: int = 1024, qwen_layers: int = 24) -> None:
     """The models in transformers' format."""
     save_model(folder / "llama", hidden, layers, 0, POSITIONS)
     save_qwen2(folder / "qwen2", qwen_hidden, qwen_layers, 0, POSITIONS)

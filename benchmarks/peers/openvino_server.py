@@ -26,9 +26,11 @@ class OpenvinoServer:
         scheduler.enable_prefix_caching = False
         self.settings = {"kv": kind, "compute": kind, "threads": request["threads"]}
         properties = {
-            "KV_CACHE_PRECISION": kind, "INFERENCE_PRECISION_HINT": kind, "INFERENCE_NUM_THREADS": request["threads"],
+            "KV_CACHE_PRECISION": kind,
+            "INFERENCE_PRECISION_HINT": kind,
+            "INFERENCE_NUM_THREADS": request["threads"],
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
-        }  # fmt: skip
+        }
         folder = request["model"] + "/openvino"
         self._pipeline = openvino_genai.ContinuousBatchingPipeline(folder, scheduler, "CPU", properties)
 

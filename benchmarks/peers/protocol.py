@@ -74,8 +74,6 @@ class PeerProcess:
     def __enter__(self) -> PeerProcess:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._process.kill()
         self._process.communicate()

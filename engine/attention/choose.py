@@ -58,9 +58,14 @@ class Site:
             capability = (9, 0)  # the interpreter supports everything
         dtype, kv_dtype = (str(one).removeprefix("torch.") for one in (self.dtype, self.kv_dtype or self.dtype))
         return unmet(
-            name, device=str(self.device), capability=capability, dtype=dtype, kv_dtype=kv_dtype,
-            block_size=self.block_size, specs=specs,
-        )  # fmt: skip
+            name,
+            device=str(self.device),
+            capability=capability,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            block_size=self.block_size,
+            specs=specs,
+        )
 
 
 class WatchedKernel(TorchKernel):
@@ -88,9 +93,7 @@ def check(name: str, site: Site, geometry: Geometry, faults: Mapping[str, str] =
             f"attention={name!r} failed in the self-check of {site.device}: {faults[name]}; use attention='auto', or repeat "
             "the check when the reason is gone: pagetide doctor --refresh"
         )
-    shapes = {
-        AttentionSpec(layer.num_kv_heads, layer.num_kv_heads, layer.k_dim, layer.v_dim) for layer in geometry.layers
-    }
+    shapes = {AttentionSpec(layer.num_kv_heads, layer.num_kv_heads, layer.k_dim, layer.v_dim) for layer in geometry.layers}
     _refuse(name, site, [shape for shape in shapes if shape.num_kv_heads])
     _made(name, MAKERS)
 
@@ -132,9 +135,7 @@ class KernelAbsent(Exception):
     """A backend that does not support the model here, or is not installed."""
 
 
-def usable_kernel(
-    name: str, site: Site, specs: Collection[AttentionSpec], makers: Mapping[str, Make]
-) -> AttentionKernel:
+def usable_kernel(name: str, site: Site, specs: Collection[AttentionSpec], makers: Mapping[str, Make]) -> AttentionKernel:
     """The kernel of backend `name` for layers with these specs. Raises KernelAbsent, and what a broken installation raises."""
     if (obstacle := site.obstacle(name, specs)) is not None:
         raise KernelAbsent(obstacle)
@@ -157,18 +158,14 @@ def _asked_for(name: str, site: Site, specs: Counter[AttentionSpec], makers: Map
     try:
         why = fault(kernel, site, specs)
     except Exception as error:  # a library may raise anything
-        raise ConfigError(
-            f"attention={name!r} fails here ({type(error).__name__}: {error}); use attention='auto'"
-        ) from error
+        raise ConfigError(f"attention={name!r} fails here ({type(error).__name__}: {error}); use attention='auto'") from error
     if why is not None:
         raise ConfigError(f"attention={name!r} cannot be trusted here: {why}; use attention='auto'")
     kernel.release_buffers()
     return kernel
 
 
-def _fastest(
-    site: Site, specs: Counter[AttentionSpec], makers: Mapping[str, Make], measure: Measure
-) -> AttentionKernel:
+def _fastest(site: Site, specs: Counter[AttentionSpec], makers: Mapping[str, Make], measure: Measure) -> AttentionKernel:
     kernels = [TorchKernel(), *_that_agree(site, specs, makers)]
     if site.capability is None or len(kernels) == 1 or not specs:
         return kernels[-1]
@@ -190,9 +187,13 @@ def _fastest(
     context = trial.longest_context(usual, site.block_size, site.kv_dtype or site.dtype)
     log.info(
         "attention by %s: %.3g ms a layer%s (%d decodes of %d tokens and a chunk of %d)",
-        first.name, taken[first] * 1000, "".join(f"; {other.name} {taken[other] * 1000:.3g}" for other in others),
-        trial.DECODES, context, min(trial.CHUNK, context),
-    )  # fmt: skip
+        first.name,
+        taken[first] * 1000,
+        "".join(f"; {other.name} {taken[other] * 1000:.3g}" for other in others),
+        trial.DECODES,
+        context,
+        min(trial.CHUNK, context),
+    )
     return first
 
 
@@ -224,9 +225,7 @@ def _refuse(name: str, site: Site, specs: Iterable[AttentionSpec]) -> None:
     obstacle = site.obstacle(name, specs)
     if obstacle is not None:
         works = [repr(other) for other in ("triton", "torch") if other != name and site.obstacle(other, specs) is None]
-        raise ConfigError(
-            f"attention={name!r} cannot serve this model: {obstacle}; use 'auto', or {' or '.join(works)}"
-        )
+        raise ConfigError(f"attention={name!r} cannot serve this model: {obstacle}; use 'auto', or {' or '.join(works)}")
 
 
 def _made(name: str, makers: Mapping[str, Make]) -> AttentionKernel:

@@ -179,7 +179,5 @@ def current(keywords: dict[str, Any]) -> StepContext:
     """The step of this forward pass. Raises RuntimeError outside a step."""
     step = keywords.get("step") or _step.get()
     if step is None:
-        raise RuntimeError(
-            "pagetide attention was called outside of a pagetide step: use LLM(...), not the model itself"
-        )
+        raise RuntimeError("pagetide attention was called outside of a pagetide step: use LLM(...), not the model itself")
     return step

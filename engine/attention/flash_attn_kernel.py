@@ -38,10 +38,15 @@ class FlashKernel(LibraryKernel):
             )
             return out[:, 0]
         return self._library.flash_attn_varlen_func(
-            query, cache.key, cache.value,
-            cu_seqlens_q=part.q_starts, cu_seqlens_k=part.kv_starts, max_seqlen_q=part.max_q, max_seqlen_k=part.max_kv,
+            query,
+            cache.key,
+            cache.value,
+            cu_seqlens_q=part.q_starts,
+            cu_seqlens_k=part.kv_starts,
+            max_seqlen_q=part.max_q,
+            max_seqlen_k=part.max_kv,
             **options,
-        )  # fmt: skip
+        )
 
 
 class Flash3Kernel(LibraryKernel):
@@ -59,10 +64,15 @@ class Flash3Kernel(LibraryKernel):
         """See `LibraryKernel.attend_part`."""
         cache = call.cache
         return self._library.flash_attn_with_kvcache(
-            query, cache.key, cache.value,
-            cache_seqlens=part.lens, page_table=part.table(cache.table), cu_seqlens_q=part.q_starts,
-            max_seqlen_q=part.max_q, **flash_options(call),
-        )  # fmt: skip
+            query,
+            cache.key,
+            cache.value,
+            cache_seqlens=part.lens,
+            page_table=part.table(cache.table),
+            cu_seqlens_q=part.q_starts,
+            max_seqlen_q=part.max_q,
+            **flash_options(call),
+        )
 
 
 class Flash4Kernel(LibraryKernel):

@@ -133,10 +133,15 @@ class LatentAttention:
             key = torch.cat((nope, rotated.expand(-1, -1, nope.shape[2], -1)), -1)
             out[tokens, heads] = step.kernel.attend(
                 replace(
-                    part, query=part.query[:, heads], key=key.flatten(0, 1)[own], value=value.flatten(0, 1)[own],
-                    cache=LayerCache(key, value), step=step, sinks=None if call.sinks is None else call.sinks[heads],
+                    part,
+                    query=part.query[:, heads],
+                    key=key.flatten(0, 1)[own],
+                    value=value.flatten(0, 1)[own],
+                    cache=LayerCache(key, value),
+                    step=step,
+                    sinks=None if call.sinks is None else call.sinks[heads],
                 )
-            )  # fmt: skip
+            )
 
 
 def _part(call: AttentionCall, begin: int, end: int) -> tuple[AttentionCall, slice]:
@@ -219,18 +224,13 @@ def _recognised(module: Any, shape: LayerShape) -> LatentAttention | None:
         return None
     weight, generator = projection.weight.detach(), torch.Generator().manual_seed(0)
     latents, rotated = (
-        torch.randn((1, 1, _TRIAL_TOKENS, dim), generator=generator).to(weight.device, weight.dtype)
-        for dim in (rank, rope_dim)
+        torch.randn((1, 1, _TRIAL_TOKENS, dim), generator=generator).to(weight.device, weight.dtype) for dim in (rank, rope_dim)
     )
     try:
         key, value = type(module).expand_kv(module, latents, rotated)
         nope_dim = key.shape[-1] - rope_dim
         found = LatentAttention(weight.view(key.shape[1], nope_dim + value.shape[-1], rank), nope_dim, rope_dim)
-        right = (
-            latents[0] @ found.key.transpose(1, 2),
-            rotated[0].expand(key.shape[1], -1, -1),
-            latents[0] @ found.value,
-        )
+        right = (latents[0] @ found.key.transpose(1, 2), rotated[0].expand(key.shape[1], -1, -1), latents[0] @ found.value)
         computed = (*key[0].split_with_sizes((nope_dim, rope_dim), -1), value[0])
         equal = all(
             agrees(one, to, ERRORS[weight.dtype], to.float().square().mean().sqrt())

@@ -117,7 +117,5 @@ def _parts(step: StepContext) -> list[SequenceGroup]:
         kv_starts = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
         tokens = slice(int(step.q_starts[low]), int(ends[high - 1]))
         q_lens, kv_lens = step.q_lens[low:high], step.kv_lens[low:high]
-        parts.append(
-            SequenceGroup(step, slice(low, high), tokens, q_lens, kv_lens, lens, bounds - bounds[:1], kv_starts)
-        )
+        parts.append(SequenceGroup(step, slice(low, high), tokens, q_lens, kv_lens, lens, bounds - bounds[:1], kv_starts))
     return parts

@@ -19,9 +19,7 @@ class NativeKernel:
 
     def __init__(self) -> None:
         if native.instructions() is None:
-            raise ImportError(
-                "the native kernels do not serve; the log says why, and PAGETIDE_NATIVE=0 switches them off"
-            )
+            raise ImportError("the native kernels do not serve; the log says why, and PAGETIDE_NATIVE=0 switches them off")
         self._write = torch.ops.pagetide.write_kv.default
         self._attend = torch.ops.pagetide.attend.default
 
@@ -34,9 +32,15 @@ class NativeKernel:
         key = call.key if call.key.stride(-1) == 1 else call.key.contiguous()
         value = call.value if call.value.stride(-1) == 1 else call.value.contiguous()
         self._write(
-            key, None if cache.v_in_k else value, cache.key, cache.value, step.write_blocks[cache.table], step.write_offsets,
-            cache.key_scale, cache.value_scale,
-        )  # fmt: skip
+            key,
+            None if cache.v_in_k else value,
+            cache.key,
+            cache.value,
+            step.write_blocks[cache.table],
+            step.write_offsets,
+            cache.key_scale,
+            cache.value_scale,
+        )
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """See `AttentionKernel.attend`."""

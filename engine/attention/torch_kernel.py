@@ -346,10 +346,7 @@ def _make_tile(
         low -= low % KEY_STEP
     high = shape.filled_keys(int(stops.max()) + shape.sinks)
     gathered, cut = [], []
-    for buffer, dim in (
-        (key_buffer, shape.head_dim),
-        (value_buffer, shape.head_dim if shape.v_in_k else shape.v_head_dim),
-    ):
+    for buffer, dim in ((key_buffer, shape.head_dim), (value_buffer, shape.head_dim if shape.v_in_k else shape.v_head_dim)):
         flat = buffer[: num_rows * per_row * block_size * shape.num_kv_heads * dim]
         gathered.append(flat.view(num_rows * per_row, block_size, shape.num_kv_heads, dim))
         by_row = flat.view(num_rows, per_row * block_size, shape.num_kv_heads, dim)

@@ -107,17 +107,13 @@ def _pool(
 ) -> tuple[torch.Tensor, LayerCache]:
     """A pool of one layer full of NaN, and the layer's views of it."""
     rows = (block_size, spec.num_kv_heads)
-    pieces: list[tuple[tuple[int, ...], torch.dtype]] = [
-        ((*rows, spec.head_dim), dtype),
-        ((*rows, spec.v_head_dim), dtype),
-    ]
+    pieces: list[tuple[tuple[int, ...], torch.dtype]] = [((*rows, spec.head_dim), dtype), ((*rows, spec.v_head_dim), dtype)]
     pieces += [(rows, torch.float16)] * (2 * has_scales)
     sizes = [-(-math.prod(shape) * of.itemsize // ALIGNMENT) * ALIGNMENT for shape, of in pieces]
     pool = torch.full((num_blocks, 2 * AROUND + sum(sizes)), _NAN, dtype=torch.uint8, device=device)
     places = pool[:, AROUND:-AROUND].split(sizes, dim=1)
     views = [
-        place.view(of)[:, : math.prod(shape)].unflatten(1, shape)
-        for place, (shape, of) in zip(places, pieces, strict=True)
+        place.view(of)[:, : math.prod(shape)].unflatten(1, shape) for place, (shape, of) in zip(places, pieces, strict=True)
     ]
     key, value, *scales = views
     return pool, LayerCache(key, value, 0, False, False, None, *scales)
@@ -138,10 +134,13 @@ def fault(
     b = block_size
     chunks = [(1, 1), (1, b), (1, b + 1), (1, 3 * b + 3), (5, 5), (19, b + 30)]
     small = {
-        replace(spec, window=None if spec.window is None else min(spec.window, WINDOW),
-                softcap=None if spec.softcap is None else SOFTCAP)
+        replace(
+            spec,
+            window=None if spec.window is None else min(spec.window, WINDOW),
+            softcap=None if spec.softcap is None else SOFTCAP,
+        )
         for spec in specs
-    }  # fmt: skip
+    }
     for spec in sorted(small, key=repr):
         scratch = build(spec, chunks, block_size, dtype, device, kv_dtype)
         right = build(spec, chunks, block_size, dtype, device, kv_dtype)

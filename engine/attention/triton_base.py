@@ -53,7 +53,7 @@ __all__ = (
     "tl",
     "triton",
     "views_and_strides",
-)  # fmt: skip
+)
 
 LOG2_E = tl.constexpr(math.log2(math.e))  # logits are in base 2, weights are powers of two
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))  # TRITON_INTERPRET=1 at import time
@@ -81,12 +81,7 @@ DECODE_TILINGS: dict[int, dict[int, Tiling]] = {
     4: {128: Tiling(16, 16, 4, 3), 256: Tiling(16, 16, 8, 2), 512: Tiling(16, 16, 8, 2)},
 }
 PREFILL_TILINGS: dict[int, dict[int, Tiling]] = {
-    1: {
-        64: Tiling(64, 128, 8, 3),
-        128: Tiling(32, 128, 8, 3),
-        256: Tiling(32, 32, 8, 2),
-        512: Tiling(32, 32, 8, 2),
-    },
+    1: {64: Tiling(64, 128, 8, 3), 128: Tiling(32, 128, 8, 3), 256: Tiling(32, 32, 8, 2), 512: Tiling(32, 32, 8, 2)},
     2: {128: Tiling(64, 128, 8, 3), 256: Tiling(64, 64, 8, 2), 512: Tiling(16, 64, 8, 2)},
     4: {128: Tiling(16, 16, 4, 2), 256: Tiling(16, 16, 8, 2), 512: Tiling(16, 16, 8, 2)},
 }
@@ -141,9 +136,7 @@ def split_dims(cache: LayerCache) -> tuple[int, int]:
     """
     k_dim, v_dim = cache.key.shape[-1], cache.value.shape[-1]
     if k_dim > MAX_KEY_DIM:
-        raise ValueError(
-            f"the Triton kernels take keys of up to {MAX_KEY_DIM} elements, got {k_dim}: choose the torch kernel"
-        )
+        raise ValueError(f"the Triton kernels take keys of up to {MAX_KEY_DIM} elements, got {k_dim}: choose the torch kernel")
     leading = v_dim if cache.v_in_k else min(k_dim, MAX_DIM)
     return leading, k_dim - leading
 
@@ -160,9 +153,7 @@ def cache_tiling(table: dict[int, dict[int, Tiling]], query: torch.Tensor, cache
     return tiling(table, itemsize, max(*split_dims(cache), cache.value.shape[-1]))
 
 
-def views_and_strides(
-    cache: LayerCache, *, reads: bool
-) -> tuple[tuple[torch.Tensor | None, ...], tuple[int | None, ...]]:
+def views_and_strides(cache: LayerCache, *, reads: bool) -> tuple[tuple[torch.Tensor | None, ...], tuple[int | None, ...]]:
     """(K, V, K scales, V scales) as kernels take them, and the strides of each by block, token and head; None for those absent.
 
     V within K is not written. When read, its tiles are those of K, except with scales: the compiler does not copy tiles of
@@ -189,9 +180,7 @@ def product(a: tl.tensor, b: tl.tensor, add: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def load_rows(
-    start: tl.tensor, offsets: tl.tensor, real: tl.tensor, DIM: tl.constexpr, DIM_PAD: tl.constexpr
-) -> tl.tensor:
+def load_rows(start: tl.tensor, offsets: tl.tensor, real: tl.tensor, DIM: tl.constexpr, DIM_PAD: tl.constexpr) -> tl.tensor:
     """[n, DIM_PAD]: rows of DIM contiguous elements at `start + offsets`; zeros beyond, and where a row is not `real`.
 
     `real` None: all rows are.

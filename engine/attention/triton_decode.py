@@ -55,9 +55,7 @@ def choose_splits(seen: npt.NDArray[np.int64], num_kv_heads: int, tiling: Tiling
     return max(1, min(most, round(int(seen.max(initial=0)) / share)))
 
 
-def splits_of_unknown(
-    num_rows: int, reach: int, num_kv_heads: int, tiling: Tiling, num_sms: int, most: int
-) -> tuple[int, int]:
+def splits_of_unknown(num_rows: int, reach: int, num_kv_heads: int, tiling: Tiling, num_sms: int, most: int) -> tuple[int, int]:
     """(splits, minimum tiles per split) for rows of unknown lengths that see at most `reach` keys.
 
     A batch that fills the card with rows of equal length is still split a little, so that one long row among short ones does
@@ -114,18 +112,21 @@ def decode(
 
 
 @triton.jit
-def _keys_per_split(
-    num_keys: tl.tensor, num_splits: tl.tensor, least_tiles: tl.tensor, KEYS: tl.constexpr
-) -> tl.tensor:  # fmt: skip
+def _keys_per_split(num_keys: tl.tensor, num_splits: tl.tensor, least_tiles: tl.tensor, KEYS: tl.constexpr) -> tl.tensor:
     """Keys per split, in whole tiles. Short rows use fewer than `num_splits` splits."""
     return tl.maximum(tl.cdiv(tl.cdiv(num_keys, KEYS), num_splits), least_tiles) * KEYS
 
 
 @triton.jit
 def _add_tile(
-    highest: tl.tensor, total: tl.tensor, mixed: tl.tensor, scores: tl.tensor, v: tl.tensor, scales: tl.tensor,
+    highest: tl.tensor,
+    total: tl.tensor,
+    mixed: tl.tensor,
+    scores: tl.tensor,
+    v: tl.tensor,
+    scales: tl.tensor,
     TYPE: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Add a tile of keys, at least one of them visible to each row, to the running softmax and its weighted values."""
     new = tl.maximum(highest, tl.max(scores, 1))
     weights = tl.exp2(scores - new[:, None])

@@ -40,7 +40,7 @@ def copy_blocks(
     with on_device(ids):
         _copy_words[(min(num_programs, count * tiles),)](
             *places[:4], ids, num_words, count, tiles, count * tiles, WORD=_WORDS[width], TILE=TILE_WORDS, num_warps=8
-        )  # fmt: skip
+        )
 
 
 def _check(source: torch.Tensor, target: torch.Tensor, ids: torch.Tensor, num_bytes: int) -> None:

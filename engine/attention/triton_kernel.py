@@ -12,15 +12,7 @@ import numpy as np
 import torch
 
 from .context import AttentionCall, LayerCache, StepContext
-from .triton_base import (
-    DECODE_TILINGS,
-    DEFAULT_NUM_SMS,
-    PREFILL_TILINGS,
-    ScoreTransform,
-    Tiling,
-    cache_tiling,
-    split_heads,
-)
+from .triton_base import DECODE_TILINGS, DEFAULT_NUM_SMS, PREFILL_TILINGS, ScoreTransform, Tiling, cache_tiling, split_heads
 from .triton_decode import choose_splits, decode, partial_items, splits_of_unknown
 from .triton_prefill import list_tiles, prefill, queries_per_tile
 from .triton_write import write
@@ -54,9 +46,7 @@ class TritonKernel:
     name = "triton"
     captures = True
 
-    def __init__(
-        self, *, decode: Tiling | None = None, prefill: Tiling | None = None, num_sms: int | None = None
-    ) -> None:
+    def __init__(self, *, decode: Tiling | None = None, prefill: Tiling | None = None, num_sms: int | None = None) -> None:
         self._decode_tiling = decode
         self._prefill_tiling = prefill
         self._num_sms = num_sms
@@ -90,9 +80,7 @@ class TritonKernel:
             if num_splits > 1:
                 items = num_splits * partial_items(step.num_decodes, num_heads, v_dim)
                 partials = torch.empty(items, dtype=torch.float32, device=query.device)
-            decode(
-                query, cache, table, step.lens[: step.num_decodes], out, partials, num_splits, scores, cut, least_tiles
-            )
+            decode(query, cache, table, step.lens[: step.num_decodes], out, partials, num_splits, scores, cut, least_tiles)
         if step.num_decodes < len(step.q_lens):
             cut = self._prefill_tiling or cache_tiling(PREFILL_TILINGS, query, cache)
             size = queries_per_tile(cut, num_heads // cache.key.shape[2])

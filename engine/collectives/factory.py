@@ -21,7 +21,7 @@ def create_store() -> int:
 
 def open_group(
     rank: int, size: int, *, device: torch.device, devices: Sequence[str], memory_fd: int, store_fd: int, kind: str = "auto"
-) -> ShardGroup:  # fmt: skip
+) -> ShardGroup:
     """Join the group of `devices` as `rank`. All shards must come, with the same descriptors, which they have inherited.
 
     Raises ValueError if `kind` is unknown, or cannot be had on these devices.
@@ -35,9 +35,7 @@ def open_group(
     if kind == "shared-memory":
         if not natively:
             where = "the native kernels are not there" if device.type == "cpu" else f"the shard is on {device}"
-            raise ValueError(
-                f"collectives in shared memory are for CPUs with native kernels, but {where}; choose 'gloo'"
-            )
+            raise ValueError(f"collectives in shared memory are for CPUs with native kernels, but {where}; choose 'gloo'")
         return SharedMemoryGroup(rank, size, memory_fd)
     if kind == "nccl" and not distinct:
         raise ValueError(

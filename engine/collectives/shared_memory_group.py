@@ -89,9 +89,7 @@ class SharedMemoryGroup:
                 end = 0
                 for rank, width in enumerate(widths if wanted and piece.numel() else ()):
                     begin, end = end, end + width
-                    out[first : first + at_once, begin:end] = (
-                        found[rank].view(x.dtype).view(len(piece), most)[:, :width]
-                    )
+                    out[first : first + at_once, begin:end] = found[rank].view(x.dtype).view(len(piece), most)[:, :width]
         self._count("gather", x.nbytes, began)
         return out.view(*x.shape[:-1], sum(widths)) if wanted else x
 

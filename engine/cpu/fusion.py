@@ -140,9 +140,7 @@ def fuse(model: Any, tokens: torch.Tensor) -> Fused:
         fused = _replaced(watch)
         if (why := _difference(model, tokens[None], before)) is not None:
             fused.undo()
-            log.warning(
-                "modules of this model compute something else by native kernels (%s): they are not replaced", why
-            )
+            log.warning("modules of this model compute something else by native kernels (%s): they are not replaced", why)
     _shorten_lookups(model)
     log.info("replaced by native kernels: %s", ", ".join(f"{n} {kind}" for kind, n in fused.counts.items()))
     return fused
@@ -175,9 +173,7 @@ def _replaced(watch: _ForwardWatch) -> Fused:
         if not layers and (forward := native_norm(module, inputs[0])) is not None:
             module.forward = forward
             fused.norms.append(module)
-        elif (
-            _like_an_mlp(calls, times) and (forward := native_mlp(module, layers, merged_as.get(layers[0]))) is not None
-        ):
+        elif _like_an_mlp(calls, times) and (forward := native_mlp(module, layers, merged_as.get(layers[0]))) is not None:
             module.forward = forward
             fused.mlps.append(module)
     for rotary in watch.rotaries:

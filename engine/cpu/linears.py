@@ -24,9 +24,7 @@ from . import Quantization
 from .quantization import GROUP
 
 # The types of weights, as the kernels number them.
-TYPES: dict[torch.dtype | Quantization, int] = {
-    torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, "int8": 3, "int4": 4,
-}  # fmt: skip
+TYPES: dict[torch.dtype | Quantization, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, "int8": 3, "int4": 4}
 _NATIVE_SHARE = 0.9
 _ROWS_AS_THEY_ARE: ContextVar[bool] = ContextVar("_ROWS_AS_THEY_ARE", default=False)
 
@@ -203,9 +201,7 @@ class _WithoutMemory(torch.Tensor):
     """A meta tensor that raises where it meets one with memory: torch would multiply the two, and return what memory holds."""
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             if any(isinstance(one, torch.Tensor) and not one.is_meta for one in tree_leaves((args, kwargs))):
                 raise RuntimeError("the weight of a packed linear layer has no memory: its module multiplies by it")

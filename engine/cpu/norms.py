@@ -43,9 +43,7 @@ def native_norm(module: nn.Module, x: torch.Tensor) -> Norm | None:
         right = [module(one) for one in inputs] if forms else []
     except Exception:  # a module of another kind may raise anything on such inputs
         return None
-    forms = [
-        form for form in forms if _agrees(_norm(weight, *form), inputs, right, max(ERROR, 2 * torch.finfo(x.dtype).eps))
-    ]
+    forms = [form for form in forms if _agrees(_norm(weight, *form), inputs, right, max(ERROR, 2 * torch.finfo(x.dtype).eps))]
     if not forms:
         return None
     return _norm(weight, *max(forms, key=lambda form: _same_bits(_norm(weight, *form), inputs, right)))

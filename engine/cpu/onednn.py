@@ -94,8 +94,10 @@ def make_primitives(layers: list[PackedLinear]) -> None:
     if (made := len(shapes) * len(SIZES) * len(counts)) > _capacity():
         log.warning(
             "the model's products need up to %d of oneDNN's primitives, and ONEDNN_PRIMITIVE_CACHE_CAPACITY is %d: steps "
-            "compile some of them again and again", made, _capacity(),
-        )  # fmt: skip
+            "compile some of them again and again",
+            made,
+            _capacity(),
+        )
 
 
 def bound_primitives() -> None:

@@ -71,9 +71,7 @@ def with_globals(module: nn.Module, replaced: dict[str, Callable[..., Any]]) -> 
     forward = type(module).forward
     assert isinstance(forward, types.FunctionType)
     everything = {**forward.__globals__, **replaced}
-    function = types.FunctionType(
-        forward.__code__, everything, forward.__name__, forward.__defaults__, forward.__closure__
-    )
+    function = types.FunctionType(forward.__code__, everything, forward.__name__, forward.__defaults__, forward.__closure__)
     function.__kwdefaults__ = forward.__kwdefaults__
     return types.MethodType(function, module)
 
@@ -97,9 +95,7 @@ def _rotation(function: Callable[..., Any], call: RotaryCall, token_dim: int, ro
     """The native rotation for calls like `call`; for others, `function`."""
     rest, more, rotate = call.rest, call.more, torch.ops.pagetide.rotate.default
 
-    def rotated(
-        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
+    def rotated(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if args == rest and kwargs == more and cos.dtype == q.dtype == k.dtype:
             return rotate(q, k, cos, sin, token_dim, rotation)
         return function(q, k, cos, sin, *args, **kwargs)
@@ -119,6 +115,4 @@ def _agrees(function: Callable[..., Any], call: RotaryCall, token_dim: int, rota
     except Exception:  # not such a function, or not such tensors
         return False
     pair = right if isinstance(right, (tuple, list)) else ()
-    return len(pair) == 2 and all(
-        agrees(one, to, ERRORS.get(q.dtype, 0.0), 1.0) for one, to in zip(out, pair, strict=True)
-    )
+    return len(pair) == 2 and all(agrees(one, to, ERRORS.get(q.dtype, 0.0), 1.0) for one, to in zip(out, pair, strict=True))

@@ -116,9 +116,7 @@ class DeviceRows:
             on_host[update.rows, update.slots] = update.blocks
         if self._on_host:
             return
-        changed = [
-            table for table, update in zip(self.tables, plan.tables, strict=bool(plan.tables)) if len(update.rows)
-        ]
+        changed = [table for table, update in zip(self.tables, plan.tables, strict=bool(plan.tables)) if len(update.rows)]
         for table, change in zip(changed, changes, strict=True):
             rows, slots, blocks = change.unbind(0)
             table.index_put_((rows, slots), blocks)

@@ -77,7 +77,7 @@ class DecodeGraphs:
 
     def __init__(
         self, forward: Callable[[int], torch.Tensor], record: Record, agree: Callable[[bool], bool] = lambda well: well
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._forward = forward
         self._record = record
         self._agree = agree
@@ -92,11 +92,7 @@ class DecodeGraphs:
         """
         if self._logits is None:
             # In inference mode the check does not see inner operations.
-            with (
-                torch.inference_mode(False),
-                torch.no_grad(),
-                CaptureCheck(),
-            ):
+            with torch.inference_mode(False), torch.no_grad(), CaptureCheck():
                 self._logits = torch.empty_like(self._forward(size))
         logits = self._logits[:size]
         self._replays[size] = self._record(lambda: _fill(logits, self._forward(size)))
@@ -128,8 +124,9 @@ class DecodeGraphs:
             return found
         log.warning(
             "a decode step of %d rows gives other logits from a CUDA graph than without: no graphs are used from here on; "
-            "cuda_graphs=False says so from the start", size,
-        )  # fmt: skip
+            "cuda_graphs=False says so from the start",
+            size,
+        )
         self._replays.clear()
         return right
 

@@ -78,9 +78,7 @@ class HostPool:
     def __init__(self, geometry: Geometry, num_bytes: int, *, pins: bool = True) -> None:
         least = geometry.bytes_for_blocks(2)
         if num_bytes < least:
-            raise ValueError(
-                f"{num_bytes:,} bytes of host memory hold no block: the least that do are {format_bytes(least)}"
-            )
+            raise ValueError(f"{num_bytes:,} bytes of host memory hold no block: the least that do are {format_bytes(least)}")
         arena = HostArena(num_bytes // geometry.extent_bytes, geometry.extent_bytes)
         self._storage = Storage(geometry, arena, "cpu")
         self._blocks_per_extent = geometry.blocks_per_extent
@@ -111,15 +109,13 @@ class HostPool:
 
     def swap(
         self, device: Storage, out_blocks: Int32, out_slots: Int32, in_slots: Int32 = NONE, in_blocks: Int32 = NONE
-    ) -> Swapped:  # fmt: skip
+    ) -> Swapped:
         """Copy `out_blocks` of the device to `out_slots`, then `in_slots`, written before, to `in_blocks`. Waits."""
         if device.device.type == "cuda":
             return self.begin(device, out_blocks, out_slots, in_slots, in_blocks).wait()
         return _timed(partial(self._copy, device, out_blocks, out_slots, in_slots, in_blocks))
 
-    def begin(
-        self, device: Storage, out_blocks: Int32, out_slots: Int32, in_slots: Int32, in_blocks: Int32
-    ) -> Copies:  # fmt: skip
+    def begin(self, device: Storage, out_blocks: Int32, out_slots: Int32, in_slots: Int32, in_blocks: Int32) -> Copies:
         """Begin the copies of `swap`, ordered after the work queued on the device's current stream, without waiting for it.
 
         Until they are done, use these blocks only after a `fence`.
@@ -173,7 +169,7 @@ class HostPool:
 
     def _copy(
         self, device: Storage, out_blocks: Int32, out_slots: Int32, in_slots: Int32, in_blocks: Int32
-    ) -> tuple[Int32, int]:  # fmt: skip
+    ) -> tuple[Int32, int]:
         """Copy between host pools. Returns the slots without memory, and how many copies their time may be attributed to."""
         mapped_bytes = self.mapped_bytes
         lost = self._populate(out_slots)

@@ -145,12 +145,7 @@ class MemoryExecutor:
             self._copy(swaps.back, moves)
 
     def _swap(
-        self,
-        swaps: Swaps,
-        out: slice,
-        moves: MemoryOperations,
-        in_slots: Int32 = NO_TOKENS,
-        in_blocks: Int32 = NO_TOKENS,
+        self, swaps: Swaps, out: slice, moves: MemoryOperations, in_slots: Int32 = NO_TOKENS, in_blocks: Int32 = NO_TOKENS
     ) -> None:
         assert self.host is not None
         blocks, slots = swaps.out_blocks[out], swaps.out_slots[out]

@@ -39,7 +39,7 @@ class ChunkGroup:
         """Some of the chunks."""
         return ChunkGroup(
             self.chunks[places], self.rows[places], self.starts[places], self.lengths[places], self.samples[places]
-        )  # fmt: skip
+        )
 
     def halves(self) -> tuple[ChunkGroup, ...]:
         """Two halves of this part, in the order to compute them; none for a single token."""

@@ -269,17 +269,7 @@ class ModelRunner:
             self._stream.synchronize()
         if (host := self.__dict__.pop("host", None)) is not None:
             host.close()
-        for name in (
-            "_model",
-            "storage",
-            "arena",
-            "kernel",
-            "graphs",
-            "_memory_executor",
-            "_layers",
-            "_rows",
-            "_upload",
-        ):
+        for name in ("_model", "storage", "arena", "kernel", "graphs", "_memory_executor", "_layers", "_rows", "_upload"):
             self.__dict__.pop(name, None)
 
     def _compute_plan(self, plan: Plan) -> Computed:
@@ -314,12 +304,8 @@ class ModelRunner:
             if is_interrupt(error):
                 raise
             if not self._lockstep.is_alone:  # the others may have begun the next step
-                raise ShardsDiverged(
-                    f"the tokens of step {plan.step_id} could not be copied from the device"
-                ) from error
-            log.exception(
-                "the tokens of step %d could not be copied from the device; computing them again", plan.step_id
-            )
+                raise ShardsDiverged(f"the tokens of step {plan.step_id} could not be copied from the device") from error
+            log.exception("the tokens of step %d could not be copied from the device; computing them again", plan.step_id)
         newest = self._rows.newest.clone()  # of the next step, which has begun
         all_chunks = ChunkGroup.of(plan)
         self._recover(all_chunks)

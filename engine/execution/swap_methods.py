@@ -93,10 +93,7 @@ class CopyKernel:
 
 def ways_on(driver: CudaDriver, device: torch.device, index: int) -> list[SwapMethod]:
     """All methods that may work on a CUDA device with torch's `index`. Unsupported ones are found by trying them."""
-    ways: list[SwapMethod] = [
-        ContiguousCopies(),
-        BatchedCopies(driver, lambda: torch.cuda.current_stream(device).cuda_stream),
-    ]
+    ways: list[SwapMethod] = [ContiguousCopies(), BatchedCopies(driver, lambda: torch.cuda.current_stream(device).cuda_stream)]
     try:
         if uses_host_pointers(driver, index):
             ways.append(CopyKernel(device))
@@ -168,8 +165,7 @@ class FastestSwapMethod:
         except Exception as error:
             log.warning("swaps no longer use the %s, which failed: %s: %s", way.name, type(error).__name__, error)
             self.out, self.back = (
-                tuple((least, first if other is way else other) for least, other in those)
-                for those in (self.out, self.back)
+                tuple((least, first if other is way else other) for least, other in those) for those in (self.out, self.back)
             )
             first.copy(target, source, pieces)  # may repeat copies: the bytes are the same
 
@@ -184,9 +180,7 @@ def thresholds(counts: Sequence[int], seconds: Mapping[SwapMethod, Sequence[floa
     return tuple(found)
 
 
-def _copying(
-    way: SwapMethod, target: Storage, source: Storage, sources: BlockIds, targets: BlockIds
-) -> Callable[[], None]:
+def _copying(way: SwapMethod, target: Storage, source: Storage, sources: BlockIds, targets: BlockIds) -> Callable[[], None]:
     return lambda: way.copy(target, source, target.pieces_from(source, sources, targets))
 
 

@@ -20,10 +20,13 @@ _MOST_VIEWS = 4096  # views kept; recurring step sizes need some dozens
 _DTYPES = {
     np.dtype(ours): theirs
     for ours, theirs in (
-        (np.int64, torch.int64), (np.int32, torch.int32), (np.float64, torch.float64), (np.float32, torch.float32),
+        (np.int64, torch.int64),
+        (np.int32, torch.int32),
+        (np.float64, torch.float64),
+        (np.float32, torch.float32),
         (np.bool_, torch.bool),
     )
-}  # fmt: skip
+}
 
 
 class Upload:

@@ -28,9 +28,14 @@ _FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # types that loading c
 _NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight", "output_projection.weight")
 _CONTEXT_KEYS = (
-    "max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "max_seq_len", "max_seq_length",
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_sequence_length",
+    "max_seq_len",
+    "max_seq_length",
     "seq_length",
-)  # fmt: skip
+)
 _SAMPLING_KEYS = (
     "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "min_new_tokens", "length_penalty", "early_stopping",
 )  # fmt: skip
@@ -44,8 +49,12 @@ _NOT_SERVED: Mapping[str, Any] = {
 # Supported settings that a request must set itself: a model that always used beam search could give no log-probabilities,
 # and one with processors of its own could export no request.
 _WHEN_ASKED: Mapping[str, Any] = {
-    "num_beams": 1, "num_return_sequences": 1, "no_repeat_ngram_size": 0, "sequence_bias": None, "stop_strings": None,
-}  # fmt: skip
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "no_repeat_ngram_size": 0,
+    "sequence_bias": None,
+    "stop_strings": None,
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,9 +104,7 @@ class Checkpoint:
         served = {"sequence_bias"} if self._logit_bias() else set()
         if when_asked := self._asks_for({key: off for key, off in _WHEN_ASKED.items() if key not in served}):
             log.warning(
-                "%s asks for %s: a pipeline does so, every other request only if its SamplingParams say it",
-                where,
-                when_asked,
+                "%s asks for %s: a pipeline does so, every other request only if its SamplingParams say it", where, when_asked
             )
         return self
 
@@ -302,11 +309,7 @@ def _read_config(spec: ModelSpec) -> PreTrainedConfig:
     check_implementations(file, written)
     kind, code = written.get("model_type"), written.get("auto_map") or {}
     if kind not in CONFIG_MAPPING and not code:
-        what = (
-            f"model_type {kind!r}, which transformers {transformers.__version__} does not know"
-            if kind
-            else "no model_type"
-        )
+        what = f"model_type {kind!r}, which transformers {transformers.__version__} does not know" if kind else "no model_type"
         raise UnsupportedModel(f"{file} has {what}; a newer transformers may")
     if kind not in CONFIG_MAPPING and not spec.trust_remote_code:
         raise ConfigError(
@@ -328,13 +331,9 @@ def _refuse_other_kinds(config: PreTrainedConfig, code: Mapping[str, Any]) -> No
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModel(
-            f"a {config.model_type} model has an encoder and a decoder; only decoder-only models are served"
-        )
+        raise UnsupportedModel(f"a {config.model_type} model has an encoder and a decoder; only decoder-only models are served")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in code:
-        raise UnsupportedModel(
-            f"a {config.model_type} model does not continue text: transformers has no causal LM of it"
-        )
+        raise UnsupportedModel(f"a {config.model_type} model does not continue text: transformers has no causal LM of it")
 
 
 assert set(_SAMPLING_KEYS) < {f.name for f in fields(SamplingParams)}

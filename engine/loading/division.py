@@ -38,9 +38,15 @@ GATHERED = {"colwise_gather_output", "colwise_rep"}
 SPLIT_INPUT = {"rowwise_split_input", "rowwise_rep"}
 EXPERTS = {"moe_tp_experts"}
 WHOLE = {
-    "replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params", "embedding_rowwise", "embedding_colwise",
-    "sequence_parallel", "all_reduce",
-}  # fmt: skip
+    "replicate",
+    "replicated_with_grad_allreduce",
+    "mla_kv_a_proj",
+    "local_params",
+    "embedding_rowwise",
+    "embedding_colwise",
+    "sequence_parallel",
+    "all_reduce",
+}
 _EXPERT_LEAF = re.compile(r"\.experts\.\d+\.(?:(gate_proj|up_proj|w1|w3)|(down_proj|w2))\.weight$")
 _UNIT = 8  # elements: 16 bytes of 16-bit types
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -160,9 +166,7 @@ class Division:
 
     def geometry(self, geometry: Geometry) -> Geometry:
         """The layout of one shard's blocks, of the whole model's."""
-        layers = tuple(
-            replace(layer, num_kv_heads=heads) for layer, heads in zip(geometry.layers, self.kv_heads, strict=True)
-        )
+        layers = tuple(replace(layer, num_kv_heads=heads) for layer, heads in zip(geometry.layers, self.kv_heads, strict=True))
         return replace(geometry, layers=layers)
 
     def cut_of(self, name: str, shape: Sequence[int]) -> Cut | None:
@@ -196,10 +200,7 @@ def stored_names(model: Any, names: Iterable[str]) -> dict[str, str]:
     lack the base model's prefix.
     """
     renamings = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightRenaming)]
-    prefix, parameters = (
-        f"{model.base_model_prefix}.",
-        {name for name, _ in model.named_parameters(remove_duplicate=False)},
-    )
+    prefix, parameters = (f"{model.base_model_prefix}.", {name for name, _ in model.named_parameters(remove_duplicate=False)})
     found = {}
     for name in names:
         renamed = name
@@ -245,9 +246,7 @@ class _Divider:
         if not self.cuts:
             raise self.refusal("transformers' plan for it divides none of its layers")
         embedding, head = self.vocabulary()
-        parameters = {
-            name: (one.numel(), one.itemsize, one.is_floating_point()) for name, one in self.model.named_parameters()
-        }
+        parameters = {name: (one.numel(), one.itemsize, one.is_floating_point()) for name, one in self.model.named_parameters()}
         return Division(
             self.size, self.cuts, tuple(self.reduced), embedding, head, tuple(self.kv_heads), self.kv_groups, whole,
             parameters, {},
@@ -258,9 +257,7 @@ class _Divider:
         return self.plan.get(name) or self.plan.get(_NUMBERS.sub("*", name))
 
     def refusal(self, why: str) -> UnsupportedModel:
-        return UnsupportedModel(
-            f"{self.name} ({type(self.model).__name__}) cannot be divided over {self.size} shards: {why}"
-        )
+        return UnsupportedModel(f"{self.name} ({type(self.model).__name__}) cannot be divided over {self.size} shards: {why}")
 
     # ---- attention
 
@@ -283,9 +280,7 @@ class _Divider:
                 whole.append(index)
         return tuple(sorted(set(whole)))
 
-    def attention(
-        self, name: str, index: int, linears: dict[str, nn.Linear], columns: list[str], rows: list[str]
-    ) -> None:
+    def attention(self, name: str, index: int, linears: dict[str, nn.Linear], columns: list[str], rows: list[str]) -> None:
         layer = self.layers[index]
         # Of latents, which all heads share, V has another size.
         v_dim = self.model.config.get_text_config(decoder=True).v_head_dim if layer.v_in_k else layer.v_dim
@@ -300,9 +295,7 @@ class _Divider:
             elif of.out_features % heads == 0:
                 cut = Cut.exact(0, of.out_features, self.size)
             else:
-                raise self.refusal(
-                    f"{name}.{child} has {of.out_features} outputs, which are not those of {heads} heads"
-                )
+                raise self.refusal(f"{name}.{child} has {of.out_features} outputs, which are not those of {heads} heads")
             self.cut_linear(f"{name}.{child}", of, cut)
         for child in rows:
             self.cut_linear(f"{name}.{child}", linears[child], Cut.exact(1, linears[child].in_features, self.size))
@@ -317,9 +310,7 @@ class _Divider:
         """Raises UnsupportedModel if the heads cannot be divided."""
         fits = [n for n in range(2, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
         if self.size not in fits:
-            would = (
-                f"tensor_parallel_size could be {', '.join(map(str, fits))}" if fits else "it cannot be divided at all"
-            )
+            would = f"tensor_parallel_size could be {', '.join(map(str, fits))}" if fits else "it cannot be divided at all"
             raise self.refusal(
                 f"layer {index} has {heads} query heads and {kv_heads} heads of K and V, and each shard needs as many query "
                 f"heads as the others, and whole heads of K and V: {would}"
@@ -393,9 +384,7 @@ class _Divider:
         tied = head is not None and embedding.weight is head.weight
         divisible = {None} | GATHERED | COLUMNS  # older plans do not name the head
         by_head = type(head) is nn.Linear and self.style(names[head]) in divisible and len(head.weight) >= self.size
-        by_rows = (
-            isinstance(embedding, nn.Embedding) and embedding.max_norm is None and len(embedding.weight) >= self.size
-        )
+        by_rows = isinstance(embedding, nn.Embedding) and embedding.max_norm is None and len(embedding.weight) >= self.size
         if tied and not (by_head and by_rows):
             return None, None
         if by_rows:

@@ -173,9 +173,7 @@ def load_model(
     check_weights_fit(checkpoint, device, dtype, free, quantization, division)
     loaded = checkpoint.spec.loaded
     part = None if division is None else (division, group.rank)
-    wanted = (
-        None if loaded is not None or checkpoint.quantized or checkpoint.has_own_code else meta_model(checkpoint, dtype)
-    )
+    wanted = None if loaded is not None or checkpoint.quantized or checkpoint.has_own_code else meta_model(checkpoint, dtype)
     if wanted is not None:
         _refuse_other_sizes(checkpoint, wanted)
     packs = pack and device.type == "cpu"

@@ -111,9 +111,7 @@ def written_length(file: Path) -> int | None:
 def check_length(asked: int, limit: int | None, name: str) -> None:
     """Raises ConfigError if `max_model_len` exceeds the model's positions."""
     if limit is not None and asked > limit:
-        raise ConfigError(
-            f"max_model_len {asked:,} is beyond the {limit:,} positions of {name}; ask for {limit:,} or less"
-        )
+        raise ConfigError(f"max_model_len {asked:,} is beyond the {limit:,} positions of {name}; ask for {limit:,} or less")
 
 
 def layer_configs(text_config: Any) -> list[Any]:
@@ -133,9 +131,7 @@ def linear_shapes(text_config: Any) -> list[tuple[int, int]]:
         head_dim = int(getattr(layer, "head_dim", None) or hidden // heads)
         kv_heads = int(getattr(layer, "num_key_value_heads", None) or heads)
         inner = getattr(layer, "intermediate_size", None) or 4 * hidden
-        shapes |= {("in", hidden, width * head_dim) for width in (heads, kv_heads)} | {
-            ("out", heads * head_dim, hidden)
-        }
+        shapes |= {("in", hidden, width * head_dim) for width in (heads, kv_heads)} | {("out", heads * head_dim, hidden)}
         for width in inner if isinstance(inner, (list, tuple)) else [inner]:
             shapes |= {("in", hidden, width), ("out", width, hidden)}
     return [(inputs, outputs) for _, inputs, outputs in shapes]
@@ -153,9 +149,7 @@ def check_counts(file: Path, written: dict[str, Any]) -> None:
             raise CheckpointError(f"{file}: {key} must be finite, got {value!r:.80}; fetch or save it again")
         for pattern, most in _COUNTS:
             if pattern.search(key) and any(number > most for number in _numbers(value)):
-                raise CheckpointError(
-                    f"{file}: {key} must be at most {most:,}, got {value!r:.80}; fetch or save it again"
-                )
+                raise CheckpointError(f"{file}: {key} must be at most {most:,}, got {value!r:.80}; fetch or save it again")
 
 
 def check_rope(file: Path, written: dict[str, Any]) -> None:

@@ -138,9 +138,7 @@ def resolve_model(reference: str | os.PathLike[str], *, cache_dir: Path | None =
         check_folder(folder)
         return ModelSpec(text, folder.absolute(), "a folder")
     if path_only:
-        raise ModelNotFound(
-            f"there is no folder {folder.absolute()}; name the folder that holds the model's config.json"
-        )
+        raise ModelNotFound(f"there is no folder {folder.absolute()}; name the folder that holds the model's config.json")
     is_hub_id = _HUB_ID.fullmatch(text) is not None
     cached = _cached_folder(text, cache_dir) if is_hub_id else None
     if cached is not None:
@@ -239,9 +237,7 @@ def read_models_file(role: str, file: Path) -> dict[str, ModelEntry]:
     entries = _keys(file, document)
     for name, line in entries if role == "folder" else ():  # a folder of others may not run code, for one
         if not isinstance(content[name], str):
-            raise ConfigError(
-                f"{file}:{line}: may hold `name: path` entries alone, got {content[name]!r:.80} for {name!r}"
-            )
+            raise ConfigError(f"{file}:{line}: may hold `name: path` entries alone, got {content[name]!r:.80} for {name!r}")
     return {name: _entry(name, content[name], file, line) for name, line in entries}
 
 
@@ -340,8 +336,7 @@ def _cached_folder(hub_id: str, cache_dir: Path | None) -> Path | None:
         check_folder(folder)
     except ModelNotFound as error:
         raise ModelNotFound(
-            f"{hub_id} is in the local hub cache, but not all of it; fetch the rest with: {fetch_command(hub_id)} "
-            f"({error})"
+            f"{hub_id} is in the local hub cache, but not all of it; fetch the rest with: {fetch_command(hub_id)} ({error})"
         ) from error
     return folder
 
@@ -391,9 +386,7 @@ def _entry(name: str, value: object, file: Path, line: int) -> ModelEntry:
     _refuse_unknown(value, _ENTRY_KEYS, f"{where}: model {name!r}")
     path = value.get("path")
     if not isinstance(path, str) or not path.strip():
-        raise ConfigError(
-            f"{where}: model {name!r} needs a `path`: a folder, or a hub id in the local cache; got {path!r:.80}"
-        )
+        raise ConfigError(f"{where}: model {name!r} needs a `path`: a folder, or a hub id in the local cache; got {path!r:.80}")
     try:
         return ModelEntry(name, path.strip(), file, line, _options(value))
     except ValueError as error:
@@ -413,14 +406,10 @@ def _options(value: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"trust_remote_code must be true or false, got {trust!r:.80}")
     tokenizer, sampling = value.get("tokenizer") or {}, value.get("sampling") or {}
     if not isinstance(tokenizer, dict) or any(not isinstance(key, str) for key in tokenizer):
-        raise ValueError(
-            f"tokenizer must map options of AutoTokenizer.from_pretrained to values, got {tokenizer!r:.80}"
-        )
+        raise ValueError(f"tokenizer must map options of AutoTokenizer.from_pretrained to values, got {tokenizer!r:.80}")
     fixed = [key for key in _NOT_TOKENIZER_OPTIONS if key in tokenizer]
     if fixed:
-        raise ValueError(
-            f"tokenizer option {fixed[0]!r} is not free: files are local, and trust_remote_code is the model's"
-        )
+        raise ValueError(f"tokenizer option {fixed[0]!r} is not free: files are local, and trust_remote_code is the model's")
     if not isinstance(sampling, dict):
         raise ValueError(f"sampling must map arguments of SamplingParams to values, got {sampling!r:.80}")
     for key in sampling:

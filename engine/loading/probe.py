@@ -59,9 +59,7 @@ HARMLESS |= {"position_ids", "return_dict", "use_cache", "past_key_values"}
 _registries = threading.Lock()  # transformers' registries are process-wide
 
 
-def probe(
-    model: Any, geometry: Geometry, *, max_length: int | None = None, kernel: AttentionKernel | None = None
-) -> None:
+def probe(model: Any, geometry: Geometry, *, max_length: int | None = None, kernel: AttentionKernel | None = None) -> None:
     """Return if `model` gives the same logits from paged blocks as by itself.
 
     Costs five forward passes over at most 31 tokens, and a pool of a few blocks of 4 tokens on the model's device. Restores
@@ -182,11 +180,7 @@ class _Probe:
         ids, more = np.random.default_rng(0).permutation(np.arange(1, 1 + self.blocks)), BLOCK_SIZE // self.block_size
         unused = np.zeros(3 * more, np.int64)
         # By sequence, scattered.
-        tables = (
-            ids[: 5 * more],
-            np.append(ids[5 * more : 7 * more], unused),
-            ids[7 * more :],
-        )
+        tables = (ids[: 5 * more], np.append(ids[5 * more : 7 * more], unused), ids[7 * more :])
         q_lens = np.array([n for _, n in chunks], np.int32)
         kv_lens = np.array([done[s] + n for s, n in chunks], np.int32)
         places = [(s, p) for s, n in chunks for p in range(done[s], done[s] + n)]  # (sequence, position) of each token
@@ -302,9 +296,7 @@ class _Probe:
     def unscaled_length(self) -> str:
         """The sequence length beyond which rotary embeddings scale, if the config gives it."""
         rope = getattr(self.config, "rope_parameters", None) or {}
-        known = rope.get("original_max_position_embeddings") or getattr(
-            self.config, "original_max_position_embeddings", None
-        )
+        known = rope.get("original_max_position_embeddings") or getattr(self.config, "original_max_position_embeddings", None)
         return f"{known:,}" if known else "the length it was trained for"
 
 
@@ -411,9 +403,7 @@ def _implementation_kept(model: Any) -> Iterator[None]:
             if part is not None and id(part) not in configs:
                 configs[id(part)] = part
                 todo.append(part)
-    before = [
-        (c, c._attn_implementation_internal) for c in configs.values() if hasattr(c, "_attn_implementation_internal")
-    ]
+    before = [(c, c._attn_implementation_internal) for c in configs.values() if hasattr(c, "_attn_implementation_internal")]
     try:
         yield
     finally:

@@ -87,7 +87,7 @@ class QuantizedCache:
 
     def key(
         self, checkpoint: Checkpoint, quantization: Quantization, dtype: torch.dtype, shard: tuple[int, int] | None = None
-    ) -> str | None:  # fmt: skip
+    ) -> str | None:
         """The key of these weights, or of a `shard`'s (their number, its place); None if they are not kept: a loaded model,
         or a folder that cannot be used.
 
@@ -129,9 +129,7 @@ class QuantizedCache:
         header, arrays = _header(weights)
         size = len(header) + sum(_aligned(len(data)) for data in arrays)
         if size > self.most_bytes:
-            log.info(
-                "quantized weights of %s are not kept: %s is %d bytes", format_bytes(size), VARIABLE, self.most_bytes
-            )
+            log.info("quantized weights of %s are not kept: %s is %d bytes", format_bytes(size), VARIABLE, self.most_bytes)
             return
         half = None
         try:
@@ -246,9 +244,7 @@ def _header(weights: Mapping[str, PackedWeight]) -> tuple[bytes, list[memoryview
     """The line of JSON, padded, and the arrays in the order of their offsets (from the end of the line)."""
     offset, entries, arrays = 0, {}, []
     for name, weight in weights.items():
-        entry: dict[str, Any] = {
-            "quantization": weight.type, "n": weight.n, "k": weight.k, "rows_in_int8": weight.rows_in_int8,
-        }  # fmt: skip
+        entry: dict[str, Any] = {"quantization": weight.type, "n": weight.n, "k": weight.k, "rows_in_int8": weight.rows_in_int8}
         for part in _ARRAYS:
             if (tensor := getattr(weight, part)) is not None:
                 data = memoryview(tensor.contiguous().numpy()).cast("B")

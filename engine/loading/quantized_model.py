@@ -126,9 +126,5 @@ def _convert(model: Any, types: Mapping[str, torch.dtype], keep: Any = lambda mo
     for path, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             wanted = types.get(f"{path}.{name}" if path else name, parameter.dtype)
-            if (
-                parameter.dtype != wanted
-                and parameter.device.type != "meta"
-                and not (keep(module) and name == "weight")
-            ):
+            if parameter.dtype != wanted and parameter.device.type != "meta" and not (keep(module) and name == "weight"):
                 setattr(module, name, nn.Parameter(parameter.detach().to(wanted), requires_grad=False))

@@ -56,9 +56,14 @@ def reference_logits(checkpoint: Checkpoint, device: torch.device, dtype: torch.
     with making_models() as said, torch.inference_mode():
         try:
             model: Any = changed_class(type(whole), lambda made: _keep_first(made, num_layers)).from_pretrained(
-                str(checkpoint.spec.path), config=config, dtype=dtype, local_files_only=True, use_safetensors=True,
-                attn_implementation="eager", experts_implementation=None,
-            )  # fmt: skip
+                str(checkpoint.spec.path),
+                config=config,
+                dtype=dtype,
+                local_files_only=True,
+                use_safetensors=True,
+                attn_implementation="eager",
+                experts_implementation=None,
+            )
         except MemoryError:
             raise
         except Exception as error:  # safetensors, torch or transformers

@@ -116,9 +116,7 @@ def _shards(index: Path) -> tuple[Path, ...]:
             raise ValueError("it names files outside of its folder")
         paths = tuple(index.parent / name for name in names)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{index} is not an index of shards ({type(error).__name__}: {error}); fetch it again"
-        ) from error
+        raise CheckpointError(f"{index} is not an index of shards ({type(error).__name__}: {error}); fetch it again") from error
     missing = [path.name for path in paths if not path.is_file()]
     if missing:
         raise ModelNotFound(

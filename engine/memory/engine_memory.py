@@ -30,16 +30,7 @@ from ...allocator.errors import DriverError, GrantExceeded
 from ...allocator.lease_record import HeldBounds
 from ...common.units import GIB, format_bytes
 from .base_memory import BaseMemory
-from .decision import (
-    ASK_EXPIRES_S,
-    LOOK_S,
-    DecisionState,
-    MemoryView,
-    PoolAction,
-    decide,
-    needs_step,
-    wants_turn,
-)
+from .decision import ASK_EXPIRES_S, LOOK_S, DecisionState, MemoryView, PoolAction, decide, needs_step, wants_turn
 from .engine_lease import EngineLease, HostMemory
 from .lease_reporter import LeaseReporter, MemoryStats
 from .pool_use import SchedulerPoolUse

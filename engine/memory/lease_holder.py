@@ -131,9 +131,15 @@ def acquire_lease(config: EngineConfig, plan: MemoryPlan, holder: LeaseHolder) -
 
 
 def acquire(
-    config: EngineConfig, plan: MemoryPlan, watched: Watch, info: DeviceInfo, base_bytes: int, held_bytes: int, name: str,
+    config: EngineConfig,
+    plan: MemoryPlan,
+    watched: Watch,
+    info: DeviceInfo,
+    base_bytes: int,
+    held_bytes: int,
+    name: str,
     own: Collection[str] = (),
-) -> Lease:  # fmt: skip
+) -> Lease:
     """A lease with `base_bytes` and the plan's minimum of KV granted. Raises NotEnoughMemory, and what `Lease.register`
     raises.
 
@@ -155,9 +161,7 @@ def acquire(
     try:
         if not lease.wait_granted(min_bytes, GRANT_TIMEOUT_S):
             what = f"{plan.model} on {plan.device}, of which {format_bytes(lease.granted_bytes)} are granted"
-            raise NotEnoughMemory(
-                min_bytes, plan.free_bytes, what, "other processes hold the rest and do not return it"
-            )
+            raise NotEnoughMemory(min_bytes, plan.free_bytes, what, "other processes hold the rest and do not return it")
     except BaseException:
         lease.close()
         raise

@@ -114,9 +114,12 @@ class LeaseReporter:
         if self._recall is None:
             self._recall = _RecallStart(self._clock(), held_bytes, stats.preemptions, stats.moved_blocks)
         log.info(
-            "%s: recalled to %s; %s were granted, %s are held", self.lease.name, format_bytes(target_bytes),
-            format_bytes(self.lease.granted_bytes), format_bytes(held_bytes),
-        )  # fmt: skip
+            "%s: recalled to %s; %s were granted, %s are held",
+            self.lease.name,
+            format_bytes(target_bytes),
+            format_bytes(self.lease.granted_bytes),
+            format_bytes(held_bytes),
+        )
 
     def _end_recall(self, outcome: str) -> None:
         """Log the outcome of a recall, or of several consecutive ones."""
@@ -126,10 +129,15 @@ class LeaseReporter:
         self._recall = None
         stats, held_bytes = self._pool.scheduler.stats, self.lease.held_bytes
         log.info(
-            "%s: recall %s after %.0f ms: %s given back, %s held; %d blocks moved, %d requests preempted", self.lease.name,
-            outcome, (self._clock() - start.at) * 1e3, format_bytes(max(0, start.held_bytes - held_bytes)),
-            format_bytes(held_bytes), stats.moved_blocks - start.moved_blocks, stats.preemptions - start.preemptions,
-        )  # fmt: skip
+            "%s: recall %s after %.0f ms: %s given back, %s held; %d blocks moved, %d requests preempted",
+            self.lease.name,
+            outcome,
+            (self._clock() - start.at) * 1e3,
+            format_bytes(max(0, start.held_bytes - held_bytes)),
+            format_bytes(held_bytes),
+            stats.moved_blocks - start.moved_blocks,
+            stats.preemptions - start.preemptions,
+        )
 
     # ---- reports --------------------------------------------------------------------------------
 
@@ -196,9 +204,13 @@ class LeaseReporter:
         if (lease := self.lease) is None:
             return None
         return LeaseSnapshot(
-            lease.granted_bytes, lease.held_bytes, self.granted_at, lease.max_bytes,
-            None if (recall := lease.recall) is None else recall.target_bytes, lease.connected,
-        )  # fmt: skip
+            lease.granted_bytes,
+            lease.held_bytes,
+            self.granted_at,
+            lease.max_bytes,
+            None if (recall := lease.recall) is None else recall.target_bytes,
+            lease.connected,
+        )
 
     def lease_to_dict(self) -> dict[str, Any] | None:
         """The lease as plain data."""

@@ -151,13 +151,16 @@ class MemoryPlan:
             },
             "groups": [
                 {
-                    "layers": len(self._layers_of(group)), "window": group.window, "chunked": group.chunked,
-                    "tables": group.num_tables, "kv_bytes_per_token": self._bytes_per_token(group),
+                    "layers": len(self._layers_of(group)),
+                    "window": group.window,
+                    "chunked": group.chunked,
+                    "tables": group.num_tables,
+                    "kv_bytes_per_token": self._bytes_per_token(group),
                 }
                 for group in self.geometry.groups
             ],
             "without_windows": {"sequences_that_fit": self.without_windows().sequences_that_fit},
-        }  # fmt: skip
+        }
 
     def _bytes_per_token(self, group: LayerGroup) -> int:
         return sum(map(self.geometry.token_bytes, self._layers_of(group)))
@@ -198,11 +201,7 @@ class MemoryPlan:
                 f"... in {self.dtype if has_scales else 'int8 or fp8'}",
                 f"{other.sequences_that_fit:,} with the same memory, {other.kv_bytes_per_token:,} bytes per token",
             ),
-            *(
-                [("... without windows", f"{plain.sequences_that_fit:,} with the same memory")]
-                if plain is not self
-                else ()
-            ),
+            *([("... without windows", f"{plain.sequences_that_fit:,} with the same memory")] if plain is not self else ()),
         )
         width = max(len(name) for name, _ in lines)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
@@ -270,9 +269,7 @@ def plan_memory(
     return plan
 
 
-def _with_known(
-    free: Callable[[torch.device], int], known: dict[torch.device, int]
-) -> Callable[[torch.device], int]:  # fmt: skip
+def _with_known(free: Callable[[torch.device], int], known: dict[torch.device, int]) -> Callable[[torch.device], int]:
     """`free`, without asking again for what is `known`."""
     return lambda device: known[device] if device in known else free(device)
 
@@ -367,12 +364,7 @@ def model_length(config: EngineConfig, checkpoint: Checkpoint) -> int:
 
 
 def auto_kv_bytes(
-    geometry: Geometry,
-    device: torch.device,
-    free_after_weights: int,
-    reserve_bytes: int,
-    max_seqs: int,
-    max_model_len: int,
+    geometry: Geometry, device: torch.device, free_after_weights: int, reserve_bytes: int, max_seqs: int, max_model_len: int
 ) -> int:
     """The default size of a KV pool, in whole extents of `pool_geometry`.
 
@@ -387,12 +379,7 @@ def auto_kv_bytes(
 
 
 def _auto_pool(
-    geometry: Geometry,
-    device: torch.device,
-    free_after_weights: int,
-    reserve_bytes: int,
-    max_seqs: int,
-    max_model_len: int,
+    geometry: Geometry, device: torch.device, free_after_weights: int, reserve_bytes: int, max_seqs: int, max_model_len: int
 ) -> tuple[Geometry, int]:
     """(geometry, blocks) of the pool that `auto_kv_bytes` describes."""
     per_sequence = geometry.blocks_for_tokens(max_model_len)
@@ -485,7 +472,7 @@ def graph_bytes(text_config: Any, max_seqs: int, dtype: torch.dtype) -> int:
 
 def model_geometry(
     config: EngineConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, division: Division | None = None
-) -> Geometry:  # fmt: skip
+) -> Geometry:
     """The layout of blocks of the model, or of one of its shards. Raises UnsupportedModel."""
     granule = PAGE_BYTES if device.type == "cpu" else CUDA_GRANULE_BYTES
     name = _SCALED.get(config.kv_cache_dtype, str(dtype).removeprefix("torch."))

@@ -46,9 +46,7 @@ class FairLock:
     def __enter__(self) -> None:
         self._acquire(sys._getframe(1), True)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.release()
 
     def _acquire(self, holder: FrameType, blocking: bool) -> bool:

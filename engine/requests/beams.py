@@ -134,9 +134,7 @@ class BeamSearch:
         keys: Float32 = np.concatenate([c.keys for c in candidates]) + before
         order = np.lexsort((tokens, owners, -keys))[: rules.num_candidates]
         last = self._length + 1 >= rules.longest
-        return [
-            _Next(int(owners[i]), int(tokens[i]), logprobs[i], last or int(tokens[i]) in rules.end_ids) for i in order
-        ]
+        return [_Next(int(owners[i]), int(tokens[i]), logprobs[i], last or int(tokens[i]) in rules.end_ids) for i in order]
 
     def _keep_ended(self, chosen: list[_Next]) -> None:
         """Keep the best `num_beams` hypotheses.

@@ -167,9 +167,7 @@ class BeamGroup(RequestGroup):
             return None
         moves = self._search.choose()
         spare = sorted(self._running.keys() - {move.request_id for move in moves})
-        return (
-            GroupActions(moves=moves, spare=spare) if moves else GroupActions(aborts=[(name, "stop") for name in spare])
-        )
+        return GroupActions(moves=moves, spare=spare) if moves else GroupActions(aborts=[(name, "stop") for name in spare])
 
     def _finish(self, finished: Finished, now: float) -> GroupActions | None:
         """Record the end of one request; the last one completes the request states."""
@@ -205,6 +203,11 @@ class BeamGroup(RequestGroup):
 
     def _end_of(self, state: RequestState, reason: FinishReason, tokens: list[int]) -> Finished:
         return Finished(
-            state.request.request_id, reason, np.array(tokens, np.int32), self._num_preemptions, self._error,
-            self._num_cached_tokens, self._admitted_at,
-        )  # fmt: skip
+            state.request.request_id,
+            reason,
+            np.array(tokens, np.int32),
+            self._num_preemptions,
+            self._error,
+            self._num_cached_tokens,
+            self._admitted_at,
+        )

@@ -98,9 +98,7 @@ class Handover:
             RequestRejected: the data are malformed, of an unknown version or of another vocabulary size.
         """
         if not isinstance(data, Mapping):
-            raise RequestRejected(
-                f"what was handed over must be a mapping, as export gives it, got {type(data).__name__}"
-            )
+            raise RequestRejected(f"what was handed over must be a mapping, as export gives it, got {type(data).__name__}")
         version = data.get("version")
         if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= VERSION:
             raise RequestRejected(
@@ -116,11 +114,7 @@ class Handover:
         _check_count(data, "index", MOST_FORKS - 1)
         _check(data, "priority", int)
         token_ids, prompt_token_ids = (_ids(name, data[name], vocab_size) for name in ("token_ids", "prompt_token_ids"))
-        for name, most in (
-            ("num_told_tokens", len(token_ids)),
-            ("num_told_characters", None),
-            ("num_preemptions", None),
-        ):
+        for name, most in (("num_told_tokens", len(token_ids)), ("num_told_characters", None), ("num_preemptions", None)):
             _check_count(data, name, most)
         if data["num_cached_tokens"] is not None:
             _check_count(data, "num_cached_tokens", len(prompt_token_ids))
@@ -129,9 +123,7 @@ class Handover:
             _check_seconds(data, "first_token_s")
         params = _params(data["sampling"])
         if (params.num_beams or 1) > 1 and len(token_ids):
-            raise RequestRejected(
-                "a beam search is handed over from its beginning: token_ids must be empty with num_beams"
-            )
+            raise RequestRejected("a beam search is handed over from its beginning: token_ids must be empty with num_beams")
         return cls(
             prompt=data["prompt"],
             prompt_token_ids=prompt_token_ids,
@@ -313,12 +305,7 @@ def _read(
         )
     if not count:
         return ()
-    if (
-        ids.dtype.kind != "i"
-        or ranks.dtype.kind != "i"
-        or logprobs.dtype.kind not in "if"
-        or not np.isfinite(logprobs).all()
-    ):
+    if ids.dtype.kind != "i" or ranks.dtype.kind != "i" or logprobs.dtype.kind not in "if" or not np.isfinite(logprobs).all():
         raise RequestRejected(f"{name} must be of integers and finite numbers")
     if ranks.min() < 1 or ranks.max() > vocab_size:
         raise RequestRejected(f"{name} must have ranks from 1 to {vocab_size:,}")

@@ -57,9 +57,7 @@ def parse_prompt(prompt: Any) -> ParsedPrompt:
     if "input_ids" in prompt:
         many = _encoded_prompts(prompt)
         if len(many) != 1:
-            raise RequestRejected(
-                f"the tokenizer's result has {len(many)} prompts, and one is needed here: give its rows"
-            )
+            raise RequestRejected(f"the tokenizer's result has {len(many)} prompts, and one is needed here: give its rows")
         return ParsedPrompt(many[0])
     _refuse_other_keys(prompt, _PROMPT_KEYS)
     given: list[Any] = [prompt.get(name) for name in _PROMPT_KEYS]
@@ -69,14 +67,10 @@ def parse_prompt(prompt: Any) -> ParsedPrompt:
     if text is not None and not isinstance(text, str):
         raise RequestRejected(f"`prompt` of a mapping must be a text, got {type(text).__name__}")
     if isinstance(ids, str):  # a text would be tokenized
-        raise RequestRejected(
-            "`prompt_token_ids` of a mapping must be a list of token ids, got str; a text is its `prompt`"
-        )
+        raise RequestRejected("`prompt_token_ids` of a mapping must be a list of token ids, got str; a text is its `prompt`")
     check_cache_salt(salt)
     if label is not None and (not isinstance(label, str) or len(label) > LONGEST_LABEL):
-        raise RequestRejected(
-            f"`label` of a mapping must be a text of at most {LONGEST_LABEL} characters, got {label!r:.80}"
-        )
+        raise RequestRejected(f"`label` of a mapping must be a text of at most {LONGEST_LABEL} characters, got {label!r:.80}")
     content: Any = text if ids is None else ids
     return ParsedPrompt(content, text, salt, label or "")
 
@@ -106,10 +100,7 @@ def pair_params(
 
 
 def encode_pairs(
-    pairs: Sequence[tuple[Prompt, SamplingParams]],
-    encoder: Encoder,
-    defaults: SamplingParams,
-    eos_token_ids: Sequence[int],
+    pairs: Sequence[tuple[Prompt, SamplingParams]], encoder: Encoder, defaults: SamplingParams, eos_token_ids: Sequence[int]
 ) -> list[PromptInput]:
     """Encode prompts and merge their parameters over the model's defaults. Shared parameters are prepared once.
 
@@ -135,8 +126,7 @@ def conversations(messages: Any) -> list[Any]:
     """A list of conversations, from one or several. Raises RequestRejected."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
         raise RequestRejected(
-            f"messages must be a list of {{'role': ..., 'content': ...}}, or several such lists, got "
-            f"{type(messages).__name__}"
+            f"messages must be a list of {{'role': ..., 'content': ...}}, or several such lists, got {type(messages).__name__}"
         )
     many = list(messages)
     return [many] if many and isinstance(many[0], Mapping) else many
@@ -156,16 +146,12 @@ def paired(
     return _paired(prompts, params)
 
 
-def _paired(
-    prompts: Iterable[Prompt], params: Iterable[SamplingParams]
-) -> Iterator[tuple[Prompt, SamplingParams | None]]:
+def _paired(prompts: Iterable[Prompt], params: Iterable[SamplingParams]) -> Iterator[tuple[Prompt, SamplingParams | None]]:
     each = iter(params)
     for number, prompt in enumerate(prompts):
         own = next(each, None)
         if own is None:
-            raise RequestRejected(
-                f"there are {number} sampling_params, and more prompts: give one for all, or one each"
-            )
+            raise RequestRejected(f"there are {number} sampling_params, and more prompts: give one for all, or one each")
         yield prompt, own
 
 

@@ -15,16 +15,7 @@ from ..text.chat_template import NESTED
 from .beams import BeamRules
 from .groups import BeamGroup, ContinuationGroup
 from .handover import Handover
-from .inputs import (
-    Prompt,
-    PromptInput,
-    Prompts,
-    checked_priority,
-    conversations,
-    encode_pairs,
-    pair_params,
-    parse_prompt,
-)
+from .inputs import Prompt, PromptInput, Prompts, checked_priority, conversations, encode_pairs, pair_params, parse_prompt
 from .states import RequestGroup
 
 if TYPE_CHECKING:
@@ -71,9 +62,7 @@ class RequestIntake:
         encoder = self.engine.encoder
         each = [Handover.from_dict(one, self.engine.plan.model, encoder.vocab_size) for one in many]
         # Prepared without the engine's EOS ids: their own are among their stop ids.
-        return [
-            PromptInput(one.prompt, one.prompt_token_ids, one.params, encoder.prepare(one.params), one) for one in each
-        ]
+        return [PromptInput(one.prompt, one.prompt_token_ids, one.params, encoder.prepare(one.params), one) for one in each]
 
     def render(self, messages: Any, options: dict[str, Any]) -> list[list[int]]:
         """Apply the tokenizer's chat template to conversations. Returns token ids.

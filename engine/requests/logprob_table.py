@@ -96,11 +96,7 @@ class LogprobTable:
         kept = slice(count, self._count)
         self._token_ids, self._logprobs = self._token_ids[kept].copy(), self._logprobs[kept].copy()
         self._ranks = self._ranks[kept].copy()
-        self._first, self._count, self._num_released = (
-            self._first + count,
-            self._count - count,
-            self._num_released + count,
-        )
+        self._first, self._count, self._num_released = (self._first + count, self._count - count, self._num_released + count)
 
     @property
     def total(self) -> float | None:

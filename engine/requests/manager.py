@@ -203,11 +203,7 @@ class RequestManager:
         return RequestIntake(self.open(), self._numbers)
 
     def submit(
-        self,
-        inputs: Sequence[PromptInput],
-        priority: int | None,
-        cache_salt: str | None,
-        streams: bool = False,
+        self, inputs: Sequence[PromptInput], priority: int | None, cache_salt: str | None, streams: bool = False
     ) -> list[RequestGroup]:
         """Queue all prompts, or none if one is rejected.
 

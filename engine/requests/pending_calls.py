@@ -28,12 +28,7 @@ class PendingCall:
     """
 
     def __init__(
-        self,
-        waiter: Waiter,
-        priority: int | None,
-        cache_salt: str | None,
-        interval: int | None,
-        keeps_logprobs: bool = True,
+        self, waiter: Waiter, priority: int | None, cache_salt: str | None, interval: int | None, keeps_logprobs: bool = True
     ) -> None:
         self.loop = waiter.get_loop()
         self.waiter: Waiter | None = waiter

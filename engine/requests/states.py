@@ -35,9 +35,7 @@ Event = int | ChunkLogprobs | Finished | Candidates  # a step's output for one r
 class RequestState:
     """The delivery state of one continuation of a prompt. Mutated under the engine's lock."""
 
-    def __init__(
-        self, group: RequestGroup, number: int, request: Request, text: TextStream | None, streams: bool
-    ) -> None:
+    def __init__(self, group: RequestGroup, number: int, request: Request, text: TextStream | None, streams: bool) -> None:
         self.group = group
         self.number = number
         self.request = request
@@ -209,9 +207,7 @@ class RequestState:
             first_token_s=timings.first_token_s,
             total_s=timings.total_s,
             logprobs=None if logprobs is None else tuple(logprobs),
-            prompt_logprobs=None
-            if prompt_logprobs is None
-            else tuple(entry for entry in prompt_logprobs if entry is not None),
+            prompt_logprobs=None if prompt_logprobs is None else tuple(entry for entry in prompt_logprobs if entry is not None),
         )
 
     def import_request(self, before: Handover) -> None:
@@ -291,9 +287,8 @@ class RequestState:
         output = group.output if done and group.num_taken == len(group.states) else None
         begin, end = self._num_taken, self._num_taken + len(self._new)
         chunk = StreamChunk(
-            group.index, "".join(self._new_text), self._new, self.number, self.completion, output,
-            self._logprobs(begin, end),
-        )  # fmt: skip
+            group.index, "".join(self._new_text), self._new, self.number, self.completion, output, self._logprobs(begin, end)
+        )
         self._num_taken, self._new, self._new_text = end, [], []
         if self._output_table is not None and not self.keeps_logprobs:
             self._output_table.release(end)
@@ -392,9 +387,13 @@ class RequestGroup(ABC):
         if self.params.num_started > (n := self.params.n or 1):
             completions = sorted(completions, key=_mean_logprob, reverse=True)[:n]  # stable
         return RequestOutput(
-            first.request_id, self.prompt, first.prompt_token_ids.tolist(), tuple(completions),
-            self.states[0].prompt_logprobs, self.states[0].num_cached_tokens or 0,
-        )  # fmt: skip
+            first.request_id,
+            self.prompt,
+            first.prompt_token_ids.tolist(),
+            tuple(completions),
+            self.states[0].prompt_logprobs,
+            self.states[0].num_cached_tokens or 0,
+        )
 
     def end_lost(self, now: float) -> None:
         """End the unfinished request states with an error: the engine has no work left that could end them."""

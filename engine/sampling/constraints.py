@@ -267,9 +267,7 @@ def _tokenizer_data(tokenizer: Any | None, library: Any) -> Any:
         raise RequestRejected("constrained output needs a tokenizer, which the model's folder lacks")
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise RequestRejected(
-            f"constrained output needs a tokenizer of the tokenizers library, not {type(tokenizer).__name__}"
-        )
+        raise RequestRejected(f"constrained output needs a tokenizer of the tokenizers library, not {type(tokenizer).__name__}")
     from tokenizers import AddedToken, Tokenizer
 
     own = Tokenizer.from_str(backend.to_str())

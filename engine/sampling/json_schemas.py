@@ -20,8 +20,12 @@ _MOST_UNIONS = 64
 _MOST_REFERENCES, _LONGEST_REFERENCE = 4, 256  # that lead from one to the next, and their characters
 _NUMBERS = ("number", "integer")
 _TYPES: dict[type, tuple[str, ...]] = {
-    bool: ("boolean",), int: _NUMBERS, float: _NUMBERS, str: ("string",), type(None): ("null",),
-}  # fmt: skip
+    bool: ("boolean",),
+    int: _NUMBERS,
+    float: _NUMBERS,
+    str: ("string",),
+    type(None): ("null",),
+}
 _Kind: TypeAlias = tuple[frozenset[str], frozenset[tuple[bool, Any]] | None]
 _ABOVE = 1e-9  # how far above an exclusive bound its replacement lies
 
@@ -60,12 +64,7 @@ def _schema(schema: Any, root: Any, unions: Iterator[int], dynamic: set[str]) ->
             found[key if is_dynamic else key.replace("dynamicR", "r").replace("dynamicA", "a")] = value
         elif key == "format" and isinstance(value, str) and value not in FORMATS:
             pass
-        elif (
-            key == "oneOf"
-            and "anyOf" not in schema
-            and next(unions) < _MOST_UNIONS
-            and _exclude_each_other(value, root)
-        ):
+        elif key == "oneOf" and "anyOf" not in schema and next(unions) < _MOST_UNIONS and _exclude_each_other(value, root):
             found["anyOf"] = _schema(value, root, unions, dynamic)
         else:
             found[key] = _schema(value, root, unions, dynamic)
@@ -150,11 +149,7 @@ def _kind(schema: Any) -> _Kind:
     types = {given} if isinstance(given, str) else set(_names(given))
     if "number" in types:
         types.add("integer")
-    if (
-        not isinstance(listed, list)
-        or len(listed) > _MOST_VALUES
-        or any(isinstance(value, list | dict) for value in listed)
-    ):
+    if not isinstance(listed, list) or len(listed) > _MOST_VALUES or any(isinstance(value, list | dict) for value in listed):
         return frozenset(types), None
     types = types or {name for value in listed for name in _TYPES[type(value)]}
     return frozenset(types), frozenset((isinstance(value, bool), value) for value in listed)  # true is no 1

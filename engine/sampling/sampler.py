@@ -19,14 +19,7 @@ from torch import Tensor
 from ...scheduler.errors import LOGITS_OVERFLOW, NO_TOKEN_LEFT
 from ...scheduler.request import Sampling
 from . import native_sampling
-from .builtin_processors import (
-    BadWords,
-    BuiltinLogitsProcessor,
-    FrequencyPenalty,
-    LogitBias,
-    MinLength,
-    RepetitionPenalty,
-)
+from .builtin_processors import BadWords, BuiltinLogitsProcessor, FrequencyPenalty, LogitBias, MinLength, RepetitionPenalty
 from .constraints import Constrained, Constraints
 from .histories import Histories
 from .logits import (
@@ -79,9 +72,14 @@ class Sampler:
     """
 
     def __init__(
-        self, num_rows: int, vocab_size: int, device: torch.device | str = "cpu", constraints: Constraints | None = None,
-        *, at_hand: bool | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        num_rows: int,
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+        constraints: Constraints | None = None,
+        *,
+        at_hand: bool | None = None,
+    ) -> None:
         device = torch.device(device)
         self._at_hand = device.type == "cpu" if at_hand is None else at_hand
         self._native = self._at_hand and native_sampling.serves(device)

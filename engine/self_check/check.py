@@ -77,16 +77,23 @@ def say(report: CheckReport) -> None:
     for part, reason in report.faults.items():
         log.warning(
             "self-check of %s: %s failed and is disabled: %s. Without it %s. `pagetide doctor` shows the result, "
-            "`pagetide doctor --refresh` repeats it", where, part, reason, without(part),
-        )  # fmt: skip
+            "`pagetide doctor --refresh` repeats it",
+            where,
+            part,
+            reason,
+            without(part),
+        )
     untried = report.of(UNTRIED)
     if untried:
         parts = ", ".join(one.part for one in untried)
         reasons = "; ".join(dict.fromkeys(str(one.reason) for one in untried))
         log.warning(
             "self-check of %s: %s could not be tried (%s) and is used unchecked; the next start tries again, "
-            "self_check=False does not", where, parts, reasons,
-        )  # fmt: skip
+            "self_check=False does not",
+            where,
+            parts,
+            reasons,
+        )
     if not report.faults and not untried and not report.cached:
         log.info("self-check of %s: all available parts work", where)
 
@@ -112,9 +119,7 @@ def _format_device(device: str, identity: Mapping[str, Any]) -> str:
     return f"{device} ({identity['name']}, driver {identity['driver']})"
 
 
-def _in_processes(
-    index: int, faulty: Collection[str], parts: Sequence[str], identity: Mapping[str, Any]
-) -> list[PartOutcome]:
+def _in_processes(index: int, faulty: Collection[str], parts: Sequence[str], identity: Mapping[str, Any]) -> list[PartOutcome]:
     def command(todo: Sequence[str], failed: Collection[str]) -> list[str]:
         request = json.dumps({"device": index, "parts": list(todo), "failed": [*faulty, *failed]})
         return [sys.executable or "python3", "-P", "-m", f"{__package__}.child", request]

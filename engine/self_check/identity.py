@@ -31,9 +31,7 @@ def cuda_devices() -> list[dict[str, Any]]:
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         has = torch.cuda.get_device_properties(index)
         capability = f"{has.major}.{has.minor}"
-        found.append(
-            {"device": f"cuda:{index}", "name": has.name, "capability": capability, "total_bytes": has.total_memory}
-        )
+        found.append({"device": f"cuda:{index}", "name": has.name, "capability": capability, "total_bytes": has.total_memory})
     return found
 
 

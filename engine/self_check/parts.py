@@ -59,9 +59,7 @@ class Seams:
 
     def site(self, backend: str) -> Site:
         """Where the backend's kernel is tested."""
-        return Site(
-            self.device, _DTYPE, -(-_BLOCK_SIZE // block_multiple(backend)) * block_multiple(backend), self.capability
-        )
+        return Site(self.device, _DTYPE, -(-_BLOCK_SIZE // block_multiple(backend)) * block_multiple(backend), self.capability)
 
 
 def cuda_seams(index: int, failed: Collection[str] = ()) -> Seams:
@@ -120,9 +118,7 @@ def _lacks_memory(error: Exception) -> bool:
 
 def _geometry(seams: Seams) -> Geometry:
     """Blocks of 8 KiB in extents of one granule."""
-    return Geometry((LayerShape(2, 64, 64),), _BLOCK_SIZE, "bfloat16", seams.granule_bytes).with_extents(
-        seams.granule_bytes
-    )
+    return Geometry((LayerShape(2, 64, 64),), _BLOCK_SIZE, "bfloat16", seams.granule_bytes).with_extents(seams.granule_bytes)
 
 
 def _pool(seams: Seams) -> None:
@@ -201,9 +197,7 @@ def _graphs(seams: Seams) -> None:
         raise KernelAbsent(f"attention by {kernel.name} cannot be captured")
     spec, device = _specs("triton")[0], seams.device
     calls = {
-        rows: _decodes(
-            trial.build(spec, [(1, 40 + 7 * i) for i in range(rows)], _BLOCK_SIZE, _DTYPE, device).call, kernel
-        )
+        rows: _decodes(trial.build(spec, [(1, 40 + 7 * i) for i in range(rows)], _BLOCK_SIZE, _DTYPE, device).call, kernel)
         for rows in _ROWS
     }
     weight = torch.full((spec.num_heads * spec.v_head_dim, 32), 0.05, dtype=_DTYPE, device=device)
@@ -224,9 +218,7 @@ def _graphs(seams: Seams) -> None:
                 tensor.copy_(torch.flip(tensor, (0, 1)).mul(0.5))
             call.step.lens.sub_(2)
             right = forward(rows).clone()
-            _expect(
-                near(graphs.logits(rows, rows), right), f"a captured step of {rows} rows does not see its new inputs"
-            )
+            _expect(near(graphs.logits(rows, rows), right), f"a captured step of {rows} rows does not see its new inputs")
         seams.synchronize()
 
 

@@ -62,9 +62,7 @@ def try_parts(
 class _Trial:
     """Parts to test, and the outcomes so far."""
 
-    def __init__(
-        self, parts: Sequence[str], identity: Mapping[str, Any], bounds: Timeouts, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, parts: Sequence[str], identity: Mapping[str, Any], bounds: Timeouts, clock: Callable[[], float]) -> None:
         self.todo = list(parts)
         self.found: list[PartOutcome] = []
         self._identity = dict(identity)
@@ -206,9 +204,7 @@ class Child:
     def __enter__(self) -> Child:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         assert self._process.stdin is not None
         if kind is not None:
             self._kill()

@@ -24,12 +24,7 @@ NOT_RUN = "not run"  # of a whole report: nothing is known
 
 POOL, GRAPHS, SWAPS = "pool", "graphs", "swaps"
 # Backends without required capabilities run anywhere; "auto" never chooses those that compile for minutes.
-PARTS = (
-    POOL,
-    *(name for name, needs in BACKENDS.items() if needs.majors and not needs.compiles),
-    GRAPHS,
-    SWAPS,
-)
+PARTS = (POOL, *(name for name, needs in BACKENDS.items() if needs.majors and not needs.compiles), GRAPHS, SWAPS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,5 @@ def _by_name(processor: Any) -> bytes:
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if getattr(obj, "__module__", None) == "__main__" and hasattr(obj, "__qualname__"):
-            raise pickle.PicklingError(
-                f"{obj.__qualname__} is defined in the program itself, which other processes do not run"
-            )
+            raise pickle.PicklingError(f"{obj.__qualname__} is defined in the program itself, which other processes do not run")
         return NotImplemented

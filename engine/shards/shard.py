@@ -74,9 +74,7 @@ class Shard:
         torch.set_num_threads(self._launch.num_threads)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        self._send(
-            number, Hello(os.getpid(), free_bytes(self._device), total_bytes(self._device), process_bytes(self._device))
-        )
+        self._send(number, Hello(os.getpid(), free_bytes(self._device), total_bytes(self._device), process_bytes(self._device)))
         try:
             while True:
                 self._finish_due()
@@ -116,16 +114,27 @@ class Shard:
             dtype = choose_dtype(config.dtype, checkpoint, device)
             division = Division.of(checkpoint, size, model_geometry(config, checkpoint, device, dtype).layers)
             group = open_group(
-                rank, size, device=device, devices=launch.devices, memory_fd=launch.group_fd, store_fd=launch.store_fd,
+                rank,
+                size,
+                device=device,
+                devices=launch.devices,
+                memory_fd=launch.group_fd,
+                store_fd=launch.store_fd,
                 kind=launch.collectives,
-            )  # fmt: skip
+            )
             holder = LeaseHolder(device, plan.weights_bytes)
             reference = reference_logits(checkpoint, device, dtype, plan.weights_bytes) if rank == 0 else None
             collect(device)
             checked = load_checked(
-                config, checkpoint, device, dtype, plan, division, group,
+                config,
+                checkpoint,
+                device,
+                dtype,
+                plan,
+                division,
+                group,
                 lambda model: check_against(model, reference, plan.model, group),
-            )  # fmt: skip
+            )
         kernel = self._kernel(load, dtype, checked.specs, group)
         gather_on_first(checked.model)
         arena = self._arena = self._open_arena(load, group)
@@ -141,13 +150,21 @@ class Shard:
         speed = None if host is None else host.measure(runner.storage, usable)
         self._heartbeat.progress = runner.progress
         self._heartbeat.measure = lambda: (
-            holder.base_bytes, 0 if host is None else host.mapped_bytes, _collectives(group.counts()),
-        )  # fmt: skip
+            holder.base_bytes,
+            0 if host is None else host.mapped_bytes,
+            _collectives(group.counts()),
+        )
         collect(device)
         return ShardLoaded(
-            kernel.name, kernel.captures, runner.overlaps, () if runner.graphs is None else runner.graphs.sizes,
-            not isinstance(arena, TensorArena), 0 if host is None else host.num_slots, speed, group.name,
-        )  # fmt: skip
+            kernel.name,
+            kernel.captures,
+            runner.overlaps,
+            () if runner.graphs is None else runner.graphs.sizes,
+            not isinstance(arena, TensorArena),
+            0 if host is None else host.num_slots,
+            speed,
+            group.name,
+        )
 
     def _kernel(self, load: LoadShard, dtype: torch.dtype, specs: Any, group: ShardGroup) -> Any:
         """The attention kernel that the first shard chooses: all must capture, and round, alike."""

@@ -62,9 +62,8 @@ class ShardedArena(NoPreparedExtents):
     """
 
     def __init__(
-        self, num_extents: int, extent_bytes: int, leases: Sequence[CountedLease] | None, mapped: Iterable[int],
-        num_shards: int,
-    ) -> None:  # fmt: skip
+        self, num_extents: int, extent_bytes: int, leases: Sequence[CountedLease] | None, mapped: Iterable[int], num_shards: int
+    ) -> None:
         self.num_extents = num_extents
         self.extent_bytes = extent_bytes
         self.num_shards = num_shards

@@ -112,9 +112,7 @@ def start_shards(config: EngineConfig) -> DividedEngine:
         held = [hello.held_bytes for hello in hellos]
         sharing = acquire_leases(config, plan, devices, held, lambda: holder.base_bytes)
         leases = None if sharing is None else sharing.leases
-        arena = ShardedArena(
-            plan.num_extents, plan.geometry.extent_bytes, leases, range(plan.min_extents), len(devices)
-        )
+        arena = ShardedArena(plan.num_extents, plan.geometry.extent_bytes, leases, range(plan.min_extents), len(devices))
         return DividedEngine(config, checkpoint, plan, team, holder, sharing, arena, faults)
     except BaseException:
         team.close()
@@ -144,9 +142,7 @@ def _refuse_what_stays_here(config: EngineConfig) -> None:
     """Raises ConfigError for a model that other processes cannot read."""
     asked = f"the model is to be divided over {len(config.devices)} devices, each in a process of its own"
     if config.model.loaded is not None:
-        raise ConfigError(
-            f"{asked}, and a loaded model is in this one: save it by save_pretrained(), and give its folder"
-        )
+        raise ConfigError(f"{asked}, and a loaded model is in this one: save it by save_pretrained(), and give its folder")
     if os.name == "nt":
         raise ConfigError(f"{asked}, which needs Linux or macOS")
 
@@ -181,9 +177,14 @@ def _faults(config: EngineConfig, devices: Sequence[str]) -> dict[str, str]:
 
 
 def _planned(
-    config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype, division: Division, devices: Sequence[str],
-    rooms: Sequence[tuple[int, int]], context: int | None = None,
-) -> MemoryPlan:  # fmt: skip
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    division: Division,
+    devices: Sequence[str],
+    rooms: Sequence[tuple[int, int]],
+    context: int | None = None,
+) -> MemoryPlan:
     """The plan of one shard, within what the scarcest device has for each of its shards.
 
     `rooms`: by shard, free and total bytes of its device.

@@ -90,9 +90,14 @@ class ShardedLease:
     """
 
     def __init__(
-        self, leases: Sequence[Lease], granule_bytes: int, extra: Callable[[], int] = _none, *,
-        clock: Callable[[], float] = time.monotonic, chance: Callable[[], float] = random.random,
-    ) -> None:  # fmt: skip
+        self,
+        leases: Sequence[Lease],
+        granule_bytes: int,
+        extra: Callable[[], int] = _none,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
         self.leases = tuple(leases)
         self._granule_bytes = granule_bytes
         self._extra = extra
@@ -132,9 +137,7 @@ class ShardedLease:
     @property
     def max_bytes(self) -> int | None:
         """The smallest max."""
-        return min(
-            (most - extra for lease, extra in self._each() if (most := lease.max_bytes) is not None), default=None
-        )
+        return min((most - extra for lease, extra in self._each() if (most := lease.max_bytes) is not None), default=None)
 
     @property
     def granted_bytes(self) -> int:
@@ -320,9 +323,8 @@ class ShardedSharing:
 
 
 def acquire_leases(
-    config: EngineConfig, plan: MemoryPlan, devices: Sequence[str], held_bytes: Sequence[int],
-    driver_bytes: Callable[[], int],
-) -> ShardedSharing | None:  # fmt: skip
+    config: EngineConfig, plan: MemoryPlan, devices: Sequence[str], held_bytes: Sequence[int], driver_bytes: Callable[[], int]
+) -> ShardedSharing | None:
     """Acquire a lease for each shard with the plan's minimum granted: all, or none. None without `config.share` or a broker.
 
     They are acquired in the order of the devices' uuids, so that two engines do not wait for each other.

@@ -106,10 +106,7 @@ class ShardedRunner:
         place, processors = team.plans.write(sent)
         everywhere = sent.moves_memory or not len(sent.rows) or any(undo)
         ranks = range(team.size) if everywhere else range(1)
-        steps = [
-            ExecutePlan(place, undo[rank], processors if rank == 0 else None, rank in ranks)
-            for rank in range(team.size)
-        ]
+        steps = [ExecutePlan(place, undo[rank], processors if rank == 0 else None, rank in ranks) for rank in range(team.size)]
         number = team.post(steps)
         try:
             step = ShardedStep(self, plan, sent, refused, ranks, number)

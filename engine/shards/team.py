@@ -216,13 +216,13 @@ class ShardTeam:
                 os.set_inheritable(theirs.fileno(), True)
                 process = subprocess.Popen(
                     [sys.executable, "-P", "-m", MODULE, str(theirs.fileno())],
-                    stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(), *shared), start_new_session=True,
-                )  # fmt: skip
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(), *shared),
+                    start_new_session=True,
+                )
             self._channels.append(channel)
             self._processes.append(process)
-            channel.send(
-                (0, Launch(rank, self.devices, os.getpid(), *shared, num_threads, collectives, level, search_path))
-            )
+            channel.send((0, Launch(rank, self.devices, os.getpid(), *shared, num_threads, collectives, level, search_path)))
         with self._changed:
             self._answers[0] = {}
 

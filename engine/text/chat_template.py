@@ -62,9 +62,7 @@ def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Map
 
 
 @contextmanager
-def within_bounds(
-    tokenizer: Any, options: Mapping[str, Any], missing_is_none: bool = False
-) -> Iterator[dict[str, Any]]:
+def within_bounds(tokenizer: Any, options: Mapping[str, Any], missing_is_none: bool = False) -> Iterator[dict[str, Any]]:
     """A context for one call of the tokenizer's `apply_chat_template`. Yields the options to pass instead.
 
     With `missing_is_none` the template's test for None is true of undefined values too. The rendering creates values of at

@@ -124,9 +124,7 @@ class Encoder:
             )
         constraint = params.constraint
         return PreparedParams(
-            bad_words,
-            StopPatterns(params.stop_strings),
-            None if constraint is None else self.constraints.of(constraint),
+            bad_words, StopPatterns(params.stop_strings), None if constraint is None else self.constraints.of(constraint)
         )
 
     def text_stream(self, prompt: TokenIds, stops: StopPatterns, params: SamplingParams) -> TextStream | None:
@@ -140,9 +138,7 @@ class Encoder:
         """The ids that end an output: those of the model's configuration, the tokenizer's end token, and the token that ends
         a turn in its chat template. A fine-tuned model's configuration often names its base model's end alone.
         """
-        own = (
-            () if self.tokenizer is None else (getattr(self.tokenizer, "eos_token_id", None), turn_end(self.tokenizer))
-        )
+        own = () if self.tokenizer is None else (getattr(self.tokenizer, "eos_token_id", None), turn_end(self.tokenizer))
         return tuple(dict.fromkeys((*configured, *(i for i in own if i is not None and 0 <= i < self.vocab_size))))
 
     def with_special_stops(self, params: SamplingParams) -> SamplingParams:
@@ -160,11 +156,7 @@ class Encoder:
                     f"stop {stop!r:.80} has the special token {token!r} beside other text, which never stand together in the "
                     "output: give one of them, or skip_special_tokens=False"
                 )
-        return (
-            replace(params, stop=others or None, stop_token_ids=[*(params.stop_token_ids or ()), *ids])
-            if ids
-            else params
-        )
+        return replace(params, stop=others or None, stop_token_ids=[*(params.stop_token_ids or ()), *ids]) if ids else params
 
     def _bad_words(self, params: SamplingParams) -> TokenLists:
         """The ids of each of the `bad_words`, at the beginning of a text and after a space, without duplicates."""
@@ -210,9 +202,7 @@ class Encoder:
             array = np.concatenate([[start_id], array.astype(np.int64)])
         if array.min() < 0 or array.max() >= self.vocab_size:
             wrong = array[(array < 0) | (array >= self.vocab_size)][:5].tolist()
-            raise RequestRejected(
-                f"token ids {wrong} are outside the vocabulary, which has 0 .. {self.vocab_size - 1:,}"
-            )
+            raise RequestRejected(f"token ids {wrong} are outside the vocabulary, which has 0 .. {self.vocab_size - 1:,}")
         return array.astype(np.int32)
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:

@@ -31,9 +31,7 @@ CHARACTERS_A_TOKEN = 1024  # allowed characters per token that fits
 _SURELY_FEW = 8  # characters per token up to which a text is tokenized as a whole; usual: about four
 _SLICE_CHARACTERS = 1 << 16
 _SLICE_TOKENS = 512  # minimum tokens in a slice, so that few of them are cut
-_GROWN = (
-    16  # times as long as it was a tokenizer may make a text; parts of usual ones can make it 2 to 12 times as long
-)
+_GROWN = 16  # times as long as it was a tokenizer may make a text; parts of usual ones can make it 2 to 12 times as long
 _NORMALISED_AT_ONCE = 1 << 20  # bytes, of a slice
 _NORMALISED = 4  # most characters that Unicode normalisation composes into one
 
@@ -63,9 +61,7 @@ class PromptLength:
         for begin in range(0, len(text), step):
             surely += max(0, len(encode(text[begin : begin + step])) - 2 * self._longest)
             if surely > self.most_tokens:
-                raise self._too_long(
-                    f"more than {surely:,} tokens in {len(text):,} characters", f"{self.most_tokens:,}"
-                )
+                raise self._too_long(f"more than {surely:,} tokens in {len(text):,} characters", f"{self.most_tokens:,}")
 
     def check_growth(self, text: str) -> None:
         """Raises PromptTooLong for a text that the tokenizer would lengthen too much, before all of it is made."""
@@ -81,9 +77,7 @@ class PromptLength:
             made = part if normalizer is None else normalizer.normalize_str(part)
             grown += len(made) * (later if later > _GROWN else 1)
             if grown > most:
-                raise self._too_long(
-                    f"{len(text):,} characters, of which the tokenizer makes more than {most:,}", f"{most:,}"
-                )
+                raise self._too_long(f"{len(text):,} characters, of which the tokenizer makes more than {most:,}", f"{most:,}")
 
     def check_tokens(self, count: int) -> None:
         """Raises PromptTooLong if a prompt of `count` tokens is too long."""

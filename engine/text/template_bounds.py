@@ -44,9 +44,7 @@ _PIECE_BYTES = 96  # of a short text in a list
 _ESCAPED = 10  # most characters that an escaped character becomes
 _LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 
-_SIGNS: dict[str, Callable[[Any, Any], Any]] = {
-    "+": operator.add, "*": operator.mul, "**": operator.pow, "%": operator.mod,
-}  # fmt: skip
+_SIGNS: dict[str, Callable[[Any, Any], Any]] = {"+": operator.add, "*": operator.mul, "**": operator.pow, "%": operator.mod}
 _CONTAINERS = (list, tuple, dict, Namespace)
 # Filters with a cost independent of the contents of a container's items.
 _SHALLOW = frozenset({

@@ -86,9 +86,7 @@ class _Counting(NodeTransformer):
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         self.generic_visit(node)
         if isinstance(node.arg, nodes.Slice):
-            parts = [
-                nodes.Const(None) if part is None else part for part in (node.arg.start, node.arg.stop, node.arg.step)
-            ]
+            parts = [nodes.Const(None) if part is None else part for part in (node.arg.start, node.arg.stop, node.arg.step)]
             return _call(sliced, [nodes.ContextReference(), node.node, *parts])
         if not isinstance(node.arg, nodes.Const):
             node.arg = _call(weighed, [node.arg])

@@ -48,9 +48,7 @@ def growth(part: Mapping[str, Any] | None) -> float:
     if kind == "Prepend":
         return 1 + _length(part["prepend"])
     if kind == "TemplateProcessing":
-        return max(
-            1, *(sum("Sequence" in one for one in part[name]) / (1 + (name == "pair")) for name in ("single", "pair"))
-        )
+        return max(1, *(sum("Sequence" in one for one in part[name]) / (1 + (name == "pair")) for name in ("single", "pair")))
     if kind == "Precompiled":
         data = base64.b64decode(part["precompiled_charsmap"] or "")
         texts = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")  # behind the trie
@@ -92,11 +90,7 @@ def main() -> None:
     try:
         import resource
 
-        for kind, most in (
-            (resource.RLIMIT_AS, int(memory)),
-            (resource.RLIMIT_CPU, TRIAL_CPU_S),
-            (resource.RLIMIT_CORE, 0),
-        ):
+        for kind, most in ((resource.RLIMIT_AS, int(memory)), (resource.RLIMIT_CPU, TRIAL_CPU_S), (resource.RLIMIT_CORE, 0)):
             hard = resource.getrlimit(kind)[1]
             resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
     except (ImportError, ValueError, OSError):  # not on this system

@@ -56,9 +56,7 @@ class HostSource:
         capacity below 1 byte, a missing process.
         """
         if capacity_bytes is None and members:
-            raise ConfigInvalid(
-                "members are the processes of a test device; name its size too, such as --capacity 2GiB"
-            )
+            raise ConfigInvalid("members are the processes of a test device; name its size too, such as --capacity 2GiB")
         if capacity_bytes is not None and capacity_bytes < 1:
             raise ConfigInvalid(f"the capacity of a test device must be at least 1 byte, got {capacity_bytes}")
         self._capacity_bytes = capacity_bytes

@@ -84,6 +84,4 @@ class ReplaySource:
             ended_s = recording.ended - recording.began
             raise DeviceUnreadable(f"the recording ended, {ended_s:.1f} s after it began", lost=True)
         if all(info.uuid != device.uuid for info in self._now.devices or ()):
-            raise DeviceUnreadable(
-                f"it was not there at second {now - recording.began:.1f} of the recording", lost=True
-            )
+            raise DeviceUnreadable(f"it was not there at second {now - recording.began:.1f} of the recording", lost=True)

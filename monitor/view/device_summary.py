@@ -36,9 +36,7 @@ class DeviceSummary:
     @classmethod
     def for_devices(cls, devices: Sequence[Device], now_ns: int, width: int, symbols: Symbols) -> DeviceSummary:
         """Columns wide enough for each of `devices`, in lines of `width` cells."""
-        label_width = min(
-            max((len(d.info.index) for d in devices if d.info.kind is DeviceKind.GPU), default=1), MOST_LABEL
-        )
+        label_width = min(max((len(d.info.index) for d in devices if d.info.kind is DeviceKind.GPU), default=1), MOST_LABEL)
         names = [len(name_of(d)) + max(len(d.info.index) - label_width, 0) for d in devices]
         parts = [used_of_total(d.memory.used_bytes, d.memory.total_bytes, symbols.dash) for d in devices]
         return cls(
@@ -122,11 +120,7 @@ def ranged_chart(device: Device, width: int, sheet: DeviceSummary) -> Line:
     said = chart_range(device, narrow, _RANGE_WIDTH, sheet) if narrow >= _LEAST_CHART else ""
     if narrow < _LEAST_CHART:
         return memory_chart(device, width, 1, sheet)[0]
-    return [
-        *memory_chart(device, narrow, 1, sheet, own_scale=True)[0],
-        blank(1),
-        left(said, _RANGE_WIDTH, sheet.symbols, DIM),
-    ]
+    return [*memory_chart(device, narrow, 1, sheet, own_scale=True)[0], blank(1), left(said, _RANGE_WIDTH, sheet.symbols, DIM)]
 
 
 def amounts(device: Device, sheet: DeviceSummary) -> Line:

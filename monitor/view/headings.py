@@ -55,11 +55,7 @@ def heading(title: str, facts: Sequence[str], width: int, symbols: Symbols, lege
     room, between = max(width - len(title) - 5, 0), f" {symbols.dot} "
     whole = between.join(facts)
     text = cut(whole if len(facts) < 2 or cell_len(whole) <= room else between.join(facts[1:]), room, symbols)
-    line: Line = [
-        Segment(f"{symbols.rest} ", DIM),
-        Segment(title, BOLD),
-        *([blank(2), Segment(text, DIM)] if text else []),
-    ]
+    line: Line = [Segment(f"{symbols.rest} ", DIM), Segment(title, BOLD), *([blank(2), Segment(text, DIM)] if text else [])]
     if legend is not None and width_of(line) + 2 + width_of(legend) <= width:
         line += [blank(2), *legend]
     rest = width - width_of(line) - 1

@@ -11,23 +11,7 @@ from ..snapshot import Device, LeaseUse
 from .numbers import amount, brief, share_of, used_of_total
 from .symbols import Symbols, stacked_bar
 from .table import GAP, Column, fitting, row, titles, widest
-from .text import (
-    ALARM,
-    BOLD,
-    BUSY,
-    DIM,
-    ENGINE,
-    OTHER,
-    REVERSE,
-    YELLOW,
-    Line,
-    blank,
-    cut,
-    left,
-    printable,
-    right,
-    width_of,
-)
+from .text import ALARM, BOLD, BUSY, DIM, ENGINE, OTHER, REVERSE, YELLOW, Line, blank, cut, left, printable, right, width_of
 
 _NARROW = 72  # minimum width, in cells, for full state texts
 _MOST_STATE = 34
@@ -84,9 +68,7 @@ def _counted(leases: Sequence[LeaseUse], more: str, width: int, symbols: Symbols
     return [Segment(cut(text, width, symbols), ALARM if overdue else DIM)]
 
 
-def _columns(
-    leases: Sequence[LeaseUse], indices: Mapping[str, str], width: int, symbols: Symbols
-) -> list[Column[LeaseUse]]:
+def _columns(leases: Sequence[LeaseUse], indices: Mapping[str, str], width: int, symbols: Symbols) -> list[Column[LeaseUse]]:
     """All columns, as wide as `leases` need them; an empty column has no width."""
     dash = symbols.dash
     pids = widest("PID", (str(lease.pid) for lease in leases))
@@ -105,10 +87,7 @@ def _columns(
 
     def held_of_granted(lease: LeaseUse, cells: int) -> Line:
         held, granted, unit = used_of_total(lease.held_bytes, lease.granted_bytes, dash)
-        line = [
-            Segment(f"{held:>{held_width}}", BOLD),
-            Segment(f" / {granted:>{granted_width}} {unit}", DIM),
-        ]
+        line = [Segment(f"{held:>{held_width}}", BOLD), Segment(f" / {granted:>{granted_width}} {unit}", DIM)]
         return [blank(cells - width_of(line)), *line]
 
     return [

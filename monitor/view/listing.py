@@ -77,10 +77,13 @@ class Listing:
         return sorted(
             (lease for lease in leases if self._matches(lease.user, lease.engine, lease.pid)),
             key=lambda lease: (
-                places.get(lease.device_uuid, len(places)), lease.device_uuid, -lease.granted_bytes, lease.engine,
+                places.get(lease.device_uuid, len(places)),
+                lease.device_uuid,
+                -lease.granted_bytes,
+                lease.engine,
                 lease.pid,
             ),
-        )  # fmt: skip
+        )
 
     def without_small(self, devices: Sequence[Device]) -> tuple[Device, ...]:
         """The devices without their small processes."""

@@ -31,9 +31,7 @@ _LEAVING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGQUI
 
 def render_once(snapshot: Snapshot, console: Console, listing: Listing | None = None) -> None:
     """Print the view once, by default with all processes, in the width of `console`; plain text if it is no terminal."""
-    page = render(
-        snapshot, width=console.width, symbols=_symbols(console), listing=listing or Listing(), clock=datetime.now()
-    )
+    page = render(snapshot, width=console.width, symbols=_symbols(console), listing=listing or Listing(), clock=datetime.now())
     console.print(page, end="")
 
 
@@ -155,13 +153,7 @@ class _Screen:
     def _draw(self, snapshot: Snapshot, *, with_keys: bool) -> None:
         width, height = self._console.size
         page = render_live(
-            snapshot,
-            self._view,
-            width=width,
-            height=height,
-            symbols=self._symbols,
-            clock=datetime.now(),
-            keys=with_keys,
+            snapshot, self._view, width=width, height=height, symbols=self._symbols, clock=datetime.now(), keys=with_keys
         )
         if self._view.help_open:
             self._view.help_scroll = page.start

@@ -75,14 +75,7 @@ def render_leases(snapshot: Snapshot, *, width: int, symbols: Symbols = UNICODE)
 
 
 def _composed(
-    snapshot: Snapshot,
-    view: ViewState,
-    width: int,
-    height: int | None,
-    symbols: Symbols,
-    clock: datetime | None,
-    *,
-    keys: bool,
+    snapshot: Snapshot, view: ViewState, width: int, height: int | None, symbols: Symbols, clock: datetime | None, *, keys: bool
 ) -> Page:
     inner = _inner(width)
     low = height is not None and height < _LOW
@@ -102,9 +95,7 @@ def _composed(
         room = max(most // 2, most - len(uses) - 2) - (not low)  # what processes do not need, and at least half
     if shown := _leases_unknown(snapshot, inner, room, symbols):
         lines += [*([] if low else [[]]), *shown]
-    elif shown := lease_lines(
-        leases, devices, width=inner, most=room, symbols=symbols, selected=view.selected(snapshot)
-    ):
+    elif shown := lease_lines(leases, devices, width=inner, most=room, symbols=symbols, selected=view.selected(snapshot)):
         lines += [*([] if low else [heading("leases", [], inner, symbols, bar_legend(symbols))]), *shown]
     if height is not None:
         room = max(height - len(lines) - len(foot) - 1, 0)

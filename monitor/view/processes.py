@@ -93,9 +93,7 @@ def _columns(uses: Sequence[Use], listing: Listing, width: int, symbols: Symbols
     engines = widest("ENGINE", (use.process.engine for use in uses))
     pids = widest(by_pid, (str(use.process.pid) for use in uses))
     return [
-        Column(
-            "DEV", widest("DEV", (use.device.info.index for use in uses)), 6, number(_index, BOLD), flush_right=True
-        ),
+        Column("DEV", widest("DEV", (use.device.info.index for use in uses)), 6, number(_index, BOLD), flush_right=True),
         Column(by_pid, pids, 7, number(_pid), flush_right=True),
         Column(by_user, users, 4, user),
         Column(by_memory, 9, 9, number(lambda use: amount(use.process.used_bytes, dash)), flush_right=True),

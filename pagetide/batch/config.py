@@ -130,9 +130,12 @@ _TEXTS = (
     "prefix_cache_memory", "host_kv_memory", "stop", "bad_words", "json_schema", "regex", "grammar", "attention", "record",
 )  # fmt: skip
 _TITLES = {
-    "": "run", "input": "input", "output": "output", "engine": "engine",
+    "": "run",
+    "input": "input",
+    "output": "output",
+    "engine": "engine",
     "sampling": "sampling: fields of SamplingParams (defaults from the model's generation config)",
-}  # fmt: skip
+}
 _HELP = {
     "model": "a name (see `pagetide models`), a folder, or a hub id in the local cache",
     "seed": "base seed; line L gets the seed value x 2^32 + L (default 0)",
@@ -188,9 +191,7 @@ def _add_flag(group: argparse._ArgumentGroup, section: str, key: str) -> None:
         return
     kind = str if key in _TEXTS else _plain
     action = "append" if key in _LISTS else "store"
-    group.add_argument(
-        *names, dest=dest, action=action, type=kind, metavar="TEXT" if kind is str else "VALUE", help=help_text
-    )
+    group.add_argument(*names, dest=dest, action=action, type=kind, metavar="TEXT" if kind is str else "VALUE", help=help_text)
 
 
 def _flag(section: str, key: str) -> str:
@@ -243,19 +244,13 @@ def _build(settings: Settings) -> RunConfig:
         if place not in settings:
             name = place[0] or place[1]
             raise ConfigError(f"no {name} given: set `{name}:` in the file, or use --{name}")
-    of = {
-        section: {key: setting.value for (own, key), setting in settings.items() if own == section} for section in KEYS
-    }
+    of = {section: {key: setting.value for (own, key), setting in settings.items() if own == section} for section in KEYS}
     engine = EngineOptions(**of["engine"])
     sampling = _in_place(settings, "sampling", lambda: SamplingParams(**of["sampling"]))
     unnamed = ModelSpec("", Path(), "")  # the model's own defaults are checked when it is loaded
     _in_place(settings, "engine", lambda: EngineConfig.resolve(unnamed, **engine.arguments()))
     return RunConfig(
-        **of[""],
-        input=InputOptions(**of["input"]),
-        output=OutputOptions(**of["output"]),
-        engine=engine,
-        sampling=sampling,
+        **of[""], input=InputOptions(**of["input"]), output=OutputOptions(**of["output"]), engine=engine, sampling=sampling
     )
 
 

@@ -257,14 +257,12 @@ def _asked(number: int, kind: InputKind, key: str | int | None, given: dict[str,
         sampling, ignored = _sampling(given)
         return InputRequest(
             number, kind, key, messages=messages, template_options=options, sampling=sampling, tools=tools, ignored=ignored
-        )  # fmt: skip
+        )
     prompt = _prompt(given.pop("prompt"))
     asks_none = [name for name in given if _RENAMED.get(name, name) == "max_new_tokens" and given[name] == 0]
     given |= dict.fromkeys(asks_none, 1)
     sampling, ignored = _sampling(given)
-    return InputRequest(
-        number, kind, key, prompt=prompt, sampling=sampling, scores_only=bool(asks_none), ignored=ignored
-    )  # fmt: skip
+    return InputRequest(number, kind, key, prompt=prompt, sampling=sampling, scores_only=bool(asks_none), ignored=ignored)
 
 
 def _prompt(prompt: object) -> str | list[int]:
@@ -292,9 +290,7 @@ def _tools(given: dict[str, Any]) -> dict[str, Any]:
     """Take the fields of tools out of `given`."""
     tools, choice = given.pop("tools"), given.pop("tool_choice", None)
     if not isinstance(tools, list) or not all(_names_a_function(tool) for tool in tools):
-        raise InvalidLine(
-            f"tools must be a list of {{'type': 'function', 'function': {{'name': ...}}}}, got {tools!r:.80}"
-        )
+        raise InvalidLine(f"tools must be a list of {{'type': 'function', 'function': {{'name': ...}}}}, got {tools!r:.80}")
     if choice not in (None, "none", "auto", "required") and not _names_a_function(choice):
         raise InvalidLine(
             f'tool_choice must be "none", "auto", "required" or {{"type": "function", "function": ...}}, got {choice!r:.80}'
@@ -308,9 +304,7 @@ def _tools(given: dict[str, Any]) -> dict[str, Any]:
 
 def _names_a_function(value: object) -> bool:
     """Whether a value is a tool, or the choice of one."""
-    function = (
-        value.get("function") if isinstance(value, dict) and value.get("type", "function") == "function" else None
-    )
+    function = value.get("function") if isinstance(value, dict) and value.get("type", "function") == "function" else None
     schema = function.get("parameters") if isinstance(function, dict) else None
     return isinstance(function, dict) and isinstance(function.get("name"), str) and isinstance(schema, dict | None)
 
@@ -386,9 +380,7 @@ def _structured(given: object) -> dict[str, Any]:
             return {"regex": "|".join(f"({re.escape(choice)})" for choice in choices)}
         case [("json_object", True)]:
             return {"json_schema": {"type": "object"}}
-    raise InvalidLine(
-        f"structured_outputs must have one of json, regex, choice, grammar, json_object, got {given!r:.80}"
-    )
+    raise InvalidLine(f"structured_outputs must have one of json, regex, choice, grammar, json_object, got {given!r:.80}")
 
 
 def _token_id(text: str) -> int:

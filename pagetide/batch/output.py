@@ -201,8 +201,7 @@ class Output:
             return
         if not isinstance(begun, dict):
             raise ConfigError(
-                f"{self.part} exists, but its settings are unknown: {self.about} is missing or damaged; --restart starts "
-                "over"
+                f"{self.part} exists, but its settings are unknown: {self.about} is missing or damaged; --restart starts over"
             )
         raise ConfigError(
             f"{self.part} was started with other settings: {_difference(begun, settings)}; resume with the same, or start "

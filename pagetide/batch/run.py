@@ -50,14 +50,13 @@ class EngineFails(EngineError):
 def add_parser(commands: Any) -> argparse.ArgumentParser:
     """Add the subcommand `run` to `commands`, the result of `ArgumentParser.add_subparsers`."""
     parser: argparse.ArgumentParser = commands.add_parser(
-        "run", help="generate text for each line of a file",
+        "run",
+        help="generate text for each line of a file",
         description="Generate text for each line of a file: text, JSON objects or OpenAI batch requests. Records are "
         "written in input order. A run that was stopped or killed resumes where it was when it is started again.",
-    )  # fmt: skip
-    parser.add_argument("--restart", action="store_true", help="discard the unfinished output of an earlier run")
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace an existing output once the new one is complete"
     )
+    parser.add_argument("--restart", action="store_true", help="discard the unfinished output of an earlier run")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing output once the new one is complete")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     add_fleet(parser, "send the lines to a running fleet, and use its model")
     add_flags(parser)
@@ -272,10 +271,13 @@ class _RunState:
 
     def _serve(self, llm: LLM | SyncFleet) -> None:
         recorder = ResultBuilder(
-            self._config.output, self._config.model, self._survey.sha256[:12], _token_bytes(llm),
+            self._config.output,
+            self._config.model,
+            self._survey.sha256[:12],
+            _token_bytes(llm),
             detect_parser(tool_template(llm.tokenizer)),
             () if llm.tokenizer is None else special_tokens(llm.tokenizer),
-        )  # fmt: skip
+        )
         held: list[Record] = []  # failed lines since the last that did not fail
         began = time.perf_counter()
         with self._bar() as bar:
@@ -361,8 +363,12 @@ class _RunState:
     def _bar(self) -> Bar:
         return Bar(
             lambda: self.tally.new_tokens,
-            total=self._survey.num_lines, initial=self.tally.lines, unit="line", desc="running", smoothing=0.1,
-        )  # fmt: skip
+            total=self._survey.num_lines,
+            initial=self.tally.lines,
+            unit="line",
+            desc="running",
+            smoothing=0.1,
+        )
 
 
 def _line_of(asked: InputRequest | Record) -> int | None:

@@ -26,9 +26,7 @@ class DeviceSample:
         return sum(self.other) + sum(self.kv) + self.external
 
 
-def sample_device(
-    at_s: float, engine_pids: Sequence[int], device: PrivateDevice, external: ExternalProcess
-) -> DeviceSample:
+def sample_device(at_s: float, engine_pids: Sequence[int], device: PrivateDevice, external: ExternalProcess) -> DeviceSample:
     """Measure the processes now."""
     leases = {lease.pid: lease for lease in device.leases()}
     kv = tuple(leases[pid].held.get("kv", 0) if pid in leases else 0 for pid in engine_pids)

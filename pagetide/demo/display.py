@@ -41,9 +41,7 @@ class Display(Protocol[S_contra]):
 
     def __enter__(self) -> Display[S_contra]: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +66,7 @@ def open_display(first: S, drawings: Drawings[S], silent: bool) -> Display[S]:
 def print_result(lines: list[str]) -> None:
     """Print `lines` after a display; on a terminal narrower than a line, that is broken at spaces."""
     width = max(shutil.get_terminal_size().columns, 1) if sys.stdout.isatty() else 0
-    print(
-        "\n".join(part for line in lines for part in (textwrap.wrap(line, width) if len(line) > width > 0 else [line]))
-    )
+    print("\n".join(part for line in lines for part in (textwrap.wrap(line, width) if len(line) > width > 0 else [line])))
 
 
 class NoDisplay:
@@ -82,9 +78,7 @@ class NoDisplay:
     def __enter__(self) -> NoDisplay:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         pass
 
 
@@ -110,9 +104,7 @@ class PlainLines(Generic[S]):
     def __enter__(self) -> PlainLines[S]:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         pass
 
 
@@ -160,9 +152,7 @@ class LivePage(Generic[S]):
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._ended.set()
         self._leave_screen()
         self._thread.join()

@@ -71,9 +71,13 @@ class TraceEngineProcess:
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed in close()
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "pagetide.demo.engine_process"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, bufsize=1,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            bufsize=1,
             env=os.environ | ONE_CORE | STEADY_HEAP,
-        )  # fmt: skip
+        )
         self.pid = self._process.pid
         self._messages: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, name=f"pagetide-demo-{name}", daemon=True).start()
@@ -138,8 +142,11 @@ def main() -> None:
     fields["arrivals"] = [Arrival(**one) for one in fields["arrivals"]]
     job = EngineJob(**fields)
     common: dict[str, Any] = {
-        "device": "cpu", "dtype": "float32", "max_seqs": job.max_seqs, "max_step_tokens": job.max_step_tokens,
-    }  # fmt: skip
+        "device": "cpu",
+        "dtype": "float32",
+        "max_seqs": job.max_seqs,
+        "max_step_tokens": job.max_step_tokens,
+    }
     two_tokens = SamplingParams(max_new_tokens=2)
     with LLM("demo", **common, kv_memory={"min": job.kv_min_bytes, "max": COMPARED["max"]}, share=False) as llm:
         prompts = trace_prompts(llm, job.arrivals, job.seed)
@@ -183,9 +190,13 @@ def trace_prompts(llm: Any, arrivals: Sequence[Arrival], seed: int) -> list[list
 
 
 def serve_trace(
-    llm: Any, arrivals: Sequence[Arrival], prompts: list[list[int]], params: list[Any], began: float,
+    llm: Any,
+    arrivals: Sequence[Arrival],
+    prompts: list[list[int]],
+    params: list[Any],
+    began: float,
     send: Callable[[Mapping[str, Any]], None],
-) -> tuple[list[Any], dict[str, Any]]:  # fmt: skip
+) -> tuple[list[Any], dict[str, Any]]:
     """Serve each request as it comes, and `send` progress. Returns the outputs, and recalls (second, bytes) and the like."""
     due, open_streams = deque(range(len(arrivals))), dict[int, Any]()
     outputs, recalls = dict[int, Any](), list[tuple[float, int]]()
@@ -225,9 +236,7 @@ def serve_trace(
     }
 
 
-def serve_all(
-    llm: Any, prompts: list[list[int]], params: list[Any], send: Callable[[Mapping[str, Any]], None]
-) -> list[Any]:
+def serve_all(llm: Any, prompts: list[list[int]], params: list[Any], send: Callable[[Mapping[str, Any]], None]) -> list[Any]:
     """Serve all requests at once, and `send` progress. Returns the outputs."""
     outputs, next_s = dict[int, Any](), 0.0
     for chunk in llm.stream(prompts, params):

@@ -44,9 +44,7 @@ def plan_pool(device: str, num_blocks: int) -> MemoryPlan:
 
 
 @contextlib.contextmanager
-def open_engines(
-    plan: MemoryPlan, least_blocks: int, roomy_blocks: int
-) -> Iterator[tuple[LLM, LLM, PrivateDevice | None]]:
+def open_engines(plan: MemoryPlan, least_blocks: int, roomy_blocks: int) -> Iterator[tuple[LLM, LLM, PrivateDevice | None]]:
     """The engine with the small pool and the one with room for all; on a CPU the first is elastic, on a private device.
 
     The second is made last: the first one's lease covers the whole process, so it then has no memory to spare for KV.

@@ -126,9 +126,7 @@ class DemoResult:
         recall = self.pressed.recall
         if recall is None:
             return "the pool of this device is one allocation: no memory was recalled"
-        before, after, again = (
-            format_bytes(size) for size in (recall.before_bytes, recall.after_bytes, recall.grown_bytes)
-        )
+        before, after, again = (format_bytes(size) for size in (recall.before_bytes, recall.after_bytes, recall.grown_bytes))
         return f"{counted(recall.recalls, 'recall')}: the pool went from {before} to {after}, then grew by {again}"
 
 

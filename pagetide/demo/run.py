@@ -90,14 +90,10 @@ def run_demo(options: DemoOptions, display: Display[DemoState]) -> DemoResult:
     usable, everything = plan.num_blocks - 1, [range(len(prompts))]
     with open_engines(plan, least_blocks=largest + 1, roomy_blocks=need + 1) as (tight, roomy, private):
         recall = None if private is None else PoolRecall(private, plan.num_blocks)
-        running = replace(
-            state, title=f"{state.title} of {usable} blocks for a need of {need}", now="The prompts run ..."
-        )
+        running = replace(state, title=f"{state.title} of {usable} blocks for a need of {need}", now="The prompts run ...")
         watched = Watched(display, running, prompts, params)
         pressed = serve(tight, watched, everything if recall is None else waves(each, usable), recall)
-        comparing = replace(
-            state, title=f"{state.title} with room for all", now="The same again, to compare the tokens ..."
-        )
+        comparing = replace(state, title=f"{state.title} with room for all", now="The same again, to compare the tokens ...")
         free = serve(roomy, Watched(display, comparing, prompts, params), everything, None)
     return DemoResult(pressed, free, usable, need)
 
@@ -189,8 +185,7 @@ class Watched:
             elif candidates and now - self._ended_at.get(self._shown[place], now) > ENDED_S:
                 self._shown[place] = candidates.pop(0)
         return tuple(
-            Pane(number, self._word(number, waiting), self.prompts[number], self._texts[number])
-            for number in self._shown
+            Pane(number, self._word(number, waiting), self.prompts[number], self._texts[number]) for number in self._shown
         )
 
     def _word(self, number: int, waiting: set[int]) -> str:

@@ -27,9 +27,7 @@ NAMES = ("engine A", "engine B")
 Bursts = Sequence[tuple[float, int]]
 BURSTS: tuple[Bursts, ...] = (((2.2, 9), (11.0, 7)), ((5.5, 9), (14.0, 7)))  # of each engine: second, requests
 PROMPT_TOKENS, OUTPUT_TOKENS = (350, 750), (20, 48)  # from, to
-SECONDS = (
-    18.0  # that the live part lasts at least; the broker forgets in the first two how the processes grew at their start
-)
+SECONDS = 18.0  # that the live part lasts at least; the broker forgets in the first two how the processes grew at their start
 CONTENDED_BYTES = 280 * MIB  # above the engines' minimums; an engine that loads needs some 200 MiB of it for a moment
 VISIT_BYTES = 240 * MIB  # what the external process takes when it comes: more than a burst's pool leaves
 # It comes when the pools have grown to so much, which any burst alone needs, however fast the machine serves it.
@@ -199,9 +197,7 @@ class SharedRun:
         while len(self._served) < len(self.engines) or at_s < seconds or external.held_bytes:
             at_s = time.monotonic() - began
             visitor.advance(at_s, self._wanted(at_s))
-            self._show(
-                sample_device(at_s, pids, device, external), [self._counts(number) for number in range(len(pids))]
-            )
+            self._show(sample_device(at_s, pids, device, external), [self._counts(number) for number in range(len(pids))])
             time.sleep(SAMPLE_S)
 
     def compare(self) -> tuple[dict[str, Any], ...]:
@@ -275,10 +271,13 @@ class SharedRun:
         self._column = column
         shown = [number for number, at_s in self._recalled_at.items() if sample.at_s < at_s + RECALL_SHOWN_S]
         self.state = replace(
-            self.state, now=_now(shown, holding, counts), alarm=bool(shown), engines=tuple(counts),
+            self.state,
+            now=_now(shown, holding, counts),
+            alarm=bool(shown),
+            engines=tuple(counts),
             contended_bytes=self.state.capacity_bytes - sum(first.other) - first.external,
             holdings=(*holdings, holding)[-MOST_COLUMNS:],
-        )  # fmt: skip
+        )
         self.display.show(self.state)
 
 

@@ -73,17 +73,20 @@ def _head(state: DemoState, at_s: float, width: int, symbols: Symbols) -> list[L
         wide = width >= SIDE_BY_SIDE
         running, waiting = ("running", "waiting") if wide else ("run", "wait")
         facts = (
-            f"{running} {counts.running:>2}", f"{waiting} {counts.waiting:>2}", f"preempted {counts.preemptions:>2}",
-            f"done {counts.done:>2}/{counts.total}", f"{counts.tokens_per_s:>4,.0f} tokens/s", f"step {counts.steps:,}",
-        )  # fmt: skip
+            f"{running} {counts.running:>2}",
+            f"{waiting} {counts.waiting:>2}",
+            f"preempted {counts.preemptions:>2}",
+            f"done {counts.done:>2}/{counts.total}",
+            f"{counts.tokens_per_s:>4,.0f} tokens/s",
+            f"step {counts.steps:,}",
+        )
         lines.append([Segment(("   " if wide else "  ").join(facts))])
     return lines
 
 
 def _pool(
-    pool: BlockHolders, history: tuple[tuple[int, int], ...], num_requests: int, width: int, height: int,
-    symbols: Symbols,
-) -> list[Line]:  # fmt: skip
+    pool: BlockHolders, history: tuple[tuple[int, int], ...], num_requests: int, width: int, height: int, symbols: Symbols
+) -> list[Line]:
     """The pool's size, its history where there is room, its map and the legend."""
     said: Line = [
         Segment("KV pool", BOLD),
@@ -108,9 +111,7 @@ def _rest(symbols: Symbols) -> str:
     return "." if symbols.ascii_only else "░"
 
 
-def history_lines(
-    history: tuple[tuple[int, int], ...], num_blocks: int, width: int, rows: int, symbols: Symbols
-) -> list[Line]:
+def history_lines(history: tuple[tuple[int, int], ...], num_blocks: int, width: int, rows: int, symbols: Symbols) -> list[Line]:
     """A chart of the pool over time: blocks held, and above them blocks with memory."""
     mapped, held = (
         [None if value is None else value / num_blocks for value in chart_columns(values, width, len(values))]

@@ -104,9 +104,7 @@ def flatten_model_kwargs(given: Mapping[str, Any], model_kwargs: Mapping[str, An
             raise ValueError(f"{name} is not served: {why}")
     revision = flat.pop("revision", None)
     if revision not in (None, "main"):
-        raise ValueError(
-            f"revision {revision!r} is not served: nothing is downloaded; fetch that revision and name its folder"
-        )
+        raise ValueError(f"revision {revision!r} is not served: nothing is downloaded; fetch that revision and name its folder")
     if flat.get("torch_dtype") is not None:
         if flat.get("dtype") not in (None, flat["torch_dtype"]):
             raise ValueError("dtype and torch_dtype mean the same: give one of them")

@@ -40,9 +40,7 @@ class _Failure:
 class PipelineCall:
     """One call of a pipeline, with resolved arguments. Read-only."""
 
-    def __init__(
-        self, llm: LLM, tokenizer: Any, defaults: ModelDefaults, arguments: Arguments, max_length: int | None
-    ) -> None:
+    def __init__(self, llm: LLM, tokenizer: Any, defaults: ModelDefaults, arguments: Arguments, max_length: int | None) -> None:
         self._llm = llm
         self._tokenizer = tokenizer
         self._asked = arguments.text
@@ -157,9 +155,7 @@ class PipelineCall:
     def _decode(self, ids: Sequence[int]) -> str:
         skip = self._asked.get("skip_special_tokens", True) and not getattr(self._tokenizer, "response_template", None)
         text: str = self._tokenizer.decode(
-            list(ids),
-            skip_special_tokens=skip,
-            clean_up_tokenization_spaces=self._asked.get("clean_up_tokenization_spaces"),
+            list(ids), skip_special_tokens=skip, clean_up_tokenization_spaces=self._asked.get("clean_up_tokenization_spaces")
         )
         return text
 

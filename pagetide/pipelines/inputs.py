@@ -56,9 +56,7 @@ def read_inputs(given: Any) -> One | Several | Streamed:
     if isinstance(given, str) or _is_their_chat(given):
         return One(_prompt(given))
     if isinstance(given, bytes | Mapping):
-        raise ValueError(
-            f"a pipeline takes a string, a chat, a list of them, a data set or a generator, got {given!r:.80}"
-        )
+        raise ValueError(f"a pipeline takes a string, a chat, a list of them, a data set or a generator, got {given!r:.80}")
     if isinstance(given, GeneratorType):
         return _read_generator(given)
     if isinstance(given, list | tuple):

@@ -250,9 +250,7 @@ class Naive:
         mapped = self.blocks(self.open | self.draining)
         live, cached = len(self.references), len(self.cached)
         in_flight, draining = len(set(self.pins) - set(self.references)), len(self.blocks(self.draining) - self.busy)
-        return BlockCounts(
-            len(mapped) - live - cached - in_flight - draining, draining, live, cached, in_flight, len(mapped)
-        )
+        return BlockCounts(len(mapped) - live - cached - in_flight - draining, draining, live, cached, in_flight, len(mapped))
 
 
 def check_plan(naive: Naive, most: int, worth: np.ndarray | None, plan: DrainPlan) -> None:

@@ -276,9 +276,7 @@ if os.fork() == 0:
 sys.stdin.readline()
 os._exit(1)
 """
-    with subprocess.Popen(
-        [sys.executable, "-P", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
+    with subprocess.Popen([sys.executable, "-P", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert await asyncio.to_thread(process.stdout.readline) == b"forked\n"
         assert view(bench, "parent").state == "ok"
@@ -409,16 +407,12 @@ async def test_a_limit_is_an_order_for_who_speaks_version_2(bench: Bench) -> Non
     await person.say(wire.SetLimitMessage("a", 600))
     first, second = await a.hear()
     assert (
-        isinstance(grant, wire.GrantMessage)
-        and isinstance(first, wire.LimitMessage)
-        and isinstance(second, wire.LimitMessage)
+        isinstance(grant, wire.GrantMessage) and isinstance(first, wire.LimitMessage) and isinstance(second, wire.LimitMessage)
     )
     assert (first.max_bytes, second.max_bytes) == (500, 600)
     assert first.generation is not None and second.generation is not None
     assert grant.generation < first.generation < second.generation
-    assert await a.say(wire.UnmappedMessage(700, grant.generation)) == [], (
-        "a limit is no grant that the answer must know of"
-    )
+    assert await a.say(wire.UnmappedMessage(700, grant.generation)) == [], "a limit is no grant that the answer must know of"
     assert view(bench, "a").granted_bytes == 700
     assert await a.say(wire.UnmappedMessage(600, second.generation)) == []
     assert view(bench, "a").granted_bytes == 600
@@ -436,9 +430,7 @@ async def test_engines_that_cannot_be_told_are_refused_with_those_that_can(bench
     both = f"'a' (pid {pid}, #1), 'a' (pid {pid}, #2)"
     assert isinstance(answer, wire.RefusedMessage) and answer.message.endswith(f"those that do: {both}")
     (answer,) = await person.say(wire.SetLimitMessage("a", 500))
-    assert isinstance(answer, wire.RefusedMessage) and answer.message.endswith(
-        f"name one by its pid or #number: {both}"
-    )
+    assert isinstance(answer, wire.RefusedMessage) and answer.message.endswith(f"name one by its pid or #number: {both}")
     assert await person.say(wire.SetLimitMessage("#2", 500)) == [wire.LimitSetMessage(500, 0)]
 
 
@@ -528,9 +520,7 @@ def test_a_reservation_is_made_again_at_the_next_broker(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("version", "remedy"), [(wire.PROTOCOL + 1, "update the broker"), (0, "update the engine")])
-def test_a_client_of_another_version_is_told_the_brokers_newest_and_dropped(
-    folder: Path, version: int, remedy: str
-) -> None:
+def test_a_client_of_another_version_is_told_the_brokers_newest_and_dropped(folder: Path, version: int, remedy: str) -> None:
     with broker_thread(folder / "broker", Numbers()):
         channel = Channel(folder / "broker", protocol=version)
         channel.send(wire.ListLeasesMessage())
@@ -576,9 +566,7 @@ NONSENSE = [
 
 @pytest.mark.parametrize(("data", "why"), NONSENSE, ids=lambda value: value[:20] if isinstance(value, bytes) else value)
 @on_a_bench()
-async def test_who_makes_no_sense_is_dropped_with_a_line_and_the_rest_are_served(
-    bench: Bench, data: bytes, why: str
-) -> None:
+async def test_who_makes_no_sense_is_dropped_with_a_line_and_the_rest_are_served(bench: Bench, data: bytes, why: str) -> None:
     engine = await bench.engine("a", 100)
     with logged() as lines:
         for _ in range(3):
@@ -594,9 +582,7 @@ async def test_who_makes_no_sense_is_dropped_with_a_line_and_the_rest_are_served
     assert [type(message) for message in await engine.say(wire.AskMessage(200, 60_000))] == [wire.GrantMessage]
 
 
-@pytest.mark.parametrize(
-    ("data", "seconds"), [(b"", 2.1), (HELLO[:9], 2.1), (HELLO + b"\0\0", 5.1), (HELLO, 10.1)], ids=repr
-)
+@pytest.mark.parametrize(("data", "seconds"), [(b"", 2.1), (HELLO[:9], 2.1), (HELLO + b"\0\0", 5.1), (HELLO, 10.1)], ids=repr)
 @on_a_bench()
 async def test_who_keeps_the_broker_waiting_is_dropped(bench: Bench, data: bytes, seconds: float) -> None:
     sock = await raw(bench, data)
@@ -687,12 +673,7 @@ def connect_or_none(path: Path) -> socket.socket | None:
 @on_a_bench()
 async def test_random_bytes_from_random_clients_harm_nobody(bench: Bench, seed: int) -> None:
     random_ = random.Random(seed)
-    frames = [
-        HELLO,
-        wire.to_frame(wire.ListLeasesMessage()),
-        wire.to_frame(wire.SetLimitMessage("a", 5)),
-        struct.pack(">I", 9),
-    ]
+    frames = [HELLO, wire.to_frame(wire.ListLeasesMessage()), wire.to_frame(wire.SetLimitMessage("a", 5)), struct.pack(">I", 9)]
     frames.append(wire.to_frame(wire.RegisterMessage("evil", DEVICE, 0, None, 1.0, 0, 10, 2**60)))
     frames.append(wire.to_frame(wire.ReserveMessage(DEVICE, 2**60)))
     engine = await bench.engine("engine", 100)

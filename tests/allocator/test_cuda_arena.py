@@ -258,9 +258,7 @@ def live_with_a_fault(driver: FakeCudaDriver, k: int, calls: int, code: int) -> 
         try:
             life.do(act, extents)
         except AllocatorError:
-            assert (
-                before - set(extents if act == "unmap" else before if act == "close" else []) <= life.mapped <= before
-            )
+            assert before - set(extents if act == "unmap" else before if act == "close" else []) <= life.mapped <= before
             life.check(exact=calls == 1 and act in ("make", "map", "unmap"))
             assert all(holds(life.arena, driver, extent, extent + 1) for extent in life.mapped)
             driver.faults.clear()
@@ -400,9 +398,7 @@ def test_a_context_that_the_thread_cannot_have_is_a_failure(driver: FakeCudaDriv
     assert ready(arena) == 2 * GRANULE
 
 
-def test_where_no_thread_is_to_be_had_the_caller_does_the_work(
-    driver: FakeCudaDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_no_thread_is_to_be_had_the_caller_does_the_work(driver: FakeCudaDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     arena = make(driver, ready=8)
 
     def start(thread: threading.Thread) -> None:

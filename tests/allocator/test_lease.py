@@ -219,9 +219,7 @@ def test_two_orders_of_one_generation_are_told_and_settled_by_a_new_registration
         false_broker.say(second)
         lost = wait_for(a, Lost)
         assert "sent two orders of generation (7, 10" in lost.reason and str(second) in lost.reason
-        assert (a.granted_bytes, a.held_bytes, a.recall) == (300, 300, None), (
-            "it keeps what it holds, and takes no more"
-        )
+        assert (a.granted_bytes, a.held_bytes, a.recall) == (300, 300, None), "it keeps what it holds, and takes no more"
         register_again(a, false_broker, 450)
         assert false_broker.request.held_bytes == 300
 
@@ -237,9 +235,7 @@ def test_a_successor_that_speaks_an_older_version_is_spoken_to_in_it(folder: Pat
 
 def test_the_answer_names_the_newest_order_that_was_seen(folder: Path, false_broker: FalseBroker) -> None:
     with engine_of(false_broker, folder) as a:
-        false_broker.say(
-            wire.RecallMessage(1, generation(103), 400, 1000), wire.RecallMessage(1, generation(105), 200, 1000)
-        )
+        false_broker.say(wire.RecallMessage(1, generation(103), 400, 1000), wire.RecallMessage(1, generation(105), 200, 1000))
         while a.generation != generation(105):
             a.wait(30)
         assert a.recall is not None and a.recall.target_bytes == 200
@@ -257,9 +253,7 @@ def test_a_grant_that_crossed_an_answer_counts_for_both_sides(folder: Path, fals
     with engine_of(false_broker, folder) as a:
         a.answer_unmapped(100)
         assert a.granted_bytes == 100
-        false_broker.say(
-            wire.GrantMessage(1, generation(101), 700), wire.RefusedMessage("refused", "the answer is older")
-        )
+        false_broker.say(wire.GrantMessage(1, generation(101), 700), wire.RefusedMessage("refused", "the answer is older"))
         granted, denied = a.wait(30)
         assert granted == Granted(700) and isinstance(denied, Denied)
         assert a.granted_bytes == 700
@@ -340,9 +334,7 @@ def test_waiting_threads_are_woken_by_events_and_by_the_end(folder: Path, false_
     assert len(os.listdir("/proc/self/fd")) <= before - 2
 
 
-def test_a_map_that_runs_while_the_broker_changes_is_bounded_in_the_new_record(
-    folder: Path, false_broker: FalseBroker
-) -> None:
+def test_a_map_that_runs_while_the_broker_changes_is_bounded_in_the_new_record(folder: Path, false_broker: FalseBroker) -> None:
     with engine_of(false_broker, folder) as a:
         with changed(a, 100):
             pass

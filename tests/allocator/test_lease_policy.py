@@ -17,9 +17,7 @@ from pagetide.allocator.lease_record import HeldBounds, Sums, bounds_between
 
 MS = 1_000_000
 CAPACITY = 1000
-RULES = Rules(
-    headroom_bytes=100, band_bytes=20, cooldown_s=2.0, rest_s=0.25, recall_deadline_s=1.0, reaping_limit_s=5.0
-)
+RULES = Rules(headroom_bytes=100, band_bytes=20, cooldown_s=2.0, rest_s=0.25, recall_deadline_s=1.0, reaping_limit_s=5.0)
 
 
 @dataclass(kw_only=True)
@@ -849,9 +847,7 @@ def test_minimums_are_always_reachable(seed: int) -> None:
     device = Device()
     lows = [r.randrange(0, 900 // 5) for _ in range(5)]
     for lease_id, low in enumerate(lows):
-        device.lease(
-            lease_id, low=low, weight=r.choice([0.5, 1, 4]), priority=r.randrange(3), granule=r.choice([1, 7, 64])
-        )
+        device.lease(lease_id, low=low, weight=r.choice([0.5, 1, 4]), priority=r.randrange(3), granule=r.choice([1, 7, 64]))
         device.ask(lease_id, r.randrange(2000))
         device.run(r.randrange(4))
     device.run(20)

@@ -12,14 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagetide.allocator.lease_record import (
-    RECORD_BYTES,
-    HeldBounds,
-    LeaseRecordWriter,
-    RecordOwner,
-    Sums,
-    bounds_between,
-)
+from pagetide.allocator.lease_record import RECORD_BYTES, HeldBounds, LeaseRecordWriter, RecordOwner, Sums, bounds_between
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs memfd_create")
 

@@ -60,10 +60,8 @@ SAMPLES: list[wire.Message] = [
     wire.RegisteredMessage(1, wire.OrderGeneration(2**53, 3), 0),
     wire.LimitMessage(1, 5),
     wire.RefusedMessage("unknown", "no engine 'ä'"),
-    wire.LeaseView(
-        1, "chat", 77, "ann", "GPU-1", 0, 5, 1.0, 0, 4, 3, {"weights": 2, "kv": 1}, 1, None, "recalling", 2, 40
-    ),
-]  # fmt: skip
+    wire.LeaseView(1, "chat", 77, "ann", "GPU-1", 0, 5, 1.0, 0, 4, 3, {"weights": 2, "kv": 1}, 1, None, "recalling", 2, 40),
+]
 
 
 def payload(**content: Any) -> bytes:

@@ -164,9 +164,7 @@ def test_a_missing_method_is_answered() -> None:
 
     named: Any = Named()
     assert named.known == 1
-    with pytest.raises(
-        AttributeError, match=r"'Named' object has no attribute 'beam_search': write SamplingParams\(num_b"
-    ):
+    with pytest.raises(AttributeError, match=r"'Named' object has no attribute 'beam_search': write SamplingParams\(num_b"):
         _ = named.beam_search
     with pytest.raises(AttributeError, match=r"'Named' object has no attribute 'nothing'$"):
         _ = named.nothing

@@ -117,6 +117,4 @@ if __name__ == "__main__":
     for document in ("README.md", PERFORMANCE):
         for name, quantities in quoted(document).items():
             for value, unit in quantities:
-                print(
-                    json.dumps(dict.fromkeys(KEYS) | {"name": name, "value": value, "unit": unit}, ensure_ascii=False)
-                )
+                print(json.dumps(dict.fromkeys(KEYS) | {"name": name, "value": value, "unit": unit}, ensure_ascii=False))

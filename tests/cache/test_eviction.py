@@ -134,9 +134,7 @@ class Life:
         elif event < 0.5:
             self.give_back()
         else:
-            steps = [
-                min(fan, int(self.rng.zipf(1.5))) if i < 4 else int(self.rng.random() < 0.05) for i in range(length)
-            ]
+            steps = [min(fan, int(self.rng.zipf(1.5))) if i < 4 else int(self.rng.random() < 0.05) for i in range(length)]
             self.begin(tuple(steps[: self.rng.integers(1, length + 1)]))
 
     def begin(self, path: tuple[int, ...]) -> None:

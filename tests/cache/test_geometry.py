@@ -214,16 +214,10 @@ def _config(**attributes: Any) -> SimpleNamespace:
         ({"head_dim": 24, "v_head_dim": 16}, [(8, 24, 16)] * 2),
         ({"layer_types": ["full_attention", "mlp"]}, [(8, 8, 8), (0, 0, 0)]),
         # Nemotron-NAS
-        (
-            {"block_configs": [{"attention": {"n_heads_in_group": 4}}, {"attention": {"no_op": True}}]},
-            [(2, 8, 8), (0, 0, 0)],
-        ),
+        ({"block_configs": [{"attention": {"n_heads_in_group": 4}}, {"attention": {"no_op": True}}]}, [(2, 8, 8), (0, 0, 0)]),
         # gemma 4 in releases that name its global layers' sizes
         (TWO_TYPES | {"global_head_dim": 16, "num_global_key_value_heads": 1}, [(8, 8, 8), (1, 16, 16)]),
-        (
-            TWO_TYPES | {"swa_head_dim": 16, "swa_num_key_value_heads": 4, "swa_v_head_dim": 12},
-            [(4, 16, 12), (8, 8, 8)],
-        ),
+        (TWO_TYPES | {"swa_head_dim": 16, "swa_num_key_value_heads": 4, "swa_v_head_dim": 12}, [(4, 16, 12), (8, 8, 8)]),
     ],
 )
 def test_names_that_families_use(attributes: dict[str, Any], shapes: list[tuple[int, int, int]]) -> None:

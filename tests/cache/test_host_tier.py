@@ -145,9 +145,7 @@ def test_what_is_evicted_comes_back_from_its_slots() -> None:
     assert cache.begin(0, A) == 16
     out, back, in_ = cache.swaps()
     assert sorted(in_) == [1, 2, 3, 4] and not back
-    assert [in_[slot] for slot in (4, 3, 2, 1)] == cache.manager.tables[0].of(0)[0][:4].tolist(), (
-        "in the order of the table"
-    )
+    assert [in_[slot] for slot in (4, 3, 2, 1)] == cache.manager.tables[0].of(0)[0][:4].tolist(), "in the order of the table"
     assert len(out) == 4 and not set(out.values()) & set(in_), "B's blocks leave, to other slots"
 
 

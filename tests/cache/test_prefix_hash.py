@@ -14,9 +14,7 @@ from pagetide.cache.prefix_hash import LANES, Digests, NullHasher, PrefixHasher
 SECRET = b"a seed of these tests"
 
 
-def digests(
-    tokens: list[int], block_size: int = 4, salt: bytes | None = None, secret: bytes = SECRET
-) -> list[list[int]]:
+def digests(tokens: list[int], block_size: int = 4, salt: bytes | None = None, secret: bytes = SECRET) -> list[list[int]]:
     chain = PrefixHasher(block_size, secret).chain(tokens, salt)
     return chain.digests(chain.num_blocks).tolist()
 
@@ -74,9 +72,10 @@ def test_hashes_depend_on_the_secret_and_are_random_without_one() -> None:
 
 GOLDEN = [[3632346021909228736, 3970613251622502845], [10308988630900232186, 290841690112966993]]
 GOLDEN_SALTED = [
-    [8538383614715514303, 17353436722086821767], [3470761747115584189, 11036280317961968258],
+    [8538383614715514303, 17353436722086821767],
+    [3470761747115584189, 11036280317961968258],
     [4840021189163870923, 16998777125439383769],
-]  # fmt: skip
+]
 
 
 def test_hashes_stay_what_they_are_in_every_process_and_version() -> None:

@@ -38,8 +38,10 @@ def test_only_what_nobody_uses_is_evicted_and_only_what_is_used_becomes_evictabl
     assert index.evict([2]).blocks.tolist() == [2]
     index.mark_evictable([1])
     for call, blocks, said in (
-        (index.mark_evictable, [1], "not in use"), (index.mark_evictable, [9], "found"), (index.evict, [1, 1], "named twice")
-    ):  # fmt: skip
+        (index.mark_evictable, [1], "not in use"),
+        (index.mark_evictable, [9], "found"),
+        (index.evict, [1, 1], "named twice"),
+    ):
         with pytest.raises(BlockMisuse, match=said):
             call(blocks)
     index.check_invariants()

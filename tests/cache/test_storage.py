@@ -21,13 +21,7 @@ from pagetide.cache.storage import Storage, TensorArena
 SENTINEL = 0xAB
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SCALED = ("int8", "float8_e4m3fn")
-MIXED = (
-    LayerShape(2, 8, 8),
-    LayerShape(1, 24, 16),
-    LayerShape(2, 8, 8, shares=0),
-    LayerShape(0, 0, 0),
-    LayerShape(3, 5, 7),
-)
+MIXED = (LayerShape(2, 8, 8), LayerShape(1, 24, 16), LayerShape(2, 8, 8, shares=0), LayerShape(0, 0, 0), LayerShape(3, 5, 7))
 
 
 def _mapped(arena: Arena) -> Arena:
@@ -180,18 +174,11 @@ def test_any_copies_are_as_if_at_once(data: st.DataObject, kind: type[Storage]) 
     assert np.array_equal(_bytes(storage.blocks), expected)
 
 
-WRONG = [
-    ([1], [0], "null block"),
-    ([1, 2], [3, 3], "two copies"),
-    ([-1], [1], "outside"),
-    ([1, 2], [3], "cannot be copied"),
-]
+WRONG = [([1], [0], "null block"), ([1, 2], [3, 3], "two copies"), ([-1], [1], "outside"), ([1, 2], [3], "cannot be copied")]
 
 
 @pytest.mark.parametrize(("sources", "targets", "says"), [*WRONG, ([1], [1000], "outside")])
-def test_wrong_copies_change_nothing(
-    pool: Callable[..., Storage], sources: list[int], targets: list[int], says: str
-) -> None:
+def test_wrong_copies_change_nothing(pool: Callable[..., Storage], sources: list[int], targets: list[int], says: str) -> None:
     storage = pool((LayerShape(1, 8, 8),), 4, "float32", 6)
     storage.blocks.fill_(SENTINEL)
     with pytest.raises(BlockMisuse, match=says):

@@ -16,7 +16,5 @@ def test_bytes_of_an_answer_and_what_is_planned() -> None:
     ):
         assert size.num_bytes == num_bytes, size
     assert [planned_bytes(free << 20) for free in (1, 3200, 1 << 20)] == [32 << 20, 100 << 20, 4 << 30]
-    scored = (
-        "60 tokens in all and 3 log-probabilities for each, and prompts of 5 tokens and 1 log-probabilities for each"
-    )
+    scored = "60 tokens in all and 3 log-probabilities for each, and prompts of 5 tokens and 1 log-probabilities for each"
     assert str(AnswerSize(2, 60, 5, logprobs=3, prompt_logprobs=1)) == f"2 sequences with {scored}"

@@ -33,9 +33,7 @@ def line(number: int, full: bool, more: str = "") -> bytes:
     return json.dumps(frame, separators=(",", ":")).encode()
 
 
-def write(
-    path: Path, fulls: list[bool], *, close: bool = True, most_bytes: int = 1 << 20, more: str = ""
-) -> list[bytes]:
+def write(path: Path, fulls: list[bool], *, close: bool = True, most_bytes: int = 1 << 20, more: str = "") -> list[bytes]:
     """A recording of frames at the seconds 100, 101, ..., full or not; returns their lines."""
     lines = [line(i, full, more) for i, full in enumerate(fulls)]
     with path.open("ab") as file:

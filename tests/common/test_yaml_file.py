@@ -56,9 +56,7 @@ def test_only_small_regular_files_of_text_are_read(tmp_path: Path) -> None:
 def test_aliases_of_aliases_are_refused_before_they_are_followed(tmp_path: Path, merge: bool) -> None:
     """Twelve lines for 10 ** 12 values."""
     path = written(tmp_path, laughs(12, merge=merge))
-    with pytest.raises(
-        InvalidYaml, match=rf"{path}:\d+: not valid YAML: it stands for more than 100,000 values, as al"
-    ):
+    with pytest.raises(InvalidYaml, match=rf"{path}:\d+: not valid YAML: it stands for more than 100,000 values, as al"):
         read_yaml(path)
     with pytest.raises(InvalidYaml, match="more than 100,000 values"):
         parse_yaml(path.read_text())

@@ -77,9 +77,7 @@ def test_exact_answers() -> None:
     for prompt, said in (([], "no prompt was given"), (None, "prompts must be strings or lists .*, got NoneType")):
         with pytest.raises(RequestRejected, match=said):
             pagetide.generate("no such model", prompt)  # type: ignore[arg-type]  # before anything is loaded
-    assert complaint(LLM, "demo", batch_size=4).startswith(
-        "LLM has no argument 'batch_size': write max_seqs (a bound: "
-    )
+    assert complaint(LLM, "demo", batch_size=4).startswith("LLM has no argument 'batch_size': write max_seqs (a bound: ")
     assert complaint(LLM, "demo", kv_memry=4) == "LLM has no argument 'kv_memry': did you mean 'kv_memory'?"
     assert complaint(AsyncLLM, "demo", max_wait=4) == "AsyncLLM has no argument 'max_wait': did you mean 'max_waiting'?"
     assert complaint(LLM.generate, None, "a", max_new_tokens=5) == (

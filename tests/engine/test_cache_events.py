@@ -87,9 +87,7 @@ def test_a_consumer_has_the_findable_blocks_at_every_look(load: Callable[..., As
     assert len(copy.blocks) == index.num_nodes < sum(len(prompt) // 16 for prompt in prompts) * 2
 
 
-async def test_a_late_consumer_begins_with_a_snapshot(
-    load: Callable[..., AsyncLLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_late_consumer_begins_with_a_snapshot(load: Callable[..., AsyncLLM], monkeypatch: pytest.MonkeyPatch) -> None:
     llm = load(kv_memory=1 << 20)
     llm._manager.open().core.scheduler.cache.index.events._most = 3  # of blocks in the log
     copy = EventCopy()

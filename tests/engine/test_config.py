@@ -137,8 +137,10 @@ def test_the_users_file_lies_between_the_two_others(tmp_path: Path, monkeypatch:
     write(file, "demo: mine\nalpha: mine\nbeta: mine")
     named = write(tmp_path / "named.yaml", "beta: named\ngamma: named")
     assert {name: entry.where for name, entry in read_models().items()} == {
-        "demo": f"{file}:1", "alpha": f"{file}:2", "beta": f"{file}:3",
-    }  # fmt: skip
+        "demo": f"{file}:1",
+        "alpha": f"{file}:2",
+        "beta": f"{file}:3",
+    }
     monkeypatch.setenv(CONFIG_VARIABLE, str(named))
     files = {name: entry.file for name, entry in read_models().items()}
     assert files == {"demo": file, "alpha": file, "beta": named, "gamma": named}
@@ -198,9 +200,7 @@ def test_unknown_name_says_which_exist_and_where(tmp_path: Path, monkeypatch: py
         resolve_model("bet", cache_dir=tmp_path)
     said = "'bet' is neither a known name nor a folder, nor a repository in the local hub cache - did you mean beta? "
     assert str(caught.value).startswith(said) and "hf download" not in str(caught.value)  # the hub's have owners
-    assert str(caught.value).endswith(
-        "; a model of the Hugging Face hub goes by its owner and name, as in Qwen/Qwen3-0.6B"
-    )
+    assert str(caught.value).endswith("; a model of the Hugging Face hub goes by its owner and name, as in Qwen/Qwen3-0.6B")
 
 
 def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,8 +387,10 @@ def test_block_size_for_a_backend(model: Path) -> None:
 def test_attention_is_a_known_backend(model: Path) -> None:
     spec = ModelSpec("m", model, "a test", attention="triton")
     assert [EngineConfig.resolve(spec, attention=name).attention for name in (None, "auto", "torch")] == [
-        "triton", "triton", "torch",
-    ]  # fmt: skip
+        "triton",
+        "triton",
+        "torch",
+    ]
     known = "attention must be one of auto, torch, native, triton, flash-attn, .*, got 'flash'"
     with pytest.raises(ConfigError, match=known):
         EngineConfig.resolve(model, attention="flash")

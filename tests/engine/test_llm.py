@@ -43,8 +43,7 @@ VOCAB = 320  # more than the tokenizer has, as in many real models
 BOS, EOS = 0, 1
 TEXT = "the tide comes in and the tide goes out; pages follow it"
 TEMPLATE = (
-    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 MIB = 1 << 20
 
@@ -189,7 +188,7 @@ def test_every_form_of_prompt(llm):
         "an array of rows": (np.array([[5, 6], [7, 8]], np.int16), [[5, 6], [7, 8]]),
         "all mixed": (["out", [9], (8, 8), np.array([319], np.uint16), "out"], ["out", [9], [8, 8], [319], "out"]),
         "a generator": ((text for text in ("a", "b")), ["a", "b"]),
-    }.items():  # fmt: skip
+    }.items():
         outputs = llm.generate(given, up_to(5))
         assert [o.prompt for o in outputs] == [p if isinstance(p, str) else None for p in expected], form
         assert [tuple(o.prompt_token_ids) for o in outputs] == [ids_of(p) for p in expected], form
@@ -627,9 +626,7 @@ def test_what_stays_cached_is_bounded(saved, load):
     prompts = [list(range(5 + i, 70 + i)) for i in range(3)]
     block_bytes = load(saved, share=False)._manager.engine.plan.geometry.block_stride
     elastic = {"min": 256 << 10, "max": MIB}
-    for bound, blocks, memory in (
-        (f"{2 * block_bytes}", 2, elastic), (5 * block_bytes - 1, 4, MIB), ("0", 0, elastic),
-    ):  # fmt: skip
+    for bound, blocks, memory in ((f"{2 * block_bytes}", 2, elastic), (5 * block_bytes - 1, 4, MIB), ("0", 0, elastic)):
         llm = load(saved, prefix_cache_memory=bound, kv_memory=memory, share=False)
         for prompt in prompts:
             assert llm.generate([prompt], up_to(3))[0].token_ids == plain(tuple(prompt))[:3]
@@ -954,7 +951,4 @@ def test_progress_bar(llm, monkeypatch, capfd):
 
 def test_a_script_asks_once_by_a_function(folder: Path) -> None:
     one, several = pagetide.generate(folder, TEXT, 5, "cpu"), pagetide.generate(folder, [TEXT, "x"], 5, "cpu", seed=1)
-    assert (one, several) == (
-        decoded(plain(ids_of(TEXT), 5)),
-        [decoded(plain(ids_of(text), 5)) for text in (TEXT, "x")],
-    )
+    assert (one, several) == (decoded(plain(ids_of(TEXT), 5)), [decoded(plain(ids_of(text), 5)) for text in (TEXT, "x")])

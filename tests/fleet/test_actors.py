@@ -38,12 +38,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_actors_of_this_fleet_alone_are_ended_and_ray_does_not_restart_them(ray: Any) -> None:
-    names = [
-        (NAMESPACE, "one/queue"),
-        (NAMESPACE, "one/front-0"),
-        (NAMESPACE, "one-more/queue"),
-        ("theirs", "one/queue"),
-    ]
+    names = [(NAMESPACE, "one/queue"), (NAMESPACE, "one/front-0"), (NAMESPACE, "one-more/queue"), ("theirs", "one/queue")]
     ray.util.list_named_actors.return_value = [{"namespace": space, "name": name} for space, name in names]
     actors.stop_fleet("one", ADDRESS, 0.0)
     ended = [call(f"actor one/{name}", no_restart=True) for name in ("queue", "front-0")]
@@ -79,9 +74,7 @@ def test_each_fleet_of_a_process_has_its_own_token_unless_the_user_names_one(
 def test_a_state_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pagetide").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    with pytest.raises(
-        FleetError, match=r"the folder .*/pagetide/one of the fleet cannot be written: Not a directory\. If"
-    ):
+    with pytest.raises(FleetError, match=r"the folder .*/pagetide/one of the fleet cannot be written: Not a directory\. If"):
         actors.start_fleet(FleetConfig("demo", name="one"))
 
 

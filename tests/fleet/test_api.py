@@ -19,16 +19,7 @@ from pagetide.fleet.call import CallOptions
 from pagetide.fleet.links import QueueUnavailable
 from pagetide.fleet.messages import NewRequest, Submission
 from pagetide.scheduler.errors import PromptTooLong
-from tests.fleet_calls import (
-    LONG,
-    PARAMETERS,
-    PROMPTS,
-    check_a_death,
-    check_chunks,
-    check_outputs,
-    plain,
-    talking_engines,
-)
+from tests.fleet_calls import LONG, PARAMETERS, PROMPTS, check_a_death, check_chunks, check_outputs, plain, talking_engines
 from tests.fleet_rig import FleetRig, IdleRig
 from tests.fleet_stand_ins import until
 
@@ -129,22 +120,22 @@ async def _reads(stream: AsyncIterator[StreamChunk]) -> None:
         pass
 
 
-async def test_a_call_with_an_invalid_prompt_is_refused_as_a_whole(
-    rig: FleetRig, fleet: Fleet, oracle: AsyncLLM
-) -> None:
+async def test_a_call_with_an_invalid_prompt_is_refused_as_a_whole(rig: FleetRig, fleet: Fleet, oracle: AsyncLLM) -> None:
     calls: list[tuple[type[Exception], str, Callable[[Any], Awaitable[Any]]]] = [
         (RequestRejected, "prompt is empty", lambda it: it.generate(["fine", []])),
         (RequestRejected, "outside the vocabulary", lambda it: it.generate([[5], [4096]])),
         (PromptTooLong, "may have 1,023 at most", lambda it: it.generate(["fine", [7] * 1024])),
         (RequestRejected, "2 prompts, but 1 sampling_params", lambda it: it.generate(["a", "b"], [LONG])),
-        (RequestRejected, "another cache_salt", lambda it: it.generate(
-            [{"prompt": "a", "cache_salt": "x"}], cache_salt="y")),
+        (RequestRejected, "another cache_salt", lambda it: it.generate([{"prompt": "a", "cache_salt": "x"}], cache_salt="y")),
         (RequestRejected, "priority must be", lambda it: it.generate("a", priority=5000)),
-        (RequestRejected, "cannot be streamed with n 1", lambda it: _reads(
-            it.stream("a", SamplingParams(best_of=2, temperature=1.0)))),
+        (
+            RequestRejected,
+            "cannot be streamed with n 1",
+            lambda it: _reads(it.stream("a", SamplingParams(best_of=2, temperature=1.0))),
+        ),
         (RequestRejected, "regex", lambda it: it.generate(["fine", "a"], [LONG, SamplingParams(regex="(")])),
         (RequestRejected, "messages must be a list", lambda it: it.chat("where")),
-    ]  # fmt: skip
+    ]
     for kind, text, call in calls:
         with pytest.raises(kind) as expected:
             await call(oracle)
@@ -307,9 +298,7 @@ async def test_requests_go_on_when_a_worker_dies(rig: FleetRig, fleet: Fleet, or
     await check_a_death(rig, fleet, oracle, "logprobs", 16)
 
 
-async def test_a_named_request_goes_on_and_begins_anew_after_an_error(
-    rig: FleetRig, fleet: Fleet, oracle: AsyncLLM
-) -> None:
+async def test_a_named_request_goes_on_and_begins_anew_after_an_error(rig: FleetRig, fleet: Fleet, oracle: AsyncLLM) -> None:
     counters, options = rig.server.queue.counters, CallOptions(name="a run's line")
     rig.hold(3)
     task = asyncio.create_task(fleet.outcome("Call me", LONG, options))

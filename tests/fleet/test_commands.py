@@ -22,9 +22,7 @@ from pagetide.fleet import api
 from tests.fleet_rig import FleetRig
 
 OPENAI = [
-    json.dumps(
-        {"custom_id": "one", "method": "POST", "url": "/v1/completions", "body": {"prompt": "The", "logprobs": 1}}
-    ),
+    json.dumps({"custom_id": "one", "method": "POST", "url": "/v1/completions", "body": {"prompt": "The", "logprobs": 1}}),
     json.dumps({"custom_id": "two", "method": "POST", "url": "/v1/completions", "body": {"prompt": "A", "n": 2}}),
 ]
 
@@ -83,9 +81,7 @@ def test_a_run_that_was_stopped_goes_on_and_computes_nothing_twice(
     assert counters.accepted == 2 * num_served + 1 and counters.cancelled == 0
 
 
-def test_a_run_of_an_engine_does_not_go_on_with_a_fleet(
-    fleet: FleetRig, batch: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_of_an_engine_does_not_go_on_with_a_fleet(fleet: FleetRig, batch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(output: Output, record: dict[str, Any]) -> None:
         raise KeyboardInterrupt
 

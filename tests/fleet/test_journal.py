@@ -70,9 +70,7 @@ def changes(*requests: NewRequest, first: int = 1, **more: Any) -> JournalChange
 def start_writer(path: Path) -> subprocess.Popen[str]:
     root = str(Path(__file__).resolve().parents[2])
     environ = {**os.environ, "PYTHONPATH": root}
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True, env=environ
-    )
+    process = subprocess.Popen([sys.executable, "-P", "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True, env=environ)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     return process
 
@@ -186,9 +184,7 @@ def test_a_damaged_row_is_told_by_its_name(path: Path, statement: str, value: ob
 
     asyncio.run(open_once())
     database = sqlite3.connect(path, isolation_level=None)
-    database.execute(
-        "INSERT INTO requests (number, request_id, data) VALUES (1, 'r1', ?)", (encode(new_request("r1")),)
-    )
+    database.execute("INSERT INTO requests (number, request_id, data) VALUES (1, 'r1', ?)", (encode(new_request("r1")),))
     assert database.execute(statement, (value,)).rowcount == 1
     database.close()
     with pytest.raises(JournalError, match=re.escape(f"the journal {path} is damaged: ") + ".*" + re.escape(said)):
@@ -337,8 +333,7 @@ async def test_the_reserve_lets_commits_through_and_the_fault_lasts_until_it_is_
 async def test_a_request_id_in_use_is_no_full_disk_and_concerns_its_request_alone(writer: JournalWriter) -> None:
     await writer.commit([(1, new_request("r"))])
     first, second = await asyncio.gather(
-        writer.commit([(2, new_request("r")), (3, new_request("s"))], [(1, 0, b"a")]),
-        writer.commit([(4, new_request("t"))]),
+        writer.commit([(2, new_request("r")), (3, new_request("s"))], [(1, 0, b"a")]), writer.commit([(4, new_request("t"))])
     )
     assert (first, second) == ({2}, set())
     assert writer.fault is None and writer.num_unwritten == 0

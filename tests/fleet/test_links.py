@@ -46,7 +46,7 @@ EXAMPLES: list[tuple[str, list[Any], Any]] = [
     ("drain", ["w"], None),
     ("add", [2], ["w1", "w2"]),
     ("stop", [1.5], None),
-]  # fmt: skip
+]
 
 
 async def test_arguments_and_results_come_through_as_they_are() -> None:

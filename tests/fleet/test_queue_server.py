@@ -43,9 +43,7 @@ class Rig(QueueRig):
         return await self.server.register(Registration(name, other_model(**model), 64, worker_state()))
 
     async def submit(self, request: NewRequest | str, front: str = "front") -> Submission:
-        (answer,) = await self.server.submit(
-            front, [request if isinstance(request, NewRequest) else new_request(request)]
-        )
+        (answer,) = await self.server.submit(front, [request if isinstance(request, NewRequest) else new_request(request)])
         return answer
 
     async def orders(self, epoch: int, name: str = "w") -> Orders:
@@ -57,9 +55,7 @@ class Rig(QueueRig):
     async def read(self, front: str = "front", positions: dict[int, int] | None = None) -> dict[int, Any]:
         """What a front end is delivered: the position and the decoded records by request."""
         found = await self.server.read(front, positions)
-        return {
-            number: (at, [decode_record(one) for one in records]) for number, (at, records) in found.records.items()
-        }
+        return {number: (at, [decode_record(one) for one in records]) for number, (at, records) in found.records.items()}
 
 
 @pytest.fixture

@@ -47,9 +47,7 @@ async def test_first_pieces_ends_releases_and_faults_are_reported_at_once_others
     buffer.add(piece(1, 7, index=1))
     assert await is_due(buffer)
     buffer.take()
-    for urgent in (
-        lambda: buffer.add(Failed(1, "invalid", "no")), lambda: buffer.release(1), lambda: buffer.fail(2, "no"),
-    ):  # fmt: skip
+    for urgent in (lambda: buffer.add(Failed(1, "invalid", "no")), lambda: buffer.release(1), lambda: buffer.fail(2, "no")):
         urgent()
         assert await is_due(buffer)
         buffer.take()

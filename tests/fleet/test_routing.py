@@ -153,9 +153,8 @@ blocks = st.integers(0, 300)
 weight = st.sampled_from([0.0, 0.1, 0.5, 1.0, 2.0])
 needs = st.builds(RequestNeed, st.integers(1, 200), st.integers(0, 50), st.text(max_size=3), st.booleans())
 views = st.builds(
-    WorkerView, st.just(""), blocks, blocks, blocks, st.integers(0, 4), st.integers(1, 4), blocks, blocks, st.booleans(),
-    blocks,
-)  # fmt: skip
+    WorkerView, st.just(""), blocks, blocks, blocks, st.integers(0, 4), st.integers(1, 4), blocks, blocks, st.booleans(), blocks
+)
 weights_ = st.builds(
     Weights, weight, weight, weight, weight, weight, st.sampled_from([0.0, 20.0, 200.0]), st.sampled_from([0.0, 5.0])
 )

@@ -154,9 +154,7 @@ async def test_what_was_assigned_and_released_at_once_is_handed_back_without_rec
     assert worker._buffer.take() == ([], [], {}) and not worker._tasks
 
 
-async def test_a_worker_whose_engine_hangs_ends_without_waiting_for_it(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_whose_engine_hangs_ends_without_waiting_for_it(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "BEAT_S", 0.001)
     await rig.start(a=(engine := StandInEngine(held_at=1)))
     number = await rig.submit("r")

@@ -48,9 +48,7 @@ def test_labels_text_and_ends() -> None:
     world.scheduler.add(request)
     world.scheduler.add(Request("r1", np.arange(1, 6, dtype=np.int32), Sampling(2), 1, 998.5, label="req-2"))
     frame = plain.take()
-    assert frame["waiting"] == [
-        2, [["r0", "req-1", 5, 2, 0, 10.0, 0, "waiting"], ["r1", "req-2", 5, 2, 1, 1.5, 0, "waiting"]]
-    ]  # fmt: skip
+    assert frame["waiting"] == [2, [["r0", "req-1", 5, 2, 0, 10.0, 0, "waiting"], ["r1", "req-2", 5, 2, 1, 1.5, 0, "waiting"]]]
     assert frame["pool"] == {
         "num_blocks": 9, "blocks_per_extent": 9, "block_size": 4, "block_bytes": 4096, "model": "demo", "max_model_len": 64
     }  # fmt: skip
@@ -145,9 +143,7 @@ def test_states_are_no_rows() -> None:
 
 def test_an_encoded_frame_is_json_also_with_a_lone_surrogate() -> None:
     world = World(usable=8, block_size=4, max_seqs=2)
-    world.scheduler.add(
-        Request("r0", np.arange(1, 6, dtype=np.int32), Sampling(2), label="Gezeiten \u00e4 \U0001f30a <b>")
-    )
+    world.scheduler.add(Request("r0", np.arange(1, 6, dtype=np.int32), Sampling(2), label="Gezeiten \u00e4 \U0001f30a <b>"))
     world.schedule()
     frame = source_of(world).take()
     assert json.loads(encode(frame)) == frame

@@ -44,9 +44,7 @@ class Checks:
         return CheckReport(f"cuda:{index}", {}, self._outcomes, True, "/cache/x.json")
 
 
-def run(
-    checks: Checks, device: str | None = None, tries: bool = False, refresh: bool = False, as_json: bool = False
-) -> int:
+def run(checks: Checks, device: str | None = None, tries: bool = False, refresh: bool = False, as_json: bool = False) -> int:
     return doctor.main(device, tries, refresh, as_json, devices=lambda: GPUS, check=checks)
 
 
@@ -218,8 +216,10 @@ def test_a_broken_models_file_is_told_and_stops_neither_the_version_nor_the_doct
     user_file().write_text("mine: /models/mine\n")
     found, problems = asked(machine_report.models_files)
     assert [(file["role"], file["names"]) for file in found] == [
-        ("built-in", ["demo"]), ("user", ["mine"]), ("PAGETIDE_CONFIG", []),
-    ]  # fmt: skip
+        ("built-in", ["demo"]),
+        ("user", ["mine"]),
+        ("PAGETIDE_CONFIG", []),
+    ]
     assert [(problem.what.partition(";")[0], problem.fails) for problem in problems] == [
         (f"there is no models file {tmp_path / 'gone.yaml'}", True),
         (f"not usable: model 'mine' ({user_file()}:1): there is no folder /models/mine", False),

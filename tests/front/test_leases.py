@@ -164,9 +164,11 @@ def test_bad_input_is_a_sentence_and_status_2_and_changes_nothing(device: Device
         (("run", "--reserve", "2GiB", "--", "true"), "2.00 GiB cannot be reserved: of 1.00 GiB"),
         (("run", "--reserve", "much", "--", "true"), "--reserve: cannot read 'much'"),
         (("run", "--reserve", "1MiB", "--device", "7", "--", "true"), "no device 7; those that exist: host"),
-        *((("run", "--reserve", "1MiB", "--timeout", given, "--", "true"), "--timeout must be a number of seconds above 0")
-          for given in ("nan", "inf", "-1")),
-    ]:  # fmt: skip
+        *(
+            (("run", "--reserve", "1MiB", "--timeout", given, "--", "true"), "--timeout must be a number of seconds above 0")
+            for given in ("nan", "inf", "-1")
+        ),
+    ]:
         assert said in device.refused(*arguments), arguments
     after = device.lease()
     assert (after["max_bytes"], after["state"]) == (before["max_bytes"], "ok")

@@ -144,7 +144,7 @@ SAME: dict[str, tuple[Any, dict[str, Any]]] = {
     "a tuple of messages": (tuple(TALK), {**GREEDY, "max_new_tokens": 6}),
     "no prompt": ((x for x in ()), {**GREEDY, "max_new_tokens": 6}),
     "a column of chats": (KeyDataset([{"x": HELLO}, {"x": TALK}], "x"), {**GREEDY, "max_new_tokens": 6}),  # type: ignore[arg-type]
-}  # fmt: skip
+}
 
 
 @pytest.mark.filterwarnings("ignore:Unfeasible length", "ignore:Using the model-agnostic default")
@@ -177,7 +177,7 @@ BEAMS: dict[str, dict[str, Any]] = {
     "the best of them": {"num_beams": 4, "num_return_sequences": 3, "length_penalty": 0.3},
     "until there are enough": {"num_beams": 4, "early_stopping": True, "num_return_sequences": 4, "return_tensors": True},
     "until there can be none": {"num_beams": 3, "early_stopping": "never", "length_penalty": -1.0},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BEAMS)
@@ -487,7 +487,7 @@ def test_what_is_not_served_is_refused_with_a_reason(ours: Any) -> None:
         ({"tokenizer_encode_kwargs": {"return_tensors": "pt"}}, "return_tensors"),
         ({"tokenizer": object()}, "at the making"),
         ({"max_seqs": 4}, "no argument 'max_seqs': it is an argument of LLM"),
-    ]:  # fmt: skip
+    ]:
         with pytest.raises(ValueError, match=said):
             ours(P, **options)
 
@@ -521,9 +521,7 @@ def test_a_making_is_refused_with_a_reason() -> None:
 
 
 def test_a_pipeline_over_an_engine_leaves_it_open(ours: TextGenerationPipeline) -> None:
-    with pagetide.pipeline(
-        "text_generation", model=ours.llm, max_new_tokens=2, max_seqs=None, device=None, **GREEDY
-    ) as again:
+    with pagetide.pipeline("text_generation", model=ours.llm, max_new_tokens=2, max_seqs=None, device=None, **GREEDY) as again:
         assert again(P) == ours(P, max_new_tokens=2, **GREEDY)
         assert again.llm is ours.llm
     assert ours(P, max_new_tokens=1)

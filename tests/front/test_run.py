@@ -166,12 +166,7 @@ def test_a_batch_as_openai_has_it(talker: LLM, run: Any) -> None:
     assert (body["id"], body["object"], body["choices"]) == (f"cmpl-{run_id}_2", "text_completion", [choice])
     assert [record["custom_id"] for record in done.records] == ["a", "b", "c", "d", None, "e", "f"]
     assert [record["response"]["status_code"] for record in done.records] == [200, 200, 400, 400, 400, 400, 200]
-    said_of = (
-        "line 3: tools must be left out here",
-        "with a context of 1,024",
-        "line 5: it is not valid JSON",
-        "url must be",
-    )
+    said_of = ("line 3: tools must be left out here", "with a context of 1,024", "line 5: it is not valid JSON", "url must be")
     for record, message in zip(done.records[2:6], said_of, strict=True):
         assert message in record["error"]["message"]
         assert record["response"]["body"]["error"]["message"] == record["error"]["message"]
@@ -236,7 +231,6 @@ def test_a_line_that_cannot_be_asked_says_why() -> None:
         (b'{"prompt": "x", "id": [1]}', "id must be a text or an integer, got [1]"),
         (b'{"prompt": "x", "id": 1, "custom_id": "b"}', "give one of them"),
         (b'{"messages": []}', "messages must be a list of"),
-
         (b'{"prompt": "x", "temprature": 1}', "unknown field 'temprature'; did you mean temperature?"),
         (b'{"prompt": "x", "temperature": -1}', "temperature must be 0 (greedy) or above, got -1"),
         (b'{"prompt": "x", "stream": true}', "stream must be left out here, got True"),
@@ -246,7 +240,7 @@ def test_a_line_that_cannot_be_asked_says_why() -> None:
         (b'{"prompt": "x", "response_format": {"type": "yaml"}}', "response_format must have the type text"),
         (b'{"prompt": "x", "url": "/v1/completions", "body": {}}', "set `format: openai`"),
         (b'{"prompt": "x", "logits_processors": []}', "logits_processors is served as null alone: leave it out"),
-    ]:  # fmt: skip
+    ]:
         ask = read_line(3, line, "jsonl")
         assert ask.error is not None and message in ask.error
         assert ask.sampling == {}
@@ -364,7 +358,7 @@ def test_other_settings_are_refused_until_it_is_begun_anew(run: Any, tmp_path: P
         ("--stop", "a", "--n", "1"): "sampling.n was not given and is 1, sampling.stop was not given and is ['a']",
         ("--device", "cuda"): "engine.device was 'auto' and is 'cuda'",
         ("--no-output-prompt",): "output.prompt was True and is False",
-    }.items():  # fmt: skip
+    }.items():
         refused = run(None, *more, name="in.txt")
         expected = f"was started with other settings: {said}; resume with the same, or start over with --restart"
         assert refused.status == 2 and expected in refused.err
@@ -754,10 +748,12 @@ def test_every_field_that_the_server_takes_is_known() -> None:
     fields = dict.fromkeys(IGNORED, 1) | {"options": {"num_ctx": 1}}
     assert read_line(1, json.dumps({"prompt": "a"} | fields).encode(), "jsonl").ignored == (*IGNORED, "num_ctx")
     for form, found in (
-        ({"json": {"type": "object"}}, {"json_schema": {"type": "object"}}), ({"regex": "a+"}, {"regex": "a+"}),
-        ({"grammar": "start: /a/"}, {"grammar": "start: /a/"}), ({"choice": ["a.", "b"]}, {"regex": r"(a\.)|(b)"}),
+        ({"json": {"type": "object"}}, {"json_schema": {"type": "object"}}),
+        ({"regex": "a+"}, {"regex": "a+"}),
+        ({"grammar": "start: /a/"}, {"grammar": "start: /a/"}),
+        ({"choice": ["a.", "b"]}, {"regex": r"(a\.)|(b)"}),
         ({"json_object": True}, {"json_schema": {"type": "object"}}),
-    ):  # fmt: skip
+    ):
         assert read_line(1, json.dumps({"prompt": "a", "structured_outputs": form}).encode(), "jsonl").sampling == found
     for wrong in ({}, {"regex": 1}, {"json": {"a": 1}, "regex": "a"}, {"choice": [1]}, "json"):
         error = read_line(1, json.dumps({"prompt": "a", "structured_outputs": wrong}).encode(), "jsonl").error
@@ -788,8 +784,7 @@ def test_a_line_is_taken_as_the_server_takes_it(fields: dict[str, Any], is_taken
     url = f"/v1/{'chat/' if 'messages' in fields else ''}completions"
     request = {"custom_id": "a", "url": url, "body": fields}
     of_lines = {
-        read_line(1, json.dumps(each).encode(), form).error is None
-        for each, form in ((fields, "jsonl"), (request, "openai"))
+        read_line(1, json.dumps(each).encode(), form).error is None for each, form in ((fields, "jsonl"), (request, "openai"))
     }
     assert (served, of_lines) == (is_taken, {is_taken})
 
@@ -805,10 +800,7 @@ def test_tools_of_a_line() -> None:
         ({"tools": [{"type": "function"}]}, "tools must be a list of"),
         ({"tools": [{"type": "x", "function": {"name": "a"}}]}, "tools must be a list of"),
         ({"tool_choice": "some"}, 'tool_choice must be "none", "auto"'),
-        (
-            {"tool_choice": {"type": "function", "function": {"name": "swim"}}},
-            "tool_choice names 'swim', tools has dive",
-        ),
+        ({"tool_choice": {"type": "function", "function": {"name": "swim"}}}, "tool_choice names 'swim', tools has dive"),
         ({"tool_choice": "required", "structured_outputs": {"regex": "a"}}, "cannot have another constraint beside it"),
     ):
         error = read_line(1, json.dumps(talk | wrong).encode(), "jsonl").error

@@ -100,7 +100,7 @@ def test_steps_begun_ahead_and_from_graphs_give_the_tokens_of_plain_ones(attenti
     for options in ({"cuda_graphs": False, "overlap": False}, {}):
         with LLM(
             "demo", device="cuda", dtype="float32", kv_memory="256MiB", share=False, attention=attention, **options
-        ) as llm:  # fmt: skip
+        ) as llm:
             stats, kernel = llm.stats(), llm._manager.engine.core.runner.kernel
             assert stats["overlap"] is not bool(options)
             assert bool(stats["cuda_graphs"]) == (kernel.captures and not options), kernel.name

@@ -32,9 +32,7 @@ from pagetide.engine.memory.engine_memory import EngineMemory
 from pagetide.engine.memory.pool_use import SchedulerPoolUse
 from pagetide.scheduler.request import Request, Sampling
 
-pytest.importorskip(
-    "cuda.bindings.driver", reason="needs cuda-bindings: pip install 'pagetide[cuda]'", exc_type=ImportError
-)
+pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings: pip install 'pagetide[cuda]'", exc_type=ImportError)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 MIB = 1 << 20

@@ -67,9 +67,9 @@ class Elastic(TinyEngine):
     """Over extents of 2 MiB of a real arena, of which one has memory at the start."""
 
     def __init__(self, model: Any, max_seqs: int) -> None:
-        geometry = Geometry.from_config(
-            model.config, block_size=16, dtype="float32", granule_bytes=2 * MIB
-        ).with_extents(2 * MIB)
+        geometry = Geometry.from_config(model.config, block_size=16, dtype="float32", granule_bytes=2 * MIB).with_extents(
+            2 * MIB
+        )
         tokens_per_extent = geometry.blocks_per_extent * 16
         self.max_model_len = 2 * tokens_per_extent // max_seqs + NEW  # some four extents for all
         num_extents = 10

@@ -33,9 +33,7 @@ def pci_numbers(properties) -> tuple[int, int, int]:
 def devices_of_torch(source: NvmlSource) -> list[DeviceInfo]:
     """CUDA device i at place i."""
     infos = source.scan()
-    return [
-        find_device(infos, uuid=str(torch.cuda.get_device_properties(i).uuid)) for i in range(torch.cuda.device_count())
-    ]
+    return [find_device(infos, uuid=str(torch.cuda.get_device_properties(i).uuid)) for i in range(torch.cuda.device_count())]
 
 
 def used_bytes(source: NvmlSource, info: DeviceInfo) -> int:

@@ -12,16 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed: pip install paget
 
 from engines import TinyEngine, plain, prompts
 from families import FAMILIES, VOCAB, tiny
-from triton_checks import (
-    FAR_BLOCKS,
-    FAR_STRIDE,
-    Case,
-    assert_near,
-    build,
-    check_attention,
-    check_copies,
-    check_far_blocks,
-)
+from triton_checks import FAR_BLOCKS, FAR_STRIDE, Case, assert_near, build, check_attention, check_copies, check_far_blocks
 
 from pagetide.engine.attention.triton_kernel import TritonKernel
 from pagetide.scheduler.request import Sampling

@@ -57,9 +57,8 @@ Page = dict[Series, float]
 
 def memory_of(total: int | None = 80 * GIB, free: int | None = 20 * GIB, **changes: object) -> DeviceMemory:
     memory = DeviceMemory(
-        at_ns=NOW - 10 * MS, interval_ns=20 * MS, total_bytes=total, free_bytes=free,
-        bytes_per_second=0.0, polls=1, failures=0,
-    )  # fmt: skip
+        at_ns=NOW - 10 * MS, interval_ns=20 * MS, total_bytes=total, free_bytes=free, bytes_per_second=0.0, polls=1, failures=0
+    )
     return replace(memory, **changes)  # type: ignore[arg-type]
 
 
@@ -108,9 +107,8 @@ def rich_snapshot() -> Snapshot:
         DeviceDetail(NOW - 250 * MS, 1000 * MS, DetailReading(processes=())),
     )
     recalled = lease_of(
-        max_bytes=60 * GIB, asked_bytes=50 * GIB, state="recalling", recall_target_bytes=30 * GIB,
-        recall_age_seconds=0.25,
-    )  # fmt: skip
+        max_bytes=60 * GIB, asked_bytes=50 * GIB, state="recalling", recall_target_bytes=30 * GIB, recall_age_seconds=0.25
+    )
     return snapshot_of(gpu, mig, host).with_leases([recalled])
 
 
@@ -343,9 +341,7 @@ def test_of_a_lease_without_limit_wish_or_recall_nothing_is_said_of_these(world:
 
 def test_leases_of_one_process_and_name_count_together(world: World) -> None:
     """Its former lease is reaped, or it runs a model twice. Prometheus takes each series once."""
-    former = lease_of(
-        state="reaping", granted_bytes=4 * GIB, held_bytes=3 * GIB, held_by_class={}, spare_bytes=0, min_bytes=0
-    )
+    former = lease_of(state="reaping", granted_bytes=4 * GIB, held_bytes=3 * GIB, held_by_class={}, spare_bytes=0, min_bytes=0)
     recalls = [
         lease_of(state="overdue", recall_target_bytes=target * GIB, recall_age_seconds=age)
         for target, age in ((30, 2.5), (20, 0.5))
@@ -414,10 +410,7 @@ def test_an_ipv6_address_is_served() -> None:
             probe.bind(("::1", 0))
     except OSError:
         pytest.skip("this machine has no IPv6")
-    with (
-        closing(MetricsServer(rich_snapshot, 0, "::1")) as server,
-        socket.create_connection(("::1", server.port)) as client,
-    ):
+    with closing(MetricsServer(rich_snapshot, 0, "::1")) as server, socket.create_connection(("::1", server.port)) as client:
         client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
         assert client.makefile("rb").readline() == b"HTTP/1.0 200 OK\r\n"
 
@@ -682,9 +675,7 @@ PIECES = [
 
 def test_random_requests_are_answered_and_leave_nothing(server: MetricsServer) -> None:
     rng = random.Random(0)
-    usual = (
-        GET + b"Accept: " + OPEN + b";version=1.0.0," + PLAIN + b";version=0.0.4;q=0.5\r\nAccept-Encoding: gzip\r\n\r\n"
-    )
+    usual = GET + b"Accept: " + OPEN + b";version=1.0.0," + PLAIN + b";version=0.0.4;q=0.5\r\nAccept-Encoding: gzip\r\n\r\n"
     for _ in range(150):
         request = b"".join(rng.choices(PIECES, k=rng.randrange(40))) + b"\r\n\r\n"
         ask(server, request)

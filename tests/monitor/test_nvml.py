@@ -32,10 +32,12 @@ INFO_B = DeviceInfo("GPU-bbbb", "1", DeviceKind.GPU, "NVIDIA H200", "00000000:0A
 READ_A, READ_B = MemoryReading(80 * GIB, 60 * GIB), MemoryReading(80 * GIB, 50 * GIB)
 
 SPLIT = Gpu(
-    "GPU-cccc", "00000000:3B:00.0", "NVIDIA A100",
+    "GPU-cccc",
+    "00000000:3B:00.0",
+    "NVIDIA A100",
     errors={"nvmlDeviceGetMemoryInfo_v2": pynvml.NVML_ERROR_NO_PERMISSION},
     mig=[instance("MIG-1", free_bytes=3 * GIB), None, instance("MIG-3", free_bytes=4 * GIB)],
-)  # fmt: skip
+)
 INFO_SPLIT = DeviceInfo("GPU-cccc", "0", DeviceKind.GPU, "NVIDIA A100", "00000000:3B:00.0")
 INFO_MIG_1, INFO_MIG_3 = (
     DeviceInfo(uuid, index, DeviceKind.MIG, "Stand-in A100 MIG 1g.10gb", "00000000:3B:00.0", "GPU-cccc")
@@ -116,9 +118,7 @@ def test_what_nvml_does_not_say_of_a_device_is_none_or_unreadable(nvml: NvmlStan
 
 
 def test_load_is_in_base_units_and_what_is_not_told_is_none(nvml: NvmlStandin, source: NvmlSource) -> None:
-    nvml.update(
-        "0", utilization_percent=87, temperature_celsius=61, power_milliwatts=412_345, power_limit_milliwatts=700_000
-    )
+    nvml.update("0", utilization_percent=87, temperature_celsius=61, power_milliwatts=412_345, power_limit_milliwatts=700_000)
     nvml.update("1", utilization_percent=0, temperature_celsius=0, power_milliwatts=0)
     source.scan()
     assert source.detail(INFO_A) == DetailReading(0.87, 61.0, 412.345, 700.0, ())
@@ -181,14 +181,16 @@ HOST_PIDS, CONTAINER = "pid:[4026531836]", "pid:[4026532501]"
 def test_what_is_said_of_processes_that_may_be_hidden(nvml: NvmlStandin, tmp_path: Path, child: int) -> None:
     """An empty list says that there are none only where none are hidden; a pid of the host's is another process here."""
     known = psutil.Process().username(), f"{sys.executable} -c input()  # waits"
-    for number, (namespace, driver, if_empty, told) in enumerate([
-        (HOST_PIDS, "580.82.07", (), known),
-        (HOST_PIDS, "535.113.01", (), known),
-        (CONTAINER, "580.82.07", None, known),  # it hides those of other containers
-        (CONTAINER, "565.57.01", None, known),
-        (CONTAINER, "560.35.03", (), (None, None)),  # it shows the host's
-        (None, "580.82.07", None, known),
-    ]):  # fmt: skip
+    for number, (namespace, driver, if_empty, told) in enumerate(
+        [
+            (HOST_PIDS, "580.82.07", (), known),
+            (HOST_PIDS, "535.113.01", (), known),
+            (CONTAINER, "580.82.07", None, known),  # it hides those of other containers
+            (CONTAINER, "565.57.01", None, known),
+            (CONTAINER, "560.35.03", (), (None, None)),  # it shows the host's
+            (None, "580.82.07", None, known),
+        ]
+    ):
         nvml.driver_version = driver
         nvml.update("0", compute=[Process(child, GIB), Process(NOBODY, 1)])
         source = NvmlSource(proc=proc_of(tmp_path / str(number), namespace) if namespace else tmp_path)
@@ -339,10 +341,7 @@ def test_a_driver_that_goes_away_and_comes_back(nvml: NvmlStandin, source: NvmlS
 
 def test_nvml_that_cannot_be_initialised_is_unavailable(nvml: NvmlStandin, source: NvmlSource) -> None:
     mismatch = pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH
-    for code, says in (
-        (mismatch, "another version .* restart this process"),
-        (UNKNOWN, r"does not work \(NVML: Unknown"),
-    ):
+    for code, says in ((mismatch, "another version .* restart this process"), (UNKNOWN, r"does not work \(NVML: Unknown")):
         nvml.errors = {"nvmlInitWithFlags": code}
         with pytest.raises(SourceUnavailable, match=says):
             source.scan()

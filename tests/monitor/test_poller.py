@@ -342,8 +342,10 @@ def test_one_that_is_not_available_hides_nobody_and_comes_later(caplog: pytest.L
     assert uuids(source) == ["GPU-a", "HOST-c"]
     assert source.unavailable == {}
     assert caplog.messages == [
-        "nvml is not available: no driver", "nvml is not available: no permission", "nvml is available now",
-    ]  # fmt: skip
+        "nvml is not available: no driver",
+        "nvml is not available: no permission",
+        "nvml is available now",
+    ]
 
 
 def test_devices_that_are_lost_with_their_source_are_seen_to_be_lost() -> None:

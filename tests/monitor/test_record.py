@@ -66,8 +66,10 @@ def path(tmp_path: Path) -> Path:
 def test_the_layout_is_as_drawn() -> None:
     places = [layout.TABLE, *layout.MEMORY, *layout.DETAIL]
     assert [place.at for place in places] == [
-        16_384, *range(278_528, 475_136, 2 * 192), *range(475_136, layout.FILE_BYTES, 2 * 65_536)
-    ]  # fmt: skip
+        16_384,
+        *range(278_528, 475_136, 2 * 192),
+        *range(475_136, layout.FILE_BYTES, 2 * 65_536),
+    ]
     assert layout.FILE_BYTES == 475_136 + 512 * 2 * 65_536
     assert [place.buffer_bytes for place in places] == [1 << 17, *[192] * 512, *[1 << 16] * 512]
     assert [place.sequence for place in places] == list(range(3, 3 + 1025))
@@ -380,10 +382,7 @@ def test_what_is_no_record_is_refused(path: Path) -> None:
         (lambda path: path.write_bytes(b"{}" * 5000), foreign),
         (lambda path: path.write_bytes(head), "is damaged"),
         (lambda path: path.write_bytes(b"pagetide" + struct.pack("=I", 9)), newer),
-        *(
-            (lambda path, size=size: resized(path, whole, size), "is damaged" if size >= 12 else foreign)
-            for size in sizes
-        ),
+        *((lambda path, size=size: resized(path, whole, size), "is damaged" if size >= 12 else foreign) for size in sizes),
     ):
         make(path)
         path.chmod(0o700)  # whatever the umask
@@ -561,9 +560,7 @@ def current(shared: layout.SharedBytes, place: layout.Place) -> memoryview:
     return shared.view[start : start + 24 + payload_bytes]
 
 
-PLACES = pytest.mark.parametrize(
-    "place", [layout.TABLE, layout.MEMORY[0], layout.DETAIL[0]], ids=["table", "memory", "detail"]
-)
+PLACES = pytest.mark.parametrize("place", [layout.TABLE, layout.MEMORY[0], layout.DETAIL[0]], ids=["table", "memory", "detail"])
 
 
 @PLACES

@@ -100,11 +100,13 @@ def test_only_what_changed_is_written(tmp_path: Path) -> None:
         {"time": 0.02, "memory": {"GPU-a": memory | {"free_bytes": 500}}},
         {"time": 0.04, "memory": {"GPU-a": "GPU is lost"}, "detail": {"GPU-a": "lost"}},
         {
-            "time": 0.06, "devices": [a, b], "memory": {"GPU-a": memory, "MIG-b": memory | {"total_bytes": None}},
+            "time": 0.06,
+            "devices": [a, b],
+            "memory": {"GPU-a": memory, "MIG-b": memory | {"total_bytes": None}},
             "detail": {"GPU-a": whole | {"utilization": 0.75}},
         },
         {"time": 0.1, "detail": {"GPU-a": whole}},
-    ]  # fmt: skip
+    ]
     with FrameRecording(tmp_path / "r", "devices") as recording:
         told = {"of": "devices", "source": "nvml+host", "interval_s": 0.02}
         assert told.items() <= recording.header.items()
@@ -130,8 +132,7 @@ def test_details_are_written_no_more_often_than_asked(tmp_path: Path) -> None:
     times = [BEGAN_NS + step * 250 * MS for step in range(9)]
     details = [replace(DETAIL, power_watts=float(step)) for step in range(9)]
     path = record(
-        tmp_path / "r",
-        [snapshot(at, device(INFOS[0], at, detail=detail)) for at, detail in zip(times, details, strict=True)],
+        tmp_path / "r", [snapshot(at, device(INFOS[0], at, detail=detail)) for at, detail in zip(times, details, strict=True)]
     )
     told = [(line["time"], line["detail"]["GPU-a"]["power_watts"]) for line in lines(path) if "detail" in line]
     assert told == [(0.0, 0.0), (1.0, 4.0), (2.0, 8.0)]
@@ -304,9 +305,7 @@ def test_what_cannot_be_played(tmp_path: Path) -> None:
             ReplaySource(path)
     with (tmp_path / "engine").open("wb") as file:
         FrameWriter(file.write, "engine", {"began": 1.0}).close()
-    with pytest.raises(
-        ConfigInvalid, match=r"is a recording of 'engine', not of 'devices': `pagetide replay .*engine`"
-    ):
+    with pytest.raises(ConfigInvalid, match=r"is a recording of 'engine', not of 'devices': `pagetide replay .*engine`"):
         ReplaySource(tmp_path / "engine")
 
 

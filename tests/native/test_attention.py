@@ -112,12 +112,7 @@ def part_of(call: AttentionCall, chunk: int, tokens: slice) -> AttentionCall:
 
 @pytest.mark.parametrize(
     ("dtype", "window", "in_int8"),
-    [
-        (torch.float32, None, False),
-        (torch.bfloat16, 100, False),
-        (torch.float16, 100, True),
-        (torch.bfloat16, None, True),
-    ],
+    [(torch.float32, None, False), (torch.bfloat16, 100, False), (torch.float16, 100, True), (torch.bfloat16, None, True)],
 )
 def test_bits_depend_neither_on_other_sequences_nor_on_chunks_nor_on_threads(
     dtype: torch.dtype, window: int | None, in_int8: bool
@@ -132,8 +127,7 @@ def test_bits_depend_neither_on_other_sequences_nor_on_chunks_nor_on_threads(
             torch.set_num_threads(1)
             for size in (400, 60, 23, 1):
                 pieces = [
-                    kernel().attend(part_of(call, chunk, slice(low, low + size)))
-                    for low in range(0, len(together), size)
+                    kernel().attend(part_of(call, chunk, slice(low, low + size))) for low in range(0, len(together), size)
                 ]
                 assert torch.equal(torch.cat(pieces), together), (chunk, size)
     finally:
@@ -154,8 +148,7 @@ def test_queries_and_rows_of_any_stride() -> None:
     built = build(Case(((1, 20), (9, 30)), torch.float32))
     call = built.call
     spread = [
-        torch.full((*t.shape[:2], 2 * t.shape[2]), torch.nan)[..., ::2].copy_(t)
-        for t in (call.query, call.key, call.value)
+        torch.full((*t.shape[:2], 2 * t.shape[2]), torch.nan)[..., ::2].copy_(t) for t in (call.query, call.key, call.value)
     ]
     built = replace(built, call=replace(call, query=spread[0], key=spread[1], value=spread[2]))
     check_write(kernel(), built)
@@ -194,10 +187,7 @@ def test_writing_beyond_the_cache_is_refused_and_writes_nothing() -> None:
     for stored in STORED:
         built = build(Case(((4, 30),), torch.float32, stored=stored))
         before, step = built.arena.clone(), built.call.step
-        for over in (
-            {"write_blocks": tuple(b + 100 for b in step.write_blocks)},
-            {"write_offsets": step.write_offsets + 16},
-        ):
+        for over in ({"write_blocks": tuple(b + 100 for b in step.write_blocks)}, {"write_offsets": step.write_offsets + 16}):
             with pytest.raises(RuntimeError, match="goes to"):
                 kernel().write(replace(built.call, step=replace(step, **over)))
         assert torch.equal(bits(built.arena), bits(before))
@@ -209,8 +199,7 @@ def test_caches_and_scales_of_any_stride() -> None:
         built = build(Case(((1, 20), (9, 30)), aliased=True, stored=stored))
         cache = built.call.cache
         turned = {
-            name: getattr(cache, name).transpose(1, 2).contiguous().transpose(1, 2)
-            for name in (VIEWS if stored else VIEWS[:2])
+            name: getattr(cache, name).transpose(1, 2).contiguous().transpose(1, 2) for name in (VIEWS if stored else VIEWS[:2])
         }
         other = replace(built.call, cache=replace(cache, **turned))
         assert torch.equal(kernel().attend(other), kernel().attend(built.call))

@@ -185,10 +185,7 @@ def test_nothing_to_do():
         (lambda: ops.rms_norm(torch.randn(2, 8), torch.randn(8).half(), 1e-6, 0.0, True), "another element type"),
         (lambda: ops.rms_norm(torch.randn(2, 8).double(), None, 1e-6, 0.0, True), "must be float32"),
         (lambda: ops.add_rms_norm(torch.randn(2, 8), torch.randn(8), None, 1e-6, 0.0, True), "residual must have 16"),
-        (
-            lambda: ops.add_rms_norm(torch.randn(2, 8), torch.randn(8, 2), None, 1e-6, 0.0, True),
-            "differ in dimension 0",
-        ),
+        (lambda: ops.add_rms_norm(torch.randn(2, 8), torch.randn(8, 2), None, 1e-6, 0.0, True), "differ in dimension 0"),
         (lambda: ops.gated(torch.randn(2, 8), 4, 0, 5, 0), "columns 5 to 9 of 8"),
         (lambda: ops.gated(torch.randn(2, 8), 4, 0, 4, 3), "unknown gate"),
         (lambda: ops.gated(torch.randn(8, 2).T, 4, 0, 4, 0), "contiguous"),

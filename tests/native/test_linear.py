@@ -12,9 +12,7 @@ pytestmark = pytest.mark.skipif(native.instructions() is None, reason="the nativ
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ERRORS = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}  # of the largest output
-SHAPES = (
-    (1, 1, 1), (1, 64, 64), (3, 70, 33), (13, 31, 257), (50, 129, 300), (97, 200, 515), (200, 65, 1024), (5, 40, 2048),
-)  # fmt: skip
+SHAPES = ((1, 1, 1), (1, 64, 64), (3, 70, 33), (13, 31, 257), (50, 129, 300), (97, 200, 515), (200, 65, 1024), (5, 40, 2048))
 INT8, INT4 = 3, 4
 
 

@@ -15,8 +15,7 @@ COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 
 @pytest.mark.stress
 @pytest.mark.skipif(
-    shutil.which(COMPILER) is None or shutil.which(EMULATOR) is None,
-    reason="needs g++-aarch64-linux-gnu and qemu-user",
+    shutil.which(COMPILER) is None or shutil.which(EMULATOR) is None, reason="needs g++-aarch64-linux-gnu and qemu-user"
 )
 def test_neon(tmp_path: Path) -> None:
     sources = [build.SOURCES / f"{name}.cpp" for name in ("isa", "kernels", "pool")]

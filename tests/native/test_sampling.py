@@ -96,11 +96,7 @@ DRAWS = st.builds(
 @given(
     st.sampled_from([1, 2, 15, 16, 17, 255, 256, 257, 1000, 3001]),
     st.sampled_from(TYPES),
-    st.lists(
-        st.tuples(st.sampled_from(KINDS), st.integers(0, 999), DRAWS),
-        min_size=1,
-        max_size=4,
-    ),
+    st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 999), DRAWS), min_size=1, max_size=4),
 )
 def test_random_rows(vocab: int, dtype: torch.dtype, rows: list[tuple[str, int, Draw]]) -> None:
     """In memory that is NaN around the rows."""
@@ -143,9 +139,7 @@ def test_a_temperature_that_makes_logits_infinite() -> None:
 def test_a_row_depends_on_itself_alone() -> None:
     """Neither on other rows nor on threads: bits of weights and tokens."""
     x = torch.randn(40, 9000, generator=torch.Generator().manual_seed(1)) * 2
-    kinds = [
-        Draw(0.8), Draw(0.7, 40), Draw(1.0, 40, 0.9), Draw(1.3, top_p=0.95), Draw(min_p=0.02), Draw(0.9, 5000, 0.99, 0.01),
-    ]  # fmt: skip
+    kinds = [Draw(0.8), Draw(0.7, 40), Draw(1.0, 40, 0.9), Draw(1.3, top_p=0.95), Draw(min_p=0.02), Draw(0.9, 5000, 0.99, 0.01)]
     draws: list[Draw | None] = [Draw(**{**vars(kinds[i % 6]), "noise": i / 41}) if i % 7 else None for i in range(40)]
     before = torch.get_num_threads()
     try:

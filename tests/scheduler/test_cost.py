@@ -93,28 +93,18 @@ def test_of_equal_costs_the_youngest_goes() -> None:
     world.complete()
     assert world.scheduler.stats.recomputed_tokens == 0
     (why,) = [d for d in world.scheduler.explain() if d["what"] == "preempt"]
-    assert (why["request_id"], why["blocks_won"], why["tokens"], why["chosen"], why["priority"]) == (
-        "b",
-        4,
-        64,
-        "swap",
-        0,
-    )
+    assert (why["request_id"], why["blocks_won"], why["tokens"], why["chosen"], why["priority"]) == ("b", 4, 64, "swap", 0)
     assert 0 < why["swap_s"] < why["compute_s"]
     (back,) = [d for d in world.scheduler.explain() if d["what"] == "return"]
     assert (back["request_id"], back["had"], back["found"]) == ("b", 64, 64)
 
 
 @pytest.mark.parametrize(
-    ("priority", "order"),
-    [(0, ["decodes", "young prompt"]), (1, ["young prompt", "decodes"])],
-    ids=["by cost", "priority"],
+    ("priority", "order"), [(0, ["decodes", "young prompt"]), (1, ["young prompt", "decodes"])], ids=["by cost", "priority"]
 )
 def test_whom_it_costs_least_goes_first_and_a_lower_priority_whatever_it_costs(priority: int, order: list[str]) -> None:
     """A prompt just begun holds blocks for all of its tokens: 32 are computed for 7 blocks, against 14 for one."""
-    world = World(
-        12, caching=True, host_slots=64, max_chunk_tokens=16, cost=SwapCost(1, 16, bytes_per_s=10, tokens_per_s=1000)
-    )
+    world = World(12, caching=True, host_slots=64, max_chunk_tokens=16, cost=SwapCost(1, 16, bytes_per_s=10, tokens_per_s=1000))
     world.add("young prompt", 100, 40, arrival=0.0)
     world.step()
     world.add("decodes", 14, 90, arrival=1.0, priority=priority)

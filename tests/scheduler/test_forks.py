@@ -38,9 +38,7 @@ def test_full_blocks_are_shared_and_the_partly_filled_one_is_copied(caching: boo
     assert world.cache.pool.references(np.array(a)).tolist() == [3, 3, 1]
     assert plan.copies is not None
     assert (plan.copies.sources.tolist(), plan.copies.targets.tolist()) == ([a[2], a[2]], [b[2], c[2]])
-    assert plan.lengths.tolist() == [1, 1, 1] and plan.starts.tolist() == [10, 9, 9], (
-        "only the last token is computed again"
-    )
+    assert plan.lengths.tolist() == [1, 1, 1] and plan.starts.tolist() == [10, 9, 9], "only the last token is computed again"
     world.finish(plan)
     world.complete()
     assert world.scheduler.stats.forks == 2

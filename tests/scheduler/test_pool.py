@@ -284,9 +284,7 @@ def test_wanted_blocks_covers_the_next_step_and_the_peak():
     scheduler = world.scheduler
     assert scheduler.pool.wanted_blocks() == 0
     world.add("a", 20, max_new=40)
-    assert -(-(20 + 20) // 4) <= scheduler.pool.wanted_blocks() <= -(-(20 + 40) // 4), (
-        "between half of max_new and all of it"
-    )
+    assert -(-(20 + 20) // 4) <= scheduler.pool.wanted_blocks() <= -(-(20 + 40) // 4), "between half of max_new and all of it"
     for i in range(7):
         world.add(f"r{i}", 20, max_new=40)
     four = scheduler.pool.wanted_blocks()
@@ -339,9 +337,7 @@ def test_a_broken_scheduler_goes_on_with_the_same_extents():
     fresh.check_invariants()
 
 
-@pytest.mark.parametrize(
-    "kept", [{}, {"caching": True}, {"host_slots": 20}], ids=["nothing", "prefixes", "a host tier"]
-)
+@pytest.mark.parametrize("kept", [{}, {"caching": True}, {"host_slots": 20}], ids=["nothing", "prefixes", "a host tier"])
 def test_blocks_that_a_copy_holds_count_for_whom_they_come_free(kept):
     """A victim's blocks have just moved, and are free with the next plan: no second victim, the needy one waits a step."""
     caching = bool(kept)
@@ -376,9 +372,7 @@ def test_blocks_in_flight_are_room_for_a_newcomer(forecast, max_new, gone, new):
         world.add(name, 9, max_new=max_new)  # 3 blocks each
     world.step()
     world.abort("gone")
-    assert (world.scheduler.pool.give_back(1), world.scheduler.pool.grow(1)) == (1, 1), (
-        "the blocks move, the extent stays"
-    )
+    assert (world.scheduler.pool.give_back(1), world.scheduler.pool.grow(1)) == (1, 1), "the blocks move, the extent stays"
     for name in gone[1:]:
         world.abort(name)
     if not forecast:

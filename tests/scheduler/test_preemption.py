@@ -73,9 +73,7 @@ def check_step(world: World) -> None:
     assert back == sorted(back), "a younger one came back first"
     for name in before.intersection(world.scheduler.waiting_ids):
         passed = world.requests[name]
-        assert not [r for r in seated if r.priority == passed.priority and r.arrival > passed.arrival], (
-            f"{name} was passed"
-        )
+        assert not [r for r in seated if r.priority == passed.priority and r.arrival > passed.arrival], f"{name} was passed"
     world.finish(plan)
 
 

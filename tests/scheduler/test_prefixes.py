@@ -86,10 +86,7 @@ def test_what_others_computed_under_another_salt_shows_in_nothing() -> None:
         num_before = len(world.plans)
         assert alone(world, "mine", prompt, max_new=20, salt=b"mine") == 0
         plans.append(
-            [
-                (p.starts.tolist(), p.lengths.tolist(), [t.blocks.tolist() for t in p.tables])
-                for p in world.plans[num_before:]
-            ]
+            [(p.starts.tolist(), p.lengths.tolist(), [t.blocks.tolist() for t in p.tables]) for p in world.plans[num_before:]]
         )
         world.check_outputs()
     assert plans[0] == plans[1] == plans[2]
@@ -113,9 +110,7 @@ def test_resumed_requests_are_counted_apart_from_new_ones() -> None:
     assert stats.preemptions == 1 and 0 < stats.recomputed_tokens < 16, "most of it was still there"
     assert new == (2, 32, 0), "none of the prompts was there before"
     assert resumed == (1, 17, 16 - stats.recomputed_tokens), "b is back, with a token more"
-    assert [world.finished[name].num_cached_tokens for name in "ab"] == [0, 0], (
-        "what it computed itself is no cached token"
-    )
+    assert [world.finished[name].num_cached_tokens for name in "ab"] == [0, 0], "what it computed itself is no cached token"
 
 
 def test_a_request_that_had_begun_elsewhere_is_a_resumed_one() -> None:

@@ -132,9 +132,7 @@ def test_misuse_is_loud_and_changes_nothing():
     world.complete()
 
 
-@pytest.mark.parametrize(
-    "bad", [{"max_seqs": 0}, {"max_step_tokens": 0}, {"max_model_len": 0}, {"max_chunk_tokens": 0}]
-)
+@pytest.mark.parametrize("bad", [{"max_seqs": 0}, {"max_step_tokens": 0}, {"max_model_len": 0}, {"max_chunk_tokens": 0}])
 def test_limits_are_checked(bad):
     good = {"max_seqs": 4, "max_step_tokens": 64, "max_model_len": 100}
     with pytest.raises(ValueError, match=next(iter(bad)).split("_")[1]):

@@ -213,12 +213,7 @@ def test_one_plan_is_out_and_results_come_in_order() -> None:
     first = world.schedule()
     behind = world.go_ahead()
     assert behind is not None
-    for call in (
-        scheduler.schedule_ahead,
-        scheduler.schedule,
-        lambda: scheduler.withdraw("a"),
-        lambda: scheduler.pool.grow(0),
-    ):
+    for call in (scheduler.schedule_ahead, scheduler.schedule, lambda: scheduler.withdraw("a"), lambda: scheduler.pool.grow(0)):
         with pytest.raises(InvalidCallOrder):
             call()
     results = [step.wait() for step in world.begun]
@@ -269,9 +264,7 @@ def test_who_stops_is_told_and_keeps_row_and_blocks_until_no_plan_names_them() -
     used = world.used
     assert fourth is not None and fourth.rows.tolist() == [0, 1]
     emissions = world.finish(third)
-    assert [(end.request_id, end.reason, end.token_ids.tolist()) for end in emissions.finished] == [
-        ("a", "stop", ALONE[:3])
-    ]
+    assert [(end.request_id, end.reason, end.token_ids.tolist()) for end in emissions.finished] == [("a", "stop", ALONE[:3])]
     assert (scheduler.num_running, scheduler.num_waiting, scheduler.rows.num_free) == (1, 1, 0)
     assert world.used == used
     assert not scheduler.abort("a")

@@ -44,10 +44,7 @@ def test_no_host_tier_decides_as_before() -> None:
         stats = world.scheduler.stats
         assert stats.demoted_blocks == stats.promoted_blocks == 0 and stats.preemptions
         outcomes.append(
-            [
-                (p.rows.tolist(), p.starts.tolist(), p.lengths.tolist(), [a.request_id for a in p.admitted])
-                for p in world.plans
-            ]
+            [(p.rows.tolist(), p.starts.tolist(), p.lengths.tolist(), [a.request_id for a in p.admitted]) for p in world.plans]
         )
     assert outcomes[0] == outcomes[1]
 

@@ -70,10 +70,7 @@ def test_limits_of_a_key_do_not_touch_others() -> None:
             pass
     with admission.request(bob), admission.blocks(bob, 8):
         pass
-    with (
-        pytest.raises(ApiError, match="need 9 KV blocks, and the key bob may use 8") as caught,
-        admission.blocks(bob, 9),
-    ):
+    with pytest.raises(ApiError, match="need 9 KV blocks, and the key bob may use 8") as caught, admission.blocks(bob, 9):
         pass
     assert caught.value.status == 400 and "retry-after" not in caught.value.headers
     admission.settle_tokens(eve, 0, 160)

@@ -116,7 +116,7 @@ BEYOND_LIMITS = [
     (FORM + b"Sec-Fetch-Site: cross-site\r\n\r\n" + BODY, 403),
     (FORM + b"Origin: http://127.0.0.1\r\nSec-Fetch-Site: same-origin\r\n\r\n" + BODY, 200),
     (FORM + b"\r\n" + BODY, 200),
-]  # fmt: skip
+]
 
 
 def test_heads_and_bodies_beyond_the_limits(server: FrontEnd) -> None:
@@ -128,9 +128,7 @@ def test_heads_and_bodies_beyond_the_limits(server: FrontEnd) -> None:
 
 def test_a_head_is_that_of_get_and_a_key_may_stand_in_x_api_key(server: FrontEnd) -> None:
     for path in ("/health", "/ready", "/version", "/page/info", "/v1/models", "/v1/models/none"):
-        head, whole = (
-            httpx2.request(method, server.url + path, headers=ALICE, timeout=FAR_S) for method in ("HEAD", "GET")
-        )
+        head, whole = (httpx2.request(method, server.url + path, headers=ALICE, timeout=FAR_S) for method in ("HEAD", "GET"))
         assert (head.status_code, head.content) == (whole.status_code, b""), path
         assert head.headers["content-length"] == whole.headers["content-length"], path
     for key, status in (("sk-alice-1234", 200), ("sk-alice-123", 401)):

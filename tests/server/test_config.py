@@ -103,16 +103,8 @@ def test_wrong_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         ("port: 70000", {}, "from 0 to 65535"),
         ("ssl_certfile: a.pem", {}, "both --ssl-certfile and --ssl-keyfile"),
         ("{ssl_certfile: /none.pem, ssl_keyfile: /}", {}, "ssl_certfile: /none.pem: No such file or directory; check"),
-        (
-            "{ssl_certfile: key.pem, ssl_keyfile: cert.pem}",
-            {},
-            "ssl_certfile: key.pem is not PEM with a certificate: no line",
-        ),
-        (
-            "{ssl_certfile: cert.pem, ssl_keyfile: serve.yaml}",
-            {},
-            "ssl_keyfile: serve.yaml is not PEM with a private key: no",
-        ),
+        ("{ssl_certfile: key.pem, ssl_keyfile: cert.pem}", {}, "ssl_certfile: key.pem is not PEM with a certificate: no line"),
+        ("{ssl_certfile: cert.pem, ssl_keyfile: serve.yaml}", {}, "ssl_keyfile: serve.yaml is not PEM with a private key: no"),
         ("{ssl_certfile: cert.pem, ssl_keyfile: key.pem}", {}, "TLS cannot use cert.pem with the key in key.pem: "),
         ("open_metrics: maybe", {}, "type bool, got 'maybe'"),
         ("tool_call_parser: xml", {}, "one of hermes, llama3, mistral, none"),

@@ -17,10 +17,7 @@ from pagetide.server.messages import Cancel, Failed, OutputPieces, Piece, Score,
 
 MESSAGES = [
     OutputPieces(
-        [
-            Piece(1, 0, "the ", [5], [Score.of(5, b"the ", -0.5, 1, [(5, b"the ", -0.5)])]),
-            Piece(2, 1, "", [], None, "stop"),
-        ]
+        [Piece(1, 0, "the ", [5], [Score.of(5, b"the ", -0.5, 1, [(5, b"the ", -0.5)])]), Piece(2, 1, "", [], None, "stop")]
     ),
     Failed(3, "too_long", "12 tokens"),
     OutputPieces([]),

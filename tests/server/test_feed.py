@@ -169,9 +169,11 @@ async def test_costly_frames_come_less_often_by_what_the_engine_says() -> None:
 
 async def test_a_viewer_of_few_frames_gets_them_joined() -> None:
     async with (
-        PageServer() as server, server.client() as client, looking(client, rate=20) as quick,
+        PageServer() as server,
+        server.client() as client,
+        looking(client, rate=20) as quick,
         looking(client, rate=1) as slow,
-    ):  # fmt: skip
+    ):
         await asyncio.gather(quick.frame(), slow.frame())
         for state in range(1, 8):
             server.engine.state = state

@@ -31,9 +31,7 @@ def test_a_file_and_the_environment(tmp_path: Path) -> None:
 def test_white_space_and_marks_around_keys_are_no_part_of_them(tmp_path: Path) -> None:
     """As of secrets that end with a line end, and of files of editors that begin with a mark."""
     (tmp_path / "keys.yaml").write_bytes(b"\xef\xbb\xbfalice: |\n  sk-alice-1234\n")
-    keys = read_keys(
-        tmp_path / "keys.yaml", {"PAGETIDE_API_KEY": "\ufeffsk-env-one, sk-env-two\n", "PAGETIDE_ADMIN_KEY": "\n"}
-    )
+    keys = read_keys(tmp_path / "keys.yaml", {"PAGETIDE_API_KEY": "\ufeffsk-env-one, sk-env-two\n", "PAGETIDE_ADMIN_KEY": "\n"})
     assert all(keys.find(f"Bearer {key}") for key in ("sk-alice-1234", "sk-env-one", "sk-env-two"))
     assert not keys.has_admin
 

@@ -41,6 +41,4 @@ async def test_ctrl_c_says_what_it_waits_for_and_kills_engines_in_the_end_and_at
     for _ in range(presses):
         drainer.signalled(signal.SIGINT)
     await drainer.end_engines()
-    assert (
-        killed.is_set() and "waiting for 3 requests, 0 s at most, and then for the engines" in capsys.readouterr().err
-    )
+    assert killed.is_set() and "waiting for 3 requests, 0 s at most, and then for the engines" in capsys.readouterr().err

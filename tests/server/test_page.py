@@ -173,10 +173,7 @@ async def test_sessions_begin_with_a_key_of_this_server_and_from_its_page(files:
         gone = {"Cookie": "pagetide_session=" + "A" * 43, **HERE}
         assert (await client.get("/page/events", headers=gone)).status_code == 401
     # Without keys: open to all that reach it.
-    async with (
-        PageServer(files=files) as server,
-        server.client() as client,
-    ):
+    async with PageServer(files=files) as server, server.client() as client:
         assert not (await client.get("/page/info")).json()["needs_key"]
         assert (await client.get("/page/block?block=1")).json() == {"asked": {"block": 1, "text": False}}
         assert (await client.post("/page/session", headers=ALICE)).status_code == 401

@@ -91,9 +91,7 @@ def test_hovering_and_clicking_a_block_says_what_it_is(open_page: Open) -> None:
 def test_the_lists_say_what_runs_what_waits_and_why(open_page: Open) -> None:
     pool = Simulation("demo", 512, 8, lengths=(400, 400), load=24, seed=3)
     with shown(open_page, pool, steps=60) as (_, page):
-        page.wait_for_function(
-            "(n) => document.getElementById('num-waiting').textContent === String(n)", arg=len(pool.waiting)
-        )
+        page.wait_for_function("(n) => document.getElementById('num-waiting').textContent === String(n)", arg=len(pool.waiting))
         assert page.locator("#num-running").text_content() == str(len(pool.running))
         requests = [one.request for one in pool.waiting]
         names = [request.label or request.request_id for request in requests]
@@ -146,13 +144,8 @@ def test_the_prompt_box_sends_what_is_chosen_and_shows_each_token(open_page: Ope
         }  # fmt: skip
         assert page.locator("#output .token").all_text_contents() == ["Call", " me", " Ishmael", "."]
         legend = page.locator("#likely-legend .token")  # its tints are those of the text
-        assert (
-            legend.all_text_contents() == ["above 25 %", "5 to 25 %", "1 to 5 %", "below 1 %"]
-            and legend.first.is_visible()
-        )
-        assert (
-            legend.evaluate_all("(all) => new Set(all.map((one) => getComputedStyle(one).backgroundColor)).size") == 4
-        )
+        assert legend.all_text_contents() == ["above 25 %", "5 to 25 %", "1 to 5 %", "below 1 %"] and legend.first.is_visible()
+        assert legend.evaluate_all("(all) => new Set(all.map((one) => getComputedStyle(one).backgroundColor)).size") == 4
         assert page.locator("#output .token").evaluate_all("(all) => all.map((one) => one.dataset.likely)") == ["3"] * 4
         page.locator("#output .token").nth(1).hover()
         assert "78 %" in page.locator("#tooltip").text_content() and "␣other" in page.locator("#tooltip").text_content()
@@ -167,9 +160,7 @@ def test_the_prompt_box_sends_what_is_chosen_and_shows_each_token(open_page: Ope
 
 
 def test_markup_stays_text(open_page: Open) -> None:
-    pool = Simulation(
-        "demo", 512, 8, lengths=(400, 400), load=24, seed=3, name_of=lambda n: (f"{MARKUP}{n}", f"{n}{MARKUP}")
-    )
+    pool = Simulation("demo", 512, 8, lengths=(400, 400), load=24, seed=3, name_of=lambda n: (f"{MARKUP}{n}", f"{n}{MARKUP}"))
     other = Simulation(MARKUP, 512, 8)
     with shown(open_page, pool, other, steps=60, answer=[MARKUP, "<b>", "</p>"]) as (_, page):
         page.get_by_role("textbox", name="Prompt").fill(MARKUP)

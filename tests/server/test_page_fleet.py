@@ -22,9 +22,7 @@ from pagetide.server.feed import fleet_picture
 from pagetide.server.keys import ApiKeys
 
 NOW = 1_795_465_254.1234
-MODEL = FleetModel(
-    "demo", "/secret/models/demo", "demo", "identity", "float32", "layout", 1024, 256, 16, 1, [0], None, {}, "0"
-)
+MODEL = FleetModel("demo", "/secret/models/demo", "demo", "identity", "float32", "layout", 1024, 256, 16, 1, [0], None, {}, "0")
 HANDOVER = {"prompt_token_ids": [7] * 40, "sampling": {"max_new_tokens": 8}, "priority": 0}
 
 
@@ -113,9 +111,7 @@ async def test_a_fleet_is_asked_about_twice_a_second(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(feed_module, "time", SimpleNamespace(monotonic=lambda: 7.0, time=time.time))
     monkeypatch.setattr(feed_module, "asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": pause}))
-    async with (
-        front_end(MadeUpFleet("kept")) as server, looking(server.client) as reader, looking(server.client) as other,
-    ):  # fmt: skip
+    async with front_end(MadeUpFleet("kept")) as server, looking(server.client) as reader, looking(server.client) as other:
         for _ in range(4):
             await asyncio.gather(reader.next("fleet"), other.next("fleet"))
         assert len(server.engine.calls) - pauses.count(0.5) in (0, 1)

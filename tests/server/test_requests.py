@@ -73,9 +73,7 @@ def test_fields_of_other_servers_that_change_nothing_are_logged_once(caplog: pyt
     server = Server(ModelRegistry(), ApiKeys(), AppOptions())
     for body in bodies({"num_ctx": 4096}) * 2:
         server.check_fields(body)
-    assert [one.getMessage() for one in caplog.records] == [
-        f"requests give num_ctx, which is ignored: {IGNORED['num_ctx']}"
-    ]
+    assert [one.getMessage() for one in caplog.records] == [f"requests give num_ctx, which is ignored: {IGNORED['num_ctx']}"]
 
 
 PARTS = "give a text, or a list of parts"

@@ -47,7 +47,7 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...] | None]] = {
     "calls": (CHAT, {**ASKED, **TOOLS, "logprobs": True, "return_token_ids": True, **USAGE}, CALLS),
     "calls_n": (CHAT, {**ASKED, **TOOLS, "n": 2}, CALLS),
     "named": (CHAT, {**ASKED, **TOOLS, "tool_choice": {"type": "function", "function": {"name": "dive"}}}, ('{"a"', ":1}")),
-}  # fmt: skip
+}
 KEYS = ApiKeys([ApiKey("alice", digest_of("sk-alice-1")), ApiKey("bob", digest_of("sk-bob-12"))])
 
 
@@ -302,7 +302,7 @@ async def test_a_server_that_shuts_down_closes_its_streams_and_leaves_their_requ
                 pass
             asking = asyncio.gather(
                 ask({"prompt": "a", "stream": True}), ask({"prompt": "b"}), ask({"prompt": "c"}, **{"Idempotency-Key": "k"})
-            )  # fmt: skip
+            )
             await eventually(lambda: len(queue.requests) == 3)
             stop.set()
             read, whole, named = await asking
@@ -362,9 +362,7 @@ async def events_of(queue: KeptRequests, deliver: Any, case: str, place: str | N
     st.sampled_from(sorted(CASES)), st.lists(st.text('{}<>"tool_cal: ab \n', max_size=5), min_size=4, max_size=12),
     st.lists(st.tuples(st.integers(0, 1 << 30), st.floats(0, 1)), max_size=5),
 )  # fmt: skip
-def test_any_cuts_of_any_portions_add_up_to_the_whole(
-    case: str, texts: list[str], cuts: list[tuple[int, float]]
-) -> None:
+def test_any_cuts_of_any_portions_add_up_to_the_whole(case: str, texts: list[str], cuts: list[tuple[int, float]]) -> None:
     async def main() -> None:
         queue = KeptRequests((*(CASES[case][2] or ()), *texts))
         whole = said(await events_of(queue, at_once, case, None))

@@ -112,9 +112,7 @@ def in_pieces(parser: ToolParser, text: str, data: st.DataObject) -> tuple[str, 
 
 
 @given(st.sampled_from(CASES), st.data())
-def test_pieces_of_any_size_add_up_to_the_whole(
-    case: tuple[ToolParser, str, str, list[Any]], data: st.DataObject
-) -> None:
+def test_pieces_of_any_size_add_up_to_the_whole(case: tuple[ToolParser, str, str, list[Any]], data: st.DataObject) -> None:
     parser, text, content, calls = case
     assert in_pieces(parser, text, data) == (content, calls, bool(calls))
 
@@ -271,11 +269,7 @@ def test_references_of_each_tool_are_its_own() -> None:
         {**item, "properties": {"c": {"$ref": "#/definitions/Item"}}, "definitions": {"Item": blue}},
         {**item, "properties": {"c": red, "n": {"$ref": "#"}, "d": {"$ref": "#/properties/c"}}},
         {**item, "properties": {"c": {"$ref": "own#/$defs/Item"}}, "$defs": {"Item": red}, "$id": "own"},
-        {
-            "properties": {"c": red, "$id": {"const": {"$id": "own"}}},
-            "required": ["c"],
-            "$defs": {"o": {"$id": "urn:t"}},
-        },
+        {"properties": {"c": red, "$id": {"const": {"$id": "own"}}}, "required": ["c"], "$defs": {"o": {"$id": "urn:t"}}},
         {"type": ["null", "object"], "properties": {"c": red}, "required": ["c"], "$defs": {"o": {"$id": "urn:t"}}},
         *(
             {**item, "$id": "own", "properties": {"c": {"$ref": to}}, "definitions": {"x": {"$id": name, **color}}}
@@ -323,12 +317,14 @@ def test_contradictions_are_refused() -> None:
         assert caught.value.param == "tool_choice", (choice, fields)
     own, far = {"$id": "own", "type": "integer"}, {"$defs": {"o": {"$id": "urn:t", "const": 1}}}
     refusals: tuple[tuple[Any, ...], ...] = (
-        ("two functions 'f0'", {}, {}, {}), (r"the \$id of a tool's parameters must be a text", {"$id": ["x"]}),
-        (r"have the \$id 'urn:own'", {"$id": "urn:own", "title": "a"}, {"$id": "urn:own"}), ("is no URI", {"not": {"$id": "http://["}}),
+        ("two functions 'f0'", {}, {}, {}),
+        (r"the \$id of a tool's parameters must be a text", {"$id": ["x"]}),
+        (r"have the \$id 'urn:own'", {"$id": "urn:own", "title": "a"}, {"$id": "urn:own"}),
+        ("is no URI", {"not": {"$id": "http://["}}),
         (r"have the \$id 'urn:t'", far, {"anyOf": [{"not": {"$id": "urn:t#", "const": True}}]}),
         (r"have the \$id 'http://e/own'", {"$id": "http://e/a", "items": own}, {"$id": "http://e/b", "items": own | {"x": 1}}),
         *(("'f0' permit no object", none) for none in ({"type": "array"}, {"type": ["null"]}, {"enum": ["hi"]}, {"const": 1})),
-    )  # fmt: skip
+    )
     for message, *schemas in refusals:
         functions = [{"name": f"f{i if len(schemas) < 3 else 0}", "parameters": each} for i, each in enumerate(schemas)]
         with pytest.raises(ToolsInvalid, match=message) as caught:

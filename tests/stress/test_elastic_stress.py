@@ -385,9 +385,7 @@ def test_nobody_loses_whatever_is_killed_stopped_or_cut(tmp_path: Path) -> None:
 
         def act(until: float) -> None:
             began = -time.monotonic()
-            faults = [
-                kill_the_daemon, kill_the_daemon_for_long, kill_an_engine, kill_an_external, stop_an_engine, cut_a_socket
-            ]  # fmt: skip
+            faults = [kill_the_daemon, kill_the_daemon_for_long, kill_an_engine, kill_an_external, stop_an_engine, cut_a_socket]
             while True:
                 for fault in made.rng.sample(faults, len(faults)):
                     if time.monotonic() > until:

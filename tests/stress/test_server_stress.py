@@ -36,9 +36,7 @@ def request(body: bytes, length: int | None = None) -> bytes:
 
 
 def ask(seed: int, **fields: Any) -> bytes:
-    return json.dumps(
-        {"prompt": f"{seed}. The sea", "max_tokens": 24, "seed": seed, "ignore_eos": True} | fields
-    ).encode()
+    return json.dumps({"prompt": f"{seed}. The sea", "max_tokens": 24, "seed": seed, "ignore_eos": True} | fields).encode()
 
 
 async def one(port: int, kind: str, seed: int, slow_until: float) -> str:

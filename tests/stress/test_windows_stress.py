@@ -24,8 +24,6 @@ def test_same_tokens_with_large_windows(name: str, window: int) -> None:
     size = 16
     geometry = Geometry.from_config(model.config, block_size=size, dtype="float32")
     usable = 3 * geometry.slots_for_tokens(3 * window)
-    engine = TinyEngine(
-        model, usable=usable, block_size=size, max_model_len=3 * window + 8, max_step_tokens=512, caching=True
-    )
+    engine = TinyEngine(model, usable=usable, block_size=size, max_model_len=3 * window + 8, max_step_tokens=512, caching=True)
     for _ in range(2):
         assert engine.generate(inputs, GREEDY) == expected

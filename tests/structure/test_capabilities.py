@@ -31,9 +31,7 @@ def test_a_document_says_what_is_possible_and_nothing_else(document: str) -> Non
         assert phrase in plain(text), phrase
         assert (re.search("not run|未运行", phrase) is not None) == (state == "not run"), phrase
     sections = re.split(r"^## .*$", text, flags=re.MULTILINE)
-    found = [
-        line for i, begin in LINES[document].items() for line in sections[i].splitlines() if line.startswith(begin)
-    ]
+    found = [line for i, begin in LINES[document].items() for line in sections[i].splitlines() if line.startswith(begin)]
     assert len(found) >= 7
     phrases = re.compile("|".join(map(re.escape, sorted(said, key=len, reverse=True))))
     for line in found:

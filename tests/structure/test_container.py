@@ -17,9 +17,7 @@ import setup  # .ci/setup.py
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 TEXT = (ROOT / "Containerfile").read_text().replace("\\\n", " ")
 LINES = [line for line in TEXT.splitlines() if line and not line.startswith("#")]
-STAGES = {
-    stage.split(" AS ")[1].split("\n")[0]: stage for stage in re.split(r"^FROM ", "\n".join(LINES), flags=re.M)[1:]
-}
+STAGES = {stage.split(" AS ")[1].split("\n")[0]: stage for stage in re.split(r"^FROM ", "\n".join(LINES), flags=re.M)[1:]}
 IGNORED = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
 
 
@@ -48,9 +46,7 @@ def test_the_engines_image_can_serve_with_torch_of_the_index_that_make_asks() ->
     assert "\nEXPOSE 8000\n" in stage and "\nENV PAGETIDE_HOST=0.0.0.0\n" in stage
 
 
-@pytest.mark.parametrize(
-    ("answer", "status"), [(None, 0), (b"HTTP/1.1 200 OK\r\n", 0), (b"HTTP/1.1 503 X\r\n", 1), (b"", 1)]
-)
+@pytest.mark.parametrize(("answer", "status"), [(None, 0), (b"HTTP/1.1 200 OK\r\n", 0), (b"HTTP/1.1 503 X\r\n", 1), (b"", 1)])
 def test_the_health_check_of_the_engines_image(answer: bytes | None, status: int) -> None:
     """`answer` of what listens at the port; None: nothing does, as another command runs."""
     (line,) = (line for line in STAGES["engine"].splitlines() if line.startswith("HEALTHCHECK "))

@@ -52,9 +52,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     for name in ("pyproject.toml", "setup.py", "LICENSE", "docs", "pagetide", *PACKAGES):
         (clone / name).symlink_to(ROOT / name)
     (clone / "src" / "pagetide").symlink_to("../pagetide")
-    run = subprocess.run(
-        [sys.executable, "-c", BUILD, str(out)], cwd=clone, capture_output=True, text=True, check=False
-    )
+    run = subprocess.run([sys.executable, "-c", BUILD, str(out)], cwd=clone, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     names, editable = json.loads(run.stdout.splitlines()[-1])
     with zipfile.ZipFile(out / editable) as wheel:

@@ -147,9 +147,7 @@ def pins_in(venv: Path) -> dict[str, str]:
     return setup.pins((venv / "constraints.txt").read_text())
 
 
-def test_a_torch_that_was_chosen_or_is_there_comes_from_no_other_index(
-    venv: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_torch_that_was_chosen_or_is_there_comes_from_no_other_index(venv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pip = Pip(monkeypatch, {}, suits=False)
     assert setup.install(venv, ["dev", "test"], "torch==2.12.0", False, False) is False
     assert pip.calls[1:] == [project_of(venv, "torch==2.12.0")] and "setuptools" in pip.calls[0]

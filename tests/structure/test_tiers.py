@@ -81,16 +81,7 @@ def test_the_budget_is_in_seconds_of_the_reference_machine(
 
 
 def test_properties_run_in_the_deep_tier_too() -> None:
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "pytest",
-        "-q",
-        "--collect-only",
-        "--tier=deep",
-        "tests/allocator/test_wire.py",
-    ]
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "--collect-only", "--tier=deep", "tests/allocator/test_wire.py"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert found.returncode == 0 and "::test_frames_may_come_in_any_pieces" in found.stdout
     assert "::test_there_is_a_recorded_frame" not in found.stdout, "what is no property runs in the quick tier alone"

@@ -24,9 +24,7 @@ def monitor(folder: Path, members: str = "") -> MonitorProcess:
     return MonitorProcess(folder / "run", "--capacity", str(CAPACITY), "--members", members)
 
 
-def engine_process(
-    start: Any, path: Path, name: str, low: int = 0, high: int = 480 * MIB, granule: int = MIB
-) -> Process:
+def engine_process(start: Any, path: Path, name: str, low: int = 0, high: int = 480 * MIB, granule: int = MIB) -> Process:
     process: Process = start("engine", path, name, low, high, granule, UUID)
     return process
 
@@ -86,9 +84,7 @@ def test_a_killed_broker_costs_nothing_but_growth(folder: Path) -> None:
         a.start().tell(f"ask {150 * MIB}")
         b.start().tell(f"ask {200 * MIB}")
         held = [150 * MIB, 200 * MIB]
-        wait_until(
-            lambda: [engine.tell("state")["held"] for engine in (a, b)] == held, "both to have what they ask for"
-        )
+        wait_until(lambda: [engine.tell("state")["held"] for engine in (a, b)] == held, "both to have what they ask for")
         broker.kill()
         wait_until(lambda: not any(e.tell("state")["connected"] for e in (a, b)), "both to notice")
         assert [engine.tell("state")["held"] for engine in (a, b)] == held

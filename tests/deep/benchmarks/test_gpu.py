@@ -27,7 +27,7 @@ from benchmarks.gpu.parts import (
     Unmeasured,
     items_of,
     with_needs,
-)  # fmt: skip
+)
 
 CEILINGS = {bandwidth.MEMORY: 40.0, bandwidth.TO_HOST: 10.0, bandwidth.FROM_HOST: 10.0}
 

@@ -11,16 +11,7 @@ import transformers
 from families import FAMILIES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from benchmarks.model_families import (
-    EQUAL,
-    NOT_TRIED,
-    NOTES,
-    REFUSED,
-    SECTIONS,
-    Outcome,
-    document,
-    main,
-)  # fmt: skip
+from benchmarks.model_families import EQUAL, NOT_TRIED, NOTES, REFUSED, SECTIONS, Outcome, document, main
 
 DOCUMENT = (Path(__file__).resolve().parents[3] / "docs" / "models.md").read_text("utf-8")
 

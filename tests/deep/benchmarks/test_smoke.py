@@ -77,9 +77,7 @@ def test_those_with_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.M
     arguments = ["--device", "cpu", "--tiny", "--only", "recall,memory", "--seconds", "0.2", "--results", str(tmp_path)]
     assert gpu.main(arguments) == 0  # those parts that move memory; the others: test_gpu.py
     parts = json.loads((tmp_path / "gpu.json").read_text("utf-8"))
-    assert [(name, part["error"]) for name, part in parts.items()] == [
-        ("bandwidth", None), ("recall", None), ("memory", None)
-    ]  # fmt: skip
+    assert [(name, part["error"]) for name, part in parts.items()] == [("bandwidth", None), ("recall", None), ("memory", None)]
     for part in parts.values():
         check_results(part)
 

@@ -7,14 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    CONFIG_MAPPING,
-    AttentionInterface,
-    AutoModelForCausalLM,
-    FalconConfig,
-    FalconForCausalLM,
-    Gemma3Config,
-)
+from transformers import CONFIG_MAPPING, AttentionInterface, AutoModelForCausalLM, FalconConfig, FalconForCausalLM, Gemma3Config
 
 from pagetide.cache.geometry import Geometry, LayerShape, layer_shapes
 

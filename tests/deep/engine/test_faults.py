@@ -99,9 +99,7 @@ def expected(llm: LLM) -> dict[str, RequestOutput]:
     return {one.prompt: output for one, output in zip(LOAD, outputs, strict=True)}
 
 
-def check(
-    outputs: list[RequestOutput], load: list[Ask], expected: dict[str, RequestOutput], concerns: str | None
-) -> int:
+def check(outputs: list[RequestOutput], load: list[Ask], expected: dict[str, RequestOutput], concerns: str | None) -> int:
     """Only requests that need what the fault `concerns` may end with it. Returns how many did."""
     num_ended = 0
     for one, output in zip(load, outputs, strict=True):
@@ -155,10 +153,7 @@ def test_a_fault_that_stays(llm: LLM, expected, point: Point, caplog) -> None:
 def test_a_fault_while_a_step_is_made_ready_for_its_repetition(llm: LLM, expected, free: str, caplog) -> None:
     llm.reset_prefix_cache()
     owner = type(llm._manager.open().core.runner.kernel) if free == "release_buffers" else runner_module
-    with (
-        planted(llm._manager.open().core.runner, "model", 3, always=False),
-        planted(owner, free, 1, always=True) as fault,
-    ):
+    with planted(llm._manager.open().core.runner, "model", 3, always=False), planted(owner, free, 1, always=True) as fault:
         assert check(served(llm, LOAD), LOAD, expected, None) == 0
     assert fault.num_raised
     check_clean(llm, expected)

@@ -58,9 +58,7 @@ def test_a_guest_in_another_program(tmp_path: Path):
     with LLM("demo", device="cpu", kv_memory=MIB) as llm:
         params = SamplingParams(max_new_tokens=5, temperature=1.0, seed=1)
         expected = [output.token_ids for output in llm.generate(["the tide", [5, 6]], params)]
-    assert json.loads(file.read_text()) == {
-        "same": True, "tokens": expected, "handlers": [0, 0, 0], "threads": ["_MainThread"],
-    }  # fmt: skip
+    assert json.loads(file.read_text()) == {"same": True, "tokens": expected, "handlers": [0, 0, 0], "threads": ["_MainThread"]}
 
 
 def test_memory_stays_where_it_is():

@@ -26,8 +26,10 @@ def test_a_few_seconds_of_it(tmp_path: Path) -> None:
     prefix = tmp_path / "new" / "tide"
     done = subprocess.run(
         [sys.executable, "-P", SCRIPT, "--seconds", "3", "--data", tmp_path / "none", "--output", prefix],
-        capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     table = {line[:36].strip(): line[36:].split() for line in done.stdout.splitlines() if line.startswith("  ")}
     assert "a synthetic trace" in done.stdout

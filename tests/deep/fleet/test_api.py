@@ -42,9 +42,7 @@ async def test_chunks_add_up_to_the_output(name: str, fleet: Fleet, engines: lis
 
 
 @pytest.mark.parametrize("name", ["sampled", "n", "best_of", "logprobs", "beams"])
-async def test_requests_go_on_when_a_worker_dies(
-    name: str, rig: FleetRig, fleet: Fleet, engines: list[AsyncLLM]
-) -> None:
+async def test_requests_go_on_when_a_worker_dies(name: str, rig: FleetRig, fleet: Fleet, engines: list[AsyncLLM]) -> None:
     await check_a_death(rig, fleet, engines[0], name, 24 if name == "beams" else 60)
 
 

@@ -55,7 +55,7 @@ def test_output_that_the_locale_cannot_encode_is_not_lost() -> None:
         (["--json"], lambda out: json.loads(out)["completions"][0]["text"]),
         (["--json", "--stream"], lambda out: json.loads(out.splitlines()[-1])["output"]["completions"][0]["text"]),
         ([], lambda out: out.removesuffix("\n").replace("\\xe9", "\u00e9")),
-    ):  # fmt: skip
+    ):
         run = finished(*asked, *more, env=environ)
         assert (run.returncode, run.stderr, read(run.stdout)) == (0, "", "\u00e9\u00e9ok"), more
 
@@ -98,8 +98,5 @@ def test_log_probabilities_as_json(demo: LLM, capsys: pytest.CaptureFixture[str]
     assert output["completions"][0]["logprobs"] == expected["completions"][0]["logprobs"]
     streamed = [one for chunk in chunks for one in chunk["logprobs"]]
     assert [one["token_id"] for one in streamed] == output["completions"][0]["token_ids"]
-    tops = [
-        [[token for token, _ in one["top"]] for one in told]
-        for told in (streamed, output["completions"][0]["logprobs"])
-    ]
+    tops = [[[token for token, _ in one["top"]] for one in told] for told in (streamed, output["completions"][0]["logprobs"])]
     assert tops[0] == tops[1]

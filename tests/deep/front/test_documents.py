@@ -17,9 +17,7 @@ from pagetide import cli
 
 
 @pytest.mark.usefixtures("_checkout")
-@pytest.mark.parametrize(
-    "document", sorted({block.document for block in documents.PYTHON}), ids=lambda document: document.name
-)
+@pytest.mark.parametrize("document", sorted({block.document for block in documents.PYTHON}), ids=lambda document: document.name)
 def test_the_blocks_of_a_document_run_in_order(document: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_python([block for block in documents.PYTHON if block.document == document])
     assert capsys.readouterr().out

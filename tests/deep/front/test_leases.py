@@ -135,9 +135,7 @@ def refuse(shown: Any, said: str) -> None:
 
 
 @contextlib.contextmanager
-def reserved(
-    monitor: MonitorProcess, size: str, *program: str, before: Sequence[str] = ()
-) -> Iterator[subprocess.Popen[str]]:
+def reserved(monitor: MonitorProcess, size: str, *program: str, before: Sequence[str] = ()) -> Iterator[subprocess.Popen[str]]:
     """`vram-monitor run`, without a terminal."""
     started = subprocess.Popen(
         [*before, *command("run", "--reserve", size, "--", *program)],

@@ -57,9 +57,7 @@ def test_it_is_built_without_and_generates_and_says_once_what_that_costs(tmp_pat
     said = [line for line in run.stderr.splitlines() if "native kernels" in line]
     assert len(said) == 1 and "at about half the speed" in said[0] and "install g++ or clang" in said[0]
     with LLM("demo", device="cpu", dtype="float32", kv_memory="8MiB") as llm:
-        outputs = llm.generate(
-            ["the sea", "a whale"], SamplingParams(max_new_tokens=8, temperature=0.0), progress=False
-        )
+        outputs = llm.generate(["the sea", "a whale"], SamplingParams(max_new_tokens=8, temperature=0.0), progress=False)
     assert run.stdout == f'[{[o.token_ids for o in outputs]}, 8, "torch"]\n'
 
 

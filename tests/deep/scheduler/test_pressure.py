@@ -8,9 +8,7 @@ from fakes import World
 from pagetide.scheduler.cost import SwapCost
 
 
-@pytest.mark.parametrize(
-    "max_new", [512, *(pytest.param(n, marks=pytest.mark.stress) for n in (400, 10**4, 2**31 - 1))]
-)
+@pytest.mark.parametrize("max_new", [512, *(pytest.param(n, marks=pytest.mark.stress) for n in (400, 10**4, 2**31 - 1))])
 def test_no_storm_of_requests_that_run_to_the_context(max_new):
     """The forecast counts what a request can really come to, not what it was allowed."""
     world = World(usable=400, max_model_len=512, max_seqs=200, max_step_tokens=4096, forecast=True)

@@ -80,9 +80,7 @@ def test_the_walks_really(variants: list[str], seeds: int, least: dict[str, int]
 
 
 def test_the_walks_really_find_prefixes() -> None:
-    stats = [
-        walk(seed, v, 300, check_every=16).scheduler.stats for seed in range(3) for v in of("prefixes", "alternate")
-    ]
+    stats = [walk(seed, v, 300, check_every=16).scheduler.stats for seed in range(3) for v in of("prefixes", "alternate")]
     assert sum(s.prefix_lookups.hit_tokens for s in stats) > 100
     assert sum(s.resumed_lookups.hit_tokens for s in stats) > 500
     assert sum(s.preemptions for s in stats) > 25

@@ -25,8 +25,9 @@ DOCUMENT = (ROOT / "docs" / "serve.md").read_text("utf-8")
 FILES = OperatorFiles(FOLDER, r"vllm:\w+|pagetide_\w+|http_\w+|process_\w+", r"\d+m")
 load = FILES.load
 UNSEEN = {  # not on the page of a server that is well, and not on the dashboard either
-    "pagetide_build_info", "pagetide_engine_info",
-}  # fmt: skip
+    "pagetide_build_info",
+    "pagetide_engine_info",
+}
 
 
 @pytest.fixture(scope="module")

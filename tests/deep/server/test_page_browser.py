@@ -157,9 +157,7 @@ def test_events_begin_with_the_decisions_that_are_kept(open_page: Open) -> None:
         steps = page.locator("#events time").evaluate_all("(all) => all.map((one) => one.title)")
         assert steps[: len(kept)] == [f"step {one['step']}" for one in reversed(kept)]
         assert (
-            page.locator("#events li.admit").count()
-            == len(pool.running)
-            == sum("came at" in one for one in steps[len(kept) :])
+            page.locator("#events li.admit").count() == len(pool.running) == sum("came at" in one for one in steps[len(kept) :])
         )
         assert page.locator("#no-events").is_hidden()
 
@@ -299,10 +297,12 @@ def test_tokens_are_divided_without_a_loss(open_page: Open) -> None:
     chance = np.random.default_rng(0)
     alphabet = ["a", " b", "é", "�", "", "\n", "<b>", "日"]
     cases = [
-        [tokens := [alphabet[i] for i in chance.integers(0, len(alphabet), chance.integers(0, 6))],
-         "".join(tokens) if chance.random() < 0.5 else "".join(tokens).replace("�", "ü")[: chance.integers(0, 8)]]
+        [
+            tokens := [alphabet[i] for i in chance.integers(0, len(alphabet), chance.integers(0, 6))],
+            "".join(tokens) if chance.random() < 0.5 else "".join(tokens).replace("�", "ü")[: chance.integers(0, 8)],
+        ]
         for _ in range(600)
-    ]  # fmt: skip
+    ]
     pool = Simulation("demo", 512, 8)
     with shown(open_page, pool) as (_, page):
         script = """async (cases) => {
@@ -408,9 +408,7 @@ def test_what_happens_in_a_fleet_is_told(open_page: Open) -> None:
         fleet.status["errors"]["worker-1"] = "has died"
         fleet.status["queue"]["requeued"] = 4
         rig.tell_fleet(page)
-        assert news(page) == [
-            "lostworker-1 has died; it is started again", "moved4 requests of lost workers go on elsewhere",
-        ]  # fmt: skip
+        assert news(page) == ["lostworker-1 has died; it is started again", "moved4 requests of lost workers go on elsewhere"]
         fleet.set_worker("worker-1", epoch=7)
         fleet.set_worker("worker-2", silent_s=2.5)
         rig.tell_fleet(page)

@@ -150,9 +150,7 @@ def test_each_model_has_its_recording(recordings: list[Path]) -> None:
             assert b"whale" not in said and (b"label-300" in said) == ("one" in file.name)
 
 
-def test_lines_of_a_recording_begin_whole_and_are_bounded(
-    recordings: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_of_a_recording_begin_whole_and_are_bounded(recordings: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     with FrameRecording(recordings[0]) as recording:
         frames = list(recording.frames())
         middle = frames[len(frames) // 2].time_s
@@ -188,8 +186,9 @@ def test_lines_of_a_recording_begin_whole_and_are_bounded(
 def test_a_replay_serves_the_recording_to_this_machine(recordings: list[Path], tmp_path: Path) -> None:
     with (
         ServerProcess([str(recordings[0])], tmp_path / "log", "replay") as server,
-        FrameRecording(recordings[0]) as recording, httpx.Client(base_url=server.url, timeout=FAR_S) as client,
-    ):  # fmt: skip
+        FrameRecording(recordings[0]) as recording,
+        httpx.Client(base_url=server.url, timeout=FAR_S) as client,
+    ):
         info = client.get("/page/info").json()
         assert info["mode"] == "replay" and info["model"] == recording.header["model"] and not info["needs_key"]
         assert (info["began"], info["ended"]) == (recording.began, recording.ended)

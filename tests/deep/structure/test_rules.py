@@ -48,18 +48,12 @@ IMPORTS = [
 
 ALLOWED_IMPORTS = [
     ("engine/a.py", "import torch, transformers, triton\nfrom ..cache.storage import Storage\nfrom . import b"),
-    (
-        "engine/attention/a.py",
-        "import torch\nfrom ... import native\nfrom ...cache import storage\nfrom ..runner import A",
-    ),
+    ("engine/attention/a.py", "import torch\nfrom ... import native\nfrom ...cache import storage\nfrom ..runner import A"),
     ("engine/torch_kernel.py", "from .torch_sampler import sample"),
     ("cache/storage.py", "import torch\nfrom ..allocator.arena import Arena\nfrom .geometry import Geometry"),
     ("scheduler/a.py", "import numpy as np\nfrom ..cache.manager import CacheManager\nfrom ..monitor import snapshot"),
     ("engine/__init__.py", "from ..version import __version__"),
-    (
-        "pagetide/cli.py",
-        "import torch\nfrom .engine.llm import LLM\nfrom .version import a\nfrom .cache import storage",
-    ),
+    ("pagetide/cli.py", "import torch\nfrom .engine.llm import LLM\nfrom .version import a\nfrom .cache import storage"),
     ("pagetide/__main__.py", "from .cli import main"),
     ("pagetide/__init__.py", "if TYPE_CHECKING:\n    from .engine.llm import A\ndef f():\n    from .engine import llm"),
 ]
@@ -89,11 +83,7 @@ def test_what_is_allowed_is_not_reported(tmp_path: Path, path: str, text: str) -
     [
         {"cache/a.py": "from .b import B", "cache/b.py": "def f():\n    from .a import A"},
         {"cache/a.py": "from . import b", "cache/b.py": "if TYPE_CHECKING:\n    from .a import A"},
-        {
-            "cache/a.py": "from . import b",
-            "cache/b.py": "from .deep.c import C",
-            "cache/deep/c.py": "from ..a import A",
-        },
+        {"cache/a.py": "from . import b", "cache/b.py": "from .deep.c import C", "cache/deep/c.py": "from ..a import A"},
     ],
 )
 def test_a_planted_cycle_is_reported(tmp_path: Path, files: dict[str, str]) -> None:
@@ -146,8 +136,7 @@ def test_a_planted_private_name_is_reported_with_its_line(tmp_path: Path, text: 
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["self._own = cls._shared", "a.__class__", "from __future__ import annotations", "getattr(a, 'b')", "_local = 1"],
+    "text", ["self._own = cls._shared", "a.__class__", "from __future__ import annotations", "getattr(a, 'b')", "_local = 1"]
 )
 def test_what_is_ones_own_is_not_reported(tmp_path: Path, text: str) -> None:
     plant(tmp_path, "examples/a.py", text)

@@ -91,9 +91,7 @@ def test_what_a_step_has_in_common_is_made_once(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(("window", "sinks"), [(None, True), (100, False)])
-def test_half_precision_on_a_cpu_has_few_shapes(
-    window: int | None, sinks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_precision_on_a_cpu_has_few_shapes(window: int | None, sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each of which torch keeps a compiled kernel."""
     rng, inner = np.random.default_rng(1), torch.nn.functional.scaled_dot_product_attention
     seen: dict[torch.dtype, set[tuple[int, int]]] = {torch.bfloat16: set(), torch.float32: set()}

@@ -316,9 +316,7 @@ def test_buffers_count_in_the_working_reserve_of_a_device() -> None:
         config = EngineConfig.resolve(model, attention=name, kv_memory="8MiB", device="cpu")
         for device in ("cpu", "cuda"):
             bytes_free = lambda asked: 1 << 40  # noqa: E731
-            plan = plan_memory(
-                config, checkpoint, torch.device(device), torch.float32, free=bytes_free, total=bytes_free
-            )
+            plan = plan_memory(config, checkpoint, torch.device(device), torch.float32, free=bytes_free, total=bytes_free)
             reserves[name, device] = plan.reserve_bytes
             assert plan.block_size == (256 if name == "flash-attn" else 16)
     for name in ("triton", "flash-attn"):

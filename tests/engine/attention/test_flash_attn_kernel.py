@@ -89,10 +89,7 @@ def check_ragged_batch(name: str, seed: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_sixteen_bits_pass_the_trial(name: str, dtype: torch.dtype) -> None:
     needs = BACKENDS[name]
-    specs = [
-        AttentionSpec(4, 2, 16, 16),
-        AttentionSpec(4, 2, 16, 16, 900, 50.0 if needs.softcap else None, needs.sinks),
-    ]
+    specs = [AttentionSpec(4, 2, 16, 16), AttentionSpec(4, 2, 16, 16, 900, 50.0 if needs.softcap else None, needs.sinks)]
     assert trial.fault(kernel_of(name, Library()), specs, needs.block_multiple, dtype, CPU) is None
 
 

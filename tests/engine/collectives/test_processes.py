@@ -26,9 +26,10 @@ needs_kernels = pytest.mark.skipif(native.instructions() is None, reason="there 
 MEMORY = pytest.param("shared-memory", marks=needs_kernels)
 # Kinds of groups and their sizes. Processes of a size are started once.
 SOME = [
-    pytest.param("shared-memory", 3, marks=needs_kernels), pytest.param("shared-memory", 4, marks=needs_kernels),
+    pytest.param("shared-memory", 3, marks=needs_kernels),
+    pytest.param("shared-memory", 4, marks=needs_kernels),
     ("gloo", 3),
-]  # fmt: skip
+]
 Opener = Callable[[str, int], ShardProcesses]
 Case = tuple[list[Any], list[Any]]
 
@@ -157,9 +158,7 @@ def test_counts(kind: str) -> None:
         for rank, counts in enumerate(group.each("counts")):
             found = {name: (count.calls, count.num_bytes) for name, count in counts.items()}
             gathered, exchanged = (12, 3) if rank == 0 else (20, 5)
-            assert found == {
-                "all_reduce": (2, 28), "gather": (1, gathered), "broadcast": (1, 32), "exchange": (1, exchanged)
-            }  # fmt: skip
+            assert found == {"all_reduce": (2, 28), "gather": (1, gathered), "broadcast": (1, 32), "exchange": (1, exchanged)}
             assert all(count.seconds > 0 for count in counts.values())
 
 

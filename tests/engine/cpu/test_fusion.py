@@ -179,12 +179,7 @@ def test_mlps(dtype):
     """Of three forms, and what only looks like one: a clamped gate, other activations."""
     x = torch.randn(2, 3, 48).to(dtype)
     tanh = functools.partial(F.gelu, approximate="tanh")
-    for kind, act, bias in (
-        (Gated, F.silu, False),
-        (Gated, tanh, True),
-        (UpFirst, F.gelu, False),
-        (Halves, F.silu, True),
-    ):
+    for kind, act, bias in ((Gated, F.silu, False), (Gated, tanh, True), (UpFirst, F.gelu, False), (Halves, F.silu, True)):
         model = Model(kind(act, bias)).to(dtype)
         expected = model.inner(x)
         assert fused_model(model).mlps == [model.inner], kind

@@ -21,7 +21,7 @@ from pagetide.engine.cpu.onednn import (
     divided,
     packs,
     primitive_bytes,
-)  # fmt: skip
+)
 from pagetide.engine.cpu.packing import held_twice_bytes, pack_linears
 from pagetide.engine.loading.loaded import Loaded
 from pagetide.engine.loading.model_config import linear_shapes

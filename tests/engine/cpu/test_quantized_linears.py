@@ -96,11 +96,7 @@ def test_layers_with_the_same_input_have_the_same_factors():
 
 
 def test_layers_that_do_not_fit_together_are_not_joined():
-    for other in (
-        Method("int8", None, False, 0.0),
-        Method("int4", None, True, 0.0),
-        Method("int8", torch.ones(40), True, 0.0),
-    ):
+    for other in (Method("int8", None, False, 0.0), Method("int4", None, True, 0.0), Method("int8", torch.ones(40), True, 0.0)):
         first = quantize_linear(nn.Linear(40, 64), Method("int8", None, True, 0.0), torch.float32)
         second = quantize_linear(nn.Linear(40, 32), other, torch.float32)
         assert NativeLinear.joined([first, second]) is None, other

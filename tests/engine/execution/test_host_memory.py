@@ -36,9 +36,7 @@ class Kept:
         bounds = PoolBounds(arena.num_extents, arena.num_extents, arena.extent_bytes, IDLE_S)
         base = BaseMemory(lambda: 0, weights_bytes=0, reserve_bytes=0, trim=lambda: None)
         pool = SchedulerPoolUse(lambda: self.core.scheduler, bounds)
-        self.core.memory = self.memory = EngineMemory(
-            pool, arena, base, lease=None, host=self.pool, clock=lambda: self.now
-        )
+        self.core.memory = self.memory = EngineMemory(pool, arena, base, lease=None, host=self.pool, clock=lambda: self.now)
 
     def generate(self) -> list[list[int]]:
         return self.engine.generate(self.inputs, Sampling(NEW))

@@ -27,9 +27,11 @@ PLAIN = [
     Sampling(18, temperature=1.0, seed=4, min_new_tokens=6, stop_token_ids=STOPS),
 ]  # fmt: skip
 MIXED = [
-    *PLAIN[:4], Sampling(9, repetition_penalty=1.3), Sampling(12, temperature=1.0, seed=5, logprobs=2),
+    *PLAIN[:4],
+    Sampling(9, repetition_penalty=1.3),
+    Sampling(12, temperature=1.0, seed=5, logprobs=2),
     Sampling(15, frequency_penalty=0.5),
-]  # fmt: skip
+]
 POOLS: dict[str, dict[str, Any]] = {
     "roomy": {"usable": 100},
     "preempting": {"usable": 15, "max_step_tokens": 16},
@@ -229,9 +231,7 @@ def test_what_fails_with_its_tokens_drawn_is_tried_again_with_the_same_inputs(
     for failing in range(1, 7):
         numbers, lost = iter(range(10**6)), []
 
-        def broken(
-            self: Download, tensor: Any, numbers: Any = numbers, lost: Any = lost, failing: Any = failing
-        ) -> None:
+        def broken(self: Download, tensor: Any, numbers: Any = numbers, lost: Any = lost, failing: Any = failing) -> None:
             number = next(numbers)
             if number == failing:
                 raise RuntimeError("no memory")
@@ -267,8 +267,7 @@ def test_generate_stream_and_stop_strings(both: tuple[LLM, LLM]) -> None:
         SamplingParams(max_new_tokens=40, num_beams=3, temperature=0),
     ]
     ahead, plain = (
-        [(c.text, c.token_ids, c.finish_reason) for o in llm.generate(prompts, each) for c in o.completions]
-        for llm in both
+        [(c.text, c.token_ids, c.finish_reason) for o in llm.generate(prompts, each) for c in o.completions] for llm in both
     )
     assert ahead == plain
     streamed = ["".join(chunk.text for chunk in llm.stream(prompts[0], each[0])) for llm in both]

@@ -29,7 +29,7 @@ class Keeping:
 
     def __call__(
         self, *, input_ids: torch.Tensor, position_ids: torch.Tensor, use_cache: bool, step: StepContext, logits_to_keep: Any
-    ) -> SimpleNamespace:  # fmt: skip
+    ) -> SimpleNamespace:
         assert input_ids.shape == position_ids.shape == (1, sum(step.q_lens)) and use_cache is False
         self.kept.append(logits_to_keep)
         kept = input_ids[0, :1] if isinstance(logits_to_keep, int) else input_ids[0, logits_to_keep]

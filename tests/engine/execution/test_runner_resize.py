@@ -152,8 +152,7 @@ def tokens(ends) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("family", "kv_dtype"),
-    [("llama", "float32"), ("gemma2", "float32"), ("llama", "int8"), ("deepseek_v3", "float32")],
+    ("family", "kv_dtype"), [("llama", "float32"), ("gemma2", "float32"), ("llama", "int8"), ("deepseek_v3", "float32")]
 )
 def test_resizing_at_random_changes_no_token(family, kv_dtype):
     all_stats = []
@@ -209,9 +208,7 @@ def run_resizing(engine: ElasticEngine, rng: np.random.Generator) -> dict[str, F
 
 
 @pytest.mark.parametrize(
-    ("kept", "order"),
-    [(0, ["copy", "unmap", "compute"]), (5, ["map", "copy", "compute"])],
-    ids=["shrinking", "growing"],
+    ("kept", "order"), [(0, ["copy", "unmap", "compute"]), (5, ["map", "copy", "compute"])], ids=["shrinking", "growing"]
 )
 def test_memory_comes_before_the_copies_and_goes_after_them(kept, order, monkeypatch):
     engine = half_done()

@@ -45,8 +45,7 @@ def engine_for(model, inputs, block_size: int, share: float, host_slots: int, **
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["llama", *(pytest.param(n, marks=pytest.mark.stress) for n in ("gemma2", "gpt2", "gpt_oss", "mistral", "qwen3"))],
+    "name", ["llama", *(pytest.param(n, marks=pytest.mark.stress) for n in ("gemma2", "gpt2", "gpt_oss", "mistral", "qwen3"))]
 )
 def test_same_tokens_and_logits_with_a_host_tier_too_small_exact_and_ample(name):
     """D 34, 35; L 77, 80. Each prompt once more, so that what was demoted is found again as well."""
@@ -140,9 +139,7 @@ def test_an_engine_swaps_within_its_host_memory(saved):
         assert llm.stats()["host_tier"] is None
         admit_whatever_fits(llm)
         outputs = llm.generate(inputs, params)
-        assert [(output.prompt_token_ids, output.token_ids) for output in outputs] == [
-            *zip(inputs, expected, strict=True)
-        ]
+        assert [(output.prompt_token_ids, output.token_ids) for output in outputs] == [*zip(inputs, expected, strict=True)]
         stats = llm.stats()
         assert any(output.num_preemptions for output in outputs) and stats["recomputed_tokens"] > 0
         assert stats["computed_tokens"] - stats["recomputed_tokens"] == 24 * (120 + 11), "each entry counts once"

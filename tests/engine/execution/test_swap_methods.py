@@ -14,12 +14,7 @@ from pagetide.allocator.cuda_driver import CudaDevice
 from pagetide.allocator.host_arena import HostArena
 from pagetide.cache.geometry import Geometry, LayerShape
 from pagetide.cache.storage import Pieces, Storage
-from pagetide.engine.execution.swap_methods import (
-    BatchedCopies,
-    FastestSwapMethod,
-    SwapMethod,
-    ways_on,
-)
+from pagetide.engine.execution.swap_methods import BatchedCopies, FastestSwapMethod, SwapMethod, ways_on
 
 GEOMETRY = Geometry((LayerShape(3, 5, 7),), 16, "float16").with_extents(8 << 10)  # 1,152 bytes, and padding
 SENTINEL = 0xAB
@@ -37,9 +32,11 @@ class Rig:
             arena.map(range(arena.num_extents))
         self.device, self.host = (Storage(GEOMETRY, arena) for arena in arenas)
         self.device.device = torch.device("cuda", 0)
-        self.extents = [pool.blocks.data_ptr() + i * arena.extent_bytes
-                        for pool, arena in zip((self.device, self.host), arenas, strict=True)
-                        for i in range(arena.num_extents)]  # fmt: skip
+        self.extents = [
+            pool.blocks.data_ptr() + i * arena.extent_bytes
+            for pool, arena in zip((self.device, self.host), arenas, strict=True)
+            for i in range(arena.num_extents)
+        ]
         with self.context.current():
             (self.stream,) = self.driver.call("cuStreamCreate", 1)
             for address in self.extents:
@@ -141,9 +138,7 @@ def test_the_fastest_way_is_taken_by_the_number_of_pieces(rig: Rig, caplog: pyte
     assert not rig.device.blocks[1:51].any(), "nothing is left there"
     assert not rig.device.blocks[51:].any() and not rig.device.blocks[0].any()
     for num, way in (1, runs), (7, runs), (8, batch), (49, batch), (50, kernel), (59, kernel):
-        for copy, target, source in (
-            (fastest.copy_out, rig.host, rig.device), (fastest.copy_back, rig.device, rig.host)
-        ):  # fmt: skip
+        for copy, target, source in ((fastest.copy_out, rig.host, rig.device), (fastest.copy_back, rig.device, rig.host)):
             blocks = np.arange(1, num + 1)
             made = len(way.copied)
             copy(target, source, target.pieces_from(source, blocks, blocks[::-1]), locked=True)

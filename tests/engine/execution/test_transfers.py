@@ -16,10 +16,12 @@ TYPES = (np.int64, np.int32, np.float64, np.float32, np.bool_)
 arrays = st.lists(
     st.builds(
         lambda dtype, shape, seed: np.random.default_rng(seed).integers(0, 2, shape).astype(dtype),
-        st.sampled_from(TYPES), st.lists(st.integers(0, 9), min_size=1, max_size=2).map(tuple), st.integers(0, 99),
+        st.sampled_from(TYPES),
+        st.lists(st.integers(0, 9), min_size=1, max_size=2).map(tuple),
+        st.integers(0, 99),
     ),
     max_size=8,
-)  # fmt: skip
+)
 
 
 @given(st.lists(arrays, max_size=4), st.integers(0, 400))

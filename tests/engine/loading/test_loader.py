@@ -43,14 +43,7 @@ from pagetide.engine.errors import (
     NotEnoughMemory,
     UnsupportedModel,
 )
-from pagetide.engine.loading.loader import (
-    Checkpoint,
-    address_remedy,
-    choose_device,
-    choose_dtype,
-    load_model,
-    load_tokenizer,
-)
+from pagetide.engine.loading.loader import Checkpoint, address_remedy, choose_device, choose_dtype, load_model, load_tokenizer
 from pagetide.engine.loading.models import ModelSpec
 from pagetide.engine.process.log_suppression import quiet_transformers
 
@@ -267,9 +260,7 @@ def test_tensors_that_are_missing_or_have_no_place_are_named(
     save_file(tensors, file, metadata={"format": "pt"})
     checkpoint, before = opened(folder), settings() | {"random": None}
     capfd.readouterr()
-    with pytest.raises(
-        CheckpointError, match=r"2 tensors are missing: model\.layers\.1\.mlp\.up_proj\.weight, model\.norm"
-    ):
+    with pytest.raises(CheckpointError, match=r"2 tensors are missing: model\.layers\.1\.mlp\.up_proj\.weight, model\.norm"):
         load_model(checkpoint, CPU, torch.float32)
     assert settings() | {"random": None} == before
     edit_json(folder / "config.json", intermediate_size=40)
@@ -283,11 +274,7 @@ def test_configurations_that_are_refused(folder: Path) -> None:
     file = folder / "config.json"
     right = json.loads(file.read_text())
     for content, kind, said in (
-        (
-            right | {"model_type": "llama99"},
-            UnsupportedModel,
-            "model_type 'llama99', which transformers 5.* does not know",
-        ),
+        (right | {"model_type": "llama99"}, UnsupportedModel, "model_type 'llama99', which transformers 5.* does not know"),
         ({"hidden_size": 32}, UnsupportedModel, "no model_type"),
         (right | {"hidden_size": "wide"}, CheckpointError, r"config\.json is not a configuration"),
         ("{", CheckpointError, r"config\.json is not valid JSON"),
@@ -315,9 +302,7 @@ class OwnModel(LlamaForCausalLM):
 """
 
 
-def test_code_in_the_folder_runs_only_when_trusted(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_in_the_folder_runs_only_when_trusted(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr("sys.path", list(os.sys.path))  # type: ignore[attr-defined]
     (folder / "own.py").write_text(CODE)
@@ -503,9 +488,7 @@ def test_tokenizer_and_its_options(with_tokenizer: Path) -> None:
 
 def test_broken_tokenizers(with_tokenizer: Path) -> None:
     (with_tokenizer / "tokenizer.json").write_text('{"version": "1.0", "model": ')
-    with pytest.raises(
-        CheckpointError, match=r"the tokenizer in .* \(tokenizer\.json, .* cannot be loaded: .*token ids only"
-    ):
+    with pytest.raises(CheckpointError, match=r"the tokenizer in .* \(tokenizer\.json, .* cannot be loaded: .*token ids only"):
         load_tokenizer(spec_of(with_tokenizer))
     (with_tokenizer / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match="cannot be loaded"):

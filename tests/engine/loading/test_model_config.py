@@ -96,9 +96,7 @@ def test_wild_numbers_are_refused_before_transformers_sees_them(
         (4000, CheckpointError, r"config.json says that there are 4,000 layers, and the weights have \d+ t"),
     ],
 )
-def test_a_model_has_as_many_layers_as_tensors_for_them(
-    edited: Edited, layers: int, error: type[Exception], said: str
-) -> None:
+def test_a_model_has_as_many_layers_as_tensors_for_them(edited: Edited, layers: int, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         plan(edited(num_hidden_layers=layers))
 
@@ -141,9 +139,7 @@ def test_other_sizes_are_refused_before_they_take_memory(edited: Edited, changes
 @pytest.mark.parametrize(
     "name", ["chat_template.jinja", "generation_config.json", "tokenizer.json", "additional_chat_templates/a.jinja"]
 )
-def test_files_of_other_folders_are_not_read(
-    edited: Edited, tmp_path_factory: pytest.TempPathFactory, name: str
-) -> None:
+def test_files_of_other_folders_are_not_read(edited: Edited, tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
     folder, other = edited(), tmp_path_factory.mktemp("other")
     (other / "secret").write_text("{}")
     (folder / "vocab.json").write_text("{}")
@@ -259,10 +255,7 @@ def test_a_loaded_model_is_served_without_the_kernel_it_was_loaded_with(kernels:
 
 def test_while_an_engine_is_built_no_kernel_is_to_be_had(kernels: Kernels) -> None:
     """Neither for what no field names, such as a form of quantization."""
-    with (
-        no_hub_kernels(),
-        pytest.raises(UnsupportedModel, match="needs the kernel 'a/b' from the hub, and pagetide never"),
-    ):
+    with no_hub_kernels(), pytest.raises(UnsupportedModel, match="needs the kernel 'a/b' from the hub, and pagetide never"):
         theirs.get_kernel("a/b", version=1)
     assert kernels.fetched == []
     with pytest.raises(OSError):

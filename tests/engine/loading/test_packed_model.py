@@ -54,9 +54,7 @@ def assert_packed_alike(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     assert types_of(packed) == types_of(plain)
     rows = plain.get_input_embeddings()(IDS)
     assert torch.equal(packed.get_input_embeddings()(IDS), rows)
-    assert (
-        pack_linears(plain) == sum(isinstance(m, NativeLinear) for m in packed.modules()) or not native.instructions()
-    )
+    assert pack_linears(plain) == sum(isinstance(m, NativeLinear) for m in packed.modules()) or not native.instructions()
     assert torch.equal(logits(packed), logits(plain))
     return packed
 

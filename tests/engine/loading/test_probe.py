@@ -55,10 +55,7 @@ REFUSED = {
     "bart": ({"vocab_size": VOCAB, "d_model": 48, **BART}, "the logits of .* differ .* ignores position_ids"),
     # State besides K and V. Their geometry is refused before anyone gets here, so the probe is told a wrong one.
     "mamba": ({"vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 2, "state_size": 8}, NEVER_CALLS),
-    "lfm2": (
-        {**GATED, "layer_types": ["full_attention", "conv", "full_attention"]},
-        "layer 1 .of type 'conv'. never calls",
-    ),
+    "lfm2": ({**GATED, "layer_types": ["full_attention", "conv", "full_attention"]}, "layer 1 .of type 'conv'. never calls"),
 }
 
 

@@ -92,9 +92,7 @@ def test_the_figure_is_the_mean_divergence_from_full_precision() -> None:
     assert found.agreement == pytest.approx(float((right.argmax(-1) == got.argmax(-1)).double().mean()), abs=0.021)
 
 
-@pytest.mark.parametrize(
-    ("kv_cache_dtype", "size", "remedy"), [("int8", 100.0, "'auto'"), ("fp8", 30.0, "'int8' or 'auto'")]
-)
+@pytest.mark.parametrize(("kv_cache_dtype", "size", "remedy"), [("int8", 100.0, "'auto'"), ("fp8", 30.0, "'int8' or 'auto'")])
 def test_a_model_that_it_breaks_is_refused(kv_cache_dtype: str, size: float, remedy: str) -> None:
     with pytest.raises(UnsupportedModel) as caught:
         LLM(with_large_keys(size), kv_cache_dtype=kv_cache_dtype, **ENGINE)

@@ -41,9 +41,7 @@ def raised(reference: Reference, groups: list[ThreadGroup], shards: list) -> lis
     return run_in_threads([lambda one=one: check(*one) for one in zip(shards, groups, strict=True)], groups)
 
 
-def checked(
-    checkpoint: Checkpoint, groups: list[ThreadGroup], shards: list, budget: int = ALL, dtype=torch.float32
-) -> int:
+def checked(checkpoint: Checkpoint, groups: list[ThreadGroup], shards: list, budget: int = ALL, dtype=torch.float32) -> int:
     """Check all shards. Returns the layers that were compared."""
     reference = reference_logits(checkpoint, CPU, dtype, budget)
     assert raised(reference, groups, shards) == [None] * len(shards)
@@ -91,9 +89,7 @@ def test_a_lost_sum_is_found_and_all_shards_refuse(part: str, tmp_path: Path) ->
         module = getattr(shard.model.layers[1], parent)
         setattr(module, child, getattr(module, child).layer)
     first, second = outcomes(checkpoint, groups, shards)
-    said = (
-        "tiny (LlamaForCausalLM) cannot be divided over 2 shards: its logits differ from those of an undivided run by"
-    )
+    said = "tiny (LlamaForCausalLM) cannot be divided over 2 shards: its logits differ from those of an undivided run by"
     assert first == second and said in first
 
 
@@ -148,9 +144,7 @@ def test_a_model_can_be_checked_before_it_is_quantized(tmp_path: Path, monkeypat
             seen.append(type(model.model.layers[0].mlp.down_proj.layer))
             check_against(model, None if group.rank else reference, "tiny", group)
 
-        load_model(
-            checkpoint, CPU, torch.bfloat16, quantization="int4", pack=True, division=division, group=group, check=check
-        )
+        load_model(checkpoint, CPU, torch.bfloat16, quantization="int4", pack=True, division=division, group=group, check=check)
 
     run_in_threads([lambda group=group: load(group) for group in groups], groups)
     assert seen == [torch.nn.Linear] * 2

@@ -113,9 +113,7 @@ def test_what_cannot_be_measured_stays_as_it_was_and_is_said_once(caplog: pytest
     assert process.base.num_bytes == 12 * MIB
 
 
-def test_a_library_that_cannot_free_stops_nothing(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_library_that_cannot_free_stops_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     process = Process()
     monkeypatch.setattr(process, "free", lambda call: 1 / 0)
     with caplog.at_level(logging.WARNING):

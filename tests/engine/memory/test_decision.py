@@ -115,16 +115,12 @@ NOTHING = {
     "enough, with a lease": view(busy(), lease()),
     "short, but demand was forecast a moment ago": view(short(12), state=state(looked_at=NOW - LOOK_S / 2)),
     "unneeded for less than idle_s": view(Use(), state=state(needed_at=NOW - IDLE_S + 0.1)),
-    "unneeded for long, but demand was forecast a moment ago": view(
-        Use(), state=replace(UNNEEDED, looked_at=NOW - LOOK_S / 2)
-    ),
+    "unneeded for long, but demand was forecast a moment ago": view(Use(), state=replace(UNNEEDED, looked_at=NOW - LOOK_S / 2)),
     "a recall that is met": view(busy(), lease(recall=8)),
     "a limit above the pool": view(busy(), lease(limit=9)),
     "a limit below what running requests need": view(busy(running=8), lease(limit=6)),
     "a limit below the pool, of which nothing is idle": view(busy(idle_extents=0), lease(limit=6)),
-    "the process has outgrown the grant by less than an extent": view(
-        busy(), LeaseSnapshot(total(8), total(8) + EXTENT - 1)
-    ),
+    "the process has outgrown the grant by less than an extent": view(busy(), LeaseSnapshot(total(8), total(8) + EXTENT - 1)),
     "the process has outgrown the grant of a broker that is gone": view(busy(), lease(granted=6, connected=False)),
     "a host tier that was used lately": view(Use(), host_bytes=1, used_at=NOW - IDLE_S + 0.1),
     "a host tier while a request waits": view(Use(has_requests=True), host_bytes=1, used_at=0.0),
@@ -147,13 +143,9 @@ GROWTH = {
     "the device has refused to map, half a second ago": when(
         view(short(9), state=state(map_refused_at=NOW - REFUSED_S)), grow=2, prepare=2
     ),
-    "the device has refused to prepare": when(
-        view(short(9), state=state(prepare_refused_at=A_MOMENT_AGO)), grow=2, prepare=0
-    ),
+    "the device has refused to prepare": when(view(short(9), state=state(prepare_refused_at=A_MOMENT_AGO)), grow=2, prepare=0),
     "within the grant nothing is asked": when(view(short(9), lease(granted=10)), grow=2, prepare=2),
-    "beyond the grant: what is granted, and an ask": when(
-        view(short(11), lease(granted=10)), **ASKS_12, grow=2, prepare=2
-    ),
+    "beyond the grant: what is granted, and an ask": when(view(short(11), lease(granted=10)), **ASKS_12, grow=2, prepare=2),
     "what the process holds besides counts": when(
         view(short(11), lease(granted=10), base_bytes=BASE + EXTENT), **ASKS_12, grow=1, prepare=1
     ),
@@ -177,9 +169,7 @@ GROWTH = {
 
 RETURN = {
     "a recall empties caches first": when(view(busy(), lease(recall=5)), trimmed_for=total(5), trim=True),
-    "the next target empties them again": when(
-        view(busy(), lease(recall=4), RECALLED_TO_5), trimmed_for=total(4), trim=True
-    ),
+    "the next target empties them again": when(view(busy(), lease(recall=4), RECALLED_TO_5), trimmed_for=total(4), trim=True),
     "then extents go, used ones too": when(view(busy(idle_extents=0), lease(recall=5), RECALLED_TO_5), **TAKES_3),
     "a recall goes below the minimum, down to one extent": when(
         view(busy(), lease(recall=0), state(trimmed_for=total(0))), make_idle=7, give_back=7, prepare=0
@@ -205,15 +195,10 @@ RETURN = {
     "a step lacked memory": when(view(busy(), state=RELIEVING), **RELIEVED, give_back=5),
     "a step lacked memory: the minimum stays": when(view(busy(running=1), state=RELIEVING), **RELIEVED, give_back=6),
     "a step lacked memory, and all is needed": when(view(busy(running=9), state=RELIEVING), **RELIEVED),
-    "a step lacked memory, before a recall": when(
-        view(busy(), lease(recall=2), state=RELIEVING), **RELIEVED, give_back=5
-    ),
+    "a step lacked memory, before a recall": when(view(busy(), lease(recall=2), state=RELIEVING), **RELIEVED, give_back=5),
     "a host tier unused for idle_s": when(view(Use(), host_bytes=1, used_at=NOW - IDLE_S), rest_host=True),
     "a host tier unused for idle_s, with the pool": when(
-        view(Use(wanted=0), state=UNNEEDED, host_bytes=1, used_at=NOW - IDLE_S),
-        looked_at=NOW,
-        rest_host=True,
-        give_back=6,
+        view(Use(wanted=0), state=UNNEEDED, host_bytes=1, used_at=NOW - IDLE_S), looked_at=NOW, rest_host=True, give_back=6
     ),
 }
 

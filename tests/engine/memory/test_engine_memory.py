@@ -48,9 +48,7 @@ class Engine(SteppedEngine):
         self.core = core_over(self.arena, blocks_per_extent=PER, max_seqs=8, forecast=False, overlaps=overlaps)
         self.pool = SchedulerPoolUse(lambda: self.core.scheduler, PoolBounds(EXTENTS, MINIMUM, EXTENT, IDLE_S))
         base = BaseMemory(lambda: self.base, weights_bytes=4 * MIB, reserve_bytes=0, trim=self._trim, tidy=self._tidy)
-        self.core.memory = self.memory = EngineMemory(
-            self.pool, self.arena, base, lease=self.lease, clock=lambda: self.now
-        )
+        self.core.memory = self.memory = EngineMemory(self.pool, self.arena, base, lease=self.lease, clock=lambda: self.now)
 
     def _trim(self) -> None:
         self.trims += 1

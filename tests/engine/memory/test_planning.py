@@ -62,9 +62,7 @@ def plan(
 ) -> MemoryPlan:
     context = arguments.pop("context", None)
     config = EngineConfig.resolve(checkpoint.spec, **arguments)
-    return plan_memory(
-        config, checkpoint, device, torch.float32, context=context, free=lambda _: free, total=lambda _: total
-    )
+    return plan_memory(config, checkpoint, device, torch.float32, context=context, free=lambda _: free, total=lambda _: total)
 
 
 def test_numbers_of_a_known_model(checkpoint: Checkpoint) -> None:
@@ -89,9 +87,7 @@ def test_the_plan_of_a_shard(checkpoint: Checkpoint, size: int) -> None:
     whole = model_geometry(config, checkpoint, CPU, torch.float32)
     division = Division.of(checkpoint, size, whole.layers)
     assert model_geometry(config, checkpoint, CPU, torch.float32, division) == division.geometry(whole)
-    made = plan_memory(
-        config, checkpoint, CPU, torch.float32, free=lambda _: GIB, total=lambda _: 2 * GIB, division=division
-    )
+    made = plan_memory(config, checkpoint, CPU, torch.float32, free=lambda _: GIB, total=lambda _: 2 * GIB, division=division)
     norms = 4 * (32 + 2 * 2 * 32)
     attention = 2 * (2 * 32 * 32 // size + 2 * 8 * 32)  # one head of K and V
     assert division.replicated_bytes(torch.float32) == norms
@@ -154,9 +150,7 @@ def test_a_plan_shows_the_groups_of_layers_and_what_windows_bring(tmp_path: Path
 
 
 def test_a_plan_shows_what_other_types_would_bring(checkpoint: Checkpoint) -> None:
-    plans = {
-        name: plan(checkpoint, kv_memory="1MiB", context=64, kv_cache_dtype=name) for name in ("auto", "int8", "fp8")
-    }
+    plans = {name: plan(checkpoint, kv_memory="1MiB", context=64, kv_cache_dtype=name) for name in ("auto", "int8", "fp8")}
     shown = {
         name: {"kv_bytes_per_token": made.kv_bytes_per_token, "sequences_that_fit": made.sequences_that_fit}
         for name, made in plans.items()
@@ -169,9 +163,7 @@ def test_a_plan_shows_what_other_types_would_bring(checkpoint: Checkpoint) -> No
         assert (others["int8"], others["fp8"]) == (shown["int8"], shown["fp8"])
         assert shown["auto"]["sequences_that_fit"] - others["auto"]["sequences_that_fit"] in (0, 1), "whole extents"
     assert plans["auto"].to_dict()["kv_cache_dtype"] == "float32" and plans["fp8"].to_dict()["kv_cache_dtype"] == "fp8"
-    assert (
-        shown["int8"] == shown["fp8"] and shown["int8"]["sequences_that_fit"] > 3 * shown["auto"]["sequences_that_fit"]
-    )
+    assert shown["int8"] == shown["fp8"] and shown["int8"]["sequences_that_fit"] > 3 * shown["auto"]["sequences_that_fit"]
     line = f"... in int8 or fp8  {shown['int8']['sequences_that_fit']} with the same memory, 80 bytes per token"
     assert line in plans["auto"].describe()
 
@@ -243,9 +235,7 @@ def test_a_cache_that_cannot_be_told(checkpoint: Checkpoint) -> None:
         plan(replace(checkpoint, config=MambaConfig(num_hidden_layers=1)))
 
 
-SIZES = {
-    "hidden_size": 64, "intermediate_size": 100, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000,
-}  # fmt: skip
+SIZES = {"hidden_size": 64, "intermediate_size": 100, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000}
 
 
 def test_the_reserve_counts_the_largest_of_layers_that_differ_experts_and_workspaces() -> None:
@@ -293,9 +283,8 @@ def test_automatic_pool(
     reserve=st.integers(0, 1 << 34), max_seqs=st.integers(1, 300), max_model_len=st.integers(2, 200_000),
 )  # fmt: skip
 def test_rules_of_the_automatic_pool(
-    heads: int, dim: int, layers: int, block_size: int, gpu: bool, free: int, reserve: int, max_seqs: int,
-    max_model_len: int,
-) -> None:  # fmt: skip
+    heads: int, dim: int, layers: int, block_size: int, gpu: bool, free: int, reserve: int, max_seqs: int, max_model_len: int
+) -> None:
     device = GPU if gpu else CPU
     geometry = Geometry((LayerShape(heads, dim, dim),) * layers, block_size, "float16", 2 * MIB if gpu else 4096)
     kv_bytes = auto_kv_bytes(geometry, device, free, reserve, max_seqs, max_model_len)

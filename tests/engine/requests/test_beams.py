@@ -105,9 +105,7 @@ def test_a_search_has_a_request_for_each_beam(llm):
 @pytest.mark.parametrize("ignore_eos", [False, True])
 def test_beams_of_a_form_end_when_it_is_whole(llm, ignore_eos):
     pytest.importorskip("llguidance")
-    params = SamplingParams(
-        num_beams=3, n=3, max_new_tokens=20, temperature=0, regex="(abc|de) (x|yz)", ignore_eos=ignore_eos
-    )
+    params = SamplingParams(num_beams=3, n=3, max_new_tokens=20, temperature=0, regex="(abc|de) (x|yz)", ignore_eos=ignore_eos)
     completions = llm.generate("Call me", params)[0].completions
     assert {c.finish_reason for c in completions} == {"stop"}
     assert {c.text for c in completions} <= {"abc x", "abc yz", "de x", "de yz"}

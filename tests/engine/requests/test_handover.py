@@ -345,7 +345,8 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no ids": (lambda d: d.update(token_ids="abc"), "token_ids must be a list of token ids"),
     "ids that are none": (lambda d: d.update(prompt_token_ids=[1.0]), "prompt_token_ids must be a list of token ids"),
     "an empty prompt": (
-        lambda d: d.update(prompt_token_ids=[], prompt_logprobs={"token_ids": [], "logprobs": [], "ranks": []}), "is empty",
+        lambda d: d.update(prompt_token_ids=[], prompt_logprobs={"token_ids": [], "logprobs": [], "ranks": []}),
+        "is empty",
     ),
     "a prompt of another type": (lambda d: d.update(prompt=7), "prompt must be a text or None, got 7"),
     "a salt of another type": (lambda d: d.update(cache_salt=7), "cache_salt must be a text or None"),
@@ -367,7 +368,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "it is at its end": (lambda d: d["sampling"].update(max_new_tokens=4), "4 tokens were generated, of at most 4"),
     "by a stop id": (lambda d: d["sampling"].update(stop_token_ids=d["token_ids"][3:]), "is one of its stop ids"),
     "by a stop string": (lambda d: d["sampling"].update(stop=[" "]), "has a stop string: it is at its end"),
-}  # fmt: skip
+}
 
 
 def test_wrong_data_is_refused_and_nothing_starts(exported: dict[str, Any], engines: list[LLM]) -> None:

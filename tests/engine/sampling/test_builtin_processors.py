@@ -40,9 +40,7 @@ def _case(draw: st.DrawFn, vocab_size: int) -> Case:
 
     sampling = _sampling(
         temperature=1.0,
-        logit_bias=maybe(
-            (), st.dictionaries(token, st.floats(-50, 50, width=32), max_size=4).map(lambda d: (*d.items(),))
-        ),
+        logit_bias=maybe((), st.dictionaries(token, st.floats(-50, 50, width=32), max_size=4).map(lambda d: (*d.items(),))),
         repetition_penalty=maybe(1.0, st.floats(0.3, 3)),
         frequency_penalty=maybe(0.0, st.sampled_from([-2.0, -0.3, 0.5, 1.0, 2.0])),
         presence_penalty=maybe(0.0, st.sampled_from([-2.0, 0.7, 1.5])),

@@ -101,10 +101,11 @@ def test_places_of_draft_7_and_dynamic_anchors_are_those_of_plain_references() -
     red, color = {"enum": ["red"]}, {"properties": {"c": {"$ref": "#C"}}, "required": ["c"]}
     dynamic = {"properties": {"c": {"$dynamicRef": "#C"}, "n": {"$dynamicRef": "#node"}}, "required": ["c"]}
     for schema in (
-        {**color, "definitions": {"x": {"$id": "#C", **red}}}, {**color, "$defs": {"x": {"$dynamicAnchor": "C", **red}}},
+        {**color, "definitions": {"x": {"$id": "#C", **red}}},
+        {**color, "$defs": {"x": {"$dynamicAnchor": "C", **red}}},
         {**dynamic, "$dynamicAnchor": "node", "$defs": {"x": {"$anchor": "C", **red}}},
         {**dynamic, "$id": "http://e/", "$dynamicAnchor": "node", "$defs": {"x": {"$dynamicAnchor": "C", **red}}},
-    ):  # fmt: skip
+    ):
         made = matcher(readable({"type": "object", **schema}))
         assert accepts(made, '{"c":"red"}') and not accepts(made, '{"c":"blue"}'), schema
         if "$dynamicRef" in str(schema):
@@ -112,8 +113,9 @@ def test_places_of_draft_7_and_dynamic_anchors_are_those_of_plain_references() -
     several = {"$dynamicRef": "#C", "$defs": {"x": {"$dynamicAnchor": "C"}, "y": {"$id": "y", "$dynamicAnchor": "C"}}}
     assert readable(several) == several and "$dynamicRef" in str(matcher(several).get_error())
     assert readable({"properties": {"$id": {"$id": "#"}}, "const": {"$id": "#a"}}) == {
-        "properties": {"$id": {}}, "const": {"$id": "#a"},
-    }  # fmt: skip
+        "properties": {"$id": {}},
+        "const": {"$id": "#a"},
+    }
 
 
 def test_a_schema_that_only_refers_to_itself_is_refused_with_a_reason() -> None:

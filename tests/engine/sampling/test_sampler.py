@@ -81,9 +81,7 @@ def _rows(draw: st.DrawFn) -> tuple[list[Sampling], list[Ids], Tensor]:
     return [draw(_settings(vocab_size)) for _ in range(n)], histories, x
 
 
-def _admitted(
-    settings: Sequence[Sampling], histories: Sequence[Ids], vocab_size: int, at_hand: bool | None = None
-) -> Sampler:
+def _admitted(settings: Sequence[Sampling], histories: Sequence[Ids], vocab_size: int, at_hand: bool | None = None) -> Sampler:
     cases = [(sampling, history, NUM_PROMPT) for sampling, history in zip(settings, histories, strict=True)]
     return admitted(cases, vocab_size, at_hand=at_hand)
 
@@ -164,9 +162,7 @@ def _overwriting(input_ids: Tensor, scores: Tensor) -> Tensor:
     return scores
 
 
-@pytest.mark.parametrize(
-    ("vocab_size", "kind", "steps"), [(131, "bf16", 12), (1003, "smooth", 12), (70_001, "bf16", 2)]
-)
+@pytest.mark.parametrize(("vocab_size", "kind", "steps"), [(131, "bf16", 12), (1003, "smooth", 12), (70_001, "bf16", 2)])
 def test_a_row_depends_on_itself_alone(vocab_size: int, kind: str, steps: int) -> None:
     """Alone, in a batch of 16, in another order, in other rows, beside bad rows, read or not: bit for bit the same tokens."""
     n = 16
@@ -205,9 +201,7 @@ def test_a_cuda_device_gives_the_same_tokens() -> None:
             sampler.admit(row, settings[row], as_ids([row, row + 1, 2 * row, 3]), NUM_PROMPT)
     for step in range(6):
         x, at = logits_of("smooth", (n, vocab_size), step), np.full(n, NUM_PROMPT + step)
-        ours, theirs = (
-            s.sample(np.arange(n), at, x.to(d, copy=True)) for s, d in zip(samplers, ("cpu", "cuda"), strict=True)
-        )
+        ours, theirs = (s.sample(np.arange(n), at, x.to(d, copy=True)) for s, d in zip(samplers, ("cpu", "cuda"), strict=True))
         assert ours[0].tolist() == theirs[0].tolist()
         assert ours[1] is theirs[1] is None
 
@@ -253,11 +247,7 @@ def test_rows_without_finite_logits_are_told() -> None:
 
 def test_overflow_is_told_and_harms_nobody() -> None:
     x = torch.tensor([[3e38, 1.0, 2.0], [0.0, 5.0, 1.0], [10.0, 0.0, 0.0], [-3e38, -3e38, -3.1e38]])
-    settings = [
-        _sampling(temperature=0.5, top_p=0.9),
-        _sampling(temperature=1e-30),
-        _sampling(repetition_penalty=1e-40),
-    ]
+    settings = [_sampling(temperature=0.5, top_p=0.9), _sampling(temperature=1e-30), _sampling(repetition_penalty=1e-40)]
     sampler = _admitted([*settings, _sampling(temperature=1e300)], [as_ids([0])] * 4, 3)
     tokens, bad = sampler.sample(as_ids([0, 1, 2, 3]), np.full(4, 4), x)
     assert bad is not None

@@ -48,9 +48,8 @@ class Rig:
     def check(self, **options: Any) -> CheckReport:
         self.tried.clear()
         return self_check(
-            3, cache=self.cache, identify=lambda index: self.identity, attempt=self.attempt, clock=lambda: self.now,
-            **options,
-        )  # fmt: skip
+            3, cache=self.cache, identify=lambda index: self.identity, attempt=self.attempt, clock=lambda: self.now, **options
+        )
 
 
 @pytest.fixture

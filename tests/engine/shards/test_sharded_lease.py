@@ -261,9 +261,7 @@ THREE_CROSSWISE = [(0, 0), (1, 1), (2, 1), (2, 0), (0, 1), (1, 0)]
 def engines(of: Rig, order: Sequence[tuple[int, int]], seed: int) -> list[ShardedUser]:
     """Engines that all want one more extent. The first has it on device 0, and the second on device 1."""
     leases = {(i, device): of.lease(f"e{i}.{device}", device, BASE + EXTENT) for i, device in order}
-    made = [
-        ShardedUser(of, [leases[i, 0], leases[i, 1]], seed=100 * seed + i) for i in range(1 + max(i for i, _ in order))
-    ]
+    made = [ShardedUser(of, [leases[i, 0], leases[i, 1]], seed=100 * seed + i) for i in range(1 + max(i for i, _ in order))]
     for rank in (0, 1):
         leases[rank, rank].ask(BASE + 2 * EXTENT, expires_s=60)
     for _ in range(150):  # the cool-down: the broker has just heard what they hold
@@ -385,9 +383,7 @@ def test_all_are_acquired_or_none(devices: list[str], two: Rig, watched: Any) ->
     assert [one.name for one in two.broker.leases()] == ["other"]
 
 
-def test_a_minimum_that_is_not_granted_in_time_ends_all(
-    two: Rig, watched: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+def test_a_minimum_that_is_not_granted_in_time_ends_all(two: Rig, watched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagetide.engine.memory.lease_holder.GRANT_TIMEOUT_S", 0.0)
     two.devices.used = lambda uuid: 550 if uuid == "gpu1" else 0
     with pytest.raises(NotEnoughMemory, match="other processes hold the rest"):

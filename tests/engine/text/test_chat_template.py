@@ -31,9 +31,7 @@ CHATS: list[list[dict[str, Any]]] = [
     ],
     [{"role": "tool", "content": [{"type": "text", "text": one} for one in ("a", "b")], "n": [1, 2.5, True, {}]}],
 ]
-TOOLS = [
-    {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": {}, "y": {}}}}}
-]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": {}, "y": {}}}}}]
 # What chat templates are made of, and what else Jinja has: a name and a template each.
 _BLOCKS = """
 chatml:

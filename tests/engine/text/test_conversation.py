@@ -23,7 +23,7 @@ ARGUMENTS = {
     "added": ("{{ 'json\\n' + c.function.arguments + '\\n' }}", 'json\n{"city": "Zürich", "days": 2}\n'),
     "printed": ("{{ c.function.arguments }}", '{"city": "Zürich", "days": 2}'),
     "either": ("{% set a = c.function.arguments %}{{ a if a is string else a|tojson }}", '{"city": "Zürich", "days": 2}'),
-}  # fmt: skip
+}
 OBJECT = {"city": "Zürich", "days": 2}
 
 
@@ -89,9 +89,7 @@ def test_a_template_without_calls_is_used_with_a_warning(caplog: pytest.LogCaptu
     own = Encoder(tokenizer(template), 300, None, 4096)
     for _ in range(2):
         assert own.tokenizer.decode(own.render(call(OBJECT), {})) == "[user]Rain?[assistant][tool]noFalse"
-    assert [record.message.partition(":")[0] for record in caplog.records] == [
-        "the model's chat template shows no tool calls"
-    ]
+    assert [record.message.partition(":")[0] for record in caplog.records] == ["the model's chat template shows no tool calls"]
 
 
 def test_arguments_that_are_no_json_object_and_none() -> None:

@@ -48,9 +48,7 @@ def _byte_fallback() -> PreTrainedTokenizerFast:
     return _wrap(tokenizer, unk_token="<unk>")
 
 
-def _trained(
-    model: Any, trainer: Any, pre_tokenizer: Any, decoder: Any = None, **names: Any
-) -> PreTrainedTokenizerFast:
+def _trained(model: Any, trainer: Any, pre_tokenizer: Any, decoder: Any = None, **names: Any) -> PreTrainedTokenizerFast:
     """Without a decoder words are joined by spaces."""
     tokenizer = Tokenizer(model(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizer

@@ -95,8 +95,9 @@ def test_what_the_model_has_not_is_refused() -> None:
         ({"bad_words_ids": [[3], [1, 400, 2]]}, "bad_words_ids [400] are outside the vocabulary of 320"),
         ({"logit_bias": {319: 1.0, 9999: 2.0}}, "logit_bias [9999] are outside the vocabulary of 320"),
         ({"start_id": 320}, "start_id [320] are outside the vocabulary of 320"),
-        ({"stop": "x"}, "stop strings need a tokenizer"), ({"regex": "x"}, "constrained output needs"),
-    ):  # fmt: skip
+        ({"stop": "x"}, "stop strings need a tokenizer"),
+        ({"regex": "x"}, "constrained output needs"),
+    ):
         with pytest.raises(RequestRejected, match=re.escape(message)):
             encoder.prepare(SamplingParams(**settings)).compile()
     encoder.prepare(SamplingParams(stop_token_ids=[319], bad_words_ids=[[0, 319]], logit_bias={319: 1.0}, start_id=319))
@@ -161,8 +162,10 @@ def test_stop_strings_that_are_special_tokens_are_ids() -> None:
         encoder.with_special_stops(SamplingParams(stop=["tide</s>"]))
     ids = np.array(_ids("the"), np.int32)
     for fields, text in (
-        ({}, " tide"), ({"skip_special_tokens": False}, "<start> tide</s>"), ({"kept_special_tokens": ["</s>"]}, " tide</s>"),
-    ):  # fmt: skip
+        ({}, " tide"),
+        ({"skip_special_tokens": False}, "<start> tide</s>"),
+        ({"kept_special_tokens": ["</s>"]}, " tide</s>"),
+    ):
         params = SamplingParams(**fields)
         stream = encoder.text_stream(ids, encoder.prepare(params).stops, params)
         assert stream is not None

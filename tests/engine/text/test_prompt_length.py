@@ -29,9 +29,7 @@ CORPUS = [
 def _normalising() -> PreTrainedTokenizerFast:
     """Unigram pieces over what NFKC makes of a text; what is not known is one piece, however long it is."""
     tokenizer = Tokenizer(models.Unigram())
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.NFKC(), normalizers.Replace("  ", " "), normalizers.Strip()]
-    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace("  ", " "), normalizers.Strip()])
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     trainer = trainers.UnigramTrainer(vocab_size=80, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False)
     tokenizer.train_from_iterator(CORPUS * 9, trainer)
@@ -39,9 +37,7 @@ def _normalising() -> PreTrainedTokenizerFast:
 
 
 def _words() -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(
-        models.WordPiece({"[UNK]": 0, "the": 1, "tide": 2, "##s": 3, "a": 4, "##a": 5}, unk_token="[UNK]")
-    )
+    tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "the": 1, "tide": 2, "##s": 3, "a": 4, "##a": 5}, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")

@@ -108,9 +108,7 @@ def test_without_colours_there_are_none() -> None:
 
 
 def test_plain_lines_fit_a_terminal_of_80_columns() -> None:
-    assert demo_line(demo_state(), 83.21) == (
-        " 83.2s   1/24 done  run  8  wait  4  pool 108/111  preempted  5  1,523 tokens/s"
-    )
+    assert demo_line(demo_state(), 83.21) == (" 83.2s   1/24 done  run  8  wait  4  pool 108/111  preempted  5  1,523 tokens/s")
     assert demo_line(DemoState("title", "now"), 1.0) == ""
     line = shared_line(shared_state(), 83.21)
     assert line == " 83.2s  A   8.0 MiB 15/16 done  B  60.0 MiB  0/16 done  external  87.0 MiB"
@@ -213,8 +211,7 @@ def test_without_colours_letters_remain() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "status", "said"),
-    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 128 + signal.SIGTERM, "")],
+    ("number", "status", "said"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 128 + signal.SIGTERM, "")]
 )
 def test_a_signal_that_ends_the_process_restores_the_terminal_first(number: int, status: int, said: str) -> None:
     with shown() as screen:

@@ -191,9 +191,11 @@ def test_leases_name_processes_and_are_told_to_be_unknown() -> None:
 def test_processes_come_in_order_and_the_unknown_last() -> None:
     device = sample_device(0)
     processes = (
-        ProcessUse(1, 5 * GIB, user="zoe"), ProcessUse(2, 5 * GIB, user="ada"), ProcessUse(3, 7 * GIB, user="ada"),
+        ProcessUse(1, 5 * GIB, user="zoe"),
+        ProcessUse(2, 5 * GIB, user="ada"),
+        ProcessUse(3, 7 * GIB, user="ada"),
         ProcessUse(4, None, user=None),
-    )  # fmt: skip
+    )
 
     def listed(processes: tuple[ProcessUse, ...] | None, order: Order = Order.MEMORY) -> list[str]:
         told = replace(device, detail=replace(device.detail, reading=DetailReading(processes=processes)))
@@ -210,9 +212,11 @@ def test_processes_come_in_order_and_the_unknown_last() -> None:
 def test_small_processes_of_the_host_are_hidden_and_counted() -> None:
     gpu, host = sample_device(0), host_device()
     processes = (
-        ProcessUse(1, 17 * MIB, command="large"), ProcessUse(2, 15 * MIB, command="small"),
-        ProcessUse(3, MIB, command="engine", engine="demo"), ProcessUse(4, None, command="unknown"),
-    )  # fmt: skip
+        ProcessUse(1, 17 * MIB, command="large"),
+        ProcessUse(2, 15 * MIB, command="small"),
+        ProcessUse(3, MIB, command="engine", engine="demo"),
+        ProcessUse(4, None, command="unknown"),
+    )
     reading = DetailReading(processes=processes)
     gpu, host = (replace(device, detail=replace(device.detail, reading=reading)) for device in (gpu, host))
 
@@ -298,9 +302,11 @@ def test_where_there_is_little_the_engine_its_state_and_its_bytes_stay() -> None
 def test_process_ids_are_told_first_where_names_do_not_tell_engines_apart() -> None:
     """At 80 cells, in which not all has room. Names are shown whole, as a recall needs them."""
     for engines, told in (
-        (("chat", "judge"), False), (("chat", "chat"), True), (("a-very-long-name-1", "b"), False),
+        (("chat", "judge"), False),
+        (("chat", "chat"), True),
+        (("a-very-long-name-1", "b"), False),
         (("chat\x1b", "judge"), True),
-    ):  # fmt: skip
+    ):
         leases = [a_lease(engine, pid=70_001 + number) for number, engine in enumerate(engines)]
         recalled = replace(leases[0], state="recalling", recall_target_bytes=4 * GIB, recall_age_seconds=0.25)
         head, *rows = text_of(recalled, *leases[1:], width=78)

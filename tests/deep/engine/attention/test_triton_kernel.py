@@ -30,13 +30,7 @@ from triton_checks import (
 
 from pagetide.engine.attention import triton_base, triton_decode, triton_kernel
 from pagetide.engine.attention.context import AttentionKernel
-from pagetide.engine.attention.triton_base import (
-    DECODE_TILINGS,
-    PREFILL_TILINGS,
-    ScoreTransform,
-    Tiling,
-    tiling,
-)
+from pagetide.engine.attention.triton_base import DECODE_TILINGS, PREFILL_TILINGS, ScoreTransform, Tiling, tiling
 from pagetide.engine.attention.triton_kernel import TritonKernel
 from pagetide.engine.execution.graphs import CaptureCheck
 
@@ -101,9 +95,7 @@ def test_what_is_written_is_rounded_to_the_bit(dtype: torch.dtype) -> None:
 def test_scaled_elements_hold_every_value_of_one_byte() -> None:
     """A conversion that is wrong for some of them would show in few random cases."""
     for stored in MOST:
-        built = build(
-            Case(((1, 16),), dtype=torch.float32, kv_heads=1, group=1, dims=(16, 256), aliased=True, stored=stored)
-        )
+        built = build(Case(((1, 16),), dtype=torch.float32, kv_heads=1, group=1, dims=(16, 256), aliased=True, stored=stored))
         cache, values = built.call.cache, torch.arange(256, dtype=torch.uint8).view(stored)
         values = torch.where(values.float().isnan(), 0.0, values.float()).to(stored)
         rows = cache.value[built.call.step.tables[1][0, 0]]
@@ -114,8 +106,7 @@ def test_scaled_elements_hold_every_value_of_one_byte() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stored", "v_in_k", "group"),
-    [(None, False, 2), (None, True, 16), (torch.int8, True, 40), (torch.float8_e4m3fn, False, 3)],
+    ("stored", "v_in_k", "group"), [(None, False, 2), (None, True, 16), (torch.int8, True, 40), (torch.float8_e4m3fn, False, 3)]
 )
 def test_latents_of_real_size(stored: torch.dtype | None, v_in_k: bool, group: int) -> None:
     """K of 576 elements, V of 512, also of more query heads than one program takes; with the tables' own tiles."""

@@ -16,9 +16,7 @@ TOKENS = torch.tensor([31, 7, 99, 4, 63])
 pytestmark = pytest.mark.skipif(native.instructions() is None, reason="the native kernels are not built")
 
 
-@pytest.mark.parametrize(
-    "name", sorted({*FAMILIES} - {"llama", "gemma3_text", "gpt_oss", "deepseek_v2", "deepseek_v3"})
-)
+@pytest.mark.parametrize("name", sorted({*FAMILIES} - {"llama", "gemma3_text", "gpt_oss", "deepseek_v2", "deepseek_v3"}))
 def test_tokens_equal_those_of_transformers(name):
     model, inputs = tiny(name), prompts([1, 7, 16, 33, 100], VOCAB)
     expected = plain(model, inputs, 16)

@@ -38,7 +38,5 @@ def test_a_tokenizer_is_tried_before_it_is_loaded(tmp_path: Path, changes: dict[
     if said is None:
         assert load_tokenizer(spec) is not None
         return
-    with pytest.raises(
-        CheckpointError, match=f"the tokenizer in {tmp_path} .* cannot be loaded: .*{said}.*; fetch it again"
-    ):
+    with pytest.raises(CheckpointError, match=f"the tokenizer in {tmp_path} .* cannot be loaded: .*{said}.*; fetch it again"):
         load_tokenizer(spec)

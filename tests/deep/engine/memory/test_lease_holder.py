@@ -171,9 +171,7 @@ def test_a_daemon_that_is_killed_costs_growth_until_there_is_another(device: Dev
 def test_who_loads_is_waited_for(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """It needs less once it has loaded: to refuse the next one for what it may need would be wrong."""
     # Which leaves less than any process with torch in it holds.
-    loading = Lease.register(
-        own_dir().socket, name="loading", device_uuid=device.uuid, min_bytes=5600 * MIB, granule_bytes=MIB
-    )
+    loading = Lease.register(own_dir().socket, name="loading", device_uuid=device.uuid, min_bytes=5600 * MIB, granule_bytes=MIB)
 
     def loaded() -> None:
         wait_until(lambda: "waiting for loading" in seen.text, "the engine to wait")
@@ -211,9 +209,7 @@ def test_what_a_program_holds_besides_takes_nothing_from_the_pool(device: Device
         assert said(llm) == alone()
         before = memory(llm)
         data = np.ones(400 * MIB // 8)
-        wait_until(
-            lambda: said(llm, PROMPTS[:1]) and memory(llm)["base_bytes"] > before["base_bytes"], "the measurement"
-        )
+        wait_until(lambda: said(llm, PROMPTS[:1]) and memory(llm)["base_bytes"] > before["base_bytes"], "the measurement")
         assert said(llm) == alone()
         after = memory(llm)
         assert (after["kv_bytes"], after["given_back_bytes"]) == (64 * MIB, 0)
@@ -276,9 +272,7 @@ def test_minimums_beyond_the_device_are_refused_with_the_numbers(device: Device)
     assert device.client.leases() == () and set(threading.enumerate()) == before
 
 
-def test_two_plain_engines_share_a_broker_that_one_of_them_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_plain_engines_share_a_broker_that_one_of_them_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process, which then is killed, and this one."""
     directory = RuntimeDir(tmp_path / "run")
     expected = alone()

@@ -96,12 +96,7 @@ def test_an_interrupt_ends_the_step_and_the_shards_go_on(two: LLM) -> None:
     before = tokens(two)
     long = SamplingParams(temperature=0.0, max_new_tokens=900, ignore_eos=True)
     # One signal, which comes while the step is awaited.
-    params = [
-        in_a_step(os.getpid(), signal.SIGINT),
-        long,
-        long,
-        long,
-    ]
+    params = [in_a_step(os.getpid(), signal.SIGINT), long, long, long]
     with pytest.raises(KeyboardInterrupt):
         two.generate([[5, 6, 7]] * 4, params, progress=False)
     assert tokens(two) == before
@@ -184,9 +179,7 @@ def test_nothing_is_left_when_the_program_ends(sent: int, tmp_path: Path) -> Non
     shared = Path("/dev/shm")
     before = set(shared.glob("*"))
     command = [sys.executable, "-P", program, str(int(sent))]
-    run = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False, timeout=120
-    )
+    run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False, timeout=120)
     assert run.returncode == (-sent if sent else 0)
     pids = [int(pid) for pid in run.stdout.split()]
     assert len(pids) == 2 and gone(pids)

@@ -42,9 +42,8 @@ def test_a_process_that_dies_is_told_with_its_last_words() -> None:
 def test_no_process_outlives_the_demo(stopped_by: str) -> None:
     """The demo in a process of its own loses an engine, or gets an interrupt, while its engines load."""
     demo = subprocess.Popen(
-        [sys.executable, "-P", "-m", "pagetide", "demo", "--shared"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, "-P", "-m", "pagetide", "demo", "--shared"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     try:
         parent = psutil.Process(demo.pid)
         wait_until(lambda: len(parent.children(recursive=True)) >= 3, "two engines and an external process run")
@@ -68,9 +67,8 @@ def test_no_process_outlives_the_demo(stopped_by: str) -> None:
 @pytest.mark.stress
 def test_the_whole_of_it() -> None:
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "pagetide", "demo", "--shared", "--json"],
-        capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
+        [sys.executable, "-P", "-m", "pagetide", "demo", "--shared", "--json"], capture_output=True, text=True, timeout=280
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(done.stdout)
     assert told["claim"] == "32 requests served, none failed, 0 tokens changed, memory never above the limit"
