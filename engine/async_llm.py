@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,12 +21,12 @@ from ..frames.source import encode
 from ..scheduler.errors import RequestRejected
 from .config import EngineArguments, EngineConfig
 from .errors import ConfigError, EngineClosed
-from .requests.engine_thread import EngineThread
+from .requests.engine_thread import STATS_S, EngineThread, result_of
 from .requests.inputs import Message, Prompt, PromptInput, Prompts, check_count, paired, text_of
 from .requests.intake import RequestIntake
-from .requests.manager import STATS_LOOK_S, STATS_S, RequestManager
+from .requests.manager import RequestManager
 from .requests.outputs import RequestOutput, StreamChunk, refused
-from .requests.pending_calls import PendingCall, Waiter
+from .requests.pending_calls import PendingCall
 from .requests.states import RequestState
 from .watch import EngineWatch
 
@@ -79,8 +78,8 @@ class AsyncLLM:
             raise ConfigError(f"max_waiting must be an integer of at least 1, got {max_waiting!r}")
         self.config = EngineConfig.resolve(model, **engine_options)
         self._manager = RequestManager(self.config)
-        self._engine_thread = EngineThread(self._manager, max_waiting)  # holds no reference to this object
-        weakref.finalize(self, self._engine_thread.end).atexit = False  # engine_thread.py ends it at exit
+        self._engine_thread = EngineThread(self._manager, "AsyncLLM", max_waiting, on_demand=False)
+        weakref.finalize(self, self._engine_thread.forget).atexit = False  # engine_thread.py ends it at exit
 
     @explains_arguments("AsyncLLM.generate")
     async def generate(
@@ -192,19 +191,19 @@ class AsyncLLM:
     async def render(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
         """The prompt token ids of `chat` for this conversation. Raises RequestRejected as `chat` does."""
         (ids,) = await _send(
-            self._engine_thread.run_with_encoder, lambda: self._manager.intake.render([messages], template_options)
+            self._engine_thread.run_with_encoder, lambda: self._engine_thread.intake.render([messages], template_options)
         )
         return ids
 
     @property
     def facts(self) -> ModelFacts:
         """Facts about the loaded model: its context, vocabulary, device, dtype and default sampling."""
-        return self._manager.open().facts
+        return self._engine_thread.open().facts
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """transformers' tokenizer: see `LLM.tokenizer`."""
-        tokenizer: PreTrainedTokenizerBase | None = self._manager.open().encoder.tokenizer
+        tokenizer: PreTrainedTokenizerBase | None = self._engine_thread.open().encoder.tokenizer
         return tokenizer
 
     async def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
@@ -215,7 +214,7 @@ class AsyncLLM:
     async def tokenize(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> list[int]:
         """The prompt token ids of `generate` for this prompt. Raises RequestRejected for an invalid prompt."""
         params = sampling_params or SamplingParams()
-        return await _send(self._engine_thread.run_with_encoder, lambda: self._manager.intake.tokenize(prompt, params))
+        return await _send(self._engine_thread.run_with_encoder, lambda: self._engine_thread.intake.tokenize(prompt, params))
 
     async def run_with_tokenizer(self, function: Callable[[PreTrainedTokenizerBase | None], Value]) -> Value:
         """The result of `function(tokenizer)`, called on a tokenizer's thread in turn with prompts. Raises what it raises."""
@@ -228,13 +227,11 @@ class AsyncLLM:
 
     async def stats(self) -> dict[str, Any]:
         """The engine's state and counters: see `LLM.stats`."""
-        self._manager.check_process()
-        with suppress(EngineClosed):
-            until = time.monotonic() + STATS_S
-            while (stats := self._manager.stats_now()) is None and time.monotonic() < until:
-                await asyncio.sleep(STATS_LOOK_S)
-            return stats or self._manager.last_stats()
-        raise self._engine_thread.closed()
+        waiter: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._engine_thread.count(waiter)
+        done, _ = await asyncio.wait([waiter], timeout=STATS_S)
+        stats: dict[str, Any] = result_of(waiter.result()) if done else self._engine_thread.last_stats()
+        return stats
 
     async def explain(self, request: str | None = None) -> list[dict[str, Any]]:
         """The last 64 scheduling decisions made while blocks were short: see `LLM.explain`."""
@@ -283,7 +280,7 @@ class AsyncLLM:
         with the next step. Recalls of memory wait too, so keep pauses short if engines share a device. If cancelled before it
         returns, it pauses nothing.
         """
-        waiter: Waiter = asyncio.get_running_loop().create_future()
+        waiter: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._engine_thread.pause(waiter)
         try:
             await _result(waiter)
@@ -321,7 +318,7 @@ class AsyncLLM:
 
     def __repr__(self) -> str:
         """The model, where and how it runs, the size of its pool and its requests."""
-        return f"AsyncLLM({self.config.model.name!r}, {self._manager.describe()})"
+        return f"AsyncLLM({self.config.model.name!r}, {self._engine_thread.describe()})"
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -396,7 +393,7 @@ class AsyncRequestHandle:
         Chunks that the stream has already taken can still be read from it.
         """
         llm = self._submission._llm
-        data: dict[str, Any] = await _send(llm._engine_thread.run_with_encoder, partial(llm._manager.export, self._state))
+        data: dict[str, Any] = await _send(llm._engine_thread.run_with_engine, lambda engine: llm._manager.export(self._state))
         return data
 
 
@@ -496,7 +493,7 @@ class _Submission:
     ) -> None:
         self._llm = llm  # keeps the engine alive
         self._closed = True
-        self._waiter: Waiter = asyncio.get_running_loop().create_future()
+        self._waiter: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._call = PendingCall(self._waiter, priority, cache_salt, interval, keeps_logprobs)
         llm._engine_thread.begin(self._call, encode)
         self._closed = False
@@ -510,15 +507,14 @@ class _Submission:
     def requests(self) -> tuple[AsyncRequestHandle, ...]:
         """Handles to the queued, unfinished continuations."""
         return tuple(
-            AsyncRequestHandle(state.request.request_id, group.index, state.number, self, state)
-            for group in self._call.groups
-            for state in group.exportable
+            AsyncRequestHandle(state.request.request_id, state.group.index, state.number, self, state)
+            for state in self._call.exportable
         )
 
     @property
     def num_generated(self) -> int:
         """Tokens generated so far."""
-        return sum(group.num_generated for group in self._call.groups)
+        return self._call.num_generated
 
     async def first(self) -> Any:
         """Wait for the outputs, or for a stream's first chunks."""
@@ -546,17 +542,14 @@ class _Submission:
 
 async def _send(message: Callable[..., None], *arguments: Any) -> Any:
     """Send a message to the engine thread and await its result."""
-    waiter: Waiter = asyncio.get_running_loop().create_future()
+    waiter: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     message(waiter, *arguments)
     return await _result(waiter)
 
 
-async def _result(waiter: Waiter) -> Any:
+async def _result(waiter: asyncio.Future[Any]) -> Any:
     """Await the result of `waiter`; raise it if it is an error."""
-    result = await waiter
-    if isinstance(result, BaseException):
-        raise result
-    return result
+    return result_of(await waiter)
 
 
 def _read(given: Any) -> Any:

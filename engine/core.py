@@ -16,7 +16,7 @@ from ..scheduler.plan import NO_ROWS, NO_TOKENS, Failure, Plan, Result
 from ..scheduler.request import Request
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.sequence import FinishReason
-from .errors import ShardLost, is_interrupt
+from .errors import Attempt, EngineError, ShardLost, format_error
 from .memory.engine_memory import EngineMemory
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineCore:
-    """Scheduler and runner, one step at a time. Not thread-safe: the request manager serializes calls.
+    """Scheduler and runner, one step at a time. Not thread-safe: the engine's thread calls it.
 
     If the runner `overlaps`, the next decode step is planned and launched before the previous step's result is on the host
     (asynchronous scheduling).
@@ -42,12 +42,11 @@ class EngineCore:
         self.memory: EngineMemory | None = None  # of an elastic pool
         # Launched, result not applied: at most two.
         self._pending: deque[tuple[Plan, PendingStep | ShardedStep | _KnownResult]] = deque()
-        self._unreported: StepOutputs | None = None  # of an interrupted step; the next call returns them
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return self.scheduler.has_work or self.is_ahead or self._unreported is not None
+        return self.scheduler.has_work or self.is_ahead
 
     @property
     def lost(self) -> ShardLost | None:
@@ -67,102 +66,79 @@ class EngineCore:
         """End a request before the next step. The next step's outputs report its end."""
         return self.scheduler.abort(request_id, reason)
 
+    def step(self) -> StepOutputs:
+        """Plan a step, execute it and return its outputs.
+
+        If the runner raises, the requests of this step end with that error, and no others. An exception in the bookkeeping, or
+        in a step that moves memory, ends all requests. So does ShardLost, after which the engine can only be closed.
+        """
+        return self._step(ahead=True)
+
     def catch_up(self) -> StepOutputs:
         """As `step`, but launch no step ahead."""
         return self._step(ahead=False)
 
-    def step(self) -> StepOutputs:
-        """Plan a step, execute it and return its outputs.
-
-        If the runner raises, the requests of this step end with that error, and no others. An interrupt (`is_interrupt`) there
-        does the same, but propagates; the next call returns the ends. An exception in the bookkeeping, or in a step that moves
-        memory, ends all requests. So does ShardLost, after which the engine can only be closed.
-        """
-        return self._step(ahead=True)
-
     def _step(self, ahead: bool) -> StepOutputs:
-        if self._unreported is not None:
-            outputs, self._unreported = self._unreported, None
-            return outputs
-        applied: StepOutputs | None = None
-        step_error: BaseException | None = None
+        outputs: StepOutputs | None = None
         try:
             if not self._pending:
                 if self.memory is not None:
                     self.memory.prepare()
-                step_error = self._launch(self.scheduler.schedule(self.clock()))
-            if ahead and step_error is None and self._may_launch_ahead():
-                behind = self.scheduler.schedule_ahead(self.clock())
-                step_error = None if behind is None else self._launch(behind)
-            plan, result, error = self._wait_for_oldest()
-            step_error = step_error or error
-            outputs = applied = self.scheduler.apply(plan, result)
-            if self.memory is not None and len(result.deferred):
-                self.memory.relieve()
+                self._launch(self.scheduler.schedule(self.clock()))
+            if ahead:
+                self._step_ahead()
+            outputs = self._complete()
             if self._pending and not self.scheduler.num_running:  # all requests of the step ahead have ended
-                plan, result, error = self._wait_for_oldest()
-                step_error = step_error or error
-                finished = outputs.finished + self.scheduler.apply(plan, result).finished
-                outputs = applied = replace(outputs, finished=finished)
+                outputs = replace(outputs, finished=outputs.finished + self._complete().finished)
             if self.memory is not None:
                 self.memory.after_step(waited_for=ahead)
-        except BaseException as error:  # the scheduler may be half changed: replace it with an empty one
-            step_error = self._discard_pending() or error
-            self.scheduler, outputs = self.scheduler.rebuilt(_format_error(error), self.runner.mapped_extents)
-            if isinstance(error, ShardLost):
-                log.error("ending all %d requests: %s", len(outputs.finished), error)
-            elif not is_interrupt(error):
-                log.exception("the bookkeeping failed; ending all %d requests", len(outputs.finished))
-            if applied is not None:  # the step was applied: its outputs and ends are only here
-                outputs = replace(applied, finished=applied.finished + outputs.finished)
-        if step_error is not None and is_interrupt(step_error):
-            self._unreported = outputs
-            raise step_error
+            return outputs
+        except Exception as error:
+            return self._fail(error, outputs)
+
+    def _step_ahead(self) -> None:
+        """Launch the next decode step before the pending one's result is on the host, if it only continues that one."""
+        if not self.runner.overlaps or len(self._pending) > 1 or (self.memory is not None and self.memory.wants_turn):
+            return
+        if (behind := self.scheduler.schedule_ahead(self.clock())) is not None:
+            self._launch(behind)
+
+    def _complete(self) -> StepOutputs:
+        """Wait for the oldest pending step, and apply its result."""
+        plan, pending = self._pending.popleft()
+        result: Result | None = None
+        with Attempt() as attempt:
+            result = pending.wait()
+        result = result or _failed_result(plan, attempt)
+        outputs = self.scheduler.apply(plan, result)
+        if self.memory is not None and len(result.deferred):
+            self.memory.relieve()
         return outputs
 
-    def _may_launch_ahead(self) -> bool:
-        """Whether runner and memory allow another step behind the pending one; the scheduler may still refuse."""
-        return self.runner.overlaps and len(self._pending) == 1 and (self.memory is None or not self.memory.wants_turn)
+    def _launch(self, plan: Plan) -> None:
+        """Launch `plan` on the runner. If the runner raises, all chunks of the plan have failed."""
+        pending: PendingStep | ShardedStep | _KnownResult | None = None
+        with Attempt() as attempt:
+            empty = _KnownResult(Result(plan.step_id, NO_ROWS, NO_TOKENS))
+            pending = empty if plan.is_empty else self.runner.begin(plan)
+        self._pending.append((plan, pending or _KnownResult(_failed_result(plan, attempt))))
 
-    def _launch(self, plan: Plan) -> BaseException | None:
-        """Launch `plan` on the runner. If the runner raises, all chunks of the plan have failed; returns the error.
+    def _fail(self, error: Exception, outputs: StepOutputs | None) -> StepOutputs:
+        """End all requests with `error`: the scheduler may be half changed, and is replaced by an empty one.
 
-        Re-raises the error if the plan moves memory: it is unknown then which of the operations were done.
+        Returns their ends, behind the `outputs` of the step if its result was applied before.
         """
-        if plan.is_empty:
-            self._pending.append((plan, _KnownResult(Result(plan.step_id, NO_ROWS, NO_TOKENS))))
-            return None
-        try:
-            self._pending.append((plan, self.runner.begin(plan)))
-            return None
-        except BaseException as error:
-            self._pending.append((plan, _KnownResult(_failed_result(plan, error))))
-            return error
-
-    def _wait_for_oldest(self) -> tuple[Plan, Result, BaseException | None]:
-        """Wait for the oldest pending plan. Returns the plan, its result and the runner's error, handled as in
-        `_launch`."""
-        plan, pending = self._pending.popleft()
-        try:
-            return plan, pending.wait(), None
-        except BaseException as error:
-            return plan, _failed_result(plan, error), error
-
-    def _discard_pending(self) -> BaseException | None:
-        """Wait for all pending steps and drop their results. They must not write to blocks that are reused afterwards.
-
-        Returns an interrupt that arrived during the wait.
-        """
-        interrupt: BaseException | None = None
-        while self._pending:
-            try:
+        while self._pending:  # these must not write to blocks that are reused afterwards
+            with Attempt() as attempt:
                 self._pending.popleft()[1].wait()
-            except BaseException as error:
-                if is_interrupt(error):
-                    interrupt = error
-                else:
-                    log.debug("a discarded step failed", exc_info=error)
-        return interrupt
+            if attempt.error is not None:
+                log.debug("a discarded step failed", exc_info=attempt.error)
+        self.scheduler, ends = self.scheduler.rebuilt(format_error(error), self.runner.mapped_extents)
+        if isinstance(error, ShardLost):
+            log.error("ending all %d requests: %s", len(ends.finished), error)
+        else:
+            log.error("the bookkeeping failed; ending all %d requests", len(ends.finished), exc_info=error)
+        return ends if outputs is None else replace(outputs, finished=outputs.finished + ends.finished)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,15 +151,16 @@ class _KnownResult:
         return self.result
 
 
-def _failed_result(plan: Plan, error: BaseException) -> Result:
-    """The result of a plan with all chunks failed. Re-raises `error` if it moves memory, or if no plan can run any more."""
-    if plan.moves_memory or isinstance(error, ShardLost):
+def _failed_result(plan: Plan, attempt: Attempt) -> Result:
+    """The result of a plan with all chunks failed. Raises if it moves memory: which operations were done is unknown. Raises
+    ShardLost: no plan can run any more.
+    """
+    error = attempt.error
+    assert error is not None
+    if isinstance(error, ShardLost):
         raise error
-    if not is_interrupt(error):
-        log.error("step %d failed as a whole; ending its %d requests", plan.step_id, len(plan.rows), exc_info=error)
-    failures = tuple(Failure(i, _format_error(error)) for i in range(len(plan.rows)))
+    if plan.moves_memory:
+        raise error if isinstance(error, Exception) else EngineError(format_error(error))
+    log.error("step %d failed as a whole; ending its %d requests", plan.step_id, len(plan.rows), exc_info=error)
+    failures = tuple(Failure(i, format_error(error)) for i in range(len(plan.rows)))
     return Result(plan.step_id, np.zeros(len(plan.rows), np.int64), NO_TOKENS, failures)
-
-
-def _format_error(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

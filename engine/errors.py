@@ -15,16 +15,33 @@ A request that cannot be served raises the scheduler's RequestRejected.
 
 from __future__ import annotations
 
+from types import TracebackType
+from typing import Self
+
 from ..common.units import format_bytes
 
 
-def is_interrupt(error: BaseException) -> bool:
-    """Whether `error` concerns the whole process: KeyboardInterrupt, or SystemExit as raised by signal handlers.
+class Attempt:
+    """Within the context, an exception ends the block and is kept as `error`. None: the block has run to its end.
 
-    Every other exception is a failure of the code that raised it, even a BaseException: asyncio.CancelledError from a logits
-    processor, or a panic in a Rust library.
+    For code that may raise anything: a user's, or a library's in Rust (a panic is no `Exception`). It runs in the engine's
+    thread, which gets no KeyboardInterrupt.
     """
-    return isinstance(error, KeyboardInterrupt | SystemExit)
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        self.error = error
+        return True
+
+
+def format_error(error: BaseException) -> str:
+    """The error as text, for `RequestOutput.error`."""
+    return f"{type(error).__name__}: {error}"
 
 
 class EngineError(Exception):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
+import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..api.arguments import explains_arguments, explains_names
 from ..api.sampling_params import SamplingParams
@@ -20,11 +23,14 @@ from ..frames.details import decoder, with_text
 from ..frames.source import encode
 from ..scheduler.errors import RequestRejected
 from .config import DEFAULT_IDLE_S, EngineConfig
-from .requests.inputs import Message, Prompt, Prompts, check_count, joined_progress, pair_params, paired, text_of
+from .errors import EngineClosed
+from .requests.engine_thread import EngineThread, result_of
+from .requests.inputs import Message, Prompt, PromptInput, Prompts, check_count, joined_progress, pair_params, paired, text_of
 from .requests.manager import RequestManager
 from .requests.outputs import RequestOutput, StreamChunk, refused
+from .requests.pending_calls import PendingCall
 from .requests.progress import Bar
-from .requests.states import RequestGroup, RequestState
+from .requests.states import RequestState
 from .watch import EngineWatch
 
 if TYPE_CHECKING:
@@ -36,6 +42,7 @@ if TYPE_CHECKING:
     from .loading.models import KvCacheDtype
 
 log = logging.getLogger(__name__)
+Value = TypeVar("Value")
 
 _UNSET_PROGRESS_DELAY_S = 2.0  # shorter calls show no bar
 
@@ -98,8 +105,9 @@ class LLM:
         ShardLost: a process of a divided model has ended while it loaded.
         UnknownArgument: (a TypeError and ValueError) an unknown name, also in the methods; says what to write instead.
 
-    Thread-safe. Callers that wait for an output run the engine's steps. Use it as a context manager, or call `close`, to free
-    the memory at a known time.
+    Thread-safe. A thread of the engine's own runs the steps, while a caller waits for an output or a chunk. KeyboardInterrupt
+    is raised in that wait, and aborts its requests. Use it as a context manager, or call `close`, to free the memory at a known
+    time.
     """
 
     @explains_arguments("LLM")
@@ -145,6 +153,8 @@ class LLM:
             cuda_graphs=cuda_graphs, self_check=self_check, record=record, record_text=record_text,
         )  # fmt: skip
         self._manager = RequestManager(self.config)
+        self._engine_thread = EngineThread(self._manager, "LLM", max_waiting=sys.maxsize, on_demand=True)
+        weakref.finalize(self, self._engine_thread.forget).atexit = False  # engine_thread.py ends it at exit
 
     @explains_arguments("LLM.generate")
     def generate(
@@ -171,25 +181,46 @@ class LLM:
         Raises:
             RequestRejected: a prompt cannot be served; nothing of the call is started then.
         """
-        manager, progress = self._manager, joined_progress(progress, use_tqdm)
-        groups = manager.submit(manager.intake.encode(prompts, sampling_params), priority, cache_salt)
+        progress, intake = joined_progress(progress, use_tqdm), self._engine_thread.intake
+        call = self._begin(intake.encode(prompts, sampling_params), priority, cache_salt)
         try:
-            with Bar(
-                lambda: sum(state.num_generated for group in groups for state in group.states),
-                disable=None if progress is None else not progress,
-                delay=_UNSET_PROGRESS_DELAY_S if progress is None else 0,
-                total=len(groups),
-                unit="prompt",
-                desc="generating",
-            ) as bar:
-                for group in groups:
-                    while not group.is_finished:
-                        manager.step_for(group)
-                        bar.update(0)
-                    bar.update()
+            return self._outputs(call, progress)
         finally:
-            manager.abort(groups)
-        return [group.output for group in groups]
+            call.close()
+
+    def _begin(
+        self, inputs: list[PromptInput], priority: int | None, cache_salt: str | None, interval: int | None = None
+    ) -> _BlockingCall:
+        """Send the requests of a call to the engine's thread. An error of its inputs waits for the call's results.
+
+        Raises RequestRejected for a constraint, and EngineClosed.
+        """
+        self._engine_thread.check_caller()
+        for one in inputs:
+            one.prepared.compile()
+        call = _BlockingCall(self, len(inputs), PendingCall(None, priority, cache_salt, interval))
+        self._engine_thread.submit(call.pending, inputs)
+        return call
+
+    def _outputs(self, call: _BlockingCall, progress: bool | None) -> list[RequestOutput]:
+        """The outputs of `call`, with a bar meanwhile."""
+        thread, pending, num_tokens = self._engine_thread, call.pending, 0
+        with Bar(
+            lambda: num_tokens,
+            disable=None if progress is None else not progress,
+            delay=_UNSET_PROGRESS_DELAY_S if progress is None else 0,
+            total=call.num_prompts, unit="prompt", desc="generating",
+        ) as bar:  # fmt: skip
+            while True:
+                with suppress(TimeoutError):
+                    outputs: list[RequestOutput] = call.results(None if bar.disable else bar.mininterval)
+                    bar.update(len(outputs) - bar.n)
+                    return outputs
+                ended, num_tokens = thread.ask(
+                    thread.run_with_engine,
+                    lambda _: (sum(group.is_finished for group in pending.groups), pending.num_generated),
+                )
+                bar.update(ended - bar.n)
 
     @explains_arguments("LLM.chat")
     def chat(
@@ -214,7 +245,7 @@ class LLM:
         Raises:
             RequestRejected: the model has no tokenizer, or its tokenizer no chat template.
         """
-        prompts, progress = self._manager.intake.render(messages, template_options), joined_progress(progress, use_tqdm)
+        prompts, progress = (self._engine_thread.intake.render(messages, template_options), joined_progress(progress, use_tqdm))
         return self.generate(prompts, sampling_params, priority=priority, cache_salt=cache_salt, progress=progress)
 
     @explains_arguments("LLM.stream")
@@ -229,12 +260,13 @@ class LLM:
     ) -> Stream:
         """Like `generate`, but streams the output in chunks of at least `stream_interval` tokens.
 
-        This call checks and queues the requests; reading the iterator runs the steps. Closing it aborts unfinished requests. A
-        chunk's text ends at a whole character; the last chunk of each prompt carries its `output`.
+        This call checks and queues the requests; steps run while a caller waits for a chunk or an output. Closing the
+        iterator aborts unfinished requests. A chunk's text ends at a whole character; the last chunk of each prompt carries its
+        `output`.
         """
         check_count("stream_interval", stream_interval)
-        inputs = self._manager.intake.encode(prompts, sampling_params)
-        return Stream(self._manager, self._manager.submit(inputs, priority, cache_salt, streams=True), stream_interval)
+        inputs = self._engine_thread.intake.encode(prompts, sampling_params)
+        return Stream(self._begin(inputs, priority, cache_salt, stream_interval))
 
     @explains_arguments("LLM.stream_chat")
     def stream_chat(
@@ -248,7 +280,7 @@ class LLM:
         **template_options: Any,
     ) -> Stream:
         """Like `chat`, but streams the answers: see `stream`."""
-        prompts = self._manager.intake.render(messages, template_options)
+        prompts = self._engine_thread.intake.render(messages, template_options)
         return self.stream(prompts, sampling_params, stream_interval=stream_interval, priority=priority, cache_salt=cache_salt)
 
     @explains_arguments("LLM.import_request")
@@ -269,8 +301,8 @@ class LLM:
                 request; nothing of the call is started then.
         """
         check_count("stream_interval", stream_interval)
-        inputs = self._manager.intake.parse_exported(data)
-        return Stream(self._manager, self._manager.submit(inputs, priority, None, streams=True), stream_interval)
+        inputs = self._engine_thread.intake.parse_exported(data)
+        return Stream(self._begin(inputs, priority, None, stream_interval))
 
     @explains_arguments("LLM.generate_each")
     def generate_each(
@@ -299,22 +331,22 @@ class LLM:
         check_count("look_ahead", look_ahead)
         begun = iter(exported)
         inputs = ((prompt, params, next(begun, None)) for prompt, params in paired(prompts, sampling_params))
-        return OrderedOutputs(self._manager, inputs, look_ahead, priority, cache_salt)
+        return OrderedOutputs(self, inputs, look_ahead, priority, cache_salt)
 
     def render(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
         """The prompt token ids of `chat` for this conversation. Raises RequestRejected as `chat` does."""
-        (ids,) = self._manager.intake.render([messages], template_options)
+        (ids,) = self._engine_thread.intake.render([messages], template_options)
         return ids
 
     @property
     def facts(self) -> ModelFacts:
         """Facts about the loaded model: its context, vocabulary, device, dtype and default sampling."""
-        return self._manager.open().facts
+        return self._engine_thread.open().facts
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """transformers' tokenizer; None for a model that serves token ids only. Shared with the engine: do not modify it."""
-        tokenizer: PreTrainedTokenizerBase | None = self._manager.open().encoder.tokenizer
+        tokenizer: PreTrainedTokenizerBase | None = self._engine_thread.open().encoder.tokenizer
         return tokenizer
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
@@ -324,19 +356,18 @@ class LLM:
     @explains_arguments("LLM.tokenize")
     def tokenize(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> list[int]:
         """The prompt token ids of `generate` for this prompt. Raises RequestRejected for an invalid prompt."""
-        return self._manager.intake.tokenize(prompt, sampling_params or SamplingParams())
+        return self._engine_thread.intake.tokenize(prompt, sampling_params or SamplingParams())
 
     def reset_prefix_cache(self) -> None:
         """Hide all blocks computed so far from later requests. Running requests keep their blocks."""
-        with self._manager.lock:
-            self._manager.open().core.scheduler.cache.reset()
+        self._engine_thread.ask(self._engine_thread.run_with_engine, lambda engine: engine.core.scheduler.cache.reset())
 
     def stats(self) -> dict[str, Any]:
         """The engine's state and counters (requests, blocks, bytes) as plain data.
 
-        Does not wait for a step: during one in another thread these are the values of some milliseconds before it.
+        Waits 20 ms for the end of a step; during a longer one these are the values of some milliseconds before it.
         """
-        return self._manager.stats()
+        return self._engine_thread.stats()
 
     def explain(self, request: str | None = None) -> list[dict[str, Any]]:
         """The last 64 scheduling decisions made while blocks were short, with the numbers behind them. Plain data.
@@ -347,7 +378,7 @@ class LLM:
         Args:
             request: Only those that concern this request, by its id or label.
         """
-        return self._manager.look(lambda watch: watch.explain(request))
+        return self._look(lambda watch: watch.explain(request))
 
     def frame(self, full: bool = False) -> bytes:
         """The next frame of the engine's blocks and requests, as a line of JSON.
@@ -356,7 +387,7 @@ class LLM:
         the difference to the frame of the call before, unless `full` or the first one: docs/page.md has its form. There is one
         series of frames for each engine. Texts and token ids are not in it.
         """
-        return encode(self._manager.look(lambda watch: watch.frame(full)))
+        return encode(self._look(lambda watch: watch.frame(full)))
 
     def cache_events(self) -> CacheEvents:
         """The blocks that became findable in the prefix cache, and those that did not stay so, since the last call.
@@ -368,14 +399,14 @@ class LLM:
         Raises:
             ConfigError: the engine was made without `kv_events`.
         """
-        return self._manager.look(EngineWatch.cache_events).events()
+        return self._look(EngineWatch.cache_events).events()
 
     def cache_snapshot(self) -> CacheEvents:
         """All findable blocks, as events with `cleared`: the next `cache_events` are the changes since then.
 
         Raises ConfigError as `cache_events` does.
         """
-        return CacheEvents([*self._manager.look(EngineWatch.cache_snapshot).blocks()], cleared=True)
+        return CacheEvents([*self._look(EngineWatch.cache_snapshot).blocks()], cleared=True)
 
     def block(self, block: int, text: bool = False) -> dict[str, Any]:
         """The details of a block of the pool: plain data.
@@ -389,14 +420,14 @@ class LLM:
         Raises:
             RequestRejected: the pool has no such block.
         """
-        details = self._manager.look(lambda watch: watch.block(block))
+        details = self._look(lambda watch: watch.block(block))
         return with_text(details, decoder(self.tokenizer) if text else None)
 
     @contextmanager
     def locked_engine(self) -> Iterator[Engine]:
-        """Hold the engine's lock and yield the engine's parts, for tools that measure or inspect. Not a stable interface.
+        """Hold the engine between two steps and yield its parts, for tools that measure or inspect. Not a stable interface.
 
-        Within the context no other thread runs a step, and none is pending on the device. The tool may change the parts between
+        Within the context the engine runs no step, and none is pending on the device. The tool may change the parts between
         steps (for example `engine.core.runner.model`) and run steps with `engine.core.step`. Outputs of these do not reach the
         callers of this LLM, so the tool adds its own requests with `engine.core.add`.
 
@@ -406,26 +437,25 @@ class LLM:
         Raises:
             EngineClosed: the engine is closed.
         """
-        manager = self._manager
-        with manager.lock:
-            engine = manager.open()
-            manager.finish_pending_steps(engine)
-            manager.lock.barred = threading.get_ident()
-            try:
-                yield engine
-            finally:
-                manager.lock.barred = None
+        with self._engine_thread.held_engine() as engine:
+            yield engine
 
     def close(self) -> None:
         """Abort all requests and free all memory. Idempotent. Later calls raise EngineClosed.
 
         Raises EngineClosed in a forked child, which has no engine to close.
         """
-        self._manager.close()
+        self._engine_thread.ask(self._engine_thread.end)
+        self._engine_thread.join()  # returns at once: the thread has resolved its last waiter
+
+    def _look(self, function: Callable[[EngineWatch], Value]) -> Value:
+        """The result of `function` with the watched side of the engine, between two steps. Raises EngineClosed."""
+        result: Value = self._engine_thread.ask(self._engine_thread.look, function)
+        return result
 
     def __repr__(self) -> str:
         """The model, where and how it runs, the size of its pool and its requests."""
-        return f"LLM({self.config.model.name!r}, {self._manager.describe()})"
+        return f"LLM({self.config.model.name!r}, {self._engine_thread.describe()})"
 
     def __enter__(self) -> LLM:
         return self
@@ -458,29 +488,86 @@ class RequestHandle:
             RequestRejected: the request has ended, or it has `logits_processors`, which are not plain data; nothing changes.
             EngineClosed: the engine is closed.
         """
-        return self._stream._manager.export(self._state)
+        return self._stream._export(self._state)
+
+
+class _BlockingCall:
+    """A call of an `LLM`: its caller blocks for the results. Closing or collecting it aborts unfinished requests."""
+
+    def __init__(self, llm: LLM, num_prompts: int, pending: PendingCall) -> None:
+        self.num_prompts = num_prompts
+        self.pending = pending
+        self._llm = llm  # keeps the engine alive
+        self._waiter: Future[Any] | None = None
+
+    def check_queued(self) -> None:
+        """Wait until the requests are queued. Raises RequestRejected, EngineClosed."""
+        self.run(lambda: self.pending.result)
+
+    def run(self, function: Callable[[], Any]) -> Any:
+        """The result of `function` in the engine's thread, between two steps. Raises it if it is an error."""
+        thread = self._llm._engine_thread
+        return thread.ask(thread.run_with_engine, lambda engine: function())
+
+    def results(self, timeout_s: float | None = None) -> Any:
+        """Wait for all outputs, or a stream's next chunks: none if it is closed. Call it until `pending` is over.
+
+        Raises RequestRejected, EngineClosed, and TimeoutError after `timeout_s`: call it again.
+        """
+        thread = self._llm._engine_thread
+        if self.pending.result is not None:
+            return result_of(self.pending.result)
+        if self._waiter is None:
+            thread.check_caller()
+            self._llm._manager.check_process()
+            waiter: Future[Any] = Future()
+            thread.want(waiter, self.pending)
+            self._waiter = waiter
+        result = self._waiter.result(timeout_s)
+        self._waiter = None
+        if not result and thread.ended and not self.pending.cancelled:
+            result = self.pending.collect() or thread.closed()
+        return result_of(result)
+
+    def cancel(self) -> None:
+        """Abort unfinished requests soon. Idempotent; never blocks."""
+        if not (self.pending.over or self.pending.cancelled):
+            self._llm._engine_thread.cancel(self.pending)
+
+    def close(self) -> None:
+        """Abort unfinished requests, and wait until they have ended. Idempotent."""
+        if self.pending.over or self.pending.cancelled:
+            return
+        self.cancel()
+        try:
+            with suppress(EngineClosed):
+                self.run(lambda: None)
+        except KeyboardInterrupt:
+            log.warning("interrupted while a step runs: the requests end when it is over; if it hangs, end the process")
+            raise
+
+    __del__ = cancel
 
 
 class Stream(Iterator[StreamChunk]):
-    """An iterator over the chunks of requests. Reading runs the engine's steps; `close` aborts unfinished requests.
+    """An iterator over the chunks of requests. They advance while a caller waits; `close` aborts unfinished requests.
 
-    If the stream is garbage-collected instead and the engine's lock is held, the next step aborts its requests: the collector
-    may run during a step, in the thread that holds the lock, so it must not wait.
+    The requests of a stream that is garbage-collected instead are aborted soon after: the collector does not wait.
     """
 
-    def __init__(self, manager: RequestManager, groups: list[RequestGroup], interval: int) -> None:
-        self._manager = manager
-        self._groups = groups
-        # Those that have not delivered their last chunk.
-        self._states = [state for group in groups for state in group.states]
-        self._interval = interval
+    def __init__(self, call: _BlockingCall) -> None:
+        self._call = call
+        self._chunks: deque[StreamChunk] = deque()
+        self._waits = threading.Lock()  # for the next chunks
+        call.check_queued()
 
     def __next__(self) -> StreamChunk:
         try:
-            while self._states:
-                chunk = self._manager.next_chunk(self._states, self._interval)
-                if chunk is not None:
-                    return chunk
+            with self._waits:
+                while not self._chunks and not (self._call.pending.over or self._call.pending.cancelled):
+                    self._chunks.extend(self._call.results())
+                if self._chunks:
+                    return self._chunks.popleft()
         except BaseException:
             self.close()
             raise
@@ -490,68 +577,81 @@ class Stream(Iterator[StreamChunk]):
     def requests(self) -> tuple[RequestHandle, ...]:
         """The unfinished continuations, ordered by prompt and number; one for each beam search."""
         return tuple(
-            RequestHandle(state.request.request_id, group.index, state.number, self, state)
-            for group in self._groups
-            for state in group.exportable
+            RequestHandle(state.request.request_id, state.group.index, state.number, self, state)
+            for state in self._call.pending.exportable
         )
 
     def outputs(self) -> list[RequestOutput]:
         """Run to the end and return the outputs in the order of the prompts. Remaining chunks are discarded."""
         for _ in self:
             pass
-        return [group.output for group in self._groups]
+        return [group.output for group in self._call.pending.groups]
 
     def close(self) -> None:
         """Abort unfinished requests. Idempotent."""
-        self._states = []
-        self._manager.abort(self._groups)
+        self._call.close()
+        self._chunks.clear()
 
-    def __del__(self) -> None:
-        self._manager.abort_nowait(self._groups)
+    def _export(self, state: RequestState) -> dict[str, Any]:
+        """See `RequestHandle.export`."""
+        unread = [chunk for chunk in self._chunks if chunk.index == state.group.index and chunk.number == state.number]
+
+        def export() -> dict[str, Any]:
+            state.put_back(unread)
+            return self._call._llm._manager.export(state)
+
+        data: dict[str, Any] = self._call.run(export)
+        self._chunks = deque(chunk for chunk in self._chunks if chunk not in unread)
+        return data
 
 
 class OrderedOutputs(Iterator[RequestOutput]):
-    """The outputs of `LLM.generate_each`. Reading runs the engine's steps; `close` aborts the requests that were begun.
+    """The outputs of `LLM.generate_each`. They advance while a caller waits; `close` aborts the requests that were begun.
 
-    Prompts are taken when an output is read, or by `step`. For a collected object see `Stream`.
+    Prompts are taken when an output is waited for. For a collected object see `Stream`.
     """
 
     def __init__(
         self,
-        manager: RequestManager,
+        llm: LLM,
         inputs: Iterator[tuple[Prompt, SamplingParams | None, Mapping[str, Any] | None]],
         look_ahead: int,
         priority: int,
         cache_salt: str | None,
     ) -> None:
-        self._manager = manager
+        self._llm = llm
         self._inputs = inputs
         self._look_ahead = look_ahead
         self._priority, self._cache_salt = priority, cache_salt
-        self._taken: deque[RequestOutput | RequestGroup] = deque()
+        # The output of each prompt that was taken, or its call.
+        self._taken: deque[tuple[Prompt, RequestOutput | _BlockingCall]] = deque()
 
     def __next__(self) -> RequestOutput:
         try:
-            while not self.step():
-                pass
+            self.wait()
             if not self._taken:
                 raise StopIteration
-            first = self._taken.popleft()
-            return first.output if isinstance(first, RequestGroup) else first
+            output = self._taken.popleft()[1]
+            assert isinstance(output, RequestOutput)
+            return output
         except BaseException:
             self.close()
             raise
 
-    def step(self) -> bool:
-        """Run a step of the engine, unless the next output is complete. Returns whether it is, or whether there is none."""
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until the next output is complete, `timeout_s` at most. Returns whether it is, or whether there is none."""
         for prompt, params, exported in islice(self._inputs, self._look_ahead - len(self._taken)):
-            self._taken.append(self._submit(prompt, params, exported))
-        first = self._taken[0] if self._taken else None
-        if not isinstance(first, RequestGroup):
-            return True
-        if not first.is_finished:
-            self._manager.step_for(first)
-        return first.is_finished
+            self._taken.append((prompt, self._start(prompt, params, exported)))
+        if self._taken and isinstance(call := self._taken[0][1], _BlockingCall):
+            prompt = self._taken[0][0]
+            try:
+                (output,) = call.results(timeout_s)
+            except TimeoutError:
+                return False
+            except RequestRejected as error:
+                output = self._refused(prompt, error)
+            self._taken[0] = prompt, output
+        return True
 
     def pending(self) -> list[RequestOutput | dict[str, Any] | None]:
         """What is known of the prompts that were taken and have not been yielded, in their order.
@@ -559,34 +659,51 @@ class OrderedOutputs(Iterator[RequestOutput]):
         Of each its output, if it is complete; or the data of its request in the form of `RequestHandle.export`, while it goes
         on; or None, if it has no token yet or cannot be continued elsewhere, as several continuations and beams.
         """
-        copies = iter(self._manager.copies([one for one in self._taken if isinstance(one, RequestGroup)]))
-        known = [(one, next(copies)) if isinstance(one, RequestGroup) else (one, None) for one in self._taken]
-        return [one if not isinstance(one, RequestGroup) else one.output if one.is_finished else copy for one, copy in known]
+        thread, manager = self._llm._engine_thread, self._llm._manager
+        calls = [call.pending for _, call in self._taken if isinstance(call, _BlockingCall)]
+        copies = thread.ask(
+            thread.run_with_engine,
+            lambda _: {call: copy for call in calls if call.groups for copy in manager.copies(call.groups)},
+        )
+        engine = thread.open()
+        known: list[RequestOutput | dict[str, Any] | None] = []
+        for prompt, one in self._taken:
+            if isinstance(one, RequestOutput):
+                known.append(one)
+            elif isinstance(one.pending.result, BaseException):
+                known.append(self._refused(prompt, one.pending.result))
+            elif one.pending.groups[0].is_finished:
+                known.append(one.pending.groups[0].output)
+            else:
+                copy = copies[one.pending]
+                known.append(None if copy is None else copy.to_dict(engine.plan.model, engine.encoder.vocab_size))
+        return known
 
     def close(self) -> None:
         """Abort the requests that were begun. Idempotent."""
-        self._manager.abort_nowait([group for group in self._taken if isinstance(group, RequestGroup)])
-        self._inputs = iter(())
-        self._taken.clear()
+        taken, self._taken, self._inputs = self._taken, deque(), iter(())
+        for _, call in taken:
+            if isinstance(call, _BlockingCall):
+                call.cancel()
 
-    def __del__(self) -> None:
-        self.close()
-
-    def _submit(
+    def _start(
         self, prompt: Prompt, params: SamplingParams | None, exported: Mapping[str, Any] | None
-    ) -> RequestOutput | RequestGroup:
-        manager, intake = self._manager, self._manager.intake
+    ) -> RequestOutput | _BlockingCall:
+        intake = self._llm._engine_thread.intake
         if exported is not None:
             try:
-                (group,) = manager.submit(intake.parse_exported(exported), self._priority, None)
-                return group
+                call = self._llm._begin(intake.parse_exported(exported), self._priority, None)
+                call.check_queued()
+                return call
             except RequestRejected as error:
                 log.warning("restarting a request that cannot be continued: %s", error)
         try:
-            (group,) = manager.submit(intake.encode_one(prompt, params), self._priority, self._cache_salt)
-            return group
+            return self._llm._begin(intake.encode_one(prompt, params), self._priority, self._cache_salt)
         except RequestRejected as error:
-            return refused(text_of(prompt), str(error), manager.open().encoder.tokenizer is not None)
+            return self._refused(prompt, error)
+
+    def _refused(self, prompt: Prompt, error: BaseException) -> RequestOutput:
+        return refused(text_of(prompt), str(error), self._llm.tokenizer is not None)
 
 
 def generate(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pagetide import LLM
 from pagetide.allocator.blocks import BlockAllocator
 from pagetide.allocator.host_arena import HostArena
 from pagetide.cache.geometry import Geometry
@@ -33,6 +34,11 @@ from pagetide.scheduler.scheduler import Scheduler
 from pagetide.scheduler.state import Limits
 
 POISON = 0xFF  # as bytes: NaN in floating types, scales among them
+
+
+def step(llm: LLM) -> None:
+    """Run a step, though no caller waits for one."""
+    llm._engine_thread.ask(llm._engine_thread.run_with_engine, lambda engine: llm._manager.step())
 
 
 class AlwaysSwap(SwapCost):

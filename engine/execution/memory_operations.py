@@ -16,6 +16,7 @@ from ...cache.block_table import BlockCopies, Index, Int32
 from ...cache.host_tier import Swaps
 from ...cache.storage import Storage
 from ...scheduler.plan import NO_EXTENTS, NO_TOKENS, Plan
+from ..errors import Attempt
 from .host_pool import Copies, HostPool, Swapped
 
 log = logging.getLogger(__name__)
@@ -78,22 +79,21 @@ class MemoryOperations:
             swap.fence()
 
     def done(self) -> list[Swapped]:
-        """Wait for all swaps and return their results. An interrupt is raised only after all of them."""
+        """Wait for all swaps and return their results. Raises only after all of them."""
         swapped: list[Swapped] = []
-        interrupt: BaseException | None = None
+        raised: BaseException | None = None
         for swap in self.swaps:
-            try:
+            found: Swapped | None = None
+            with Attempt() as attempt:
                 found = swap.wait()
-            except BaseException as error:
-                interrupt = error
-                found = None
+            raised = attempt.error or raised
             if found is None:
                 self.failed_blocks.append(swap.blocks)
                 self.failed_slots.append(swap.slots)
             else:
                 swapped.append(found)
-        if interrupt is not None:
-            raise interrupt
+        if raised is not None:
+            raise raised
         return swapped
 
 

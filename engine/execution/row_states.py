@@ -9,7 +9,7 @@ import numpy as np
 
 from ...cache.block_table import Index, Int32
 from ...scheduler.plan import Admission, Plan
-from ..errors import is_interrupt
+from ..errors import Attempt, format_error
 from ..sampling.follower import TokenFollower
 from ..sampling.logprobs import LogprobRequests
 from ..sampling.sampler import Sampler
@@ -64,12 +64,11 @@ class RowStates:
             self._start_sampling(new.row, len(new.token_ids))
         if (given := plan.given) is not None:
             self.tokens[given.rows, given.positions] = given.tokens
-            try:
+            with Attempt() as attempt:
                 self.sampler.record_tokens(given.rows, given.tokens)
-            except BaseException as error:
-                if is_interrupt(error):
-                    raise
-                log.exception("the sampler could not take %d given tokens; their rows start again", len(given.rows))
+            if attempt.error is not None:
+                why = "the sampler could not take %d given tokens; their rows start again"
+                log.error(why, len(given.rows), exc_info=attempt.error)
                 for row, position in zip(given.rows.tolist(), given.positions.tolist(), strict=True):
                     self._start_sampling(row, position + 1)
 
@@ -122,12 +121,10 @@ class RowStates:
         """Release `rows`. Sampling state that cannot be released now is released before the row is reused."""
         self._forget(rows.tolist())
         self._unreleased.update(rows.tolist())
-        try:
+        with Attempt() as attempt:
             self._release_sampling(rows)
-        except BaseException as error:
-            if is_interrupt(error):
-                raise
-            log.exception("what sampling keeps of %d rows could not be released", len(rows))
+        if attempt.error is not None:
+            log.error("what sampling keeps of %d rows could not be released", len(rows), exc_info=attempt.error)
 
     def _release_sampling(self, rows: Index) -> None:
         self.sampler.release(rows)
@@ -138,17 +135,15 @@ class RowStates:
         """(Re)start the sampling state of `row` from its first `known` tokens. If that raises twice, the row's chunks fail."""
         new = self._admitted[row]
         for _ in range(2):
-            try:
+            with Attempt() as attempt:
                 if row in self._unreleased:
                     self._release_sampling(np.array([row]))
                 self.logprob_requests.admit(row, new.sampling, new.num_prompt)
                 self.sampler.admit(row, new.sampling, self.tokens[row, :known], new.num_prompt)
+            if attempt.error is None:
                 return
-            except BaseException as error:
-                if is_interrupt(error):
-                    raise
-                log.exception("request %s: its sampling could not be started", new.request_id)
-                failure = format_error(error)
+            log.error("request %s: its sampling could not be started", new.request_id, exc_info=attempt.error)
+            failure = format_error(attempt.error)
         self._failures[row] = failure
 
     def _forget(self, rows: list[int]) -> None:
@@ -157,8 +152,3 @@ class RowStates:
             self._admitted.pop(row, None)
             self._failures.pop(row, None)
             self._deferred.pop(row, None)
-
-
-def format_error(error: BaseException) -> str:
-    """The message of a chunk that failed by `error`."""
-    return f"{type(error).__name__}: {error}"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from ...scheduler.plan import NO_LOGPROBS, NO_TOKENS, Candidates, ChunkLogprobs,
 from ..attention.context import AttentionKernel, StepContext, running
 from ..collectives.group import ALONE, CollectiveAborted, ShardGroup
 from ..cpu.linears import is_native
-from ..errors import is_interrupt
+from ..errors import Attempt, format_error
 from ..process.cpu_threads import CpuThreads
 from ..process.memory_usage import trim
 from ..sampling.logprobs import TokenSpan, score
@@ -37,7 +37,7 @@ from .host_pool import Swapped
 from .lockstep import Lockstep, ShardsDiverged
 from .memory_operations import MemoryExecutor, MemoryOperations, joined
 from .parts import ChunkGroup, Computed, PendingTokens
-from .row_states import RowStates, format_error
+from .row_states import RowStates
 from .step_bound import StepBound
 from .transfers import Array, Download, Stopwatch, Upload
 
@@ -228,15 +228,11 @@ class ModelRunner:
     def record(self, sizes: Sequence[int], record: Record) -> None:
         """Capture decode steps of these sizes. If it raises, nothing is captured, on any shard."""
         graphs = DecodeGraphs(self._decode, record, self._lockstep.all_agree)
-        raised: BaseException | None = None
-        try:
-            with self.at_work():
-                for size in sorted(sizes, reverse=True):
-                    self._upload.put(self._padding(size).arrays)
-                    graphs.add(size)
-        except BaseException as error:
-            raised = error
-        if (failed := self._lockstep.settle(_RECORDING, raised)) is not None:
+        with Attempt() as attempt, self.at_work():
+            for size in sorted(sizes, reverse=True):
+                self._upload.put(self._padding(size).arrays)
+                graphs.add(size)
+        if (failed := self._lockstep.settle(_RECORDING, attempt.error)) is not None:
             raise failed
         self.graphs = graphs
 
@@ -246,21 +242,20 @@ class ModelRunner:
         A step that raises is repeated in halves, down to single tokens. This is safe: a chunk writes only its own sequence's
         blocks, with the same values each time. A single token that raises is deferred, to be planned again; if it raises again,
         its chunk fails. Copies that raise are repeated once, then reported as failed. If the arena refuses to map or unmap, the
-        rest of the plan still runs. Other exceptions are bookkeeping errors or interrupts.
+        rest of the plan still runs. Exceptions are errors of the bookkeeping.
         """
         self.progress.begin(self._bound.seconds(plan))
         with self.at_work():
             self._row_states.apply(plan)
             moves = MemoryOperations()
-            try:
+            with ExitStack() as undo:
+                undo.callback(moves.done)
                 self._memory_executor.begin(plan, moves)
                 watch = Stopwatch(self._device)
                 computed = self._compute_plan(plan)
                 watch.stop()
                 moves.fence()
-            except BaseException:
-                moves.done()
-                raise
+                undo.pop_all()
         return PendingStep(self, plan, moves, computed, watch)
 
     def close(self) -> None:
@@ -279,33 +274,28 @@ class ModelRunner:
             self._lockstep.stop()
             return self._compute_in_parts(plan, [all_chunks])
         changes = self._rows.changes(plan)
-        try:
+        with Attempt() as attempt:
             work = self._prepare(all_chunks)
             uploaded = self._upload.put([*work.arrays, *changes])
             self._rows.follow(plan, uploaded[len(uploaded) - len(changes) :])
             return self._compute(work, uploaded)
-        except BaseException as error:
-            if is_interrupt(error):
-                raise
-            if isinstance(error, CollectiveAborted):
-                log.info("step %d: another shard stopped computing it; repeating it in parts", plan.step_id)
-            else:
-                log.exception("step %d raised; repeating it in parts", plan.step_id)
-            self._lockstep.stop()
-            self._recover(all_chunks)
-            return self._compute_in_parts(plan, list(all_chunks.halves()) or [all_chunks])
+        if isinstance(attempt.error, CollectiveAborted):
+            log.info("step %d: another shard stopped computing it; repeating it in parts", plan.step_id)
+        else:
+            log.error("step %d raised; repeating it in parts", plan.step_id, exc_info=attempt.error)
+        self._lockstep.stop()
+        self._recover(all_chunks)
+        return self._compute_in_parts(plan, list(all_chunks.halves()) or [all_chunks])
 
     def _collect(self, plan: Plan, computed: Computed) -> Computed:
         """`computed` with its pending tokens. If they cannot be read, all chunks are computed again."""
-        try:
+        with Attempt() as attempt:
             self._collect_drawn(computed)
             return computed
-        except BaseException as error:
-            if is_interrupt(error):
-                raise
-            if not self._lockstep.is_alone:  # the others may have begun the next step
-                raise ShardsDiverged(f"the tokens of step {plan.step_id} could not be copied from the device") from error
-            log.exception("the tokens of step %d could not be copied from the device; computing them again", plan.step_id)
+        lost = f"the tokens of step {plan.step_id} could not be copied from the device"
+        if not self._lockstep.is_alone:  # the others may have begun the next step
+            raise ShardsDiverged(lost) from attempt.error
+        log.error("%s; computing them again", lost, exc_info=attempt.error)
         newest = self._rows.newest.clone()  # of the next step, which has begun
         all_chunks = ChunkGroup.of(plan)
         self._recover(all_chunks)
@@ -342,29 +332,25 @@ class ModelRunner:
 
     def _compute_part(self, plan: Plan, part: ChunkGroup, total: Computed) -> BaseException | None:
         """Add the outputs of `part` to `total`, or return why it could not be computed, on this shard or another."""
-        try:
+        with Attempt() as attempt:
             work = self._prepare(part, recorded=False)
             computed = self._compute(work, self._upload.put(work.arrays))
             self._collect_drawn(computed)
-        except BaseException as error:
-            if is_interrupt(error) or isinstance(error, ShardsDiverged):
-                raise
-            return self._lockstep.settle(plan.step_id, error)
-        if (failed := self._lockstep.settle(plan.step_id, None)) is None:
+        if isinstance(attempt.error, ShardsDiverged):
+            raise attempt.error
+        if (failed := self._lockstep.settle(plan.step_id, attempt.error)) is None:
             total.add(part, computed)
         return failed
 
     def _update_tables(self, plan: Plan) -> None:
         """Upload the plan's new table entries. If that raises twice, the chunks of these rows fail."""
         for _ in range(2):
-            try:
+            with Attempt() as attempt:
                 self._rows.follow(plan, self._upload.put(self._rows.changes(plan)))
                 return
-            except BaseException as error:
-                if is_interrupt(error):
-                    raise
-                log.exception("the block tables of step %d could not be changed", plan.step_id)
-                failure = format_error(error)
+            assert attempt.error is not None
+            log.error("the block tables of step %d could not be changed", plan.step_id, exc_info=attempt.error)
+            failure = format_error(attempt.error)
         for update in plan.tables:
             self._row_states.fail(update.rows, failure)
 

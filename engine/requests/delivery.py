@@ -7,13 +7,12 @@ streams and of requests with stop strings, are events for their groups.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 
 from ...scheduler.outcome import Finished, StepOutputs
 from ...scheduler.request import Request
 from ..core import EngineCore
-from ..errors import is_interrupt
 from .kept_tokens import KeptTokens
 from .states import Event, GroupActions, RequestGroup, RequestState
 
@@ -21,23 +20,15 @@ log = logging.getLogger(__name__)
 
 
 class OutputDelivery:
-    """The request groups of an engine, and the step outputs on their way to them. Mutated under the engine's lock."""
+    """The request groups of an engine, and the step outputs on their way to them. For the engine's thread."""
 
     def __init__(self) -> None:
         self.groups: dict[str, RequestGroup] = {}  # by each request whose end has not been delivered
-        # Called at the end of `deliver` with the groups that have new tokens and are followed, and those of ended requests. A
-        # group may occur several times.
-        self.on_outputs: Callable[[Sequence[RequestGroup], Sequence[RequestGroup]], None] | None = None
-        # Events of the last step. Empty between steps unless an interrupt stopped their delivery.
-        self._undelivered: deque[tuple[str, Event]] = deque()
+        # Called by `deliver` with the groups that have new tokens and are followed, and those of ended requests. A group may
+        # occur several times.
+        self.on_outputs: Callable[[Sequence[RequestGroup], Sequence[RequestGroup]], None] = lambda updated, ended: None
         self._unfollowed = KeptTokens()
         self._without_token: dict[str, RequestState] = {}  # of these requests, those without a token so far
-        self._started: list[RequestState] = []  # of these, those whose first token is being delivered
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether `deliver` has anything to do."""
-        return bool(self._undelivered)
 
     def add(self, group: RequestGroup, requests: Iterable[Request]) -> None:
         """Deliver the outputs of `requests` to `group`."""
@@ -54,59 +45,49 @@ class OutputDelivery:
             for known in (self.groups, self._without_token):
                 known.pop(request_id, None)
 
-    def queue(self, outputs: StepOutputs) -> None:
-        """Queue the outputs of a step, for `deliver`."""
-        events = self._undelivered
-        events.extend(outputs.scores)  # before their tokens
-        self._queue_tokens(outputs.request_ids, outputs.tokens)
-        events.extend((finished.request_id, finished) for finished in outputs.finished)
-        events.extend(outputs.candidates)  # after the ends: only for beams that are still running
+    def deliver(self, core: EngineCore, outputs: StepOutputs, now: float) -> None:
+        """Deliver the outputs of a step, and apply to `core` what their groups ask for.
 
-    def _queue_tokens(self, request_ids: list[str], tokens: list[int]) -> None:
-        unfollowed, pairs = self._unfollowed, zip(request_ids, tokens, strict=True)
-        if not len(unfollowed):
-            self._undelivered.extend(pairs)
-            return
-        unfollowed.put(request_ids, tokens)
-        if len(unfollowed) < len(self.groups):
-            self._undelivered.extend(pair for pair in pairs if pair[0] not in unfollowed)
-        if self._without_token:
-            started = list(filter(self._without_token.__contains__, request_ids))
-            self._started += [self._without_token.pop(request_id) for request_id in started]
-
-    def deliver(self, core: EngineCore, now: float) -> None:
-        """Deliver the queued outputs, and apply to `core` what their groups ask for.
-
-        An error of a group ends the requests that it concerns, and no others. An interrupt (`is_interrupt`) propagates; the
-        next call delivers the rest.
+        An error of a group ends the requests that it concerns, and no others.
         """
-        groups, events = self.groups, self._undelivered
-        while self._started:
-            self._started.pop().note_token(now)
         updated: list[RequestGroup] = []
         ended: list[RequestGroup] = []
-        try:
-            while events:
-                request_id, event = events.popleft()
-                if (group := groups.get(request_id)) is None:
-                    continue
-                if isinstance(event, int):
-                    updated.append(group)
-                elif isinstance(event, Finished):
-                    ended.append(group)
-                    self.remove([request_id])
-                try:
-                    actions = group.deliver(request_id, event, now)
-                    if actions is not None:
-                        _apply(core, actions)
-                except BaseException as error:
-                    _apply(core, group.fail_delivery(request_id, error, now))
-                    if is_interrupt(error):
-                        raise
-                    log.exception("request %s ends: an output of a step could not be delivered", request_id)
-        finally:
-            if self.on_outputs is not None and (updated or ended):
-                self.on_outputs(updated, ended)
+        events: Iterable[tuple[str, Event]] = chain(
+            # Before their tokens.
+            outputs.scores,
+            self._followed_tokens(outputs.request_ids, outputs.tokens, now),
+            ((finished.request_id, finished) for finished in outputs.finished),
+            # After the ends: only for beams that are still running.
+            outputs.candidates,
+        )
+        for request_id, event in events:
+            if (group := self.groups.get(request_id)) is None:
+                continue
+            if isinstance(event, int):
+                updated.append(group)
+            elif isinstance(event, Finished):
+                ended.append(group)
+                self.remove([request_id])
+            try:
+                actions = group.deliver(request_id, event, now)
+                if actions is not None:
+                    _apply(core, actions)
+            except Exception as error:
+                log.exception("request %s ends: an output of a step could not be delivered", request_id)
+                _apply(core, group.fail_delivery(request_id, error, now))
+        if updated or ended:
+            self.on_outputs(updated, ended)
+
+    def _followed_tokens(self, request_ids: list[str], tokens: list[int], now: float) -> Iterable[tuple[str, int]]:
+        """The tokens that are due at once, by request. The others are kept."""
+        unfollowed, pairs = self._unfollowed, zip(request_ids, tokens, strict=True)
+        if not len(unfollowed):
+            return pairs
+        unfollowed.put(request_ids, tokens)
+        if self._without_token:
+            for request_id in list(filter(self._without_token.__contains__, request_ids)):
+                self._without_token.pop(request_id).note_token(now)
+        return [pair for pair in pairs if pair[0] not in unfollowed] if len(unfollowed) < len(self.groups) else ()
 
 
 def _apply(core: EngineCore, actions: GroupActions) -> None:

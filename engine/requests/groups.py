@@ -12,7 +12,7 @@ from ...scheduler.outcome import Finished
 from ...scheduler.plan import Candidates, ChunkLogprobs
 from ...scheduler.request import Request
 from ...scheduler.sequence import FinishReason
-from ..errors import is_interrupt
+from ..errors import format_error
 from ..text.detokenizer import TextStream
 from .beams import BeamRules, BeamSearch, Hypothesis
 from .handover import Handover
@@ -58,9 +58,7 @@ class ContinuationGroup(RequestGroup):
         return None
 
     def fail_delivery(self, request_id: str, error: BaseException, now: float) -> GroupActions:
-        """End this continuation with `error`, and no other. After an interrupt it goes on."""
-        if is_interrupt(error):
-            return GroupActions()
+        """End this continuation with `error`, and no other."""
         self._state_of[request_id].fail(error)
         return GroupActions(aborts=[(request_id, "error")])
 
@@ -129,7 +127,7 @@ class BeamGroup(RequestGroup):
         return self._finish(event, now) if isinstance(event, Finished) else None
 
     def fail_delivery(self, request_id: str, error: BaseException, now: float) -> GroupActions:
-        """End the search with `error`, an interrupt included: moves may be half applied, or candidates lost."""
+        """End the search with `error`: moves may be half applied, or candidates lost."""
         self.fail(error)
         if not self._running:
             for state in self.states:
@@ -140,7 +138,7 @@ class BeamGroup(RequestGroup):
 
     def fail(self, error: BaseException) -> None:
         """See `RequestGroup`."""
-        self._end, self._error = "error", f"{type(error).__name__}: {error}"
+        self._end, self._error = "error", format_error(error)
 
     def requests_of(self, state: RequestState) -> list[str]:
         """See `RequestGroup`: those of all beams."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import Context
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...api.sampling_params import SamplingParams
 from ...scheduler.errors import RequestRejected
-from ...scheduler.request import Request
+from ...scheduler.request import LogitsProcessor, Request
 from ..shards.processors import serialized
 from ..text.chat_template import NESTED
 from .beams import BeamRules
@@ -76,16 +77,20 @@ class RequestIntake:
         return [self.engine.encoder.render(conversation, options) for conversation in conversations(messages)]
 
     def build(
-        self, index: int, prompt: PromptInput, priority: int | None, cache_salt: str | None, streams: bool
-    ) -> tuple[RequestGroup, list[Request]]:
-        """The group of prompt `index` of a call, and the requests to queue for it. Call it under the engine's lock."""
+        self, index: int, prompt: PromptInput, priority: int | None, cache_salt: str | None, streams: bool,
+        context: Context | None = None,
+    ) -> tuple[RequestGroup, list[Request]]:  # fmt: skip
+        """The group of prompt `index` of a call, and the requests to queue for it. Call it in the engine's thread.
+
+        The call's logits processors run in `context`.
+        """
         params = prompt.params
         if streams and params.num_started > (params.n or 1):
             raise RequestRejected(
                 f"best_of {params.best_of} cannot be streamed with n {params.n or 1}: which of them are given is known "
                 "when all have ended; use generate, or leave best_of out"
             )
-        request = self._request(prompt, priority, cache_salt)
+        request = self._request(prompt, priority, cache_salt, context)
         self.engine.core.scheduler.check(request)
         text_stream = partial(self.engine.encoder.text_stream, prompt.token_ids, prompt.prepared.stops, params)
         group: RequestGroup
@@ -103,12 +108,13 @@ class RequestIntake:
                 state.import_request(prompt.before)
         return group, requests
 
-    def _request(self, prompt: PromptInput, priority: int | None, cache_salt: str | None) -> Request:
+    def _request(self, prompt: PromptInput, priority: int | None, cache_salt: str | None, context: Context | None) -> Request:
         before = prompt.before
         salt = _salt(prompt, cache_salt) if before is None else before.cache_salt
         sampling = prompt.params.resolve(self.engine.eos_token_ids, prompt.prepared.bad_words)
-        if sampling.logits_processors and self.engine.team is not None:
-            sampling = replace(sampling, logits_processors=tuple(map(serialized, sampling.logits_processors)))
+        if sampling.logits_processors:
+            carried = serialized if self.engine.team is not None else partial(_in_context, context)
+            sampling = replace(sampling, logits_processors=tuple(map(carried, sampling.logits_processors)))
         request = Request(
             request_id=f"r{next(self.numbers)}",
             prompt_token_ids=prompt.token_ids,
@@ -119,6 +125,16 @@ class RequestIntake:
             label=prompt.label,
         )
         return request if before is None else before.request(request)
+
+
+def _in_context(context: Context | None, processor: LogitsProcessor) -> LogitsProcessor:
+    """`processor`, called in `context`, under its own name."""
+    if context is None:
+        return processor
+    run: Any = partial(context.run, processor)
+    run.__qualname__ = getattr(processor, "__qualname__", type(processor).__name__)
+    called: LogitsProcessor = run
+    return called
 
 
 def _salt(prompt: PromptInput, cache_salt: str | None) -> str | None:

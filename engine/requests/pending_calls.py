@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from contextvars import copy_context
 from typing import Any
 
 from ..errors import EngineClosed
@@ -14,24 +16,37 @@ from .manager import RequestManager
 from .outputs import RequestOutput, StreamChunk
 from .states import RequestGroup, RequestState, ready_chunk
 
-Waiter = asyncio.Future[Any]
+# Where a caller waits for a result: a future of its event loop, or one that blocks its thread.
+Waiter = asyncio.Future[Any] | concurrent.futures.Future[Any]
+Loop = asyncio.AbstractEventLoop | None  # None: callers that block their threads
+
+
+def loop_of(waiter: Waiter) -> Loop:
+    """The event loop of a waiter; None if it blocks a thread."""
+    return waiter.get_loop() if isinstance(waiter, asyncio.Future) else None
 
 
 class PendingCall:
     """One call of a caller. Mutated by the engine thread, except `cancelled`, which the caller sets.
 
     Args:
-        waiter: A future of the caller's loop. Its result is all outputs or, for a stream, at least one chunk, or an error for
-            the caller to raise. `EngineThread.want` registers the waiter for a stream's next chunks.
+        waiter: Its result is all outputs or, for a stream, at least one chunk, or an error for the caller to raise.
+            `EngineThread.want` registers the waiter for the next results. None: the caller does not wait yet.
         interval: Minimum tokens of a stream's chunk; None for no stream.
         keeps_logprobs: Completions of a stream have the log-probabilities of all its chunks.
     """
 
     def __init__(
-        self, waiter: Waiter, priority: int | None, cache_salt: str | None, interval: int | None, keeps_logprobs: bool = True
+        self,
+        waiter: Waiter | None,
+        priority: int | None,
+        cache_salt: str | None,
+        interval: int | None,
+        keeps_logprobs: bool = True,
     ) -> None:
-        self.loop = waiter.get_loop()
-        self.waiter: Waiter | None = waiter
+        self.loop = None if waiter is None else loop_of(waiter)
+        self.waiter = waiter
+        self.context = copy_context()  # of the caller, for its logits processors
         self.priority = priority
         self.cache_salt = cache_salt
         self.interval = interval
@@ -40,11 +55,22 @@ class PendingCall:
         self.groups: tuple[RequestGroup, ...] = ()  # of all prompts, once the call is queued
         self.states: list[RequestState] = []  # of a stream: those that have not delivered their last chunk
         self.num_running = 0  # unfinished groups
+        self.result: list[RequestOutput] | BaseException | None = None  # its last one, if its caller did not wait then
         self.cancelled = False  # the caller is gone
         self.over = False  # no more results follow
 
+    @property
+    def exportable(self) -> list[RequestState]:
+        """The unfinished continuations, ordered by prompt and number; one for each beam search."""
+        return [state for group in self.groups for state in group.exportable]
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens generated so far."""
+        return sum(group.num_generated for group in self.groups)
+
     def collect(self) -> list[RequestOutput] | list[StreamChunk]:
-        """Take the results that are ready, perhaps none. Call it under the engine's lock."""
+        """Take the results that are ready, perhaps none. Call it in the engine's thread, or after its end."""
         if self.interval is None:
             if self.num_running:
                 return []
@@ -61,7 +87,7 @@ class Outbox:
     """Results for waiters, sent to each event loop in one call. For one thread."""
 
     def __init__(self) -> None:
-        self._results: dict[asyncio.AbstractEventLoop, list[tuple[Waiter, Any]]] = {}
+        self._results: dict[Loop, list[tuple[Waiter, Any]]] = {}
 
     @property
     def is_empty(self) -> bool:
@@ -70,20 +96,28 @@ class Outbox:
 
     def put(self, waiter: Waiter, result: Any) -> None:
         """Resolve `waiter` with `result` at the next `send`."""
-        self._results.setdefault(waiter.get_loop(), []).append((waiter, result))
+        self._results.setdefault(loop_of(waiter), []).append((waiter, result))
 
     def send(self) -> None:
         """Set the results, each on its loop. Those of closed loops are dropped."""
         by_loop, self._results = self._results, {}
         for loop, results in by_loop.items():
+            if loop is None:
+                _set_results(results)
+                continue
             with suppress(RuntimeError):  # closed loop; `PendingCalls.cancel_lost` drops its calls
                 loop.call_soon_threadsafe(_set_results, results)
 
 
+def settle(waiter: Waiter, result: Any) -> None:
+    """Resolve `waiter`, unless it is: cancelled, as its caller has sent `cancel` or `resume`, or resolved by its own thread."""
+    with suppress(asyncio.InvalidStateError, concurrent.futures.InvalidStateError):
+        waiter.set_result(result)
+
+
 def _set_results(results: list[tuple[Waiter, Any]]) -> None:
     for waiter, result in results:
-        if not waiter.done():  # cancelled: its caller has sent `cancel` or `resume`
-            waiter.set_result(result)
+        settle(waiter, result)
 
 
 class PendingCalls:
@@ -99,7 +133,7 @@ class PendingCalls:
         self._max_waiting = max_waiting
         self._outbox = outbox
         self._waiting: OrderedDict[PendingCall, None] = OrderedDict()  # for room, first come, first served
-        self._open: dict[asyncio.AbstractEventLoop, dict[PendingCall, None]] = {}  # calls that are not over
+        self._open: dict[Loop, dict[PendingCall, None]] = {}  # calls that are not over
         self._call_of: dict[RequestGroup, PendingCall] = {}  # of unfinished groups
         self._ready: dict[PendingCall, None] = {}  # calls that may have results
 
@@ -112,6 +146,11 @@ class PendingCalls:
     def is_empty(self) -> bool:
         """Whether all calls are over."""
         return not (self._waiting or self._open or self._call_of or self._ready)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the caller of some call blocks its thread for results."""
+        return any(call.waiter is not None for call in self._open.get(None, ()))
 
     def arrive(self, call: PendingCall, inputs: list[PromptInput] | BaseException) -> None:
         """Queue a call with its inputs, or with the error in them."""
@@ -131,6 +170,13 @@ class PendingCalls:
         engine = self._manager.engine
         while self._waiting and engine is not None and engine.core.scheduler.num_waiting < self._max_waiting:
             self._submit(self._waiting.popitem(last=False)[0])
+
+    def submit(self, call: PendingCall, inputs: list[PromptInput]) -> None:
+        """Submit a call at once, whatever waits."""
+        if not call.cancelled:
+            call.inputs = inputs
+            self._open.setdefault(call.loop, {})[call] = None
+            self._submit(call)
 
     def submit_all(self) -> None:
         """Submit all waiting calls."""
@@ -158,25 +204,25 @@ class PendingCalls:
                 ready[call] = None
 
     def want(self, waiter: Waiter, call: PendingCall) -> None:
-        """Give `waiter` the next results of `call`: an empty list if it was cancelled."""
-        if call.cancelled:
-            self._outbox.put(waiter, [])
+        """Give `waiter` the next results of `call`: an empty list if it was cancelled, the error if it was rejected."""
+        if call.cancelled or call.result is not None:
+            self._outbox.put(waiter, call.result or [])
             return
         call.waiter = waiter
         self._ready[call] = None
 
     def cancel(self, call: PendingCall) -> None:
-        """Abort the unfinished requests of `call`. Its waiter gets an empty result."""
+        """Abort the unfinished requests of `call`, with the next step. Its waiter gets an empty result."""
         call.cancelled = True
         self._waiting.pop(call, None)
-        self._manager.abort_later(call.groups)
+        self._manager.abort(call.groups)
         for group in call.groups:
             self._call_of.pop(group, None)
         self._give(call, [])
 
     def cancel_lost(self) -> None:
         """Cancel the calls of closed loops."""
-        for loop in [loop for loop in self._open if loop.is_closed()]:
+        for loop in [loop for loop in self._open if loop is not None and loop.is_closed()]:
             for call in list(self._open[loop]):
                 self.cancel(call)
 
@@ -185,10 +231,8 @@ class PendingCalls:
         if not self._ready:
             return
         ready, self._ready = self._ready, {}
-        with self._manager.lock:
-            collected = [(call, call.collect()) for call in ready if call.waiter is not None]
-        for call, results in collected:
-            if results:
+        for call in ready:
+            if (call.waiter is not None or call.interval is None) and (results := call.collect()):
                 self._give(call, results)
 
     def end(self, error: Callable[[], BaseException]) -> None:
@@ -202,7 +246,8 @@ class PendingCalls:
     def _submit(self, call: PendingCall) -> None:
         inputs, call.inputs = call.inputs, []
         try:
-            groups = self._manager.submit(inputs, call.priority, call.cache_salt, streams=call.interval is not None)
+            streams = call.interval is not None
+            groups = self._manager.submit(inputs, call.priority, call.cache_salt, streams, call.context)
         except Exception as error:
             self._give(call, error)
             return
@@ -215,10 +260,12 @@ class PendingCalls:
 
     def _give(self, call: PendingCall, result: Any) -> None:
         """Resolve the waiter of `call`. A call that is over, was cancelled or gets an error is closed."""
-        call.over |= isinstance(result, BaseException)
         waiter, call.waiter = call.waiter, None
         if waiter is not None:
             self._outbox.put(waiter, result)
+        elif not call.cancelled:
+            call.result = result
+        call.over |= isinstance(result, BaseException)
         if call.over or call.cancelled:
             self._ready.pop(call, None)
             calls = self._open.get(call.loop, {})

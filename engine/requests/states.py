@@ -19,7 +19,7 @@ from ...scheduler.outcome import BeamMove, Finished
 from ...scheduler.plan import NO_TOKENS, Candidates, ChunkLogprobs
 from ...scheduler.request import Request
 from ...scheduler.sequence import FinishReason
-from ..errors import is_interrupt
+from ..errors import Attempt, format_error
 from ..text.detokenizer import TextStream
 from .handover import Handover, resolved_params, scores_of
 from .inputs import PromptInput
@@ -33,7 +33,7 @@ Event = int | ChunkLogprobs | Finished | Candidates  # a step's output for one r
 
 
 class RequestState:
-    """The delivery state of one continuation of a prompt. Mutated under the engine's lock."""
+    """The delivery state of one continuation of a prompt. Mutated by the engine's thread."""
 
     def __init__(self, group: RequestGroup, number: int, request: Request, text: TextStream | None, streams: bool) -> None:
         self.group = group
@@ -85,13 +85,14 @@ class RequestState:
 
     def fail(self, error: BaseException) -> None:
         """Mark the request to end with `error`; the first error counts."""
-        self._failure = self._failure or f"{type(error).__name__}: {error}"
+        self._failure = self._failure or format_error(error)
 
     def end(self, finished: Finished, now: float) -> None:
         """Complete the request, with an error completion if `finish` raises."""
         try:
             self.finish(finished, now)
-        except BaseException as error:
+        except Exception as error:
+            log.exception("request %s: its end could not be taken in", self.request.request_id)
             self.fail(error)
             self.completion = self.completion or Completion(
                 decoded=None if self._text is None else "",
@@ -101,9 +102,6 @@ class RequestState:
                 num_preemptions=finished.num_preemptions,
                 error=self._failure,
             )
-            if is_interrupt(error):
-                raise
-            log.exception("request %s: its end could not be taken in", self.request.request_id)
 
     def finish(self, finished: Finished, now: float) -> None:
         """Build the completion. If its text or log-probabilities cannot be made, it is an error."""
@@ -263,18 +261,22 @@ class RequestState:
         table = None if self.group.params.logprobs is None else self._output_table
         return None if table is None else table.entries(begin, end)
 
+    def put_back(self, chunks: Sequence[StreamChunk]) -> None:
+        """Take back `chunks`, the last ones, which no caller has read. The request has not ended."""
+        self._new = [token for chunk in chunks for token in chunk.token_ids] + self._new
+        self._new_text = [chunk.text for chunk in chunks] + self._new_text
+        self._num_taken -= sum(len(chunk.token_ids) for chunk in chunks)
+
     def _detokenize(self, tokens: list[int], last: bool = False) -> None:
-        """Detokenize `tokens`. A tokenizer that raises fails this request only; an interrupt propagates."""
+        """Detokenize `tokens`. A tokenizer that raises fails this request only."""
         assert self._text is not None
-        try:
+        with Attempt() as attempt:
             self._new_text.append(self._text.push(tokens)[0])
             if last:
                 self._new_text.append(self._text.finish())
-        except BaseException as error:
-            self._failure = f"the text cannot be made: {type(error).__name__}: {error}"
-            if is_interrupt(error):
-                raise
-            log.exception("request %s ends: the tokenizer failed on its tokens", self.request.request_id)
+        if (error := attempt.error) is not None:
+            self._failure = f"the text cannot be made: {format_error(error)}"
+            log.error("request %s ends: the tokenizer failed on its tokens", self.request.request_id, exc_info=error)
 
     def ready(self, interval: int) -> bool:
         """Whether a chunk is due."""
@@ -306,7 +308,7 @@ class GroupActions(NamedTuple):
 class RequestGroup(ABC):
     """The continuations of one prompt: their requests in the engine, and a request state for each that the caller receives.
 
-    Mutated under the engine's lock.
+    Mutated by the engine's thread.
 
     Args:
         requests: The first `params.num_started` have a request state.
@@ -351,7 +353,7 @@ class RequestGroup(ABC):
 
     @abstractmethod
     def fail_delivery(self, request_id: str, error: BaseException, now: float) -> GroupActions:
-        """Handle an error, perhaps an interrupt, of `deliver` or of the actions it returned."""
+        """Handle an error of `deliver` or of the actions it returned."""
 
     @abstractmethod
     def fail(self, error: BaseException) -> None:
@@ -397,7 +399,7 @@ class RequestGroup(ABC):
 
     def end_lost(self, now: float) -> None:
         """End the unfinished request states with an error: the engine has no work left that could end them."""
-        lost = "the request's end was lost, as a step was interrupted or broke"
+        lost = "the request's end was lost, as a step broke"
         for state in self.states:
             if state.completion is None:
                 state.end(Finished(state.request.request_id, "error", NO_TOKENS, 0, lost), now)
@@ -410,7 +412,7 @@ def _mean_logprob(completion: Completion) -> float:
 
 
 def ready_chunk(states: list[RequestState], interval: int) -> StreamChunk | None:
-    """Take a chunk from the first request state that has one ready; None if none has. Call it under the engine's lock.
+    """Take a chunk from the first request state that has one ready; None if none has. Call it in the engine's thread.
 
     That state moves to the end of `states`, or is removed after its last chunk.
     """

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...scheduler.request import LogitsProcessor, Sampling
-from ..errors import is_interrupt
+from ..errors import Attempt, format_error
 from .histories import Histories
 from .logits import Bool, Int32, Int64, Rows
 
@@ -65,12 +65,11 @@ class Processors:
         known = self._histories.of(row)
         for processor in self._processors[row]:
             input_ids = torch.tensor(known, device=scores.device)[None]  # a copy per processor, which may write to it
-            try:
-                given: Any = processor(input_ids, scores)
-            except BaseException as error:
-                if is_interrupt(error):
-                    raise
-                raise _ProcessorRefusal(f"the {_name(processor)} raised {type(error).__name__}: {error}") from error
+            given: Any = None
+            with Attempt() as attempt:
+                given = processor(input_ids, scores)
+            if (error := attempt.error) is not None:
+                raise _ProcessorRefusal(f"the {_name(processor)} raised {format_error(error)}") from error
             if not isinstance(given, Tensor) or given.shape != (1, scores.shape[-1]):
                 what = f"scores of shape {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
                 raise _ProcessorRefusal(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
 
@@ -14,7 +12,7 @@ import numpy as np
 from ...cache.block_table import Int32
 from ...common.heartbeat import Progress
 from ...scheduler.plan import NO_EXTENTS, NO_TOKENS, Plan, Resize, Result
-from ..errors import ShardLost, is_interrupt
+from ..errors import Attempt, ShardLost, format_error
 from .messages import ExecutePlan, PlanDone, ShardLoaded
 from .sharded_arena import ResizeOutcome, ShardedArena
 from .team import ShardTeam
@@ -78,7 +76,6 @@ class ShardedRunner:
         self.progress = Progress()  # the wait for shards that are well is progress: the team judges these
         team.on_well = self.progress.beat
         self._team = team
-        self._pending: deque[ShardedStep] = deque()
 
     @property
     def lost(self) -> ShardLost | None:
@@ -88,13 +85,10 @@ class ShardedRunner:
     @property
     def mapped_extents(self) -> frozenset[int] | None:
         """The pool's extents that have memory on all shards; None for a pool of fixed size."""
-        with suppress(ShardLost):
-            self._catch_up()
         return None if self.arena is None else self.arena.mapped_extents
 
     def begin(self, plan: Plan) -> ShardedStep:
         """Send `plan` to all shards. Raises ShardLost."""
-        self._catch_up()
         began = time.perf_counter()
         team, arena, sent = self._team, self.arena, plan
         refused: str | None = None
@@ -107,56 +101,32 @@ class ShardedRunner:
         everywhere = sent.moves_memory or not len(sent.rows) or any(undo)
         ranks = range(team.size) if everywhere else range(1)
         steps = [ExecutePlan(place, undo[rank], processors if rank == 0 else None, rank in ranks) for rank in range(team.size)]
-        number = team.post(steps)
-        try:
-            step = ShardedStep(self, plan, sent, refused, ranks, number)
-            self._pending.append(step)
-        except BaseException:  # an interrupt: the result would never be taken
-            team.fail("a step was interrupted as it began")
-            raise
+        step = ShardedStep(self, plan, sent, refused, ranks, team.post(steps))
         self.times.steps += 1
         self.times.sending_s += time.perf_counter() - began
         return step
 
     def close(self) -> None:
-        """Forget the pending plans: the shards are ended by their team. Idempotent."""
-        self._pending.clear()
+        """Does nothing: the shards are ended by their team."""
 
     def empty_caches(self) -> None:
         """Free the caches of libraries and kernels on all shards. Raises ShardLost."""
-        self._catch_up()
         self._team.call("empty_caches")
 
     def tidy(self) -> None:
         """Return free heap memory of all shards to the system. Raises ShardLost."""
-        self._catch_up()
         self._team.call("tidy")
 
-    def _catch_up(self) -> None:
-        """Complete the steps that an interrupted `wait` has left: what they mapped must be known."""
-        while self._pending and self._pending[0].is_asked_for:
-            self._take(self._pending[0])
-
     def _wait(self, step: ShardedStep) -> Result:
-        while self._pending[0] is not step:  # an interrupt came before its wait
-            self._take(self._pending[0])
-        return self._take(step)
-
-    def _take(self, step: ShardedStep) -> Result:
-        """The result of `step`, the oldest. After an interrupt, wherever it was, it can be taken again."""
-        step.is_asked_for = True
-        try:
+        """The result of `step`. Raises ShardLost."""
+        with Attempt() as attempt:
             result = self._result_of(step)
-        except BaseException as error:
-            if is_interrupt(error):
-                raise
-            self._pending.popleft()
-            if isinstance(error, ShardLost):
-                raise
-            raise self._team.fail(f"a step failed: {type(error).__name__}: {error}") from error
-        self._pending.popleft()
-        self._team.forget(step.number)
-        return result
+        if (error := attempt.error) is None:
+            self._team.forget(step.number)
+            return result
+        if isinstance(error, ShardLost):
+            raise error
+        raise self._team.fail(f"a step failed: {format_error(error)}") from error
 
     def _result_of(self, step: ShardedStep) -> Result:
         """Wait for the answers to `step`, and take what they say of the pool."""
@@ -182,7 +152,7 @@ class ShardedRunner:
 
 @dataclass(slots=True, eq=False)
 class ShardedStep:
-    """A plan that the shards execute. `is_asked_for`: if it is still pending then, an interrupt has ended the wait for it."""
+    """A plan that the shards execute."""
 
     _runner: ShardedRunner
     plan: Plan
@@ -190,7 +160,6 @@ class ShardedStep:
     refused: str | None
     ranks: range
     number: int
-    is_asked_for: bool = False
 
     def wait(self) -> Result:
         """Wait for the plan's result. Call it once per plan, in the order the plans were begun. Raises ShardLost."""

@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 RECORDS_VERSION = 1  # the version of the record format: a run does not resume with another
 MOST_FAILURES = 32  # consecutive lines that may fail in the engine before a run stops; none of them is written
+_LOOK_S = 0.5  # between looks whether it is time to save what is known
 _READ_WHOLE = (".json", ".jinja", ".txt", ".model", ".py")  # small files of a model's folder that affect its output
 _WEIGHTS = (".safetensors", ".bin")
 
@@ -239,7 +240,7 @@ class _RunState:
         """`outputs`; meanwhile what is known of the lines to come is saved from time to time, and at an interrupt."""
         try:
             while True:
-                while not outputs.step():
+                while not outputs.wait(_LOOK_S):
                     if self._output.save_is_due:
                         self._output.save(lambda: self._unfinished(outputs, recorder))
                 try:

@@ -374,7 +374,6 @@ async def test_a_pause_keeps_everything_where_it_is(llm: AsyncLLM, oracle: LLM) 
     await llm.pause()
     before = await llm.stats()
     assert (before["running"], before["waiting"], before["blocks"]["live"]) == (3, 0, held_blocks(llm))
-    assert llm._manager._serve_memory() is not None
     later = asyncio.create_task(llm.generate(prompts[3], up_to(40)))
     await until(lambda: len(llm._manager.delivery.groups) == 4)
     assert await llm.stats() == before | {"waiting": 1}

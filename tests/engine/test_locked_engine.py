@@ -50,7 +50,7 @@ def test_other_threads_wait_until_it_is_let_go(llm: LLM) -> None:
     thread = threading.Thread(target=lambda: outputs.extend(llm.generate(PROMPT, GREEDY)))
     with llm.locked_engine() as engine:
         thread.start()
-        wait_until(lambda: llm._manager.lock._waiting, "the thread to wait")
+        wait_until(lambda: llm._engine_thread._inbox.qsize(), "the thread to wait")
         assert engine.core.scheduler.stats.steps == 0
     thread.join()
     assert len(outputs[0].token_ids) == 10
@@ -61,7 +61,7 @@ def test_a_call_from_within_is_refused_and_takes_nothing(llm: LLM) -> None:
         for call in (llm.explain, lambda: llm.generate(PROMPT, GREEDY), llm.locked_engine().__enter__):
             with pytest.raises(RuntimeError, match=r"inside locked_engine\(\)"):
                 call()
-            assert not llm._manager.lock.acquire(blocking=False), "still locked"
+            assert llm._engine_thread.is_inside, "still held"
             assert not engine.core.has_work
     assert llm.stats()["running"] == 0
 
@@ -76,4 +76,4 @@ def test_a_closed_engine_is_not_given(llm: LLM) -> None:
     llm.close()
     with pytest.raises(EngineClosed), llm.locked_engine():
         pass
-    assert llm._manager.lock.acquire(blocking=False)
+    assert not llm._engine_thread.is_inside

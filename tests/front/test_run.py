@@ -453,7 +453,7 @@ class Told(Iterator[RequestOutput]):
 
     def __init__(self, ends: Callable[[int], RequestOutput], *inputs: Iterator[Any], exported: Iterator[Any]) -> None:
         self._each = (ends(i) for i, _ in enumerate(zip(*inputs, exported, strict=True)))
-        self.step, self.pending = lambda: True, list
+        self.wait, self.pending = lambda timeout_s: True, list
 
     def __next__(self) -> RequestOutput:
         return next(self._each)

@@ -167,5 +167,9 @@ async def test_a_step_that_does_not_end_is_noticed_after_as_long_as_it_said_and_
 
 async def test_a_process_whose_engine_has_ended_by_itself_ends_too() -> None:
     engine = await served_here(gate := Gate(), "demo", OPTIONS, "demo")
-    gate.llm._engine_thread._lose(ShardLost("shard 1 is gone"))
+    gate.llm._engine_thread._inbox.put(lambda: raise_(ShardLost("shard 1 is gone")))
     await engine.ended.wait()
+
+
+def raise_(error: Exception) -> None:
+    raise error

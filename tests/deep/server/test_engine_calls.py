@@ -17,10 +17,13 @@ from pathlib import Path
 from pagetide.engine.requests.manager import RequestManager
 from pagetide.server.engine_process import main
 
-step, cancelled = RequestManager.step, set()
+step, abort, cancelled = RequestManager.step, RequestManager.abort, set()
+
+def noted_abort(manager, groups):
+    cancelled.update(groups)
+    abort(manager, groups)
 
 def held_step(manager):
-    cancelled.update(manager._to_abort)
     long = [one for one in manager.delivery.groups.values() if one.num_generated >= 30 and one not in cancelled]
     if not long:
         step(manager)
@@ -28,7 +31,7 @@ def held_step(manager):
     Path(sys.argv[1], long[0].states[0].request.label).touch()
     time.sleep(0.001)
 
-RequestManager.step = held_step
+RequestManager.step, RequestManager.abort = held_step, noted_abort
 sys.exit(main(sys.argv[2:]))
 """
 

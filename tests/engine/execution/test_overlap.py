@@ -145,7 +145,7 @@ def test_an_abort_between_two_steps_gives_no_token_more() -> None:
     assert [ends["r0"].token_ids.tolist(), ends["r2"].token_ids.tolist()] == [right[0], right[2]]
 
 
-@pytest.mark.parametrize("error", [RuntimeError("lost"), KeyboardInterrupt()], ids=["fault", "interrupt"])
+@pytest.mark.parametrize("error", [RuntimeError("lost"), SystemExit()], ids=["fault", "exit"])
 @pytest.mark.parametrize("when", ["as it is begun", "as it is waited for"])
 def test_what_breaks_a_step_ends_its_requests_and_no_others(when: str, error: BaseException) -> None:
     """Also of the step that was begun behind the one before it, whose tokens are still given."""
@@ -162,14 +162,9 @@ def test_what_breaks_a_step_ends_its_requests_and_no_others(when: str, error: Ba
 
     runner.begin = broken  # type: ignore[method-assign]
     ends: dict[str, Any] = {}
-    raised = 0
     while engine.core.has_work:
-        try:
-            ends |= {end.request_id: end for end in engine.core.step().finished}
-        except KeyboardInterrupt:
-            raised += 1
+        ends |= {end.request_id: end for end in engine.core.step().finished}
         engine.core.scheduler.check_invariants()
-    assert raised == isinstance(error, KeyboardInterrupt)
     right = alone(6, Sampling(12))
     for i in range(6):
         tokens = ends[f"r{i}"].token_ids.tolist()

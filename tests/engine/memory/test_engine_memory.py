@@ -321,19 +321,17 @@ def test_the_engines_of_the_stress_test_know_what_is_right() -> None:
     assert alone(prompt, 50) == continuation(prompt, Sampling(50))
 
 
-def test_an_interrupt_behind_a_step_keeps_what_the_step_gave(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_behind_a_step_keeps_what_the_step_gave(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine()
     engine.add("ends", 20, new=1)
     engine.add("goes on", 20, new=50)
 
-    def interrupted(waited_for: bool) -> None:
-        raise KeyboardInterrupt
+    def broken(waited_for: bool) -> None:
+        raise RuntimeError("planted")
 
-    monkeypatch.setattr(engine.memory, "after_step", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        engine.core.step()
-    monkeypatch.undo()
+    monkeypatch.setattr(engine.memory, "after_step", broken)
     emissions = engine.core.step()
+    monkeypatch.undo()
     assert {end.request_id: end.reason for end in emissions.finished} == {"ends": "length", "goes on": "error"}
     assert emissions.request_ids == ["ends", "goes on"]
     assert not engine.core.has_work

@@ -9,16 +9,14 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from engines import swap_whatever_it_costs
+from engines import step, swap_whatever_it_costs
 from families import tiny
 
 from pagetide import LLM, AsyncLLM, EngineClosed, RequestOutput, SamplingParams
 from pagetide.engine.llm import Stream
-from pagetide.engine.text.detokenizer import TextStream
 from pagetide.scheduler.errors import PromptTooLong, RequestRejected
 from pagetide.scheduler.sequence import SequenceStatus
 
@@ -159,7 +157,7 @@ def test_what_no_chunk_gave_is_given_there(engines: list[LLM]) -> None:
     stream = engines[0].stream(PROMPT, SAMPLED, stream_interval=20)
     (handle,) = stream.requests
     for _ in range(9):
-        engines[0]._manager.step()
+        step(engines[0])
     data = handle.export()
     assert (len(data["token_ids"]), data["num_told_tokens"], data["num_told_characters"]) == (9, 0, 0)
     first = next(there := engines[1].import_request(data))
@@ -170,29 +168,12 @@ def test_what_no_chunk_gave_is_given_there(engines: list[LLM]) -> None:
     assert (chunk.output.token_ids, chunk.output.text, chunk.finish_reason) == ([], "", "aborted")
 
 
-def test_what_an_interrupt_left_behind_is_exported_too(engines: list[LLM], monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interrupt while the tokens of a step are given out: those behind it are given out before anything else."""
-    llm = engines[0]
-    (undisturbed,) = llm.generate(PROMPT, SAMPLED)
-    interrupted, other = llm.stream("The tide", SAMPLED), llm.stream(PROMPT, SAMPLED)
-    next(interrupted)
-    with monkeypatch.context() as patched:
-        patched.setattr(TextStream, "push", Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            llm._manager.step()
-    assert llm._manager.delivery.is_pending, "a token is still to be given out"
-    (handle,) = other.requests
-    data = handle.export()
-    assert data["token_ids"] == undisturbed.token_ids[:2]
-    check_alike(*engines[1].import_request(data).outputs(), undisturbed)
-
-
 def test_beams_begin_anew_and_are_the_same(engines: list[LLM]) -> None:
     params = SamplingParams(num_beams=4, n=2, max_new_tokens=12, seed=4, length_penalty=0.7, early_stopping=True)
     (undisturbed,) = engines[0].generate(PROMPT, params)
     stream = engines[0].stream(PROMPT, params)
     for _ in range(6):
-        engines[0]._manager.step()
+        step(engines[0])
     (handle,) = stream.requests
     data = handle.export()
     assert data["token_ids"] == []
@@ -266,15 +247,15 @@ def test_in_every_state(alone: Callable[..., RequestOutput]) -> None:
             assert own not in by_id
             assert (live_blocks(here) < held) == had_row
 
-        here._manager.step()
+        step(here)
         fork = by_id[numbered[4, 1].request_id]
         assert fork.status is SequenceStatus.WAITING_FOR_PROMPT
         assert fork.leader is by_id[numbered[4, 0].request_id]
         take("behind its leader", (4, 1))
         take("waiting", (3, 0))
         while (middle := by_id[numbered[2, 0].request_id]).row is None:
-            here._manager.step()
-        here._manager.step()
+            step(here)
+        step(here)
         assert 0 < scheduler.rows.computed[middle.row] < 30, "in the middle of its prompt"
         take("in its prompt", (2, 0))
         assert 0 < len(exported["in its prompt"][1]["prompt_logprobs"]["ranks"]) < 29
@@ -282,7 +263,7 @@ def test_in_every_state(alone: Callable[..., RequestOutput]) -> None:
         assert len(exported["decoding"][1]["token_ids"]) > 0
         preempted = by_id[numbered[1, 0].request_id]
         scheduler.pool.make_idle(10**6)
-        here._manager.step()
+        step(here)
         assert preempted.preemptions == 1
         assert preempted.request.request_id in scheduler.cache.host.tails
         take("preempted", (1, 0))

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engines import TinyEngine, blocks_needed, prompts
+from engines import TinyEngine, blocks_needed, prompts, step
 from families import VOCAB, tiny
 from transformers import AutoModelForCausalLM
 
@@ -275,11 +275,9 @@ def test_one_for_each_token_behind_a_stop_string_and_of_what_is_aborted(llm: LLM
     assert stopped.finish_reason == "stop" and len(stopped.token_ids) < 12
     logprobs = stopped.completions[0].logprobs
     assert logprobs is not None and [one.token_id for one in logprobs] == stopped.token_ids
-    manager = llm._manager
-    params = SamplingParams(max_new_tokens=99, logprobs=0, prompt_logprobs=0)
-    (group,) = manager.submit(manager.intake.encode(TEXTS[0], params), 0, None)
-    manager.step_for(group)
-    manager.abort([group])
-    output = group.output
+    stream = llm.stream(TEXTS[0], SamplingParams(max_new_tokens=99, logprobs=0, prompt_logprobs=0), stream_interval=99)
+    step(llm)
+    stream.close()
+    (output,) = stream.outputs()
     assert (output.finish_reason, output.completions[0].logprobs) == ("aborted", ())
     assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == 6, "as far as it was computed"

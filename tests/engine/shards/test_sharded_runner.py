@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -36,20 +36,6 @@ def team_of() -> Any:
 def plan_of(step_id: int, maps: list[int] | None = None) -> Plan:
     none = np.empty(0, np.int64)
     return Plan(step_id, none, none, none, np.empty(0, np.bool_), resize=Resize(np.array(maps or [], np.int64), none))
-
-
-@pytest.mark.parametrize("where", ["wait", "forget"])
-def test_an_interrupted_wait_is_made_up_before_the_next_plan(where: str) -> None:
-    team = team_of()
-    runner = ShardedRunner(team, ShardedArena(8, 4096, None, [0], 2), [LOADED] * 2)
-    step = runner.begin(plan_of(1, [1, 2]))
-    with patch.object(team, where, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-        step.wait()
-    assert runner.mapped_extents == {0, 1, 2}
-    assert runner.begin(plan_of(2)).wait().step_id == 2
-    runner.begin(plan_of(3, [3]))  # interrupted before its wait
-    assert runner.begin(plan_of(4)).wait().step_id == 4
-    assert runner.mapped_extents == {0, 1, 2, 3}
 
 
 def test_a_step_that_fails_ends_the_team() -> None:

@@ -82,9 +82,9 @@ def hoard(llm: LLM) -> None:
     most = memory(llm)["base_bytes"] + KV["max"]
     lease.ask(most, expires_s=600)
     wait_until(lambda: lease.granted_bytes >= most, "the grant")
-    with llm._manager.lock:
+    with llm.locked_engine():
         core.scheduler.pool.grow(32)
-        llm._manager._advance(llm._manager.engine)
+        core.step()
     assert memory(llm)["kv_bytes"] == KV["max"]
     wait_until(lambda: BrokerClient(own_dir().socket).leases()[0].held.get("kv") == KV["max"], "the report to be heard")
 
@@ -242,7 +242,7 @@ def test_a_host_tier_goes_first_where_it_lies_in_the_memory_that_is_recalled(dev
         assert llm._manager.engine is not None
         pool = llm._manager.engine.core.runner.host
         assert pool is not None
-        with llm._manager.lock:  # something lies there
+        with llm.locked_engine():  # something lies there
             pool._populate(np.arange(1, 9, dtype=np.int32))
         assert llm.stats()["host_tier"]["bytes"] > 0
         device.client.recall(str(os.getpid()), 40 * MIB)
