@@ -9,16 +9,15 @@ terminals of three sizes show it. Two runs never have the same timing, so the pi
 from __future__ import annotations
 
 import argparse
+import asyncio
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Generic, TypeVar
 
-from pagetide.demo.display import NoDisplay, Page, fitted
+from pagetide.demo.display import fitted
+from pagetide.demo.page import DemoState, demo_page
 from pagetide.demo.run import DemoOptions, run_demo
-from pagetide.demo.shared import BURSTS, SECONDS, share_device
-from pagetide.demo.shared_view import SharedState, shared_page
-from pagetide.demo.view import DemoState, demo_page
+from pagetide.demo.shared import SECONDS, share_device
 from pagetide.monitor.view.picture import picture
 from pagetide.monitor.view.symbols import UNICODE
 
@@ -26,19 +25,19 @@ FOLDER = Path(__file__).resolve().parents[1] / "docs" / "images"
 SIZES = ((80, 24), (100, 30), (200, 50))
 SHARED_SIZE = (100, 30)
 AFTER_S = 1.0  # that the shared run goes on after the external process has taken the most
-S = TypeVar("S")
+Moment = tuple[float, DemoState]
 
 
-class Recorder(NoDisplay, Generic[S]):
-    """A display that keeps every state, with the seconds since its creation."""
+class Recorder:
+    """Keeps every state that is shown, with the seconds since its creation."""
 
     def __init__(self) -> None:
-        self.states: list[tuple[float, S]] = []
+        self.states: list[Moment] = []
         self._began = time.monotonic()
 
-    def show(self, state: object) -> None:
+    def show(self, state: DemoState) -> None:
         """Keep `state`."""
-        self.states.append((time.monotonic() - self._began, state))  # type: ignore[arg-type]
+        self.states.append((time.monotonic() - self._began, state))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -50,43 +49,43 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of the shared run; 0 leaves it out")
     args = parser.parse_args(argv)
     args.folder.mkdir(parents=True, exist_ok=True)
-    recorder = Recorder[DemoState]()
+    recorder = Recorder()
     options = DemoOptions("cpu", args.prompts, args.max_new_tokens)
-    print("\n".join(run_demo(options, recorder).lines()), flush=True)
+    print("\n".join(asyncio.run(run_demo(options, recorder.show)).lines()), flush=True)
     moment = recalled(recorder.states)
     for width, height in SIZES:
-        draw(demo_page, moment, width, height, args.folder / f"demo-{width}x{height}.svg", "pagetide demo")
+        draw(moment, width, height, args.folder / f"demo-{width}x{height}.svg", "pagetide demo")
     if args.seconds > 0:
-        shared = Recorder[SharedState]()
-        print("\n".join(share_device(shared, seconds=args.seconds, bursts=BURSTS).lines()), flush=True)
+        shared = Recorder()
+        print("\n".join(asyncio.run(share_device(shared.show, seconds=args.seconds)).lines()), flush=True)
         width, height = SHARED_SIZE
         file = args.folder / f"demo-shared-{width}x{height}.svg"
-        draw(shared_page, contended(shared.states), width, height, file, "pagetide demo --shared")
+        draw(contended(shared.states), width, height, file, "pagetide demo --shared")
 
 
-def recalled(states: Sequence[tuple[float, DemoState]]) -> tuple[float, DemoState]:
+def recalled(states: Sequence[Moment]) -> Moment:
     """The moment of a recall with the fewest mapped blocks, of equals the last; without a recall, the fullest pool."""
     with_pool = [(at_s, state) for at_s, state in states if state.pool is not None]
     during = [(at_s, state) for at_s, state in with_pool if state.alarm and state.panes]
 
-    def mapped(moment: tuple[float, DemoState]) -> int:
+    def mapped(moment: Moment) -> int:
         pool = moment[1].pool
         return 0 if pool is None else pool.num_mapped
 
     return min(reversed(during), key=mapped) if during else max(with_pool, key=mapped)
 
 
-def contended(states: Sequence[tuple[float, SharedState]]) -> tuple[float, SharedState]:
+def contended(states: Sequence[Moment]) -> Moment:
     """The moment some time after the last one at which the external process held the most."""
     with_use = [(at_s, state) for at_s, state in states if state.holdings]
     most_s, _ = max(with_use, key=lambda moment: (moment[1].holdings[-1].external, moment[0]))
     return next((moment for moment in with_use if moment[0] >= most_s + AFTER_S), with_use[-1])
 
 
-def draw(page: Page[S], moment: tuple[float, S], width: int, height: int, file: Path, title: str) -> None:
+def draw(moment: Moment, width: int, height: int, file: Path, title: str) -> None:
     """Write the picture of `moment` in a terminal of `width` x `height` cells."""
     at_s, state = moment
-    lines = fitted(page(state, at_s, width, height, UNICODE), width, height)
+    lines = fitted(demo_page(state, at_s, width, height, UNICODE), width, height)
     file.write_text(picture(lines, width, height, title, f"The terminal view of {title}"), encoding="utf-8")
 
 

@@ -4,7 +4,7 @@
 
 The device is a test device of host memory. Each engine serves the bundled model in a process with one core, fed by a bursty
 trace (the second ahead of the first, so that their bursts alternate). The external process takes and returns memory and does
-not know of the engines. Afterwards a second engine in each process serves the same requests again with room for all, and the
+not know of the engines. Afterwards an engine with room for all serves the same requests again, and the
 outputs are compared. Writes PREFIX.png and PREFIX.svg and prints a table. The plot needs the extra "examples".
 
 Without the folder of traces (azure2023_code_0-20min.csv) a synthetic trace as bursty is used: see `synthetic`.
@@ -13,21 +13,18 @@ Without the folder of traces (azure2023_code_0-20min.csv) a synthetic trace as b
 from __future__ import annotations
 
 import argparse
-import contextlib
+import asyncio
 import csv
 import random
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from pagetide.common.units import MIB
-from pagetide.demo.device_use import DeviceSample, Visitor, sample_device
-from pagetide.demo.engine_process import Arrival, EngineJob, TraceEngineProcess
-from pagetide.pressure import ExternalProcess, PrivateDevice
+from pagetide.demo.shared import Arrival, DeviceSample, Visitor, shared_device
 
 ROOT = Path(__file__).resolve().parents[1]
 TRACE = "azure2023_code_0-20min.csv"
@@ -45,7 +42,6 @@ GROWTH = 512 * MIB  # what leases and external process contend for, above the en
 # Of the external process: from, until (shares of the time), share of GROWTH.
 STAYS = ((0.15, 0.34, 0.6), (0.60, 0.82, 0.8))
 PIECE, PIECE_S = 40 * MIB, 0.25  # of the external process, less than the headroom; and the time between two
-SAMPLE_S = 0.05
 
 
 @dataclass(slots=True)
@@ -73,8 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--seconds must be at least 1, got {args.seconds:g}")
     _pyplot()  # before a minute's work, not after it
     traces, source = load(args.data, args.seconds)
-    print(f"{sum(map(len, traces))} requests in {args.seconds:g} s, from {source}; starting two engines ...", flush=True)
-    tide = run(traces, args.seconds, args.seed)
+    print(
+        f"{sum(map(len, traces))} requests in {args.seconds:g} s, from {source}; starting two engines ...", flush=True
+    )
+    tide = asyncio.run(run(traces, args.seconds, args.seed))
     args.output.parent.mkdir(parents=True, exist_ok=True)
     draw(tide, args.output)
     return report(tide)
@@ -127,47 +125,30 @@ def _compressed(turns: list[tuple[float, int, int]], seconds: float, ahead: floa
 # ---- the run ------------------------------------------------------------------------------------
 
 
-def run(traces: Sequence[Sequence[Arrival]], seconds: float, seed: int) -> Tide:
+async def run(traces: Sequence[Sequence[Arrival]], seconds: float, seed: int) -> Tide:
     """Both engines and the external process on one device, until the last request is done."""
-    with contextlib.ExitStack() as stack:
-        engines = []
-        for number, (name, trace) in enumerate(zip(NAMES, traces, strict=False)):
-            engines.append(TraceEngineProcess(name, EngineJob(trace, seed + 100_000 * number, KV_MIN, KV_MAX)))
-            stack.callback(engines[-1].close)
-        external = stack.enter_context(ExternalProcess())
-        capacity = sum(engine.hear()["minimum_bytes"] for engine in engines) + GROWTH + HEADROOM
-        device = stack.enter_context(PrivateDevice(capacity, HEADROOM, external))
-        for engine in engines:
-            engine.tell(device.environ)
-        for engine in engines:
-            engine.hear()
-        tide = Tide(seconds, capacity, HEADROOM)
-        time.sleep(SETTLE_S)
-        _watch(tide, engines, device, external)
+    async with shared_device(KV_MIN, KV_MAX, GROWTH, HEADROOM) as shared:
+        tide = Tide(seconds, shared.device.capacity_bytes, HEADROOM)
+        requests = await shared.requests(traces, seed)
+        await asyncio.sleep(SETTLE_S)
+        visitor = Visitor(shared.device, shared.external, PIECE, PIECE_S)
+
+        async def look() -> None:
+            for engine in shared.engines:
+                await engine.look()
+            sample = shared.sample()
+            share = sample.at_s / seconds
+            wanted = max((much for begin, end, much in STAYS if begin <= share < end), default=0.0)
+            visitor.advance(sample.at_s, int(GROWTH * wanted))
+            tide.samples.append(sample)
+
+        runs = await shared.serve(requests, seconds, look)
         print("comparing with the same requests and room for all ...", flush=True)
-        for engine in engines:
-            engine.tell("compare")
-        tide.engines = [engine.hear() for engine in engines]
+        for one, own in zip(runs, requests, strict=True):
+            one.with_room = await shared.roomy.serve([replace(request, at_s=0.0) for request in own])
+        tide.engines = [one.to_dict() for one in runs]
+        tide.pieces, tide.refused = visitor.pieces, visitor.refused
     return tide
-
-
-def _watch(tide: Tide, engines: Sequence[TraceEngineProcess], device: PrivateDevice, external: ExternalProcess) -> None:
-    """Start the trace; sample and move the external process until the engines are done."""
-    began = time.monotonic() + 0.2
-    for engine in engines:
-        engine.tell(began)
-    visitor, due, pids = Visitor(device, external, PIECE, PIECE_S), began, [engine.pid for engine in engines]
-    served = 0
-    while served < len(engines) or time.monotonic() - began < tide.seconds:
-        served += sum("served" in message for engine in engines for message in engine.poll())
-        at_s = time.monotonic() - began
-        share = at_s / tide.seconds
-        visitor.advance(at_s, int(GROWTH * max((much for begin, end, much in STAYS if begin <= share < end), default=0.0)))
-        tide.samples.append(sample_device(at_s, pids, device, external))
-        due = max(due + SAMPLE_S, time.monotonic())
-        time.sleep(max(0.0, due - time.monotonic()))
-    external.hold(0)
-    tide.pieces, tide.refused = visitor.pieces, visitor.refused
 
 
 # ---- what came of it ------------------------------------------------------------------------------

@@ -105,6 +105,12 @@ def encode_changes(cells: Cells, before: Cells) -> str:
     return binascii.b2a_base64(runs.tobytes(), newline=False).decode("ascii")
 
 
+def apply_changes(runs: str, cells: Cells) -> None:
+    """Write what `encode_changes` gave into `cells` [num_blocks]."""
+    for first, length, value in np.frombuffer(binascii.a2b_base64(runs, strict_mode=True), _RUN).tolist():
+        cells[first : first + length + 1] = value
+
+
 def _split(firsts: np.ndarray, lengths: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The same runs, none longer than _MOST_OF_RUN."""
     pieces = -(-lengths // _MOST_OF_RUN)

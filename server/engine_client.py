@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import msgspec
 
@@ -484,13 +484,15 @@ class RemoteEngine:
 
     @classmethod
     async def start(
-        cls, model: str, options: dict[str, Any], *, name: str | None = None, command: Sequence[str] | None = None
-    ) -> RemoteEngine:
+        cls, model: str, options: dict[str, Any], *, name: str | None = None, command: Sequence[str] | None = None,
+        environ: Mapping[str, str] | None = None, stderr: IO[str] | None = None,
+    ) -> RemoteEngine:  # fmt: skip
         """Start the process and load the model. If cancelled, the process ends.
 
         Args:
             name: The model's name in messages; default `model`.
             command: The program and its arguments, before the descriptor.
+            environ, stderr: Of the process; default this one's.
 
         Raises LoadFailed or EngineUnavailable.
         """
@@ -499,7 +501,10 @@ class RemoteEngine:
         with theirs:
             os.set_inheritable(theirs.fileno(), True)
             arguments = [*(command or (sys.executable, "-P", "-m", ENGINE_MODULE)), str(theirs.fileno())]
-            process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), start_new_session=True)
+            process = subprocess.Popen(
+                arguments, stdin=subprocess.DEVNULL, stderr=stderr, pass_fds=(theirs.fileno(),), env=environ,
+                start_new_session=True,
+            )  # fmt: skip
         engine = cls(process, name or model)
         try:
             engine._connection = await MessageConnection.open(ours, ToServer, engine._receive, engine._lost)

@@ -124,4 +124,7 @@ def request_end(
     each = [completion.timings for completion in output.completions]
     first_token_s = min((one.first_token_s for one in each if one.first_token_s is not None), default=None)
     total_s = max(one.total_s for one in each)
-    return RequestEnd(number, pieces, output.num_cached_tokens, scores, each[0].queued_s, first_token_s, total_s, num_generated)
+    return RequestEnd(
+        number, pieces, output.num_cached_tokens, scores, each[0].queued_s, first_token_s, total_s, num_generated,
+        output.num_preemptions,
+    )  # fmt: skip

@@ -222,6 +222,7 @@ class RequestEnd(Struct, tag=True, frozen=True):
         queued_s, first_token_s, total_s: Seconds in the engine, from the tokenized prompt to the first admission, the first
             token and the end. None if it never came so far.
         num_generated: Tokens of all continuations, with those that `best_of` leaves out.
+        num_preemptions: Of the first continuation.
     """
 
     number: int
@@ -232,6 +233,7 @@ class RequestEnd(Struct, tag=True, frozen=True):
     first_token_s: float | None = None
     total_s: float = 0.0
     num_generated: int = 0
+    num_preemptions: int = 0
 
 
 class Aborted(Struct, tag=True, frozen=True):

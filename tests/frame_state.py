@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import binascii
 import json
-import struct
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from pagetide.frames.cells import Cells
+from pagetide.frames.cells import Cells, apply_changes
 
 MOST_DECISIONS = 64
-
-
-def apply_runs(text: str, cells: Cells) -> None:
-    """Write the runs of `text` into `cells`."""
-    for first, length, value in struct.iter_unpack("<IHH", binascii.a2b_base64(text, strict_mode=True)):
-        assert first + length < len(cells)
-        cells[first : first + length + 1] = value
 
 
 class FrameState:
@@ -49,7 +40,7 @@ class FrameState:
             self.cells = np.zeros(self.pool["num_blocks"], np.uint16)
             self.rows, self.decisions = {}, {}
         assert self.pool, "the first frame is a difference"
-        apply_runs(data["cells"], self.cells)
+        apply_changes(data["cells"], self.cells)
         for row in data["left"]:
             del self.rows[row]
         self.rows.update((entry[0], entry) for entry in data["rows"])

@@ -5,19 +5,17 @@ from __future__ import annotations
 import string
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from rich.segment import Segment
 from rich.style import Style
 
+from ..allocator.pool_view import BlockState
+from ..frames.cells import FIRST_ROW, SHARED, apply_changes
 from ..monitor.view.symbols import Symbols
 from ..monitor.view.text import DIM, Line
-
-if TYPE_CHECKING:
-    from ..engine.llm import LLM
-    from ..scheduler.scheduler import Scheduler
 
 FREE, CACHED, UNMAPPED = -1, -2, -3
 LETTERS = string.ascii_uppercase + string.ascii_lowercase
@@ -33,7 +31,7 @@ _WIDE_LEGEND = 72
 class BlockHolders:
     """The holder of each block of a pool at one time: a request's number, or FREE, CACHED or UNMAPPED.
 
-    Without the null block. A block that several requests share counts for the lowest number.
+    Without the null block.
     """
 
     holders: npt.NDArray[np.int16]
@@ -54,28 +52,16 @@ class BlockHolders:
         return int(np.count_nonzero(self.holders >= 0))
 
 
-def sample_pool(llm: LLM, numbers: Mapping[str, int]) -> tuple[BlockHolders, set[int]]:
-    """The pool of `llm` now, and the requests that wait. Takes about 0.1 ms, between two steps.
-
-    `numbers` are the requests' by id. A request may hold nothing and not wait: its last token may still be undelivered.
-    """
-    with llm.locked_engine() as engine:
-        scheduler = engine.core.scheduler
-        waiting = {numbers[request_id] for request_id in scheduler.waiting_ids if request_id in numbers}
-        return sample_blocks(scheduler, numbers), waiting
-
-
-def sample_blocks(scheduler: Scheduler, numbers: Mapping[str, int]) -> BlockHolders:
-    """The blocks that `scheduler` manages. Read-only; call it between two steps."""
-    pool, rows, cache = scheduler.cache.pool, scheduler.rows.request_ids, scheduler.cache
-    mapped = np.isin(np.arange(pool.num_blocks) // pool.blocks_per_extent, pool.mapped_extents)
-    holders = np.where(mapped, FREE, UNMAPPED).astype(np.int16)
-    holders[pool.cached_blocks] = CACHED
-    held = [(numbers[rows[row]], row) for row in range(len(rows)) if rows[row] in numbers]
-    for number, row in sorted(held, reverse=True):
-        for table in cache.tables:
-            holders[table.of(row).ravel()] = number
-    return BlockHolders(holders[1:])
+def holders_of(frame: Mapping[str, Any]) -> BlockHolders:
+    """The holders in a full frame, whose labels are the requests' numbers; of several the one served first."""
+    cells = np.zeros(frame["pool"]["num_blocks"], np.uint16)
+    apply_changes(frame["cells"], cells)
+    labels = {row: int(label) for row, _, label, *_ in frame["rows"]}
+    owners = np.full(FIRST_ROW + 1 + max(labels, default=0), FREE, np.int16)
+    owners[BlockState.UNMAPPED], owners[BlockState.CACHED] = UNMAPPED, CACHED
+    for row, number in labels.items():
+        owners[FIRST_ROW + row] = number
+    return BlockHolders(owners[cells & ~np.uint16(SHARED)][1:])
 
 
 def letter_of(number: int) -> str:

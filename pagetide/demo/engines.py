@@ -1,78 +1,189 @@
-"""The engines of the demo: one with a small pool, elastic on a CPU, and one with room for all requests."""
+"""Engines of the demo, each in a process of its own as those of `pagetide serve`, and the requests that they serve."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+import asyncio
+import json
+import os
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from ..common.units import MIB
+from ..server.engine_client import Batch, EngineUnavailable, LoadFailed, RemoteEngine, RequestFailed
 
-if TYPE_CHECKING:
-    from ..engine.llm import LLM
-    from ..engine.memory.planning import MemoryPlan
-    from ..pressure import PrivateDevice
-
-BLOCK_SIZE = 16
-MAX_STEP_TOKENS = 160  # small, so that long prompts are prefilled in chunks alongside other requests
-HEADROOM_BYTES = 8 * MIB  # of the private device
-_SPARE_BYTES = 512 * MIB  # device memory for what the process holds besides weights and KV
+SAMPLE_S = 0.1
+# Large tensors go back to the system when they are freed (glibc).
+STEADY_HEAP = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_ARENA_MAX": "2"}
+OPTIONS = {"dtype": "float32", "block_size": 16}
+T = TypeVar("T")
 
 
-def blocks_needed(prompts: list[str], max_new_tokens: int) -> list[int]:
-    """Blocks that each prompt needs if it generates the maximum."""
-    from ..engine.build import plan_only
-    from ..engine.config import EngineConfig, resolve_model
-    from ..engine.loading.loader import load_tokenizer
+@dataclass(frozen=True, slots=True)
+class DemoRequest:
+    """A request of an engine: its prompt, arguments of `SamplingParams`, and the second at which it comes."""
 
-    tokenizer: Any = load_tokenizer(resolve_model("demo"))
-    most = plan_only(EngineConfig.resolve("demo", device="cpu")).max_model_len
-    lengths = [min(len(tokenizer(prompt)["input_ids"]) + max_new_tokens, most) for prompt in prompts]
-    return [-(-(length - 1) // BLOCK_SIZE) for length in lengths]
+    prompt: str | list[int]
+    params: Mapping[str, Any]
+    at_s: float = 0.0
 
 
-def plan_pool(device: str, num_blocks: int) -> MemoryPlan:
-    """The memory plan on `device`, with a pool of at most `num_blocks` blocks."""
-    from ..engine.build import plan_only
-    from ..engine.config import EngineConfig
+@dataclass(slots=True)
+class Output:
+    """What is generated for a request. Filled while it is served."""
 
-    def plan(kv_memory: int | None) -> MemoryPlan:
-        options: dict[str, Any] = {"dtype": "float32", "block_size": BLOCK_SIZE, "max_step_tokens": MAX_STEP_TOKENS}
-        return plan_only(EngineConfig.resolve("demo", device=device, kv_memory=kv_memory, **options))
+    prompt: str | list[int]
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    num_preemptions: int = 0
+    first_token_s: float = 0.0
+    ended_at: float | None = None
 
-    return plan(num_blocks * BLOCK_SIZE * plan(None).kv_bytes_per_token)
+    @property
+    def is_failed(self) -> bool:
+        """Whether the request was not served to its end."""
+        return self.finish_reason not in ("stop", "length")
 
 
-@contextlib.contextmanager
-def open_engines(plan: MemoryPlan, least_blocks: int, roomy_blocks: int) -> Iterator[tuple[LLM, LLM, PrivateDevice | None]]:
-    """The engine with the small pool and the one with room for all; on a CPU the first is elastic, on a private device.
+class DemoEngine:
+    """An engine's process. Make it with `start`, and `close` it.
 
-    The second is made last: the first one's lease covers the whole process, so it then has no memory to spare for KV.
+    Attributes:
+        outputs: Of the requests so far, in the order in which they were given.
+        stats: The engine's statistics, as `look` read them last.
+        recalls: When memory was recalled: the second since `began`, and the bytes so far.
     """
-    from ..engine.llm import LLM
-    from ..pressure import PrivateDevice
 
-    common: dict[str, Any] = {"device": plan.device, "dtype": "float32", "block_size": BLOCK_SIZE}
-    block_bytes = plan.kv_bytes_per_token * BLOCK_SIZE
-    roomy_bytes = roomy_blocks * block_bytes
-    device = None
-    with contextlib.ExitStack() as stack:
-        if plan.device == "cpu":
-            others = _process_bytes() + 2 * plan.weights_bytes + plan.reserve_bytes + roomy_bytes + _SPARE_BYTES
-            capacity = others + plan.kv_bytes + HEADROOM_BYTES
-            device = stack.enter_context(PrivateDevice(capacity, HEADROOM_BYTES))
-            elastic = {"min": least_blocks * block_bytes, "max": plan.kv_bytes}
-            with device.here():
-                tight = stack.enter_context(LLM("demo", **common, kv_memory=elastic, max_step_tokens=MAX_STEP_TOKENS))
-        else:
-            tight = stack.enter_context(
-                LLM("demo", **common, kv_memory=plan.kv_bytes, max_step_tokens=MAX_STEP_TOKENS, share=False)
-            )
-        roomy = stack.enter_context(LLM("demo", **common, kv_memory=roomy_bytes, share=False))
-        yield tight, roomy, device
+    def __init__(self, name: str, remote: RemoteEngine) -> None:
+        self.name = name
+        self.outputs: list[Output] = []
+        self.stats: dict[str, Any] = {}
+        self.recalls: list[tuple[float, int]] = []
+        self.began = time.monotonic()
+        self._remote = remote
+
+    @classmethod
+    async def start(cls, name: str, options: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> DemoEngine:
+        """Start the process and load the bundled model with these arguments of `AsyncLLM`.
+
+        Raises ValueError if the model cannot be loaded so, and ChildProcessError if the process ends.
+        """
+        variables = {**os.environ, **STEADY_HEAP, **(environ or {})}
+        with tempfile.TemporaryFile("w+") as errors, _told(name):
+            try:
+                remote = await RemoteEngine.start(
+                    "demo", OPTIONS | dict(options), name=name, environ=variables, stderr=errors
+                )
+            except EngineUnavailable as error:
+                errors.seek(0)
+                said = errors.read().strip().splitlines()
+                raise EngineUnavailable(": ".join([str(error), *said[-1:]])) from error
+        return cls(name, remote)
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._remote.process.pid
+
+    @property
+    def device(self) -> str:
+        """The engine's device: "cpu", "cuda:0"."""
+        return self._remote.info.device
+
+    async def serve(self, requests: Sequence[DemoRequest]) -> list[Output]:
+        """Serve each request from its second after `began` on, and return their outputs, which `outputs` has at once.
+
+        Raises ChildProcessError if the process ends.
+        """
+        outputs = [Output(request.prompt) for request in requests]
+        first = len(self.outputs)
+        self.outputs += outputs
+        await asyncio.gather(*(self._serve(first + i, one, outputs[i]) for i, one in enumerate(requests)))
+        return outputs
+
+    async def _serve(self, number: int, request: DemoRequest, output: Output) -> None:
+        await asyncio.sleep(self.began + request.at_s - time.monotonic())
+        with _told(self.name):
+            batch = Batch(self._remote)
+            batch.request_id = str(number)
+            batch.submit(prompt=request.prompt, params=dict(request.params))
+            while read := await batch.read():
+                for piece in (piece for _, pieces in read for piece in pieces):
+                    output.text += piece.text
+                    output.token_ids += piece.token_ids
+                    output.finish_reason = piece.finish_reason or output.finish_reason
+            (end,) = await batch.whole()
+        output.num_preemptions, output.first_token_s = end.num_preemptions, end.first_token_s or 0.0
+        output.ended_at = time.monotonic()
+
+    async def look(self) -> None:
+        """Read the engine's statistics."""
+        self.stats = await self.call("stats")
+        memory = self.stats["memory"]
+        if memory["recalls"] > len(self.recalls):
+            now = time.monotonic() - self.began, memory["recalled_bytes"]
+            self.recalls += [now] * (memory["recalls"] - len(self.recalls))
+
+    async def frame(self) -> dict[str, Any]:
+        """The engine's blocks and requests now: a full frame (frames/source.py)."""
+        encoded, _ = await self.call("frame", full=True)
+        frame: dict[str, Any] = json.loads(encoded)
+        return frame
+
+    async def call(self, method: str, **arguments: Any) -> Any:
+        """The result of a call of `server.engine_process.EngineServer.calls`."""
+        with _told(self.name):
+            return await self._remote.call(method, **arguments)
+
+    async def close(self) -> None:
+        """Kill the process. Idempotent."""
+        await asyncio.shield(self._remote.kill())
 
 
-def _process_bytes() -> int:
-    import psutil
+async def start_with_room(most_bytes: int = 512 * MIB, device: str = "cpu") -> DemoEngine:
+    """The engine with room for all requests, outside of every lease: it serves what the others do, to compare the tokens.
 
-    return int(psutil.Process().memory_info().rss)
+    It has served a long request, so that `base_bytes` of its memory tells what such a process holds besides KV.
+    """
+    kv_memory = {"min": 16 * MIB, "max": most_bytes}
+    engine = await DemoEngine.start("the engine with room", {"device": device, "kv_memory": kv_memory, "share": False})
+    await engine.serve([DemoRequest([17] * 1000, {"max_new_tokens": 2})])
+    engine.outputs.clear()
+    await engine.look()
+    return engine
+
+
+async def while_looking(work: Awaitable[T], look: Callable[[], Awaitable[None]]) -> T:
+    """The result of `work`. Meanwhile `look` is called ten times a second; what it raises ends the work."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not task.done():
+            await look()
+            await asyncio.wait([task], timeout=SAMPLE_S)
+        return await task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def changed_tokens(ours: Sequence[Output], theirs: Sequence[Output]) -> int:
+    """Tokens that differ, place by place; a missing token differs."""
+    changed = 0
+    for mine, other in ((a.token_ids, b.token_ids) for a, b in zip(ours, theirs, strict=True)):
+        changed += abs(len(mine) - len(other)) + sum(a != b for a, b in zip(mine, other, strict=False))
+    return changed
+
+
+@contextmanager
+def _told(name: str) -> Iterator[None]:
+    """Turn what a remote engine raises into errors for the user."""
+    try:
+        yield
+    except (LoadFailed, RequestFailed) as error:
+        raise ValueError(f"{name}: {error}") from error
+    except EngineUnavailable as error:
+        raise ChildProcessError(str(error)) from error

@@ -1,26 +1,27 @@
-"""The result of the demo: four lines that end in the claim, a table, and JSON, all computed from the two runs."""
+"""The results of the demo's two forms: four lines that end in the claim, a table or figures as JSON, computed from the runs."""
 
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..common.units import format_bytes
-
-if TYPE_CHECKING:
-    from ..engine.requests.outputs import RequestOutput
-    from .recall import RecallResult
+from ..common.units import MIB, format_bytes
+from .engines import Output, changed_tokens
+from .recall import RecallResult
 
 
 @dataclass
-class DemoRun:
-    """One pass over all prompts."""
+class EngineRun:
+    """What an engine generated, and the same requests with room for all."""
 
-    outputs: list[RequestOutput]
+    outputs: Sequence[Output]
+    with_room: Sequence[Output]
     seconds: float
     stats: dict[str, Any] = field(default_factory=dict)
-    recall: RecallResult | None = None
+    arrivals: Sequence[float] = ()
+    recalls: Sequence[tuple[float, int]] = ()  # when, and the bytes so far
 
     @property
     def num_tokens(self) -> int:
@@ -29,67 +30,84 @@ class DemoRun:
 
     @property
     def num_failed(self) -> int:
-        """Requests that were not served to their end."""
-        return sum(output.finish_reason not in ("stop", "length") for output in self.outputs)
-
-
-@dataclass(frozen=True, slots=True)
-class DemoResult:
-    """The run out of the small pool, and the same with room for all."""
-
-    pressed: DemoRun
-    free: DemoRun
-    usable_blocks: int  # of the small pool
-    needed_blocks: int  # by all prompts together
+        """Requests that were not served to their end, in either run."""
+        return sum(output.is_failed for output in [*self.outputs, *self.with_room])
 
     @property
     def num_changed(self) -> int:
         """Tokens that differ between both runs, place by place; a missing token differs."""
-        return changed_tokens(
-            [output.token_ids for output in self.pressed.outputs], [output.token_ids for output in self.free.outputs]
-        )
+        return changed_tokens(self.outputs, self.with_room)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures, for JSON."""
+        pairs = zip(self.outputs, self.with_room, strict=True)
+        return {
+            "requests": len(self.outputs),
+            "seconds": self.seconds,
+            "arrivals": list(self.arrivals),
+            "recalls": [list(one) for one in self.recalls],
+            "preemptions": self.stats["preemptions"],
+            "tokens": self.num_tokens,
+            "first_token_s": sorted(output.first_token_s for output in self.outputs),
+            "memory": self.stats["memory"],
+            "failed": self.num_failed,
+            "equal": sum(ours.token_ids == theirs.token_ids for ours, theirs in pairs),
+            "changed_tokens": self.num_changed,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class DemoResult:
+    """Of the run out of a small pool."""
+
+    run: EngineRun
+    device: str
+    usable_blocks: int  # of the small pool
+    needed_blocks: int  # by all prompts together
+    room_preemptions: int  # with room for all
+    recall: RecallResult | None = None
 
     @property
     def is_success(self) -> bool:
         """Whether all requests were served in both runs, with the same tokens."""
-        return not (self.num_changed or self.pressed.num_failed or self.free.num_failed)
+        return not (self.run.num_changed or self.run.num_failed)
 
     def lines(self) -> list[str]:
         """Four lines; the last is the claim."""
-        run, stats = self.pressed, self.pressed.stats
+        run, stats = self.run, self.run.stats
         speed = f"{run.num_tokens:,} tokens at {run.num_tokens / run.seconds:,.0f} tokens/s"
         return [
             f"{len(run.outputs)} prompts, {speed}, in {self.usable_blocks} blocks where {self.needed_blocks} are needed",
             self._recall_line(),
             f"{stats['recomputed_tokens']:,} tokens recomputed after preemptions; with room for all, "
-            f"{counted(self.free.stats['preemptions'], 'preemption')}",
+            f"{counted(self.room_preemptions, 'preemption')}",
             self.claim(),
         ]
 
     def claim(self) -> str:
         """What the demo shows, as it was in this run."""
         parts = [
-            counted(self.pressed.stats["preemptions"], "preemption"),
-            taken(0.0 if self.pressed.recall is None else self.pressed.recall.share),
+            counted(self.run.stats["preemptions"], "preemption"),
+            taken(0.0 if self.recall is None else self.recall.share),
         ]
-        if failed := self.pressed.num_failed + self.free.num_failed:
+        if failed := self.run.num_failed:
             parts.append(counted(failed, "request") + " failed")
-        return ", ".join([*parts, counted(self.num_changed, "token") + " changed"])
+        return ", ".join([*parts, counted(self.run.num_changed, "token") + " changed"])
 
     def table(self) -> dict[str, Any]:
         """All figures, by name."""
-        run, stats = self.pressed, self.pressed.stats
+        run, stats = self.run, self.run.stats
         recall: dict[str, Any] = {}
-        if run.recall is not None:
+        if self.recall is not None:
             recall = {
-                "recalls of the pool's memory": run.recall.recalls,
-                "pool, KiB before the recall": run.recall.before_bytes // 1024,
-                "pool, KiB after it": run.recall.after_bytes // 1024,
-                "given back, KiB": run.recall.given_back_bytes // 1024,
-                "grown again, KiB": run.recall.grown_bytes // 1024,
+                "recalls of the pool's memory": self.recall.recalls,
+                "pool, KiB before the recall": self.recall.before_bytes // 1024,
+                "pool, KiB after it": self.recall.after_bytes // 1024,
+                "given back, KiB": self.recall.given_back_bytes // 1024,
+                "grown again, KiB": self.recall.grown_bytes // 1024,
             }
         return {
-            "device": stats["device"],
+            "device": self.device,
             "prompts": len(run.outputs),
             "tokens generated": run.num_tokens,
             "tokens per second": round(run.num_tokens / run.seconds, 1),
@@ -100,22 +118,22 @@ class DemoResult:
             "blocks of the pool": self.usable_blocks,
             "blocks that all need together": self.needed_blocks,
             **recall,
-            "preemptions with room for all": self.free.stats["preemptions"],
-            "tokens changed": self.num_changed,
-            "tokens equal to an unpressured run": self.num_changed == 0,
+            "preemptions with room for all": self.room_preemptions,
+            "tokens changed": run.num_changed,
+            "tokens equal to an unpressured run": run.num_changed == 0,
         }
 
     def to_dict(self) -> dict[str, Any]:
         """The table, the claim and the texts, for JSON."""
         texts = [
             {"prompt": output.prompt, "text": output.text, "finish_reason": output.finish_reason}
-            for output in self.pressed.outputs
+            for output in self.run.outputs
         ]
         return {**self.table(), "claim": self.claim(), "outputs": texts}
 
     def table_lines(self, width: int) -> list[str]:
         """The texts, wrapped to `width`, and the table."""
-        lines = [line for output in self.pressed.outputs for line in _text_lines(output, width)]
+        lines = [line for output in self.run.outputs for line in _text_lines(output, width)]
         lines.append("")
         for name, value in self.table().items():
             shown = {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
@@ -123,19 +141,68 @@ class DemoResult:
         return lines
 
     def _recall_line(self) -> str:
-        recall = self.pressed.recall
+        recall = self.recall
         if recall is None:
             return "the pool of this device is one allocation: no memory was recalled"
         before, after, again = (format_bytes(size) for size in (recall.before_bytes, recall.after_bytes, recall.grown_bytes))
         return f"{counted(recall.recalls, 'recall')}: the pool went from {before} to {after}, then grew by {again}"
 
 
-def changed_tokens(ours: list[list[int]], theirs: list[list[int]]) -> int:
-    """Tokens that differ, place by place; a missing token differs."""
-    changed = 0
-    for mine, other in zip(ours, theirs, strict=True):
-        changed += abs(len(mine) - len(other)) + sum(a != b for a, b in zip(mine, other, strict=False))
-    return changed
+@dataclass(frozen=True, slots=True)
+class SharedResult:
+    """Of engines and an external process on one device."""
+
+    capacity_bytes: int
+    most_held_bytes: int
+    most_kv_bytes: tuple[int, ...]
+    most_external_bytes: int
+    pieces: int  # that the external process took
+    waits: int  # how often one did not fit at once
+    engines: tuple[dict[str, Any], ...]  # as `EngineRun.to_dict` gives them, with their names
+
+    @property
+    def is_success(self) -> bool:
+        """Whether all requests were served with the same tokens, and memory stayed within the limit."""
+        return not (self._sum("failed") or self._sum("changed_tokens") or self.is_above)
+
+    @property
+    def is_above(self) -> bool:
+        """Whether more memory was held than the device has."""
+        return self.most_held_bytes > self.capacity_bytes
+
+    def lines(self) -> list[str]:
+        """Four lines; the last is the claim."""
+        pools = " and ".join(f"{most / MIB:,.0f} MiB" for most in self.most_kv_bytes)
+        recalls = sum(one["memory"]["recalls"] for one in self.engines)
+        returned = sum(one["memory"]["given_back_bytes"] for one in self.engines)
+        return [
+            f"{counted(self._sum('requests'), 'request')}, {self._sum('tokens'):,} tokens; the pools grew to {pools}",
+            f"{counted(recalls, 'recall')}, {self._sum('preemptions')} preemptions, {returned / MIB:,.0f} MiB given back; "
+            f"external: {self.most_external_bytes / MIB:,.0f} MiB",
+            f"at most {self.most_held_bytes / MIB:,.0f} of {self.capacity_bytes / MIB:,.0f} MiB were held at any time",
+            self.claim(),
+        ]
+
+    def claim(self) -> str:
+        """What the demo shows, as it was in this run."""
+        failed = self._sum("failed")
+        served = f"{counted(self._sum('requests') - failed, 'request')} served, {failed or 'none'} failed"
+        limit = "memory above the limit" if self.is_above else "memory never above the limit"
+        return f"{served}, {counted(self._sum('changed_tokens'), 'token')} changed, {limit}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures, for JSON."""
+        return {
+            "capacity_bytes": self.capacity_bytes,
+            "most_held_bytes": self.most_held_bytes,
+            "most_kv_bytes": list(self.most_kv_bytes),
+            "external": {"most_bytes": self.most_external_bytes, "pieces": self.pieces, "waits": self.waits},
+            "engines": list(self.engines),
+            "claim": self.claim(),
+        }
+
+    def _sum(self, name: str) -> int:
+        return sum(int(one[name]) for one in self.engines)
 
 
 def counted(number: int, noun: str) -> str:
@@ -150,8 +217,8 @@ def taken(share: float) -> str:
     return "half the pool taken" if 0.45 <= share < 0.55 else f"{share:.0%} of the pool taken"
 
 
-def _text_lines(output: RequestOutput, width: int) -> list[str]:
-    prompt, text = " ".join((output.prompt or "").split()), " ".join((output.text or "").split())
+def _text_lines(output: Output, width: int) -> list[str]:
+    prompt, text = " ".join(str(output.prompt).split()), " ".join(output.text.split())
     head = textwrap.shorten(prompt[-40:], 40, placeholder="") if len(prompt) > 40 else prompt
     note = f", preempted {output.num_preemptions} x" if output.num_preemptions else ""
     return [

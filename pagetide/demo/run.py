@@ -6,29 +6,29 @@ and later it may grow again. The same requests then run with room for all, and t
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import itertools
 import json
+import random
 import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
 
-from .block_map import sample_pool
-from .display import Display, open_display, print_result
-from .engines import blocks_needed, open_engines, plan_pool
-from .prompts import demo_prompts, waves
+from ..common.units import MIB
+from .block_map import holders_of
+from .display import Show, open_display, print_result
+from .engines import DemoEngine, DemoRequest, Output, start_with_room, while_looking
+from .page import Counts, DemoState, Pane
 from .recall import PoolRecall
-from .results import DemoResult, DemoRun, counted
-from .text_panes import Pane
-from .view import DRAWINGS, Counts, DemoState
-
-if TYPE_CHECKING:
-    from ..api.sampling_params import SamplingParams
-    from ..engine.llm import LLM
-    from ..engine.requests.outputs import RequestOutput, StreamChunk
+from .results import DemoResult, EngineRun, counted
 
 LEAST_PROMPTS = 16
-SAMPLE_S = 0.1
+MAX_STEP_TOKENS = 160  # small, so that long prompts are prefilled in chunks alongside other requests
+HEADROOM_BYTES = 8 * MIB  # of the private device
+SPARE_BYTES = 512 * MIB  # device memory for what the process holds besides weights and KV
 NUM_PANES = 2
 ENDED_S = 1.5  # that the pane of an ended request stays
 MOST_HISTORY = 6000  # samples
@@ -46,17 +46,25 @@ class DemoOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        from ..api.sampling_params import SamplingParams
+
         if self.num_prompts < LEAST_PROMPTS:
             raise ValueError(f"the demo needs at least {LEAST_PROMPTS} prompts, got {self.num_prompts}")
         if not 0 < self.share <= 1:
             raise ValueError(f"the pool's share of the need must be in (0, 1], got {self.share}")
-        self.sampling()
+        SamplingParams(max_new_tokens=self.max_new_tokens, seed=self.seed)
 
-    def sampling(self) -> list[SamplingParams]:
-        """The sampling parameters of each prompt."""
-        from ..api.sampling_params import SamplingParams
-
-        return [SamplingParams(max_new_tokens=self.max_new_tokens, seed=self.seed + i) for i in range(self.num_prompts)]
+    def requests(self) -> list[DemoRequest]:
+        """Pieces of the held-out text, of very different lengths."""
+        texts, rng = passages(), random.Random(self.seed)
+        requests = []
+        for i in range(self.num_prompts):
+            words = texts[i % len(texts)].split(" ")
+            length = rng.choice([8, 20, 40, 80, 160, 240])
+            first = rng.randrange(max(1, len(words) - length))
+            params = {"max_new_tokens": self.max_new_tokens, "seed": self.seed + i}
+            requests.append(DemoRequest(" ".join(words[first : first + length]), params))
+        return requests
 
     def first_state(self) -> DemoState:
         """What is shown while everything loads."""
@@ -69,10 +77,18 @@ class DemoOptions:
         )
 
 
+def passages() -> list[str]:
+    """The passages of the held-out text, on which the bundled model was not trained."""
+    from ..engine import demo_model
+
+    text = Path(str(demo_model.__file__)).with_name("heldout.txt").read_text("utf-8")
+    return [passage.strip() for passage in text.split("\n%%\n") if passage.strip()]
+
+
 def run(options: DemoOptions, *, as_json: bool = False, with_table: bool = False) -> int:
     """Run the whole demo. Returns 0 if every request was served and both runs gave the same tokens, else 1."""
-    with open_display(options.first_state(), DRAWINGS, silent=as_json) as display:
-        result = run_demo(options, display)
+    with open_display(options.first_state(), silent=as_json) as show:
+        result = asyncio.run(run_demo(options, show))
     if as_json:
         print(json.dumps(result.to_dict(), ensure_ascii=False, indent=1))
     else:
@@ -81,95 +97,118 @@ def run(options: DemoOptions, *, as_json: bool = False, with_table: bool = False
     return 0 if result.is_success else 1
 
 
-def run_demo(options: DemoOptions, display: Display[DemoState]) -> DemoResult:
-    """Both runs, shown on `display`."""
-    prompts, params, state = demo_prompts(options.num_prompts, options.seed), options.sampling(), options.first_state()
-    each = blocks_needed(prompts, options.max_new_tokens)
-    need, largest = sum(each), max(each)
-    plan = plan_pool(options.device, max(int(need * options.share), largest) + 1)  # the 1 is the null block
-    usable, everything = plan.num_blocks - 1, [range(len(prompts))]
-    with open_engines(plan, least_blocks=largest + 1, roomy_blocks=need + 1) as (tight, roomy, private):
-        recall = None if private is None else PoolRecall(private, plan.num_blocks)
-        running = replace(state, title=f"{state.title} of {usable} blocks for a need of {need}", now="The prompts run ...")
-        watched = Watched(display, running, prompts, params)
-        pressed = serve(tight, watched, everything if recall is None else waves(each, usable), recall)
-        comparing = replace(state, title=f"{state.title} with room for all", now="The same again, to compare the tokens ...")
-        free = serve(roomy, Watched(display, comparing, prompts, params), everything, None)
-    return DemoResult(pressed, free, usable, need)
+async def run_demo(options: DemoOptions, show: Show) -> DemoResult:
+    """Both runs, shown by `show`."""
+    from ..pressure import PrivateDevice
+
+    requests, state = options.requests(), options.first_state()
+    async with contextlib.AsyncExitStack() as stack:
+        roomy = await start_with_room(max(512, 8 * options.num_prompts) * MIB, options.device)
+        stack.push_async_callback(roomy.close)
+        each = await blocks_needed(roomy, requests)
+        need, largest = sum(each), max(each)
+        num_blocks = max(int(need * options.share), largest) + 1  # the 1 is the null block
+        block_bytes = (await roomy.frame())["pool"]["block_bytes"]
+        kv_bytes = num_blocks * block_bytes
+        tight_options = {"device": roomy.device, "max_step_tokens": MAX_STEP_TOKENS}
+        if roomy.device == "cpu":
+            capacity = roomy.stats["memory"]["base_bytes"] + kv_bytes + SPARE_BYTES + HEADROOM_BYTES
+            device = stack.enter_context(PrivateDevice(capacity, HEADROOM_BYTES))
+            elastic = {"min": (largest + 1) * block_bytes, "max": kv_bytes}
+            tight = await DemoEngine.start("the demo", {**tight_options, "kv_memory": elastic}, device.environ)
+            recall = PoolRecall(tight, device, num_blocks)
+        else:
+            tight = await DemoEngine.start("the demo", {**tight_options, "kv_memory": kv_bytes, "share": False})
+            recall = None
+        stack.push_async_callback(tight.close)
+        title = f"{state.title} of {num_blocks - 1} blocks for a need of {need}"
+        watched = WatchedEngine(
+            show, replace(state, title=title, now="The prompts run ..."), tight, len(requests), recall
+        )
+        pressed, seconds = await while_looking(serve(tight, requests, each, num_blocks - 1, recall), watched.look)
+        await tight.look()
+        state = replace(
+            state, title=f"{state.title} with room for all", now="The same again, to compare the tokens ..."
+        )
+        with_room = await while_looking(roomy.serve(requests), WatchedEngine(show, state, roomy, len(requests)).look)
+        await roomy.look()
+    return DemoResult(
+        EngineRun(pressed, with_room, seconds, tight.stats), tight.device, num_blocks - 1, need,
+        roomy.stats["preemptions"], None if recall is None else recall.result(),
+    )  # fmt: skip
 
 
-def serve(llm: LLM, watched: Watched, at_once: Sequence[range], recall: PoolRecall | None) -> DemoRun:
-    """Stream all prompts of `watched`. The first wave lasts until the recall is over."""
-    outputs: dict[int, RequestOutput] = {}
-    began = time.perf_counter()
-    for wave in at_once:
-        stream = llm.stream([watched.prompts[i] for i in wave], [watched.params[i] for i in wave])
-        watched.numbers |= {one.request_id: wave[one.index] for one in stream.requests}
-        for chunk in stream:
-            watched.take(wave[chunk.index], chunk)
-            if chunk.output is not None:
-                outputs[wave[chunk.index]] = chunk.output
-            watched.look(llm, len(outputs), recall)
-        waits = time.perf_counter()
-        while recall is not None and not recall.is_over:  # the memory may come back only after all is done
-            watched.look(llm, len(outputs), recall)
-            time.sleep(0.01)
-        began += time.perf_counter() - waits
-    seconds = time.perf_counter() - began
-    stats = llm.stats()
-    result = None if recall is None else recall.result(stats)
-    return DemoRun([outputs[i] for i in range(len(watched.prompts))], seconds, stats, result)
+async def blocks_needed(engine: DemoEngine, requests: Sequence[DemoRequest]) -> list[int]:
+    """Blocks that each request needs if it generates the maximum."""
+    pool = (await engine.frame())["pool"]
+    blocks = []
+    for request in requests:
+        tokens = (await engine.call("tokenize", prompt=request.prompt))["tokens"]
+        length = min(len(tokens) + request.params["max_new_tokens"], pool["max_model_len"])
+        blocks.append(-(-(length - 1) // pool["block_size"]))
+    return blocks
+
+
+async def serve(
+    engine: DemoEngine, requests: Sequence[DemoRequest], blocks: Sequence[int], usable: int, recall: PoolRecall | None
+) -> tuple[list[Output], float]:
+    """The outputs of all requests, and the seconds that they took.
+
+    With a recall those run first that fill the pool, until it is over: memory comes back only for requests that need it.
+    """
+
+    async def timed(some: Sequence[DemoRequest]) -> tuple[list[Output], float]:
+        began = time.perf_counter()
+        return await engine.serve(some), time.perf_counter() - began
+
+    if recall is None:
+        return await timed(requests)
+    num_first = num_filling(blocks, usable)
+    (first, first_s), _ = await asyncio.gather(timed(requests[:num_first]), recall.run())
+    rest, rest_s = await timed(requests[num_first:])
+    return first + rest, first_s + rest_s
+
+
+def num_filling(blocks: Sequence[int], usable: int) -> int:
+    """How many of the first requests fill a pool of `usable` blocks; `blocks` are what each needs."""
+    return next((n for n, taken in enumerate(itertools.accumulate(blocks), 1) if taken >= usable), len(blocks))
 
 
 @dataclass(eq=False)
-class Watched:
-    """A run as the display sees it. `look` samples the engine about ten times a second and shows the new state."""
+class WatchedEngine:
+    """An engine as the display shows it: its pool, its numbers, and the texts of two of its requests."""
 
-    display: Display[DemoState]
+    show: Show
     state: DemoState
-    prompts: list[str]
-    params: list[SamplingParams]
-    numbers: dict[str, int] = field(default_factory=dict)  # of the requests, by id
-    _texts: dict[int, str] = field(default_factory=dict)
-    _num_tokens: dict[int, int] = field(default_factory=dict)
-    _ended_at: dict[int, float] = field(default_factory=dict)
+    engine: DemoEngine
+    total: int  # requests
+    recall: PoolRecall | None = None
     _shown: list[int] = field(default_factory=list)
     _tokens_at: list[tuple[float, int]] = field(default_factory=list)  # tokens so far, in the last seconds
-    _next: float = 0.0
 
-    def take(self, number: int, chunk: StreamChunk) -> None:
-        """Note what request `number` has generated."""
-        self._texts[number] = self._texts.get(number, "") + chunk.text
-        self._num_tokens[number] = self._num_tokens.get(number, 0) + len(chunk.token_ids)
-        if chunk.output is not None:
-            self._ended_at[number] = time.monotonic()
-
-    def look(self, llm: LLM, done: int, recall: PoolRecall | None) -> None:
-        """Sample the engine and let the recall advance, unless it is too early."""
-        if (now := time.monotonic()) < self._next:
-            return
-        self._next = now + SAMPLE_S
-        stats = llm.stats()
-        changes: dict[str, Any] = {}
-        if recall is not None and not recall.is_over:
-            recall.advance(stats)
-            changes = {"now": recall.now or "The memory comes back: the pool grows as requests need it."}
-            changes["alarm"] = recall.is_taking
-        pool, waiting = sample_pool(llm, self.numbers)
-        held = set(pool.holders.tolist())
-        self.state = replace(
-            self.state, pool=pool, panes=self._panes(held, waiting, now), **changes,
-            history=(*self.state.history, (pool.num_mapped, pool.num_held))[-MOST_HISTORY:],
-            counts=Counts(
-                stats["steps"], stats["running"], stats["waiting"], stats["preemptions"], done, len(self.prompts),
-                self._speed(now),
-            ),
+    async def look(self) -> None:
+        """Sample the engine, and show it."""
+        await self.engine.look()
+        frame = await self.engine.frame()
+        stats, pool, now = self.engine.stats, holders_of(frame), time.monotonic()
+        waiting = {int(label) for _, label, *_ in frame["waiting"][1]}
+        held = {int(label) for _, _, label, *_ in frame["rows"]}
+        if self.recall is not None:
+            self.state = replace(self.state, now=self.recall.now, alarm=self.recall.is_taking)
+        done = sum(output.ended_at is not None for output in self.engine.outputs)
+        counts = Counts(
+            stats["running"], stats["waiting"], stats["preemptions"], done, self.total, steps=stats["steps"],
+            tokens_per_s=self._speed(now),
         )  # fmt: skip
-        self.display.show(self.state)
+        self.state = replace(
+            self.state, pool=pool, panes=self._panes(held, waiting, now), engines=(counts,),
+            history=(*self.state.history, (pool.num_mapped, pool.num_held))[-MOST_HISTORY:],
+        )  # fmt: skip
+        self.show(self.state)
 
     def _speed(self, now: float) -> float:
         """Tokens per second of the last two seconds."""
-        self._tokens_at.append((now, sum(self._num_tokens.values())))
+        self._tokens_at.append((now, sum(len(output.token_ids) for output in self.engine.outputs)))
         while len(self._tokens_at) > 2 and self._tokens_at[1][0] < now - 2.0:
             self._tokens_at.pop(0)
         (first_at, first), (last_at, last) = self._tokens_at[0], self._tokens_at[-1]
@@ -177,17 +216,17 @@ class Watched:
 
     def _panes(self, held: set[int], waiting: set[int], now: float) -> tuple[Pane, ...]:
         """Two requests that have begun to stream; one that has ended is replaced after a moment."""
-        candidates = [number for number in sorted(held) if number in self._texts and number not in self._shown]
+        outputs = self.engine.outputs
+        candidates = [number for number in sorted(held) if outputs[number].token_ids and number not in self._shown]
         for place in range(NUM_PANES):
             if place == len(self._shown):
                 if candidates:
                     self._shown.append(candidates.pop(0))
-            elif candidates and now - self._ended_at.get(self._shown[place], now) > ENDED_S:
+            elif candidates and now - (outputs[self._shown[place]].ended_at or now) > ENDED_S:
                 self._shown[place] = candidates.pop(0)
-        return tuple(
-            Pane(number, self._word(number, waiting), self.prompts[number], self._texts[number]) for number in self._shown
-        )
+        return tuple(_pane(number, outputs[number], number in waiting) for number in self._shown)
 
-    def _word(self, number: int, waiting: set[int]) -> str:
-        word = "ended" if number in self._ended_at else "preempted, waits" if number in waiting else "running"
-        return f"{word}, {counted(self._num_tokens[number], 'token')}"
+
+def _pane(number: int, output: Output, is_waiting: bool) -> Pane:
+    word = "ended" if output.ended_at is not None else "preempted, waits" if is_waiting else "running"
+    return Pane(number, f"{word}, {counted(len(output.token_ids), 'token')}", str(output.prompt), output.text)

@@ -1,27 +1,29 @@
 """`pagetide demo --shared`: two engines and an external process on one private device of host memory, live.
 
-Each engine is a process with one core that serves bursts of requests; the bursts alternate. The external process takes
+Each engine has one core and serves bursts of requests; the bursts alternate. The external process takes
 and returns memory and knows nothing of the engines. The pools grow where requests need memory and give back where it is
-recalled or idle. Afterwards each engine serves the same requests with room for all, and the tokens are compared.
+recalled or idle. Afterwards an engine with room for all serves the same requests, and the tokens are compared.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 import json
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..common.units import MIB
 from ..pressure import ExternalProcess, PrivateDevice
-from .device_use import DeviceSample, Visitor, sample_device
-from .display import Display, open_display, print_result
-from .engine_process import Arrival, EngineJob, TraceEngineProcess
-from .results import counted
-from .shared_view import COLUMN_S, SHARED_DRAWINGS, EngineCounts, Holding, SharedState
+from .display import Show, open_display, print_result
+from .engines import SAMPLE_S, DemoEngine, DemoRequest, start_with_room, while_looking
+from .page import COLUMN_S, Counts, DemoState, Holding
+from .results import EngineRun, SharedResult
+from .run import passages
 
 NAMES = ("engine A", "engine B")
 Bursts = Sequence[tuple[float, int]]
@@ -35,70 +37,12 @@ VISIT_FROM_KV, VISIT_S, BETWEEN_S, MOST_VISITS = 28 * MIB, 5.0, 4.0, 2
 PIECE_BYTES, PIECE_S = 8 * MIB, 0.05  # of the external process, less than the headroom; and the time between two
 KV_MIN, KV_MAX = 8 * MIB, 128 * MIB
 HEADROOM = 48 * MIB  # more than two busy programs grow by at once, beyond what the broker sees in time
-SAMPLE_S = 0.1
 RECALL_SHOWN_S = 1.0
-_START_S = 0.2
 MOST_COLUMNS = 2000
+ONE_CORE = {"OMP_NUM_THREADS": "1"}
 
-
-@dataclass(frozen=True, slots=True)
-class SharedResult:
-    """What was seen, and what each engine told at its end."""
-
-    capacity_bytes: int
-    most_held_bytes: int
-    most_kv_bytes: tuple[int, ...]
-    most_external_bytes: int
-    pieces: int  # that the external process took
-    waits: int  # how often one did not fit at once
-    engines: tuple[dict[str, Any], ...]
-
-    @property
-    def is_success(self) -> bool:
-        """Whether all requests were served with the same tokens, and memory stayed within the limit."""
-        return not (self._sum("failed") or self._sum("changed_tokens") or self.is_above)
-
-    @property
-    def is_above(self) -> bool:
-        """Whether more memory was held than the device has."""
-        return self.most_held_bytes > self.capacity_bytes
-
-    def lines(self) -> list[str]:
-        """Four lines; the last is the claim."""
-        pools = " and ".join(f"{most / MIB:,.0f} MiB" for most in self.most_kv_bytes)
-        recalls = sum(one["memory"]["recalls"] for one in self.engines)
-        returned = sum(one["memory"]["given_back_bytes"] for one in self.engines)
-        return [
-            f"{counted(self._sum('requests'), 'request')}, {self._sum('tokens'):,} tokens; the pools grew to {pools}",
-            f"{counted(recalls, 'recall')}, {self._sum('preemptions')} preemptions, {returned / MIB:,.0f} MiB given back; "
-            f"external: {self.most_external_bytes / MIB:,.0f} MiB",
-            f"at most {self.most_held_bytes / MIB:,.0f} of {self.capacity_bytes / MIB:,.0f} MiB were held at any time",
-            self.claim(),
-        ]
-
-    def claim(self) -> str:
-        """What the demo shows, as it was in this run."""
-        failed = self._sum("failed")
-        served = f"{counted(self._sum('requests') - failed, 'request')} served, {failed or 'none'} failed"
-        limit = "memory above the limit" if self.is_above else "memory never above the limit"
-        return f"{served}, {counted(self._sum('changed_tokens'), 'token')} changed, {limit}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """All figures, for JSON."""
-        return {
-            "capacity_bytes": self.capacity_bytes,
-            "most_held_bytes": self.most_held_bytes,
-            "most_kv_bytes": list(self.most_kv_bytes),
-            "external": {"most_bytes": self.most_external_bytes, "pieces": self.pieces, "waits": self.waits},
-            "engines": [{"name": name, **told} for name, told in zip(NAMES, self.engines, strict=True)],
-            "claim": self.claim(),
-        }
-
-    def _sum(self, name: str) -> int:
-        return sum(int(one[name]) for one in self.engines)
-
-
-FIRST_STATE = SharedState(
+FIRST_STATE = DemoState(
+    title="two engines and an external process on one device",
     now="Starting two engines, each in a process of its own ...",
     intro="Two engines will serve bursts of requests in turn, on one device whose memory does not suffice for both and an "
     "external process. Each pool grows while its engine has work, and gives back memory when the other engine or the "
@@ -106,13 +50,149 @@ FIRST_STATE = SharedState(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """When a request comes, and its lengths in tokens."""
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSample:
+    """Bytes that each process held at one time; tuples list the engines in order."""
+
+    at_s: float
+    other: tuple[int, ...]  # programs and weights
+    kv: tuple[int, ...]
+    external: int
+    recalling: tuple[bool, ...] = ()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that all processes held together."""
+        return sum(self.other) + sum(self.kv) + self.external
+
+
+class Visitor:
+    """The external process as it comes and goes: piece by piece up to what it wants, and in pieces down again."""
+
+    def __init__(self, device: PrivateDevice, external: ExternalProcess, piece_bytes: int, piece_s: float) -> None:
+        self.pieces = 0  # that the external process took
+        self.refused = 0  # attempts at a piece that did not fit
+        self._device, self._external = device, external
+        self._piece_bytes, self._piece_s = piece_bytes, piece_s
+        self._next_s = 0.0
+
+    def advance(self, at_s: float, wanted_bytes: int) -> None:
+        """Take or return the next piece on the way to `wanted_bytes`, if it is time."""
+        held = self._external.held_bytes
+        if at_s < self._next_s or abs(wanted_bytes - held) < MIB:
+            return
+        self._next_s = at_s + self._piece_s
+        if wanted_bytes < held:
+            self._external.hold(max(wanted_bytes, held - self._piece_bytes))
+        elif self._device.free_bytes() >= (piece := min(self._piece_bytes, wanted_bytes - held)):
+            self._external.hold(held + piece)
+            self.pieces += 1
+        else:
+            self.refused += 1  # what a driver would answer
+
+
+@dataclass(frozen=True, slots=True)
+class SharedDevice:
+    """Engines and an external process on a device of their own, and the engine with room for all."""
+
+    roomy: DemoEngine
+    engines: Sequence[DemoEngine]
+    external: ExternalProcess
+    device: PrivateDevice
+
+    def sample(self) -> DeviceSample:
+        """Measure the processes now."""
+        at_s = time.monotonic() - self.engines[0].began
+        pids = [engine.pid for engine in self.engines]
+        leases = {lease.pid: lease for lease in self.device.leases()}
+        kv = tuple(leases[pid].held.get("kv", 0) if pid in leases else 0 for pid in pids)
+        for _ in range(10):  # until no piece came between the readings: memory that moves would be counted twice
+            outside = _resident(self.external.pid)
+            other = tuple(max(0, _resident(pid) - mapped) for pid, mapped in zip(pids, kv, strict=True))
+            if _resident(self.external.pid) == outside:
+                break
+        recalling = tuple(pid in leases and leases[pid].state in ("recalling", "overdue") for pid in pids)
+        return DeviceSample(at_s, other, kv, outside, recalling)
+
+    async def requests(self, traces: Sequence[Sequence[Arrival]], seed: int) -> list[list[DemoRequest]]:
+        """The requests of each engine: pieces of the held-out text, as long as the arrivals say."""
+        tokens = [token for text in passages() for token in (await self.roomy.call("tokenize", prompt=text))["tokens"]]
+        found = []
+        for number, trace in enumerate(traces):
+            own_seed = seed + 100_000 * number
+            rng = random.Random(own_seed)
+            starts = [rng.randrange(len(tokens) - one.prompt_tokens) for one in trace]
+            found.append([
+                DemoRequest(
+                    tokens[start : start + one.prompt_tokens],
+                    {"max_new_tokens": one.output_tokens, "temperature": 0.8, "seed": own_seed + i, "ignore_eos": True},
+                    one.at_s,
+                )
+                for i, (one, start) in enumerate(zip(trace, starts, strict=True))
+            ])  # fmt: skip
+        return found
+
+    async def serve(
+        self, requests: Sequence[Sequence[DemoRequest]], seconds: float, look: Callable[[], Any]
+    ) -> list[EngineRun]:
+        """Serve the requests of each engine for at least `seconds`; `look` is called meanwhile. Its outputs with room are to
+        come.
+        """
+        began = time.monotonic()
+        for engine in self.engines:
+            engine.began = began
+
+        async def serve(engine: DemoEngine, own: Sequence[DemoRequest]) -> EngineRun:
+            outputs = await engine.serve(own)
+            took_s = time.monotonic() - began
+            await engine.look()
+            return EngineRun(outputs, [], took_s, engine.stats, [one.at_s for one in own], engine.recalls)
+
+        async def all_served() -> list[EngineRun]:
+            runs = await asyncio.gather(*map(serve, self.engines, requests))
+            while time.monotonic() - began < seconds or self.external.held_bytes:
+                await asyncio.sleep(SAMPLE_S)
+            return runs
+
+        return await while_looking(all_served(), look)
+
+
+@contextlib.asynccontextmanager
+async def shared_device(kv_min: int, kv_max: int, contended: int, headroom: int) -> AsyncIterator[SharedDevice]:
+    """Both engines on a device that has so many bytes above their minimums. All processes end with the context."""
+    async with contextlib.AsyncExitStack() as stack:
+        external = stack.enter_context(ExternalProcess())
+        roomy = await start_with_room()
+        stack.push_async_callback(roomy.close)
+        capacity = len(NAMES) * (roomy.stats["memory"]["base_bytes"] + kv_min) + contended + headroom
+        device = stack.enter_context(PrivateDevice(capacity, headroom, external))
+        options = {
+            "device": "cpu", "max_seqs": 128, "max_step_tokens": 512, "idle_s": 0.5,
+            "kv_memory": {"min": kv_min, "max": kv_max},
+        }  # fmt: skip
+        engines = []
+        for name in NAMES:  # one after the other: a model that loads needs more for a moment
+            engines.append(await DemoEngine.start(name, options, device.environ | ONE_CORE))
+            stack.push_async_callback(engines[-1].close)
+        yield SharedDevice(roomy, engines, external, device)
+
+
 def run_shared(*, seed: int = 0, as_json: bool = False) -> int:
     """Run it. Returns 0 if every request was served, no token changed and memory stayed within the limit, else 1.
 
     Raises ChildProcessError if a process ends early; then all end.
     """
-    with open_display(FIRST_STATE, SHARED_DRAWINGS, silent=as_json) as display:
-        result = share_device(display, seed=seed)
+    with open_display(FIRST_STATE, silent=as_json) as show:
+        result = asyncio.run(share_device(show, seed=seed))
     if as_json:
         print(json.dumps(result.to_dict(), indent=1))
     else:
@@ -120,106 +200,109 @@ def run_shared(*, seed: int = 0, as_json: bool = False) -> int:
     return 0 if result.is_success else 1
 
 
-def engine_jobs(seed: int, bursts_of_engines: Sequence[Bursts] = BURSTS) -> list[EngineJob]:
+def arrivals(seed: int, bursts_of_engines: Sequence[Bursts] = BURSTS) -> list[list[Arrival]]:
     """The requests of each engine."""
     rng = random.Random(seed)
     return [
-        EngineJob(
-            [
-                Arrival(at_s, rng.randint(*PROMPT_TOKENS), rng.randint(*OUTPUT_TOKENS))
-                for at_s, requests in bursts
-                for _ in range(requests)
-            ],
-            seed + 100_000 * number,
-            KV_MIN,
-            KV_MAX,
-        )
-        for number, bursts in enumerate(bursts_of_engines)
+        [
+            Arrival(at_s, rng.randint(*PROMPT_TOKENS), rng.randint(*OUTPUT_TOKENS))
+            for at_s, requests in bursts
+            for _ in range(requests)
+        ]
+        for bursts in bursts_of_engines
     ]
 
 
-@contextlib.contextmanager
-def engine_processes(all_jobs: Sequence[EngineJob]) -> Iterator[list[TraceEngineProcess]]:
-    """The processes of both engines, which end with the context."""
-    with contextlib.ExitStack() as stack:
-        engines = []
-        for name, job in zip(NAMES, all_jobs, strict=False):
-            engines.append(TraceEngineProcess(name, job))
-            stack.callback(engines[-1].close)
-        yield engines
-
-
-def share_device(
-    display: Display[SharedState], *, seed: int = 0, seconds: float = SECONDS, bursts: Sequence[Bursts] = BURSTS
+async def share_device(
+    show: Show, *, seed: int = 0, seconds: float = SECONDS, bursts: Sequence[Bursts] = BURSTS
 ) -> SharedResult:
     """Start the processes on their device, watch them for at least `seconds`, and collect the results."""
-    state, all_jobs = FIRST_STATE, engine_jobs(seed, bursts)
-    with contextlib.ExitStack() as stack:
-        engines = stack.enter_context(engine_processes(all_jobs))
-        external = stack.enter_context(ExternalProcess())
-        minimums = [int(engine.hear()["minimum_bytes"]) for engine in engines]
-        capacity = sum(minimums) + CONTENDED_BYTES + HEADROOM
-        device = stack.enter_context(PrivateDevice(capacity, HEADROOM, external))
-        display.show(state := replace(state, now="The engines take their minimum of the device ..."))
-        for engine in engines:
-            engine.tell(device.environ)
-        for engine in engines:
-            engine.hear()
-        state = replace(state, capacity_bytes=capacity)
-        watched = SharedRun(display, state, engines, [len(job.arrivals) for job in all_jobs])
-        visitor = Visitor(device, external, PIECE_BYTES, PIECE_S)
-        watched.watch(device, external, visitor, seconds)
-        return watched.result(visitor, watched.compare())
+    traces = arrivals(seed, bursts)
+    async with shared_device(KV_MIN, KV_MAX, CONTENDED_BYTES, HEADROOM) as shared:
+        requests = await shared.requests(traces, seed)
+        visitor = Visitor(shared.device, shared.external, PIECE_BYTES, PIECE_S)
+        state = replace(FIRST_STATE, capacity_bytes=shared.device.capacity_bytes)
+        watched = WatchedDevice(show, state, shared.engines, [len(own) for own in requests])
+
+        async def look() -> None:
+            visitor.advance(time.monotonic() - shared.engines[0].began, watched.wanted_bytes())
+            for engine in shared.engines:
+                await engine.look()
+            watched.take(shared.sample())
+
+        runs = await shared.serve(requests, seconds, look)
+        for run, own in zip(runs, requests, strict=True):
+            again = shared.roomy.serve([replace(one, at_s=0.0) for one in own])
+            run.with_room = await while_looking(again, lambda: watched.compare(shared.roomy))
+    return watched.result(visitor, runs)
 
 
 @dataclass(eq=False)
-class SharedRun:
-    """The live part as the display sees it."""
+class WatchedDevice:
+    """The device as the display shows it."""
 
-    display: Display[SharedState]
-    state: SharedState
-    engines: Sequence[TraceEngineProcess]
+    show: Show
+    state: DemoState
+    engines: Sequence[DemoEngine]
     totals: Sequence[int]  # requests of each engine
     _samples: list[DeviceSample] = field(default_factory=list)
-    _served: set[int] = field(default_factory=set)
     _column: int = -1
     _recalled_at: dict[int, float] = field(default_factory=dict)  # when each engine was last seen being recalled
     _visits: list[float] = field(default_factory=list)  # when the external process came
 
-    def watch(self, device: PrivateDevice, external: ExternalProcess, visitor: Visitor, seconds: float) -> None:
-        """Start the bursts; sample, and move the external process, until the engines are done."""
-        pids = [engine.pid for engine in self.engines]
-        self.state = replace(self.state, engines=tuple(EngineCounts(total=total) for total in self.totals))
-        began = time.monotonic() + _START_S
-        for engine in self.engines:
-            engine.tell(began)
-        at_s = 0.0
-        while len(self._served) < len(self.engines) or at_s < seconds or external.held_bytes:
-            at_s = time.monotonic() - began
-            visitor.advance(at_s, self._wanted(at_s))
-            self._show(sample_device(at_s, pids, device, external), [self._counts(number) for number in range(len(pids))])
-            time.sleep(SAMPLE_S)
+    def wanted_bytes(self) -> int:
+        """What the external process wants now: it comes when the pools have grown, and leaves after a while."""
+        if not self._samples:
+            return 0
+        at_s = self._samples[-1].at_s
+        last = self._visits[-1] if self._visits else -BETWEEN_S - VISIT_S
+        if at_s < last + VISIT_S:
+            return VISIT_BYTES
+        grown = sum(self._samples[-1].kv) >= VISIT_FROM_KV
+        if grown and at_s >= last + VISIT_S + BETWEEN_S and len(self._visits) < MOST_VISITS:
+            self._visits.append(at_s)
+            return VISIT_BYTES
+        return 0
 
-    def compare(self) -> tuple[dict[str, Any], ...]:
-        """Let the engines serve the same with room for all, and show how far they are. Returns what each told at its end."""
-        counts = [replace(one, done=0) for one in self.state.engines]
-        self.state = replace(self.state, now="The same again with room for all, to compare tokens ...", alarm=False)
-        told = dict[int, dict[str, Any]]()
-        for engine in self.engines:
-            engine.tell("compare")
-        while len(told) < len(self.engines):
-            for number, engine in enumerate(self.engines):
-                for message in engine.poll():
-                    if "progress" in message:
-                        counts[number] = replace(counts[number], **message["progress"])
-                    else:
-                        told[number] = message
-            self.state = replace(self.state, engines=tuple(counts))
-            self.display.show(self.state)
-            time.sleep(SAMPLE_S)
-        return tuple(told[number] for number in range(len(self.engines)))
+    def take(self, sample: DeviceSample) -> None:
+        """Show `sample` and the engines' newest statistics."""
+        self._samples.append(sample)
+        first = self._samples[0]
+        before = self.state.engines or tuple(Counts() for _ in self.engines)
+        counts = tuple(map(_counts, self.engines, self.totals))
+        recalled = tuple(
+            is_recalled or one.recalls > old.recalls
+            for is_recalled, one, old in zip(sample.recalling, counts, before, strict=True)
+        )
+        self._recalled_at |= {number: sample.at_s for number, is_recalled in enumerate(recalled) if is_recalled}
+        programs = max(0, sum(sample.other) - sum(first.other))
+        holding = Holding(programs, sample.kv, max(0, sample.external - first.external), recalled)
+        holdings, column = self.state.holdings, int(sample.at_s / COLUMN_S)
+        if holdings and column == self._column:  # a recall stays marked for its column
+            marked = tuple(now or old for now, old in zip(recalled, holdings[-1].recalled, strict=True))
+            holdings, holding = holdings[:-1], replace(holding, recalled=marked)
+        self._column = column
+        shown = [number for number, at_s in self._recalled_at.items() if sample.at_s < at_s + RECALL_SHOWN_S]
+        self.state = replace(
+            self.state, now=_now(shown, holding, counts), alarm=bool(shown), engines=counts,
+            contended_bytes=self.state.capacity_bytes - sum(first.other) - first.external,
+            holdings=(*holdings, holding)[-MOST_COLUMNS:],
+        )  # fmt: skip
+        self.show(self.state)
 
-    def result(self, visitor: Visitor, told: tuple[dict[str, Any], ...]) -> SharedResult:
+    async def compare(self, roomy: DemoEngine) -> None:
+        """Show how many requests the engine with room has served, of each engine in turn."""
+        done = sum(output.ended_at is not None for output in roomy.outputs)
+        before = [0, *itertools.accumulate(self.totals)]
+        engines = tuple(
+            replace(counts, running=0, waiting=0, done=min(max(done - first, 0), counts.total))
+            for first, counts in zip(before, self.state.engines, strict=False)
+        )
+        now = "The same again with room for all, to compare tokens ..."
+        self.state = replace(self.state, now=now, alarm=False, engines=engines)
+        self.show(self.state)
+
+    def result(self, visitor: Visitor, runs: Sequence[EngineRun]) -> SharedResult:
         """The figures of the run."""
         kv = zip(*(sample.kv for sample in self._samples), strict=True)
         return SharedResult(
@@ -229,59 +312,17 @@ class SharedRun:
             most_external_bytes=max(sample.external for sample in self._samples) - self._samples[0].external,
             pieces=visitor.pieces,
             waits=visitor.refused,
-            engines=told,
+            engines=tuple({"name": name} | run.to_dict() for name, run in zip(NAMES, runs, strict=True)),
         )
 
-    def _wanted(self, at_s: float) -> int:
-        """What the external process wants now: it comes when the pools have grown, and leaves after a while."""
-        last = self._visits[-1] if self._visits else -BETWEEN_S - VISIT_S
-        if at_s < last + VISIT_S:
-            return VISIT_BYTES
-        grown = self._samples and sum(self._samples[-1].kv) >= VISIT_FROM_KV
-        if grown and at_s >= last + VISIT_S + BETWEEN_S and len(self._visits) < MOST_VISITS:
-            self._visits.append(at_s)
-            return VISIT_BYTES
-        return 0
 
-    def _counts(self, number: int) -> EngineCounts:
-        """The newest numbers of an engine. Raises ChildProcessError if its process has ended."""
-        counts = self.state.engines[number]
-        for message in self.engines[number].poll():
-            if "served" in message:
-                self._served.add(number)
-                counts = replace(counts, running=0, waiting=0, done=self.totals[number])
-            else:
-                counts = replace(counts, **message["progress"])
-        return counts
-
-    def _show(self, sample: DeviceSample, counts: list[EngineCounts]) -> None:
-        self._samples.append(sample)
-        first = self._samples[0]
-        recalled = tuple(
-            is_recalled or one.recalls > before.recalls
-            for is_recalled, one, before in zip(sample.recalling, counts, self.state.engines, strict=True)
-        )
-        self._recalled_at |= {number: sample.at_s for number, is_recalled in enumerate(recalled) if is_recalled}
-        programs = max(0, sum(sample.other) - sum(first.other))
-        holding = Holding(programs, sample.kv, max(0, sample.external - first.external), recalled)
-        holdings, column = self.state.holdings, int(sample.at_s / COLUMN_S)
-        if holdings and column == self._column:  # a recall stays marked for its column
-            marked = tuple(now or before for now, before in zip(recalled, holdings[-1].recalled, strict=True))
-            holdings, holding = holdings[:-1], replace(holding, recalled=marked)
-        self._column = column
-        shown = [number for number, at_s in self._recalled_at.items() if sample.at_s < at_s + RECALL_SHOWN_S]
-        self.state = replace(
-            self.state,
-            now=_now(shown, holding, counts),
-            alarm=bool(shown),
-            engines=tuple(counts),
-            contended_bytes=self.state.capacity_bytes - sum(first.other) - first.external,
-            holdings=(*holdings, holding)[-MOST_COLUMNS:],
-        )
-        self.display.show(self.state)
+def _counts(engine: DemoEngine, total: int) -> Counts:
+    stats = engine.stats
+    done = sum(output.ended_at is not None for output in engine.outputs)
+    return Counts(stats["running"], stats["waiting"], stats["preemptions"], done, total, stats["memory"]["recalls"])
 
 
-def _now(recalled: Sequence[int], holding: Holding, counts: Sequence[EngineCounts]) -> str:
+def _now(recalled: Sequence[int], holding: Holding, counts: Sequence[Counts]) -> str:
     """What happens, in a sentence."""
     if recalled:
         return f"RECALL: {' and '.join(NAMES[number] for number in sorted(recalled))} must give memory back."
@@ -292,3 +333,12 @@ def _now(recalled: Sequence[int], holding: Holding, counts: Sequence[EngineCount
         return "Idle: pools give their memory back."
     names = " and ".join(busy)
     return f"{names[0].upper()}{names[1:]} {'has' if len(busy) == 1 else 'have'} requests: pools grow as these need memory."
+
+
+def _resident(pid: int) -> int:
+    import psutil
+
+    try:
+        return int(psutil.Process(pid).memory_info().rss)
+    except psutil.Error as error:
+        raise ChildProcessError(f"process {pid} has ended") from error

@@ -10,14 +10,14 @@ import struct
 import numpy as np
 import pytest
 from fakes import World
-from frame_state import FrameState, apply_runs
+from frame_state import FrameState
 from frame_watcher import Watcher, source_of
 from hypothesis import given
 from hypothesis import strategies as st
 from random_walk import PAIRWISE, walk
 
 from pagetide.allocator.pool_view import BlockState
-from pagetide.frames.cells import FIRST_ROW, encode_changes
+from pagetide.frames.cells import FIRST_ROW, apply_changes, encode_changes
 from pagetide.frames.source import MOST_WAITING, encode
 from pagetide.scheduler.request import Request, Sampling
 
@@ -122,7 +122,7 @@ def test_runs_carry_any_change(before: list[int], data: st.DataObject) -> None:
     spelled = {first + i: value for first, length, value in runs for i in range(length + 1)}
     assert spelled == {i: b for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b}
     assert sum(length + 1 for _, length, _ in runs) == len(spelled), "runs overlap"
-    apply_runs(text, old)
+    apply_changes(text, old)
     assert old.tolist() == after
 
 
@@ -133,7 +133,7 @@ def test_a_long_run_is_split() -> None:
     assert list(struct.iter_unpack("<IHH", binascii.a2b_base64(text))) == [
         (5, 65_535, 3), (65_541, 65_535, 3), (131_077, 150_000 - 131_077 - 1, 3), (150_001, 49_998, 3)
     ]  # fmt: skip
-    apply_runs(text, old)
+    apply_changes(text, old)
     assert (old == cells).all()
 
 

@@ -22,46 +22,46 @@ import numpy as np
 import pytest
 from demo_states import PROSE, demo_state, shared_state
 from fakes import World
+from monitors import wait_until
 from rich.console import Console
 from rich.segment import Segment, SegmentLines
 from terminals import ESCAPES, Terminal, terminal
 
 from pagetide.common.units import MIB
-from pagetide.demo import block_map
-from pagetide.demo.block_map import CACHED, FREE, UNMAPPED, BlockHolders, MapShape, map_lines, tile_holders
-from pagetide.demo.display import LINE_S, LivePage, PlainLines, fitted, open_display, print_result
-from pagetide.demo.shared_view import Holding, chart_lines, column_of, shared_line, shared_page
-from pagetide.demo.text_panes import wrapped
-from pagetide.demo.view import DRAWINGS, DemoState, demo_line, demo_page
+from pagetide.demo.block_map import CACHED, FREE, UNMAPPED, BlockHolders, MapShape, holders_of, map_lines, tile_holders
+from pagetide.demo.display import LINE_S, LivePage, fitted, open_display, print_result
+from pagetide.demo.page import DemoState, Holding, column_of, demo_line, demo_page, holding_lines, wrapped
+from pagetide.frames.source import FrameSource, MemoryFigures, PoolFacts
 from pagetide.monitor.view.symbols import ASCII, UNICODE, Symbols
+from pagetide.scheduler.request import Request, Sampling
 
 SIZES = [(80, 24), (100, 30), (200, 50), (60, 15), (30, 8), (5, 2), (1, 1)]
 PAGES = [
-    (demo_page, demo_state()),
-    (demo_page, demo_state(num_panes=1)),
-    (demo_page, demo_state(num_blocks=5000)),
-    (demo_page, replace(demo_state(), pool=None)),
-    (demo_page, replace(demo_state(), history=(), panes=())),
-    (shared_page, shared_state()),
-    (shared_page, shared_state(1)),
-    (shared_page, replace(shared_state(), holdings=())),
+    demo_state(),
+    demo_state(num_panes=1),
+    demo_state(num_blocks=5000),
+    replace(demo_state(), pool=None),
+    replace(demo_state(), history=(), panes=()),
+    shared_state(),
+    shared_state(1),
+    replace(shared_state(), holdings=()),
 ]
 
 
-def drawn(page: Any, state: Any, width: int, height: int, symbols: Symbols = UNICODE, **options: Any) -> list[str]:
+def drawn(state: DemoState, width: int, height: int, symbols: Symbols = UNICODE, **options: Any) -> list[str]:
     """The page as a console of that size gets it."""
     file = io.StringIO()
     options |= {"force_terminal": True, "color_system": "256", "legacy_windows": False}
-    lines = fitted(page(state, 83.2, width, height, symbols), width, height)
+    lines = fitted(demo_page(state, 83.2, width, height, symbols), width, height)
     Console(file=file, width=width, height=height, **options).print(SegmentLines(lines, new_lines=True), end="")
     return file.getvalue().split("\n")[:-1]
 
 
 def test_a_page_has_the_size_of_its_terminal() -> None:
-    for number, (page, state) in enumerate(PAGES):
+    for number, state in enumerate(PAGES):
         for width, height in SIZES:
             for symbols in (UNICODE, ASCII):
-                lines = drawn(page, state, width, height, symbols)
+                lines = drawn(state, width, height, symbols)
                 told = f"page {number} in {width} x {height}"
                 assert len(lines) == height, told
                 plain = [ESCAPES.sub("", line) for line in lines]
@@ -73,8 +73,8 @@ def test_a_page_has_the_size_of_its_terminal() -> None:
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 30), (200, 50)])
 def test_all_that_matters_is_on_the_page(width: int, height: int) -> None:
     plain, shared = (
-        ESCAPES.sub("", "\n".join(drawn(page, state, width, height, no_color=True)))
-        for page, state in ((demo_page, demo_state()), (shared_page, shared_state()))
+        ESCAPES.sub("", "\n".join(drawn(state, width, height, no_color=True)))
+        for state in (demo_state(), shared_state())
     )
     for said in (
         "RECALL: half of the pool, 11.62 MiB, must go back to the system.", "running  8", "waiting  4", "preempted  5",
@@ -95,24 +95,24 @@ def test_all_that_matters_is_on_the_page(width: int, height: int) -> None:
 
 
 def test_a_narrow_page_says_it_in_fewer_words() -> None:
-    plain = [ESCAPES.sub("", line).rstrip() for line in drawn(demo_page, demo_state(), 60, 15)]
+    plain = [ESCAPES.sub("", line).rstrip() for line in drawn(demo_state(), 60, 15)]
     assert plain[2] == " run  8  wait  4  preempted  5  done  1/24  1,523 tokens/s"
     assert " A-X requests  · free  + cached  _ no memory" in plain
 
 
 def test_without_colours_there_are_none() -> None:
-    for page, state in PAGES:
-        coloured = {code for line in drawn(page, state, 100, 30) for code, _ in ESCAPES.findall(line)}
-        plain = {code for line in drawn(page, state, 100, 30, no_color=True) for code, _ in ESCAPES.findall(line)}
+    for state in PAGES:
+        coloured = {code for line in drawn(state, 100, 30) for code, _ in ESCAPES.findall(line)}
+        plain = {code for line in drawn(state, 100, 30, no_color=True) for code, _ in ESCAPES.findall(line)}
         assert plain <= {"0", "1", "2"} < coloured | {"0", "1", "2"}
 
 
 def test_plain_lines_fit_a_terminal_of_80_columns() -> None:
     assert demo_line(demo_state(), 83.21) == (" 83.2s   1/24 done  run  8  wait  4  pool 108/111  preempted  5  1,523 tokens/s")
     assert demo_line(DemoState("title", "now"), 1.0) == ""
-    line = shared_line(shared_state(), 83.21)
+    line = demo_line(shared_state(), 83.21)
     assert line == " 83.2s  A   8.0 MiB 15/16 done  B  60.0 MiB  0/16 done  external  87.0 MiB"
-    assert len(line) <= 80 and shared_line(replace(shared_state(), holdings=()), 1.0) == ""
+    assert len(line) <= 80 and demo_line(replace(shared_state(), holdings=()), 1.0) == ""
 
 
 def test_a_column_of_the_chart_adds_up() -> None:
@@ -130,17 +130,17 @@ def test_a_column_of_the_chart_adds_up() -> None:
 def test_the_engines_kv_has_a_chart_of_its_own_that_it_fills() -> None:
     grown = tuple(Holding(0, (8 * MIB * n, 4 * MIB), 0, (False, False)) for n in range(1, 6))
     state = replace(shared_state(), holdings=grown)
-    lines = ["".join(segment.text for segment in line) for line in chart_lines(state, 14, 16, UNICODE)]
+    lines = ["".join(segment.text for segment in line) for line in holding_lines(state, 14, 16, UNICODE)]
     assert lines == [
         " 321 MiB limit: 1,359 MiB of the device, less programs and weights", *[" " * 9 + "....."] * 2, "       0 .....",
         "  48 MiB KV of the engines",
         *(" " * 9 + row for row in ("     ", "    A", "   BA", "   AA", "  BAA", " BAAA", " AAAA", "AAAAA")),
         "       0 AAAAA", " recalls      ", lines[-1],
     ]  # fmt: skip
-    assert len(chart_lines(state, 14, 14, UNICODE)) == 14 and "KV of the engines" in lines[-1]
+    assert len(holding_lines(state, 14, 14, UNICODE)) == 14 and "KV of the engines" in lines[-1]
     for held, top in ((1, 16), (17, 24), (24, 24), (25, 32), (33, 48), (49, 64), (65, 96), (97, 128), (129, 192)):
         one = replace(state, holdings=(Holding(0, (held * MIB, 0), 0, (False, False)),))
-        assert chart_lines(one, 14, 16, UNICODE)[4][0].text == f"{top} MiB".rjust(8)
+        assert holding_lines(one, 14, 16, UNICODE)[4][0].text == f"{top} MiB".rjust(8)
 
 
 @pytest.mark.parametrize("width", [1, 7, 12, 40, 300])
@@ -162,16 +162,14 @@ def test_wide_characters_take_two_cells() -> None:
     assert "".join(segment.text for line in lines for segment in line) == "你好装好之后敲一句"
 
 
-DEADLINE_S = 30.0
 # Shows a page until a line comes on standard input.
 PROGRAM = """
 import logging, sys
 logging.basicConfig(level=logging.WARNING)
 from demo_states import demo_state
 from pagetide.demo.display import open_display
-from pagetide.demo.view import DRAWINGS
 try:
-    with open_display(demo_state(), DRAWINGS, silent=False) as display:
+    with open_display(demo_state(), silent=False):
         logging.warning("in between")
         sys.stdin.readline()
     print("four lines of result")
@@ -240,18 +238,17 @@ def test_a_dumb_terminal_gets_plain_lines() -> None:
 def test_a_pipe_gets_a_line_a_second(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    with open_display(DemoState("title", "Loading ..."), DRAWINGS, silent=False) as display:
-        assert isinstance(display, PlainLines)
+    with open_display(DemoState("title", "Loading ..."), silent=False) as show:
         assert capsys.readouterr().out == "Loading ...\n"
         for _ in range(25):
             now[0] += LINE_S / 10
-            display.show(demo_state())
+            show(demo_state())
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "RECALL: half of the pool, 11.62 MiB, must go back to the system."
     assert [line.split()[0] for line in lines[1:]] == ["0.1s", "1.2s", "2.3s"], "sampled 10 times a second"
     assert all(len(line) <= 80 for line in lines)
-    with open_display(demo_state(), DRAWINGS, silent=True) as silent:
-        silent.show(demo_state())
+    with open_display(demo_state(), silent=True) as show:
+        show(demo_state())
     assert capsys.readouterr() == ("", "")
 
 
@@ -265,11 +262,10 @@ def test_an_error_of_a_page_is_raised_by_the_run() -> None:
 
     with Path(os.devnull).open("w") as nowhere:
         console = Console(file=nowhere, force_terminal=True)
-        page = LivePage(DemoState("title", "now"), broken, console)  # type: ignore[arg-type]
         before = logging.getLogger().handlers[:]
-        with page:
+        with LivePage(DemoState("title", "now"), console, broken) as page:  # type: ignore[arg-type]
             page.show(DemoState("broken", "now"))
-            page._thread.join(DEADLINE_S)
+            wait_until(lambda: page.error is not None, "the thread has drawn")
             with pytest.raises(ZeroDivisionError, match="in the page"):
                 page.show(DemoState("another", "now"))
         assert logging.getLogger().handlers == before
@@ -309,13 +305,15 @@ def test_each_block_shows_its_holder(per: int | None) -> None:
     )  # fmt: skip
     common = world.prompt(8)
     numbers = {}
+    source = FrameSource(lambda: world.scheduler, PoolFacts("", 0, 0), lambda: MemoryFigures({}))
     for number, length in enumerate((3, 9, 5, 1, 12)):
         numbers[f"r{number}"] = number
-        world.add(f"r{number}", np.concatenate([common, world.prompt(length)]), max_new=6)
+        prompt = np.concatenate([common, world.prompt(length)])
+        world.add_request(Request(f"r{number}", prompt, Sampling(6), label=str(number)))
     seen = set()
     while world.scheduler.has_work:
         world.finish(world.due())
-        sample = block_map.sample_blocks(world.scheduler, numbers)
+        sample = holders_of(source.take(full=True))
         expected = oracle(world, numbers)
         assert sample.holders.tolist() == expected
         assert sample.num_held == sum(holder >= 0 for holder in expected) == world.cache.pool.counts().live

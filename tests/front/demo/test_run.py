@@ -1,14 +1,14 @@
 """`pagetide demo` and `pagetide demo --shared` by their parts: loads, visits, processes that end early, results and claims.
 
-One engine process serves a trace in tests/deep/examples/test_tide.py; here they are stopped or fakes behind `poll`.
+Engine processes serve in tests/deep/front/demo and tests/deep/examples/test_tide.py; here engines are fakes.
 """
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -18,17 +18,13 @@ import pytest
 
 from pagetide.cli import main
 from pagetide.common.units import MIB
-from pagetide.demo import engines, run, shared
+from pagetide.demo import run, shared
 from pagetide.demo.block_map import BlockHolders
-from pagetide.demo.device_use import DeviceSample, Visitor
-from pagetide.demo.display import NoDisplay
-from pagetide.demo.prompts import demo_prompts, passages, waves
+from pagetide.demo.engines import DemoEngine, Output, while_looking
+from pagetide.demo.page import DemoState
 from pagetide.demo.recall import RecallResult
-from pagetide.demo.results import DemoResult, DemoRun, taken
-from pagetide.demo.shared import SharedResult
-from pagetide.demo.shared_view import SharedState
-from pagetide.engine import llm as llm_module
-from pagetide.engine.requests.outputs import Completion, RequestOutput, Timings
+from pagetide.demo.results import DemoResult, EngineRun, SharedResult, taken
+from pagetide.demo.shared import DeviceSample, Visitor
 
 
 def test_numbers_that_make_no_demo(capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,13 +41,13 @@ def test_numbers_that_make_no_demo(capsys: pytest.CaptureFixture[str]) -> None:
         assert err.startswith("pagetide: ") and message in err and err.count("\n") == 1
 
 
-def test_the_first_line_needs_no_torch() -> None:
-    """It is drawn before PyTorch is imported, which takes seconds."""
+def test_this_process_needs_no_torch() -> None:
+    """The first line is drawn at once, and so much memory less is held."""
     code = """
 import sys
 from pagetide import cli
 from pagetide.demo import run
-def drawn(options, display):
+async def drawn(options, show):
     print("torch" in sys.modules, "transformers" in sys.modules)
     raise SystemExit
 run.run_demo = drawn
@@ -61,51 +57,73 @@ cli.main(["demo"])
     assert done.stdout.splitlines() == ["Loading PyTorch and the bundled model ...", "False False"], done.stderr
 
 
-def test_where_the_pool_is_one_allocation_there_is_no_recall(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on CUDA: a pool of fixed size, on no private device."""
-    made: list[dict[str, Any]] = []
-    plan = replace(engines.plan_pool("cpu", 100), device="cuda")
-    monkeypatch.setattr(llm_module, "LLM", lambda *_, **options: made.append(options) or nullcontext())
-    with engines.open_engines(plan, least_blocks=10, roomy_blocks=200) as (_, _, device):
-        assert device is None
-    assert (made[0]["kv_memory"], made[0]["share"]) == (plan.kv_bytes, False)
+def fake_engine(**stats: Any) -> DemoEngine:
+    """An engine without a process, with these statistics."""
 
+    async def call(method: str, **_: Any) -> dict[str, Any]:
+        assert method == "stats"
+        return {"running": 0, "waiting": 0, "preemptions": 0, "steps": 0, **stats, "memory": {"recalls": 0}}
 
-def chunk(text: str, output: object = None) -> Any:
-    return SimpleNamespace(text=text, token_ids=[1] * len(text), output=output)
+    return DemoEngine("engine", SimpleNamespace(call=call))  # type: ignore[arg-type]
 
 
 def test_two_panes_show_requests_that_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first two that stream; one that was preempted stays, one that has ended is replaced after a moment."""
     now, held, waiting = [100.0], {0, 1, 2, 3}, set[int]()
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(run, "sample_pool", lambda *_: (BlockHolders(np.array(sorted(held), np.int16)), waiting))
-    engine: Any = SimpleNamespace(stats=lambda: {"steps": 7, "running": 3, "waiting": 2, "preemptions": 1})
-    options = run.DemoOptions("cpu")
-    watched = run.Watched(NoDisplay(), options.first_state(), [f"prompt {i}" for i in range(24)], options.sampling())
+    monkeypatch.setattr(run, "holders_of", lambda _: BlockHolders(np.array(sorted(held), np.int16)))
+    engine = fake_engine(steps=7, running=3, waiting=2, preemptions=1)
+    engine.outputs = outputs = [Output(f"prompt {i}") for i in range(24)]
+
+    async def frame() -> dict[str, Any]:
+        rows = [[row, f"id-{row}", str(row)] for row in held]
+        return {"rows": rows, "waiting": [len(waiting), [["id", str(one)] for one in waiting]]}
+
+    monkeypatch.setattr(engine, "frame", frame)
+    watched = run.WatchedEngine(lambda state: None, run.DemoOptions("cpu").first_state(), engine, 24)
 
     def panes(after_s: float = 0.2) -> list[tuple[int, str, str]]:
         now[0] += after_s
-        watched.look(engine, 0, None)
+        asyncio.run(watched.look())
         return [(pane.number, pane.state, pane.text) for pane in watched.state.panes]
 
+    def stream(number: int, text: str) -> None:
+        outputs[number].text += text
+        outputs[number].token_ids += [1] * len(text)
+
     assert panes() == []
-    watched.take(2, chunk("ab"))
+    stream(2, "ab")
     assert panes() == [(2, "running, 2 tokens", "ab")]
-    watched.take(0, chunk("c"))
-    watched.take(1, chunk("d"))
+    stream(0, "c")
+    stream(1, "d")
     assert panes() == [(2, "running, 2 tokens", "ab"), (0, "running, 1 token", "c")]
     held.discard(2)
     assert panes() == [(2, "running, 2 tokens", "ab"), (0, "running, 1 token", "c")], "its last token is to come"
     waiting.add(2)
-    watched.take(0, chunk("", output=object()))
+    outputs[0].ended_at = now[0]
     held.discard(0)
     assert panes() == [(2, "preempted, waits, 2 tokens", "ab"), (0, "ended, 1 token", "c")]
     assert panes(run.ENDED_S) == [(2, "preempted, waits, 2 tokens", "ab"), (1, "running, 1 token", "d")]
-    state = watched.state
-    panes(0.01)
-    assert watched.state is state, "sampled no more than ten times a second"
-    assert len(state.history) == 6 and state.counts is not None and state.counts.running == 3
+    assert len(watched.state.history) == 6
+    (counts,) = watched.state.engines
+    assert (counts.running, counts.waiting, counts.preemptions, counts.done, counts.steps) == (3, 2, 1, 1, 7)
+
+
+def test_what_looking_raises_ends_the_work() -> None:
+    async def look() -> None:
+        raise ValueError("a page that cannot be drawn")
+
+    ended = []
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    with pytest.raises(ValueError, match="cannot be drawn"):
+        asyncio.run(while_looking(work(), look))
+    assert ended in ([], [True]), "it had not begun, or was cancelled"
 
 
 class Process:
@@ -133,73 +151,76 @@ def test_the_external_process_comes_and_goes_in_pieces() -> None:
 
 
 def test_what_is_watched_becomes_states_and_figures() -> None:
-    shown: list[SharedState] = []
+    shown: list[DemoState] = []
+    engines = [fake_engine(), fake_engine()]
+    stats = [{"running": 0, "waiting": 0, "preemptions": 0, "memory": {"recalls": 0}} for _ in engines]
+    for engine, own in zip(engines, stats, strict=True):
+        engine.stats, engine.outputs = own, [Output("") for _ in range(16)]
+    state = replace(shared.FIRST_STATE, capacity_bytes=1000 * MIB)
+    watched = shared.WatchedDevice(shown.append, state, engines, [16, 16])
 
-    class Display(NoDisplay):
-        def show(self, state: object) -> None:
-            assert isinstance(state, SharedState)
-            shown.append(state)
-
-    told: list[list[dict[str, Any]]] = [[], []]  # the messages of engine processes
-    engines: Any = [SimpleNamespace(poll=lambda own=own: [own.pop() for _ in list(own)]) for own in told]
-    counts = tuple(replace(shared.EngineCounts(), total=16) for _ in engines)
-    state = replace(shared.FIRST_STATE, capacity_bytes=1000 * MIB, engines=counts)
-    watched = shared.SharedRun(Display(), state, engines, [16, 16])
-
-    def sample(at_s: float, other: int, kv: tuple[int, int], external: int, recalling: Any) -> SharedState:
-        one = DeviceSample(at_s, (other * MIB, 300 * MIB), (kv[0] * MIB, kv[1] * MIB), external * MIB, 0, recalling)
-        watched._show(one, [watched._counts(number) for number in range(2)])
+    def sample(at_s: float, other: int, kv: tuple[int, int], external: int, recalling: Any) -> DemoState:
+        watched.take(
+            DeviceSample(at_s, (other * MIB, 300 * MIB), (kv[0] * MIB, kv[1] * MIB), external * MIB, recalling)
+        )
         return shown[-1]
 
+    assert watched.wanted_bytes() == 0
     first = sample(0.0, 300, (8, 8), 10, (False, False))
-    assert watched._wanted(0.0) == 0, "the pools are small"
+    assert watched.wanted_bytes() == 0, "the pools are small"
     assert first.contended_bytes == 390 * MIB and first.now == "Idle: pools give their memory back."
-    told[0].append({"progress": {"running": 3, "waiting": 1, "preemptions": 0, "done": 2, "recalls": 0}})
+    stats[0] |= {"running": 3, "waiting": 1}
+    engines[0].outputs[0].ended_at = engines[0].outputs[1].ended_at = 0.1
     busy = sample(0.3, 305, (40, 8), 10, (False, False))
     assert busy.now == "Engine A has requests: pools grow as these need memory."
     assert busy.holdings[-1].programs == 5 * MIB and busy.engines[0].done == 2
     sample(0.4, 300, (40, 24), 10, (False, False))
-    assert watched._wanted(0.4) == watched._wanted(0.4 + shared.VISIT_S - 0.1) == shared.VISIT_BYTES
-    assert watched._wanted(0.5 + shared.VISIT_S) == 0
-    told[0].append({"progress": {"running": 3, "waiting": 1, "preemptions": 2, "done": 2, "recalls": 1}})
+    assert watched.wanted_bytes() == shared.VISIT_BYTES
+    stats[0] |= {"preemptions": 2, "memory": {"recalls": 1}}
     recalled = sample(0.6, 300, (30, 24), 110, (False, True))
     assert recalled.now == "RECALL: engine A and engine B must give memory back." and recalled.alarm
     assert sample(0.7, 300, (30, 24), 110, (False, False)).holdings[-1].recalled == (True, True), "in the same column"
     later = sample(0.7 + shared.RECALL_SHOWN_S, 300, (30, 8), 110, (False, False))
     assert later.now == "The external process holds memory; the engines share the rest." and not later.alarm
-    told[1].append({"served": True})
-    assert sample(3.0, 300, (30, 8), 10, (False, False)).engines[1].done == 16
-    assert [len(one.holdings) for one in shown] == [1, 2, 2, 3, 3, 4, 5], "a column for each quarter of a second"
+    for output in engines[1].outputs:
+        output.ended_at = 2.0
+    assert sample(0.3 + shared.VISIT_S, 300, (30, 8), 10, (False, False)).engines[1].done == 16
+    assert watched.wanted_bytes() == shared.VISIT_BYTES
+    sample(0.5 + shared.VISIT_S, 300, (30, 8), 10, (False, False))
+    assert watched.wanted_bytes() == 0, "it leaves"
+    assert [len(one.holdings) for one in shown] == [1, 2, 2, 3, 3, 4, 5, 6], "a column for each quarter of a second"
     visitor: Any = Visitor(Process(0), Process(0), 1, 1.0)  # type: ignore[arg-type]
-    result = watched.result(visitor, ())
+    result = watched.result(visitor, [EngineRun([], [], 1.0, own) for own in stats])
     assert result.most_kv_bytes == (40 * MIB, 24 * MIB) and result.most_external_bytes == 100 * MIB
     assert result.most_held_bytes == (600 + 54 + 110) * MIB and result.capacity_bytes == 1000 * MIB
+    roomy = fake_engine()
+    roomy.outputs = [Output("", ended_at=1.0) for _ in range(20)]
+    asyncio.run(watched.compare(roomy))
+    assert [one.done for one in shown[-1].engines] == [16, 4] and shown[-1].now.startswith("The same again")
 
 
 def test_the_load_suits_the_model() -> None:
-    for number, job in enumerate(shared.engine_jobs(seed=3)):
-        assert len(job.arrivals) == sum(requests for _, requests in shared.BURSTS[number])
-        assert all(one.prompt_tokens + one.output_tokens < 1024 for one in job.arrivals)
-        assert [one.at_s for one in job.arrivals] == sorted(one.at_s for one in job.arrivals)
-    assert shared.engine_jobs(3) == shared.engine_jobs(3) != shared.engine_jobs(4)
+    for number, trace in enumerate(shared.arrivals(seed=3)):
+        assert len(trace) == sum(requests for _, requests in shared.BURSTS[number])
+        assert all(one.prompt_tokens + one.output_tokens < 1024 for one in trace)
+        assert [one.at_s for one in trace] == sorted(one.at_s for one in trace)
+    assert shared.arrivals(3) == shared.arrivals(3) != shared.arrivals(4)
     assert shared.PIECE_BYTES < shared.HEADROOM
 
 
-STATS = {"device": "cpu", "steps": 339, "preemptions": 6, "recomputed_tokens": 1388, "peak_used_blocks": 193}
+STATS = {"steps": 339, "preemptions": 6, "recomputed_tokens": 1388, "peak_used_blocks": 193}
 RECALL = RecallResult(1, 24 * MIB, 12 * MIB, 13 * MIB, 17 * MIB)
 
 
-def output(number: int, token_ids: list[int], reason: Any = "length") -> RequestOutput:
-    completion = Completion(f"text {number}", token_ids, reason, Timings(0.1, 0.2), num_preemptions=number)
-    return RequestOutput(str(number), f"prompt {number}", [1, 2, 3], (completion,))
+def output(number: int, token_ids: list[int], reason: Any = "length") -> Output:
+    return Output(f"prompt {number}", f"text {number}", token_ids, reason, num_preemptions=number)
 
 
 def result(**changes: Any) -> DemoResult:
     """Two requests, three tokens each, in two seconds."""
     outputs = [output(0, [5, 6, 7]), output(1, [8, 9, 10])]
-    pressed = DemoRun(outputs, 2.0, STATS, RECALL)
-    free = DemoRun(outputs, 1.0, {**STATS, "preemptions": 0})
-    return replace(DemoResult(pressed, free, 223, 456), **changes)
+    run = EngineRun(outputs, outputs, 2.0, STATS)
+    return replace(DemoResult(run, "cpu", 223, 456, 0, RECALL), **changes)
 
 
 def test_four_lines_end_in_the_claim() -> None:
@@ -212,24 +233,23 @@ def test_four_lines_end_in_the_claim() -> None:
     assert result().is_success and all(len(line) <= 80 for line in result().lines())
 
 
-@pytest.mark.parametrize("which", ["pressed", "free"])
+@pytest.mark.parametrize("which", ["outputs", "with_room"])
 def test_changed_tokens_and_requests_not_served_fail_the_demo(which: str) -> None:
-    run = getattr(result(), which)
+    run = result().run
     for tokens, reason, said in [
         ([8, 9, 11], "length", "1 token changed"),
         ([8], "length", "2 tokens changed"),
         ([9, 8], "length", "3 tokens changed"),
         ([8, 9, 10], "error", "1 request failed, 0 tokens changed"),
     ]:
-        changed = result(**{which: replace(run, outputs=[run.outputs[0], output(1, tokens, reason)])})
+        changed = result(run=replace(run, **{which: [run.outputs[0], output(1, tokens, reason)]}))
         assert changed.claim() == f"6 preemptions, half the pool taken, {said}"
         assert not changed.is_success
         assert changed.table()["tokens equal to an unpressured run"] is (reason == "error")
 
 
 def test_where_nothing_was_recalled_the_claim_does_not_say_so() -> None:
-    one = result()
-    fixed = replace(one, pressed=replace(one.pressed, recall=None))
+    fixed = result(recall=None)
     assert fixed.lines()[1] == "the pool of this device is one allocation: no memory was recalled"
     assert fixed.claim() == "6 preemptions, no memory taken, 0 tokens changed"
     assert "recalls of the pool's memory" not in fixed.table()
@@ -258,7 +278,9 @@ ENGINE = {
     "requests": 16, "tokens": 600, "preemptions": 3, "failed": 0, "changed_tokens": 0,
     "memory": {"recalls": 5, "given_back_bytes": 100 * MIB},
 }  # fmt: skip
-SHARED = SharedResult(1359 * MIB, 1356 * MIB, (68 * MIB, 72 * MIB), 227 * MIB, 30, 4, (ENGINE, ENGINE))
+SHARED = SharedResult(
+    1359 * MIB, 1356 * MIB, (68 * MIB, 72 * MIB), 227 * MIB, 30, 4, (ENGINE, {"name": "engine B", **ENGINE})
+)
 
 
 def test_the_claim_of_the_shared_device() -> None:
@@ -284,13 +306,16 @@ def test_whatever_is_not_so_fails_the_shared_demo() -> None:
 
 
 def test_prompts_are_pieces_of_the_held_out_text() -> None:
-    prompts = demo_prompts(24, seed=3)
-    assert prompts == demo_prompts(24, seed=3) != demo_prompts(24, seed=4)
-    texts = passages()
+    prompts, again, other = ([str(one.prompt) for one in run.DemoOptions(seed=seed).requests()] for seed in (3, 3, 4))
+    assert prompts == again != other
+    texts = run.passages()
     assert all(prompt in texts[i % len(texts)] for i, prompt in enumerate(prompts))
     assert max(len(prompt.split()) for prompt in prompts) > 8 * min(len(prompt.split()) for prompt in prompts)
 
 
-def test_the_first_wave_fills_the_pool() -> None:
-    assert waves([5, 5, 5, 5], usable=11) == [range(3), range(3, 4)]
-    assert waves([5, 5], usable=10) == waves([5, 5], usable=99) == [range(2)]
+def test_the_first_requests_fill_the_pool() -> None:
+    assert [run.num_filling(blocks, usable) for blocks, usable in (([5] * 4, 11), ([5] * 2, 10), ([5] * 2, 99))] == [
+        3,
+        2,
+        2,
+    ]

@@ -6,13 +6,14 @@ import json
 import pickle
 import subprocess
 import sys
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pagetide.cli import main
-from pagetide.demo import engines, run
+from pagetide.demo import run
 from pagetide.demo.results import DemoResult
 
 SMALLER = ["--prompts", "16", "--max-new-tokens", "48", "--pool", "0.6"]  # a third of the time; still too small a pool
@@ -22,8 +23,8 @@ import pickle, sys
 from pagetide import cli
 from pagetide.demo import run
 results, run_demo = [], run.run_demo
-def recorded(*arguments):
-    results.append(run_demo(*arguments))
+async def recorded(*arguments):
+    results.append(await run_demo(*arguments))
     return results[-1]
 run.run_demo = recorded
 status = cli.main(sys.argv[2:])
@@ -35,10 +36,7 @@ sys.exit(status)
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, DemoResult]:
-    """A demo as `pagetide demo | cat` gives it: (exit status, what it printed, its result).
-
-    In a process of its own, whose heap has no room left over: then the pool exceeds its lease's minimum, and is recalled.
-    """
+    """A demo as `pagetide demo | cat` gives it: (exit status, what it printed, its result)."""
     file: Path = tmp_path_factory.mktemp("demo") / "result"
     command = [sys.executable, "-P", "-c", RECORDED, str(file), "demo", "--device", "cpu", "--table", *SMALLER]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
@@ -48,19 +46,18 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, DemoResul
 
 def test_many_prompts_out_of_a_small_pool(shown: tuple[int, str, DemoResult]) -> None:
     status, _, result = shown
-    pressed, free = result.pressed, result.free
-    stats = pressed.stats
+    pressed, stats = result.run, result.run.stats
     assert status == 0 and result.is_success
     assert len(pressed.outputs) == 16
     assert stats["preemptions"] == sum(output.num_preemptions for output in pressed.outputs) > 0
     assert stats["recomputed_tokens"] > 0
-    assert free.stats["preemptions"] == 0
-    assert result.usable_blocks < free.stats["peak_used_blocks"] <= result.needed_blocks, "the pool was not too small"
-    assert stats["blocks"]["live"] == free.stats["blocks"]["live"] == 0
-    assert [o.token_ids for o in pressed.outputs] == [o.token_ids for o in free.outputs]
-    longest_prompt = max(len(o.prompt_token_ids) for o in pressed.outputs)
-    assert longest_prompt > engines.MAX_STEP_TOKENS, "no prompt was computed in chunks"
-    recall = pressed.recall
+    assert result.room_preemptions == 0
+    assert stats["peak_used_blocks"] <= result.usable_blocks < result.needed_blocks, "the pool was not too small"
+    assert stats["blocks"]["live"] == 0
+    assert [o.token_ids for o in pressed.outputs] == [o.token_ids for o in pressed.with_room]
+    longest_prompt = max(len(str(o.prompt).split()) for o in pressed.outputs)
+    assert longest_prompt > run.MAX_STEP_TOKENS, "no prompt was computed in chunks"
+    recall = result.recall
     assert recall is not None and recall.recalls >= 1 and 0.4 < recall.share < 0.6
     assert recall.given_back_bytes > 0 and recall.grown_bytes > 0
 
@@ -78,14 +75,23 @@ def test_what_a_pipe_gets(shown: tuple[int, str, DemoResult]) -> None:
     assert lines[-4 - len(result.table_lines(80)) : -4] == result.table_lines(80)
 
 
+def returning(result: DemoResult) -> Callable[..., Awaitable[DemoResult]]:
+    """Stands for `run_demo`."""
+
+    async def run_demo(*_: object) -> DemoResult:
+        return result
+
+    return run_demo
+
+
 def test_as_json(
     shown: tuple[int, str, DemoResult], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, _, result = shown
-    monkeypatch.setattr(run, "run_demo", lambda *_: result)
+    monkeypatch.setattr(run, "run_demo", returning(result))
     assert main(["demo", "--device", "cpu", *SMALLER, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(result.to_dict()))
-    failed = replace(result, free=replace(result.free, outputs=result.free.outputs[::-1]))
-    monkeypatch.setattr(run, "run_demo", lambda *_: failed)
+    failed = replace(result, run=replace(result.run, with_room=result.run.with_room[::-1]))
+    monkeypatch.setattr(run, "run_demo", returning(failed))
     assert main(["demo", "--device", "cpu", *SMALLER, "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["tokens changed"] == failed.num_changed > 0
+    assert json.loads(capsys.readouterr().out)["tokens changed"] == failed.run.num_changed > 0

@@ -2,40 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
-from dataclasses import replace
 
 import psutil
 import pytest
 from monitors import wait_until
 
-from pagetide.common.units import MIB
 from pagetide.demo import shared
-from pagetide.demo.engine_process import Arrival, EngineJob, TraceEngineProcess
-
-JOB = EngineJob([Arrival(0.0, 20, 2)], 0, 8 * MIB, 128 * MIB)
+from pagetide.demo.engines import DemoEngine, DemoRequest, start_with_room
 
 
-def test_a_process_that_dies_is_told_with_its_last_words() -> None:
-    engine = TraceEngineProcess("engine A", JOB)
-    try:
-        psutil.Process(engine.pid).kill()
-        for _ in range(2):
-            with pytest.raises(ChildProcessError, match=r"^engine A \(process \d+\) has ended with status -9$"):
-                engine.hear()
-        with pytest.raises(ChildProcessError, match="has ended with status -9"):
-            engine.poll()
-        engine.tell("to nobody")
-    finally:
-        engine.close()
-    broken = TraceEngineProcess("engine B", replace(JOB, max_seqs=0))
-    try:
-        with pytest.raises(ChildProcessError, match=r"has ended with status 1: .*max_seqs must be at least 1, got 0"):
-            broken.hear()
-    finally:
-        broken.close()
+def test_a_process_that_dies_is_told_and_a_model_that_cannot_be_loaded() -> None:
+    async def killed() -> None:
+        engine = await start_with_room()
+        try:
+            psutil.Process(engine.pid).kill()
+            with pytest.raises(ChildProcessError, match=r"^the engine of the engine with room "):
+                await engine.serve([DemoRequest("It", {"max_new_tokens": 900})])
+        finally:
+            await engine.close()
+        with pytest.raises(ValueError, match="engine B: max_seqs must be at least 1, got 0"):
+            await DemoEngine.start("engine B", {"max_seqs": 0})
+
+    asyncio.run(killed())
 
 
 @pytest.mark.parametrize("stopped_by", ["a killed engine", "an interrupt"])
@@ -46,12 +38,12 @@ def test_no_process_outlives_the_demo(stopped_by: str) -> None:
     )
     try:
         parent = psutil.Process(demo.pid)
-        wait_until(lambda: len(parent.children(recursive=True)) >= 3, "two engines and an external process run")
+        wait_until(lambda: len(parent.children(recursive=True)) >= 2, "an engine and an external process run")
         children = parent.children(recursive=True)
         if stopped_by == "an interrupt":
             parent.send_signal(2)
         else:
-            next(one for one in children if "pagetide.demo.engine_process" in one.cmdline()).kill()
+            next(one for one in children if "pagetide.server.engine_process" in one.cmdline()).kill()
         out, err = demo.communicate(timeout=60)
     finally:
         demo.kill()
@@ -61,7 +53,7 @@ def test_no_process_outlives_the_demo(stopped_by: str) -> None:
     if stopped_by == "an interrupt":
         assert (demo.returncode, err) == (130, "interrupted\n")
     else:
-        assert demo.returncode == 2 and "has ended with status -9" in err
+        assert demo.returncode == 2 and "ended while it was loading" in err
 
 
 @pytest.mark.stress
