@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import itertools
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.utils import floatToGoString
 
 from ..version import __version__
 from .admission import RequestAdmission
-from .distribution import Distribution, cumulated, one_two_five
 from .engine_client import Batch, EngineUnavailable, Generation, RequestFailed
 from .engine_samples import samples
 from .models import ModelRegistry, ServedModel
@@ -64,14 +64,25 @@ _METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 class ModelMetrics:
     """What is counted of one model's requests. See `engine_client.Observer` too."""
 
-    def __init__(self, max_model_len: int) -> None:
-        lengths = one_two_five(max_model_len)
-        self.histograms = {
-            name: Distribution(lengths if bounds is None else bounds) for name, (_, bounds) in HISTOGRAMS.items()
+    def __init__(self, name: str, max_model_len: int) -> None:
+        self.registry = CollectorRegistry()
+        labels, lengths = {"model_name": name, "engine": ENGINE}, one_two_five(max_model_len)
+        self._histograms = {
+            metric: Histogram(
+                f"vllm:{metric}",
+                text,
+                list(labels),
+                buckets=lengths if bounds is None else bounds,
+                registry=self.registry,
+            ).labels(**labels)
+            for metric, (text, bounds) in HISTOGRAMS.items()
         }
-        self.reasons = dict.fromkeys(REASONS.values(), 0)
-        self._first_token = self.histograms["time_to_first_token_seconds"]
-        self._token_gap = self.histograms["inter_token_latency_seconds"]
+        ended = Counter(
+            "vllm:request_success", "Ended continuations", [*labels, "finished_reason"], registry=self.registry
+        )
+        self._ended = {reason: ended.labels(**labels, finished_reason=reason) for reason in REASONS.values()}
+        self._first_token = self._histograms["time_to_first_token_seconds"]
+        self._token_gap = self._histograms["inter_token_latency_seconds"]
 
     def first_token(self, seconds: float) -> None:
         """Count the time to a first token."""
@@ -79,16 +90,17 @@ class ModelMetrics:
 
     def next_tokens(self, seconds: float, count: int) -> None:
         """Count the time between tokens."""
-        self._token_gap.observe(seconds, count)
+        for _ in range(count):
+            self._token_gap.observe(seconds)
 
     def ended(self, one: Generation) -> None:
         """Count a request that has ended or was left. One that the engine refused is no request."""
         if one.finished is None or one.ended_at is None:
             if not (isinstance(one.error, RequestFailed) and one.error.is_refusal):
-                self.reasons["abort" if one.error is None else "error"] += 1
+                self._ended["abort" if one.error is None else "error"].inc()
             return
         for reason in one.reasons.values():
-            self.reasons[REASONS[reason]] += 1
+            self._ended[REASONS[reason]].inc()
         prompt, counts = len(one.prompt_token_ids or ()), one.counts.values()
         found = {
             "e2e_request_latency_seconds": one.ended_at - one.submitted_at,
@@ -102,7 +114,7 @@ class ModelMetrics:
         }
         for name, value in found.items():
             if value is not None:
-                self.histograms[name].observe(value)
+                self._histograms[name].observe(value)
 
     def _times(self, one: Generation) -> dict[str, float | None]:
         """The times of a request that has ended, by the name of their histogram."""
@@ -113,7 +125,7 @@ class ModelMetrics:
         token_s = decode_s / (longest - 1) if longest > 1 else 0.0
         if one.first_token_at is None:  # it did not stream: its tokens came at once, when all were there
             self._first_token.observe(max(one.ended_at - one.submitted_at - decode_s, 0.0))
-            self._token_gap.observe(token_s, one.num_tokens - len(one.counts))
+            self.next_tokens(token_s, one.num_tokens - len(one.counts))
         return {
             "request_queue_time_seconds": end.queued_s,
             "request_prefill_time_seconds": None if end.queued_s is None else end.first_token_s - end.queued_s,
@@ -132,18 +144,29 @@ class Metrics:
 
     def __init__(self, handlers: Collection[str] = ()) -> None:
         self.handlers = handlers
-        self._process = ProcessCollector(registry=None)
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
         self._models: dict[str, ModelMetrics] = {}
-        self._http: Counter[tuple[str, str, str]] = Counter()  # method, handler, "2xx"
-        self._http_s: dict[tuple[str, str], Distribution] = {}
-        self._errors: Counter[int] = Counter()  # by status
-        self._sleep_s = {operation: Distribution(_SLEEP_S) for operation in ("sleep", "wake")}
+        self._http = Counter(
+            "http_requests", "HTTP requests, without probes", ["method", "handler", "status"], registry=self.registry
+        )
+        self._http_s = Histogram(
+            "http_request_duration_seconds", "Time of HTTP requests, streams to their end", ["method", "handler"],
+            buckets=_HTTP_S, registry=self.registry,
+        )  # fmt: skip
+        self._errors = Counter("pagetide_http_errors", "HTTP requests that failed", ["status"], registry=self.registry)
+        self._sleep_s = Histogram(
+            "vllm:sleep_mode_operation_duration_seconds", "Time of sleeping and waking up", ["operation"],
+            buckets=_SLEEP_S, registry=self.registry,
+        )  # fmt: skip
+        for operation in ("sleep", "wake"):
+            self._sleep_s.labels(operation)  # 0 from the beginning
 
     def of(self, model: ServedModel) -> ModelMetrics:
         """What is counted of a model. Raises ApiError unless it is loaded."""
         found = self._models.get(model.name)
         if found is None:
-            found = self._models[model.name] = ModelMetrics(model.engine.info.max_model_len)
+            found = self._models[model.name] = ModelMetrics(model.name, model.engine.info.max_model_len)
         return found
 
     def ended(self, model: str, batch: Batch) -> None:
@@ -159,20 +182,14 @@ class Metrics:
         named = (name for start, name in _NAMED.items() if path.startswith(start))
         handler = path if path in self.handlers else next(named, "none")
         method = method if method in _METHODS else "other"
-        self._http[method, handler, f"{status // 100}xx"] += 1
+        self._http.labels(method, handler, f"{status // 100}xx").inc()
         if status >= 400:
-            self._errors[status] += 1
-        key = method, handler
-        if key not in self._http_s:
-            self._http_s[key] = Distribution(_HTTP_S)
-        self._http_s[key].observe(seconds)
+            self._errors.labels(status).inc()
+        self._http_s.labels(method, handler).observe(seconds)
 
-    @contextmanager
-    def sleep_operation(self, operation: str) -> Iterator[None]:
+    def sleep_operation(self, operation: str) -> AbstractContextManager[object]:
         """Count the time of "sleep" or "wake"."""
-        began = time.monotonic()
-        yield
-        self._sleep_s[operation].observe(time.monotonic() - began)
+        return self._sleep_s.labels(operation).time()
 
     async def page(self, models: ModelRegistry, admission: RequestAdmission) -> bytes:
         """The page, with the state of all engines now."""
@@ -192,8 +209,9 @@ class Metrics:
         families.add("gauge", "pagetide_requests", "Generating requests in the server", {}, admission.num_requests)
         families.add("gauge", "pagetide_places", "Sequences of the generating requests", {}, admission.num_places)
         families.add("gauge", "pagetide_requests_limit", limit, {}, admission.limit)
-        self._add_http(families)
-        return generate_latest(_Prepared([*families, *self._process.collect()]))
+        for counted in (self, *self._models.values()):
+            families.add_all(counted.registry.collect())
+        return generate_latest(_Prepared(list(families)))
 
     def _add_model(self, families: _Families, model: ServedModel) -> None:
         name = {"model_name": model.name}
@@ -207,28 +225,6 @@ class Metrics:
                 families.add("gauge", "vllm:engine_sleep_state", text, labels | {"sleep_state": state}, float(is_on))
         if model.state == "ready" and model.process is not None and model.process.is_alive:
             self.of(model)
-        counted = self._models.get(model.name)
-        if counted is not None:
-            for reason, count in counted.reasons.items():
-                further = {"finished_reason": reason}
-                families.add("counter", "vllm:request_success", "Ended continuations", labels | further, count)
-            for metric, distribution in counted.histograms.items():
-                text, _ = HISTOGRAMS[metric]
-                families.add_histogram(f"vllm:{metric}", text, labels, distribution.buckets, distribution.total)
-
-    def _add_http(self, families: _Families) -> None:
-        for (method, handler, status), count in self._http.items():
-            labels = {"method": method, "handler": handler, "status": status}
-            families.add("counter", "http_requests", "HTTP requests, without probes", labels, count)
-        for (method, handler), distribution in self._http_s.items():
-            labels, text = {"method": method, "handler": handler}, "Time of HTTP requests, streams to their end"
-            families.add_histogram("http_request_duration_seconds", text, labels, distribution.buckets, distribution.total)
-        for status_code, count in self._errors.items():
-            labels = {"status": str(status_code)}
-            families.add("counter", "pagetide_http_errors", "HTTP requests that failed", labels, count)
-        for operation, distribution in self._sleep_s.items():
-            name, text = "vllm:sleep_mode_operation_duration_seconds", "Time of sleeping and waking up"
-            families.add_histogram(name, text, {"operation": operation}, distribution.buckets, distribution.total)
 
 
 class _Families:
@@ -252,18 +248,20 @@ class _Families:
         for sample in samples(stats):
             self.add(sample.kind, sample.name, sample.text, {**labels, **sample.labels}, sample.value)
         if stats:
-            steps = stats["step_tokens"]
-            buckets = cumulated(steps["up_to"], steps["steps"])
-            name_of_vllm = "vllm:iteration_tokens_total"  # a histogram, for all its name
-            self.add_histogram(name_of_vllm, "Tokens of a step", labels, buckets, stats["computed_tokens"])
+            steps, name = stats["step_tokens"], "vllm:iteration_tokens_total"  # a histogram, for all its name
+            counts = itertools.accumulate(steps["steps"])
+            bounds = map(floatToGoString, (*steps["up_to"], math.inf))
+            buckets = [(bound, float(count)) for bound, count in zip(bounds, counts, strict=True)]
+            family = HistogramMetricFamily(name, "Tokens of a step", labels=list(labels))
+            family.add_metric(list(labels.values()), buckets, stats["computed_tokens"])
+            self.add_all([family])
 
-    def add_histogram(
-        self, name: str, text: str, labels: Mapping[str, str], buckets: list[tuple[str, float]], total: float
-    ) -> None:
-        """Add a histogram."""
-        if name not in self._by_name:
-            self._by_name[name] = HistogramMetricFamily(name, text, labels=list(labels))
-        self._by_name[name].add_metric(list(labels.values()), buckets, total)
+    def add_all(self, families: Iterable[Metric]) -> None:
+        """Add whole families. Their times of creation are left out."""
+        for family in families:
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            if (known := self._by_name.setdefault(family.name, family)) is not family:
+                known.samples += family.samples
 
 
 class _Prepared(CollectorRegistry):
@@ -276,6 +274,15 @@ class _Prepared(CollectorRegistry):
     def collect(self) -> Iterator[Metric]:
         """The families."""
         yield from self._families
+
+
+def one_two_five(most: int) -> tuple[int, ...]:
+    """1, 2, 5, 10, 20, 50, ... up to `most`."""
+    bounds, power = [], 1
+    while power <= most:
+        bounds += [digit * power for digit in (1, 2, 5) if digit * power <= most]
+        power *= 10
+    return tuple(bounds)
 
 
 _Named = Mapping[str, Mapping[str, Any]]
