@@ -17,10 +17,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ..scheduler.forecast import LengthForecast
 from ..server.messages import Failed, Piece, RequestEnd
 from .failures import Failures
 from .messages import Assignment, NewRequest, Record, Registration, Report, Submission, decode_record, encode_record
-from .output_lengths import OutputLengths
 from .output_log import OutputLog
 from .routing import RequestNeed, Weights, Why, route
 from .tenants import TenantUse
@@ -106,7 +106,7 @@ class RequestQueue:
         self.entries: dict[int, Entry] = {}
         self.workers = WorkerTable(last_epoch)
         self.counters = QueueCounters()
-        self.lengths = OutputLengths()
+        self.lengths = LengthForecast()
         self.tenants = TenantUse()
         self._by_id: dict[str, int] = {}
         self.drained: set[str] = set()
@@ -294,7 +294,7 @@ class RequestQueue:
             return
         for output in entry.log.sequences:
             if output.finish_reason is not None:
-                self.lengths.observe(len(output.token_ids))
+                self.lengths.observe(len(output.token_ids), entry.request.most_new_tokens)
 
     def _put_back(self, entry: Entry) -> None:
         entry.worker = entry.held_since = None

@@ -78,7 +78,8 @@ class LengthForecast:
         self._memory = memory
         self._ended = np.zeros(_NUM_BINS)  # sequences that ended by themselves in a bin
         self._reached = np.zeros(_NUM_BINS)  # ended sequences that reached a bin, less half of those cut in it
-        self._weight = 0  # of all sequences in both; all three are halved when it reaches the memory
+        self._tokens = 0  # of ended sequences
+        self._weight = 0  # of all sequences in these; all four are halved when it reaches the memory
         self._num_ended = 0
 
     def observe(self, generated: int, allowed: int) -> None:
@@ -86,6 +87,7 @@ class LengthForecast:
         if self._weight >= self._memory:
             self._ended /= 2
             self._reached /= 2
+            self._tokens //= 2
             self._weight //= 2
         at = int(_bins_of(np.array([generated]))[0])
         self._reached[: at + 1] += 1
@@ -93,8 +95,16 @@ class LengthForecast:
             self._ended[at] += 1
         else:
             self._reached[at] -= 0.5
+        self._tokens += generated
         self._weight += 1
         self._num_ended += 1
+
+    def expected(self, generated: int, allowed: int) -> int:
+        """A quick estimate of the length of an output that has `generated` tokens and may get `allowed`: the mean of those that
+        have ended, at first half of what is allowed; at least half as much again as there is.
+        """
+        mean = (self._tokens + self.PRIOR_WEIGHT * allowed / 2) / (self._weight + self.PRIOR_WEIGHT)
+        return min(allowed, max(int(mean), generated + generated // 2 + 1))
 
     def survival(self, running: Index, longest: int) -> Float:
         """Share of outputs longer than each of EDGES: [len(EDGES) + 1], the last entry for any greater length.
