@@ -13,14 +13,26 @@ from ..common.host_memory import host_memory
 from ..common.units import format_bytes
 from .config import RELOADED, MonitorConfig
 from .errors import AlreadyMonitored, ConfigInvalid, RecordError
-from .holders import Holder, last_holder, monitor_pid, note_holder, pids_of_users
 from .poller import Poller
 from .record import RecordReader, RecordWriter
-from .runtime_dir import MACHINE_DIR, VARIABLE, FileLock, RuntimeDir, group_id, own_dir, readable_dirs
+from .runtime_dir import (
+    MACHINE_DIR,
+    VARIABLE,
+    FileLock,
+    Holder,
+    RuntimeDir,
+    group_id,
+    last_holder,
+    monitor_pid,
+    note_holder,
+    own_dir,
+    pids_of_users,
+    readable_dirs,
+)
 from .snapshot import DeviceInfo, LeaseUse, Snapshot
 from .sources import Source
+from .sources.combined import open_source
 from .sources.host import HostSource
-from .sources.opening import open_source
 
 if TYPE_CHECKING:
     from .metrics_server import MetricsServer

@@ -23,9 +23,8 @@ from pathlib import Path
 from types import TracebackType
 
 from .errors import ConfigInvalid, MonitorError, MonitorFailed, RecordError
-from .holders import last_holder, monitor_pid
 from .record import RecordReader
-from .runtime_dir import FileLock, RuntimeDir, own_dir, readable_dirs
+from .runtime_dir import FileLock, RuntimeDir, last_holder, monitor_pid, own_dir, readable_dirs
 from .snapshot import DeviceInfo, DeviceMemory, Snapshot
 
 log = logging.getLogger(__name__)

@@ -474,7 +474,7 @@ def _polled(config: MonitorConfig) -> Iterator[Callable[[], Snapshot]]:
     """Snapshots from a poller in this process; the first one is complete."""
     from .monitor.poller import Poller
     from .monitor.record import RecordReader, RecordWriter
-    from .monitor.sources.opening import open_source
+    from .monitor.sources.combined import open_source
 
     source = open_source(config.source, capacity_bytes=config.capacity, members=config.members)
     with RecordWriter.private(source=source.name) as writer, RecordReader.of(writer) as reader:
@@ -529,7 +529,7 @@ def _parse_min_memory(size: str | None) -> int | None:
 
 
 def _print_json(read: Callable[[], Snapshot], interval_s: float | None, listing: Listing) -> int:
-    from .monitor.view.as_json import to_json
+    from .monitor.snapshot import to_json
 
     def line(indent: int | None) -> str:
         snapshot = read()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ..common.answer_memory import AnswerSize
 from ..common.units import format_bytes
 from .errors import ApiError, invalid, unavailable
-from .held_bytes import HeldBytes
 from .keys import ApiKey, KeyUse
 
 RATE_WINDOW = 256  # ended requests whose rate is measured
@@ -21,6 +20,46 @@ BODIES = 16  # of the largest size, whose bytes may be held at the same time
 CONVERTED = 256  # tokens that /tokenize and /detokenize convert at the price of one, which takes about as long
 MOST_RETRY_S = 300
 MOST_BODY_BYTES = 8 << 20  # the longest contexts: a million tokens, as ids of up to 6 digits or as text
+
+
+class HeldBytes:
+    """Memory that the server holds for requests, within a bound for all of them and one for those of each key.
+
+    Attributes:
+        most: Bytes that may be held in all.
+        num_keys: API keys of the server. Where there are several, one may hold half of all.
+        num_bytes: Bytes that are held.
+    """
+
+    def __init__(self, most: int, num_keys: int = 0) -> None:
+        self.most = most
+        self.num_keys = num_keys
+        self.num_bytes = 0
+        self._of_keys: Counter[str] = Counter()
+
+    @property
+    def most_of_key(self) -> int:
+        """Bytes that may be held for one key, hence for one request."""
+        return self.most // 2 if self.num_keys > 1 else self.most
+
+    def of_key(self, key: str) -> int:
+        """Bytes that are held for a key; "" are requests without one."""
+        return self._of_keys[key]
+
+    def fits_key(self, key: str, count: int) -> bool:
+        """Whether `count` more bytes are within the key's bound."""
+        return self._of_keys[key] + count <= self.most_of_key
+
+    def fits(self, count: int) -> bool:
+        """Whether `count` more bytes are within the bound of all."""
+        return self.num_bytes + count <= self.most
+
+    def hold(self, key: str, count: int) -> None:
+        """Count `count` more bytes, or fewer if below 0."""
+        self.num_bytes += count
+        self._of_keys[key] += count
+        if not self._of_keys[key]:
+            del self._of_keys[key]
 
 
 class RequestAdmission:

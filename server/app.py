@@ -22,11 +22,10 @@ from .chat import ChatCompletion
 from .choices import json_encode
 from .completions import TextCompletion
 from .config import ENGINE_OPTIONS, unknown_setting
-from .cors import CorsHeaders, CorsQuestions
 from .engine_client import Batch, EngineClient, EngineUnavailable, RequestFailed
 from .errors import ApiError, from_engine, unavailable
 from .fields import IGNORED
-from .guard import Guard, GuardRules, RequestContext
+from .guard import CorsHeaders, CorsQuestions, Guard, GuardRules, RequestContext
 from .keys import ApiKey, ApiKeys
 from .metrics import CONTENT_TYPE, Metrics
 from .models import ModelOptions, ModelRegistry, ServedModel

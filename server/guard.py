@@ -1,4 +1,8 @@
-"""The first layer of the server: host and origin, API keys, admission, limits of the body, request ids, the access log."""
+"""The first layer of the server: host and origin, API keys, admission, limits of the body, request ids, the access log.
+
+It stands between two layers for pages of other origins (CORS): a browser's question passes its checks of Host and Origin, and
+all responses are marked, its refusals too.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .admission import MOST_BODY_BYTES, RequestAdmission
@@ -35,6 +41,7 @@ HEAD_PATHS = ("/health", "/ready", "/version", "/metrics", "/load", "/page/info"
 GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions")
 CONVERTING_PATHS = ("/tokenize", "/detokenize")  # take no place, and count for their key
 LEFT = 499  # the status of a request whose client left before there was one, as nginx has it
+EXPOSED_HEADERS = ("retry-after", "x-request-id")  # to pages of other origins
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 # Of the page and all that it asks for. It runs its own scripts alone, and is shown in no other page.
 PAGE_HEADERS = (
@@ -321,3 +328,27 @@ async def send_error(error: ApiError, send: Send) -> None:
     raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": raw})
     await send({"type": "http.response.body", "body": body})
+
+
+class CorsHeaders(CORSMiddleware):
+    """Marks the responses of `app` for pages of `origins`; "*" is all."""
+
+    def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
+        super().__init__(app, allow_origins=origins, expose_headers=EXPOSED_HEADERS)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] != "OPTIONS":
+            await self.simple_response(scope, receive, send, Headers(scope=scope))
+        else:
+            await self.app(scope, receive, send)
+
+
+class CorsQuestions(CORSMiddleware):
+    """Answers what browsers ask before such a request ("preflight"), and leaves all else to `app`."""
+
+    def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
+        super().__init__(app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+
+    async def simple_response(self, scope: Scope, receive: Receive, send: Send, request_headers: Headers) -> None:
+        """Leave the request to `app`."""
+        await self.app(scope, receive, send)

@@ -209,8 +209,8 @@ class Metrics:
         families.add("gauge", "pagetide_requests", "Generating requests in the server", {}, admission.num_requests)
         families.add("gauge", "pagetide_places", "Sequences of the generating requests", {}, admission.num_places)
         families.add("gauge", "pagetide_requests_limit", limit, {}, admission.limit)
-        for counted in (self, *self._models.values()):
-            families.add_all(counted.registry.collect())
+        for registry in (self.registry, *(counted.registry for counted in self._models.values())):
+            families.add_all(registry.collect())
         return generate_latest(_Prepared(list(families)))
 
     def _add_model(self, families: _Families, model: ServedModel) -> None:

@@ -9,14 +9,27 @@ from rich.segment import Segment
 
 from ..snapshot import Device
 from .cards import Group, cards_height, cards_lines
-from .device_summary import DeviceSummary
-from .rows import rows_lines
+from .device_summary import (
+    MOST_LABEL,
+    PERCENTAGE_WIDTH,
+    DeviceSummary,
+    amounts,
+    load_columns,
+    memory_bar,
+    name_of,
+    notice,
+    percentage,
+    ranged_chart,
+    trend_column,
+)
 from .symbols import Symbols
-from .text import DIM, Line, blank, cut, width_of
+from .table import GAP, Column, fitting, row, titles
+from .text import BOLD, DIM, Line, blank, crop, cut, left, right, width_of
 
 _CHART_ROWS = range(8, 0, -1)
 _LEAST_WIDTH = 80  # of a column, if devices are shown side by side
-_GAP = 3
+_GAP = 3  # between columns of devices
+_MOST_NAME, _LEAST_BAR, _CHART = 18, 8, 34  # of a row: cells of a name at most, of the bar at least, of the chart
 
 T = TypeVar("T")
 
@@ -58,11 +71,46 @@ def _groups(devices: Sequence[Device]) -> list[Group]:
 def _rows(devices: Sequence[Device], columns: int, most: int, sheet: DeviceSummary) -> list[Line]:
     """Rows, and the number of devices that do not fit into `most` lines."""
     shown = devices if -(-len(devices) // columns) + 1 <= most else devices[: max(most - 2, 0) * columns]
-    lines = _beside(rows_lines(_parts(shown, columns), sheet), sheet.width) if shown else []
+    lines = _beside(_rows_lines(_parts(shown, columns), sheet), sheet.width) if shown else []
     if len(shown) < len(devices):
         text = f"{sheet.symbols.ellipsis} {len(devices) - len(shown)} more devices"
         lines.append([Segment(cut(text, sheet.width, sheet.symbols), DIM)])
     return lines[:most]
+
+
+def _rows_lines(parts: Sequence[Sequence[Device]], sheet: DeviceSummary) -> list[list[Line]]:
+    """Each of `parts` as a header line and a line per device, with equal columns."""
+    devices = [device for part in parts for device in part]
+    labels = min(max(len(device.info.index) for device in devices), MOST_LABEL)
+    names = min(max(len("NAME"), *(len(_short_name(device)) for device in devices)), _MOST_NAME)
+    columns = fitting(_columns(devices, names, sheet), sheet.width - labels - GAP)
+
+    def line(device: Device) -> Line:
+        head: Line = [right(device.info.index, labels, sheet.symbols, BOLD), blank(GAP)]
+        if (wrong := notice(device, sheet.now_ns)) is None:
+            return [*head, *row(columns, device)]
+        head += [left(_short_name(device), names, sheet.symbols), blank(GAP)]
+        return [*head, Segment(cut(wrong[0], max(sheet.width - width_of(head), 0), sheet.symbols), wrong[1])]
+
+    head = [blank(labels + GAP), *titles(columns, sheet.symbols)]
+    return [[crop(text, sheet.width) for text in (head, *map(line, part))] for part in parts]
+
+
+def _columns(devices: Sequence[Device], names: int, sheet: DeviceSummary) -> list[Column[Device]]:
+    """All columns; the bar takes the remaining width."""
+    return [
+        Column("NAME", names, 7, lambda device, cells: [left(_short_name(device), cells, sheet.symbols)]),
+        Column("MEMORY", _LEAST_BAR, 8, lambda device, cells: memory_bar(device, cells, sheet), stretches=True),
+        Column("USED / TOTAL", sheet.amounts_width, 9, lambda device, _: amounts(device, sheet), flush_right=True),
+        Column("", PERCENTAGE_WIDTH, 10, lambda device, _: [percentage(device, sheet)]),
+        *load_columns(devices, sheet),
+        Column("LAST MINUTES", _CHART, 0, lambda device, cells: ranged_chart(device, cells, sheet)),
+        trend_column(sheet),
+    ]
+
+
+def _short_name(device: Device) -> str:
+    return name_of(device).removeprefix("NVIDIA ")
 
 
 def _parts(items: Sequence[T], number: int) -> list[Sequence[T]]:
@@ -74,10 +122,10 @@ def _parts(items: Sequence[T], number: int) -> list[Sequence[T]]:
 def _beside(parts: Sequence[Sequence[Line]], width: int) -> list[Line]:
     """Columns of `width` cells side by side."""
     lines = []
-    for row in range(max(len(part) for part in parts)):
+    for place in range(max(len(part) for part in parts)):
         line: Line = []
         for number, part in enumerate(parts):
-            own = part[row] if row < len(part) else []
+            own = part[place] if place < len(part) else []
             line += own if number == len(parts) - 1 else [*own, blank(width - width_of(own) + _GAP)]
         lines.append(line)
     return lines

@@ -53,7 +53,7 @@ class BlockHolders:
 
 
 def holders_of(frame: Mapping[str, Any]) -> BlockHolders:
-    """The holders in a full frame, whose labels are the requests' numbers; of several the one served first."""
+    """The holders in a full frame with the requests' numbers as labels; of several the one served first."""
     cells = np.zeros(frame["pool"]["num_blocks"], np.uint16)
     apply_changes(frame["cells"], cells)
     labels = {row: int(label) for row, _, label, *_ in frame["rows"]}

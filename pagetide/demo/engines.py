@@ -32,7 +32,7 @@ class DemoRequest:
 
 
 @dataclass(slots=True)
-class Output:
+class DemoOutput:
     """What is generated for a request. Filled while it is served."""
 
     prompt: str | list[int]
@@ -60,7 +60,7 @@ class DemoEngine:
 
     def __init__(self, name: str, remote: RemoteEngine) -> None:
         self.name = name
-        self.outputs: list[Output] = []
+        self.outputs: list[DemoOutput] = []
         self.stats: dict[str, Any] = {}
         self.recalls: list[tuple[float, int]] = []
         self.began = time.monotonic()
@@ -94,18 +94,18 @@ class DemoEngine:
         """The engine's device: "cpu", "cuda:0"."""
         return self._remote.info.device
 
-    async def serve(self, requests: Sequence[DemoRequest]) -> list[Output]:
+    async def serve(self, requests: Sequence[DemoRequest]) -> list[DemoOutput]:
         """Serve each request from its second after `began` on, and return their outputs, which `outputs` has at once.
 
         Raises ChildProcessError if the process ends.
         """
-        outputs = [Output(request.prompt) for request in requests]
+        outputs = [DemoOutput(request.prompt) for request in requests]
         first = len(self.outputs)
         self.outputs += outputs
         await asyncio.gather(*(self._serve(first + i, one, outputs[i]) for i, one in enumerate(requests)))
         return outputs
 
-    async def _serve(self, number: int, request: DemoRequest, output: Output) -> None:
+    async def _serve(self, number: int, request: DemoRequest, output: DemoOutput) -> None:
         await asyncio.sleep(self.began + request.at_s - time.monotonic())
         with _told(self.name):
             batch = Batch(self._remote)
@@ -170,7 +170,7 @@ async def while_looking(work: Awaitable[T], look: Callable[[], Awaitable[None]])
         await asyncio.gather(task, return_exceptions=True)
 
 
-def changed_tokens(ours: Sequence[Output], theirs: Sequence[Output]) -> int:
+def changed_tokens(ours: Sequence[DemoOutput], theirs: Sequence[DemoOutput]) -> int:
     """Tokens that differ, place by place; a missing token differs."""
     changed = 0
     for mine, other in ((a.token_ids, b.token_ids) for a, b in zip(ours, theirs, strict=True)):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..common.units import MIB, format_bytes
-from .engines import Output, changed_tokens
+from .engines import DemoOutput, changed_tokens
 from .recall import RecallResult
 
 
@@ -16,8 +16,8 @@ from .recall import RecallResult
 class EngineRun:
     """What an engine generated, and the same requests with room for all."""
 
-    outputs: Sequence[Output]
-    with_room: Sequence[Output]
+    outputs: Sequence[DemoOutput]
+    with_room: Sequence[DemoOutput]
     seconds: float
     stats: dict[str, Any] = field(default_factory=dict)
     arrivals: Sequence[float] = ()
@@ -217,7 +217,7 @@ def taken(share: float) -> str:
     return "half the pool taken" if 0.45 <= share < 0.55 else f"{share:.0%} of the pool taken"
 
 
-def _text_lines(output: Output, width: int) -> list[str]:
+def _text_lines(output: DemoOutput, width: int) -> list[str]:
     prompt, text = " ".join(str(output.prompt).split()), " ".join(output.text.split())
     head = textwrap.shorten(prompt[-40:], 40, placeholder="") if len(prompt) > 40 else prompt
     note = f", preempted {output.num_preemptions} x" if output.num_preemptions else ""

@@ -20,7 +20,7 @@ from pathlib import Path
 from ..common.units import MIB
 from .block_map import holders_of
 from .display import Show, open_display, print_result
-from .engines import DemoEngine, DemoRequest, Output, start_with_room, while_looking
+from .engines import DemoEngine, DemoOutput, DemoRequest, start_with_room, while_looking
 from .page import Counts, DemoState, Pane
 from .recall import PoolRecall
 from .results import DemoResult, EngineRun, counted
@@ -151,13 +151,13 @@ async def blocks_needed(engine: DemoEngine, requests: Sequence[DemoRequest]) -> 
 
 async def serve(
     engine: DemoEngine, requests: Sequence[DemoRequest], blocks: Sequence[int], usable: int, recall: PoolRecall | None
-) -> tuple[list[Output], float]:
+) -> tuple[list[DemoOutput], float]:
     """The outputs of all requests, and the seconds that they took.
 
     With a recall those run first that fill the pool, until it is over: memory comes back only for requests that need it.
     """
 
-    async def timed(some: Sequence[DemoRequest]) -> tuple[list[Output], float]:
+    async def timed(some: Sequence[DemoRequest]) -> tuple[list[DemoOutput], float]:
         began = time.perf_counter()
         return await engine.serve(some), time.perf_counter() - began
 
@@ -227,6 +227,6 @@ class WatchedEngine:
         return tuple(_pane(number, outputs[number], number in waiting) for number in self._shown)
 
 
-def _pane(number: int, output: Output, is_waiting: bool) -> Pane:
+def _pane(number: int, output: DemoOutput, is_waiting: bool) -> Pane:
     word = "ended" if output.ended_at is not None else "preempted, waits" if is_waiting else "running"
     return Pane(number, f"{word}, {counted(len(output.token_ids), 'token')}", str(output.prompt), output.text)

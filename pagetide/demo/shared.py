@@ -101,7 +101,7 @@ class Visitor:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedDevice:
+class DemoDevice:
     """Engines and an external process on a device of their own, and the engine with room for all."""
 
     roomy: DemoEngine
@@ -167,7 +167,7 @@ class SharedDevice:
 
 
 @contextlib.asynccontextmanager
-async def shared_device(kv_min: int, kv_max: int, contended: int, headroom: int) -> AsyncIterator[SharedDevice]:
+async def shared_device(kv_min: int, kv_max: int, contended: int, headroom: int) -> AsyncIterator[DemoDevice]:
     """Both engines on a device that has so many bytes above their minimums. All processes end with the context."""
     async with contextlib.AsyncExitStack() as stack:
         external = stack.enter_context(ExternalProcess())
@@ -183,7 +183,7 @@ async def shared_device(kv_min: int, kv_max: int, contended: int, headroom: int)
         for name in NAMES:  # one after the other: a model that loads needs more for a moment
             engines.append(await DemoEngine.start(name, options, device.environ | ONE_CORE))
             stack.push_async_callback(engines[-1].close)
-        yield SharedDevice(roomy, engines, external, device)
+        yield DemoDevice(roomy, engines, external, device)
 
 
 def run_shared(*, seed: int = 0, as_json: bool = False) -> int:

@@ -33,9 +33,19 @@ from pagetide.monitor.config import MonitorConfig
 from pagetide.monitor.cuda_devices import visible_devices
 from pagetide.monitor.daemon import Daemon
 from pagetide.monitor.errors import ConfigInvalid, MonitorFailed
-from pagetide.monitor.holders import Holder, last_holder, monitor_pid, note_holder, pids_of_users
 from pagetide.monitor.record import RecordReader
-from pagetide.monitor.runtime_dir import MACHINE_DIR, FileLock, RuntimeDir, own_dir, readable_dirs
+from pagetide.monitor.runtime_dir import (
+    MACHINE_DIR,
+    FileLock,
+    Holder,
+    RuntimeDir,
+    last_holder,
+    monitor_pid,
+    note_holder,
+    own_dir,
+    pids_of_users,
+    readable_dirs,
+)
 
 # Becomes the program behind it, with signals as its parent left them.
 INHERITING = """

@@ -33,8 +33,7 @@ from pagetide.monitor.poller import HISTORY_SAMPLES, Poller, select
 from pagetide.monitor.record import MAX_DEVICES, RecordReader, RecordWriter
 from pagetide.monitor.snapshot import DetailReading, DeviceInfo, DeviceKind, MemoryReading, ProcessUse, Snapshot
 from pagetide.monitor.sources import Source
-from pagetide.monitor.sources.combined import CombinedSource
-from pagetide.monitor.sources.opening import open_source
+from pagetide.monitor.sources.combined import CombinedSource, open_source
 from pagetide.monitor.trend import Trend
 
 GIB = 1 << 30

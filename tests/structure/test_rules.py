@@ -93,3 +93,8 @@ for make in (lambda: LLM("lama"), lambda: AsyncLLM("demo", max_sqs=4), lambda: L
 def test_pagetide_itself_loads_nothing_but_the_standard_library() -> None:
     # What the interpreter loads for itself, such as the finder of an editable install, is not pagetide's doing.
     assert loaded_by("import pagetide") - loaded_by("") - sys.stdlib_module_names == {"pagetide"}
+
+
+def test_no_module_has_the_name_of_a_folder_beside_it() -> None:
+    code = [path for path in files() if path.suffix == ".py"]
+    assert [str(path) for path in code if path.with_suffix("").is_dir()] == []

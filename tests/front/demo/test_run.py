@@ -20,7 +20,7 @@ from pagetide.cli import main
 from pagetide.common.units import MIB
 from pagetide.demo import run, shared
 from pagetide.demo.block_map import BlockHolders
-from pagetide.demo.engines import DemoEngine, Output, while_looking
+from pagetide.demo.engines import DemoEngine, DemoOutput, while_looking
 from pagetide.demo.page import DemoState
 from pagetide.demo.recall import RecallResult
 from pagetide.demo.results import DemoResult, EngineRun, SharedResult, taken
@@ -73,7 +73,7 @@ def test_two_panes_show_requests_that_stream(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(run, "holders_of", lambda _: BlockHolders(np.array(sorted(held), np.int16)))
     engine = fake_engine(steps=7, running=3, waiting=2, preemptions=1)
-    engine.outputs = outputs = [Output(f"prompt {i}") for i in range(24)]
+    engine.outputs = outputs = [DemoOutput(f"prompt {i}") for i in range(24)]
 
     async def frame() -> dict[str, Any]:
         rows = [[row, f"id-{row}", str(row)] for row in held]
@@ -155,7 +155,7 @@ def test_what_is_watched_becomes_states_and_figures() -> None:
     engines = [fake_engine(), fake_engine()]
     stats = [{"running": 0, "waiting": 0, "preemptions": 0, "memory": {"recalls": 0}} for _ in engines]
     for engine, own in zip(engines, stats, strict=True):
-        engine.stats, engine.outputs = own, [Output("") for _ in range(16)]
+        engine.stats, engine.outputs = own, [DemoOutput("") for _ in range(16)]
     state = replace(shared.FIRST_STATE, capacity_bytes=1000 * MIB)
     watched = shared.WatchedDevice(shown.append, state, engines, [16, 16])
 
@@ -194,7 +194,7 @@ def test_what_is_watched_becomes_states_and_figures() -> None:
     assert result.most_kv_bytes == (40 * MIB, 24 * MIB) and result.most_external_bytes == 100 * MIB
     assert result.most_held_bytes == (600 + 54 + 110) * MIB and result.capacity_bytes == 1000 * MIB
     roomy = fake_engine()
-    roomy.outputs = [Output("", ended_at=1.0) for _ in range(20)]
+    roomy.outputs = [DemoOutput("", ended_at=1.0) for _ in range(20)]
     asyncio.run(watched.compare(roomy))
     assert [one.done for one in shown[-1].engines] == [16, 4] and shown[-1].now.startswith("The same again")
 
@@ -212,8 +212,8 @@ STATS = {"steps": 339, "preemptions": 6, "recomputed_tokens": 1388, "peak_used_b
 RECALL = RecallResult(1, 24 * MIB, 12 * MIB, 13 * MIB, 17 * MIB)
 
 
-def output(number: int, token_ids: list[int], reason: Any = "length") -> Output:
-    return Output(f"prompt {number}", f"text {number}", token_ids, reason, num_preemptions=number)
+def output(number: int, token_ids: list[int], reason: Any = "length") -> DemoOutput:
+    return DemoOutput(f"prompt {number}", f"text {number}", token_ids, reason, num_preemptions=number)
 
 
 def result(**changes: Any) -> DemoResult:
