@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from difflib import get_close_matches
 from functools import cache, wraps
 from pathlib import Path
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from .. import configs
 from ..common.yaml_file import read_yaml
@@ -25,6 +25,8 @@ MOST_NAMED = 8  # arguments in an error about others
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+S = TypeVar("S")
+A = TypeVar("A")
 
 _parameters: dict[str, frozenset[str]] = {}  # the argument names of each decorated call, such as "LLM.generate"
 
@@ -61,19 +63,19 @@ def rows() -> tuple[Row, ...]:
     )
 
 
-def explains_arguments(call: str, more: Collection[str] = ()) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def explains_arguments(call: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A decorator: an unknown keyword argument, or too many by position, raise UnknownArgument. The signature stays as it is.
 
-    A function with `**` arguments accepts the names `more` besides its parameters. If `more` is empty, it accepts all names
-    except arguments of other calls, and names that the table answers for it or for SamplingParams.
+    A function with `**` arguments accepts all names except arguments of other calls, and names that the table answers for it or
+    for SamplingParams.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         parameters = inspect.signature(function).parameters.values()
         positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         most = sys.maxsize if any(p.kind is p.VAR_POSITIONAL for p in parameters) else len(positional)
-        takes_others = not more and any(p.kind is p.VAR_KEYWORD for p in parameters)
-        names = frozenset((*(p.name for p in parameters if p.kind is not p.VAR_KEYWORD), *more)) - {"self"}
+        takes_others = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        names = frozenset(p.name for p in parameters if p.kind is not p.VAR_KEYWORD) - {"self"}
         _parameters[call] = names
 
         @wraps(function)
@@ -89,6 +91,23 @@ def explains_arguments(call: str, more: Collection[str] = ()) -> Callable[[Calla
         if inspect.iscoroutinefunction(function) and sys.version_info >= (3, 12):
             return inspect.markcoroutinefunction(checked)
         return checked
+
+    return decorate
+
+
+def takes(
+    call: str, arguments: Callable[P, A]
+) -> Callable[[Callable[[S, A], None]], Callable[Concatenate[S, P], None]]:
+    """A decorator of a constructor: it has the parameters of the dataclass `arguments`, and is called with an object of it."""
+
+    def decorate(function: Callable[[S, A], None]) -> Callable[Concatenate[S, P], None]:
+        def init(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
+            function(self, arguments(*args, **kwargs))
+
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        signature = inspect.Signature([own, *inspect.signature(arguments).parameters.values()])
+        init.__signature__ = signature  # type: ignore[attr-defined]  # what inspect and `explains_arguments` read
+        return explains_arguments(call)(init)
 
     return decorate
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
+from ..common.settings import Kind, data, integer, number, setting, switch, text, text_or_file
 from ..scheduler.request import Constraint, LogitsProcessor, Sampling, TokenLists
 from .arguments import explains_arguments, explains_names
 
@@ -116,37 +117,57 @@ class SamplingParams:
         UnknownArgument: (a TypeError and ValueError) an unknown name; the message says what to write instead.
     """
 
-    max_new_tokens: int | None = None
-    min_new_tokens: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    stop: str | Sequence[str] | None = None
-    stop_token_ids: Sequence[int] | None = None
-    ignore_eos: bool = False
-    seed: int | None = None
-    add_special_tokens: bool = True
-    n: int | None = None
-    best_of: int | None = None
-    num_beams: int | None = None
-    length_penalty: float | None = None
-    early_stopping: bool | Literal["never"] | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    bad_words: str | Sequence[str] | None = None
-    bad_words_ids: Sequence[Sequence[int]] | None = None
-    logit_bias: Mapping[int, float] | None = None
+    # fmt: off
+    max_new_tokens: int | None = setting(
+        None, integer(), "maximum tokens to generate", flags=["--max-new-tokens", "--max-tokens"]
+    )
+    min_new_tokens: int | None = setting(
+        None, integer(), "minimum tokens to generate", flags=["--min-new-tokens", "--min-tokens"]
+    )
+    temperature: float | None = setting(None, number(), "0 is greedy")
+    top_k: int | None = setting(None, integer(), "sample among the K most likely tokens")
+    top_p: float | None = setting(None, number(), "sample among the fewest tokens with this probability")
+    min_p: float | None = setting(None, number(), "drop tokens below this share of the most likely one")
+    repetition_penalty: float | None = setting(None, number(), "above 1: fewer repetitions of prompt and output")
+    stop: str | Sequence[str] | None = setting(None, text(action="append"), "stop before this string; repeatable")
+    stop_token_ids: Sequence[int] | None = setting(
+        None, integer(metavar="ID", action="append"), "stop at this token id; repeatable",
+        flags=["--stop-token-ids", "--stop-token-id"],
+    )
+    ignore_eos: bool = setting(False, switch(), "ignore EOS")
+    seed: int | None = setting(None, integer(), "random seed")
+    add_special_tokens: bool = setting(True, switch(), "add BOS to a prompt", off=["--no-special-tokens"])
+    n: int | None = setting(None, integer(), "outputs per prompt", unset="1, or the models file's")
+    best_of: int | None = setting(None, integer(), "generate N candidates, return the n most likely")
+    num_beams: int | None = setting(None, integer(), "beam search with N beams")
+    length_penalty: float | None = setting(None, number(), "beam search: length penalty", unset="1")
+    early_stopping: bool | Literal["never"] | None = setting(
+        None, Kind("true|false|never", bool, lambda given: {"true": True, "false": False}.get(given, given)),
+        "beam search: when to stop", unset="false",
+    )
+    frequency_penalty: float | None = setting(None, number(), "subtracted for each occurrence in the output, -2 to 2")
+    presence_penalty: float | None = setting(None, number(), "subtracted once for tokens in the output, -2 to 2")
+    bad_words: str | Sequence[str] | None = setting(
+        None, text(action="append"), "string that must not be generated; repeatable", flags=["--bad-words", "--bad-word"]
+    )
+    bad_words_ids: Sequence[Sequence[int]] | None = setting(
+        None, data(), "lists of token ids that must not be generated, in YAML"
+    )
+    logit_bias: Mapping[int, float] | None = setting(None, data(), "added to the logits of token ids, in YAML, e.g. {5: -100}")
     logits_processors: Sequence[LogitsProcessor] | None = None
-    json_schema: str | Mapping[str, Any] | JsonSchemaModel | None = None
-    regex: str | None = None
-    grammar: str | None = None
-    start_id: int | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    skip_special_tokens: bool | None = None
+    json_schema: str | Mapping[str, Any] | JsonSchemaModel | None = setting(
+        None, text_or_file(), "JSON schema that the output must match"
+    )
+    regex: str | None = setting(None, text(), "regular expression that the whole output must match")
+    grammar: str | None = setting(None, text_or_file(), "grammar that the output must match, in Lark's notation")
+    start_id: int | None = setting(None, integer(metavar="ID"), "first token of the prompt")
+    logprobs: int | None = setting(None, integer(), "log-probability of each token, and the N most likely ones")
+    prompt_logprobs: int | None = setting(None, integer(), "the same for prompt tokens")
+    skip_special_tokens: bool | None = setting(
+        None, switch(), "leave special tokens out of the text", unset="yes", off=["--keep-special-tokens"]
+    )
     kept_special_tokens: Sequence[str] | None = None
+    # fmt: on
     if TYPE_CHECKING:  # a type checker takes them for fields: they can be given, and read as what they are aliases of
         num_return_sequences: int | None = None
         max_tokens: int | None = None

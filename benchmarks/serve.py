@@ -37,9 +37,10 @@ from benchmarks.load import save_text_model
 from benchmarks.processes import Worker
 from pagetide import AsyncLLM, SamplingParams
 from pagetide.server.app import AppOptions, Server, make_app
+from pagetide.server.config import ModelOptions
 from pagetide.server.engine_client import RemoteEngine
 from pagetide.server.keys import ApiKeys
-from pagetide.server.models import ModelOptions, ModelRegistry
+from pagetide.server.models import ModelRegistry
 
 TOKEN = b"tide "
 

@@ -47,7 +47,7 @@ NAVIGATION = {
             "docs/monitor",
             "docs/gpu",
         ],
-        "Reference": ["docs/api/index", "docs/models", "docs/glossary", "docs/performance"],
+        "Reference": ["docs/api/index", "docs/settings", "docs/models", "docs/glossary", "docs/performance"],
         "Project": [
             "docs/architecture",
             "docs/decisions/README",

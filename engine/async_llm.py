@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,11 +10,12 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..api.arguments import explains_arguments, explains_names
+from ..api.arguments import explains_arguments, explains_names, takes
 from ..api.sampling_params import SamplingParams
 from ..cache.cache_events import CacheEvents
+from ..common.settings import checked, integer, lists_settings, setting
 from ..frames.details import decoder, with_text
 from ..frames.source import encode
 from ..scheduler.errors import RequestRejected
@@ -31,11 +31,10 @@ from .requests.states import RequestState
 from .watch import EngineWatch
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
     from .build import ModelFacts
 
-DEFAULT_MAX_WAITING = 1024
 MOST_ON_LOOP = 1024  # blocks of which the event loop makes plain data, some 2 ms; of more another thread does
 
 Pair = tuple[Prompt, SamplingParams | None]
@@ -43,6 +42,19 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 Value = TypeVar("Value")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AsyncArguments(EngineArguments):
+    """The arguments of `AsyncLLM`."""
+
+    max_waiting: int = setting(
+        1024,
+        integer(1),
+        "While this many requests wait for a place in the running batch, further calls wait in a queue outside the scheduler, "
+        "first come, first served. A call is admitted as a whole, so its prompts may exceed the limit",
+    )
+
+
+@lists_settings(AsyncArguments)
 @explains_names("AsyncLLM")
 class AsyncLLM:
     """A model and its paged KV cache, for any number of tasks, on event loops of any number of threads.
@@ -51,11 +63,7 @@ class AsyncLLM:
             async for chunk in llm.stream("the tide"):
                 print(chunk.text, end="")
 
-    Args:
-        model: See `LLM`.
-        max_waiting: While this many requests wait for a place in the running batch, further calls wait in a queue outside the
-            scheduler, first come, first served. A call is admitted as a whole, so its prompts may exceed the limit.
-        engine_options: Every other argument of `LLM`.
+    Args: see `AsyncArguments`.
 
     Raises:
         ModelNotFound, UnsupportedModel, NotEnoughMemory, ConfigError: see `LLM`.
@@ -66,17 +74,10 @@ class AsyncLLM:
     free with the next one. `stop` the engine, or leave the context, to free the memory at a known time.
     """
 
-    @explains_arguments("AsyncLLM", more=EngineArguments.__annotations__)
-    def __init__(
-        self,
-        model: str | os.PathLike[str] | PreTrainedModel,
-        *,
-        max_waiting: int = DEFAULT_MAX_WAITING,
-        **engine_options: Unpack[EngineArguments],
-    ) -> None:
-        if isinstance(max_waiting, bool) or not isinstance(max_waiting, int) or max_waiting < 1:
-            raise ConfigError(f"max_waiting must be an integer of at least 1, got {max_waiting!r}")
-        self.config = EngineConfig.resolve(model, **engine_options)
+    @takes("AsyncLLM", AsyncArguments)
+    def __init__(self, arguments: AsyncArguments) -> None:
+        max_waiting = checked(AsyncArguments, {"max_waiting": arguments.max_waiting}, ConfigError)["max_waiting"]
+        self.config = EngineConfig.of(arguments)
         self._manager = RequestManager(self.config)
         self._engine_thread = EngineThread(self._manager, "AsyncLLM", max_waiting, on_demand=False)
         weakref.finalize(self, self._engine_thread.forget).atexit = False  # engine_thread.py ends it at exit

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-import difflib
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypedDict
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
 
 from ..api.sampling_params import SamplingParams
+from ..common.settings import (
+    Kind,
+    checked,
+    described,
+    integer,
+    number,
+    seconds,
+    setting,
+    settings_of,
+    size,
+    switch,
+    unknown_setting,
+)
 from ..common.units import parse_bytes
+from .attention.backends import NAMES as ATTENTION
 from .attention.backends import block_multiple
 from .cpu import Quantization
 from .errors import ConfigError
@@ -32,16 +45,13 @@ from .loading.models import (
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = ["DTYPES", "EngineArguments", "EngineConfig", "ModelEntry", "ModelSpec", "read_models", "resolve_model"]
 
 DEFAULT_BLOCK_SIZE = 16
-DEFAULT_MAX_SEQS = 256
-DEFAULT_MAX_STEP_TOKENS = 2048
 MOST_SHARDS = 64
 MOST_SEQS = 1_048_576  # the scheduler's arrays for as many are still a few hundred MiB
-DEFAULT_IDLE_S = 10.0
 LEAST_SECRET_BYTES = 16  # shorter secrets can be guessed
 
 
@@ -65,10 +75,12 @@ class KvMemory:
     def resolve(cls, given: object) -> KvMemory:
         """Parse the `kv_memory` argument. Raises ConfigError.
 
-        It is None or "auto"; a size, which sets minimum and maximum; a mapping with the keys min, max, weight and priority; or
-        a text such as "min=512MiB,max=4GiB".
+        It is "auto"; a size, which sets minimum and maximum; a mapping with the keys min, max, weight and priority; or a text
+        such as "min=512MiB,max=4GiB".
         """
-        if given is None or given == "auto":
+        if isinstance(given, KvMemory):
+            return given
+        if given == "auto":
             return cls()
         if isinstance(given, str) and "=" in given:
             parts = [(name.strip(), value) for name, _, value in (part.partition("=") for part in given.split(","))]
@@ -76,162 +88,264 @@ class KvMemory:
             if len(given) < len(parts):
                 raise ConfigError(f"kv_memory names a key twice: {', '.join(name for name, _ in parts)}")
         if not isinstance(given, Mapping):
-            size = _size("kv_memory", given)
-            return cls(size, size)
-        known = ("min", "max", "weight", "priority")
-        for key in given:
-            if key not in known:
-                near = difflib.get_close_matches(str(key), known, n=1)
-                meant = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"
-                raise ConfigError(f"kv_memory has an unknown key {key!r}{meant}")
-        sizes = {name: None if given.get(name) is None else _size(f"kv_memory's {name}", given[name]) for name in known[:2]}
-        if sizes["min"] is not None and sizes["max"] is not None and sizes["min"] > sizes["max"]:
-            raise ConfigError(f"kv_memory's min of {sizes['min']:,} bytes is above its max of {sizes['max']:,} bytes")
-        return cls(sizes["min"], sizes["max"], _weight(given.get("weight", 1.0)), _priority(given.get("priority", 0)))
+            try:
+                return cls(parse_bytes(given), parse_bytes(given))  # type: ignore[arg-type]  # refused by it
+            except ValueError as error:
+                raise ConfigError(f"kv_memory: {error}; or 'auto'") from error
+        if unknown := next((str(key) for key in given if key not in _BOUNDS), None):
+            raise ConfigError(f"kv_memory: {unknown_setting(unknown, _BOUNDS)}")
+        found: dict[str, Any] = {}
+        for name, value in given.items():
+            kind = _BOUNDS[name]
+            try:
+                found[name] = (
+                    None if value is None else kind.check(kind.read(value) if isinstance(value, str) else value)
+                )
+            except ValueError as error:
+                joint = " " if str(error).startswith("must ") else ": "
+                raise ConfigError(f"kv_memory's {name}{joint}{error}") from error
+        least, most = found.get("min"), found.get("max")
+        if least is not None and most is not None and least > most:
+            raise ConfigError(f"kv_memory's min of {least:,} bytes is above its max of {most:,} bytes")
+        return cls(least, most, found.get("weight", 1.0), found.get("priority", 0))
 
 
-class RecordArguments(TypedDict, total=False):
-    """Those arguments of `LLM` that ask for a recording."""
-
-    record: str | os.PathLike[str] | None
-    record_text: bool
+_BOUNDS = {"min": size(), "max": size(), "weight": number(0.001, 1000), "priority": integer(-1000, 1000)}
 
 
-class WeightArguments(TypedDict, total=False):
-    """Those arguments of `LLM` that determine the type of the weights."""
-
-    dtype: str | torch.dtype
-    quantization: Quantization | None
-
-
-class PrefixArguments(TypedDict, total=False):
-    """Those arguments of `LLM` that concern the prefix cache on the device."""
-
-    prefix_caching: bool
-    prefix_cache_memory: int | str | None
-    prefix_hash_secret: bytes | None
-    kv_events: bool
+def _resolve_model(model: object) -> ModelSpec:
+    if isinstance(model, ModelSpec):
+        return model
+    return resolve_model(model) if isinstance(model, str | os.PathLike) else loaded_spec(model)
 
 
-class DeviceArguments(TypedDict, total=False):
-    """Those arguments of `LLM` that say where the model runs."""
+def _resolve_tokenizer(tokenizer: object) -> Any:
+    if isinstance(tokenizer, (str, os.PathLike)):
+        return resolve_tokenizer(tokenizer)
+    from .loading.loaded import checked_tokenizer
 
-    device: str | torch.device
-    devices: str | Sequence[str | torch.device] | None
-    tensor_parallel_size: int | None
-
-
-class EngineArguments(RecordArguments, WeightArguments, PrefixArguments, DeviceArguments, total=False):
-    """The arguments of `LLM` besides the model, for type checkers of calls that pass them on."""
-
-    tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None
-    kv_cache_dtype: KvCacheDtype
-    kv_memory: int | str | Mapping[str, Any]
-    block_size: int | str
-    max_seqs: int
-    max_step_tokens: int
-    max_model_len: int | None
-    max_chunk_tokens: int | None
-    host_kv_memory: int | str | None
-    idle_s: float
-    share: bool
-    trust_remote_code: bool | None
-    attention: str
-    overlap: bool | None
-    cuda_graphs: bool
-    self_check: bool
+    return checked_tokenizer(tokenizer)
 
 
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """The configuration of an engine. Build it with `resolve`.
+def _check_devices(devices: Any) -> tuple[str, ...]:
+    names = [name.strip() for name in devices.split(",")] if isinstance(devices, str) else devices
+    if not isinstance(names, Sequence):
+        raise ConfigError(f"devices must be a list such as ['cuda:0', 'cuda:1'], got {devices!r:.80}")
+    names = tuple(check_device(one) for one in names)
+    if not 1 <= len(names) <= MOST_SHARDS:
+        raise ConfigError(f"devices must name 1 to {MOST_SHARDS} devices, got {len(names)}")
+    if "auto" in names or "cuda" in names:
+        raise ConfigError(f"devices must name each device, as in 'cuda:0' or 'cpu', got {devices!r:.80}")
+    if len({name.partition(":")[0] for name in names}) > 1:
+        raise ConfigError(f"devices must all be CUDA devices or all 'cpu', got {devices!r:.80}")
+    return names
+
+
+def _record_path(path: Any) -> str | None:
+    """The path of a recording. Raises ConfigError, also where its folder is missing: before a model is loaded for it."""
+    if path is None:
+        return None
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path) or not isinstance(os.fspath(path), str):
+        raise ConfigError(f"record must be the path of a file, got {path!r:.80}")
+    name = os.path.abspath(os.fspath(path))
+    if not os.path.isdir(os.path.dirname(name)) or os.path.isdir(name):
+        wrong = "is a folder" if os.path.isdir(name) else "lies in a folder that does not exist"
+        raise ConfigError(f"record: {path} {wrong}: name a file in an existing folder")
+    return name
+
+
+def _check_secret(secret: object) -> object:
+    """Raise ConfigError for a secret that is invalid. The message never contains the secret."""
+    if not isinstance(secret, bytes):
+        raise ConfigError(f"prefix_hash_secret must be bytes, got {type(secret).__name__}; encode a text")
+    if len(secret) < LEAST_SECRET_BYTES:
+        raise ConfigError(
+            f"prefix_hash_secret has {len(secret)} bytes, and can be guessed: make one of at least {LEAST_SECRET_BYTES}, as "
+            f"secrets.token_bytes(32) does"
+        )
+    return secret
+
+
+class Scope(IntEnum):
+    """Where a setting of an engine can be given; each place has the settings of those before it too."""
+
+    PLAN = 0  # `pagetide plan`, so everywhere
+    SERVER = 1  # for all models of a server, for the workers of a fleet
+    MODEL = 2  # for one model: `pagetide generate` and `run`
+    ENTRY = 3  # in a model's entry of a server's file
+    API = 4  # in Python
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineArguments:
+    """The arguments of `LLM`. None or "auto" leaves the choice to the models file and then to the engine."""
+
+    # fmt: off
+    model: str | os.PathLike[str] | PreTrainedModel | ModelSpec = field(kw_only=False, metadata=described(
+        Kind("MODEL", _resolve_model), "a name (see `pagetide models`), a folder, or a hub id in the local cache",
+        doc='A name of a models file (`pagetide models` lists them; "demo" is always available), a folder in transformers\' '
+        "format, or a hub id in the local cache. Nothing is ever downloaded. Or a loaded transformers model, which keeps its "
+        "device and dtype, is not changed and shares its weights: do not modify these meanwhile.",
+        scope=Scope.API,
+    ))
+    tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = setting(
+        None, Kind("NAME", _resolve_tokenizer), "a name, a folder or a hub id of a tokenizer", unset="the model's",
+        doc="A name, a folder or a hub id, or a loaded tokenizer; None is the model's own.", scope=Scope.ENTRY,
+    )
+    device: str | torch.device = setting(
+        "auto", Kind("DEVICE", check_device), "cpu, cuda or cuda:1", unset="cuda if available",
+        doc='"cpu", "cuda", "cuda:1"; "auto" is CUDA if there is a device.',
+    )
+    devices: str | Sequence[str | torch.device] | None = setting(
+        None, Kind("D,D", _check_devices), "divide the model over these devices, e.g. cuda:0,cuda:1",
+        doc='Divide the model over these devices, one shard each, such as ["cuda:0", "cuda:1"]. A shard is a process with its '
+        "part of the weights and of every block; sizes in bytes, such as `kv_memory`, are then of one shard.",
+    )
+    tensor_parallel_size: int | None = setting(
+        None, integer(1, MOST_SHARDS), "divide the model over N devices; sizes are then per device",
+        doc='Divide the model over so many devices: "cuda:0", "cuda:1", ..., or as many processes on the CPU.',
+    )
+    dtype: str | torch.dtype = setting(
+        "auto", Kind("DTYPE", check_dtype), "float32, bfloat16 or float16", unset="the checkpoint's",
+        doc='"float32" (or "float"), "bfloat16", "float16" (or "half"), or a torch dtype; "auto" is that of the checkpoint, '
+        "but float32 instead of float16 on a CPU.",
+    )
+    quantization: Quantization | None = setting(
+        None, Kind("FORM", check_quantization), "int8 or int4 weights, CPU only", unset="not quantized",
+        doc='"int8" or "int4": hold the weights of linear layers in 8 or about 4.5 bits, on a CPU with the native kernels. '
+        "They are made of any checkpoint at the first load, and kept on disk. None: as `dtype` says.",
+    )
+    kv_cache_dtype: KvCacheDtype = setting(
+        "auto", Kind("FORM", check_kv_cache_dtype), "int8 or fp8: one byte per element of K and V", unset="the model's dtype",
+        doc='"int8" or "fp8": hold K and V in one byte, with a scale for each token and head, so that about twice as many '
+        'tokens fit. "auto": in the dtype of the model. The model is checked at load; see docs/quantization.md.',
+    )
+    kv_memory: int | str | Mapping[str, Any] | KvMemory = setting(
+        "auto", Kind("SIZE", KvMemory.resolve), "a size, e.g. 2GiB, or bounds: min=1GiB,max=4GiB,weight=2,priority=0",
+        unset="see `pagetide plan`",
+        doc='Bytes of the KV cache. A number, or a text like "2GiB", is the exact size. With a mapping {"min", "max", '
+        '"weight", "priority"} the pool grows and shrinks between the bounds; with "auto", up to the size that `pagetide '
+        "plan` shows.",
+    )
+    block_size: int | str | None = setting(
+        "auto", integer(1, also="auto"), "tokens per block, or auto", unset="",
+        doc='Tokens per block; "auto" is 16, or the smallest larger size that the given `attention` supports.',
+    )
+    attention: str = setting(
+        "auto", Kind("NAME", check_attention), ", ".join(ATTENTION), unset="the fastest available",
+        doc='The attention backend: "torch", "native" (CPUs), "triton", "flash-attn" (block sizes that are multiples of 256 '
+        'tokens), "flash-attn-3", "flash-attn-4", "flashinfer" or "varlen" (of torch). "auto" is native on a CPU, or torch '
+        "without the native kernels. On CUDA it benchmarks the installed backends that support model and block size, except "
+        '"flash-attn-4" and "flashinfer", and picks the fastest. `stats()` names the backend in use.',
+    )
+    max_seqs: int = setting(256, integer(1, MOST_SEQS), "maximum number of running sequences")
+    max_step_tokens: int = setting(
+        2048, integer(1), "maximum tokens per step",
+        doc="Maximum tokens computed in a step. It also bounds the running sequences, as each gets a token a step.",
+    )
+    max_model_len: int | None = setting(
+        None, integer(2), "maximum total tokens of prompt and output",
+        doc="Maximum tokens of prompt and output together; None is the model's limit.",
+    )
+    max_chunk_tokens: int | None = setting(
+        None, integer(1), "maximum tokens of one prompt per step", unset="only the step's limit",
+        doc="Maximum tokens of one prompt in a step; None is no limit but the step's.", scope=Scope.SERVER,
+    )
+    prefix_caching: bool = setting(
+        True, switch(), "reuse common prefixes of prompts", scope=Scope.SERVER,
+        doc="Keep computed blocks, so that common prefixes of prompts are computed once.",
+    )
+    prefix_cache_memory: int | str | None = setting(
+        None, size("no bound"), "maximum memory of cached blocks that no request uses, e.g. 2GiB, or 0", unset="no limit",
+        doc='Maximum memory, such as "2GiB", of cached blocks that no running request holds. Beyond it the least valuable are '
+        "evicted at once, or offloaded to the host tier. None: no bound. 0: requests share blocks while they run at the same "
+        "time, and nothing stays cached after they end.", scope=Scope.SERVER,
+    )
+    host_kv_memory: int | str | None = setting(
+        None, size("none"), "host memory for swapped-out blocks, e.g. 8GiB", unset="none",
+        doc='Host memory, such as "8GiB", for blocks swapped out when the pool is full, instead of computing them again. None: '
+        "none. Allocated as needed; freed after `idle_s` without a request and by `close`.", scope=Scope.SERVER,
+    )
+    prefix_hash_secret: bytes | None = setting(
+        None, Kind("BYTES", _check_secret), "key of the prefix hashes", secret=True, scope=Scope.API,
+        doc="Key of the prefix hashes, at least 16 bytes. Engines with equal secret and block size have equal hashes of the "
+        "same tokens and `cache_salt`. None: a random one. Keep it secret (`pagetide.cache.prefix_hash`).",
+    )
+    kv_events: bool = setting(
+        False, switch(), "log what the prefix cache comes to hold", scope=Scope.ENTRY,
+        doc="Keep a log of the blocks that the prefix cache comes to hold and evicts, for `cache_events`.",
+    )
+    idle_s: float = setting(
+        10.0, seconds(0), "idle time after which unneeded memory is returned", scope=Scope.SERVER,
+        doc="Seconds after which memory that no request needs is given back, cached prefixes included.",
+    )
+    share: bool = setting(
+        True, switch(), "hold a lease, and share memory with other engines", scope=Scope.SERVER,
+        doc="Hold a lease of the device, so that memory can move between engines. False: do not share memory.",
+    )
+    overlap: bool | None = setting(
+        None, switch(), "launch the next decode step before the previous step's tokens reach the host", unset="on CUDA",
+        doc="Launch the next decode step before the previous step's tokens reach the host (asynchronous scheduling), so the "
+        "device need not wait for the host. None: on CUDA only.", scope=Scope.SERVER,
+    )
+    cuda_graphs: bool = setting(
+        True, switch(), "replay decode steps from CUDA graphs, on CUDA", scope=Scope.SERVER,
+        doc="On CUDA, replay decode steps from CUDA graphs captured at startup, if model and attention support it.",
+    )
+    self_check: bool = setting(
+        True, switch(), "on CUDA, test the device, and disable parts of the engine that fail", scope=Scope.SERVER,
+        doc="On CUDA, test the elastic pool, each attention kernel, CUDA graphs and swaps, once for each combination of "
+        "device, driver and versions. Parts that fail are switched off with a warning. The result is stored. False: use all.",
+    )
+    trust_remote_code: bool | None = setting(
+        None, switch(), "run Python code that comes with the model's files", unset="no", scope=Scope.MODEL,
+        doc="Run Python code from the model's files; None is the models file's setting (default: no).",
+    )
+    record: str | os.PathLike[str] | None = setting(
+        None, Kind("FILE", _record_path), "record the cache's activity in this file, for `pagetide replay`",
+        doc="A file to record the engine into: its blocks, requests and decisions, without prompts and outputs. `pagetide "
+        "replay` shows it. A recording that exists is continued. It ends at 256 MiB, and with an error of the file.",
+        scope=Scope.MODEL,
+    )
+    record_text: bool = setting(
+        False, switch(), "also record token ids of prompts and outputs", scope=Scope.MODEL,
+        doc="Record the token ids of prompts and outputs too.",
+    )
+    # fmt: on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig(EngineArguments):
+    """The configuration of an engine: its arguments, checked and resolved. Build it with `resolve`.
+
+    `model` holds `tokenizer` and `trust_remote_code`, `devices` are as many as `tensor_parallel_size`: these three are None.
 
     Args:
-        device: "auto", "cpu", "cuda" or "cuda:N".
         devices: Of the shards of a model that is divided, one each; a device may be named several times. Empty: not divided.
-        dtype: "auto", "float32", "float16" or "bfloat16".
-        quantization: "int8" or "int4": weights of linear layers in fewer bits, on a CPU. See `loading/quantization`.
-        kv_cache_dtype: "int8" or "fp8": K and V in one byte, with a scale for each token and head. "auto": the model's dtype.
-        kv_memory: Bounds of the KV pool.
-        block_size: Tokens per block; None is 16, or what the attention backend needs.
-        max_seqs: Maximum number of running sequences.
-        max_step_tokens: Maximum tokens of a step. It also bounds the running sequences, as each gets a token a step.
-        max_model_len: Maximum tokens of a sequence, prompt and output; None is the model's context.
-        max_chunk_tokens: Maximum tokens of one sequence in a step; None is `max_step_tokens`.
-        prefix_caching: Compute common prefixes of prompts once.
-        prefix_cache_memory: Maximum bytes of cached blocks that no running request holds; None is no bound.
-        prefix_hash_secret: Key of the prefix hashes, at least 16 bytes; None is a random one. Not in the repr.
-        kv_events: Keep a log of what the prefix cache comes to hold, for `AsyncLLM.cache_events`.
-        host_kv_memory: Bytes of host memory to which K and V are swapped out when the pool is full; 0: none.
-        idle_s: Seconds after which memory that no request needs is given back, cached prefixes included.
-        share: Hold a lease of the device, so that other engines and `vram-monitor` can reclaim memory.
-        attention: A backend of `attention.backends`, or "auto": the fastest of those that support blocks of 16 tokens, or the
-            given block size.
-        overlap: Launch the next decode step before the previous step's tokens reach the host. None: on CUDA only.
-        cuda_graphs: Replay decode steps from CUDA graphs, if device, model and attention support it.
-        self_check: On CUDA, switch off the parts of the engine that fail on this device. See `engine/self_check`.
-        record: The file that the engine is recorded into; None: none. With `record_text`, with all token ids.
+        block_size: None is 16, or what the attention backend needs.
+        host_kv_memory: 0: none.
     """
 
     model: ModelSpec
-    device: str = "auto"
-    dtype: str = "auto"
-    quantization: Quantization | None = None
-    kv_cache_dtype: KvCacheDtype = "auto"
-    kv_memory: KvMemory = field(default_factory=KvMemory)
-    block_size: int | None = None
-    max_seqs: int = DEFAULT_MAX_SEQS
-    max_step_tokens: int = DEFAULT_MAX_STEP_TOKENS
-    max_model_len: int | None = None
-    max_chunk_tokens: int | None = None
-    prefix_caching: bool = True
-    prefix_cache_memory: int | None = None
-    prefix_hash_secret: bytes | None = field(default=None, repr=False)
-    kv_events: bool = False
-    host_kv_memory: int = 0
-    idle_s: float = DEFAULT_IDLE_S
-    share: bool = True
-    attention: str = "auto"
-    overlap: bool | None = None
-    cuda_graphs: bool = True
-    self_check: bool = True
-    record: str | None = None
-    record_text: bool = False
-    devices: tuple[str, ...] = ()
+    device: str
+    devices: tuple[str, ...]
+    dtype: str
+    kv_memory: KvMemory
+    block_size: int | None
+    prefix_cache_memory: int | None
+    host_kv_memory: int
+    record: str | None
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("block_size", 1),
-            ("max_seqs", 1),
-            ("max_step_tokens", 1),
-            ("max_model_len", 2),
-            ("max_chunk_tokens", 1),
-        ):
-            _check_integer(name, getattr(self, name), least)
-        if self.max_seqs > MOST_SEQS:
-            raise ConfigError(f"max_seqs must be at most {MOST_SEQS:,}, got {self.max_seqs:,}")
-        idle: Any = self.idle_s
-        if isinstance(idle, bool) or not isinstance(idle, int | float) or not idle >= 0:
-            raise ConfigError(f"idle_s must be a number of seconds of at least 0, got {idle!r}")
-        check_attention(self.attention)
-        check_quantization(self.quantization)
-        check_kv_cache_dtype(self.kv_cache_dtype)
-        for name in ("prefix_caching", "kv_events", "share", "cuda_graphs", "self_check", "record_text"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if not isinstance(self.overlap, bool | None):
-            raise ConfigError(f"overlap must be True, False or None, got {self.overlap!r}")
-        if self.host_kv_memory and not self.prefix_caching:
-            raise ConfigError(
-                "host_kv_memory keeps what the prefix cache finds again: leave prefix_caching on, or host_kv_memory out"
-            )
-        _check_secret(self.prefix_hash_secret, self.prefix_caching)
-        if self.kv_events and not self.prefix_caching:
-            raise ConfigError("kv_events tell what the prefix cache holds: leave prefix_caching on, or kv_events out")
-        if self.prefix_cache_memory is not None and not self.prefix_caching:
-            raise ConfigError(
-                "prefix_cache_memory is a bound on the prefix cache: leave prefix_caching on, or prefix_cache_memory out"
-            )
+        of_the_cache = {
+            "host_kv_memory keeps what the prefix cache finds again": self.host_kv_memory > 0,
+            "prefix_hash_secret is the prefix cache's": self.prefix_hash_secret is not None,
+            "kv_events tell what the prefix cache holds": self.kv_events,
+            "prefix_cache_memory is a bound on the prefix cache": self.prefix_cache_memory is not None,
+        }
+        for said, is_given in of_the_cache.items():
+            if is_given and not self.prefix_caching:
+                raise ConfigError(f"{said}: leave prefix_caching on, or {said.partition(' ')[0]} out")
 
     @property
     def sampling(self) -> SamplingParams:
@@ -239,55 +353,37 @@ class EngineConfig:
         return self.model.sampling
 
     @classmethod
-    def resolve(
-        cls, model: object, *, device: object = None, devices: object = None, tensor_parallel_size: object = None,
-        dtype: object = None, quantization: object = None,
-        kv_cache_dtype: object = None, kv_memory: int | str | Mapping[str, Any] | None = None,
-        block_size: int | str | None = None, max_seqs: int = DEFAULT_MAX_SEQS,
-        max_step_tokens: int = DEFAULT_MAX_STEP_TOKENS, max_model_len: int | None = None,
-        max_chunk_tokens: int | None = None, prefix_caching: bool = True,
-        prefix_cache_memory: int | str | None = None, prefix_hash_secret: bytes | None = None, kv_events: bool = False,
-        host_kv_memory: int | str | None = None, idle_s: float = DEFAULT_IDLE_S, share: bool = True,
-        trust_remote_code: bool | None = None, tokenizer: object = None, attention: str | None = None,
-        overlap: bool | None = None, cuda_graphs: bool = True, self_check: bool = True, record: object = None,
-        record_text: bool = False,
-    ) -> EngineConfig:  # fmt: skip
-        """Validate and resolve the arguments of an engine, as `LLM` describes them; `model` may be a ModelSpec too.
+    def resolve(cls, model: Any, **settings: Any) -> EngineConfig:
+        """Validate and resolve the arguments of an engine. Raises as `of`."""
+        return cls.of(EngineArguments(model, **settings))
 
-        None, or "auto" if applicable, leaves the choice to the models file and then to the engine.
+    @classmethod
+    def of(cls, arguments: EngineArguments) -> EngineConfig:
+        """Validate and resolve `arguments`.
+
         Raises ModelNotFound as `resolve_model` does, and ConfigError, which names the argument that is wrong.
         """
-        spec = _resolve_spec(model, tokenizer, trust_remote_code)
-        of_model = "auto" if devices is not None else spec.device or "auto"  # `devices` replaces it
-        chosen = check_device(of_model if device in (None, "auto") else device)
-        shards = _resolve_devices(chosen, devices, tensor_parallel_size)
-        return cls(
-            model=spec,
-            device=shards[0] if len(shards) == 1 else chosen,
-            devices=shards if len(shards) > 1 else (),
-            dtype=check_dtype(spec.dtype or "auto" if dtype in (None, "auto") else dtype),
-            quantization=check_quantization(quantization),
-            kv_cache_dtype=check_kv_cache_dtype(kv_cache_dtype),
-            kv_memory=KvMemory.resolve(kv_memory),
-            block_size=None if block_size == "auto" else block_size,  # type: ignore[arg-type]  # checked in __post_init__
-            max_seqs=max_seqs,
-            max_step_tokens=max_step_tokens,
-            max_model_len=max_model_len,
-            max_chunk_tokens=max_chunk_tokens,
-            prefix_caching=prefix_caching,
-            prefix_cache_memory=_size_or_0("prefix_cache_memory", prefix_cache_memory, "no bound"),
-            prefix_hash_secret=prefix_hash_secret,
-            kv_events=kv_events,
-            host_kv_memory=_size_or_0("host_kv_memory", host_kv_memory, "none") or 0,
-            idle_s=idle_s,
-            share=share,
-            attention=check_attention(spec.attention or "auto" if attention in (None, "auto") else attention),
-            overlap=overlap,
-            cuda_graphs=cuda_graphs,
-            self_check=self_check,
-            record=_record_path(record),
-            record_text=record_text,
-        )
+        settings = settings_of(EngineArguments)
+        values = {name: getattr(arguments, name) for name in settings}
+        unset = {name: "auto" for name, one in settings.items() if one.default == "auto" and values[name] is None}
+        given = checked(EngineArguments, values | unset, ConfigError)
+        spec = given.pop("model")
+        if (tokenizer := given.pop("tokenizer")) is not None:
+            spec = replace(spec, tokenizer_from=tokenizer)
+        if (trusted := given.pop("trust_remote_code")) is not None:
+            spec = replace(spec, trust_remote_code=trusted)
+        of_model = {
+            "device": None if given["devices"] else spec.device,
+            "dtype": spec.dtype,
+            "attention": spec.attention,
+        }
+        given |= {name: value for name, value in of_model.items() if value is not None and given[name] == "auto"}
+        shards = _resolve_devices(given["device"], given["devices"], given.pop("tensor_parallel_size"))
+        given["device"] = shards[0] if len(shards) == 1 else given["device"]
+        given["devices"] = shards if len(shards) > 1 else ()
+        given["block_size"] = None if given["block_size"] == "auto" else given["block_size"]
+        given["host_kv_memory"] = given["host_kv_memory"] or 0
+        return cls(model=spec, **given)
 
     def tokens_per_block(self) -> int:
         """The block size: the requested one, or the smallest from 16 on that the attention backend supports.
@@ -305,146 +401,28 @@ class EngineConfig:
         return self.block_size
 
 
-def _resolve_devices(device: str, devices: object, tensor_parallel_size: object) -> tuple[str, ...]:
+def _resolve_devices(device: str, devices: tuple[str, ...] | None, size: int | None) -> tuple[str, ...]:
     """The devices of the shards, of which "cuda" and "auto" stay to be numbered; empty if nothing was asked for.
 
     Args:
         device: The one device that was asked for, or "auto".
-        devices: A list of devices, or a text with commas between them, or None.
-        tensor_parallel_size: The number of shards, or None.
+        devices: Those that were asked for, or None.
+        size: The number of shards, or None.
 
     Raises ConfigError.
     """
-    size = tensor_parallel_size
-    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MOST_SHARDS):
-        raise ConfigError(f"tensor_parallel_size must be an integer from 1 to {MOST_SHARDS}, got {size!r:.80}")
     if devices is None:
         if size in (None, 1):
             return ()
-        assert isinstance(size, int)
+        assert size is not None
         if device.startswith("cuda:"):
             raise ConfigError(
                 f"device={device!r} is one device, and tensor_parallel_size is {size}: name them all, as in "
                 "devices=['cuda:0', 'cuda:1']"
             )
         return (device,) * size
-    if isinstance(devices, str):
-        devices = [name.strip() for name in devices.split(",")]
-    if not isinstance(devices, Sequence):
-        raise ConfigError(f"devices must be a list such as ['cuda:0', 'cuda:1'], got {devices!r:.80}")
-    names = tuple(check_device(one) for one in devices)
-    if not 1 <= len(names) <= MOST_SHARDS:
-        raise ConfigError(f"devices must name 1 to {MOST_SHARDS} devices, got {len(names)}")
-    if size is not None and size != len(names):
-        raise ConfigError(f"tensor_parallel_size is {size}, and devices names {len(names)}: leave one of them out")
-    if "auto" in names or "cuda" in names:
-        raise ConfigError(f"devices must name each device, as in 'cuda:0' or 'cpu', got {devices!r:.80}")
-    if len({name.partition(":")[0] for name in names}) > 1:
-        raise ConfigError(f"devices must all be CUDA devices or all 'cpu', got {devices!r:.80}")
-    if device not in ("auto", names[0].partition(":")[0]):
-        raise ConfigError(f"give devices or device, not both: got devices={devices!r:.80} and device={device!r}")
-    return names
-
-
-def _resolve_spec(model: object, tokenizer: object, trust_remote_code: object) -> ModelSpec:
-    """The model to load. An argument other than None replaces what the models file says. Raises as `EngineConfig.resolve`."""
-    spec = model if isinstance(model, ModelSpec) else _resolve_source(model)
-    if tokenizer is not None:
-        spec = replace(spec, tokenizer_from=_resolve_tokenizer(tokenizer))
-    if trust_remote_code is None:
-        return spec
-    if not isinstance(trust_remote_code, bool):
-        raise ConfigError(f"trust_remote_code must be True or False, got {trust_remote_code!r}")
-    return replace(spec, trust_remote_code=trust_remote_code)
-
-
-def _resolve_source(model: object) -> ModelSpec:
-    if isinstance(model, (str, os.PathLike)):
-        return resolve_model(model)
-    return loaded_spec(model)
-
-
-def _resolve_tokenizer(tokenizer: object) -> Any:
-    if isinstance(tokenizer, (str, os.PathLike)):
-        return resolve_tokenizer(tokenizer)
-    from .loading.loaded import checked_tokenizer
-
-    return checked_tokenizer(tokenizer)
-
-
-def _size(name: str, amount: Any) -> int:
-    try:
-        return parse_bytes(amount)
-    except ValueError as error:
-        raise ConfigError(f"{name}: {error}; or 'auto'") from error
-
-
-def _size_or_0(name: str, amount: Any, none: str) -> int | None:
-    """Parse a size that may be 0. None stays None; `none` is its meaning in the message. Raises ConfigError."""
-    if amount is None:
-        return None
-    if amount == "0" or (amount == 0 and isinstance(amount, int) and not isinstance(amount, bool)):
-        return 0
-    try:
-        return parse_bytes(amount)
-    except ValueError as error:
-        raise ConfigError(f"{name}: {error}; or 0, or None for {none}") from error
-
-
-def _record_path(path: Any) -> str | None:
-    """The path of a recording. Raises ConfigError, also where its folder is missing: before a model is loaded for it."""
-    if path is None:
-        return None
-    if not isinstance(path, str | os.PathLike) or not os.fspath(path) or not isinstance(os.fspath(path), str):
-        raise ConfigError(f"record must be the path of a file, got {path!r:.80}")
-    name = os.path.abspath(os.fspath(path))
-    if not os.path.isdir(os.path.dirname(name)) or os.path.isdir(name):
-        wrong = "is a folder" if os.path.isdir(name) else "lies in a folder that does not exist"
-        raise ConfigError(f"record: {path} {wrong}: name a file in an existing folder")
-    return name
-
-
-def _check_secret(secret: object, prefix_caching: bool) -> None:
-    """Raise ConfigError for an invalid secret. The message never contains the secret."""
-    if secret is None:
-        return
-    if not isinstance(secret, bytes):
-        raise ConfigError(f"prefix_hash_secret must be bytes, got {type(secret).__name__}; encode a text")
-    if len(secret) < LEAST_SECRET_BYTES:
-        raise ConfigError(
-            f"prefix_hash_secret has {len(secret)} bytes, and can be guessed: make one of at least {LEAST_SECRET_BYTES}, as "
-            f"secrets.token_bytes(32) does"
-        )
-    if not prefix_caching:
-        raise ConfigError("prefix_hash_secret is the prefix cache's: leave prefix_caching on, or prefix_hash_secret out")
-
-
-def _weight(weight: object) -> float:
-    try:
-        number = float(weight)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if isinstance(weight, bool) or not 0.001 <= number <= 1000:
-        raise ConfigError(f"kv_memory's weight must be a number from 0.001 to 1000, got {weight!r}")
-    return number
-
-
-def _priority(priority: object) -> int:
-    try:
-        number = int(priority) if isinstance(priority, str) else priority
-    except ValueError:
-        number = None
-    if isinstance(number, bool) or not isinstance(number, int):
-        raise ConfigError(f"kv_memory's priority must be an integer, got {priority!r}")
-    if not -1000 <= number <= 1000:
-        raise ConfigError(f"kv_memory's priority must be -1000 to 1000, got {number:,}")
-    return number
-
-
-def _check_integer(name: str, value: object, least: int) -> None:
-    if value is None and name not in ("max_seqs", "max_step_tokens"):
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{name} must be an integer, got {value!r}")
-    if value < least:
-        raise ConfigError(f"{name} must be at least {least}, got {value}")
+    if size is not None and size != len(devices):
+        raise ConfigError(f"tensor_parallel_size is {size}, and devices names {len(devices)}: leave one of them out")
+    if device not in ("auto", devices[0].partition(":")[0]):
+        raise ConfigError(f"give devices or device, not both: got devices={list(devices)} and device={device!r}")
+    return devices

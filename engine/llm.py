@@ -16,13 +16,14 @@ from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..api.arguments import explains_arguments, explains_names
+from ..api.arguments import explains_arguments, explains_names, takes
 from ..api.sampling_params import SamplingParams
 from ..cache.cache_events import CacheEvents
+from ..common.settings import lists_settings
 from ..frames.details import decoder, with_text
 from ..frames.source import encode
 from ..scheduler.errors import RequestRejected
-from .config import DEFAULT_IDLE_S, EngineConfig
+from .config import EngineArguments, EngineConfig
 from .errors import EngineClosed
 from .requests.engine_thread import EngineThread, result_of
 from .requests.inputs import Message, Prompt, PromptInput, Prompts, check_count, joined_progress, pair_params, paired, text_of
@@ -34,12 +35,9 @@ from .requests.states import RequestState
 from .watch import EngineWatch
 
 if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
     from .build import Engine, ModelFacts
-    from .cpu import Quantization
-    from .loading.models import KvCacheDtype
 
 log = logging.getLogger(__name__)
 Value = TypeVar("Value")
@@ -47,58 +45,12 @@ Value = TypeVar("Value")
 _UNSET_PROGRESS_DELAY_S = 2.0  # shorter calls show no bar
 
 
+@lists_settings(EngineArguments)
 @explains_names("LLM")
 class LLM:
     """A model and its paged KV cache, ready to generate.
 
-    Args:
-        model: A name of a models file (`pagetide models` lists them; "demo" is always available), a folder in transformers'
-            format, or a hub id in the local cache. Nothing is ever downloaded. Or a loaded transformers model, which keeps its
-            device and dtype, is not changed and shares its weights: do not modify these meanwhile.
-        tokenizer: A name, a folder or a hub id likewise, or a loaded tokenizer; None is the model's own.
-        device: "cpu", "cuda", "cuda:1"; "auto" is CUDA if there is a device.
-        devices: Divide the model over these devices, one shard each, such as ["cuda:0", "cuda:1"]. A shard is a process with
-            its part of the weights and of every block; sizes in bytes, such as `kv_memory`, are then of one shard.
-        tensor_parallel_size: Divide the model over so many devices: "cuda:0", "cuda:1", ..., or as many processes on the CPU.
-        dtype: "float32" (or "float"), "bfloat16", "float16" (or "half"), or a torch dtype; "auto" is the checkpoint's, but
-            float32 instead of float16 on a CPU.
-        quantization: "int8" or "int4": hold the weights of linear layers in 8 or about 4.5 bits, on a CPU with the native
-            kernels. They are made of any checkpoint at the first load, and kept on disk. None: as `dtype` says.
-        kv_cache_dtype: "int8" or "fp8": hold K and V in one byte, with a scale for each token and head, so that about twice as
-            many tokens fit. "auto": in the model's dtype. The model is checked at load; see docs/quantization.md.
-        kv_memory: Bytes of the KV cache. A number, or a text like "2GiB", is the exact size. With a mapping {"min", "max",
-            "weight", "priority"} the pool grows and shrinks between the bounds; with "auto", up to the size that
-            `pagetide plan` shows.
-        block_size: Tokens per block; "auto" is 16, or the smallest larger size that the given `attention` supports.
-        max_seqs: Maximum number of running sequences.
-        max_step_tokens: Maximum tokens computed in a step. It also bounds the running sequences, as each gets a token a step.
-        max_model_len: Maximum tokens of prompt and output together; None is the model's limit.
-        max_chunk_tokens: Maximum tokens of one prompt in a step; None is no limit but the step's.
-        prefix_caching: Keep computed blocks, so that common prefixes of prompts are computed once.
-        prefix_cache_memory: Maximum memory, such as "2GiB", of cached blocks that no running request holds. Beyond it the least
-            valuable are evicted at once, or offloaded to the host tier. None: no bound. 0: requests share blocks while they run
-            at the same time, and nothing stays cached after they end.
-        prefix_hash_secret: Key of the prefix hashes, at least 16 bytes. Engines with equal secret and block size have equal
-            hashes of the same tokens and `cache_salt`. None: a random one. Keep it secret (`pagetide.cache.prefix_hash`).
-        kv_events: Keep a log of the blocks that the prefix cache comes to hold and evicts, for `cache_events`.
-        host_kv_memory: Host memory, such as "8GiB", for blocks swapped out when the pool is full, instead of computing them
-            again. None: none. Allocated as needed; freed after `idle_s` without a request and by `close`.
-        idle_s: Seconds after which memory that no request needs is given back, cached prefixes included.
-        share: Hold a lease of the device, so that memory can move between engines. False: do not share memory.
-        trust_remote_code: Run Python code from the model's files; None is the models file's setting (default: no).
-        attention: The attention backend: "torch", "native" (CPUs), "triton", "flash-attn" (block sizes that are multiples of
-            256 tokens), "flash-attn-3", "flash-attn-4", "flashinfer" or "varlen" (torch's). "auto" is native on a CPU, or torch
-            without the native kernels. On CUDA it benchmarks
-            the installed backends that support model and block size, except "flash-attn-4" and "flashinfer", and picks the
-            fastest. `stats()` names the backend in use.
-        overlap: Launch the next decode step before the previous step's tokens reach the host (asynchronous scheduling), so the
-            device need not wait for the host. None: on CUDA only.
-        cuda_graphs: On CUDA, replay decode steps from CUDA graphs captured at startup, if model and attention support it.
-        self_check: On CUDA, test the elastic pool, each attention kernel, CUDA graphs and swaps, once for each combination of
-            device, driver and versions. Parts that fail are switched off with a warning. The result is stored. False: use all.
-        record: A file to record the engine into: its blocks, requests and decisions, without prompts and outputs.
-            `pagetide replay` shows it. A recording that exists is continued. It ends at 256 MiB, and with an error of the file.
-        record_text: Record the token ids of prompts and outputs too.
+    Args: see `EngineArguments`.
 
     Raises:
         ModelNotFound, UnsupportedModel, NotEnoughMemory, ConfigError: see `pagetide.engine.errors`. Nothing stays allocated.
@@ -110,48 +62,9 @@ class LLM:
     time.
     """
 
-    @explains_arguments("LLM")
-    def __init__(
-        self,
-        model: str | os.PathLike[str] | PreTrainedModel,
-        *,
-        tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
-        device: str | torch.device = "auto",
-        devices: str | Sequence[str | torch.device] | None = None,
-        tensor_parallel_size: int | None = None,
-        dtype: str | torch.dtype = "auto",
-        quantization: Quantization | None = None,
-        kv_cache_dtype: KvCacheDtype = "auto",
-        kv_memory: int | str | Mapping[str, Any] = "auto",
-        block_size: int | str = "auto",
-        max_seqs: int = 256,
-        max_step_tokens: int = 2048,
-        max_model_len: int | None = None,
-        max_chunk_tokens: int | None = None,
-        prefix_caching: bool = True,
-        prefix_cache_memory: int | str | None = None,
-        prefix_hash_secret: bytes | None = None,
-        kv_events: bool = False,
-        host_kv_memory: int | str | None = None,
-        idle_s: float = DEFAULT_IDLE_S,
-        share: bool = True,
-        trust_remote_code: bool | None = None,
-        attention: str = "auto",
-        overlap: bool | None = None,
-        cuda_graphs: bool = True,
-        self_check: bool = True,
-        record: str | os.PathLike[str] | None = None,
-        record_text: bool = False,
-    ) -> None:
-        self.config = EngineConfig.resolve(
-            model, tokenizer=tokenizer, device=device, devices=devices, tensor_parallel_size=tensor_parallel_size,
-            dtype=dtype, quantization=quantization, kv_cache_dtype=kv_cache_dtype, kv_memory=kv_memory,
-            block_size=block_size, max_seqs=max_seqs, max_step_tokens=max_step_tokens, max_model_len=max_model_len,
-            max_chunk_tokens=max_chunk_tokens, prefix_caching=prefix_caching, prefix_cache_memory=prefix_cache_memory,
-            prefix_hash_secret=prefix_hash_secret, kv_events=kv_events, host_kv_memory=host_kv_memory, idle_s=idle_s,
-            share=share, trust_remote_code=trust_remote_code, attention=attention, overlap=overlap,
-            cuda_graphs=cuda_graphs, self_check=self_check, record=record, record_text=record_text,
-        )  # fmt: skip
+    @takes("LLM", EngineArguments)
+    def __init__(self, arguments: EngineArguments) -> None:
+        self.config = EngineConfig.of(arguments)
         self._manager = RequestManager(self.config)
         self._engine_thread = EngineThread(self._manager, "LLM", max_waiting=sys.maxsize, on_demand=True)
         weakref.finalize(self, self._engine_thread.forget).atexit = False  # engine_thread.py ends it at exit

@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..server.config import ServeConfig
+from ..server.config import ModelOptions, ServeConfig
 from ..server.keys import ApiKeys, read_keys
-from ..server.models import ModelOptions, ModelRegistry
+from ..server.models import ModelRegistry
 from ..server.run import CannotServe, listen, raise_open_files, read_template, run_event_loop, serve_on
 from .cluster import RayLink, connect
 from .config import FleetConfig

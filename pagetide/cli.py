@@ -13,11 +13,17 @@ import locale
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from .flags import FlagParser, flags_of
+from .flags import FlagParser
 from .version import __version__
+
+if TYPE_CHECKING:
+    from .common.settings import Settings
+
+T = TypeVar("T")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,6 +92,10 @@ def _of_the_locale(error: Exception) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from .api.sampling_params import SamplingParams
+    from .common.settings import add_flags, settings_of
+    from .engine.config import EngineArguments, Scope
+
     parser = FlagParser(
         prog="pagetide", description="Run language models over a paged KV cache whose memory grows and shrinks."
     )
@@ -105,8 +115,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     generate.add_argument("--stream", action="store_true", help="print the text as it is generated")
     _add_json(generate, "print JSON lines: outputs, or chunks with --stream")
-    _add_serving(_add_engine(generate))
-    _add_sampling(generate)
+    _add_model(generate)
+    add_flags(generate.add_argument_group("engine"), settings_of(EngineArguments, Scope.MODEL))
+    group = generate.add_argument_group("sampling (defaults from the model's generation config)")
+    add_flags(group, settings_of(SamplingParams))
     generate.set_defaults(run=_generate)
 
     demo = _add_demo(commands)
@@ -120,6 +132,11 @@ def _parser() -> argparse.ArgumentParser:
         help="estimate a model's memory, and how many sequences fit",
         description="Estimate the memory of a model's weights and KV cache, compare it with the free memory, and count the "
         "sequences that fit. Loads no weights and reserves no memory.",
+    )  # fmt: skip
+    _add_model(plan, positional=True)
+    add_flags(plan.add_argument_group("engine"), settings_of(EngineArguments, Scope.PLAN))
+    plan.add_argument(
+        "--context", type=int, metavar="TOKENS", help="length of the counted sequences (default: the maximum)"
     )
     _add_engine(plan, positional=True)
     plan.add_argument("--context", type=int, metavar="TOKENS", help="length of the counted sequences (default: the maximum)")
@@ -162,225 +179,41 @@ def _add_modules(commands: Any) -> list[argparse.ArgumentParser]:
     from . import disk_cache, doctor, fleet_command, replay, serve
     from .batch import run
 
-    def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
-        return _engine_arguments(args) | _serving_arguments(args)
-
-    serving = serve.add_parser(commands, _add_engine_options, _add_serving, engine_arguments)
-    others = [one.add_parser(commands) for one in (replay, doctor, disk_cache, fleet_command)]
-    return [run.add_parser(commands), serving, *others]
+    return [one.add_parser(commands) for one in (run, serve, replay, doctor, disk_cache, fleet_command)]
 
 
 def _add_json(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--json", action="store_true", help=what)
 
 
-def _add_engine(parser: argparse.ArgumentParser, positional: bool = False) -> argparse._ArgumentGroup:
-    """Add the engine's options; those not given keep the defaults of `LLM`. Returns their group.
-
-    With `positional` the model may also be given without a flag.
-    """
+def _add_model(parser: argparse.ArgumentParser, positional: bool = False) -> None:
+    """Add the model's flag. With `positional` the model may also be given without it."""
     help_text = "a name (see `pagetide models`), a folder, or a hub id in the local cache"
     place: argparse._ActionsContainer = parser
     if positional:
         place = parser.add_mutually_exclusive_group(required=True)
         place.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=help_text)
     place.add_argument(
-        "--model",
-        "--model-name",
-        dest="model",
-        metavar="MODEL",
-        required=not positional,
-        default=argparse.SUPPRESS if positional else None,
-        help="another way to name the model" if positional else help_text,
-    )
-    return _add_engine_options(parser)
-
-
-def _add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add the engine's options; those not given keep the defaults of `LLM`. Returns their group."""
-    from .engine.attention.backends import NAMES as ATTENTION
-
-    engine = parser.add_argument_group("engine")
-    engine.add_argument("--device", help="cpu, cuda or cuda:1 (default: cuda if available)")
-    engine.add_argument(
-        "--tensor-parallel-size", type=int, metavar="N", help="divide the model over N devices; sizes are then per device"
-    )
-    engine.add_argument("--devices", metavar="D,D", help="divide the model over these devices, e.g. cuda:0,cuda:1")
-    engine.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the checkpoint's)")
-    engine.add_argument("--quantization", metavar="FORM", help="int8 or int4 weights, CPU only (default: not quantized)")
-    engine.add_argument(
-        "--kv-cache-dtype", metavar="FORM", help="int8 or fp8: one byte per element of K and V (default: the model's dtype)"
-    )
-    engine.add_argument(
-        "--kv-memory",
-        metavar="BYTES",
-        help="a size, e.g. 2GiB, or bounds: min=1GiB,max=4GiB,weight=2,priority=0 (default: see `pagetide plan`)",
-    )
-    engine.add_argument("--block-size", type=_int_or_auto, metavar="TOKENS", help="tokens per block, or auto")
-    engine.add_argument("--attention", metavar="NAME", help=f"{', '.join(ATTENTION)} (default: the fastest available)")
-    engine.add_argument("--max-seqs", type=int, metavar="N", help="maximum number of running sequences (default 256)")
-    engine.add_argument("--max-step-tokens", type=int, metavar="N", help="maximum tokens per step (default 2048)")
-    engine.add_argument("--max-model-len", type=int, metavar="TOKENS", help="maximum total tokens of prompt and output")
-    return engine
-
-
-def _add_serving(engine: argparse._ArgumentGroup) -> None:
-    """Add the engine options that `plan` does not take, as they matter only to a running engine."""
-    engine.add_argument(
-        "--max-chunk-tokens",
-        type=int,
-        metavar="N",
-        help="maximum tokens of one prompt per step (default: only the step's limit)",
-    )
-    engine.add_argument(
-        "--host-kv-memory", metavar="BYTES", help="host memory for swapped-out blocks, e.g. 8GiB (default: none)"
-    )
-    engine.add_argument(
-        "--prefix-cache-memory",
-        metavar="BYTES",
-        help="maximum memory of cached blocks that no request uses, e.g. 2GiB, or 0 (default: no limit)",
-    )
-    engine.add_argument(
-        "--no-prefix-caching",
-        dest="prefix_caching",
-        action="store_const",
-        const=False,
-        help="do not reuse common prefixes of prompts",
-    )
-    engine.add_argument(
-        "--idle-s", type=float, metavar="SECONDS", help="idle time after which unneeded memory is returned (default 10)"
-    )
-    engine.add_argument(
-        "--no-share",
-        dest="share",
-        action="store_const",
-        const=False,
-        help="do not hold a lease, and do not share memory with other engines",
-    )
-    engine.add_argument(
-        "--no-overlap",
-        dest="overlap",
-        action="store_const",
-        const=False,
-        help="do not launch a step before the previous step's tokens reach the host",
-    )
-    engine.add_argument(
-        "--no-cuda-graphs",
-        dest="cuda_graphs",
-        action="store_const",
-        const=False,
-        help="do not replay decode steps from CUDA graphs",
-    )
-    engine.add_argument(
-        "--no-self-check",
-        dest="self_check",
-        action="store_const",
-        const=False,
-        help="skip the self-check of CUDA devices (see `pagetide doctor`)",
-    )
-
-
-_SAMPLING_NUMBERS: dict[str, type[int] | type[float]] = {
-    "max_new_tokens": int, "min_new_tokens": int, "temperature": float, "top_k": int, "top_p": float, "min_p": float,
-    "repetition_penalty": float, "frequency_penalty": float, "presence_penalty": float, "seed": int, "start_id": int,
-}  # fmt: skip
-_SAMPLING_OTHERS = (
-    "n", "best_of", "num_beams", "length_penalty", "early_stopping", "logprobs", "prompt_logprobs", "bad_words", "stop",
-    "stop_token_ids", "ignore_eos", "json_schema", "regex", "grammar", "add_special_tokens",
-    "skip_special_tokens",
-)  # fmt: skip
-
-
-def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Add an option for each field of SamplingParams that fits a command line; omitted ones keep the model's default."""
-    group = parser.add_argument_group("sampling (defaults from the model's generation config)")
-    for name, kind in _SAMPLING_NUMBERS.items():
-        group.add_argument(*flags_of(name), dest=name, type=kind, metavar="N" if kind is int else "X")
-    group.add_argument("--n", type=int, metavar="N", help="outputs per prompt (default 1, or the models file's)")
-    group.add_argument("--best-of", type=int, metavar="N", help="generate N candidates, return the n most likely")
-    group.add_argument("--num-beams", type=int, metavar="N", help="beam search with N beams")
-    group.add_argument("--length-penalty", type=float, metavar="X", help="beam search: length penalty (default 1)")
-    group.add_argument(
-        "--early-stopping", type=_early_stopping, metavar="true|false|never", help="beam search: when to stop (default false)"
-    )
-    group.add_argument(
-        "--logprobs", type=int, metavar="K", help="with --json: log-probability of each token, and the K most likely ones"
-    )
-    group.add_argument("--prompt-logprobs", type=int, metavar="K", help="with --json: the same for prompt tokens")
-    group.add_argument(
-        "--bad-word", dest="bad_words", action="append", metavar="TEXT", help="string that must not be generated; repeatable"
-    )
-    group.add_argument("--stop", action="append", metavar="TEXT", help="stop before this string; repeatable")
-    group.add_argument(
-        "--stop-token-id",
-        dest="stop_token_ids",
-        action="append",
-        type=int,
-        metavar="ID",
-        help="stop at this token id; repeatable",
-    )
-    group.add_argument("--json-schema", type=_text_or_file, metavar="TEXT|@F", help="JSON schema that the output must match")
-    group.add_argument("--regex", metavar="TEXT", help="regular expression that the whole output must match")
-    group.add_argument(
-        "--grammar", type=_text_or_file, metavar="TEXT|@F", help="grammar that the output must match, in Lark's notation"
-    )
-    group.add_argument("--ignore-eos", action="store_true", help="ignore EOS")
-    group.add_argument("--no-special-tokens", dest="add_special_tokens", action="store_false", help="do not add BOS")
-    group.add_argument(
-        "--keep-special-tokens",
-        dest="skip_special_tokens",
-        action="store_false",
-        default=None,
-        help="keep special tokens in the text",
-    )
-
-
-def _int_or_auto(text: str) -> int | str:
-    try:
-        return text if text == "auto" else int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number of tokens or auto, got {text!r}") from None
-
-
-def _early_stopping(text: str) -> bool | str:
-    values: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
-    if text not in values:
-        raise argparse.ArgumentTypeError(f"must be true, false or never, got {text!r}")
-    return values[text]
-
-
-def _text_or_file(text: str) -> str:
-    """The text, or the content of the file named after an @."""
-    if not text.startswith("@"):
-        return text
-    try:
-        return Path(text[1:]).read_text("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise argparse.ArgumentTypeError(f"cannot read {text[1:]}: {error}") from None
-
-
-def _given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
-    return {name: value for name in names if (value := getattr(args, name)) is not None}
-
-
-def _engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    return _given(
-        args, "device", "devices", "tensor_parallel_size", "dtype", "quantization", "kv_cache_dtype", "kv_memory",
-        "block_size", "attention", "max_seqs", "max_step_tokens", "max_model_len",
+        "--model", "--model-name", dest="model", metavar="MODEL", required=not positional,
+        default=argparse.SUPPRESS if positional else None, help="another way to name the model" if positional else help_text,
     )  # fmt: skip
 
 
-def _serving_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    return _given(
-        args, "max_chunk_tokens", "prefix_cache_memory", "host_kv_memory", "prefix_caching", "idle_s", "share", "overlap",
-        "cuda_graphs", "self_check",
-    )  # fmt: skip
+def _located(args: argparse.Namespace, settings: Settings, make: Callable[..., T]) -> T:
+    """The result of `make` for the values that flags gave. An error about one names its flag."""
+    from .common.settings import located, of_flags
+    from .engine.errors import ConfigError
+
+    given = of_flags(args, settings)
+    return located(given, lambda: make(**{name: one.value for name, one in given.items()}), ConfigError)
 
 
 def _generate(args: argparse.Namespace) -> int:
     from .api.sampling_params import SamplingParams
+    from .common.settings import settings_of
+    from .engine.config import EngineArguments, Scope
 
-    params = SamplingParams(**_given(args, *_SAMPLING_NUMBERS, *_SAMPLING_OTHERS))
+    params = _located(args, settings_of(SamplingParams), SamplingParams)
     if not args.json and (params.logprobs is not None or params.prompt_logprobs is not None):
         raise ValueError("log-probabilities are only printed as JSON: add --json")
     prompts = [*args.prompt, *(_read_prompt(name) for name in args.prompt_file)]
@@ -388,7 +221,7 @@ def _generate(args: argparse.Namespace) -> int:
         raise ValueError("no prompt given: use --prompt TEXT or --prompt-file F")
     from .engine.llm import LLM
 
-    with LLM(args.model, **_engine_arguments(args), **_serving_arguments(args)) as llm:
+    with _located(args, settings_of(EngineArguments, Scope.MODEL), partial(LLM, args.model)) as llm:
         outputs = _stream(llm, prompts, params, args.json) if args.stream else llm.generate(prompts, params)
         if args.json and not args.stream:
             for output in outputs:
@@ -505,9 +338,11 @@ def _models(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from .engine.config import EngineConfig
+    from .common.settings import settings_of
+    from .engine.config import EngineArguments, EngineConfig, Scope
 
-    config = EngineConfig.resolve(args.model, **_engine_arguments(args))  # its errors come before torch is loaded
+    resolve = partial(EngineConfig.resolve, args.model)
+    config = _located(args, settings_of(EngineArguments, Scope.PLAN), resolve)  # its errors come before torch is loaded
     from .engine.build import plan_only
 
     plan = plan_only(config, context=args.context)

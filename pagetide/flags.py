@@ -1,4 +1,4 @@
-"""The command line's flags: second names, and errors for unknown flags that name the nearest one."""
+"""The command line's parser: errors for unknown flags name the nearest one."""
 
 from __future__ import annotations
 
@@ -6,15 +6,6 @@ import argparse
 import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
-
-# Second names of flags: those of `SamplingParams`, and the former name of --model.
-_SECOND = {"--max-new-tokens": "--max-tokens", "--min-new-tokens": "--min-tokens", "--model": "--model-name"}
-
-
-def flags_of(name: str) -> tuple[str, ...]:
-    """The flags of an argument with this name or flag: its own, and its second name if it has one."""
-    flag = name if name.startswith("-") else f"--{name.replace('_', '-')}"
-    return (flag, _SECOND[flag]) if flag in _SECOND else (flag,)
 
 
 class FlagParser(argparse.ArgumentParser):

@@ -25,6 +25,9 @@ fleet.yaml:
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
     """Add the subcommand `fleet` to `commands`."""
+    from .common.settings import add_flags, settings_of
+    from .fleet.config import FleetConfig
+
     parser: argparse.ArgumentParser = commands.add_parser(
         "fleet",
         help="run several engines behind one queue",
@@ -35,9 +38,15 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     )
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     start = actions.add_parser("start", help="start a fleet, on this machine or on a running Ray cluster")
-    start.add_argument("--config", type=Path, metavar="FILE", required=True, help="settings in YAML (see docs/fleet.md)")
-    start.add_argument("--workers", type=int, metavar="N", help="number of workers; overrides the file")
-    start.add_argument("--port", type=int, metavar="N", help="port of the first front end; overrides the file")
+    start.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        required=True,
+        help="settings in YAML (see docs/fleet.md); flags override them",
+    )
+    start_flags = {name: settings_of(FleetConfig)[name] for name in ("workers", "port")}
+    add_flags(start, start_flags)
     start.set_defaults(run=_start)
     status = _action(actions, "status", "show the queue and the workers", _status)
     status.add_argument("--json", action="store_true", help="print JSON")
@@ -89,7 +98,7 @@ def _start(args: argparse.Namespace) -> int:
     errors: tuple[type[Exception], ...] = fleet_errors()
     from .fleet.actors import start_fleet
     from .fleet.config import DEFAULT_NAME, LOCAL, FleetConfig
-    from .server.models import ModelOptions
+    from .server.config import ModelOptions
     from .server.run import CannotServe
 
     errors += (CannotServe,)

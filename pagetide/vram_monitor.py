@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from .allocator.errors import AllocatorError
+from .common.settings import Settings, add_flags, settings_of
 from .common.units import format_bytes, parse_bytes
 from .monitor.config import MonitorConfig
 from .monitor.errors import AlreadyMonitored, ConfigInvalid, MonitorError, MonitorFailed
@@ -44,8 +45,7 @@ ALREADY_MONITORED_STATUS = 3
 UNUSED_CHECK_S = 0.1
 _BROKER_TIMEOUT_S = 1.0  # of the view, which waits for it
 
-_WATCHING = ("source", "devices", "interval", "detail_interval", "runtime_dir", "capacity", "members")
-_SERVING = (*_WATCHING, "headroom", "user_engines", "user_share", "metrics_port", "metrics_address", "group", "log_level")
+_SOURCE = ("source", "capacity", "members", "runtime_dir")
 # The packages that not every environment has, by the name to import.
 _PACKAGES = {
     "numpy": "numpy",
@@ -164,22 +164,7 @@ def _add_serve(commands: _Commands) -> None:
     )
     serve.add_argument("--config", type=Path, metavar="FILE", help="settings in YAML; flags override them")
     _add_source(serve)
-    _add_polling(serve)
-    serve.add_argument("--devices", metavar="I,J", help="watch only these devices, by index or uuid (default: all)")
-    serve.add_argument("--metrics-port", metavar="N", help="port of the metrics page; 0 picks a free one (default: no page)")
-    serve.add_argument("--metrics-address", metavar="A", help="address of the metrics page (default 127.0.0.1)")
-    serve.add_argument("--group", metavar="G", help="serve the whole machine from /run/pagetide, readable by this group")
-    serve.add_argument("--headroom", metavar="SIZE", help="memory never leased (default: a sixteenth of each device)")
-    serve.add_argument(
-        "--user-engines", metavar="N", help="maximum leases and reservations per user (default 64; no limit for root)"
-    )
-    serve.add_argument(
-        "--user-share",
-        metavar="SHARE",
-        help="maximum share of a device's leasable memory that minimums and reservations may guarantee to one user "
-        "(default 90%%; no limit for root)",
-    )
-    serve.add_argument("--log-level", metavar="L", help="debug, info, warning, error (default info)")
+    add_flags(serve, _flags(*(name for name in settings_of(MonitorConfig) if name not in _SOURCE)))
     # Set when `monitor.watch` starts the command.
     serve.add_argument("--until-unused", action="store_true", help=argparse.SUPPRESS)
     serve.set_defaults(run=_serve)
@@ -193,9 +178,8 @@ def _add_record(commands: _Commands) -> None:
     )
     record.add_argument("file", type=Path, metavar="FILE")
     record.add_argument("--duration", type=float, metavar="SECONDS", help="recording time (default: until interrupted)")
-    record.add_argument("--devices", metavar="I,J", help="watch only these devices, by index or uuid (default: all)")
     _add_source(record)
-    _add_polling(record)
+    add_flags(record, _flags("devices", "interval", "detail_interval"))
     record.set_defaults(run=_record)
 
 
@@ -237,32 +221,25 @@ def _add_lease_commands(commands: _Commands) -> None:
     run.add_argument("program", nargs="+", metavar="CMD", help="program and its arguments, after --")
     run.set_defaults(run=_run)
     for command in (leases, limit, recall, run):
-        command.add_argument(
-            "--runtime-dir",
-            metavar="DIR",
-            default=argparse.SUPPRESS,
-            help="directory of the monitor (default: PAGETIDE_RUNTIME_DIR, ...)",
-        )
+        command.argument_default = argparse.SUPPRESS  # so that it keeps what was given before it
+        add_flags(command, _flags("runtime_dir"))
 
 
 def _add_source(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("devices")
     group.argument_default = argparse.SUPPRESS  # so that a subcommand keeps what was given before it
-    group.add_argument("--source", metavar="S", help="auto, nvml, host or replay:FILE (default auto)")
-    group.add_argument("--capacity", metavar="SIZE", help="with host: use a test device of this size, e.g. 2GiB")
-    group.add_argument("--members", metavar="PID,...", help="with --capacity: the processes that use the test device")
-    group.add_argument("--runtime-dir", metavar="DIR", help="directory of the monitor (default: PAGETIDE_RUNTIME_DIR, ...)")
+    add_flags(group, _flags(*_SOURCE))
 
 
-def _add_polling(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--interval", metavar="SECONDS", help="interval between memory readings (default 0.02)")
-    command.add_argument(
-        "--detail-interval", metavar="SECONDS", help="interval between readings of load and processes (default 1)"
+def _flags(*names: str) -> Settings:
+    return {name: settings_of(MonitorConfig)[name] for name in names}
+
+
+def _settings(args: argparse.Namespace, *names: str, file: Path | None = None) -> MonitorConfig:
+    """The settings of these names, or all."""
+    return MonitorConfig.resolve(
+        file, {name: getattr(args, name, None) for name in names or settings_of(MonitorConfig)}
     )
-
-
-def _settings(args: argparse.Namespace, names: Sequence[str], file: Path | None = None) -> MonitorConfig:
-    return MonitorConfig.resolve(file, {name: getattr(args, name, None) for name in names})
 
 
 # ---- serve --------------------------------------------------------------------------------------
@@ -272,7 +249,7 @@ def _serve(args: argparse.Namespace) -> int:
     from .monitor.daemon import Daemon
 
     sys.setswitchinterval(0.0005)  # the thread that lists processes must not delay the one that reads memory
-    config = _settings(args, _SERVING, args.config)
+    config = _settings(args, file=args.config)
     _log_to_stderr(config.log_level)
     signals = _Signals()
     _allow_descriptors()
@@ -400,7 +377,7 @@ class _Signals:
 
 def _reload(daemon: Any, args: argparse.Namespace) -> None:
     try:
-        daemon.reload(_settings(args, _SERVING, args.config))
+        daemon.reload(_settings(args, file=args.config))
         logging.getLogger().setLevel(daemon.config.log_level.upper())
         log.info("configuration reloaded")
     except MonitorError as error:
@@ -501,7 +478,7 @@ def _wait_for_answers(read: Callable[[], Snapshot], timeout_s: float = 3.0) -> N
 def _view(args: argparse.Namespace) -> int:
     logging.getLogger("pagetide").addHandler(logging.NullHandler())  # keeps logs off the screen
     refresh = MonitorConfig.resolve(None, {"interval": args.refresh or 1.0}).interval
-    config = _settings(args, ("source", "devices", "runtime_dir", "capacity", "members"))
+    config = _settings(args, "devices", *_SOURCE)
     min_bytes = _parse_min_memory(args.min_memory)
     with _observed(config) as (read, follower):
         from .monitor.view.listing import Listing
@@ -547,7 +524,7 @@ def _record(args: argparse.Namespace) -> int:
 
     if args.duration is not None and not args.duration > 0:
         raise ConfigInvalid(f"--duration must be a number of seconds above 0, got {args.duration:g}")
-    config = _settings(args, _WATCHING)
+    config = _settings(args)
     signals = _Signals()
     with (
         _observed(config) as (read, _),
@@ -572,7 +549,7 @@ def _running(args: argparse.Namespace) -> tuple[RuntimeDir, RecordReader]:
     from .monitor.runtime_dir import readable_dirs
     from .monitor.watching import find_running
 
-    config = _settings(args, ("runtime_dir",))
+    config = _settings(args, "runtime_dir")
     directories = readable_dirs() if config.runtime_dir is None else (directory_of(config),)
     if (running := find_running(directories)) is None:
         where = " or ".join(str(directory.path) for directory in directories)

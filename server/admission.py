@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 from ..common.answer_memory import AnswerSize
 from ..common.units import format_bytes
+from .config import MOST_BODY_BYTES
 from .errors import ApiError, invalid, unavailable
 from .keys import ApiKey, KeyUse
 
@@ -19,7 +20,6 @@ RATE_AGE_S = 60.0
 BODIES = 16  # of the largest size, whose bytes may be held at the same time
 CONVERTED = 256  # tokens that /tokenize and /detokenize convert at the price of one, which takes about as long
 MOST_RETRY_S = 300
-MOST_BODY_BYTES = 8 << 20  # the longest contexts: a million tokens, as ids of up to 6 digits or as text
 
 
 class HeldBytes:

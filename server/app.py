@@ -15,20 +15,22 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
+from ..api.arguments import table_answer
+from ..common.settings import unknown_setting
 from ..version import __version__
 from .admission import RequestAdmission
 from .bodies import BodyRoute
 from .chat import ChatCompletion
 from .choices import json_encode
 from .completions import TextCompletion
-from .config import ENGINE_OPTIONS, unknown_setting
+from .config import ENGINE_OPTIONS, ModelOptions
 from .engine_client import Batch, EngineClient, EngineUnavailable, RequestFailed
 from .errors import ApiError, from_engine, unavailable
 from .fields import IGNORED
 from .guard import CorsHeaders, CorsQuestions, Guard, GuardRules, RequestContext
 from .keys import ApiKey, ApiKeys
 from .metrics import CONTENT_TYPE, Metrics
-from .models import ModelOptions, ModelRegistry, ServedModel
+from .models import ModelRegistry, ServedModel
 from .page import PageEndpoints
 from .requests import (
     MOST_DRAIN_S,
@@ -439,7 +441,7 @@ def _add_admin(app: FastAPI, server: Server) -> None:
             raise ApiError(400, "a recording is a file of this machine: set it at the start, by --record", param="options")
         for name in body.options:
             if name not in ENGINE_OPTIONS:
-                raise ApiError(400, unknown_setting(name, ENGINE_OPTIONS), param="options")
+                raise ApiError(400, unknown_setting(name, ENGINE_OPTIONS, table_answer), param="options")
         model = server.models.add(ModelOptions(body.name or body.model, body.model, body.options))
         await server.models.loaded(model)
         return _json({"name": model.name, "seconds": round(time.monotonic() - began, 3)})

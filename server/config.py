@@ -1,4 +1,7 @@
-"""The settings of `pagetide serve`: from flags, PAGETIDE_* variables and a YAML file, in this order."""
+"""The settings of `pagetide serve`: from flags, PAGETIDE_* variables and a YAML file, in this order.
+
+Imports none of the server's libraries: the flags are there without them.
+"""
 
 from __future__ import annotations
 
@@ -7,39 +10,48 @@ import ipaddress
 import logging
 import re
 import ssl
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ..api.arguments import table_answer
 from ..common.checked_file import InvalidFile, read_checked
 from ..common.error_text import said_of
-from ..common.yaml_file import InvalidYaml, read_yaml
-from .admission import MOST_BODY_BYTES
-from .guard import LOOPBACK
-from .models import ModelOptions
+from ..common.settings import (
+    VARIABLES,
+    Given,
+    Sourced,
+    check_names,
+    checked,
+    choice,
+    entries,
+    integer,
+    items,
+    located,
+    of_environ,
+    of_file,
+    path,
+    readable,
+    seconds,
+    setting,
+    settings_of,
+    size,
+    switch,
+    text,
+)
+from ..engine.config import EngineArguments, Scope
 from .tools import TOOL_PARSERS, ToolParser
 
-DEFAULT_MAX_QUEUE = 256
 _MOST_PEM_BYTES = 1 << 20
-DEFAULT_DRAIN_S = 30.0
-VARIABLES = "PAGETIDE_"
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+MOST_BODY_BYTES = 8 << 20  # the longest contexts: a million tokens, as ids of up to 6 digits or as text
 ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # with the one that this machine calls
+# Arguments of `LLM` that are settings for all models, and those that one model may have.
+ENGINE_SETTINGS = settings_of(EngineArguments, Scope.SERVER)
+ENGINE_OPTIONS = settings_of(EngineArguments, Scope.ENTRY)
 _MODEL_KEYS = ("name", "model", "tool_call_parser", "chat_template")
-# Settings that a model's entry may have too.
-_OF_MODELS = ("tool_call_parser", "chat_template", "record", "record_text")
-# Arguments of `LLM` that are settings, for all models, with the types of their variables.
-ENGINE_SETTINGS = {
-    "device": "str", "devices": "str", "tensor_parallel_size": "int", "dtype": "str", "quantization": "str",
-    "kv_cache_dtype": "str", "kv_memory": "str",
-    "block_size": "int | auto", "attention": "str", "max_seqs": "int", "max_step_tokens": "int", "max_model_len": "int",
-    "max_chunk_tokens": "int", "prefix_cache_memory": "str", "host_kv_memory": "str", "prefix_caching": "bool",
-    "idle_s": "float", "share": "bool", "overlap": "bool", "cuda_graphs": "bool", "self_check": "bool",
-}  # fmt: skip
-# And those that one model may have besides.
-ENGINE_OPTIONS = (*ENGINE_SETTINGS, "record", "record_text", "tokenizer", "trust_remote_code", "kv_events")
-NAMES = ("model", "served_model_name")  # lists; `model` is a shorter `models`
+_OF_MODELS = (*_MODEL_KEYS, "record", "record_text")  # settings that a model's entry may have too
 # Variables that are no settings of the file.
 _OTHER_VARIABLES = ("CONFIG", "SERVE_CONFIG", "API_KEY", "ADMIN_KEY", "RUNTIME_DIR", "GID", "CACHE_SIZE")
 _NEAR = 0.8  # as similar is an unknown variable to one that it is meant to be
@@ -52,49 +64,81 @@ class ServeConfigInvalid(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class ServeConfig:
-    """The settings of a server.
+class ModelOptions:
+    """What to serve under a name.
 
-    Args:
-        host: Address to listen on.
-        port: Port to listen on; 0 takes a free one.
-        api_key_file: YAML file of API keys; see `keys.read_keys`.
-        chat_template: File with a chat template, used instead of the models' own.
-        tool_call_parser: hermes, llama3, mistral or none; default: as the chat template says.
-        cors_origin: Origins of web pages that may call.
-        allowed_host: Further names in the Host header.
-        forwarded_allow_ips: Proxies and networks with an X-Forwarded-For and X-Forwarded-Proto to believe; "*" is all.
-        max_queue: Sequences that may wait; more get 429.
-        drain_timeout: Seconds that running requests have after SIGTERM.
-        max_body: Largest body of a request, in bytes. The default fits a prompt of a million tokens as token ids (8 bytes each,
-            with comma and space) and as text (4 to 6 bytes). Parsing costs the streams more than bytes do: see `bodies`.
-        ignore_unknown_fields: Accept requests with unknown fields.
-        open_metrics: Serve /metrics without an API key.
-        access_log: Write a JSON line for each request.
-        ssl_certfile: TLS certificate chain.
-        ssl_keyfile: TLS private key.
-        record: File of a recording for `pagetide replay`; of several models each has its name before the suffix.
-        record_text: Put prompts and outputs into it.
+    Attributes:
+        reference: A name of a models file, a folder, or a hub id in the local cache.
+        engine: Arguments of `LLM`.
+        tool_parser: The format of tool calls; None: as the chat template says.
+        chat_template: A chat template, used instead of the model's own; among settings the name of its file.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_key_file: Path | None = None
-    chat_template: Path | None = None
-    tool_call_parser: ToolParser | None = None
-    cors_origin: tuple[str, ...] = ()
-    allowed_host: tuple[str, ...] = ()
-    forwarded_allow_ips: tuple[str, ...] = ()
-    max_queue: int = DEFAULT_MAX_QUEUE
-    drain_timeout: float = DEFAULT_DRAIN_S
-    max_body: int = MOST_BODY_BYTES
-    ignore_unknown_fields: bool = False
-    open_metrics: bool = False
-    access_log: bool = True
-    ssl_certfile: Path | None = None
-    ssl_keyfile: Path | None = None
-    record: Path | None = None
-    record_text: bool = False
+    name: str
+    reference: str
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    tool_parser: ToolParser | None = None
+    chat_template: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelNames:
+    """The settings that name models."""
+
+    # fmt: off
+    model: tuple[str, ...] = setting(
+        (), items(text(), "MODEL", sep=","), "another way to name a model; repeatable", flags=["--model"],
+    )
+    served_model_name: tuple[str, ...] = setting(
+        (), items(text(), "NAME", sep=","), "name of the model in requests; repeat for each model",
+    )
+    # fmt: on
+
+
+def _check_proxy(given: Any) -> str:
+    try:
+        if given != "*":
+            ipaddress.ip_network(given)
+    except ValueError:
+        raise ValueError(f"must have addresses such as 10.0.0.1 or 10.0.0.0/8, got {given!r:.80}") from None
+    return str(given)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """The settings of a server. Parsing a body costs the streams more than its bytes do: see `bodies`."""
+
+    # fmt: off
+    host: str = setting("127.0.0.1", text("ADDRESS"), "address to listen on")
+    port: int = setting(8000, integer(0, 65_535, "a port"), "port to listen on; 0 picks a free one")
+    api_key_file: Path | None = setting(None, path(), "YAML file with API keys and their limits")
+    max_queue: int = setting(256, integer(), "maximum number of waiting sequences; beyond it requests get 429")
+    drain_timeout: float = setting(30.0, seconds(0, 1e9), "how long running requests may finish after SIGTERM")
+    chat_template: Path | None = setting(None, path(), "chat template to use instead of the models' own")
+    tool_call_parser: ToolParser | None = setting(
+        None, choice(*TOOL_PARSERS, metavar="FORMAT"), "hermes, llama3, mistral or none", unset="detected from the template",
+    )
+    cors_origin: tuple[str, ...] = setting(
+        (), items(text(), "URL"), "origin of web pages that may call; * allows all; repeatable",
+    )
+    allowed_host: tuple[str, ...] = setting((), items(text(), "NAME"), "accepted Host header; repeatable")
+    forwarded_allow_ips: tuple[str, ...] = setting(
+        (), items(replace(text(), check=_check_proxy), "LIST"),
+        "trusted proxies and networks for X-Forwarded-For, separated by commas; * trusts all", unset="none",
+    )
+    max_body: int = setting(
+        MOST_BODY_BYTES, size(), "maximum size of a request body, which fits a prompt of a million tokens", unset="8 MiB",
+    )
+    ignore_unknown_fields: bool = setting(False, switch(), "accept unknown fields in requests")
+    open_metrics: bool = setting(False, switch(), "serve /metrics without an API key")
+    access_log: bool = setting(True, switch(), "log each request, as a line of JSON")
+    record: Path | None = setting(
+        None, path(), "record the cache's activity for `pagetide replay`; of several models each adds its name to the file's",
+    )
+    record_text: bool = setting(False, switch(), "also record prompts and outputs")
+    ssl_certfile: Path | None = setting(None, path(), "TLS certificate chain")
+    ssl_keyfile: Path | None = setting(None, path(), "TLS private key")
+    # fmt: on
     models: tuple[ModelOptions, ...] = ()
 
     @property
@@ -129,61 +173,47 @@ class ServeConfig:
 
     @classmethod
     def resolve(
-        cls,
-        given: Mapping[str, Any],
-        environ: Mapping[str, str],
-        file: Path | None = None,
+        cls, given: Mapping[str, Any], environ: Mapping[str, str], file: Path | None = None,
         models: Sequence[ModelOptions] = (),
-        engine: Mapping[str, Any] | None = None,
-    ) -> ServeConfig:
+    ) -> ServeConfig:  # fmt: skip
         """The settings: `given` on the command line (None: not given), in `environ`, in `file`, else the defaults.
 
         Args:
-            given: May have `served_model_name` too.
+            given: By the names of EVERY.
             models: Those named on the command line, instead of those of `environ` and the file.
-            engine: Arguments of `LLM` on the command line.
 
         A model's entry in the file goes before what the top of the file says for all models. Warns in the log of variables that
         look like misspelled settings. Raises ServeConfigInvalid.
         """
-        from_file = {} if file is None else _read(file)
-        environ = {name: _stripped(value.strip().removeprefix("\ufeff")) for name, value in environ.items()}
-        environ = {name: value for name, value in environ.items() if value}  # empty: not set
+        environ = {name: value.strip().removeprefix("\ufeff") for name, value in environ.items()}
         _warn_of_variables(environ)
-        values: dict[str, Any] = {}
-        before: dict[str, Any] = {}  # what goes before the models' entries
-        for name in (one.name for one in fields(cls) if one.name != "models"):
-            variable = f"{VARIABLES}{name.upper()}"
-            if given.get(name) is not None:
-                values[name] = before[name] = _value(name, given[name], f"--{name.replace('_', '-')}")
-            elif variable in environ:
-                values[name] = before[name] = _value(name, environ[variable], variable)
-            elif name in from_file:
-                values[name] = _value(name, from_file[name], f"{file}: {name}")
-        first = _engine_variables(environ) | dict(engine or {})
-        top = {name: from_file[name] for name in ENGINE_SETTINGS if name in from_file}
-        found = [
-            replace(model, engine=top | dict(model.engine) | first)
-            for model in models
-            or _models(environ, from_file, f"{file}: models", [name for name in _OF_MODELS if name in before])
-        ]
-        names = given.get("served_model_name") or _names("served_model_name", environ, from_file)
-        if names and len(names) != len(found):
-            raise ServeConfigInvalid(f"{len(found)} models, but {len(names)} served_model_name: give one for each")
-        if names:
-            found = [replace(model, name=name) for model, name in zip(found, names, strict=True)]
-        template = values.get("chat_template")
-        config = cls(
-            **values,
-            models=tuple(
-                replace(
-                    model,
-                    tool_parser=model.tool_parser or values.get("tool_call_parser"),
-                    chat_template=model.chat_template or (None if template is None else str(template)),
-                )
-                for model in found
-            ),
-        )
+        flags = {name: Sourced(value, EVERY[name].flags[0]) for name, value in given.items() if value is not None}
+        first = of_environ(environ, EVERY) | readable(flags, EVERY)  # goes before models' entries
+        in_file = {} if file is None else readable(of_file(file, ServeConfigInvalid), EVERY)
+        in_file = {name: one for name, one in in_file.items() if one.value != ""}
+        check_names(in_file, [*EVERY, "models"], ServeConfigInvalid, answer=table_answer)
+        entries_of = in_file.pop("models", None)
+        if entries_of is not None and "model" in in_file:
+            raise ServeConfigInvalid(f"{in_file['model'].where}: give either model or models")
+        merged = in_file | first
+        own, names = _checked(cls, merged), _checked(ModelNames, merged)
+        _check_engine(merged)
+        found = list(models) or [ModelOptions(name, name) for name in names.get("model", ())]
+        if not found and file is not None and entries_of is not None:
+            found = _models(file, entries_of, [name for name in _OF_MODELS if name in first])
+        served = names.get("served_model_name", ())
+        if served and len(served) != len(found):
+            raise ServeConfigInvalid(f"{len(found)} models, but {len(served)} served_model_name: give one for each")
+        top, over = (_engine(where) for where in (in_file, first))
+        template = own.get("chat_template")
+        config = cls(**own, models=tuple(
+            replace(
+                model, name=served[i] if served else model.name, engine=top | dict(model.engine) | over,
+                tool_parser=model.tool_parser or own.get("tool_call_parser"),
+                chat_template=model.chat_template or (None if template is None else str(template)),
+            )
+            for i, model in enumerate(found)
+        ))  # fmt: skip
         config._check()
         return config
 
@@ -197,20 +227,15 @@ class ServeConfig:
             raise ServeConfigInvalid("TLS needs both --ssl-certfile and --ssl-keyfile")
         if self.ssl_certfile is not None and self.ssl_keyfile is not None:
             _check_tls(self.ssl_certfile, self.ssl_keyfile)
-        if not 0 <= self.port < 65536:
-            raise ServeConfigInvalid(f"the port must be from 0 to 65535, got {self.port}")
-        if self.max_queue < 0 or self.max_body < 1 or not 0 <= self.drain_timeout < float("inf"):
-            raise ServeConfigInvalid("max_queue and drain_timeout must be at least 0, max_body at least 1")
         if self.record_text and self.record is None:
             raise ServeConfigInvalid("record_text needs a file to record to: --record FILE")
         files = [model.engine.get("record") for model in self.recorded_models]
         if twice := {file for file in files if file is not None and files.count(file) > 1}:
             raise ServeConfigInvalid(f"two models record to {twice.pop()}: give one of them another name")
-        for proxy in self.forwarded_allow_ips:
-            if proxy != "*" and not _is_network(proxy):
-                raise ServeConfigInvalid(
-                    f"forwarded_allow_ips names addresses such as 10.0.0.1 or 10.0.0.0/8, got {proxy!r:.80}"
-                )
+
+
+# All settings but the models themselves, by name.
+EVERY = {**settings_of(ModelNames), **settings_of(ServeConfig), **ENGINE_SETTINGS}
 
 
 def _check_tls(certificates: Path, key: Path) -> None:
@@ -236,176 +261,53 @@ def _check_tls(certificates: Path, key: Path) -> None:
         ) from error
 
 
-def _is_network(text: str) -> bool:
-    try:
-        ipaddress.ip_network(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        _, data = read_yaml(file)
-    except (OSError, InvalidYaml) as error:
-        raise ServeConfigInvalid(f"{file} cannot be read: {error}") from error
-    if not isinstance(data, Mapping):
-        raise ServeConfigInvalid(f"{file} must map settings to values")
-    known = [*(one.name for one in fields(ServeConfig)), *ENGINE_SETTINGS, *NAMES]
-    settings = by_name(data, str(file))
-    for name in settings:
-        if name not in known:
-            raise ServeConfigInvalid(f"{file}: {unknown_setting(name, known)}")
-    settings = {name: _stripped(value) for name, value in settings.items()}
-    unset = {name for name, value in settings.items() if value == "" or (value is None and name not in ENGINE_SETTINGS)}
-    return {name: value for name, value in settings.items() if name not in unset}
-
-
-def _stripped(value: Any) -> Any:
-    """A value without the white space around its texts."""
-    if isinstance(value, Mapping):
-        return {name: _stripped(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return [_stripped(one) for one in value]
-    return value.strip() if isinstance(value, str) else value
-
-
-def with_underscores(name: str) -> str:
-    """A setting's name as here, of one that may have hyphens."""
-    return name.replace("-", "_")
-
-
-def by_name(
-    given: Mapping[Any, Any],
-    where: str,
-    invalid: type[ValueError] = ServeConfigInvalid,
-    name_of: Callable[[str], str] = with_underscores,
-) -> dict[str, Any]:
-    """Settings by their names. Raises `invalid` for a name that two of them have."""
-    settings: dict[str, Any] = {}
-    for written, value in given.items():
-        if (name := name_of(str(written))) in settings:
-            first = next(one for one in given if name_of(str(one)) == name)
-            raise invalid(f"{where}: {name} appears twice, as {first!r:.80} and {written!r:.80}: remove one")
-        settings[name] = value
-    return settings
-
-
-def unknown_setting(name: str, known: Sequence[str]) -> str:
-    """What an error says of a setting that is none of `known`: what it is called here, or the nearest one."""
-    if (said := table_answer(name)) is None:
-        near = difflib.get_close_matches(name, known, n=1)
-        said = f"did you mean {near[0]}?" if near else None
-    return f"unknown setting {name!r}" + (f"; {said}" if said else "")
-
-
 def _warn_of_variables(environ: Mapping[str, str]) -> None:
     """Warn of PAGETIDE_* variables that nothing reads and that look like a setting."""
-    known = [*(one.name for one in fields(ServeConfig) if one.name != "models"), *ENGINE_SETTINGS, *NAMES]
-    names = [name.upper() for name in known] + [*_OTHER_VARIABLES]
+    names = [name.upper() for name in EVERY] + [*_OTHER_VARIABLES]
     for variable in environ:
         name = variable.removeprefix(VARIABLES)
-        if not variable.startswith(VARIABLES) or name in names:
+        if not variable.startswith(VARIABLES) or name in names or not environ[variable]:
             continue
         if near := difflib.get_close_matches(name, names, n=1, cutoff=_NEAR):
             log.warning("unknown variable %s; did you mean %s%s?", variable, VARIABLES, near[0])
 
 
-def _engine_variables(environ: Mapping[str, str]) -> dict[str, Any]:
-    """The engine's settings among the variables. Raises ServeConfigInvalid."""
-    found: dict[str, Any] = {}
-    for name, kind in ENGINE_SETTINGS.items():
-        text = environ.get(variable := f"{VARIABLES}{name.upper()}")
-        if text is None:
+def _checked(cls: Any, given: Given) -> dict[str, Any]:
+    """Those of `given` that are settings of `cls`, checked. Raises ServeConfigInvalid, which names the source."""
+    values = {name: one.value for name, one in given.items() if name in settings_of(cls)}
+    return located(given, lambda: checked(cls, values, ServeConfigInvalid), ServeConfigInvalid)
+
+
+def _check_engine(given: Given) -> None:
+    """Check the settings of engines, as far as nothing else is needed. Raises ServeConfigInvalid, which names the source."""
+    located(given, lambda: checked(EngineArguments, _engine(given), ServeConfigInvalid), ServeConfigInvalid)
+
+
+def _engine(given: Given) -> dict[str, Any]:
+    return {name: given[name].value for name in ENGINE_SETTINGS if name in given}
+
+
+def _models(file: Path, listed: Sourced, overridden: Sequence[str]) -> list[ModelOptions]:
+    """The entries of `models`; `overridden` is left out of them."""
+    if not isinstance(listed.value, list):
+        raise ServeConfigInvalid(f"{listed.where}: a list was expected, got {listed.value!r:.80}")
+    found = []
+    for value, node in zip(listed.value, listed.node.value, strict=True):
+        where = f"{file}:{node.start_mark.line + 1}"
+        if isinstance(value, str):
+            found.append(ModelOptions(value, value))
             continue
-        try:
-            found[name] = text if kind.endswith("auto") and text == "auto" else _parsed(kind.partition(" ")[0], text)
-        except ValueError as error:
-            raise ServeConfigInvalid(f"{variable} must be a value of type {kind}, got {text!r:.80}") from error
+        given = entries(file, Sourced(value, where, node), ServeConfigInvalid) if isinstance(value, Mapping) else {}
+        if "model" not in given or not isinstance(given["model"].value, str):
+            raise ServeConfigInvalid(f"{where}: an entry is a model, or a mapping with `model:`, got {value!r:.80}")
+        check_names(given, [*_MODEL_KEYS, *ENGINE_OPTIONS], ServeConfigInvalid, answer=table_answer)
+        model = given.pop("model").value
+        name = str(given.pop("name").value or model) if "name" in given else model
+        given = {name: one for name, one in readable(given, ENGINE_OPTIONS).items() if name not in overridden}
+        own = _checked(ServeConfig, {key: given.pop(key) for key in _MODEL_KEYS if key in given})
+        _check_engine(given)
+        template, engine = own.get("chat_template"), {key: one.value for key, one in given.items()}
+        found.append(
+            ModelOptions(name, model, engine, own.get("tool_call_parser"), None if template is None else str(template))
+        )
     return found
-
-
-def _names(name: str, environ: Mapping[str, str], from_file: Mapping[str, Any]) -> list[str]:
-    """A list of names: in a variable separated by commas, in the file a text or a list."""
-    given = environ.get(f"{VARIABLES}{name.upper()}", from_file.get(name))
-    if isinstance(given, str):
-        return [part.strip() for part in given.split(",") if part.strip()]
-    return [] if given is None else [str(one) for one in _list(given)]
-
-
-def _models(
-    environ: Mapping[str, str], from_file: Mapping[str, Any], where: str, overridden: Sequence[str]
-) -> list[ModelOptions]:
-    """The models that PAGETIDE_MODEL or the file names; of their entries, `overridden` is left out."""
-    if "models" in from_file and "model" in from_file:
-        raise ServeConfigInvalid(f"{where}: give either model or models")
-    named = _names("model", environ, {} if "models" in from_file else from_file)
-    entries = [_model(entry, where, overridden) for entry in _list(from_file.get("models") or [])]
-    return [ModelOptions(name, name) for name in named] or entries
-
-
-def _parsed(kind: str, value: Any) -> Any:
-    """`value` as a bool, int, float or text. Raises ValueError or TypeError."""
-    if kind == "bool":
-        return _boolean(value)
-    if isinstance(value, bool) or (kind == "int" and isinstance(value, float) and not value.is_integer()):
-        raise ValueError(value)
-    if kind == "int":
-        return int(value)
-    return float(value) if kind == "float" else str(value)
-
-
-def _value(name: str, value: Any, where: str) -> Any:
-    """`value` in the type of the setting. Raises ServeConfigInvalid."""
-    kind = str(ServeConfig.__annotations__[name])
-    if name == "tool_call_parser":
-        return tool_parser(value, where)
-    try:
-        if kind.startswith("tuple"):
-            parts = re.split(r"[\s,]+", value) if isinstance(value, str) else map(str, _list(value))
-            return tuple(filter(None, parts))
-        return Path(value) if kind.startswith("Path") else _parsed(kind, value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ServeConfigInvalid(f"{where} must be a value of type {kind}, got {value!r:.80}") from error
-
-
-def _boolean(value: Any) -> bool:
-    words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
-    if isinstance(value, bool):
-        return value
-    if str(value).lower() not in words:
-        raise ValueError(value)
-    return words[str(value).lower()]
-
-
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list | tuple):
-        raise ServeConfigInvalid(f"a list was expected, got {value!r:.80}")
-    return list(value)
-
-
-def _model(entry: Any, where: str, overridden: Sequence[str]) -> ModelOptions:
-    """An entry of `models`: a model, or a mapping of `model`, `name`, and arguments of `LLM`, without what is `overridden`."""
-    options = {"model": entry} if isinstance(entry, str) else entry
-    if not isinstance(options, Mapping) or not isinstance(options.get("model"), str):
-        raise ServeConfigInvalid(f"{where}: an entry is a model, or a mapping with `model:`, got {entry!r:.80}")
-    options = by_name(options, f"{where}: {options['model']}")
-    known = [*_MODEL_KEYS, *ENGINE_OPTIONS]
-    for name in options:
-        if name not in known:
-            raise ServeConfigInvalid(f"{where}: {options['model']}: {unknown_setting(name, known)}")
-    options = {name: value for name, value in options.items() if name not in overridden}
-    arguments = {name: value for name, value in options.items() if name not in _MODEL_KEYS}
-    name = str(options.get("name") or options["model"])
-    parser, template = tool_parser(options.get("tool_call_parser"), where), options.get("chat_template")
-    return ModelOptions(name, options["model"], arguments, parser, template)
-
-
-def tool_parser(given: Any, where: str) -> ToolParser | None:
-    """A format of tool calls by its name. Raises ServeConfigInvalid."""
-    for parser in TOOL_PARSERS:
-        if given == parser:
-            return parser
-    if given is None:
-        return None
-    raise ServeConfigInvalid(f"{where}: tool_call_parser must be one of {', '.join(TOOL_PARSERS)}, got {given!r:.80}")

@@ -21,8 +21,9 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .admission import MOST_BODY_BYTES, RequestAdmission
+from .admission import RequestAdmission
 from .choices import json_encode
+from .config import LOOPBACK, MOST_BODY_BYTES
 from .errors import ApiError
 from .keys import ApiKey, ApiKeys
 from .page_sessions import PageSession, PageSessions
@@ -42,7 +43,6 @@ GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions")
 CONVERTING_PATHS = ("/tokenize", "/detokenize")  # take no place, and count for their key
 LEFT = 499  # the status of a request whose client left before there was one, as nginx has it
 EXPOSED_HEADERS = ("retry-after", "x-request-id")  # to pages of other origins
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 # Of the page and all that it asks for. It runs its own scripts alone, and is shown in no other page.
 PAGE_HEADERS = (
     (

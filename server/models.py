@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
+from .config import ModelOptions
 from .engine_client import EngineClient, EngineUnavailable, LoadFailed, RemoteEngine, RequestFailed
 from .errors import ApiError, unavailable
 from .tools import ToolParser, detect_parser
@@ -19,24 +19,6 @@ FIRST_RESTART_S, MOST_RESTART_S = 1.0, 60.0
 GOOD_AFTER_S = 60.0  # an engine that lived so long is restarted at once
 
 State = Literal["loading", "ready", "asleep", "failed"]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelOptions:
-    """What to serve under a name.
-
-    Attributes:
-        reference: A name of a models file, a folder, or a hub id in the local cache.
-        engine: Arguments of `LLM`.
-        tool_parser: The format of tool calls; None: as the chat template says.
-        chat_template: A chat template, used instead of the model's own; among settings the name of its file.
-    """
-
-    name: str
-    reference: str
-    engine: Mapping[str, Any] = field(default_factory=dict)
-    tool_parser: ToolParser | None = None
-    chat_template: str | None = None
 
 
 class ServedModel:

@@ -18,9 +18,9 @@ from ..version import __version__
 from .admission import RequestAdmission
 from .app import add_errors
 from .choices import json_encode
-from .config import ServeConfig
+from .config import LOOPBACK, ServeConfig
 from .errors import ApiError
-from .guard import LOOPBACK, Guard, GuardRules
+from .guard import Guard, GuardRules
 from .keys import ApiKeys
 from .page import PageFiles
 from .run import CannotServe, HttpServer, listen, run_event_loop

@@ -22,9 +22,9 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from .app import AppOptions, Server, make_app
-from .config import ServeConfig
+from .config import LOOPBACK, ServeConfig
 from .connection import SWITCH_S
-from .guard import LOOPBACK, GuardRules
+from .guard import GuardRules
 from .http_protocol import BoundedHttpProtocol
 from .keys import ApiKeys, read_keys
 from .models import ModelRegistry

@@ -11,10 +11,10 @@ from typing import Any, Self
 
 from page_rig import FAR_S, LocalServer, httpx2
 
+from pagetide.server.config import ModelOptions
 from pagetide.server.engine_client import Generation, Observer, RequestFailed
 from pagetide.server.keys import ApiKeys
 from pagetide.server.messages import Accepted, ModelInfo, Piece, RequestEnd, Score
-from pagetide.server.models import ModelOptions
 
 INFO = ModelInfo("kept", 1 << 20, 64, 16, 1 << 16, True, "{{ messages }}", "cpu", "none", "0")
 PROMPT = [7] * 8

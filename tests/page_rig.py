@@ -13,11 +13,12 @@ import pytest
 import uvicorn
 
 from pagetide.server.app import AppOptions, Server, make_app
+from pagetide.server.config import ModelOptions
 from pagetide.server.engine_client import EngineUnavailable
 from pagetide.server.http_protocol import BoundedHttpProtocol
 from pagetide.server.keys import ApiKey, ApiKeys, digest_of
 from pagetide.server.messages import ModelInfo
-from pagetide.server.models import ModelOptions, ModelRegistry
+from pagetide.server.models import ModelRegistry
 from pagetide.server.page import PageEndpoints, PageFiles
 
 httpx2 = pytest.importorskip("httpx2")  # of transformers: environments without torch may lack it

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from torch_free import TORCH_LIBRARIES, TORCH_MODULES
+from torch_free import PURE_MODULES, TORCH_LIBRARIES, TORCH_MODULES
 
 # Each may import what stands left of it. `configs` holds data.
 ORDER = (
@@ -207,8 +207,14 @@ def _internal_breaches(module: str, target: str) -> Iterator[str]:
             yield f"imports {target}; of pagetide itself a package may import only {', '.join(ROOT_NAMES)}"
     elif ORDER.index(their) > ORDER.index(own):
         yield f"imports {target}; imports run {' -> '.join(ORDER)} and never back"
-    elif own != "engine" and module not in TORCH_MODULES and any(within(target, holds) for holds in TORCH_MODULES):
+    elif own != "engine" and module not in TORCH_MODULES and _may_load_torch(target):
         yield f"imports {target}, which loads torch"
+
+
+def _may_load_torch(target: str) -> bool:
+    return any(within(target, holds) for holds in TORCH_MODULES) and not any(
+        within(target, one) for one in PURE_MODULES
+    )
 
 
 def upward_imports(engine: Path) -> list[str]:

@@ -18,6 +18,8 @@ TORCH_MODULES = (
     "pagetide.fleet.client", "pagetide.fleet.outputs", "pagetide.fleet.api", "pagetide.fleet.front", "pagetide.fleet.cluster",
     "pagetide.fleet.actors", "pagetide.fleet.call", "pagetide.fleet.sync", "pagetide.fleet.errors",
 )  # fmt: skip
+# But these import none, and anything may import them.
+PURE_MODULES = ("pagetide.engine.config",)
 # Public names that load the engine when they are used, and programs that do so at once.
 _LOAD_ENGINES = ("pagetide", "pagetide.pipelines", "pagetide.batch", "pagetide.demo", "benchmarks", "examples")
 _IMPORT = re.compile(r"^ *(?:from ([\w.]+) import \(?([\w, ]*)|import ([\w., ]+))", re.MULTILINE)

@@ -24,7 +24,7 @@ from ..engine.text.chat_template import options_from_data, tool_template
 from ..engine.text.detokenizer import special_tokens
 from ..serve import add_fleet, check_libraries
 from ..server.tools import detect_parser
-from .config import STDIN, RunConfig, add_flags, fingerprint, read_config
+from .config import STDIN, RunConfig, add_run_flags, fingerprint, read_config
 from .input import InputFile, InputRequest, Summary, read_line
 from .output import Output, Settings, files_of
 from .results import Record, ResultBuilder, failure_of, is_error, line_of, usage_of, was_started
@@ -60,7 +60,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output once the new one is complete")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     add_fleet(parser, "send the lines to a running fleet, and use its model")
-    add_flags(parser)
+    add_run_flags(parser)
     parser.set_defaults(run=main)
     return parser
 
@@ -202,7 +202,7 @@ class _RunState:
         elif self.tally.lines < self._survey.num_lines:
             from ..engine.llm import LLM
 
-            with LLM(self._config.model, **self._config.engine.arguments()) as llm:
+            with LLM(self._config.model, **self._config.engine) as llm:
                 self._serve(llm)
                 self.tally.preemptions = llm.stats()["preemptions"]
         if self._digest.hexdigest() != self._survey.sha256:
@@ -415,7 +415,7 @@ def _fleet_config(args: argparse.Namespace, model: FleetModel) -> RunConfig:
     config = read_config(args, model.reference)
     if config.model not in (model.reference, model.name):
         raise ConfigError(f"the fleet serves {model.reference}, and not {config.model}: leave the model out")
-    if given := config.engine.arguments():
+    if given := config.engine:
         raise ConfigError(f"the fleet's workers have their own engine settings: leave out {', '.join(given)}")
     return config
 

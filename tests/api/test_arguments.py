@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-from dataclasses import FrozenInstanceError, asdict, fields, replace
+from dataclasses import FrozenInstanceError, asdict, dataclass, field, fields, replace
 from typing import Any
 
 import pytest
 
-from pagetide.api.arguments import UnknownArgument, explains_arguments, explains_names, rows
+from pagetide.api.arguments import UnknownArgument, explains_arguments, explains_names, rows, takes
 from pagetide.api.sampling_params import ALIASES, SamplingParams
 
 OWN = [row for row in rows() if row.is_of("SamplingParams")]
@@ -117,19 +117,25 @@ def test_a_decorated_function_keeps_its_signature_and_checks_names() -> None:
     def takes_others(first: int, **others: int) -> tuple[int, dict[str, int]]:
         return first, others
 
-    @explains_arguments("tests.closed", more=("second",))
-    def takes_some(first: int, **others: int) -> dict[str, int]:
-        return others
+    @dataclass(frozen=True, kw_only=True)
+    class Arguments:
+        first: int = field(kw_only=False)
+        second: int = 0
+
+    class Some:
+        @takes("tests.closed", Arguments)
+        def __init__(self, arguments: Arguments) -> None:
+            self.given = arguments
 
     assert takes_others(1, other=2) == (1, {"other": 2})
     with pytest.raises(UnknownArgument, match=r"tests\.open has no argument 'do_sample'"):
         takes_others(1, do_sample=2)
-    assert takes_some(1, second=2) == {"second": 2}
+    assert Some(1, second=2).given == Some(first=1, second=2).given == Arguments(1, second=2)
     with pytest.raises(UnknownArgument, match=r"tests\.closed has no argument 'secnd': did you mean 'second'\?"):
-        takes_some(1, secnd=2)
-    assert list(inspect.signature(takes_some).parameters) == ["first", "others"]
+        Some(1, secnd=2)  # type: ignore[call-arg]
+    assert list(inspect.signature(Some).parameters) == ["first", "second"]
     with pytest.raises(TypeError, match="missing 1 required"):
-        takes_some()  # type: ignore[call-arg]
+        Some()  # type: ignore[call-arg]
 
 
 def test_too_many_by_position() -> None:

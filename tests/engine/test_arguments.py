@@ -56,10 +56,16 @@ def test_methods_of_the_table_are_missing() -> None:
 
 
 def test_the_arguments_of_async_llm_are_those_of_llm() -> None:
-    given = {name: p for name, p in inspect.signature(LLM).parameters.items() if name != "model"}
-    assert EngineArguments.__annotations__.keys() == given.keys()
-    for name, wanted in EngineArguments.__annotations__.items():
-        assert getattr(wanted, "__forward_arg__", wanted) == given[name].annotation
+    given = inspect.signature(LLM).parameters
+    assert given == inspect.signature(EngineArguments).parameters
+    assert dict(inspect.signature(AsyncLLM).parameters).items() - given.items() == {
+        (
+            "max_waiting",
+            inspect.Parameter("max_waiting", inspect.Parameter.KEYWORD_ONLY, default=1024, annotation="int"),
+        )
+    }
+    for name in given:
+        assert f"\n        {name}: " in str(LLM.__doc__) and f"\n        {name}: " in str(AsyncLLM.__doc__)
     assert typing.get_type_hints(AsyncLLM.resume) == {"return": type(None)}
 
 

@@ -8,6 +8,7 @@ import pickle
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -320,9 +321,11 @@ def test_given_arguments(model: Path) -> None:
         model, device="cuda:1", dtype="bfloat16", kv_memory="1.5G", block_size=32, max_seqs=8, max_step_tokens=64,
         max_model_len=100, max_chunk_tokens=16, trust_remote_code=True,
     )  # fmt: skip
-    assert config == EngineConfig(
-        config.model, "cuda:1", "bfloat16", None, "auto", KvMemory(3 << 29, 3 << 29), 32, 8, 64, 100, 16
-    )
+    default = EngineConfig.resolve(model, trust_remote_code=True)
+    assert config == replace(
+        default, device="cuda:1", dtype="bfloat16", kv_memory=KvMemory(3 << 29, 3 << 29), block_size=32, max_seqs=8,
+        max_step_tokens=64, max_model_len=100, max_chunk_tokens=16,
+    )  # fmt: skip
     assert config.model.trust_remote_code
 
 
@@ -341,29 +344,29 @@ def test_bad_arguments(model: Path) -> None:
         ("kv_memory", "much", "kv_memory: cannot read 'much'"),
         ("kv_memory", 0, "kv_memory: .*at least 1 byte"),
         ("kv_memory", {"min": "2GiB", "max": "1GiB"}, "min of 2,147,483,648 bytes is above its max of 1,073,741,824"),
-        ("kv_memory", {"mim": 1}, "unknown key 'mim'; did you mean min"),
-        ("kv_memory", "min=1GiB,weigth=2", "unknown key 'weigth'; did you mean weight"),
-        ("kv_memory", {"weight": 0}, "weight must be a number from 0.001 to 1000, got 0"),
+        ("kv_memory", {"mim": 1}, "unknown setting 'mim'; did you mean min"),
+        ("kv_memory", "min=1GiB,weigth=2", "unknown setting 'weigth'; did you mean weight"),
+        ("kv_memory", {"weight": 0}, "weight must be a number from 0.001 to 1,000, got 0"),
         ("kv_memory", {"weight": "x"}, "weight must be a number"),
         ("kv_memory", {"priority": 1.5}, "priority must be an integer"),
-        ("kv_memory", {"priority": 5000}, "priority must be -1000 to 1000, got 5,000"),
+        ("kv_memory", {"priority": 5000}, "priority must be an integer from -1,000 to 1,000, got 5000"),
         ("kv_memory", "min=1MiB,min=2MiB", "names a key twice: min, min"),
         ("kv_memory", {"min": "many"}, "kv_memory's min: cannot read 'many'"),
         ("idle_s", -1, "idle_s must be a number of seconds of at least 0, got -1"),
         ("idle_s", "soon", "idle_s must be a number"),
-        ("share", 1, "share must be True or False, got 1"),
-        ("overlap", 1, "overlap must be True, False or None, got 1"),
-        ("cuda_graphs", None, "cuda_graphs must be True or False, got None"),
-        ("self_check", 0, "self_check must be True or False, got 0"),
-        ("block_size", 0, "block_size must be at least 1, got 0"),
-        ("block_size", "big", "block_size must be an integer, got 'big'"),
-        ("max_seqs", 0, "max_seqs must be at least 1, got 0"),
-        ("max_seqs", 1_048_577, "max_seqs must be at most 1,048,576, got 1,048,577"),
-        ("max_seqs", True, "max_seqs must be an integer, got True"),
-        ("max_step_tokens", 0, "max_step_tokens must be at least 1"),
-        ("max_model_len", 1, "max_model_len must be at least 2"),
-        ("max_chunk_tokens", -1, "max_chunk_tokens must be at least 1"),
-        ("trust_remote_code", "yes", "trust_remote_code must be True or False"),
+        ("share", 1, "share must be true or false, got 1"),
+        ("overlap", 1, "overlap must be true or false, got 1"),
+        ("cuda_graphs", None, "cuda_graphs must be true or false, got None"),
+        ("self_check", 0, "self_check must be true or false, got 0"),
+        ("block_size", 0, "block_size must be an integer of at least 1, or auto, got 0"),
+        ("block_size", "big", "block_size must be an integer of at least 1, or auto, got 'big'"),
+        ("max_seqs", 0, "max_seqs must be an integer from 1 to 1,048,576, got 0"),
+        ("max_seqs", 1_048_577, "max_seqs must be an integer from 1 to 1,048,576, got 1048577"),
+        ("max_seqs", True, "max_seqs must be an integer from 1 to 1,048,576, got True"),
+        ("max_step_tokens", 0, "max_step_tokens must be an integer of at least 1, got 0"),
+        ("max_model_len", 1, "max_model_len must be an integer of at least 2, got 1"),
+        ("max_chunk_tokens", -1, "max_chunk_tokens must be an integer of at least 1, got -1"),
+        ("trust_remote_code", "yes", "trust_remote_code must be true or false, got 'yes'"),
     ]:
         with pytest.raises(ConfigError, match=words):
             EngineConfig.resolve(model, **{name: value})  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ from pagetide import LLM, RequestOutput, SamplingParams
 from pagetide.batch import input as run_input
 from pagetide.batch import output as output_module
 from pagetide.batch import run as run_module
-from pagetide.batch.config import KEYS, EngineOptions, InputOptions, RunConfig, add_flags, read_config
+from pagetide.batch.config import SECTIONS, InputOptions, RunConfig, add_run_flags, read_config
 from pagetide.batch.input import InputFile, read_line
 from pagetide.batch.output import Output
 from pagetide.cli import main
@@ -510,7 +510,7 @@ def test_an_input_that_changes_meanwhile_is_noticed_and_an_interrupt_says_how_to
 
 def config_of(file: Path, *flags: str) -> RunConfig:
     parser = argparse.ArgumentParser()
-    add_flags(parser)
+    add_run_flags(parser)
     return read_config(parser.parse_args(["--config", str(file), *flags]))
 
 
@@ -531,7 +531,7 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
     assert config.model == str(tmp_path / "model")
     assert config.input.path == str(tmp_path / "in.txt") and config.input.format == "auto"
     assert (config.output.path, config.output.prompt, config.output.token_ids) == ("/out.jsonl", True, True)
-    assert config.engine.arguments() == {"kv_memory": {"min": "1GiB", "max": "2GiB"}, "device": "cuda", "max_seqs": 5}
+    assert config.engine == {"kv_memory": {"min": "1GiB", "max": "2GiB"}, "device": "cuda", "max_seqs": 5}
     assert config.sampling == SamplingParams(temperature=0.5, stop=["a", "b"], logit_bias={5: -1})
     flags = (
         "--model demo --input - --input-format text --no-output-token-ids --seed 5 --kv-memory 1GiB --no-prefix-caching "
@@ -542,7 +542,7 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
     config = configured(tmp_path, text, *flags.replace("2 --num-beams 2", "2").split(), "--logit-bias", "{6: 2}")
     assert (config.model, config.input.path, config.input.format, config.seed) == ("demo", "-", "text", 5)
     assert not config.output.token_ids and config.output.path == "/out.jsonl"
-    assert config.engine.arguments() == {
+    assert config.engine == {
         "kv_memory": "1GiB", "device": "cuda", "max_seqs": 5, "prefix_caching": False, "block_size": "auto",
     }  # fmt: skip
     stops = SamplingParams(temperature=0.1, stop=["c", "d"], logit_bias={6: 2}, early_stopping="never", n=2)
@@ -560,17 +560,17 @@ def test_a_config_that_is_wrong_is_told_where(tmp_path: Path) -> None:
         ("kv_memoy: 1GiB", ":1: unknown key 'kv_memoy' at the top level; did you mean kv_memory, under `engine`"),
         ("sampling: {seed: 1}", "'seed' does not belong under `sampling` but at the top level"),
         ("engine: {xyzzy: 1}", ":1: unknown key 'xyzzy' under `engine`; known are device, devices, tensor_par"),
-        ("engine: {kv_memory: {maximum: 1GiB}}", ":3: kv_memory has an unknown key 'maximum'; did you mean max"),
-        ("engine: {max_seqs: 0}", ":3: max_seqs must be at least 1, got 0"),
+        ("engine: {kv_memory: {maximum: 1GiB}}", ":3: kv_memory: unknown setting 'maximum'; did you mean max"),
+        ("engine: {max_seqs: 0}", ":3: max_seqs must be an integer from 1 to 1,048,576, got 0"),
         ("engine: 5", ":1: engine must map some of device, devices, tensor_parallel_size, dtype"),
         ("engine: {max_seqs: 1, max_seqs: 2}", ":1: not valid YAML: 'max_seqs' appears twice, first in line 1"),
         ("model: 5", ":1: model must be a text, got 5"),
         ("seed: -1", ":3: seed must be an integer from 0 to 4,294,967,295, got -1"),
-        ("input: {path: a, format: csv}", "input.format must be one of auto, text, jsonl, openai, got 'csv'"),
-        ("output: {path: a, prompt: 1}", "output.prompt must be true or false, got 1"),
+        ("input: {path: a, format: csv}", ": format must be one of auto, text, jsonl, openai, got 'csv'"),
+        ("output: {path: a, prompt: 1}", ": prompt must be true or false, got 1"),
         ("sampling: {top_p: 2}", ":3: top_p must be in (0, 1], got 2"),
         ("5: 6", ":1: a key must be text, got '5'"),
-        ("[1]", ": must hold `key: value` lines, got list"),
+        ("[1]", ": must map settings to values, as in `key: value`, got list"),
         ("a: [", ":1: not valid YAML"),
         (f"sampling: [&a [{'x, ' * 99}], &b [{'*a, ' * 99}], &c [{'*b, ' * 99}]]", "more than 100,000 values"),
         ("model: [" + "x, " * 5000 + "]", ":1: model must be a text, got ['x', 'x'"),
@@ -586,13 +586,12 @@ def test_a_config_that_is_wrong_is_told_where(tmp_path: Path) -> None:
 
 
 def test_every_field_is_a_key() -> None:
-    assert set(KEYS["sampling"]) | {"seed", "logits_processors", "kept_special_tokens"} == {
-        f.name for f in fields(SamplingParams)
-    }
+    no_settings = {"seed", "logits_processors", "kept_special_tokens"}
+    assert SECTIONS["sampling"].keys() | no_settings == {f.name for f in fields(SamplingParams)}
     # A secret stands neither in a file nor on a command line; a run has no use for events.
     neither = {"prefix_hash_secret", "kv_events"}
-    of_llm = set(signature(LLM.__init__).parameters) - {"self", "model", "tokenizer"} - neither
-    assert {f.name for f in fields(EngineOptions)} == of_llm
+    of_llm = set(signature(LLM).parameters) - {"model", "tokenizer"} - neither
+    assert SECTIONS["engine"].keys() == of_llm
 
 
 def test_bad_arguments(run: Any) -> None:
@@ -604,7 +603,7 @@ def test_bad_arguments(run: Any) -> None:
         (("--output", "/none/out.jsonl"), "the output's folder /none is not there"),
         (("--model", "nosuch"), "'nosuch' is neither a known name nor a folder"),
         (("--temperature", "-1"), "--temperature: temperature must be 0 (greedy) or above"),
-        (("--input-format", "csv"), "--input-format: input.format must be one of auto"),
+        (("--input-format", "csv"), "--input-format: format must be one of auto"),
     ]:
         refused = run(["x"], *more, name="in.txt")
         assert (refused.status, refused.out) == (2, "")
@@ -652,14 +651,13 @@ def test_the_example_for_24_gb_fits() -> None:
     shape = SimpleNamespace(
         hidden_size=3584, intermediate_size=18944, num_attention_heads=28, num_key_value_heads=4, vocab_size=152064
     )
-    assert engine.max_step_tokens and engine.max_seqs and engine.max_model_len and isinstance(engine.kv_memory, dict)
-    sizes = engine.max_step_tokens, engine.max_seqs
+    sizes = engine["max_step_tokens"], engine["max_seqs"]
     reserve = working_reserve_bytes(shape, *sizes, torch.bfloat16, torch.device("cuda"))
-    pool = parse_bytes(engine.kv_memory["max"])
+    pool = parse_bytes(engine["kv_memory"]["max"])
     assert 7_615_616_512 * 2 + reserve + pool < 21 * GIB
     per_token = 28 * 2 * 4 * 128 * 2
-    assert (per_token, pool // per_token, pool // per_token // engine.max_seqs) == (57_344, 112_347, 877)
-    assert pool // per_token // engine.max_model_len == 27
+    assert (per_token, pool // per_token, pool // per_token // engine["max_seqs"]) == (57_344, 112_347, 877)
+    assert pool // per_token // engine["max_model_len"] == 27
 
 
 BOM = b"\xef\xbb\xbf"

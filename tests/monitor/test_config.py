@@ -58,15 +58,15 @@ def test_flags_go_before_the_file_and_are_texts(tmp_path: Path) -> None:
 
 def test_what_cannot_be_used_is_refused_with_a_sentence(tmp_path: Path) -> None:
     for text, said in {
-        "intervall: 1": "unknown key 'intervall'; did you mean interval?", "zzz: 1": "known are source, devices",
-        "1: 2": "unknown key 1", "- a": "must be a mapping", "a: [": "not valid YAML",
-        "interval: 0": "interval must be between 0.001 and 3600 seconds, got 0",
-        "interval: fast": "interval must be a number of seconds, such as 0.02 or 20ms, got 'fast'",
+        "intervall: 1": "yaml:1: unknown setting 'intervall'; did you mean interval?", "zzz: 1": "known are source, devices",
+        "1: 2": "settings.yaml:1: a key must be text, got '1'", "- a": "got list", "a: [": "not valid YAML",
+        "interval: 0": "settings.yaml:1: interval must be a number of seconds from 0.001 to 3,600, got 0",
+        "interval: fast": "interval must be a number of seconds from 0.001 to 3,600, got 'fast'",
         **dict.fromkeys(("interval: .nan", "interval: true", "interval: [1]"), "number of seconds"),
-        "metrics_port: 70000": "a port between 0 and 65535, got 70000", "metrics_port: http": "got 'http'",
-        "metrics_port: true": "a port", "members: [0]": "a process id between 1", "devices: 1.5": "must be a list",
+        "metrics_port: 70000": "a port from 0 to 65,535, got 70000", "metrics_port: http": "got 'http'",
+        "metrics_port: true": "a port", "members: [0]": "a process id from 1 to 2,147,483,", "devices: 1.5": "must be a list",
         "capacity: 2 parsecs": "capacity: cannot read",
-        "user_engines: 0": "user_engines must be a number of engines between 1 and 100000, got 0",
+        "user_engines: 0": "user_engines must be a number of engines from 1 to 100,000, got 0",
         "user_share: 0": "user_share must be a share above 0 and at most 1, such as 0.9 or 90%, got 0",
         "user_share: 1.01": "got 1.01", "user_share: half": "got 'half'", "user_share: .nan": "got nan",
         "user_share: true": "got True", "user_share: [1]": "must be a share",

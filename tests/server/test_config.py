@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from pagetide.cli import _parser
-from pagetide.server.config import ENGINE_SETTINGS, ServeConfig, ServeConfigInvalid
-from pagetide.server.models import ModelOptions
+from pagetide.server.config import ENGINE_SETTINGS, ModelOptions, ServeConfig, ServeConfigInvalid
 
 DEMO = [ModelOptions("demo", "demo")]
 
@@ -51,12 +50,23 @@ def test_engine_settings_by_flag_variable_entry_and_top_of_the_file(tmp_path: Pa
     given = {"MAX_SEQS": "3", "MAX_STEP_TOKENS": "3", "SHARE": "no", "BLOCK_SIZE": "auto"}
     environ = {f"PAGETIDE_{name}": value for name, value in given.items()}
     over = {"max_seqs": 3, "max_step_tokens": 4, "share": False, "block_size": "auto"}
-    config = ServeConfig.resolve({"tool_call_parser": "llama3"}, environ, file, engine={"max_step_tokens": 4})
+    config = ServeConfig.resolve({"tool_call_parser": "llama3", "max_step_tokens": 4}, environ, file)
     assert engines(config) == {"a": of_file | over, "b": of_entry | over}
     assert [one.tool_parser for one in config.models] == ["llama3", "llama3"]
-    assert engines(ServeConfig.resolve({}, environ, file, DEMO, {"max_step_tokens": 4})) == {"demo": of_file | over}
-    with pytest.raises(ServeConfigInvalid, match=r"PAGETIDE_BLOCK_SIZE must be a value of type int \| auto, got 'big'"):
+    assert engines(ServeConfig.resolve({"max_step_tokens": 4}, environ, file, DEMO)) == {"demo": of_file | over}
+    with pytest.raises(
+        ServeConfigInvalid,
+        match=r"PAGETIDE_BLOCK_SIZE: block_size must be an integer .*, or auto, got 'big'",
+    ):
         ServeConfig.resolve({}, {"PAGETIDE_BLOCK_SIZE": "big"}, None, DEMO)
+
+
+def test_an_entry_may_merge_another_and_say_more(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("models:\n- &one {model: a, max_seqs: 2, idle_s: 1}\n- {<<: *one, name: b, max_seqs: 3}\n")
+    assert engines(ServeConfig.resolve({}, {}, file)) == {
+        "a": {"max_seqs": 2, "idle_s": 1}, "b": {"max_seqs": 3, "idle_s": 1},
+    }  # fmt: skip
 
 
 def test_every_flag_of_the_engine_is_a_setting() -> None:
@@ -97,26 +107,29 @@ def test_wrong_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     for name, block in (("cert.pem", "CERTIFICATE"), ("key.pem", "EC PRIVATE KEY")):
         (tmp_path / name).write_text(f"-----BEGIN {block}-----\nAAAA\n-----END {block}-----\n")
     for text, environ, message in (
-        ("porf: 1", {}, "unknown setting 'porf'; did you mean port?"),
-        *((f"port: {one}", {}, "port must be a value of type int, got") for one in ("many", "true", "80.9", ".inf")),
-        ("{}", {"PAGETIDE_PORT": "x"}, "PAGETIDE_PORT must be"),
-        ("port: 70000", {}, "from 0 to 65535"),
+        ("porf: 1", {}, "serve.yaml:1: unknown setting 'porf'; did you mean port?"),
+        *(
+            (f"port: {one}", {}, "yaml:1: port must be a port from 0 to 65,535, got")
+            for one in ("many", "true", "80.9", ".inf")
+        ),
+        ("{}", {"PAGETIDE_PORT": "x"}, "PAGETIDE_PORT: port must be a port from 0 to 65,535, got 'x'"),
+        ("port: 70000", {}, "from 0 to 65,535, got 70000"),
         ("ssl_certfile: a.pem", {}, "both --ssl-certfile and --ssl-keyfile"),
         ("{ssl_certfile: /none.pem, ssl_keyfile: /}", {}, "ssl_certfile: /none.pem: No such file or directory; check"),
         ("{ssl_certfile: key.pem, ssl_keyfile: cert.pem}", {}, "ssl_certfile: key.pem is not PEM with a certificate: no line"),
         ("{ssl_certfile: cert.pem, ssl_keyfile: serve.yaml}", {}, "ssl_keyfile: serve.yaml is not PEM with a private key: no"),
         ("{ssl_certfile: cert.pem, ssl_keyfile: key.pem}", {}, "TLS cannot use cert.pem with the key in key.pem: "),
-        ("open_metrics: maybe", {}, "type bool, got 'maybe'"),
+        ("open_metrics: maybe", {}, "open_metrics must be true or false, got 'maybe'"),
         ("tool_call_parser: xml", {}, "one of hermes, llama3, mistral, none"),
         ("- a", {}, "must map settings"),
         ("models: demo", {}, "a list was expected"),
         ("models: [{name: a}]", {}, "a mapping with `model:`"),
-        ("models: [{model: a, max_sqs: 4}]", {}, "models: a: unknown setting 'max_sqs'; did you mean max_seqs?"),
+        ("models: [{model: a, max_sqs: 4}]", {}, "serve.yaml:1: unknown setting 'max_sqs'; did you mean max_seqs?"),
         ("gpu_memory_utilization: 0.5", {}, "unknown setting 'gpu_memory_utilization'; use kv_memory instead ("),
         ("models: [demo, demo]", {}, "two models are named 'demo'"),
-        ("max_queue: -1", {}, "max_queue"),
-        ("max-queue: 1\nmax_queue: 2", {}, "max_queue appears twice, as 'max-queue' and 'max_queue': remove one"),
-        ("models: [{model: a, max_seqs: 1, max-seqs: 2}]", {}, "models: a: max_seqs appears twice, as 'max_seqs' and"),
+        ("max_queue: -1", {}, "max_queue must be an integer of at least 0, got -1"),
+        ("max-queue: 1\nmax_queue: 2", {}, "serve.yaml:2: max_queue appears twice, first at"),
+        ("models: [{model: a, max_seqs: 1, max-seqs: 2}]", {}, "serve.yaml:1: max_seqs appears twice, first at"),
         ("models:\nport:\nhost: ''", {}, "no model given"),
         ("models: [demo]\nmodel: demo", {}, "either model or models"),
         ("record_text: true", {}, "record_text needs a file"),

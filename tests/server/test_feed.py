@@ -9,10 +9,10 @@ import pytest
 from page_rig import EventReader, PageServer, eventually, looking
 
 from pagetide.server import feed as feed_module
+from pagetide.server.config import ModelOptions
 from pagetide.server.engine_client import RequestFailed
 from pagetide.server.errors import ApiError
 from pagetide.server.keys import ApiKey, ApiKeys, digest_of
-from pagetide.server.models import ModelOptions
 
 
 async def until_state(reader: EventReader, state: int) -> list[Any]:

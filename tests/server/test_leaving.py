@@ -14,10 +14,10 @@ from page_rig import LocalServer
 from pagetide import AsyncLLM
 from pagetide.engine.errors import ShardLost
 from pagetide.server import engine_process
+from pagetide.server.config import ModelOptions
 from pagetide.server.connection import MessageConnection
 from pagetide.server.engine_client import RemoteEngine
 from pagetide.server.messages import Start, ToServer
-from pagetide.server.models import ModelOptions
 
 PROMPT_TOKENS = 50
 BLOCK_SIZE = 16

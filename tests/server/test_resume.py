@@ -18,10 +18,10 @@ from page_rig import FAR_S, eventually, httpx2
 
 from pagetide.server.chat import ChatCompletion
 from pagetide.server.completions import TextCompletion
-from pagetide.server.config import ServeConfig
+from pagetide.server.config import ModelOptions, ServeConfig
 from pagetide.server.engine_client import Batch, EngineClient, Generation, SlowReader
 from pagetide.server.keys import ApiKey, ApiKeys, digest_of
-from pagetide.server.models import ModelOptions, ModelRegistry
+from pagetide.server.models import ModelRegistry
 from pagetide.server.requests import ChatRequest, CompletionRequest
 from pagetide.server.resume import DurableRequest
 from pagetide.server.run import serve_on

@@ -14,7 +14,7 @@ from servers import WITH_EVERYTHING, ServerProcess
 
 from pagetide import cli
 from pagetide.engine.config import EngineConfig
-from pagetide.server.config import ENGINE_SETTINGS, NAMES, ServeConfig
+from pagetide.server.config import ModelNames, ServeConfig
 from pagetide.server.engine_client import KILL_AFTER_S
 from pagetide.server.keys import read_keys
 
@@ -80,7 +80,7 @@ def test_the_settings_are_accepted_and_show_every_key(tmp_path: Path) -> None:
     text = (FOLDER / "serve.yaml").read_text("utf-8")
     keys = {field.name for field in fields(ServeConfig)}
     shown = re.findall(r"^(?:# )?([a-z_]+):(?: |$)", text, re.MULTILINE)
-    assert len(set(shown)) == len(shown) and set(shown) == keys | set(ENGINE_SETTINGS) | set(NAMES)
+    assert len(set(shown)) == len(shown) and set(shown) == {*ModelNames.__annotations__, *keys, "max_seqs", "kv_memory"}
     sample, default = ServeConfig.resolve({}, {}, FOLDER / "serve.yaml"), ServeConfig()
     changed = {key for key in keys if getattr(sample, key) != getattr(default, key)}
     assert changed == {"host", "api_key_file", "open_metrics", "models"}
@@ -92,7 +92,7 @@ def test_the_settings_are_accepted_and_show_every_key(tmp_path: Path) -> None:
     whole = ServeConfig.resolve({}, {}, file)
     assert all(getattr(whole, key) not in (None, ()) for key in keys)
     for model in whole.models:
-        assert set(ENGINE_SETTINGS) <= set(model.engine)
+        assert {"max_seqs", "kv_memory"} <= set(model.engine)
         EngineConfig.resolve(model.reference, **dict(model.engine) | {"device": "cpu"})
 
 
