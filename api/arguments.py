@@ -95,9 +95,7 @@ def explains_arguments(call: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
-def takes(
-    call: str, arguments: Callable[P, A]
-) -> Callable[[Callable[[S, A], None]], Callable[Concatenate[S, P], None]]:
+def takes(call: str, arguments: Callable[P, A]) -> Callable[[Callable[[S, A], None]], Callable[Concatenate[S, P], None]]:
     """A decorator of a constructor: it has the parameters of the dataclass `arguments`, and is called with an object of it."""
 
     def decorate(function: Callable[[S, A], None]) -> Callable[Concatenate[S, P], None]:

@@ -201,11 +201,7 @@ def of_flags(args: argparse.Namespace, settings: Settings) -> Given:
 def of_environ(environ: Mapping[str, str], settings: Settings) -> Given:
     """The values that variables gave; an empty one is not set."""
     texts = {name: environ.get(f"{VARIABLES}{name.upper()}", "").strip() for name in settings}
-    return {
-        name: Sourced(settings[name].kind.read(text), f"{VARIABLES}{name.upper()}")
-        for name, text in texts.items()
-        if text
-    }
+    return {name: Sourced(settings[name].kind.read(text), f"{VARIABLES}{name.upper()}") for name, text in texts.items() if text}
 
 
 def of_file(file: Path, invalid: type[ValueError]) -> Given:
@@ -223,9 +219,7 @@ def of_file(file: Path, invalid: type[ValueError]) -> Given:
     return entries(file, Sourced(content, str(file), node), invalid)
 
 
-def entries(
-    file: Path, mapping: Sourced, invalid: type[ValueError], name_of: Callable[[str], str] | None = None
-) -> Given:
+def entries(file: Path, mapping: Sourced, invalid: type[ValueError], name_of: Callable[[str], str] | None = None) -> Given:
     """The keys of a mapping in a file. In names "-" is "_", unless `name_of` makes them. Raises `invalid` for a key twice."""
     found: Given = {}
     written: dict[str, str] = {}
@@ -298,12 +292,7 @@ def integer(
     def check(value: Any) -> Any:
         if also is not None and value == also:
             return value
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int)
-            or value < least
-            or (most is not None and value > most)
-        ):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
             raise _refused(wanted, value)
         return value
 

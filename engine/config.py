@@ -98,9 +98,7 @@ class KvMemory:
         for name, value in given.items():
             kind = _BOUNDS[name]
             try:
-                found[name] = (
-                    None if value is None else kind.check(kind.read(value) if isinstance(value, str) else value)
-                )
+                found[name] = None if value is None else kind.check(kind.read(value) if isinstance(value, str) else value)
             except ValueError as error:
                 joint = " " if str(error).startswith("must ") else ": "
                 raise ConfigError(f"kv_memory's {name}{joint}{error}") from error
@@ -372,11 +370,7 @@ class EngineConfig(EngineArguments):
             spec = replace(spec, tokenizer_from=tokenizer)
         if (trusted := given.pop("trust_remote_code")) is not None:
             spec = replace(spec, trust_remote_code=trusted)
-        of_model = {
-            "device": None if given["devices"] else spec.device,
-            "dtype": spec.dtype,
-            "attention": spec.attention,
-        }
+        of_model = {"device": None if given["devices"] else spec.device, "dtype": spec.dtype, "attention": spec.attention}
         given |= {name: value for name, value in of_model.items() if value is not None and given[name] == "auto"}
         shards = _resolve_devices(given["device"], given["devices"], given.pop("tensor_parallel_size"))
         given["device"] = shards[0] if len(shards) == 1 else given["device"]

@@ -69,9 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--seconds must be at least 1, got {args.seconds:g}")
     _pyplot()  # before a minute's work, not after it
     traces, source = load(args.data, args.seconds)
-    print(
-        f"{sum(map(len, traces))} requests in {args.seconds:g} s, from {source}; starting two engines ...", flush=True
-    )
+    print(f"{sum(map(len, traces))} requests in {args.seconds:g} s, from {source}; starting two engines ...", flush=True)
     tide = asyncio.run(run(traces, args.seconds, args.seed))
     args.output.parent.mkdir(parents=True, exist_ok=True)
     draw(tide, args.output)

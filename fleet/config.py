@@ -148,9 +148,7 @@ class FleetConfig:
         known = settings_of(cls)
         found = readable(of_file(file, FleetConfigInvalid), known)
         check_names(found, known, FleetConfigInvalid, answer=table_answer)
-        found |= {
-            name: Sourced(value, known[name].flags[0]) for name, value in (given or {}).items() if value is not None
-        }
+        found |= {name: Sourced(value, known[name].flags[0]) for name, value in (given or {}).items() if value is not None}
         values = {name: one.value for name, one in found.items()}
         if "model" not in found:
             raise FleetConfigInvalid(f"{file}: model: name the model that the workers load")

@@ -39,11 +39,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     start = actions.add_parser("start", help="start a fleet, on this machine or on a running Ray cluster")
     start.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE",
-        required=True,
-        help="settings in YAML (see docs/fleet.md); flags override them",
+        "--config", type=Path, metavar="FILE", required=True, help="settings in YAML (see docs/fleet.md); flags override them"
     )
     start_flags = {name: settings_of(FleetConfig)[name] for name in ("workers", "port")}
     add_flags(start, start_flags)

@@ -31,7 +31,9 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("models", nargs="*", metavar="MODEL", help="name, folder, or hub id in the local cache")
     parser.add_argument(
-        "--config", type=Path, metavar="FILE",
+        "--config",
+        type=Path,
+        metavar="FILE",
         help="settings in YAML (variable: PAGETIDE_SERVE_CONFIG; PAGETIDE_CONFIG names a models file)",
     )
     add_fleet(parser, "serve a running fleet instead of a model")
@@ -97,9 +99,7 @@ def check_engines(models: Sequence[ModelOptions]) -> None:
             raise ValueError(f"the model {one.name} cannot be loaded: {error}") from error
 
 
-def _serve_fleet(
-    args: argparse.Namespace, given: dict[str, Any], file: Path | None, models: Sequence[ModelOptions]
-) -> int:
+def _serve_fleet(args: argparse.Namespace, given: dict[str, Any], file: Path | None, models: Sequence[ModelOptions]) -> int:
     """Serve a running fleet. Raises ValueError for settings of engines, FleetError and CannotServe."""
     from .fleet.front import serve_fleet
     from .fleet.sync import model_of_fleet

@@ -237,9 +237,7 @@ def _flags(*names: str) -> Settings:
 
 def _settings(args: argparse.Namespace, *names: str, file: Path | None = None) -> MonitorConfig:
     """The settings of these names, or all."""
-    return MonitorConfig.resolve(
-        file, {name: getattr(args, name, None) for name in names or settings_of(MonitorConfig)}
-    )
+    return MonitorConfig.resolve(file, {name: getattr(args, name, None) for name in names or settings_of(MonitorConfig)})
 
 
 # ---- serve --------------------------------------------------------------------------------------

@@ -69,17 +69,11 @@ class ModelMetrics:
         labels, lengths = {"model_name": name, "engine": ENGINE}, one_two_five(max_model_len)
         self._histograms = {
             metric: Histogram(
-                f"vllm:{metric}",
-                text,
-                list(labels),
-                buckets=lengths if bounds is None else bounds,
-                registry=self.registry,
+                f"vllm:{metric}", text, list(labels), buckets=lengths if bounds is None else bounds, registry=self.registry
             ).labels(**labels)
             for metric, (text, bounds) in HISTOGRAMS.items()
         }
-        ended = Counter(
-            "vllm:request_success", "Ended continuations", [*labels, "finished_reason"], registry=self.registry
-        )
+        ended = Counter("vllm:request_success", "Ended continuations", [*labels, "finished_reason"], registry=self.registry)
         self._ended = {reason: ended.labels(**labels, finished_reason=reason) for reason in REASONS.values()}
         self._first_token = self._histograms["time_to_first_token_seconds"]
         self._token_gap = self._histograms["inter_token_latency_seconds"]

@@ -212,9 +212,7 @@ def _internal_breaches(module: str, target: str) -> Iterator[str]:
 
 
 def _may_load_torch(target: str) -> bool:
-    return any(within(target, holds) for holds in TORCH_MODULES) and not any(
-        within(target, one) for one in PURE_MODULES
-    )
+    return any(within(target, holds) for holds in TORCH_MODULES) and not any(within(target, one) for one in PURE_MODULES)
 
 
 def upward_imports(engine: Path) -> list[str]:

@@ -97,9 +97,7 @@ def open_source(spec: str, *, capacity_bytes: int | None = None, members: Sequen
     if (kind == "replay") != bool(separator) or kind not in ("auto", "nvml", "host", "replay"):
         raise ConfigInvalid(f"unknown source {spec!r}; known are auto, nvml, host and replay:FILE")
     if kind not in ("auto", "host") and (capacity_bytes is not None or members):
-        raise ConfigInvalid(
-            f"capacity and members make a test device of host memory; the source {spec} has none, use host"
-        )
+        raise ConfigInvalid(f"capacity and members make a test device of host memory; the source {spec} has none, use host")
     if kind == "replay":
         from .replay import ReplaySource
 

@@ -125,8 +125,7 @@ def read_config(args: argparse.Namespace, model: str | None = None) -> RunConfig
     if model is not None:
         given[""] = {"model": Sourced(model, "--fleet"), **given[""]}
     top, source, output = (
-        _checked(cls, given[section])
-        for section, cls in (("", RunConfig), ("input", InputOptions), ("output", OutputOptions))
+        _checked(cls, given[section]) for section, cls in (("", RunConfig), ("input", InputOptions), ("output", OutputOptions))
     )
     for name, values, key in (("model", top, "model"), ("input", source, "path"), ("output", output, "path")):
         if key not in values:
@@ -172,9 +171,7 @@ def _of_file(file: Path) -> dict[str, Given]:
         elif one.value is not None:
             wanted = f"map some of {', '.join(SECTIONS[key])} to values"
             raise ConfigError(f"{one.where}: {key} must {wanted}, got {one.value!r:.80}")
-    found = {
-        section: readable(own, {} if section == "sampling" else SECTIONS[section]) for section, own in found.items()
-    }
+    found = {section: readable(own, {} if section == "sampling" else SECTIONS[section]) for section, own in found.items()}
     for section, key in (("", "model"), ("input", "path"), ("output", "path")):
         if key in found[section]:
             path = _from_folder(file, section, found[section][key].value)

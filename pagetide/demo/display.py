@@ -113,9 +113,7 @@ class LivePage:
             self._after = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._after.close()
 
     def _draw(self) -> SegmentLines:

@@ -75,9 +75,7 @@ class DemoEngine:
         variables = {**os.environ, **STEADY_HEAP, **(environ or {})}
         with tempfile.TemporaryFile("w+") as errors, _told(name):
             try:
-                remote = await RemoteEngine.start(
-                    "demo", OPTIONS | dict(options), name=name, environ=variables, stderr=errors
-                )
+                remote = await RemoteEngine.start("demo", OPTIONS | dict(options), name=name, environ=variables, stderr=errors)
             except EngineUnavailable as error:
                 errors.seek(0)
                 said = errors.read().strip().splitlines()

@@ -12,21 +12,7 @@ from rich.style import Style
 
 from ..common.units import MIB
 from ..monitor.view.symbols import Symbols, chart, chart_columns
-from ..monitor.view.text import (
-    ALARM,
-    BOLD,
-    DIM,
-    ENGINE,
-    Line,
-    blank,
-    crop,
-    cut,
-    left,
-    printable,
-    right,
-    spread,
-    width_of,
-)
+from ..monitor.view.text import ALARM, BOLD, DIM, ENGINE, Line, blank, crop, cut, left, printable, right, spread, width_of
 from .block_map import BlockHolders, legend, letter_of, map_lines, style_of
 
 MOST_CHARACTERS = 6000  # of a text that is shown
@@ -183,9 +169,7 @@ def _rest(symbols: Symbols) -> str:
     return "." if symbols.ascii_only else "░"
 
 
-def _history(
-    history: tuple[tuple[int, int], ...], num_blocks: int, width: int, rows: int, symbols: Symbols
-) -> list[Line]:
+def _history(history: tuple[tuple[int, int], ...], num_blocks: int, width: int, rows: int, symbols: Symbols) -> list[Line]:
     """A chart of the pool over time: blocks held, and above them blocks with memory."""
     mapped, held = (
         [None if value is None else value / num_blocks for value in chart_columns(values, width, len(values))]

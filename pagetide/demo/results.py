@@ -86,10 +86,7 @@ class DemoResult:
 
     def claim(self) -> str:
         """What the demo shows, as it was in this run."""
-        parts = [
-            counted(self.run.stats["preemptions"], "preemption"),
-            taken(0.0 if self.recall is None else self.recall.share),
-        ]
+        parts = [counted(self.run.stats["preemptions"], "preemption"), taken(0.0 if self.recall is None else self.recall.share)]
         if failed := self.run.num_failed:
             parts.append(counted(failed, "request") + " failed")
         return ", ".join([*parts, counted(self.run.num_changed, "token") + " changed"])
@@ -126,8 +123,7 @@ class DemoResult:
     def to_dict(self) -> dict[str, Any]:
         """The table, the claim and the texts, for JSON."""
         texts = [
-            {"prompt": output.prompt, "text": output.text, "finish_reason": output.finish_reason}
-            for output in self.run.outputs
+            {"prompt": output.prompt, "text": output.text, "finish_reason": output.finish_reason} for output in self.run.outputs
         ]
         return {**self.table(), "claim": self.claim(), "outputs": texts}
 

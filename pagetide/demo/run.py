@@ -122,14 +122,10 @@ async def run_demo(options: DemoOptions, show: Show) -> DemoResult:
             recall = None
         stack.push_async_callback(tight.close)
         title = f"{state.title} of {num_blocks - 1} blocks for a need of {need}"
-        watched = WatchedEngine(
-            show, replace(state, title=title, now="The prompts run ..."), tight, len(requests), recall
-        )
+        watched = WatchedEngine(show, replace(state, title=title, now="The prompts run ..."), tight, len(requests), recall)
         pressed, seconds = await while_looking(serve(tight, requests, each, num_blocks - 1, recall), watched.look)
         await tight.look()
-        state = replace(
-            state, title=f"{state.title} with room for all", now="The same again, to compare the tokens ..."
-        )
+        state = replace(state, title=f"{state.title} with room for all", now="The same again, to compare the tokens ...")
         with_room = await while_looking(roomy.serve(requests), WatchedEngine(show, state, roomy, len(requests)).look)
         await roomy.look()
     return DemoResult(

@@ -59,10 +59,7 @@ def test_the_arguments_of_async_llm_are_those_of_llm() -> None:
     given = inspect.signature(LLM).parameters
     assert given == inspect.signature(EngineArguments).parameters
     assert dict(inspect.signature(AsyncLLM).parameters).items() - given.items() == {
-        (
-            "max_waiting",
-            inspect.Parameter("max_waiting", inspect.Parameter.KEYWORD_ONLY, default=1024, annotation="int"),
-        )
+        ("max_waiting", inspect.Parameter("max_waiting", inspect.Parameter.KEYWORD_ONLY, default=1024, annotation="int"))
     }
     for name in given:
         assert f"\n        {name}: " in str(LLM.__doc__) and f"\n        {name}: " in str(AsyncLLM.__doc__)

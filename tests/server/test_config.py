@@ -54,10 +54,7 @@ def test_engine_settings_by_flag_variable_entry_and_top_of_the_file(tmp_path: Pa
     assert engines(config) == {"a": of_file | over, "b": of_entry | over}
     assert [one.tool_parser for one in config.models] == ["llama3", "llama3"]
     assert engines(ServeConfig.resolve({"max_step_tokens": 4}, environ, file, DEMO)) == {"demo": of_file | over}
-    with pytest.raises(
-        ServeConfigInvalid,
-        match=r"PAGETIDE_BLOCK_SIZE: block_size must be an integer .*, or auto, got 'big'",
-    ):
+    with pytest.raises(ServeConfigInvalid, match=r"PAGETIDE_BLOCK_SIZE: block_size must be an integer .*, or auto, got 'big'"):
         ServeConfig.resolve({}, {"PAGETIDE_BLOCK_SIZE": "big"}, None, DEMO)
 
 

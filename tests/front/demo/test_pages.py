@@ -73,8 +73,7 @@ def test_a_page_has_the_size_of_its_terminal() -> None:
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 30), (200, 50)])
 def test_all_that_matters_is_on_the_page(width: int, height: int) -> None:
     plain, shared = (
-        ESCAPES.sub("", "\n".join(drawn(state, width, height, no_color=True)))
-        for state in (demo_state(), shared_state())
+        ESCAPES.sub("", "\n".join(drawn(state, width, height, no_color=True))) for state in (demo_state(), shared_state())
     )
     for said in (
         "RECALL: half of the pool, 11.62 MiB, must go back to the system.", "running  8", "waiting  4", "preempted  5",

@@ -160,9 +160,7 @@ def test_what_is_watched_becomes_states_and_figures() -> None:
     watched = shared.WatchedDevice(shown.append, state, engines, [16, 16])
 
     def sample(at_s: float, other: int, kv: tuple[int, int], external: int, recalling: Any) -> DemoState:
-        watched.take(
-            DeviceSample(at_s, (other * MIB, 300 * MIB), (kv[0] * MIB, kv[1] * MIB), external * MIB, recalling)
-        )
+        watched.take(DeviceSample(at_s, (other * MIB, 300 * MIB), (kv[0] * MIB, kv[1] * MIB), external * MIB, recalling))
         return shown[-1]
 
     assert watched.wanted_bytes() == 0
@@ -278,9 +276,7 @@ ENGINE = {
     "requests": 16, "tokens": 600, "preemptions": 3, "failed": 0, "changed_tokens": 0,
     "memory": {"recalls": 5, "given_back_bytes": 100 * MIB},
 }  # fmt: skip
-SHARED = SharedResult(
-    1359 * MIB, 1356 * MIB, (68 * MIB, 72 * MIB), 227 * MIB, 30, 4, (ENGINE, {"name": "engine B", **ENGINE})
-)
+SHARED = SharedResult(1359 * MIB, 1356 * MIB, (68 * MIB, 72 * MIB), 227 * MIB, 30, 4, (ENGINE, {"name": "engine B", **ENGINE}))
 
 
 def test_the_claim_of_the_shared_device() -> None:
@@ -314,8 +310,4 @@ def test_prompts_are_pieces_of_the_held_out_text() -> None:
 
 
 def test_the_first_requests_fill_the_pool() -> None:
-    assert [run.num_filling(blocks, usable) for blocks, usable in (([5] * 4, 11), ([5] * 2, 10), ([5] * 2, 99))] == [
-        3,
-        2,
-        2,
-    ]
+    assert [run.num_filling(blocks, usable) for blocks, usable in (([5] * 4, 11), ([5] * 2, 10), ([5] * 2, 99))] == [3, 2, 2]
