@@ -107,8 +107,8 @@ class MeasuredServer:
 
     def __init__(self, model: ModelOptions, step_s: float | None = None) -> None:
         self._model = model
-        command = [sys.executable, "-P", str(HERE / "stand_ins.py"), str(step_s)]
-        self._models = ModelRegistry(RemoteEngine.start if step_s is None else partial(RemoteEngine.start, command=command))
+        program = (str(HERE / "stand_ins.py"), str(step_s))
+        self._models = ModelRegistry(RemoteEngine.start if step_s is None else partial(RemoteEngine.start, program=program))
         app = make_app(Server(self._models, ApiKeys(), AppOptions(max_queue=1 << 20)))
         config = uvicorn.Config(
             app, port=0, log_config=None, access_log=False, lifespan="off", server_header=False, date_header=False

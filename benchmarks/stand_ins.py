@@ -14,6 +14,7 @@ import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
+from pagetide.common.child_process import parent_socket
 from pagetide.server.connection import MessageConnection
 from pagetide.server.messages import (
     BEAT_S,
@@ -124,4 +125,4 @@ class StandInEngine:
 
 
 if __name__ == "__main__":
-    asyncio.run(StandInEngine(float(sys.argv[1])).run(socket.socket(fileno=int(sys.argv[2]))))
+    asyncio.run(StandInEngine(float(sys.argv[1])).run(parent_socket()))

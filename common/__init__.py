@@ -1,1 +1,1 @@
-"""pagetide.common: what every package uses: units, checked files, YAML, settings, host memory, heartbeats, texts of errors."""
+"""pagetide.common: what all packages use: child processes, units, checked files, YAML, settings, host memory, heartbeats."""

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -22,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+from ..common.child_process import ChildProcess
 from .errors import ConfigInvalid, MonitorError, MonitorFailed, RecordError
 from .record import RecordReader
 from .runtime_dir import FileLock, RuntimeDir, last_holder, monitor_pid, own_dir, readable_dirs
@@ -211,8 +210,8 @@ def _started(directory: RuntimeDir, deadline: float) -> RecordReader:
         process = None
         while (reader := _live(directory)) is None:
             if process is None and start.try_exclusive() and not _is_held(directory):
-                process = _spawn(directory)
-            status = None if process is None else process.returncode
+                process = start_monitor(directory)
+            status = None if process is None else process.status
             if status in (0, ALREADY_MONITORED_STATUS):
                 process = None  # another was first, or only probed the lock: check again
             elif status is not None:
@@ -227,31 +226,16 @@ def _started(directory: RuntimeDir, deadline: float) -> RecordReader:
         start.close()
 
 
-def _spawn(directory: RuntimeDir) -> subprocess.Popen[bytes]:
-    """A monitor in its own process. The start lock must be held."""
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "pagetide.vram_monitor",
-        "serve",
-        "--until-unused",
-        "--runtime-dir",
-        str(directory.path),
-    ]
+def start_monitor(directory: RuntimeDir, *arguments: str) -> ChildProcess:
+    """Start `vram-monitor serve`, in a process that ends by itself when `directory` has no user. It logs there."""
+    program = ("-m", "pagetide.vram_monitor", "serve", "--until-unused", "--runtime-dir", str(directory.path))
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(directory.log, flags, 0o600)
     try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=descriptor,
-            stderr=descriptor,
-            cwd="/",
-            start_new_session=True,  # Ctrl-C at the engine's terminal must not end a shared monitor
-        )
+        process = ChildProcess((*program, *arguments), log=descriptor, cwd="/")
     finally:
         os.close(descriptor)
+    process.socket.close()
     # It may outlive its first user or end before it: a waiting thread prevents a zombie process.
     threading.Thread(target=process.wait, name="vram-monitor", daemon=True).start()
     return process

@@ -7,10 +7,10 @@ runtime directory, so that it disturbs no other monitor. The external process ta
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import shutil
-import subprocess
-import sys
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -18,6 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from .common.child_process import ChildProcess, parent_channel
+from .common.frames import ChannelClosed
 from .monitor.errors import MonitorFailed
 from .monitor.runtime_dir import VARIABLE, FileLock, RuntimeDir
 
@@ -29,69 +31,21 @@ if TYPE_CHECKING:
 START_S = 30.0
 END_S = 10.0
 
-_PROGRAM = """
-import mmap, signal, sys
-signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches it too; its parent ends it
-signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # an interrupted parent may be gone before the first answer
-pieces = []
-print(0, flush=True)
-for line in sys.stdin:
-    wanted, held = int(line), sum(map(len, pieces))
-    if wanted > held:
-        piece = mmap.mmap(-1, wanted - held, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        for at in range(0, len(piece), mmap.PAGESIZE):
-            piece[at] = 1
-        pieces.append(piece)
-    while pieces and held - len(pieces[-1]) >= wanted:
-        held -= len(pieces[-1])
-        pieces.pop().close()
-    print(sum(map(len, pieces)), flush=True)
-"""
 
-
-class ExternalProcess:
+class ExternalProcess(ChildProcess):
     """A process that holds a given amount of memory. It ends with the context or with this process."""
+
+    name = "the external process"
 
     def __init__(self) -> None:
         """Start the process, which holds nothing yet."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-        )
-        self.held_bytes = self._answer()
-
-    @property
-    def pid(self) -> int:
-        """The process id."""
-        return self._process.pid
+        super().__init__(("-m", __name__))
+        self.held_bytes: int = self.receive()
 
     def hold(self, num_bytes: int) -> None:
         """Allocate up to `num_bytes` in one piece, or free the last pieces beyond it; returns when done."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # of a process that has ended, as the missing answer says
-            self._process.stdin.write(f"{num_bytes}\n")
-        self.held_bytes = self._answer()
-
-    def _answer(self) -> int:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise ChildProcessError(f"the external process has ended with status {self._process.wait()}")
-        return int(line)
-
-    def close(self) -> None:
-        """Kill the process. Idempotent."""
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):  # it may have died before it read the last input
-                pipe.close()
-
-    def __enter__(self) -> ExternalProcess:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        self.send(num_bytes)
+        self.held_bytes = self.receive()
 
 
 class PrivateDevice:
@@ -107,7 +61,7 @@ class PrivateDevice:
         self._folder = Path(tempfile.mkdtemp(prefix="pagetide-"))
         self._directory = RuntimeDir(self._folder / "run").prepare()
         self._users = FileLock(self._directory.users_lock)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ChildProcess | None = None
         self._reader: RecordReader | None = None
         try:
             self._users.wait_shared(END_S)  # the monitor ends when this lock is free, also after this process is killed
@@ -164,13 +118,9 @@ class PrivateDevice:
         if self._reader is not None:
             self._reader.close()
         self._users.close()
-        if self._process is not None and self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+        if self._process is not None:
+            self._process.kill(signal.SIGTERM)
+            self._process.close(END_S)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> PrivateDevice:
@@ -179,22 +129,42 @@ class PrivateDevice:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _start(self, external: ExternalProcess | None) -> subprocess.Popen[bytes]:
-        command = [
-            sys.executable, "-P", "-m", "pagetide.vram_monitor", "serve", "--until-unused", "--source", "host",
-            "--runtime-dir", str(self._directory.path), "--capacity", str(self.capacity_bytes),
-            "--headroom", str(self.headroom_bytes), *(() if external is None else ("--members", str(external.pid))),
-        ]  # fmt: skip
-        with self._directory.log.open("wb") as log:
-            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+    def _start(self, external: ExternalProcess | None) -> ChildProcess:
+        from .monitor.watching import start_monitor
 
-    def _wait(self, process: subprocess.Popen[bytes]) -> RecordReader:
+        members = () if external is None else ("--members", str(external.pid))
+        bounds = ("--capacity", str(self.capacity_bytes), "--headroom", str(self.headroom_bytes))
+        return start_monitor(self._directory, "--source", "host", *bounds, *members)
+
+    def _wait(self, process: ChildProcess) -> RecordReader:
         from .monitor.watching import find_live
 
         deadline = time.monotonic() + START_S
         while (found := find_live((self._directory,))) is None:
-            if process.poll() is not None or time.monotonic() > deadline:
+            if process.status is not None or time.monotonic() > deadline:
                 said = self._directory.log.read_text("utf-8", "replace").strip()[-2000:]
                 raise MonitorFailed(f"the monitor of the private device does not answer; it said: {said}")
             time.sleep(0.005)
         return found[1]
+
+
+def main() -> None:
+    """The external process: holds what its parent says, in pieces of real memory."""
+    parent, pieces, held = parent_channel(), list[mmap.mmap](), 0
+    with contextlib.suppress(ChannelClosed):
+        while True:
+            parent.send(held)
+            wanted = parent.receive()
+            if wanted > held:
+                piece = mmap.mmap(-1, wanted - held, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                for at in range(0, len(piece), mmap.PAGESIZE):
+                    piece[at] = 1
+                pieces.append(piece)
+            while pieces and held - len(pieces[-1]) >= wanted:
+                held -= len(pieces[-1])
+                pieces.pop().close()
+            held = sum(map(len, pieces))
+
+
+if __name__ == "__main__":
+    main()

@@ -5,19 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
-import socket
-import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from ..common.answer_memory import MOST_UNREAD_BYTES, AnswerSize
+from ..common.child_process import END_S, ChildProcess
 from ..common.heartbeat import STILL_S, SilenceWatch
 from .connection import CannotEncode, MessageConnection
 from .messages import (
@@ -49,7 +46,6 @@ ENGINE_MODULE = "pagetide.server.engine_process"
 MOST_UNREAD_TOKENS = 16_384
 MOST_DEPTH = 100  # of lists and objects in each other: parsers of schemas and templates recurse
 KILL_AFTER_S = 10.0  # the process has this long to end after its last request
-END_S = 2.0  # the same once it is killed: a driver's call may hold it up
 EXIT_LOOK_S = 0.01
 
 
@@ -464,7 +460,7 @@ class RemoteEngine:
 
     is_durable = False
 
-    def __init__(self, process: subprocess.Popen[bytes], name: str) -> None:
+    def __init__(self, process: ChildProcess, name: str) -> None:
         self.name = name
         self.process = process
         self._info: ModelInfo | None = None
@@ -484,30 +480,20 @@ class RemoteEngine:
 
     @classmethod
     async def start(
-        cls, model: str, options: dict[str, Any], *, name: str | None = None, command: Sequence[str] | None = None,
-        environ: Mapping[str, str] | None = None, stderr: IO[str] | None = None,
+        cls, model: str, options: dict[str, Any], *, name: str | None = None, program: Sequence[str] = ("-m", ENGINE_MODULE),
+        environ: Mapping[str, str] | None = None, log: int | None = None,
     ) -> RemoteEngine:  # fmt: skip
         """Start the process and load the model. If cancelled, the process ends.
 
         Args:
             name: The model's name in messages; default `model`.
-            command: The program and its arguments, before the descriptor.
-            environ, stderr: Of the process; default this one's.
+            program, environ, log: See `ChildProcess`.
 
         Raises LoadFailed or EngineUnavailable.
         """
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        with theirs:
-            os.set_inheritable(theirs.fileno(), True)
-            arguments = [*(command or (sys.executable, "-P", "-m", ENGINE_MODULE)), str(theirs.fileno())]
-            process = subprocess.Popen(
-                arguments, stdin=subprocess.DEVNULL, stderr=stderr, pass_fds=(theirs.fileno(),), env=environ,
-                start_new_session=True,
-            )  # fmt: skip
-        engine = cls(process, name or model)
+        engine = cls(ChildProcess(program, environ=environ, log=log), name or model)
         try:
-            engine._connection = await MessageConnection.open(ours, ToServer, engine._receive, engine._lost)
+            engine._connection = await MessageConnection.open(engine.process.socket, ToServer, engine._receive, engine._lost)
             engine._connection.send(Start(model, options, engine.name))
             await engine._ready
             engine._watching = asyncio.create_task(engine._watch())
@@ -597,9 +583,9 @@ class RemoteEngine:
         """Wait for the end of the process. Returns False if it has not come in time."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while self.process.poll() is None:
+                while self.process.status is None:
                     await asyncio.sleep(EXIT_LOOK_S)
-        return self.process.poll() is not None
+        return self.process.status is not None
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
@@ -621,7 +607,7 @@ class RemoteEngine:
             raise RequestFailed("invalid", str(error)) from error
 
     def _status(self) -> str:
-        status = self.process.poll()
+        status = self.process.status
         if self._hang:
             return self._hang
         return "its connection broke" if status is None else f"status {status}"

@@ -1,8 +1,8 @@
 """The process of one engine: loads a model, serves the server's requests, and ends with the connection to it.
 
-    python -m pagetide.server.engine_process FD
+    python -m pagetide.server.engine_process
 
-FD is the inherited end of a socket pair; the other end is the server's (`engine_client.RemoteEngine`).
+The other end of the connection is `engine_client.RemoteEngine`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import asyncio
 import contextvars
 import gc
 import logging
-import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Mapping
@@ -21,6 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..api.sampling_params import SamplingParams
+from ..common.child_process import parent_socket
 from ..common.heartbeat import LOADING_S
 from ..engine.errors import EngineClosed
 from ..version import __version__
@@ -328,16 +328,15 @@ async def serve(end: socket.socket, load: Callable[[Start], AsyncLLM] = load) ->
         await EngineServer(load).run(end)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Serve the inherited socket whose descriptor is the only argument."""
-    (descriptor,) = sys.argv[1:] if argv is None else argv
+def main() -> int:
+    """Serve the parent's connection."""
+    end = parent_socket()
     sys.setswitchinterval(SWITCH_S)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the server ends its engines
     on_terminal = sys.stderr.isatty()
     line = ("%(asctime)s %(message)s", "%H:%M:%S") if on_terminal else ("%(asctime)s %(name)s %(levelname)s: %(message)s", None)
     logging.basicConfig(level=logging.INFO, format=line[0], datefmt=line[1])
     logging.getLogger("pagetide").setLevel(logging.INFO)
-    asyncio.run(serve(socket.socket(fileno=int(descriptor)), _load_on_terminal if on_terminal else load))
+    asyncio.run(serve(end, _load_on_terminal if on_terminal else load))
     return 0
 
 

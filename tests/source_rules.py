@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -49,6 +50,9 @@ LAYERS = (
 PLACE = {name: place for place, layer in enumerate(LAYERS) for name in layer}
 # Private names of other libraries, which offer nothing else.
 USED_OF_OTHERS = {"os._exit", "torch.cuda._sleep"}
+# The one way to start a child process, and what runs programs of others: a compiler, Ray's command, that of `vram-monitor run`.
+STARTS_PROCESSES = {"common/child_process.py", "native/build.py", "fleet/cluster.py", "pagetide/reserved_run.py"}
+STARTS = re.compile(r"(subprocess|multiprocessing|pty|asyncio\.subprocess)\b|os\.(fork|exec|spawn|posix_spawn|popen|system)")
 BY_NAME = {"getattr", "setattr", "delattr", "hasattr", "attrgetter", "methodcaller", "object"}  # `patch.object`
 
 
@@ -134,6 +138,20 @@ def violations(root: Path) -> list[str]:
             for sentence in _breaches(module, imported):
                 found.append(f"{path.relative_to(root)}:{imported.line}: {sentence}")
     return found
+
+
+def process_starts(root: Path) -> list[str]:
+    """Every other way to start a process, as `file:line: name`: imports of modules that do, and functions of `os`."""
+    return [
+        f"{path.relative_to(root)}:{line}: {name}"
+        for module, path in sources(root)
+        if str(path.relative_to(root)) not in STARTS_PROCESSES
+        for line, name in [
+            *((one.line, one.target) for one in imports(tree_of(path), _package(module.removesuffix(".__init__"), path))),
+            *((n.lineno, ast.unparse(n)) for n in ast.walk(tree_of(path)) if isinstance(n, ast.Attribute)),
+        ]
+        if STARTS.match(name)
+    ]
 
 
 def cycles(root: Path) -> list[list[str]]:

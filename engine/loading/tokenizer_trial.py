@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import json
 import logging
-import signal
-import subprocess
-import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ...common.child_process import SAID_CHARS, ChildProcess
 from .. import demo_model
 from ..text import tokenizer_bounds
 
@@ -29,7 +26,6 @@ _TIMEOUT_S = 300.0  # beside a bound of processor time
 _MEMORY_BYTES = 4 << 30  # of addresses, threads' stacks included
 _TRANSFORMERS_BYTES = 32 << 30  # it imports torch, which maps many gigabytes where it is built for CUDA
 _MEMORY_A_BYTE = 64  # of the file
-_SAID_CHARS = 300
 
 
 def try_tokenizer(folder: Path, options: Mapping[str, Any], trust_remote_code: bool) -> str | None:
@@ -56,20 +52,14 @@ def _try(folder: Path, options: str, files: tuple[tuple[int, ...], ...]) -> None
     """Raises ValueError if the trial fails, OSError if there is none."""
     base = _MEMORY_BYTES if (folder / "tokenizer.json").is_file() else _TRANSFORMERS_BYTES
     memory = base + _MEMORY_A_BYTE * max((size for _, size, *_ in files), default=0)
-    command = [sys.executable, "-P", str(tokenizer_bounds.__file__), str(folder), str(memory), options]
-    try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise ValueError(f"a trial of it did not end within {_TIMEOUT_S:g} s") from error
-    if done.returncode == 0 and done.stdout.endswith(b"tried\n"):
-        return
-    how = f"ended with status {done.returncode}"
-    if done.returncode < 0:
-        how = f"was ended by signal {-done.returncode}"
-        with suppress(ValueError):
-            how = f"was ended by {signal.Signals(-done.returncode).name}"
-    lines = done.stderr.decode(errors="replace").strip().splitlines()
-    said = next((line for line in lines if "memory" in line), lines[-1] if lines else "")[:_SAID_CHARS]
-    if done.returncode == tokenizer_bounds.UNTRIED:
-        raise OSError(said)
-    raise ValueError(said if said and done.returncode > 0 else f"a trial of it {how}" + (f": {said}" if said else ""))
+    script = str(tokenizer_bounds.__file__)
+    with ChildProcess((script, str(folder), str(memory), options), captures=True) as trial:
+        status, lines = trial.wait(_TIMEOUT_S), trial.said.splitlines()
+        if status is None:
+            raise ValueError(f"a trial of it did not end within {_TIMEOUT_S:g} s")
+        if status == tokenizer_bounds.TRIED:
+            return
+        said = next((line for line in lines if "memory" in line), lines[-1] if lines else "")[:SAID_CHARS]
+        if status == tokenizer_bounds.UNTRIED:
+            raise OSError(said)
+        raise ValueError(said if said and status > 0 else f"a trial of it {trial.ending(said)}")

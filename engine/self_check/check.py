@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -122,6 +121,6 @@ def _format_device(device: str, identity: Mapping[str, Any]) -> str:
 def _in_processes(index: int, faulty: Collection[str], parts: Sequence[str], identity: Mapping[str, Any]) -> list[PartOutcome]:
     def command(todo: Sequence[str], failed: Collection[str]) -> list[str]:
         request = json.dumps({"device": index, "parts": list(todo), "failed": [*faulty, *failed]})
-        return [sys.executable or "python3", "-P", "-m", f"{__package__}.child", request]
+        return ["-m", f"{__package__}.child", request]
 
     return try_parts(parts, command, identity)

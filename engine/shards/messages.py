@@ -1,4 +1,6 @@
-"""What the driver and its shards say to each other. Every message of the driver has a number, which the answer repeats."""
+"""What the driver and its shards say to each other. Every message of the driver has a number, which the answer repeats;
+between the answers come signs of life (`pulse.Sign`).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,6 @@ from typing import Any
 
 from ..config import EngineConfig
 from ..memory.planning import MemoryPlan
-from .plan_memory import PlanPlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +23,6 @@ class Launch:
 
     rank: int
     devices: tuple[str, ...]
-    driver_pid: int
-    plans_fd: int
-    pulse_fd: int
     group_fd: int
     store_fd: int
     num_threads: int
@@ -73,15 +71,14 @@ class ExecutePlan:
     """Execute a plan.
 
     Attributes:
+        plan: A `Plan`, pickled once for all shards.
         undo: Extents to unmap before: those of a mapping that another shard refused, or that could not be unmapped before.
-        processors: Logits processors in the plan, for the shard that samples.
         answers: Whether the result is asked for: always of the first shard, of the others if it says more than that they are
             alive.
     """
 
-    place: PlanPlace
+    plan: bytes
     undo: tuple[int, ...]
-    processors: Mapping[int, bytes] | None
     answers: bool
 
 

@@ -1,26 +1,23 @@
-"""The signs of life of the shards, in memory shared with the driver: counts that go on, and bytes that they hold."""
+"""The signs of life of the shards: counts that go on, and bytes that they hold."""
 
 from __future__ import annotations
 
-import mmap
 import os
-import struct
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from contextlib import suppress
+from typing import Any, NamedTuple, NoReturn
 
+from ...common.frames import ChannelClosed, PickleChannel
 from ...common.heartbeat import LOADING_S, STILL_S, Progress, SilenceWatch
-from ..collectives.memory_file import create_memory
 
 BEAT_S = LOOK_S = 0.25  # intervals of the heartbeats, and of the looks at them
 KINDS = ("all_reduce", "gather", "broadcast")
-_LINE = 128  # bytes of a shard: lines of the cache
-_FORMAT = struct.Struct(f"<QQQQdQ{3 * len(KINDS)}Q")
 NO_COLLECTIVES = (0,) * (3 * len(KINDS))
 
 
 class Sign(NamedTuple):
-    """What a shard has written last.
+    """What a shard has said last; the message of its heartbeat.
 
     Attributes:
         beats: Of its heartbeat: the process lives.
@@ -28,9 +25,9 @@ class Sign(NamedTuple):
         done: The newest message of the driver that is dealt with, as are all before it.
     """
 
-    beats: int
-    base_bytes: int  # held on its device besides K and V
-    host_bytes: int  # held by its part of the host tier
+    beats: int = 0
+    base_bytes: int = 0  # held on its device besides K and V
+    host_bytes: int = 0  # held by its part of the host tier
     collectives: tuple[int, ...] = NO_COLLECTIVES  # calls that began, bytes and nanoseconds of each of KINDS
     progress: int = 0
     allowed_s: float = 0.0
@@ -53,38 +50,8 @@ class Sign(NamedTuple):
         }
 
 
-class Pulse:
-    """The signs of all shards of a team. Each shard writes its own."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        self._memory = mmap.mmap(fd, os.fstat(fd).st_size)
-
-    @classmethod
-    def create(cls, size: int) -> Pulse:
-        """The pulse of `size` shards."""
-        return cls(create_memory("pagetide-pulse", max(mmap.PAGESIZE, size * _LINE)))
-
-    def write(self, rank: int, sign: Sign) -> None:
-        """Write a sign."""
-        said = sign.progress, sign.allowed_s, sign.done
-        _FORMAT.pack_into(self._memory, rank * _LINE, *sign[:3], *said, *sign.collectives)
-
-    def read(self, rank: int) -> Sign:
-        """The last sign of a shard."""
-        beats, base, host, *said = _FORMAT.unpack_from(self._memory, rank * _LINE)
-        return Sign(beats, base, host, tuple(said[3:]), *said[:3])
-
-    def close(self) -> None:
-        """Unmap and close. Idempotent."""
-        if self.fd >= 0:
-            self._memory.close()
-            os.close(self.fd)
-            self.fd = -1
-
-
 class Heartbeat(threading.Thread):
-    """A shard's thread that writes its sign four times a second, and ends the process if its driver is gone.
+    """A shard's thread that sends its sign four times a second, and ends the process if its driver is gone.
 
     Args:
         measure: base_bytes, host_bytes and the collectives so far.
@@ -94,30 +61,32 @@ class Heartbeat(threading.Thread):
         done: See `Sign`; that thread sets it.
     """
 
-    def __init__(self, pulse: Pulse, rank: int, driver_pid: int, end: Callable[[], None]) -> None:
+    def __init__(self, channel: PickleChannel) -> None:
         super().__init__(name="pagetide-heartbeat", daemon=True)
         self.measure: Callable[[], tuple[int, int, tuple[int, ...]]] = lambda: (0, 0, NO_COLLECTIVES)
         self.progress = Progress()
         self.done = 0
-        self._pulse = pulse
-        self._rank = rank
-        self._driver_pid = driver_pid
-        self._end = end
+        self._channel = channel
         self._pause = threading.Event()
 
     def run(self) -> None:
         """See `threading.Thread`."""
-        beats = 0
-        while os.getppid() == self._driver_pid:
-            beats += 1
-            try:
-                held = self.measure()
-            except Exception:  # without a free descriptor, for example: the last measurement stays
-                held = self._pulse.read(self._rank)[1:4]
-            progress = self.progress
-            self._pulse.write(self._rank, Sign(beats, *held, progress.beats, progress.allowed_s, self.done))
-            self._pause.wait(BEAT_S)
-        self._end()
+        sign = Sign()
+        with suppress(ChannelClosed):
+            while True:
+                held = sign[1:4]
+                with suppress(Exception):  # without a free descriptor, for example: the last measurement stays
+                    held = self.measure()
+                progress = self.progress
+                sign = Sign(sign.beats + 1, *held, progress.beats, progress.allowed_s, self.done)
+                self._channel.send(sign)
+                self._pause.wait(BEAT_S)
+        end_process()
+
+
+def end_process() -> NoReturn:
+    """End a shard without cleaning up: other threads may be stuck in a collective, and all memory goes with the process."""
+    os._exit(0)
 
 
 class PulseWatch:

@@ -14,6 +14,8 @@ import torch
 from ...allocator.arena import Arena
 from ...allocator.errors import DriverError
 from ...cache.storage import TensorArena
+from ...common.frames import ChannelClosed, PickleChannel
+from ...scheduler.plan import Plan
 from ..attention.choose import Site, choose
 from ..collectives.factory import open_group
 from ..collectives.group import CollectiveCount, ShardGroup
@@ -34,9 +36,7 @@ from ..process.memory_usage import process_bytes, trim
 from ..sampling.follower import TokenFollower
 from ..sampling.sampler import Sampler
 from ..text.encoder import Encoder
-from .channel import ChannelClosed, ShardChannel
 from .messages import ExecutePlan, Hello, Launch, LoadShard, PlanDone, ShardCall, ShardFailed, ShardLoaded
-from .plan_memory import PlanReader
 from .pulse import KINDS, Heartbeat
 
 log = logging.getLogger(__name__)
@@ -58,12 +58,11 @@ class _Pending:
 class Shard:
     """Handles the driver's messages. Any exception but those of loading ends the process: the driver then ends the others."""
 
-    def __init__(self, launch: Launch, channel: ShardChannel, heartbeat: Heartbeat) -> None:
+    def __init__(self, launch: Launch, channel: PickleChannel, heartbeat: Heartbeat) -> None:
         self._launch = launch
         self._channel = channel
         self._heartbeat = heartbeat
         self._device = torch.device(launch.devices[launch.rank])
-        self._plans = PlanReader(launch.plans_fd)
         self._pending: deque[_Pending] = deque()
         self._runner: ModelRunner
         self._arena: Arena
@@ -191,7 +190,7 @@ class Shard:
     # ---- steps -----------------------------------------------------------------------------------
 
     def _begin(self, number: int, step: ExecutePlan) -> None:
-        plan = self._plans.read(step.place, step.processors)
+        plan: Plan = pickle.loads(step.plan)
         undone = self._undo(step.undo)
         pending = self._runner.begin(plan)
         if plan.resize and self._device.type == "cuda":

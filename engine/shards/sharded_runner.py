@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -97,11 +98,11 @@ class ShardedRunner:
             undo = [tuple(arena.undo(rank)) for rank in range(team.size)]
             if plan.resize and (refused := arena.expect(plan.resize)) is not None:
                 sent = replace(plan, resize=Resize(NO_EXTENTS, plan.resize.unmap))
-        place, processors = team.plans.write(sent)
+        data = pickle.dumps(sent, pickle.HIGHEST_PROTOCOL)
         everywhere = sent.moves_memory or not len(sent.rows) or any(undo)
         ranks = range(team.size) if everywhere else range(1)
-        steps = [ExecutePlan(place, undo[rank], processors if rank == 0 else None, rank in ranks) for rank in range(team.size)]
-        step = ShardedStep(self, plan, sent, refused, ranks, team.post(steps))
+        number = team.post([ExecutePlan(data, undo[rank], rank in ranks) for rank in range(team.size)])
+        step = ShardedStep(self, plan, sent, refused, ranks, number)
         self.times.steps += 1
         self.times.sending_s += time.perf_counter() - began
         return step

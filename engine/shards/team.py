@@ -10,29 +10,25 @@ import atexit
 import logging
 import os
 import selectors
-import signal
-import subprocess
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
+from ...common.child_process import END_S, ChildProcess
+from ...common.frames import ChannelClosed
 from ..collectives.factory import create_store
 from ..collectives.shared_memory_group import create_group_memory
 from ..errors import ShardLost
 from ..process.fork import MakerProcess
-from .channel import ChannelClosed, ShardChannel
 from .messages import Launch, ShardCall, ShardFailed
-from .plan_memory import PlanWriter
-from .pulse import LOOK_S, Pulse, PulseWatch, Sign
+from .pulse import LOOK_S, PulseWatch, Sign
 
 log = logging.getLogger(__name__)
 
 SILENT_S = 10.0  # without a heartbeat
-_END_S = 2.0
 MODULE = f"{__package__}.process"
 
 _teams: weakref.WeakSet[ShardTeam] = weakref.WeakSet()
@@ -56,13 +52,11 @@ class ShardTeam:
         self.is_loaded = False  # set by the owner
         self.on_well: Callable[[], None] = lambda: None  # called while shards are at work, and none hangs
         self._silent_s = silent_s
-        self._pulse = Pulse.create(len(devices))
-        self._plans = PlanWriter()
+        self._signs = [Sign()] * len(devices)  # the last of each
         self._group_fd = create_group_memory(len(devices))
         self._store_fd = create_store()
         self._launch = (num_threads, collectives)
-        self._channels: list[ShardChannel] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[ChildProcess] = []
         self._changed = threading.Condition()
         self._answers: dict[int, dict[int, Any]] = {}  # by number of the message, then rank
         self._number = 0
@@ -77,18 +71,13 @@ class ShardTeam:
         return len(self.devices)
 
     @property
-    def plans(self) -> PlanWriter:
-        """The memory for plans."""
-        return self._plans
-
-    @property
     def pids(self) -> tuple[int, ...]:
         """The processes, by rank."""
         return tuple(process.pid for process in self._processes)
 
     def sign(self, rank: int) -> Sign:
         """The last sign of life of a shard; zeros once the team is closed."""
-        return Sign(0, 0, 0) if self._closing else self._pulse.read(rank)
+        return Sign() if self._closing else self._signs[rank]
 
     def to_dict(self) -> list[dict[str, Any]]:
         """The shards as plain data, for `LLM.stats`."""
@@ -111,7 +100,7 @@ class ShardTeam:
             self._answers[number] = {}
         for rank, message in enumerate(messages):
             try:
-                self._channels[rank].send((number, message))
+                self._processes[rank].channel.send((number, message))
             except ChannelClosed:
                 self._wait_until_lost(rank)
             except BaseException as error:
@@ -169,7 +158,7 @@ class ShardTeam:
     def _wait_until_lost(self, rank: int) -> None:
         """Raise ShardLost: the channel of a shard is closed, and the watching thread is about to find out why."""
         with self._changed:
-            self._changed.wait_for(lambda: self.lost is not None or self._closing, _END_S)
+            self._changed.wait_for(lambda: self.lost is not None or self._closing, END_S)
             self._check()
         raise ShardLost(f"{self._name(rank)} closed its socket")
 
@@ -192,8 +181,8 @@ class ShardTeam:
             self._started = True
             self._changed.notify_all()
         with selectors.DefaultSelector() as selector:
-            for rank, channel in enumerate(self._channels):
-                selector.register(channel, selectors.EVENT_READ, rank)
+            for rank, process in enumerate(self._processes):
+                selector.register(process.socket, selectors.EVENT_READ, rank)
             watch = PulseWatch(self.size, self._silent_s)
             while not self._closing and self.lost is None:
                 try:
@@ -209,60 +198,49 @@ class ShardTeam:
         num_threads, collectives = self._launch
         level = logging.getLogger("pagetide").getEffectiveLevel()
         search_path = tuple(os.path.abspath(place) for place in sys.path)
-        shared = (self._plans.fd, self._pulse.fd, self._group_fd, self._store_fd)
+        shared = (self._group_fd, self._store_fd)
         for rank in range(self.size):
-            channel, theirs = ShardChannel.pair()
-            with theirs:
-                os.set_inheritable(theirs.fileno(), True)
-                process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", MODULE, str(theirs.fileno())],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(), *shared),
-                    start_new_session=True,
-                )
-            self._channels.append(channel)
+            process = ChildProcess(("-m", MODULE), fds=shared)
             self._processes.append(process)
-            channel.send((0, Launch(rank, self.devices, os.getpid(), *shared, num_threads, collectives, level, search_path)))
+            process.channel.send((0, Launch(rank, self.devices, *shared, num_threads, collectives, level, search_path)))
         with self._changed:
             self._answers[0] = {}
 
     def _receive(self, rank: int) -> None:
         try:
-            messages = self._channels[rank].received()
+            messages = self._processes[rank].channel.received()
         except ChannelClosed:
             self._lose_ended(rank)
             return
+        answers = []
+        for message in messages:
+            if isinstance(message, Sign):
+                self._signs[rank] = message
+            else:
+                answers.append(message)
+        if not answers:
+            return
         with self._changed:
-            for number, message in messages:
+            for number, message in answers:
                 if number in self._answers:
                     self._answers[number][rank] = message
             self._changed.notify_all()
 
     def _look(self, watch: PulseWatch) -> None:
         """Give up shards that hang."""
-        posted, signs = self._number, [self._pulse.read(rank) for rank in range(self.size)]
-        if (found := watch.look(signs, posted, self.is_loaded, time.monotonic())) is not None:
+        posted = self._number
+        if (found := watch.look(self._signs, posted, self.is_loaded, time.monotonic())) is not None:
             ranks, why = found
             self._lose(f"{' and '.join(map(self._name, ranks))} {why}")
-        elif any(sign.done < posted for sign in signs):
+        elif any(sign.done < posted for sign in self._signs):
             self.on_well()
 
     def _lose_ended(self, rank: int) -> None:
         """Give up: a shard closed its socket. Its process is at its end, or is killed."""
-        process = self._processes[rank]
-        try:
-            status = process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self._lose(f"{self._name(rank)} closed its socket")
-            return
         with self._changed:
             answers = [answer for of in self._answers.values() if (answer := of.get(rank)) is not None]
         said = next((str(answer.error) for answer in answers if isinstance(answer, ShardFailed)), None)
-        names = {one.value: one.name for one in signal.Signals}
-        how = f"ended with status {status}"
-        if status < 0:
-            how = f"was killed by {names.get(-status, f'signal {-status}')}"
-        self._lose(f"{self._name(rank)} {how}" + (f": {said}" if said else ""))
+        self._lose(f"{self._name(rank)} {self._processes[rank].ending(said)}")
 
     def _name(self, rank: int) -> str:
         pid = f", process {self._processes[rank].pid}" if rank < len(self._processes) else ""
@@ -289,12 +267,10 @@ class ShardTeam:
                 return
             self._closing = True
             self._changed.notify_all()
-        self._thread.join(_END_S)
+        self._thread.join(END_S)
         self._kill()
-        for channel in self._channels:
-            channel.close()
-        self._plans.close()
-        self._pulse.close()
+        for process in self._processes:
+            process.close()
         os.close(self._group_fd)
         os.close(self._store_fd)
         _teams.discard(self)
@@ -302,11 +278,9 @@ class ShardTeam:
     def _kill(self) -> None:
         """Kill all processes and wait for their end, so that their memory is free."""
         for process in self._processes:
-            with suppress(OSError):
-                process.kill()
+            process.kill()
         for process in self._processes:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_END_S)
+            process.wait(END_S)
 
 
 @atexit.register

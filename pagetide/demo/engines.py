@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -72,10 +71,12 @@ class DemoEngine:
 
         Raises ValueError if the model cannot be loaded so, and ChildProcessError if the process ends.
         """
-        variables = {**os.environ, **STEADY_HEAP, **(environ or {})}
+        variables = {**STEADY_HEAP, **(environ or {})}
         with tempfile.TemporaryFile("w+") as errors, _told(name):
             try:
-                remote = await RemoteEngine.start("demo", OPTIONS | dict(options), name=name, environ=variables, stderr=errors)
+                remote = await RemoteEngine.start(
+                    "demo", OPTIONS | dict(options), name=name, environ=variables, log=errors.fileno()
+                )
             except EngineUnavailable as error:
                 errors.seek(0)
                 said = errors.read().strip().splitlines()

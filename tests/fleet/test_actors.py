@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, call
@@ -89,9 +90,9 @@ async def test_a_queue_that_does_not_answer_is_away(monkeypatch: pytest.MonkeyPa
 def test_a_process_without_beats_is_killed_and_one_that_has_ended_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "BEAT_S", 0.01)
     monkeypatch.setattr(os, "kill", killed := Mock())
-    theirs, ours = os.pipe()
-    os.write(ours, b"..")
-    assert watchdog.main([str(theirs), "77", "0.05"]) == 1 and killed.mock_calls == [call(77, signal.SIGKILL)]
-    os.close(ours)
-    assert watchdog.main([str(theirs), "77", "0.05"]) == 0 and killed.call_count == 1
-    os.close(theirs)
+    theirs, ours = socket.socketpair()
+    with theirs:
+        ours.send(b"..")
+        assert watchdog.watch(theirs, 77, 0.05) == 1 and killed.mock_calls == [call(77, signal.SIGKILL)]
+        ours.close()
+        assert watchdog.watch(theirs, 77, 0.05) == 0 and killed.call_count == 1

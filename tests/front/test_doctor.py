@@ -80,7 +80,7 @@ def test_each_part_is_told_with_what_comes_in_its_place(capsys: pytest.CaptureFi
     checks = Checks(
         PartOutcome("pool", PASSED, None, 0.25, 1e9),
         PartOutcome("triton", ABSENT, "no module named triton", 0.0, 1e9),
-        PartOutcome("graphs", FAILED, "its process was ended by SIGSEGV", 1.5, 1e9),
+        PartOutcome("graphs", FAILED, "its process was killed by SIGSEGV", 1.5, 1e9),
     )
     assert run(checks, "cuda:0") == 1
     lines = capsys.readouterr().out.splitlines()
@@ -90,7 +90,7 @@ def test_each_part_is_told_with_what_comes_in_its_place(capsys: pytest.CaptureFi
     assert "passed     0.25 s  2001-09-0" in rows["pool"]
     assert rows["triton"].endswith("no module named triton")
     assert rows["swaps"].split(maxsplit=1)[1] == "not tried yet"
-    assert rows["graphs"].endswith("its process was ended by SIGSEGV")
+    assert rows["graphs"].endswith("its process was killed by SIGSEGV")
     assert any(line.strip() == "without it decode steps are launched kernel by kernel" for line in lines)
     assert run(checks, as_json=True) == 1
     told = json.loads(capsys.readouterr().out)

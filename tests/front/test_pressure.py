@@ -31,7 +31,7 @@ def test_the_external_holds_what_it_is_told() -> None:
 def test_an_external_that_was_killed_is_told() -> None:
     with ExternalProcess() as external:
         psutil.Process(external.pid).kill()
-        with pytest.raises(ChildProcessError, match="has ended with status"):
+        with pytest.raises(ChildProcessError, match="was killed by SIGKILL"):
             external.hold(MIB)
 
 

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import signal
-import sys
 import threading
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -184,20 +183,21 @@ def test_a_fault_on_the_device_costs_its_part_and_neither_the_others_nor_this_pr
     program = """
 import json, sys, torch
 from dataclasses import replace
+from pagetide.common.child_process import parent_channel
 from pagetide.engine.self_check import child
 from pagetide.engine.self_check.identity import identity_of
 from pagetide.engine.self_check.parts import cuda_seams
 request = json.loads(sys.argv[1])
-answers = child.private_output()
+answers = parent_channel()
 def faulty():
     torch.zeros(3, device="cuda")[torch.tensor([1 << 20], device="cuda")].sum().item()
 seams = replace(cuda_seams(0), makers={"triton": faulty})
-child.answer(answers, {"identity": identity_of(0)})
+answers.send({"identity": identity_of(0)})
 child.serve(request["parts"], lambda: seams, answers)
 """
 
     def command(parts: Sequence[str], failed: Collection[str]) -> list[str]:
-        return [sys.executable, "-P", "-c", program, json.dumps({"parts": list(parts)})]
+        return ["-c", program, json.dumps({"parts": list(parts)})]
 
     triton, swaps = try_parts(["triton", "swaps"], command, identity_of(0))
     if triton.state == ABSENT:

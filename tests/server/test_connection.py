@@ -1,4 +1,4 @@
-"""Frames of messages over a byte stream, cut anywhere."""
+"""Messages over a connection on an event loop."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from pagetide.server.connection import BadFrame, CannotEncode, FrameReader, MessageConnection, encoded, frame
+from pagetide.common.frames import frame
+from pagetide.server.connection import CannotEncode, MessageConnection, encoded
 from pagetide.server.messages import Cancel, Failed, OutputPieces, Piece, Score, Submit, ToEngine, ToServer
 
 MESSAGES = [
@@ -24,26 +23,17 @@ MESSAGES = [
 ]
 
 
-def framed(messages: list[Any]) -> bytes:
-    return frame([encoded(message) for message in messages])
-
-
-@given(st.lists(st.integers(1, 40), max_size=30))
-def test_messages_survive_any_cut(cuts: list[int]) -> None:
-    data = framed(MESSAGES[:2]) + framed(MESSAGES[2:])
-    reader: FrameReader[ToServer] = FrameReader(ToServer)
-    found: list[ToServer] = []
-    for size in cuts:
-        found += reader.feed(data[:size])
-        data = data[size:]
-    assert found + reader.feed(data) == MESSAGES
-
-
-def test_other_bytes_are_refused() -> None:
-    nested = frame([b"\x91" * 100_000 + b"\x90"])  # deeper than the reader can follow
-    for data in (struct.pack("<I", 2**31), framed([{"type": "Nonsense"}]), struct.pack("<I", 3) + b"abc", nested):
-        with pytest.raises(BadFrame):
-            FrameReader[ToServer](ToServer).feed(data)
+async def test_other_bytes_end_the_connection_after_the_messages_before_them() -> None:
+    nested = frame(b"\x91" * 100_000 + b"\x90")  # deeper than the reader can follow
+    whole = b"".join(frame(encoded(message)) for message in MESSAGES)
+    for data in (struct.pack("<Q", 2**63), frame(encoded({"type": "Nonsense"})), frame(b"abc"), nested):
+        ours, theirs = socket.socketpair()
+        lost, received = asyncio.Event(), list[ToServer]()
+        await MessageConnection.open(ours, ToServer, received.append, lost.set)
+        with theirs:
+            theirs.sendall(whole + data)
+            await lost.wait()
+        assert received == MESSAGES
 
 
 async def received_of(sending: Callable[[Any], Any], fault: ToEngine | None = None) -> list[ToEngine]:

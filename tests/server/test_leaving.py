@@ -74,16 +74,15 @@ class Gate:
 class NoProcess:
     """The process of an engine that is served in this one."""
 
-    def poll(self) -> int:
-        return 0
+    status = 0
 
-    wait = kill = poll
+    def kill(self) -> None:
+        pass
 
 
 async def served_here(gate: Gate, model: str, options: dict[str, Any], name: str) -> RemoteEngine:
     """As `RemoteEngine.start`, with the engine in this process."""
     ours, theirs = socket.socketpair()
-    ours.setblocking(False)
     engine = RemoteEngine(NoProcess(), name)  # type: ignore[arg-type]
     engine._serving = asyncio.create_task(engine_process.serve(theirs, gate.load))  # type: ignore[attr-defined]
     engine._connection = await MessageConnection.open(ours, ToServer, engine._receive, engine._lost)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from pathlib import Path
 
 from pagetide.server.engine_client import Batch, RemoteEngine
@@ -32,12 +31,12 @@ def held_step(manager):
     time.sleep(0.001)
 
 RequestManager.step, RequestManager.abort = held_step, noted_abort
-sys.exit(main(sys.argv[2:]))
+sys.exit(main())
 """
 
 
 async def test_what_was_generated_is_told_at_the_end_and_when_a_request_is_cancelled(tmp_path: Path) -> None:
-    engine = await RemoteEngine.start("demo", OPTIONS, command=[sys.executable, "-P", "-c", HOLDING, str(tmp_path)])
+    engine = await RemoteEngine.start("demo", OPTIONS, program=("-c", HOLDING, str(tmp_path)))
     try:
         params = {"max_new_tokens": 5, "ignore_eos": True, "n": 1, "best_of": 3}
         kinds = {"plain": (False, {}), "stream": (True, {"n": 3}), "beams": (False, {"num_beams": 2, "best_of": None})}

@@ -78,6 +78,21 @@ def test_what_is_allowed_is_not_reported(tmp_path: Path, path: str, text: str) -
     assert source_rules.violations(tmp_path) == []
 
 
+def test_another_way_to_start_a_process_is_reported(tmp_path: Path) -> None:
+    lines = (
+        "import subprocess",
+        "from multiprocessing import Process",
+        "import os",
+        "os.getpid()",
+        "a = os.fork",
+        "os.popen('b')",
+    )
+    plant(tmp_path, "cache/a.py", "\n".join(lines))
+    plant(tmp_path, "common/child_process.py", "\n".join(lines))
+    found = [(1, "subprocess"), (2, "multiprocessing.Process"), (5, "os.fork"), (6, "os.popen")]
+    assert source_rules.process_starts(tmp_path) == [f"cache/a.py:{line}: {name}" for line, name in found]
+
+
 @pytest.mark.parametrize(
     "files",
     [

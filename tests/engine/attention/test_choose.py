@@ -161,8 +161,8 @@ def test_what_failed_in_the_self_check_is_not_even_made(caplog: pytest.LogCaptur
 
 def test_asked_for_by_name_what_failed_in_the_self_check_is_refused_first() -> None:
     geometry = Geometry((LayerShape(2, 16, 16),), 16, "bfloat16")
-    faults = {"triton": "its process was ended by SIGSEGV"}
-    said = "attention='triton' failed in the self-check of cpu: its process was ended by SIGSEGV; use attention='auto'"
+    faults = {"triton": "its process was killed by SIGSEGV"}
+    said = "attention='triton' failed in the self-check of cpu: its process was killed by SIGSEGV; use attention='auto'"
     with pytest.raises(ConfigError, match=re.escape(said)):
         choosing.check("triton", CARD, geometry, faults)
     choosing.check("auto", CARD, geometry, faults)

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -14,17 +13,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from pagetide.common.child_process import ChildProcess
+from pagetide.common.frames import PickleChannel
 from pagetide.engine.self_check.check import _in_processes
-from pagetide.engine.self_check.process import Child, Timeouts, try_parts
+from pagetide.engine.self_check.process import Timeouts, try_parts
 from pagetide.engine.self_check.report import FAILED, PARTS, PASSED, UNTRIED, PartOutcome
 
 IDENTITY = {"device": "GPU-1", "sources": "abc"}
+BABBLE = "a frame of 7,956,009,416,840,277,827 bytes, and 68,719,476,736 are the most: b'Compiling... done\\n'"
 # What a child does for each part, by its name; `{before}` is done first of all.
 PROGRAM = """
-import json, os, signal, sys, time
+import json, os, pickle, signal, struct, sys, time
 request = json.loads(sys.argv[1])
-def tell(line):
-    os.write(1, (json.dumps(line) + "\\n").encode())
+def tell(message):
+    data = pickle.dumps(message)
+    os.write(0, struct.pack("<Q", len(data)) + data)
 def passes(part):
     tell({"part": part, "state": "passed", "reason": None, "seconds": 0.5, "at": 3.0})
 def fails(part):
@@ -42,7 +45,7 @@ def hangs(part):
 def ends(part):
     sys.exit("a library called exit")
 def babbles(part):
-    os.write(1, b"Compiling... done\\n")
+    os.write(0, b"Compiling... done\\n")
     hangs(part)
 def misleads(part):
     tell({"part": part, "state": "excellent", "reason": None, "seconds": 0.5, "at": 3.0})
@@ -72,7 +75,7 @@ class Children:
     def __call__(self, parts: Sequence[str], failed: Collection[str]) -> list[str]:
         self.asked.append((list(parts), list(failed)))
         request = {"parts": list(parts), "identity": self._identity, "folder": str(self._folder)}
-        return [sys.executable, "-I", "-S", "-c", self._program, json.dumps(request)]
+        return ["-I", "-S", "-c", self._program, json.dumps(request)]
 
 
 def try_in(children: Children, *parts: str, **bounds: float) -> list[tuple[str, str, str | None]]:
@@ -91,11 +94,11 @@ def test_all_parts_are_tried_in_one_process_and_told_as_they_were(tmp_path: Path
     ("how", "state", "reason"),
     [
         ("fails", FAILED, "wrong bytes"),
-        ("crashes", FAILED, "its process was ended by SIGSEGV"),
-        ("aborts", FAILED, "its process was ended by SIGABRT: CUDA error: device-side assert triggered"),
+        ("crashes", FAILED, "its process was killed by SIGSEGV"),
+        ("aborts", FAILED, "its process was killed by SIGABRT: CUDA error: device-side assert triggered"),
         ("ends", FAILED, "its process ended with status 1: a library called exit"),
-        ("is_killed", UNTRIED, "its process was ended by SIGKILL"),
-        ("babbles", UNTRIED, "its process gave no outcome: its process said b'Compiling... done\\n'"),
+        ("is_killed", UNTRIED, "its process was killed by SIGKILL"),
+        ("babbles", UNTRIED, f"its process gave no outcome: {BABBLE}"),
     ],
 )
 def test_a_part_that_fails_is_tried_twice_and_the_others_go_on_in_another_process(
@@ -126,7 +129,7 @@ def test_a_part_that_hangs_fails_when_its_time_is_over(tmp_path: Path) -> None:
 def test_a_part_that_failed_and_cannot_be_tried_again_has_failed(tmp_path: Path) -> None:
     once = "os.close(os.open(request['folder'] + '/once', os.O_CREAT | os.O_EXCL))"
     (first, second) = try_in(Children(tmp_path, once), "a-crashes", "b-passes")
-    assert first == ("a-crashes", FAILED, "its process was ended by SIGSEGV")
+    assert first == ("a-crashes", FAILED, "its process was killed by SIGSEGV")
     assert second[:2] == ("b-passes", UNTRIED) and "FileExistsError" in str(second[2])
 
 
@@ -134,9 +137,9 @@ def test_a_part_that_failed_and_cannot_be_tried_again_has_failed(tmp_path: Path)
     ("before", "bounds", "reason"),
     [
         ("sys.exit('no module named torch')", {}, "its process ended with status 1: no module named torch"),
-        ("crashes('')", {}, "its process was ended by SIGSEGV"),
+        ("crashes('')", {}, "its process was killed by SIGSEGV"),
         ("hangs('')", {"ready_s": 0.3}, "its process was not ready in time"),
-        ("babbles('')", {}, "its process said b'Compiling... done\\n'"),
+        ("babbles('')", {}, f"its process said {BABBLE}"),
     ],
 )
 def test_a_process_that_does_not_come_up_tells_nothing_of_any_part(
@@ -150,7 +153,9 @@ def test_a_process_that_does_not_come_up_tells_nothing_of_any_part(
 def test_other_devices_no_interpreter_and_outcomes_that_are_none_tell_nothing(tmp_path: Path) -> None:
     other = Children(tmp_path, identity={**IDENTITY, "device": "GPU-2"})
     assert try_in(other, "a-passes") == [("a-passes", UNTRIED, "its process sees another device, or other versions")]
-    (outcome,) = try_parts(["a"], lambda parts, failed: ["/no/such/python"], IDENTITY)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "executable", "/no/such/python")
+        (outcome,) = try_parts(["a"], other, IDENTITY)
     assert outcome.state == UNTRIED and str(outcome.reason).startswith("no process could be started: ")
     reason = "its process gave no outcome: 'excellent' is no state of a part"
     found = try_in(Children(tmp_path), "a-misleads", "b-passes")
@@ -158,54 +163,43 @@ def test_other_devices_no_interpreter_and_outcomes_that_are_none_tell_nothing(tm
 
 
 def test_an_interrupt_ends_the_process_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[Child] = []
-    line = Child.line
+    asked: list[PickleChannel] = []
+    receive = PickleChannel.receive
 
-    def interrupted(self: Child, timeout_s: float) -> object:
-        if started:
+    def interrupted(self: PickleChannel, timeout_s: float) -> object:
+        if asked:
             raise KeyboardInterrupt
-        started.append(self)
-        return line(self, timeout_s)
+        asked.append(self)
+        return receive(self, timeout_s)
 
-    monkeypatch.setattr(Child, "line", interrupted)
+    ended: list[int | None] = []
+    close = ChildProcess.close
+    monkeypatch.setattr(PickleChannel, "receive", interrupted)
+    monkeypatch.setattr(ChildProcess, "close", lambda self: (close(self), ended.append(self.status))[0])
     with pytest.raises(KeyboardInterrupt):
         try_in(Children(tmp_path), "a-hangs")
-    assert started[0].status == -signal.SIGKILL
+    assert ended == [-signal.SIGKILL]
 
 
-def test_a_process_that_was_left_behind_ends_by_itself(tmp_path: Path) -> None:
-    """The real one's way to notice: its standard input ends."""
-    program = (
-        "from pagetide.engine.self_check.child import end_with_parent\nimport sys\n"
-        "sys.stdout.write('up\\n'); sys.stdout.flush()\nend_with_parent()"
-    )
-    command = [sys.executable, "-P", "-c", program]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/")
-    assert process.stdin is not None and process.stdout is not None
-    assert process.stdout.readline() == b"up\n"
-    process.stdin.close()
-    assert process.wait(30) == 1
-    process.stdout.close()
-
-
-def test_the_real_process_answers_on_an_output_that_nobody_else_writes_to() -> None:
+def test_the_real_process_answers_beside_what_libraries_print() -> None:
     """Over host memory: all that is missing of the real one is the device."""
     program = """
 import json, sys
+from pagetide.common.child_process import parent_channel
 from pagetide.engine.self_check import child
 request = json.loads(sys.argv[1])
-answers = child.private_output()
+answers = parent_channel()
 print("a library's banner", flush=True)
 sys.path.insert(0, request["tests"])
 from host_seams import seams
-child.answer(answers, {"identity": request["identity"]})
+answers.send({"identity": request["identity"]})
 child.serve(request["parts"], seams, answers)
 """
     tests = str(Path(__file__).resolve().parents[2])
 
     def command(parts: Sequence[str], failed: Collection[str]) -> list[str]:
         request = {"parts": list(parts), "identity": IDENTITY, "tests": tests}
-        return [sys.executable, "-P", "-c", program, json.dumps(request)]
+        return ["-c", program, json.dumps(request)]
 
     found = try_parts(["pool", "swaps"], command, IDENTITY)
     assert [(one.part, one.state) for one in found] == [("pool", PASSED), ("swaps", PASSED)]

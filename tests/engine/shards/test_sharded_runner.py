@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 from unittest.mock import Mock
 
@@ -27,8 +28,7 @@ def team_of() -> Any:
         return [PlanDone(done) for _ in ranks]
 
     team = Mock(size=2, lost=None, fail=Mock(side_effect=lambda why: ShardLost(why)))
-    team.plans.write = lambda plan: (plan, {})
-    team.post = lambda messages: posted.append(messages[0].place) or len(posted) - 1
+    team.post = lambda messages: posted.append(pickle.loads(messages[0].plan)) or len(posted) - 1
     team.wait.side_effect = answer
     return team
 

@@ -26,7 +26,7 @@ SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
         ({}, None),
         ({"normalizer": {"type": "Sequence", "normalizers": [TEN] * 12}}, "may make 2,000,000,000,000 characters of one"),
         ({"pre_tokenizer": {**SPLIT, "pattern": {"Regex": "(x+x+)+y"}}}, "retry-limit-in-match"),  # a panic
-        ({"padding": PADDING | {"strategy": {"Fixed": 1 << 40}}}, "was ended by SIGABRT: memory allocation of 4398046511104"),
+        ({"padding": PADDING | {"strategy": {"Fixed": 1 << 40}}}, "was killed by SIGABRT: memory allocation of 4398046511104"),
         ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}}, "Token `b` out of vocabulary"),
     ],
 )  # fmt: skip
