@@ -121,9 +121,10 @@ class PulseWatch:
             for watch, sign in zip(self._of_progress, signs, strict=True)
         ]
         allowed = [sign.allowed_s or STILL_S for sign in signs]
-        hang = [rank for rank, seconds in enumerate(still) if seconds > allowed[rank]]
-        if not hang:
+        if all(seconds <= most for seconds, most in zip(still, allowed, strict=True)):
             return None
+        # The one that others wait for may have stopped later than they did, by the signs of its heartbeat.
+        hang = [rank for rank, seconds in enumerate(still) if seconds > allowed[rank] / 2]
         least = min(signs[rank].num_collectives for rank in hang)
         behind = [rank for rank in hang if signs[rank].num_collectives == least]
         return behind, f"hangs: it is at work, and has come no further for {allowed[behind[0]]:.0f} s"

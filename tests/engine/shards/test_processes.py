@@ -69,15 +69,17 @@ def test_a_shard_that_hangs_is_told_from_those_that_wait_for_it_and_from_one_wit
     behind = waits._replace(collectives=(4, 0, 0) * 3)
     asleep = waits._replace(allowed_s=0.0)  # it has not read the newest message
 
-    def given_up(seconds: float, *signs: Sign, is_loaded: bool = True, beats: bool = True) -> object:
+    def given_up(seconds: float, *signs: Sign, is_loaded: bool = True, beats: bool = True, later: int = 0) -> object:
+        """`later`: looks in which the last one still gets on."""
         watch = PulseWatch(2, silent_s=10.0)
         for look in range(round(seconds * 4)):
             said = [sign._replace(beats=1 + look * beats) for sign in signs]
+            said[-1] = said[-1]._replace(progress=signs[-1].progress + max(0, later - look))
             assert watch.look(said, 7, is_loaded, look / 4) is None
         return watch.look(said, 7, is_loaded, seconds)
 
     hangs = "hangs: it is at work, and has come no further for 20 s"
-    assert given_up(20.25, waits, behind) == ([1], hangs)
+    assert given_up(20.25, waits, behind) == ([1], hangs) == given_up(20.25, waits, behind, later=8)
     assert given_up(20.25, waits, waits) == ([0, 1], hangs) == given_up(20.25, asleep, asleep)
     assert given_up(100, *[waits._replace(allowed_s=900.0)] * 2) is None
     assert given_up(100, *[waits._replace(done=7)] * 2) is None, "there is nothing to do"
