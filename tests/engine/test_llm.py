@@ -676,7 +676,7 @@ WRONG_CACHES = [
     ({"prefix_cache_memory": "many"}, "prefix_cache_memory: cannot read 'many'"),
     ({"prefix_cache_memory": False}, "prefix_cache_memory: cannot read False"),
     ({"prefix_cache_memory": 0, "prefix_caching": False}, "leave prefix_caching on, or prefix_cache_memory out"),
-    ({"prefix_caching": "yes"}, "prefix_caching must be True or False"),
+    ({"prefix_caching": "yes"}, "prefix_caching must be true or false"),
 ]
 
 
