@@ -417,6 +417,7 @@ def test_unfinished_lines_are_not_lost(run: Any, talker: LLM, monkeypatch: pytes
     ]
     monkeypatch.setattr(output_module, "SAVE_EVERY_S", 0.0)
     monkeypatch.setattr(output_module, "MOST_OF_TIME", 1e9)
+    monkeypatch.setattr(run_module, "_LOOK_S", 0.0)
     kept: list[list[bytes]] = []
     save = Output.save
 
