@@ -304,7 +304,7 @@ def test_a_daemon_that_is_killed_is_waited_for_and_may_come_back(
     monkeypatch.setattr(watching, "GUARD_S", 0.01)
     monkeypatch.setattr(watching, "OTHERS_FIRST_S", 0.05)
     started, looks, is_held = [], [], watching._is_held
-    monkeypatch.setattr(watching, "_spawn", started.append)
+    monkeypatch.setattr(watching, "start_monitor", started.append)
     monkeypatch.setattr(watching, "_is_held", lambda directory: bool(looks.append(1)) or is_held(directory))
     told = "so restart it by hand"
     with MonitorProcess(tmp_path / "run", "--capacity", "2GiB") as daemon:
