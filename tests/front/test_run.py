@@ -441,7 +441,10 @@ def test_unfinished_lines_are_not_lost(run: Any, talker: LLM, monkeypatch: pytes
         begun = f", {len(known)} of them begun" if known else ""
         assert again.err.startswith(f"resuming: 0 of 6 records are complete, 6 to do{begun}\n")
         assert again.records == nearly(whole.records)
-        tokens = [len(entry["request"]["token_ids"]) if "request" in entry else 2 for entry in map(json.loads, known)]
+        tokens = [
+            len(entry["request"]["token_ids"]) if "request" in entry else entry["record"]["usage"]["completion_tokens"]
+            for entry in map(json.loads, known)
+        ]
         assert talker.stats()["generated_tokens"] - before == total - sum(tokens)
     target.rename(part)
     unfinished.write_bytes(b"".join(last))
