@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from ..common.on_error import OnError
 from ..monitor.snapshot import DeviceInfo
 from . import wire
 from .broker_connection import Connection, Dropped
@@ -315,18 +316,14 @@ class Broker:
             if other.peer == connection.peer and other is not connection:
                 other.check_open()
         self._check_places(connection)
-        pidfd = None
         try:
             pidfd = connection.pidfd()
-            lease = self._table.register(connection, request)
-        except BaseException as error:
-            if pidfd is not None:
-                os.close(pidfd)
-            if isinstance(error, ProcessLookupError):
-                raise Dropped("is gone", "its process has ended") from None
-            if isinstance(error, OSError):
-                raise LeaseRefused(f"the broker cannot keep another lease: {error.strerror}") from error
-            raise
+            with OnError(lambda: None if pidfd is None else os.close(pidfd)):
+                lease = self._table.register(connection, request)
+        except ProcessLookupError:
+            raise Dropped("is gone", "its process has ended") from None
+        except OSError as error:
+            raise LeaseRefused(f"the broker cannot keep another lease: {error.strerror}") from error
         if pidfd is not None:
             self._pidfds[lease.lease_id] = pidfd
             self._loop.add_reader(pidfd, self._process_ended, lease)

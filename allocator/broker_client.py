@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+from ..common.on_error import OnError
 from . import wire
 from .broker_socket import connect
 from .errors import BrokerUnavailable, LeaseError, ProtocolMismatch, ProtocolViolation
@@ -266,12 +267,9 @@ class BrokerClient:
         """
         request = wire.ReserveMessage(device_uuid, num_bytes)
         channel = Channel(self._path, time.monotonic() + self._timeout_s)
-        try:
+        with OnError(channel.close):
             channel.send(request)
             channel.wait(time.monotonic() + timeout_s, wire.ReservedMessage)
-        except BaseException:
-            channel.close()
-            raise
         reservation = Reservation(self._path, request, channel)
         try:
             yield reservation

@@ -8,6 +8,8 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..common.on_error import OnError
+
 _LONGEST_ADDRESS = 107  # size of sun_path without the final zero (unix(7))
 _BACKLOG = 512
 
@@ -21,7 +23,7 @@ def listen(path: Path, *, gid: int | None = None) -> socket.socket:
     unfinished = path.with_name(f"{path.name}.new")
     unfinished.unlink(missing_ok=True)  # left by a broker killed at this point
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
+    with OnError(sock.close, lambda: unfinished.unlink(missing_ok=True)):
         sock.setblocking(False)
         with _address(unfinished) as address:
             sock.bind(address)  # refuses connections until listen()
@@ -30,23 +32,16 @@ def listen(path: Path, *, gid: int | None = None) -> socket.socket:
         unfinished.chmod(0o600 if gid is None else 0o660)
         sock.listen(_BACKLOG)
         unfinished.replace(path)
-    except BaseException:
-        sock.close()
-        unfinished.unlink(missing_ok=True)
-        raise
     return sock
 
 
 def connect(path: Path) -> socket.socket:
     """A connected, non-blocking socket. Raises OSError (no listener, not permitted), BlockingIOError (backlog full)."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
+    with OnError(sock.close):
         sock.setblocking(False)
         with _address(path) as address:
             sock.connect(address)  # Unix sockets connect at once or fail
-    except BaseException:
-        sock.close()
-        raise
     return sock
 
 

@@ -20,7 +20,9 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
+from ..common.on_error import OnError
 from .arena import extents_to_map, extents_to_unmap, runs
 from .cuda_driver import NOT_READY, OUT_OF_MEMORY, CudaBindings, CudaDevice, CudaDriver, device_number, recommended_granule
 from .cuda_handles import HandlePool
@@ -132,13 +134,12 @@ class CudaArena:
                 return
             self._refuse_beyond_budget(len(wanted))
             try:
-                with self._range.busy():
+                with OnError(self._roll_back), self._range.busy():
                     self._range.keep_only(self._mapped)  # left over if an earlier roll-back failed
                     self._range.put_behind(sorted(wanted))
                     self._range.pool.start(owner)
-            except BaseException as error:
-                self._roll_back()
-                if isinstance(error, DriverError) and error.code == OUT_OF_MEMORY:
+            except DriverError as error:
+                if error.code == OUT_OF_MEMORY:
                     raise self._refusal(len(wanted) * self._extent_bytes, self._budget()) from error
                 raise
             self._mapped |= wanted
@@ -283,11 +284,8 @@ class _Range:
         """Map zeroed memory behind `extents`, in ascending order. A failure may leave some mapped. Inside `busy`."""
         for extent in extents:
             handle = self.pool.take()
-            try:
+            with OnError(partial(self.pool.give, handle)):
                 self._call("cuMemMap", self._address(extent), self._extent_bytes, 0, handle, 0)
-            except BaseException:
-                self.pool.give(handle)
-                raise
             self.behind[extent] = handle
         for first, last in runs(extents):
             self._allow_access(self._address(first), (last - first) * self._extent_bytes)

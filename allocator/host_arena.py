@@ -26,6 +26,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -134,15 +135,14 @@ class HostArena(NoPreparedExtents):
             asked = len(wanted) * self._extent_bytes
             if asked and asked > (free := self._budget()):
                 raise OutOfDeviceMemory(asked, free, "host memory")
-            done: list[tuple[int, int]] = []
             try:
-                for run in runs(sorted(wanted)):
-                    done.append(run)
-                    self._populate(*self._range(run))
-            except BaseException as error:
-                for run in done:
-                    self._give_back(*self._range(run))
-                if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+                with ExitStack() as undo:
+                    for run in runs(sorted(wanted)):
+                        undo.callback(self._give_back, *self._range(run))
+                        self._populate(*self._range(run))
+                    undo.pop_all()
+            except OSError as error:
+                if error.errno == errno.ENOMEM:
                     raise OutOfDeviceMemory(asked, self._budget(), "host memory") from error
                 raise
             self._mapped |= wanted

@@ -28,6 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
+from ..common.on_error import OnError
 from . import wire
 from .broker_link import BrokerLink
 from .errors import InvalidLease, LeaseClosed, LeaseError, LeaseTooSmall, ProtocolViolation
@@ -108,11 +109,8 @@ class Lease:
             raise InvalidLease(str(error)) from None
         lease = cls(socket_path, request, clock)
         _of_this_process.add(lease)
-        try:
+        with OnError(lease._free):
             lease._start(lease._link.register(request, time.monotonic() + timeout_s))
-        except BaseException:
-            lease._free()
-            raise
         return lease
 
     # ---- state ----------------------------------------------------------------------------------

@@ -27,6 +27,8 @@ import os
 import sys
 from typing import NamedTuple
 
+from ..common.on_error import OnError
+
 RECORD_BYTES = 4096
 _WORDS = 4
 
@@ -69,14 +71,11 @@ class RecordOwner:
         import fcntl
 
         self._fd: int | None = os.memfd_create("pagetide-lease", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
+        with OnError(lambda: os.close(self.take_fd())):
             os.ftruncate(self._fd, RECORD_BYTES)
             # If the engine could shrink the file, the broker would end by SIGBUS.
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             self._words = memoryview(mmap.mmap(self._fd, RECORD_BYTES)).cast("Q")
-        except BaseException:
-            os.close(self.take_fd())
-            raise
         self._words[0] = self._words[2] = held_bytes
 
     def read(self) -> Sums:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..api.arguments import explains_arguments, explains_names, takes
 from ..api.sampling_params import SamplingParams
 from ..cache.cache_events import CacheEvents
+from ..common.on_error import OnError
 from ..common.settings import checked, integer, lists_settings, setting
 from ..frames.details import decoder, with_text
 from ..frames.source import encode
@@ -283,11 +284,8 @@ class AsyncLLM:
         """
         waiter: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._engine_thread.pause(waiter)
-        try:
+        with OnError(lambda: self._engine_thread.resume(waiter)):
             await _result(waiter)
-        except BaseException:
-            self._engine_thread.resume(waiter)
-            raise
 
     def resume(self) -> None:
         """End the oldest pause. Steps run again once no pause is left. Raises EngineClosed."""
@@ -433,16 +431,14 @@ class AsyncStream(AsyncIterator[StreamChunk]):
             raise RuntimeError("another task is reading this stream: create one for each")
         self._reading = True
         try:
-            while not self._chunks:
-                if self._closed or (self._submission is not None and self._submission.over):
-                    raise StopAsyncIteration
-                chunks = await self._more()
-                if not self._closed:  # another task may have closed the stream meanwhile
-                    self._chunks.extend(chunks)
-            return self._chunks.popleft()
-        except BaseException:
-            self._close()
-            raise
+            with OnError(self._close):
+                while not self._chunks:
+                    if self._closed or (self._submission is not None and self._submission.over):
+                        raise StopAsyncIteration
+                    chunks = await self._more()
+                    if not self._closed:  # another task may have closed the stream meanwhile
+                        self._chunks.extend(chunks)
+                return self._chunks.popleft()
         finally:
             self._reading = False
 

@@ -24,6 +24,7 @@ from ..cache.manager import CacheManager
 from ..cache.prefix_hash import PrefixHasher
 from ..cache.storage import TensorArena
 from ..common import answer_memory
+from ..common.on_error import OnError
 from ..common.units import format_bytes
 from ..scheduler.cost import SwapCost
 from ..scheduler.outcome import STEP_TOKEN_BOUNDS
@@ -202,15 +203,11 @@ def build(config: EngineConfig) -> Engine:
         # Raises if the model does not fit, before weights are read.
         checkpoint, device, dtype, plan = _planned(config, None)
         check(config.attention, Site.of(device, dtype, plan.geometry), plan.geometry, faults)
-        holder, sharing = LeaseHolder(device, plan.weights_bytes), None
-        try:
+        holder = LeaseHolder(device, plan.weights_bytes)
+        with OnError(holder.close):
             sharing = acquire_lease(config, plan, holder)
-            return _build(config, checkpoint, dtype, plan, holder, sharing, checked, began)
-        except BaseException:
-            holder.close()
-            if sharing is not None:
-                sharing.close()
-            raise
+            with OnError(lambda: None if sharing is None else sharing.close()):
+                return _build(config, checkpoint, dtype, plan, holder, sharing, checked, began)
 
 
 def _self_check(config: EngineConfig) -> CheckReport | None:
@@ -285,7 +282,7 @@ def _build(
 def _build_divided(config: EngineConfig, began: float) -> Engine:
     """As `build`, for a model that is divided over `config.devices`."""
     shards = start_shards(config)
-    try:
+    with OnError(shards.close):
         plan, checkpoint, team = shards.plan, shards.checkpoint, shards.team
         limits = _limits(plan, config)
         loaded = shards.load(limits.num_rows, _cache(plan, config, limits, shards.arena, 0).max_tokens)
@@ -304,9 +301,6 @@ def _build_divided(config: EngineConfig, began: float) -> Engine:
             core, encoder, plan, shards.arena, shards.sharing, checkpoint.default_sampling,
             encoder.all_ends(checkpoint.eos_token_ids), tuple(owners), team=team,
         )  # fmt: skip
-    except BaseException:
-        shards.close()
-        raise
 
 
 def _log_ready(plan: MemoryPlan, first_bytes: int, core: EngineCore, began: float) -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..api.arguments import explains_arguments, explains_names, takes
 from ..api.sampling_params import SamplingParams
 from ..cache.cache_events import CacheEvents
+from ..common.on_error import OnError
 from ..common.settings import lists_settings
 from ..frames.details import decoder, with_text
 from ..frames.source import encode
@@ -475,15 +476,11 @@ class Stream(Iterator[StreamChunk]):
         call.check_queued()
 
     def __next__(self) -> StreamChunk:
-        try:
-            with self._waits:
-                while not self._chunks and not (self._call.pending.over or self._call.pending.cancelled):
-                    self._chunks.extend(self._call.results())
-                if self._chunks:
-                    return self._chunks.popleft()
-        except BaseException:
-            self.close()
-            raise
+        with OnError(self.close), self._waits:
+            while not self._chunks and not (self._call.pending.over or self._call.pending.cancelled):
+                self._chunks.extend(self._call.results())
+            if self._chunks:
+                return self._chunks.popleft()
         raise StopIteration
 
     @property
@@ -540,16 +537,13 @@ class OrderedOutputs(Iterator[RequestOutput]):
         self._taken: deque[tuple[Prompt, RequestOutput | _BlockingCall]] = deque()
 
     def __next__(self) -> RequestOutput:
-        try:
+        with OnError(self.close):
             self.wait()
             if not self._taken:
                 raise StopIteration
             output = self._taken.popleft()[1]
             assert isinstance(output, RequestOutput)
             return output
-        except BaseException:
-            self.close()
-            raise
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until the next output is complete, `timeout_s` at most. Returns whether it is, or whether there is none."""

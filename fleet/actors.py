@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
+from ..common.on_error import OnError
 from .cluster import (
     NAMESPACE,
     START_S,
@@ -263,11 +264,8 @@ def start_fleet(config: FleetConfig) -> RunningFleet:
             )
         stop_cluster(config.name)  # what a cluster has left that lost its head
         check_settings(config)
-        try:
+        with OnError(lambda: stop_cluster(config.name)):
             return _start_actors(config, start_cluster(config.name))
-        except BaseException:
-            stop_cluster(config.name)
-            raise
 
 
 def check_settings(config: FleetConfig) -> None:

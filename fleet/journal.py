@@ -25,6 +25,7 @@ from typing import Literal, TypeAlias, TypeVar
 
 import msgspec
 
+from ..common.on_error import OnError
 from .messages import NewRequest, decode, encode
 
 log = logging.getLogger(__name__)
@@ -116,11 +117,8 @@ class Journal:
             self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=0.5)
         except (OSError, sqlite3.Error) as error:
             raise JournalError(f"the journal {path} cannot be opened: {error}") from error
-        try:
+        with OnError(self._database.close):
             self._open(durability)
-        except BaseException:
-            self._database.close()
-            raise
         self.keep_reserve()
 
     def _open(self, durability: Durability) -> None:
@@ -203,13 +201,13 @@ class Journal:
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         self._database.execute("BEGIN")
-        try:
+        with OnError(self._roll_back):
             yield self._database
             self._database.execute("COMMIT")
-        except BaseException:
-            with suppress(sqlite3.Error):  # it may have been rolled back already
-                self._database.execute("ROLLBACK")
-            raise
+
+    def _roll_back(self) -> None:
+        with suppress(sqlite3.Error):  # it may have been rolled back already
+            self._database.execute("ROLLBACK")
 
     def unfinished(self) -> list[StoredRequest]:
         """All requests that have not ended, in order. Raises JournalError for one that cannot be read, as do the others."""

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..cache.cache_events import CacheEvents
 from ..common.error_text import install_command
+from ..common.on_error import OnError
 from .kv_event_format import EventForm, PublishedBlocks, batch
 
 if TYPE_CHECKING:
@@ -261,15 +262,12 @@ class _Sockets:
         self._pub: Any = None
         self._router: Any = None
         self._woken, self._waker = socket.socketpair()
-        try:
+        with OnError(self.close):
             keys = None if curve is None else self._authenticate(curve)
             self._pub = self._bound(self._zmq.PUB, endpoint, high_water_mark, keys)
             if replay_endpoint is not None:
                 # A whole answer fits; of a client that reads nothing further ones are dropped.
                 self._router = self._bound(self._zmq.ROUTER, replay_endpoint, most_kept + 2, keys)
-        except BaseException:
-            self.close()
-            raise
         self._waker.setblocking(False)
         self._woken.setblocking(False)
         self._poller = self._zmq.Poller()

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
+from ..common.on_error import OnError
 from .failures import Failures
 from .followers import Followers
 from .journal import Durability, Journal, JournalError, JournalWriter, StoredRequest
@@ -84,12 +85,8 @@ class QueueServer:
         self._clock = clock
         self._followers = Followers(clock, lambda: self.writer.fault is None)
         journal = Journal(options.journal, options.durability)
-        try:
-            with journal.reading():
-                self._restore(journal)
-        except BaseException:
-            journal.close()
-            raise
+        with OnError(journal.close), journal.reading():
+            self._restore(journal)
         self.num_recovered = len(self.queue.entries)
         self.writer = JournalWriter(journal)
         self._pulls: dict[str, asyncio.Event] = {}

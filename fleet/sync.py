@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..api.sampling_params import SamplingParams
+from ..common.on_error import OnError
 from ..engine.requests.inputs import Prompt
 from ..engine.requests.outputs import RequestOutput
 from .api import Fleet
@@ -53,12 +54,9 @@ class SyncFleet:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="pagetide-fleet", daemon=True)
         self._thread.start()
-        try:
+        with OnError(self.close):
             self._client = self._wait(fleet.connect())
             self._num_preemptions = self._count_preemptions()
-        except BaseException:
-            self.close()
-            raise
 
     def generate_each(
         self, pairs: Iterable[tuple[Prompt, SamplingParams]], name_of: Callable[[], str]

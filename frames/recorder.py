@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from ..common.on_error import OnError
 from ..common.recording import FrameRecording, FrameWriter, RecordingError, RecordingFull, write_whole
 from ..common.units import format_bytes
 from .source import Frame, FrameSource, encode
@@ -142,14 +143,11 @@ def open_recording(path: str) -> int:
     """Open the recording at `path` for appending, or make it, and lock it. Returns its descriptor. Raises RecordingError."""
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        try:
+        with OnError(lambda: os.close(file)):
             if fcntl is not None:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the descriptor is closed
             if os.fstat(file).st_size:
                 FrameRecording(path).close()
-        except BaseException:
-            os.close(file)
-            raise
         return file
     except BlockingIOError as error:
         raise RecordingError(f"another engine records into {path}: name another file") from error

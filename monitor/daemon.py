@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from ..common.host_memory import host_memory
+from ..common.on_error import OnError
 from ..common.units import format_bytes
 from .config import RELOADED, MonitorConfig
 from .errors import AlreadyMonitored, ConfigInvalid, RecordError
@@ -86,11 +87,8 @@ class Daemon:
 
     def start(self) -> None:
         """Take the directory, publish a record and poll. Raises MonitorError; then nothing is left behind."""
-        try:
+        with OnError(self.stop):
             self._start()
-        except BaseException:
-            self.stop()
-            raise
 
     def _start(self) -> None:
         config = self.config
@@ -134,11 +132,8 @@ class Daemon:
             if getattr(config, name) != getattr(old, name):
                 log.warning("%s changed in the configuration; that needs a restart", name)
         self._move_metrics(old, taken)
-        try:
+        with OnError(lambda: self._move_metrics(taken, old)):
             self._poller.change(interval_s=taken.interval, detail_interval_s=taken.detail_interval, devices=taken.devices)
-        except BaseException:
-            self._move_metrics(taken, old)
-            raise
         self.config = taken
 
     def unused(self) -> bool:

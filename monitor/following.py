@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from types import TracebackType
 
+from ..common.on_error import OnError
 from .errors import MonitorError, MonitorFailed
 from .poller import select
 from .record import RecordReader
@@ -73,11 +74,8 @@ class Follower:
         self.close()
 
     def _attach(self, directory: RuntimeDir, reader: RecordReader) -> None:
-        try:
+        with OnError(reader.close):
             uuids = frozenset(info.uuid for info in select(reader.devices(), self._devices)) if self._devices else None
-        except BaseException:
-            reader.close()
-            raise
         self._detach()
         self._open.enter_context(reader)
         self._reader, self.directory, self._uuids = reader, directory, uuids or frozenset()

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from ..common.on_error import OnError
 from .errors import DeviceUnreadable, MonitorError, NoSuchDevice, RecordError, SourceUnavailable
 from .log_throttle import QUIET_NS, LogThrottle
 from .poll_workers import PollWorkers
@@ -166,13 +167,14 @@ class Poller:
         for watched, _ in before:
             with watched.lock:
                 watched.slot = None
-        try:
-            self._writer.set_devices(infos)
-        except BaseException:  # the record is unchanged
+
+        def restore() -> None:
             for watched, slot_before in before:
                 with watched.lock:
                     watched.slot = slot_before
-            raise
+
+        with OnError(restore):  # the record is unchanged then
+            self._writer.set_devices(infos)
         for slot, (member, info) in enumerate(zip(members, infos, strict=True)):
             with member.lock:
                 member.info, member.slot = info, slot

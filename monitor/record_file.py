@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
+from ..common.on_error import OnError
 from . import record_layout as layout
 from .errors import RecordError, RecordMissing
 from .runtime_dir import MACHINE_DIR
@@ -50,7 +51,7 @@ class RecordFile:
         try:
             unfinished.unlink(missing_ok=True)  # left by a monitor that was killed here
             fd = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            try:
+            with OnError(lambda: os.close(fd), lambda: unfinished.unlink(missing_ok=True)):
                 os.ftruncate(fd, layout.FILE_BYTES)
                 file = cls(path, fd, shared)
                 for at, data in shared.used():
@@ -62,10 +63,6 @@ class RecordFile:
                     os.fchown(fd, -1, gid)
                 os.fchmod(fd, mode)
                 os.replace(unfinished, path)
-            except BaseException:
-                os.close(fd)
-                unfinished.unlink(missing_ok=True)
-                raise
         except OSError as error:
             raise RecordError(f"cannot create the record {path}: {error.strerror}") from error
         return file

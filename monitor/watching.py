@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ..common.child_process import ChildProcess
+from ..common.on_error import OnError
 from .errors import ConfigInvalid, MonitorError, MonitorFailed, RecordError
 from .record import RecordReader
 from .runtime_dir import FileLock, RuntimeDir, last_holder, monitor_pid, own_dir, readable_dirs
@@ -99,15 +100,12 @@ def watch(*, runtime_dir: Path | str | None = None, timeout_s: float = 10.0) -> 
         raise
     deadline = time.monotonic() + timeout_s
     users = FileLock(own.users_lock)
-    try:
+    with OnError(users.close):
         if not users.wait_shared(timeout_s):
             raise MonitorFailed(f"the monitor in {own.path} is stopping but does not finish")
         reader = _live(own) or _started(own, deadline)
         _wait_for_answers(reader, deadline)
         return Watch(own, reader, users)
-    except BaseException:
-        users.close()
-        raise
 
 
 def _drop(users: FileLock | None, closed: threading.Event) -> None:

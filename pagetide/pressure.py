@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from .common.child_process import ChildProcess, parent_channel
 from .common.frames import ChannelClosed
+from .common.on_error import OnError
 from .monitor.errors import MonitorFailed
 from .monitor.runtime_dir import VARIABLE, FileLock, RuntimeDir
 
@@ -63,13 +64,10 @@ class PrivateDevice:
         self._users = FileLock(self._directory.users_lock)
         self._process: ChildProcess | None = None
         self._reader: RecordReader | None = None
-        try:
+        with OnError(self.close):
             self._users.wait_shared(END_S)  # the monitor ends when this lock is free, also after this process is killed
             self._process = self._start(external)
             self._reader = self._wait(self._process)
-        except BaseException:
-            self.close()
-            raise
 
     @property
     def socket(self) -> Path:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...common.on_error import OnError
+
 log = logging.getLogger(__name__)
 
 # rows; padding costs little: the weights are read in any case
@@ -178,12 +180,9 @@ class CudaRecorder:
             gc.disable()  # a collection within a capture may call the driver
             try:
                 # Other threads, such as those of the pool's extents, may make calls that a capture forbids.
-                with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                capture = torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")
+                with OnError(lambda: _failed.append(graph), lambda: self._clean_up(current)), capture:
                     work()
-            except BaseException:
-                _failed.append(graph)
-                self._clean_up(current)
-                raise
             finally:
                 if collects:
                     gc.enable()

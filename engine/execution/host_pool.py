@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +25,7 @@ from ...allocator.host_arena import HostArena
 from ...cache.block_table import Int32
 from ...cache.geometry import Geometry
 from ...cache.storage import Storage
+from ...common.on_error import OnError
 from ...common.units import format_bytes
 from .host_extents import HostExtents
 from .swap_methods import ContiguousCopies, FastestSwapMethod, ways_on
@@ -230,14 +230,6 @@ class _InThread:
 
     def wait(self) -> Swapped:
         """See `Copies`."""
-        interrupt: BaseException | None = None
-        while not self._future.done():  # returning earlier would let these blocks be reused
-            try:
-                futures.wait([self._future])
-            except BaseException as error:
-                interrupt = error
-        if interrupt is not None:
-            raise interrupt
         return self._future.result()
 
 
@@ -249,14 +241,11 @@ class _InStream:
         self._lost, self._num = lost, num
         self._began, self._ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         stream.wait_stream(torch.cuda.current_stream(stream.device))
-        with torch.cuda.stream(stream):
-            try:
-                self._began.record()
-                copy()
-                self._ended.record()
-            except BaseException:
-                stream.synchronize()  # some copies may still run, and these blocks are reused
-                raise
+        # If it raises, some copies may still run, and these blocks are reused.
+        with torch.cuda.stream(stream), OnError(stream.synchronize):
+            self._began.record()
+            copy()
+            self._ended.record()
 
     def fence(self) -> None:
         """See `Copies`."""

@@ -18,7 +18,7 @@ from ...common.units import format_bytes
 from ..attention.latent import keep_projections
 from ..collectives.group import ALONE, ShardGroup
 from ..cpu import Quantization
-from ..errors import CheckpointError, DeviceNotFound, EngineError, NotEnoughMemory, UnsupportedModel
+from ..errors import Attempt, CheckpointError, DeviceNotFound, EngineError, NotEnoughMemory, UnsupportedModel, format_error
 from ..process.cpu_threads import mend_threads_of_a_fork
 from ..process.log_suppression import quiet_transformers
 from ..text.tokenizer_bounds import is_panic
@@ -321,16 +321,15 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase | None:
         check_counts(config, read_json(config))
     if (why := try_tokenizer(folder, options, spec.trust_remote_code)) is not None:
         raise CheckpointError(_broken_tokenizer(folder, options, found, why))
-    try:
-        with quiet_transformers():
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                str(folder), local_files_only=True, trust_remote_code=spec.trust_remote_code, **options
-            )
-            usable = len(tokenizer) > len(tokenizer.all_special_tokens)
-    except BaseException as error:  # tokenizers, sentencepiece, transformers or the folder's code
+    with Attempt() as attempt, quiet_transformers():
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=spec.trust_remote_code, **options
+        )
+        usable = len(tokenizer) > len(tokenizer.all_special_tokens)
+    if (error := attempt.error) is not None:  # of tokenizers, sentencepiece, transformers or the folder's code
         if not isinstance(error, Exception) and not is_panic(error):
-            raise
-        raise CheckpointError(_broken_tokenizer(folder, options, found, f"{type(error).__name__}: {error}")) from error
+            raise error
+        raise CheckpointError(_broken_tokenizer(folder, options, found, format_error(error))) from error
     if not usable:
         raise CheckpointError(_broken_tokenizer(folder, options, found, "it has no vocabulary"))
     return tokenizer

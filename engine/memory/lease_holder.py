@@ -17,6 +17,7 @@ from ...allocator.arena import Arena
 from ...allocator.broker_client import BrokerClient
 from ...allocator.errors import LeaseError, LeaseRefused, MinimumsExceedCapacity
 from ...allocator.lease import Lease
+from ...common.on_error import OnError
 from ...common.units import MIB, format_bytes
 from ...monitor.cuda_devices import find_device
 from ...monitor.errors import MonitorError
@@ -110,21 +111,17 @@ def acquire_lease(config: EngineConfig, plan: MemoryPlan, holder: LeaseHolder) -
     base = held + plan.weights_bytes + plan.primitives_bytes + working + HEAP_BYTES + LIBRARIES_BYTES
     name, sharing = take_name(plan.model), None
     try:
-        lease = acquire(config, plan, watched, device_info(watched, holder.device), base, held, name)
-        sharing = Sharing(watched, lease, name)
-        return sharing
+        with OnError(watched.close):
+            lease = acquire(config, plan, watched, device_info(watched, holder.device), base, held, name)
+            sharing = Sharing(watched, lease, name)
+            return sharing
     except LeaseRefused as error:
-        watched.close()
         needed = base + plan.min_kv_bytes
         what = f"{plan.model} on {plan.device} ({format_bytes(base)} besides KV, and {format_bytes(plan.min_kv_bytes)} of KV)"
         raise NotEnoughMemory(needed, plan.free_bytes, what, f"the broker of the device says: {error}") from error
     except (MonitorError, LeaseError, OSError) as error:
-        watched.close()
         log.warning("memory is not shared with other engines: %s", error)
         return None
-    except BaseException:
-        watched.close()
-        raise
     finally:
         if sharing is None:
             release_name(name)
@@ -158,13 +155,10 @@ def acquire(
         granule_bytes=plan.geometry.extent_bytes,
         held_bytes=held_bytes,
     )
-    try:
+    with OnError(lease.close):
         if not lease.wait_granted(min_bytes, GRANT_TIMEOUT_S):
             what = f"{plan.model} on {plan.device}, of which {format_bytes(lease.granted_bytes)} are granted"
             raise NotEnoughMemory(min_bytes, plan.free_bytes, what, "other processes hold the rest and do not return it")
-    except BaseException:
-        lease.close()
-        raise
     return lease
 
 

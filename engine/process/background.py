@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ..errors import Attempt, format_error
+
 log = logging.getLogger(__name__)
 
 
@@ -28,14 +30,13 @@ class BackgroundThread(threading.Thread):
         """See `threading.Thread`."""
         goes_on = True
         while goes_on:
-            faults = self.num_faults
-            try:
+            with Attempt() as attempt:
                 goes_on = self._turn()
-            except BaseException as error:  # SystemExit too: it ends a thread silently
+            if attempt.error is not None:  # SystemExit too: it ends a thread silently
                 self.num_faults += 1
-                self.last_fault = f"{type(error).__name__}: {error}"
-                log.exception("the thread %s failed; it continues in %g s", self.name, self._pause_s)
-            if self.num_faults > faults:  # not in the handler: the error keeps its frames alive
+                self.last_fault = format_error(attempt.error)
+                log.error("the thread %s failed; it continues in %g s", self.name, self._pause_s, exc_info=attempt.error)
+                attempt.error = None  # it keeps its frames alive
                 time.sleep(self._pause_s)
 
     def to_dict(self) -> dict[str, Any]:

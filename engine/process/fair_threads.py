@@ -9,6 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any
 
+from ..errors import Attempt
+
 Work = Callable[[], Any]
 
 # Whose work the running task submits; "" is nobody's in particular.
@@ -62,11 +64,9 @@ class FairThreads:
             self._pool.submit(self._run, owner, *self._waiting[owner].popleft())
 
     def _run(self, owner: str, work: Work, future: Future[Any]) -> None:
-        result, error, runs = None, None, future.set_running_or_notify_cancel()
-        try:
+        result, runs = None, future.set_running_or_notify_cancel()
+        with Attempt() as attempt:
             result = work() if runs else None
-        except BaseException as raised:
-            error = raised
         with self._changed:
             del self._pending[future]
             self._in_line[owner] -= 1
@@ -74,7 +74,7 @@ class FairThreads:
             if not self._in_line[owner]:
                 del self._in_line[owner], self._waiting[owner]
             self._changed.notify_all()
-        if error is not None:
-            future.set_exception(error)
+        if attempt.error is not None:
+            future.set_exception(attempt.error)
         elif runs:
             future.set_result(result)

@@ -34,7 +34,7 @@ from ...allocator.errors import LeaseClosed
 from ...common.units import format_bytes
 from ...frames.recorder import INTERVAL_S
 from ...frames.source import Frame
-from ..errors import EngineClosed
+from ..errors import Attempt, EngineClosed
 from ..process.background import BackgroundThread
 from ..process.fair_threads import OWNER, FairThreads
 from ..watch import EngineWatch
@@ -307,12 +307,9 @@ class EngineThread(threading.Thread):
 
     def _result_or_error(self, function: Callable[[], Any]) -> Any:
         """Call `function`. Returns its result, or its error, which asyncio would log if set on an abandoned future."""
-        try:
+        with Attempt() as attempt:
             return function()
-        except EngineClosed:  # `closed` adds the cause
-            return self.closed()
-        except BaseException as error:
-            return error
+        return self.closed() if isinstance(attempt.error, EngineClosed) else attempt.error  # `closed` adds the cause
 
     # -- threads beside it ----------------------------------------------------------------------------------------
 
@@ -349,7 +346,7 @@ class EngineThread(threading.Thread):
     # -- the thread ----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        try:
+        with Attempt() as attempt:
             self._use_threads()
             while not self._ending:
                 self._progress.begin()
@@ -361,9 +358,9 @@ class EngineThread(threading.Thread):
                     self._manager.step()
                 elif not self._ending:
                     self._sleep_until_message()
-        except BaseException as error:
-            log.exception("the engine's thread failed; ending all requests")
-            self._failure = error
+        if attempt.error is not None:
+            log.error("the engine's thread failed; ending all requests", exc_info=attempt.error)
+            self._failure = attempt.error
         self._finish()
 
     def _sleep_until_message(self) -> None:
@@ -398,13 +395,13 @@ class EngineThread(threading.Thread):
     def _finish(self) -> None:
         """Close the manager and resolve every waiter: with aborted outputs, or with the error that broke the engine."""
         self._is_finishing = True
-        try:
+        with Attempt() as attempt:
             if self._failure is None:
                 self._calls.submit_all()  # to be aborted with the rest
             self._manager.close(self._failure)
-        except BaseException as error:
-            log.exception("closing the engine failed")
-            self._failure = self._failure or error
+        if attempt.error is not None:
+            log.error("closing the engine failed", exc_info=attempt.error)
+            self._failure = self._failure or attempt.error
         # After these, every call that began has arrived.
         self._encoding.shutdown()
         self._compiling.shutdown()

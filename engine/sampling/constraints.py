@@ -20,6 +20,7 @@ from torch import Tensor
 from ...common.error_text import install_command
 from ...scheduler.errors import CANNOT_FOLLOW, RequestRejected
 from ...scheduler.request import Constraint, Sampling
+from ..errors import Attempt
 from .json_schemas import readable
 from .logits import Bool, Int32, Int64, Rows, index
 from .processors import Troubles
@@ -289,10 +290,10 @@ def _on_deep_stack(work: Callable[[], Any]) -> Any:
     result: Future[Any] = Future()
 
     def run() -> None:
-        try:
+        with Attempt() as attempt:
             result.set_result(work())
-        except BaseException as error:
-            result.set_exception(error)
+        if attempt.error is not None:
+            result.set_exception(attempt.error)
 
     thread = threading.Thread(target=run, name="compile", daemon=True)
     with _starting:

@@ -16,9 +16,11 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ...common.on_error import OnError
 from .report import PartOutcome
 
 log = logging.getLogger(__name__)
@@ -66,11 +68,13 @@ class Cache:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         text = json.dumps({"identity": identity, "outcomes": [asdict(one) for one in outcomes]}, indent=1)
         descriptor, name = tempfile.mkstemp(prefix=file.stem, suffix=".tmp", dir=file.parent)
-        try:
+        with OnError(partial(_remove, name)):
             with os.fdopen(descriptor, "w", encoding="utf-8") as half:
                 half.write(text + "\n")
             os.replace(name, file)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(name)
-            raise
+
+
+def _remove(name: str) -> None:
+    """Remove a half-written file, if that is possible."""
+    with suppress(OSError):
+        os.unlink(name)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...common.host_memory import free_host_bytes
+from ...common.on_error import OnError
 from ...scheduler.scheduler import Scheduler
 from ..attention.choose import Site, check
 from ..config import EngineConfig
@@ -101,7 +102,7 @@ def start_shards(config: EngineConfig) -> DividedEngine:
     team = ShardTeam(devices, num_threads=max(1, own_threads() // len(devices)), silent_s=SILENT_S)
     holder = LeaseHolder(torch.device("cpu"), 0)
     sharing: ShardedSharing | None = None
-    try:
+    with OnError(team.close, holder.close, lambda: None if sharing is None else sharing.close()):
         team.start()
         checkpoint, dtype, division = _divided(config, devices)  # while the shards import torch
         hellos: list[Hello] = team.wait(0, range(team.size))
@@ -114,12 +115,6 @@ def start_shards(config: EngineConfig) -> DividedEngine:
         leases = None if sharing is None else sharing.leases
         arena = ShardedArena(plan.num_extents, plan.geometry.extent_bytes, leases, range(plan.min_extents), len(devices))
         return DividedEngine(config, checkpoint, plan, team, holder, sharing, arena, faults)
-    except BaseException:
-        team.close()
-        holder.close()
-        if sharing is not None:
-            sharing.close()
-        raise
 
 
 def _divided(config: EngineConfig, devices: Sequence[str]) -> tuple[Checkpoint, torch.dtype, Division]:

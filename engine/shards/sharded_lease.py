@@ -17,7 +17,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 import torch
@@ -347,6 +347,8 @@ def acquire_leases(
     working = max(plan.reserve_bytes, plan.loading_bytes) + HEAP_BYTES + LIBRARIES_BYTES
     leases: dict[int, Lease] = {}
     name, sharing = take_name(plan.model), None
+    undo = ExitStack()
+    undo.callback(watched.close)
     try:
         infos = [device_info(watched, torch.device(device)) for device in devices]
         for rank in sorted(range(len(devices)), key=lambda rank: infos[rank].uuid):
@@ -354,21 +356,19 @@ def acquire_leases(
             base = held + plan.weights_bytes + plan.primitives_bytes + working
             own = [lease.name for lease in leases.values()]
             leases[rank] = acquire(config, plan, watched, infos[rank], base, held, f"{name}.{rank}", own)
+            undo.callback(leases[rank].close)
         ordered = [leases[rank] for rank in range(len(devices))]
         sharing = ShardedSharing(watched, ShardedLease(ordered, plan.geometry.extent_bytes, extra), name)
+        undo.pop_all()
         return sharing
-    except BaseException as error:
-        for lease in leases.values():
-            lease.close()
-        watched.close()
-        if isinstance(error, LeaseRefused):
-            needed = plan.weights_bytes + plan.primitives_bytes + working + plan.min_kv_bytes
-            what = f"a shard of {plan.model} ({format_bytes(plan.min_kv_bytes)} of it KV), of {len(devices)} on {plan.device}"
-            raise NotEnoughMemory(needed, plan.free_bytes, what, f"the broker says: {error}") from error
-        if isinstance(error, MonitorError | LeaseError | OSError):
-            log.warning("memory is not shared with other engines: %s", error)
-            return None
-        raise
+    except LeaseRefused as error:
+        needed = plan.weights_bytes + plan.primitives_bytes + working + plan.min_kv_bytes
+        what = f"a shard of {plan.model} ({format_bytes(plan.min_kv_bytes)} of it KV), of {len(devices)} on {plan.device}"
+        raise NotEnoughMemory(needed, plan.free_bytes, what, f"the broker says: {error}") from error
+    except (MonitorError, LeaseError, OSError) as error:
+        log.warning("memory is not shared with other engines: %s", error)
+        return None
     finally:
+        undo.close()
         if sharing is None:
             release_name(name)

@@ -21,7 +21,7 @@ from ...common.child_process import END_S, ChildProcess
 from ...common.frames import ChannelClosed
 from ..collectives.factory import create_store
 from ..collectives.shared_memory_group import create_group_memory
-from ..errors import ShardLost
+from ..errors import Attempt, ShardLost, format_error
 from ..process.fork import MakerProcess
 from .messages import Launch, ShardCall, ShardFailed
 from .pulse import LOOK_S, PulseWatch, Sign
@@ -91,7 +91,7 @@ class ShardTeam:
     def post(self, messages: Sequence[Any]) -> int:
         """Send each shard its message, by rank. Returns the number to `wait` for. Raises ShardLost.
 
-        An interrupt while it sends, of which some shards have got all and others nothing or a part, ends the team.
+        An error while it sends, of which some shards have got all and others nothing or a part, ends the team.
         """
         self._number += 1
         number = self._number
@@ -103,8 +103,8 @@ class ShardTeam:
                 self._processes[rank].channel.send((number, message))
             except ChannelClosed:
                 self._wait_until_lost(rank)
-            except BaseException as error:
-                self._lose(f"sending to the shards was interrupted by {type(error).__name__}")
+            except Exception as error:
+                self._lose(f"sending to the shards failed: {type(error).__name__}")
                 raise
         return number
 
@@ -172,10 +172,10 @@ class ShardTeam:
                 self._check()
 
     def _watch(self) -> None:
-        try:
+        with Attempt() as attempt:
             self._spawn()
-        except BaseException as error:
-            self._lose(f"a shard could not be started: {type(error).__name__}: {error}")
+        if attempt.error is not None:
+            self._lose(f"a shard could not be started: {format_error(attempt.error)}")
             return
         with self._changed:
             self._started = True

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from ...api.sampling_params import MOST_LISTED_IDS, MOST_STOP_IDS, SamplingParams
 from ...scheduler.errors import RequestRejected
 from ...scheduler.request import TokenLists
+from ..errors import Attempt
 from ..sampling.constraints import CompiledConstraint, Constraints
 from .chat_template import rendered
 from .conversation import template_messages, turn_end
@@ -218,12 +219,13 @@ def _ids(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
     except UnicodeEncodeError as error:
         raise RequestRejected(f"a prompt must be text that UTF-8 can say: {error}") from error
     # The scheduler rejects texts that are slightly too long; the tokenizer's warning would only repeat that.
-    try:
+    with Attempt() as attempt:
         return list(tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
-    except BaseException as error:
-        if not is_panic(error):
-            raise
-        raise RequestRejected(f"the model's tokenizer fails on this text: {error}") from error
+    raised = attempt.error
+    assert raised is not None
+    if is_panic(raised):
+        raise RequestRejected(f"the model's tokenizer fails on this text: {raised}") from raised
+    raise raised
 
 
 def _without_bos(tokenizer: Any, ids: list[int], text: str) -> list[int]:

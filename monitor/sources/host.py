@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...common.host_memory import CGROUPS, PROC, Cgroup, host_memory, limiting_cgroup
+from ...common.on_error import OnError
 from ...common.units import MIB, format_bytes
 from ..errors import ConfigInvalid, DeviceUnreadable
 from ..snapshot import DetailReading, DeviceInfo, DeviceKind, MemoryReading, ProcessUse
@@ -82,12 +83,9 @@ class HostSource:
         with self._lock:
             old = {member.pid: member for member in self._members}
             new: dict[int, _Member] = {}
-            try:
+            with OnError(lambda: _close(new.values(), keep=self._members)):
                 for pid in dict.fromkeys(pids):
                     new[pid] = _continued(old.get(pid), pid)
-            except BaseException:
-                _close(new.values(), keep=self._members)
-                raise
             _close(self._members, keep=new.values())
             self._members = tuple(new.values())
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ..common.on_error import OnError
 from ..engine.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class Output:
             )
         resumes = self.part.exists() and not restart
         file = self._locked()
-        try:
+        with OnError(file.close):
             if resumes and (file.seek(0, os.SEEK_END) or self.unfinished.exists()):
                 self._refuse_others(settings)
             elif not resumes or self._read_about().get("settings") != settings:
@@ -90,9 +91,6 @@ class Output:
                 file.truncate(0)
                 os.fsync(file.fileno())  # old records must not come back under new settings
                 self._write_about({"settings": settings, "counts": None})
-        except BaseException:
-            file.close()
-            raise
         file.seek(0)
         self._file = file
         return resumes
@@ -183,16 +181,13 @@ class Output:
     def _locked(self) -> BinaryIO:
         file = _opened(self.part)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Before this lock, another run may have renamed the file to the output.
-            if not self.part.exists() or not os.path.samestat(os.stat(self.part), os.fstat(file.fileno())):
-                raise BlockingIOError
+            with OnError(file.close):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Before this lock, another run may have renamed the file to the output.
+                if not self.part.exists() or not os.path.samestat(os.stat(self.part), os.fstat(file.fileno())):
+                    raise BlockingIOError
         except BlockingIOError:
-            file.close()
             raise InUse(f"another run is writing {self.part}: wait for its end, or give another output") from None
-        except BaseException:
-            file.close()
-            raise
         return file
 
     def _refuse_others(self, settings: Settings) -> None:

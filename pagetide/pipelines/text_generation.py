@@ -11,6 +11,7 @@ from functools import cache
 from types import TracebackType
 from typing import Any, overload
 
+from ..common.on_error import OnError
 from ..engine.llm import LLM
 from ..engine.loading.generation import HARMLESS, REFUSED, SERVED, ModelDefaults, asked_for, known_to_transformers
 from .arguments import CALL, Arguments, flatten_model_kwargs, refuse_unknown, sort_arguments
@@ -57,12 +58,8 @@ def pipeline(
     arguments = sort_arguments(flat, _generation_names(), HARMLESS)
     asked_for(arguments.generation)  # check early: errors come before the model is loaded
     llm = LLM(model, tokenizer=tokenizer, **engine_options) if own else model
-    try:
+    with OnError(lambda: llm.close() if own else None):
         return TextGenerationPipeline(llm, arguments, closes=own)
-    except BaseException:
-        if own:
-            llm.close()
-        raise
 
 
 class TextGenerationPipeline:
@@ -173,11 +170,10 @@ class Answers(Iterator[list[Record]]):
         return self
 
     def __next__(self) -> list[Record]:
-        try:
-            return next(self._run)
-        except BaseException:
-            self._ended = True
-            raise
+        self._ended = True  # unless it gives something
+        records = next(self._run)
+        self._ended = False
+        return records
 
     def close(self) -> None:
         """Abort pending prompts. Idempotent."""

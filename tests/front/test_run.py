@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from engines import step
 from nearly import nearly
 from run_rig import CONFIGS, SHORT, run_fixture, served_fixture, talker_fixture  # noqa: F401
 
@@ -32,6 +33,7 @@ from pagetide.batch.input import InputFile, read_line
 from pagetide.batch.output import Output
 from pagetide.cli import main
 from pagetide.common.units import GIB, parse_bytes
+from pagetide.engine import llm as llm_module
 from pagetide.engine.errors import ConfigError
 from pagetide.engine.text import template_bounds
 from pagetide.server.requests import CompletionRequest
@@ -417,7 +419,6 @@ def test_unfinished_lines_are_not_lost(run: Any, talker: LLM, monkeypatch: pytes
     ]
     monkeypatch.setattr(output_module, "SAVE_EVERY_S", 0.0)
     monkeypatch.setattr(output_module, "MOST_OF_TIME", 1e9)
-    monkeypatch.setattr(run_module, "_LOOK_S", 0.0)
     kept: list[list[bytes]] = []
     save = Output.save
 
@@ -426,6 +427,16 @@ def test_unfinished_lines_are_not_lost(run: Any, talker: LLM, monkeypatch: pytes
         kept.append(output.unfinished.read_bytes().splitlines(keepends=True))
 
     monkeypatch.setattr(Output, "save", saved)
+    results = llm_module._BlockingCall.results
+
+    def after_a_step(call: Any, timeout_s: float | None = None) -> Any:
+        if timeout_s is not None:
+            step(talker)
+            if call.pending.result is None:
+                raise TimeoutError
+        return results(call)
+
+    monkeypatch.setattr(llm_module._BlockingCall, "results", after_a_step)
     whole = run([json.dumps(line) for line in lines])
     unfinished, target, part = (tmp_path / f"out.jsonl{end}" for end in (".unfinished.jsonl", "", ".part"))
     assert not unfinished.exists() and len(whole.records) == 6

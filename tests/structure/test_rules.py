@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,17 @@ def test_every_package_is_looked_at_and_every_exception_is_used() -> None:
     assert looked_at == {*source_rules.ORDER, "batch", "demo", "pipelines"}
     trees = (tree for _, tree in source_rules.modules(ROOT, source_rules.TOOLS))
     assert {name for tree in trees for _, name in source_rules.private_names(tree)} == source_rules.USED_OF_OTHERS
+
+
+def test_few_handlers_catch_everything() -> None:
+    """What may raise anything runs in an `Attempt`, and what is undone on an error is given to `OnError`."""
+    handlers = [
+        f"{path}:{node.lineno}"
+        for path, tree in source_rules.modules(ROOT, (*source_rules.ORDER, "pagetide"))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ExceptHandler) and (node.type is None or "BaseException" in ast.unparse(node.type))
+    ]
+    assert len(handlers) <= 10, handlers
 
 
 def test_words_for_persons_are_rare() -> None:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
-import threading
-from concurrent import futures
 from dataclasses import replace
 from pathlib import Path
 
 import equality
-import numpy as np
 import pytest
 from engines import TinyEngine, blocks_needed, plain, prompts
 from equality import check_positions
@@ -18,11 +15,7 @@ from families import VOCAB, tiny
 
 from pagetide import LLM, SamplingParams
 from pagetide.allocator.errors import OutOfDeviceMemory
-from pagetide.allocator.host_arena import HostArena
-from pagetide.cache.geometry import Geometry
-from pagetide.cache.storage import Storage
 from pagetide.engine.errors import ConfigError, NotEnoughMemory
-from pagetide.engine.execution.host_pool import NONE, HostPool
 from pagetide.scheduler.request import Sampling
 
 LENGTHS = [1, 7, 16, 33, 64, 99, 130, 180]
@@ -157,34 +150,3 @@ def test_an_engine_swaps_within_its_host_memory(saved):
 def test_nonsense_is_refused_before_an_engine_starts(saved, given, says):
     with pytest.raises((ConfigError, NotEnoughMemory), match=says):
         LLM(saved, device="cpu", share=False, kv_memory=1 << 20, **given)
-
-
-def test_an_interrupt_waits_for_the_copies(monkeypatch):
-    """Whoever goes on before they are done would give their blocks to others."""
-    done, waits = threading.Event(), iter(range(10**6))
-    wait = futures.wait
-
-    def interrupted(some):
-        if next(waits) == 0:
-            raise KeyboardInterrupt
-        done.set()
-        return wait(some)
-
-    monkeypatch.setattr(futures, "wait", interrupted)
-    model, _, _ = family("llama")
-    geometry = Geometry.from_config(model.config, block_size=16, dtype="float32").with_extents(64 << 10)
-    pool, arena = HostPool(geometry, 4 * geometry.extent_bytes), HostArena(1, geometry.extent_bytes)
-    arena.map([0])
-    copy, one = pool._copy, np.array([1], np.int32)
-
-    def slow(*args):
-        assert done.wait(60), "nobody waits any more"
-        return copy(*args)
-
-    monkeypatch.setattr(pool, "_copy", slow)
-    copies = pool.begin(Storage(geometry, arena), one, one, NONE, NONE)
-    with pytest.raises(KeyboardInterrupt):
-        copies.wait()
-    assert pool.mapped_bytes == geometry.extent_bytes, "it was done"
-    pool.close()
-    arena.close()
