@@ -535,5 +535,5 @@ def test_a_table_of_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         f"4: FLOCK  ADVISORY  WRITE 9 {file} 0 EOF\n"
         f"5: FLOCK  ADVISORY  READ 10 {file}1 0 EOF\n"
     )
-    monkeypatch.setattr("pagetide.monitor.holders._LOCKS", table)
+    monkeypatch.setattr("pagetide.monitor.runtime_dir._LOCKS", table)
     assert pids_of_users(directory) == (7, 31)
