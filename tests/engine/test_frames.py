@@ -19,7 +19,7 @@ from pagetide import LLM, SamplingParams
 from pagetide.common import recording as recording_module
 from pagetide.common.recording import FrameRecording, RecordingError
 from pagetide.engine.errors import ConfigError
-from pagetide.engine.requests import manager as manager_module
+from pagetide.engine.requests import engine_thread
 from pagetide.frames import recorder as recorder_module
 from pagetide.frames.recorder import EngineRecorder
 from pagetide.frames.source import FrameSource, MemoryFigures, PoolFacts
@@ -115,7 +115,7 @@ def test_decisions_of_a_request() -> None:
 
 
 def test_a_recording_is_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manager_module, "INTERVAL_S", 0.001)
+    monkeypatch.setattr(engine_thread, "INTERVAL_S", 0.001)
     live: list[bytes] = []
     taken = recorder_module.encode
 
@@ -142,7 +142,7 @@ def test_a_recording_is_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_recording_with_text_has_the_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manager_module, "INTERVAL_S", 0.001)
+    monkeypatch.setattr(engine_thread, "INTERVAL_S", 0.001)
     with LLM("demo", record=str(tmp_path / "run"), record_text=True, **SMALL) as llm:
         outputs = llm.generate(PROMPTS, GREEDY)
     frames = [json.loads(frame.line) for frame in frames_of(tmp_path / "run")]

@@ -46,7 +46,7 @@ def assert_same(found, expected):
     assert found is not None and list(found) == list(expected)
     for name, one in found.items():
         other = expected[name]
-        for field in ("quantization", "n", "k", "rows_in_int8"):
+        for field in ("type", "n", "k", "rows_in_int8"):
             assert getattr(one, field) == getattr(other, field)
         assert torch.equal(one.packed, other.packed) and torch.equal(one.scales, other.scales)
         assert (one.in_scales is None) == (other.in_scales is None)
