@@ -37,10 +37,10 @@ def test_a_layer_that_is_replaced_whole_loses_the_sum_and_one_within_keeps_it(tm
 
     def whole(mlp: nn.Module) -> None:
         assert isinstance(mlp.down_proj, Reduced)
-        mlp.down_proj = NativeLinear(mlp.down_proj.layer)
+        mlp.down_proj = NativeLinear.of(mlp.down_proj.layer)
 
     def within(mlp: nn.Module) -> None:
-        mlp.down_proj.layer = NativeLinear(mlp.down_proj.layer)
+        mlp.down_proj.layer = NativeLinear.of(mlp.down_proj.layer)
 
     assert difference(whole) > 0.1
     assert difference(within) < 1e-4
