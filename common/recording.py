@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import os
 import re
 import struct
@@ -22,10 +21,12 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 from .checked_file import InvalidFile, open_checked
+from .on_error import OnError
 
 Kind = Literal["engine", "devices"]  # what a recording is of
 
@@ -40,6 +41,8 @@ _PIECE_BYTES = 1 << 14  # packed; a thousand times as much unpacked, at most
 _SIGNATURE = b"\x1f\x8b\x08\x04\x00\x00\x00\x00\x00\xff\x0c\x00P"
 _HEADER, _SEGMENT = b"H", b"S"
 _SIZE_AND_TIME = struct.Struct("<Hd")
+_HEAD_BYTES = len(_SIGNATURE) + 1 + _SIZE_AND_TIME.size
+_SCAN_BYTES = 1 << 20
 _TIME = re.compile(rb'"time":\s*([0-9.eE+-]+)')
 _FULL = re.compile(rb'"full":\s*true')
 _MOST_SECONDS = 1e12  # since 1970; further times are damage
@@ -169,13 +172,37 @@ class FrameRecording:
             opened = open_checked(self.path, "recordings")
         except InvalidFile as error:
             raise RecordingError(str(error)) from error
-        with opened as file:
-            try:
-                self._data: mmap.mmap | bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            except ValueError:  # empty
-                self._data = b""
-        members = list(_members(self._data))
-        if not members or members[0][0] or self._data[: len(_SIGNATURE)] != _SIGNATURE:
+        # Read, not mapped: a file that is cut off meanwhile is an error and not a SIGBUS.
+        self._file = opened
+        with OnError(self.close):
+            self._find_segments(kind)
+
+    def frames(self, since: float | None = None, until: float | None = None) -> Iterator[RecordedFrame]:
+        """All frames, or from the last full one at or before `since` (else the first) up to `until`. Reads as it goes."""
+        first = 0 if since is None else max(0, bisect_right(self._times, since) - 1)
+        for start, end in zip(self._starts[first:], self._ends[first:], strict=True):
+            for line in self._lines(start, end):
+                near = line[:_NEAR]
+                time_s = _time_of(near)
+                if time_s is None:
+                    break  # damaged
+                if until is not None and time_s > until:
+                    return
+                yield RecordedFrame(time_s, _FULL.search(near) is not None, line)
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        self._file.close()
+
+    def __enter__(self) -> FrameRecording:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _find_segments(self, kind: Kind) -> None:
+        members = list(self._members())
+        if not members or members[0][0]:
             raise RecordingError(f"{self.path} is not a recording of pagetide")
         headers = [one for one in members if one[1] == _HEADER]
         if not headers:
@@ -195,29 +222,33 @@ class FrameRecording:
                 self.ended = last
                 break
 
-    def frames(self, since: float | None = None, until: float | None = None) -> Iterator[RecordedFrame]:
-        """All frames, or from the last full one at or before `since` (else the first) up to `until`. Reads as it goes."""
-        first = 0 if since is None else max(0, bisect_right(self._times, since) - 1)
-        for start, end in zip(self._starts[first:], self._ends[first:], strict=True):
-            for line in self._lines(start, end):
-                near = line[:_NEAR]
-                time_s = _time_of(near)
-                if time_s is None:
-                    break  # damaged
-                if until is not None and time_s > until:
-                    return
-                yield RecordedFrame(time_s, _FULL.search(near) is not None, line)
+    def _read(self, start: int, end: int) -> bytes:
+        """These bytes of the file; fewer if it ends before."""
+        return os.pread(self._file.fileno(), end - start, start)
 
-    def close(self) -> None:
-        """Close the file. Idempotent."""
-        if isinstance(self._data, mmap.mmap):
-            self._data.close()
+    def _members(self) -> Iterator[tuple[int, bytes, int, int, float]]:
+        """Of each member: its first byte, its kind, where its data begin and at the latest end, and its time."""
+        found, size = self._signatures()
+        for at, following in pairwise([*found, size]):
+            head = self._read(at, at + _HEAD_BYTES)
+            if len(head) == _HEAD_BYTES:
+                _, time_s = _SIZE_AND_TIME.unpack(head[-_SIZE_AND_TIME.size :])
+                if abs(time_s) < _MOST_SECONDS:  # else damaged
+                    yield at, head[len(_SIGNATURE) :][:1], at + _HEAD_BYTES, following, time_s
 
-    def __enter__(self) -> FrameRecording:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def _signatures(self) -> tuple[list[int], int]:
+        """Where members begin, and the size of the file."""
+        found, at = [], 0
+        while data := self._read(at, at + _SCAN_BYTES):
+            place = data.find(_SIGNATURE)
+            while place >= 0:
+                found.append(at + place)
+                place = data.find(_SIGNATURE, place + _HEAD_BYTES)
+            if len(data) < _SCAN_BYTES:
+                return found, at + len(data)
+            # One that begins in the last bytes is found with the next piece; none is found twice.
+            at = max(at + len(data) - len(_SIGNATURE) + 1, found[-1] + _HEAD_BYTES if found else 0)
+        return found, at
 
     def _read_header(self, start: int, end: int, _time_s: float) -> dict[str, Any]:
         for line in self._lines(start, end):
@@ -263,12 +294,11 @@ class FrameRecording:
     def _pieces(self, start: int, end: int) -> Iterator[tuple[bytes, bytes]]:
         """The unpacked data of the member with data from `start` on, in pieces, with what follows them. Raises zlib.error."""
         unpacker = zlib.decompressobj(-zlib.MAX_WBITS)
-        while start < end and not unpacker.eof:
-            packed = self._data[start : min(end, start + _PIECE_BYTES)]
+        while not unpacker.eof and (packed := self._read(start, min(end, start + _PIECE_BYTES))):
             start += len(packed)
             yield unpacker.decompress(packed), b""
         if unpacker.eof:
-            yield b"", (unpacker.unused_data + self._data[start:end])[:8]
+            yield b"", (unpacker.unused_data + self._read(start, min(end, start + 8)))[:8]
 
 
 def _time_of(near: bytes) -> float | None:
@@ -287,19 +317,6 @@ def _is_json(line: bytes) -> bool:
     except (ValueError, RecursionError):
         return False
     return True
-
-
-def _members(data: mmap.mmap | bytes) -> Iterator[tuple[int, bytes, int, int, float]]:
-    """Of each member: its first byte, its kind, where its data begin and at the latest end, and its time."""
-    head = len(_SIGNATURE) + 1 + _SIZE_AND_TIME.size
-    at = data.find(_SIGNATURE)
-    while 0 <= at <= len(data) - head:
-        following = data.find(_SIGNATURE, at + head)
-        kind = data[at + len(_SIGNATURE) : at + len(_SIGNATURE) + 1]
-        _, time_s = _SIZE_AND_TIME.unpack(data[at + head - _SIZE_AND_TIME.size : at + head])
-        if abs(time_s) < _MOST_SECONDS:  # else damaged
-            yield at, kind, at + head, len(data) if following < 0 else following, time_s
-        at = following
 
 
 def write_whole(file: int, data: bytes) -> None:

@@ -184,3 +184,14 @@ def test_damaged_times_and_files_of_other_kinds(tmp_path: Path) -> None:
 def test_a_difference_first_is_refused(tmp_path: Path) -> None:
     with (tmp_path / "a").open("wb") as file, pytest.raises(ValueError, match="full frame"):
         FrameWriter(file.write, "engine", HEADER).put(line(0, False), 100.0, False)
+
+
+def test_a_file_that_is_cut_off_while_it_plays_gives_what_is_left(tmp_path: Path) -> None:
+    """A mapped file would end the process with SIGBUS."""
+    write(tmp_path / "a", [True] * 40, more="x" * 9_000, most_bytes=1 << 26)
+    with FrameRecording(tmp_path / "a") as recording:
+        os.truncate(tmp_path / "a", 1)
+        assert list(recording.frames(since=139)) == []
+    lines = write(tmp_path / "b", [True, True], more=os.urandom(3 << 20).hex(), most_bytes=1 << 26)  # read in pieces
+    with FrameRecording(tmp_path / "b") as recording:
+        assert [frame.line for frame in recording.frames()] == lines
