@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import json
 import os
 import shutil
 import statistics
@@ -178,17 +179,34 @@ def quick(arguments: Sequence[str]) -> tuple[int, bool]:
     return max(statuses), report(spent) if sys.platform == "linux" else True
 
 
+def failed() -> list[str]:
+    """The tests that failed when they were last run, by pytest's own record."""
+    try:
+        return list(json.loads((ROOT / ".pytest_cache/v/cache/lastfailed").read_text("utf-8")))
+    except FileNotFoundError:
+        return []
+
+
 def everything() -> int:
-    """Both tiers. Returns an exit status."""
-    status, within = quick([])
-    spent = Spent()
-    status |= run([*DEEP, "--hypothesis-profile=deep"], spent)
-    for title, environ in (("with AVX2 alone", AVX2), ("without native kernels", {"PAGETIDE_NATIVE": "0"})):
-        print(f"\nkernels and engines {title}", flush=True)
-        status |= run(["-m", "not gpu and not stress", *KERNELS_AND_ENGINES], spent, environ)
+    """Both tiers. Returns an exit status; the last lines name all that failed, for who sees no more of a long output."""
+    shutil.rmtree(ROOT / ".pytest_cache", ignore_errors=True)
+    (status, within), spent = quick([]), Spent()
+    found = dict.fromkeys(failed(), "in the quick tier") if status else {}
+    kernels = ["-m", "not gpu and not stress", *KERNELS_AND_ENGINES]
+    for title, arguments, environ in (
+        ("in the deep tier", [*DEEP, "--hypothesis-profile=deep"], {}),
+        ("with AVX2 alone", kernels, AVX2),
+        ("without native kernels", kernels, {"PAGETIDE_NATIVE": "0"}),
+    ):
+        print(f"\ntests {title}", flush=True)
+        ended = run(arguments, spent, environ)
+        found = (dict.fromkeys(failed(), title) if ended else {}) | found
+        status |= ended
     print(f"\nthe deep tier took {spent.wall_s:.0f} s, and {spent.cpu_s / spent.pace:.0f} CPU seconds")
     if not within:
-        print("the quick tier is above its budget, which .ci/tiers.py has", file=sys.stderr)
+        print("the quick tier is above its budget, which .ci/tiers.py has")
+    for test, title in found.items():
+        print(f"FAILED {title}: {test}")
     return int(bool(status) or not within)
 
 

@@ -92,8 +92,9 @@ def test_properties_run_in_the_deep_tier_too() -> None:
     [((0, True), 0, 0), ((1, True), 0, 1), ((0, False), 0, 1), ((0, True), 1, 1), ((0, True), tiers.NO_TESTS, 1)],
 )
 def test_all_tests_fail_if_one_run_does_or_the_budget_is_spent(
-    quick: tuple[int, bool], others: int, status: int, monkeypatch: pytest.MonkeyPatch
+    quick: tuple[int, bool], others: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(tiers, "ROOT", tmp_path)
     for number in range(3):  # the deep tier, and the two runs with other instructions
         statuses = iter([others if number == at else 0 for at in range(3)])
         monkeypatch.setattr(tiers, "quick", lambda arguments: quick)
@@ -111,6 +112,6 @@ def test_what_failed_is_run_once_more_alone(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("PYTHONPATH", str(ROOT / ".ci"))
     once = "import pathlib\ndef test_it():\n    file = pathlib.Path('was-here')\n    was = file.exists()\n    file.touch()\n"
     (tmp_path / "test_once.py").write_text(once + "    assert was\n")
-    assert tiers.run(["test_once.py"], tiers.Spent()) == 0
+    assert tiers.run(["test_once.py"], tiers.Spent()) == 0 and not tiers.failed()
     (tmp_path / "test_always.py").write_text("def test_it():\n    assert False\n")
-    assert tiers.run(["."], tiers.Spent()) == tiers.FAILED
+    assert tiers.run(["."], tiers.Spent()) == tiers.FAILED and tiers.failed() == ["test_always.py::test_it"]
