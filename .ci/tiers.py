@@ -188,7 +188,7 @@ def failed() -> list[str]:
 
 
 def everything() -> int:
-    """Both tiers. Returns an exit status; the last lines name all that failed, for who sees no more of a long output."""
+    """Both tiers. Returns an exit status; the last lines, which a long output is cut to, name all that failed."""
     shutil.rmtree(ROOT / ".pytest_cache", ignore_errors=True)
     (status, within), spent = quick([]), Spent()
     found = dict.fromkeys(failed(), "in the quick tier") if status else {}
