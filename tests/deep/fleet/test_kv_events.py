@@ -128,9 +128,9 @@ def test_a_req_socket_as_in_vllms_example_gets_the_batch_that_it_missed(
     for n in range(5):
         publisher.publish(CacheEvents([block(n)]))
     published(publisher)
-    req = context.socket(zmq.REQ)
-    req.connect(publisher.replay_endpoint)
     for n in (2, 4):
+        req = context.socket(zmq.REQ)  # another one: later batches of the first answer may still be on their way
+        req.connect(publisher.replay_endpoint)
         req.send(n.to_bytes(8, "big"))
         assert req.poll(PATIENCE_MS)
         number, payload = req.recv_multipart()
