@@ -4,10 +4,11 @@
     python .ci/mutants.py --tier all --results build/mutants-all.jsonl --only-survivors-of build/mutants-quick.jsonl
     python .ci/mutants.py --report build/mutants-*.jsonl
 
-A mutant is one changed operator, condition, number or call in scheduler/, cache/, allocator/, engine/sampling/ or fleet/:
-twelve for each folder, drawn with a fixed seed. It is planted in a copy of the checkout. The tests of its folder and those of
-equal tokens run, cheap files first, until one fails or the CPU seconds are spent. A file of results has a line of JSON for each
-mutant, and a later run continues it. --checkout names another checkout with the same code, such as one with older tests.
+A mutant is one changed operator, condition, number or call in scheduler/, cache/, allocator/, api/, frames/, engine/sampling/
+or fleet/: twelve for each folder, drawn with a fixed seed. It is planted in a copy of the checkout. The tests of its folder and
+those of equal tokens run, cheap files first, until one fails or the CPU seconds are spent. A file of results has a line of JSON
+for each mutant, and a later run continues it. --checkout names another checkout with the same code, such as one with older
+tests.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from queue import SimpleQueue
 from cpu_meter import cpu_s
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("scheduler", "cache", "allocator", "engine/sampling", "fleet")
+FOLDERS = ("scheduler", "cache", "allocator", "api", "frames", "engine/sampling", "fleet")
 EACH = 12
 SEED = 34
 MOST_CPU_S = 600.0

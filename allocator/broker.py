@@ -18,21 +18,16 @@ import logging
 import os
 import socket
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 from ..common.on_error import OnError
-from ..monitor.snapshot import DeviceInfo
 from . import wire
 from .broker_connection import Connection, Dropped
 from .broker_socket import listen
 from .errors import LeaseRefused
 from .lease_account import DeviceView, LeaseAccount, user_name
-from .lease_policy import Rules
-from .lease_table import LeaseTable, Readings
-from .quota import Quota
+from .lease_table import LeaseTable
 
 log = logging.getLogger(__name__)
 
@@ -42,44 +37,29 @@ _MAX_ACCEPTED_AT_ONCE = 32
 _IDLE_TICK_S = 1.0
 
 
-def default_rules(info: DeviceInfo, capacity_bytes: int) -> Rules:
-    """The default rules, the same for every kind of device."""
-    return Rules.of(capacity_bytes)
-
-
 class Broker:
-    """Serves leases of the devices of `readings` at `socket_path`. The directory's lock ensures one broker per path."""
+    """Serves the leases of `table` at `socket_path`. The directory's lock ensures one broker per path."""
 
     def __init__(
         self,
-        readings: Readings,
+        table: LeaseTable,
         socket_path: Path,
         *,
         gid: int | None = None,
-        rules: Callable[[DeviceInfo, int], Rules] = default_rules,
-        quota: Quota | None = None,
-        set_engines: Callable[[str, frozenset[int]], None] = lambda uuid, pids: None,
         tick_s: float | None = 0.02,
         pause_s: float = 0.002,
         grace_s: float = 2.0,
-        clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """Does nothing before `start`.
 
         Args:
             gid: A group that may connect too.
-            rules: Makes a device's rules from its info and capacity in bytes, at its first lease.
-            quota: The bounds for each user; None: none.
-            set_engines: Called with the pids that hold leases on a device whenever they change. A source that counts
-                only named processes, as a test device does, must count these too: used bytes include the engines'.
             tick_s: Interval between looks at the measurements; None: only when `tick` is called.
             pause_s: Least interval between decisions triggered by messages, to batch them.
             grace_s: How long a successor waits for engines to return.
-            clock: Monotonic ns, the clock of the readings.
         """
-        self._quota = quota
-        self._table = LeaseTable(readings, rules, quota, set_engines, clock)
-        self._path, self._gid, self._clock = socket_path, gid, clock
+        self._table, self._clock = table, table.clock
+        self._path, self._gid = socket_path, gid
         self._tick_s, self._pause_s, self._grace_s = tick_s, pause_s, grace_s
         self._connections: dict[Connection, None] = {}  # oldest first
         self._pidfds: dict[int, int] = {}  # of the processes of living leases
@@ -331,9 +311,9 @@ class Broker:
     def _check_places(self, comer: Connection) -> None:
         """Raise LeaseRefused if there is no place for another lease or reservation, in all or for this user."""
         holders = [connection.peer.uid for connection in self._connections if connection.needed]
-        if self._quota is not None:
+        if self._table.quota is not None:
             uid = comer.peer.uid
-            self._quota.check_place(uid, user_name(uid), holders.count(uid), self._table.count_ended(uid))
+            self._table.quota.check_place(uid, user_name(uid), holders.count(uid), self._table.count_ended(uid))
         if len(holders) >= MAX_CONNECTIONS - _PLACES_TO_COME:
             raise LeaseRefused(f"{len(holders)} engines and reservations are connected, which is the limit; end some")
 

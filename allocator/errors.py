@@ -17,7 +17,6 @@ All are an `AllocatorError`:
         │   ├── MinimumsExceedCapacity
         │   ├── UnknownEngine
         │   └── NotPermitted
-        ├── LeaseTooSmall
         ├── GrantExceeded
         └── LeaseClosed
 """
@@ -106,18 +105,6 @@ class UnknownEngine(LeaseRefused):
 
 class NotPermitted(LeaseRefused):
     """Only root, the broker's owner and the engine's own user may do this."""
-
-
-class LeaseTooSmall(LeaseError):
-    """The lease's max is less than the engine needs to start."""
-
-    def __init__(self, needed_bytes: int, max_bytes: int, what: str) -> None:
-        super().__init__(
-            f"{what} need {needed_bytes:,} bytes and the lease may hold {max_bytes:,} at most; "
-            f"raise its max by {needed_bytes - max_bytes:,} bytes or more"
-        )
-        self.needed_bytes = needed_bytes
-        self.max_bytes = max_bytes
 
 
 class GrantExceeded(LeaseError):

@@ -31,7 +31,7 @@ from types import TracebackType
 from ..common.on_error import OnError
 from . import wire
 from .broker_link import BrokerLink
-from .errors import InvalidLease, LeaseClosed, LeaseError, LeaseTooSmall, ProtocolViolation
+from .errors import InvalidLease, LeaseClosed, LeaseError, ProtocolViolation
 from .lease_balance import LeaseBalance
 from .lease_events import Denied, Event, Recalled, Rejoined
 from .lease_record import LeaseRecordWriter
@@ -164,11 +164,6 @@ class Lease:
     def generation(self) -> wire.OrderGeneration:
         """The generation of the newest order received."""
         return self._balance.generation
-
-    def require(self, needed_bytes: int, what: str) -> None:
-        """Raise LeaseTooSmall if the max is below what the engine needs; `what` is such as "the weights and one sequence"."""
-        if self.max_bytes is not None and needed_bytes > self.max_bytes:
-            raise LeaseTooSmall(needed_bytes, self.max_bytes, what)
 
     # ---- messages to the broker -----------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
+import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -40,25 +41,37 @@ class Readings(Protocol):
         ...
 
 
+def default_rules(info: DeviceInfo, capacity_bytes: int) -> Rules:
+    """The default rules, the same for every kind of device."""
+    return Rules.of(capacity_bytes)
+
+
 class LeaseTable:
-    """All devices and leases. Used by one thread; any thread may read the views."""
+    """All devices and leases. Used by one thread; any thread may read the views.
+
+    Args:
+        rules: Makes a device's rules from its info and capacity in bytes, at its first lease.
+        quota: The bounds for each user; None: none.
+        set_engines: Called with the pids that hold leases on a device whenever they change. A source that counts only named
+            processes, as a test device does, must count these too: used bytes include the engines'.
+        clock: Monotonic ns, the clock of the readings.
+    """
 
     def __init__(
         self,
         readings: Readings,
-        rules: Callable[[DeviceInfo, int], Rules],
-        quota: Quota | None,
-        set_engines: Callable[[str, frozenset[int]], None],
-        clock: Callable[[], int],
+        rules: Callable[[DeviceInfo, int], Rules] = default_rules,
+        quota: Quota | None = None,
+        set_engines: Callable[[str, frozenset[int]], None] = lambda uuid, pids: None,
+        clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """The arguments are those of `Broker`."""
         self.epoch = secrets.randbits(53)
         self.decide_from_ns = 0  # before this, engines that have not returned yet would count as foreign
         self.leases: dict[int, LeaseAccount] = {}
         self.lease_views: tuple[wire.LeaseView, ...] = ()
         self.device_views: tuple[DeviceView, ...] = ()
-        self._readings, self._rules, self._quota = readings, rules, quota
-        self._set_engines, self._clock = set_engines, clock
+        self._readings, self._rules, self.quota = readings, rules, quota
+        self._set_engines, self.clock = set_engines, clock
         self._devices: dict[str, LeasedDevice] = {}
         self._reservations: dict[int, tuple[LeasedDevice, Connection]] = {}
         self._ids = itertools.count(1)
@@ -84,7 +97,7 @@ class LeaseTable:
         connection.lease_id = lease_id
         self._update_engines(device)
         # Only now: earlier measurements may not include it.
-        lease.readings.append((self._clock(), record.read()))
+        lease.readings.append((self.clock(), record.read()))
         self.measure(device)
         orders = [order for order in self._decide(device) if not _grants(order, lease_id)]
         self._publish()
@@ -103,7 +116,7 @@ class LeaseTable:
 
     def ask(self, lease: LeaseAccount, message: wire.AskMessage) -> None:
         """Record the engine's demand."""
-        expires_ns = self._clock() + message.expires_ms * 1_000_000
+        expires_ns = self.clock() + message.expires_ms * 1_000_000
         self._devices[lease.device_uuid].account.ask(lease.lease_id, message.target_bytes, expires_ns)
 
     def report(self, lease: LeaseAccount, message: wire.ReportMessage) -> None:
@@ -141,7 +154,7 @@ class LeaseTable:
         """Recall bytes from the engine by user command. Raises LeaseRefused."""
         device = self._devices[lease.device_uuid]
         self._read(lease)
-        order = device.account.recall(lease.lease_id, num_bytes, self._clock())
+        order = device.account.recall(lease.lease_id, num_bytes, self.clock())
         log.info("%s of %s are recalled by hand", format_bytes(num_bytes), named(lease))
         self.carry_out(device, (order,))
         return wire.RecallingMessage(order.target_bytes, wire.milliseconds(order.deadline_s))
@@ -170,7 +183,7 @@ class LeaseTable:
         lease.may_return = lease.may_return and may_return
         if lease.lease_id in self.leases:
             account = self._devices[lease.device_uuid].account
-            account.end(lease.lease_id, self._clock(), may_return=lease.may_return)
+            account.end(lease.lease_id, self.clock(), may_return=lease.may_return)
 
     def find(self, engine: str, peer: Peer, owner_uid: int) -> LeaseAccount:
         """The lease of an engine by name, pid or #number, if `peer` may control it. Raises UnknownEngine, NotPermitted."""
@@ -212,7 +225,7 @@ class LeaseTable:
             trouble = memory.error
         except MonitorError as error:
             trouble = str(error)
-        now_ns = self._clock()
+        now_ns = self.clock()
         leases = self._leases_on(device)
         # read after the measurement, whether or not there is one
         sums = {lease.lease_id: self._read(lease) for lease in leases}
@@ -277,12 +290,12 @@ class LeaseTable:
     def _decide(self, device: LeasedDevice) -> tuple[Order, ...]:
         for lease in self._leases_on(device):
             self._read(lease)
-        now_ns = self._clock()
+        now_ns = self.clock()
         return () if now_ns < self.decide_from_ns else device.account.decide(now_ns)
 
     def _publish(self) -> None:
         """Rebuild the views, and log each overdue recall once."""
-        now_ns = self._clock()
+        now_ns = self.clock()
         views = []
         for lease in self.leases.values():
             state = self._devices[lease.device_uuid].account.state.leases[lease.lease_id]
@@ -325,7 +338,7 @@ class LeaseTable:
 
     def _check_promise(self, device: LeasedDevice, peer: Peer, asked: Promise) -> None:
         """Raise the promise's refusal if it exceeds the user's quota of the device."""
-        if self._quota is None:
+        if self.quota is None:
             return
         state = device.account.state
         promised_bytes = sum(
@@ -338,7 +351,7 @@ class LeaseTable:
             if of is device and connection.peer.uid == peer.uid
         )
         leasable_bytes = max(0, state.capacity_bytes - state.rules.headroom_bytes)
-        self._quota.check_promise(peer.uid, user_name(peer.uid), asked, promised_bytes, leasable_bytes)
+        self.quota.check_promise(peer.uid, user_name(peer.uid), asked, promised_bytes, leasable_bytes)
 
     def _former(self, peer: Peer, request: wire.RegisterMessage) -> LeaseAccount | None:
         """The ended lease that this engine held before; None if none, or if its pid is not visible here."""

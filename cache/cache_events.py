@@ -9,7 +9,7 @@ in any thread. The log is bounded: if it is not taken in time, it is dropped, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -198,8 +198,3 @@ def _parents_first(stored: Mapping[int, StoredBlock]) -> list[StoredBlock]:
 def as_integers(digests: Digests) -> Iterator[int]:
     """Each of `digests` [n, 2] as an integer of 128 bits, as in `StoredBlock`."""
     return (first << 64 | second for first, second in digests.tolist())
-
-
-def first_words(digests: Iterable[int]) -> list[int]:
-    """The first 64 bits of each of `digests`, integers of 128 bits: what consumers of 64-bit hashes use."""
-    return [digest >> 64 for digest in digests]

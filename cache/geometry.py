@@ -180,11 +180,6 @@ class Geometry:
         """Bytes from one block to the next."""
         return self._packing[0]
 
-    @property
-    def waste_bytes(self) -> int:
-        """Padding bytes of a block; an extent wastes `blocks_per_extent` times as many."""
-        return self.block_stride - self.block_bytes
-
     def piece(self, layer: int) -> tuple[int, int]:
         """(K, V) offsets of a layer's pieces from the start of the block, in elements."""
         return self._layout[0][layer]

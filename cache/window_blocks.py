@@ -67,10 +67,6 @@ class WindowBlocks:
         """The device's window blocks of `nodes`, which have some."""
         return np.stack([places.of_node[nodes] for places in self.blocks])
 
-    def slots_of(self, nodes: Nodes) -> Int32:
-        """The host's window blocks of `nodes`, which have some."""
-        return np.stack([places.of_node[nodes] for places in self.slots])
-
     def put(self, nodes: Nodes, blocks: BlockIds) -> None:
         """`blocks` are the window blocks of `nodes`, which have none; a sequence holds them."""
         for places, of_table in zip(self.blocks, blocks, strict=True):

@@ -90,7 +90,7 @@ class QueueActor:
 
     async def status(self) -> dict[str, Any]:
         """See `QueueServer.status`, with what the keeper knows."""
-        status = self._server.status()
+        status = await self._server.status()
         status["kept"] = self._keeper.names
         status["errors"] = dict(self._keeper.errors)
         resources = dict(self._config.worker_resources)

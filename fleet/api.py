@@ -89,13 +89,6 @@ class Fleet:
         self._closed: str | None = None  # why calls are refused
         self._calls: dict[CallState, asyncio.Task[None]] = {}
 
-    @classmethod
-    def of_link(cls, link: QueueLink) -> Fleet:
-        """The fleet behind a link, instead of one on Ray. For tests."""
-        fleet = cls("link")
-        fleet._open_link = lambda: link
-        return fleet
-
     # -- requests ----------------------------------------------------------------------------------------------------
 
     @explains_arguments("Fleet.generate")

@@ -37,11 +37,6 @@ class CachedBlocks:
         """The number of blocks that the worker has reported."""
         return self._num_cached
 
-    @property
-    def num_expected(self) -> int:
-        """The number of other blocks that are expected, with those that have expired since the last look."""
-        return len(self._until) - self._num_cached
-
     def apply(self, stored: Iterable[int] = (), removed: Iterable[int] = (), cleared: bool = False) -> None:
         """Follow the worker's report, in the order `cleared`, `removed`, `stored`. Repeated reports change nothing.
 

@@ -49,11 +49,6 @@ class Followers:
     def __contains__(self, number: int) -> bool:
         return number in self._outputs
 
-    @property
-    def num_fronts(self) -> int:
-        """Front ends that were heard of lately."""
-        return len(self._fronts)
-
     # -- outputs -----------------------------------------------------------------------------------------------------
 
     def add(self, number: int, records: Sequence[bytes] = (), is_complete: bool = False) -> None:

@@ -1,40 +1,28 @@
 """Events of a prefix cache in vLLM's form: what `KvEventPublisher` sends, as data for msgpack.
 
-    batch   [seconds since 1970, [event, ...], data-parallel rank]
+    batch   [seconds since 1970, [event, ...], data-parallel rank: 0]
     event   {"type": "BlockStored", "block_hashes": [...], "parent_block_hash": ..., "token_ids": [...], "block_size": 16,
              "lora_id": None, "medium": "GPU", "lora_name": None}                         one chain of blocks, in its order
             {"type": "BlockRemoved", "block_hashes": [...], "medium": "GPU"}
             {"type": "AllBlocksCleared"}
 
 These are the structs of vLLM's `vllm/distributed/kv_events.py` (0.24 and later: each event is a map since vLLM's pull request
-42892). Before, each event was an array of its tag and the values, in this order: "array". `extra_keys` stands only where the
-first block of a salted prefix is in the event, as [[salt], None, ...]. Hashes are integers, the first 64 bits of our digests.
+42892). `extra_keys` stands only where the first block of a salted prefix is in the event, as [[salt], None, ...]. Hashes are
+integers, the first 64 bits of our digests.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from ..cache.cache_events import CacheEvents, StoredBlock
+from .messages import encode
 
-EventForm = Literal["map", "array"]
 DEVICE, HOST = "GPU", "CPU"  # media, by vLLM's names
+Event = dict[str, Any]
 _Place = tuple[int | None, bool, bytes, bytes | None]  # parent, on_host, tokens, salt
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One event: its tag, and the fields in vLLM's order."""
-
-    tag: str
-    fields: dict[str, Any]
-
-    def encoded(self, form: EventForm) -> dict[str, Any] | list[Any]:
-        """The event for msgpack."""
-        return {"type": self.tag, **self.fields} if form == "map" else [self.tag, *self.fields.values()]
 
 
 class PublishedBlocks:
@@ -48,10 +36,10 @@ class PublishedBlocks:
 
     def apply(self, changes: CacheEvents) -> list[Event]:
         """Follow the changes of the cache. Returns their events; changes that are known already have none."""
-        events = []
+        events: list[Event] = []
         if changes.cleared:
             self._blocks.clear()
-            events.append(Event("AllBlocksCleared", {}))
+            events.append({"type": "AllBlocksCleared"})
         gone: dict[str, list[int]] = {}  # by medium
         for digest in changes.removed:
             before = self._blocks.pop(digest >> 64, None)
@@ -67,12 +55,12 @@ class PublishedBlocks:
                 gone.setdefault(_medium(before), []).append(digest)
             self._blocks[digest] = place
             new.append((digest, place))
-        events += [Event("BlockRemoved", {"block_hashes": hashes, "medium": where}) for where, hashes in gone.items()]
+        events += [{"type": "BlockRemoved", "block_hashes": hashes, "medium": where} for where, hashes in gone.items()]
         return [*events, *_stored(new)]
 
     def snapshot(self) -> list[Event]:
         """The events that give a consumer all blocks, whatever it had before."""
-        return [Event("AllBlocksCleared", {}), *_stored(self._by_chain())]
+        return [{"type": "AllBlocksCleared"}, *_stored(self._by_chain())]
 
     def _by_chain(self) -> Iterator[tuple[int, _Place]]:
         """All blocks, each chain without a break where that can be: so a snapshot has few events."""
@@ -86,9 +74,9 @@ class PublishedBlocks:
             left += children.get(digest, [])[::-1]
 
 
-def batch(ts: float, events: Iterable[Event], rank: int | None, form: EventForm) -> list[Any]:
-    """A batch for msgpack."""
-    return [ts, [event.encoded(form) for event in events], rank]
+def batch(ts: float, events: Iterable[Event]) -> bytes:
+    """An encoded batch."""
+    return encode([ts, list(events), 0])
 
 
 def _place(block: StoredBlock) -> tuple[int, _Place]:
@@ -117,7 +105,8 @@ def _chain_stored(chain: list[tuple[int, _Place]]) -> Event:
     tokens = array("i")
     for _, place in chain:
         tokens.frombytes(place[2])
-    fields: dict[str, Any] = {
+    event: Event = {
+        "type": "BlockStored",
         "block_hashes": [digest for digest, _ in chain],
         "parent_block_hash": first[0],
         "token_ids": tokens.tolist(),
@@ -127,5 +116,5 @@ def _chain_stored(chain: list[tuple[int, _Place]]) -> Event:
         "lora_name": None,
     }
     if first[3] is not None:
-        fields["extra_keys"] = [[first[3].decode("utf-8", "replace")], *[None] * (len(chain) - 1)]
-    return Event("BlockStored", fields)
+        event["extra_keys"] = [[first[3].decode("utf-8", "replace")], *[None] * (len(chain) - 1)]
+    return event

@@ -1,6 +1,6 @@
 """Publishes the changes of an engine's prefix cache over ZeroMQ in vLLM's form, for routers that can read vLLM's.
 
-    changes ── publish ──► queue ── a thread ──► PUB     [topic, sequence number, batch]                     to all subscribers
+    changes ── publish ──► queue ── a thread ──► PUB     [empty topic, sequence number, batch]               to all subscribers
                                       ▲  └─────► ROUTER  [sequence number, batch] ..., [-1, empty]           to one
                                       └───────── ROUTER  [sequence number to begin with, or "snapshot"]      from one
 
@@ -26,12 +26,12 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..cache.cache_events import CacheEvents
 from ..common.error_text import install_command
 from ..common.on_error import OnError
-from .kv_event_format import EventForm, PublishedBlocks, batch
+from .kv_event_format import PublishedBlocks, batch
 
 if TYPE_CHECKING:
     import zmq
@@ -54,14 +54,6 @@ class KvEventsError(ValueError):
     """The events cannot be published as asked; the message says what to do."""
 
 
-class EventSource(Protocol):
-    """An engine with a log of its prefix cache: `AsyncLLM` with `kv_events`."""
-
-    async def cache_events(self) -> CacheEvents: ...
-
-    async def cache_snapshot(self) -> CacheEvents: ...
-
-
 @dataclass(frozen=True, slots=True)
 class CurveKeys:
     """The keys of a publisher beyond this machine.
@@ -75,32 +67,12 @@ class CurveKeys:
     clients: str | os.PathLike[str] | Iterable[str]
 
 
-def endpoint_of_rank(endpoint: str, rank: int) -> str:
-    """The endpoint of a data-parallel rank by vLLM's rule: its port is `rank` above that of rank 0."""
-    head, _, port = endpoint.rpartition(":")
-    if not endpoint.startswith("tcp://") or not port.isdecimal():
-        raise KvEventsError(f"{endpoint} has no port to count from: name one such as {DEFAULT_ENDPOINT}")
-    return f"{head}:{int(port) + rank}"
-
-
-async def publish_changes(source: EventSource, publisher: KvEventPublisher) -> CacheEvents:
-    """Publish what has changed in the cache of `source` since the last call. Returns the changes, for other uses."""
-    changes = await (source.cache_snapshot() if publisher.needs_snapshot else source.cache_events())
-    if changes.lost:
-        changes = await source.cache_snapshot()
-    publisher.publish(changes)
-    return changes
-
-
 class KvEventPublisher:
     """Publishes the changes of one prefix cache from the first `publish` to `close`. Its methods never wait for the network.
 
     Args:
         endpoint: The address of the PUB socket. A port "*" is a free one.
         replay_endpoint: The address of the ROUTER socket; None: no replay and no snapshots.
-        rank: The data-parallel rank in each batch.
-        topic: The first frame of each message.
-        form: How events are encoded: "map", or "array" for consumers of vLLM before 0.24.
         curve: The keys, without which both addresses have to be on this machine.
         most_kept: Batches that are kept for replay, of at most 64 MiB together.
         high_water_mark: Messages that wait for a slow subscriber. It misses further ones, and can ask for a replay.
@@ -110,13 +82,18 @@ class KvEventPublisher:
     """
 
     def __init__(
-        self, endpoint: str = DEFAULT_ENDPOINT, replay_endpoint: str | None = DEFAULT_REPLAY_ENDPOINT,
-        rank: int | None = 0, *, topic: str = "", form: EventForm = "map", curve: CurveKeys | None = None,
-        most_kept: int = 10_000, high_water_mark: int = 1_000, clock: Callable[[], float] = time.time,
-    ) -> None:  # fmt: skip
+        self,
+        endpoint: str = DEFAULT_ENDPOINT,
+        replay_endpoint: str | None = DEFAULT_REPLAY_ENDPOINT,
+        *,
+        curve: CurveKeys | None = None,
+        most_kept: int = 10_000,
+        high_water_mark: int = 1_000,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         for address in filter(None, (endpoint, replay_endpoint)):
             check_address(address, curve is not None)
-        self._topic, self._rank, self._form, self._clock = topic.encode(), rank, form, clock
+        self._clock = clock
         self._blocks = PublishedBlocks()  # of the last batch
         self._kept = _KeptBatches(most_kept)
         self._lock = threading.Lock()
@@ -203,9 +180,9 @@ class KvEventPublisher:
         """Publish one batch, if subscribers do not know all of it."""
         events = self._blocks.apply(changes)
         if events:
-            payload = _encode(batch(self._clock(), events, self._rank, self._form))
+            payload = batch(self._clock(), events)
             number = self._kept.add(payload)
-            self._sockets.publish([self._topic, number.to_bytes(8, "big"), payload])
+            self._sockets.publish([b"", number.to_bytes(8, "big"), payload])
 
     def _answer(self, client: bytes, request: bytes) -> None:
         """Send the batches that the client asks for, or all blocks instead, and the end."""
@@ -213,8 +190,7 @@ class KvEventPublisher:
         if request != SNAPSHOT and self._kept.first_number <= first <= upto:
             answers = self._kept.since(first)
         elif upto:
-            events = self._blocks.snapshot()
-            answers = [(upto - 1, _encode(batch(self._clock(), events, self._rank, self._form)))]
+            answers = [(upto - 1, batch(self._clock(), self._blocks.snapshot()))]
         else:  # nothing was published yet
             answers = []
         for number, payload in answers:
@@ -415,12 +391,6 @@ def _client_keys(clients: str | os.PathLike[str] | Iterable[str]) -> frozenset[b
     if not keys:
         raise KvEventsError("no client may read the KV events: name the public keys of those that may")
     return keys
-
-
-def _encode(data: list[Any]) -> bytes:
-    import msgspec
-
-    return msgspec.msgpack.encode(data)
 
 
 def _import_zmq() -> Any:

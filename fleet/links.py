@@ -1,6 +1,6 @@
 """How front ends and workers reach the queue: the calls, and the errors of a queue that is away.
 
-`QueueLink` is the one seam to the transport: Ray in a fleet (cluster.py), the `QueueServer` itself in tests (`DirectLink`).
+`QueueLink` is the one seam to the transport: Ray in a fleet (cluster.py), the `QueueServer` itself in tests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from .messages import (
     WorkerRefused,
     encode,
 )
-from .queue_server import QueueServer
 
 
 class QueueUnavailable(Exception):
@@ -65,28 +64,6 @@ class QueueLink(Protocol):
 
     async def cache(self, worker: str, epoch: int, changes: CacheChanges) -> None:
         """See `QueueServer.cache`."""
-
-
-class DirectLink:
-    """A link to a queue on the same event loop. While `server` is None, the queue is away. For tests."""
-
-    def __init__(self, server: QueueServer | None) -> None:
-        self.server = server
-
-    async def status(self) -> dict[str, Any]:
-        """See `QueueServer.status`."""
-        if self.server is None:
-            raise QueueUnavailable("the queue is away")
-        return self.server.status()
-
-    def __getattr__(self, name: str) -> Any:
-        if self.server is not None:
-            return getattr(self.server, name)
-
-        async def away(*_: object, **__: object) -> None:
-            raise QueueUnavailable("the queue is away")
-
-        return away
 
 
 # The calls by name: the types of their arguments and of their result. What is sent is msgpack.

@@ -352,7 +352,7 @@ class QueueServer:
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
-    def status(self) -> dict[str, Any]:
+    async def status(self) -> dict[str, Any]:
         """The fleet's state and counters, as plain data."""
         return fleet_status(self.queue, self.writer, self._followers, self._clock())
 

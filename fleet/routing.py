@@ -100,8 +100,7 @@ class Why(StrEnum):
 class Route:
     """Where a request goes. Without a `worker` it stays in the queue, for `held_for` if that is known.
 
-    `cost` is that of `worker`, or of `held_for`, or infinite. The caller counts a held request's blocks in the backlog of
-    `held_for` while it routes the requests behind it.
+    `cost` is that of `worker`, or of `held_for`, or infinite.
     """
 
     worker: str | None

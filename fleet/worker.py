@@ -66,7 +66,6 @@ class FleetWorker:
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by the number of the request
         self._buffer = ReportBuffer()
         self._stats_at = 0.0
-        self.num_epochs = 0
 
     async def run(self) -> None:
         """Serve until the queue orders the end. Raises WorkerRefused and EngineHangs."""
@@ -95,7 +94,6 @@ class FleetWorker:
         while True:
             try:
                 epoch = await self._register()
-                self.num_epochs += 1
                 await self._serve(epoch)
                 return
             except (StaleEpoch, QueueUnavailable) as error:

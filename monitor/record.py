@@ -226,11 +226,6 @@ class RecordReader:
         return self._current()[0].pid
 
     @property
-    def monitor_start_ticks(self) -> int | None:
-        """When that process started, in clock ticks as in /proc/PID/stat; if this differs, the pid was reused."""
-        return self._current()[0].start_ticks
-
-    @property
     def started_ns(self) -> int:
         """When the record was made, monotonic."""
         return self._current()[0].started_ns

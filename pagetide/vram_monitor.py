@@ -293,18 +293,15 @@ class _Leases:
 
     def open(self, daemon: Daemon) -> None:
         from .allocator.broker import Broker, BrokerThread
+        from .allocator.lease_table import LeaseTable
         from .allocator.quota import Quota
         from .monitor.runtime_dir import group_id
 
         config = self._config
-        self._broker = Broker(
-            daemon.reader,
-            daemon.directory.socket,
-            gid=None if config.group is None else group_id(config.group),
-            rules=self._rules,
-            quota=Quota(config.user_engines, config.user_share, frozenset({0, os.geteuid()})),
-            set_engines=daemon.count_engines,
-        )
+        quota = Quota(config.user_engines, config.user_share, frozenset({0, os.geteuid()}))
+        table = LeaseTable(daemon.reader, self._rules, quota, daemon.count_engines)
+        gid = None if config.group is None else group_id(config.group)
+        self._broker = Broker(table, daemon.directory.socket, gid=gid)
         self._thread = BrokerThread(self._broker)
         self._thread.start()
 

@@ -129,11 +129,6 @@ class Scheduler:
             return False
         return bool(state.by_id) and not state.waiting.has_candidates
 
-    @property
-    def waiting_ids(self) -> list[str]:
-        """Ids of requests that wait for a row, in order; without forks that wait for their leader's prompt."""
-        return [sequence.request.request_id for sequence in self.state.waiting]
-
     def add(self, request: Request) -> None:
         """Queue `request`. Raises what `check` raises, and then keeps nothing of the request."""
         self.check(request)

@@ -193,7 +193,7 @@ def _add_generation(app: FastAPI, server: Server) -> None:
         model, key = server.models.get(body.model), RequestContext.of(request.scope).key
         salt = server.cache_salt(body.cache_salt, key)
         durable = await _durable(model.engine, "cmpl", request, body)
-        work = TextCompletion(model.engine, body, model.name, salt, server.metrics.of(model), durable)
+        work = TextCompletion(model, body, salt, server.metrics.of(model), durable)
         return await _run(server, request, model, work, body, durable)
 
     @app.post("/v1/chat/completions")
@@ -201,9 +201,8 @@ def _add_generation(app: FastAPI, server: Server) -> None:
         server.check_fields(body)
         model, key = server.models.get(body.model), RequestContext.of(request.scope).key
         salt = server.cache_salt(body.cache_salt, key)
-        template, observer = model.options.chat_template, server.metrics.of(model)
         durable = await _durable(model.engine, "chatcmpl", request, body)
-        work = ChatCompletion(model.engine, body, model.name, salt, model.tool_parser, template, observer, durable)
+        work = ChatCompletion(model, body, salt, server.metrics.of(model), durable)
         return await _run(server, request, model, work, body, durable)
 
 

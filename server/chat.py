@@ -8,12 +8,13 @@ from typing import Any
 from ..common.answer_memory import AnswerSize
 from .choices import finish_reason, json_encode, json_list, new_id, raw_list, running_usage, usage
 from .completions import prompt_logprob
-from .engine_client import Batch, EngineClient, Observer, answer_size
+from .engine_client import Batch, Observer, answer_size
 from .errors import invalid
 from .messages import Piece, Score, token_text
+from .models import ServedModel
 from .requests import ChatRequest
 from .resume import DurableRequest, StreamPosition
-from .tools import ToolCalls, ToolParser, ToolsInvalid
+from .tools import ToolCalls, ToolsInvalid
 
 _OF_TOOLS = {"tools", "tool_choice", "parallel_tool_calls", "response_format", "structured_outputs", "skip_special_tokens"}
 
@@ -22,10 +23,7 @@ class ChatCompletion:
     """One request of this endpoint. Make it, `begin` it, then take `response` or `events`.
 
     Args:
-        model: The model's name in responses.
         cache_salt: See `messages.Submit`.
-        tools: The format of the model's tool calls.
-        chat_template: Used instead of the model's own.
         durable: Given with a durable engine.
 
     Raises ApiError.
@@ -33,27 +31,24 @@ class ChatCompletion:
 
     def __init__(
         self,
-        engine: EngineClient,
+        model: ServedModel,
         body: ChatRequest,
-        model: str,
         cache_salt: str | None,
-        tools: ToolParser,
-        chat_template: str | None = None,
         observer: Observer | None = None,
         durable: DurableRequest | None = None,
     ) -> None:
-        self._body = body
+        engine, self._body = model.engine, body
         response_id = new_id("chatcmpl") if durable is None else durable.base_id
         try:
             fields = body.model_dump(include=_OF_TOOLS, exclude_none=True)
-            self._tools = ToolCalls(fields, tools, response_id, engine.info.special_tokens)
+            self._tools = ToolCalls(fields, model.tool_parser, response_id, engine.info.special_tokens)
             self._params = body.params(**self._tools.params())
         except ToolsInvalid as error:
             raise invalid(str(error), error.param) from error
         self._template = body.template() | self._tools.template()
-        if chat_template is not None:
-            self._template["chat_template"] = chat_template
-        self._head = {"id": response_id, "created": 0, "model": model}
+        if model.options.chat_template is not None:
+            self._template["chat_template"] = model.options.chat_template
+        self._head = {"id": response_id, "created": 0, "model": model.name}
         self._durable = durable
         self._position = StreamPosition(durable, self.num_choices, joins=not self._tools.may_call)
         self._cache_salt = cache_salt

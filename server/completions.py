@@ -9,8 +9,9 @@ import msgspec
 
 from ..common.answer_memory import AnswerSize
 from .choices import finish_reason, json_encode, json_list, new_id, raw_list, running_usage, usage
-from .engine_client import Batch, EngineClient, Observer, answer_size
+from .engine_client import Batch, Observer, answer_size
 from .messages import Piece, Score, token_text
+from .models import ServedModel
 from .requests import CompletionRequest
 from .resume import DurableRequest, StreamPosition
 
@@ -30,19 +31,18 @@ class TextCompletion:
 
     def __init__(
         self,
-        engine: EngineClient,
+        model: ServedModel,
         body: CompletionRequest,
-        model: str,
         cache_salt: str | None,
         observer: Observer | None = None,
         durable: DurableRequest | None = None,
     ) -> None:
-        self._engine = engine
+        self._engine = engine = model.engine
         self._body = body
         self._prompts = body.prompts()
         self._params = body.params()
         response_id = new_id("cmpl") if durable is None else durable.base_id
-        self._head = {"id": response_id, "object": "text_completion", "created": 0, "model": model}
+        self._head = {"id": response_id, "object": "text_completion", "created": 0, "model": model.name}
         self._durable = durable
         self._position = StreamPosition(durable, len(self._prompts) * self._each)
         self._cache_salt = cache_salt

@@ -32,6 +32,7 @@ from pagetide.allocator.host_arena import HostArena
 from pagetide.allocator.lease import Lease
 from pagetide.allocator.lease_events import Granted, Recalled
 from pagetide.allocator.lease_policy import Rules
+from pagetide.allocator.lease_table import LeaseTable
 from pagetide.allocator.leased_arena import LeasedArena
 from pagetide.allocator.quota import Quota
 from pagetide.monitor.errors import NoSuchDevice
@@ -146,11 +147,9 @@ class Bench:
         self.numbers = Numbers(self.clock)
         self.engines: list[frozenset[int]] = []  # what the source of numbers was told
         self.clients: list[Client] = []
-        self.broker = Broker(
-            self.numbers, self.path, rules=lambda info, capacity: self.rules, quota=self.quota,
-            set_engines=lambda uuid, pids: self.engines.append(pids),
-            tick_s=None, pause_s=0, grace_s=self.grace_s, clock=self.clock,
-        )  # fmt: skip
+        set_engines = lambda uuid, pids: self.engines.append(pids)  # noqa: E731
+        table = LeaseTable(self.numbers, lambda info, capacity: self.rules, self.quota, set_engines, self.clock)
+        self.broker = Broker(table, self.path, tick_s=None, pause_s=0, grace_s=self.grace_s)
 
     def client(self, protocol: int = 1) -> Client:
         self.clients.append(Client(self, protocol))
@@ -202,9 +201,9 @@ def on_a_bench(**options: Any) -> Callable[[Callable[..., Awaitable[None]]], Cal
 
 
 @contextlib.contextmanager
-def broker_thread(path: Path, numbers: Any, **options: Any) -> Iterator[Broker]:
+def broker_thread(path: Path, numbers: Any, quota: Quota | None = None, **options: Any) -> Iterator[Broker]:
     """A broker with a real clock."""
-    broker = Broker(numbers, path, **({"rules": lambda info, capacity: RULES} | options))
+    broker = Broker(LeaseTable(numbers, lambda info, capacity: RULES, quota), path, **options)
     thread = BrokerThread(broker)
     thread.start()
     try:

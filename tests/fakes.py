@@ -391,6 +391,11 @@ class World:
             self.look(self)
         return True
 
+    @property
+    def waiting_ids(self) -> list[str]:
+        """Of requests that wait for a row, in order; without forks that wait for their leader's prompt."""
+        return [sequence.request.request_id for sequence in self.scheduler.state.waiting]
+
     def prompt(self, length: int) -> np.ndarray:
         return self.rng.integers(0, VOCAB, length).astype(np.int32)
 

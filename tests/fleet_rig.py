@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pagetide import AsyncLLM, Fleet, StreamChunk
-from pagetide.fleet.links import DirectLink, answer_call, result_of
+from pagetide.fleet.links import answer_call, result_of
 from pagetide.fleet.messages import encode
 from pagetide.fleet.queue_server import QueueServer
 from pagetide.fleet.worker import model_of
@@ -22,12 +22,12 @@ class EncodedLink:
     """A link to a queue, perhaps on another event loop, that encodes what it carries as the link of Ray does."""
 
     def __init__(self, server: QueueServer, loop: asyncio.AbstractEventLoop) -> None:
-        self._target = DirectLink(server)
+        self._server = server
         self._loop = loop
 
     def __getattr__(self, name: str) -> Any:
         async def call(*arguments: Any) -> Any:
-            work = answer_call(self._target, name, encode(list(arguments)))
+            work = answer_call(self._server, name, encode(list(arguments)))
             if self._loop is asyncio.get_running_loop():
                 answer = self._loop.create_task(work)
             else:

@@ -13,7 +13,7 @@ from zlib import crc32
 import msgspec
 
 from pagetide.engine.requests.outputs import Completion, RequestOutput, StreamChunk, Timings
-from pagetide.fleet.links import DirectLink, QueueUnavailable
+from pagetide.fleet.links import QueueUnavailable
 from pagetide.fleet.messages import FleetModel, NewRequest, WorkerState
 from pagetide.fleet.queue_server import QueueOptions, QueueServer
 from pagetide.fleet.worker import FleetWorker
@@ -183,7 +183,7 @@ class UnreliableLink:
 
     async def _call(self, server: QueueServer, method: str, arguments: Sequence[Any]) -> Any:
         await asyncio.sleep(0)
-        return await getattr(DirectLink(server), method)(*arguments)
+        return await getattr(server, method)(*arguments)
 
 
 async def kill(server: QueueServer) -> None:

@@ -57,17 +57,7 @@ class AllBlocksCleared(KVCacheEvent):
     pass
 
 
-def as_array(kind: Any, num_fields: int) -> Any:
-    """The struct of vLLM before 0.24, when each event was an array of its tag and fewer fields."""
-    kept = msgspec.structs.fields(kind)[:num_fields]
-    fields = [(one.name, one.type) if one.required else (one.name, one.type, one.default) for one in kept]
-    return msgspec.defstruct(kind.__name__, fields, array_like=True, omit_defaults=True, tag=kind.__name__)
-
-
-DECODERS = {
-    "map": batch_of(BlockStored | BlockRemoved | AllBlocksCleared),
-    "array": batch_of(as_array(BlockStored, 8) | as_array(BlockRemoved, 2) | as_array(AllBlocksCleared, 0)),
-}
+DECODER = batch_of(BlockStored | BlockRemoved | AllBlocksCleared)
 
 
 class Cache:
@@ -148,7 +138,7 @@ def publish() -> Iterator[Callable[..., KvEventPublisher]]:
     made: list[KvEventPublisher] = []
 
     def make(begins: bool = True, **options: Any) -> KvEventPublisher:
-        made.append(KvEventPublisher(FREE, FREE, **{"rank": 3, **options}))
+        made.append(KvEventPublisher(FREE, FREE, **options))
         if begins:
             made[-1].publish(CacheEvents(cleared=True))
         return made[-1]

@@ -294,7 +294,7 @@ class Whim(SwapCost):
 
 def waits_for_memory(world: World) -> bool:
     """Whether nobody runs who is not held, and the first one that may run under the limit needs more blocks than there are."""
-    needs = [world.cache.blocks_for(world.known(name)) for name in world.scheduler.waiting_ids]
+    needs = [world.cache.blocks_for(world.known(name)) for name in world.waiting_ids]
     allowed = [need for need in needs if need <= world.scheduler.pool.limit_blocks]
     if world.scheduler.num_running > len(world.scheduler.state.paused):
         return False

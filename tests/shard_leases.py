@@ -16,6 +16,7 @@ from pagetide.allocator.broker import Broker, BrokerThread
 from pagetide.allocator.lease import Lease
 from pagetide.allocator.lease_events import Event
 from pagetide.allocator.lease_policy import Rules
+from pagetide.allocator.lease_table import LeaseTable
 from pagetide.engine.shards.sharded_arena import ResizeOutcome, ShardedArena
 from pagetide.engine.shards.sharded_lease import ShardedLease
 from pagetide.monitor.snapshot import DeviceInfo, DeviceKind, DeviceMemory
@@ -53,10 +54,8 @@ class Rig:
 
     def __post_init__(self) -> None:
         self.devices = Devices(self.clock, [one + HEADROOM + BAND for one in self.room], self._used)
-        self.broker = Broker(
-            self.devices, self.path, rules=lambda info, capacity: Rules(HEADROOM, BAND), clock=self.clock, tick_s=None,
-            pause_s=0, grace_s=0,
-        )  # fmt: skip
+        table = LeaseTable(self.devices, lambda info, capacity: Rules(HEADROOM, BAND), clock=self.clock)
+        self.broker = Broker(table, self.path, tick_s=None, pause_s=0, grace_s=0)
         self.thread = BrokerThread(self.broker)
         self.thread.start()
 

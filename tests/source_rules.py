@@ -53,6 +53,7 @@ USED_OF_OTHERS = {"os._exit", "torch.cuda._sleep"}
 # The one way to start a child process, and what runs programs of others: a compiler, Ray's command, that of `vram-monitor run`.
 STARTS_PROCESSES = {"common/child_process.py", "native/build.py", "fleet/cluster.py", "pagetide/reserved_run.py"}
 STARTS = re.compile(r"(subprocess|multiprocessing|pty|asyncio\.subprocess)\b|os\.(fork|exec|spawn|posix_spawn|popen|system)")
+MOST_PARAMETERS = 6  # of a constructor
 BY_NAME = {"getattr", "setattr", "delattr", "hasattr", "attrgetter", "methodcaller", "object"}  # `patch.object`
 
 
@@ -255,6 +256,23 @@ def repeated_class_names(root: Path) -> dict[str, list[str]]:
             if isinstance(node, ast.ClassDef):
                 files[node.name].append(str(path.relative_to(root)))
     return {name: where for name, where in files.items() if len(where) > 1}
+
+
+def wide_constructors(root: Path) -> list[str]:
+    """Every constructor with more than MOST_PARAMETERS, as `file:line: class`.
+
+    Those that dataclasses generate do not count: their parameters are the fields.
+    """
+    return [
+        f"{path.relative_to(root)}:{function.lineno}: {node.name}"
+        for _, path in sources(root)
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ClassDef)
+        for function in node.body
+        if isinstance(function, ast.FunctionDef)
+        and function.name in ("__init__", "__new__")
+        and len(function.args.posonlyargs + function.args.args + function.args.kwonlyargs) - 1 > MOST_PARAMETERS
+    ]
 
 
 def is_private(name: object) -> bool:

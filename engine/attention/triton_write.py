@@ -90,7 +90,7 @@ def _store(
 
 @triton.jit
 def _quantized(rows: tl.tensor, TYPE: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Elements of one byte, and each row's scale in float16. A row whose scale rounds to zero becomes zeros."""
+    """Elements of one byte, and each row's scale in float16. A scale that rounds to zero makes its row zeros."""
     most: tl.constexpr = 127.0 if TYPE == tl.int8 else 448.0
     highest = tl.max(tl.abs(rows), 1)
     scales = tl.minimum(tl.div_rn(highest, tl.full(highest.shape, most, tl.float32)), MAX_FLOAT16).to(tl.float16)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import mmap
 import os
-import struct
 import time
 from collections.abc import Sequence
 
@@ -29,11 +28,6 @@ _SPIN_US, _SPIN_US_CROWDED = 200, 5  # before a wait sleeps; with fewer cores th
 def create_group_memory(size: int) -> int:
     """The descriptor of the memory of `size` shards. Pages that are never used take no memory."""
     return create_memory("pagetide-collectives", _bytes_for(size))
-
-
-def stop_from_outside(fd: int) -> None:
-    """Let all collectives in the memory raise CollectiveAborted, for good."""
-    os.pwrite(fd, struct.pack("<Q", (1 << 64) - 1), 0)
 
 
 class SharedMemoryGroup:

@@ -112,7 +112,7 @@ class RowStates:
             total.deferred.add(chunk)
 
     def computed(self, plan: Plan, total: Computed) -> None:
-        """Forget the deferrals of rows whose chunks were computed, or have failed."""
+        """Forget the deferrals of rows with chunks that were computed, or have failed."""
         for chunk, row in enumerate(plan.rows.tolist()):
             if chunk not in total.deferred:
                 self._deferred.pop(row, None)

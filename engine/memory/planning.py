@@ -242,7 +242,7 @@ def plan_memory(
     reserve = _reserve_bytes(config, checkpoint, base, device, dtype)
     asked = config.kv_memory
     if asked.max_bytes is None:
-        geometry, num_blocks = _auto_pool(base, device, there - weights - primitives, reserve, config.max_seqs, length)
+        geometry, num_blocks = auto_pool(base, device, there - weights - primitives, reserve, config.max_seqs, length)
         if asked.min_bytes is not None and geometry.bytes_for_blocks(num_blocks) < asked.min_bytes:
             geometry, num_blocks = _pool_of(base, asked.min_bytes)
     else:
@@ -363,10 +363,10 @@ def model_length(config: EngineConfig, checkpoint: Checkpoint) -> int:
     return config.max_model_len
 
 
-def auto_kv_bytes(
+def auto_pool(
     geometry: Geometry, device: torch.device, free_after_weights: int, reserve_bytes: int, max_seqs: int, max_model_len: int
-) -> int:
-    """The default size of a KV pool, in whole extents of `pool_geometry`.
+) -> tuple[Geometry, int]:
+    """(geometry, blocks) of the default KV pool, in whole extents of `pool_geometry`.
 
     On CUDA it is 90 % of what weights and reserve leave free. On the host, which is shared with other programs, it is a quarter
     of what the weights leave free, and at most 1 GiB. On both it is
@@ -374,14 +374,6 @@ def auto_kv_bytes(
     - at most what `max_seqs` sequences of `max_model_len` and the null block can use;
     - at least one sequence of `max_model_len` and the null block, if weights and reserve leave that much.
     """
-    fitted, num_blocks = _auto_pool(geometry, device, free_after_weights, reserve_bytes, max_seqs, max_model_len)
-    return fitted.bytes_for_blocks(num_blocks)
-
-
-def _auto_pool(
-    geometry: Geometry, device: torch.device, free_after_weights: int, reserve_bytes: int, max_seqs: int, max_model_len: int
-) -> tuple[Geometry, int]:
-    """(geometry, blocks) of the pool that `auto_kv_bytes` describes."""
     per_sequence = geometry.blocks_for_tokens(max_model_len)
     room = max(0, free_after_weights - reserve_bytes)
     if device.type == "cpu":

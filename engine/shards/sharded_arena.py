@@ -160,11 +160,6 @@ class ShardedArena(NoPreparedExtents):
         if self._leases is not None and gone:
             self._leases[rank].shift(0, -len(gone) * self.extent_bytes)
 
-    @property
-    def is_uneven(self) -> bool:
-        """Whether some shard has extents to unmap again."""
-        return any(self._left)
-
     def _shift_all(self, lower_bytes: int, upper_bytes: int) -> None:
         for lease in self._leases or ():
             lease.shift(lower_bytes, upper_bytes)

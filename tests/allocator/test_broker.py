@@ -28,6 +28,7 @@ from pagetide.allocator.broker_client import BrokerClient, Channel
 from pagetide.allocator.broker_socket import connect, listen
 from pagetide.allocator.errors import BrokerUnavailable, LeaseRefused, ProtocolMismatch, UnknownEngine
 from pagetide.allocator.lease_record import LeaseRecordWriter
+from pagetide.allocator.lease_table import LeaseTable
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="leases need Linux")
 
@@ -377,7 +378,7 @@ def test_a_path_longer_than_an_address_is_served(folder: Path) -> None:
 
 def test_a_broker_that_cannot_listen_says_so(folder: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        BrokerThread(Broker(Numbers(), folder / "no such folder" / "broker")).start()
+        BrokerThread(Broker(LeaseTable(Numbers()), folder / "no such folder" / "broker")).start()
 
 
 @on_a_bench()

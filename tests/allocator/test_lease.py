@@ -27,7 +27,6 @@ from pagetide.allocator.errors import (
     InvalidLease,
     LeaseClosed,
     LeaseRefused,
-    LeaseTooSmall,
     MinimumsExceedCapacity,
 )
 from pagetide.allocator.lease import Lease
@@ -115,15 +114,6 @@ def test_what_the_broker_refuses_is_raised(folder: Path) -> None:
         with pytest.raises(LeaseRefused, match="is not watched"):
             lease(folder / "broker", device_uuid="GPU-9")
         first.close()
-
-
-def test_a_lease_below_what_the_weights_need_is_told(folder: Path) -> None:
-    with broker_thread(folder / "broker", Numbers()), lease(folder / "broker", high=500) as a:
-        a.require(500, "weights")
-        with pytest.raises(
-            LeaseTooSmall, match="weights need 700 bytes and the lease may hold 500 at most; raise its max by 200"
-        ):
-            a.require(700, "weights")
 
 
 def test_the_descriptor_tells_when_to_poll(folder: Path) -> None:

@@ -44,7 +44,6 @@ geometries = st.builds(
 def test_a_known_model() -> None:
     assert LLAMA_8B.kv_bytes_per_token == 128 * 1024
     assert LLAMA_8B.block_bytes == LLAMA_8B.payload_bytes == LLAMA_8B.block_stride == 2 * MIB
-    assert LLAMA_8B.waste_bytes == 0
     assert (LLAMA_8B.blocks_per_extent, LLAMA_8B.extent_bytes) == (16, 32 * MIB)
     assert LLAMA_8B.blocks_for_tokens(0) == 0
     assert LLAMA_8B.blocks_for_tokens(16) == 1
@@ -68,7 +67,6 @@ def test_an_extent_is_whole_granules_of_whole_blocks(geometry: Geometry) -> None
     assert geometry.extent_bytes % geometry.granule_bytes == 0
     assert geometry.block_bytes <= geometry.payload_bytes <= geometry.block_stride
     assert geometry.block_bytes == geometry.kv_bytes_per_token * geometry.block_size
-    assert geometry.waste_bytes == geometry.block_stride - geometry.block_bytes
     if geometry.blocks_per_extent > 1:
         assert geometry.extent_bytes <= max(geometry.extent_target_bytes, geometry.granule_bytes)
 

@@ -8,17 +8,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import pytest
 from fakes import World
-from kv_event_structs import DECODERS, FREE, Cache, ask, block, expected, published
+from kv_event_structs import DECODER, FREE, Cache, ask, block, expected, published
 from prefix_fakes import blocks_of
 from random_walk import walk
 
 from pagetide.cache.cache_events import CacheEventLog, CacheEvents
 from pagetide.fleet import kv_events
 from pagetide.fleet.kv_event_format import PublishedBlocks, batch
-from pagetide.fleet.kv_events import KvEventPublisher, KvEventsError, check_address, endpoint_of_rank
+from pagetide.fleet.kv_events import KvEventPublisher, KvEventsError, check_address
 
 
 def test_the_sockets_tell_a_request_from_a_wake_up(context: Any) -> None:
@@ -38,14 +37,13 @@ def test_the_sockets_tell_a_request_from_a_wake_up(context: Any) -> None:
     sockets.close()
 
 
-@pytest.mark.parametrize("form", ["map", "array"])
-def test_vllms_structs_decode_the_events(form: Any) -> None:
+def test_vllms_structs_decode_the_events() -> None:
     blocks = PublishedBlocks()
     salted = [block(7, salt=b"tenant"), block(8, 7)]
     changes = CacheEvents([block(1), block(2, 1), block(3, 2, on_host=True), *salted], cleared=True)
-    payload = msgspec.msgpack.encode(batch(1.5, blocks.apply(changes), 3, form))
-    decoded = DECODERS[form].decode(payload)
-    assert (decoded.ts, decoded.data_parallel_rank) == (1.5, 3)
+    payload = batch(1.5, blocks.apply(changes))
+    decoded = DECODER.decode(payload)
+    assert (decoded.ts, decoded.data_parallel_rank) == (1.5, 0)
     cleared, chain, on_host, other = decoded.events
     assert type(cleared).__name__ == "AllBlocksCleared"
     assert (chain.block_hashes, chain.parent_block_hash, chain.block_size) == ([1, 2], None, 4)
@@ -54,7 +52,7 @@ def test_vllms_structs_decode_the_events(form: Any) -> None:
     assert (on_host.block_hashes, on_host.parent_block_hash, on_host.medium) == ([3], 2, "CPU")
     assert (other.block_hashes, other.extra_keys) == ([7, 8], [("tenant",), None])
     moved = CacheEvents([replace(block(3, 2)), replace(block(2, 1))], removed=[block(8).digest, block(99).digest])
-    gone, there = DECODERS[form].decode(msgspec.msgpack.encode(batch(2.0, blocks.apply(moved), 3, form))).events[:2]
+    gone, there = DECODER.decode(batch(2.0, blocks.apply(moved))).events[:2]
     assert (gone.block_hashes, gone.medium) == ([8], "GPU") and (there.block_hashes, there.medium) == ([3], "CPU")
 
 
@@ -74,7 +72,7 @@ def test_a_consumer_of_the_batches_has_the_findable_blocks(variant: str) -> None
         assert consumer.blocks == late.blocks == expected(blocks_of(index))
 
     def decoded(events: Any) -> list[Any]:
-        return DECODERS["map"].decode(msgspec.msgpack.encode(batch(0.0, events, None, "map"))).events
+        return DECODER.decode(batch(0.0, events)).events
 
     walk(0, variant, 80, look=look)
 
@@ -90,9 +88,6 @@ def test_addresses_beyond_this_machine_need_keys() -> None:
     for bad in ("5557", "udp://127.0.0.1:1", "inproc://x", "tcp:/127.0.0.1:1"):
         with pytest.raises(KvEventsError, match="are published at tcp://ADDRESS:PORT or ipc://FILE"):
             check_address(bad, has_keys=True)
-    assert endpoint_of_rank("tcp://127.0.0.1:5557", 3) == "tcp://127.0.0.1:5560"
-    with pytest.raises(KvEventsError, match="has no port to count from"):
-        endpoint_of_rank(FREE, 1)
 
 
 def test_without_pyzmq_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

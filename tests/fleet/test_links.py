@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock, Mock, call
 
@@ -11,7 +10,7 @@ import msgspec
 import pytest
 
 from pagetide.fleet import messages
-from pagetide.fleet.links import CALLS, ERRORS, DirectLink, QueueLink, QueueUnavailable, answer_call, result_of
+from pagetide.fleet.links import CALLS, ERRORS, QueueLink, answer_call, result_of
 from pagetide.fleet.messages import (
     Assignment,
     CacheChanges,
@@ -25,7 +24,7 @@ from pagetide.fleet.messages import (
     WorkerRefused,
     encode,
 )
-from pagetide.fleet.queue_server import QueueOptions, QueueServer
+from pagetide.fleet.queue_server import QueueServer
 from tests.fleet_stand_ins import MODEL, new_request, worker_state
 
 REQUEST = new_request("r")
@@ -77,18 +76,6 @@ def test_each_call_of_the_link_has_its_types_and_the_queues_parameters() -> None
     for name in methods:
         ours, theirs = (inspect.signature(getattr(one, name)).parameters for one in (QueueLink, QueueServer))
         assert list(ours) == list(theirs), name
-
-
-async def test_a_direct_link_is_the_queue_while_there_is_one(tmp_path: Path) -> None:
-    server = QueueServer(QueueOptions(tmp_path / "journal.sqlite"))
-    link = DirectLink(server)
-    assert (await link.status())["queue"]["waiting"] == 0
-    assert await link.submit("front", [REQUEST]) == [Submission(1)]
-    link.server = None
-    for each in (link.status(), link.submit("front", [REQUEST]), link.pull("w", 1)):
-        with pytest.raises(QueueUnavailable, match="away"):
-            await each
-    await server.close()
 
 
 def test_messages_are_arrays_that_nobody_changes() -> None:

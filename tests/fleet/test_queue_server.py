@@ -175,7 +175,7 @@ async def test_with_a_full_disk_new_requests_are_refused_and_running_ones_reach_
     for count, one in enumerate(pieces):
         await rig.report(epoch, 1 + count, one)
     await rig.report(epoch, 9, RequestEnd(1, [], 0))
-    assert rig.server.status()["journal"]["fault"] is not None and rig.server.writer.num_unwritten
+    assert (await rig.server.status())["journal"]["fault"] is not None and rig.server.writer.num_unwritten
     assert await rig.read() == {1: (0, [*pieces, RequestEnd(1, [], 0)])}
     assert await rig.read(positions={1: 3}) == {1: (3, [*pieces[3:], RequestEnd(1, [], 0)])}, "its answer was lost"
     assert (await rig.submit(new_request("r", may_exist=True), "other")).number == 1
@@ -264,7 +264,7 @@ async def test_requests_are_cancelled_by_owner_operator_or_age_and_stay_so_over_
     await rig.server.writer.commit()
     await rig.restart()
     assert list(rig.server.queue.entries) == [6]
-    assert (status := rig.server.status())["tenants"] == {"bob": {"unfinished": 1, "waiting": 1, "oldest_s": 0.0}}
+    assert (status := await rig.server.status())["tenants"] == {"bob": {"unfinished": 1, "waiting": 1, "oldest_s": 0.0}}
     assert describe(status).splitlines()[-1].split() == ["bob", "1", "1", "0", "s"]
     why = {2: CANCELLED, 3: CANCELLED, 4: "by the operator", 5: f"{UNREAD} for 3,600 s: it was cancelled"}
     for number, error in why.items():
@@ -290,7 +290,7 @@ async def test_a_front_end_that_was_forgotten_gets_what_it_has_not_read(rig: Rig
     await rig.read()
     rig.now += server_module.GONE_S + 1.0
     rig.server._followers.forget(server_module.GONE_S, rig.options.keep_s)
-    assert rig.server.status()["front_ends"] == {}
+    assert (await rig.server.status())["front_ends"] == {}
     await rig.report(epoch, 2, piece(1, 6), piece(2, 7), RequestEnd(2, [], 0))
     assert (await rig.submit("t")).number == 3  # it submits before it reads
     assert await rig.read() == {1: (1, [piece(1, 6)]), 2: (0, [piece(2, 7), RequestEnd(2, [], 0)])}

@@ -88,7 +88,7 @@ def test_of_equal_costs_the_youngest_goes() -> None:
     world.add("a", 63, 20, arrival=0.0)
     world.add("b", 63, 20, arrival=1.0)
     world.run_until_preempted()
-    assert world.scheduler.waiting_ids == ["b"]
+    assert world.waiting_ids == ["b"]
     assert len(world.emitted["b"]) >= 1
     world.complete()
     assert world.scheduler.stats.recomputed_tokens == 0

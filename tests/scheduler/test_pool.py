@@ -58,11 +58,11 @@ def test_giving_back_preempts_the_last_in_order_and_no_more_than_it_must():
     assert (world.used, world.cache.pool.available, world.scheduler.pool.idle_extents) == (24, 7, 1)
     world.scheduler.pool.make_idle(3)
     assert world.scheduler.pool.give_back(3) == 3
-    assert world.scheduler.waiting_ids == ["r1"], "of the lowest priority, though not the youngest"
+    assert world.waiting_ids == ["r1"], "of the lowest priority, though not the youngest"
     assert world.cache.pool.available == 1
     world.scheduler.pool.make_idle(1)
     assert world.scheduler.pool.give_back(1) == 1
-    assert world.scheduler.waiting_ids == ["r3", "r1"]
+    assert world.waiting_ids == ["r3", "r1"]
     world.step()
     assert len(resized(world)[1]) == 4
     world.scheduler.pool.grow(4)
@@ -81,10 +81,10 @@ def test_who_was_preempted_to_give_back_does_not_return_in_that_step():
     assert world.scheduler.pool.give_back(4) == 4
     world.add("c", 5, max_new=2, arrival=2.0)
     world.step()
-    assert (world.scheduler.waiting_ids, world.cache.pool.available) == (["b", "c"], 9)
+    assert (world.waiting_ids, world.cache.pool.available) == (["b", "c"], 9)
     world.add("first", 5, max_new=2, priority=-1)
     world.step()
-    assert world.scheduler.waiting_ids == ["b", "c"], "from the next one on it is as ever"
+    assert world.waiting_ids == ["b", "c"], "from the next one on it is as ever"
     world.scheduler.pool.grow(4)
     world.complete()
 
@@ -98,12 +98,12 @@ def test_what_was_made_idle_goes_slice_by_slice_and_to_no_newcomer():
         world.scheduler.pool.make_idle(left)
         assert world.scheduler.pool.give_back(1) == 1
         world.step()
-        assert world.scheduler.waiting_ids == ["b"], "it would be computed for one step, and preempted in the next"
+        assert world.waiting_ids == ["b"], "it would be computed for one step, and preempted in the next"
     assert world.scheduler.stats.preemptions == 0
     assert world.scheduler.pool.idle_extents == 2
     world.add("first", 9, max_new=2, priority=-1)
     world.step()
-    assert world.scheduler.waiting_ids == ["b"]
+    assert world.waiting_ids == ["b"]
     assert "first" in world.started
     world.scheduler.pool.grow(4)
     world.complete()
@@ -116,9 +116,9 @@ def test_what_was_made_idle_and_not_given_back_can_be_had_a_step_later():
     world.add("b", 61, max_new=2, arrival=1.0)  # 16 blocks of the 25 that are free
     world.scheduler.pool.make_idle(5)
     world.step()
-    assert world.scheduler.waiting_ids == ["b"]
+    assert world.waiting_ids == ["b"]
     world.step()
-    assert world.scheduler.waiting_ids == [], "it is not forgotten that it may fit now"
+    assert world.waiting_ids == [], "it is not forgotten that it may fit now"
     world.complete()
 
 
@@ -208,7 +208,7 @@ def test_the_last_one_waits_for_growth_and_ends_at_the_reserved_capacity():
     while not world.scheduler.starving:
         world.step()
     assert world.finished == {}
-    assert (world.scheduler.num_running, world.scheduler.waiting_ids, world.used) == (0, ["a"], 0)
+    assert (world.scheduler.num_running, world.waiting_ids, world.used) == (0, ["a"], 0)
     assert len(world.emitted["a"]) == 7 * 4 - 20 + 1
     assert world.scheduler.pool.wanted_blocks() >= 8
     for _ in range(2):
@@ -265,7 +265,7 @@ def test_who_needs_more_than_the_limit_waits_aside():
     world.add("small", 17, max_new=3, arrival=1.0)
     world.add("gone", 60, max_new=3, arrival=2.0)
     world.step()
-    assert (world.started, world.scheduler.waiting_ids) == (["small"], ["big", "gone"])
+    assert (world.started, world.waiting_ids) == (["small"], ["big", "gone"])
     while not world.scheduler.starving:
         world.step()
     assert world.scheduler.has_work
@@ -348,7 +348,7 @@ def test_blocks_that_a_copy_holds_count_for_whom_they_come_free(kept):
     world.cache.reset()
     assert world.scheduler.pool.give_back(1) == 1
     plan = world.schedule()
-    assert world.scheduler.stats.preemptions == 1 and world.scheduler.waiting_ids == ["y"]
+    assert world.scheduler.stats.preemptions == 1 and world.waiting_ids == ["y"]
     assert plan.copies is not None and len(plan.rows) == 1, "b decodes, a waits for a block that is copied to"
     world.finish(plan)
     plan = world.schedule()

@@ -27,7 +27,7 @@ def test_length_after_resume(kept: dict, prompt: int) -> None:
     world.add("b", prompt, max_new=5, arrival=1.0)
     world.run_until_preempted()
     before = len(world.emitted["b"])
-    assert (world.scheduler.waiting_ids, before) == (["b"], 17 - prompt)
+    assert (world.waiting_ids, before) == (["b"], 17 - prompt)
     world.run()
     first, *_, last = [new for plan in world.plans for new in plan.admitted if new.request_id == "b"]
     assert (first.num_prompt, len(first.token_ids)) == (last.num_prompt, len(first.token_ids)) == (prompt, prompt)
@@ -71,7 +71,7 @@ def check_step(world: World) -> None:
     seated = [world.requests[new.request_id] for new in plan.admitted]
     back = [r.arrival for r in seated if r.request_id in before and not r.priority]
     assert back == sorted(back), "a younger one came back first"
-    for name in before.intersection(world.scheduler.waiting_ids):
+    for name in before.intersection(world.waiting_ids):
         passed = world.requests[name]
         assert not [r for r in seated if r.priority == passed.priority and r.arrival > passed.arrival], f"{name} was passed"
     world.finish(plan)

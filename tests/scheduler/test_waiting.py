@@ -16,7 +16,7 @@ def test_a_step_of_priority_weighs_as_much_as_some_seconds_of_waiting() -> None:
     world.add("low", 8, 2, priority=1, arrival=10.0)
     world.add("later", 8, 2, priority=0, arrival=10.0 + AGING_S - 1)
     world.add("much later", 8, 2, priority=0, arrival=10.0 + AGING_S + 1)
-    assert world.scheduler.waiting_ids == ["later", "low", "much later"]
+    assert world.waiting_ids == ["later", "low", "much later"]
     world.run()
     assert world.started == ["first", "later", "low", "much later"]
 
@@ -130,7 +130,7 @@ def test_who_was_preempted_is_not_passed(caching: bool) -> None:
     world.add("a", 13, 18, arrival=0.0)
     world.add("b", 13, 18, arrival=1.0)
     world.run_until_preempted()
-    assert world.scheduler.waiting_ids == ["b"]
+    assert world.waiting_ids == ["b"]
     world.add("small", 1, 1, arrival=2.0)
     while "a" not in world.finished:
         world.step()

@@ -77,7 +77,7 @@ async def status_of_a_real_queue(folder: Path) -> dict[str, Any]:
     request = NewRequest("req-secret", HANDOVER, 2, digests=[1, 2], tenant="tenant-secret", created=1.0)
     assert (await queue.submit("front-1", [request]))[0].number is not None
     await queue.register(Registration("worker-2", MODEL, 8, WorkerState(100, 130, 40)))
-    status = queue.status()
+    status = await queue.status()
     await queue.close()
     return status
 

@@ -19,9 +19,9 @@ from page_rig import FAR_S, eventually, httpx2
 from pagetide.server.chat import ChatCompletion
 from pagetide.server.completions import TextCompletion
 from pagetide.server.config import ModelOptions, ServeConfig
-from pagetide.server.engine_client import Batch, EngineClient, Generation, SlowReader
+from pagetide.server.engine_client import Batch, Generation, SlowReader
 from pagetide.server.keys import ApiKey, ApiKeys, digest_of
-from pagetide.server.models import ModelRegistry
+from pagetide.server.models import ModelRegistry, ServedModel
 from pagetide.server.requests import ChatRequest, CompletionRequest
 from pagetide.server.resume import DurableRequest
 from pagetide.server.run import serve_on
@@ -345,15 +345,16 @@ def scattered(seed: int) -> Callable[[KeptRequest, Generation], asyncio.Task[Non
 
 async def events_of(queue: KeptRequests, deliver: Any, case: str, place: str | None) -> list[bytes]:
     path, body, _ = CASES[case]
-    engine: EngineClient = DurableEngine(queue, deliver)
+    model = ServedModel(ModelOptions("m", "m", tool_parser="hermes"))
+    model.process, model.state = DurableEngine(queue, deliver), "ready"
     kind = "cmpl" if path == TEXT else "chatcmpl"
     headers = [(b"idempotency-key", b"k")] + ([] if place is None else [(b"last-event-id", place.encode())])
     durable = DurableRequest.of(kind, headers, "", case.encode(), True)
     work: TextCompletion | ChatCompletion
     if path == TEXT:
-        work = TextCompletion(engine, CompletionRequest(**body, stream=True), "m", None, None, durable)
+        work = TextCompletion(model, CompletionRequest(**body, stream=True), None, None, durable)
     else:
-        work = ChatCompletion(engine, ChatRequest(**body, stream=True), "m", None, "hermes", None, None, durable)
+        work = ChatCompletion(model, ChatRequest(**body, stream=True), None, None, durable)
     await work.begin()
     return [event async for event in work.events()]
 

@@ -16,7 +16,9 @@ from checkout import ROOT, files
 pytestmark = pytest.mark.xdist_group("source_rules")
 
 
-@pytest.mark.parametrize("rule", ["violations", "cycles", "process_starts", "repeated_class_names", "private_uses"])
+@pytest.mark.parametrize(
+    "rule", ["violations", "cycles", "process_starts", "repeated_class_names", "wide_constructors", "private_uses"]
+)
 def test_the_source_keeps_its_rules(rule: str) -> None:
     assert not getattr(source_rules, rule)(ROOT)
 

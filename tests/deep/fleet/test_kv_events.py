@@ -13,12 +13,12 @@ import msgspec
 import psutil
 import pytest
 from families import tiny
-from kv_event_structs import DECODERS, FREE, NO_ZMQ, PATIENCE_MS, Cache, ask, block, expected, published
+from kv_event_structs import DECODER, FREE, NO_ZMQ, PATIENCE_MS, Cache, ask, block, expected, published
 from prefix_fakes import EventCopy, blocks_of
 
 from pagetide import AsyncLLM, SamplingParams
 from pagetide.cache.cache_events import CacheEvents, StoredBlock
-from pagetide.fleet.kv_events import CurveKeys, KvEventPublisher, KvEventsError, publish_changes
+from pagetide.fleet.kv_events import CurveKeys, KvEventPublisher, KvEventsError
 
 zmq = pytest.importorskip("zmq", reason=NO_ZMQ)
 from zmq.auth import create_certificates, load_certificate  # noqa: E402
@@ -65,7 +65,7 @@ class Subscriber:
 
     def take(self, number: bytes, payload: bytes) -> None:
         if int.from_bytes(number, "big") > self.last:
-            decoded = DECODERS["map"].decode(payload)
+            decoded = DECODER.decode(payload)
             self.last = int.from_bytes(number, "big")
             self.ranks.add(decoded.data_parallel_rank)
             self.cache.apply(decoded.events)
@@ -76,11 +76,11 @@ class Subscriber:
         for number, payload in answers:
             self.take(number, payload)
             self.num_replayed += 1
-        return [(int.from_bytes(number, "big"), DECODERS["map"].decode(payload)) for number, payload in answers]
+        return [(int.from_bytes(number, "big"), DECODER.decode(payload)) for number, payload in answers]
 
 
 def test_the_exact_messages(context: Any, publish: Callable[..., KvEventPublisher]) -> None:
-    publisher = publish(topic="kv-events", clock=lambda: 12.5)
+    publisher = publish(clock=lambda: 12.5)
     subscriber = Subscriber(publisher, context)
     subscriber.join(publisher)
     topic, number, payload = subscriber.sub.recv_multipart()
@@ -91,8 +91,8 @@ def test_the_exact_messages(context: Any, publish: Callable[..., KvEventPublishe
         "type": "BlockStored", "block_hashes": hashes, "parent_block_hash": None, "block_size": 4,
         "token_ids": [hashes[0] & 0xFFFF, 2, 3, 70_000], "lora_id": None, "medium": "GPU", "lora_name": None,
     }  # fmt: skip
-    assert topic == b"kv-events" and len(number) == 8
-    assert msgspec.msgpack.decode(payload) == [12.5, [stored], 3]
+    assert topic == b"" and len(number) == 8
+    assert msgspec.msgpack.decode(payload) == [12.5, [stored], 0]
 
 
 def test_a_subscriber_follows_and_fills_its_gaps(context: Any, publish: Callable[..., KvEventPublisher]) -> None:
@@ -102,7 +102,7 @@ def test_a_subscriber_follows_and_fills_its_gaps(context: Any, publish: Callable
     publisher.publish(CacheEvents([block(1), block(2, 1), block(3, 2)]))
     last = published(publisher)
     subscriber.read(last)  # what came before it joined is replayed
-    assert subscriber.num_replayed >= 1 and subscriber.ranks == {3}
+    assert subscriber.num_replayed >= 1 and subscriber.ranks == {0}
     state = subscriber.cache.blocks
     assert [state[n][:2] for n in (1, 2, 3)] == [("GPU", None), ("GPU", 1), ("GPU", 2)]
     for n in range(4, 20):
@@ -135,7 +135,7 @@ def test_a_req_socket_as_in_vllms_example_gets_the_batch_that_it_missed(
         assert req.poll(PATIENCE_MS)
         number, payload = req.recv_multipart()
         assert int.from_bytes(number, "big") == n
-        assert DECODERS["map"].decode(payload).events[0].block_hashes == [n - 1]
+        assert DECODER.decode(payload).events[0].block_hashes == [n - 1]
 
 
 def test_late_subscribers_get_a_snapshot(context: Any, publish: Callable[..., KvEventPublisher]) -> None:
@@ -197,6 +197,15 @@ def test_a_broken_publisher_says_so(publish: Callable[..., KvEventPublisher], ca
     with pytest.raises(KvEventsError) as caught:
         publisher.publish(CacheEvents([block(2)]))
     assert isinstance(caught.value.__cause__, TypeError) and "the publisher of KV events failed" in caplog.text
+
+
+async def publish_changes(llm: AsyncLLM, publisher: KvEventPublisher) -> CacheEvents:
+    """As `FleetWorker` does: changes, or all blocks after changes were lost."""
+    changes = await (llm.cache_snapshot() if publisher.needs_snapshot else llm.cache_events())
+    if changes.lost:
+        changes = await llm.cache_snapshot()
+    publisher.publish(changes)
+    return changes
 
 
 async def test_an_engines_cache_is_known_outside(

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from pagetide import native
 from pagetide.engine.collectives.group import CollectiveAborted
-from pagetide.engine.collectives.shared_memory_group import stop_from_outside
 
 SLOT_BYTES = 2 << 20
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -230,22 +229,6 @@ def test_all_may_abort_at_once_and_again(shards: Opener, kind: str) -> None:
         assert all(isinstance(results[-1], CollectiveAborted) for results in found)
         found = shards(kind, 3).all([[("reset",), ("exchange", b"x")]] * 3)
         assert all(results[1] == [b"x"] * 3 for results in found)
-
-
-@needs_kernels
-def test_a_stop_from_outside_is_for_good() -> None:
-    """Also where a shard has been killed: the others do not wait for it."""
-    with ShardProcesses(3, "shared-memory") as group:
-        group.each("all_reduce", [torch.ones(2)] * 3)
-        before = group.arrived(0)
-        group.begin(0, ("all_reduce", torch.ones(2)))
-        group.wait_until_arrived(0, before)
-        group.kill(2)
-        stop_from_outside(group.memory_fd)
-        assert isinstance(group.results(0)[0], CollectiveAborted)
-        for rank in range(2):
-            group.begin(rank, ("abort",), ("reset",))
-        assert all(isinstance(group.results(rank)[-1], CollectiveAborted) for rank in range(2))
 
 
 def test_by_gloo_a_killed_shard_is_an_abort() -> None:

@@ -33,7 +33,7 @@ from pagetide.engine.memory.planning import (
     CUDA_WORKSPACE_BYTES,
     DEFAULT_CONTEXT,
     MemoryPlan,
-    auto_kv_bytes,
+    auto_pool,
     model_geometry,
     model_length,
     plan_memory,
@@ -274,7 +274,8 @@ LLAMA_8B = Geometry(tuple([LayerShape(8, 128, 128)] * 32), 16, "bfloat16", granu
 def test_automatic_pool(
     device: torch.device, free: int, reserve: int, max_seqs: int, max_model_len: int, expected: int
 ) -> None:
-    assert auto_kv_bytes(LLAMA_8B, device, free, reserve, max_seqs, max_model_len) == expected
+    geometry, num_blocks = auto_pool(LLAMA_8B, device, free, reserve, max_seqs, max_model_len)
+    assert geometry.bytes_for_blocks(num_blocks) == expected
 
 
 @given(
@@ -287,7 +288,8 @@ def test_rules_of_the_automatic_pool(
 ) -> None:
     device = GPU if gpu else CPU
     geometry = Geometry((LayerShape(heads, dim, dim),) * layers, block_size, "float16", 2 * MIB if gpu else 4096)
-    kv_bytes = auto_kv_bytes(geometry, device, free, reserve, max_seqs, max_model_len)
+    fitted, num_blocks = auto_pool(geometry, device, free, reserve, max_seqs, max_model_len)
+    kv_bytes = fitted.bytes_for_blocks(num_blocks)
     room, per_sequence = max(0, free - reserve), geometry.blocks_for_tokens(max_model_len)
     fits = pool_geometry(geometry, kv_bytes or 1)
     assert 0 <= kv_bytes <= max(room, 0 if gpu else min(free // 4, GIB))
