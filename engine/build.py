@@ -34,16 +34,18 @@ from .attention.choose import Site, check, choose
 from .config import EngineConfig
 from .core import EngineCore
 from .cpu.quantized_linears import check_native
-from .errors import NotEnoughMemory
+from .errors import ConfigError, NotEnoughMemory
 from .executor import collect, empty_caches, load_checked, make_runner, open_arena, open_host_pool
 from .loading.checkpoint import Checkpoint
 from .loading.hub_kernels import no_hub_kernels
-from .loading.loader import address_remedy, choose_device, choose_dtype, load_tokenizer
+from .loading.loader import address_remedy, choose_device, choose_dtype, free_bytes, load_tokenizer
+from .loading.meta_models import outlined
 from .memory.base_memory import BaseMemory
 from .memory.decision import PoolBounds
 from .memory.engine_memory import EngineMemory
 from .memory.lease_holder import HEAP_BYTES, LeaseHolder, Sharing, acquire_lease
-from .memory.planning import MemoryPlan, plan_memory
+from .memory.memory_plan import MemoryPlan
+from .memory.planning import plan_memory
 from .memory.pool_use import SchedulerPoolUse
 from .process.memory_usage import trim
 from .sampling.sampler import Sampler
@@ -311,13 +313,38 @@ def _log_ready(plan: MemoryPlan, first_bytes: int, core: EngineCore, began: floa
     )  # fmt: skip
 
 
-def plan_only(config: EngineConfig, context: int | None = None) -> MemoryPlan:
+def plan_only(
+    config: EngineConfig, context: int | None = None, *, has_weights: bool = True, memory_bytes: int | None = None
+) -> MemoryPlan:
     """The memory plan of `build`, for sequences of `context` tokens; of a divided model, that of each shard.
 
     Reads no weights, allocates no memory.
+
+    Args:
+        has_weights: Whether the model's weight files are here; else transformers makes its tensors of the configuration.
+        memory_bytes: The free memory of a device that is not here: CUDA, unless `config` says "cpu".
+
+    Raises ConfigError for a divided model without weights, or on a device that is not here.
     """
     with _loading:
-        return plan_shard(config, context) if config.devices else _planned(config, context)[-1]
+        if has_weights and memory_bytes is None:
+            return plan_shard(config, context) if config.devices else _planned(config, context)[-1]
+        if config.devices:
+            raise ConfigError(
+                "the plan of a divided model needs its weight files and its devices: leave out --memory, --config"
+            )
+        checkpoint = Checkpoint.open(config.model) if has_weights else outlined(config.model)
+        device = choose_device(config.device) if memory_bytes is None else torch.device(_kind_of(config.device))
+
+        def free(one: torch.device) -> int:
+            return free_bytes(one) if memory_bytes is None else memory_bytes
+
+        dtype = choose_dtype(config.dtype, checkpoint, device)
+        return plan_memory(config, checkpoint, device, dtype, context=context, free=free, total=free)
+
+
+def _kind_of(device: str) -> str:
+    return "cpu" if device == "cpu" else "cuda"
 
 
 def _planned(config: EngineConfig, context: int | None) -> tuple[Checkpoint, torch.device, torch.dtype, MemoryPlan]:

@@ -61,7 +61,7 @@ class KvMemory:
 
     Args:
         min_bytes: Minimum size; None: what one sequence needs, at most a quarter of the largest pool.
-        max_bytes: Maximum size; None: `planning.auto_pool`.
+        max_bytes: Maximum size; None: `memory_plan.auto_pool`.
         weight: Of the engine's share if demand exceeds the memory: 0.001 to 1000.
         priority: Lower values are served first.
     """

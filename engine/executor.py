@@ -32,7 +32,8 @@ from .cpu.fusion import fuse
 from .cpu.linears import rows_as_they_are
 from .cpu.onednn import bound_primitives
 from .errors import ConfigError, NotEnoughMemory
-from .execution.graphs import CudaRecorder, sizes_for
+from .execution.graph_sizes import sizes_for
+from .execution.graphs import CudaRecorder
 from .execution.host_pool import HostPool
 from .execution.memory_operations import MemoryExecutor
 from .execution.row_states import RowStates
@@ -43,7 +44,7 @@ from .loading.loader import load_model, load_tokenizer
 from .loading.probe import probe, random_tokens
 from .loading.quantized_kv_check import TOKENS, calibration_tokens, check_quantized_kv
 from .memory.engine_memory import READY_LIMIT_BYTES
-from .memory.planning import MemoryPlan
+from .memory.memory_plan import MemoryPlan
 from .process.memory_usage import trim
 from .sampling.follower import TokenFollower
 from .sampling.sampler import Sampler

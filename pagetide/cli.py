@@ -14,6 +14,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,6 +23,7 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .common.settings import Settings
+    from .engine.loading.models import ModelSpec
 
 T = TypeVar("T")
 
@@ -130,10 +132,14 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser(
         "plan", help="estimate a model's memory, and how many sequences fit",
         description="Estimate the memory of a model's weights and KV cache, compare it with the free memory, and count the "
-        "sequences that fit. Loads no weights and reserves no memory.",
+        "sequences that fit. Loads no weights and reserves no memory. For a device that is not here, or a model of which only "
+        "the configuration is, it counts by the configuration.",
     )  # fmt: skip
-    _add_model(plan, positional=True)
+    place = _add_model(plan, positional=True)
+    place.add_argument("--config", type=Path, metavar="FILE", help="a model's config.json, instead of a model")
     add_flags(plan.add_argument_group("engine"), settings_of(EngineArguments, Scope.PLAN))
+    plan.add_argument("--memory", metavar="SIZE", help="plan for a device with so much memory, e.g. 24GiB, that is not here")
+    plan.add_argument("--exact", action="store_true", help="build the model without weights, by torch and transformers")
     plan.add_argument("--context", type=int, metavar="TOKENS", help="length of the counted sequences (default: the maximum)")
     _add_json(plan, "print JSON")
     plan.set_defaults(run=_plan)
@@ -179,8 +185,8 @@ def _add_json(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--json", action="store_true", help=what)
 
 
-def _add_model(parser: argparse.ArgumentParser, positional: bool = False) -> None:
-    """Add the model's flag. With `positional` the model may also be given without it."""
+def _add_model(parser: argparse.ArgumentParser, positional: bool = False) -> argparse._ActionsContainer:
+    """Add the model's flag, and return its group. With `positional` the model may also be given without it."""
     help_text = "a name (see `pagetide models`), a folder, or a hub id in the local cache"
     place: argparse._ActionsContainer = parser
     if positional:
@@ -190,6 +196,7 @@ def _add_model(parser: argparse.ArgumentParser, positional: bool = False) -> Non
         "--model", "--model-name", dest="model", metavar="MODEL", required=not positional,
         default=argparse.SUPPRESS if positional else None, help="another way to name the model" if positional else help_text,
     )  # fmt: skip
+    return place
 
 
 def _located(args: argparse.Namespace, settings: Settings, make: Callable[..., T]) -> T:
@@ -333,17 +340,42 @@ def _models(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     from .common.settings import settings_of
     from .engine.config import EngineArguments, EngineConfig, Scope
+    from .engine.memory.estimate import CONTEXT_BYTES, estimate, plan_device
 
-    resolve = partial(EngineConfig.resolve, args.model)
+    device, memory_bytes = plan_device(args.device, args.memory)
+    args.device = "cuda" if device is not None and device != "cpu" else args.device
+    spec, file, has_weights = _model_to_plan(args)
+    resolve = partial(EngineConfig.resolve, spec)
     config = _located(args, settings_of(EngineArguments, Scope.PLAN), resolve)  # its errors come before torch is loaded
-    from .engine.build import plan_only
+    plan: Any
+    if args.exact or (has_weights and memory_bytes is None and find_spec("torch") is not None):
+        from .engine.build import plan_only
 
-    plan = plan_only(config, context=args.context)
-    if args.json:
-        print(json.dumps(plan.to_dict(), indent=1))
+        if file.name != "config.json":
+            raise ValueError(f"--exact needs a folder: rename {file.name} to config.json")
+        free_bytes = memory_bytes if memory_bytes is None or device == "cpu" else memory_bytes - CONTEXT_BYTES
+        plan = plan_only(config, context=args.context, has_weights=has_weights, memory_bytes=free_bytes)
     else:
-        print(plan.describe())
+        plan = estimate(config, file, device=device or "cuda", memory_bytes=memory_bytes, context=args.context)
+    print(json.dumps(plan.to_dict(), indent=1) if args.json else plan.describe())
     return 0
+
+
+def _model_to_plan(args: argparse.Namespace) -> tuple[ModelSpec, Path, bool]:
+    """The model that is named, its configuration file, and whether its weights are here."""
+    from .engine.errors import ModelNotFound
+    from .engine.loading.models import ModelSpec, resolve_model
+    from .engine.loading.weight_files import find_weights
+
+    if args.config is not None:
+        file = args.config.absolute()
+        return ModelSpec(str(args.config), file.parent, "a configuration"), file, False
+    spec = resolve_model(args.model, needs_weights=False)
+    try:
+        find_weights(spec.path)
+    except ModelNotFound:
+        return spec, spec.path / "config.json", False
+    return spec, spec.path / "config.json", True
 
 
 if __name__ == "__main__":

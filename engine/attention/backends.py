@@ -1,9 +1,13 @@
-"""The requirements of each attention backend, as data, and why a model cannot use one, as text. Imports no torch."""
+"""The requirements of each attention backend, as data, and why a model cannot use one, as text; memory of latent attention.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from ...common.error_text import install_command
 from ...common.units import MIB
@@ -11,6 +15,11 @@ from ...common.units import MIB
 _HALF = ("float16", "bfloat16")
 _ANY_MAJOR = tuple(range(8, 13))  # Ampere to Blackwell
 _FLOAT8 = "float8_e4m3fn"
+# Latent attention (`latent`) expands K and V of a chunk of so many tokens: that takes as many products as the absorbed form has
+# more for about 170.
+EXPANDED_FROM = 256
+EXPANDED_BYTES = 32 << 20  # of K and V at a time
+_EXPANDED_COPIES = 4  # products by head, these joined, K, and what a kernel gathers and pads
 _FLOAT8_CAPABILITY = (8, 9)  # the first that converts float8_e4m3fn
 
 
@@ -95,6 +104,14 @@ def buffer_bytes(name: str) -> int:
     if name != AUTO:
         return BACKENDS[name].buffer_bytes
     return max(needs.buffer_bytes for needs in BACKENDS.values() if not needs.compiles)
+
+
+def expansion_bytes(text_config: Any, num_tokens: int, itemsize: int) -> int:
+    """The most bytes that expanded K and V of a chunk take, while it attends to a sequence of `num_tokens`."""
+    rope_dim = text_config.qk_rope_head_dim
+    by_head = num_tokens * (text_config.qk_nope_head_dim + rope_dim + text_config.v_head_dim) * itemsize
+    held = min(max(EXPANDED_BYTES, by_head), by_head * text_config.num_attention_heads)
+    return int(_EXPANDED_COPIES * held + num_tokens * (text_config.kv_lora_rank + rope_dim) * itemsize)
 
 
 def unmet(

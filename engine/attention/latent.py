@@ -33,15 +33,13 @@ from ..cpu.agreement import ERRORS, agrees
 from ..cpu.linears import is_plain
 from ..cpu.onednn import divided
 from ..errors import UnsupportedModel
+from .backends import EXPANDED_BYTES, EXPANDED_FROM
 from .context import AttentionCall, LayerCache
 from .interface import LATENT_ATTENTION, NAME
 from .quantized_kv import gather
 
 log = logging.getLogger(__name__)
 
-EXPANDED_FROM = 256  # tokens of a chunk: expanding takes as many products as the absorbed form has more for about 170
-EXPANDED_BYTES = 32 << 20  # of K and V at a time
-_EXPANDED_COPIES = 4  # products by head, these joined, K, and what a kernel gathers and pads
 _TRIAL_TOKENS = 5
 
 
@@ -180,14 +178,6 @@ def _projected(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 def _by_onednn(rows: torch.Tensor) -> bool:
     return rows.device.type == "cpu" and rows.dtype != torch.float32
-
-
-def expansion_bytes(text_config: Any, num_tokens: int, dtype: torch.dtype) -> int:
-    """The most bytes that expanded K and V of a chunk take, while it attends to a sequence of `num_tokens`."""
-    rope_dim, itemsize = text_config.qk_rope_head_dim, dtype.itemsize
-    by_head = num_tokens * (text_config.qk_nope_head_dim + rope_dim + text_config.v_head_dim) * itemsize
-    held = min(max(EXPANDED_BYTES, by_head), by_head * text_config.num_attention_heads)
-    return int(_EXPANDED_COPIES * held + num_tokens * (text_config.kv_lora_rank + rope_dim) * itemsize)
 
 
 def attend_to_latents(model: Any, geometry: Geometry) -> None:

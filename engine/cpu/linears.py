@@ -20,8 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ... import native
-from . import Quantization
-from .quantization import GROUP
+from . import GROUP, Quantization
 
 # The types of weights, as the kernels number them.
 TYPES: dict[torch.dtype | Quantization, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, "int8": 3, "int4": 4}

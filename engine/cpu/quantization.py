@@ -18,10 +18,9 @@ from dataclasses import dataclass
 
 import torch
 
-from . import Quantization
+from . import GROUP, Quantization
 
 VERSION = 2  # of the numbers made here: other numbers from the same weights need another one
-GROUP = 64  # weights of an int4 scale; 32 is 12 % more bytes and a sixth less error
 MOST_ROW_ERROR = 0.03  # relative error of a layer's outputs up to which its inputs are quantized
 _GAIN = 0.7  # in_scales are used if they reduce the error to this share: less is by chance of the tokens
 _SAMPLED_ROWS = 128  # of each weight, by which errors are measured
@@ -98,14 +97,6 @@ def choose(weights: Sequence[torch.Tensor], x: torch.Tensor, quantization: Quant
         if best.error <= MOST_ROW_ERROR:
             return best
     return _best([_tried(sample, x, right, Method(quantization, scales, False, math.inf)) for scales in candidates])
-
-
-def weight_bytes(n: int, k: int, quantization: Quantization) -> int:
-    """The most bytes that a weight [n, k] takes in the native layout, scales included."""
-    columns, padded = -(-n // 32) * 32, -(-k // 64) * 64
-    if quantization == "int8":
-        return columns * (padded + 4) + 4 * n + 4 * k
-    return columns * padded // 2 + 4 * n * -(-k // GROUP) + 4 * k
 
 
 def quantized_rows(x: torch.Tensor) -> torch.Tensor:

@@ -22,19 +22,18 @@ from torch import nn
 
 from ...native import instructions
 from ..errors import ConfigError
-from . import Quantization
+from . import LEAST_QUANTIZED, Quantization
 from .linears import TYPES, NativeLinear, PackedWeight, is_plain, uses_of_parameters
 from .quantization import Method, choose, quantize
 
 log = logging.getLogger(__name__)
 
-LEAST_WEIGHTS = 1 << 14  # smaller layers, such as routers, keep their type
 NUM_TOKENS = (2, 64)  # sequences, tokens of each
 
 
 def quantizable(module: nn.Module) -> bool:
     """Whether `module` is quantized if it runs."""
-    return is_plain(module) and module.weight.numel() >= LEAST_WEIGHTS and module.weight.is_floating_point()
+    return is_plain(module) and module.weight.numel() >= LEAST_QUANTIZED and module.weight.is_floating_point()
 
 
 def quantize_linears(

@@ -20,8 +20,6 @@ from ...common.on_error import OnError
 
 log = logging.getLogger(__name__)
 
-# rows; padding costs little: the weights are read in any case
-SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}  # relative to the largest logit
 _WARM_UPS = 2
 _ASKS = (
@@ -35,12 +33,6 @@ _failed: list[Any] = []  # failed captures: torch's pinned-memory allocator may 
 
 Work = Callable[[], None]
 Record = Callable[[Work], Work]  # runs the work and returns a callable that repeats it
-
-
-def sizes_for(num_rows: int) -> tuple[int, ...]:
-    """The sizes that `num_rows` rows can need. Batches larger than the largest size run without a graph."""
-    below = tuple(size for size in SIZES if size < num_rows)
-    return below + SIZES[len(below) : len(below) + 1]
 
 
 class CannotBeCaptured(RuntimeError):

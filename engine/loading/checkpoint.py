@@ -18,24 +18,14 @@ from ...common.units import format_bytes
 from ..errors import CheckpointError, ConfigError, UnsupportedModel
 from ..process.log_suppression import quiet_transformers
 from .loaded import Loaded
-from .model_config import check_counts, check_files, check_implementations, check_rope, read_json
+from .model_config import check_counts, check_files, check_implementations, check_rope, context_length, read_json
 from .models import ModelSpec
-from .weight_files import StoredTensor, WeightFiles, find_weights
+from .weight_files import StoredTensor, WeightFiles, find_weights, stored_twice
 
 log = logging.getLogger(__name__)
 
 _FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # types that loading converts; integers and 8-bit floats stay
 _NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight", "output_projection.weight")
-_CONTEXT_KEYS = (
-    "max_position_embeddings",
-    "n_positions",
-    "n_ctx",
-    "max_sequence_length",
-    "max_seq_len",
-    "max_seq_length",
-    "seq_length",
-)
 _SAMPLING_KEYS = (
     "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "min_new_tokens", "length_penalty", "early_stopping",
 )  # fmt: skip
@@ -81,7 +71,7 @@ class Checkpoint:
             return cls._of_loaded(spec, spec.loaded)
         check_files(spec.path)
         weights = find_weights(spec.path)
-        config = _read_config(spec)
+        config = read_config(spec)
         tensors = weights.tensors() if weights.safetensors else ()
         generation_file = spec.path / "generation_config.json"
         generation = read_json(generation_file) if generation_file.is_file() else {}
@@ -173,7 +163,7 @@ class Checkpoint:
         if not self.tensors:
             stored = getattr(getattr(torch, self.dtype, None), "itemsize", 4)
             return self.weights.file_bytes if self.quantized else self.weights.file_bytes * itemsize // stored
-        twice = self._stored_twice()
+        twice = stored_twice(self.tensors, tied=bool(getattr(self.text_config, "tie_word_embeddings", False)))
         return sum(
             tensor.num_elements * itemsize if tensor.dtype in _FLOAT_BYTES and not self.quantized else tensor.num_bytes
             for tensor in self.tensors
@@ -186,55 +176,11 @@ class Checkpoint:
         stored = {_NAMES[tensor.dtype] for tensor in self.tensors if tensor.dtype in _NAMES} or {self.dtype}
         return not self.quantized and stored != {name}
 
-    def _stored_twice(self) -> StoredTensor | None:
-        """The output head, if it is tied to the embedding and stored as well."""
-        if not getattr(self.text_config, "tie_word_embeddings", False):
-            return None
-        heads = [tensor for tensor in self.tensors if tensor.name.endswith(_OUTPUT_HEADS)]
-        others = [tensor.shape for tensor in self.tensors if "emb" in tensor.name or "wte" in tensor.name]
-        return heads[0] if heads and heads[0].shape in others else None
-
     @property
     def context_length(self) -> int | None:
-        """The most tokens of a sequence, or None without a limit. Sliding windows are no limit.
-
-        It is the smallest limit in the configuration, extended by rotary scaling as in transformers:
-
-        - yarn: the longer of that and `original_max_position_embeddings * factor`;
-        - linear: times `factor` (positions are divided by it), unless set per layer type (gemma3), where the limit includes it;
-        - dynamic, longrope: the *unscaled* length. Beyond it their frequencies depend on the longest sequence of the batch, so
-          a neighbour would change a request's tokens, and cached keys would no longer match;
-        - all others (llama3, ...): the limit includes it.
-        """
+        """The most tokens of a sequence, or None without a limit: see `model_config.context_length`."""
         text = self.text_config
-        limits = [value for key in _CONTEXT_KEYS if isinstance(value := getattr(text, key, None), int) and value > 0]
-        if not limits:
-            return None
-        limit = min(limits)
-        rope = getattr(text, "rope_parameters", None) or {}
-        factor = self._above_zero(rope, "factor", 1.0)
-        original = self._above_zero(rope, "original_max_position_embeddings", limit)
-        match rope.get("rope_type"):
-            case "yarn":
-                return max(limit, int(original * factor))
-            case "linear":
-                return int(limit * factor)
-            case "longrope":
-                return min(limit, int(original))
-            case _:
-                return limit
-
-    def _above_zero(self, rope: Mapping[str, Any], key: str, default: float) -> float:
-        """A positive number of the rotary scaling; `default` if missing."""
-        value = rope.get(key)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise CheckpointError(
-                f"{self.spec.path}: the rope parameter {key} must be a number above 0, got {value!r:.80}; correct it in "
-                "config.json"
-            )
-        return value
+        return context_length(text, getattr(text, "rope_parameters", None) or {}, self.spec.path / "config.json")
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -299,7 +245,8 @@ class Checkpoint:
         return f"{self.spec.name}: {self.config.model_type}, {stored} of weights in {self.spec.path}"
 
 
-def _read_config(spec: ModelSpec) -> PreTrainedConfig:
+def read_config(spec: ModelSpec) -> PreTrainedConfig:
+    """The configuration of `spec`'s folder. Raises as `Checkpoint.open`."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     file = spec.path / "config.json"

@@ -6,6 +6,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,8 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from ..errors import CheckpointError, EngineError
 from ..process.log_suppression import quiet_transformers
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, read_config
+from .models import ModelSpec
+from .weight_files import StoredTensor, WeightFiles
 
+_STORED = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # as safetensors spells them
 _making = threading.RLock()
 
 
@@ -44,6 +48,24 @@ def meta_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> Any:
                 f"{checkpoint.spec.path / 'config.json'} describes no model that transformers can make "
                 f"({type(error).__name__}: {error}); fetch or save it again"
             ) from error
+
+
+def outlined(spec: ModelSpec) -> Checkpoint:
+    """The checkpoint of a configuration without its weights, with the tensors that transformers makes of it.
+
+    Raises what `Checkpoint.open` raises for a configuration.
+    """
+    bare = Checkpoint(spec, read_config(spec), WeightFiles((), safetensors=True), (), {})
+    model = meta_model(bare)
+    kept = model.state_dict().keys()
+    tensors = [*model.named_parameters(), *((name, one) for name, one in model.named_buffers() if name in kept)]
+    return replace(
+        bare,
+        tensors=tuple(
+            StoredTensor(name, _STORED.get(one.dtype, str(one.dtype)), tuple(one.shape), one.numel() * one.element_size())
+            for name, one in tensors
+        ),
+    )
 
 
 def changed_class(kind: type[Any], change: Callable[[Any], None]) -> type[Any]:

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,15 @@ _COUNTS = (
     (re.compile(r"(?:^|_)experts$"), MOST_EXPERTS),
     (re.compile(r"(?:size|dim|heads)$"), 1 << 28),
     (re.compile(r"(?:positions|embeddings|n_ctx|seq_len|length)$"), 1 << 40),
+)
+_CONTEXT_KEYS = (
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_sequence_length",
+    "max_seq_len",
+    "max_seq_length",
+    "seq_length",
 )
 _ROPE = re.compile(r"rope_(?:parameters|scaling)")
 _ROPE_NUMBERS = (
@@ -106,6 +115,46 @@ def written_length(file: Path) -> int | None:
     limit = text.get("max_position_embeddings") if isinstance(text, dict) else None
     is_scaled = any(key == "factor" for key, _ in _fields(written))
     return limit if isinstance(limit, int) and limit > 1 and not is_scaled else None
+
+
+def context_length(text: Any, rope: Mapping[str, Any], file: Path) -> int | None:
+    """The most tokens of a sequence by a text configuration and its `rope_parameters`, or None without a limit.
+
+    Sliding windows are no limit. It is the smallest limit in the configuration, extended by rotary scaling as in transformers:
+
+    - yarn: the longer of that and `original_max_position_embeddings * factor`;
+    - linear: times `factor` (positions are divided by it), unless set per layer type (gemma3), where the limit includes it;
+    - dynamic, longrope: the *unscaled* length. Beyond it their frequencies depend on the longest sequence of the batch, so
+      a neighbour would change a request's tokens, and cached keys would no longer match;
+    - all others (llama3, ...): the limit includes it.
+
+    Raises CheckpointError naming `file`.
+    """
+    limits = [value for key in _CONTEXT_KEYS if isinstance(value := getattr(text, key, None), int) and value > 0]
+    if not limits:
+        return None
+    limit = min(limits)
+    factor = _above_zero(file, rope, "factor", 1.0)
+    original = _above_zero(file, rope, "original_max_position_embeddings", limit)
+    match rope.get("rope_type"):
+        case "yarn":
+            return max(limit, int(original * factor))
+        case "linear":
+            return int(limit * factor)
+        case "longrope":
+            return min(limit, int(original))
+        case _:
+            return limit
+
+
+def _above_zero(file: Path, rope: Mapping[str, Any], key: str, default: float) -> float:
+    """A positive number of the rotary scaling; `default` if missing."""
+    value = rope.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise CheckpointError(f"{file}: the rope parameter {key} must be a number above 0, got {value!r:.80}; correct it")
+    return value
 
 
 def check_length(asked: int, limit: int | None, name: str) -> None:

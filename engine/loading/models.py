@@ -21,11 +21,12 @@ import yaml
 from ... import configs
 from ...api.arguments import answer
 from ...api.sampling_params import ALIASES, SamplingParams
+from ...common.units import format_bytes
 from ...common.yaml_file import InvalidYaml, read_yaml
 from ..attention.backends import NAMES as ATTENTION
 from ..cpu import Quantization
 from ..errors import CheckpointError, ConfigError, ModelNotFound
-from .weight_files import find_weights
+from .weight_files import find_weights, stored_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,6 +54,7 @@ _ENTRY_KEYS = ("path", "dtype", "device", "tokenizer", "trust_remote_code", "sam
 _OF_A_REQUEST = ("ignore_eos", "seed", "add_special_tokens")
 _SAMPLING_KEYS = (*(f.name for f in fields(SamplingParams) if f.name not in _OF_A_REQUEST), *ALIASES)
 MOST_LISTED_KEYS = 8  # in an error about others
+IN_CACHE = "the local hub cache"  # the source of a hub id
 _NOT_TOKENIZER_OPTIONS = ("local_files_only", "trust_remote_code", "force_download", "cache_dir", "token", "revision")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?", re.ASCII)
@@ -95,13 +97,13 @@ class ModelEntry:
         """File and line of the entry."""
         return f"{self.file}:{self.line}"
 
-    def resolve(self, cache_dir: Path | None = None) -> ModelSpec:
-        """The entry's model. Raises ModelNotFound if its folder or hub id is not on this machine."""
+    def resolve(self, cache_dir: Path | None = None, *, needs_weights: bool = True) -> ModelSpec:
+        """The entry's model, as `resolve_model`. Raises ModelNotFound if its folder or hub id is not on this machine."""
         written = os.path.expanduser(os.path.expandvars(self.path))
         try:
             folder, there = _looked_for(os.path.normpath(self.file.parent / written))
             if not there and _HUB_ID.fullmatch(self.path):
-                cached = _cached_folder(self.path, cache_dir)
+                cached = _cached_folder(self.path, cache_dir, needs_weights)
                 if cached is None:
                     raise ModelNotFound(
                         f"there is no folder {folder}, and {self.path} is not in the local hub cache either; correct "
@@ -109,17 +111,17 @@ class ModelEntry:
                     )
                 folder = cached
             else:
-                check_folder(folder)
+                check_folder(folder, needs_weights)
         except (ModelNotFound, CheckpointError) as error:
             raise type(error)(f"model {self.name!r} ({self.where}): {error}") from error
         return ModelSpec(self.name, folder, self.where, **self.options)
 
 
-def resolve_model(reference: str | os.PathLike[str], *, cache_dir: Path | None = None) -> ModelSpec:
+def resolve_model(reference: str | os.PathLike[str], *, cache_dir: Path | None = None, needs_weights: bool = True) -> ModelSpec:
     """The model for `reference`: a name of the models files, else a folder, else a hub id in the local cache.
 
     A `Path`, or a text that starts like one (`/`, `./`, `../`, `~`), can only be a folder. `cache_dir` replaces the default hub
-    cache (HF_HOME, HF_HUB_CACHE).
+    cache (HF_HOME, HF_HUB_CACHE). Without `needs_weights` its configuration has to be here alone.
 
     Raises:
         ModelNotFound: nothing of that name is here; lists the known names and the command to fetch it.
@@ -132,17 +134,17 @@ def resolve_model(reference: str | os.PathLike[str], *, cache_dir: Path | None =
     path_only = not isinstance(reference, str) or text.startswith(("/", "./", "../", "~"))
     entries = {} if path_only else read_models()
     if text in entries:
-        return entries[text].resolve(cache_dir)
+        return entries[text].resolve(cache_dir, needs_weights=needs_weights)
     folder, there = _looked_for(text)
     if there:
-        check_folder(folder)
+        check_folder(folder, needs_weights)
         return ModelSpec(text, folder.absolute(), "a folder")
     if path_only:
         raise ModelNotFound(f"there is no folder {folder.absolute()}; name the folder that holds the model's config.json")
     is_hub_id = _HUB_ID.fullmatch(text) is not None
-    cached = _cached_folder(text, cache_dir) if is_hub_id else None
+    cached = _cached_folder(text, cache_dir, needs_weights) if is_hub_id else None
     if cached is not None:
-        return ModelSpec(text, cached, "the local hub cache")
+        return ModelSpec(text, cached, IN_CACHE)
     repository = ", nor a repository in the local hub cache" if is_hub_id else ""
     near = difflib.get_close_matches(text, [*entries, *_cached_ids(cache_dir)], n=1)
     meant = f" - did you mean {near[0]}?" if near else ";"
@@ -278,8 +280,8 @@ def _looked_for(text: str) -> tuple[Path, bool]:
         ) from error
 
 
-def check_folder(folder: Path) -> None:
-    """Raises ModelNotFound unless `folder` has a configuration and all its weight files."""
+def check_folder(folder: Path, needs_weights: bool = True) -> None:
+    """Raises ModelNotFound unless `folder` has a configuration and, if it `needs_weights`, all its weight files."""
     if not folder.exists():
         raise ModelNotFound(f"there is no folder {folder}")
     if not folder.is_dir():
@@ -288,7 +290,8 @@ def check_folder(folder: Path) -> None:
         raise ModelNotFound(
             f"{folder} has no config.json, so it is no model saved by transformers; name the folder that has it"
         )
-    find_weights(folder)
+    if needs_weights:
+        find_weights(folder)
 
 
 def fetch_command(hub_id: str) -> str:
@@ -316,11 +319,11 @@ def _cached_ids(cache_dir: Path | None) -> list[str]:
     return [folder.name.removeprefix("models--").replace("--", "/") for folder in folders]
 
 
-def _cached_folder(hub_id: str, cache_dir: Path | None) -> Path | None:
+def _cached_folder(hub_id: str, cache_dir: Path | None, needs_weights: bool) -> Path | None:
     """The snapshot of `hub_id`'s main branch in the hub cache, or None. Reads only local files.
 
     `snapshot_download(local_files_only=True)` would reject a snapshot without a README. Raises ModelNotFound if the weights are
-    missing.
+    missing, with their size if it is known.
     """
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -333,10 +336,13 @@ def _cached_folder(hub_id: str, cache_dir: Path | None) -> Path | None:
         return None
     folder = Path(config).parent
     try:
-        check_folder(folder)
+        check_folder(folder, needs_weights)
     except ModelNotFound as error:
+        size = stored_bytes(folder)
+        weights = "" if size is None else f"; {format_bytes(size)} of weights in all"
         raise ModelNotFound(
-            f"{hub_id} is in the local hub cache, but not all of it; fetch the rest with: {fetch_command(hub_id)} ({error})"
+            f"{hub_id} is in the local hub cache, but not all of it; fetch the rest with: {fetch_command(hub_id)} "
+            f"({error}{weights})"
         ) from error
     return folder
 

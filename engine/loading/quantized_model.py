@@ -13,9 +13,8 @@ from torch import nn
 from ...common.units import format_bytes
 from ..attention.latent import latent_projections
 from ..collectives.group import ALONE, ShardGroup
-from ..cpu import Quantization
+from ..cpu import Quantization, weight_bytes
 from ..cpu.linears import NativeLinear, PackedWeight
-from ..cpu.quantization import weight_bytes
 from ..cpu.quantized_linears import NUM_TOKENS, quantizable, quantize_linears
 from ..errors import ConfigError
 from .checkpoint import Checkpoint

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ _CANDIDATES = (
     ("pytorch_model.bin", False),
     ("pytorch_model.bin.index.json", True),
 )
+_OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight", "output_projection.weight")
 LOOKED_FOR = tuple(name for name, _ in _CANDIDATES)
 _MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 
@@ -61,6 +63,30 @@ class WeightFiles:
         """The tensors listed in the headers. Read-only; safetensors only. Raises CheckpointError naming a broken file."""
         found = {tensor.name: tensor for path in self.paths for tensor in read_header(path)}
         return tuple(found.values())
+
+
+def stored_twice(tensors: Sequence[StoredTensor], *, tied: bool) -> StoredTensor | None:
+    """The output head among `tensors`, if it is `tied` to the embedding and stored as well."""
+    if not tied:
+        return None
+    heads = [tensor for tensor in tensors if tensor.name.endswith(_OUTPUT_HEADS)]
+    others = [tensor.shape for tensor in tensors if "emb" in tensor.name or "wte" in tensor.name]
+    return heads[0] if heads and heads[0].shape in others else None
+
+
+def stored_bytes(folder: Path) -> int | None:
+    """Bytes of the weights of a model of which some files are in `folder`, if one of them tells. Raises CheckpointError."""
+    try:
+        return find_weights(folder).file_bytes
+    except ModelNotFound:
+        pass
+    for name, is_index in _CANDIDATES:
+        if is_index and (folder / name).is_file():
+            metadata = read_json(folder / name, MOST_INDEX_BYTES).get("metadata")
+            total = metadata.get("total_size") if isinstance(metadata, dict) else None
+            if isinstance(total, int) and total > 0:
+                return total
+    return None
 
 
 def find_weights(folder: Path) -> WeightFiles:

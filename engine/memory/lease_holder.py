@@ -27,7 +27,7 @@ from ..config import EngineConfig
 from ..errors import NotEnoughMemory
 from ..execution.host_pool import HostPool
 from ..process.memory_usage import process_bytes
-from .planning import MemoryPlan
+from .memory_plan import MemoryPlan
 
 log = logging.getLogger(__name__)
 _names: set[str] = set()  # of this process's engines that have leases

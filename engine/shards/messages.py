@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..config import EngineConfig
-from ..memory.planning import MemoryPlan
+from ..memory.memory_plan import MemoryPlan
 
 
 @dataclass(frozen=True, slots=True)

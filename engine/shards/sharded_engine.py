@@ -24,7 +24,8 @@ from ..memory.base_memory import BaseMemory
 from ..memory.decision import PoolBounds
 from ..memory.engine_memory import EngineMemory
 from ..memory.lease_holder import HEAP_BYTES, LeaseHolder
-from ..memory.planning import MemoryPlan, model_geometry, plan_memory
+from ..memory.memory_plan import MemoryPlan
+from ..memory.planning import model_geometry, plan_memory
 from ..memory.pool_use import SchedulerPoolUse
 from ..process.cpu_threads import own_threads
 from .messages import Hello, LoadShard, ShardLoaded

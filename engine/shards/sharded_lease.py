@@ -31,7 +31,7 @@ from ...monitor.watching import Watch, watch
 from ..config import EngineConfig
 from ..errors import NotEnoughMemory
 from ..memory.lease_holder import HEAP_BYTES, LIBRARIES_BYTES, acquire, device_info, log, release_name, take_name
-from ..memory.planning import MemoryPlan
+from ..memory.memory_plan import MemoryPlan
 
 SURPLUS_S = 0.3  # mean time that a grant may exceed the others'
 FIRST_PAUSE_S = 0.6  # most that is waited before the next ask, doubled as long as asking gains nothing

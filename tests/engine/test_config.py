@@ -286,6 +286,11 @@ def test_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     half = r"not all of it; fetch the rest with: hf download org/name .*has no weights"
     with pytest.raises(ModelNotFound, match=half):
         resolve_model("org/name", cache_dir=tmp_path / "hub")
+    assert resolve_model("org/name", cache_dir=tmp_path / "hub", needs_weights=False) == spec
+    index = {"metadata": {"total_size": 3 << 30}, "weight_map": {"a": "1.safetensors"}}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelNotFound, match=r"hf download org/name .*; 3\.00 GiB of weights in all\)$"):
+        resolve_model("org/name", cache_dir=tmp_path / "hub")
 
 
 def test_hub_cache_follows_hf_home_without_torch(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ from pagetide.cli import _parser, main
 from pagetide.engine import llm as llm_module
 from pagetide.engine.build import plan_only
 from pagetide.engine.config import EngineConfig
-from pagetide.engine.loading.models import BUILT_IN_FILE
+from pagetide.engine.loading.models import BUILT_IN_FILE, read_models
 
 
 def test_version_and_models_in_a_process(tmp_path: Path) -> None:
@@ -234,6 +235,28 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown["tokens that fit"] == f"{told['tokens_that_fit']:,}"
     assert "context must be 1 to 1,024 tokens" in refused(capsys, "plan", "demo", "--context", "1025")
     assert "context must be 1 to" in refused(capsys, "plan", "demo", "--context", "0")
+
+
+def test_a_plan_of_a_configuration_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """tests/engine/memory/test_estimate.py compares the numbers with transformers' model; here `--exact` is that."""
+    demo = read_models()["demo"].resolve().path
+    shutil.copy(demo / "config.json", tmp_path)
+    device = ["--memory", "2GiB", "--max-seqs", "8", "--json"]
+    told = []
+    for more in ([str(tmp_path)], ["--config", str(tmp_path / "config.json")], [str(tmp_path), "--exact"]):
+        assert main(["plan", *more, *device]) == 0
+        told.append(json.loads(capsys.readouterr().out))
+    plans = [*(one["plan"] for one in told[:2]), told[2]]
+    for plan in plans:
+        for name in ("model", "device", "answers_bytes"):
+            del plan[name]
+    assert plans[0] == plans[1] == plans[2] and told[0]["source"] == "config.json"
+    assert main(["plan", "demo", *device]) == 0
+    assert json.loads(capsys.readouterr().out)["source"] == "the headers of its weight files"
+    assert main(["plan", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith(" 80 GB")
+    assert "needs a folder: rename" in refused(capsys, "plan", "--config", str(tmp_path / "other.json"), "--exact")
+    assert "is neither auto, cpu" in refused(capsys, "plan", "demo", "--device", "voodoo2")
 
 
 def test_arguments_that_are_none(capsys: pytest.CaptureFixture[str]) -> None:

@@ -658,16 +658,14 @@ def test_the_examples_are_valid(path: Path) -> None:
 
 def test_the_example_for_24_gb_fits() -> None:
     """By the very arithmetic of `pagetide plan`, with the figures of Qwen2-7B's configuration."""
-    import torch
-
-    from pagetide.engine.memory.planning import working_reserve_bytes
+    from pagetide.engine.memory.memory_plan import working_reserve_bytes
 
     engine = config_of(CONFIGS / "run-qwen2-7b-24gb.yaml").engine
     shape = SimpleNamespace(
         hidden_size=3584, intermediate_size=18944, num_attention_heads=28, num_key_value_heads=4, vocab_size=152064
     )
     sizes = engine["max_step_tokens"], engine["max_seqs"]
-    reserve = working_reserve_bytes(shape, *sizes, torch.bfloat16, torch.device("cuda"))
+    reserve = working_reserve_bytes(shape, *sizes, "bfloat16", on_cpu=False)
     pool = parse_bytes(engine["kv_memory"]["max"])
     assert 7_615_616_512 * 2 + reserve + pool < 21 * GIB
     per_token = 28 * 2 * 4 * 128 * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -86,6 +87,10 @@ def test_pure_modules_do_not_load_torch() -> None:
 def test_what_can_be_said_without_torch_is_said_before_it_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "serve.yaml").write_text("models: [{model: demo, max_sqs: 4}]\n")
     (tmp_path / "fleet.yaml").write_text("model: lama\n")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    (tmp_path / "model").mkdir()
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 128, **sizes}))
     code = f"""
 from pagetide import AsyncLLM, LLM
 from pagetide.cli import main
@@ -95,6 +100,9 @@ for command in (["serve", "lama"], ["serve", "demo", "--kv-memory", "lots"], ["s
                 [*batch, "--model", "lama"], ["generate", "--model", "lama", "--prompt", "x"], ["plan", "lama"],
                 ["serve", "--fleet", "local", "--fleet-name", "nowhere"], [*batch, "--fleet", "local"]):
     assert main(command) == 2, command
+for command in (["plan", {str(file.parent)!r}], ["plan", "--config", {str(file)!r}, "--device", "rtx4090"],
+                ["plan", "demo", "--memory", "24GiB", "--json"]):
+    assert main(command) == 0, command
 for make in (lambda: LLM("lama"), lambda: AsyncLLM("demo", max_sqs=4), lambda: LLM("demo", kv_memory="lots")):
     try:
         make()

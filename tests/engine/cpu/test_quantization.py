@@ -8,8 +8,9 @@ import math
 import pytest
 import torch
 
+from pagetide.engine.cpu import GROUP
 from pagetide.engine.cpu import quantization as q
-from pagetide.engine.cpu.quantization import GROUP, Method, choose, quantize, quantized_rows
+from pagetide.engine.cpu.quantization import Method, choose, quantize, quantized_rows
 
 SHAPES = [(1, 1), (3, 5), (7, GROUP), (5, GROUP + 1), (40, 3 * GROUP - 2), (33, 300)]
 

@@ -11,7 +11,8 @@ from engines import TinyEngine, prompts
 from families import FAMILIES, VOCAB, tiny
 from tape import Tape, recorder
 
-from pagetide.engine.execution.graphs import SIZES, CannotBeCaptured, DecodeGraphs, sizes_for
+from pagetide.engine.execution.graph_sizes import SIZES, sizes_for
+from pagetide.engine.execution.graphs import CannotBeCaptured, DecodeGraphs
 from pagetide.engine.execution.transfers import Upload
 from pagetide.scheduler.request import Sampling
 

@@ -29,17 +29,16 @@ from pagetide.engine.errors import ConfigError, NotEnoughMemory, UnsupportedMode
 from pagetide.engine.loading.division import Division
 from pagetide.engine.loading.loader import Checkpoint
 from pagetide.engine.loading.models import ModelSpec
-from pagetide.engine.memory.planning import (
+from pagetide.engine.memory.memory_plan import (
     CUDA_WORKSPACE_BYTES,
     DEFAULT_CONTEXT,
     MemoryPlan,
     auto_pool,
-    model_geometry,
     model_length,
-    plan_memory,
     pool_geometry,
     working_reserve_bytes,
 )
+from pagetide.engine.memory.planning import model_geometry, plan_memory
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 pytestmark = pytest.mark.usefixtures("no_network")
@@ -247,11 +246,11 @@ def test_the_reserve_counts_the_largest_of_layers_that_differ_experts_and_worksp
     with pytest.raises(RuntimeError, match="per-layer attribute"):
         _ = config.head_dim
     expected = 10 * (4 * 64 + 3 * 100 + 2 * 32 * (4 + 4)) * 2 + 3 * 1000 * 10
-    assert working_reserve_bytes(config, 10, 3, torch.bfloat16, CPU) == expected
+    assert working_reserve_bytes(config, 10, 3, "bfloat16", on_cpu=True) == expected
     config = MixtralConfig(**SIZES, num_experts_per_tok=2)
     expected = 10 * (4 * 64 + 3 * 200 + 2 * 16 * (4 + 4)) * 2 + 3 * 1000 * 10
-    assert working_reserve_bytes(config, 10, 3, torch.bfloat16, CPU) == expected
-    assert working_reserve_bytes(config, 10, 3, torch.bfloat16, GPU) == expected + CUDA_WORKSPACE_BYTES
+    assert working_reserve_bytes(config, 10, 3, "bfloat16", on_cpu=True) == expected
+    assert working_reserve_bytes(config, 10, 3, "bfloat16", on_cpu=False) == expected + CUDA_WORKSPACE_BYTES
 
 
 LLAMA_8B = Geometry(tuple([LayerShape(8, 128, 128)] * 32), 16, "bfloat16", granule_bytes=2 * MIB)  # 2 MiB a block
@@ -274,7 +273,7 @@ LLAMA_8B = Geometry(tuple([LayerShape(8, 128, 128)] * 32), 16, "bfloat16", granu
 def test_automatic_pool(
     device: torch.device, free: int, reserve: int, max_seqs: int, max_model_len: int, expected: int
 ) -> None:
-    geometry, num_blocks = auto_pool(LLAMA_8B, device, free, reserve, max_seqs, max_model_len)
+    geometry, num_blocks = auto_pool(LLAMA_8B, device is CPU, free, reserve, max_seqs, max_model_len)
     assert geometry.bytes_for_blocks(num_blocks) == expected
 
 
@@ -286,9 +285,8 @@ def test_automatic_pool(
 def test_rules_of_the_automatic_pool(
     heads: int, dim: int, layers: int, block_size: int, gpu: bool, free: int, reserve: int, max_seqs: int, max_model_len: int
 ) -> None:
-    device = GPU if gpu else CPU
     geometry = Geometry((LayerShape(heads, dim, dim),) * layers, block_size, "float16", 2 * MIB if gpu else 4096)
-    fitted, num_blocks = auto_pool(geometry, device, free, reserve, max_seqs, max_model_len)
+    fitted, num_blocks = auto_pool(geometry, not gpu, free, reserve, max_seqs, max_model_len)
     kv_bytes = fitted.bytes_for_blocks(num_blocks)
     room, per_sequence = max(0, free - reserve), geometry.blocks_for_tokens(max_model_len)
     fits = pool_geometry(geometry, kv_bytes or 1)
