@@ -120,6 +120,9 @@ FAMILIES: Mapping[str, Family] = {
     "gpt_oss": Family({"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128, "attention_bias": True,
                        "rope_parameters": _yarn(32, 4096)}, **_LLAMA,
                       experts="num_local_experts", expert_width="intermediate_size", types="alternate"),
+    "cohere2": Family({"tie_word_embeddings": True, "sliding_window": 4096}, **_LLAMA, norms=1, types="pattern", pattern=4),
+    "minimax_m2": Family({"num_key_value_heads": 8, "head_dim": 128}, qk_norm="row", experts="num_local_experts",
+                         expert_width="intermediate_size"),
     "olmo2": Family(**_LLAMA, qk_norm="row"),
     "olmo3": Family({"sliding_window": 4096}, **_LLAMA, qk_norm="row", types="pattern", pattern=4, layered_rope=True),
     "starcoder2": Family({"num_key_value_heads": 2, "use_bias": True, "tie_word_embeddings": True}, qkv_bias="use_bias",
@@ -128,6 +131,10 @@ FAMILIES: Mapping[str, Family] = {
                        qkv_bias="attention_bias", o_bias="attention_out_bias", mlp_bias="mlp_bias"),
     "ernie4_5": Family({"num_key_value_heads": 2, "head_dim": 128, "tie_word_embeddings": True, "use_bias": False},
                        qkv_bias="use_bias", o_bias="use_bias", mlp_bias="use_bias"),
+    "glm4_moe_lite": Family(
+        {"kv_lora_rank": 512, "q_lora_rank": 768, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
+         "num_key_value_heads": 20, "n_shared_experts": 1, "mlp_layer_types": None}, **_LLAMA, **_DEEPSEEK,
+    ),
     "deepseek_v2": Family(_OF_DEEPSEEK | {"first_k_dense_replace": 0, "n_shared_experts": 2}, **_LLAMA, mlp_bias="mlp_bias",
                           **_DEEPSEEK),
     "deepseek_v3": Family(_OF_DEEPSEEK | {"first_k_dense_replace": 3, "n_shared_experts": 1}, **_LLAMA, **_DEEPSEEK),
@@ -221,6 +228,11 @@ def _completed(file: Path, written: Mapping[str, Any]) -> tuple[Any, Family]:
                 f"{file}: {name} must be an integer of at least {least} to be counted, got {value!r:.80}; {_ASK}"
             )
     config = SimpleNamespace(**fields)
+    types = fields.get("mlp_layer_types")
+    if types is not None and (not isinstance(types, list) or len(types) != config.num_hidden_layers):
+        raise UnsupportedModel(
+            f"{file}: mlp_layer_types must name {config.num_hidden_layers} layers, got {types!r:.80}; {_ASK}"
+        )
     config.num_key_value_heads = config.num_key_value_heads or config.num_attention_heads
     config.layer_types = _layer_types(file, config, family)
     return config, family
@@ -332,6 +344,9 @@ class _Weights:
         config = self._config
         if not self._family.experts:
             return False
+        if "mlp_layer_types" in self._family.defaults:
+            types = config.mlp_layer_types
+            return index > 0 if types is None else bool(types[index] == "sparse")
         if (first := getattr(config, "first_k_dense_replace", None)) is not None:
             return bool(index >= first)
         return index not in (config.mlp_only_layers or ()) and (index + 1) % config.decoder_sparse_step == 0
@@ -351,7 +366,7 @@ class _Weights:
         match config.model_type:
             case "gpt_oss":
                 self.others += count * (2 * width + hidden + 1)  # biases
-            case "deepseek_v3" | "glm4_moe":
+            case "deepseek_v3" | "glm4_moe" | "glm4_moe_lite" | "minimax_m2":
                 self.others += count  # corrections of scores
             case _:
                 pass

@@ -32,7 +32,7 @@ ENGINE = {"device": "cpu", "kv_memory": "4MiB", "share": False}
 @pytest.fixture(autouse=True)
 def _all_layers(monkeypatch):
     """Tiny models have tiny layers."""
-    monkeypatch.setattr(quantized_linears, "LEAST_WEIGHTS", 1)
+    monkeypatch.setattr(quantized_linears, "LEAST_QUANTIZED", 1)
 
 
 def demo():
@@ -106,7 +106,7 @@ def test_small_layers_and_subclasses_stay(monkeypatch):
     class Own(nn.Linear):
         pass
 
-    monkeypatch.setattr(quantized_linears, "LEAST_WEIGHTS", 48 * 16)
+    monkeypatch.setattr(quantized_linears, "LEAST_QUANTIZED", 48 * 16)
     model = tiny("llama")
     model.never_run = nn.Linear(48, 48)  # as an expert that no token is routed to
     mlp = model.model.layers[0].mlp
@@ -161,7 +161,7 @@ def test_what_cannot_be_quantized_is_refused(monkeypatch):
     model.config.quantization_config = {"quant_method": "gptq"}
     with pytest.raises(ConfigError, match="quantized already"):
         LLM(model, quantization="int8", **ENGINE)
-    monkeypatch.setattr(quantized_linears, "LEAST_WEIGHTS", 1 << 40)
+    monkeypatch.setattr(quantized_linears, "LEAST_QUANTIZED", 1 << 40)
     with pytest.raises(ConfigError, match="no linear layers"):
         quantize_linears(tiny("llama"), "int8", TOKENS)
     monkeypatch.setattr(quantized_linears, "instructions", lambda: None)

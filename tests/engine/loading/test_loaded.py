@@ -106,7 +106,7 @@ def test_another_type_is_a_conversion_of_the_weights_alone() -> None:
 
 
 def test_what_transformers_keeps_in_float32_stays_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized_linears, "LEAST_WEIGHTS", 1)
+    monkeypatch.setattr(quantized_linears, "LEAST_QUANTIZED", 1)
     tiny("gpt_oss").to(torch.bfloat16).save_pretrained(tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float16)
     types = {name: p.dtype for name, p in theirs.named_parameters()}

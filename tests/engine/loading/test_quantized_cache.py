@@ -253,7 +253,7 @@ def test_place_and_bound_come_from_the_environment():
 @pytest.fixture
 def own_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(quantized_linears, "LEAST_WEIGHTS", 1)
+    monkeypatch.setattr(quantized_linears, "LEAST_QUANTIZED", 1)
     return tmp_path / "pagetide" / "quantized"
 
 

@@ -39,6 +39,8 @@ LEAST: dict[str, dict[str, Any]] = {
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 200},
     "qwen3_moe": EXPERTS,
     "glm4_moe": LATENT,
+    "glm4_moe_lite": LATENT,
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
 }
@@ -63,6 +65,8 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16, "rope_scaling": YARN}),
     ("starcoder2", {"use_bias": False, "sliding_window": 64}),
     ("glm4_moe", LATENT | {"use_qk_norm": True, "n_shared_experts": 2, "attention_bias": True}),
+    ("glm4_moe_lite", LATENT | {"mlp_layer_types": ["sparse", "dense"] * 2, "n_shared_experts": 2}),
+    ("cohere2", {"sliding_window": 32, "sliding_window_pattern": 2, "num_key_value_heads": 4, "attention_bias": True}),
     ("deepseek_v2", LATENT | {"q_lora_rank": None, "n_shared_experts": 1}),
     ("deepseek_v3", LATENT | {"kv_lora_rank": 64, "attention_bias": True, "first_k_dense_replace": 1}),
 ]  # fmt: skip

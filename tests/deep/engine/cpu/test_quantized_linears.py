@@ -20,7 +20,7 @@ TOKENS = torch.randint(2, 150, (2, 64), generator=torch.Generator().manual_seed(
 
 def test_outliers_would_spoil_plain_rounding(monkeypatch):
     """The quick tier's bound rests on factors of input channels, and on leaving inputs alone where they fail."""
-    monkeypatch.setattr(quantized_linears, "LEAST_WEIGHTS", 1)
+    monkeypatch.setattr(quantized_linears, "LEAST_QUANTIZED", 1)
     model, texts = with_outliers(1), passages()
     plain = perplexity(model, texts)
     monkeypatch.setattr(quantized_linears, "choose", lambda weights, x, form: Method(form, None, True, math.nan))
