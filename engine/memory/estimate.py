@@ -220,7 +220,8 @@ def _counted(model: WrittenModel, dtype: str, file: Path) -> tuple[str, tuple[st
         weights = find_weights(folder) if file.name == "config.json" else None
     except ModelNotFound:
         cached = model.spec.source == IN_CACHE
-        note = f"the weights are not here; fetch them with: {fetch_command(model.spec.name)}"
+        size = format_bytes(counted * ITEM_BYTES[model.dtype])
+        note = f"the weights are not here; fetch them, {size} or more, with: {fetch_command(model.spec.name)}"
         return file.name, (note,) if cached else (), counted * ITEM_BYTES[dtype]
     tensors = weights.tensors() if weights is not None and weights.safetensors else ()
     twice = stored_twice(tensors, tied=model.config.tie_word_embeddings)

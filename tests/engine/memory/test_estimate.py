@@ -153,7 +153,9 @@ def test_what_the_files_say_besides(tmp_path: Path) -> None:
     made = estimate(settled(file), file)
     assert (made.source, made.notes) == ("config.json", ())
     cached = replace(settled(file), model=ModelSpec("org/tiny", tmp_path, IN_CACHE))
-    assert estimate(cached, file).notes == ("the weights are not here; fetch them with: hf download org/tiny",)
+    size = format_bytes(model.num_parameters * 4)
+    said = f"the weights are not here; fetch them, {size} or more, with: hf download org/tiny"
+    assert estimate(cached, file).notes == (said,)
     save_file({"all": torch.zeros(model.num_parameters, dtype=torch.uint8)}, tmp_path / "model.safetensors")
     made = estimate(settled(file), file)
     assert (made.source, made.notes) == ("the headers of its weight files", ())
