@@ -119,8 +119,10 @@ class EngineCore:
         """Launch `plan` on the runner. If the runner raises, all chunks of the plan have failed."""
         pending: PendingStep | ShardedStep | _KnownResult | None = None
         with Attempt() as attempt:
-            empty = _KnownResult(Result(plan.step_id, NO_ROWS, NO_TOKENS))
-            pending = empty if plan.is_empty else self.runner.begin(plan)
+            if plan.is_empty:
+                pending = _KnownResult(Result(plan.step_id, NO_ROWS, NO_TOKENS))
+            else:
+                pending = self.runner.begin(plan)
         self._pending.append((plan, pending or _KnownResult(_failed_result(plan, attempt))))
 
     def _fail(self, error: Exception, outputs: StepOutputs | None) -> StepOutputs:

@@ -252,9 +252,8 @@ class FrameSource:
         if scheduler.ends.number == self._num_ends:
             return []
         entries = []
-        for end in scheduler.ends.since(self._num_ends):
-            finished = end.finished
-            entry = [finished.request_id, end.request.label, finished.reason, len(finished.token_ids), finished.error]
+        for request, finished in scheduler.ends.since(self._num_ends):
+            entry = [finished.request_id, request.label, finished.reason, len(finished.token_ids), finished.error]
             entries.append([*entry, finished.token_ids.tolist()] if self._text else entry)
         self._num_ends = scheduler.ends.number
         return entries
@@ -290,7 +289,7 @@ def first_waiting(state: SchedulerState, most: int) -> list[Sequence]:
 
 def with_labels(scheduler: Scheduler, decisions: Iterable[tuple[int, Decision]]) -> list[Decision]:
     """Numbered decisions as plain data: each with "n", its number, and "label", its request's; "" where it is forgotten."""
-    ended = {end.finished.request_id: end.request.label for end in scheduler.ends.since(0)}
+    ended = {request.request_id: request.label for request, _ in scheduler.ends.since(0)}
     told = []
     for number, decision in decisions:
         name = decision.get("request_id", "")

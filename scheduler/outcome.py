@@ -225,28 +225,19 @@ class Decisions:
         self._kept.append((self._number, self.num_changes, decision))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class EndedRequest:
-    """An end in the log: its running number, from 1 on, the request and its `Finished`."""
-
-    number: int
-    request: Request
-    finished: Finished
-
-
 class Ends:
     """A log of the last 256 ends, oldest first, for watchers. Each has a running number from 1 on."""
 
     def __init__(self) -> None:
-        self._kept: deque[EndedRequest] = deque(maxlen=_KEPT_ENDS)
+        self._kept: deque[tuple[Request, Finished]] = deque(maxlen=_KEPT_ENDS)
         self.number = 0  # of the last one
 
     def add(self, request: Request, finished: Finished) -> None:
         """Record the end of `request`."""
         self.number += 1
-        self._kept.append(EndedRequest(self.number, request, finished))
+        self._kept.append((request, finished))
 
-    def since(self, number: int) -> list[EndedRequest]:
+    def since(self, number: int) -> list[tuple[Request, Finished]]:
         """The ends that are kept and came after `number`."""
         new = min(self.number - number, len(self._kept))
         return list(islice(reversed(self._kept), new))[::-1]

@@ -61,7 +61,7 @@ class Watcher:
         if self._rng.random() < 0.3:  # some step borders are not looked at
             return
         if not self.frames:
-            self._before = {end.finished.request_id for end in world.scheduler.ends.since(0)}
+            self._before = {request.request_id for request, _ in world.scheduler.ends.since(0)}
         line = encode(self.source.take(full=bool(self._rng.random() < 0.1)))
         self.frames.append(line)
         self.state.apply(line)

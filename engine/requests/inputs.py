@@ -39,26 +39,20 @@ class PromptInput(NamedTuple):
     label: str = ""
 
 
-class ParsedPrompt(NamedTuple):
-    """A prompt of any form: what to encode, its text (None if only ids are known), its own cache salt, and its label."""
+def parse_prompt(prompt: Any) -> tuple[str | Sequence[int], str | None, str | None, str]:
+    """Parse one prompt of any form: what to encode, its text (None if only ids are known), its own cache salt, its label.
 
-    content: str | Sequence[int]
-    text: str | None = None
-    cache_salt: str | None = None
-    label: str = ""
-
-
-def parse_prompt(prompt: Any) -> ParsedPrompt:
-    """Parse one prompt. Raises RequestRejected for a mapping without a prompt, with several, or with other keys."""
+    Raises RequestRejected for a mapping without a prompt, with several, or with other keys.
+    """
     if isinstance(prompt, str):
-        return ParsedPrompt(prompt, prompt)
+        return prompt, prompt, None, ""
     if not isinstance(prompt, Mapping):
-        return ParsedPrompt(prompt)
+        return prompt, None, None, ""
     if "input_ids" in prompt:
         many = _encoded_prompts(prompt)
         if len(many) != 1:
             raise RequestRejected(f"the tokenizer's result has {len(many)} prompts, and one is needed here: give its rows")
-        return ParsedPrompt(many[0])
+        return many[0], None, None, ""
     _refuse_other_keys(prompt, _PROMPT_KEYS)
     given: list[Any] = [prompt.get(name) for name in _PROMPT_KEYS]
     text, ids, salt, label = given
@@ -72,7 +66,7 @@ def parse_prompt(prompt: Any) -> ParsedPrompt:
     if label is not None and (not isinstance(label, str) or len(label) > LONGEST_LABEL):
         raise RequestRejected(f"`label` of a mapping must be a text of at most {LONGEST_LABEL} characters, got {label!r:.80}")
     content: Any = text if ids is None else ids
-    return ParsedPrompt(content, text, salt, label or "")
+    return content, text, salt, label or ""
 
 
 def text_of(prompt: object) -> str | None:
@@ -116,9 +110,9 @@ def encode_pairs(
                 raise RequestRejected(f"with the model's own settings: {error}") from error
             whole = encoder.with_special_stops(whole)
             known = prepared[id(params)] = whole, encoder.prepare(whole, eos_token_ids)
-        parsed = parse_prompt(prompt)
-        ids = encoder.encode(parsed.content, known[0])
-        inputs.append(PromptInput(parsed.text, ids, *known, cache_salt=parsed.cache_salt, label=parsed.label))
+        content, text, salt, label = parse_prompt(prompt)
+        ids = encoder.encode(content, known[0])
+        inputs.append(PromptInput(text, ids, *known, cache_salt=salt, label=label))
     return inputs
 
 

@@ -52,7 +52,8 @@ class RequestIntake:
 
     def tokenize(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """The token ids of one prompt."""
-        ids: list[int] = self.engine.encoder.encode(parse_prompt(prompt).content, params).tolist()
+        content, *_ = parse_prompt(prompt)
+        ids: list[int] = self.engine.encoder.encode(content, params).tolist()
         return ids
 
     def parse_exported(self, data: Any) -> list[PromptInput]:

@@ -8,6 +8,7 @@ import gc
 import io
 import json
 import logging
+import re
 import shutil
 import signal
 import sys
@@ -24,9 +25,11 @@ import pytest
 import torch
 from async_rig import run_threads
 from byte_level import byte_level
+from checkout import ROOT
 from engines import prompts as prompts_of
 from families import tiny
 from monitors import wait_until
+from prompt_types import types_of_a_prompt
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
@@ -149,6 +152,15 @@ def llm(shared: LLM) -> Iterator[LLM]:
     yield shared
     assert is_idle(shared), shared.stats()
     assert not shared._manager.delivery.groups
+
+
+def test_a_prompt_passes_the_types_of_the_documented_walk(llm: LLM) -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    section = text.partition("### The types of a prompt")[2].partition("###")[0]
+    documented = re.findall(r"^\| `(\w+)` \| `([\w/]+)\.py` \|", section, re.MULTILINE)
+    types = types_of_a_prompt(llm, "the tide comes in")
+    assert [(one.__name__, one.__module__.removeprefix("pagetide.").replace(".", "/")) for one in types] == documented
+    assert len(types) <= 16
 
 
 @contextmanager
