@@ -36,7 +36,8 @@ from .errors import BlockMisuse, OutOfDeviceMemory
 from .lease_record import HeldBounds
 
 _LINUX = sys.platform == "linux"
-_LARGE_POOL_GRANULES = 512  # extents are 1/32 of a pool: 16 granules, so rounding to whole ones wastes little
+# Extents are 1/32 of a pool: 16 granules, so rounding to whole ones wastes little
+_LARGE_POOL_GRANULES = 512
 _MAX_ADVISED = 4096  # every island of huge pages splits the mapping; a process has 65,530 (vm.max_map_count)
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module yet
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # in the module since Python 3.13; the same on x86, Arm and RISC-V

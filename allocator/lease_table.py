@@ -249,7 +249,8 @@ class LeaseTable:
     def decide_all(self) -> None:
         """Decide for every device, and send the orders."""
         decided = [(device, self._decide(device)) for device in self._devices.values()]
-        self._publish()  # publish first, so that an engine that gets an order sees it in the views
+        # Publish first, so that an engine that gets an order sees it in the views
+        self._publish()
         for device, orders in decided:
             self.carry_out(device, orders)
 

@@ -14,7 +14,8 @@ from .errors import BlockMisuse
 from .extents import DRAINING, ExtentIds, Extents
 
 NULL_BLOCK = 0
-_FIXED_EXTENT = 1024  # blocks per extent by default: a free one in an extent is found in 2 us
+# Blocks per extent by default: a free one in an extent is found in 2 us
+_FIXED_EXTENT = 1024
 
 
 class BlockState(IntEnum):

@@ -35,7 +35,8 @@ PROTOCOL = 2
 OLDEST_PROTOCOL = 1  # the oldest version still supported
 REVISED_LIMITS = 2  # the version since which limits have a generation
 MAX_PAYLOAD_BYTES = 64 * 1024
-MAX_BYTES = 2**62  # more memory than any machine has; sums of a few still fit into 64 bits
+# More memory than any machine has; sums of a few still fit into 64 bits
+MAX_BYTES = 2**62
 MAX_SENTENCE = 4096  # characters
 MAX_CLASSES = 8  # kinds of memory that an engine reports
 

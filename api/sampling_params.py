@@ -168,7 +168,8 @@ class SamplingParams:
     )
     kept_special_tokens: Sequence[str] | None = None
     # fmt: on
-    if TYPE_CHECKING:  # a type checker takes them for fields: they can be given, and read as what they are aliases of
+    # A type checker takes them for fields: they can be given, and read as what they are aliases of
+    if TYPE_CHECKING:
         num_return_sequences: int | None = None
         max_tokens: int | None = None
         min_tokens: int | None = None

@@ -13,16 +13,16 @@ Index = npt.NDArray[np.int64]  # rows, positions, lengths: numpy's fastest index
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TableUpdate:
-    """New entries of one table per row: `tables[rows[i], slots[i]] = blocks[i]`. Plain data, never modified."""
+    """New entries of one table per row: `tables[rows[i], columns[i]] = blocks[i]`. Plain data, never modified."""
 
     rows: Index
-    slots: Index
+    columns: Index
     blocks: Int32
 
     def without(self, rows: list[int]) -> TableUpdate:
         """The entries of all rows except `rows`."""
         others = ~np.isin(self.rows, rows)
-        return TableUpdate(self.rows[others], self.slots[others], self.blocks[others])
+        return TableUpdate(self.rows[others], self.columns[others], self.blocks[others])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +41,7 @@ class BlockTables:
     """
 
     def __init__(self, num_rows: int, max_blocks: int, num_tables: int = 1) -> None:
-        # [table, row, slot]; its memory pages are touched only as rows grow
+        # [table, row, column]; its memory pages are touched only as rows grow
         self.blocks = np.zeros((num_tables, num_rows, max_blocks), np.int32)
         self.lengths = np.zeros(num_rows, np.int64)
         self.starts = np.zeros(num_rows, np.int64)
@@ -61,7 +61,7 @@ class BlockTables:
         return held
 
     def entries(self, rows: Index) -> tuple[Index, Index]:
-        """The row and slot indices of all entries of `rows`, in the order of `rows`."""
+        """The row and column indices of all entries of `rows`, in the order of `rows`."""
         starts = self.starts[rows]
         held = self.lengths[rows] - starts
         of_rows = np.repeat(rows, held)
@@ -71,31 +71,31 @@ class BlockTables:
         """The blocks of `rows`, [num_tables, entries]: concatenated by row."""
         if len(rows) == 1:
             return self.of(int(rows[0]))
-        of_rows, slots = self.entries(rows)
-        blocks: Int32 = self.blocks[:, of_rows, slots]
+        of_rows, columns = self.entries(rows)
+        blocks: Int32 = self.blocks[:, of_rows, columns]
         return blocks
 
     def append(self, rows: Index, need: Index, blocks: Int32) -> tuple[TableUpdate, ...]:
         """Append the next `need[i]` of `blocks` [num_tables, sum of need] to the tables of each `rows[i]` (distinct)."""
-        slots = self.lengths[rows]
-        self.lengths[rows] = slots + need
+        columns = self.lengths[rows]
+        self.lengths[rows] = columns + need
         if blocks.shape[1] != len(rows) or not need.all():  # not one block per row, as in decoding
             rows = np.repeat(rows, need)
             ends = np.cumsum(need)  # end of each row's part of `blocks`
-            slots = np.repeat(slots - ends + need, need) + np.arange(blocks.shape[1])
+            columns = np.repeat(columns - ends + need, need) + np.arange(blocks.shape[1])
         if len(blocks) == 1:  # as without groups
-            self.blocks[0][rows, slots] = blocks[0]
-            return (TableUpdate(rows, slots, blocks[0]),)
+            self.blocks[0][rows, columns] = blocks[0]
+            return (TableUpdate(rows, columns, blocks[0]),)
         updates = []
         for table, own in zip(self.blocks, blocks, strict=True):
-            table[rows, slots] = own
-            updates.append(TableUpdate(rows, slots, own))
+            table[rows, columns] = own
+            updates.append(TableUpdate(rows, columns, own))
         return tuple(updates)
 
-    def replace(self, row: int, slots: Index, blocks: Int32) -> tuple[TableUpdate, ...]:
-        """Put `blocks` [num_tables, len(slots)] into the `slots` of `row`."""
-        self.blocks[:, row, slots] = blocks
-        return tuple([TableUpdate(np.full(len(slots), row), slots, of_table) for of_table in blocks])
+    def replace(self, row: int, columns: Index, blocks: Int32) -> tuple[TableUpdate, ...]:
+        """Put `blocks` [num_tables, len(columns)] into the `columns` of `row`."""
+        self.blocks[:, row, columns] = blocks
+        return tuple([TableUpdate(np.full(len(columns), row), columns, of_table) for of_table in blocks])
 
     def release(self, rows: Index) -> None:
         """Empty the tables of `rows`."""
@@ -112,7 +112,7 @@ def merged(updates: list[tuple[TableUpdate, ...]]) -> tuple[TableUpdate, ...]:
     if len(updates) <= 1:
         return updates[0] if updates else ()
     return tuple(
-        TableUpdate(*(np.concatenate([getattr(u, name) for u in of_table]) for name in ("rows", "slots", "blocks")))
+        TableUpdate(*(np.concatenate([getattr(u, name) for u in of_table]) for name in ("rows", "columns", "blocks")))
         for of_table in zip(*updates, strict=True)
     )
 

@@ -94,10 +94,10 @@ class BlockBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Change:
-    """One call of the index: blocks that are new or, with `known`, have moved; or the digests of removed blocks."""
+    """One call of the index: blocks that are new or, with `moved`, have another place; or the digests of removed blocks."""
 
     stored: BlockBatch | None
-    known: bool
+    moved: bool
     removed: Digests | None
 
 
@@ -122,12 +122,12 @@ class PendingEvents:
                         moved.remove(block.digest)
                         del stored[block.digest]
                         continue
-                    if change.known and block.digest not in stored:
+                    if change.moved and block.digest not in stored:
                         moved.add(block.digest)
                     stored[block.digest] = block
             if change.removed is not None:
                 for digest in as_integers(change.removed):
-                    # A block that was stored since the last look, and was known before, is in `removed` already.
+                    # A block that was stored since the last look, and was findable before, is in `removed` already.
                     if stored.pop(digest, None) is None or digest in moved:
                         removed[digest] = None
                     moved.discard(digest)

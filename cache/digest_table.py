@@ -1,7 +1,7 @@
 """A hash table from digests to nodes, in arrays: the 512 digests of a prompt are looked up at once.
 
-    slot  = lower bits of the digest's first word             twice as many slots as nodes, or more
-    first[slot] ──► node ── next[node] ──► node ──► none      nodes with digests in the same slot
+    bucket = lower bits of the digest's first word              twice as many buckets as nodes, or more
+    first[bucket] ──► node ── next[node] ──► node ──► none      nodes with digests in the same bucket
 
 A dict of the same size takes five times the memory and stops for half a second while it grows to a million entries.
 """
@@ -19,16 +19,16 @@ class DigestTable:
     """The digests of those nodes among `0 .. capacity - 1` that have been inserted. All digests in the table are distinct."""
 
     def __init__(self, capacity: int) -> None:
-        num_slots = 1 << (2 * capacity - 1).bit_length()
+        num_buckets = 1 << (2 * capacity - 1).bit_length()
         self.digests = np.zeros((capacity, 2), np.uint64)  # mutated by `insert` alone
-        self._first = np.full(num_slots, NONE, np.int32)
+        self._first = np.full(num_buckets, NONE, np.int32)
         self._next = np.empty(capacity, np.int32)
         self._leaving = np.zeros(capacity + 1, np.bool_)  # scratch; the last entry stands for NONE
-        self._lower = np.uint64(num_slots - 1)
+        self._lower = np.uint64(num_buckets - 1)
 
     def find(self, digests: Digests) -> Nodes:
         """The node of each of `digests` [n, 2], or NONE."""
-        nodes = self._first[self._slots(digests)].astype(np.int64)
+        nodes = self._first[self._buckets(digests)].astype(np.int64)
         others = self._others(nodes, digests)
         while len(others):
             further = self._next[nodes[others]].astype(np.int64)
@@ -39,19 +39,19 @@ class DigestTable:
     def insert(self, nodes: Nodes, digests: Digests) -> None:
         """Insert `nodes` with `digests` [n, 2]. Both must be distinct and not in the table."""
         self.digests[nodes] = digests
-        slots = self._slots(digests)
+        buckets = self._buckets(digests)
         while len(nodes):
-            self._next[nodes] = self._first[slots]
-            self._first[slots] = nodes
-            # Of nodes with equal slots only one is first: insert the others again.
-            overwritten = self._first[slots] != nodes
-            nodes, slots = nodes[overwritten], slots[overwritten]
+            self._next[nodes] = self._first[buckets]
+            self._first[buckets] = nodes
+            # Of nodes with equal buckets only one is first: insert the others again.
+            overwritten = self._first[buckets] != nodes
+            nodes, buckets = nodes[overwritten], buckets[overwritten]
 
     def remove(self, nodes: Nodes) -> None:
         """Remove `nodes` from the table."""
         self._leaving[nodes] = True
-        slots = (self.digests.ravel().take(2 * nodes) & self._lower).astype(np.int64)
-        at = self._first[slots] = self._staying(self._first[slots])
+        buckets = (self.digests.ravel().take(2 * nodes) & self._lower).astype(np.int64)
+        at = self._first[buckets] = self._staying(self._first[buckets])
         while len(at := at[at != NONE]):
             following = self._next[at] = self._staying(self._next[at])
             at = following
@@ -60,16 +60,16 @@ class DigestTable:
     def contents(self) -> Nodes:
         """All nodes in the table, in no order. Raises AssertionError where a node is in the wrong place."""
         found = []
-        at, slots = self._first[self._first != NONE], np.flatnonzero(self._first != NONE)
+        at, buckets = self._first[self._first != NONE], np.flatnonzero(self._first != NONE)
         while len(at):
-            assert (self._slots(self.digests[at]) == slots).all(), "a node in the wrong slot"
+            assert (self._buckets(self.digests[at]) == buckets).all(), "a node in the wrong bucket"
             found.append(at)
             assert sum(map(len, found)) <= len(self._next), "nodes in a ring"
             at = self._next[at]
-            at, slots = at[at != NONE], slots[at != NONE]
+            at, buckets = at[at != NONE], buckets[at != NONE]
         return np.concatenate([np.empty(0, np.int64), *found]).astype(np.int64)
 
-    def _slots(self, digests: Digests) -> Nodes:
+    def _buckets(self, digests: Digests) -> Nodes:
         return (digests[:, 0] & self._lower).astype(np.int64)
 
     def _others(self, nodes: Nodes, digests: Digests) -> Nodes:

@@ -28,7 +28,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any, Self
 
-from .layer_groups import LayerGroup, blocks_to_hold, most_slots_in, split_into_tables
+from .layer_groups import LayerGroup, blocks_to_hold, most_columns_in, split_into_tables
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 SCALED = ("int8", "float8_e4m3fn")  # element types that stand for themselves times a scale
@@ -216,18 +216,18 @@ class Geometry:
         """Bytes of one extent: a whole number of granules."""
         return self.block_stride * self.blocks_per_extent
 
-    def slots_for_tokens(self, num_tokens: int) -> int:
+    def columns_for_tokens(self, num_tokens: int) -> int:
         """Entries of a block table for `num_tokens`."""
         return _ceil(num_tokens, self.block_size)
 
     def blocks_for_tokens(self, num_tokens: int) -> int:
         """Blocks that one sequence of `num_tokens` holds in all tables, once its last token is computed."""
-        return blocks_to_hold(self.groups, self.slots_for_tokens(num_tokens), self.block_size)
+        return blocks_to_hold(self.groups, self.columns_for_tokens(num_tokens), self.block_size)
 
     def tokens_in_blocks(self, num_blocks: int, most: int) -> int:
         """Tokens, up to `most`, of the longest sequence that `num_blocks` hold, in whole blocks."""
-        slots = most_slots_in(self.groups, num_blocks, self.block_size, self.slots_for_tokens(most))
-        return min(most, slots * self.block_size)
+        columns = most_columns_in(self.groups, num_blocks, self.block_size, self.columns_for_tokens(most))
+        return min(most, columns * self.block_size)
 
     def extents_for_blocks(self, num_blocks: int) -> int:
         """The fewest extents that hold `num_blocks`, including the null block."""

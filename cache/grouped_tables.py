@@ -21,8 +21,10 @@ from .swapping import Swapping
 from .window_blocks import WindowBlocks
 
 _ANCHORS_PER_EXTENT = 1024  # an allocation looks at one extent
-_SPARE_NODES = 4  # of the index for each block and slot, where nodes have no bytes; more than those of sequences
-_KEPT_ENDS = 64  # tokens; the least from the end of a prompt up behind which requests find what windows read
+# Of the index for each block and slot, where nodes have no bytes; more than those of sequences
+_SPARE_NODES = 4
+# Tokens; the least from the end of a prompt up behind which requests find what windows read
+_KEPT_ENDS = 64
 
 
 def tables_for(
@@ -49,8 +51,8 @@ class GroupedTables(RowTables):
             others = [first, *others]
         elif first.num_tables > 1:
             others = [replace(first, num_tables=first.num_tables - 1), *others]
-        max_slots = self.anchor.blocks.shape[2]
-        self.others = tuple((group, BlockTables(num_rows, max_slots, group.num_tables)) for group in others)
+        max_columns = self.anchor.blocks.shape[2]
+        self.others = tuple((group, BlockTables(num_rows, max_columns, group.num_tables)) for group in others)
         self._all = ((LayerGroup(), self.anchor), *self.others)
         self._with_bytes = self._all if self._anchor_has_bytes else self.others
         self.with_bytes = tuple(table for _, table in self._with_bytes)
@@ -64,25 +66,25 @@ class GroupedTables(RowTables):
         num_places = super().most_nodes(num_slots)
         if self._anchor_has_bytes:
             return num_places
-        _, num_rows, max_slots = self.anchor.blocks.shape
-        per_place = -(-max_slots // self.blocks_for(max_slots * self.block_size))
-        return min(num_places * per_place, num_rows * max_slots) + num_places * _SPARE_NODES
+        _, num_rows, max_columns = self.anchor.blocks.shape
+        per_place = -(-max_columns // self.blocks_for(max_columns * self.block_size))
+        return min(num_places * per_place, num_rows * max_columns) + num_places * _SPARE_NODES
 
     def provide_anchors(self, num_nodes: int) -> None:
         if not self._anchor_has_bytes:
-            _, num_rows, max_slots = self.anchor.blocks.shape
-            extents = -(-(1 + num_rows * max_slots + num_nodes) // _ANCHORS_PER_EXTENT)
+            _, num_rows, max_columns = self.anchor.blocks.shape
+            extents = -(-(1 + num_rows * max_columns + num_nodes) // _ANCHORS_PER_EXTENT)
             self.anchors = BlockAllocator(extents * _ANCHORS_PER_EXTENT, blocks_per_extent=_ANCHORS_PER_EXTENT)
 
     def blocks_for(self, tokens: int) -> int:
         return blocks_to_hold(self.groups, -(-tokens // self.block_size), self.block_size)
 
     def blocks_for_each(self, tokens: Index) -> Index:
-        slots = -(-tokens // self.block_size)
+        columns = -(-tokens // self.block_size)
         blocks = np.zeros(len(tokens), np.int64)
         for group in self.groups:
-            most = group.most_slots(self.block_size)
-            blocks += group.num_tables * (slots if most is None else np.minimum(slots, most))
+            most = group.most_columns(self.block_size)
+            blocks += group.num_tables * (columns if most is None else np.minimum(columns, most))
         return blocks
 
     def needed(self, upto: int, hit: PrefixHit, index: PrefixIndex) -> int:
@@ -96,9 +98,9 @@ class GroupedTables(RowTables):
         return needed
 
     def needed_by_fork(self, num_tokens: int, upto: int) -> int:
-        slots = super().needed_by_fork(num_tokens, upto)
+        columns = super().needed_by_fork(num_tokens, upto)
         of_windows = num_tokens % self.block_size > 0
-        return sum(table.num_tables * (slots if group.window is None else of_windows) for group, table in self._with_bytes)
+        return sum(table.num_tables * (columns if group.window is None else of_windows) for group, table in self._with_bytes)
 
     def can_fork(self, parent: int, num_tokens: int) -> bool:
         return all(table.starts[parent] * self.block_size <= group.first_read(num_tokens) for group, table in self.others)
@@ -111,8 +113,8 @@ class GroupedTables(RowTables):
 
     def in_all_tables(self, blocks: int, known: Index, left: Index) -> int:
         num_full = sum(group.num_tables for group in self.groups if group.window is None)
-        slots = -(-known // self.block_size)
-        share = max(0.0, (blocks - int(slots.sum())) / max(1, int((-(-left // self.block_size)).sum())))
+        columns = -(-known // self.block_size)
+        share = max(0.0, (blocks - int(columns.sum())) / max(1, int((-(-left // self.block_size)).sum())))
         then = known + np.ceil(left * min(1.0, share)).astype(np.int64)
         of_full = num_full * int((-(-then // self.block_size)).sum())
         return blocks * num_full + int(self.blocks_for_each(then).sum()) - of_full
@@ -222,14 +224,14 @@ class GroupedTables(RowTables):
                 swapping.promote_window_blocks(window, nodes, blocks)
         return merged([tuple(updates), extended])
 
-    def publish(self, row: int, first: int, found: BlockIds, swapping: Swapping) -> Updates:
-        upto, index = first + len(found), swapping.index
-        changed = {self.anchor: super().publish(row, first, found, swapping)}
+    def publish(self, row: int, first: int, findable: BlockIds, swapping: Swapping) -> Updates:
+        upto, index = first + len(findable), swapping.index
+        changed = {self.anchor: super().publish(row, first, findable, swapping)}
         for window, (_, table) in zip(index.windows, self.others, strict=True):
             start = max(first, int(table.starts[row]))
             if start >= upto:
                 continue
-            nodes = index.blocks.nodes_in(found[start - first :])
+            nodes = index.blocks.nodes_in(findable[start - first :])
             own = table.blocks[:, row, start:upto].copy()
             theirs, replaced = index.windows.attach(window, nodes, own)
             swapping.replaced(replaced)
@@ -304,8 +306,8 @@ class GroupedTables(RowTables):
         if len(rows) == 1:
             blocks = table.blocks[:, int(rows[0]), int(starts[0]) : int(ends[0])]
         else:
-            slots = np.arange(int(held.sum())) + np.repeat(starts - np.cumsum(held) + held, held)
-            blocks = table.blocks[:, np.repeat(rows, held), slots]
+            columns = np.arange(int(held.sum())) + np.repeat(starts - np.cumsum(held) + held, held)
+            blocks = table.blocks[:, np.repeat(rows, held), columns]
         table.starts[rows] = ends
         if len(self.pool.release(blocks.ravel())):
             self._wait_for_eviction(window, blocks, passed=True)

@@ -28,7 +28,8 @@ from .block_table import Int32
 SAMPLED_ROWS = 17  # every 17th row; a prime, to sample every phase of a periodic load
 RECENT_BLOCKS = 1024  # upper bound of the weight of what was learned
 
-_USES = np.array([1.0, 2.0])  # uses of a block that no request has found, and of one that some has
+# Uses of a block that no request has found, and of one that some has
+_USES = np.array([1.0, 2.0])
 
 Mask = npt.NDArray[np.bool_]
 

@@ -50,19 +50,19 @@ class LayerGroup:
         first = positions - (self.window - 1)
         return first * (first > 0)
 
-    def most_slots(self, block_size: int) -> int | None:
+    def most_columns(self, block_size: int) -> int | None:
         """The most blocks of a table that a token reads, its own block included; None for a group without a window."""
         if self.window is None:
             return None
         return -(-self.window // block_size) if self.chunked else -(-(self.window - 1) // block_size) + 1
 
 
-def blocks_to_hold(groups: Sequence[LayerGroup], slots: int, block_size: int) -> int:
-    """Blocks in all tables together that a sequence of `slots` blocks of tokens holds after its last one is computed."""
-    return sum(group.num_tables * min(slots, group.most_slots(block_size) or slots) for group in groups)
+def blocks_to_hold(groups: Sequence[LayerGroup], columns: int, block_size: int) -> int:
+    """Blocks in all tables together that a sequence of `columns` blocks of tokens holds after its last one is computed."""
+    return sum(group.num_tables * min(columns, group.most_columns(block_size) or columns) for group in groups)
 
 
-def most_slots_in(groups: Sequence[LayerGroup], num_blocks: int, block_size: int, most: int) -> int:
+def most_columns_in(groups: Sequence[LayerGroup], num_blocks: int, block_size: int, most: int) -> int:
     """The longest sequence, in blocks of tokens and up to `most`, that `num_blocks` hold."""
     low, high = 0, most
     while low < high:

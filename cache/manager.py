@@ -244,12 +244,12 @@ class CacheManager:
         self.swapping.make_nodes(full - first)
         blocks = self.row_tables.anchor.blocks[0, row]
         places = self.index.register(chain, blocks[:full], first)
-        found = places.blocks
-        upto = first + len(found)
+        findable = places.blocks
+        upto = first + len(findable)
         own = blocks[first:upto]
         self._committed[row] = full if upto == full else len(blocks)
-        self.swapping.registered(own[found == own], places.slots)
-        return self.row_tables.publish(row, first, found, self.swapping)
+        self.swapping.registered(own[findable == own], places.slots)
+        return self.row_tables.publish(row, first, findable, self.swapping)
 
     def reset(self) -> None:
         """Forget all cached prefixes. Rows keep their blocks."""

@@ -165,7 +165,7 @@ class PrefixIndex:
         """Make `blocks[first:]` findable, which hold the computed tokens of the chain's blocks `first .. len(blocks) - 1`.
 
         `blocks[:first]` are the blocks before them in the sequence's table. The returned `blocks` are those that are
-        findable now, from `first` on. Where one differs from the sequence's own, the same tokens were known already:
+        findable now, from `first` on. Where one differs from the sequence's own, a node of the same tokens existed already:
         the caller puts the returned block into the table, with a reference (`mark_used` it if it had none), and
         releases its own. If fewer are returned, the others stay unregistered. The returned `slots` are free: their
         contents are in blocks of this sequence now.
@@ -186,23 +186,23 @@ class PrefixIndex:
             raise BlockMisuse(f"block {blocks[first - 1]} can be found, and not as block {first - 1} of this chain")
         digests = digests[first:]
         nodes = self._table.find(digests)
-        num_known = leading(nodes != NONE)
-        known = nodes[: self._num_true(chain, nodes[:num_known], first, parent)]
-        fresh = slice(len(known), len(known))
-        if len(known) == num_known:
-            # Nodes known further on belong to another prefix.
-            num_fresh = min(num_new(digests[num_known:], nodes[num_known:]), self.capacity - self.num_nodes)
-            fresh = slice(num_known, num_known + num_fresh)
-        returned = np.flatnonzero(self.blocks.of_node[known] == NONE)
+        num_existing = leading(nodes != NONE)
+        existing = nodes[: self._num_true(chain, nodes[:num_existing], first, parent)]
+        fresh = slice(len(existing), len(existing))
+        if len(existing) == num_existing:
+            # Nodes further on that exist belong to another prefix.
+            num_fresh = min(num_new(digests[num_existing:], nodes[num_existing:]), self.capacity - self.num_nodes)
+            fresh = slice(num_existing, num_existing + num_fresh)
+        returned = np.flatnonzero(self.blocks.of_node[existing] == NONE)
         self.blocks.check_free(np.concatenate((own[returned], own[fresh])))
-        slots = self.slots.of_node[known[returned]]
+        slots = self.slots.of_node[existing[returned]]
         if len(returned):
-            self._promote(known[returned], own[returned])
+            self._promote(existing[returned], own[returned])
         if fresh.stop > fresh.start:
-            above = int(known[-1]) if len(known) else parent
+            above = int(existing[-1]) if len(existing) else parent
             added = self._add(chain, first + fresh.start, above, own[fresh], digests[fresh])
-            known = np.concatenate((known, added))
-        return BlockPlaces(self.blocks.of_node[known], slots)
+            existing = np.concatenate((existing, added))
+        return BlockPlaces(self.blocks.of_node[existing], slots)
 
     # -- blocks ----------------------------------------------------------------------------------------------------
 

@@ -106,11 +106,11 @@ class PoolResizer:
 
 def _moved(table: BlockTables, places: Int32) -> list[TableUpdate]:
     """Replace moved blocks in every table entry by their new blocks."""
-    rows, slots = table.entries(np.flatnonzero(table.lengths))
+    rows, columns = table.entries(np.flatnonzero(table.lengths))
     updates = []
     for blocks in table.blocks:
-        moved = places[blocks[rows, slots]]
+        moved = places[blocks[rows, columns]]
         hits = np.flatnonzero(moved)
-        updates.append(TableUpdate(rows[hits], slots[hits], moved[hits]))
-        blocks[rows[hits], slots[hits]] = moved[hits]
+        updates.append(TableUpdate(rows[hits], columns[hits], moved[hits]))
+        blocks[rows[hits], columns[hits]] = moved[hits]
     return updates

@@ -346,9 +346,9 @@ class _Memory:
         if not len(same):
             return _NOTHING
         places = sets[same // self.WAYS] * self.WAYS + same % self.WAYS
-        known = self._facts.ravel()[places] > 0
-        found, first = np.unique(same[known] // self.WAYS, return_index=True)
-        places = places[known][first]
+        remembered = self._facts.ravel()[places] > 0
+        found, first = np.unique(same[remembered] // self.WAYS, return_index=True)
+        places = places[remembered][first]
         facts = self._facts.ravel()[places]
         self._facts.ravel()[places] = 0
         return found, (facts >> 3) & 31, facts & 7, facts >> 8

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..allocator.blocks import BlockAllocator, BlockIds
 from .block_table import BlockTables, Index, Int32, TableUpdate, merged
-from .layer_groups import LayerGroup, most_slots_in
+from .layer_groups import LayerGroup, most_columns_in
 from .prefix_index import PrefixHit, PrefixIndex
 from .swapping import Swapping
 
@@ -40,9 +40,9 @@ class RowTables:
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1 token, got {block_size}")
         self.pool, self.block_size, self.groups = pool, block_size, groups
-        most_slots = most_slots_in(groups, pool.capacity, block_size, -(-max_tokens // block_size))
-        # Of one row; the newest token needs no slot in the cache yet.
-        self.max_tokens = min(max_tokens, most_slots * block_size + 1)
+        most_columns = most_columns_in(groups, pool.capacity, block_size, -(-max_tokens // block_size))
+        # Of one row; the newest token is not in the cache yet.
+        self.max_tokens = min(max_tokens, most_columns * block_size + 1)
         # The prefix index has nodes for the blocks of this table.
         self.anchor = BlockTables(num_rows, -(-self.max_tokens // block_size))
         self.anchors = pool
@@ -102,8 +102,8 @@ class RowTables:
         """Rows with one of `blocks` in their tables, lowest first."""
         found = []
         for table in self.with_bytes:
-            rows, slots = table.entries(np.flatnonzero(table.lengths))
-            found.append(rows[np.isin(table.blocks[:, rows, slots], blocks).any(axis=0)])
+            rows, columns = table.entries(np.flatnonzero(table.lengths))
+            found.append(rows[np.isin(table.blocks[:, rows, columns], blocks).any(axis=0)])
         return np.unique(np.concatenate(found))
 
     def slot_of(self, row: int, block: int) -> int:
@@ -191,12 +191,12 @@ class RowTables:
         self._promote_nodes(row, hit, swapping)
         return merged([shared, extended])
 
-    def publish(self, row: int, first: int, found: BlockIds, swapping: Swapping) -> Updates:
-        """Publish the blocks of `row` from entry `first` on: `found` are those that are findable for its tokens now. Where one
-        is not the row's own, known before, it replaces that.
+    def publish(self, row: int, first: int, findable: BlockIds, swapping: Swapping) -> Updates:
+        """Publish the blocks of `row` from entry `first` on: `findable` hold its tokens now, and take the
+        places of other blocks of the row.
         """
-        own = self.anchor.blocks[:, row, first : first + len(found)].copy()
-        taken, updates = self._publish(self.anchors, self.anchor, row, first, own, found[None])
+        own = self.anchor.blocks[:, row, first : first + len(findable)].copy()
+        taken, updates = self._publish(self.anchors, self.anchor, row, first, own, findable[None])
         if len(taken):
             swapping.index.mark_used(taken)
         return updates
@@ -233,20 +233,20 @@ class RowTables:
 
     @staticmethod
     def _publish(
-        allocator: BlockAllocator, table: BlockTables, row: int, first: int, own: Int32, found: Int32
+        allocator: BlockAllocator, table: BlockTables, row: int, first: int, own: Int32, findable: Int32
     ) -> tuple[BlockIds, Updates]:
-        """Publish those of `own` [tables, slots] that were registered; replace the others in `row` by `found`, known before.
+        """Publish those of `own` [tables, columns] that were registered; replace the others in `row` by `findable`.
 
         Returns the blocks that had no reference before, and the table entries.
         """
-        known = np.flatnonzero(found[0] != own[0])
-        if not len(known):
+        replaced = np.flatnonzero(findable[0] != own[0])
+        if not len(replaced):
             allocator.publish(own.ravel())
             return own[0, :0], ()
-        allocator.publish(np.delete(own, known, axis=1).ravel())
-        taken = allocator.retain(found[:, known].ravel())
-        allocator.release(own[:, known].ravel())
-        return taken, table.replace(row, first + known, found[:, known])
+        allocator.publish(np.delete(own, replaced, axis=1).ravel())
+        taken = allocator.retain(findable[:, replaced].ravel())
+        allocator.release(own[:, replaced].ravel())
+        return taken, table.replace(row, first + replaced, findable[:, replaced])
 
     @staticmethod
     def _check_pool(pool: BlockAllocator, tables: tuple[BlockTables, ...], findable: Int32) -> None:

@@ -42,7 +42,8 @@ class LayerCache:
     table: int = 0  # the number of the block table with its blocks
     aliased: bool = False  # the layer reads another layer's K and V and writes none
     v_in_k: bool = False  # `value` is the first part of `key`, and is not written by itself
-    chunk: int | None = None  # a token reads those since the last multiple of so many; None: it may read all
+    # A token reads those since the last multiple of so many; None: it may read all
+    chunk: int | None = None
     key_scale: torch.Tensor | None = None
     value_scale: torch.Tensor | None = None  # with `v_in_k` that of the key
 

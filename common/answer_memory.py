@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PROMPT_TOKEN_BYTES = 48  # a token of a prompt, in lists of ids
-TOKEN_BYTES = 128  # a token of an output: its id in lists of the engine, of a message and of a response, and its text
+# A token of an output: its id in lists of the engine, of a message and of a response, and its text
+TOKEN_BYTES = 128
 SCORED_BYTES = 256  # more, if it has log-probabilities
 LIKELY_BYTES = 40  # more, for each likely token in its place, in arrays or packed
 MOST_UNREAD_BYTES = 16 << 20  # of a stream's output that its reader has not read

@@ -25,7 +25,8 @@ from typing import Any, Self
 
 from .frames import ChannelClosed, PickleChannel
 
-END_S = 5.0  # for the end of a process that closed its socket or was killed; a driver's call may hold it up
+# For the end of a process that closed its socket or was killed; a driver's call may hold it up
+END_S = 5.0
 SAID_CHARS = 300  # of a message's quotation
 _KEPT_BYTES = 1 << 16  # of what a process said
 _PR_SET_PDEATHSIG = 1

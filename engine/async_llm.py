@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
     from .build import ModelFacts
 
-MOST_ON_LOOP = 1024  # blocks of which the event loop makes plain data, some 2 ms; of more another thread does
+# Blocks of which the event loop makes plain data, some 2 ms; of more another thread does
+MOST_ON_LOOP = 1024
 
 Pair = tuple[Prompt, SamplingParams | None]
 Params = SamplingParams | Sequence[SamplingParams] | None

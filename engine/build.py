@@ -75,7 +75,8 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     num_tables: int = 1  # block tables of a sequence
-    layout: str = ""  # how weights, K and V are stored: engines that differ in it may compute other tokens
+    # How weights, K and V are stored: engines that differ in it may compute other tokens
+    layout: str = ""
     # Of this host's memory, for outputs that a server has not delivered: no fact of the model.
     answers_bytes: int = field(default=answer_memory.LEAST_PLANNED_BYTES, compare=False)
 

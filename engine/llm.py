@@ -123,8 +123,10 @@ class LLM:
             lambda: num_tokens,
             disable=None if progress is None else not progress,
             delay=_UNSET_PROGRESS_DELAY_S if progress is None else 0,
-            total=call.num_prompts, unit="prompt", desc="generating",
-        ) as bar:  # fmt: skip
+            total=call.num_prompts,
+            unit="prompt",
+            desc="generating",
+        ) as bar:
             while True:
                 with suppress(TimeoutError):
                     outputs: list[RequestOutput] = call.results(None if bar.disable else bar.mininterval)

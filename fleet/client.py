@@ -40,7 +40,8 @@ AWAY_S = 30.0  # a request waits so long for a queue that is being restarted
 AGAIN_S = 0.1
 INFO_EVERY_S = 2.0
 MODEL_S = 120.0  # the first worker has so long to load the model
-LEAVE_S = 5.0  # a closing client waits so long until the queue knows what it has cancelled and left
+# A closing client waits so long until the queue knows what it has cancelled and left
+LEAVE_S = 5.0
 PREPARING_THREADS = 3
 ONE_ENGINE = "a fleet's workers are operated by `pagetide fleet`: "
 
@@ -265,7 +266,8 @@ class FleetClient:
             self._leave_later(answer.number, cancels=followed.cancels and not generation.is_attached)
             return
         self._by_number.setdefault(answer.number, []).append(followed)
-        if generation.is_attached:  # a call to leave it may have been under way: the next read says that it is followed
+        # A call to leave it may have been under way: the next read says that it is followed
+        if generation.is_attached:
             self._says_positions = True
         generation.take(Accepted(generation.number, known.prompt_token_ids, known.max_new_tokens))
         self._take(followed, self._received.get(answer.number, []))

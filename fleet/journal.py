@@ -31,7 +31,8 @@ from .messages import NewRequest, decode, encode
 log = logging.getLogger(__name__)
 
 Durability = Literal["process", "power"]
-RESERVE_BYTES = 16 << 20  # given up when the disk is full, so that running requests can be recorded to their end
+# Given up when the disk is full, so that running requests can be recorded to their end
+RESERVE_BYTES = 16 << 20
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS requests (
     number INTEGER PRIMARY KEY, request_id TEXT UNIQUE NOT NULL, ended_at REAL, data BLOB NOT NULL,

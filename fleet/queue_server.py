@@ -39,7 +39,8 @@ log = logging.getLogger(__name__)
 
 PULL_S = 0.25  # a pull without orders is answered after so long
 READ_S = 2.0  # a read without records is answered after so long
-GONE_S = 30.0  # a front end that reads nothing for so long is forgotten; its requests go on
+# A front end that reads nothing for so long is forgotten; its requests go on
+GONE_S = 30.0
 FORGET_EVERY_S = 5.0
 _Boots = Annotated[int, Meta(ge=0, lt=1 << 31)]  # starts of the queue: the upper bits of epochs
 UNREAD = "no client has read the request"

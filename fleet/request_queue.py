@@ -520,4 +520,5 @@ class RequestQueue:
             assert all(encode_record(decode_record(data)) == data for data in entry.log.records)
 
 
-EXPECTED_S = 30.0  # a prompt that was assigned is counted as cached there for so long, until the worker says so
+# A prompt that was assigned is counted as cached there for so long, until the worker says so
+EXPECTED_S = 30.0

@@ -44,7 +44,8 @@ class RequestNeed:
     prompt_blocks: int
     growth_blocks: int  # forecast growth while it runs
     key: str = ""  # the request's id: ties of different requests go to different workers
-    may_hold: bool = True  # False: it waits no longer for a worker without room, if another one has room
+    # False: it waits no longer for a worker without room, if another one has room
+    may_hold: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,8 @@ class WorkerView:
     """
 
     name: str
-    cached_blocks: int  # leading blocks of this prompt that the worker has, or computes for an earlier request
+    # Leading blocks of this prompt that the worker has, or computes for an earlier request
+    cached_blocks: int
     free_blocks: int  # mapped, and free or evictable
     growable_blocks: int  # by which the lease may still grow
     running: int  # sequences

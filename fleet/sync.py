@@ -24,7 +24,8 @@ from .messages import FleetInfo, FleetModel
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MOST_AHEAD = 1000  # requests of a file that wait in the queue, of which all callers without an API key share the places
+# Requests of a file that wait in the queue, of which all callers without an API key share the places
+MOST_AHEAD = 1000
 
 Value = TypeVar("Value")
 

@@ -21,7 +21,8 @@ from prometheus_client.registry import Collector
 from ..version import __version__
 from .snapshot import Device, LeaseUse, Snapshot
 
-MAX_PROCESSES = 64  # series per device; a host has hundreds of short-lived processes, each a series of its own
+# Series per device; a host has hundreds of short-lived processes, each a series of its own
+MAX_PROCESSES = 64
 _MAX_LABEL = 128  # characters; process names can be arbitrarily long
 
 # Computed once: at each scrape, a start time would jitter with the system's clock.

@@ -33,10 +33,13 @@ from .snapshot import Snapshot
 log = logging.getLogger(__name__)
 
 PATH = "/metrics"
-MAX_CONNECTIONS = 16  # at a time, each with a thread and a descriptor: the monitor needs descriptors for the devices
+# At a time, each with a thread and a descriptor: the monitor needs descriptors for the devices
+MAX_CONNECTIONS = 16
 _LINGER_S = 0.2  # timeout between reads while a refused request is drained
-MAX_HEAD_BYTES = 128 * 1024  # of a request line and its headers; a single line has at most 64 KiB
-_REQUEST_TIMEOUT_S = 10.0  # from accept to the answer's last byte; Prometheus gives a scrape up after the same time
+# Of a request line and its headers; a single line has at most 64 KiB
+MAX_HEAD_BYTES = 128 * 1024
+# From accept to the answer's last byte; Prometheus gives a scrape up after the same time
+_REQUEST_TIMEOUT_S = 10.0
 _LOOK_UP_S = 0.05  # how often the accepting thread checks for shutdown, expired connections and free descriptors
 
 

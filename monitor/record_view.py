@@ -14,7 +14,8 @@ from .errors import NoSuchDevice
 from .record_file import OpenRecord, damaged, identity
 from .snapshot import STALE_AFTER_INTERVALS, Device, DeviceDetail, DeviceInfo, DeviceMemory
 
-LOOK_EVERY_NS = 20_000_000  # the longest time between two checks for news, and for the successor of a silent monitor
+# The longest time between two checks for news, and for the successor of a silent monitor
+LOOK_EVERY_NS = 20_000_000
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,8 @@ class DeviceInfo:
     """The constant properties of a device."""
 
     uuid: str  # "GPU-8a6e...", "MIG-...", "HOST-..."; the key of a device everywhere
-    index: str  # for display: "0" in NVML's order (CUDA's may differ), "0:1" for a MIG instance, "host"
+    # For display: "0" in NVML's order (CUDA's may differ), "0:1" for a MIG instance, "host"
+    index: str
     kind: DeviceKind
     name: str | None = None
     pci_id: str | None = None  # "00000000:3B:00.0", as NVML writes it

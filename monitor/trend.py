@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 
-_BY_CHANCE = 0.1  # r² without significance: noise sampled 250 times per time constant has a tenth of it
+# r² without significance: noise sampled 250 times per time constant has a tenth of it
+_BY_CHANCE = 0.1
 
 
 class Trend:

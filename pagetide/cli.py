@@ -130,7 +130,8 @@ def _parser() -> argparse.ArgumentParser:
     models.set_defaults(run=_models)
 
     plan = commands.add_parser(
-        "plan", help="estimate a model's memory, and how many sequences fit",
+        "plan",
+        help="estimate a model's memory, and how many sequences fit",
         description="Estimate the memory of a model's weights and KV cache, compare it with the free memory, and count the "
         "sequences that fit. Loads no weights and reserves no memory. For a device that is not here, or a model of which only "
         "the configuration is, it counts by the configuration.",
@@ -151,10 +152,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_demo(commands: Any) -> argparse.ArgumentParser:
     demo: argparse.ArgumentParser = commands.add_parser(
-        "demo", help="watch the engine serve more prompts than its pool has room for",
+        "demo",
+        help="watch the engine serve more prompts than its pool has room for",
         description="Serve many prompts with the bundled model from a KV pool too small for all of them, then again with "
         "enough room, and compare the tokens. Shows a live view on a terminal, plain lines elsewhere.",
-    )  # fmt: skip
+    )
     demo.add_argument("--device", default="auto", help="cpu, cuda or cuda:1 (default: cuda if available)")
     demo.add_argument("--prompts", type=int, default=24, metavar="N", help="number of prompts, at least 16 (default 24)")
     demo.add_argument("--max-new-tokens", type=int, default=96, metavar="N", help="output tokens per prompt (default 96)")
@@ -163,10 +165,11 @@ def _add_demo(commands: Any) -> argparse.ArgumentParser:
     )
     demo.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
     demo.add_argument(
-        "--shared", action="store_true",
+        "--shared",
+        action="store_true",
         help="show two engines and an external process that share one device of host memory instead; only --seed and "
         "--json apply",
-    )  # fmt: skip
+    )
     demo.add_argument("--table", action="store_true", help="also print the texts and a table of figures at the end")
     _add_json(demo, "print the table and the texts as JSON, without the live view")
     demo.set_defaults(run=_demo)

@@ -55,7 +55,8 @@ _PACKAGES = {
     "rich": "rich",
     "yaml": "pyyaml",
 }
-_DESCRIPTORS = 4096  # three per place at the broker, and as many again for the devices, /proc and the metrics page
+# Three per place at the broker, and as many again for the devices, /proc and the metrics page
+_DESCRIPTORS = 4096
 
 
 def main(argv: Sequence[str] | None = None) -> int:

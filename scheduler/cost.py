@@ -24,7 +24,8 @@ from .plan import Plan, Result
 
 Seconds = npt.NDArray[np.float64]
 
-START_BYTES_PER_S = 8e9  # about the rate of a PCIe 3.0 card, or of a copy within host memory
+# About the rate of a PCIe 3.0 card, or of a copy within host memory
+START_BYTES_PER_S = 8e9
 START_TOKENS_PER_S = 10e3  # of prefill: a model of 8 billion parameters on an older card
 
 _GUESS_S = 1e-3  # weight of the guess, as measured time

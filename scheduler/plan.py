@@ -170,7 +170,8 @@ class Result:
     """
 
     step_id: int
-    counts: Index  # [n]; 0 for chunks without a sample, failed and deferred ones, and those with candidates
+    # [n]; 0 for chunks without a sample, failed and deferred ones, and those with candidates
+    counts: Index
     tokens: Int32  # [sum of counts]
     failures: tuple[Failure, ...] = ()
     mapped: Index = field(default_factory=lambda: NO_EXTENTS)

@@ -82,7 +82,8 @@ class Sequence:
         self.scored = 0  # prompt tokens, after the first, with log-probabilities already returned
         self.preemptions = 0
         self.passes = 0  # how often others passed it while it waits
-        self.refusal = 0  # number of the decision that refused it, since it began to wait; 0: none did
+        # Number of the decision that refused it, since it began to wait; 0: none did
+        self.refusal = 0
         self.abort_reason: FinishReason | None = None  # to be ended, with this reason, as soon as possible
         self.leader = leader  # the sequence with the same first tokens, to be shared
         self.shares = len(self.tokens)  # number of these tokens; NOTHING once admitted

@@ -18,7 +18,8 @@ from .keys import ApiKey, KeyUse
 RATE_WINDOW = 256  # ended requests whose rate is measured
 RATE_AGE_S = 60.0
 BODIES = 16  # of the largest size, whose bytes may be held at the same time
-CONVERTED = 256  # tokens that /tokenize and /detokenize convert at the price of one, which takes about as long
+# Tokens that /tokenize and /detokenize convert at the price of one, which takes about as long
+CONVERTED = 256
 MOST_RETRY_S = 300
 
 

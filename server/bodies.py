@@ -25,7 +25,8 @@ from .errors import ApiError, invalid
 from .requests import from_validation
 from .streams import TURN
 
-LARGE_BYTES = 4 << 10  # a body beyond it is large; others take 1 ms at most, right or wrong
+# A body beyond it is large; others take 1 ms at most, right or wrong
+LARGE_BYTES = 4 << 10
 # Of a large body:
 MOST_VALUES = 5 << 18  # a context of a million token ids, and the rest of its request
 MOST_TEXTS = 1 << 16  # names of fields too

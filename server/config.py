@@ -45,7 +45,8 @@ from .tools import TOOL_PARSERS, ToolParser
 
 _MOST_PEM_BYTES = 1 << 20
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-MOST_BODY_BYTES = 8 << 20  # the longest contexts: a million tokens, as ids of up to 6 digits or as text
+# The longest contexts: a million tokens, as ids of up to 6 digits or as text
+MOST_BODY_BYTES = 8 << 20
 ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # with the one that this machine calls
 # Arguments of `LLM` that are settings for all models, and those that one model may have.
 ENGINE_SETTINGS = settings_of(EngineArguments, Scope.SERVER)
@@ -173,9 +174,8 @@ class ServeConfig:
 
     @classmethod
     def resolve(
-        cls, given: Mapping[str, Any], environ: Mapping[str, str], file: Path | None = None,
-        models: Sequence[ModelOptions] = (),
-    ) -> ServeConfig:  # fmt: skip
+        cls, given: Mapping[str, Any], environ: Mapping[str, str], file: Path | None = None, models: Sequence[ModelOptions] = ()
+    ) -> ServeConfig:
         """The settings: `given` on the command line (None: not given), in `environ`, in `file`, else the defaults.
 
         Args:

@@ -14,7 +14,8 @@ from ..common.frames import BadFrame, FrameReader, frame
 
 log = logging.getLogger(__name__)
 
-SWITCH_S = 0.0002  # at both ends, other threads hold up the event loop and the engine's thread for so long at a time
+# At both ends, other threads hold up the event loop and the engine's thread for so long at a time
+SWITCH_S = 0.0002
 _encode = msgspec.msgpack.Encoder().encode
 
 Received = TypeVar("Received")

@@ -527,7 +527,8 @@ class RemoteEngine:
             self._hang = f"hung: it was at work, and came no further for {allowed_s:.0f} s"
             log.error("the engine of %s hangs: no sign of progress for %.0f s; it is killed", self.name, allowed_s)
             self.process.kill()
-            self._connection.abort()  # the end of a process that a driver's call holds up is not waited for
+            # The end of a process that a driver's call holds up is not waited for
+            self._connection.abort()
 
     async def _watch(self) -> None:
         while not self.ended.is_set():

@@ -318,7 +318,8 @@ def load(start: Start) -> AsyncLLM:
     spec = resolve_model(start.model)
     llm = AsyncLLM(replace(spec, name=start.name or spec.name), max_waiting=UNLIMITED_WAITING, **start.options)
     gc.collect()
-    gc.freeze()  # collections would look at all objects of the libraries, and hold up all streams meanwhile
+    # Collections would look at all objects of the libraries, and hold up all streams meanwhile
+    gc.freeze()
     return llm
 
 

@@ -31,7 +31,8 @@ FLEET_S = 0.5  # between looks at a fleet
 FLEET_ANSWER_S = 2.0  # a fleet's queue that does not answer within this time is away
 MOST_ERROR = 200  # characters of a worker's error, and of the journal's
 LOOK_S = 0.25  # between looks at the states of the models
-ALIVE_S = 5.0  # after which the models' states are said again, so that a viewer can tell silence from a lost connection
+# After which the models' states are said again, so that a viewer can tell silence from a lost connection
+ALIVE_S = 5.0
 
 
 class PageViewer:

@@ -41,7 +41,8 @@ KEYLESS_PATHS = ("/page/info", "/page/session")  # a key is looked for, and not 
 HEAD_PATHS = ("/health", "/ready", "/version", "/metrics", "/load", "/page/info", "/v1/models")  # that answer HEAD
 GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions")
 CONVERTING_PATHS = ("/tokenize", "/detokenize")  # take no place, and count for their key
-LEFT = 499  # the status of a request whose client left before there was one, as nginx has it
+# The status of a request whose client left before there was one, as nginx has it
+LEFT = 499
 EXPOSED_HEADERS = ("retry-after", "x-request-id")  # to pages of other origins
 # Of the page and all that it asks for. It runs its own scripts alone, and is shown in no other page.
 PAGE_HEADERS = (

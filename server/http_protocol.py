@@ -23,8 +23,10 @@ log = logging.getLogger(__name__)
 
 MOST_HEAD_BYTES = 64 << 10
 MOST_FIELDS = 128  # headers and trailers of a request
-HEAD_S = 30.0  # a connection has this long for the head of a request, and this long once its response is sent for the rest
-STALL_S = 60.0  # a client that reads less than STALL_BYTES in this time, while more waits for it, is cut off
+# A connection has this long for the head of a request, and this long once its response is sent for the rest
+HEAD_S = 30.0
+# A client that reads less than STALL_BYTES in this time, while more waits for it, is cut off
+STALL_S = 60.0
 STALL_BYTES = 64 << 10
 _BODY_SHARE = 8  # bytes that chunks of one byte each need beside the body
 LINGER_S = 2.0

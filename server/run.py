@@ -77,7 +77,8 @@ def run_event_loop(main: Coroutine[Any, Any, Value]) -> Value:
     """Run `main` to its end on a new event loop: uvloop's if that is installed. Returns its result."""
     sys.setswitchinterval(SWITCH_S)
     gc.collect()
-    gc.freeze()  # collections would look at all objects of the libraries, and hold up all streams meanwhile
+    # Collections would look at all objects of the libraries, and hold up all streams meanwhile
+    gc.freeze()
     run: Callable[[Coroutine[Any, Any, Value]], Value] = asyncio.run
     with suppress(ImportError):  # on Windows
         import uvloop

@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 MOST_WHOLE_BYTES = 1 << 20  # of a JSON body that is sent whole
 ARRIVED = "pagetide.arrived"  # in a scope: whether all of the request has arrived
 LEFT = "pagetide.left"  # in a scope: whether the client is gone
-TURN = "pagetide.turn"  # in a scope: the lock of its key, for work of which one key has one piece at a time
+# In a scope: the lock of its key, for work of which one key has one piece at a time
+TURN = "pagetide.turn"
 
 Value = TypeVar("Value")
 

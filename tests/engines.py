@@ -92,7 +92,7 @@ class TinyEngine:
         geometry = Geometry.from_config(
             model.config, block_size=block_size, dtype=kv_dtype, max_tokens=max_model_len
         ).with_extents(4096)
-        per_slot = geometry.blocks_for_tokens(160) / geometry.slots_for_tokens(160)
+        per_slot = geometry.blocks_for_tokens(160) / geometry.columns_for_tokens(160)
         longest = geometry.blocks_for_tokens(min(max_model_len, usable * block_size))
         usable, host_slots = max(math.ceil(usable * per_slot), longest), math.ceil(host_slots * per_slot)
         attend_to_latents(model, geometry)

@@ -130,12 +130,12 @@ class FakeRunner:
         if plan.given is not None:
             self.tokens[plan.given.rows, plan.given.positions] = plan.given.tokens
         for number, update in enumerate(plan.tables):
-            self.tables[number, update.rows, update.slots] = update.blocks
+            self.tables[number, update.rows, update.columns] = update.blocks
             assert UNMAPPED not in self.pool[update.blocks], "a table names a block without memory"
             known = ~np.isin(update.rows, list(self.waits))
             written = self.written[update.rows[known]]
-            self.pool[update.blocks[known][update.slots[known] * self.block_size >= written]] = POISON
-            for row, slot in zip(update.rows[~known].tolist(), update.slots[~known].tolist(), strict=True):
+            self.pool[update.blocks[known][update.columns[known] * self.block_size >= written]] = POISON
+            for row, slot in zip(update.rows[~known].tolist(), update.columns[~known].tolist(), strict=True):
                 self.taken.setdefault(row, set()).add((number, slot))
         for row, start in zip(plan.rows.tolist(), plan.starts.tolist(), strict=True):
             if row in self.waits:

@@ -70,7 +70,7 @@ class PagedDriver:
 
     def _pool(self, lengths: Sequence[int]) -> tuple[Storage, list[list[np.ndarray]]]:
         """Blocks full of NaN, but for the null block, and tables of scattered ids per sequence."""
-        counts = [self.geometry.slots_for_tokens(n) for n in lengths for _ in range(self.geometry.num_tables)]
+        counts = [self.geometry.columns_for_tokens(n) for n in lengths for _ in range(self.geometry.num_tables)]
         num_extents = self.geometry.extents_for_blocks(sum(counts) + 4)
         arena = HostArena(num_extents, self.geometry.extent_bytes)
         arena.map(range(num_extents))
@@ -87,11 +87,11 @@ class PagedDriver:
         size = self.geometry.block_size
         q_lens = np.array([n for _, n in chunks], np.int32)
         kv_lens = np.array([done[i] + n for i, n in chunks], np.int32)
-        width = self.geometry.slots_for_tokens(int(kv_lens.max()))
+        width = self.geometry.columns_for_tokens(int(kv_lens.max()))
         read = np.zeros((self.geometry.num_tables, len(chunks), width), np.int64)
         for row, ((i, _), tokens) in enumerate(zip(chunks, kv_lens.tolist(), strict=True)):
             for number, table in enumerate(tables[i]):
-                used = table[: self.geometry.slots_for_tokens(tokens)]
+                used = table[: self.geometry.columns_for_tokens(tokens)]
                 read[number, row, : len(used)] = used
         places = [(i, p) for i, n in chunks for p in range(done[i], done[i] + n)]
         return StepContext(

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from fakes import VOCAB, World, continuation, fake_logprob
 
-from pagetide.cache.layer_groups import LayerGroup, most_slots_in
+from pagetide.cache.layer_groups import LayerGroup, most_columns_in
 from pagetide.scheduler.cost import SwapCost
 from pagetide.scheduler.errors import InvalidCallOrder, PromptTooLong, RequestRejected
 
@@ -72,7 +72,7 @@ def walk(seed: int, variant: str, events: int, check_every: int = 1, look: Calla
 def capacity_of(world: World) -> int:
     """Tokens of the longest sequence that the whole pool holds; those of no window's pool have no end."""
     cache = world.cache
-    return most_slots_in(cache.row_tables.groups, cache.pool.capacity, cache.block_size, 1 << 20) * cache.block_size
+    return most_columns_in(cache.row_tables.groups, cache.pool.capacity, cache.block_size, 1 << 20) * cache.block_size
 
 
 def _groups(rng: np.random.Generator, block_size: int) -> tuple[LayerGroup, ...]:

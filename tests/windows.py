@@ -51,7 +51,7 @@ def engine_for(name: str, window: int, share: float = 4.0, **more: Any) -> TinyE
     block_size = more.pop("block_size", 4)
     model, longest = of(name, window), 20 * window + NEW
     geometry = Geometry.from_config(model.config, block_size=block_size, dtype="float32")
-    per_block = geometry.blocks_for_tokens(160) / geometry.slots_for_tokens(160)  # as TinyEngine counts
+    per_block = geometry.blocks_for_tokens(160) / geometry.columns_for_tokens(160)  # as TinyEngine counts
     usable = int(share * geometry.blocks_for_tokens(longest) / per_block)
     return TinyEngine(model, usable=usable, block_size=block_size, max_model_len=longest + window + NEW, **more)
 

@@ -36,8 +36,10 @@ class StepContext:
     kv_lens: Lengths  # [n], host
     num_decodes: int
     lens: torch.Tensor  # int32 [n], `kv_lens` on the device
-    bounds: torch.Tensor  # int32 [n + 1], `q_starts` on the device, and the end of the last chunk
-    tables: tuple[torch.Tensor, ...]  # each int64 [n, W] block ids, W covers the longest; what is not read is block 0
+    # int32 [n + 1], `q_starts` on the device, and the end of the last chunk
+    bounds: torch.Tensor
+    # Each int64 [n, W] block ids, W covers the longest; what is not read is block 0
+    tables: tuple[torch.Tensor, ...]
     write_blocks: tuple[torch.Tensor, ...]  # per table: int64 [T], the block each token's K and V go to
     write_offsets: torch.Tensor  # int64 [T], the token's place within that block
     block_size: int
@@ -61,7 +63,7 @@ class StepContext:
             owners = np.arange(len(starts))
             parts: dict[str, Any] = {"kv_lens": np.minimum(self.kv_lens, size)}
             lens = torch.where(self.lens > 0, (self.lens - 1) % size + 1, 0)
-            first_slots = ((self.lens - lens) // self.block_size).long()
+            first_columns = ((self.lens - lens) // self.block_size).long()
         else:
             numbers = np.maximum((self.kv_lens - 1) // size - starts // size, 0) + 1  # parts of each chunk
             owners = np.repeat(np.arange(len(starts)), numbers)
@@ -73,14 +75,14 @@ class StepContext:
             q_starts = self.q_starts[owners] + (begins - starts[owners])
             parts = {"q_starts": q_starts, "q_lens": q_lens, "kv_lens": kv_lens}
             there = torch.from_numpy(np.concatenate((kv_lens, q_starts, origins // self.block_size)).astype(np.int32))
-            lens, bounds, first_slots = there.to(self.lens.device).split(len(owners))
+            lens, bounds, first_columns = there.to(self.lens.device).split(len(owners))
             parts["bounds"] = torch.cat((bounds, self.bounds[-1:]))
         width = min(self.tables[0].shape[1], -(-size // self.block_size))
-        slots = first_slots.long()[:, None] + torch.arange(width, device=lens.device)
+        columns = first_columns.long()[:, None] + torch.arange(width, device=lens.device)
         read = torch.arange(width, device=lens.device) * self.block_size < lens[:, None]
-        slots = torch.where(read, slots, 0)
+        columns = torch.where(read, columns, 0)
         at = torch.from_numpy(owners).to(lens.device)
-        tables = tuple(table[at].gather(1, slots) * read for table in self.tables)
+        tables = tuple(table[at].gather(1, columns) * read for table in self.tables)
         return replace(self, **parts, lens=lens.int(), tables=tables, _in_chunks={})
 
 

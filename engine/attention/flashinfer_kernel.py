@@ -15,7 +15,8 @@ from .context import AttentionCall, StepContext
 from .flash_attn_kernel import library
 from .library_kernel import LibraryKernel, SequenceGroup
 
-WORKSPACE_BYTES = 128 << 20  # as FlashInfer recommends; shared by the plans, as no two run at the same time
+# As FlashInfer recommends; shared by the plans, as no two run at the same time
+WORKSPACE_BYTES = 128 << 20
 
 _Kind = tuple[Any, ...]
 

@@ -54,7 +54,8 @@ class _Shape(NamedTuple):
     dtype: torch.dtype
     window: int | None
     softcap: bool
-    sinks: bool  # as one more key; with a softcap they are part of the explicit scores instead
+    # As one more key; with a softcap they are part of the explicit scores instead
+    sinks: bool
     stepped: bool = False  # key and query counts are multiples of KEY_STEP and QUERY_STEP
     v_in_k: bool = False
 

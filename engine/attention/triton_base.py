@@ -65,7 +65,8 @@ class Tiling:
     """A kernel's tile sizes and compiler options."""
 
     keys: int  # per loop iteration, a power of two from 16
-    rows: int  # rows of scores per tile, a power of two from 16: queries times query heads per KV head
+    # Rows of scores per tile, a power of two from 16: queries times query heads per KV head
+    rows: int
     warps: int
     stages: int  # of the software pipeline: iterations with K and V loads in flight
 
@@ -86,8 +87,10 @@ PREFILL_TILINGS: dict[int, dict[int, Tiling]] = {
     4: {128: Tiling(16, 16, 4, 2), 256: Tiling(16, 16, 8, 2), 512: Tiling(16, 16, 8, 2)},
 }
 PROGRAMS_PER_SM = 4  # decode programs that saturate a multiprocessor's memory; with fewer, rows are split
-LEAST_SPLIT_TILES = 4  # tiles of keys: with fewer, writing and merging partial results costs more than it saves
-UNKNOWN_SPLITS = 8  # splits of rows that fill the card, if lengths are unknown and one may be much longer ...
+# Tiles of keys: with fewer, writing and merging partial results costs more than it saves
+LEAST_SPLIT_TILES = 4
+# Splits of rows that fill the card, if lengths are unknown and one may be much longer ...
+UNKNOWN_SPLITS = 8
 UNKNOWN_SPLIT_KEYS = 2048  # ... while rows below this length are not split
 DEFAULT_NUM_SMS = 132  # if not a CUDA device; equals an H100 or H200
 # Elements in a program's registers, 64 KiB: with more rows of them, a KV head's query heads are divided.
@@ -99,7 +102,8 @@ MAX_KEY_DIM = 576  # of latents: V and 64 rotated elements
 class ScoreTransform(NamedTuple):
     """A call's transform from scores to weights, `softcap * tanh(scaling * qk / softcap)`, as the kernels take it."""
 
-    inner: float  # the factor on the product of query and key: to base 2, or to tanh's argument
+    # The factor on the product of query and key: to base 2, or to tanh's argument
+    inner: float
     outer: float  # the factor on tanh, to base 2; not used without a softcap
     has_softcap: bool
     sinks: torch.Tensor | None  # [num_heads], contiguous

@@ -11,7 +11,8 @@ from .triton_base import on_device, padded, tl, triton, views_and_strides
 
 TILE_ITEMS = 4096  # elements of K per program, and as many of V
 MAX_FLOAT16 = tl.constexpr(65504.0)
-ROUNDING = tl.constexpr(1.5 * 2**23)  # added and subtracted, it leaves float32 of up to 2 ** 22 rounded to even
+# Added and subtracted, it leaves float32 of up to 2 ** 22 rounded to even
+ROUNDING = tl.constexpr(1.5 * 2**23)
 
 
 def write(call: AttentionCall) -> None:

@@ -22,7 +22,8 @@ from . import GROUP, Quantization
 
 VERSION = 2  # of the numbers made here: other numbers from the same weights need another one
 MOST_ROW_ERROR = 0.03  # relative error of a layer's outputs up to which its inputs are quantized
-_GAIN = 0.7  # in_scales are used if they reduce the error to this share: less is by chance of the tokens
+# in_scales are used if they reduce the error to this share: less is by chance of the tokens
+_GAIN = 0.7
 _SAMPLED_ROWS = 128  # of each weight, by which errors are measured
 _CHUNK_WEIGHTS = 1 << 20  # quantized at a time, to bound temporary memory
 _ALPHAS = (0.0, 0.25, 0.5, 0.75)

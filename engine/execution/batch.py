@@ -76,7 +76,7 @@ def pack(tokens: Int32, rows: Index, starts: Index, lengths: Index, padded: int 
 
 
 class DeviceRows:
-    """The device's state per row: block tables, each int64 [num_rows + 1, slots], and the newest sampled token, int64
+    """The device's state per row: block tables, each int64 [num_rows + 1, columns], and the newest sampled token, int64
     [num_rows + 1]. The last row is for padding: its table holds only the null block.
 
     On a CPU the tables are read and changed through numpy, whose operations on small arrays take half the time of torch's.
@@ -84,17 +84,17 @@ class DeviceRows:
 
     def __init__(self, num_rows: int, max_tokens: int, geometry: Geometry, device: torch.device) -> None:
         self._block_size = geometry.block_size
-        shape = (num_rows + 1, geometry.slots_for_tokens(max_tokens))
+        shape = (num_rows + 1, geometry.columns_for_tokens(max_tokens))
         self._group_of = tuple(group for group in geometry.groups for _ in range(group.num_tables))
         with torch.inference_mode(False):
             self.tables = tuple(torch.zeros(shape, dtype=torch.int64, device=device) for _ in self._group_of)
             self.newest = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
-            self._slot_starts = torch.arange(shape[1], device=device) * self._block_size  # first positions
+            self._column_starts = torch.arange(shape[1], device=device) * self._block_size  # first positions
         self._windows = {group for group in self._group_of if group.window is not None}
         self._on_host = tuple(table.numpy() for table in self.tables) if device.type == "cpu" else ()
 
     @property
-    def num_slots(self) -> int:
+    def num_columns(self) -> int:
         """Blocks of the longest possible table."""
         return self.tables[0].shape[1]
 
@@ -104,7 +104,7 @@ class DeviceRows:
             []
             if self._on_host
             else [
-                np.stack((update.rows, update.slots, update.blocks)).astype(np.int64, copy=False)
+                np.stack((update.rows, update.columns, update.blocks)).astype(np.int64, copy=False)
                 for update in plan.tables
                 if len(update.rows)
             ]
@@ -113,13 +113,13 @@ class DeviceRows:
     def follow(self, plan: Plan, changes: Sequence[torch.Tensor]) -> None:
         """Apply the plan's new table entries."""
         for on_host, update in zip(self._on_host, plan.tables, strict=bool(plan.tables and self._on_host)):
-            on_host[update.rows, update.slots] = update.blocks
+            on_host[update.rows, update.columns] = update.blocks
         if self._on_host:
             return
         changed = [table for table, update in zip(self.tables, plan.tables, strict=bool(plan.tables)) if len(update.rows)]
         for table, change in zip(changed, changes, strict=True):
-            rows, slots, blocks = change.unbind(0)
-            table.index_put_((rows, slots), blocks)
+            rows, columns, blocks = change.unbind(0)
+            table.index_put_((rows, columns), blocks)
 
     def context(
         self,
@@ -133,7 +133,7 @@ class DeviceRows:
     ) -> tuple[StepContext, torch.Tensor, torch.Tensor]:
         """The attention context, input ids [T] and positions [T] of a batch, from its uploaded arrays `there`.
 
-        It can be captured. `width` is at least the slots of the longest chunk's table; `bounded` says that the batch's
+        It can be captured. `width` is at least the columns of the longest chunk's table; `bounded` says that the batch's
         lengths are upper bounds.
         """
         ids, owners, positions, rows, lens, bounds = there
@@ -169,10 +169,10 @@ class DeviceRows:
 
     def _used_on_device(self, lens: torch.Tensor, starts: torch.Tensor, width: int) -> dict[LayerGroup, torch.Tensor]:
         """Which table entries of each group chunks with these lengths and first tokens read: [n, width]. Others are stale."""
-        slot_starts = self._slot_starts[:width]
-        written = slot_starts < lens[:, None]
+        column_starts = self._column_starts[:width]
+        written = column_starts < lens[:, None]
         return {
-            group: written & (slot_starts >= self._first_used(group, starts)[:, None]) if group.window else written
+            group: written & (column_starts >= self._first_used(group, starts)[:, None]) if group.window else written
             for group in set(self._group_of)
         }
 
@@ -186,17 +186,17 @@ class DeviceRows:
     ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...], torch.Tensor]:
         """`tables`, `write_blocks` and `write_offsets` of the context of a batch."""
         _, owners, positions, rows, _, _ = batch.arrays
-        slots = positions // self._block_size
-        offsets = positions - slots * self._block_size
-        slot_starts = np.arange(0, width * self._block_size, self._block_size)
-        written = slot_starts < batch.kv_lens[:, None]  # other entries are stale
+        columns = positions // self._block_size
+        offsets = positions - columns * self._block_size
+        column_starts = np.arange(0, width * self._block_size, self._block_size)
+        written = column_starts < batch.kv_lens[:, None]  # other entries are stale
         used = {None: written} | {
-            group: written & (slot_starts >= self._first_used(group, batch.kv_lens - batch.q_lens)[:, None])
+            group: written & (column_starts >= self._first_used(group, batch.kv_lens - batch.q_lens)[:, None])
             for group in self._windows
         }
         tables = tuple(
             on_host[rows, :width] * used[group if group.window else None]
             for on_host, group in zip(self._on_host, self._group_of, strict=True)
         )
-        blocks = tuple(torch.from_numpy(table[owners, slots]) for table in tables)
+        blocks = tuple(torch.from_numpy(table[owners, columns]) for table in tables)
         return tuple(map(torch.from_numpy, tables)), blocks, torch.from_numpy(offsets)

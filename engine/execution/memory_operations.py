@@ -21,7 +21,8 @@ from .host_pool import Copies, HostPool, Swapped
 
 log = logging.getLogger(__name__)
 
-_TRIES = 2  # of a copy: it can be repeated, as its sources do not change before it is over
+# Of a copy: it can be repeated, as its sources do not change before it is over
+_TRIES = 2
 
 
 class Swap:

@@ -535,7 +535,7 @@ class ModelRunner:
         uploaded = self._upload.like(batch.arrays)
         batch = replace(batch, kv_lens=np.full(size, self._max_tokens))  # bounds
         step, ids, positions = self._rows.context(
-            batch, uploaded, self._rows.num_slots, self._layers, self.kernel, self.progress.beat, bounded=True
+            batch, uploaded, self._rows.num_columns, self._layers, self.kernel, self.progress.beat, bounded=True
         )
         with running(step):
             output = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, step=step)

@@ -13,7 +13,8 @@ from .division import Division
 from .loaded import parameter_types
 from .mapped_files import MappedFiles
 
-_MOST_COPIED_BYTES = 1 << 20  # of a mapped parameter: the mapping of a file stays as long as any tensor of it is used
+# Of a mapped parameter: the mapping of a file stays as long as any tensor of it is used
+_MOST_COPIED_BYTES = 1 << 20
 _INTEGERS = ("I", "U", "BOOL")
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

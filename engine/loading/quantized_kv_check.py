@@ -101,11 +101,11 @@ def _logits(model: Any, geometry: Geometry, tokens: torch.Tensor) -> torch.Tenso
     """[count, vocabulary]: of a forward pass of `tokens` as one chunk over a pool of its own."""
     device, count = tokens.device, len(tokens)
     own = replace(geometry, granule_bytes=PAGE_BYTES, extent_target_bytes=PAGE_BYTES)
-    slots = own.slots_for_tokens(count)
-    num_extents = own.extents_for_blocks(1 + own.num_tables * slots)
+    columns = own.columns_for_tokens(count)
+    num_extents = own.extents_for_blocks(1 + own.num_tables * columns)
     storage = Storage(own, TensorArena(num_extents, own.extent_bytes, device), device)
     places = torch.arange(count, device=device)
-    tables = torch.arange(1, 1 + own.num_tables * slots, device=device).view(-1, 1, slots)
+    tables = torch.arange(1, 1 + own.num_tables * columns, device=device).view(-1, 1, columns)
     lengths = np.array([count], np.int32)
     step = StepContext(
         layers=tuple(storage.layer(i) for i in range(len(own.layers))),

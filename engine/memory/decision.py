@@ -196,7 +196,8 @@ class PoolAction(NamedTuple):
     give_back: int = 0  # in slices while requests run, unless `at_once`
     at_once: bool = False
     grow: int = 0
-    prepare: int | None = None  # memory that the arena should have ready, for `grow` and for the step after it
+    # Memory that the arena should have ready, for `grow` and for the step after it
+    prepare: int | None = None
     ask: int | None = None  # the pool's size to ask the broker for
     withdraw_ask: bool = False
 

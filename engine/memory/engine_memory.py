@@ -38,7 +38,8 @@ from .step_timer import StepTimer
 
 log = logging.getLogger(__name__)
 
-UNMAP_SLICE_BYTES = GIB  # unmapped in a step while requests run, if no blocks have to move; takes milliseconds
+# Unmapped in a step while requests run, if no blocks have to move; takes milliseconds
+UNMAP_SLICE_BYTES = GIB
 READY_LIMIT_BYTES = UNMAP_SLICE_BYTES  # held but not mapped: a whole unmapped slice is freed in the background
 
 

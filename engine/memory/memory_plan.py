@@ -112,8 +112,8 @@ class MemoryPlan:
         usable = geometry.usable_blocks(self.num_blocks)
         if not self.sequences_that_fit:
             return geometry.tokens_in_blocks(usable, self.context)
-        slots = usable * geometry.slots_for_tokens(self.context)
-        return slots // geometry.blocks_for_tokens(self.context) * self.block_size
+        columns = usable * geometry.columns_for_tokens(self.context)
+        return columns // geometry.blocks_for_tokens(self.context) * self.block_size
 
     @property
     def sequences_that_fit(self) -> int:
@@ -360,7 +360,7 @@ def _least_extents(geometry: Geometry, num_blocks: int, max_model_len: int, min_
 def _blocks_to_compute(geometry: Geometry, num_tokens: int) -> int:
     """Blocks for one sequence, also while its prompt is computed: in windows, those of a chunk of a good size besides."""
     tables = sum(group.num_tables for group in geometry.groups if group.window is not None)
-    return geometry.blocks_for_tokens(num_tokens) + tables * geometry.slots_for_tokens(min(_GOOD_CHUNK, num_tokens))
+    return geometry.blocks_for_tokens(num_tokens) + tables * geometry.columns_for_tokens(min(_GOOD_CHUNK, num_tokens))
 
 
 def pool_geometry(geometry: Geometry, kv_bytes: int) -> Geometry:

@@ -8,7 +8,8 @@ from collections import deque
 
 from ...common.units import MIB
 
-SLICE_BYTES = 16 * MIB  # initial slice to map, or to move, in a step while requests run; `Slice` adapts it
+# Initial slice to map, or to move, in a step while requests run; `Slice` adapts it
+SLICE_BYTES = 16 * MIB
 _ALONE_S = 0.05  # without a step for this long, no caller is waiting for one
 
 

@@ -27,7 +27,8 @@ from .fork import MakerProcess
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.25  # interval of measurements
-_PAUSE_S = 0.25  # a longer time without a step is not measured: others may use the cores that the engine leaves idle
+# A longer time without a step is not measured: others may use the cores that the engine leaves idle
+_PAUSE_S = 0.25
 _STALE_S = 2.0  # after this time without a step, measurements are discarded
 _FIRST_LOOK_S = 0.1  # interval until the first measurement after a pause
 _LOOKS = 4  # number of measurements kept; the busiest counts

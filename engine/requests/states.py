@@ -221,7 +221,8 @@ class RequestState:
             if table is not None and entries:
                 table.put(scores_of(entries, 1 if table is self._prompt_table else self._num_prompt))
         if self._text is not None and self._eager:  # else the text is made at the end
-            for token in tokens:  # one by one, as in the other process, so that the same text is held back
+            # One by one, as in the other process, so that the same text is held back
+            for token in tokens:
                 self._detokenize([token])
             text = self._text.text
             if self._text.stopped:

@@ -16,7 +16,8 @@ from ...scheduler.request import Sampling
 from .histories import Histories, Lines
 from .logits import LARGEST, Bool, Int32, Int64, Rows, index
 
-_GLANCE = 64  # a glance at these logits nearly always shows that a row has a token left
+# A glance at these logits nearly always shows that a row has a token left
+_GLANCE = 64
 
 
 class BuiltinLogitsProcessor(Protocol):

@@ -19,7 +19,8 @@ from ..attention.backends import BACKENDS
 PASSED = "passed"
 FAILED = "failed"  # it gave wrong results, raised, crashed its process or did not end
 ABSENT = "absent"  # a requirement is not installed or not supported: there is nothing to switch off
-UNTRIED = "untried"  # it could not be tested now (for lack of memory, for example): nothing is known
+# It could not be tested now (for lack of memory, for example): nothing is known
+UNTRIED = "untried"
 NOT_RUN = "not run"  # of a whole report: nothing is known
 
 POOL, GRAPHS, SWAPS = "pool", "graphs", "swaps"

@@ -34,7 +34,8 @@ from ..memory.lease_holder import HEAP_BYTES, LIBRARIES_BYTES, acquire, device_i
 from ..memory.memory_plan import MemoryPlan
 
 SURPLUS_S = 0.3  # mean time that a grant may exceed the others'
-FIRST_PAUSE_S = 0.6  # most that is waited before the next ask, doubled as long as asking gains nothing
+# Most that is waited before the next ask, doubled as long as asking gains nothing
+FIRST_PAUSE_S = 0.6
 LAST_PAUSE_S = 5.0
 _LOOK_S = 0.25
 

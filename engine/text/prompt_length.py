@@ -28,10 +28,12 @@ from ...scheduler.errors import PromptTooLong
 from .tokenizer_bounds import PARTS, growth_of
 
 CHARACTERS_A_TOKEN = 1024  # allowed characters per token that fits
-_SURELY_FEW = 8  # characters per token up to which a text is tokenized as a whole; usual: about four
+# Characters per token up to which a text is tokenized as a whole; usual: about four
+_SURELY_FEW = 8
 _SLICE_CHARACTERS = 1 << 16
 _SLICE_TOKENS = 512  # minimum tokens in a slice, so that few of them are cut
-_GROWN = 16  # times as long as it was a tokenizer may make a text; parts of usual ones can make it 2 to 12 times as long
+# Times as long as it was a tokenizer may make a text; parts of usual ones can make it 2 to 12 times as long
+_GROWN = 16
 _NORMALISED_AT_ONCE = 1 << 20  # bytes, of a slice
 _NORMALISED = 4  # most characters that Unicode normalisation composes into one
 

@@ -16,7 +16,8 @@ from typing import Any
 MOST_GROWTH = 1 << 16  # a load fails beyond; bounds of real tokenizers are 2 to 5,000
 TRIAL_CPU_S = 60
 TRIED = 4  # status of a trial that came to its end; libraries may exit with 0
-UNTRIED = 3  # status of a trial without its libraries: they may lie where only the program that loads looks for them
+# Status of a trial without its libraries: they may lie where only the program that loads looks for them
+UNTRIED = 3
 _UNICODE = 11  # most bytes that compatibility decomposition makes of one (https://unicode.org/faq/normalization.html)
 _KINDS = {
     "NFC": 3, "NFD": 3, "NFKC": _UNICODE, "NFKD": _UNICODE, "Lowercase": 2, "Strip": 1, "StripAccents": 1, "Nmt": 3,

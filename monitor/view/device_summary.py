@@ -18,7 +18,8 @@ from .text import ALARM, BOLD, BUSY, DIM, GREEN, RED, YELLOW, Line, blank, cut, 
 YELLOW_FROM, RED_FROM = 0.80, 0.95  # used shares of the memory
 MOST_LABEL, MOST_NAME, PERCENTAGE_WIDTH = 8, 24, 4  # cells
 _RANGE_WIDTH, _LEAST_CHART = len("143652 to 143771 MiB"), 12  # cells
-_FLAT = 512  # a chart spans at least this part of the device, so that noise looks like noise
+# A chart spans at least this part of the device, so that noise looks like noise
+_FLAT = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,8 @@ class DeviceSummary:
     now_ns: int
     symbols: Symbols
     width: int
-    label_width: int  # of GPUs; the host's label may be longer, so that the others need not be
+    # Of GPUs; the host's label may be longer, so that the others need not be
+    label_width: int
     name_width: int  # includes what exceeds the label width
     used_width: int
     total_width: int

@@ -29,7 +29,8 @@ from .text import BOLD, DIM, Line, blank, crop, cut, left, right, width_of
 _CHART_ROWS = range(8, 0, -1)
 _LEAST_WIDTH = 80  # of a column, if devices are shown side by side
 _GAP = 3  # between columns of devices
-_MOST_NAME, _LEAST_BAR, _CHART = 18, 8, 34  # of a row: cells of a name at most, of the bar at least, of the chart
+# Of a row: cells of a name at most, of the bar at least, of the chart
+_MOST_NAME, _LEAST_BAR, _CHART = 18, 8, 34
 
 T = TypeVar("T")
 

@@ -8,7 +8,8 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-ESCAPE_DELAY_S = 0.1  # an ESC that nothing follows for so long is the key itself, not the begin of a sequence
+# An ESC that nothing follows for so long is the key itself, not the begin of a sequence
+ESCAPE_DELAY_S = 0.1
 
 # Input from arrow and function keys, pasted text and the terminal itself: ESC [ ... letter, and ESC O letter (ECMA-48).
 _SEQUENCE = re.compile(r"\x1b(?:\[([0-?]*)[ -/]*([@-~])|O(.))", re.DOTALL)

@@ -20,7 +20,8 @@ from .symbols import UNICODE, Symbols
 from .text import ALARM, DIM, Line, blank, crop, cut, trimmed
 
 _NARROW = 60  # cells; narrower pages have no margin
-_LOW = 16  # lines; lower pages omit the keys, the gap below the head and the headings of sections
+# Lines; lower pages omit the keys, the gap below the head and the headings of sections
+_LOW = 16
 _PROCESSES_WANTED, _LEASES_WANTED = 6, 4  # minimum lines that devices leave to these before they take a richer form
 
 

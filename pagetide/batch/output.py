@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 Settings = dict[str, Any]
 SYNC_EVERY_S = 5.0  # a machine failure loses at most the records of this time
 SAVE_EVERY_S = 5.0  # and a killed process what was generated of unfinished lines in this time
-MOST_OF_TIME = 0.02  # that saving these may take: what is generated of many long lines is saved less often
+# That saving these may take: what is generated of many long lines is saved less often
+MOST_OF_TIME = 0.02
 
 
 def files_of(output: Path) -> tuple[Path, ...]:

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RECORDS_VERSION = 1  # the version of the record format: a run does not resume with another
-MOST_FAILURES = 32  # consecutive lines that may fail in the engine before a run stops; none of them is written
+# Consecutive lines that may fail in the engine before a run stops; none of them is written
+MOST_FAILURES = 32
 _LOOK_S = 0.5  # between looks whether it is time to save what is known
 _READ_WHOLE = (".json", ".jinja", ".txt", ".model", ".py")  # small files of a model's folder that affect its output
 _WEIGHTS = (".safetensors", ".bin")

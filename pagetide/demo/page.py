@@ -31,8 +31,10 @@ _HELD = {
     "#": Style(color="color(250)", bgcolor="color(239)"),
     ".": Style(color="color(240)"),
 }
-_SYMBOLS = "AB"  # of the engines; the external process is "x", growth of programs "#", free memory "."
-_COLUMNS = 80  # of the chart of what is held; with twice as many cells, columns are two cells wide
+# Of the engines; the external process is "x", growth of programs "#", free memory "."
+_SYMBOLS = "AB"
+# Of the chart of what is held; with twice as many cells, columns are two cells wide
+_COLUMNS = 80
 _AXIS_WIDTH = 9  # cells left of it
 _BAR_WIDTH = 24
 _LEAST_OF_BOTH = 12  # rows, from which on there are two charts of it

@@ -29,14 +29,17 @@ NAMES = ("engine A", "engine B")
 Bursts = Sequence[tuple[float, int]]
 BURSTS: tuple[Bursts, ...] = (((2.2, 9), (11.0, 7)), ((5.5, 9), (14.0, 7)))  # of each engine: second, requests
 PROMPT_TOKENS, OUTPUT_TOKENS = (350, 750), (20, 48)  # from, to
-SECONDS = 18.0  # that the live part lasts at least; the broker forgets in the first two how the processes grew at their start
-CONTENDED_BYTES = 280 * MIB  # above the engines' minimums; an engine that loads needs some 200 MiB of it for a moment
+# That the live part lasts at least; the broker forgets in the first two how the processes grew at their start
+SECONDS = 18.0
+# Above the engines' minimums; an engine that loads needs some 200 MiB of it for a moment
+CONTENDED_BYTES = 280 * MIB
 VISIT_BYTES = 240 * MIB  # what the external process takes when it comes: more than a burst's pool leaves
 # It comes when the pools have grown to so much, which any burst alone needs, however fast the machine serves it.
 VISIT_FROM_KV, VISIT_S, BETWEEN_S, MOST_VISITS = 28 * MIB, 5.0, 4.0, 2
 PIECE_BYTES, PIECE_S = 8 * MIB, 0.05  # of the external process, less than the headroom; and the time between two
 KV_MIN, KV_MAX = 8 * MIB, 128 * MIB
-HEADROOM = 48 * MIB  # more than two busy programs grow by at once, beyond what the broker sees in time
+# More than two busy programs grow by at once, beyond what the broker sees in time
+HEADROOM = 48 * MIB
 RECALL_SHOWN_S = 1.0
 MOST_COLUMNS = 2000
 ONE_CORE = {"OMP_NUM_THREADS": "1"}
@@ -131,14 +134,16 @@ class DemoDevice:
             own_seed = seed + 100_000 * number
             rng = random.Random(own_seed)
             starts = [rng.randrange(len(tokens) - one.prompt_tokens) for one in trace]
-            found.append([
-                DemoRequest(
-                    tokens[start : start + one.prompt_tokens],
-                    {"max_new_tokens": one.output_tokens, "temperature": 0.8, "seed": own_seed + i, "ignore_eos": True},
-                    one.at_s,
-                )
-                for i, (one, start) in enumerate(zip(trace, starts, strict=True))
-            ])  # fmt: skip
+            found.append(
+                [
+                    DemoRequest(
+                        tokens[start : start + one.prompt_tokens],
+                        {"max_new_tokens": one.output_tokens, "temperature": 0.8, "seed": own_seed + i, "ignore_eos": True},
+                        one.at_s,
+                    )
+                    for i, (one, start) in enumerate(zip(trace, starts, strict=True))
+                ]
+            )
         return found
 
     async def serve(

@@ -59,7 +59,7 @@ def test_up_to_the_bound_it_is_taken(settings: dict[str, Any]) -> None:
         ({"seed": -(2**63) - 1}, "seed must be at least -9223372036854775808"),
         ({"seed": 2**64}, "seed must be at most 18446744073709551615"),
     ],
-)  # fmt: skip
+)
 def test_beyond_it_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as refused:
         SamplingParams(**settings)

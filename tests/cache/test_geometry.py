@@ -269,7 +269,7 @@ def test_what_is_missing_is_named(config: SimpleNamespace, says: str) -> None:
         ({"block_configs": [None]}, "block_configs has 1 items, and there is a layer 1"),
         ({"block_configs": [{"attention": {"n_heads_in_group": 0}}] * 2}, "n_heads_in_group must be an integer of at least 1"),
     ],
-)  # fmt: skip
+)
 def test_sizes_that_cannot_be_are_named(wrong: dict[str, Any], says: str) -> None:
     with pytest.raises(GeometryError, match=says):
         layer_shapes(_config(**wrong))

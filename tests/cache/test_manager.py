@@ -23,7 +23,7 @@ def test_extend_many_rows_at_once_keeps_each_rows_order():
     cache.extend(rows(0), rows(5))
     update = cache.extend(rows(0, 1, 3), rows(13, 3, 9)).tables[0]
     assert update.rows.tolist() == [0, 0, 1, 3, 3, 3]
-    assert update.slots.tolist() == [2, 3, 0, 0, 1, 2]
+    assert update.columns.tolist() == [2, 3, 0, 0, 1, 2]
     assert cache.tables[0].of(0)[0].tolist() == [1, 2, 3, 4]
     assert cache.tables[0].of(3)[0].tolist() == [6, 7, 8]
     cache.check_invariants()

@@ -177,7 +177,7 @@ def test_a_damaged_journal_is_refused_by_name(path: Path) -> None:
         ("INSERT INTO records VALUES (1, 1, ?)", b"\x82\xa4type", "request 1 cannot be read (DecodeError: Input"),
         ("INSERT INTO records VALUES (1, 1, ?)", encode_record(Piece(1, -3, "x", [5])), "a record is of continuation -3, and"),
     ],
-)  # fmt: skip
+)
 def test_a_damaged_row_is_told_by_its_name(path: Path, statement: str, value: object, said: str) -> None:
     async def open_once() -> None:
         await QueueServer(QueueOptions(path)).close()

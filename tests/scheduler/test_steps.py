@@ -30,7 +30,7 @@ def world_of(num: int = 2, max_new: int = 8, usable: int = 64, **more) -> World:
 def plain(plan: Plan | None) -> list[object]:
     """A plan as lists."""
     assert plan is not None
-    entries = [(update.rows.tolist(), update.slots.tolist(), update.blocks.tolist()) for update in plan.tables]
+    entries = [(update.rows.tolist(), update.columns.tolist(), update.blocks.tolist()) for update in plan.tables]
     arrays = [getattr(plan, name).tolist() for name in ("rows", "starts", "lengths", "samples", "released")]
     return [plan.step_id, *arrays, entries, [new.request_id for new in plan.admitted]]
 

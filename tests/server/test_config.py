@@ -61,9 +61,7 @@ def test_engine_settings_by_flag_variable_entry_and_top_of_the_file(tmp_path: Pa
 def test_an_entry_may_merge_another_and_say_more(tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text("models:\n- &one {model: a, max_seqs: 2, idle_s: 1}\n- {<<: *one, name: b, max_seqs: 3}\n")
-    assert engines(ServeConfig.resolve({}, {}, file)) == {
-        "a": {"max_seqs": 2, "idle_s": 1}, "b": {"max_seqs": 3, "idle_s": 1},
-    }  # fmt: skip
+    assert engines(ServeConfig.resolve({}, {}, file)) == {"a": {"max_seqs": 2, "idle_s": 1}, "b": {"max_seqs": 3, "idle_s": 1}}
 
 
 def test_every_flag_of_the_engine_is_a_setting() -> None:

@@ -360,9 +360,10 @@ async def events_of(queue: KeptRequests, deliver: Any, case: str, place: str | N
 
 
 @given(
-    st.sampled_from(sorted(CASES)), st.lists(st.text('{}<>"tool_cal: ab \n', max_size=5), min_size=4, max_size=12),
+    st.sampled_from(sorted(CASES)),
+    st.lists(st.text('{}<>"tool_cal: ab \n', max_size=5), min_size=4, max_size=12),
     st.lists(st.tuples(st.integers(0, 1 << 30), st.floats(0, 1)), max_size=5),
-)  # fmt: skip
+)
 def test_any_cuts_of_any_portions_add_up_to_the_whole(case: str, texts: list[str], cuts: list[tuple[int, float]]) -> None:
     async def main() -> None:
         queue = KeptRequests((*(CASES[case][2] or ()), *texts))

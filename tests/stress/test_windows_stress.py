@@ -23,7 +23,7 @@ def test_same_tokens_with_large_windows(name: str, window: int) -> None:
     expected = plain(model, inputs, NEW)
     size = 16
     geometry = Geometry.from_config(model.config, block_size=size, dtype="float32")
-    usable = 3 * geometry.slots_for_tokens(3 * window)
+    usable = 3 * geometry.columns_for_tokens(3 * window)
     engine = TinyEngine(model, usable=usable, block_size=size, max_model_len=3 * window + 8, max_step_tokens=512, caching=True)
     for _ in range(2):
         assert engine.generate(inputs, GREEDY) == expected

@@ -65,14 +65,11 @@ def test_the_walks_show_every_state_in_frames() -> None:
         (
             ["elastic-bare-alternate-sound-full"],
             16,
-            {
-                "preemptions": 30, "grown_extents": 100, "given_back_extents": 100, "moved_blocks": 30,
-                "refused_resizes": 10,
-            },
+            {"preemptions": 30, "grown_extents": 100, "given_back_extents": 100, "moved_blocks": 30, "refused_resizes": 10},
         ),
     ],
     ids=["swap", "fail", "preempt", "move and refuse"],
-)  # fmt: skip
+)
 def test_the_walks_really(variants: list[str], seeds: int, least: dict[str, int]) -> None:
     stats = [walk(seed, variant, 300, check_every=16).scheduler.stats for seed in range(seeds) for variant in variants]
     for counter, number in least.items():

@@ -393,7 +393,7 @@ def test_bad_generation_config(folder: Path, caplog: pytest.LogCaptureFixture) -
         ({"sequence_bias": [[[5, 6], 1.0]]}, "asks for sequence_bias=[[[5, 6], 1.0]]: a pipeline does so"),
         ({"num_beams": 1, "typical_p": 1.0, "suppress_tokens": [3], "sequence_bias": [[[5], 1.0]]}, None),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_taken_from_a_generation_config_is_told(
     folder: Path, caplog: pytest.LogCaptureFixture, generation: dict[str, Any], said: str | None
 ) -> None:
@@ -423,7 +423,7 @@ def rope(**parameters: Any) -> LlamaConfig:
         (rope(rope_type="llama3", factor=8.0, **LLAMA3), 1000),
         (rope(rope_type="longrope", **LONGROPE), 400),
     ],
-)  # fmt: skip
+)
 def test_context_length(saved: Path, config: Any, expected: int | None) -> None:
     assert replace(opened(saved), config=config).context_length == expected
 

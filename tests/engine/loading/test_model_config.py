@@ -76,7 +76,7 @@ def plan(folder: Path) -> None:
         ({"rope_scaling": {"full": {"long_factor": [math.nan]}}}, "long_factor must be a list of numbers above 0, got "),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": "x"}}, "rope_theta must be a number above 0, got 'x'"),
     ],
-)  # fmt: skip
+)
 def test_wild_numbers_are_refused_before_transformers_sees_them(
     edited: Edited, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,12 +117,13 @@ def check(engine: ScoredEngine, name: str, prompt: list[int], output: list[int],
 @pytest.mark.parametrize(
     ("name", "share", "pool"),
     [
-        ("llama", 1.0, {"block_size": 16, "max_chunk_tokens": 7}), ("llama", 0.5, {"block_size": 4, "max_chunk_tokens": 7}),
+        ("llama", 1.0, {"block_size": 16, "max_chunk_tokens": 7}),
+        ("llama", 0.5, {"block_size": 4, "max_chunk_tokens": 7}),
         ("gemma2", 0.5, {"block_size": 4, "caching": True}),
         ("llama", 0.5, {"block_size": 4, "caching": True, "host_slots": 40}),
     ],
     ids=["chunks", "computed again", "found again, with windows", "swapped"],
-)  # fmt: skip
+)
 def test_as_a_plain_forward(name: str, share: float, pool: dict) -> None:
     """Behind chunk borders, resumes, prefix hits and swap-ins, beside neighbours that ask for nothing or for other things."""
     model, inputs = tiny(name), prompts(LENGTHS, VOCAB)

@@ -120,14 +120,15 @@ def test_contents_roles_and_other_keys() -> None:
 @pytest.mark.parametrize(
     ("message", "said"),
     [
-        ({"content": "x"}, "a message must have a role"), ({"role": 1, "content": "x"}, "a message must have a role"),
+        ({"content": "x"}, "a message must have a role"),
+        ({"role": 1, "content": "x"}, "a message must have a role"),
         ({"role": "user", "content": 5}, "a text or a list of parts, got 5"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "content of type 'image_url' is not supp"),
         ({"role": "user", "content": [{"type": "text"}]}, "content of type 'text' is not supported"),
         ({"role": "user", "content": ["x"]}, "the part 'x' is not supported"),
         ({"role": "user", "content": [{"type": ["text"]}]}, "is not supported: only text is"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_message_is_refused(message: dict[str, Any], said: str) -> None:
     with pytest.raises(RequestRejected, match=said):
         prompt("{{ messages }}", [message])

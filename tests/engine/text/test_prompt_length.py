@@ -76,7 +76,7 @@ def test_what_a_normalizer_lengthens_too_much_is_refused_before_it_is_made() -> 
         ({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(b"\1\0\0\0zab\0abcdef\0").decode()}, 6),
         ({"type": "TemplateProcessing", "single": [{"Sequence": {}}] * 7 + [{"SpecialToken": {}}], "pair": []}, 7),
     ],
-)  # fmt: skip
+)
 def test_the_growth_of_parts(part: dict[str, Any], most: float) -> None:
     assert growth(part) == most
 

@@ -46,7 +46,7 @@ def test_nothing_is_copied_of_blocks_without_bytes() -> None:
         (((4, 8), (4, 8), (2, 1)), (U8, U8, torch.int32), 8, r"ids must be int64 \[2, n\] in one piece, got torch.int32"),
         (((4, 8), (4, 8), (3, 1)), (U8, U8, I64), 8, r"got torch.int64 \(3, 1\)"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_refused(shapes, dtypes, num_bytes: int, said: str) -> None:
     source, target, ids = (torch.zeros(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
     with pytest.raises(ValueError, match=said):

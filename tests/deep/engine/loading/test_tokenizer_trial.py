@@ -29,7 +29,7 @@ SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
         ({"padding": PADDING | {"strategy": {"Fixed": 1 << 40}}}, "was killed by SIGABRT: memory allocation of 4398046511104"),
         ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}}, "Token `b` out of vocabulary"),
     ],
-)  # fmt: skip
+)
 def test_a_tokenizer_is_tried_before_it_is_loaded(tmp_path: Path, changes: dict[str, Any], said: str | None) -> None:
     shutil.copy(DEMO / "tokenizer_config.json", tmp_path)
     content = json.loads((DEMO / "tokenizer.json").read_text("utf-8"))
