@@ -171,25 +171,10 @@ def load_model(
         ConfigError: the model cannot be quantized.
     """
     check_weights_fit(checkpoint, device, dtype, free, quantization, division)
-    loaded = checkpoint.spec.loaded
     part = None if division is None else (division, group.rank)
-    wanted = None if loaded is not None or checkpoint.quantized or checkpoint.has_own_code else meta_model(checkpoint, dtype)
-    if wanted is not None:
-        _refuse_other_sizes(checkpoint, wanted)
     packs = pack and device.type == "cpu"
-    packed: torch.dtype | None = None if checkpoint.quantized or quantization is not None else dtype
     try:
-        if loaded is not None:
-            # What is packed is converted then, one by one.
-            module: Any = loaded.copied(device, None if packs else dtype)
-        elif quantization is not None:
-            # What is quantized is read from the mapped file, never converted as a whole.
-            module = _read(checkpoint, getattr(torch, checkpoint.dtype, dtype), part)
-        elif packs:
-            module, packed = _read_to_pack(checkpoint, dtype, wanted, part)
-        else:
-            module = _read(checkpoint, dtype, part)
-        module = module.to(device)
+        module, packed = _read_stored(checkpoint, device, dtype, quantization, packs, part)
         if checkpoint.caches_latents:
             keep_projections(module)
         if division is not None:
@@ -205,6 +190,35 @@ def load_model(
         asked = checkpoint.weights_bytes(dtype) if division is None else division.weights_bytes(dtype)
         what = f"the weights of {checkpoint.spec.name} as {_name(dtype)} on {device}"
         raise NotEnoughMemory(asked, free(device), what, "another process took memory meanwhile: try again") from error
+
+
+def _read_stored(
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantization: Quantization | None,
+    packs: bool,
+    part: _Part | None,
+) -> tuple[Any, torch.dtype | None]:
+    """The model on its device, and the type to which `pack_model` converts it: None for a model that has its types.
+
+    What is packed or quantized afterwards has the types of the files, and is converted then, layer by layer. Raises
+    CheckpointError.
+    """
+    packed = None if checkpoint.quantized or quantization is not None else dtype
+    module: Any
+    if checkpoint.spec.loaded is not None:
+        return checkpoint.spec.loaded.copied(device, None if packs else dtype).to(device), packed
+    wanted = None if checkpoint.quantized or checkpoint.has_own_code else meta_model(checkpoint, dtype)
+    if wanted is not None:
+        _refuse_other_sizes(checkpoint, wanted)
+    if quantization is not None:
+        module = _read(checkpoint, getattr(torch, checkpoint.dtype, dtype), part)
+    elif packs:
+        module, packed = _read_to_pack(checkpoint, dtype, wanted, part)
+    else:
+        module = _read(checkpoint, dtype, part)
+    return module.to(device), packed
 
 
 def _read_to_pack(
