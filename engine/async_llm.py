@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..api.arguments import explains_arguments, explains_names, takes
@@ -19,14 +17,14 @@ from ..common.on_error import OnError
 from ..common.settings import checked, integer, lists_settings, setting
 from ..frames.details import decoder, with_text
 from ..frames.source import encode
-from ..scheduler.errors import RequestRejected
+from .async_calls import AsyncCall, AsyncCalls, AsyncRequestHandle, AsyncStream, Encode, Params, encoder
 from .config import EngineArguments, EngineConfig
 from .errors import ConfigError, EngineClosed
 from .requests.engine_thread import STATS_S, EngineThread, result_of
-from .requests.inputs import Message, Prompt, PromptInput, Prompts, check_count, paired, text_of
+from .requests.inputs import Message, Prompt, Prompts, check_count
 from .requests.intake import RequestIntake
 from .requests.manager import RequestManager
-from .requests.outputs import RequestOutput, StreamChunk, refused
+from .requests.outputs import StreamChunk
 from .requests.pending_calls import PendingCall
 from .requests.states import RequestState
 from .watch import EngineWatch
@@ -39,8 +37,6 @@ if TYPE_CHECKING:
 # Blocks of which the event loop makes plain data, some 2 ms; of more another thread does
 MOST_ON_LOOP = 1024
 
-Pair = tuple[Prompt, SamplingParams | None]
-Params = SamplingParams | Sequence[SamplingParams] | None
 Value = TypeVar("Value")
 
 
@@ -58,7 +54,7 @@ class AsyncArguments(EngineArguments):
 
 @lists_settings(AsyncArguments)
 @explains_names("AsyncLLM")
-class AsyncLLM:
+class AsyncLLM(AsyncCalls):
     """A model and its paged KV cache, for any number of tasks, on event loops of any number of threads.
 
         async with AsyncLLM("demo") as llm:
@@ -84,40 +80,6 @@ class AsyncLLM:
         self._engine_thread = EngineThread(self._manager, "AsyncLLM", max_waiting, on_demand=False)
         weakref.finalize(self, self._engine_thread.forget).atexit = False  # engine_thread.py ends it at exit
 
-    @explains_arguments("AsyncLLM.generate")
-    async def generate(
-        self, prompts: Prompts, sampling_params: Params = None, *, priority: int = 0, cache_salt: str | None = None
-    ) -> list[RequestOutput]:
-        """Continue each prompt: see `LLM.generate`. Cancellation aborts the requests.
-
-        Raises:
-            RequestRejected: a prompt cannot be served; nothing of the call is started then.
-            EngineClosed: the engine is stopped, or being drained.
-        """
-        encode = partial(RequestIntake.encode, prompts=_read(prompts), params=_read(sampling_params))
-        return await self._outputs(encode, priority, cache_salt)
-
-    def begin(
-        self, prompts: Prompts, sampling_params: Params = None, *, priority: int = 0, cache_salt: str | None = None
-    ) -> AsyncOutputs:
-        """As `generate`, for a caller that asks how much was generated, also when it ends early. Raises EngineClosed."""
-        encode = partial(RequestIntake.encode, prompts=_read(prompts), params=_read(sampling_params))
-        return AsyncOutputs(_Submission(self, encode, priority, cache_salt, None))
-
-    @explains_arguments("AsyncLLM.chat")
-    async def chat(
-        self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: Params = None,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        **template_options: Any,
-    ) -> list[RequestOutput]:
-        """Answer one conversation, or several: see `LLM.chat`. Raises as `generate`."""
-        encode = _chat_encoder(messages, sampling_params, template_options)
-        return await self._outputs(encode, priority, cache_salt)
-
     @explains_arguments("AsyncLLM.stream")
     def stream(
         self,
@@ -138,24 +100,8 @@ class AsyncLLM:
         tokens as one chunk. Reading raises as `generate`.
         """
         check_count("stream_interval", stream_interval)
-        encode = partial(RequestIntake.encode, prompts=_read(prompts), params=_read(sampling_params))
+        encode = encoder(prompts, sampling_params)
         return AsyncStream(partial(_Submission, self, encode, priority, cache_salt, stream_interval, keep_logprobs))
-
-    @explains_arguments("AsyncLLM.stream_chat")
-    def stream_chat(
-        self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: Params = None,
-        *,
-        stream_interval: int = 1,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        **template_options: Any,
-    ) -> AsyncStream:
-        """Like `chat`, but streams the answers: see `stream`."""
-        check_count("stream_interval", stream_interval)
-        encode = _chat_encoder(messages, sampling_params, template_options)
-        return AsyncStream(partial(_Submission, self, encode, priority, cache_salt, stream_interval))
 
     @explains_arguments("AsyncLLM.import_request")
     def import_request(
@@ -170,25 +116,6 @@ class AsyncLLM:
         check_count("stream_interval", stream_interval)
         parse = partial(RequestIntake.parse_exported, data=data)
         return AsyncStream(partial(_Submission, self, parse, priority, None, stream_interval, keep_logprobs))
-
-    @explains_arguments("AsyncLLM.generate_each")
-    def generate_each(
-        self,
-        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
-        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
-        *,
-        look_ahead: int | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-    ) -> AsyncIterator[RequestOutput]:
-        """Continue prompts from an iterable, async or not, which may be endless: see `LLM.generate_each`.
-
-        Yields an output once it and all earlier ones are complete, also while waiting for the next prompt.
-        """
-        if look_ahead is None:
-            look_ahead = 2 * self.config.max_seqs
-        check_count("look_ahead", look_ahead)
-        return self._each(_paired(prompts, sampling_params), look_ahead, priority, cache_salt)
 
     @explains_arguments("AsyncLLM.render")
     async def render(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
@@ -208,10 +135,6 @@ class AsyncLLM:
         """transformers' tokenizer: see `LLM.tokenizer`."""
         tokenizer: PreTrainedTokenizerBase | None = self._engine_thread.open().encoder.tokenizer
         return tokenizer
-
-    async def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """`tokenizer`, by vLLM's name."""
-        return self.tokenizer
 
     @explains_arguments("AsyncLLM.tokenize")
     async def tokenize(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> list[int]:
@@ -323,159 +246,15 @@ class AsyncLLM:
     async def __aenter__(self) -> AsyncLLM:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.stop()
+    def _call(self, encode: Encode, priority: int, cache_salt: str | None, interval: int | None = None) -> AsyncCall:
+        return _Submission(self, encode, priority, cache_salt, interval)
 
-    # -- shared by the APIs --------------------------------------------------------------------------------------
-
-    async def _outputs(
-        self, encode: Callable[[RequestIntake], list[PromptInput]], priority: int, cache_salt: str | None
-    ) -> list[RequestOutput]:
-        submission = _Submission(self, encode, priority, cache_salt, None)
-        try:
-            return await submission.first()
-        finally:
-            submission.close()
-
-    async def _each(
-        self, pairs: AsyncGenerator[Pair, None], look_ahead: int, priority: int, cache_salt: str | None
-    ) -> AsyncIterator[RequestOutput]:
-        room = asyncio.Semaphore(look_ahead)
-        taken: asyncio.Queue[tuple[Prompt, _Submission] | None] = asyncio.Queue()
-
-        async def take() -> None:
-            try:
-                async with aclosing(pairs):
-                    await room.acquire()
-                    async for prompt, params in pairs:
-                        encode = partial(RequestIntake.encode_one, prompt=prompt, params=params)
-                        taken.put_nowait((prompt, _Submission(self, encode, priority, cache_salt, None)))
-                        await room.acquire()
-            finally:
-                taken.put_nowait(None)
-
-        taking = asyncio.create_task(take())
-        try:
-            while (first := await taken.get()) is not None:
-                prompt, submission = first
-                try:
-                    (output,) = await submission.first()
-                except RequestRejected as error:
-                    output = refused(text_of(prompt), str(error), self.tokenizer is not None)
-                finally:
-                    submission.close()
-                yield output
-                room.release()
-            await taking  # raises what the source raised
-        finally:
-            taking.cancel()
-            await asyncio.gather(taking, return_exceptions=True)  # the source is no longer read after this
-            while not taken.empty():
-                if (left := taken.get_nowait()) is not None:
-                    left[1].close()
-
-
-@dataclass(frozen=True, slots=True)
-class AsyncRequestHandle:
-    """A handle to an unfinished continuation, or beam search, of a stream: continuation `number` of prompt `index`."""
-
-    request_id: str
-    index: int
-    number: int
-    _submission: _Submission = field(repr=False)
-    _state: RequestState = field(repr=False)
-
-    async def export(self) -> dict[str, Any]:
-        """End the request here and return it as data for another process: see `RequestHandle.export`.
-
-        Chunks that the stream has already taken can still be read from it.
-        """
-        llm = self._submission._llm
-        data: dict[str, Any] = await _send(llm._engine_thread.run_with_engine, lambda engine: llm._manager.export(self._state))
-        return data
-
-
-class AsyncOutputs:
-    """The outputs of a call, and how much it has generated. Closing or collecting it aborts unfinished requests."""
-
-    def __init__(self, submission: _Submission) -> None:
-        self._submission = submission
-
-    async def outputs(self) -> list[RequestOutput]:
-        """Wait for all outputs. Await it once. Raises as `AsyncLLM.generate`."""
-        outputs: list[RequestOutput] = await self._submission.first()
-        return outputs
-
-    @property
-    def num_generated(self) -> int:
-        """Tokens generated so far, with those of continuations that `best_of` leaves out."""
-        return self._submission.num_generated
-
-    def close(self) -> None:
-        """Abort unfinished requests. Idempotent."""
-        self._submission.close()
-
-
-class AsyncStream(AsyncIterator[StreamChunk]):
-    """An async iterator over the chunks of requests, for one task. Closing or collecting it aborts unfinished requests."""
-
-    def __init__(self, submit: Callable[[], _Submission]) -> None:
-        self._submit = submit
-        self._submission: _Submission | None = None
-        self._chunks: deque[StreamChunk] = deque()
-        self._reading = self._closed = False
-
-    async def __anext__(self) -> StreamChunk:
-        if self._reading:
-            raise RuntimeError("another task is reading this stream: create one for each")
-        self._reading = True
-        try:
-            with OnError(self._close):
-                while not self._chunks:
-                    if self._closed or (self._submission is not None and self._submission.over):
-                        raise StopAsyncIteration
-                    chunks = await self._more()
-                    if not self._closed:  # another task may have closed the stream meanwhile
-                        self._chunks.extend(chunks)
-                return self._chunks.popleft()
-        finally:
-            self._reading = False
-
-    @property
-    def requests(self) -> tuple[AsyncRequestHandle, ...]:
-        """The unfinished continuations, ordered by prompt and number; one for each beam search.
-
-        Empty until the requests are queued, which is certain once the first chunk has arrived.
-        """
-        submission = self._submission
-        return () if submission is None else submission.requests
-
-    @property
-    def num_generated(self) -> int:
-        """Tokens generated so far, read or not."""
-        return 0 if self._submission is None else self._submission.num_generated
-
-    async def aclose(self) -> None:
-        """Abort unfinished requests. Idempotent."""
-        self._close()
-
-    def _more(self) -> Any:
-        if self._submission is None:
-            self._submission = self._submit()
-            return self._submission.first()
-        return self._submission.next()
-
-    def _close(self) -> None:
-        self._closed = True
-        self._chunks.clear()
-        if self._submission is not None:
-            self._submission.close()
+    async def _num_ahead(self) -> int:
+        return 2 * self.config.max_seqs
 
 
 class _Submission:
-    """The caller's side of a call, created on the caller's loop. Closing or collecting it aborts the call.
+    """An `AsyncCall`, created on the caller's loop.
 
     Raises EngineClosed.
     """
@@ -483,7 +262,7 @@ class _Submission:
     def __init__(
         self,
         llm: AsyncLLM,
-        encode: Callable[[RequestIntake], list[PromptInput]],
+        encode: Encode,
         priority: int | None,
         cache_salt: str | None,
         interval: int | None,
@@ -505,9 +284,15 @@ class _Submission:
     def requests(self) -> tuple[AsyncRequestHandle, ...]:
         """Handles to the queued, unfinished continuations."""
         return tuple(
-            AsyncRequestHandle(state.request.request_id, state.group.index, state.number, self, state)
+            AsyncRequestHandle(state.request.request_id, state.group.index, state.number, partial(self._export, state))
             for state in self._call.exportable
         )
+
+    async def _export(self, state: RequestState) -> dict[str, Any]:
+        data: dict[str, Any] = await _send(
+            self._llm._engine_thread.run_with_engine, lambda engine: self._llm._manager.export(state)
+        )
+        return data
 
     @property
     def num_generated(self) -> int:
@@ -548,37 +333,3 @@ async def _send(message: Callable[..., None], *arguments: Any) -> Any:
 async def _result(waiter: asyncio.Future[Any]) -> Any:
     """Await the result of `waiter`; raise it if it is an error."""
     return result_of(await waiter)
-
-
-def _read(given: Any) -> Any:
-    """Read an iterator into a list on the caller's thread; return other values unchanged."""
-    return list(given) if isinstance(given, Iterator) else given
-
-
-def _chat_encoder(
-    messages: Any, params: Params, template_options: dict[str, Any]
-) -> Callable[[RequestIntake], list[PromptInput]]:
-    """The function that encodes conversations, with iterators read now."""
-    messages, params = _read(messages), _read(params)
-    return lambda intake: intake.encode(intake.render(messages, template_options), params)
-
-
-def _paired(
-    prompts: Iterable[Prompt] | AsyncIterable[Prompt], params: SamplingParams | Iterable[SamplingParams] | None
-) -> AsyncGenerator[Pair, None]:
-    """As `paired`, but async; prompts of an async iterable are passed to it one by one."""
-    if not isinstance(prompts, AsyncIterable):
-        return _as_async(paired(prompts, params))
-    came: deque[Prompt] = deque()
-    return _fed(prompts, came, paired(iter(came.popleft, object()), params))
-
-
-async def _as_async(pairs: Iterator[Pair]) -> AsyncGenerator[Pair, None]:
-    for pair in pairs:
-        yield pair
-
-
-async def _fed(prompts: AsyncIterable[Prompt], came: deque[Prompt], pairs: Iterator[Pair]) -> AsyncGenerator[Pair, None]:
-    async for prompt in prompts:
-        came.append(prompt)
-        yield next(pairs)

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..api.arguments import explains_arguments
 from ..api.sampling_params import SamplingParams
-from ..engine.async_llm import AsyncOutputs, AsyncStream, Pair, Params
+from ..engine.async_calls import AsyncCall, AsyncCalls, Encode
 from ..engine.errors import EngineClosed
-from ..engine.requests.inputs import Message, Prompt, Prompts, check_count, paired, text_of
+from ..engine.requests.inputs import Message, Prompt
 from ..engine.requests.intake import RequestIntake
-from ..engine.requests.outputs import RequestOutput, refused
-from ..scheduler.errors import RequestRejected
-from .call import CallOptions, CallState, Encode, FleetCall, public_error
+from ..engine.requests.outputs import RequestOutput
+from .call import CallOptions, CallState, FleetCall, public_error
 from .client import FleetClient
 from .config import DEFAULT_NAME, LOCAL
 from .errors import FleetError
@@ -49,7 +46,7 @@ _ABSENT = {
 }
 
 
-class Fleet:
+class Fleet(AsyncCalls):
     """A fleet that runs already, for any number of tasks of one event loop.
 
         async with Fleet() as fleet:
@@ -68,11 +65,11 @@ class Fleet:
     The constructor returns at once. `async with`, or the first call, connects, waits for the first worker and loads the
     model's tokenizer, which has to be on this machine; `tokenizer` and `facts` need that to have happened.
 
-    Differences to `AsyncLLM`: `logits_processors` are refused, as they are code. A stream has no `requests` to export. The
-    workers do not show a prompt's `label`. `num_preemptions` is 0. Times are measured in this process. If the queue or a worker
-    refuses a prompt (it is larger than their pools), other prompts of the call may have been started, and are aborted.
-    `import_request`, `pause`, `resume`, `reset_prefix_cache`, `explain`, `frame`, `block`, `cache_events` and `config` do not
-    exist.
+    Differences to `AsyncLLM`: workers report tokens every 20 ms, so a chunk has those of several steps. `logits_processors` are
+    refused, as they are code. A stream has no `requests` to export. The workers do not show a prompt's `label`.
+    `num_preemptions` is 0. Times are measured in this process. If the queue or a worker refuses a prompt (it is larger than
+    their pools), other prompts of the call may have been started, and are aborted. `import_request`, `pause`, `resume`,
+    `reset_prefix_cache`, `explain`, `frame`, `block`, `cache_events` and `config` do not exist.
 
     Raises:
         FleetError: in every call: the fleet cannot be reached, or failed on the request.
@@ -91,97 +88,10 @@ class Fleet:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    @explains_arguments("Fleet.generate")
-    async def generate(
-        self, prompts: Prompts, sampling_params: Params = None, *, priority: int = 0, cache_salt: str | None = None
-    ) -> list[RequestOutput]:
-        """Continue each prompt: see `AsyncLLM.generate`. Cancellation aborts the requests."""
-        return await self._outputs(_encoder(prompts, sampling_params), CallOptions(priority, cache_salt))
-
-    def begin(
-        self, prompts: Prompts, sampling_params: Params = None, *, priority: int = 0, cache_salt: str | None = None
-    ) -> AsyncOutputs:
-        """As `generate`, for a caller that asks how much was generated: see `AsyncLLM.begin`. Raises EngineClosed."""
-        call = self._call(_encoder(prompts, sampling_params), CallOptions(priority, cache_salt))
-        return AsyncOutputs(cast(Any, _Whole(call)))
-
-    @explains_arguments("Fleet.chat")
-    async def chat(
-        self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: Params = None,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        **template_options: Any,
-    ) -> list[RequestOutput]:
-        """Answer one conversation, or several: see `AsyncLLM.chat`."""
-        encode = _chat_encoder(messages, sampling_params, template_options)
-        return await self._outputs(encode, CallOptions(priority, cache_salt))
-
-    @explains_arguments("Fleet.stream")
-    def stream(
-        self,
-        prompts: Prompts,
-        sampling_params: Params = None,
-        *,
-        stream_interval: int = 1,
-        priority: int = 0,
-        cache_salt: str | None = None,
-    ) -> AsyncStream:
-        """Stream the output in chunks of at least `stream_interval` tokens: see `AsyncLLM.stream`.
-
-        Workers report tokens every 20 ms, so a chunk has those of several steps.
-        """
-        return self._stream(_encoder(prompts, sampling_params), stream_interval, priority, cache_salt)
-
-    @explains_arguments("Fleet.stream_chat")
-    def stream_chat(
-        self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: Params = None,
-        *,
-        stream_interval: int = 1,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        **template_options: Any,
-    ) -> AsyncStream:
-        """Like `chat`, but streams the answers: see `stream`."""
-        encode = _chat_encoder(messages, sampling_params, template_options)
-        return self._stream(encode, stream_interval, priority, cache_salt)
-
-    @explains_arguments("Fleet.generate_each")
-    def generate_each(
-        self,
-        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
-        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
-        *,
-        look_ahead: int | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-    ) -> AsyncIterator[RequestOutput]:
-        """Continue prompts from an iterable, async or not, which may be endless: see `AsyncLLM.generate_each`.
-
-        `look_ahead` is twice the sequences that all workers can run unless it is given.
-        """
-        if look_ahead is not None:
-            check_count("look_ahead", look_ahead)
-        if isinstance(prompts, AsyncIterable):
-            pairs = _pairs_as_they_come(prompts, sampling_params)
-        else:
-            pairs = _as_async(paired(prompts, sampling_params))
-        return self._each(pairs, look_ahead, CallOptions(priority, cache_salt))
-
     async def outcome(self, prompt: Prompt, params: SamplingParams | None, options: CallOptions) -> RequestOutput:
         """The output of one prompt of `generate_each`: a refused one has an output with finish reason "error"."""
-        call = self._call(_one_encoder(prompt, params), options)
-        try:
-            (output,) = await call.outputs()
-            return output
-        except RequestRejected as error:
-            return refused(text_of(prompt), str(error), self.tokenizer is not None)
-        finally:
-            call.close()
+        encode = partial(RequestIntake.encode_one, prompt=prompt, params=params)
+        return await self._outcome(prompt, self._begin(encode, options))
 
     # -- the model ---------------------------------------------------------------------------------------------------
 
@@ -216,7 +126,7 @@ class Fleet:
         return tokenizer
 
     async def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """`tokenizer`, by vLLM's name."""
+        """`tokenizer`, by vLLM's name. Connects."""
         await self._connected()
         return self.tokenizer
 
@@ -274,11 +184,6 @@ class Fleet:
         await self._connected()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.stop()
-
     def __getattr__(self, name: str) -> Any:
         if hasattr(type(self), name):  # a property that raised AttributeError: its own error
             return object.__getattribute__(self, name)
@@ -319,73 +224,19 @@ class Fleet:
     def _public(self, error: Exception) -> Exception:
         return EngineClosed(STOPPED) if self._closed == STOPPED else public_error(error)
 
-    def _call(self, encode: Encode, options: CallOptions) -> FleetCall:
-        """Begin a call. Raises EngineClosed."""
+    def _call(self, encode: Encode, priority: int, cache_salt: str | None, interval: int | None = None) -> AsyncCall:
+        return self._begin(encode, CallOptions(priority, cache_salt, interval))
+
+    async def _num_ahead(self) -> int:
+        return max(1, 2 * (await self._connected()).info.max_seqs)
+
+    def _begin(self, encode: Encode, options: CallOptions) -> FleetCall:
         if self._closed is not None:
             raise EngineClosed(self._closed)
         state = CallState(options)
         task = self._calls[state] = asyncio.create_task(state.run(self._connected, encode))
         task.add_done_callback(lambda _: self._calls.pop(state, None))
         return FleetCall(state, task)
-
-    async def _outputs(self, encode: Encode, options: CallOptions) -> list[RequestOutput]:
-        call = self._call(encode, options)
-        try:
-            return await call.outputs()
-        finally:
-            call.close()
-
-    def _stream(self, encode: Encode, interval: int, priority: int, cache_salt: str | None) -> AsyncStream:
-        check_count("stream_interval", interval)
-        options = CallOptions(priority, cache_salt, interval)
-        return AsyncStream(cast(Any, partial(self._call, encode, options)))
-
-    async def _each(
-        self, pairs: AsyncGenerator[Pair, None], look_ahead: int | None, options: CallOptions
-    ) -> AsyncIterator[RequestOutput]:
-        client = await self._connected()
-        room = asyncio.Semaphore(look_ahead or max(1, 2 * client.info.max_seqs))
-        taken: asyncio.Queue[asyncio.Task[RequestOutput] | None] = asyncio.Queue()
-
-        async def take() -> None:
-            try:
-                async with aclosing(pairs):
-                    await room.acquire()
-                    async for prompt, params in pairs:
-                        taken.put_nowait(asyncio.create_task(self.outcome(prompt, params, options)))
-                        await room.acquire()
-            finally:
-                taken.put_nowait(None)
-
-        taking = asyncio.create_task(take())
-        try:
-            while (first := await taken.get()) is not None:
-                try:
-                    yield await first
-                finally:
-                    first.cancel()
-                room.release()
-            await taking  # raises what the source raised
-        finally:
-            taking.cancel()
-            await asyncio.gather(taking, return_exceptions=True)  # the source is no longer read after this
-            left = [one for _ in range(taken.qsize()) if (one := taken.get_nowait()) is not None]
-            for one in left:
-                one.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
-
-
-class _Whole:
-    """A call as `AsyncOutputs` reads it: its first result is all outputs."""
-
-    def __init__(self, call: FleetCall) -> None:
-        self._call = call
-        self.first, self.close = call.outputs, call.close
-
-    @property
-    def num_generated(self) -> int:
-        """Tokens generated so far."""
-        return self._call.num_generated
 
 
 async def _started(open_link: Callable[[], QueueLink]) -> FleetClient:
@@ -398,37 +249,3 @@ def _connect(address: str, name: str) -> QueueLink:
     from .cluster import RayLink, connect
 
     return RayLink(connect(address, name))
-
-
-def _read(given: Any) -> Any:
-    """Read an iterator into a list on the caller's thread; return other values unchanged."""
-    return list(given) if isinstance(given, Iterator) else given
-
-
-def _encoder(prompts: Any, params: Any) -> Encode:
-    """The function that encodes prompts, with iterators read now."""
-    return partial(RequestIntake.encode, prompts=_read(prompts), params=_read(params))
-
-
-def _one_encoder(prompt: Prompt, params: SamplingParams | None) -> Encode:
-    return partial(RequestIntake.encode_one, prompt=prompt, params=params)
-
-
-def _chat_encoder(messages: Any, params: Params, template_options: Mapping[str, Any]) -> Encode:
-    messages, params, options = _read(messages), _read(params), dict(template_options)
-    return lambda intake: intake.encode(intake.render(messages, options), params)
-
-
-async def _as_async(pairs: Iterator[Pair]) -> AsyncGenerator[Pair, None]:
-    for pair in pairs:
-        yield pair
-
-
-async def _pairs_as_they_come(
-    prompts: AsyncIterable[Prompt], params: SamplingParams | Iterable[SamplingParams] | None
-) -> AsyncGenerator[Pair, None]:
-    came: deque[Prompt] = deque()
-    pairs = paired(iter(came.popleft, object()), params)
-    async for prompt in prompts:
-        came.append(prompt)
-        yield next(pairs)

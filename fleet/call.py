@@ -8,10 +8,11 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
+from ..engine.async_calls import Encode
 from ..engine.errors import EngineClosed
 from ..engine.requests.inputs import PromptInput
-from ..engine.requests.intake import RequestIntake
 from ..engine.requests.outputs import RequestOutput, StreamChunk
 from ..scheduler.errors import PromptTooLong, RequestRejected
 from ..server.engine_client import EngineUnavailable, Generation, RequestFailed
@@ -21,8 +22,6 @@ from .links import QueueUnavailable
 from .messages import NewRequest
 from .outputs import PromptOutput
 from .preparation import RequestPreparer
-
-Encode = Callable[[RequestIntake], list[PromptInput]]
 
 
 def public_error(error: Exception) -> Exception:
@@ -165,10 +164,7 @@ class CallState:
 
 
 class FleetCall:
-    """The caller's side of a call, created on the fleet's loop. Closing or collecting it aborts unfinished requests.
-
-    The submission behind an `AsyncStream`, as `AsyncLLM` has its own.
-    """
+    """An `AsyncCall`, created on the fleet's loop."""
 
     requests = ()  # handles of `AsyncStream`: a fleet exports nothing
 
@@ -187,8 +183,7 @@ class FleetCall:
         """Tokens generated so far."""
         return sum(output.num_generated for output in self._state.outputs)
 
-    async def outputs(self) -> list[RequestOutput]:
-        """Wait for all outputs. Raises as `Fleet.generate`."""
+    async def _outputs(self) -> list[RequestOutput]:
         state = self._state
         while not state.has_ended and state.error is None:
             await state.news.wait()
@@ -197,9 +192,9 @@ class FleetCall:
             raise state.error
         return [output.output for output in state.outputs]
 
-    async def first(self) -> list[StreamChunk]:
-        """See `next`."""
-        return await self.next()
+    async def first(self) -> Any:
+        """Wait for the outputs, or for a stream's first chunks."""
+        return await (self._outputs() if self._state.options.interval is None else self.next())
 
     async def next(self) -> list[StreamChunk]:
         """Wait for the next chunks; none once the call is closed. Raises as `Fleet.generate`."""

@@ -58,7 +58,8 @@ from .messages import (
 )
 
 if TYPE_CHECKING:
-    from ..engine.async_llm import AsyncLLM, AsyncOutputs, AsyncStream
+    from ..engine.async_calls import AsyncOutputs, AsyncStream
+    from ..engine.async_llm import AsyncLLM
 
 log = logging.getLogger(__name__)
 

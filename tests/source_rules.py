@@ -44,6 +44,7 @@ LAYERS = (
     ("build",),
     ("watch",),
     ("requests",),
+    ("async_calls",),
     ("async_llm", "llm"),
     ("streamers",),
 )
