@@ -51,7 +51,7 @@ class RecordWriter:
     def __init__(self, source: str) -> None:
         """For `create` and `private`."""
         self._shared: layout.SharedBytes | None = layout.SharedBytes(memoryview(mmap.mmap(-1, layout.FILE_BYTES)))
-        self._shared.write_header(os.getpid(), _start_ticks(), time.monotonic_ns(), source)
+        self._shared.write_header(os.getpid(), time.monotonic_ns(), source)
         self._file: RecordFile | None = None
         self._lay: Callable[[], RecordFile] | None = None
         self._lock = threading.Lock()  # keeps file and memory equal, also while the file is replaced
@@ -352,12 +352,3 @@ class RecordReader:
             return None if table is None else read(table, None)
         except layout.Truncated:
             return None
-
-
-def _start_ticks() -> int | None:
-    """When this process started, in clock ticks since boot; None without /proc."""
-    try:
-        # Field 22; the second field ends with ")".
-        return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    except FileNotFoundError:
-        return None

@@ -147,15 +147,15 @@ def table_from_bytes(payload: bytes) -> tuple[tuple[int, int, DeviceInfo], ...]:
     return tuple(table)
 
 
-def header_to_bytes(pid: int, start_ticks: int | None, started_ns: int, source: str) -> bytes:
+def header_to_bytes(pid: int, started_ns: int, source: str) -> bytes:
     """The identity of the writing process, in a few hundred bytes; a long source name is cut."""
-    return _to_json([pid, start_ticks, started_ns, _shortened(source, MAX_SOURCE_CHARS)])
+    return _to_json([pid, started_ns, _shortened(source, MAX_SOURCE_CHARS)])
 
 
-def header_from_bytes(payload: bytes) -> tuple[int, int | None, int, str]:
+def header_from_bytes(payload: bytes) -> tuple[int, int, str]:
     """The inverse of `header_to_bytes`. Raises Malformed."""
-    pid, start_ticks, started_ns, source = _row(_from_json(payload), (_INT, _MAYBE_INT, _INT, _TEXT))
-    return pid, start_ticks, started_ns, source
+    pid, started_ns, source = _row(_from_json(payload), (_INT, _INT, _TEXT))
+    return pid, started_ns, source
 
 
 def _detail_row(detail: DeviceDetail, processes: list[Any] | None, error: str | None) -> list[Any]:

@@ -37,7 +37,7 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar
 from . import record_codec as codec
 from .errors import RecordError
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 MAX_DEVICES = 256  # the largest machines have 8 GPUs of 7 MIG instances, or 16 GPUs
 NUM_SLOTS = 2 * MAX_DEVICES
 
@@ -112,8 +112,8 @@ def load_words(read: ReadBytes, first: int, count: int) -> memoryview:
     return memoryview(copy).cast("Q")
 
 
-def read_header(read: ReadBytes) -> tuple[int, int | None, int, str]:
-    """(pid, its start in clock ticks, started_ns, source). Raises Malformed, also for an incomplete header."""
+def read_header(read: ReadBytes) -> tuple[int, int, str]:
+    """(pid, started_ns, source). Raises Malformed, also for an incomplete header."""
     header = read(_PAGE_BYTES - _VERSION.size, _VERSION.size)
     if len(header) < _CRC.size + _LENGTHS.size:
         raise codec.Malformed
@@ -159,9 +159,9 @@ class SharedBytes:
         at = word_at(word)
         return at, self.view[at : at + 8 * len(values)].tobytes()
 
-    def write_header(self, pid: int, start_ticks: int | None, started_ns: int, source: str) -> None:
+    def write_header(self, pid: int, started_ns: int, source: str) -> None:
         """Write the header: the layout version and the writing process."""
-        payload = codec.header_to_bytes(pid, start_ticks, started_ns, source)
+        payload = codec.header_to_bytes(pid, started_ns, source)
         rest = _LENGTHS.pack(FILE_BYTES, len(payload)) + payload
         header = _VERSION.pack(_MAGIC, LAYOUT_VERSION) + _CRC.pack(zlib.crc32(rest)) + rest
         self.view[: len(header)] = header

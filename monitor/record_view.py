@@ -78,7 +78,7 @@ class RecordView:
         self._origin = origin  # keeps the file open
         self._read: layout.ReadBytes = origin.read
         try:
-            self.pid, self.start_ticks, self.started_ns, self.source = layout.read_header(self._read)
+            self.pid, self.started_ns, self.source = layout.read_header(self._read)
         except (codec.Malformed, OSError) as error:
             raise damaged(name) from error
         self.table = layout.Cell(self._read, layout.TABLE, 0, partial(_read_table, self._read))
