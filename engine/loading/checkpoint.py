@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from ...api.sampling_params import SamplingParams
 from ...common.units import format_bytes
@@ -77,6 +78,7 @@ class Checkpoint:
         generation = read_json(generation_file) if generation_file.is_file() else {}
         checkpoint = cls(spec, config, weights, tensors, generation)
         checkpoint._refuse_more_layers_than_tensors()
+        checkpoint._refuse_unread_quantization()
         return checkpoint._checked(generation_file)
 
     @classmethod
@@ -105,6 +107,18 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self.spec.path / 'config.json'} says that there are {layers:,} layers, and the weights have "
                 f"{len(self.tensors):,} tensors in all: one of them is of another model; fetch or save it again"
+            )
+
+    def _refuse_unread_quantization(self) -> None:
+        """Raises UnsupportedModel if transformers would take quantized weights for numbers, without their scales."""
+        given = getattr(self.config, "quantization_config", None)
+        method = given.get("quant_method") if isinstance(given, Mapping) else getattr(given, "quant_method", None)
+        eight_bits = any(tensor.dtype.startswith("F8") for tensor in self.tensors)
+        if (method not in AUTO_QUANTIZER_MAPPING if given is not None else eight_bits) and not self.has_own_code:
+            raise UnsupportedModel(
+                f"{self.spec.name}: its weights are stored quantized by {method or 'a method that config.json does not name'}, "
+                f"which transformers {transformers.__version__} does not read; take the checkpoint it was made of, with "
+                "quantization='int8' if need be"
             )
 
     def _asks_for(self, settings: Mapping[str, Any]) -> str:

@@ -270,6 +270,22 @@ def test_tensors_that_are_missing_or_have_no_place_are_named(
     assert capfd.readouterr() == ("", "")
 
 
+def test_quantized_weights_that_transformers_takes_for_numbers_are_refused(folder: Path) -> None:
+    """FP8 of ModelOpt and NVFP4: their scales are tensors that the model has no place for."""
+    file = folder / "model.safetensors"
+    tensors = {name: tensor.to(torch.float8_e4m3fn) if "proj" in name else tensor for name, tensor in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=r"quantized by a method that config\.json does not name, which transformers"):
+        opened(folder)
+    edit_json(folder / "config.json", quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4"})
+    with pytest.raises(
+        UnsupportedModel, match=r"quantized by modelopt, which transformers .* take the checkpoint it was made of"
+    ):
+        opened(folder)
+    edit_json(folder / "config.json", quantization_config={"quant_method": "fp8"})
+    assert opened(folder).quantized
+
+
 def test_configurations_that_are_refused(folder: Path) -> None:
     file = folder / "config.json"
     right = json.loads(file.read_text())
