@@ -45,6 +45,7 @@ from .loading.probe import probe, random_tokens
 from .loading.quantized_kv_check import TOKENS, calibration_tokens, check_quantized_kv
 from .memory.engine_memory import READY_LIMIT_BYTES
 from .memory.memory_plan import MemoryPlan
+from .process.log_suppression import quiet_transformers
 from .process.memory_usage import trim
 from .sampling.follower import TokenFollower
 from .sampling.sampler import Sampler
@@ -85,7 +86,7 @@ def load_checked(
     early = check if config.quantization is not None else None  # before weights are rounded, which would hide a fault
     model = load_model(checkpoint, device, dtype, quantization=config.quantization, pack=True, check=early, **how)
     with rows_as_they_are():
-        tokens = random_tokens(checkpoint.text_config, _TRIAL_TOKENS)
+        tokens = random_tokens(checkpoint.config, _TRIAL_TOKENS)
         if device.type == "cpu" and not fuse(model, tokens).computes and config.quantization is None:
             log.warning("linear layers of %s are not packed: the model does not compute with packed ones", plan.model)
             del model
@@ -105,9 +106,10 @@ def _check_attention(model: Any, plan: MemoryPlan, tokenizer: Any | None, checkp
     watched = WatchedKernel()
     plain = replace(plan.geometry, dtype=plan.dtype)
     probe(model, plain, max_length=plan.max_model_len, kernel=watched)
-    model.set_attn_implementation(register())
+    with quiet_transformers():  # it warns of configurations of parts that were not loaded
+        model.set_attn_implementation(register())
     if plan.geometry.has_scales:
-        tokens = calibration_tokens(tokenizer, checkpoint.text_config, min(TOKENS, plan.max_model_len))
+        tokens = calibration_tokens(tokenizer, checkpoint.config, min(TOKENS, plan.max_model_len))
         check_quantized_kv(model, plain, plan.geometry, tokens, name=plan.model, kv_cache_dtype=plan.kv_cache_dtype)
     return watched.specs
 

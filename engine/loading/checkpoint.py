@@ -6,7 +6,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from ..process.log_suppression import quiet_transformers
 from .loaded import Loaded
 from .model_config import check_counts, check_files, check_implementations, check_rope, context_length, read_json
 from .models import ModelSpec
+from .text_model import auto_class, may_have_more, remove_modules, unused_modules, whole_model, without_place
 from .weight_files import StoredTensor, WeightFiles, find_weights, stored_twice
 
 log = logging.getLogger(__name__)
@@ -55,8 +56,10 @@ class Checkpoint:
     spec: ModelSpec
     config: PreTrainedConfig
     weights: WeightFiles
-    tensors: tuple[StoredTensor, ...]  # empty if the weights are not safetensors
+    tensors: tuple[StoredTensor, ...]  # that are read; empty if the weights are not safetensors
     generation: Mapping[str, Any]  # generation_config.json as written, {} without one
+    unused_modules: tuple[str, ...] = ()  # of transformers' model, by name: parts that text does not need
+    unread: Mapping[str, str] = field(default_factory=dict)  # other tensors in the files, by name: transformers' name
 
     @classmethod
     def open(cls, spec: ModelSpec) -> Checkpoint:
@@ -79,14 +82,32 @@ class Checkpoint:
         checkpoint = cls(spec, config, weights, tensors, generation)
         checkpoint._refuse_more_layers_than_tensors()
         checkpoint._refuse_unread_quantization()
-        return checkpoint._checked(generation_file)
+        return checkpoint.of_text()._checked(generation_file)
 
     @classmethod
     def _of_loaded(cls, spec: ModelSpec, loaded: Loaded) -> Checkpoint:
-        _refuse_other_kinds(loaded.config, getattr(loaded.config, "auto_map", None) or {})
+        _refuse_encoders(loaded.config)
         generation = loaded.generation_config.to_diff_dict()
         where = f"the generation_config of the loaded {spec.name}"
-        return cls(spec, loaded.config, WeightFiles((), safetensors=True), loaded.tensors, generation)._checked(where)
+        files = WeightFiles((), safetensors=True)
+        return cls(spec, loaded.config, files, loaded.tensors, generation, loaded.unused_modules)._checked(where)
+
+    def of_text(self) -> Checkpoint:
+        """This checkpoint without the parts that text does not need. Raises CheckpointError if it has no such model."""
+        if self.has_own_code or not may_have_more(self.config, [tensor.name for tensor in self.tensors]):
+            return self
+        model = whole_model(self.config, self.spec.path)
+        try:
+            unused = unused_modules(model)
+        except ImportError as error:
+            raise UnsupportedModel(f"{self.spec.name}: {' '.join(str(error).split())}") from error
+        remove_modules(model, unused)
+        unread = without_place(model, [tensor.name for tensor in self.tensors])
+        if unread:
+            num_bytes = sum(tensor.num_bytes for tensor in self.tensors if tensor.name in unread)
+            log.info("%s: %d tensors are not of its text and are not read: %s", self, len(unread), format_bytes(num_bytes))
+        tensors = tuple(tensor for tensor in self.tensors if tensor.name not in unread)
+        return replace(self, tensors=tensors, unused_modules=unused, unread=unread)
 
     def _checked(self, where: object) -> Checkpoint:
         """This checkpoint, after validating the generation settings from `where` and warning about unsupported ones."""
@@ -154,7 +175,9 @@ class Checkpoint:
     @property
     def has_own_code(self) -> bool:
         """Whether the model runs by code of its folder."""
-        return self.spec.trust_remote_code and "AutoModelForCausalLM" in (getattr(self.config, "auto_map", None) or {})
+        kind = auto_class(self.config)
+        name = "AutoModelForCausalLM" if kind is None else kind.__name__
+        return self.spec.trust_remote_code and name in (getattr(self.config, "auto_map", None) or {})
 
     @property
     def dtype(self) -> str:
@@ -284,17 +307,18 @@ def read_config(spec: ModelSpec) -> PreTrainedConfig:
             )
     except Exception as error:  # transformers raises whatever its checks or the folder's code raise
         raise CheckpointError(f"{file} is not a configuration that transformers can read: {error}") from error
-    _refuse_other_kinds(config, code)
+    _refuse_encoders(config)
+    if auto_class(config) is None and "AutoModelForCausalLM" not in code:
+        raise UnsupportedModel(
+            f"a {config.model_type} model does not continue text: transformers has no model of it that is causal, or that "
+            f"continues text behind images or sound{', nor has the code in its folder' if code else ''}"
+        )
     return config
 
 
-def _refuse_other_kinds(config: PreTrainedConfig, code: Mapping[str, Any]) -> None:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
+def _refuse_encoders(config: PreTrainedConfig) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"a {config.model_type} model has an encoder and a decoder; only decoder-only models are served")
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in code:
-        raise UnsupportedModel(f"a {config.model_type} model does not continue text: transformers has no causal LM of it")
 
 
 assert set(_SAMPLING_KEYS) < {f.name for f in fields(SamplingParams)}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import logging
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -17,7 +19,10 @@ from ..attention.latent import expands_plainly, latent_projections
 from ..cpu.linears import is_plain
 from ..cpu.packing import packs
 from ..errors import ConfigError, UnsupportedModel
+from .text_model import has_other_parts, making_models, remove_modules, unused_modules, within
 from .weight_files import StoredTensor
+
+log = logging.getLogger(__name__)
 
 _STORED = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
@@ -29,6 +34,7 @@ class Loaded:
     config: PreTrainedConfig
     generation_config: GenerationConfig
     reference: weakref.ref[PreTrainedModel]
+    unused_modules: tuple[str, ...] = ()  # by name: parts that text does not need
 
     @classmethod
     def of(cls, model: object) -> Self:
@@ -49,7 +55,7 @@ class Loaded:
                 f"the loaded model lies on {', '.join(devices)}: an engine needs all of it on one device; load it without "
                 f"device_map, or give its name or folder instead"
             )
-        return cls(model.config, model.generation_config, weakref.ref(model))
+        return cls(model.config, model.generation_config, weakref.ref(model), _unused_modules(model))
 
     @property
     def model(self) -> PreTrainedModel:
@@ -64,8 +70,12 @@ class Loaded:
         """The parameters in the form of a weight file's listing; shared ones once."""
         return tuple(
             StoredTensor(name, _STORED.get(tensor.dtype, "other"), tuple(tensor.shape), tensor.nbytes)
-            for name, tensor in self.model.named_parameters()
+            for name, tensor in self.named_parameters()
         )
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that an engine takes; shared ones once."""
+        return (pair for pair in self.model.named_parameters() if not within(pair[0], self.unused_modules))
 
     @property
     def expands_plainly(self) -> bool:
@@ -90,7 +100,7 @@ class Loaded:
         own = {id(w) for name, w in layers.items() if w is not embedding and packs(w.numel(), types.get(name, w.dtype))}
         return sum(
             tensor.numel() * types.get(name, tensor.dtype).itemsize
-            for name, tensor in model.named_parameters()
+            for name, tensor in self.named_parameters()
             if id(tensor) in own or tensor.device != device or tensor.dtype != types.get(name, tensor.dtype)
         )
 
@@ -104,6 +114,9 @@ class Loaded:
         shared: dict[int, Any] = {}
         types = self._types(dtype)
         for name, parameter in self.model.named_parameters():
+            if within(name, self.unused_modules):
+                shared[id(parameter)] = parameter
+                continue
             tensor = parameter.detach().to(device, types.get(name))  # itself, if nothing changes
             plain = type(parameter) is nn.Parameter  # quantized parameters hold more than numbers
             shared[id(parameter)] = nn.Parameter(tensor, requires_grad=False) if plain else parameter
@@ -116,6 +129,7 @@ class Loaded:
                 f"the loaded {type(self.model).__name__} cannot be copied ({type(error).__name__}: {error}); give its name "
                 f"or folder instead"
             ) from error
+        remove_modules(made, self.unused_modules)
         return made.eval()
 
     def _types(self, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
@@ -123,6 +137,21 @@ class Loaded:
         if dtype is None or getattr(self.config, "quantization_config", None) is not None:
             return {}
         return parameter_types(self.model, dtype)
+
+
+def _unused_modules(model: PreTrainedModel) -> tuple[str, ...]:
+    """The parts of a loaded model that text does not need; none of a model that transformers would not make so."""
+    if not has_other_parts(model.config) or model.is_custom_code():
+        return ()
+    with making_models(), torch.device("meta"):
+        try:
+            twin = type(model)._from_config(copy.deepcopy(model.config), attn_implementation="eager")
+            names = unused_modules(twin)
+        except Exception as error:  # of the model's code
+            log.info("all parts of the %s are kept: %s", type(model).__name__, error)
+            return ()
+    there = {name for name, _ in model.named_modules()}
+    return tuple(name for name in names if name in there)
 
 
 def parameter_types(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:

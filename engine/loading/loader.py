@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
 
 from ...common.host_memory import free_address_bytes, free_host_bytes, host_memory
 from ...common.units import format_bytes
@@ -24,12 +25,13 @@ from ..process.log_suppression import quiet_transformers
 from ..text.tokenizer_bounds import is_panic
 from .checkpoint import Checkpoint
 from .division import Division
-from .meta_models import making_models, meta_model
+from .meta_models import class_to_read, meta_model
 from .model_config import check_counts, check_files, read_json
 from .models import DTYPES, TOKENIZER_FILES, ModelSpec, check_device, check_dtype
 from .packed_model import pack_model, stored_dtype
 from .quantized_model import quantize_model, quantized_bytes
 from .slices import divide_modules, slices_of
+from .text_model import auto_class, making_models, within
 from .tokenizer_trial import try_tokenizer
 from .weight_files import shorten
 
@@ -247,13 +249,16 @@ def _read(checkpoint: Checkpoint, dtype: torch.dtype, part: _Part | None = None)
     with making_models() as said, torch.device("cpu"):
         try:
             source: dict[str, Any] = {"pretrained_model_name_or_path": str(checkpoint.spec.path)}
-            kind: Any = AutoModelForCausalLM
+            config = checkpoint.config
+            kind: Any = auto_class(config) or AutoModelForCausalLM
             if part is not None:
-                kind, slices = slices_of(checkpoint, *part)
+                kind, config, slices = slices_of(checkpoint, *part)
                 source = {"pretrained_model_name_or_path": None, "state_dict": slices}
+            elif checkpoint.unused_modules:
+                kind, config = class_to_read(checkpoint)
             loaded: Any = kind.from_pretrained(
                 **source,
-                config=checkpoint.config,
+                config=config,
                 dtype=dtype,
                 local_files_only=True,
                 trust_remote_code=checkpoint.spec.trust_remote_code,
@@ -309,8 +314,8 @@ def _refuse_holes(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
             f"the weights in {path} are not the whole model: {len(missing)} tensors are missing: {shorten(missing)}; "
             f"fetch or save the model again"
         )
-    if info["unexpected_keys"]:
-        names = sorted(info["unexpected_keys"])
+    unexpected = {*info["unexpected_keys"]} - {*checkpoint.unread, *checkpoint.unread.values()}
+    if names := sorted(name for name in unexpected if not within(name, checkpoint.unused_modules)):
         log.warning("%s: the model has no place for %d tensors: %s", path, len(names), shorten(names))
 
 
@@ -346,7 +351,18 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase | None:
         raise CheckpointError(_broken_tokenizer(folder, options, found, format_error(error))) from error
     if not usable:
         raise CheckpointError(_broken_tokenizer(folder, options, found, "it has no vocabulary"))
+    _take_processor_template(tokenizer, folder)
     return tokenizer
+
+
+def _take_processor_template(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Give a tokenizer without a chat template that of the folder's processor of images and text. Mutates `tokenizer`.
+
+    Older multimodal checkpoints have it in a file that transformers reads for processors alone.
+    """
+    file = folder / LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
+    if not tokenizer.chat_template and file.is_file() and isinstance(source := read_json(file).get("chat_template"), str):
+        tokenizer.chat_template = source
 
 
 def _broken_tokenizer(folder: Path, options: Mapping[str, Any], found: list[str], why: str) -> str:

@@ -1,53 +1,44 @@
-"""Models made by transformers: without memory, and one at a time in a process."""
+"""The model of a checkpoint without memory, and the class that its weights are read into."""
 
 from __future__ import annotations
 
-import copy
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
-from ..errors import CheckpointError, EngineError
-from ..process.log_suppression import quiet_transformers
 from .checkpoint import Checkpoint, read_config
 from .models import ModelSpec
+from .text_model import config_of, remove_modules, whole_model
 from .weight_files import StoredTensor, WeightFiles
 
 _STORED = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # as safetensors spells them
-_making = threading.RLock()
-
-
-@contextmanager
-def making_models() -> Iterator[list[str]]:
-    """A context in which one thread makes or reads models, since transformers changes process-wide settings meanwhile.
-
-    Yields the list that collects its warnings.
-    """
-    with _making, quiet_transformers() as said:
-        yield said
 
 
 def meta_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> Any:
-    """The checkpoint's model without memory, of `dtype`, or the configuration's. Raises CheckpointError if there is none."""
-    config = copy.deepcopy(checkpoint.config)  # transformers notes the type in it
-    of: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
-    with making_models(), torch.device("meta"):
-        try:
-            return AutoModelForCausalLM.from_config(
-                config, attn_implementation="eager", trust_remote_code=checkpoint.spec.trust_remote_code, **of
-            )
-        except (MemoryError, EngineError):
-            raise
-        except Exception as error:  # transformers and torch raise whatever sizes and names make them raise
-            raise CheckpointError(
-                f"{checkpoint.spec.path / 'config.json'} describes no model that transformers can make "
-                f"({type(error).__name__}: {error}); fetch or save it again"
-            ) from error
+    """The checkpoint's model without memory, of `dtype`, or the configuration's, without parts that text does not need.
+
+    Raises CheckpointError if there is none.
+    """
+    spec = checkpoint.spec
+    model = whole_model(checkpoint.config, spec.path, dtype, trust_remote_code=spec.trust_remote_code)
+    remove_modules(model, checkpoint.unused_modules)
+    return model
+
+
+def class_to_read(checkpoint: Checkpoint, change: Callable[[Any], None] = lambda model: None) -> tuple[type[Any], Any]:
+    """The class of the checkpoint's model, and the configuration that it takes.
+
+    New models lack the parts that text does not need, and `change` gets each, before weights are read into it.
+    """
+    kind = type(meta_model(checkpoint))
+
+    def changed(model: Any) -> None:
+        remove_modules(model, checkpoint.unused_modules)
+        change(model)
+
+    return changed_class(kind, changed), config_of(kind, checkpoint.config)
 
 
 def outlined(spec: ModelSpec) -> Checkpoint:
@@ -55,7 +46,7 @@ def outlined(spec: ModelSpec) -> Checkpoint:
 
     Raises what `Checkpoint.open` raises for a configuration.
     """
-    bare = Checkpoint(spec, read_config(spec), WeightFiles((), safetensors=True), (), {})
+    bare = Checkpoint(spec, read_config(spec), WeightFiles((), safetensors=True), (), {}).of_text()
     model = meta_model(bare)
     kept = model.state_dict().keys()
     tensors = [*model.named_parameters(), *((name, one) for name, one in model.named_buffers() if name in kept)]

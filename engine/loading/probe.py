@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import masking_utils
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import AttentionInterface
 
@@ -54,7 +55,9 @@ TOLERANCES = {torch.float32: (1e-2, 2e-5), torch.float16: (0.1, 1e-2), torch.bfl
 
 # Keywords of attention functions that do not affect causal attention.
 HARMLESS = {"cache_position", "layer_idx", "output_attentions", "output_hidden_states", "output_router_logits"}
-HARMLESS |= {"position_ids", "return_dict", "use_cache", "past_key_values"}
+HARMLESS |= {"position_ids", "return_dict", "use_cache", "past_key_values", "logits_to_keep"}
+
+_OVERLAY = "blockwise_overlay"  # transformers' function of a mask rule, in `masking_utils`
 
 _registries = threading.Lock()  # transformers' registries are process-wide
 
@@ -96,7 +99,7 @@ class _Probe:
         num_blocks = 1 + self.blocks * few.num_tables
         arena = TensorArena(few.extents_for_blocks(num_blocks), few.extent_bytes, self.device)
         self.storage = Storage(few, arena, self.device)
-        self.tokens = random_tokens(self.config, NUM_TOKENS + OTHER_TOKENS).to(self.device)
+        self.tokens = random_tokens(model.config, NUM_TOKENS + OTHER_TOKENS).to(self.device)
 
     def run(self) -> None:
         """Raises UnsupportedModel."""
@@ -328,21 +331,23 @@ class _Watch:
     @contextmanager
     def installed(self, name: str) -> Iterator[None]:
         """A context in which models with attention implementation `name` use this watch."""
-        registries = (
-            (AttentionInterface._global_mapping, self.attend),
-            (AttentionMaskInterface._global_mapping, self.make_mask),
-        )
-        before = [mapping.get(name) for mapping, _ in registries]
-        for mapping, function in registries:
-            mapping[name] = function
+        registries = [
+            (AttentionInterface._global_mapping, name, self.attend),
+            (AttentionMaskInterface._global_mapping, name, self.make_mask),
+        ]
+        if (overlay := getattr(masking_utils, _OVERLAY, None)) is not None:
+            registries.append((vars(masking_utils), _OVERLAY, _of_any_position(overlay)))
+        before = [mapping.get(key) for mapping, key, _ in registries]
+        for mapping, key, function in registries:
+            mapping[key] = function
         try:
             yield
         finally:
-            for (mapping, _), function in zip(registries, before, strict=True):
+            for (mapping, key, _), function in zip(registries, before, strict=True):
                 if function is None:
-                    mapping.pop(name, None)
+                    mapping.pop(key, None)
                 else:
-                    mapping[name] = function
+                    mapping[key] = function
 
     def make_mask(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         """transformers' eager mask, recorded with its rule."""
@@ -387,6 +392,24 @@ class _Watch:
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
 
+def _of_any_position(overlay: Callable[[torch.Tensor], Callable[..., Any]]) -> Callable[[torch.Tensor], Callable[..., Any]]:
+    """transformers' mask rule of tokens that see their whole block, such as an image, from the block of each of the prompt's
+    tokens, int64 [batch, tokens], for positions beyond the prompt too: they are of no block.
+    """
+
+    def make(blocks: torch.Tensor) -> Callable[..., Any]:
+        rule, last = overlay(blocks), blocks.shape[-1] - 1
+
+        def sees(batch: Any, head: Any, query: Any, key: Any) -> Any:
+            queries, keys = (torch.as_tensor(positions, device=blocks.device) for positions in (query, key))
+            known = rule(batch, head, queries.clamp(max=last), keys.clamp(max=last))
+            return known & (queries <= last) & (keys <= last)
+
+        return sees
+
+    return make
+
+
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.dtype == other.dtype
 
@@ -412,9 +435,14 @@ def _implementation_kept(model: Any) -> Iterator[None]:
 
 
 def random_tokens(config: Any, count: int) -> torch.Tensor:
-    """int64 [count], without ids named in the config (padding, images) if the vocabulary allows."""
-    named = {v for k, v in vars(config).items() if k.endswith(("_id", "_index", "_ids")) and isinstance(v, int)}
-    usual = [t for t in range(config.vocab_size) if t not in named] or list(range(config.vocab_size))
+    """int64 [count], without ids named in the config (padding, images) if the vocabulary allows.
+
+    `config` is a text config, or one that has one.
+    """
+    text = config.get_text_config(decoder=True)
+    both = [*vars(config).items(), *vars(text).items()]
+    named = {v for k, v in both if k.endswith(("_id", "_index", "_ids")) and isinstance(v, int)}
+    usual = [t for t in range(text.vocab_size) if t not in named] or list(range(text.vocab_size))
     return torch.from_numpy(np.random.default_rng(1).choice(usual, count).astype(np.int64))
 
 

@@ -79,7 +79,7 @@ def calibration_tokens(tokenizer: Any | None, config: Any, count: int = TOKENS) 
         text = Path(str(demo_model.__file__)).with_name("heldout.txt").read_text("utf-8")
         with quiet_transformers():  # which warn of texts beyond the model's context
             ids = tokenizer.encode(text.replace("%%\n", ""))[:count]
-    if len(ids) < count or len(set(ids)) < _LEAST_DISTINCT or max(ids) >= config.vocab_size:
+    if len(ids) < count or len(set(ids)) < _LEAST_DISTINCT or max(ids) >= config.get_text_config(decoder=True).vocab_size:
         return random_tokens(config, count)
     return torch.tensor(ids)
 

@@ -25,6 +25,7 @@ from .meta_models import meta_model
 from .probe import random_tokens
 from .quantized_cache import QuantizedCache
 from .slices import shrink
+from .text_model import within
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ def quantize_model(
         done = "from the cache"
     else:
         tokens = min(NUM_TOKENS[1], checkpoint.context_length or NUM_TOKENS[1])
-        ids = random_tokens(model.config.get_text_config(decoder=True), NUM_TOKENS[0] * tokens)
+        ids = random_tokens(model.config, NUM_TOKENS[0] * tokens)
         mapped = MappedFiles(checkpoint.weights.paths)
         kept = quantize_linears(model, quantization, ids.view(NUM_TOKENS[0], tokens), mapped.give_back)
         if key is not None:
@@ -89,12 +90,16 @@ def quantized_bytes(
         model = loaded.model
     head, total = model.get_output_embeddings(), 0
     kept = latent_projections(model) if checkpoint.caches_latents else frozenset()
-    for module in model.modules():
+    for name, module in model.named_modules():
+        if within(name, checkpoint.unused_modules):
+            continue
         if quantizable(module) and module not in kept:
             n, k = module.weight.shape
             total += weight_bytes(n, k, "int8" if module is head else quantization)
     types = parameter_types(model, dtype)
     for name, parameter in _plain_parameters(model, kept):
+        if within(name, checkpoint.unused_modules):
+            continue
         wanted = types.get(name, parameter.dtype)
         if loaded is None or parameter.dtype != wanted:
             total += parameter.numel() * wanted.itemsize

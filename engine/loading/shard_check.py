@@ -23,8 +23,9 @@ from ..cpu.linears import NativeLinear
 from ..errors import CheckpointError, UnsupportedModel
 from ..process.log_suppression import quiet_transformers
 from .checkpoint import Checkpoint
-from .meta_models import changed_class, making_models, meta_model
+from .meta_models import class_to_read, meta_model
 from .probe import random_tokens
+from .text_model import making_models
 
 log = logging.getLogger(__name__)
 
@@ -52,10 +53,11 @@ def reference_logits(checkpoint: Checkpoint, device: torch.device, dtype: torch.
     """
     whole = meta_model(checkpoint)
     num_layers = _layers_within(whole, dtype, budget_bytes)
-    config = copy.deepcopy(checkpoint.config)  # which models change
+    kind, config = class_to_read(checkpoint, lambda made: _keep_first(made, num_layers))
+    config = copy.deepcopy(config)  # which models change
     with making_models() as said, torch.inference_mode():
         try:
-            model: Any = changed_class(type(whole), lambda made: _keep_first(made, num_layers)).from_pretrained(
+            model: Any = kind.from_pretrained(
                 str(checkpoint.spec.path),
                 config=config,
                 dtype=dtype,
@@ -70,7 +72,7 @@ def reference_logits(checkpoint: Checkpoint, device: torch.device, dtype: torch.
             details = "; ".join([f"{type(error).__name__}: {error}", *said])
             raise CheckpointError(f"the weights in {checkpoint.spec.path} cannot be loaded: {details}") from error
         model = model.eval().to(device)
-        tokens = random_tokens(config.get_text_config(decoder=True), NUM_TOKENS)[None].to(device)
+        tokens = random_tokens(config, NUM_TOKENS)[None].to(device)
         try:
             logits = model(input_ids=tokens, use_cache=False).logits[0].float().cpu()
         except torch.OutOfMemoryError:

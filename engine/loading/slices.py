@@ -17,20 +17,22 @@ from ..collectives.group import ShardGroup
 from ..collectives.sharded_modules import DividedEmbedding, GatheredHead, Reduced
 from .checkpoint import Checkpoint
 from .division import Division
-from .meta_models import changed_class, meta_model
+from .meta_models import class_to_read
 
 
-def slices_of(checkpoint: Checkpoint, division: Division, rank: int) -> tuple[type[Any], dict[str, torch.Tensor]]:
-    """The class of shard `rank`'s model, and its tensors under the checkpoint's names."""
-    part = changed_class(type(meta_model(checkpoint)), lambda model: shrink(model, division, rank))
+def slices_of(checkpoint: Checkpoint, division: Division, rank: int) -> tuple[type[Any], Any, dict[str, torch.Tensor]]:
+    """The class of shard `rank`'s model, the configuration that it takes, and its tensors under the checkpoint's names."""
+    part, config = class_to_read(checkpoint, lambda model: shrink(model, division, rank))
     tensors: dict[str, torch.Tensor] = {}
     for path in checkpoint.weights.paths:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118  # it is no mapping
+                if name in checkpoint.unread:
+                    continue
                 tensor = file.get_tensor(name)
                 cut = division.cut_of(name, tensor.shape)
                 tensors[name] = tensor if cut is None else cut.of(tensor, rank)
-    return part, tensors
+    return part, config, tensors
 
 
 def shrink(model: nn.Module, division: Division, rank: int) -> None:

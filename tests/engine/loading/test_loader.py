@@ -324,10 +324,22 @@ def test_code_in_the_folder_runs_only_when_trusted(folder: Path, tmp_path: Path,
     (folder / "own.py").write_text(CODE)
     names = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
     edit_json(folder / "config.json", model_type="own", auto_map=names)
-    with pytest.raises(ConfigError, match="trust_remote_code"):
-        opened(folder)
+    with pytest.raises(ConfigError, match=r"runs by Python code in its own folder .* set trust_remote_code to true"):
+        LLM(folder, device="cpu")
+    assert not (tmp_path / "modules").exists(), "the code was neither copied nor run"
+    edit_json(folder / "config.json", auto_map={"AutoConfig": "own.OwnConfig", "AutoModel": "own.OwnModel"})
+    with pytest.raises(UnsupportedModel, match=r"does not continue text: .* nor has the code in its folder"):
+        opened(folder, trust_remote_code=True)
+    edit_json(folder / "config.json", auto_map=names)
     model = load_model(opened(folder, trust_remote_code=True), CPU, torch.float32)
     assert type(model).__name__ == "OwnModel"
+    row = torch.tensor([[7, 3, 9, 11]])
+    with LLM(folder, device="cpu", trust_remote_code=True, kv_memory="4MiB", max_model_len=32, share=False) as llm:
+        (output,) = llm.generate([row[0].tolist()], SamplingParams(max_new_tokens=6, temperature=0, ignore_eos=True))
+    with torch.inference_mode():
+        for token in output.token_ids:
+            assert token == int(model(input_ids=row, use_cache=False).logits[0, -1].argmax())
+            row = torch.cat([row, torch.tensor([[token]])], 1)
 
 
 def test_ids_and_sizes(saved: Path) -> None:
@@ -500,6 +512,17 @@ def test_tokenizer_and_its_options(with_tokenizer: Path) -> None:
     assert tokenizer is not None
     assert tokenizer.encode("the tide rises") == [1, 2, 3]
     assert (tokenizer.padding_side, tokenizer.model_max_length, tokenizer.eos_token_id) == ("left", 9, 4)
+
+
+def test_the_chat_template_of_a_processor(with_tokenizer: Path) -> None:
+    (with_tokenizer / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}"}))
+    tokenizer = load_tokenizer(spec_of(with_tokenizer))
+    assert tokenizer is not None
+    assert tokenizer.chat_template == "{{ messages[0].content }}"
+    (with_tokenizer / "chat_template.jinja").write_text("the tokenizer's own")
+    tokenizer = load_tokenizer(spec_of(with_tokenizer))
+    assert tokenizer is not None
+    assert tokenizer.chat_template == "the tokenizer's own"
 
 
 def test_broken_tokenizers(with_tokenizer: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from families import tiny
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from pagetide import LLM
 from pagetide.cache.geometry import Geometry
@@ -139,7 +139,7 @@ def test_logits_that_are_no_numbers_are_refused() -> None:
 
 
 def test_the_text_is_read_by_the_models_tokenizer() -> None:
-    tokenizer, config = AutoTokenizer.from_pretrained(FOLDER), SimpleNamespace(vocab_size=4096)
+    tokenizer, config = AutoTokenizer.from_pretrained(FOLDER), PreTrainedConfig(vocab_size=4096)
     tokens = calibration_tokens(tokenizer, config, 40)
     assert tokens.dtype == torch.int64 and len(tokens) == 40
     assert tokenizer.decode(tokens, skip_special_tokens=True).startswith("CORIOLANUS:\nAway!\n\nMENENIUS:\nHow! away!")
@@ -147,7 +147,7 @@ def test_the_text_is_read_by_the_models_tokenizer() -> None:
 
 def test_random_ids_take_its_place() -> None:
     """Without a tokenizer; of a short text, of unknown words only, of ids outside the vocabulary."""
-    config = SimpleNamespace(vocab_size=100)
+    config = PreTrainedConfig(vocab_size=100)
     for ids in (None, [5, 6, 7], [5] * 300, [*range(60, 360)]):
         tokenizer = None if ids is None else SimpleNamespace(encode=lambda text, ids=ids: ids)
         assert torch.equal(calibration_tokens(tokenizer, config, 50), random_tokens(config, 50))
