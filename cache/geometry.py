@@ -15,6 +15,10 @@ With unequal layers it is the concatenation of each layer's K piece and V piece:
 its K (`v_in_k`) has only a K piece. Elements of one byte (`SCALED`) come with a float16 scale for each token and head; the
 scales of all layers lie behind the pieces: `[block_size, num_kv_heads]` of each layer's K, then of its V.
 
+Recurrent and convolution layers have states instead, of a fixed size for each sequence. All states of a sequence lie in
+`state_blocks` blocks of the same pool: each state is cut along its first dimension into parts that fit into a block, and the
+parts fill the blocks, the largest first (docs/decisions/0059-states.md).
+
 Pieces begin at multiples of 64 bytes: a cache line, and the alignment of vector loads. The end of a block is padded so
 that `blocks_per_extent` strides are a whole number of granules. An extent thus holds whole blocks, and block `i` lies
 at byte `i * block_stride` of the arena.
@@ -26,9 +30,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
+from math import prod
 from typing import Any, Self
 
-from .layer_groups import LayerGroup, blocks_to_hold, most_columns_in, split_into_tables
+from .layer_groups import LayerGroup, blocks_to_hold, most_columns_in, split_into_tables, state_group
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 SCALED = ("int8", "float8_e4m3fn")  # element types that stand for themselves times a scale
@@ -46,8 +51,52 @@ class GeometryError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class StateShape:
+    """One state of a layer for one sequence: the last inputs of a convolution, or what a recurrence keeps.
+
+    `kind` is "conv" or "recurrent"; `index` tells the layer's states of one kind apart.
+    """
+
+    kind: str
+    index: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one item of the first dimension."""
+        return prod(self.shape[1:]) * ITEM_BYTES[self.dtype]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the state."""
+        return self.shape[0] * self.item_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StatePlace:
+    """Where a layer's state lies in the blocks of all states of a sequence: its parts, equal cuts of its first dimension.
+
+    Part i begins at byte `offsets[i]` of block `blocks[i]` of these.
+    """
+
+    layer: int
+    state: StateShape
+    blocks: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FoundLayer:
+    """What a layer hands to the cache in a forward pass: its states, and the shape of K and V for a token, if it attends."""
+
+    states: tuple[StateShape, ...] = ()
+    kv: tuple[int, int, int] | None = None  # num_kv_heads, k_dim, v_dim
+
+
+@dataclass(frozen=True, slots=True)
 class LayerShape:
-    """One layer's K and V for one token: `[num_kv_heads, k_dim]` and `[num_kv_heads, v_dim]`.
+    """One layer's K and V for one token: `[num_kv_heads, k_dim]` and `[num_kv_heads, v_dim]`, and its states.
 
     `shares` is the layer from which this one reads K and V instead of having its own. 0 heads: a layer without attention.
     `v_in_k` says that V is the first `v_dim` elements of K, so that only K is stored. `window` and `chunked` are those of the
@@ -62,6 +111,7 @@ class LayerShape:
     v_in_k: bool = False
     window: int | None = None
     chunked: bool = False
+    states: tuple[StateShape, ...] = ()
 
     @property
     def stored_dims(self) -> tuple[int, ...]:
@@ -94,8 +144,8 @@ class Geometry:
             raise GeometryError(f"granule_bytes must be a power of two from {ALIGNMENT}, got {self.granule_bytes}")
         for index, layer in enumerate(self.layers):
             _check_layer(self.layers, index, layer)
-        if not self.kv_bytes_per_token:
-            raise GeometryError("no layer has K and V of its own: there is nothing to cache")
+        if not self.kv_bytes_per_token and not self.state_bytes:
+            raise GeometryError("no layer has K and V of its own, or a state: there is nothing to cache")
         _check_tables(self._own)
 
     @classmethod
@@ -109,12 +159,14 @@ class Geometry:
         extent_target_bytes: int = EXTENT_TARGET_BYTES,
         latents: bool = True,
         max_tokens: int | None = None,
+        found: Sequence[FoundLayer] = (),
     ) -> Self:
         """The geometry of the model described by `config`, a transformers config. Raises GeometryError.
 
-        `latents` as for `layer_shapes`. `max_tokens` are the most tokens of a sequence: windows that hold them are none.
+        `latents` and `found` as for `layer_shapes`. `max_tokens` are the most tokens of a sequence: windows that hold them are
+        none.
         """
-        layers = layer_shapes(config, latents=latents)
+        layers = layer_shapes(config, latents=latents, found=found)
         tables = in_tables(layers, block_size, max_tokens)
         return cls(tables, block_size, dtype, granule_bytes, extent_target_bytes)
 
@@ -146,7 +198,11 @@ class Geometry:
 
     @cached_property
     def block_bytes(self) -> int:
-        """Bytes of K and V in a block, without padding; if tables differ, in one of the table with the most."""
+        """Bytes of K and V in a block, without padding; if tables differ, in one of the table with the most; without K and V
+        those of a state's part.
+        """
+        if not self.num_tables:
+            return self.payload_bytes
         of_tables = [0] * self.num_tables
         for layer in self._own:
             of_tables[layer.table] += self.token_bytes(layer)
@@ -161,19 +217,64 @@ class Geometry:
 
     @cached_property
     def groups(self) -> tuple[LayerGroup, ...]:
-        """The groups of layers, in the order of their tables."""
+        """The groups of layers, in the order of their tables; that of states comes last."""
         tables = {layer.table: (layer.window, layer.chunked) for layer in self._own}
-        return tuple(LayerGroup(len(list(run)), *kind) for kind, run in groupby(tables[table] for table in sorted(tables)))
+        kinds = groupby(tables[table] for table in sorted(tables))
+        of_kv = tuple([LayerGroup(len(list(run)), *kind) for kind, run in kinds])
+        return (*of_kv, state_group(self.state_blocks)) if self.state_bytes else of_kv
 
-    @property
+    @cached_property
     def num_tables(self) -> int:
-        """Block tables of a sequence: those of all groups."""
-        return sum(group.num_tables for group in self.groups)
+        """Block tables of a sequence for K and V: those of all groups, but that of states."""
+        return 1 + max((layer.table for layer in self._own), default=-1)
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes from a block's start to the end of its last piece, in the longest table: what a copy has to transfer."""
-        return max((self._scale_layout if self.has_scales else self._layout)[1])
+        """Bytes from a block's start to the end of its last piece, in the longest table, or of its last part of a state: what a
+        copy has to transfer.
+        """
+        ends = (self._scale_layout if self.has_scales else self._layout)[1]
+        states = [state for layer in self.layers for state in layer.states]
+        least = (state.item_bytes if ends else state.num_bytes for state in states)  # parts, or whole states
+        return max([*ends, *(_align(size, ALIGNMENT) for size in least)])
+
+    # --- states
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Bytes of all states of a sequence."""
+        return sum(state.num_bytes for layer in self.layers for state in layer.states)
+
+    @property
+    def state_blocks(self) -> int:
+        """Blocks with the states of a sequence."""
+        return 1 + max((max(place.blocks) for place in self.state_places), default=-1)
+
+    @cached_property
+    def state_places(self) -> tuple[StatePlace, ...]:
+        """Where the states of all layers lie, in the order of layers.
+
+        The parts of the largest fill blocks first; smaller ones go where room is left.
+        """
+        states = [(index, state) for index, layer in enumerate(self.layers) for state in layer.states]
+        cuts = [_num_parts(state, self.payload_bytes) for _, state in states]
+        sizes = [_align(state.num_bytes // parts, ALIGNMENT) for (_, state), parts in zip(states, cuts, strict=True)]
+        places: dict[int, StatePlace] = {}
+        used: list[int] = []  # bytes of each block
+        first, last_size = 0, 0  # blocks before `first` have no room for parts of this size
+        for number in sorted(range(len(states)), key=lambda number: -sizes[number]):
+            size, parts = sizes[number], []
+            first, last_size = (first if size == last_size else 0), size
+            for _ in range(cuts[number]):
+                while first < len(used) and used[first] + size > self.payload_bytes:
+                    first += 1
+                if first == len(used):
+                    used.append(0)
+                parts.append((first, used[first]))
+                used[first] += size
+            blocks, offsets = zip(*parts, strict=True)
+            places[number] = StatePlace(*states[number], blocks, offsets)
+        return tuple([places[number] for number in range(len(states))])
 
     @property
     def block_stride(self) -> int:
@@ -269,8 +370,8 @@ class Geometry:
         pieces: list[tuple[int, int]] = []
         ends = list(starts)
         for layer, sizes in zip(self.layers, dims, strict=True):
-            if layer.shares is not None:
-                pieces.append(pieces[layer.shares])
+            if layer.shares is not None or not ends:  # no layer has K and V
+                pieces.append(pieces[layer.shares] if layer.shares is not None else (0, 0))
                 continue
             offsets = []
             for size in sizes:
@@ -303,12 +404,14 @@ class Geometry:
 LATENT_TYPES = frozenset({"axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu"})
 
 
-def layer_shapes(config: Any, *, latents: bool = True) -> tuple[LayerShape, ...]:
+def layer_shapes(config: Any, *, latents: bool = True, found: Sequence[FoundLayer] = ()) -> tuple[LayerShape, ...]:
     """The K and V that each layer of a transformers model passes to its attention function.
 
     `config` is a text config, or one that has one (`get_text_config`). Attribute names differ between families:
     aliases, per-layer lists, `per_layer_config` and `block_configs` are understood. With `latents`, layers of LATENT_TYPES
     have one head: its K is the latent and the rotated part, its V the latent. All are of one table; `in_tables` splits them.
+
+    `found`, what the model's layers were seen to hand to the cache, goes before the config's words for a model that has states.
     Raises GeometryError naming the missing attribute, or a layer that keeps a state other than K and V.
     """
     if hasattr(config, "get_text_config"):
@@ -316,6 +419,8 @@ def layer_shapes(config: Any, *, latents: bool = True) -> tuple[LayerShape, ...]
     num_layers = _need(config, "num_hidden_layers")
     if not 1 <= num_layers <= MOST_LAYERS:
         raise GeometryError(f"num_hidden_layers must be from 1 to {MOST_LAYERS:,}, got {num_layers:,}")
+    if found:
+        return _found_shapes(config, found, num_layers)
     types = _layer_types(config, num_layers)
     views = _layer_configs(config, num_layers)
     sources = _sources(config, num_layers, types)
@@ -328,6 +433,19 @@ def layer_shapes(config: Any, *, latents: bool = True) -> tuple[LayerShape, ...]
         shape if source is None else replace(shapes[source], shares=source)
         for shape, source in zip(shapes, sources, strict=True)
     )
+
+
+def _found_shapes(config: Any, found: Sequence[FoundLayer], num_layers: int) -> tuple[LayerShape, ...]:
+    """The layers as they were seen. The config tells their windows."""
+    types = _first(config, "layer_types") or [""] * num_layers
+    if not len(found) == len(types) == num_layers:
+        raise GeometryError(f"the model has {len(found)} layers with a cache, {len(types)} types and {num_layers} layers")
+    shapes = []
+    for index, (layer, kind) in enumerate(zip(found, types, strict=True)):
+        kind = "sliding_attention" if "sliding" in kind else kind
+        window = _window(config, index, kind) if layer.kv else {}
+        shapes.append(LayerShape(*(layer.kv or (0, 0, 0)), **window, states=layer.states))
+    return tuple(shapes)
 
 
 def in_tables(layers: tuple[LayerShape, ...], block_size: int, max_tokens: int | None = None) -> tuple[LayerShape, ...]:
@@ -534,6 +652,17 @@ def _check_layer(layers: Sequence[LayerShape], index: int, layer: LayerShape) ->
         raise GeometryError(f"layer {index} differs from layer {layer.shares}, but shares its K and V")
 
 
+def _num_parts(state: StateShape, block_bytes: int) -> int:
+    """The equal parts of `state`, along its first dimension, that waste the least of a block; of some like these the fewest."""
+
+    def waste(parts: int) -> float:
+        size = _align(state.num_bytes // parts, ALIGNMENT)
+        return round(1 - block_bytes // size * (state.num_bytes // parts) / block_bytes, 2)
+
+    cuts = [n for n in range(1, state.shape[0] + 1) if state.shape[0] % n == 0 and state.num_bytes // n <= block_bytes]
+    return min(cuts, key=lambda parts: (waste(parts), parts))
+
+
 def _check_tables(own: tuple[LayerShape, ...]) -> None:
     tables: dict[int, tuple[int | None, bool]] = {}
     for layer in own:
@@ -550,6 +679,8 @@ def _layer_name(layer: LayerShape) -> str:
     if layer.shares is not None:
         return f"={layer.shares}"
     name = f"{layer.num_kv_heads}x({layer.k_dim}{'>' if layer.v_in_k else '+'}{layer.v_dim})"
+    for state in layer.states:
+        name += f"+{state.kind}{state.index}:{'x'.join(map(str, state.shape))}:{state.dtype}"
     return f"{name}@{layer.table}" if layer.table else name
 
 

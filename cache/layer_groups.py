@@ -3,13 +3,16 @@
     full        a token reads all tokens up to its own
     window      the last `window` tokens, its own included
     chunked     those since the last multiple of `window`
+    state       the state behind the token before: what recurrent and convolution layers keep instead of K and V
 
 All blocks of a pool have one size, so that any block can serve any group and no memory is split between groups. A
 group with more layers than a block holds therefore has several tables, with entries that come and go together:
 
     34 layers, 29 of them with a window, 5 to a block:   1 table of the full layers, 6 tables of the others
 
-docs/decisions/0053-groups-of-layers.md gives the reasons.
+A state lies in as many blocks as it has bytes for, whatever the length of the sequence.
+
+docs/decisions/0053-groups-of-layers.md and 0059-states.md give the reasons.
 """
 
 from __future__ import annotations
@@ -31,11 +34,15 @@ _Positions = TypeVar("_Positions", int, npt.NDArray[np.int64])
 class LayerGroup:
     """The layers that read the same part of a sequence: the last `window` tokens (None: all), or, if `chunked`, those since
     the last multiple of `window`. Raises ValueError.
+
+    With `is_state`, the layers that have a state behind each token, of which the next token reads the newest: a sequence has
+    one, in `num_tables` blocks.
     """
 
     num_tables: int = 1
     window: int | None = None
     chunked: bool = False
+    is_state: bool = False
 
     def __post_init__(self) -> None:
         if self.num_tables < 1 or (self.window is not None and self.window < 1) or (self.chunked and not self.window):
@@ -54,7 +61,16 @@ class LayerGroup:
         """The most blocks of a table that a token reads, its own block included; None for a group without a window."""
         if self.window is None:
             return None
+        if self.is_state:
+            return 1
         return -(-self.window // block_size) if self.chunked else -(-(self.window - 1) // block_size) + 1
+
+
+def state_group(num_blocks: int) -> LayerGroup:
+    """The group of layers with states, of which those of a sequence take `num_blocks` blocks: a token reads the state behind
+    the one before it.
+    """
+    return LayerGroup(num_blocks, window=2, is_state=True)
 
 
 def blocks_to_hold(groups: Sequence[LayerGroup], columns: int, block_size: int) -> int:

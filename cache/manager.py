@@ -38,7 +38,7 @@ from .prefix_hash import Chain, NullHasher, PrefixHasher
 from .prefix_index import PrefixHit, PrefixIndex
 from .resizing import PoolResizer
 from .reuse_density import ReuseDensity
-from .row_tables import Computed, RowTables
+from .row_tables import BlockMoves, Computed, RowTables
 from .swapping import Swapping
 from .window_blocks import WindowBlocksOfGroups
 
@@ -99,7 +99,7 @@ class CacheManager:
             tables.anchors.num_blocks,
             Lru if hasher is None else eviction,
             num_slots=slots,
-            windows=WindowBlocksOfGroups([group for group, _ in tables.others], size, self.pool.num_blocks, slots, num_nodes),
+            windows=WindowBlocksOfGroups(tables.window_groups, size, self.pool.num_blocks, slots, num_nodes),
         )
         if events is not None:
             self.index.report_to(events)
@@ -150,13 +150,18 @@ class CacheManager:
         """
         self.row_tables.release_passed(rows, computed, self.swapping)
 
-    def reach(self, row: int, upto: int, room: int) -> tuple[int, tuple[TableUpdate, ...]]:
-        """Extend the tables of windows of `row` for a chunk that ends at `upto` tokens, or before.
+    def reach(self, row: int, start: int, upto: int, room: int) -> tuple[int, Extension]:
+        """Extend the tables of windows of `row` for a chunk from `start` that ends at `upto` tokens, or before.
 
         Of more than one entry, at most `room` blocks are taken. Returns the tokens that the tables reach, at most `upto`, and
-        the table entries. The tables without a window have theirs from the row's admission on.
+        the table entries. The tables without a window have theirs from the row's admission on. With states, the chunk ends
+        where one is to be kept.
         """
-        return self.row_tables.reach(row, upto, room, self.swapping)
+        reached, updates, moves = self.row_tables.reach(row, start, upto, room, self.swapping)
+        return reached, Extension(updates, self._copies(moves))
+
+    def _copies(self, moves: BlockMoves | None) -> BlockCopies | None:
+        return None if moves is None else BlockCopies(self._bytes_at[moves[0]], moves[1])
 
     def fork(self, parent: int, child: int, num_tokens: int, upto: int | None = None) -> Extension | None:
         """Share the first `num_tokens` tokens of row `parent` with row `child` (empty), and make room for `upto` (None:
@@ -219,7 +224,10 @@ class CacheManager:
         tail = [table.blocks[:, row, full] for table in self.tables if num_tail]
         self.swapping.suspended.take_tail(name, np.concatenate([self._bytes_at[:0], *tail]))
         waits = self.host.num_owed > owed or self._is_arriving(row, full)
-        return Extension(updates, num_computed=hit.num_tokens + num_tail, waits=waits)
+        copies = self._copies(self.row_tables.state_moves(row, hit, self.swapping))
+        if copies is not None:
+            self.swapping.trim()
+        return Extension(updates, copies, num_computed=hit.num_tokens + num_tail, waits=waits)
 
     def _is_arriving(self, row: int, full: int) -> bool:
         """Whether the next plan copies to one of the first `full` blocks of `row`."""
@@ -234,6 +242,7 @@ class CacheManager:
         updates = self._commit(row, chain, num_tokens // self.block_size)
         if is_prompt:
             self.row_tables.keep_end(row, num_tokens, self.index)
+        self.row_tables.keep_state(row, num_tokens, self.index)
         return updates
 
     def _commit(self, row: int, chain: Chain, full: int) -> tuple[TableUpdate, ...]:
@@ -270,7 +279,7 @@ class CacheManager:
         kept, unless no slot is available or the blocks before it are not all findable.
         """
         full, rest = divmod(num_tokens, self.block_size)
-        keeps = rest and self._committed[row] == full
+        keeps = rest and self._committed[row] == full and not self.row_tables.has_states
         tail = [table.blocks[:, row, full] for table in self.tables if keeps]
         self.swapping.suspended.keep(name, chain, num_tokens, np.concatenate([self._bytes_at[:0], *tail]))
 

@@ -17,6 +17,7 @@ from .prefix_index import PrefixHit, PrefixIndex
 from .swapping import Swapping
 
 Updates = tuple[TableUpdate, ...]
+BlockMoves = tuple[BlockIds, BlockIds]  # sources and targets
 Computed = Callable[[Index], Index]  # of rows: the tokens that are computed and that nothing behind them computes again
 
 
@@ -48,11 +49,22 @@ class RowTables:
         self.anchors = pool
         self.others: tuple[tuple[LayerGroup, BlockTables], ...] = ()  # the groups of other tables
         self.with_bytes: tuple[BlockTables, ...] = (self.anchor,)
-        self.num_tables = sum(group.num_tables for group in groups)
+        # Those that grow with the tokens of a row.
+        self.num_tables = sum(group.num_tables for group in groups if not group.is_state)
 
     def emptied(self, pool: BlockAllocator) -> RowTables:
         """The same tables without entries, for blocks of `pool`."""
         return type(self)(pool, self.block_size, len(self.anchor.lengths), self.max_tokens, self.groups)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether layers have states."""
+        return False
+
+    @property
+    def window_groups(self) -> list[LayerGroup]:
+        """The groups with blocks that belong to nodes of the index."""
+        return []
 
     # -- what rows hold ----------------------------------------------------------------------------------------------
 
@@ -106,8 +118,8 @@ class RowTables:
             found.append(rows[np.isin(table.blocks[:, rows, columns], blocks).any(axis=0)])
         return np.unique(np.concatenate(found))
 
-    def slot_of(self, row: int, block: int) -> int:
-        """The place of `block` in the tables of `row`, which holds it."""
+    def slot_of(self, row: int, block: int) -> int | None:
+        """The place of `block` in the tables of `row`, which holds it; None: it holds a part of the row's state."""
         places = [np.nonzero(table.of(row) == block)[1] + table.starts[row] for table in self.with_bytes]
         return int(np.concatenate(places)[0])
 
@@ -165,9 +177,11 @@ class RowTables:
         """`extend` for decodes, each at a block border; windows give up what `release_passed` would release."""
         return self.extend(rows, upto, swapping)
 
-    def reach(self, row: int, upto: int, room: int, swapping: Swapping) -> tuple[int, Updates]:
-        """`CacheManager.reach`. Here a row has the entries of its prompt from its admission on."""
-        return upto, ()
+    def reach(self, row: int, start: int, upto: int, room: int, swapping: Swapping) -> tuple[int, Updates, BlockMoves | None]:
+        """`CacheManager.reach`: the tokens reached, the table entries, and the blocks to copy. Here a row has the entries of
+        its prompt from its admission on.
+        """
+        return upto, (), None
 
     def release_passed(self, rows: Index, computed: Computed, swapping: Swapping) -> None:
         """`CacheManager.release_passed`. Here every token is read by all behind it."""
@@ -181,6 +195,10 @@ class RowTables:
         self.pool.retain(blocks.ravel())
         shared = self.anchor.append(np.array([child]), np.array([full]), blocks)
         return merged([shared, self.extend(np.array([child]), np.array([upto]), swapping)])
+
+    def state_moves(self, row: int, hit: PrefixHit, swapping: Swapping) -> BlockMoves | None:
+        """The copies of the state behind `hit` to the blocks of `row`, which has begun; None: there is none."""
+        return None
 
     def begin(self, row: int, hit: PrefixHit, num_tail: int, upto: int, swapping: Swapping) -> Updates:
         """Let `row` (empty) begin with the blocks of `hit` and room for `upto` tokens; in tables of windows with what the next
@@ -203,6 +221,11 @@ class RowTables:
 
     def keep_end(self, row: int, num_tokens: int, index: PrefixIndex) -> None:
         """Keep the window blocks that are read behind any of the last of `num_tokens` tokens of `row`: all of a prompt."""
+
+    def keep_state(self, row: int, num_tokens: int, index: PrefixIndex) -> None:
+        """Keep the state of `row` behind `num_tokens`, its computed tokens, with the node of the last of them, if `reach` has
+        cut a chunk there.
+        """
 
     def release(self, rows: Index, index: PrefixIndex) -> None:
         """`CacheManager.release`."""

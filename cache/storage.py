@@ -21,7 +21,7 @@ from ..allocator.arena import Arena, NoPreparedExtents
 from ..allocator.errors import BlockMisuse, OutOfDeviceMemory
 from ..allocator.lease_record import HeldBounds
 from ..common.host_memory import free_host_bytes
-from .geometry import ITEM_BYTES, Geometry
+from .geometry import ITEM_BYTES, Geometry, StatePlace
 
 _DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
 _NULL_BLOCK = 0
@@ -46,6 +46,43 @@ class LayerCache:
     chunk: int | None = None
     key_scale: torch.Tensor | None = None
     value_scale: torch.Tensor | None = None  # with `v_in_k` that of the key
+
+
+class StateCache:
+    """One state of a layer in the arena: for each sequence `shape`, in parts that lie in blocks of the sequence."""
+
+    def __init__(self, memory: torch.Tensor, geometry: Geometry, place: StatePlace) -> None:
+        self.place = place
+        self.shape, self.dtype = place.state.shape, _DTYPES[place.state.dtype]
+        size = self.dtype.itemsize
+        part = place.state.num_bytes // len(place.blocks) // size
+        num_blocks, stride = len(memory) // geometry.block_stride, geometry.block_stride // size
+        by_offset: dict[int, list[int]] = {}
+        for number, offset in enumerate(place.offsets):
+            by_offset.setdefault(offset, []).append(number)
+        # Of each offset within a block: a view [num_blocks, part], the parts there, and the blocks of a sequence with these.
+        self._views = [
+            (
+                memory.view(self.dtype).as_strided((num_blocks, part), (stride, 1), offset // size),
+                torch.tensor(numbers, device=memory.device),
+                torch.tensor([place.blocks[number] for number in numbers], device=memory.device),
+            )
+            for offset, numbers in by_offset.items()
+        ]
+        self._parts = (len(place.blocks), part)
+
+    def read(self, blocks: torch.Tensor) -> torch.Tensor:
+        """The states `[n, *shape]` of sequences with `blocks`, int64 [n, state_blocks]: a copy."""
+        found = torch.empty((len(blocks), *self._parts), dtype=self.dtype, device=blocks.device)
+        for view, numbers, places in self._views:
+            found[:, numbers] = view[blocks[:, places]]
+        return found.view(len(blocks), *self.shape)
+
+    def write(self, blocks: torch.Tensor, states: torch.Tensor) -> None:
+        """Write the states `[n, *shape]` of sequences with `blocks`, int64 [n, state_blocks], distinct."""
+        parts = states.to(self.dtype).reshape(len(blocks), *self._parts)
+        for view, numbers, places in self._views:
+            view[blocks[:, places]] = parts[:, numbers]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,6 +126,7 @@ class Storage:
             self.blocks = memory.view(num_blocks, geometry.block_stride)  # uint8
             self._words = memory.view(torch.int64).view(num_blocks, -1)  # the same, in the widest items that copy fast
             self._layers = tuple(self._views(memory, layer) for layer in range(len(geometry.layers)))
+            self.states = tuple(StateCache(memory, geometry, place) for place in geometry.state_places)
 
     def layer(self, layer: int) -> LayerCache:
         """The views of one layer. A layer that shares another's K and V has the same memory, and `aliased` set."""

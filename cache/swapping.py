@@ -108,6 +108,9 @@ class Swapping:
             victims = victims[worth]
             victims = victims[self.index.findable(victims)]  # without descendants of an evicted block
         nodes = self.index.blocks.nodes_in(victims)
+        for window in self.index.windows:
+            if window.group.is_state:  # what computes them again is demoted
+                self.evicted_blocks += self.forget_window_blocks(window, nodes)
         sizes = 1 + self.index.windows.num_blocks(nodes)
         slots = self._take_slots(int(sizes.sum()), hit)
         from_last = np.cumsum(sizes[::-1])
@@ -135,7 +138,7 @@ class Swapping:
     def reclaim_trees(self, roots: BlockIds) -> None:
         """Demote or evict `roots`, without references: nodes with all descendants, and window blocks with their node's."""
         for window in self.index.windows:
-            self._forget_window_blocks(window, window.nodes_in(window.blocks, roots))
+            self.forget_window_blocks(window, window.nodes_in(window.blocks, roots))
         if not self._nodes_have_bytes:
             return
         roots = roots[self.index.findable(roots)]
@@ -168,6 +171,11 @@ class Swapping:
         self.demotion.registered(blocks, slots)
         self.host.free(slots)
 
+    def forget_window_blocks(self, window: WindowBlocks, nodes: Nodes) -> int:
+        """Forget the window blocks of `nodes`; the nodes stay. Returns the number of blocks."""
+        blocks, slots = window.evict(nodes)
+        return self._forget_places(BlockPlaces(_NO_SLOTS, slots, blocks))
+
     def replaced(self, slots: Int32) -> None:
         """`slots` held window blocks on the host that a row has computed again."""
         self._forget(slots)
@@ -194,7 +202,7 @@ class Swapping:
     def forget(self, blocks: BlockIds) -> None:
         """Forget `blocks`, which no table contains, without demoting them: nodes with their descendants, and window blocks."""
         for window in self.index.windows:
-            self._forget_window_blocks(window, window.nodes_in(window.blocks, blocks))
+            self.forget_window_blocks(window, window.nodes_in(window.blocks, blocks))
         if self._nodes_have_bytes:
             self._evict(blocks[self.index.findable(blocks)])
         self.forget_slots(self.host.owed(blocks))
@@ -250,7 +258,7 @@ class Swapping:
         """Evict passed window blocks, at least `num_blocks` if there are so many. Returns whether there were some."""
         for window in self.index.windows:
             if len(nodes := window.passed(-(-num_blocks // window.group.num_tables))):
-                self.evicted_blocks += self._forget_window_blocks(window, nodes)
+                self.evicted_blocks += self.forget_window_blocks(window, nodes)
                 return True
         return False
 
@@ -261,7 +269,7 @@ class Swapping:
             nodes = window.kept(-(-num_blocks // tables))
             if not len(nodes):
                 continue
-            if not self._nodes_have_bytes and self.host.demotes:
+            if not self._nodes_have_bytes and self.host.demotes and not window.group.is_state:
                 anchors = self.index.blocks.of_node[nodes]
                 worth = nodes[self.demotion.worth(anchors, self.host.least_chance)]
                 slots = self._take_slots(len(worth) * tables, hit)
@@ -271,7 +279,7 @@ class Swapping:
                     self._demote_window_blocks(window, worth, slots[: len(worth) * tables], hit)
                     window.stay_on_host(worth)
                 nodes = nodes[~np.isin(nodes, worth)]
-            self.evicted_blocks += self._forget_window_blocks(window, nodes)
+            self.evicted_blocks += self.forget_window_blocks(window, nodes)
             return True
         return False
 
@@ -285,7 +293,7 @@ class Swapping:
             if lacking > 0 and len(nodes := window.host_victims(-(-lacking // window.group.num_tables))):
                 if hit is not None:
                     nodes = nodes[~np.isin(nodes, hit.nodes)]
-                self._forget_window_blocks(window, nodes)
+                self.forget_window_blocks(window, nodes)
         lacking = n - self.host.num_free
         if lacking > 0:
             keep = _NO_SLOTS if hit is None else hit.slots
@@ -303,15 +311,10 @@ class Swapping:
     def _used_slots(self) -> Int32:
         return np.concatenate((self.index.slots.used, self.index.windows.slots))
 
-    def _forget_window_blocks(self, window: WindowBlocks, nodes: Nodes) -> int:
-        """Forget the window blocks of `nodes`, which nothing references; the nodes stay. Returns the number of blocks."""
-        blocks, slots = window.evict(nodes)
-        return self._forget_places(BlockPlaces(_NO_SLOTS, slots, blocks))
-
     def _forget_slots(self, slots: Int32) -> None:
         """Forget the contents of those of `slots` that have some, and descendants of nodes there."""
         for window in self.index.windows:
-            self._forget_window_blocks(window, window.nodes_in(window.slots, slots))
+            self.forget_window_blocks(window, window.nodes_in(window.slots, slots))
         self._forget_places(self.index.evict_slots(np.intersect1d(slots, self.index.slots.used)))
 
     def _forget_places(self, places: BlockPlaces) -> int:

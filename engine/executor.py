@@ -26,6 +26,7 @@ from .attention.choose import WatchedKernel
 from .attention.context import AttentionKernel
 from .attention.interface import register
 from .attention.latent import attend_to_latents
+from .attention.states import install as keep_states
 from .collectives.group import ALONE, ShardGroup
 from .config import EngineConfig
 from .cpu.fusion import fuse
@@ -94,6 +95,8 @@ def load_checked(
         if early is None:
             check(model)
         attend_to_latents(model, plan.geometry)
+        with torch.inference_mode():
+            keep_states(model, plan.geometry, tokens[None])
         specs = _check_attention(model, plan, tokenizer, checkpoint)
     return CheckedModel(model, tokenizer, specs)
 
@@ -157,7 +160,7 @@ def make_runner(
     runner = ModelRunner(model, kernel, rows, memory, max_step_tokens=config.max_step_tokens, group=group)
     if config.overlap is not None:
         runner.overlaps = config.overlap
-    if captures and config.cuda_graphs and device.type == "cuda":
+    if captures and config.cuda_graphs and device.type == "cuda" and not storage.states:
         _record(runner, num_rows)
     return runner
 

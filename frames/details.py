@@ -31,6 +31,9 @@ def block_details(scheduler: Scheduler, block: int) -> dict[str, Any]:
         position = cache.row_tables.slot_of(row, block)
         request = sequence.request
         details["rows"].append({"id": request.request_id, "label": request.label, "row": row, "position": position})
+        if position is None:
+            details["tokens"] = [0, int(rows.computed[row])]
+            continue
         first = position * cache.block_size
         last = min(first + cache.block_size, int(rows.computed[row]))
         details["tokens"] = [first, max(first, last)]

@@ -149,7 +149,12 @@ def _start(state: SchedulerState, sequence: Sequence) -> AdmissionPlan | None:
         if cache.row_tables.can_fork(leader.row, most):  # else it went on, and a window has passed
             return AdmissionPlan(cache.blocks_for(known) - cache.row_tables.shared_by_fork(most), NO_HIT, leader.row)
     hit = cache.lookup(sequence.chain, most)
-    return AdmissionPlan(cache.needed(known, hit), hit)
+    needed = cache.needed(known, hit)
+    if len(hit.nodes) and cache.row_tables.has_states and needed > room(state):
+        without = cache.needed(known, NO_HIT)  # a found state is copied, and there may be room for one only
+        if without <= room(state):
+            return AdmissionPlan(without, NO_HIT)
+    return AdmissionPlan(needed, hit)
 
 
 def _fits(state: SchedulerState, sequence: Sequence, start: AdmissionPlan) -> bool:

@@ -277,7 +277,7 @@ class Scheduler:
             if extension is None:
                 self.cache.release_passed(short, self.rows.computed.take)  # also what forks wait for
                 short = self._make_room(short)
-                now = self.cache.pool.available // self.cache.row_tables.num_tables
+                now = self.cache.pool.available // max(1, self.cache.row_tables.num_tables)
                 short, later = short[:now], short[now:]
                 extension = self.cache.extend(short, known[short])
                 assert extension is not None, "room was made for these rows"
@@ -350,9 +350,12 @@ class Scheduler:
             if to_score > self._scorable:
                 length = min(length, self._scorable)
         if length:
-            reached, tables = self.cache.reach(sequence.row, computed + length, admission.room(self.state))
-            if tables:
-                self.state.changes.tables.append(tables)
+            room = admission.room(self.state)
+            reached, extension = self.cache.reach(sequence.row, computed, computed + length, room)
+            if extension.tables:
+                self.state.changes.tables.append(extension.tables)
+            if extension.copies is not None:
+                self.state.changes.copies.append(extension.copies)
             length = reached - computed
             self._lacks_blocks |= not length and not self.cache.pool.pending_free_blocks
         self._scorable -= min(length, to_score)

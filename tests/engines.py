@@ -19,6 +19,7 @@ from pagetide.cache.prefix_hash import PrefixHasher
 from pagetide.cache.storage import Storage, TensorArena
 from pagetide.engine.attention.interface import NAME, register
 from pagetide.engine.attention.latent import attend_to_latents
+from pagetide.engine.attention.states import find_layers, install, may_have_states
 from pagetide.engine.attention.torch_kernel import TorchKernel
 from pagetide.engine.core import EngineCore
 from pagetide.engine.execution.host_pool import HostPool
@@ -89,9 +90,15 @@ class TinyEngine:
         caching: bool = False, host_slots: int = 0, cost: SwapCost | None = None, overlaps: bool = False,
         kv_dtype: str = "float32",
     ) -> None:  # fmt: skip
+        tokens = torch.arange(1, 6)[None]
         geometry = Geometry.from_config(
-            model.config, block_size=block_size, dtype=kv_dtype, max_tokens=max_model_len
+            model.config,
+            block_size=block_size,
+            dtype=kv_dtype,
+            max_tokens=max_model_len,
+            found=find_layers(model, tokens)[0] if may_have_states(type(model)) else (),
         ).with_extents(4096)
+        self.mixers = install(model, geometry, tokens)
         per_slot = geometry.blocks_for_tokens(160) / geometry.columns_for_tokens(160)
         longest = geometry.blocks_for_tokens(min(max_model_len, usable * block_size))
         usable, host_slots = max(math.ceil(usable * per_slot), longest), math.ceil(host_slots * per_slot)

@@ -1,6 +1,7 @@
 """A runner without a model: it keeps token ids where a model keeps K and V, so that a wrong block shows as a wrong token.
 
-With several block tables every one of them holds the token ids that its group of layers reads. The next token of a sequence
+With several block tables every one of them holds the token ids that its group of layers reads; the blocks of a row's state hold
+a hash of the tokens that it has seen. The next token of a sequence
 is a hash of everything read through its block tables; `continuation` computes the same from the plain list of tokens. What was
 never written is poison, and so is what lies in an extent without memory. The host tier is a pool of token ids too.
 """
@@ -58,6 +59,11 @@ def continuation(prompt, sampling: Sampling, most: int = 10_000) -> list[int]:
     return new
 
 
+def _state(tokens, num_blocks: int) -> np.ndarray:
+    """What the blocks of a state hold that has seen `tokens`: [num_blocks, 1]."""
+    return (next_token(tokens) + np.arange(num_blocks, dtype=np.int32))[:, None]
+
+
 class FakeRunner:
     """Executes plans over a pool of token ids. `fail` holds request ids whose chunks fail; with `refuses_map` or
     `refuses_unmap` the device says no; with `refuses_slots` the host has no memory for slots that were never written. With
@@ -74,7 +80,9 @@ class FakeRunner:
         host_slots: int = 0, groups: tuple[LayerGroup, ...] = (LayerGroup(),),
     ) -> None:  # fmt: skip
         self.block_size = block_size
-        self.group_of = [group for group in groups for _ in range(group.num_tables)]  # by table
+        self.group_of = [group for group in groups if not group.is_state for _ in range(group.num_tables)]  # by table
+        self.num_state_blocks = sum(group.num_tables for group in groups if group.is_state)
+        self.state_table = np.zeros((num_rows, self.num_state_blocks), np.int32)
         self.pool = np.full((num_blocks, block_size), UNMAPPED, np.int32)
         self.by_extent = self.pool.reshape(num_extents, -1)
         self.by_extent[list(mapped)] = POISON
@@ -129,12 +137,17 @@ class FakeRunner:
             self.asks[new.row] = new.sampling, new.num_prompt
         if plan.given is not None:
             self.tokens[plan.given.rows, plan.given.positions] = plan.given.tokens
-        for number, update in enumerate(plan.tables):
+        *of_kv, of_states = plan.tables if plan.tables and self.num_state_blocks else (*plan.tables, None)
+        if of_states is not None:
+            self.state_table[of_states.rows, of_states.columns] = of_states.blocks
+            assert UNMAPPED not in self.pool[of_states.blocks], "a state in memory that is gone"
+            self._poison(plan, of_states.blocks)
+        for number, update in enumerate(of_kv):
             self.tables[number, update.rows, update.columns] = update.blocks
             assert UNMAPPED not in self.pool[update.blocks], "a table names a block without memory"
             known = ~np.isin(update.rows, list(self.waits))
             written = self.written[update.rows[known]]
-            self.pool[update.blocks[known][update.columns[known] * self.block_size >= written]] = POISON
+            self._poison(plan, update.blocks[known][update.columns[known] * self.block_size >= written])
             for row, slot in zip(update.rows[~known].tolist(), update.columns[~known].tolist(), strict=True):
                 self.taken.setdefault(row, set()).add((number, slot))
         for row, start in zip(plan.rows.tolist(), plan.starts.tolist(), strict=True):
@@ -144,7 +157,7 @@ class FakeRunner:
                 self.first_starts.setdefault(self.owner[row], start)
                 for number, slot in self.taken.pop(row, ()):
                     if slot * self.block_size >= start:
-                        self.pool[self.tables[number, row, slot]] = POISON
+                        self._poison(plan, self.tables[number, row, [slot]])
         self._fresh(mapped["mapped"])
         moved = self._move_memory(plan)
         assert list(plan.lengths == 1) == sorted(plan.lengths == 1, reverse=True), "chunks of one token come first"
@@ -157,6 +170,10 @@ class FakeRunner:
             "failed_slots": np.array(self.failed_slots, np.int32),
         }
         return replace(result, **{**mapped, **moved, "refused": refused, "lost_slots": lost, **failed})
+
+    def _poison(self, plan: Plan, blocks: np.ndarray) -> None:
+        """`blocks` are new to a row: nothing of it was written there. What a copy is to read is still there."""
+        self.pool[blocks if plan.copies is None else np.setdiff1d(blocks, plan.copies.sources)] = POISON
 
     def _fails(self) -> bool:
         fails = self.faults is not None and bool(self.faults.random() < 0.1)
@@ -256,12 +273,18 @@ class FakeRunner:
             if start > self.written[row]:  # behind a chunk that was deferred: garbage, to be thrown away
                 sampled += [0] * int(counts[i])
                 continue
+            state = self.state_table[row]
+            if start and not np.isin(self.failed_blocks, state).any():
+                held = self.pool[state]
+                assert (held == _state(self.tokens[row, :start], self.num_state_blocks)).all(), "another state than the row's"
             for position in range(start, start + length):
                 blocks, offset = self.tables[:, row, position // self.block_size], position % self.block_size
                 assert len({*blocks.tolist()} - {0}) == len(blocks), "wrote to the null block, or twice to a block"
                 assert UNMAPPED not in self.pool[blocks, offset], "wrote to memory that is gone"
                 self.pool[blocks, offset] = self.tokens[row, position]
             self.written[row] = start + length
+            if self.num_state_blocks:
+                self.pool[state] = _state(self.tokens[row, : start + length], self.num_state_blocks)
             read, blocks = self._read(int(row), int(start), int(start + length))
             scores += self._scores(i, int(row), start, read, bool(plan.samples[i]))
             if plan.samples[i]:
@@ -298,7 +321,7 @@ class FakeRunner:
             wrong = got != self.tokens[row, first:end]
             read[first:][wrong] = got[wrong]
             found.append(blocks)
-        return read, np.concatenate(found)
+        return read, np.concatenate([self.state_table[row], *found])
 
     def _scores(self, index: int, row: int, start: int, read: np.ndarray, samples: bool) -> list[ChunkLogprobs]:
         """Of the prompt's tokens behind `read[start:]`, and of the one that is sampled, where they are asked for."""
@@ -512,7 +535,8 @@ class World:
         leaving = self.cache.host._leaving
         for node in index._table.contents().tolist():
             places = [(index.blocks, index.slots)] if self.cache.row_tables.anchors is self.cache.pool else []
-            places += [pair for window in index.windows for pair in zip(window.blocks, window.slots, strict=True)]
+            windows = [window for window in index.windows if not window.group.is_state]
+            places += [pair for window in windows for pair in zip(window.blocks, window.slots, strict=True)]
             for blocks, slots in places:
                 block, slot = int(blocks.of_node[node]), int(slots.of_node[node])
                 if block < 0 and slot < 0:

@@ -17,14 +17,18 @@ import numpy as np
 import pytest
 from fakes import VOCAB, World, continuation, fake_logprob
 
-from pagetide.cache.layer_groups import LayerGroup, most_columns_in
+from pagetide.cache.layer_groups import LayerGroup, most_columns_in, state_group
 from pagetide.scheduler.cost import SwapCost
 from pagetide.scheduler.errors import InvalidCallOrder, PromptTooLong, RequestRejected
 
 VARIANTS = tuple(
     "-".join(words)
     for words in product(
-        ("fixed", "elastic"), ("bare", "prefixes", "host"), ("alternate", "ahead"), ("sound", "faulty"), ("full", "groups")
+        ("fixed", "elastic"),
+        ("bare", "prefixes", "host"),
+        ("alternate", "ahead"),
+        ("sound", "faulty"),
+        ("full", "groups", "states"),
     )
 )
 
@@ -36,6 +40,9 @@ PAIRWISE = (
     "elastic-prefixes-alternate-faulty-full",
     "fixed-host-alternate-faulty-groups",
     "elastic-host-ahead-sound-full",
+    "fixed-bare-ahead-faulty-states",
+    "elastic-prefixes-alternate-sound-states",
+    "fixed-host-alternate-sound-states",
 )
 
 
@@ -44,7 +51,7 @@ def walk(seed: int, variant: str, events: int, check_every: int = 1, look: Calla
 
     `variant`, one of VARIANTS, says whether the pool is fixed or elastic; whether nothing is cached, prefixes are, or there is
     a host tier too; whether plans and results alternate or steps are planned ahead; whether chunks and copies fail; and whether
-    all layers read all tokens, or there are groups with windows.
+    all layers read all tokens, there are groups with windows, or layers with states too.
     Invariants are checked in one of `check_every` plans and results, and at the end; each time `look` is called too.
     """
     pool, kept, order, faults, layers = variant.split("-")
@@ -65,7 +72,7 @@ def walk(seed: int, variant: str, events: int, check_every: int = 1, look: Calla
     max_cached = int(apart.choice([0, apart.integers(0, shape["usable"] + 1)])) if bounded else None
     return _walk(
         rng, events, **shape, caching=kept != "bare", max_cached=max_cached, ahead=order == "ahead",
-        faults=faults == "faulty", check_every=check_every, look=look, with_groups=layers == "groups",
+        faults=faults == "faulty", check_every=check_every, look=look, layers=layers,
     )  # fmt: skip
 
 
@@ -92,10 +99,13 @@ def _slots(rng: np.random.Generator, kept: str) -> int:
 
 def _walk(
     rng: np.random.Generator, events: int, usable: int, tides: float = 0.0, faults: bool = False, check_every: int = 1,
-    look: Callable[[World], None] | None = None, with_groups: bool = False, **pool,
+    look: Callable[[World], None] | None = None, layers: str = "full", **pool,
 ) -> World:  # fmt: skip
     block_size = int(rng.choice([1, 3, 4, 16]))
-    groups = _groups(rng, block_size) if with_groups else (LayerGroup(),)
+    groups = (LayerGroup(),) if layers == "full" or (layers == "states" and rng.random() < 0.5) else _groups(rng, block_size)
+    if layers == "states":
+        groups = () if rng.random() < 0.1 else groups
+        groups += (state_group(int(rng.integers(1, 4))),)
     world = World(
         usable=usable, block_size=block_size, max_seqs=int(rng.integers(1, 13)),
         max_step_tokens=int(rng.choice([3, 30, 300])), max_model_len=2 + int(usable * block_size * rng.choice([0.3, 1.0, 2.0])),

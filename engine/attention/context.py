@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,9 @@ import torch
 
 from ...cache.storage import LayerCache as LayerCache  # kernels import it from here
 from .backends import AttentionSpec
+
+if TYPE_CHECKING:
+    from .states import StepStates
 
 Lengths = npt.NDArray[np.integer[Any]]
 
@@ -45,6 +48,7 @@ class StepContext:
     block_size: int
     bounded: bool = False  # `kv_lens` are upper bounds
     beat: Callable[[], None] = lambda: None  # called at each layer: see `common/heartbeat.py`
+    states: StepStates | None = None  # of layers with states
     _in_chunks: dict[int, StepContext] = field(default_factory=dict)
 
     def in_chunks(self, size: int) -> StepContext:
@@ -175,6 +179,11 @@ def running(step: StepContext) -> Iterator[None]:
         yield
     finally:
         _step.reset(token)
+
+
+def running_step() -> StepContext | None:
+    """The current step; None outside of one."""
+    return _step.get()
 
 
 def current(keywords: dict[str, Any]) -> StepContext:

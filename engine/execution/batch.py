@@ -85,18 +85,23 @@ class DeviceRows:
     def __init__(self, num_rows: int, max_tokens: int, geometry: Geometry, device: torch.device) -> None:
         self._block_size = geometry.block_size
         shape = (num_rows + 1, geometry.columns_for_tokens(max_tokens))
-        self._group_of = tuple(group for group in geometry.groups for _ in range(group.num_tables))
+        of_kv = (group for group in geometry.groups if not group.is_state)
+        self._group_of = tuple(group for group in of_kv for _ in range(group.num_tables))
         with torch.inference_mode(False):
             self.tables = tuple(torch.zeros(shape, dtype=torch.int64, device=device) for _ in self._group_of)
+            # The blocks with each row's states, [num_rows + 1, state_blocks].
+            states = torch.zeros((num_rows + 1, geometry.state_blocks), dtype=torch.int64, device=device)
+            self.states = states if geometry.state_bytes else None
             self.newest = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
             self._column_starts = torch.arange(shape[1], device=device) * self._block_size  # first positions
         self._windows = {group for group in self._group_of if group.window is not None}
-        self._on_host = tuple(table.numpy() for table in self.tables) if device.type == "cpu" else ()
+        self._all = self.tables if self.states is None else (*self.tables, self.states)
+        self._on_host = tuple(table.numpy() for table in self._all) if device.type == "cpu" else ()
 
     @property
     def num_columns(self) -> int:
         """Blocks of the longest possible table."""
-        return self.tables[0].shape[1]
+        return len(self._column_starts)
 
     def changes(self, plan: Plan) -> list[Array]:
         """The arrays that `follow` needs on the device for the plan's new table entries; on a CPU none."""
@@ -116,7 +121,7 @@ class DeviceRows:
             on_host[update.rows, update.columns] = update.blocks
         if self._on_host:
             return
-        changed = [table for table, update in zip(self.tables, plan.tables, strict=bool(plan.tables)) if len(update.rows)]
+        changed = [table for table, update in zip(self._all, plan.tables, strict=bool(plan.tables)) if len(update.rows)]
         for table, change in zip(changed, changes, strict=True):
             rows, columns, blocks = change.unbind(0)
             table.index_put_((rows, columns), blocks)
@@ -196,7 +201,7 @@ class DeviceRows:
         }
         tables = tuple(
             on_host[rows, :width] * used[group if group.window else None]
-            for on_host, group in zip(self._on_host, self._group_of, strict=True)
+            for on_host, group in zip(self._on_host, self._group_of, strict=self.states is None)
         )
         blocks = tuple(torch.from_numpy(table[owners, columns]) for table in tables)
         return tuple(map(torch.from_numpy, tables)), blocks, torch.from_numpy(offsets)

@@ -7,13 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-
+from ...cache.geometry import FoundLayer
+from ..attention.states import find_layers, may_have_states
+from ..errors import UnsupportedModel
+from ..process.log_suppression import quiet_transformers
 from .checkpoint import Checkpoint, read_config
 from .models import ModelSpec
 from .text_model import config_of, remove_modules, whole_model
 from .weight_files import StoredTensor, WeightFiles
 
 _STORED = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # as safetensors spells them
+_TOKENS = 4
 
 
 def meta_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> Any:
@@ -57,6 +61,28 @@ def outlined(spec: ModelSpec) -> Checkpoint:
             for name, one in tensors
         ),
     )
+
+
+def found_layers(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[FoundLayer, ...]:
+    """What each layer of the checkpoint's model hands to the cache in a forward pass; () if none of them has states.
+
+    Nothing is allocated or read. Raises CheckpointError, and UnsupportedModel if the pass fails.
+    """
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(checkpoint.config), None)
+    if isinstance(kind, tuple):
+        kind = kind[0]
+    if kind is None or not may_have_states(kind):
+        return ()
+    model = meta_model(checkpoint, dtype)
+    try:
+        with quiet_transformers(), torch.inference_mode():
+            layers, _ = find_layers(model, torch.zeros((1, _TOKENS), dtype=torch.int64, device="meta"))
+    except Exception as error:  # of the model's code
+        raise UnsupportedModel(
+            f"{checkpoint.spec.name}: the states of its layers cannot be told, since a forward pass without memory fails "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    return layers if any(layer.states for layer in layers) else ()
 
 
 def changed_class(kind: type[Any], change: Callable[[Any], None]) -> type[Any]:

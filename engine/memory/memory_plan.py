@@ -6,12 +6,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from ...allocator.host_arena import preferred_granule
-from ...cache.geometry import EXTENT_TARGET_BYTES, ITEM_BYTES, PAGE_BYTES, Geometry, GeometryError, LayerShape
+from ...cache.geometry import EXTENT_TARGET_BYTES, ITEM_BYTES, PAGE_BYTES, FoundLayer, Geometry, GeometryError, LayerShape
 from ...cache.layer_groups import LayerGroup
 from ...common.units import GIB, MIB, format_bytes
 from ..attention.backends import EXPANDED_FROM, buffer_bytes, expansion_bytes
@@ -26,6 +26,7 @@ DEFAULT_CONTEXT = 4096  # tokens, for models without a limit
 CUDA_GRANULE_BYTES = 2 * MIB
 CUDA_WORKSPACE_BYTES = 256 * MIB  # for cuBLAS, kernels, and fragmentation of torch's allocator
 _CUDA_SHARE = 0.9
+_STATES_SHARE = 4  # one in so many of the bytes that weights leave may be new states of a step
 _HOST_MOST_BYTES = GIB
 _HOST_SHARE = 1 / 4
 _LEAST_EXTENTS = 32  # of a pool, so that rounding to whole extents costs little
@@ -86,6 +87,11 @@ class MemoryPlan:
         return self.geometry.kv_bytes_per_token
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent and convolution states of a sequence, whatever its length."""
+        return self.geometry.state_bytes
+
+    @property
     def kv_cache_dtype(self) -> str:
         """The type of K and V: the model's, or one with scales."""
         return next((name for name, of in _SCALED.items() if of == self.geometry.dtype), self.dtype)
@@ -127,7 +133,7 @@ class MemoryPlan:
 
     def without_windows(self) -> MemoryPlan:
         """The plan if every layer kept all tokens, in a pool of the same bytes."""
-        if all(group.window is None for group in self.geometry.groups):
+        if all(group.window is None or group.is_state for group in self.geometry.groups):
             return self
         layers = tuple(replace(layer, window=None, chunked=False, table=0) for layer in self.geometry.layers)
         geometry, num_blocks = _pool_of(replace(self.geometry, layers=layers), self.kv_bytes)
@@ -147,7 +153,7 @@ class MemoryPlan:
             "model", "device", "dtype", "quantization", "kv_cache_dtype", "free_bytes", "weights_bytes", "primitives_bytes",
             "reserve_bytes", "kv_bytes", "min_kv_bytes", "num_blocks", "block_size", "kv_bytes_per_token", "max_model_len",
             "context", "tokens_that_fit", "sequences_that_fit", "left_bytes", "num_shards", "replicated_bytes",
-            "answers_bytes",
+            "answers_bytes", "state_bytes",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names} | {
             "kv_cache_dtypes": {
@@ -166,6 +172,7 @@ class MemoryPlan:
                     "kv_bytes_per_token": _bytes_per_token(self.geometry, group),
                 }
                 for group in self.geometry.groups
+                if not group.is_state
             ],
             "without_windows": {"sequences_that_fit": self.without_windows().sequences_that_fit},
         }
@@ -203,17 +210,19 @@ class MemoryPlan:
 
 
 def group_lines(geometry: Geometry) -> list[tuple[str, str]]:
-    """(name, text) of each group of layers; empty if all layers keep all tokens."""
-    if all(group.window is None for group in geometry.groups):
-        return []
+    """(name, text) of each group of layers, if not all keep all tokens, and of states, if layers have some."""
+    states = [("states", f"{format_bytes(geometry.state_bytes)} per sequence, in the pool")] * bool(geometry.state_bytes)
+    groups = [group for group in geometry.groups if not group.is_state]
+    if all(group.window is None for group in groups):
+        return states
     lines = []
-    for group in geometry.groups:
+    for group in groups:
         kept = f"the last {group.window:,} tokens" if group.window else "all tokens"
         if group.chunked:
             kept = f"tokens since the last multiple of {group.window:,}"
         number = len(_layers_of(geometry, group))
         lines.append((f"... in {number} layer{'s' * (number > 1)}", f"{_bytes_per_token(geometry, group):,} bytes, for {kept}"))
-    return lines
+    return [*lines, *states]
 
 
 def _layers_of(geometry: Geometry, group: LayerGroup) -> list[LayerShape]:
@@ -255,6 +264,9 @@ def plan_pool(
     length, asked = model_length(config, model), config.kv_memory
     check_context(config, model, context)
     room = free_bytes - weights_bytes - primitives_bytes
+    if base.state_bytes:  # a step makes new states of all its rows, of which there are no more than have theirs in the pool
+        in_pool = room // _STATES_SHARE if asked.max_bytes is None else _most_bytes(asked, room)
+        reserve_bytes += max(0, min(config.max_seqs * base.state_bytes, in_pool))
     if asked.max_bytes is None:
         geometry, num_blocks = auto_pool(base, is_cpu(device), room, reserve_bytes, config.max_seqs, length)
         if asked.min_bytes is not None and geometry.bytes_for_blocks(num_blocks) < asked.min_bytes:
@@ -359,7 +371,7 @@ def _least_extents(geometry: Geometry, num_blocks: int, max_model_len: int, min_
 
 def _blocks_to_compute(geometry: Geometry, num_tokens: int) -> int:
     """Blocks for one sequence, also while its prompt is computed: in windows, those of a chunk of a good size besides."""
-    tables = sum(group.num_tables for group in geometry.groups if group.window is not None)
+    tables = sum(group.num_tables for group in geometry.groups if group.window is not None and not group.is_state)
     return geometry.blocks_for_tokens(num_tokens) + tables * geometry.columns_for_tokens(min(_GOOD_CHUNK, num_tokens))
 
 
@@ -437,8 +449,10 @@ def graph_bytes(text_config: Any, max_seqs: int, dtype: str) -> int:
     return working_reserve_bytes(text_config, rows, rows, dtype, on_cpu=True)  # on_cpu: without workspaces
 
 
-def geometry_of(config: EngineConfig, model: Described, dtype: str, *, on_cpu: bool) -> Geometry:
-    """The layout of blocks of the model. Raises UnsupportedModel."""
+def geometry_of(
+    config: EngineConfig, model: Described, dtype: str, *, on_cpu: bool, found: Sequence[FoundLayer] = ()
+) -> Geometry:
+    """The layout of blocks of the model. `found` as for `layer_shapes`. Raises UnsupportedModel."""
     try:
         return Geometry.from_config(
             model.config,
@@ -447,6 +461,7 @@ def geometry_of(config: EngineConfig, model: Described, dtype: str, *, on_cpu: b
             granule_bytes=PAGE_BYTES if on_cpu else CUDA_GRANULE_BYTES,
             latents=model.caches_latents,
             max_tokens=model_length(config, model),
+            found=found,
         )
     except GeometryError as error:
         raise UnsupportedModel(f"{model.spec.name}: {error}") from error

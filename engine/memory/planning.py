@@ -17,9 +17,11 @@ from ..config import EngineConfig
 from ..cpu.linears import scratch_bytes
 from ..cpu.onednn import by_head_primitive_bytes, primitive_bytes
 from ..cpu.packing import held_twice_bytes
+from ..errors import UnsupportedModel
 from ..loading.checkpoint import Checkpoint
 from ..loading.division import Division
 from ..loading.loader import address_remedy, check_weights_fit, free_bytes, total_bytes
+from ..loading.meta_models import found_layers
 from ..loading.model_config import linear_shapes
 from ..loading.packed_model import loading_bytes
 from .memory_plan import MemoryPlan, check_context, cuda_reserve_bytes, geometry_of, has_latents, plan_pool, step_bytes
@@ -136,5 +138,11 @@ def model_geometry(
     config: EngineConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, division: Division | None = None
 ) -> Geometry:
     """The layout of blocks of the model, or of one of its shards. Raises UnsupportedModel."""
-    whole = geometry_of(config, checkpoint, _name(dtype), on_cpu=device.type == "cpu")
+    found = found_layers(checkpoint, dtype)
+    whole = geometry_of(config, checkpoint, _name(dtype), on_cpu=device.type == "cpu", found=found)
+    if division is not None and found:
+        raise UnsupportedModel(
+            f"{checkpoint.spec.name} cannot be divided over shards: every shard would need all states of its layers; serve it "
+            "on one device"
+        )
     return whole if division is None else division.geometry(whole)

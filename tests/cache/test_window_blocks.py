@@ -33,7 +33,7 @@ class OneRow:
         computed = hit.num_tokens
         while computed < len(prompt):
             cache.release_passed(row, np.array([computed]).take)
-            computed, _ = cache.reach(0, min(computed + self.chunk, len(prompt)), cache.pool.available)
+            computed, _ = cache.reach(0, computed, min(computed + self.chunk, len(prompt)), cache.pool.available)
             cache.commit(0, chain, computed, is_prompt=computed == len(prompt))
             cache.check_invariants()
             self.most_held = max(self.most_held, int(cache.row_tables.held_blocks(row)[0]))

@@ -18,6 +18,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
+    RwkvConfig,
     MixtralConfig,
 )
 
@@ -231,7 +232,7 @@ def test_model_length(checkpoint: Checkpoint) -> None:
 
 def test_a_cache_that_cannot_be_told(checkpoint: Checkpoint) -> None:
     with pytest.raises(UnsupportedModel, match="tiny: "):
-        plan(replace(checkpoint, config=MambaConfig(num_hidden_layers=1)))
+        plan(replace(checkpoint, config=RwkvConfig(num_hidden_layers=1)))
 
 
 SIZES = {"hidden_size": 64, "intermediate_size": 100, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000}

@@ -1,0 +1,102 @@
+"""Models with recurrent and convolution states: the tokens of transformers, whatever the chunks, the pool and the faults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engines import TinyEngine, plain, prompts
+from families import VOCAB
+from state_families import ONE_BY_ONE, tiny_with_states
+
+from pagetide import LLM, SamplingParams
+from pagetide.cache.geometry import Geometry, LayerShape, StateShape
+from pagetide.cache.storage import Storage, TensorArena
+from pagetide.engine.attention.states import find_layers, may_have_states
+from pagetide.scheduler.request import Sampling
+
+LENGTHS = [1, 3, 7, 12, 21, 45]
+NEW = 10
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "mamba"])
+def test_the_tokens_of_transformers(name: str) -> None:
+    model, inputs = tiny_with_states(name), prompts(LENGTHS, VOCAB)
+    expected = plain(model, inputs, NEW)
+    turns = [prompt + tokens[:6] for prompt, tokens in zip(inputs, expected, strict=True)]
+    for how in (
+        {"usable": 200}, {"usable": 200, "max_chunk_tokens": 5}, {"usable": 24, "caching": True, "max_seqs": 4},
+        {"usable": 200, "caching": True, "host_slots": 20, "kv_dtype": "float32"},
+    ):  # fmt: skip
+        engine = TinyEngine(tiny_with_states(name), block_size=4, **how)
+        engine.mixers.one_by_one = name in ONE_BY_ONE
+        assert engine.generate(inputs, Sampling(NEW)) == expected, how
+        if engine.core.scheduler.cache.index.capacity:
+            later = {f"t{n}": turn for n, turn in enumerate(turns)}
+            for label, turn in later.items():
+                engine.add(label, turn, Sampling(NEW - 6))
+            ends = engine.run()
+            assert [ends[label].token_ids.tolist() for label in later] == [tokens[6:] for tokens in expected]
+            assert engine.core.scheduler.stats.cached_prompt_tokens > 0
+
+
+def test_a_step_that_raises_is_repeated_with_the_same_tokens() -> None:
+    """Before, between and behind layers with states: what a step has computed of them is kept only when it is done."""
+    model, inputs = tiny_with_states("qwen3_5_text"), prompts(LENGTHS, VOCAB)
+    expected = plain(model, inputs, NEW)
+    engine = TinyEngine(model, usable=200, block_size=4, max_chunk_tokens=8)
+    rng, raised = np.random.default_rng(3), []
+    for module in (*model.model.layers, model.lm_head):
+
+        def failing(*_: Any, name: str = type(module).__name__) -> None:
+            if rng.random() < 0.02:
+                raised.append(name)
+                raise RuntimeError("planted")
+
+        module.register_forward_hook(failing)
+    assert engine.generate(inputs, Sampling(NEW)) == expected
+    assert len(raised) > 20 and len(set(raised)) == 2
+
+
+def test_states_of_any_shape_are_read_as_they_were_written() -> None:
+    states = (StateShape("conv", 0, (10, 4), "bfloat16"), StateShape("recurrent", 0, (3, 5, 7), "float32"))
+    geometry = Geometry((LayerShape(1, 4, 4, states=states), LayerShape(0, 0, 0, states=states)), 4, "bfloat16")
+    storage = Storage(geometry, TensorArena(geometry.extents_for_blocks(40), geometry.extent_bytes, "cpu"))
+    blocks = torch.randperm(39)[: 3 * geometry.state_blocks].view(3, -1) + 1
+    written = [torch.randn(3, *state.shape).to(state.dtype) for state in storage.states]
+    for state, values in zip(storage.states, written, strict=True):
+        state.write(blocks, values)
+    for state, values in zip(storage.states, written, strict=True):
+        assert torch.equal(state.read(blocks[[2, 0]]), values[[2, 0]])
+
+
+def test_the_layers_of_a_model_are_seen_without_its_weights() -> None:
+    model = tiny_with_states("qwen3_5_text")
+    assert may_have_states(type(model))
+    layers, mixers = find_layers(model, torch.arange(4)[None])
+    assert [len(layer.states) for layer in layers] == [2, 2, 2, 0]
+    assert [layer.kv for layer in layers] == [None, None, None, (2, 16, 16)]
+    assert layers[0].states[1] == StateShape("recurrent", 0, (4, 8, 8), "float32")
+    assert mixers == {f"model.layers.{n}.linear_attn": n for n in range(3)}
+    with torch.device("meta"):
+        without = type(model)(model.config)
+    assert find_layers(without, torch.zeros((1, 4), dtype=torch.int64, device="meta")) == (layers, mixers)
+
+
+def test_llm_serves_them(tmp_path: Path) -> None:
+    model, inputs = tiny_with_states("qwen3_5_text"), prompts(LENGTHS, VOCAB)
+    expected = plain(model, inputs, NEW)
+    model.save_pretrained(tmp_path)
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=NEW, n=2, ignore_eos=True)
+    with LLM(str(tmp_path), dtype="float32", device="cpu", kv_memory="4MiB", share=False) as llm:
+        for _ in range(2):
+            outputs = llm.generate(inputs, greedy)
+            assert [list(one.token_ids) for output in outputs for one in output.outputs] == [t for t in expected for _ in "ab"]
+        assert llm.stats()["cached_prompt_tokens"] > 0
+        beams = llm.generate(inputs[3], SamplingParams(num_beams=3, max_new_tokens=NEW, ignore_eos=True))
+        wanted = model.generate(torch.tensor([inputs[3]]), max_new_tokens=NEW, num_beams=3, do_sample=False, pad_token_id=0)
+        assert list(beams[0].outputs[0].token_ids) == wanted[0, len(inputs[3]) :].tolist()
+        assert llm.engine.plan.state_bytes > 0 if hasattr(llm, "engine") else True
