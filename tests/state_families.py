@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from families import VOCAB, tiny
 from transformers import PreTrainedModel
 
@@ -51,5 +52,7 @@ ONE_BY_ONE = frozenset({"mamba", "falcon_mamba", "jamba"})
 
 
 def tiny_with_states(family: str, **over: Any) -> PreTrainedModel:
-    """A random float32 model of one of STATE_FAMILIES."""
-    return tiny(family, **{**STATE_FAMILIES[family], **over})
+    """A random float32 model of one of STATE_FAMILIES: the same for each call."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # decays and time steps begin with random values
+        return tiny(family, **{**STATE_FAMILIES[family], **over})
