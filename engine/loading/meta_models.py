@@ -18,6 +18,7 @@ from .weight_files import StoredTensor, WeightFiles
 
 _STORED = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # as safetensors spells them
 _TOKENS = 4
+_SEEN_AS = torch.bfloat16  # the type of models without memory: torch's product of experts takes no other there
 
 
 def meta_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> Any:
@@ -73,7 +74,7 @@ def found_layers(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[FoundLayer
         kind = kind[0]
     if kind is None or not may_have_states(kind):
         return ()
-    model = meta_model(checkpoint, dtype)
+    model = meta_model(checkpoint, _SEEN_AS)
     try:
         with quiet_transformers(), torch.inference_mode():
             layers, _ = find_layers(model, torch.zeros((1, _TOKENS), dtype=torch.int64, device="meta"))
@@ -82,7 +83,13 @@ def found_layers(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[FoundLayer
             f"{checkpoint.spec.name}: the states of its layers cannot be told, since a forward pass without memory fails "
             f"({type(error).__name__}: {error})"
         ) from error
-    return layers if any(layer.states for layer in layers) else ()
+    if not any(layer.states for layer in layers):
+        return ()
+    name, of_model = (str(one).removeprefix("torch.") for one in (_SEEN_AS, dtype))
+    return tuple(
+        replace(one, states=tuple([replace(state, dtype=of_model) if state.dtype == name else state for state in one.states]))
+        for one in layers
+    )
 
 
 def changed_class(kind: type[Any], change: Callable[[Any], None]) -> type[Any]:

@@ -29,7 +29,7 @@ def test_the_tokens_of_transformers(name: str) -> None:
     turns = [prompt + tokens[:6] for prompt, tokens in zip(inputs, expected, strict=True)]
     for how in (
         {"usable": 200}, {"usable": 200, "max_chunk_tokens": 5}, {"usable": 24, "caching": True, "max_seqs": 4},
-        {"usable": 200, "caching": True, "host_slots": 20, "kv_dtype": "float32"},
+        {"usable": 2000, "caching": True, "host_slots": 20},
     ):  # fmt: skip
         engine = TinyEngine(tiny_with_states(name), block_size=4, **how)
         engine.mixers.one_by_one = name in ONE_BY_ONE

@@ -18,8 +18,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
-    RwkvConfig,
     MixtralConfig,
+    RwkvConfig,
 )
 
 from pagetide import native

@@ -1,0 +1,70 @@
+"""Every family with states: the tokens of transformers in a batch, in chunks, preempted, from prefixes; and through `LLM`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import TinyEngine, plain, prompts
+from families import VOCAB
+from state_families import ONE_BY_ONE, STATE_FAMILIES, tiny_with_states
+
+from pagetide import LLM, SamplingParams
+from pagetide.engine.attention.states import installed
+from pagetide.scheduler.request import Sampling
+
+LENGTHS = [1, 3, 7, 12, 18, 21, 26, 45]
+NEW = 14
+HOW: dict[str, dict[str, Any]] = {
+    "batch": {"usable": 2000},
+    "chunks of 5": {"usable": 2000, "max_chunk_tokens": 5},
+    "chunks of 1": {"usable": 2000, "max_chunk_tokens": 1},
+    "preempted": {"usable": 20},
+    "prefixes": {"usable": 30, "caching": True, "max_seqs": 3},
+    "host tier": {"usable": 24, "caching": True, "host_slots": 24},
+    "blocks of 16": {"usable": 60, "block_size": 16, "caching": True},
+    "int8 K and V": {"usable": 2000, "kv_dtype": "int8"},
+}
+
+
+@pytest.mark.parametrize("name", STATE_FAMILIES)
+def test_the_tokens_of_transformers(name: str) -> None:
+    inputs = prompts(LENGTHS, VOCAB)
+    expected = plain(tiny_with_states(name), inputs, NEW)
+    for label, how in HOW.items():
+        engine = TinyEngine(tiny_with_states(name), **{"block_size": 4, **how})
+        assert engine.mixers is not None
+        engine.mixers.one_by_one = name in ONE_BY_ONE
+        same = engine.generate(inputs, Sampling(NEW)) == expected
+        assert same or label.startswith("int8"), label
+
+
+@pytest.mark.parametrize("name", STATE_FAMILIES)
+def test_llm(name: str, tmp_path: Path) -> None:
+    """The probe finds which of them lose their state in a chunk; several samples, beams, a pool that is too small."""
+    model, inputs = tiny_with_states(name), prompts(LENGTHS, VOCAB)
+    expected = plain(model, inputs, NEW)
+    model.save_pretrained(tmp_path)
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=NEW, n=3, ignore_eos=True)
+    with LLM(str(tmp_path), dtype="float32", device="cpu", kv_memory="3MiB", share=False, max_step_tokens=64) as llm:
+        mixers = installed(llm._manager.engine.core.runner.model) if hasattr(llm._manager, "engine") else None
+        assert mixers is None or mixers.one_by_one == (name in ONE_BY_ONE)
+        for _ in range(2):
+            outputs = llm.generate(inputs, greedy)
+            assert [list(one.token_ids) for o in outputs for one in o.outputs] == [t for t in expected for _ in "abc"]
+        beams = llm.generate(inputs[4], SamplingParams(num_beams=4, max_new_tokens=NEW, ignore_eos=True))
+        model.set_attn_implementation("eager")
+        wanted = model.generate(torch.tensor([inputs[4]]), max_new_tokens=NEW, num_beams=4, do_sample=False, pad_token_id=0)
+        assert list(beams[0].outputs[0].token_ids) == wanted[0, len(inputs[4]) :].tolist()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bits(dtype: str, tmp_path: Path) -> None:
+    """Recurrent states stay float32; the same tokens alone, in a batch and in chunks, where no two are nearly as likely."""
+    tiny_with_states("qwen3_5_text").save_pretrained(tmp_path)
+    inputs = prompts(LENGTHS, VOCAB)
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=NEW, ignore_eos=True)
+    with LLM(str(tmp_path), dtype=dtype, device="cpu", kv_memory="8MiB", share=False) as llm:
+        assert all(output.finish_reason == "length" for one in llm.generate(inputs, greedy) for output in one.outputs)
