@@ -17,7 +17,7 @@ scales of all layers lie behind the pieces: `[block_size, num_kv_heads]` of each
 
 Recurrent and convolution layers have states instead, of a fixed size for each sequence. All states of a sequence lie in
 `state_blocks` blocks of the same pool: each state is cut along its first dimension into parts that fit into a block, and the
-parts fill the blocks, the largest first (docs/decisions/0059-states.md).
+parts fill the blocks, the largest first (docs/decisions/0060-states.md).
 
 Pieces begin at multiples of 64 bytes: a cache line, and the alignment of vector loads. The end of a block is padded so
 that `blocks_per_extent` strides are a whole number of granules. An extent thus holds whole blocks, and block `i` lies

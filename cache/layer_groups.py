@@ -12,7 +12,7 @@ group with more layers than a block holds therefore has several tables, with ent
 
 A state lies in as many blocks as it has bytes for, whatever the length of the sequence.
 
-docs/decisions/0053-groups-of-layers.md and 0059-states.md give the reasons.
+docs/decisions/0053-groups-of-layers.md and 0060-states.md give the reasons.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +14,6 @@ import torch
 
 from ...cache.storage import LayerCache as LayerCache  # kernels import it from here
 from .backends import AttentionSpec
-
-if TYPE_CHECKING:
-    from .states import StepStates
 
 Lengths = npt.NDArray[np.integer[Any]]
 
@@ -48,7 +45,7 @@ class StepContext:
     block_size: int
     bounded: bool = False  # `kv_lens` are upper bounds
     beat: Callable[[], None] = lambda: None  # called at each layer: see `common/heartbeat.py`
-    states: StepStates | None = None  # of layers with states
+    states: Any = None  # of layers with states: a StepStates of states.py, which imports this module
     _in_chunks: dict[int, StepContext] = field(default_factory=dict)
 
     def in_chunks(self, size: int) -> StepContext:

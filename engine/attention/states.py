@@ -187,7 +187,7 @@ def find_layers(model: Any, tokens: torch.Tensor) -> tuple[tuple[FoundLayer, ...
     Works on the meta device. Raises what the model raises.
     """
     config = model.config.get_text_config(decoder=True)
-    watch = _Watch(int(config.num_hidden_layers))
+    watch = _MixerWatch(int(config.num_hidden_layers))
     with watch.of(model):
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         model(input_ids=tokens, position_ids=positions, use_cache=False, **{_cache_name(model): watch.cache})
@@ -246,7 +246,8 @@ class _Mixer:
         step = running_step()
         if step is None or step.states is None:
             return self._forward(*args, **kwargs)
-        states, layers = step.states, self._cache.layers
+        states: StepStates = step.states
+        layers = self._cache.layers
         kwargs.pop("step", None)
         num_tokens = step.write_offsets.shape[0]
         outputs = []
@@ -324,7 +325,7 @@ def _join(outputs: list[Any], parts: list[_Part], num_tokens: int) -> Any:
     return joined
 
 
-class _Watch:
+class _MixerWatch:
     """A cache that notes which module calls it."""
 
     def __init__(self, num_layers: int) -> None:

@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
 from ...cache.geometry import FoundLayer
 from ..attention.states import find_layers, may_have_states
 from ..errors import UnsupportedModel
@@ -69,10 +71,8 @@ def found_layers(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[FoundLayer
 
     Nothing is allocated or read. Raises CheckpointError, and UnsupportedModel if the pass fails.
     """
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(checkpoint.config), None)
-    if isinstance(kind, tuple):
-        kind = kind[0]
-    if kind is None or not may_have_states(kind):
+    kinds = [MODEL_FOR_CAUSAL_LM_MAPPING.get(type(one), ()) for one in (checkpoint.config, checkpoint.text_config)]
+    if not any(may_have_states(kind) for kind in kinds if isinstance(kind, type)):
         return ()
     model = meta_model(checkpoint, _SEEN_AS)
     try:
