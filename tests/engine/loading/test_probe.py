@@ -32,6 +32,13 @@ ALSO_SERVED = {
         **GATED, **HALF_SHARED, "num_hidden_layers": 4, "head_dim": 8, "global_head_dim": 16, "num_global_key_value_heads": 2,
         "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "sliding_window": 6,
     },
+    "gemma4_unified": {  # a mask made of the blocks of the prompt's tokens, which are images or none
+        "text_config": {
+            **GATED, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 8,
+            "global_head_dim": 16, "num_global_key_value_heads": 2, "sliding_window": 6,
+            "use_bidirectional_attention": "vision",
+        },
+    },
     "mimo_v2_flash": {  # layers with other numbers of KV heads, sinks, K wider than V
         **GATED, "hidden_size": 64, "num_attention_heads": 8, "head_dim": 16, "v_head_dim": 8, "sliding_window": 6,
         "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1,
