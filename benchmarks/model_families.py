@@ -311,12 +311,11 @@ served has passed it.
 ([0059](decisions/0059-text-of-multimodal-models.md)). Tiny ones that transformers saved gave, from their folders, the tokens
 of the whole model: `aria`, `aya_vision`, `cohere2_vision`, `cosmos3_omni`, `deepseek_vl`, `deepseek_vl_hybrid`, `fast_vlm`,
 `fuyu`, `gemma3`, `gemma3n`, `gemma4`, `gemma4_unified`, `glm46v`, `glm4v_moe`, `glm_ocr`, `got_ocr2`,
-`hyperclovax_vision_v2`, `idefics2`, `idefics3`, `internvl`, `kimi_k25`, `lighton_ocr`, `llama4`, `llava`, `llava_next`,
-`llava_next_video`, `llava_onevision`, `minimax_m3_vl`, `mistral3` (with a decoder of `mistral4` too), `ovis2`,
+`hyperclovax_vision_v2`, `idefics2`, `idefics3`, `internvl`, `kimi_k25`, `lfm2_vl`, `lighton_ocr`, `llama4`, `llava`,
+`llava_next`, `llava_next_video`, `llava_onevision`, `minimax_m3_vl`, `mistral3` (with a decoder of `mistral4` too), `ovis2`,
 `paddleocr_vl`, `pp_chart2table`, `qianfan_ocr`, `qwen2_vl`, `qwen2_5_omni_thinker`, `qwen2_5_vl`, `qwen3_omni_moe_thinker`,
 `qwen3_vl`, `qwen3_vl_moe`, `smolvlm`, `video_llama_3`, `video_llava`, `vipllava`. Refused are `paligemma`, in which tokens of
-a prompt see later ones, decoders with recurrent layers or convolutions (`lfm2_vl`, `lfm3_vl`, `minicpmv4_6`, `qwen3_5`), and
-models that compute nothing without an image (`blip-2`, `idefics`, `instructblip`).
+a prompt see later ones, and models that compute nothing without an image (`blip-2`, `idefics`, `instructblip`).
 
 **Stored quantized.** Published checkpoints of `gpt_oss` store their experts in MXFP4. With `accelerate` installed transformers
 reads these, as bfloat16 on a CPU; a tiny one was served, with the tokens of transformers. The memory plan counts only

@@ -56,7 +56,7 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
         _LATENT | {"head_dim": 20}, {"model_type": "pixtral", "head_dim": 8}, "mistral4", image_token_index=151,
         whole="mistral3",
     ),
-    "lfm2_vl": _with({"layer_types": ["full_attention"] * 3}, {}, image_token_id=151),
+    "lfm2_vl": _with({"layer_types": ["full_attention", "conv", "full_attention"]}, {}, image_token_id=151),
     "gemma3n": {
         "text_config": _TEXT | {
             "num_hidden_layers": 4, "num_kv_shared_layers": 2, "laurel_rank": 8, "hidden_size_per_layer_input": 8,

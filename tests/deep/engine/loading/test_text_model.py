@@ -78,10 +78,3 @@ def test_shards_hold_text_alone(kind: str, tmp_path: Path) -> None:
     assert not any(name.startswith(checkpoint.unused_modules) for name in division.parameters)
     assert division.weights_bytes(torch.float32) < checkpoint.weights_bytes(torch.float32)
     assert generated(tmp_path, tensor_parallel_size=2) == [greedy_tokens(whole, prompt, 8) for prompt in PROMPTS]
-
-
-@pytest.mark.parametrize("kind", ["lfm2_vl"])
-def test_layers_of_another_kind_are_refused_by_name(kind: str, tmp_path: Path) -> None:
-    saved_multimodal(kind, tmp_path, layer_types=["full_attention", "conv", "full_attention"])
-    with pytest.raises(UnsupportedModel, match="layer 1 is of type 'conv': its state is not K and V of each token"):
-        LLM(tmp_path, **ENGINE)
