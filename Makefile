@@ -47,7 +47,7 @@ fleet:  ## start four workers of the bundled model on the CPU behind one queue, 
 	$(call setup,constrained ray)
 	$(BIN)/pagetide fleet start --config configs/fleet-demo.yaml
 
-test:  ## the quick tests, without a GPU: about 5 minutes on 2 cores
+test:  ## the quick tests, without a GPU: 3 to 8 minutes on 2 cores
 	$(call setup,test)
 	$(TIERS) quick
 
