@@ -1,14 +1,16 @@
-"""Which model families of transformers give the same text from paged blocks: each is run and compared, or refused.
+"""Which models of transformers give the same text from paged blocks: each is run and compared, or refused.
 
-    python -m benchmarks.model_families [--families llama qwen3 ...] [--json FILE] [--document docs/models.md]
+    python -m benchmarks.model_families [--families llama qwen3 ...] [--models Qwen/Qwen3-0.6B ...] [--json FILE]
+                                        [--document docs/models.md]
 
-Every causal language model type of the installed transformers is made tiny with random weights and served
-by an `LLM` in float32 on the CPU. References are transformers' `generate`, greedy, each prompt alone, and the tokens and
-log-probabilities of plain forward passes without a cache. Compared with them: prompts of several lengths in one batch; and
-the same in a pool too small for all of them, so that requests are preempted and computed again.
+Every causal language model type of the installed transformers, and every published checkpoint of published_models.yaml, is
+made tiny with random weights and served by an `LLM` in float32 on the CPU: a type from memory, a checkpoint from a folder.
+References are transformers' `generate`, greedy, each prompt alone, and the tokens and log-probabilities of plain forward passes
+without a cache. Compared with them: prompts of several lengths in one batch; and the same in a pool too small for all
+of them, so that requests are preempted and computed again.
 
-Each family runs in a process of its own, forked after the imports, with a limit of time and memory: a family that fails ends
-nothing. `--document` writes the table of docs/models.md.
+Each runs in a process of its own, forked after the imports, with a limit of time and memory: one that fails ends nothing.
+`--document` writes the tables of docs/models.md.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import os
 import re
 import resource
 import signal
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,39 +32,35 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+)
 
-from pagetide import LLM, RequestOutput, RequestRejected, SamplingParams, UnsupportedModel
+from pagetide import LLM, ConfigError, RequestOutput, RequestRejected, SamplingParams, UnsupportedModel
 from pagetide.cache.geometry import LATENT_TYPES
+from pagetide.engine.errors import CheckpointError
 
-VOCABULARY = 160
-LAYERS = 4
+from .published_models import (
+    LAYERS,
+    VOCABULARY,
+    PublishedModel,
+    class_of,
+    published_config,
+    published_models,
+    save,
+    shrunk,
+    small,
+)
+
 MOST_PARAMETERS = 20_000_000
 
-# What configurations call each size, and the small one.
-NAMES = {
-    "hidden_size n_embd d_model emb_dim dim embedding_size n_embed": 48,
-    "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads": 6,
-    "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers": LAYERS,
-    "num_key_value_heads num_kv_heads multi_query_group_num swa_num_key_value_heads": 2,
-    "intermediate_size ffn_dim n_inner ffn_hidden_size encoder_ffn_dim decoder_ffn_dim": 64,
-    "moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size q_lora_rank": 32,
-    "num_experts num_local_experts n_routed_experts moe_num_experts": 4,
-    "num_experts_per_tok moe_k moe_top_k top_k_experts n_group index_n_heads": 2,
-    "max_position_embeddings n_positions max_seq_len n_ctx": 512,
-    "vocab_size vocab_size_per_layer_input": VOCABULARY,
-    "head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim kv_lora_rank o_lora_rank hidden_size_per_layer_input": 16,
-    "swa_head_dim swa_v_head_dim index_head_dim": 16,
-    "swa_num_attention_heads": 6,
-    "rotary_dim index_topk": 8,
-    "sliding_window": 9,
-    "topk_group": 1,
-}
-SIZES = {name: size for names, size in NAMES.items() for name in names.split()}
 _MAMBA = {"mamba_n_heads": 12, "mamba_d_head": 8, "mamba_d_state": 16}
 # Beyond small sizes; None removes a size.
 SPECIAL: dict[str, dict[str, Any]] = {
-    "bamba": _MAMBA,
+    "bamba": {**_MAMBA, "attn_layer_indices": [2]},
     "cohere_compass_text": {"layer_types": ["full_attention"] * LAYERS},
     "codegen": {"n_head": 4},
     "dbrx": {
@@ -71,14 +70,15 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "helium": {"head_dim": 8},
-    # Their published checkpoints have convolutions; the default configuration of lfm2 has none.
-    "lfm2": {"layer_types": ["full_attention", "conv", "full_attention", "full_attention"]},
-    "lfm2_moe": {"layer_types": ["full_attention", "conv", "full_attention", "full_attention"]},
+    # The default configurations of these have no layer of one kind, unlike their published checkpoints.
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
+    "jamba": {"attn_layer_period": 4, "attn_layer_offset": 2, "expert_layer_period": 2},
     "dots3_note_text": {"per_layer_config": None},
     "gemma3n_text": {"num_kv_shared_layers": 0, "laurel_rank": 8},
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 9},
-    "granitemoehybrid": _MAMBA,
+    "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "mamba", "attention", "mamba"]},
     "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
     "prophetnet": {"num_hidden_layers": None, "num_encoder_layers": 2, "num_decoder_layers": 2},
     "reformer": {"axial_pos_embds_dim": [16, 32]},
@@ -107,6 +107,21 @@ def tiny_model(model_type: str, seed: int = 0) -> PreTrainedModel:
         raise
     except Exception as error:
         raise CannotBeTiny(f"{type(error).__name__}: {error}") from error
+    return ready(model, seed)
+
+
+def tiny_published(published: PublishedModel, seed: int = 0) -> PreTrainedModel:
+    """As `tiny_model`, of a published checkpoint's shape. Raises CannotBeTiny."""
+    try:
+        config = shrunk(published_config(published))
+        model = class_of(published)._from_config(config, attn_implementation="eager", dtype=torch.float32)
+    except Exception as error:
+        raise CannotBeTiny(f"{type(error).__name__}: {error}") from error
+    return ready(model, seed)
+
+
+def ready(model: PreTrainedModel, seed: int) -> PreTrainedModel:
+    """The model with random weights, in eval mode, which never ends a text."""
     randomize(model, seed)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
@@ -118,20 +133,6 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
     kind = CONFIG_MAPPING[model_type]
     values = {**small(kind()), **SPECIAL.get(model_type, {})}
     return kind(**{name: value for name, value in values.items() if value is not None})
-
-
-def small(config: PreTrainedConfig) -> dict[str, Any]:
-    """The sizes that a configuration has, made small."""
-    given = config.to_dict()
-    values: dict[str, Any] = {name: value for name, value in SIZES.items() if given.get(name) is not None}
-    values |= {name: small(getattr(config, name)) for name in config.sub_configs if getattr(config, name, None)}
-    if "kv_lora_rank" in values:  # latent attention: every head has keys of its own
-        values |= {"num_key_value_heads": 6} if "num_key_value_heads" in values else {}
-    if hasattr(config, "pad_token_id"):
-        values["pad_token_id"] = 0
-    if getattr(config, "is_decoder", None) is False:
-        values["is_decoder"] = True
-    return values
 
 
 @torch.no_grad()
@@ -147,18 +148,24 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
 
 
 EQUAL, DIFFERENT, REFUSED, FAILED, NOT_TRIED = "equal", "different", "refused", "failed", "not tried"
+OUT_OF_SCOPE = "out of scope"
+# Types that fill masked words or translate; the others of these mappings are decoders.
+ENCODERS = {
+    *MODEL_FOR_MASKED_LM_MAPPING_NAMES, *MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    *MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, "musicgen", "musicgen_melody", "trocr", "git",
+} - {"reformer", "moss_transcribe_diarize"}  # fmt: skip
 PROMPT_LENGTHS = (3, 7, 12, 18, 21, 26)
 NEW_TOKENS = 14
 BLOCK_SIZE = 4
 TOLERANCE = 1e-3  # of a log-probability
 LONGEST_REASON = 240
-LIMIT_S = 400
+LIMIT_S = 400  # of a processor's time; ten times as long in all
 LIMIT_BYTES = 16 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What was seen of a model type; `reason` is empty where the outputs are equal."""
+    """What was seen of a model type, or of a published checkpoint by its name; `reason` is empty where outputs are equal."""
 
     model_type: str
     class_name: str
@@ -166,40 +173,39 @@ class Outcome:
     reason: str = ""
 
 
-def compare(model_type: str, model: PreTrainedModel) -> Outcome:
-    """Serve a model and compare it with transformers."""
+def compare(model_type: str, model: PreTrainedModel, served: PreTrainedModel | Path) -> Outcome:
+    """Serve `served`, the model or its folder, and compare it with transformers. Raises UnsupportedModel if it is refused."""
     name = type(model).__name__
     prompts = [[(17 * length + 31 * i * i + 7 * i) % (VOCABULARY - 1) + 1 for i in range(length)] for length in PROMPT_LENGTHS]
-    try:
-        batched, stats = run(model, prompts, "16MiB")
-    except UnsupportedModel as error:
-        return Outcome(model_type, name, REFUSED, reason_of(error, name))
+    batched, stats = run(served, prompts, "16MiB")
     block_bytes = stats["memory"]["kv_bytes"] // stats["blocks"]["mapped"]
-    runs = {"in a batch": batched, "after preemptions": preempted(model, prompts, block_bytes)}
-    note = ""
+    runs = {"in a batch": batched}
+    if (outputs := preempted(served, prompts, block_bytes)) is not None:
+        runs["after preemptions"] = outputs
+    note = "" if len(runs) == 2 else "in a batch; no pool was so small that requests were preempted"
     for index, prompt in enumerate(prompts):
         row = greedy(model, prompt)
         if row != generated(model, prompt):
             note = "as plain forward passes give them; transformers' `generate` differs from those"
         log_probs = log_probabilities(model, row)
-        for how, outputs in runs.items():
-            if why := difference(outputs[index], row, log_probs):
+        for how, given in runs.items():
+            if why := difference(given[index], row, log_probs):
                 return Outcome(model_type, name, DIFFERENT, f"{how}, a prompt of {len(prompt)} tokens: {why}")
     return Outcome(model_type, name, EQUAL, note)
 
 
-def run(model: PreTrainedModel, prompts: list[list[int]], kv_memory: int | str) -> tuple[list[RequestOutput], Any]:
+def run(model: PreTrainedModel | Path, prompts: list[list[int]], kv_memory: int | str) -> tuple[list[RequestOutput], Any]:
     """The outputs of all prompts at once, and the engine's numbers."""
     params = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=0, ignore_eos=True, logprobs=0, prompt_logprobs=0)
     with LLM(
-        model, device="cpu", kv_memory=kv_memory, block_size=BLOCK_SIZE, max_seqs=len(prompts), max_step_tokens=32,
-        max_model_len=64, prefix_caching=False, share=False,
+        model, device="cpu", dtype="float32", kv_memory=kv_memory, block_size=BLOCK_SIZE, max_seqs=len(prompts),
+        max_step_tokens=32, max_model_len=64, prefix_caching=False, share=False,
     ) as llm:  # fmt: skip
         return llm.generate(prompts, params, progress=False), llm.stats()
 
 
-def preempted(model: PreTrainedModel, prompts: list[list[int]], block_bytes: int) -> list[RequestOutput]:
-    """The outputs from a pool so small that requests are preempted."""
+def preempted(model: PreTrainedModel | Path, prompts: list[list[int]], block_bytes: int) -> list[RequestOutput] | None:
+    """The outputs from a pool so small that requests are preempted; None if no such pool is found."""
     longest = -(-(max(PROMPT_LENGTHS) + NEW_TOKENS) // BLOCK_SIZE)
     few, many = range(2 * longest, longest, -1), range(4 * longest, 2 * longest, -1)
     several = range(4 * longest, 12 * longest, 3)  # blocks of a token, with groups of layers
@@ -207,11 +213,11 @@ def preempted(model: PreTrainedModel, prompts: list[list[int]], block_bytes: int
     for num_blocks in (*few, *many, *several):
         try:
             outputs, stats = run(model, prompts, (num_blocks + 1) * block_bytes)
-        except RequestRejected:  # longer than the pool
+        except (RequestRejected, ConfigError):  # longer than the pool; less than the states of a sequence
             continue
         if stats["preemptions"]:
             return outputs
-    raise RuntimeError("no pool was so small that requests were preempted")
+    return None
 
 
 @torch.inference_mode()
@@ -256,16 +262,39 @@ def reason_of(error: UnsupportedModel, class_name: str) -> str:
     return re.sub(r" \(by \S+ times what rounding explains\)", "", text.removeprefix(f"{class_name}: "))
 
 
-def outcome_of(model_type: str) -> Outcome:
-    """Make, serve and compare a model of this type, in this process."""
+def outcome_of(name: str) -> Outcome:
+    """Make, serve and compare a model of this type, or a published checkpoint, in this process."""
+    published = published_models().get(name)
     try:
-        model = tiny_model(model_type)
+        model = tiny_model(name) if published is None else tiny_published(published)
     except CannotBeTiny as error:
-        return Outcome(model_type, "", NOT_TRIED, str(error))
+        return Outcome(name, "", NOT_TRIED, str(error))
+    class_name = type(model).__name__
     try:
-        return compare(model_type, model)
+        return compare(name, model, model) if published is None else compare_from_folder(published, model)
+    except UnsupportedModel as error:
+        return Outcome(name, class_name, REFUSED, reason_of(error, class_name))
     except Exception as error:
-        return Outcome(model_type, type(model).__name__, FAILED, f"{type(error).__name__}: {error}")
+        return Outcome(name, class_name, FAILED, f"{type(error).__name__}: {error}")
+
+
+def compare_from_folder(published: PublishedModel, model: PreTrainedModel) -> Outcome:
+    """Compare a published checkpoint, saved in its form; where quantized weights are refused, in floating point too."""
+    class_name = type(model).__name__
+    with tempfile.TemporaryDirectory() as folder:
+        save(model, published, Path(folder))
+        try:
+            return compare(published.name, model, Path(folder))
+        except UnsupportedModel as error:
+            reason = reason_of(error, class_name)
+        except (CheckpointError, ConfigError) as error:
+            reason = str(error).partition(" cannot be loaded: ")[2] or str(error)
+        reason = reason.replace(f"{folder}: ", "").replace(f"{Path(folder).name}: ", "").replace(f" {folder}", "")
+    if published.stored:
+        plain = compare_from_folder(published.unquantized, model)
+        if plain.reason != reason:
+            reason = f"{reason}. In floating point: {plain.reason or plain.status}"
+    return Outcome(published.name, class_name, REFUSED, reason)
 
 
 def outcome_in_process(model_type: str) -> Outcome:
@@ -274,7 +303,8 @@ def outcome_in_process(model_type: str) -> Outcome:
     if (process := os.fork()) == 0:
         try:
             resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))
-            signal.alarm(LIMIT_S)
+            resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S))
+            signal.alarm(10 * LIMIT_S)
             transformers.logging.set_verbosity_error()
             os.write(writer, json.dumps(asdict(outcome_of(model_type))).encode())
         finally:
@@ -294,18 +324,44 @@ INTRODUCTION = """# Model families
 
 pagetide has no list of supported models. At load a [probe](decisions/0006-models-are-probed.md) compares the model's logits
 from paged blocks with those of a plain forward pass, and refuses a model that differs, with the reason. This document shows
-what came out for each of the {total} causal language model types of transformers {transformers}, with torch {torch}.
+what came out, with transformers {transformers} and torch {torch}: first for published checkpoints, then for every causal
+language model type of transformers.
 
-Each type was made tiny (4 layers, a vocabulary of 160) with random weights in float32 and served on a CPU: prompts of
-{lengths} tokens in one batch, with {new} new tokens each, and again in a pool so small that requests are preempted.
-*Equal* means that every greedy token is that of transformers' `generate` for each prompt alone and of plain forward passes
-without a cache, and that every log-probability is within {tolerance} of theirs; exceptions have a note.
-`python -m benchmarks.model_families --families TYPE` repeats one.
+Each was made tiny with random weights in float32 and served on a CPU: prompts of {lengths} tokens in
+one batch, with {new} new tokens each, and again in a pool so small that requests are preempted. *Equal* means that every
+greedy token is that of transformers' `generate` for each prompt alone and of plain forward passes without a cache, and
+that every log-probability is within {tolerance} of theirs; exceptions have a note.
 
-**Limits.** A tiny random model is not a checkpoint: one with other settings of the same type (another rotary scaling, sliding
-windows, quantised weights) may be refused, and one with settings that avoid a refused part may be served. Types with
-images or sound were given text only. Nothing here was run on a GPU. The probe runs at each load, so a model that is
-served has passed it.
+**Limits.** A tiny random model is not a checkpoint: it shows that the computation is the same, not how good or how fast it is.
+Types with images or sound were given text only. Nothing here was run on a GPU. The probe runs at each load, so a model
+that is served has passed it.
+
+## Popular checkpoints
+
+{served} of {models} are served and equal to transformers.
+
+Each was made from its published configuration and loaded from a folder. The pattern of layers, the ratios of heads and widths,
+rotary scaling, softcaps, multipliers and tied embeddings are the published ones; windows are shorter than the texts. A
+checkpoint that was trained from one of these, or whose `config.json` differs from one only in sizes, has the same answer.
+`python -m benchmarks.model_families --models ID` repeats one.
+
+The list has small and large checkpoints of the families that serving engines name most, as far as a public source shows their
+configuration, and quantized forms of some. Counts of downloads were not at hand. `benchmarks/published_models.yaml` has
+each one's configuration and its source.
+
+**Stored quantized.** With `accelerate` installed transformers reads MXFP4 and FP8, as floating-point numbers on a CPU; the
+memory plan counts the size of the files, which is less than the weights then take.
+
+| checkpoint | class | answer |
+|---|---|---|
+{table}
+
+## Model types
+
+Each of the {total} causal language model types of transformers was made with 4 layers, a vocabulary of 160, and else the
+defaults of its type; where no published checkpoint has these, with the layers of one. A checkpoint with other settings (another
+rotary scaling, sliding windows, quantised weights) may be refused, and one with settings that avoid a refused part may
+be served. `python -m benchmarks.model_families --families TYPE` repeats one.
 
 **Images and sound.** Of transformers' image-text-to-text models the text is served, and other parts are neither read nor held
 ([0059](decisions/0059-text-of-multimodal-models.md)). Tiny ones that transformers saved gave, from their folders, the tokens
@@ -317,39 +373,45 @@ of the whole model: `aria`, `aya_vision`, `cohere2_vision`, `cosmos3_omni`, `dee
 `qwen3_vl`, `qwen3_vl_moe`, `smolvlm`, `video_llama_3`, `video_llava`, `vipllava`. Refused are `paligemma`, in which tokens of
 a prompt see later ones, and models that compute nothing without an image (`blip-2`, `idefics`, `instructblip`).
 
-**Stored quantized.** Published checkpoints of `gpt_oss` store their experts in MXFP4. With `accelerate` installed transformers
-reads these, as bfloat16 on a CPU; a tiny one was served, with the tokens of transformers. The memory plan counts only
-the size of the files, about a quarter of what the weights then take.
-
 **Latent attention.** Types {latent} cache latents instead of
 K and V of all heads ([0052](decisions/0052-latent-attention.md)).
 """
-NOTES = {"gpt_oss": "published checkpoints are MXFP4: see above"}
+NOTES = {"gpt_oss": "published checkpoints are MXFP4: see the first table"}
 SECTIONS = {
     EQUAL: "Served, and equal to transformers",
     REFUSED: "Refused at load",
     DIFFERENT: "Served, and not equal",
     FAILED: "Failed in another way",
     NOT_TRIED: "Not tried",
+    OUT_OF_SCOPE: "Out of scope",
 }
+ANSWERS = {EQUAL: "**served, equal**", REFUSED: "refused", DIFFERENT: "not equal", FAILED: "failed", NOT_TRIED: "not tried"}
+
+
+def out_of_scope(model_type: str) -> bool:
+    """Whether the type is of an encoder or of an encoder and a decoder, which some can be asked to continue text with."""
+    return model_type in ENCODERS
 
 
 def document(outcomes: Sequence[Outcome]) -> str:
-    """The outcomes as Markdown, by model type."""
+    """The outcomes as Markdown: of published checkpoints in their order, then by model type."""
+    models = [one for one in outcomes if one.model_type in published_models()]
+    types = [one for one in outcomes if one not in models]
     parts = [
         INTRODUCTION.format(
-            total=len(outcomes), transformers=transformers.__version__, torch=torch.__version__.partition("+")[0],
+            total=len(types), transformers=transformers.__version__, torch=torch.__version__.partition("+")[0],
             lengths=", ".join(map(str, PROMPT_LENGTHS)), new=NEW_TOKENS, tolerance=TOLERANCE,
-            latent=", ".join(f"`{name}`" for name in sorted(LATENT_TYPES)),
+            latent=", ".join(f"`{name}`" for name in sorted(LATENT_TYPES)), models=len(models),
+            served=sum(one.status == EQUAL for one in models), table="\n".join(map(answer, models)),
         )
     ]  # fmt: skip
     for status, title in SECTIONS.items():
-        of_status = sorted((one for one in outcomes if one.status == status), key=lambda one: one.model_type)
+        of_status = sorted((one for one in types if section_of(one) == status), key=lambda one: one.model_type)
         if not of_status:
             continue
         has_reason = any(one.reason for one in of_status)
         last = (f" {'note' if status == EQUAL else 'reason'} |", "---|---|") if has_reason else ("", "---|")
-        parts += [f"## {title}", "", f"{len(of_status)} model types.", ""]
+        parts += [f"### {title}", "", f"{len(of_status)} model types{SCOPE if status == OUT_OF_SCOPE else ''}.", ""]
         parts += [f"| model type | class |{last[0]}", f"|---|{last[1]}"]
         parts += [
             f"| `{one.model_type}` | {f'`{one.class_name}`' if one.class_name else ''} |"
@@ -360,6 +422,22 @@ def document(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(parts)
 
 
+SCOPE = ": encoders, and encoders with decoders, that continue text only when asked to"
+
+
+def section_of(outcome: Outcome) -> str:
+    """The status, but for a type that was refused or not tried and is no decoder."""
+    refused = outcome.status in (REFUSED, NOT_TRIED, FAILED)
+    return OUT_OF_SCOPE if refused and out_of_scope(outcome.model_type) else outcome.status
+
+
+def answer(outcome: Outcome) -> str:
+    """A row of the table of checkpoints."""
+    class_name = published_models()[outcome.model_type].class_name
+    said = ANSWERS[outcome.status] + (f": {cell(outcome.reason)}" if outcome.reason else "")
+    return f"| `{outcome.model_type}` | `{class_name}` | {said} |"
+
+
 def cell(text: str) -> str:
     """A reason in one cell of a table: one line, cut if it is long."""
     line = " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").replace("[", "\\[")
@@ -367,20 +445,28 @@ def cell(text: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the families and write what was seen."""
+    """Run the families and the published checkpoints, and write what was seen."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    types, names = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), list(published_models())
     parser.add_argument(
-        "--families", nargs="+", metavar="TYPE", default=list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
-        choices=list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), help="model types of transformers (default: all)",
-    )  # fmt: skip
+        "--families",
+        nargs="+",
+        metavar="TYPE",
+        choices=types,
+        help="model types of transformers (default: all, or none with --models)",
+    )
+    parser.add_argument(
+        "--models", nargs="+", metavar="ID", choices=names, help="published checkpoints (default: all, or none with --families)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes as JSON too")
     parser.add_argument("--document", type=Path, metavar="FILE", help="write them as Markdown")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)  # a fork has no threads but this one
     outcomes = []
-    for model_type in args.families:
-        outcomes.append(outcome_in_process(model_type))
-        print(f"{model_type:28} {outcomes[-1].status:10} {outcomes[-1].reason}"[:200], flush=True)
+    chosen = [*(args.models or ()), *(args.families or ())] or [*names, *types]
+    for name in chosen:
+        outcomes.append(outcome_in_process(name))
+        print(f"{name:48} {outcomes[-1].status:10} {outcomes[-1].reason}"[:220], flush=True)
     if args.json:
         args.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n")
     if args.document:
