@@ -268,8 +268,7 @@ class GroupedTables(RowTables):
     def state_moves(self, row: int, hit: PrefixHit, swapping: Swapping) -> BlockMoves | None:
         if self.states is None or not len(hit.nodes):
             return None
-        window = self._state_of(swapping.index)
-        return window.blocks_of(hit.nodes[-1:])[:, 0], self._state_table.of(row)[0].copy()
+        return self._state_of(swapping.index).blocks_of(hit.nodes[-1:])[:, 0], self._state_table.of(row)[0].copy()
 
     def publish(self, row: int, first: int, findable: BlockIds, swapping: Swapping) -> Updates:
         upto, index = first + len(findable), swapping.index
@@ -389,7 +388,7 @@ class GroupedTables(RowTables):
         """Note where the states of `row`, which has begun with `hit` and has `upto` tokens, are to be kept; undo the pin."""
         full = (upto - 1) // self.block_size
         if index.capacity:
-            stops = {min(len(hit.matched), full), full} - {len(hit.nodes), 0}
+            stops = {min(len(hit.matched), full), full}
             self._stops[row] = [stop * self.block_size for stop in stops if stop > len(hit.nodes)]
         if pinned:  # it was found once: requests may go different ways behind it
             window, node = self._state_of(index), hit.nodes[-1:]
@@ -416,7 +415,6 @@ class GroupedTables(RowTables):
         update = self._state_table.replace(row, np.arange(len(blocks)), fresh[None])
         self.pool.release(blocks)
         window.mark_evictable(node, passed=True)
-        swapping.trim()
         return (*[NO_UPDATE] * (sum(t.num_tables for t in self.with_bytes) - 1), *update), (blocks, fresh)
 
     def _release_state(self, rows: Index, index: PrefixIndex) -> None:

@@ -158,9 +158,20 @@ class CacheManager:
         where one is to be kept.
         """
         reached, updates, moves = self.row_tables.reach(row, start, upto, room, self.swapping)
-        return reached, Extension(updates, self._copies(moves))
+        copies = self._copies(moves)
+        if copies is not None:
+            self.swapping.trim()
+        return reached, Extension(updates, copies)
+
+    def still_due(self, copies: BlockCopies) -> BlockCopies | None:
+        """Those of `copies` whose targets a row holds, of rows that may have been released since; None for none."""
+        held = self.pool.references(copies.targets) > 0
+        if held.all():
+            return copies
+        return BlockCopies(copies.sources[held], copies.targets[held]) if held.any() else None
 
     def _copies(self, moves: BlockMoves | None) -> BlockCopies | None:
+        """The copies of a state, which the next plan does before anything else writes to blocks, if there is no host tier."""
         return None if moves is None else BlockCopies(self._bytes_at[moves[0]], moves[1])
 
     def fork(self, parent: int, child: int, num_tokens: int, upto: int | None = None) -> Extension | None:

@@ -197,7 +197,7 @@ class RowTables:
         return merged([shared, self.extend(np.array([child]), np.array([upto]), swapping)])
 
     def state_moves(self, row: int, hit: PrefixHit, swapping: Swapping) -> BlockMoves | None:
-        """The copies of the state behind `hit` to the blocks of `row`, which has begun; None: there is none."""
+        """The copies of the state behind `hit` to the blocks of `row`, which has begun; None: no state."""
         return None
 
     def begin(self, row: int, hit: PrefixHit, num_tail: int, upto: int, swapping: Swapping) -> Updates:

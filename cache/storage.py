@@ -9,7 +9,7 @@ arena reads as zeros.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,35 +54,31 @@ class StateCache:
     def __init__(self, memory: torch.Tensor, geometry: Geometry, place: StatePlace) -> None:
         self.place = place
         self.shape, self.dtype = place.state.shape, _DTYPES[place.state.dtype]
-        size = self.dtype.itemsize
-        part = place.state.num_bytes // len(place.blocks) // size
-        num_blocks, stride = len(memory) // geometry.block_stride, geometry.block_stride // size
-        by_offset: dict[int, list[int]] = {}
-        for number, offset in enumerate(place.offsets):
-            by_offset.setdefault(offset, []).append(number)
-        # Of each offset within a block: a view [num_blocks, part], the parts there, and the blocks of a sequence with these.
-        self._views = [
-            (
-                memory.view(self.dtype).as_strided((num_blocks, part), (stride, 1), offset // size),
-                torch.tensor(numbers, device=memory.device),
-                torch.tensor([place.blocks[number] for number in numbers], device=memory.device),
-            )
-            for offset, numbers in by_offset.items()
-        ]
-        self._parts = (len(place.blocks), part)
+        self._part_bytes = place.state.num_bytes // len(place.blocks)
+        self._bytes = memory.view(-1, geometry.block_stride)
+        self._on_host = self._bytes.numpy() if memory.device.type == "cpu" else None
 
     def read(self, blocks: torch.Tensor) -> torch.Tensor:
         """The states `[n, *shape]` of sequences with `blocks`, int64 [n, state_blocks]: a copy."""
-        found = torch.empty((len(blocks), *self._parts), dtype=self.dtype, device=blocks.device)
-        for view, numbers, places in self._views:
-            found[:, numbers] = view[blocks[:, places]]
-        return found.view(len(blocks), *self.shape)
+        found = torch.empty((len(blocks), *self.shape), dtype=self.dtype, device=blocks.device)
+        for part, where in self._parts(found, blocks):
+            part[:] = where
+        return found
 
     def write(self, blocks: torch.Tensor, states: torch.Tensor) -> None:
         """Write the states `[n, *shape]` of sequences with `blocks`, int64 [n, state_blocks], distinct."""
-        parts = states.to(self.dtype).reshape(len(blocks), *self._parts)
-        for view, numbers, places in self._views:
-            view[blocks[:, places]] = parts[:, numbers]
+        for part, where in self._parts(states.to(self.dtype).contiguous(), blocks):
+            where[:] = part
+
+    def _parts(self, states: torch.Tensor, blocks: torch.Tensor) -> Iterator[tuple[Any, Any]]:
+        """The bytes of each part of `states`, and where they lie in the arena. On a host as arrays: torch indexes slowly."""
+        rows: Any = states.view(len(blocks), -1).view(torch.uint8)
+        memory: Any = self._bytes if self._on_host is None else self._on_host
+        rows = rows if self._on_host is None else rows.numpy()
+        for row, of_row in zip(rows, blocks.tolist(), strict=True):
+            for number, (block, offset) in enumerate(zip(self.place.blocks, self.place.offsets, strict=True)):
+                begin = number * self._part_bytes
+                yield row[begin : begin + self._part_bytes], memory[of_row[block], offset : offset + self._part_bytes]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

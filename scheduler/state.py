@@ -482,6 +482,7 @@ class SchedulerState:
         """Free `rows`, in which no sequence runs any more, and their blocks."""
         self.cache.release(np.array(rows))
         self.changes.released += rows
+        self.changes.copies = [copies for one in self.changes.copies if (copies := self.cache.still_due(one)) is not None]
         self.changes.tables = [tuple(u.without(rows) for u in updates) for updates in self.changes.tables]
         for row in rows:
             self.rows.free(row)

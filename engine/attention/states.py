@@ -28,6 +28,7 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 from ...cache.block_table import Index
 from ...cache.geometry import FoundLayer, Geometry, StateShape
 from ...cache.storage import StateCache
+from ..cpu import gated_delta
 from .context import StepContext, running_step
 
 _MOST_STATES = 8  # of one kind in a layer, while they are looked for
@@ -209,6 +210,7 @@ def install(model: Any, geometry: Geometry, tokens: torch.Tensor) -> Mixers | No
     of_layers = Mixers(cache)
     for name, layer in mixers.items():
         module = model.get_submodule(name)
+        gated_delta.install(sys.modules[type(module).__module__], _in_step)
         module.forward = _Mixer(module.forward, cache, layer, of_layers)
     name = _cache_name(model)
 
@@ -218,6 +220,11 @@ def install(model: Any, geometry: Geometry, tokens: torch.Tensor) -> Mixers | No
     model.register_forward_pre_hook(give, with_kwargs=True)
     model.__dict__[_INSTALLED] = of_layers
     return of_layers
+
+
+def _in_step() -> bool:
+    step = running_step()
+    return step is not None and step.states is not None
 
 
 def installed(model: Any) -> Mixers | None:

@@ -32,10 +32,13 @@ namespace PAGETIDE_ISA {
 
 #include "sampling.h"
 
+#include "recurrent.h"
+
 }  // namespace PAGETIDE_ISA
 
 extern const Kernels JOIN(kernels_, PAGETIDE_ISA);
 const Kernels JOIN(kernels_, PAGETIDE_ISA) = {TEXT(PAGETIDE_ISA), PAGETIDE_ISA::linear::kernels, PAGETIDE_ISA::attention::kernels,
-                                              PAGETIDE_ISA::elementwise::kernels, PAGETIDE_ISA::sampling::kernels};
+                                              PAGETIDE_ISA::elementwise::kernels, PAGETIDE_ISA::sampling::kernels,
+                                              PAGETIDE_ISA::recurrent::kernels};
 
 }  // namespace pagetide

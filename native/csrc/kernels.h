@@ -18,6 +18,7 @@ enum class Type : int { float32, bfloat16, float16, int8, int4 };
 #include "attention_args.h"
 #include "elementwise_args.h"
 #include "linear_args.h"
+#include "recurrent_args.h"
 #include "sampling_args.h"
 
 struct Kernels {
@@ -26,6 +27,7 @@ struct Kernels {
   AttentionKernels attention;
   ElementwiseKernels elementwise;
   SamplingKernels sampling;
+  RecurrentKernels recurrent;
 };
 
 // Of the best instruction set that this processor has, or of that which PAGETIDE_NATIVE names if it has it; null if it has none.
