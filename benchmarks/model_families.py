@@ -114,7 +114,8 @@ def tiny_published(published: PublishedModel, seed: int = 0) -> PreTrainedModel:
     """As `tiny_model`, of a published checkpoint's shape. Raises CannotBeTiny."""
     try:
         config = shrunk(published_config(published))
-        model = class_of(published)._from_config(config, attn_implementation="eager", dtype=torch.float32)
+        model = class_of(published)(config).float()
+        model.set_attn_implementation("eager")
     except Exception as error:
         raise CannotBeTiny(f"{type(error).__name__}: {error}") from error
     return ready(model, seed)

@@ -27,7 +27,8 @@ class RowTables:
     `max_tokens` is the effective limit of a row: no more than the whole pool holds when all of it is mapped.
 
     Methods that change what rows hold name what else they change: `swapping` takes blocks, evicting cached ones if it must, and
-    its index learns which blocks are in use. One that raises NoFreeBlocks has changed nothing.
+    its index learns which blocks are in use. One that raises NoFreeBlocks has changed nothing, though blocks that windows have
+    passed may be released.
     """
 
     def __init__(

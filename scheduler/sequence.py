@@ -36,13 +36,13 @@ class SequenceStatus(enum.Enum):
     WAITING_FOR_PROMPT = "waiting for prompt"
     # A beam without a row: its next move decides about its tokens.
     WAITING_FOR_MOVE = "waiting for move"
-    # It lacks more than its newest token; in Running.prefilling.
+    # It lacks more than its newest token; in SchedulerState.prefilling.
     PREFILLING = "prefilling"
-    # It lacks only its newest token; its row is in Running.decoding.
+    # It lacks only its newest token; its row is in SchedulerState.decoding.
     DECODING = "decoding"
-    # A beam with a row: its candidates are reported, and no move was made yet; in Running.paused.
+    # A beam with a row: its candidates are reported, and no move was made yet; in SchedulerState.paused.
     PAUSED = "paused"
-    # Ended and reported, but a pending plan refers to its row; in Running.finishing.
+    # Ended and reported, but a pending plan refers to its row; in SchedulerState.finishing.
     FINISHING = "finishing"
     FINISHED = "finished"
 

@@ -10,8 +10,8 @@ counts up to the lease's initial max less the largest pool. The pool does not sh
 that, such as a program's own data.
 
 Memory goes back in this order: prepared extents, caches of libraries, the host tier if it is in the same memory, free extents,
-compaction, and for a recall only, preemption (preemption.py). While requests run this happens in slices, one per step, so that
-steps stay short.
+compaction; for a recall sequences are preempted first, as many as it takes (preemption.py). While requests run extents leave in
+slices, one per step, so that steps stay short.
 
 Without a lease the pool does the same between its own bounds.
 """

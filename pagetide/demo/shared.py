@@ -33,10 +33,10 @@ PROMPT_TOKENS, OUTPUT_TOKENS = (350, 750), (20, 48)  # from, to
 SECONDS = 18.0
 # Above the engines' minimums; an engine that loads needs some 200 MiB of it for a moment
 CONTENDED_BYTES = 280 * MIB
-VISIT_BYTES = 288 * MIB  # what the external process takes when it comes: less is left than the pools that it comes for
+VISIT_BYTES = 240 * MIB  # what the external process takes when it comes: more than a burst's pool leaves
 # It comes when the pools have grown to so much, which any burst alone needs, however fast the machine serves it.
-VISIT_FROM_KV, VISIT_S, BETWEEN_S, MOST_VISITS = 40 * MIB, 5.0, 4.0, 2
-PIECE_BYTES, PIECE_S = 16 * MIB, 0.02  # of the external process, less than the headroom; and the time between two
+VISIT_FROM_KV, VISIT_S, BETWEEN_S, MOST_VISITS = 28 * MIB, 5.0, 4.0, 2
+PIECE_BYTES, PIECE_S = 8 * MIB, 0.05  # of the external process, less than the headroom; and the time between two
 KV_MIN, KV_MAX = 8 * MIB, 128 * MIB
 # More than two busy programs grow by at once, beyond what the broker sees in time
 HEADROOM = 48 * MIB
