@@ -22,6 +22,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 KEYS = ["capability", "state", "evidence", "said"]
 STATES = {"works", "measured", "not run", "absent"}
+_ELSEWHERE = re.compile(r"\bGPU\b|\bon several machines\b")  # what nothing was run on
 _SKIPS = re.compile(r"pytest\.skip\(|importorskip\(")
 
 
@@ -54,8 +55,8 @@ def faults(rows: Sequence[Mapping[str, Any]], measured: Collection[str], collect
         if list(row) != KEYS or row["state"] not in STATES or not row["evidence"]:
             found.append(f"{what}: a row has {', '.join(KEYS)}, a state of {sorted(STATES)}, and evidence")
             continue
-        if (row["state"] == "not run") != (re.search(r"\bGPU\b", what) is not None):
-            found.append(f"{what}: rows about a GPU, and no others, are 'not run'")
+        if (row["state"] == "not run") != (re.search(_ELSEWHERE, what) is not None):
+            found.append(f"{what}: rows about a GPU or several machines, and no others, are 'not run'")
         for name in row["evidence"]:
             if name.startswith("tests/"):
                 why = collected.get(name, "pytest does not collect it")

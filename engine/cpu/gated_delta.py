@@ -18,7 +18,7 @@ from ... import native
 _NAMES = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")  # as transformers names them
 _CLOSE = 1e-4  # relative error of the functions that are replaced
 
-Rule = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+Rule = Callable[..., Any]  # of transformers: (output, states or None)
 
 
 def install(module: ModuleType, in_step: Callable[[], bool]) -> None:
