@@ -82,6 +82,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
     "prophetnet": {"num_hidden_layers": None, "num_encoder_layers": 2, "num_decoder_layers": 2},
     "reformer": {"axial_pos_embds_dim": [16, 32]},
+    "mamba2": {"hidden_size": 48, "num_heads": 8, "head_dim": 12, "n_groups": 2, "state_size": 16},
     "zamba2": {"layer_types": ["mamba", "mamba", "hybrid", "mamba"]},
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},

@@ -77,7 +77,7 @@ def compute(cache: CacheManager, row: int, context: int) -> bool:
     while done < prompt:
         computed[row] = done
         cache.release_passed(rows, computed.take)
-        reached, _ = cache.reach(row, min(done + CHUNK, prompt), cache.pool.available)
+        reached, _ = cache.reach(row, done, min(done + CHUNK, prompt), cache.pool.available)
         if reached == done:
             return False
         done = reached

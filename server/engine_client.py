@@ -465,6 +465,8 @@ class RemoteEngine:
         self.process = process
         self._info: ModelInfo | None = None
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # Its waiter may have been interrupted: asyncio would print the error then.
+        self._ready.add_done_callback(lambda ready: None if ready.cancelled() else ready.exception())
         self._numbers = itertools.count()
         self._generations: dict[int, Generation] = {}
         self._cancelled: dict[int, Generation] = {}  # until the engine says how much it generated

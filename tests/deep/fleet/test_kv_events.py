@@ -102,7 +102,7 @@ def test_a_subscriber_follows_and_fills_its_gaps(context: Any, publish: Callable
     publisher.publish(CacheEvents([block(1), block(2, 1), block(3, 2)]))
     last = published(publisher)
     subscriber.read(last)  # what came before it joined, if anything did, is replayed
-    assert subscriber.num_replayed >= 1 and subscriber.ranks == {0}
+    assert subscriber.ranks == {0}
     state = subscriber.cache.blocks
     assert [state[n][:2] for n in (1, 2, 3)] == [("GPU", None), ("GPU", 1), ("GPU", 2)]
     for n in range(4, 20):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
@@ -30,6 +31,15 @@ def test_a_process_that_dies_is_told_and_a_model_that_cannot_be_loaded() -> None
     asyncio.run(killed())
 
 
+def engines_of(parent: psutil.Process) -> list[psutil.Process]:
+    """The processes of engines that it has started."""
+    found = []
+    for one in parent.children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it is just ending
+            found += [one] if "pagetide.server.engine_process" in one.cmdline() else []
+    return found
+
+
 @pytest.mark.parametrize("stopped_by", ["a killed engine", "an interrupt"])
 def test_no_process_outlives_the_demo(stopped_by: str) -> None:
     """The demo in a process of its own loses an engine, or gets an interrupt, while its engines load."""
@@ -38,12 +48,14 @@ def test_no_process_outlives_the_demo(stopped_by: str) -> None:
     )
     try:
         parent = psutil.Process(demo.pid)
-        wait_until(lambda: len(parent.children(recursive=True)) >= 2, "an engine and an external process run")
+        wait_until(
+            lambda: len(parent.children(recursive=True)) >= 2 and engines_of(parent), "an engine and another process run"
+        )
         children = parent.children(recursive=True)
         if stopped_by == "an interrupt":
             parent.send_signal(2)
         else:
-            next(one for one in children if "pagetide.server.engine_process" in one.cmdline()).kill()
+            engines_of(parent)[0].kill()
         out, err = demo.communicate(timeout=60)
     finally:
         demo.kill()
