@@ -9,7 +9,7 @@ import pytest
 import torch
 from multimodal import MULTIMODAL, greedy_tokens, saved_multimodal
 
-from pagetide import LLM, SamplingParams, UnsupportedModel
+from pagetide import LLM, SamplingParams, UnsupportedModel, native
 from pagetide.cache.geometry import Geometry
 from pagetide.engine.loading.checkpoint import Checkpoint
 from pagetide.engine.loading.division import Division
@@ -54,6 +54,7 @@ def test_text_gives_the_tokens_of_the_whole_model(kind: str, tmp_path: Path) -> 
     assert all(whole.get_submodule(part) is not None for part in checkpoint.unused_modules)
 
 
+@pytest.mark.skipif(native.instructions() is None, reason="without native kernels nothing is quantized")
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("kind", ["mistral3", "qwen3_vl", "kimi_k25"])
 def test_quantized_text(kind: str, quantization: Any, tmp_path: Path) -> None:
