@@ -6,7 +6,7 @@ entries are places without bytes.
 
 Layers with states have one table more, of the blocks with a row's state, from its admission on. A step changes the state in
 place, so a state that others find is no row's: a hit copies it, and a row that goes on from one that it has given away gets a
-copy. States are kept where prompts part, and behind the last full block of a prompt: `reach` cuts chunks there.
+copy. States are kept where prompts part, and behind the last full block that a row begins with: `reach` cuts chunks there.
 """
 
 from __future__ import annotations

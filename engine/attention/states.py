@@ -29,6 +29,7 @@ from ...cache.block_table import Index
 from ...cache.geometry import FoundLayer, Geometry, StateShape
 from ...cache.storage import StateCache
 from ..cpu import gated_delta
+from ..errors import UnsupportedModel
 from .context import StepContext, running_step
 
 _MOST_STATES = 8  # of one kind in a layer, while they are looked for
@@ -198,24 +199,26 @@ def find_layers(model: Any, tokens: torch.Tensor) -> tuple[tuple[FoundLayer, ...
 def install(model: Any, geometry: Geometry, tokens: torch.Tensor) -> Mixers | None:
     """Let the layers of `model` with states be called over packed rows in steps; None, and no change, if it has none.
 
-    Raises ValueError if its states are not those of `geometry`.
+    Raises UnsupportedModel if it fails with a cache, or if its states are not those of `geometry`.
     """
     if not geometry.state_bytes:
         return None
-    found, mixers = find_layers(model, tokens)
-    promised = [layer.states for layer in geometry.layers]
-    if [layer.states for layer in found] != promised:
-        raise ValueError("its layers keep other states in a forward pass than on the meta device")
-    cache = StatesCache(len(found))
-    of_layers = Mixers(cache)
+    try:
+        found, mixers = find_layers(model, tokens)
+    except Exception as error:  # of the model's code
+        why = f"a forward pass of {type(model).__name__} with a cache fails ({type(error).__name__}: {error})"
+        raise UnsupportedModel(f"{why}, so its states cannot be kept; use transformers' generate for this model") from error
+    if [layer.states for layer in found] != [layer.states for layer in geometry.layers]:
+        raise UnsupportedModel(f"layers of {type(model).__name__} keep other states with weights than without memory")
+    of_layers = Mixers(StatesCache(len(found)))
     for name, layer in mixers.items():
         module = model.get_submodule(name)
         gated_delta.install(sys.modules[type(module).__module__], _in_step)
-        module.forward = _Mixer(module.forward, cache, layer, of_layers)
+        module.forward = _Mixer(module.forward, layer, of_layers)
     name = _cache_name(model)
 
     def give(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return args, kwargs | {name: cache} if running_step() is not None else kwargs
+        return args, kwargs | {name: of_layers.cache} if running_step() is not None else kwargs
 
     model.register_forward_pre_hook(give, with_kwargs=True)
     model.__dict__[_INSTALLED] = of_layers
@@ -233,7 +236,7 @@ def installed(model: Any) -> Mixers | None:
 
 
 class Mixers:
-    """The mixers of a model. `one_by_one`: a chunk that continues a sequence is computed token by token."""
+    """What the mixers of a model share. `one_by_one`: a chunk that continues a sequence is computed token by token."""
 
     def __init__(self, cache: StatesCache) -> None:
         self.cache = cache
@@ -243,9 +246,8 @@ class Mixers:
 class _Mixer:
     """Calls a mixer: over the parts of a packed row in a step, as it is otherwise."""
 
-    def __init__(self, forward: Callable[..., Any], cache: StatesCache, layer: int, of_layers: Mixers) -> None:
+    def __init__(self, forward: Callable[..., Any], layer: int, of_layers: Mixers) -> None:
         self._forward = forward
-        self._cache = cache
         self._layer = layer
         self._all = of_layers
 
@@ -254,7 +256,7 @@ class _Mixer:
         if step is None or step.states is None:
             return self._forward(*args, **kwargs)
         states: StepStates = step.states
-        layers = self._cache.layers
+        layers = self._all.cache.layers
         kwargs.pop("step", None)
         num_tokens = step.write_offsets.shape[0]
         outputs = []

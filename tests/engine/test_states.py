@@ -91,7 +91,9 @@ def test_llm_serves_them(tmp_path: Path) -> None:
     expected = plain(model, inputs, NEW)
     model.save_pretrained(tmp_path)
     greedy = SamplingParams(temperature=0.0, max_new_tokens=NEW, n=2, ignore_eos=True)
-    with LLM(str(tmp_path), dtype="float32", device="cpu", kv_memory="4MiB", share=False) as llm:
+    settings: dict[str, Any] = {"kv_memory": "4MiB", "host_kv_memory": "4MiB", "overlap": True}  # of which it uses the first
+    with LLM(str(tmp_path), dtype="float32", device="cpu", share=False, **settings) as llm:
+        assert llm.stats()["host_tier"] is None
         for _ in range(2):
             outputs = llm.generate(inputs, greedy)
             assert [list(one.token_ids) for output in outputs for one in output.outputs] == [t for t in expected for _ in "ab"]
