@@ -78,7 +78,7 @@ soak:  ## native kernels with sanitisers, properties, random load and walks, rec
 
 # The first interpreter that has all of it runs `make gpu` as it is: a GPU machine may have no index to install from.
 # Otherwise the environment is made. What asks for a compiler goes side by side; what counts the device's memory does not.
-GPU_NEEDS := cuda.bindings.driver, hypothesis, jinja2, psutil, pytest, rich, tqdm, transformers, triton, yaml
+GPU_NEEDS := cuda.bindings.driver, hypothesis, jinja2, msgspec, prometheus_client, psutil, pynvml, pytest, rich, tqdm, transformers, triton, yaml
 GPU_PYTHON = $(shell for python in $(CANDIDATES); do \
 	"$$python" -P -c 'import torch, $(GPU_NEEDS)' 2>/dev/null && { echo "$$python"; break; }; done)
 GPU_JOBS ?= 8
