@@ -82,7 +82,7 @@ GPU_NEEDS := cuda.bindings.driver, hypothesis, jinja2, msgspec, prometheus_clien
 GPU_PYTHON = $(shell for python in $(CANDIDATES); do \
 	"$$python" -P -c 'import torch, $(GPU_NEEDS)' 2>/dev/null && { echo "$$python"; break; }; done)
 GPU_JOBS ?= 8
-GPU_BUDGET_S ?= 325
+GPU_BUDGET_S ?= 310
 GPU_RESULTS ?= build/bench
 GPU_ALONE := tests/gpu/test_cuda_arena.py tests/gpu/test_nvml.py
 GPU_TESTS = $(filter-out $(GPU_ALONE),$(shell grep -rlE --include='test_*.py' '^[^#]*mark\.gpu' tests))
@@ -96,7 +96,7 @@ gpu:  ## the tests, and the figures, that need a CUDA device
 	jobs=; "$$python" -P -c 'import xdist' 2>/dev/null && jobs="-n $(GPU_JOBS)"; \
 	run() { timeout -s INT -k 20 "$$1" "$$python" -P -m pytest -q -m gpu --durations=5 $$2 || status=1; }; \
 	status=0; \
-	run 120 "$$jobs $(GPU_TESTS)"; \
+	run 170 "$$jobs $(GPU_TESTS)"; \
 	run 45 "$(GPU_ALONE)"; \
 	"$$python" -P -m benchmarks.gpu --budget-s $(GPU_BUDGET_S) --results "$(GPU_RESULTS)" || status=1; \
 	exit $$status

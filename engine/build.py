@@ -33,9 +33,9 @@ from ..scheduler.state import Limits
 from .attention.choose import Site, check, choose
 from .config import EngineConfig
 from .core import EngineCore
-from .cpu.quantized_linears import check_native
 from .errors import ConfigError, NotEnoughMemory
 from .executor import collect, empty_caches, load_checked, make_runner, open_arena, open_host_pool
+from .layers.quantized_linears import check_native
 from .loading.checkpoint import Checkpoint
 from .loading.hub_kernels import no_hub_kernels
 from .loading.loader import address_remedy, choose_device, choose_dtype, free_bytes, load_tokenizer
@@ -235,7 +235,7 @@ def _build(
 ) -> Engine:
     device = holder.device
     faults = {} if checked is None else checked.faults
-    loaded = load_checked(config, checkpoint, device, dtype, plan)
+    loaded = load_checked(config, checkpoint, device, dtype, plan, faults=faults)
     kernel = choose(config.attention, Site.of(device, dtype, plan.geometry), loaded.specs, faults=faults)
     host = open_host_pool(plan, config, pins="swaps" not in faults)
     arena = _open_pool(plan, holder, None if sharing is None else sharing.lease, elastic="pool" not in faults)

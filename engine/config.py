@@ -25,8 +25,8 @@ from ..common.settings import (
 from ..common.units import parse_bytes
 from .attention.backends import NAMES as ATTENTION
 from .attention.backends import block_multiple
-from .cpu import Quantization
 from .errors import ConfigError
+from .layers import Quantization
 from .loading.models import (
     DTYPES,
     KvCacheDtype,

@@ -9,7 +9,7 @@ import gc
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,9 +29,6 @@ from .attention.latent import attend_to_latents
 from .attention.states import install as keep_states
 from .collectives.group import ALONE, ShardGroup
 from .config import EngineConfig
-from .cpu.fusion import fuse
-from .cpu.linears import rows_as_they_are
-from .cpu.onednn import bound_primitives
 from .errors import ConfigError, NotEnoughMemory
 from .execution.graph_sizes import sizes_for
 from .execution.graphs import CudaRecorder
@@ -39,6 +36,10 @@ from .execution.host_pool import HostPool
 from .execution.memory_operations import MemoryExecutor
 from .execution.row_states import RowStates
 from .execution.runner import ModelRunner
+from .layers.fusion import fuse
+from .layers.kernels import kernels_on
+from .layers.linears import rows_as_they_are
+from .layers.onednn import bound_primitives
 from .loading.checkpoint import Checkpoint
 from .loading.division import Division
 from .loading.loader import load_model, load_tokenizer
@@ -74,9 +75,13 @@ def load_checked(
     division: Division | None = None,
     group: ShardGroup = ALONE,
     check: Callable[[Any], None] = lambda model: None,
+    faults: Collection[str] = (),
 ) -> CheckedModel:
-    """Load the model, or this shard's part of it, and check that it can be served. `check` is called before its attention is
-    replaced.
+    """Load the model, or this shard's part of it, and check that it can be served.
+
+    Args:
+        check: Called before the model's attention is replaced.
+        faults: Parts that failed in the device's self-check.
 
     Raises what `load_model`, `load_tokenizer` and `probe` raise.
     """
@@ -87,8 +92,12 @@ def load_checked(
     early = check if config.quantization is not None else None  # before weights are rounded, which would hide a fault
     model = load_model(checkpoint, device, dtype, quantization=config.quantization, pack=True, check=early, **how)
     with rows_as_they_are():
-        tokens = random_tokens(checkpoint.config, _TRIAL_TOKENS)
-        if device.type == "cpu" and not fuse(model, tokens).computes and config.quantization is None:
+        tokens = random_tokens(checkpoint.config, _TRIAL_TOKENS).to(device)
+        kernels = None if "triton" in faults else kernels_on(device)
+        if kernels is not None and checkpoint.spec.loaded is not None and kernels.merges_plain:
+            kernels = kernels._replace(merges_plain=False)  # the weights stay in the caller's model, too
+        computes = fuse(model, tokens, kernels).computes
+        if device.type == "cpu" and not computes and config.quantization is None:
             log.warning("linear layers of %s are not packed: the model does not compute with packed ones", plan.model)
             del model
             model = load_model(checkpoint, device, dtype, **how)

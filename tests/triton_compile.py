@@ -20,12 +20,26 @@ from triton.compiler import ASTSource
 
 from pagetide.engine.attention import triton_decode, triton_gather, triton_prefill, triton_write
 from pagetide.engine.attention.triton_base import DECODE_TILINGS, PREFILL_TILINGS, padded, split_heads, tiling
+from pagetide.engine.layers import triton_kernels
 
 TARGET = GPUTarget("cuda", 90, 32)
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-FLOATS = ("inner", "outer")
+FLOATS = ("inner", "outer", "eps", "offset")
 ADDRESSES = ("source", "target")
-ANY_NUMBER = ("table_row", "num_splits", "reach", "count", "tiles", "turns", "num_heads")  # others are multiples of 16
+ANY_NUMBER = (
+    "table_row",
+    "num_splits",
+    "reach",
+    "count",
+    "tiles",
+    "turns",
+    "num_heads",
+    "inner_size",
+    "tokens",
+    "q_programs",
+    "gate_at",
+    "up_at",
+)  # others are multiples of 16
 STRIDES = ("block", "token", "head")
 
 Kernel = tuple[str, Any, dict[str, str], dict[str, Any], int, int]  # name, function, pointers, constants, warps, stages
@@ -59,7 +73,7 @@ def attention(kind: str, dtype: str, dim: int, **over: Any) -> Kernel:
     if kind == "decode":
         heads, constants["PROGRAMS"] = split_heads(group, dim)
         constants["GROUP_PAD"], warps = padded(heads), triton_decode.num_warps(tiles, heads)
-        return name, triton_decode._decode, pointers | {"out": "fp32"}, constants, warps, tiles.stages
+        return name, triton_decode._decode, pointers | {"partials": "fp32"}, constants, warps, tiles.stages
     heads, constants["PROGRAMS"] = split_heads(group, dim, tiles.rows)
     constants |= {"HEADS": heads, "ROWS": max(tiles.rows, padded(heads))}
     return name, triton_prefill._prefill, pointers | {"tiles": "i32"}, constants, tiles.warps, tiles.stages
@@ -89,8 +103,22 @@ def some() -> Iterator[Kernel]:
     yield write("i8")
 
 
+def rows() -> Iterator[Kernel]:
+    """Those in place of modules."""
+    pointers = dict.fromkeys(("out", "x", "weight"), "bf16")
+    yield "norm", triton_kernels._rms_norm, pointers, {"N": 4096, "WIDTH": 4096, "ROWS": 1, "ROUNDS": True}, 16, 3
+    pointers = dict.fromkeys(("q_out", "q", "k_out", "k", "cos", "sin"), "bf16")
+    for paired, neighbours in ((False, False), (True, False), (False, True)):
+        constants = {"HEADS": 32, "ROTATED": 64, "HALF_PAD": 32, "Q_DIM": 128, "K_DIM": 128, "DIM_PAD": 128}
+        constants |= {"PAIRED": paired, "NEIGHBOURS": neighbours}
+        yield f"rotate {paired} {neighbours}", triton_kernels._rotate, pointers, constants, 4, 3
+    for kind in range(3):
+        yield f"gate {kind}", triton_kernels._gated, {"out": "bf16", "both": "bf16"}, {"KIND": kind, "TILE": 1024}, 4, 3
+
+
 def all_() -> Iterator[Kernel]:
     yield from some()
+    yield from rows()
     for kind in ("decode", "prefill"):
         for dtype in ("bf16", "fp16", "fp32"):
             for dim in (64, 96, 256, 512):
@@ -105,7 +133,7 @@ def all_() -> Iterator[Kernel]:
             for dtype, stored in (("bf16", None), ("bf16", "i8"), ("bf16", "fp8e4nv"), ("fp32", None), ("fp32", "i8")):
                 yield attention(kind, dtype, 512, group=group, further=64, stored=stored)
     yield write("fp8e4nv")
-    yield attention("decode", "bf16", 128, sums=None)
+    yield attention("decode", "bf16", 128, sums=None, partials=None)
 
 
 def compiled(kernel: Kernel) -> dict[str, Any]:

@@ -21,7 +21,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton", reason="triton is not installed: pip install pagetide[triton]")
 # Transformers imported it before, to be compiled.
 if not hasattr(sys.modules["triton.language.standard"].sum, "rewrite"):
-    stale = re.compile(r"triton(\.(?!_C\b).*)?|pagetide\.engine\.attention\.triton_.*")
+    stale = re.compile(r"triton(\.(?!_C\b).*)?|pagetide\.engine\.(attention|layers)\.triton_.*")
     for name in [name for name in sys.modules if stale.fullmatch(name)]:
         del sys.modules[name]
 

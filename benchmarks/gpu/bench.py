@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -137,6 +138,7 @@ class Bench:
 
     clock: DeviceClock
     scale: Scale
+    folder: str  # for the model
     seed: int = 0
     memory_s: float = 40.0  # for which an external process takes and returns memory
     attention: str | None = None  # the engine's kernel, in place of the one it chooses
@@ -151,8 +153,21 @@ class Bench:
         return self.ends_at - time.monotonic()
 
     @cached_property
+    def saved_model(self) -> str:
+        """The folder of a random Llama that ends no text. Engines read it, and own what they read."""
+        if not (Path(self.folder) / "config.json").exists():
+            self._random_model().save_pretrained(self.folder)
+            self.clean()
+        return self.folder
+
     def model(self) -> Any:
-        """A random Llama on the device, which ends no text."""
+        """That model on the device, as transformers loads it."""
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(self.saved_model, dtype=getattr(torch, self.scale.dtype))
+        return model.to(self.clock.device).eval().requires_grad_(False)
+
+    def _random_model(self) -> Any:
         from transformers import AutoModelForCausalLM, LlamaConfig
 
         scale = self.scale
@@ -166,7 +181,7 @@ class Bench:
         with torch.device(self.clock.device):
             model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, scale.dtype))
         model.generation_config.pad_token_id = 0
-        return model.eval().requires_grad_(False)
+        return model
 
     def prompts(self, count: int, length: int, seed: int = 0) -> list[list[int]]:
         """Random prompts; others for another `seed`."""
@@ -174,6 +189,6 @@ class Bench:
         return rng.integers(1, self.scale.vocab, (count, length)).tolist()
 
     def clean(self) -> None:
-        """Let go of what a part left, but for the model."""
+        """Let go of what a part left."""
         gc.collect()
         self.clock.release()

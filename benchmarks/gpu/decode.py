@@ -30,7 +30,7 @@ def engine(bench: Bench, **options: Any) -> Iterator[LLM]:
     options = {"kv_memory": bench.scale.kv_bytes, "max_step_tokens": 8192, "share": False, **asked, **options}
     if bench.attention is not None:
         options["attention"] = bench.attention
-    with LLM(bench.model, device="cuda:0" if bench.clock.cuda else device, **options) as llm:
+    with LLM(bench.saved_model, device="cuda:0" if bench.clock.cuda else device, **options) as llm:
         yield llm
     bench.clean()
 

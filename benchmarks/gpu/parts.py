@@ -227,13 +227,13 @@ def items_of(spec: Spec, bench: Any) -> Iterator[Item]:
         yield item
 
 
-def serve(pipe: Connection, args: argparse.Namespace) -> None:
+def serve(pipe: Connection, args: argparse.Namespace, folder: str) -> None:
     """The process: part after part in, items out, then None or what went wrong, and whether the device still works."""
     from .bench import REAL, TINY, Bench, DeviceClock
 
     bench = Bench(
-        DeviceClock(args.device), TINY if args.tiny else REAL, args.seed, args.seconds, args.attention, args.overlap,
-        args.cuda_graphs,
+        DeviceClock(args.device), TINY if args.tiny else REAL, folder, args.seed, args.seconds, args.attention,
+        args.overlap, args.cuda_graphs,
     )  # fmt: skip
     try:
         pipe.send(device_of(args.device))
@@ -266,10 +266,13 @@ def _works(bench: Any) -> bool:
 
 
 class PartRunner:
-    """Runs parts one after the other, in a process that is started anew when it broke. Use as a context manager."""
+    """Runs parts one after the other, in a process that is started anew when it broke. Use as a context manager.
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self._args = args
+    `folder` is for the model.
+    """
+
+    def __init__(self, args: argparse.Namespace, folder: str) -> None:
+        self._args, self._folder = args, folder
         self._worker: Worker | None = None
         self.device: dict[str, Any] = {}
 
@@ -301,7 +304,7 @@ class PartRunner:
         yield part
 
     def _start(self) -> Worker:
-        self._worker = Worker(serve, self._args)
+        self._worker = Worker(serve, self._args, self._folder)
         if not self._worker.poll(START_S):
             raise TimeoutError(f"the measuring process was not ready after {START_S:g} s")
         answer = self._worker.receive()

@@ -29,13 +29,13 @@ PAGE = 256
 
 def measure(bench: Bench) -> Iterator[Item]:
     """Needs what `decode` measured in the same run."""
-    scale = bench.scale
+    scale, model = bench.scale, bench.model()
     length = scale.context - scale.new_tokens // 2
     speeds: dict[bool | None, float] = {}
-    yield from _tried(bench, length, speeds)
+    yield from _tried(bench, model, length, speeds)
     graphs = max(speeds, key=lambda way: speeds[way])
     for rows, name, ours in [(scale.rows, "many sequences", MANY), (1, "one sequence", ONE)]:
-        speed = _speed(bench, bench.prompts(rows, length, 2), graphs)
+        speed = _speed(bench, model, bench.prompts(rows, length, 2), graphs)
         yield Figure(f"decode, {name}: generate_batch", speed, "tokens/s", better="higher")
         if ours not in bench.known:
             if rows > 1:
@@ -46,7 +46,7 @@ def measure(bench: Bench) -> Iterator[Item]:
             yield Figure(f"decode, {name}: pagetide / generate_batch", bench.known[ours] / speed, "x", better="higher")
     samples = []
     for seed in range(3):
-        (output,) = _run(bench, bench.prompts(1, scale.prompt, 10 + seed), 2, None)
+        (output,) = _run(bench, model, bench.prompts(1, scale.prompt, 10 + seed), 2, None)
         samples.append(1e3 * (output.timestamps[0] - output.created_time))
     theirs = statistics.median(samples[1:])
     yield Figure("time to first token: generate_batch", theirs, "ms", samples=samples[1:])
@@ -56,12 +56,12 @@ def measure(bench: Bench) -> Iterator[Item]:
         yield unmeasured("first_token", "decode has no figure to compare with")
 
 
-def _tried(bench: Bench, length: int, speeds: dict[bool | None, float]) -> Iterator[Item]:
+def _tried(bench: Bench, model: Any, length: int, speeds: dict[bool | None, float]) -> Iterator[Item]:
     """The speed with many sequences in either way, which goes into `speeds` too: graphs, or as it chooses. Warms up."""
     for name, graphs in [("as it chooses", None), ("with CUDA graphs in any case", True)]:
         title, began = f"... generate_batch tried {name}", time.monotonic()
         try:
-            speeds[graphs] = _speed(bench, bench.prompts(bench.scale.rows, length, 1), graphs)
+            speeds[graphs] = _speed(bench, model, bench.prompts(bench.scale.rows, length, 1), graphs)
         except Exception as error:
             if graphs is None:
                 raise
@@ -89,14 +89,14 @@ def rate(timestamps: list[list[float]]) -> float:
     return tokens / (ended - began)
 
 
-def _speed(bench: Bench, prompts: list[list[int]], graphs: bool | None) -> float:
-    return rate([output.timestamps for output in _run(bench, prompts, bench.scale.new_tokens, graphs)])
+def _speed(bench: Bench, model: Any, prompts: list[list[int]], graphs: bool | None) -> float:
+    return rate([output.timestamps for output in _run(bench, model, prompts, bench.scale.new_tokens, graphs)])
 
 
-def _run(bench: Bench, prompts: list[list[int]], new_tokens: int, graphs: bool | None) -> list[Any]:
+def _run(bench: Bench, model: Any, prompts: list[list[int]], new_tokens: int, graphs: bool | None) -> list[Any]:
     """The outputs. Raises RuntimeError where one is missing or too short."""
     config = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    outputs = bench.model.generate_batch(
+    outputs = model.generate_batch(
         prompts,
         generation_config=config,
         continuous_batching_config=settings(len(prompts), len(prompts[0]) + new_tokens, graphs),

@@ -29,10 +29,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...cache.geometry import Geometry, LayerShape
-from ..cpu.agreement import ERRORS, agrees
-from ..cpu.linears import is_plain
-from ..cpu.onednn import divided
 from ..errors import UnsupportedModel
+from ..layers.agreement import ERRORS, agrees
+from ..layers.linears import is_plain
+from ..layers.onednn import divided
 from .backends import EXPANDED_BYTES, EXPANDED_FROM
 from .context import AttentionCall, LayerCache
 from .interface import LATENT_ATTENTION, NAME

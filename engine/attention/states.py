@@ -28,8 +28,8 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 from ...cache.block_table import Index
 from ...cache.geometry import FoundLayer, Geometry, StateShape
 from ...cache.storage import StateCache
-from ..cpu import gated_delta
 from ..errors import UnsupportedModel
+from ..layers import gated_delta
 from .context import StepContext, running_step
 
 _MOST_STATES = 8  # of one kind in a layer, while they are looked for

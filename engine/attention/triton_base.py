@@ -71,14 +71,15 @@ class Tiling:
     stages: int  # of the software pipeline: iterations with K and V loads in flight
 
 
-# By bytes of an element of the cache (4 if the query's has 4), then by maximum head dim (padded to a power of two). Based on
-# compiling for sm_90: registers (only the widest prefill spills, and one-byte elements for queries of 4 bytes do) and shared
-# memory (three programs of the first entry per multiprocessor). Speed is unmeasured. Decode is memory-bound and needs copies in
-# flight. Prefill is bound by the tensor cores, which need 64 rows and do not take 4 bytes. Elements of one byte need registers
-# to become operands, so their prefill tiles are smaller.
+# By bytes of an element of the cache (4 if the query's has 4), then by maximum head dim (padded to a power of two). For two
+# bytes and dims up to 128, decode's is the fastest of 32 on an H200, and prefill's within 5 % of the fastest of 24, which
+# spills (docs/gpu.md); the speed of the others is unmeasured. They are based on compiling for sm_90: registers (only the widest
+# prefill spills, and one-byte elements for queries of 4 bytes do) and shared memory (three decode programs per
+# multiprocessor). Decode is memory-bound and needs copies in flight. Prefill is bound by the tensor cores, which need 64 rows
+# and do not take 4 bytes. Elements of one byte need registers to become operands, so their prefill tiles are smaller.
 DECODE_TILINGS: dict[int, dict[int, Tiling]] = {
     1: {128: Tiling(64, 16, 4, 3), 256: Tiling(32, 16, 4, 3), 512: Tiling(16, 16, 4, 3)},
-    2: {128: Tiling(64, 16, 4, 3), 256: Tiling(32, 16, 4, 3), 512: Tiling(16, 16, 4, 3)},
+    2: {128: Tiling(32, 16, 4, 3), 256: Tiling(32, 16, 4, 3), 512: Tiling(16, 16, 4, 3)},
     4: {128: Tiling(16, 16, 4, 3), 256: Tiling(16, 16, 8, 2), 512: Tiling(16, 16, 8, 2)},
 }
 PREFILL_TILINGS: dict[int, dict[int, Tiling]] = {

@@ -2,7 +2,8 @@
 
 A program attends with the query heads of one KV head to one split of a row's keys, so K and V are read once; only if results of
 all heads exceed the registers (MLA), several programs share them. It iterates over tiles of keys, gathered from blocks token by
-token, so blocks may have any size. Splits store partial results in float32, which a second kernel merges. Lengths are read on
+token, so blocks may have any size. Splits store partial results in float32, which a second kernel merges; the only split of a
+short row stores the result. Lengths are read on
 the device, and launches depend only on the number of rows and splits, so a captured CUDA graph serves any lengths. Rows of
 length 0 are padding and get zeros. Scales of one-byte elements multiply scores (K) and weights (V), once per token and head.
 
@@ -91,13 +92,13 @@ def decode(
     group = num_heads // num_kv_heads
     heads, programs = split_heads(group, v_dim)
     views, strides = views_and_strides(cache, reads=True)
-    target, sums = out, None
+    mixes, sums = None, None
     if partials is not None:
-        target = partials[: num_rows * num_heads * num_splits * v_dim]
-        sums = partials[len(target) :]
+        mixes = partials[: num_rows * num_heads * num_splits * v_dim]
+        sums = partials[len(mixes) :]
     with on_device(query):
         _decode[(num_kv_heads * programs, num_rows, num_splits)](
-            target, sums, query, *views, table, lens, scores.sinks,
+            out, mixes, sums, query, *views, table, lens, scores.sinks,
             *query.stride()[:2], *strides, table.stride(0), num_splits, least_tiles, scores.reach, scores.inner, scores.outer,
             GROUP=group, GROUP_PAD=padded(heads), PROGRAMS=programs, DIM=dim, DIM_PAD=padded(dim),
             FURTHER=further, FURTHER_PAD=padded(further), V_DIM=v_dim, V_DIM_PAD=padded(v_dim),
@@ -106,7 +107,7 @@ def decode(
         )  # fmt: skip
         if sums is not None:
             _merge[(num_heads, num_rows)](
-                out, target, sums, lens, scores.sinks, num_splits, least_tiles, scores.reach,
+                out, mixes, sums, lens, scores.sinks, num_splits, least_tiles, scores.reach,
                 V_DIM=v_dim, V_DIM_PAD=padded(v_dim), KEYS=tiling.keys, SPLITS=MERGED_AT_ONCE, num_warps=4,
             )  # fmt: skip
 
@@ -137,7 +138,7 @@ def _add_tile(
 
 @triton.jit(do_not_specialize=["table_row", "num_splits", "least_tiles", "reach"])
 def _decode(
-    out: tl.tensor, sums: tl.tensor, query: tl.tensor, key: tl.tensor, value: tl.tensor,
+    out: tl.tensor, partials: tl.tensor, sums: tl.tensor, query: tl.tensor, key: tl.tensor, value: tl.tensor,
     key_scales: tl.tensor, value_scales: tl.tensor, table: tl.tensor, lens: tl.tensor, sinks: tl.tensor,
     query_token: tl.tensor, query_head: tl.tensor,  # strides, by name
     key_block: tl.tensor, key_token: tl.tensor, key_head: tl.tensor,
@@ -149,7 +150,7 @@ def _decode(
     FURTHER: tl.constexpr, FURTHER_PAD: tl.constexpr, V_DIM: tl.constexpr, V_DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program: one split of one row, for GROUP_PAD query heads of one KV head. `sums` None: no splits, `out` is final.
+    """One program: one split of one row, for GROUP_PAD query heads of one KV head. `sums` None: no splits.
 
     `value` None: V is the keys' leading elements, and has their scales.
     """
@@ -157,8 +158,10 @@ def _decode(
     row = tl.program_id(1).to(tl.int64)
     last = tl.load(lens + row)
     first = tl.maximum(last - reach, 0)
+    alone = True  # the row's only split: its result is final
     if sums is not None:
         share = _keys_per_split(last - first, num_splits, least_tiles, KEYS)
+        alone = share >= last - first
         first += tl.program_id(2) * share
         last = tl.minimum(first + share, last)
         if first >= last:
@@ -175,9 +178,10 @@ def _decode(
     table += row * table_row
     highest = tl.full((GROUP_PAD,), float("-inf"), tl.float32)
     total = tl.zeros((GROUP_PAD,), tl.float32)
-    if sums is None and sinks is not None:  # a sink is a key with a given logit and a value of zero
-        highest = tl.load(sinks + heads, mask=group < GROUP, other=0.0).to(tl.float32) * LOG2_E
-        total += 1.0
+    if sinks is not None:  # noqa: SIM102  `and` takes no tensors; a sink is a key with a given logit and a value of zero
+        if alone:
+            highest = tl.load(sinks + heads, mask=group < GROUP, other=0.0).to(tl.float32) * LOG2_E
+            total += 1.0
     mixed = tl.zeros((GROUP_PAD, V_DIM_PAD), tl.float32)
     highest, total, mixed = _attend(
         highest, total, mixed, q, q_further, key, value, key_scales, value_scales, table, kv_head,
@@ -187,12 +191,14 @@ def _decode(
     )  # fmt: skip
     mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
     places = row * (tl.num_programs(0) // PROGRAMS * GROUP) + heads
-    if sums is not None:
-        places = places * num_splits + tl.program_id(2)
-        tl.store(sums + places, highest + tl.log2(total), mask=group < GROUP)
     v_dims = tl.arange(0, V_DIM_PAD)
     o_mask = (group < GROUP)[:, None] & (v_dims < V_DIM)[None, :]
-    tl.store(out + places[:, None] * V_DIM + v_dims[None, :], mixed.to(out.dtype.element_ty), mask=o_mask)
+    if alone:
+        tl.store(out + places[:, None] * V_DIM + v_dims[None, :], mixed.to(out.dtype.element_ty), mask=o_mask)
+    else:
+        places = places * num_splits + tl.program_id(2)
+        tl.store(sums + places, highest + tl.log2(total), mask=group < GROUP)
+        tl.store(partials + places[:, None] * V_DIM + v_dims[None, :], mixed, mask=o_mask)
 
 
 @triton.jit
@@ -246,11 +252,13 @@ def _merge(
     num_splits: tl.tensor, least_tiles: tl.tensor, reach: tl.tensor,
     V_DIM: tl.constexpr, V_DIM_PAD: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program: one head of one row. Reads only the splits that were written."""
+    """One program: one head of one row of several splits, or of none. Reads only the splits that were written."""
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     num_keys = tl.minimum(tl.load(lens + row), reach)
     used = tl.cdiv(num_keys, _keys_per_split(num_keys, num_splits, least_tiles, KEYS))
+    if used == 1:
+        return
     place = row * tl.num_programs(0) + head
     dims = tl.arange(0, V_DIM_PAD)
     highest = tl.full((), float("-inf"), tl.float32)

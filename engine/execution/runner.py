@@ -26,8 +26,8 @@ from ...scheduler.plan import NO_LOGPROBS, NO_TOKENS, Candidates, ChunkLogprobs,
 from ..attention.context import AttentionKernel, StepContext, running
 from ..attention.states import PlanStates
 from ..collectives.group import ALONE, CollectiveAborted, ShardGroup
-from ..cpu.linears import is_native
 from ..errors import Attempt, format_error
+from ..layers.linears import is_native
 from ..process.cpu_threads import CpuThreads
 from ..process.memory_usage import trim
 from ..sampling.logprobs import TokenSpan, score

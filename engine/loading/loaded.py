@@ -16,9 +16,9 @@ from transformers.core_model_loading import build_glob_alternation
 
 from ... import native
 from ..attention.latent import expands_plainly, latent_projections
-from ..cpu.linears import is_plain
-from ..cpu.packing import packs
 from ..errors import ConfigError, UnsupportedModel
+from ..layers.linears import is_plain
+from ..layers.packing import packs
 from .text_model import has_other_parts, making_models, remove_modules, unused_modules, within
 from .weight_files import StoredTensor
 

@@ -18,8 +18,8 @@ from ...common.host_memory import free_address_bytes, free_host_bytes, host_memo
 from ...common.units import format_bytes
 from ..attention.latent import keep_projections
 from ..collectives.group import ALONE, ShardGroup
-from ..cpu import Quantization
 from ..errors import Attempt, CheckpointError, DeviceNotFound, EngineError, NotEnoughMemory, UnsupportedModel, format_error
+from ..layers import Quantization
 from ..process.cpu_threads import mend_threads_of_a_fork
 from ..process.log_suppression import quiet_transformers
 from ..text.tokenizer_bounds import is_panic

@@ -24,8 +24,8 @@ from ...api.sampling_params import ALIASES, SamplingParams
 from ...common.units import format_bytes
 from ...common.yaml_file import InvalidYaml, read_yaml
 from ..attention.backends import NAMES as ATTENTION
-from ..cpu import Quantization
 from ..errors import CheckpointError, ConfigError, ModelNotFound
+from ..layers import Quantization
 from .weight_files import find_weights, stored_bytes
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..cpu.packing import pack_linears
+from ..layers.packing import pack_linears
 from .checkpoint import Checkpoint
 from .division import Division
 from .loaded import parameter_types

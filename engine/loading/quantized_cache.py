@@ -35,10 +35,10 @@ import transformers
 from ...common.checked_file import open_checked, read_checked
 from ...common.units import GIB, format_bytes, parse_bytes
 from ...native import instructions
-from ..cpu import Quantization
-from ..cpu.linears import PackedWeight
-from ..cpu.quantization import VERSION
 from ..errors import ConfigError
+from ..layers import Quantization
+from ..layers.linears import PackedWeight
+from ..layers.quantization import VERSION
 from .checkpoint import Checkpoint
 
 log = logging.getLogger(__name__)

@@ -13,10 +13,10 @@ from torch import nn
 from ...common.units import format_bytes
 from ..attention.latent import latent_projections
 from ..collectives.group import ALONE, ShardGroup
-from ..cpu import Quantization, weight_bytes
-from ..cpu.linears import NativeLinear, PackedWeight
-from ..cpu.quantized_linears import NUM_TOKENS, quantizable, quantize_linears
 from ..errors import ConfigError
+from ..layers import Quantization, weight_bytes
+from ..layers.linears import NativeLinear, PackedWeight
+from ..layers.quantized_linears import NUM_TOKENS, quantizable, quantize_linears
 from .checkpoint import Checkpoint
 from .division import Division
 from .loaded import parameter_types

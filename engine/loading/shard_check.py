@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from ..collectives.group import CollectiveAborted, ShardGroup
-from ..cpu import Quantization
-from ..cpu.linears import NativeLinear
 from ..errors import CheckpointError, UnsupportedModel
+from ..layers import Quantization
+from ..layers.linears import NativeLinear
 from ..process.log_suppression import quiet_transformers
 from .checkpoint import Checkpoint
 from .meta_models import class_to_read, meta_model

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from ..cpu import LEAST_QUANTIZED, Quantization, weight_bytes
 from ..errors import CheckpointError, UnsupportedModel
+from ..layers import LEAST_QUANTIZED, Quantization, weight_bytes
 from .model_config import check_counts, check_rope, context_length, read_json
 from .models import DTYPES, ModelSpec
 

@@ -16,9 +16,9 @@ from ...cache.layer_groups import LayerGroup
 from ...common.units import GIB, MIB, format_bytes
 from ..attention.backends import EXPANDED_FROM, buffer_bytes, expansion_bytes
 from ..config import EngineConfig, KvMemory
-from ..cpu import Quantization
 from ..errors import ConfigError, NotEnoughMemory, UnsupportedModel
 from ..execution.graph_sizes import sizes_for
+from ..layers import Quantization
 from ..loading.model_config import check_length, layer_configs
 from ..loading.models import KV_CACHE_DTYPES, KvCacheDtype, ModelSpec
 

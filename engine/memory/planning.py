@@ -14,10 +14,10 @@ from ... import native
 from ...cache.geometry import Geometry
 from ...common import answer_memory
 from ..config import EngineConfig
-from ..cpu.linears import scratch_bytes
-from ..cpu.onednn import by_head_primitive_bytes, primitive_bytes
-from ..cpu.packing import held_twice_bytes
 from ..errors import UnsupportedModel
+from ..layers.linears import scratch_bytes
+from ..layers.onednn import by_head_primitive_bytes, primitive_bytes
+from ..layers.packing import held_twice_bytes
 from ..loading.checkpoint import Checkpoint
 from ..loading.division import Division
 from ..loading.loader import address_remedy, check_weights_fit, free_bytes, total_bytes

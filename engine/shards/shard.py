@@ -133,6 +133,7 @@ class Shard:
                 division,
                 group,
                 lambda model: check_against(model, reference, plan.model, group),
+                load.faults,
             )
         kernel = self._kernel(load, dtype, checked.specs, group)
         gather_on_first(checked.model)

@@ -15,8 +15,8 @@ from ...common.on_error import OnError
 from ...scheduler.scheduler import Scheduler
 from ..attention.choose import Site, check
 from ..config import EngineConfig
-from ..cpu.quantized_linears import check_native
 from ..errors import ConfigError, DeviceNotFound
+from ..layers.quantized_linears import check_native
 from ..loading.checkpoint import Checkpoint
 from ..loading.division import Division
 from ..loading.loader import choose_dtype, free_bytes, total_bytes

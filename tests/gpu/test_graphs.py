@@ -16,6 +16,7 @@ pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed: pip
 from engines import TinyEngine, core_over, plain, prompts
 from families import VOCAB, tiny
 
+from pagetide.allocator.blocks import BlockAllocator
 from pagetide.allocator.cuda_arena import CudaArena
 from pagetide.cache.geometry import Geometry
 from pagetide.cache.storage import Storage
@@ -78,8 +79,10 @@ class Elastic(TinyEngine):
         storage = Storage(geometry, self.arena, "cuda")
         limits = Limits(max_seqs, 512, self.max_model_len, None, False)
         self.core = core_over(
-            model, storage, limits, num_blocks=storage.num_blocks, device="cuda", kernel=TritonKernel(), arena=self.arena,
-            overlaps=True, cache={"blocks_per_extent": geometry.blocks_per_extent, "mapped": self.arena.mapped_extents},
+            model, storage, limits, device="cuda", kernel=TritonKernel(), arena=self.arena, overlaps=True, cache={},
+            pool=BlockAllocator(
+                storage.num_blocks, blocks_per_extent=geometry.blocks_per_extent, mapped=self.arena.mapped_extents
+            ),
         )  # fmt: skip
 
 

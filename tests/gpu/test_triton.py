@@ -36,7 +36,7 @@ SHAPES = [  # dtype, block size, KV heads, query heads of each, dims of K and V
 @pytest.mark.parametrize(("dtype", "block_size", "kv_heads", "group", "dims"), SHAPES)
 def test_random_steps(dtype, block_size, kv_heads, group, dims, special: bool) -> None:
     kernel = TritonKernel()
-    for seed in range(6):
+    for seed in range(3):  # each compiles what none before had
         rng = np.random.default_rng(seed)
         most = int(rng.choice([20, 300, 3000]))
         decodes = [(1, int(n)) for n in rng.integers(0, most, rng.integers(0, 9))]
@@ -46,7 +46,7 @@ def test_random_steps(dtype, block_size, kv_heads, group, dims, special: bool) -
             kernel,
             Case(
                 (*decodes, *prefills), dtype, block_size, kv_heads, group, dims, window, 20.0 if special else None, special,
-                padding=int(rng.integers(0, 3)), aliased=seed == 5, seed=seed,
+                padding=int(rng.integers(0, 3)), aliased=seed == 2, seed=seed,
             ),
             "cuda",
         )  # fmt: skip

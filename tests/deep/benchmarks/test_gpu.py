@@ -33,9 +33,9 @@ CEILINGS = {bandwidth.MEMORY: 40.0, bandwidth.TO_HOST: 10.0, bandwidth.FROM_HOST
 
 
 @pytest.fixture(scope="module")
-def bench() -> Bench:
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     """The tiny one, with an external process that stays for half a second."""
-    return Bench(DeviceClock("cpu"), TINY, memory_s=0.5)
+    return Bench(DeviceClock("cpu"), TINY, str(tmp_path_factory.mktemp("model")), memory_s=0.5)
 
 
 def of_part(name: str, bench: Bench, **known: float) -> dict[str, Item]:
@@ -142,10 +142,10 @@ def run(runner: PartRunner, name: str, box_s: float = 60, **known: float) -> Par
 
 
 @pytest.mark.stress
-def test_a_part_that_breaks_ends_or_hangs_keeps_what_it_gave(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_breaks_ends_or_hangs_keeps_what_it_gave(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))  # where the process finds this file
     monkeypatch.setattr(parts, "GRACE_S", 0.0)
-    with PartRunner(program.arguments(["--device", "cpu", "--tiny"])) as runner:
+    with PartRunner(program.arguments(["--device", "cpu", "--tiny"]), str(tmp_path)) as runner:
         broken, counted, ended = run(runner, "breaks"), run(runner, "counts", one=4.0), run(runner, "ends")
         hung = run(runner, "hangs", box_s=1)
     assert counted.items == [Figure("one", 5.0, "x")] and counted.error is None and counted.device == {"device": "cpu"}

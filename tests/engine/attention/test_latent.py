@@ -18,8 +18,8 @@ from pagetide.engine.attention.latent import LatentProjection, attend_to_latents
 from pagetide.engine.attention.native_kernel import NativeKernel
 from pagetide.engine.attention.torch_kernel import TorchKernel
 from pagetide.engine.config import EngineConfig
-from pagetide.engine.cpu.packing import pack_linears
 from pagetide.engine.errors import UnsupportedModel
+from pagetide.engine.layers.packing import pack_linears
 from pagetide.engine.loading.checkpoint import Checkpoint
 from pagetide.engine.loading.models import resolve_model
 from pagetide.engine.loading.probe import probe

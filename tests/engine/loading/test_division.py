@@ -15,8 +15,9 @@ from torch import nn
 from pagetide import native
 from pagetide.engine.collectives.sharded_modules import GatheredHead, gather_on_first
 from pagetide.engine.config import resolve_model
-from pagetide.engine.cpu.fusion import fuse
 from pagetide.engine.errors import UnsupportedModel
+from pagetide.engine.layers.fusion import fuse
+from pagetide.engine.layers.kernels import kernels_on
 from pagetide.engine.loading.checkpoint import Checkpoint
 from pagetide.engine.loading.division import Cut, Division
 from pagetide.engine.loading.loader import load_model
@@ -24,6 +25,7 @@ from pagetide.engine.loading.mapped_files import MappedFiles
 from pagetide.engine.loading.packed_model import loading_bytes
 from pagetide.engine.loading.quantized_cache import QuantizedCache
 
+KERNELS = kernels_on(torch.device("cpu"))
 TOKENS = torch.tensor([[5, 1, 77, 34, 120, 5, 9, 64, 3, 118, 40, 41, 2]])
 needs_native = pytest.mark.skipif(native.instructions() is None, reason="without native kernels nothing is fused")
 
@@ -64,9 +66,9 @@ def test_shards_compute_what_the_whole_model_does(name: str, size: int, tmp_path
 def test_packed_and_fused_shards_keep_their_sums(name: str, tmp_path: Path) -> None:
     model, checkpoint = saved(name, tmp_path)
     whole = load_model(checkpoint, CPU, torch.float32, pack=True)
-    counts, right = fuse(whole, TOKENS[0, :5]).counts, logits_of(model)
+    counts, right = fuse(whole, TOKENS[0, :5], KERNELS).counts, logits_of(model)
     _, groups, shards = divided(checkpoint, 2, pack=True)
-    fused = run_in_threads([lambda shard=shard: fuse(shard, TOKENS[0, :5]).counts for shard in shards], groups)
+    fused = run_in_threads([lambda shard=shard: fuse(shard, TOKENS[0, :5], KERNELS).counts for shard in shards], groups)
     assert fused == [counts, counts], "what is replaced in the whole model is replaced in each shard"
     assert name == "qwen3_moe" or counts["mlps"] > 0
     assert_alike(shards, groups, right)
@@ -232,7 +234,7 @@ def test_a_long_chunk_meets_once_even_where_only_one_shard_is_fused(tmp_path: Pa
     model = tiny("llama", num_attention_heads=8, num_key_value_heads=4, hidden_size=64, max_position_embeddings=2048)
     checkpoint = stored(model, tmp_path)
     _, groups, shards = divided(checkpoint, 2, pack=True)
-    fused = run_in_threads([lambda shard=shard: fuse(shard, TOKENS[0, :5]) for shard in shards], groups)
+    fused = run_in_threads([lambda shard=shard: fuse(shard, TOKENS[0, :5], KERNELS) for shard in shards], groups)
     assert fused[0].counts["mlps"] == 3
     fused[1].undo()
     tokens = torch.randint(0, 160, (1, 1100), generator=torch.Generator().manual_seed(0))

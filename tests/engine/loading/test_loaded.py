@@ -25,8 +25,8 @@ from transformers import (
 
 import pagetide
 from pagetide import LLM, ConfigError, ModelNotFound, SamplingParams, UnsupportedModel, native
-from pagetide.engine.cpu import quantized_linears
-from pagetide.engine.cpu.packing import packs
+from pagetide.engine.layers import quantized_linears
+from pagetide.engine.layers.packing import packs
 from pagetide.engine.loading.checkpoint import Checkpoint
 from pagetide.engine.loading.loaded import Loaded
 from pagetide.engine.loading.loader import load_model

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from pagetide import native
-from pagetide.engine.cpu.linears import NativeLinear, PackedEmbedding
-from pagetide.engine.cpu.packing import pack_linears
+from pagetide.engine.layers.linears import NativeLinear, PackedEmbedding
+from pagetide.engine.layers.packing import pack_linears
 from pagetide.engine.loading.checkpoint import Checkpoint
 from pagetide.engine.loading.loader import load_model
 from pagetide.engine.loading.models import ModelSpec

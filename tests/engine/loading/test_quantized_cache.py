@@ -15,10 +15,10 @@ from torch import nn
 
 from pagetide import ConfigError, native
 from pagetide.cli import main
-from pagetide.engine.cpu import quantized_linears
-from pagetide.engine.cpu.linears import NativeLinear
-from pagetide.engine.cpu.quantization import Method
-from pagetide.engine.cpu.quantized_linears import quantize_linear
+from pagetide.engine.layers import quantized_linears
+from pagetide.engine.layers.linears import NativeLinear
+from pagetide.engine.layers.quantization import Method
+from pagetide.engine.layers.quantized_linears import quantize_linear
 from pagetide.engine.loading import quantized_cache, quantized_model
 from pagetide.engine.loading.checkpoint import Checkpoint
 from pagetide.engine.loading.loader import load_model

@@ -13,13 +13,15 @@ from sharded_engines import CPU, divided, saved
 from pagetide import native
 from pagetide.engine.collectives.group import CollectiveAborted
 from pagetide.engine.config import resolve_model
-from pagetide.engine.cpu.fusion import fuse
-from pagetide.engine.cpu.linears import rows_as_they_are
 from pagetide.engine.errors import UnsupportedModel
+from pagetide.engine.layers.fusion import fuse
+from pagetide.engine.layers.kernels import kernels_on
+from pagetide.engine.layers.linears import rows_as_they_are
 from pagetide.engine.loading.checkpoint import Checkpoint
 from pagetide.engine.loading.loader import load_model
 from pagetide.engine.loading.shard_check import Reference, check_against, reference_logits
 
+KERNELS = kernels_on(torch.device("cpu"))
 ALL = 1 << 40  # bytes
 needs_native = pytest.mark.skipif(native.instructions() is None, reason="without native kernels nothing is quantized")
 
@@ -122,7 +124,7 @@ def test_quantized_models_agree_as_far_as_they_can(dtype, form, tmp_path: Path, 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     _, checkpoint = saved("llama", tmp_path, hidden_size=256, intermediate_size=512)
     _, groups, shards = divided(checkpoint, 2, dtype, quantization=form, pack=True)
-    run_in_threads([lambda shard=shard: fuse(shard, torch.arange(5)) for shard in shards], groups)
+    run_in_threads([lambda shard=shard: fuse(shard, torch.arange(5), KERNELS) for shard in shards], groups)
     assert checked(checkpoint, groups, shards, dtype=dtype) == 3
     if form == "int8":
         for shard in shards:

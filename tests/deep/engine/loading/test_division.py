@@ -13,7 +13,7 @@ from torch import nn
 
 from pagetide import native
 from pagetide.engine.collectives.sharded_modules import Reduced
-from pagetide.engine.cpu.linears import NativeLinear
+from pagetide.engine.layers.linears import NativeLinear
 
 TOKENS = torch.tensor([[5, 1, 77, 34, 120, 5, 9, 64, 3, 118, 40, 41, 2]])
 

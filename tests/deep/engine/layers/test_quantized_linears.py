@@ -10,8 +10,8 @@ from families import perplexity
 
 from benchmarks.quantization import passages, with_outliers
 from pagetide import native
-from pagetide.engine.cpu import quantized_linears
-from pagetide.engine.cpu.quantization import Method
+from pagetide.engine.layers import quantized_linears
+from pagetide.engine.layers.quantization import Method
 
 pytestmark = pytest.mark.skipif(native.instructions() is None, reason="the native kernels are not built")
 

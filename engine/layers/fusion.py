@@ -1,9 +1,9 @@
-"""Fewer, larger calls in a model on a CPU: modules replaced by native kernels, recognised by what they compute.
+"""Fewer, larger calls in a model: modules replaced by kernels, native ones or Triton's, recognised by what they compute.
 
 One forward pass over a few random tokens is watched. Linear layers that read the same tensor one after the other become one
-product (`merged_linears`); RMS norms (`norms`), gated MLPs (`gated_mlps`) and rotary embeddings (`rotary`) become one native
-kernel each. No model is known by name: each replacement must equal its module on random inputs, and the logits of the whole
-model must stay the same, or everything is undone (docs/decisions/0050-replaced-modules.md).
+product (`merged_linears`); RMS norms (`norms`), gated MLPs (`gated_mlps`) and rotary embeddings (`rotary`) become one
+kernel each (`kernels`). No model is known by name: each replacement must equal its module on random inputs, and the logits of
+the whole model must stay the same, or everything is undone (docs/decisions/0050-replaced-modules.md).
 
 A replacement is an attribute `forward` of the module instance, so that classes, names and other instances stay as they are.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -20,14 +20,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ... import native
 from ..collectives.sharded_modules import Reduced
 from ..process.log_suppression import quiet_transformers
-from .gated_mlps import native_mlp
-from .linears import NativeLinear, is_changed
+from ..process.memory_usage import trim
+from .gated_mlps import fused_mlp
+from .kernels import RowKernels
+from .linears import Linear, NativeLinear, is_changed, is_plain, uses_of_parameters
 from .merged_linears import MergedLinears
-from .norms import native_norm
-from .rotary import RotaryWatch, native_attention_forward
+from .norms import fused_norm
+from .rotary import RotaryWatch, fused_attention_forward
 
 log = logging.getLogger(__name__)
 
@@ -80,10 +81,11 @@ class _ModuleCall:
 
 
 class _ForwardWatch:
-    """The calls of modules in a forward pass."""
+    """The calls of modules in a forward pass. `linears` are those of them that may be merged."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, linears: Collection[nn.Module]) -> None:
         self.calls: list[_ModuleCall] = []
+        self.linears = linears
         self.rotaries = [RotaryWatch(module) for module in model.modules()]
         self._model = model
         self._open: list[_ModuleCall] = []
@@ -108,42 +110,54 @@ class _ForwardWatch:
         around = self._open[-1].module if self._open and isinstance(self._open[-1].module, Reduced) else None
         parent = next((one.module for one in reversed(self._open) if not isinstance(one.module, Reduced)), None)
         call = _ModuleCall(module, args, kwargs, parent, around)
-        if isinstance(module, NativeLinear) and call.input is not None:
+        if module in self.linears and call.input is not None:
             call.content = call.input.clone()
         self._open.append(call)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         call = self._open.pop()
         self.calls.append(call)
-        if isinstance(module, NativeLinear):
+        if module in self.linears:
             for around in self._open:
                 around.linears.append(call)
 
 
-def fuse(model: Any, tokens: torch.Tensor) -> Fused:
-    """Replace what native kernels compute in `model`. Mutates the model; nothing without native kernels or on other devices.
+def fuse(model: Any, tokens: torch.Tensor, kernels: RowKernels | None) -> Fused:
+    """Replace what kernels compute in `model`. Mutates the model; nothing without kernels.
 
-    Linear layers must be packed before. Costs a few forward passes over `tokens`: int64 [n], random ones.
+    On a CPU, linear layers must be packed before. Costs a few forward passes.
+
+    Args:
+        tokens: int64 [n], random ones, on the model's device.
+        kernels: Those of the device (`kernels_on`).
     """
-    device = next(model.parameters()).device  # of the embedding: packed weights say "meta"
-    if native.instructions() is None or device.type != "cpu":
+    if kernels is None:
         return Fused()
     with quiet_transformers(), torch.inference_mode():
         try:
-            watch = _ForwardWatch(model)
+            watch = _ForwardWatch(model, _linears(model, kernels))
             before = watch.logits(tokens[None])
         except Exception as error:  # of a model that cannot be served either: the probe says why
             log.debug("the model is not changed: %s: %s", type(error).__name__, error)
             return Fused(computes=False)
         if not bool(before.isfinite().all()):
             return Fused(computes=False)
-        fused = _replaced(watch)
+        fused = _replaced(watch, kernels)
         if (why := _difference(model, tokens[None], before)) is not None:
             fused.undo()
-            log.warning("modules of this model compute something else by native kernels (%s): they are not replaced", why)
+            log.warning("modules of this model compute something else by fused kernels (%s): they are not replaced", why)
     _shorten_lookups(model)
-    log.info("replaced by native kernels: %s", ", ".join(f"{n} {kind}" for kind, n in fused.counts.items()))
+    log.info("replaced by fused kernels: %s", ", ".join(f"{n} {kind}" for kind, n in fused.counts.items()))
     return fused
+
+
+def _linears(model: nn.Module, kernels: RowKernels) -> set[nn.Module]:
+    """The linear layers whose weights may become parts of others."""
+    packed: set[nn.Module] = {one for one in model.modules() if isinstance(one, NativeLinear)}
+    if not kernels.merges_plain:
+        return packed
+    uses = uses_of_parameters(model)
+    return packed | {one for one in model.modules() if is_plain(one) and uses[id(one.weight)] == 1}
 
 
 def _shorten_lookups(model: nn.Module) -> None:
@@ -157,11 +171,13 @@ def _shorten_lookups(model: nn.Module) -> None:
                 vars(module)[name] = child
 
 
-def _replaced(watch: _ForwardWatch) -> Fused:
+def _replaced(watch: _ForwardWatch, kernels: RowKernels) -> Fused:
     fused, times = Fused(), Counter(call.module for call in watch.calls)
-    for group in _groups([call for call in watch.calls if isinstance(call.module, NativeLinear)], times):
+    for group in _groups([call for call in watch.calls if call.module in watch.linears], times):
         if (merged := MergedLinears.of(group)) is not None:
             fused.products.append(merged)
+            if kernels.device.type == "cuda":
+                trim(kernels.device)  # at most one group is held twice
     merged_as = {layer: merged for merged in fused.products for layer in merged.layers}
     for module in times:
         calls = [call for call in watch.calls if call.module is module]
@@ -170,22 +186,24 @@ def _replaced(watch: _ForwardWatch) -> Fused:
             continue
         forward: Callable[..., Any] | None
         layers: list[Any] = [call.around or call.module for call in calls[0].linears]
-        if not layers and (forward := native_norm(module, inputs[0])) is not None:
+        if not layers and (forward := fused_norm(module, inputs[0], kernels)) is not None:
             module.forward = forward
             fused.norms.append(module)
-        elif _like_an_mlp(calls, times) and (forward := native_mlp(module, layers, merged_as.get(layers[0]))) is not None:
+        elif (
+            _like_an_mlp(calls, times) and (forward := fused_mlp(module, layers, merged_as.get(layers[0]), kernels)) is not None
+        ):
             module.forward = forward
             fused.mlps.append(module)
     for rotary in watch.rotaries:
-        if (forward := native_attention_forward(rotary.module, rotary.calls)) is not None:
+        if (forward := fused_attention_forward(rotary.module, rotary.calls, kernels)) is not None:
             rotary.module.forward = forward
             fused.rotations.append(rotary.module)
     return fused
 
 
-def _groups(calls: list[_ModuleCall], times: Counter[nn.Module]) -> list[list[NativeLinear]]:
+def _groups(calls: list[_ModuleCall], times: Counter[nn.Module]) -> list[list[Linear]]:
     """Layers that read the same tensor with the same content one after the other, called by the same module, once each."""
-    groups: list[list[NativeLinear]] = []
+    groups: list[list[Linear]] = []
     open_group = False
     for one, other in pairwise(calls):
         same = one.input is not None and one.input is other.input and one.parent is other.parent

@@ -143,6 +143,28 @@ class NativeLinear(nn.Module):
         self.packed, self.shares_weight, other.shares_weight = other.packed, True, True
 
 
+Linear = NativeLinear | nn.Linear
+
+
+def joined_plain(layers: Sequence[nn.Linear]) -> tuple[nn.Linear, list[int]] | None:
+    """One layer with the outputs of all `layers`, which have the same input, and the outputs at which each of them begins.
+
+    Mutates the layers: their weights become parts of the joined one. None, and nothing changes, if they differ in more than
+    the outputs.
+    """
+    first = layers[0]
+    if len({(one.in_features, one.weight.dtype, one.bias is None) for one in layers}) > 1:
+        return None
+    sizes = [one.out_features for one in layers]
+    whole = nn.Linear(first.in_features, sum(sizes), first.bias is not None, device="meta")
+    for name in ("weight", "bias") if first.bias is not None else ("weight",):
+        together = torch.cat([getattr(one, name).detach() for one in layers])
+        setattr(whole, name, nn.Parameter(together, requires_grad=False))
+        for one, part in zip(layers, together.split(sizes), strict=True):
+            setattr(one, name, nn.Parameter(part, requires_grad=False))
+    return whole, [0, *itertools.accumulate(sizes[:-1])]
+
+
 class PackedEmbedding(nn.Embedding):
     """`nn.Embedding` that reads its rows out of a packed output head. Its `weight` is NaN without memory.
 

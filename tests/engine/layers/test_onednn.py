@@ -10,9 +10,9 @@ from torch import nn
 from transformers import Gemma4TextConfig
 
 from pagetide import native
-from pagetide.engine.cpu import onednn
-from pagetide.engine.cpu.linears import placeholder
-from pagetide.engine.cpu.onednn import (
+from pagetide.engine.layers import onednn
+from pagetide.engine.layers.linears import placeholder
+from pagetide.engine.layers.onednn import (
     LEAST_WEIGHTS,
     SIZES,
     PackedLinear,
@@ -22,7 +22,7 @@ from pagetide.engine.cpu.onednn import (
     packs,
     primitive_bytes,
 )
-from pagetide.engine.cpu.packing import held_twice_bytes, pack_linears
+from pagetide.engine.layers.packing import held_twice_bytes, pack_linears
 from pagetide.engine.loading.loaded import Loaded
 from pagetide.engine.loading.model_config import linear_shapes
 from pagetide.engine.process.cpu_threads import thread_counts

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from pagetide.engine.cpu.onednn import SIZES, available
+from pagetide.engine.layers.onednn import SIZES, available
 
 pytestmark = pytest.mark.skipif(not available(), reason="this torch has no packed linear layers")
 
@@ -24,7 +24,7 @@ def test_no_more_primitives_than_the_sizes_of_each_shape():
     program = """
 import torch
 from torch import nn
-from pagetide.engine.cpu.packing import pack_linears
+from pagetide.engine.layers.packing import pack_linears
 model = nn.Sequential(nn.Linear(512, 256), nn.Linear(256, 512), nn.Linear(512, 256)).requires_grad_(False)
 assert pack_linears(model) == 3
 with torch.inference_mode():

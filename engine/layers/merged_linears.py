@@ -1,7 +1,8 @@
 """Linear layers that read the same tensor, as one product.
 
-The layers stay in the model, and each returns its columns of the product, which the first one computes. The product is the same
-to the bit: an output's sum depends on neither the other outputs nor the rows.
+The layers stay in the model, and each returns its columns of the product, which the first one computes. The product of packed
+layers is the same to the bit: an output's sum depends on neither the other outputs nor the rows. CUDA's libraries may sum in
+another order.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
+from torch import nn
 
-from .linears import NativeLinear
+from .linears import Linear, NativeLinear, joined_plain
 
 
 class MergedLinears:
     """Layers with outputs that are columns of one product. Keeps input and product until the last layer has its columns."""
 
-    def __init__(self, layers: Sequence[NativeLinear], whole: NativeLinear, starts: Sequence[int]) -> None:
+    def __init__(self, layers: Sequence[Linear], whole: Linear, starts: Sequence[int]) -> None:
         self.layers, self.whole = tuple(layers), whole
         self.ranges = [(start, one.out_features) for start, one in zip(starts, layers, strict=True)]
         self._sizes: list[int] = []  # of the pieces of the product: columns of layers, and gaps
@@ -31,13 +33,19 @@ class MergedLinears:
         self._columns: dict[int, torch.Tensor] = {}  # by layer, until it returns them
 
     @classmethod
-    def of(cls, layers: Sequence[NativeLinear]) -> MergedLinears | None:
+    def of(cls, layers: Sequence[Linear]) -> MergedLinears | None:
         """Merge `layers`, and free their own weights. None, and nothing changes, if they differ in form."""
-        if any(one.shares_weight for one in layers) or (joined := NativeLinear.joined(layers)) is None:
+        packed = [one for one in layers if isinstance(one, NativeLinear)]
+        plain = [one for one in layers if isinstance(one, nn.Linear)]
+        if (packed and plain) or any(one.shares_weight for one in packed):
+            return None
+        joined: tuple[Linear, list[int]] | None = joined_plain(plain) if plain else NativeLinear.joined(packed)
+        if joined is None:
             return None
         merged = cls(layers, *joined)
-        for layer, (start, width) in zip(layers, merged.ranges, strict=True):
-            layer.packed = merged.whole.packed.outputs(start, width)
+        if isinstance(merged.whole, NativeLinear):
+            for layer, (start, width) in zip(packed, merged.ranges, strict=True):
+                layer.packed = merged.whole.packed.outputs(start, width)
         merged.install()
         return merged
 
@@ -50,7 +58,9 @@ class MergedLinears:
         """Let each layer compute its own product again, from its part of the joined weight."""
         for layer in self.layers:
             del layer.forward
-            if (scales := layer.packed.scales) is not None:  # those of int4 weights lie between those of other layers
+            if (
+                isinstance(layer, NativeLinear) and (scales := layer.packed.scales) is not None
+            ):  # those of int4 weights lie between those of other layers
                 layer.packed = replace(layer.packed, scales=scales.contiguous())
 
     def _reader(self, i: int) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 
-from pagetide.engine.cpu import GROUP
-from pagetide.engine.cpu import quantization as q
-from pagetide.engine.cpu.quantization import Method, choose, quantize, quantized_rows
+from pagetide.engine.layers import GROUP
+from pagetide.engine.layers import quantization as q
+from pagetide.engine.layers.quantization import Method, choose, quantize, quantized_rows
 
 SHAPES = [(1, 1), (3, 5), (7, GROUP), (5, GROUP + 1), (40, 3 * GROUP - 2), (33, 300)]
 

@@ -17,18 +17,20 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from pagetide import native
 from pagetide.engine.attention.latent import keep_projections
-from pagetide.engine.cpu.fusion import Fused, fuse
-from pagetide.engine.cpu.linears import NativeLinear
-from pagetide.engine.cpu.merged_linears import MergedLinears
-from pagetide.engine.cpu.norms import native_norm
-from pagetide.engine.cpu.packing import pack_linears
-from pagetide.engine.cpu.quantization import Method
-from pagetide.engine.cpu.quantized_linears import quantize_linear
-from pagetide.engine.cpu.rotary import RotaryCall, native_attention_forward
+from pagetide.engine.layers.fusion import Fused, fuse
+from pagetide.engine.layers.kernels import kernels_on
+from pagetide.engine.layers.linears import NativeLinear
+from pagetide.engine.layers.merged_linears import MergedLinears
+from pagetide.engine.layers.norms import fused_norm
+from pagetide.engine.layers.packing import pack_linears
+from pagetide.engine.layers.quantization import Method
+from pagetide.engine.layers.quantized_linears import quantize_linear
+from pagetide.engine.layers.rotary import RotaryCall, fused_attention_forward
 from pagetide.scheduler.request import Sampling
 
 pytestmark = pytest.mark.skipif(native.instructions() is None, reason="the native kernels are not built")
 
+KERNELS = kernels_on(torch.device("cpu"))
 TOKENS = torch.tensor([31, 7, 49, 4, 23])
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 # By layer: q, k, v and gate, up are products.
@@ -53,7 +55,7 @@ EXPECTED = {
 def fused_model(model):
     keep_projections(model)
     pack_linears(model)
-    return fuse(model, TOKENS)
+    return fuse(model, TOKENS, KERNELS)
 
 
 def test_what_is_replaced():
@@ -81,7 +83,7 @@ def test_nothing_without_native_kernels(monkeypatch):
     model = tiny("llama")
     pack_linears(model)
     monkeypatch.setattr(native, "instructions", lambda: None)
-    assert fuse(model, TOKENS) == Fused()
+    assert fuse(model, TOKENS, kernels_on(torch.device("cpu"))) == Fused()
     assert all("forward" not in vars(module) for module in model.modules())
 
 
@@ -106,13 +108,14 @@ def test_norms(dtype):
     x = torch.randn(3, 48).to(dtype)
     for kind, eps in itertools.product((LlamaRMSNorm, Gemma2RMSNorm), (1e-8, 1e-6, 1e-3)):
         norm = filled(kind(48, eps=eps), dtype)
-        found = native_norm(norm, x)
+        found = fused_norm(norm, x, KERNELS)
         assert found is not None, (kind, eps)
         torch.testing.assert_close(found(x), norm(x), rtol=max(1e-6, 2 * torch.finfo(dtype).eps), atol=0)
     for norm in (Shifted(48, eps=1e-5), OtherEps(48, eps=1e-5), nn.LayerNorm(48, bias=False)):
-        assert native_norm(filled(norm, dtype), x) is None, "it only looks like a norm"
+        assert fused_norm(filled(norm, dtype), x, KERNELS) is None, "it only looks like a norm"
     norm = filled(LlamaRMSNorm(48), dtype)
-    assert native_norm(norm, torch.randn(3, 48).double()) is native_norm(norm, torch.randn(3, 96).to(dtype)) is None
+    for other in (torch.randn(3, 48).double(), torch.randn(3, 96).to(dtype)):
+        assert fused_norm(norm, other, KERNELS) is None
 
 
 class Gated(nn.Module):
@@ -188,7 +191,7 @@ def test_mlps(dtype):
         model = Model(inner).to(dtype)
         pack_linears(model)
         expected = model.inner(x)
-        assert fuse(model, TOKENS).counts == {"products": 1, "norms": 0, "mlps": 0, "rotations": 0}
+        assert fuse(model, TOKENS, KERNELS).counts == {"products": 1, "norms": 0, "mlps": 0, "rotations": 0}
         assert torch.equal(model.inner(x), expected)
 
 
@@ -212,7 +215,7 @@ def test_layers_that_may_not_be_merged_compute_as_before(inner, said, caplog):
     pack_linears(model)
     x = torch.randn(1, 5, 48)
     expected = model.inner(x)
-    assert fuse(model, TOKENS).counts == Fused().counts
+    assert fuse(model, TOKENS, KERNELS).counts == Fused().counts
     assert said in caplog.text
     assert torch.equal(model.inner(x), expected)
 
@@ -254,7 +257,7 @@ def test_rotations_that_get_further_tensors_stay():
     tensors = (q, q.clone(), cos, cos.clone())
     for rest, expected in (((), True), ((torch.arange(5),), False)):
         call = RotaryCall("apply_rotary_pos_emb", tensors, rest, {})
-        assert (native_attention_forward(module, [call]) is not None) == expected
+        assert (fused_attention_forward(module, [call], KERNELS) is not None) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Recognises RMS norms by their outputs, and computes them by one native kernel."""
+"""Recognises RMS norms by their outputs, and computes them by one kernel."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .agreement import agrees
+from .kernels import RowKernels
 
 Norm = Callable[[torch.Tensor], torch.Tensor]
 
@@ -19,7 +20,7 @@ ERROR = 1e-5  # in float32: sums of another order
 _ROWS = 13
 
 
-def native_norm(module: nn.Module, x: torch.Tensor) -> Norm | None:
+def fused_norm(module: nn.Module, x: torch.Tensor, kernels: RowKernels) -> Norm | None:
     """A function that equals `module` on rows like those of `x` [..., n]; None if `module` is not known to be an RMS norm.
 
     A norm has one parameter [n], or none, and the numbers among its attributes are tried as its eps. In float32 its outputs
@@ -35,18 +36,22 @@ def native_norm(module: nn.Module, x: torch.Tensor) -> Norm | None:
     forms = [(eps, *form) for eps in sorted(numbers) for form in FORMS]
     try:
         wide = copy.deepcopy(module).float()
-        inputs = _trial_inputs(x.shape[-1])
+        inputs = [one.to(x.device) for one in _trial_inputs(x.shape[-1])]
         right = [wide(one) for one in inputs]
         known = None if weight is None else weight.float()
-        forms = [form for form in forms if _agrees(_norm(known, *form), inputs, right, ERROR)]
+        forms = [form for form in forms if _agrees(_norm(kernels, known, *form), inputs, right, ERROR)]
         inputs = [one.to(x.dtype) for one in inputs]
         right = [module(one) for one in inputs] if forms else []
     except Exception:  # a module of another kind may raise anything on such inputs
         return None
-    forms = [form for form in forms if _agrees(_norm(weight, *form), inputs, right, max(ERROR, 2 * torch.finfo(x.dtype).eps))]
+    forms = [
+        form
+        for form in forms
+        if _agrees(_norm(kernels, weight, *form), inputs, right, max(ERROR, 2 * torch.finfo(x.dtype).eps))
+    ]
     if not forms:
         return None
-    return _norm(weight, *max(forms, key=lambda form: _same_bits(_norm(weight, *form), inputs, right)))
+    return _norm(kernels, weight, *max(forms, key=lambda form: _same_bits(_norm(kernels, weight, *form), inputs, right)))
 
 
 def _trial_inputs(n: int) -> list[torch.Tensor]:
@@ -55,11 +60,11 @@ def _trial_inputs(n: int) -> list[torch.Tensor]:
     return [*(noise * scale for scale in SCALES), noise + 3]
 
 
-def _norm(weight: torch.Tensor | None, eps: float, offset: float, rounds_first: bool) -> Norm:
-    rms_norm = torch.ops.pagetide.rms_norm.default
+def _norm(kernels: RowKernels, weight: torch.Tensor | None, eps: float, offset: float, rounds_first: bool) -> Norm:
+    rms_norm = kernels.rms_norm
 
     def norm(hidden_states: torch.Tensor) -> torch.Tensor:
-        return rms_norm(hidden_states, weight, eps, offset, rounds_first)  # type: ignore[no-any-return]
+        return rms_norm(hidden_states, weight, eps, offset, rounds_first)
 
     return norm
 

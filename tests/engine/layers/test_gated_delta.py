@@ -10,7 +10,7 @@ import torch
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from pagetide import native
-from pagetide.engine.cpu import gated_delta
+from pagetide.engine.layers import gated_delta
 
 pytestmark = pytest.mark.skipif(native.instructions() is None, reason="the native kernels are not built")
 

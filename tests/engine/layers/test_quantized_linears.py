@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 from benchmarks.quantization import FOLDER, passages, with_outliers
 from pagetide import LLM, ConfigError, SamplingParams, native
 from pagetide.engine.config import EngineConfig
-from pagetide.engine.cpu import quantized_linears
-from pagetide.engine.cpu.linears import NativeLinear
-from pagetide.engine.cpu.quantization import Method, quantize, quantized_rows
-from pagetide.engine.cpu.quantized_linears import check_native, quantize_linear, quantize_linears
+from pagetide.engine.layers import quantized_linears
+from pagetide.engine.layers.linears import NativeLinear
+from pagetide.engine.layers.quantization import Method, quantize, quantized_rows
+from pagetide.engine.layers.quantized_linears import check_native, quantize_linear, quantize_linears
 from pagetide.engine.loading.checkpoint import Checkpoint
 from pagetide.engine.loading.models import resolve_model
 from pagetide.engine.loading.quantized_model import quantize_model, quantized_bytes

@@ -1,4 +1,4 @@
-"""Recognises the function by which an attention module rotates queries and keys, and computes it by one native kernel.
+"""Recognises the function by which an attention module rotates queries and keys, and computes it by one kernel.
 
 The function is a global of the module's code, such as `apply_rotary_pos_emb`. It is replaced for one instance only: its
 `forward` becomes the same code with other globals.
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from .agreement import agrees
+from .kernels import RowKernels
 
 ROTATIONS = (0, 1, 2)  # halves, halves with a cos for each pair, neighbours
 ERRORS = {torch.float32: 1e-5, torch.bfloat16: 2**-5, torch.float16: 2**-8}  # of elements around 1
@@ -76,8 +77,8 @@ def with_globals(module: nn.Module, replaced: dict[str, Callable[..., Any]]) -> 
     return types.MethodType(function, module)
 
 
-def native_attention_forward(module: nn.Module, calls: list[RotaryCall]) -> Callable[..., Any] | None:
-    """The module's forward with a native rotation in place of the function that it called; None if that does something else."""
+def fused_attention_forward(module: nn.Module, calls: list[RotaryCall], kernels: RowKernels) -> Callable[..., Any] | None:
+    """The module's forward with a kernel in place of the function that it called; None if that does something else."""
     if len(calls) != 1:
         return None
     call = calls[0]
@@ -86,14 +87,16 @@ def native_attention_forward(module: nn.Module, calls: list[RotaryCall]) -> Call
     function = global_functions(module)[call.name]
     for token_dim in (1, 2):
         for rotation in ROTATIONS:
-            if _agrees(function, call, token_dim, rotation):
-                return with_globals(module, {call.name: _rotation(function, call, token_dim, rotation)})
+            if _agrees(function, call, kernels, token_dim, rotation):
+                return with_globals(module, {call.name: _rotation(function, call, kernels, token_dim, rotation)})
     return None
 
 
-def _rotation(function: Callable[..., Any], call: RotaryCall, token_dim: int, rotation: int) -> Callable[..., Any]:
-    """The native rotation for calls like `call`; for others, `function`."""
-    rest, more, rotate = call.rest, call.more, torch.ops.pagetide.rotate.default
+def _rotation(
+    function: Callable[..., Any], call: RotaryCall, kernels: RowKernels, token_dim: int, rotation: int
+) -> Callable[..., Any]:
+    """The kernel's rotation for calls like `call`; for others, `function`."""
+    rest, more, rotate = call.rest, call.more, kernels.rotate
 
     def rotated(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if args == rest and kwargs == more and cos.dtype == q.dtype == k.dtype:
@@ -103,15 +106,15 @@ def _rotation(function: Callable[..., Any], call: RotaryCall, token_dim: int, ro
     return rotated
 
 
-def _agrees(function: Callable[..., Any], call: RotaryCall, token_dim: int, rotation: int) -> bool:
-    """Whether the native rotation equals `function` on random tensors like those of `call`, cos and sin among them."""
+def _agrees(function: Callable[..., Any], call: RotaryCall, kernels: RowKernels, token_dim: int, rotation: int) -> bool:
+    """Whether the kernel's rotation equals `function` on random tensors like those of `call`, cos and sin among them."""
     generator = torch.Generator().manual_seed(0)
-    q, k, cos, sin = (torch.randn(one.shape, generator=generator).to(one.dtype) for one in call.tensors)
+    q, k, cos, sin = (torch.randn(one.shape, generator=generator).to(one) for one in call.tensors)
     if cos.shape[1] == 1 or not q.shape[token_dim] == k.shape[token_dim] == cos.shape[1]:
         return False
     try:
         right = function(q, k, cos, sin, *call.rest, **call.more)
-        out = torch.ops.pagetide.rotate(q, k, cos, sin, token_dim, rotation)
+        out = kernels.rotate(q, k, cos, sin, token_dim, rotation)
     except Exception:  # not such a function, or not such tensors
         return False
     pair = right if isinstance(right, (tuple, list)) else ()

@@ -1,4 +1,4 @@
-"""Recognises gated MLPs, down(activation(gate(x)) * up(x)), by their outputs, and computes them in three native calls."""
+"""Recognises gated MLPs, down(activation(gate(x)) * up(x)), by their outputs, and computes them in three calls."""
 
 from __future__ import annotations
 
@@ -11,28 +11,27 @@ from torch import nn
 
 from ..collectives.sharded_modules import Reduced
 from .agreement import ERRORS, agrees
-from .linears import NativeLinear
+from .kernels import RowKernels
+from .linears import Linear
 from .merged_linears import MergedLinears
 
 KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 SCALES = (0.05, 1.0, 30.0)  # of trial inputs: among large ones a bound shows
 _ROWS = 5
-# At once, so that the hidden values of a long chunk stay in a cache, and take memory that the heap holds already.
-_MOST_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GateParts:
     """The product that holds gate and up, and the columns at which they begin."""
 
-    whole: NativeLinear
+    whole: Linear
     gate_at: int
     up_at: int
     n: int
 
 
-def native_mlp(
-    module: nn.Module, layers: list[NativeLinear], merged: MergedLinears | None
+def fused_mlp(
+    module: nn.Module, layers: list[Linear], merged: MergedLinears | None, kernels: RowKernels
 ) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """A function that equals `module`; None if it is not known to be a gated MLP.
 
@@ -41,7 +40,7 @@ def native_mlp(
         layers: Two or three; the last one gives the result. In a divided model it is what sums the outputs of all shards.
         merged: All but the last one, if they are merged.
     """
-    down, x = layers[-1], _trial_input(layers[0])
+    down, x = layers[-1], _trial_input(layers[0], kernels.device)
     try:
         hidden, result, out = _hidden(module, x, down)
     except Exception:  # a module of another kind may raise anything on such an input
@@ -51,20 +50,20 @@ def native_mlp(
     for parts in _places(layers, merged):
         both = parts.whole(x)
         for kind in KINDS.values():
-            if _agrees(torch.ops.pagetide.gated(both, parts.n, parts.gate_at, parts.up_at, kind), hidden):
-                return _mlp(parts, kind, down)
+            if _agrees(kernels.gated(both, parts.n, parts.gate_at, parts.up_at, kind), hidden):
+                return _mlp(parts, kind, down, kernels)
     return None
 
 
-def _mlp(parts: GateParts, kind: int, down: NativeLinear | Reduced) -> Callable[[torch.Tensor], torch.Tensor]:
-    whole, gated = parts.whole.forward, torch.ops.pagetide.gated.default
+def _mlp(parts: GateParts, kind: int, down: Linear | Reduced, kernels: RowKernels) -> Callable[[torch.Tensor], torch.Tensor]:
+    whole, gated, most_rows = parts.whole.forward, kernels.gated, kernels.most_rows
     n, gate_at, up_at = parts.n, parts.gate_at, parts.up_at
     local = down.layer if isinstance(down, Reduced) else down
 
     def mlp(x: torch.Tensor) -> torch.Tensor:
-        if x.shape[-2] > _MOST_ROWS:
-            return torch.cat([mlp(piece) for piece in x.split(_MOST_ROWS, -2)], -2)
-        return local(gated(whole(x), n, gate_at, up_at, kind))  # type: ignore[no-any-return]
+        if most_rows is not None and x.shape[-2] > most_rows:
+            return torch.cat([mlp(piece) for piece in x.split(most_rows, -2)], -2)
+        return local(gated(whole(x), n, gate_at, up_at, kind))
 
     if not isinstance(down, Reduced):
         return mlp
@@ -76,7 +75,7 @@ def _mlp(parts: GateParts, kind: int, down: NativeLinear | Reduced) -> Callable[
     return summed
 
 
-def _places(layers: list[NativeLinear], merged: MergedLinears | None) -> Iterator[GateParts]:
+def _places(layers: list[Linear], merged: MergedLinears | None) -> Iterator[GateParts]:
     """Where gate and up may be: two layers of a product, or the halves of one layer."""
     n = layers[-1].in_features
     if len(layers) == 2 and layers[0].out_features == 2 * n:
@@ -88,15 +87,13 @@ def _places(layers: list[NativeLinear], merged: MergedLinears | None) -> Iterato
         yield GateParts(merged.whole, second, first, n)
 
 
-def _trial_input(layer: NativeLinear) -> torch.Tensor:
+def _trial_input(layer: Linear, device: torch.device) -> torch.Tensor:
     """[1, rows, in_features], some rows of each scale."""
     noise = torch.randn((1, _ROWS, layer.in_features), generator=torch.Generator().manual_seed(0))
-    return torch.cat([noise * scale for scale in SCALES], 1).to(layer.weight.dtype)
+    return torch.cat([noise * scale for scale in SCALES], 1).to(device, layer.weight.dtype)
 
 
-def _hidden(
-    module: nn.Module, x: torch.Tensor, down: NativeLinear
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+def _hidden(module: nn.Module, x: torch.Tensor, down: Linear) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
     """The input and output of the last layer, and the module's output; None if that layer is not called exactly once."""
     calls: list[tuple[torch.Tensor, torch.Tensor]] = []
     with _noted(down, calls):
