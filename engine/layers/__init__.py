@@ -5,15 +5,22 @@ Here are the sizes of quantized weights, which need no torch.
 
 from typing import Literal
 
-# The forms of quantized weights.
+# The forms of weights that are quantized here, and all that the kernels multiply: fp8 is e4m3, and fp4 is e2m1.
 Quantization = Literal["int8", "int4"]
+WeightForm = Literal["int8", "int4", "fp8", "fp4"]
 LEAST_QUANTIZED = 1 << 14  # smaller layers, such as routers, keep their type
 GROUP = 64  # weights of an int4 scale; 32 is 12 % more bytes and a sixth less error
 
 
 def weight_bytes(n: int, k: int, quantization: Quantization) -> int:
     """The most bytes that a weight [n, k] takes in the native layout, scales included."""
+    return packed_bytes(n, k, quantization, GROUP if quantization == "int4" else 0, 4) + 4 * k
+
+
+def packed_bytes(n: int, k: int, form: WeightForm, group: int, scale_bytes: int) -> int:
+    """The most bytes of a weight [n, k] in the native layout, with a scale (and a zero point) of `scale_bytes` for each `group`
+    of an output's weights, or for all of them if it is 0.
+    """
     columns, padded = -(-n // 32) * 32, -(-k // 64) * 64
-    if quantization == "int8":
-        return columns * (padded + 4) + 4 * n + 4 * k
-    return columns * padded // 2 + 4 * n * -(-k // GROUP) + 4 * k
+    row_bytes = padded + 4 if form in ("int8", "fp8") else padded // 2
+    return columns * row_bytes + n * scale_bytes * (-(-k // group) if group else 1)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, TypeGuard
 
 import torch
@@ -20,12 +21,20 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ... import native
-from . import GROUP, Quantization
+from . import WeightForm
 
 # The types of weights, as the kernels number them.
-TYPES: dict[torch.dtype | Quantization, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, "int8": 3, "int4": 4}
+TYPES: dict[torch.dtype | WeightForm, int] = {
+    torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, "int8": 3, "int4": 4, "fp8": 5, "fp4": 6,
+}  # fmt: skip
 _NATIVE_SHARE = 0.9
 _ROWS_AS_THEY_ARE: ContextVar[bool] = ContextVar("_ROWS_AS_THEY_ARE", default=False)
+
+
+@cache
+def _linear() -> Any:
+    """The native product. Looking it up takes as long as a small one."""
+    return torch.ops.pagetide.linear.default
 
 
 @contextmanager
@@ -46,18 +55,32 @@ def rows_as_they_are() -> Iterator[None]:
 class PackedWeight:
     """A weight [n, k] in the layout of this processor's products."""
 
-    type: torch.dtype | Quantization
+    type: torch.dtype | WeightForm
     n: int
     k: int
     packed: torch.Tensor  # uint8
-    scales: torch.Tensor | None = None  # as in QuantizedWeight; None: it is not quantized
+    scales: torch.Tensor | None = None  # these as in QuantizedWeight; None: it is not quantized
     in_scales: torch.Tensor | None = None
     rows_in_int8: bool = False
+    group: int = 0
+    zeros: torch.Tensor | None = None
+    order: torch.Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the weight and its scales."""
-        return sum(part.nbytes for part in (self.packed, self.scales, self.in_scales) if part is not None)
+        parts = (self.packed, self.scales, self.in_scales, self.zeros, self.order)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [..., k] -> [..., n]. `bias` [n] has the type of x."""
+        if self.order is not None:
+            x = x.index_select(-1, self.order)
+        out: torch.Tensor = _linear()(
+            x.reshape(-1, self.k), self.packed, TYPES[self.type], self.n, bias, self.scales, self.group, self.in_scales,
+            self.rows_in_int8 and not _ROWS_AS_THEY_ARE.get(), self.zeros,
+        )  # fmt: skip
+        return out.view(*x.shape[:-1], self.n)
 
     @classmethod
     def joined(cls, weights: Sequence[PackedWeight]) -> tuple[PackedWeight, list[int]] | None:
@@ -70,25 +93,30 @@ class PackedWeight:
             return None
         widths = [-(-one.n // columns) * columns for one in weights[:-1]] + [weights[-1].n]
         starts = [0, *itertools.accumulate(widths[:-1])]
-        scales = None
-        if first.scales is not None:
-            parts = [(one.scales, width - one.n) for one, width in zip(weights, widths, strict=True)]
-            scales = torch.cat([F.pad(part, (0, gap)) for part, gap in parts if part is not None], -1)
+        of_columns: dict[str, torch.Tensor] = {}
+        for name in ("scales", "zeros"):
+            if getattr(first, name) is not None:
+                parts = [F.pad(getattr(one, name), (0, width - one.n)) for one, width in zip(weights, widths, strict=True)]
+                of_columns[name] = torch.cat(parts, -1)
         packed = torch.cat([one.packed for one in weights])
-        return replace(first, n=sum(widths), packed=packed, scales=scales), starts
+        return replace(first, n=sum(widths), packed=packed, **of_columns), starts
 
     def _goes_with(self, other: PackedWeight) -> bool:
-        alike = (self.type, self.k, self.rows_in_int8) == (other.type, other.k, other.rows_in_int8)
-        one, two = self.in_scales, other.in_scales
-        return alike and (one is two if one is None or two is None else torch.equal(one, two))
+        def kind(one: PackedWeight) -> tuple[Any, ...]:
+            return one.type, one.k, one.rows_in_int8, one.group, one.zeros is None, getattr(one.scales, "dtype", None)
+
+        rows = ((self.in_scales, other.in_scales), (self.order, other.order))
+        return kind(self) == kind(other) and all(
+            one is two if one is None or two is None else torch.equal(one, two) for one, two in rows
+        )
 
     def outputs(self, start: int, n: int) -> PackedWeight:
         """`n` outputs from `start` on, where a panel begins: views of this weight."""
         columns = native.panel_columns()
         panel_bytes = self.packed.numel() // -(-self.n // columns)
         packed = self.packed[start // columns * panel_bytes : -(-(start + n) // columns) * panel_bytes]
-        scales = None if self.scales is None else self.scales.narrow(-1, start, n)
-        return replace(self, n=n, packed=packed, scales=scales)
+        parts = [None if one is None else one.narrow(-1, start, n).contiguous() for one in (self.scales, self.zeros)]
+        return replace(self, n=n, packed=packed, scales=parts[0], zeros=parts[1])
 
 
 class NativeLinear(nn.Module):
@@ -100,8 +128,6 @@ class NativeLinear(nn.Module):
         self.weight, self.bias = placeholder((packed.n, packed.k), dtype), as_parameter(bias, dtype)
         self.packed = packed
         self.shares_weight = False  # with layers that have the same parameter
-        self._type, self._group = TYPES[packed.type], 0 if packed.scales is None else GROUP
-        self._multiply = torch.ops.pagetide.linear.default
 
     @classmethod
     def of(cls, linear: nn.Linear, dtype: torch.dtype | None = None) -> NativeLinear:
@@ -115,12 +141,7 @@ class NativeLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] -> [..., out_features]."""
-        one = self.packed
-        out: torch.Tensor = self._multiply(
-            x.reshape(-1, one.k), one.packed, self._type, one.n, self.bias, one.scales, self._group, one.in_scales,
-            one.rows_in_int8 and not _ROWS_AS_THEY_ARE.get(),
-        )  # fmt: skip
-        return out.view(*x.shape[:-1], one.n)
+        return self.packed.product(x, self.bias)
 
     @classmethod
     def joined(cls, layers: Sequence[NativeLinear]) -> tuple[NativeLinear, list[int]] | None:

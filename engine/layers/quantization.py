@@ -3,6 +3,9 @@
     int8   weight[n, k] ~ values[n, k] * scales[n]               values from -127 to 127
     int4   weight[n, k] ~ values[n, k] * scales[k / GROUP, n]    values from -8 to 7, scales of either sign
 
+Published checkpoints have more: groups of other sizes, of int8 too, zero points that are subtracted from values, and small
+floating-point numbers as values.
+
 A few input channels that are much larger than the others ("outliers", from the gain of a norm) spoil both: the weights
 of their columns are small and round to few values, and rows of inputs that are quantized round their other channels to
 zero. Factors per input channel (`in_scales`) divide them out: the product multiplies inputs by them, and the columns of the
@@ -14,11 +17,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from . import GROUP, Quantization
+from . import GROUP, Quantization, WeightForm
 
 VERSION = 2  # of the numbers made here: other numbers from the same weights need another one
 MOST_ROW_ERROR = 0.03  # relative error of a layer's outputs up to which its inputs are quantized
@@ -40,22 +43,45 @@ class Method:
     error: float
 
 
+_FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])  # e2m1
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedWeight:
-    """Integers and scales of a weight [n, k]."""
+    """Values and scales of a weight [n, k]."""
 
-    quantization: Quantization
-    values: torch.Tensor  # int8 [n, k]
-    scales: torch.Tensor  # float32 [n], or [ceil(k / GROUP), n] for int4
-    in_scales: torch.Tensor | None  # float32 [k]
+    form: WeightForm
+    values: torch.Tensor  # int8 [n, k]: integers; for fp8 the bits, for fp4 the bits less 8
+    scales: torch.Tensor  # [ceil(k / group), n], or [n] if group is 0; float32, bfloat16, float16, or uint8 e for 2^(e - 127)
+    in_scales: torch.Tensor | None = None  # float32 [k]
+    group: int = 0
+    zeros: torch.Tensor | None = None  # int8, as scales: subtracted from the values
+    order: torch.Tensor | None = None  # int32 [k]: the input that each column of the values multiplies; None: in order
 
     def dequantized(self) -> torch.Tensor:
-        """float32 [n, k]: the weight that products with these integers stand for."""
-        scales = self.scales[:, None]
-        if self.quantization == "int4":
-            scales = self.scales.T.repeat_interleave(GROUP, 1)[:, : self.values.shape[1]]
-        weight = self.values * scales
+        """float32 [n, k]: the weight that products with these values stand for."""
+        match self.form:
+            case "fp8":
+                weight = self.values.view(torch.float8_e4m3fn).float()
+            case "fp4":
+                weight = _FP4[self.values.int() + 8]
+            case _:
+                weight = self.values.float()
+        if self.zeros is not None:
+            weight -= self._spread(self.zeros.float())
+        weight *= self._spread(self.scales.float() if self.scales.is_floating_point() else _powers(self.scales))
+        if self.order is not None:
+            weight = torch.empty_like(weight).index_copy_(1, self.order.long(), weight)
         return weight if self.in_scales is None else weight * self.in_scales
+
+    def _spread(self, numbers: torch.Tensor) -> torch.Tensor:
+        """[n, k] or [n, 1]: the number of each weight."""
+        return numbers.T.repeat_interleave(self.group, 1)[:, : self.values.shape[1]] if self.group else numbers[:, None]
+
+
+def _powers(exponents: torch.Tensor) -> torch.Tensor:
+    """2^(e - 127) of uint8 exponents."""
+    return torch.where(exponents == 0, 2.0**-127, (exponents.int() << 23).view(torch.float32))
 
 
 def quantize(weight: torch.Tensor, method: Method) -> QuantizedWeight:
@@ -74,7 +100,7 @@ def quantize(weight: torch.Tensor, method: Method) -> QuantizedWeight:
         else:
             values[begin : begin + step], part_scales = _int4(part)
             scales[:, begin : begin + step] = part_scales.T
-    return QuantizedWeight(method.quantization, values, scales, method.in_scales)
+    return QuantizedWeight(method.quantization, values, scales, method.in_scales, GROUP if method.quantization == "int4" else 0)
 
 
 def choose(weights: Sequence[torch.Tensor], x: torch.Tensor, quantization: Quantization) -> Method:
@@ -116,7 +142,7 @@ def _best(methods: list[Method]) -> Method:
 def _tried(sample: torch.Tensor, x: torch.Tensor, right: torch.Tensor, method: Method) -> Method:
     """`method` with its error: the root mean square over rows of x of |outputs - right outputs| / |right outputs|."""
     made = quantize(sample, method)
-    weight = QuantizedWeight(method.quantization, made.values, made.scales, None).dequantized()
+    weight = replace(made, in_scales=None).dequantized()
     inputs = x if method.in_scales is None else x * method.in_scales
     got = (quantized_rows(inputs) if method.rows_in_int8 else inputs) @ weight.T
     square = (got - right).square().sum(1) / _no_zeros(right.square().sum(1))

@@ -24,7 +24,7 @@ from ...native import instructions
 from ..errors import ConfigError
 from . import LEAST_QUANTIZED, Quantization
 from .linears import TYPES, NativeLinear, PackedWeight, is_plain, uses_of_parameters
-from .quantization import Method, choose, quantize
+from .quantization import Method, QuantizedWeight, choose, quantize
 
 log = logging.getLogger(__name__)
 
@@ -91,11 +91,18 @@ def quantize_linears(
 
 def quantize_linear(linear: nn.Linear, method: Method, dtype: torch.dtype) -> NativeLinear:
     """The quantized layer for inputs of `dtype`. The weight of `linear` is dropped."""
-    made, (n, k) = quantize(linear.weight, method), linear.weight.shape
-    packed = torch.ops.pagetide.pack_weight(made.values, TYPES[method.quantization])
-    weight = PackedWeight(method.quantization, n, k, packed, made.scales, made.in_scales, method.rows_in_int8)
+    weight = pack(quantize(linear.weight, method), method.rows_in_int8)
     linear.weight = nn.Parameter(linear.weight.to("meta"), requires_grad=False)
     return NativeLinear(weight, linear.bias, dtype)
+
+
+def pack(weight: QuantizedWeight, rows_in_int8: bool = False) -> PackedWeight:
+    """The weight in the native layout."""
+    packed = torch.ops.pagetide.pack_weight(weight.values, TYPES[weight.form])
+    return PackedWeight(
+        weight.form, *weight.values.shape, packed, weight.scales, weight.in_scales, rows_in_int8, weight.group, weight.zeros,
+        weight.order,
+    )  # fmt: skip
 
 
 def check_native(quantization: Quantization, device: torch.device) -> None:

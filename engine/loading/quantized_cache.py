@@ -36,7 +36,7 @@ from ...common.checked_file import open_checked, read_checked
 from ...common.units import GIB, format_bytes, parse_bytes
 from ...native import instructions
 from ..errors import ConfigError
-from ..layers import Quantization
+from ..layers import GROUP, Quantization
 from ..layers.linears import PackedWeight
 from ..layers.quantization import VERSION
 from .checkpoint import Checkpoint
@@ -273,7 +273,9 @@ def _read(file: BinaryIO) -> dict[str, PackedWeight]:
 def _weight(name: str, entry: dict[str, Any], content: memoryview) -> PackedWeight:
     arrays = {part: _array(name, entry[part], dtype, content) for part, dtype in _ARRAYS.items() if part in entry}
     arrays["scales"]  # each quantized weight has them
-    return PackedWeight(entry["quantization"], entry["n"], entry["k"], **arrays, rows_in_int8=entry["rows_in_int8"])
+    form = entry["quantization"]
+    more = {"rows_in_int8": entry["rows_in_int8"], "group": GROUP if form == "int4" else 0}
+    return PackedWeight(form, entry["n"], entry["k"], **arrays, **more)
 
 
 def _array(name: str, entry: dict[str, Any], dtype: torch.dtype, content: memoryview) -> torch.Tensor:

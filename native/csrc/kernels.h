@@ -13,7 +13,7 @@ struct Float16 {
   uint16_t bits;
 };
 
-enum class Type : int { float32, bfloat16, float16, int8, int4 };
+enum class Type : int { float32, bfloat16, float16, int8, int4, fp8, fp4 };
 
 #include "attention_args.h"
 #include "elementwise_args.h"

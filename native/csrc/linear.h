@@ -6,6 +6,7 @@
 //     int8               int32 [kColumns], kShift times the sums of the columns; then [k / 4][kColumns][4]
 //     int4               [k / 8][kColumns][4] bytes, with weights k .. k + 3 in the low halves and k + 4 .. k + 7 in the high
 //                        ones, each plus 8
+//     fp8, fp4           as int8 and int4: the bits of e4m3 and e2m1
 //
 // Zeros follow up to a multiple of what the processor takes at once. An output is the sum of the sums over blocks of kBlock of k,
 // in order; within a block, k by k. Tiles of AMX go on with the sums of the blocks before. Either depends on neither the number
@@ -52,15 +53,17 @@ enum class Operand { float32, pairs, quads, words };  // words: pairs of int16, 
 INLINE int64_t rounded_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 INLINE int64_t operand_bytes(Operand operand) { return operand == Operand::float32 ? 4 : operand == Operand::quads ? 1 : 2; }
 
+constexpr Type layout_of(Type type) { return type == Type::fp8 ? Type::int8 : type == Type::fp4 ? Type::int4 : type; }
+
 INLINE int64_t panel_bytes(Type type, int64_t k) {
-  switch (type) {
+  switch (layout_of(type)) {
     case Type::float32: return k * kColumns * 4;
     case Type::bfloat16: return rounded_up(k, kTiles ? 32 : kPairs ? 2 : 1) * kColumns * 2;
     case Type::float16: return k * kColumns * 2;
     case Type::int8: return kColumns * 4 + rounded_up(k, kTiles ? 64 : 4) * kColumns;
     case Type::int4: return rounded_up(k, kTiles ? 64 : 8) / 2 * kColumns;
+    default: return 0;
   }
-  return 0;
 }
 
 INLINE int64_t panel_stride(Type type, int64_t k) { return rounded_up(panel_bytes(type, k), 64); }
@@ -71,7 +74,7 @@ INLINE int64_t packed_bytes(Type type, int64_t n, int64_t k) {
 
 // Where weight k of column c of a panel is, in elements (int4: in halves of bytes).
 INLINE int64_t place(Type type, int64_t k, int64_t c) {
-  switch (type) {
+  switch (layout_of(type)) {
     case Type::bfloat16:
       if (kPairs) return (k / 2 * kColumns + c) * 2 + k % 2;
       break;
@@ -157,10 +160,28 @@ static void pack(const void* weight, Type from, Type type, int64_t n, int64_t k,
     case Type::float32: return pack_floats<Type::float32, float>(weight, from, n, k, packed, threads);
     case Type::bfloat16: return pack_floats<Type::bfloat16, BFloat16>(weight, from, n, k, packed, threads);
     case Type::float16: return pack_floats<Type::float16, Float16>(weight, from, n, k, packed, threads);
-    case Type::int8: return pack_panels<Type::int8, int8_t, int8_t>(weight, n, k, packed, threads);
-    case Type::int4: return pack_panels<Type::int4, int8_t, int8_t>(weight, n, k, packed, threads);
+    case Type::int8:
+    case Type::fp8: return pack_panels<Type::int8, int8_t, int8_t>(weight, n, k, packed, threads);
+    case Type::int4:
+    case Type::fp4: return pack_panels<Type::int4, int8_t, int8_t>(weight, n, k, packed, threads);
   }
 }
+
+// The values of floats of kExponent and kMantissa bits, in the low bits of integers with others above them.
+template <int kExponent, int kMantissa>
+INLINE Vec small_floats(IntVec codes) {
+  constexpr int kBias = (1 << (kExponent - 1)) - 1, kShiftUp = 23 - kMantissa, kSign = 31 - kExponent - kMantissa;
+  const IntVec size = codes & ((1 << (kExponent + kMantissa)) - 1);
+  const Vec normal = bits<Vec>((size << kShiftUp) + ((127 - kBias) << 23));
+  // Subnormal numbers, without the use of float32's: (1 + mantissa) * least - least.
+  constexpr int kLeast = (128 - kBias) << 23;
+  const Vec subnormal = bits<Vec>((size << kShiftUp) + kLeast) - bits<Vec>(IntVec{} + kLeast);
+  const Vec value = select(size < (1 << kMantissa), subnormal, normal);
+  return bits<Vec>(bits<IntVec>(value) | ((codes << kSign) & static_cast<int32_t>(0x80000000)));
+}
+
+INLINE Vec fp8_values(IntVec codes) { return small_floats<4, 3>(codes); }
+INLINE Vec fp4_values(IntVec codes) { return small_floats<2, 1>(codes); }
 
 static void unpack(const void* packed, Type type, int64_t, int64_t k, int64_t row, float* values) {
   const auto* panel = static_cast<const uint8_t*>(packed) + row / kColumns * panel_stride(type, k);
@@ -172,6 +193,8 @@ static void unpack(const void* packed, Type type, int64_t, int64_t k, int64_t ro
       case Type::float16: values[i] = to_float(static_cast<const Float16*>(static_cast<const void*>(panel))[from]); break;
       case Type::int8: values[i] = static_cast<float>(static_cast<int8_t>(panel[from])); break;
       case Type::int4: values[i] = static_cast<float>((from % 2 ? panel[from / 2] >> 4 : panel[from / 2] & 15) - 8); break;
+      case Type::fp8: values[i] = fp8_values(IntVec{} + panel[from])[0]; break;
+      case Type::fp4: values[i] = fp4_values(IntVec{} + (from % 2 ? panel[from / 2] >> 4 : panel[from / 2]))[0]; break;
     }
   }
 }
@@ -417,9 +440,8 @@ static void tile(Operand operand, int rows, const void* x, int64_t stride, const
 
 // --- conversions of a block of a panel ---
 
-// A row of integers as operands: floats, or the low or high half of pairs of bfloat16, in which small integers are exact.
-INLINE void store_integers(Operand operand, IntVec first, IntVec second, void* to, int v) {
-  const Vec a = __builtin_convertvector(first, Vec), b = __builtin_convertvector(second, Vec);
+// Two rows of small numbers as operands: floats, or the low and high halves of pairs of bfloat16, in which they are exact.
+INLINE void store_rows(Operand operand, Vec a, Vec b, void* to, int v) {
   if (operand == Operand::float32) {
     store(static_cast<float*>(to) + v * kLanes, a);
     store(static_cast<float*>(to) + kColumns + v * kLanes, b);
@@ -429,20 +451,24 @@ INLINE void store_integers(Operand operand, IntVec first, IntVec second, void* t
   }
 }
 
-static void convert_int8(const uint8_t* panel, int64_t k, Operand operand, uint8_t* to) {
+// int8 or fp8. `values` takes bytes with their signs, and the vector of the panel's row in which they are.
+template <typename Values>
+static void convert_bytes(const uint8_t* panel, int64_t k, Operand operand, uint8_t* to, Values values) {
   const int64_t row_bytes = kColumns * operand_bytes(operand);
   for (int64_t i = 0; i < k; i += 4, panel += 4 * kColumns, to += 4 * row_bytes) {
     for (int v = 0; v < kVectors; ++v) {
       IntVec four;
       __builtin_memcpy(&four, panel + v * 4 * kLanes, sizeof four);
       __builtin_prefetch(panel + v * 4 * kLanes + kBlock * kColumns, 0, 2);
-      store_integers(operand, four << 24 >> 24, four << 16 >> 24, to, v);
-      store_integers(operand, four << 8 >> 24, four >> 24, to + 2 * row_bytes, v);
+      store_rows(operand, values(four << 24 >> 24, v), values(four << 16 >> 24, v), to, v);
+      store_rows(operand, values(four << 8 >> 24, v), values(four >> 24, v), to + 2 * row_bytes, v);
     }
   }
 }
 
-static void convert_int4(const uint8_t* panel, int64_t k, Operand operand, uint8_t* to) {
+// int4 or fp4. `values` takes four bits.
+template <typename Values>
+static void convert_nibbles(const uint8_t* panel, int64_t k, Operand operand, uint8_t* to, Values values) {
   const int64_t row_bytes = kColumns * operand_bytes(operand);
   for (int64_t i = 0; i < k; i += 8, panel += 4 * kColumns, to += 8 * row_bytes) {
     for (int v = 0; v < kVectors; ++v) {
@@ -452,8 +478,8 @@ static void convert_int4(const uint8_t* panel, int64_t k, Operand operand, uint8
       for (int half = 0; half < 2; ++half) {
         const IntVec four = eight >> 4 * half & 0x0f0f0f0f;
         uint8_t* rows = to + half * 4 * row_bytes;
-        store_integers(operand, (four & 15) - 8, (four >> 8 & 15) - 8, rows, v);
-        store_integers(operand, (four >> 16 & 15) - 8, (four >> 24 & 15) - 8, rows + 2 * row_bytes, v);
+        store_rows(operand, values(four & 15, v), values(four >> 8 & 15, v), rows, v);
+        store_rows(operand, values(four >> 16 & 15, v), values(four >> 24 & 15, v), rows + 2 * row_bytes, v);
       }
     }
   }
@@ -464,13 +490,30 @@ static void convert_halves(const T* panel, int64_t k, float* to) {
   for (int64_t i = 0; i < k * kColumns; i += kLanes) store(to + i, load(panel + i));
 }
 
-// Whether tiles multiply. Groups of int4 that are smaller than a tile's row do not fit them.
+// Whether tiles multiply. Groups that are smaller than a tile's row do not fit them.
 INLINE bool by_tiles(const LinearArgs& args, Operand operand) {
-  return kTiles && operand != Operand::float32 && (args.weight_type != Type::int4 || args.group >= 32);
+  return kTiles && operand != Operand::float32 && (args.group == 0 || args.group >= 32);
 }
 
-// The block of k0 .. k0 + count of a panel as the inner loop reads it: in the panel, or converted into `buffer`.
-static const void* block(const LinearArgs& args, Operand operand, const uint8_t* panel, int64_t k0, int64_t count, uint8_t* buffer) {
+// The zero points of a panel's columns from `first` on, for the group of k0.
+struct ZeroPoints {
+  IntVec of[kVectors] = {};
+
+  ZeroPoints(const LinearArgs& args, int64_t k0, int64_t first, int offset) {
+    const int8_t* from = args.zeros == nullptr ? nullptr : args.zeros + (args.group ? k0 / args.group * args.n : 0) + first;
+    for (int v = 0; v < kVectors; ++v) {
+      int32_t lanes[kLanes];
+      for (int i = 0; i < kLanes; ++i) lanes[i] = offset + (from && first + v * kLanes + i < args.n ? from[v * kLanes + i] : 0);
+      __builtin_memcpy(&of[v], lanes, sizeof lanes);
+    }
+  }
+  Vec operator()(IntVec values, int v) const { return __builtin_convertvector(values - of[v], Vec); }
+};
+
+// The block of k0 .. k0 + count of a panel, which begins with column `first`, as the inner loop reads it: in the panel, or
+// converted into `buffer`.
+static const void* block(const LinearArgs& args, Operand operand, const uint8_t* panel, int64_t first, int64_t k0, int64_t count,
+                         uint8_t* buffer) {
   if (by_tiles(args, operand) && count % 32 && args.weight_type != args.x_type) {  // a tile's rest
     __builtin_memset(buffer + count * kColumns * 2, 0, (rounded_up(count, 32) - count) * kColumns * 2);
   }
@@ -488,9 +531,15 @@ static const void* block(const LinearArgs& args, Operand operand, const uint8_t*
     case Type::int8:
       panel += kColumns * 4 + k0 * kColumns;
       if (operand == Operand::quads) return panel;
-      convert_int8(panel, count, operand, buffer);
+      convert_bytes(panel, count, operand, buffer, ZeroPoints(args, k0, first, 0));
       return buffer;
-    case Type::int4: convert_int4(panel + k0 / 2 * kColumns, count, operand, buffer); return buffer;
+    case Type::int4: convert_nibbles(panel + k0 / 2 * kColumns, count, operand, buffer, ZeroPoints(args, k0, first, 8)); return buffer;
+    case Type::fp8:
+      convert_bytes(panel + kColumns * 4 + k0 * kColumns, count, operand, buffer, [](IntVec codes, int) { return fp8_values(codes); });
+      return buffer;
+    case Type::fp4:
+      convert_nibbles(panel + k0 / 2 * kColumns, count, operand, buffer, [](IntVec codes, int) { return fp4_values(codes); });
+      return buffer;
   }
   return nullptr;
 }
@@ -583,13 +632,30 @@ static void prepare_rows(const LinearArgs& args, Operand operand, int64_t row_by
 
 // --- an item: some rows of x times some panels ---
 
+// Scales of `lanes` columns, from element `at` on; zeros in other lanes.
+INLINE Vec load_scales(const LinearArgs& args, int64_t at, int lanes) {
+  const auto some = [lanes](const auto* from) { return lanes == kLanes ? load(from) : load_some(from, lanes); };
+  switch (args.scale_type) {
+    case ScaleType::float32: return some(static_cast<const float*>(args.scales) + at);
+    case ScaleType::bfloat16: return some(static_cast<const BFloat16*>(args.scales) + at);
+    case ScaleType::float16: return some(static_cast<const Float16*>(args.scales) + at);
+    case ScaleType::exponents: break;
+  }
+  uint32_t powers[kLanes] = {};
+  const uint8_t* exponents = static_cast<const uint8_t*>(args.scales) + at;
+  for (int i = 0; i < lanes; ++i) powers[i] = exponents[i] ? exponents[i] * (1u << 23) : 1u << 22;
+  Vec scales;
+  __builtin_memcpy(&scales, powers, sizeof powers);
+  return scales;
+}
+
 template <typename T>
 static void finish_row(const LinearArgs& args, const float* sums, float row_scale, int64_t first, T* out, const T* bias) {
   const int64_t count = args.n - first < kColumns ? args.n - first : kColumns;
   for (int64_t c = 0; c < count; c += kLanes) {
     const int lanes = static_cast<int>(count - c < kLanes ? count - c : kLanes);
     Vec v = load(sums + c) * row_scale;
-    if (args.weight_type == Type::int8) v *= lanes == kLanes ? load(args.scales + first + c) : load_some(args.scales + first + c, lanes);
+    if (args.scales && !args.group) v *= load_scales(args, first + c, lanes);
     if (lanes == kLanes) {
       if (bias) v += load(bias + first + c);
       store(out + first + c, v);
@@ -609,10 +675,10 @@ static void add_block(const LinearArgs& args, Operand operand, const float* sums
       store(totals + v * kLanes, add);
       continue;
     }
-    if (args.weight_type == Type::int4) {
+    if (args.group) {
       const int64_t column = first + v * kLanes, left = args.n - column;
-      const float* scales = args.scales + k0 / args.group * args.n + column;
-      add *= left >= kLanes ? load(scales) : left > 0 ? load_some(scales, static_cast<int>(left)) : Vec{};
+      const int lanes = static_cast<int>(left < 0 ? 0 : left < kLanes ? left : kLanes);
+      add *= load_scales(args, k0 / args.group * args.n + column, lanes);
     }
     store(totals + v * kLanes, k0 ? load(totals + v * kLanes) + add : add);
   }
@@ -636,7 +702,7 @@ static void add_block_by_tiles(const LinearArgs& args, Operand operand, const Ro
     const int count = static_cast<int>(rows.end - r < 2 * kTileRows ? rows.end - r : 2 * kTileRows);
     const uint8_t* from = x.data + r * x.bytes + k.begin * operand_bytes(operand);
     shapes.set(count);
-    if (args.weight_type == Type::int4) {  // each block has scales of its own
+    if (args.group) {  // each block has scales of its own
       alignas(64) float sums[2 * kTileRows * kColumns];
       add_tiles<Operand::pairs, false>(count, from, x.bytes, weights, bytes, true, sums);
       for (int i = 0; i < count; ++i) {
@@ -657,7 +723,7 @@ static void add_panel_block(const LinearArgs& args, Operand operand, const Rows&
   alignas(64) uint8_t buffer[kBlock * kColumns * 4];
   alignas(64) float sums[kRows * kColumns];
   const uint8_t* panel = static_cast<const uint8_t*>(args.weight) + p * panel_stride(args.weight_type, args.k);
-  const void* weights = block(args, operand, panel, k.begin, k.end - k.begin, buffer);
+  const void* weights = block(args, operand, panel, p * kColumns, k.begin, k.end - k.begin, buffer);
   const int64_t count = rows.end - rows.begin;
   if (by_tiles(args, operand)) {
     return add_block_by_tiles(args, operand, x, rows, p, k, static_cast<const uint8_t*>(weights), totals, shapes);
@@ -702,7 +768,7 @@ static void compute_item(const LinearArgs& args, Operand operand, const Rows& x,
   alignas(64) float totals[kItemPanels][kItemRows * kColumns];
   TileShapes shapes;
   const bool in_place = operand == Operand::quads || args.weight_type == args.x_type;  // no block is converted
-  int64_t step = args.weight_type == Type::int4 && args.group < kBlock ? args.group : kBlock;
+  int64_t step = args.group && args.group < kBlock ? args.group : kBlock;
   if (by_tiles(args, operand) && in_place && rows.end - rows.begin <= 2 * kTileRows) step = rounded_up(args.k, kBlock);
   const int64_t together = rows.end - rows.begin >= kManyRows ? kItemPanels : 1;
   for (int64_t first = panels.begin; first < panels.end; first += together) {

@@ -1,16 +1,20 @@
 // Products of rows with packed weights: out[r, n] = sum over k of x[r, k] * weight[n, k], plus bias[n].
 
+enum class ScaleType : int { float32, bfloat16, float16, exponents };  // exponents: bytes e that stand for 2^(e - 127)
+
 struct LinearArgs {
   const void* x;  // [rows, k] of x_type, rows `x_stride` elements apart
   Type x_type;    // float32, bfloat16 or float16, also of bias and out
   int64_t rows, x_stride;
   const void* weight;  // as `pack` wrote it
-  Type weight_type;    // x_type, int8 or int4
+  Type weight_type;    // x_type, or one of less than 16 bits, which has scales
   int64_t n, k;
-  const float* scales;    // int8: [n]; int4: [ceil(k / group), n]; else null
-  int64_t group;          // int4: the rows of a scale, a multiple of 8
+  const void* scales;     // [ceil(k / group), n], or [n] if group is 0; null for weights of x_type
+  ScaleType scale_type;
+  int64_t group;          // weights of a scale, a power of 2 from 8 to 256; 0: all of a column
+  const int8_t* zeros;    // int8 and int4: what is subtracted from values, with the sizes of scales; or null
   const float* in_scales; // [k] factors of x, or null
-  bool rows_in_int8;      // int8: quantise each row of x, symmetrically
+  bool rows_in_int8;      // int8 with group 0, without zeros: quantise each row of x, symmetrically
   const void* bias;       // [n] of x_type, or null
   void* out;              // [rows, n], rows `out_stride` elements apart
   int64_t out_stride;
@@ -22,7 +26,7 @@ struct LinearKernels {
   int64_t panel_columns;  // outputs with weights that lie together
   int64_t (*packed_bytes)(Type type, int64_t n, int64_t k);
   // weight [n, k], contiguous: floats of type `from`, which are converted to `type` as torch does it, or int8 values for int8
-  // (-127 .. 127) and int4 (-8 .. 7). `packed` is aligned to 64.
+  // (-128 .. 127) and int4 (-8 .. 7), the bits of fp8, or those of fp4 less 8. `packed` is aligned to 64.
   void (*pack)(const void* weight, Type from, Type type, int64_t n, int64_t k, void* packed, int threads);
   // The inverse, one weight row: float32 values, without scales.
   void (*unpack)(const void* packed, Type type, int64_t n, int64_t k, int64_t row, float* values);

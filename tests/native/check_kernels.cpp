@@ -98,7 +98,7 @@ void check_linear(const Format& format, Type weight_type, bool rows_in_int8, int
   kernel.pack(whole ? weight.data() : integers.data(), weight_type, weight_type, n, k, packed, 2);
   LinearArgs args{};
   args.x = x.data(), args.x_type = format.type, args.rows = rows, args.x_stride = k;
-  args.weight = packed, args.weight_type = weight_type, args.n = n, args.k = k, args.group = group;
+  args.weight = packed, args.weight_type = weight_type, args.n = n, args.k = k, args.group = weight_type == Type::int4 ? group : 0;
   args.scales = whole ? nullptr : scales.data(), args.rows_in_int8 = rows_in_int8;
   args.bias = bias.data(), args.out = out.data(), args.out_stride = n, args.threads = 2;
   args.scratch = scratch(kernel.scratch_bytes(args));

@@ -7,6 +7,9 @@ import torch
 from triton_checks import sparse
 
 from pagetide import native
+from pagetide.engine.layers.linears import TYPES as TYPE_NUMBERS
+from pagetide.engine.layers.quantization import QuantizedWeight
+from pagetide.engine.layers.quantized_linears import pack
 
 pytestmark = pytest.mark.skipif(native.instructions() is None, reason="the native kernels are not built")
 
@@ -111,6 +114,55 @@ def test_int4_weights(dtype):
             assert torch.equal(torch.ops.pagetide.unpack_row(packed, INT4, n, k, n - 1), weight[-1].float())
 
 
+FORMS = [
+    ("int8", 0, torch.float32, True), ("int8", 32, torch.float16, False), ("int8", 128, torch.bfloat16, True),
+    ("int4", 0, torch.bfloat16, True), ("int4", 32, torch.float16, True), ("int4", 128, torch.float16, False),
+    ("fp8", 0, torch.float32, False), ("fp8", 128, torch.float32, False), ("fp8", 16, torch.bfloat16, False),
+    ("fp4", 32, torch.uint8, False), ("fp4", 16, torch.float32, False), ("fp4", 0, torch.float16, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_published_forms(dtype):
+    """Values of every form with scales of every type, in groups and not, with zero points and an order of inputs."""
+    for form, group, of_scales, with_zeros in FORMS:
+        for rows, n, k in SHAPES:
+            x, _, _, generator = drawn(dtype, rows, n, k)
+            low, high = (-8, 8) if form in ("int4", "fp4") else (-127, 127)  # -1 is a NaN of fp8
+            values = torch.randint(low, high, (n, k), generator=generator, dtype=torch.int8)
+            values = torch.where(values & 127 == 127, 0, values) if form == "fp8" else values
+            sizes = (-(-k // group), n) if group else (n,)
+            scales = torch.rand(sizes, generator=generator) + 0.1
+            if of_scales == torch.uint8:
+                scales = torch.randint(120, 135, sizes, generator=generator)
+            zeros = torch.randint(low, high, sizes, generator=generator, dtype=torch.int8) if with_zeros else None
+            order = torch.randperm(k, generator=generator, dtype=torch.int32) if n % 2 else None
+            weight = QuantizedWeight(form, values, scales.to(of_scales), None, group, zeros, order)
+            out = pack(weight).product(x, None)
+            assert_near(out, x.double() @ weight.dequantized().double().T, dtype)
+            assert torch.equal(out[-1:], pack(weight).product(x[-1:], None))
+
+
+def test_every_code_of_small_floats_is_exact():
+    codes = torch.arange(256, dtype=torch.uint8)
+    fp8 = codes[codes & 127 != 127]
+    for form, values, right in (
+        ("fp8", fp8.view(torch.int8), fp8.view(torch.float8_e4m3fn).float()),
+        ("fp4", torch.arange(-8, 8, dtype=torch.int8), torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6] * 2) * torch.tensor([1.0] * 8 + [-1] * 8)),
+    ):  # fmt: skip
+        weight = pack(QuantizedWeight(form, values[:, None].contiguous(), torch.ones(len(values))))
+        for dtype in (torch.float32, torch.bfloat16):
+            assert torch.equal(weight.product(torch.ones(1, 1, dtype=dtype), None)[0].float(), right)
+        read = [torch.ops.pagetide.unpack_row(weight.packed, TYPE_NUMBERS[form], len(values), 1, i) for i in range(len(values))]
+        assert torch.equal(torch.cat(read), right)
+
+
+def test_exponents_of_scales_are_exact():
+    scales = torch.arange(255, dtype=torch.uint8)
+    weight = pack(QuantizedWeight("fp4", torch.full((255, 1), -6, dtype=torch.int8), scales))  # of 1.0
+    assert torch.equal(weight.product(torch.ones(1, 1), None)[0], 2.0 ** (torch.arange(255.0) - 127))
+
+
 def test_the_sums_of_a_row_depend_on_it_alone():
     """Neither on other rows, nor on their number, nor on the number of threads."""
     for kind in range(5):
@@ -124,12 +176,13 @@ def test_the_sums_of_a_row_depend_on_it_alone():
         packed = torch.ops.pagetide.pack_weight(weight, kind)
         before = torch.get_num_threads()
         for rows_in_int8 in (False, True) if kind == INT8 else (False,):
-            whole = product(x, packed, kind, n, None, scales, 64, None, rows_in_int8)
+            group = 64 if kind == INT4 else 0
+            whole = product(x, packed, kind, n, None, scales, group, None, rows_in_int8)
             try:
                 for threads in (1, 2, 5):
                     torch.set_num_threads(threads)
                     for first, last in ((0, 1), (7, 8), (3, 20), (100, 199)):
-                        some = product(x[first:last], packed, kind, n, None, scales, 64, None, rows_in_int8)
+                        some = product(x[first:last], packed, kind, n, None, scales, group, None, rows_in_int8)
                         assert torch.equal(some, whole[first:last])
             finally:
                 torch.set_num_threads(before)
@@ -217,6 +270,7 @@ def test_nothing_to_do():
         ({"x": torch.randn(2, 0), "features": 0}, "no features"), ({"kind": 9}, "unknown type"),
         ({"bias": torch.randn(9)}, "bias must have 8 elements"), ({"scales": torch.randn(8)}, "scales"),
         ({"in_scales": torch.randn(8)}, "in_scales must have 16"), ({"rows_in_int8": True}, "rows are quantised"),
+        ({"group": 64}, "group must be"),
     ],
 )  # fmt: skip
 def test_bad_arguments_are_refused(change, message):
