@@ -115,7 +115,7 @@ class PackedWeight:
         columns = native.panel_columns()
         panel_bytes = self.packed.numel() // -(-self.n // columns)
         packed = self.packed[start // columns * panel_bytes : -(-(start + n) // columns) * panel_bytes]
-        parts = [None if one is None else one.narrow(-1, start, n).contiguous() for one in (self.scales, self.zeros)]
+        parts = [None if one is None else one.narrow(-1, start, n) for one in (self.scales, self.zeros)]
         return replace(self, n=n, packed=packed, scales=parts[0], zeros=parts[1])
 
 

@@ -58,10 +58,10 @@ class MergedLinears:
         """Let each layer compute its own product again, from its part of the joined weight."""
         for layer in self.layers:
             del layer.forward
-            if (
-                isinstance(layer, NativeLinear) and (scales := layer.packed.scales) is not None
-            ):  # those of int4 weights lie between those of other layers
-                layer.packed = replace(layer.packed, scales=scales.contiguous())
+            if isinstance(layer, NativeLinear):  # scales of groups lie between those of other layers
+                one = layer.packed
+                parts = {name: getattr(one, name) for name in ("scales", "zeros") if getattr(one, name) is not None}
+                layer.packed = replace(one, **{name: part.contiguous() for name, part in parts.items()})
 
     def _reader(self, i: int) -> Callable[[torch.Tensor], torch.Tensor]:
         def read(x: torch.Tensor) -> torch.Tensor:
