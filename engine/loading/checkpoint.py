@@ -7,7 +7,8 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from functools import cache
+from typing import Any, cast
 
 import torch
 import transformers
@@ -22,6 +23,8 @@ from .loaded import Loaded
 from .model_config import check_counts, check_files, check_implementations, check_rope, context_length, read_json
 from .models import ModelSpec
 from .text_model import auto_class, may_have_more, remove_modules, unused_modules, whole_model, without_place
+from .stored_formats import METHODS, StoredWeight, read_formats
+from .tensor_files import TensorFiles
 from .weight_files import StoredTensor, WeightFiles, find_weights, stored_twice
 
 log = logging.getLogger(__name__)
@@ -56,10 +59,12 @@ class Checkpoint:
     spec: ModelSpec
     config: PreTrainedConfig
     weights: WeightFiles
-    tensors: tuple[StoredTensor, ...]  # that are read; empty if the weights are not safetensors
+    tensors: tuple[StoredTensor, ...]  # that are read, with plain ones for `stored`; empty if the weights are not safetensors
     generation: Mapping[str, Any]  # generation_config.json as written, {} without one
     unused_modules: tuple[str, ...] = ()  # of transformers' model, by name: parts that text does not need
     unread: Mapping[str, str] = field(default_factory=dict)  # other tensors in the files, by name: transformers' name
+    stored: Mapping[str, StoredWeight] = field(default_factory=dict)  # quantized weights, by the names of the plain ones
+    stored_as: str | None = None  # the method of `stored`
 
     @classmethod
     def open(cls, spec: ModelSpec) -> Checkpoint:
@@ -77,9 +82,14 @@ class Checkpoint:
         weights = find_weights(spec.path)
         config = read_config(spec)
         tensors = weights.tensors() if weights.safetensors else ()
+        stored: dict[str, StoredWeight] = {}
+        if (given := _take_quantization(spec, config, tensors)) is not None:
+            files = cache(lambda: TensorFiles(weights.paths))
+            stored, tensors = read_formats(given, tensors, spec.name, _spelled(config), lambda name: files()[name])
         generation_file = spec.path / "generation_config.json"
         generation = read_json(generation_file) if generation_file.is_file() else {}
-        checkpoint = cls(spec, config, weights, tensors, generation)
+        method = str(given["quant_method"]) if given is not None and stored else None
+        checkpoint = cls(spec, config, weights, tensors, generation, stored=stored, stored_as=method)
         checkpoint._refuse_more_layers_than_tensors()
         checkpoint._refuse_unread_quantization()
         return checkpoint.of_text()._checked(generation_file)
@@ -132,8 +142,8 @@ class Checkpoint:
 
     def _refuse_unread_quantization(self) -> None:
         """Raises UnsupportedModel if transformers would take quantized weights for numbers, without their scales."""
-        given = getattr(self.config, "quantization_config", None)
-        method = given.get("quant_method") if isinstance(given, Mapping) else getattr(given, "quant_method", None)
+        given = _quantization_of(self.config)
+        method = None if given is None else given.get("quant_method")
         eight_bits = any(tensor.dtype.startswith("F8") for tensor in self.tensors)
         if (method not in AUTO_QUANTIZER_MAPPING if given is not None else eight_bits) and not self.has_own_code:
             raise UnsupportedModel(
@@ -159,18 +169,23 @@ class Checkpoint:
 
     @property
     def quantized(self) -> bool:
-        """Whether the weights are stored quantized."""
+        """Whether weights are stored quantized."""
+        return bool(self.stored) or self._by_quantizer
+
+    @property
+    def _by_quantizer(self) -> bool:
+        """Whether a quantizer of transformers reads the weights, and keeps what it makes of them."""
         return getattr(self.config, "quantization_config", None) is not None
 
     @property
     def caches_latents(self) -> bool:
         """Whether latent attention of this model is served from cached latents, not from K and V of all heads.
 
-        Not with code of the folder's own, with weights that are stored quantized, or with a loaded model that was changed.
+        Not with code of the folder's own, with weights that a quantizer reads, or with a loaded model that was changed.
         """
         if self.spec.loaded is not None:
             return self.spec.loaded.expands_plainly
-        return not self.quantized and not self.has_own_code
+        return not self._by_quantizer and not self.has_own_code
 
     @property
     def has_own_code(self) -> bool:
@@ -199,10 +214,10 @@ class Checkpoint:
         itemsize = (getattr(torch, dtype) if isinstance(dtype, str) else dtype).itemsize
         if not self.tensors:
             stored = getattr(getattr(torch, self.dtype, None), "itemsize", 4)
-            return self.weights.file_bytes if self.quantized else self.weights.file_bytes * itemsize // stored
+            return self.weights.file_bytes if self._by_quantizer else self.weights.file_bytes * itemsize // stored
         twice = stored_twice(self.tensors, tied=bool(getattr(self.text_config, "tie_word_embeddings", False)))
         return sum(
-            tensor.num_elements * itemsize if tensor.dtype in _FLOAT_BYTES and not self.quantized else tensor.num_bytes
+            tensor.num_elements * itemsize if tensor.dtype in _FLOAT_BYTES and not self._by_quantizer else tensor.num_bytes
             for tensor in self.tensors
             if tensor is not twice
         )
@@ -211,7 +226,7 @@ class Checkpoint:
         """Whether loading as `dtype` changes the type of some weights, so that they need memory of their own."""
         name = str(dtype).removeprefix("torch.")
         stored = {_NAMES[tensor.dtype] for tensor in self.tensors if tensor.dtype in _NAMES} or {self.dtype}
-        return not self.quantized and stored != {name}
+        return bool(self.stored) or (not self._by_quantizer and stored != {name})
 
     @property
     def context_length(self) -> int | None:
@@ -314,6 +329,39 @@ def read_config(spec: ModelSpec) -> PreTrainedConfig:
             f"continues text behind images or sound{', nor has the code in its folder' if code else ''}"
         )
     return config
+
+
+def _quantization_of(config: Any) -> Mapping[str, Any] | None:
+    """The `quantization_config` of a configuration or of its text, as written."""
+    for one in (config, config.get_text_config()):
+        given = getattr(one, "quantization_config", None) or getattr(one, "compression_config", None)
+        if given is not None:
+            return given if isinstance(given, Mapping) else cast(Mapping[str, Any], given.to_dict())
+    return None
+
+
+def _take_quantization(spec: ModelSpec, config: Any, tensors: tuple[StoredTensor, ...]) -> Mapping[str, Any] | None:
+    """What the configuration says of stored weights that are read here, taken out of it. Mutates `config`.
+
+    None if there are none; a quantizer of transformers may read them then. Some GPTQ checkpoints say it in a file of its own.
+    """
+    given, file = _quantization_of(config), spec.path / "quantize_config.json"
+    if given is None and file.is_file() and any(one.name.endswith(".qweight") for one in tensors):
+        given = {"quant_method": "gptq", **read_json(file)}
+    method = None if given is None else given.get("quant_method")
+    if given is None or not tensors or method not in METHODS:
+        return None
+    for one in (config, config.get_text_config()):
+        for name in ("quantization_config", "compression_config"):
+            if hasattr(one, name):
+                delattr(one, name)
+    return given
+
+
+def _spelled(config: Any) -> str:
+    """The type of the plain weights of a quantized checkpoint, as headers spell it."""
+    said = str(getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)).removeprefix("torch.")
+    return next((spelled for spelled, name in _NAMES.items() if name == said and spelled != "F64"), "BF16")
 
 
 def _refuse_encoders(config: PreTrainedConfig) -> None:

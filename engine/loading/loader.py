@@ -31,6 +31,7 @@ from .models import DTYPES, TOKENIZER_FILES, ModelSpec, check_device, check_dtyp
 from .packed_model import pack_model, stored_dtype
 from .quantized_model import quantize_model, quantized_bytes
 from .slices import divide_modules, slices_of
+from .stored_model import StoredModel, packs_stored, stored_bytes
 from .text_model import auto_class, making_models, within
 from .tokenizer_trial import try_tokenizer
 from .weight_files import shorten
@@ -128,6 +129,8 @@ def check_weights_fit(
     loaded = checkpoint.spec.loaded
     if quantization is not None:
         asked = quantized_bytes(checkpoint, quantization, dtype, division)
+    elif checkpoint.stored and division is None:
+        asked = stored_bytes(checkpoint, device, dtype)
     elif division is not None:
         asked = division.weights_bytes(dtype)
     else:
@@ -208,6 +211,11 @@ def _read_stored(
     CheckpointError.
     """
     packed = None if checkpoint.quantized or quantization is not None else dtype
+    if checkpoint.stored and quantization is None:
+        stored = StoredModel(checkpoint, dtype, pack=packs and packs_stored(device))
+        module = _read(checkpoint, dtype, stored=stored).to(device)
+        stored.install(module)
+        return module, packed
     module: Any
     if checkpoint.spec.loaded is not None:
         return checkpoint.spec.loaded.copied(device, None if packs else dtype).to(device), packed
@@ -243,8 +251,10 @@ def _read_to_pack(
     return (module, dtype) if same else (_read(checkpoint, dtype, part), None)
 
 
-def _read(checkpoint: Checkpoint, dtype: torch.dtype, part: _Part | None = None) -> torch.nn.Module:
-    """The model from the checkpoint's files, on the host; or a shard's part of it."""
+def _read(
+    checkpoint: Checkpoint, dtype: torch.dtype, part: _Part | None = None, stored: StoredModel | None = None
+) -> torch.nn.Module:
+    """The model from the checkpoint's files, on the host; or a shard's part of it; or without the weights that `stored` packs."""
     mend_threads_of_a_fork()
     with making_models() as said, torch.device("cpu"):
         try:
@@ -254,6 +264,9 @@ def _read(checkpoint: Checkpoint, dtype: torch.dtype, part: _Part | None = None)
             if part is not None:
                 kind, config, slices = slices_of(checkpoint, *part)
                 source = {"pretrained_model_name_or_path": None, "state_dict": slices}
+            elif stored is not None:
+                kind, config = stored.kind, stored.config
+                source = {"pretrained_model_name_or_path": None, "state_dict": stored.tensors}
             elif checkpoint.unused_modules:
                 kind, config = class_to_read(checkpoint)
             loaded: Any = kind.from_pretrained(

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from ..collectives.group import ShardGroup
@@ -18,20 +17,18 @@ from ..collectives.sharded_modules import DividedEmbedding, GatheredHead, Reduce
 from .checkpoint import Checkpoint
 from .division import Division
 from .meta_models import class_to_read
+from .tensor_files import TensorFiles
 
 
 def slices_of(checkpoint: Checkpoint, division: Division, rank: int) -> tuple[type[Any], Any, dict[str, torch.Tensor]]:
     """The class of shard `rank`'s model, the configuration that it takes, and its tensors under the checkpoint's names."""
     part, config = class_to_read(checkpoint, lambda model: shrink(model, division, rank))
     tensors: dict[str, torch.Tensor] = {}
-    for path in checkpoint.weights.paths:
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118  # it is no mapping
-                if name in checkpoint.unread:
-                    continue
-                tensor = file.get_tensor(name)
-                cut = division.cut_of(name, tensor.shape)
-                tensors[name] = tensor if cut is None else cut.of(tensor, rank)
+    files = TensorFiles(checkpoint.weights.paths)
+    for name in files:
+        if name not in checkpoint.unread:
+            cut = division.cut_of(name, (tensor := files[name]).shape)
+            tensors[name] = tensor if cut is None else cut.of(tensor, rank)
     return part, config, tensors
 
 

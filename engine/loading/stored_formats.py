@@ -1,0 +1,465 @@
+"""Weights that checkpoints store in quantized form: which tensors of the files make one, and what their bits stand for.
+
+    compressed-tensors  weight_packed (int32), weight_scale, weight_shape, weight_zero_point, weight_g_idx; or weight (fp8, int8)
+                        and weight_scale      https://github.com/vllm-project/compressed-tensors, compressors/
+    gptq                qweight, qzeros, scales, g_idx        https://github.com/AutoGPTQ/AutoGPTQ, nn_modules/qlinear/
+    awq                 qweight, qzeros, scales               https://github.com/casper-hansen/AutoAWQ, utils/packing_utils.py
+    fp8                 weight (e4m3), weight_scale_inv (a block's) or weight_scale     arXiv 2412.19437, 3.3
+    mxfp4               NAME_blocks, NAME_scales              OCP Microscaling Formats 1.0; transformers, integrations/mxfp4.py
+
+Shapes and types are checked from the headers alone. No library of a quantizer is needed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError, UnsupportedModel
+from ..layers import WeightForm, packed_bytes
+from ..layers.quantization import QuantizedWeight
+from .weight_files import StoredTensor
+
+METHODS = ("compressed-tensors", "gptq", "awq", "fp8", "fbgemm_fp8", "modelopt", "mxfp4")
+_FLOATS = ("F32", "F16", "BF16")
+_SCALE_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
+_FP8 = "F8_E4M3"
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word of eight columns each of them is
+_MOST_SIZE = 1 << 28  # of a dimension, as in model_config
+_MOST_GROUP, _LEAST_GROUP = 256, 8  # of the kernels, powers of 2
+# Beside quantized weights: ranges of activations and of K and V, which are computed in the model's type here.
+_UNUSED = re.compile(
+    r"\.(?:(?:input|output|[qkv])_(?:scale|zero_point|global_scale)(?:_ub)?|(?:activation|input)_scale|k_proj\.k_scale|v_proj\.v_scale)$"
+)
+_INSTEAD = "take a version of the model in GPTQ, AWQ, compressed-tensors or fp8 form, or the one it was made of"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor of a stored weight. Its dimension `dim` is that of the outputs, `outputs` of them an element; None: of all."""
+
+    tensor: StoredTensor
+    dim: int | None = None
+    outputs: int = 1
+
+    def of(self, tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        """What outputs `begin` to `end` need of the part; `begin` begins an element."""
+        if self.dim is None:
+            return tensor
+        first = begin // self.outputs
+        return tensor.narrow(self.dim, first, -(-end // self.outputs) - first)
+
+
+_Parts = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredWeight:
+    """A weight [n, k], or those of `experts`, as parts by role. `name` is that of the plain weight in its place."""
+
+    name: str
+    form: WeightForm
+    n: int
+    k: int
+    group: int  # weights of a scale; 0: all of an output
+    parts: Mapping[str, Part]
+    decode: Callable[[StoredWeight, _Parts, int], QuantizedWeight]  # the weight, its parts for some outputs, how many
+    experts: int = 0
+
+    @property
+    def plain_shape(self) -> tuple[int, ...]:
+        """The shape of the plain weight. Experts that are stored together multiply from the other side."""
+        return (self.experts, self.k, self.n) if self.experts else (self.n, self.k)
+
+    @property
+    def step(self) -> int:
+        """Outputs can be decoded by themselves from multiples of this on."""
+        return math.lcm(32, *(part.outputs for part in self.parts.values()))
+
+    @property
+    def packs(self) -> bool:
+        """Whether the kernels can hold it exactly."""
+        return fitting_group(self.group) is not None
+
+    @property
+    def packed_bytes(self) -> int:
+        """The most bytes that it takes once packed."""
+        group = fitting_group(self.group) or 0
+        scale_bytes = _SCALE_BYTES[self.parts["scales"].tensor.dtype] + ("zeros" in self.parts)
+        order_bytes = 4 * self.k * ("g_idx" in self.parts)
+        return (self.experts or 1) * (packed_bytes(self.n, self.k, self.form, group, scale_bytes) + order_bytes)
+
+
+def fitting_group(group: int) -> int | None:
+    """The size of groups by which the kernels hold weights with a scale for each `group`; None if there is none."""
+    fitting = min(group & -group, _MOST_GROUP)
+    return fitting if fitting >= _LEAST_GROUP or not group else None
+
+
+def read_formats(
+    given: Mapping[str, Any],
+    tensors: Sequence[StoredTensor],
+    name: str,
+    dtype: str,
+    content: Callable[[str], torch.Tensor],
+) -> tuple[dict[str, StoredWeight], tuple[StoredTensor, ...]]:
+    """The stored weights by the names of the plain ones, and all tensors with plain ones of `dtype`, which a header spells so, in
+    their place.
+
+    Args:
+        given: `quantization_config`, with one of METHODS.
+        tensors: All in the files.
+        name: The model's, for errors.
+        content: Reads a tensor. Called for shapes alone, which one format has as tensors.
+
+    Raises UnsupportedModel for a format that is not read, and CheckpointError for tensors that are not of the format.
+    """
+    files = _Files(name, str(given["quant_method"]), {one.name: one for one in tensors}, content)
+    try:
+        weights = {one.name: one for one in _weights(files, given)}
+    except (TypeError, ValueError, AttributeError, re.error) as error:
+        raise CheckpointError(f"{name}: its quantization_config is not valid ({error}); fetch or save it again") from error
+    left = [one for one in tensors if one.name not in files.used and not _UNUSED.search(one.name)]
+    for one in left:
+        if one.dtype.startswith("F8") or one.name.endswith((".weight_scale", ".weight_scale_inv", ".qzeros", ".g_idx")):
+            raise CheckpointError(f"{name}: {one.name} belongs to a quantized weight that is not there; fetch or save it again")
+    if twice := [one.name for one in left if one.name in weights]:
+        raise CheckpointError(f"{name} has {twice[0]} both in quantized form and not; fetch or save it again")
+    itemsize = {"F32": 4}.get(dtype, 2)
+    plain = [
+        StoredTensor(one.name, dtype, one.plain_shape, math.prod(one.plain_shape) * itemsize) for one in weights.values()
+    ]
+    return weights, (*left, *plain)
+
+
+class _Files:
+    """The tensors of a checkpoint by name, and which of them have been used."""
+
+    def __init__(
+        self, model: str, method: str, tensors: Mapping[str, StoredTensor], content: Callable[[str], torch.Tensor]
+    ) -> None:
+        self.model, self.method, self.tensors, self.content, self.used = model, method, tensors, content, set[str]()
+
+    def named(self, suffix: str, dtypes: Sequence[str] = ()) -> list[str]:
+        """The beginnings of the names with `suffix`."""
+        found = (one for one in self.tensors.values() if one.name.endswith(suffix) and (not dtypes or one.dtype in dtypes))
+        return [one.name.removesuffix(suffix) for one in found]
+
+    def has(self, name: str) -> bool:
+        return name in self.tensors
+
+    def get(self, name: str, dtypes: Sequence[str], *dims: int) -> StoredTensor:
+        """The tensor of this name, with one of `dtypes` and of numbers of `dims`. Raises CheckpointError."""
+        one = self.tensors.get(name)
+        if one is None:
+            raise CheckpointError(f"{self.model}: {name} is missing, which its {self.method} form needs; fetch or save it again")
+        if one.dtype not in dtypes or len(one.shape) not in dims:
+            raise CheckpointError(
+                f"{self.model}: {name} is {one.dtype} {list(one.shape)}, and {self.method} has {' or '.join(dtypes)} of "
+                f"{' or '.join(map(str, dims))} dimensions there; fetch or save it again"
+            )
+        self.used.add(name)
+        return one
+
+    def check(self, one: StoredTensor, *shapes: tuple[int, ...]) -> None:
+        """Raises CheckpointError unless a tensor has one of `shapes`."""
+        if one.shape not in shapes:
+            wanted = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
+            raise CheckpointError(
+                f"{self.model}: {one.name} is {list(one.shape)}, and {wanted} goes with its other parts; fetch or save it again"
+            )
+
+    def refuse(self, what: str) -> UnsupportedModel:
+        return UnsupportedModel(f"{self.model} is stored in {self.method} form {what}, which is not read: {_INSTEAD}")
+
+
+def _weights(files: _Files, given: Mapping[str, Any]) -> Iterable[StoredWeight]:
+    match files.method:
+        case "compressed-tensors":
+            return _compressed_tensors(files, given)
+        case "gptq":
+            return _gptq(files, given)
+        case "awq":
+            return _awq(files, given)
+        case "mxfp4":
+            return _mxfp4(files)
+        case "modelopt" if (algorithm := given.get("quant_algo")) != "FP8":
+            raise files.refuse(f"with quant_algo {algorithm!r:.40}")
+        case _:
+            return _fp8(files, given)
+
+
+# --- compressed-tensors ---
+
+
+def _compressed_tensors(files: _Files, given: Mapping[str, Any]) -> Iterable[StoredWeight]:
+    sparsity = (given.get("sparsity_config") or {}).get("format", "dense")
+    if sparsity != "dense":
+        raise files.refuse(f"with {sparsity!r:.40} sparsity")
+    if (given.get("transform_config") or {}).get("config_groups"):
+        raise files.refuse("with transforms of its inputs")
+    groups = list(given["config_groups"].values()) if isinstance(given.get("config_groups"), dict) else []
+    for base in files.named(".weight_packed"):
+        scheme = _scheme_of(files, groups, base)
+        if files.tensors[f"{base}.weight_packed"].dtype != "I32":
+            raise files.refuse(f"of {scheme.get('num_bits')!r:.20} bits, {scheme.get('type')!r:.20}")
+        yield _packed_integers(files, base, scheme)
+    for base in files.named(".weight", (_FP8, "I8")):
+        yield _bytes_with_scales(files, base, _scheme_of(files, groups, base))
+
+
+def _scheme_of(files: _Files, groups: Sequence[Mapping[str, Any]], base: str) -> Mapping[str, Any]:
+    """How the weight of a module is quantized: by its name, else by a pattern, else by its class."""
+    found: dict[int, Mapping[str, Any]] = {}
+    for group in groups:
+        for target in group.get("targets") or ():
+            pattern = str(target).removeprefix("re:")
+            rank = 1 if pattern != target and re.match(pattern, base) else 0 if target == base else 2
+            if rank < 2 or re.fullmatch(r"\w+", target):
+                found.setdefault(rank, group.get("weights") or {})
+    if not found:
+        raise CheckpointError(f"{files.model}: no config group of its quantization_config is of {base}; fetch or save it again")
+    return found[min(found)]
+
+
+def _packed_integers(files: _Files, base: str, scheme: Mapping[str, Any]) -> StoredWeight:
+    bits = scheme.get("num_bits")
+    if bits not in (4, 8) or scheme.get("type") != "int":
+        raise files.refuse(f"of {bits!r:.20} bits, {scheme.get('type')!r:.20}")
+    packed, scales = files.get(f"{base}.weight_packed", ("I32",), 2), files.get(f"{base}.weight_scale", _FLOATS, 1, 2)
+    shape = files.get(f"{base}.weight_shape", ("I64", "I32"), 1)
+    files.check(shape, (2,))
+    n, k = files.content(shape.name).tolist()
+    per_word = 32 // bits
+    if not 0 < min(n, k) <= max(n, k) <= _MOST_SIZE:
+        raise CheckpointError(f"{files.model}: {shape.name} says {n} by {k}; fetch or save it again")
+    files.check(packed, (n, -(-k // per_word)))
+    group = int(scheme["group_size"]) if scheme.get("strategy") == "group" else 0
+    if group < 0:
+        raise ValueError(f"groups of {group}")
+    parts = {"values": Part(packed, 0), "scales": _scale_part(files, scales, n, -(-k // group) if group else 1)}
+    if not scheme.get("symmetric", True):
+        zeros = files.get(f"{base}.weight_zero_point", ("I32",), 2)
+        files.check(zeros, (-(-n // per_word), -(-k // group) if group else 1))
+        parts["zeros"] = Part(zeros, 0, per_word)
+    if files.has(f"{base}.weight_g_idx"):
+        parts["g_idx"] = Part(files.get(f"{base}.weight_g_idx", ("I32", "I64"), 1))
+        files.check(parts["g_idx"].tensor, (k,))
+    return StoredWeight(f"{base}.weight", f"int{bits}", n, k, group if group < k else 0, parts, _decode_packed)  # type: ignore[arg-type]
+
+
+def _scale_part(files: _Files, scales: StoredTensor, n: int, groups: int, block: int = 1) -> Part:
+    """Scales [outputs, groups], or one for all."""
+    rows = -(-n // block)
+    files.check(scales, (rows, groups), *(((rows,), (1,), (1, 1), ()) if groups == 1 and block == 1 else ()))
+    return Part(scales, 0, block) if scales.shape[:1] == (rows,) and (block > 1 or rows > 1) else Part(scales)
+
+
+def _decode_packed(one: StoredWeight, parts: _Parts, n: int) -> QuantizedWeight:
+    bits = 4 if one.form == "int4" else 8
+    zeros = None
+    if "zeros" in parts:
+        zeros = _by_columns(_signed(_codes(parts["zeros"].T, bits)[:, :n], bits))
+    values = _signed(_codes(parts["values"], bits)[:, : one.k].contiguous(), bits)
+    return _ordered(one, values, _by_group(parts["scales"], n, one), zeros, parts.get("g_idx"))
+
+
+# --- bytes with scales: fp8 and int8 ---
+
+
+def _fp8(files: _Files, given: Mapping[str, Any]) -> Iterable[StoredWeight]:
+    block = given.get("weight_block_size")
+    for base in files.named(".weight", (_FP8,)):
+        scheme = {} if block is None else {"strategy": "block", "block_structure": block}
+        yield _bytes_with_scales(files, base, scheme)
+
+
+def _bytes_with_scales(files: _Files, base: str, scheme: Mapping[str, Any]) -> StoredWeight:
+    weight = files.get(f"{base}.weight", (_FP8, "I8"), 2)
+    n, k = weight.shape
+    suffix = "weight_scale_inv" if files.has(f"{base}.weight_scale_inv") else "weight_scale"
+    scales = files.get(f"{base}.{suffix}", _FLOATS, 0, 1, 2)
+    rows, group = 1, 0
+    if scheme.get("strategy") == "block":
+        rows, group = map(int, scheme["block_structure"])
+        if rows < 1 or group < 1:
+            raise ValueError(f"blocks of {rows} by {group}")
+    elif scheme.get("strategy") == "group":
+        group = int(scheme["group_size"])
+    groups = -(-k // group) if group > 0 else 1
+    parts = {"values": Part(weight, 0), "scales": _scale_part(files, scales, n, groups, rows)}
+    if weight.dtype == "I8" and not scheme.get("symmetric", True):
+        zeros = files.get(f"{base}.weight_zero_point", ("I8",), 1, 2)
+        parts["zeros"] = _scale_part(files, zeros, n, groups, rows)
+    elif files.has(zero := f"{base}.weight_zero_point"):
+        files.used.add(zero)  # zeros, which some versions write
+    form: WeightForm = "int8" if weight.dtype == "I8" else "fp8"
+    return StoredWeight(f"{base}.weight", form, n, k, group if 0 < group < k else 0, parts, _decode_bytes)
+
+
+def _decode_bytes(one: StoredWeight, parts: _Parts, n: int) -> QuantizedWeight:
+    values = parts["values"].view(torch.int8)
+    if one.form == "fp8" and bool((values & 127 == 127).any()):
+        raise CheckpointError(f"{one.name} has weights that are not a number; fetch or save the model again")
+    rows = one.parts["scales"].outputs
+    zeros = _by_group(parts["zeros"], n, one, rows) if "zeros" in parts else None
+    return _ordered(one, values.contiguous(), _by_group(parts["scales"], n, one, rows), zeros, None)
+
+
+# --- GPTQ and AWQ ---
+
+
+def _gptq(files: _Files, given: Mapping[str, Any]) -> Iterable[StoredWeight]:
+    form = str(given.get("checkpoint_format") or given.get("format") or "gptq")
+    if form not in ("gptq", "gptq_v2"):
+        raise files.refuse(f"{form!r:.40}")
+    for base in files.named(".qweight"):
+        words, zeros = files.get(f"{base}.qweight", ("I32",), 2), files.get(f"{base}.qzeros", ("I32",), 2)
+        scales = files.get(f"{base}.scales", _FLOATS, 2)
+        groups, n = scales.shape
+        bits = zeros.shape[1] * 32 // max(n, 1)
+        if bits not in (4, 8):
+            raise files.refuse(f"of {bits} bits ({base})")
+        k = words.shape[0] * 32 // bits
+        files.check(words, (k * bits // 32, n))
+        files.check(zeros, (groups, n * bits // 32))
+        parts = {"values": Part(words, 1), "scales": Part(scales, 1), "zeros": Part(zeros, 1, 32 // bits)}
+        if files.has(f"{base}.g_idx"):
+            parts["g_idx"] = Part(files.get(f"{base}.g_idx", ("I32", "I64"), 1))
+            files.check(parts["g_idx"].tensor, (k,))
+        decode = _decode_gptq if form == "gptq_v2" else _decode_gptq_v1
+        yield StoredWeight(
+            f"{base}.weight", f"int{bits}", n, k, _group_of(files, base, given, k, groups), parts, decode  # type: ignore[arg-type]
+        )
+
+
+def _group_of(files: _Files, base: str, given: Mapping[str, Any], k: int, groups: int) -> int:
+    """Weights of each of `groups` scales: as `given`, or, where a module has another number of them, equal parts."""
+    group = int(given.get("group_size") or given.get("q_group_size") or -1)
+    if groups == 1:
+        return 0
+    if group > 0 and -(-k // group) == groups:
+        return group
+    if groups < 1 or k % groups:
+        raise CheckpointError(f"{files.model}: {base} has {groups} groups of {k} weights; fetch or save it again")
+    return k // groups
+
+
+def _decode_gptq_v1(one: StoredWeight, parts: _Parts, n: int) -> QuantizedWeight:
+    """Zero points are stored less 1, modulo 2^bits."""
+    return _decode_gptq(one, parts, n, 1)
+
+
+def _decode_gptq(one: StoredWeight, parts: _Parts, n: int, less: int = 0) -> QuantizedWeight:
+    bits = 4 if one.form == "int4" else 8
+    values = _signed(_codes(parts["values"].T, bits), bits)
+    zeros = _codes(parts["zeros"], bits)[:, :n] + less & (1 << bits) - 1
+    return _ordered(one, values, _by_columns(parts["scales"]), _by_columns(_signed(zeros, bits)), parts.get("g_idx"))
+
+
+def _awq(files: _Files, given: Mapping[str, Any]) -> Iterable[StoredWeight]:
+    version = str(given.get("version") or "gemm").lower()
+    if version != "gemm":
+        raise files.refuse(f"{version!r:.40}")
+    for base in files.named(".qweight"):
+        words, scales = files.get(f"{base}.qweight", ("I32",), 2), files.get(f"{base}.scales", _FLOATS, 2)
+        groups, n = scales.shape
+        k = words.shape[0]
+        if words.shape[1] * 8 != n and words.shape[1] * 4 == n:
+            raise files.refuse("of 8 bits")
+        files.check(words, (k, n // 8))
+        parts = {"values": Part(words, 1, 8), "scales": Part(scales, 1)}
+        if given.get("zero_point", True):
+            zeros = files.get(f"{base}.qzeros", ("I32",), 2)
+            files.check(zeros, (groups, n // 8))
+            parts["zeros"] = Part(zeros, 1, 8)
+        elif files.has(f"{base}.qzeros"):
+            files.used.add(f"{base}.qzeros")
+        yield StoredWeight(f"{base}.weight", "int4", n, k, _group_of(files, base, given, k, groups), parts, _decode_awq)
+
+
+def _decode_awq(one: StoredWeight, parts: _Parts, n: int) -> QuantizedWeight:
+    def columns(words: torch.Tensor) -> torch.Tensor:
+        codes = _codes(words, 4)
+        return _signed(codes.view(len(codes), -1, 8)[..., list(_AWQ_ORDER)].flatten(1)[:, :n], 4)
+
+    zeros = _by_columns(columns(parts["zeros"])) if "zeros" in parts else None
+    return _ordered(one, columns(parts["values"]).T.contiguous(), _by_columns(parts["scales"]), zeros, None)
+
+
+# --- MXFP4 ---
+
+
+def _mxfp4(files: _Files) -> Iterable[StoredWeight]:
+    for base in files.named("_blocks"):
+        blocks, scales = files.get(f"{base}_blocks", ("U8",), 4), files.get(f"{base}_scales", ("U8",), 3)
+        experts, n, groups, _ = blocks.shape
+        files.check(blocks, (experts, n, groups, 16))
+        files.check(scales, (experts, n, groups))
+        parts = {"values": Part(blocks, 0), "scales": Part(scales, 0)}  # of an expert
+        yield StoredWeight(base, "fp4", n, groups * 32, 32, parts, _decode_mxfp4, experts)
+
+
+def _decode_mxfp4(one: StoredWeight, parts: _Parts, n: int) -> QuantizedWeight:
+    values = _signed(_nibbles(parts["values"].flatten(1)), 4)
+    return QuantizedWeight("fp4", values, parts["scales"].T.contiguous(), group=one.group)
+
+
+# --- parts ---
+
+
+def _codes(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8: the numbers in int32 words along the last dimension, the lowest bits first."""
+    data = words.contiguous().view(torch.uint8)
+    return data if bits == 8 else _nibbles(data)
+
+
+def _nibbles(data: torch.Tensor) -> torch.Tensor:
+    """uint8: the halves of bytes along the last dimension, the low ones first."""
+    return torch.stack((data & 15, data >> 4), -1).flatten(-2)
+
+
+def _signed(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """int8: codes less half of their range."""
+    return (codes ^ 128).view(torch.int8) if bits == 8 else codes.view(torch.int8) - 8
+
+
+def _by_group(numbers: torch.Tensor, n: int, one: StoredWeight, rows: int = 1) -> torch.Tensor:
+    """[groups, n], or [n] if one output has one: from [n / rows, groups], or from one number for all."""
+    if numbers.numel() == 1 and not one.group:
+        return numbers.reshape(1).expand(n).contiguous()
+    if rows > 1:
+        numbers = numbers.repeat_interleave(rows, 0)[:n]
+    return numbers.reshape(n, -1).T.contiguous() if one.group else numbers.reshape(n).contiguous()
+
+
+def _by_columns(numbers: torch.Tensor) -> torch.Tensor:
+    """[groups, n], or [n] of one group."""
+    return numbers.reshape(-1).contiguous() if len(numbers) == 1 else numbers.contiguous()
+
+
+def _ordered(
+    one: StoredWeight, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, g_idx: torch.Tensor | None
+) -> QuantizedWeight:
+    """The weight, with the columns of each group together: g_idx [k] tells to which group each belongs."""
+    if not bool(scales.isfinite().all()):
+        raise CheckpointError(f"{one.name} has scales that are not finite; fetch or save the model again")
+    order = None
+    if g_idx is not None and one.group and not bool((g_idx == -1).all()):
+        in_order = torch.arange(one.k) // one.group
+        if not torch.equal(g_idx.long(), in_order):
+            order = g_idx.long().argsort(stable=True)
+            if not torch.equal(g_idx.long()[order], in_order):
+                raise CheckpointError(
+                    f"{one.name}: its g_idx does not put {one.group} weights into each of its groups, from 0 to "
+                    f"{len(scales) - 1}; fetch or save the model again"
+                )
+            values = values[:, order].contiguous()
+    return QuantizedWeight(
+        one.form, values, scales, group=one.group, zeros=zeros, order=None if order is None else order.to(torch.int32)
+    )
