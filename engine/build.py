@@ -103,7 +103,7 @@ class Engine:
         return ModelFacts(
             plan.max_model_len, self.encoder.vocab_size, plan.block_size, plan.device, plan.dtype, self.sampling,
             self.eos_token_ids, self.encoder.bos_token_id, plan.geometry.num_tables,
-            f"weights {plan.quantization or plan.dtype}, KV {plan.kv_cache_dtype}", plan.answers_bytes,
+            f"weights {plan.quantization or plan.stored_as or plan.dtype}, KV {plan.kv_cache_dtype}", plan.answers_bytes,
         )  # fmt: skip
 
     def stats(self) -> dict[str, Any]:

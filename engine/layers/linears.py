@@ -93,7 +93,7 @@ class PackedWeight:
             return None
         widths = [-(-one.n // columns) * columns for one in weights[:-1]] + [weights[-1].n]
         starts = [0, *itertools.accumulate(widths[:-1])]
-        of_columns: dict[str, torch.Tensor] = {}
+        of_columns: dict[str, Any] = {}
         for name in ("scales", "zeros"):
             if getattr(first, name) is not None:
                 parts = [F.pad(getattr(one, name), (0, width - one.n)) for one, width in zip(weights, widths, strict=True)]

@@ -17,7 +17,7 @@ LAST = "down_proj"
 
 def is_plain_experts(module: nn.Module) -> bool:
     """Whether `module` computes as transformers' `use_experts_implementation` says."""
-    if type(module).forward is nn.Module.forward or "forward" in vars(module):
+    if "forward" in vars(module):
         return False
     said = [getattr(module, name, None) for name in ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm")]
     return all(isinstance(one, bool) for one in said) and not said[-1] and hasattr(module, "_apply_gate")
@@ -32,7 +32,7 @@ class PackedExperts(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Rows [T, hidden], experts of each int64 [T, k], their weights [T, k] -> [T, hidden]."""
         if kwargs:  # families differ in the names
-            args = inspect.signature(type(self).__mro__[2].forward).bind(self, *args, **kwargs).args[1:]
+            args = inspect.signature(super().forward).bind(*args, **kwargs).args
         rows, experts, weights = args
         if experts.shape != weights.shape:
             raise RuntimeError(f"experts {list(experts.shape)} of each row, and weights {list(weights.shape)}")
@@ -57,7 +57,8 @@ class PackedExperts(nn.Module):
         both = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         if (bias := self._bias(name, expert)) is not None:
             both = both + bias
-        hidden: torch.Tensor = self._apply_gate(both) if self.has_gate else self.act_fn(both)
+        gate: Any = self._apply_gate if self.has_gate else self.act_fn
+        hidden: torch.Tensor = gate(both)
         return hidden
 
     def _bias(self, name: str, expert: int) -> torch.Tensor | None:

@@ -98,9 +98,9 @@ def quantize_linear(linear: nn.Linear, method: Method, dtype: torch.dtype) -> Na
 
 def pack(weight: QuantizedWeight, rows_in_int8: bool = False) -> PackedWeight:
     """The weight in the native layout."""
-    packed = torch.ops.pagetide.pack_weight(weight.values, TYPES[weight.form])
+    (n, k), packed = weight.values.shape, torch.ops.pagetide.pack_weight(weight.values, TYPES[weight.form])
     return PackedWeight(
-        weight.form, *weight.values.shape, packed, weight.scales, weight.in_scales, rows_in_int8, weight.group, weight.zeros,
+        weight.form, n, k, packed, weight.scales, weight.in_scales, rows_in_int8, weight.group, weight.zeros,
         weight.order,
     )  # fmt: skip
 

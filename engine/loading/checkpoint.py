@@ -22,10 +22,10 @@ from ..process.log_suppression import quiet_transformers
 from .loaded import Loaded
 from .model_config import check_counts, check_files, check_implementations, check_rope, context_length, read_json
 from .models import ModelSpec
-from .text_model import auto_class, may_have_more, remove_modules, unused_modules, whole_model, without_place
-from .stored_formats import METHODS, StoredWeight, read_formats
+from .stored_formats import INSTEAD, StoredWeight, read_formats
 from .tensor_files import TensorFiles
-from .weight_files import StoredTensor, WeightFiles, find_weights, stored_twice
+from .text_model import auto_class, may_have_more, remove_modules, unused_modules, whole_model, without_place
+from .weight_files import READ_METHODS, StoredTensor, WeightFiles, find_weights, stored_twice
 
 log = logging.getLogger(__name__)
 
@@ -144,12 +144,16 @@ class Checkpoint:
         """Raises UnsupportedModel if transformers would take quantized weights for numbers, without their scales."""
         given = _quantization_of(self.config)
         method = None if given is None else given.get("quant_method")
+        if method == "bitsandbytes":
+            raise UnsupportedModel(
+                f"{self.spec.name}: its weights are stored in bitsandbytes form, which only its own library for GPUs reads: "
+                f"{INSTEAD}"
+            )
         eight_bits = any(tensor.dtype.startswith("F8") for tensor in self.tensors)
         if (method not in AUTO_QUANTIZER_MAPPING if given is not None else eight_bits) and not self.has_own_code:
             raise UnsupportedModel(
                 f"{self.spec.name}: its weights are stored quantized by {method or 'a method that config.json does not name'}, "
-                f"which transformers {transformers.__version__} does not read; take the checkpoint it was made of, with "
-                "quantization='int8' if need be"
+                f"which neither pagetide nor transformers {transformers.__version__} reads: {INSTEAD}"
             )
 
     def _asks_for(self, settings: Mapping[str, Any]) -> str:
@@ -349,7 +353,7 @@ def _take_quantization(spec: ModelSpec, config: Any, tensors: tuple[StoredTensor
     if given is None and file.is_file() and any(one.name.endswith(".qweight") for one in tensors):
         given = {"quant_method": "gptq", **read_json(file)}
     method = None if given is None else given.get("quant_method")
-    if given is None or not tensors or method not in METHODS:
+    if given is None or not tensors or method not in READ_METHODS:
         return None
     for one in (config, config.get_text_config()):
         for name in ("quantization_config", "compression_config"):

@@ -31,7 +31,7 @@ from .models import DTYPES, TOKENIZER_FILES, ModelSpec, check_device, check_dtyp
 from .packed_model import pack_model, stored_dtype
 from .quantized_model import quantize_model, quantized_bytes
 from .slices import divide_modules, slices_of
-from .stored_model import StoredModel, packs_stored, stored_bytes
+from .stored_model import StoredModel, packs_stored, stored_sizes
 from .text_model import auto_class, making_models, within
 from .tokenizer_trial import try_tokenizer
 from .weight_files import shorten
@@ -130,7 +130,7 @@ def check_weights_fit(
     if quantization is not None:
         asked = quantized_bytes(checkpoint, quantization, dtype, division)
     elif checkpoint.stored and division is None:
-        asked = stored_bytes(checkpoint, device, dtype)
+        asked = stored_sizes(checkpoint, device, dtype).weights_bytes
     elif division is not None:
         asked = division.weights_bytes(dtype)
     else:
@@ -213,9 +213,9 @@ def _read_stored(
     packed = None if checkpoint.quantized or quantization is not None else dtype
     if checkpoint.stored and quantization is None:
         stored = StoredModel(checkpoint, dtype, pack=packs and packs_stored(device))
-        module = _read(checkpoint, dtype, stored=stored).to(device)
-        stored.install(module)
-        return module, packed
+        read = _read(checkpoint, dtype, stored=stored).to(device)
+        stored.install(read)
+        return read, packed
     module: Any
     if checkpoint.spec.loaded is not None:
         return checkpoint.spec.loaded.copied(device, None if packs else dtype).to(device), packed
@@ -254,7 +254,7 @@ def _read_to_pack(
 def _read(
     checkpoint: Checkpoint, dtype: torch.dtype, part: _Part | None = None, stored: StoredModel | None = None
 ) -> torch.nn.Module:
-    """The model from the checkpoint's files, on the host; or a shard's part of it; or without the weights that `stored` packs."""
+    """The model from the checkpoint's files, on the host; or a shard's part of it; or all but what `stored` packs."""
     mend_threads_of_a_fork()
     with making_models() as said, torch.device("cpu"):
         try:

@@ -271,7 +271,8 @@ def _read(file: BinaryIO) -> dict[str, PackedWeight]:
 
 
 def _weight(name: str, entry: dict[str, Any], content: memoryview) -> PackedWeight:
-    arrays = {part: _array(name, entry[part], dtype, content) for part, dtype in _ARRAYS.items() if part in entry}
+    there = {part: dtype for part, dtype in _ARRAYS.items() if part in entry}
+    arrays: dict[str, Any] = {part: _array(name, entry[part], dtype, content) for part, dtype in there.items()}
     arrays["scales"]  # each quantized weight has them
     form = entry["quantization"]
     more = {"rows_in_int8": entry["rows_in_int8"], "group": GROUP if form == "int4" else 0}

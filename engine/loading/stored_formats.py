@@ -1,7 +1,7 @@
 """Weights that checkpoints store in quantized form: which tensors of the files make one, and what their bits stand for.
 
-    compressed-tensors  weight_packed (int32), weight_scale, weight_shape, weight_zero_point, weight_g_idx; or weight (fp8, int8)
-                        and weight_scale      https://github.com/vllm-project/compressed-tensors, compressors/
+    compressed-tensors  weight_packed (int32), weight_scale, weight_shape, weight_zero_point, weight_g_idx; or weight (fp8,
+                        int8) and weight_scale      https://github.com/vllm-project/compressed-tensors, compressors/
     gptq                qweight, qzeros, scales, g_idx        https://github.com/AutoGPTQ/AutoGPTQ, nn_modules/qlinear/
     awq                 qweight, qzeros, scales               https://github.com/casper-hansen/AutoAWQ, utils/packing_utils.py
     fp8                 weight (e4m3), weight_scale_inv (a block's) or weight_scale     arXiv 2412.19437, 3.3
@@ -25,8 +25,8 @@ from ..layers import WeightForm, packed_bytes
 from ..layers.quantization import QuantizedWeight
 from .weight_files import StoredTensor
 
-METHODS = ("compressed-tensors", "gptq", "awq", "fp8", "fbgemm_fp8", "modelopt", "mxfp4")
 _FLOATS = ("F32", "F16", "BF16")
+_INTEGERS: Mapping[int, WeightForm] = {4: "int4", 8: "int8"}  # by bits
 _SCALE_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
 _FP8 = "F8_E4M3"
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word of eight columns each of them is
@@ -36,7 +36,7 @@ _MOST_GROUP, _LEAST_GROUP = 256, 8  # of the kernels, powers of 2
 _UNUSED = re.compile(
     r"\.(?:(?:input|output|[qkv])_(?:scale|zero_point|global_scale)(?:_ub)?|(?:activation|input)_scale|k_proj\.k_scale|v_proj\.v_scale)$"
 )
-_INSTEAD = "take a version of the model in GPTQ, AWQ, compressed-tensors or fp8 form, or the one it was made of"
+INSTEAD = "take a version of the model in GPTQ, AWQ, compressed-tensors or fp8 form, or the one it was made of"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,19 +102,15 @@ def fitting_group(group: int) -> int | None:
 
 
 def read_formats(
-    given: Mapping[str, Any],
-    tensors: Sequence[StoredTensor],
-    name: str,
-    dtype: str,
-    content: Callable[[str], torch.Tensor],
+    given: Mapping[str, Any], tensors: Sequence[StoredTensor], name: str, dtype: str, content: Callable[[str], torch.Tensor]
 ) -> tuple[dict[str, StoredWeight], tuple[StoredTensor, ...]]:
-    """The stored weights by the names of the plain ones, and all tensors with plain ones of `dtype`, which a header spells so, in
-    their place.
+    """The stored weights by the names of the plain ones, and all tensors, with plain ones in their place.
 
     Args:
-        given: `quantization_config`, with one of METHODS.
+        given: `quantization_config`, with one of READ_METHODS.
         tensors: All in the files.
         name: The model's, for errors.
+        dtype: Of the plain ones, as a header spells it.
         content: Reads a tensor. Called for shapes alone, which one format has as tensors.
 
     Raises UnsupportedModel for a format that is not read, and CheckpointError for tensors that are not of the format.
@@ -131,9 +127,7 @@ def read_formats(
     if twice := [one.name for one in left if one.name in weights]:
         raise CheckpointError(f"{name} has {twice[0]} both in quantized form and not; fetch or save it again")
     itemsize = {"F32": 4}.get(dtype, 2)
-    plain = [
-        StoredTensor(one.name, dtype, one.plain_shape, math.prod(one.plain_shape) * itemsize) for one in weights.values()
-    ]
+    plain = [StoredTensor(one.name, dtype, one.plain_shape, math.prod(one.plain_shape) * itemsize) for one in weights.values()]
     return weights, (*left, *plain)
 
 
@@ -157,7 +151,9 @@ class _Files:
         """The tensor of this name, with one of `dtypes` and of numbers of `dims`. Raises CheckpointError."""
         one = self.tensors.get(name)
         if one is None:
-            raise CheckpointError(f"{self.model}: {name} is missing, which its {self.method} form needs; fetch or save it again")
+            raise CheckpointError(
+                f"{self.model}: {name} is missing, which its {self.method} form needs; fetch or save it again"
+            )
         if one.dtype not in dtypes or len(one.shape) not in dims:
             raise CheckpointError(
                 f"{self.model}: {name} is {one.dtype} {list(one.shape)}, and {self.method} has {' or '.join(dtypes)} of "
@@ -175,7 +171,7 @@ class _Files:
             )
 
     def refuse(self, what: str) -> UnsupportedModel:
-        return UnsupportedModel(f"{self.model} is stored in {self.method} form {what}, which is not read: {_INSTEAD}")
+        return UnsupportedModel(f"{self.model} is stored in {self.method} form {what}, which is not read: {INSTEAD}")
 
 
 def _weights(files: _Files, given: Mapping[str, Any]) -> Iterable[StoredWeight]:
@@ -250,7 +246,7 @@ def _packed_integers(files: _Files, base: str, scheme: Mapping[str, Any]) -> Sto
     if files.has(f"{base}.weight_g_idx"):
         parts["g_idx"] = Part(files.get(f"{base}.weight_g_idx", ("I32", "I64"), 1))
         files.check(parts["g_idx"].tensor, (k,))
-    return StoredWeight(f"{base}.weight", f"int{bits}", n, k, group if group < k else 0, parts, _decode_packed)  # type: ignore[arg-type]
+    return StoredWeight(f"{base}.weight", _INTEGERS[bits], n, k, group if group < k else 0, parts, _decode_packed)  # type: ignore[arg-type]
 
 
 def _scale_part(files: _Files, scales: StoredTensor, n: int, groups: int, block: int = 1) -> Part:
@@ -334,7 +330,13 @@ def _gptq(files: _Files, given: Mapping[str, Any]) -> Iterable[StoredWeight]:
             files.check(parts["g_idx"].tensor, (k,))
         decode = _decode_gptq if form == "gptq_v2" else _decode_gptq_v1
         yield StoredWeight(
-            f"{base}.weight", f"int{bits}", n, k, _group_of(files, base, given, k, groups), parts, decode  # type: ignore[arg-type]
+            f"{base}.weight",
+            _INTEGERS[bits],
+            n,
+            k,
+            _group_of(files, base, given, k, groups),
+            parts,
+            decode,  # type: ignore[arg-type]
         )
 
 

@@ -11,10 +11,10 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -41,6 +41,7 @@ from .tensor_files import TensorFiles
 log = logging.getLogger(__name__)
 
 _CHUNK_WEIGHTS = 1 << 22  # decoded at a time, to bound temporary memory
+_CHUNK_BYTES = 16  # of each of them, at most
 # Names of stored weights, in the order of their outputs: of each expert, of which a tensor may have all.
 _Sources = list[list[tuple[str, int]]]
 
@@ -63,7 +64,9 @@ class Places:
         """Where the stored weights of `checkpoint` are packed in `model`, which may have no memory."""
         conversions = get_model_conversion_mapping(model)
         renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
-        converters = {pattern: one for one in conversions if isinstance(one, WeightConverter) for pattern in one.source_patterns}
+        converters = {
+            pattern: one for one in conversions if isinstance(one, WeightConverter) for pattern in one.source_patterns
+        }
         state, modules, uses = model.state_dict(), dict(model.named_modules()), uses_of_parameters(model)
         kept = latent_projections(model) if checkpoint.caches_latents else frozenset()
         linears: dict[str, str] = {}
@@ -78,8 +81,9 @@ class Places:
                 continue
             if leaf in (*FIRST, LAST) and is_plain_experts(module):
                 parts[there][pattern].append(name)
-            elif pattern is None and leaf == "weight" and is_plain(module) and module not in kept and not one.experts:
-                if uses[id(module.weight)] == 1 and tuple(module.weight.shape) == one.plain_shape:
+            elif pattern is None and leaf == "weight" and is_plain(module) and module not in kept:
+                weight = module.weight
+                if uses[id(weight)] == 1 and tuple(weight.shape) == one.plain_shape:
                     linears[path] = name
         return cls(linears, _experts(checkpoint, modules, converters, parts))
 
@@ -134,15 +138,27 @@ def packs_stored(device: torch.device) -> bool:
     return device.type == "cpu" and native.instructions() is not None
 
 
-def stored_bytes(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> int:
-    """Bytes of the weights once loaded. Reads none of them."""
-    total = checkpoint.weights_bytes(dtype)
-    if not packs_stored(device):
-        return total
-    for name in Places.of(checkpoint, meta_model(checkpoint, dtype)).names:
-        one = checkpoint.stored[name]
-        total += one.packed_bytes - one.n * one.k * (one.experts or 1) * dtype.itemsize
-    return total
+@dataclass(frozen=True, slots=True)
+class StoredSizes:
+    """Bytes of a checkpoint's weights once loaded: all, those of quantized weights that become plain, and what is held besides
+    all while they are read.
+    """
+
+    weights_bytes: int
+    plain_bytes: int
+    loading_bytes: int
+
+
+@lru_cache(maxsize=4)  # of a model that is made without memory: a plan asks several times
+def stored_sizes(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> StoredSizes:
+    """The sizes on `device`, where what is not packed has `dtype`. Reads no weights."""
+    packed = Places.of(checkpoint, meta_model(checkpoint, dtype)).names if packs_stored(device) else set()
+    read = {one.name: one.num_elements * dtype.itemsize for one in checkpoint.tensors if one.name in checkpoint.stored}
+    plain = {name: size for name, size in read.items() if name not in packed}
+    kept = {name: checkpoint.stored[name].packed_bytes for name in packed}
+    total = checkpoint.weights_bytes(dtype) - sum(read[name] for name in packed) + sum(kept.values())
+    largest = max([*plain.values(), *kept.values()], default=0)  # it is held in pieces and as a whole
+    return StoredSizes(total, sum(plain.values()), largest + _CHUNK_WEIGHTS * _CHUNK_BYTES)
 
 
 class StoredModel:
@@ -160,12 +176,14 @@ class StoredModel:
             for one in checkpoint.tensors
             if one.name not in packed
         }
-        plain = [one for one in checkpoint.stored.values() if one.name not in packed and one.name in self.tensors]
+        plain = [one for one in checkpoint.tensors if one.name in checkpoint.stored and one.name not in packed]
         if plain:
-            size = sum(one.n * one.k * (one.experts or 1) for one in plain) * dtype.itemsize
+            size = format_bytes(sum(one.num_elements for one in plain) * dtype.itemsize)
             log.warning(
-                "%s: %d of %d quantized weights become %s here, %s in all",
-                checkpoint.spec.name, len(plain), len(checkpoint.stored), str(dtype).removeprefix("torch."), format_bytes(size),
+                "%s: %d of %d weights in %s form become %s, %s in all: %s",
+                checkpoint.spec.name, len(plain), len(plain) + len(packed), checkpoint.stored_as,
+                str(dtype).removeprefix("torch."), size,
+                "the kernels cannot hold these" if packed else "packed ones are for a CPU with the native kernels",
             )  # fmt: skip
 
     def _remove(self, model: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ class TensorFiles:
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path} cannot be read ({error}); fetch or save it again") from error
 
-    def __iter__(self) -> Iterable[str]:
+    def __iter__(self) -> Iterator[str]:
         return iter(self._files)
 
     def __getitem__(self, name: str) -> torch.Tensor:

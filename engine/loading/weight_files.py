@@ -27,6 +27,12 @@ _CANDIDATES = (
     ("pytorch_model.bin", False),
     ("pytorch_model.bin.index.json", True),
 )
+# `quant_method` of the quantized weights that are read here, without a quantizer's library.
+READ_METHODS = ("compressed-tensors", "gptq", "awq", "fp8", "fbgemm_fp8", "modelopt", "mxfp4")
+_ITEM_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1,
+    "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+}  # fmt: skip
 _OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight", "output_projection.weight")
 LOOKED_FOR = tuple(name for name, _ in _CANDIDATES)
 _MOST_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -120,7 +126,11 @@ def read_header(path: Path) -> list[StoredTensor]:
         tensors, data_bytes = [], 0
         for name, entry in entries.items():
             begin, end = entry["data_offsets"]
-            tensors.append(StoredTensor(name, str(entry["dtype"]), tuple(map(int, entry["shape"])), end - begin))
+            one = StoredTensor(name, str(entry["dtype"]), tuple(map(int, entry["shape"])), end - begin)
+            right = one.num_elements * _ITEM_BYTES[one.dtype] if one.dtype in _ITEM_BYTES else one.num_bytes
+            if begin < 0 or min(one.shape, default=0) < 0 or one.num_bytes != right:
+                raise ValueError(f"{name}, {one.dtype} {list(one.shape)}, has {one.num_bytes:,} bytes at {begin:,}")
+            tensors.append(one)
             data_bytes = max(data_bytes, end)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(

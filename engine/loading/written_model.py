@@ -18,6 +18,7 @@ from ..errors import CheckpointError, UnsupportedModel
 from ..layers import LEAST_QUANTIZED, Quantization, weight_bytes
 from .model_config import check_counts, check_rope, context_length, read_json
 from .models import DTYPES, ModelSpec
+from .weight_files import READ_METHODS
 
 _ROPE_KINDS = {"su": "longrope"}  # older names
 # Types of whole multimodal configurations without a `text_config`.
@@ -169,7 +170,7 @@ class WrittenModel:
             config=config,
             dtype=_dtype(written, vars(config)),
             context_length=context_length(config, _rope(config, family), file),
-            caches_latents=not quantized and not own_code,
+            caches_latents=not own_code and (not quantized or dict(quantized).get("quant_method") in READ_METHODS),
             stored_as=None if not quantized else str(dict(quantized).get("quant_method") or "a quantized form"),
             linears=weights.linears,
             num_others=weights.others,

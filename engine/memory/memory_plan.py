@@ -75,7 +75,9 @@ class MemoryPlan:
     geometry: Geometry  # with extents that fit the pool
     max_model_len: int
     context: int  # tokens of the sequences counted in `sequences_that_fit`
-    quantization: Quantization | None = None  # of the weights
+    quantization: Quantization | None = None  # of the weights, made at load
+    stored_as: str | None = None  # the format of weights that are stored quantized
+    dequantized_bytes: int = 0  # of the weights, those that are stored quantized and become `dtype`
     loading_bytes: int = 0  # held while weights are read on a CPU, besides those that stay
     num_shards: int = 1  # of the model; all other numbers are of one of them
     replicated_bytes: int = 0  # of the weights, those that every shard has
@@ -150,10 +152,10 @@ class MemoryPlan:
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
         names = (
-            "model", "device", "dtype", "quantization", "kv_cache_dtype", "free_bytes", "weights_bytes", "primitives_bytes",
-            "reserve_bytes", "kv_bytes", "min_kv_bytes", "num_blocks", "block_size", "kv_bytes_per_token", "max_model_len",
-            "context", "tokens_that_fit", "sequences_that_fit", "left_bytes", "num_shards", "replicated_bytes",
-            "answers_bytes", "state_bytes",
+            "model", "device", "dtype", "quantization", "stored_as", "kv_cache_dtype", "free_bytes", "weights_bytes",
+            "dequantized_bytes", "primitives_bytes", "reserve_bytes", "kv_bytes", "min_kv_bytes", "num_blocks", "block_size",
+            "kv_bytes_per_token", "max_model_len", "context", "tokens_that_fit", "sequences_that_fit", "left_bytes",
+            "num_shards", "replicated_bytes", "answers_bytes", "state_bytes",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names} | {
             "kv_cache_dtypes": {
@@ -185,7 +187,11 @@ class MemoryPlan:
             ("model", f"{self.model} as {self.dtype} on {self.device}"),
             *([("shards", f"{self.num_shards}; what follows is of each")] if self.num_shards > 1 else []),
             ("free", format_bytes(self.free_bytes)),
-            ("weights", format_bytes(self.weights_bytes) + (f" in {self.quantization}" if self.quantization else "")),
+            (
+                "weights",
+                format_bytes(self.weights_bytes) + (f" in {form}" if (form := self.quantization or self.stored_as) else ""),
+            ),
+            *([("... dequantized", f"{format_bytes(self.dequantized_bytes)}, as {self.dtype}")] * bool(self.dequantized_bytes)),
             *([("... on every shard", format_bytes(self.replicated_bytes))] if self.num_shards > 1 else []),
             *([("primitives", format_bytes(self.primitives_bytes))] if self.primitives_bytes else []),
             ("working reserve", format_bytes(self.reserve_bytes)),

@@ -24,6 +24,7 @@ from ..loading.loader import address_remedy, check_weights_fit, free_bytes, tota
 from ..loading.meta_models import found_layers
 from ..loading.model_config import linear_shapes
 from ..loading.packed_model import loading_bytes
+from ..loading.stored_model import stored_sizes
 from .memory_plan import MemoryPlan, check_context, cuda_reserve_bytes, geometry_of, has_latents, plan_pool, step_bytes
 
 
@@ -71,6 +72,8 @@ def plan_memory(
         context=context,
         remedy=lambda asked_bytes: address_remedy(asked_bytes, device),
         loading_bytes=_loading_bytes(config, checkpoint, device, dtype, division),
+        stored_as=checkpoint.stored_as,
+        dequantized_bytes=stored_sizes(checkpoint, device, dtype).plain_bytes if checkpoint.stored else 0,
         answers_bytes=_answers_bytes(device, there - weights - primitives, free),
     )
 
@@ -90,6 +93,8 @@ def _loading_bytes(
     """Bytes held while weights are read, besides those that stay."""
     if device.type != "cpu" or config.quantization is not None:
         return 0
+    if checkpoint.stored:
+        return stored_sizes(checkpoint, device, dtype).loading_bytes
     return loading_bytes(checkpoint, dtype, division)
 
 

@@ -146,9 +146,10 @@ def test_published_forms(dtype):
 def test_every_code_of_small_floats_is_exact():
     codes = torch.arange(256, dtype=torch.uint8)
     fp8 = codes[codes & 127 != 127]
+    sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     for form, values, right in (
         ("fp8", fp8.view(torch.int8), fp8.view(torch.float8_e4m3fn).float()),
-        ("fp4", torch.arange(-8, 8, dtype=torch.int8), torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6] * 2) * torch.tensor([1.0] * 8 + [-1] * 8)),
+        ("fp4", torch.arange(-8, 8, dtype=torch.int8), torch.cat([sizes, -sizes])),
     ):  # fmt: skip
         weight = pack(QuantizedWeight(form, values[:, None].contiguous(), torch.ones(len(values))))
         for dtype in (torch.float32, torch.bfloat16):

@@ -270,20 +270,27 @@ def test_tensors_that_are_missing_or_have_no_place_are_named(
     assert capfd.readouterr() == ("", "")
 
 
-def test_quantized_weights_that_transformers_takes_for_numbers_are_refused(folder: Path) -> None:
-    """FP8 of ModelOpt and NVFP4: their scales are tensors that the model has no place for."""
+def test_quantized_weights_that_nothing_reads_are_refused(folder: Path) -> None:
+    """Each error says why, and what to take instead."""
     file = folder / "model.safetensors"
     tensors = {name: tensor.to(torch.float8_e4m3fn) if "proj" in name else tensor for name, tensor in load_file(file).items()}
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(UnsupportedModel, match=r"quantized by a method that config\.json does not name, which transformers"):
+    with pytest.raises(UnsupportedModel, match=r"by a method that config\.json does not name, which neither pagetide nor"):
         opened(folder)
-    edit_json(folder / "config.json", quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4"})
-    with pytest.raises(
-        UnsupportedModel, match=r"quantized by modelopt, which transformers .* take the checkpoint it was made of"
+    for config, said in (
+        (
+            {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+            r"modelopt form with quant_algo 'NVFP4', which is not read: take a v",
+        ),
+        (
+            {"quant_method": "bitsandbytes"},
+            r"bitsandbytes form, which only its own library for GPUs reads: take a version of the",
+        ),
+        ({"quant_method": "exotic"}, r"quantized by exotic, which neither pagetide nor transformers 5.* reads: take a version"),
     ):
-        opened(folder)
-    edit_json(folder / "config.json", quantization_config={"quant_method": "fp8"})
-    assert opened(folder).quantized
+        edit_json(folder / "config.json", quantization_config=config)
+        with pytest.raises(UnsupportedModel, match=said):
+            opened(folder)
 
 
 def test_configurations_that_are_refused(folder: Path) -> None:

@@ -11,67 +11,23 @@ from pathlib import Path
 import pytest
 import stored_weights as made
 import torch
-from engines import plain, prompts
 from families import VOCAB, tiny
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
-from pagetide import LLM, SamplingParams, native
+from pagetide import LLM, native
 from pagetide.engine.errors import CheckpointError, ConfigError, UnsupportedModel
 from pagetide.engine.layers.linears import NativeLinear
 from pagetide.engine.layers.packed_experts import PackedExperts
 from pagetide.engine.loading import stored_model, tensor_files
-from pagetide.engine.loading.checkpoint import Checkpoint
 from pagetide.engine.loading.loader import load_model
-from pagetide.engine.loading.models import ModelSpec
-from pagetide.engine.loading.packed_model import loading_bytes
-from pagetide.engine.loading.stored_model import stored_bytes
 
 CPU = torch.device("cpu")
 needs_native = pytest.mark.skipif(native.instructions() is None, reason="without native kernels nothing stays packed")
 MIB = 1 << 20
-
-
-def of_compressed(kind: str = "int", bits: int = 4, group: int = 0, symmetric: bool = True, **more) -> dict:
-    weights = {"num_bits": bits, "type": kind, "symmetric": symmetric, "strategy": "group" if group else "channel"}
-    weights |= {"group_size": group or None, **more}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
-        "ignore": ["lm_head"],
-    }
-
-
-def of_gptq(bits: int = 4, group: int = 16, **more) -> dict:
-    return {"quant_method": "gptq", "bits": bits, "group_size": group or -1, "desc_act": False, "sym": True, **more}
-
-
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "gemm"}
-FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 16]}
-
-FORMATS = {
-    "int4 in groups": ("llama", of_compressed(group=16), made.compressed(4, 16, True)),
-    "int4 by channel with zero points": ("qwen2", of_compressed(symmetric=False), made.compressed(4, 0, False)),
-    "int4 in groups with zero points": ("llama", of_compressed(group=24, symmetric=False), made.compressed(4, 24, False)),
-    "int4 in groups out of order": (
-        "llama", of_compressed(group=16, actorder="group"), made.compressed(4, 16, True, act_order=True),
-    ),
-    "int8 in groups": ("llama", of_compressed(bits=8, group=16), made.compressed(8, 16, True, dtype=torch.float16)),
-    "int8 in groups with zero points": ("llama", of_compressed(bits=8, group=8, symmetric=False), made.compressed(8, 8, False)),
-    "int8 in bytes": ("llama", of_compressed(bits=8), made.int_quantized()),
-    "int8 in bytes with zero points": ("llama", of_compressed(bits=8, symmetric=False), made.int_quantized(False)),
-    "fp8 by tensor": ("qwen3", of_compressed("float", 8, strategy="tensor"), made.float_quantized(0, 0)),
-    "fp8 by channel": ("llama", of_compressed("float", 8), made.float_quantized(1, 0, dtype=torch.bfloat16)),
-    "fp8 in blocks": ("llama", FP8, made.float_quantized(32, 16, "weight_scale_inv")),
-    "fp8 without blocks": ("llama", {"quant_method": "fp8"}, made.float_quantized(0, 0)),
-    "GPTQ": ("qwen3", of_gptq(), made.gptq(4, 16, True)),
-    "GPTQ by channel": ("llama", of_gptq(group=0), made.gptq(4, 0, True)),
-    "GPTQ of 8 bits": ("llama", of_gptq(8), made.gptq(8, 16, False)),
-    "GPTQ with zero points": ("llama", of_gptq(checkpoint_format="gptq"), made.gptq(4, 16, False)),
-    "GPTQ of the second version": ("llama", of_gptq(checkpoint_format="gptq_v2"), made.gptq(4, 16, False, less=0)),
-    "GPTQ out of order": ("llama", of_gptq(desc_act=True), made.gptq(4, 16, False, act_order=True)),
-    "AWQ": ("qwen3", AWQ, made.awq(16)),
+QWEN_MOE = {
+    "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "moe_intermediate_size": 40, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16,
+    "norm_topk_prob": True,
 }  # fmt: skip
 
 
@@ -89,35 +45,11 @@ def counted_reads(monkeypatch) -> dict[str, int]:
     return counts
 
 
-def opened(folder: Path) -> Checkpoint:
-    return Checkpoint.open(ModelSpec(folder.name, folder, "a test"))
-
-
-def oracle(folder: Path):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-
-
-def check(folder: Path, plain_folder: Path) -> None:
-    """The tokens of the folder's engine, and logits both ways, are those of transformers over plain weights."""
-    right, inputs = oracle(plain_folder), prompts([3, 17, 40], VOCAB)
-    expected = plain(right, inputs, 8)
-    with LLM(folder, device="cpu", dtype="float32", kv_memory=MIB) as llm:
-        outputs = llm.generate(inputs, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
-    assert [one.outputs[0].token_ids for one in outputs] == expected
-    checkpoint, ids = opened(folder), torch.tensor([inputs[2]])
-    with torch.inference_mode():
-        logits = right(ids).logits
-        for pack in (True, False):
-            model = load_model(checkpoint, CPU, torch.float32, pack=pack)
-            out = model(ids).logits
-            assert (out - logits).norm() <= (1e-5 if pack else 1e-7) * logits.norm(), pack
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_an_engine_computes_what_the_format_stands_for(name: str, tmp_path: Path) -> None:
-    family, config, packer = FORMATS[name]
+@pytest.mark.parametrize("name", made.FORMATS)
+def test_a_format_is_read_as_what_it_stands_for(name: str, tmp_path: Path) -> None:
+    family, config, packer = made.FORMATS[name]
     plain_folder = made.checkpoint(tiny(family), tmp_path / "packed", config, packer)
-    check(tmp_path / "packed", plain_folder)
+    made.check_logits(tmp_path / "packed", plain_folder)
 
 
 # --- mixtures of experts ---
@@ -125,7 +57,7 @@ def test_an_engine_computes_what_the_format_stands_for(name: str, tmp_path: Path
 
 def packed_experts(folder: Path) -> int:
     """How many experts modules of the loaded model are packed."""
-    model = load_model(opened(folder), CPU, torch.float32, pack=True)
+    model = load_model(made.opened(folder), CPU, torch.float32, pack=True)
     return sum(isinstance(one, PackedExperts) for one in model.modules())
 
 
@@ -133,34 +65,275 @@ def packed_experts(folder: Path) -> int:
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
 def test_experts_that_are_stored_one_by_one(family: str, tmp_path: Path) -> None:
     """transformers joins them as it reads; the latent projection of the last family keeps plain weights."""
-    more = dict(vocab_size=VOCAB, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=6,
-                num_key_value_heads=2, moe_intermediate_size=40, num_experts=4, num_experts_per_tok=2, head_dim=16,
-                norm_topk_prob=True) if family == "qwen3_moe" else {"v_head_dim": 12} if family == "deepseek_v3" else {}  # fmt: skip
+    more = {"qwen3_moe": QWEN_MOE, "deepseek_v3": {"v_head_dim": 12}}.get(family, {})
     model = tiny(family, **more)
-    plain_folder = made.checkpoint(model, tmp_path / "packed", of_gptq(desc_act=True), made.gptq(4, 8, False))
-    check(tmp_path / "packed", plain_folder)
+    plain_folder = made.checkpoint(model, tmp_path / "packed", made.of_gptq(desc_act=True), made.gptq(4, 8, False))
+    made.check_logits(tmp_path / "packed", plain_folder)
     assert packed_experts(tmp_path / "packed") == {"mixtral": 3, "qwen3_moe": 2, "deepseek_v3": 2}[family]
 
 
-def gpt_oss(folder: Path) -> Path:
-    """As its checkpoints are: experts in MXFP4, everything else in floating point. Returns the plain folder."""
-    model = tiny("gpt_oss", hidden_size=64)
-    plain_folder = folder.parent / "plain"
-    model.save_pretrained(folder)
-    model.save_pretrained(plain_folder)
-    stored, values = {}, load_file(folder / "model.safetensors")
-    for name, tensor in list(values.items()):
-        if tensor.ndim != 3:
-            stored[name] = tensor
-            continue
-        parts = [made.mxfp4(expert.T) for expert in tensor]
-        stored[f"{name}_blocks"], stored[f"{name}_scales"], value = (torch.stack(part) for part in zip(*parts, strict=True))
-        values[name] = value.transpose(1, 2).contiguous()
-    made.write(folder, stored, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]})
-    save_file(values, plain_folder / "model.safetensors", {"format": "pt"})
-    return plain_folder
-
-
 def test_experts_in_mxfp4(tmp_path: Path) -> None:
-    check(tmp_path / "packed", gpt_oss(tmp_path / "packed"))
+    made.check_logits(tmp_path / "packed", made.gpt_oss(tmp_path / "packed"))
     assert packed_experts(tmp_path / "packed") == (4 if native.instructions() else 0)
+
+
+# --- what is beside quantized layers ---
+
+
+def test_mixtures(tmp_path: Path) -> None:
+    """Other bits by module, fp8 beside int4, layers left as they are, a quantized head; in several files."""
+    int4, int8 = made.compressed(4, 16, True), made.compressed(8, 16, False)
+    fp8 = made.float_quantized(1, 0)
+
+    def packer(name: str) -> made.Packer | None:
+        return None if "layers.1." in name else int8 if "down_proj" in name else fp8 if "o_proj" in name else int4
+
+    config = made.of_compressed(group=16)
+    groups = config["config_groups"]
+    eight = {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "group", "group_size": 16}
+    small = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+    groups["group_1"] = {"targets": [r"re:.*layers\.\d+\.mlp\.down_proj$"], "weights": eight}
+    groups["group_2"] = {"targets": [f"model.layers.{i}.self_attn.o_proj" for i in range(3)], "weights": small}
+    plain_folder = made.checkpoint(tiny("qwen2"), tmp_path / "packed", config, packer, by_name=True, shards=3)
+    made.check_logits(tmp_path / "packed", plain_folder)
+
+
+def test_gptq_of_other_bits_by_module(tmp_path: Path) -> None:
+    """gptqmodel's `dynamic` rules: the shapes tell as much."""
+    eight, four = made.gptq(8, 8, True), made.gptq(4, 16, True)
+    config = made.of_gptq(dynamic={"+:.*down.*": {"bits": 8, "group_size": 8}, "-:.*layers.0.*": {}})
+    model = tiny("llama")
+    plain_folder = made.checkpoint(
+        model,
+        tmp_path / "packed",
+        config,
+        lambda name: None if "layers.0" in name else eight if "down" in name else four,
+        by_name=True,
+    )
+    made.check_logits(tmp_path / "packed", plain_folder)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_embeddings(tied: bool, tmp_path: Path) -> None:
+    """Tied ones stay; a head of its own may be quantized, and so may the embedding."""
+    model = tiny("llama", tie_word_embeddings=tied)
+    folder = tmp_path / "packed"
+    packer = made.compressed(8, 16, True)
+    plain_folder = made.checkpoint(model, folder, made.of_compressed(bits=8, group=16), packer)
+    if not tied:
+        stored, values = load_file(folder / "model.safetensors"), load_file(plain_folder / "model.safetensors")
+        for name in ("model.embed_tokens", "lm_head"):
+            parts, values[f"{name}.weight"] = packer(stored.pop(f"{name}.weight"), torch.Generator())
+            stored |= {f"{name}.{suffix}": part for suffix, part in parts.items()}
+        content = json.loads((folder / "config.json").read_text())["quantization_config"]
+        content["config_groups"]["group_0"]["targets"] = ["Linear", "Embedding"]
+        made.write(folder, stored, content)
+        save_file(values, plain_folder / "model.safetensors", {"format": "pt"})
+    made.check_logits(folder, plain_folder)
+
+
+def test_layers_of_odd_sizes(tmp_path: Path) -> None:
+    """36 inputs are four words and a half; groups of 12 are no power of 2, and are held as groups of 4 by nothing."""
+    model = tiny("llama", hidden_size=36, intermediate_size=52, num_attention_heads=6, num_key_value_heads=2)
+    plain_folder = made.checkpoint(model, tmp_path / "a", made.of_compressed(symmetric=False), made.compressed(4, 0, False))
+    made.check_logits(tmp_path / "a", plain_folder)
+    plain_folder = made.checkpoint(model, tmp_path / "b", made.of_compressed(group=12), made.compressed(4, 12, True))
+    made.check_logits(tmp_path / "b", plain_folder)
+
+
+def test_quantize_config_in_a_file_of_its_own(tmp_path: Path) -> None:
+    plain_folder = made.checkpoint(tiny("llama"), tmp_path / "packed", made.of_gptq(), made.gptq(4, 16, True))
+    file = tmp_path / "packed" / "config.json"
+    content = json.loads(file.read_text())
+    config = content.pop("quantization_config")
+    file.write_text(json.dumps(content))
+    (tmp_path / "packed" / "quantize_config.json").write_text(
+        json.dumps({key: config[key] for key in ("bits", "group_size", "sym")})
+    )
+    made.check_logits(tmp_path / "packed", plain_folder)
+
+
+# --- reading ---
+
+
+def test_nothing_is_read_twice_and_the_plan_agrees(tmp_path: Path, counted_reads: dict[str, int], caplog) -> None:
+    caplog.set_level(logging.WARNING)
+    made.checkpoint(
+        tiny("qwen3", hidden_size=256, intermediate_size=512),
+        tmp_path / "packed",
+        made.of_gptq(group=32),
+        made.gptq(4, 32, False),
+    )
+    checkpoint = made.opened(tmp_path / "packed")
+    assert not counted_reads, "headers alone"
+    for pack in (True, False):
+        counted_reads.clear()
+        caplog.clear()
+        model = load_model(checkpoint, CPU, torch.float32, pack=pack)
+        stored = {one.name for one in checkpoint.weights.tensors()}
+        assert counted_reads == dict.fromkeys(stored, 1)
+        packed = [one.packed for one in model.modules() if isinstance(one, NativeLinear)]
+        held = sum(one.num_bytes for one in packed) + sum(p.nbytes for p in model.parameters() if p.device.type == "cpu")
+        sizes = stored_model.stored_sizes(checkpoint, CPU, torch.float32)
+        if pack and native.instructions() is not None:
+            assert held <= sizes.weights_bytes <= 1.04 * held  # orders of inputs are counted that are none
+            assert sizes.plain_bytes == 0 and not caplog.records
+        else:
+            assert "21 of 21 weights in gptq form become float32" in caplog.text
+
+
+@needs_native
+def test_memory_of_packed_weights(tmp_path: Path) -> None:
+    """At most 1.05 times the bytes in the files, as published: groups of 128, 16-bit scales, 8-bit ones for MXFP4."""
+    for config, packer in (
+        (made.of_gptq(group=128), made.gptq(4, 128, False)),
+        (made.AWQ | {"group_size": 128}, made.awq(128)),
+        (made.of_compressed(group=128), made.compressed(4, 128, True)),
+        (made.FP8 | {"weight_block_size": [128, 128]}, made.float_quantized(128, 128, "weight_scale_inv")),
+    ):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        made.checkpoint(
+            tiny("llama", num_hidden_layers=1, hidden_size=768, intermediate_size=1024, head_dim=128), folder, config, packer
+        )
+        for one in made.opened(folder).stored.values():
+            stored = sum(part.tensor.num_bytes for role, part in one.parts.items() if role != "g_idx")
+            assert one.packed_bytes <= 1.05 * stored + 4 * one.k, (config["quant_method"], one.packed_bytes / stored)
+
+
+@needs_native
+def test_pieces_and_their_memory(tmp_path: Path, monkeypatch) -> None:
+    """Weights are decoded in pieces of outputs."""
+    plain_folder = made.checkpoint(
+        tiny("llama"), tmp_path / "packed", made.of_gptq(desc_act=True), made.gptq(4, 16, False, act_order=True)
+    )
+    monkeypatch.setattr(stored_model, "_CHUNK_WEIGHTS", 1000)
+    made.check_logits(tmp_path / "packed", plain_folder)
+    plain_folder = made.checkpoint(tiny("llama"), tmp_path / "fp8", made.FP8, made.float_quantized(32, 16, "weight_scale_inv"))
+    made.check_logits(tmp_path / "fp8", plain_folder)
+
+
+def test_the_plan_names_the_format(tmp_path: Path) -> None:
+    made.checkpoint(tiny("llama"), tmp_path / "packed", made.AWQ, made.awq(16))
+    with LLM(tmp_path / "packed", device="cpu", kv_memory=MIB) as llm:
+        plan = llm._manager.engine.plan
+        assert plan.stored_as == "awq" and " in awq" in plan.describe()
+        assert (plan.dequantized_bytes == 0) == (native.instructions() is not None)
+        assert plan.to_dict()["stored_as"] == "awq"
+    for library in ("accelerate", "optimum", "gptqmodel", "kernels", "bitsandbytes", "compressed_tensors", "awq"):
+        assert library not in sys.modules
+    with pytest.raises(ConfigError, match="is quantized already"):
+        LLM(tmp_path / "packed", device="cpu", quantization="int8", kv_memory=MIB)
+
+
+# --- files that are not whole ---
+
+
+def broken(folder: Path, change) -> str:
+    """What is said of the folder once `change` was made to its tensors."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, folder / "changed", {"format": "pt"})
+    (folder / "changed").replace(file)
+    with pytest.raises((CheckpointError, UnsupportedModel)) as caught:
+        load_model(made.opened(folder), CPU, torch.float32, pack=True)
+    return str(caught.value)
+
+
+Q = "model.layers.1.self_attn.q_proj"
+GPTQ_FAULTS = {
+    "qzeros is missing, which its gptq form needs": lambda t: t.pop(f"{Q}.qzeros"),
+    "scales is missing": lambda t: t.pop(f"{Q}.scales"),
+    "belongs to a quantized weight that is not there": lambda t: t.pop(f"{Q}.qweight"),
+    "qweight is F32": lambda t: t.update({f"{Q}.qweight": t[f"{Q}.qweight"].float()}),
+    "qzeros is [2, 6], and [3, 6]": lambda t: t.update({f"{Q}.qzeros": t[f"{Q}.qzeros"][:2].clone()}),
+    "g_idx is [47], and [48]": lambda t: t.update({f"{Q}.g_idx": t[f"{Q}.g_idx"][:-1].clone()}),
+    "g_idx does not put 16 weights": lambda t: t[f"{Q}.g_idx"].fill_(7),
+    "g_idx does not put": lambda t: t[f"{Q}.g_idx"].neg_(),
+    "has scales that are not finite": lambda t: t[f"{Q}.scales"].fill_(torch.nan),
+    "both in quantized form and not": lambda t: t.update({f"{Q}.weight": torch.ones(48, 48)}),
+    "of 2 bits": lambda t: t.update({f"{Q}.qzeros": torch.zeros(3, 3, dtype=torch.int32)}),
+    "do not fit its config.json": lambda t: t.update(
+        {f"{Q}.{leaf}": t[f"model.layers.1.mlp.up_proj.{leaf}"].clone() for leaf in ("qweight", "qzeros", "scales")}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", GPTQ_FAULTS)
+def test_gptq_tensors_that_do_not_go_together_are_refused(said: str, tmp_path: Path) -> None:
+    made.checkpoint(tiny("llama"), tmp_path / "packed", made.of_gptq(), made.gptq(4, 16, True))
+    assert said in broken(tmp_path / "packed", GPTQ_FAULTS[said])
+
+
+def test_other_formats_that_are_not_whole_are_refused(tmp_path: Path) -> None:
+    def packed(name: str, config: dict, packer) -> Path:
+        made.checkpoint(tiny("llama"), tmp_path / name, config, packer)
+        return tmp_path / name
+
+    config, packer = made.of_compressed(group=16), made.compressed(4, 16, True)
+    for i, (said, change) in enumerate((
+        ("weight_scale is missing", lambda t: t.pop(f"{Q}.weight_scale")),
+        ("weight_packed is [48, 6], and [48, 1]", lambda t: t[f"{Q}.weight_shape"].copy_(torch.tensor([48, 8]))),
+        ("weight_shape says -48 by 48", lambda t: t[f"{Q}.weight_shape"].neg_().add_(torch.tensor([0, 96]))),
+        ("weight_scale is [3, 48], and [48, 3]", lambda t: t.update({f"{Q}.weight_scale": torch.ones(3, 48)})),
+        ("belongs to a quantized weight", lambda t: t.pop(f"{Q}.weight_packed")),
+    )):  # fmt: skip
+        assert said in broken(packed(f"a{i}", config, packer), change), said
+    nan = torch.tensor(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    for i, (said, change) in enumerate((
+        ("weight_scale is missing", lambda t: t.pop(f"{Q}.weight_scale_inv")),
+        ("weight_scale_inv is [2, 2], and [2, 3]", lambda t: t.update({f"{Q}.weight_scale_inv": torch.ones(2, 2)})),
+        ("not a number", lambda t: t[f"{Q}.weight"].view(torch.uint8)[3, 3].copy_(nan.view(torch.uint8))),
+    )):  # fmt: skip
+        assert said in broken(packed(f"b{i}", made.FP8, made.float_quantized(32, 16, "weight_scale_inv")), change), said
+    made.gpt_oss(tmp_path / "c")
+    name = "model.layers.0.mlp.experts.down_proj"
+    assert "_scales is missing" in broken(tmp_path / "c", lambda t: t.pop(f"{name}_scales"))
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (made.of_compressed(bits=3, group=16), "of 3 bits, 'int'"),
+        (made.of_compressed(group=16) | {"config_groups": {}}, "no config group of its quantization_config is of"),
+        (
+            made.of_compressed(group=16) | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+            "with 'sparse-24-bitmask' sparsity",
+        ),
+        (made.of_compressed(group=16) | {"transform_config": {"config_groups": {"R1": {}}}}, "with transforms of its inputs"),
+        (made.of_compressed(strategy="group"), "quantization_config is not valid"),
+        (made.of_gptq(checkpoint_format="marlin"), "in gptq form 'marlin', which is not read"),
+        (made.AWQ | {"version": "gemv"}, "in awq form 'gemv', which is not read"),
+    ],
+)
+def test_configurations_that_are_not_read(config: dict, said: str, tmp_path: Path) -> None:
+    packer = {"compressed-tensors": made.compressed(4, 16, True), "gptq": made.gptq(4, 16, True), "awq": made.awq(16)}
+    made.checkpoint(tiny("llama"), tmp_path / "packed", config, packer[config["quant_method"]])
+    with pytest.raises((CheckpointError, UnsupportedModel), match=re.escape(said)):
+        made.opened(tmp_path / "packed")
+
+
+def test_a_file_that_is_cut_or_has_other_sizes_is_refused(tmp_path: Path) -> None:
+    made.checkpoint(tiny("llama"), tmp_path / "packed", made.AWQ, made.awq(16))
+    file = tmp_path / "packed" / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-100])
+    with pytest.raises(CheckpointError, match="its header promises"):
+        made.opened(tmp_path / "packed")
+    other = re.sub(rb'("dtype":"I32","shape":\[)48', rb"\g<1>49", content, count=1)
+    assert other != content
+    file.write_bytes(other)
+    with pytest.raises(
+        CheckpointError, match=r"is not a complete safetensors file \(.*qweight, I32 \[49, \d\], has 1,\d+ bytes"
+    ):
+        made.opened(tmp_path / "packed")
+
+
+# --- engines ---
+
+
+def test_tokens_of_engines(tmp_path: Path) -> None:
+    """The rest of the formats, with engines: tests/deep."""
+    made.check_tokens(tmp_path / "mxfp4", made.gpt_oss(tmp_path / "mxfp4"))
+    plain_folder = made.checkpoint(tiny("qwen3"), tmp_path / "awq", made.AWQ, made.awq(16))
+    made.check_tokens(tmp_path / "awq", plain_folder)
