@@ -17,10 +17,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 import yaml
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from .stored_weights import checkpoint, experts_checkpoint, packer_of
 
 FILE = Path(__file__).with_name("published_models.yaml")
 
@@ -262,11 +265,22 @@ def _narrow_rope(rope: dict[str, Any], width: int) -> None:
         rope["mrope_section"] = sections
 
 
-def save(model: PreTrainedModel, published: PublishedModel, folder: Path) -> None:
-    """Write the tiny model as its publisher would have, up to the form of the weights."""
-    model.save_pretrained(folder)
+def save(model: PreTrainedModel, published: PublishedModel, folder: Path) -> PreTrainedModel:
+    """Write the tiny model as its publisher would have. Returns it with the weights that the files stand for.
+
+    In forms without a packer here, such as NVFP4, weights stay as they are.
+    """
+    config = dict(published.file.get("quantization_config", {}))
+    packer = packer_of(config)
+    if published.stored == "mxfp4":
+        model = type(model).from_pretrained(experts_checkpoint(model, folder), dtype=torch.float32)
+    elif packer is not None:
+        model = type(model).from_pretrained(checkpoint(model, folder, config, packer), dtype=torch.float32)
+    else:
+        model.save_pretrained(folder)
     file = folder / "config.json"
     file.write_text(json.dumps(_merged(json.loads(file.read_text("utf-8")), published.file)), "utf-8")
+    return model.eval()
 
 
 def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:

@@ -183,7 +183,7 @@ class StoredModel:
                 "%s: %d of %d weights in %s form become %s, %s in all: %s",
                 checkpoint.spec.name, len(plain), len(plain) + len(packed), checkpoint.stored_as,
                 str(dtype).removeprefix("torch."), size,
-                "the kernels cannot hold these" if packed else "packed ones are for a CPU with the native kernels",
+                "these modules or the kernels take no packed ones" if packed else "packed ones need a CPU and native kernels",
             )  # fmt: skip
 
     def _remove(self, model: Any) -> None:

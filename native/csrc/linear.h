@@ -632,7 +632,7 @@ static void prepare_rows(const LinearArgs& args, Operand operand, int64_t row_by
 
 // --- an item: some rows of x times some panels ---
 
-// Scales of `lanes` columns, from element `at` on; zeros in other lanes.
+// Scales of `lanes` columns, from element `at` on; something finite in other lanes.
 INLINE Vec load_scales(const LinearArgs& args, int64_t at, int lanes) {
   const auto some = [lanes](const auto* from) { return lanes == kLanes ? load(from) : load_some(from, lanes); };
   switch (args.scale_type) {
@@ -641,12 +641,11 @@ INLINE Vec load_scales(const LinearArgs& args, int64_t at, int lanes) {
     case ScaleType::float16: return some(static_cast<const Float16*>(args.scales) + at);
     case ScaleType::exponents: break;
   }
-  uint32_t powers[kLanes] = {};
-  const uint8_t* exponents = static_cast<const uint8_t*>(args.scales) + at;
-  for (int i = 0; i < lanes; ++i) powers[i] = exponents[i] ? exponents[i] * (1u << 23) : 1u << 22;
-  Vec scales;
-  __builtin_memcpy(&scales, powers, sizeof powers);
-  return scales;
+  typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+  Bytes exponents{};
+  __builtin_memcpy(&exponents, static_cast<const uint8_t*>(args.scales) + at, lanes);
+  const IntVec wide = __builtin_convertvector(exponents, IntVec);
+  return bits<Vec>(wide << 23 | ((wide == 0) & (1 << 22)));
 }
 
 template <typename T>

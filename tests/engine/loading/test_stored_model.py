@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import stored_weights as made
 import torch
 from families import VOCAB, tiny
 from safetensors.torch import load_file, save_file
+from stored_checkpoints import AWQ, FORMATS, FP8, check_logits, check_tokens, gpt_oss, of_compressed, of_gptq, opened
 
+from benchmarks import stored_weights as made
 from pagetide import LLM, native
 from pagetide.engine.errors import CheckpointError, ConfigError, UnsupportedModel
 from pagetide.engine.layers.linears import NativeLinear
@@ -45,11 +46,11 @@ def counted_reads(monkeypatch) -> dict[str, int]:
     return counts
 
 
-@pytest.mark.parametrize("name", made.FORMATS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_a_format_is_read_as_what_it_stands_for(name: str, tmp_path: Path) -> None:
-    family, config, packer = made.FORMATS[name]
+    family, config, packer = FORMATS[name]
     plain_folder = made.checkpoint(tiny(family), tmp_path / "packed", config, packer)
-    made.check_logits(tmp_path / "packed", plain_folder)
+    check_logits(tmp_path / "packed", plain_folder)
 
 
 # --- mixtures of experts ---
@@ -57,7 +58,7 @@ def test_a_format_is_read_as_what_it_stands_for(name: str, tmp_path: Path) -> No
 
 def packed_experts(folder: Path) -> int:
     """How many experts modules of the loaded model are packed."""
-    model = load_model(made.opened(folder), CPU, torch.float32, pack=True)
+    model = load_model(opened(folder), CPU, torch.float32, pack=True)
     return sum(isinstance(one, PackedExperts) for one in model.modules())
 
 
@@ -67,13 +68,13 @@ def test_experts_that_are_stored_one_by_one(family: str, tmp_path: Path) -> None
     """transformers joins them as it reads; the latent projection of the last family keeps plain weights."""
     more = {"qwen3_moe": QWEN_MOE, "deepseek_v3": {"v_head_dim": 12}}.get(family, {})
     model = tiny(family, **more)
-    plain_folder = made.checkpoint(model, tmp_path / "packed", made.of_gptq(desc_act=True), made.gptq(4, 8, False))
-    made.check_logits(tmp_path / "packed", plain_folder)
+    plain_folder = made.checkpoint(model, tmp_path / "packed", of_gptq(desc_act=True), made.gptq(4, 8, False))
+    check_logits(tmp_path / "packed", plain_folder)
     assert packed_experts(tmp_path / "packed") == {"mixtral": 3, "qwen3_moe": 2, "deepseek_v3": 2}[family]
 
 
 def test_experts_in_mxfp4(tmp_path: Path) -> None:
-    made.check_logits(tmp_path / "packed", made.gpt_oss(tmp_path / "packed"))
+    check_logits(tmp_path / "packed", gpt_oss(tmp_path / "packed"))
     assert packed_experts(tmp_path / "packed") == (4 if native.instructions() else 0)
 
 
@@ -88,20 +89,20 @@ def test_mixtures(tmp_path: Path) -> None:
     def packer(name: str) -> made.Packer | None:
         return None if "layers.1." in name else int8 if "down_proj" in name else fp8 if "o_proj" in name else int4
 
-    config = made.of_compressed(group=16)
+    config = of_compressed(group=16)
     groups = config["config_groups"]
     eight = {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "group", "group_size": 16}
     small = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
     groups["group_1"] = {"targets": [r"re:.*layers\.\d+\.mlp\.down_proj$"], "weights": eight}
     groups["group_2"] = {"targets": [f"model.layers.{i}.self_attn.o_proj" for i in range(3)], "weights": small}
     plain_folder = made.checkpoint(tiny("qwen2"), tmp_path / "packed", config, packer, by_name=True, shards=3)
-    made.check_logits(tmp_path / "packed", plain_folder)
+    check_logits(tmp_path / "packed", plain_folder)
 
 
 def test_gptq_of_other_bits_by_module(tmp_path: Path) -> None:
     """gptqmodel's `dynamic` rules: the shapes tell as much."""
     eight, four = made.gptq(8, 8, True), made.gptq(4, 16, True)
-    config = made.of_gptq(dynamic={"+:.*down.*": {"bits": 8, "group_size": 8}, "-:.*layers.0.*": {}})
+    config = of_gptq(dynamic={"+:.*down.*": {"bits": 8, "group_size": 8}, "-:.*layers.0.*": {}})
     model = tiny("llama")
     plain_folder = made.checkpoint(
         model,
@@ -110,7 +111,7 @@ def test_gptq_of_other_bits_by_module(tmp_path: Path) -> None:
         lambda name: None if "layers.0" in name else eight if "down" in name else four,
         by_name=True,
     )
-    made.check_logits(tmp_path / "packed", plain_folder)
+    check_logits(tmp_path / "packed", plain_folder)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -119,7 +120,7 @@ def test_embeddings(tied: bool, tmp_path: Path) -> None:
     model = tiny("llama", tie_word_embeddings=tied)
     folder = tmp_path / "packed"
     packer = made.compressed(8, 16, True)
-    plain_folder = made.checkpoint(model, folder, made.of_compressed(bits=8, group=16), packer)
+    plain_folder = made.checkpoint(model, folder, of_compressed(bits=8, group=16), packer)
     if not tied:
         stored, values = load_file(folder / "model.safetensors"), load_file(plain_folder / "model.safetensors")
         for name in ("model.embed_tokens", "lm_head"):
@@ -129,20 +130,20 @@ def test_embeddings(tied: bool, tmp_path: Path) -> None:
         content["config_groups"]["group_0"]["targets"] = ["Linear", "Embedding"]
         made.write(folder, stored, content)
         save_file(values, plain_folder / "model.safetensors", {"format": "pt"})
-    made.check_logits(folder, plain_folder)
+    check_logits(folder, plain_folder)
 
 
 def test_layers_of_odd_sizes(tmp_path: Path) -> None:
     """36 inputs are four words and a half; groups of 12 are no power of 2, and are held as groups of 4 by nothing."""
     model = tiny("llama", hidden_size=36, intermediate_size=52, num_attention_heads=6, num_key_value_heads=2)
-    plain_folder = made.checkpoint(model, tmp_path / "a", made.of_compressed(symmetric=False), made.compressed(4, 0, False))
-    made.check_logits(tmp_path / "a", plain_folder)
-    plain_folder = made.checkpoint(model, tmp_path / "b", made.of_compressed(group=12), made.compressed(4, 12, True))
-    made.check_logits(tmp_path / "b", plain_folder)
+    plain_folder = made.checkpoint(model, tmp_path / "a", of_compressed(symmetric=False), made.compressed(4, 0, False))
+    check_logits(tmp_path / "a", plain_folder)
+    plain_folder = made.checkpoint(model, tmp_path / "b", of_compressed(group=12), made.compressed(4, 12, True))
+    check_logits(tmp_path / "b", plain_folder)
 
 
 def test_quantize_config_in_a_file_of_its_own(tmp_path: Path) -> None:
-    plain_folder = made.checkpoint(tiny("llama"), tmp_path / "packed", made.of_gptq(), made.gptq(4, 16, True))
+    plain_folder = made.checkpoint(tiny("llama"), tmp_path / "packed", of_gptq(), made.gptq(4, 16, True))
     file = tmp_path / "packed" / "config.json"
     content = json.loads(file.read_text())
     config = content.pop("quantization_config")
@@ -150,7 +151,7 @@ def test_quantize_config_in_a_file_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "packed" / "quantize_config.json").write_text(
         json.dumps({key: config[key] for key in ("bits", "group_size", "sym")})
     )
-    made.check_logits(tmp_path / "packed", plain_folder)
+    check_logits(tmp_path / "packed", plain_folder)
 
 
 # --- reading ---
@@ -159,12 +160,9 @@ def test_quantize_config_in_a_file_of_its_own(tmp_path: Path) -> None:
 def test_nothing_is_read_twice_and_the_plan_agrees(tmp_path: Path, counted_reads: dict[str, int], caplog) -> None:
     caplog.set_level(logging.WARNING)
     made.checkpoint(
-        tiny("qwen3", hidden_size=256, intermediate_size=512),
-        tmp_path / "packed",
-        made.of_gptq(group=32),
-        made.gptq(4, 32, False),
+        tiny("qwen3", hidden_size=256, intermediate_size=512), tmp_path / "packed", of_gptq(group=32), made.gptq(4, 32, False)
     )
-    checkpoint = made.opened(tmp_path / "packed")
+    checkpoint = opened(tmp_path / "packed")
     assert not counted_reads, "headers alone"
     for pack in (True, False):
         counted_reads.clear()
@@ -186,16 +184,16 @@ def test_nothing_is_read_twice_and_the_plan_agrees(tmp_path: Path, counted_reads
 def test_memory_of_packed_weights(tmp_path: Path) -> None:
     """At most 1.05 times the bytes in the files, as published: groups of 128, 16-bit scales, 8-bit ones for MXFP4."""
     for config, packer in (
-        (made.of_gptq(group=128), made.gptq(4, 128, False)),
-        (made.AWQ | {"group_size": 128}, made.awq(128)),
-        (made.of_compressed(group=128), made.compressed(4, 128, True)),
-        (made.FP8 | {"weight_block_size": [128, 128]}, made.float_quantized(128, 128, "weight_scale_inv")),
+        (of_gptq(group=128), made.gptq(4, 128, False)),
+        (AWQ | {"group_size": 128}, made.awq(128)),
+        (of_compressed(group=128), made.compressed(4, 128, True)),
+        (FP8 | {"weight_block_size": [128, 128]}, made.float_quantized(128, 128, "weight_scale_inv")),
     ):
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         made.checkpoint(
             tiny("llama", num_hidden_layers=1, hidden_size=768, intermediate_size=1024, head_dim=128), folder, config, packer
         )
-        for one in made.opened(folder).stored.values():
+        for one in opened(folder).stored.values():
             stored = sum(part.tensor.num_bytes for role, part in one.parts.items() if role != "g_idx")
             assert one.packed_bytes <= 1.05 * stored + 4 * one.k, (config["quant_method"], one.packed_bytes / stored)
 
@@ -204,16 +202,16 @@ def test_memory_of_packed_weights(tmp_path: Path) -> None:
 def test_pieces_and_their_memory(tmp_path: Path, monkeypatch) -> None:
     """Weights are decoded in pieces of outputs."""
     plain_folder = made.checkpoint(
-        tiny("llama"), tmp_path / "packed", made.of_gptq(desc_act=True), made.gptq(4, 16, False, act_order=True)
+        tiny("llama"), tmp_path / "packed", of_gptq(desc_act=True), made.gptq(4, 16, False, act_order=True)
     )
     monkeypatch.setattr(stored_model, "_CHUNK_WEIGHTS", 1000)
-    made.check_logits(tmp_path / "packed", plain_folder)
-    plain_folder = made.checkpoint(tiny("llama"), tmp_path / "fp8", made.FP8, made.float_quantized(32, 16, "weight_scale_inv"))
-    made.check_logits(tmp_path / "fp8", plain_folder)
+    check_logits(tmp_path / "packed", plain_folder)
+    plain_folder = made.checkpoint(tiny("llama"), tmp_path / "fp8", FP8, made.float_quantized(32, 16, "weight_scale_inv"))
+    check_logits(tmp_path / "fp8", plain_folder)
 
 
 def test_the_plan_names_the_format(tmp_path: Path) -> None:
-    made.checkpoint(tiny("llama"), tmp_path / "packed", made.AWQ, made.awq(16))
+    made.checkpoint(tiny("llama"), tmp_path / "packed", AWQ, made.awq(16))
     with LLM(tmp_path / "packed", device="cpu", kv_memory=MIB) as llm:
         plan = llm._manager.engine.plan
         assert plan.stored_as == "awq" and " in awq" in plan.describe()
@@ -236,7 +234,7 @@ def broken(folder: Path, change) -> str:
     save_file(tensors, folder / "changed", {"format": "pt"})
     (folder / "changed").replace(file)
     with pytest.raises((CheckpointError, UnsupportedModel)) as caught:
-        load_model(made.opened(folder), CPU, torch.float32, pack=True)
+        load_model(opened(folder), CPU, torch.float32, pack=True)
     return str(caught.value)
 
 
@@ -261,7 +259,7 @@ GPTQ_FAULTS = {
 
 @pytest.mark.parametrize("said", GPTQ_FAULTS)
 def test_gptq_tensors_that_do_not_go_together_are_refused(said: str, tmp_path: Path) -> None:
-    made.checkpoint(tiny("llama"), tmp_path / "packed", made.of_gptq(), made.gptq(4, 16, True))
+    made.checkpoint(tiny("llama"), tmp_path / "packed", of_gptq(), made.gptq(4, 16, True))
     assert said in broken(tmp_path / "packed", GPTQ_FAULTS[said])
 
 
@@ -270,7 +268,7 @@ def test_other_formats_that_are_not_whole_are_refused(tmp_path: Path) -> None:
         made.checkpoint(tiny("llama"), tmp_path / name, config, packer)
         return tmp_path / name
 
-    config, packer = made.of_compressed(group=16), made.compressed(4, 16, True)
+    config, packer = of_compressed(group=16), made.compressed(4, 16, True)
     for i, (said, change) in enumerate((
         ("weight_scale is missing", lambda t: t.pop(f"{Q}.weight_scale")),
         ("weight_packed is [48, 6], and [48, 1]", lambda t: t[f"{Q}.weight_shape"].copy_(torch.tensor([48, 8]))),
@@ -285,8 +283,8 @@ def test_other_formats_that_are_not_whole_are_refused(tmp_path: Path) -> None:
         ("weight_scale_inv is [2, 2], and [2, 3]", lambda t: t.update({f"{Q}.weight_scale_inv": torch.ones(2, 2)})),
         ("not a number", lambda t: t[f"{Q}.weight"].view(torch.uint8)[3, 3].copy_(nan.view(torch.uint8))),
     )):  # fmt: skip
-        assert said in broken(packed(f"b{i}", made.FP8, made.float_quantized(32, 16, "weight_scale_inv")), change), said
-    made.gpt_oss(tmp_path / "c")
+        assert said in broken(packed(f"b{i}", FP8, made.float_quantized(32, 16, "weight_scale_inv")), change), said
+    gpt_oss(tmp_path / "c")
     name = "model.layers.0.mlp.experts.down_proj"
     assert "_scales is missing" in broken(tmp_path / "c", lambda t: t.pop(f"{name}_scales"))
 
@@ -294,39 +292,36 @@ def test_other_formats_that_are_not_whole_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (made.of_compressed(bits=3, group=16), "of 3 bits, 'int'"),
-        (made.of_compressed(group=16) | {"config_groups": {}}, "no config group of its quantization_config is of"),
-        (
-            made.of_compressed(group=16) | {"sparsity_config": {"format": "sparse-24-bitmask"}},
-            "with 'sparse-24-bitmask' sparsity",
-        ),
-        (made.of_compressed(group=16) | {"transform_config": {"config_groups": {"R1": {}}}}, "with transforms of its inputs"),
-        (made.of_compressed(strategy="group"), "quantization_config is not valid"),
-        (made.of_gptq(checkpoint_format="marlin"), "in gptq form 'marlin', which is not read"),
-        (made.AWQ | {"version": "gemv"}, "in awq form 'gemv', which is not read"),
+        (of_compressed(bits=3, group=16), "of 3 bits, 'int'"),
+        (of_compressed(group=16) | {"config_groups": {}}, "no config group of its quantization_config is of"),
+        (of_compressed(group=16) | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "with 'sparse-24-bitmask' sparsity"),
+        (of_compressed(group=16) | {"transform_config": {"config_groups": {"R1": {}}}}, "with transforms of its inputs"),
+        (of_compressed(strategy="group"), "quantization_config is not valid"),
+        (of_gptq(checkpoint_format="marlin"), "in gptq form 'marlin', which is not read"),
+        (AWQ | {"version": "gemv"}, "in awq form 'gemv', which is not read"),
     ],
 )
 def test_configurations_that_are_not_read(config: dict, said: str, tmp_path: Path) -> None:
     packer = {"compressed-tensors": made.compressed(4, 16, True), "gptq": made.gptq(4, 16, True), "awq": made.awq(16)}
     made.checkpoint(tiny("llama"), tmp_path / "packed", config, packer[config["quant_method"]])
     with pytest.raises((CheckpointError, UnsupportedModel), match=re.escape(said)):
-        made.opened(tmp_path / "packed")
+        opened(tmp_path / "packed")
 
 
 def test_a_file_that_is_cut_or_has_other_sizes_is_refused(tmp_path: Path) -> None:
-    made.checkpoint(tiny("llama"), tmp_path / "packed", made.AWQ, made.awq(16))
+    made.checkpoint(tiny("llama"), tmp_path / "packed", AWQ, made.awq(16))
     file = tmp_path / "packed" / "model.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[:-100])
     with pytest.raises(CheckpointError, match="its header promises"):
-        made.opened(tmp_path / "packed")
+        opened(tmp_path / "packed")
     other = re.sub(rb'("dtype":"I32","shape":\[)48', rb"\g<1>49", content, count=1)
     assert other != content
     file.write_bytes(other)
     with pytest.raises(
         CheckpointError, match=r"is not a complete safetensors file \(.*qweight, I32 \[49, \d\], has 1,\d+ bytes"
     ):
-        made.opened(tmp_path / "packed")
+        opened(tmp_path / "packed")
 
 
 # --- engines ---
@@ -334,6 +329,6 @@ def test_a_file_that_is_cut_or_has_other_sizes_is_refused(tmp_path: Path) -> Non
 
 def test_tokens_of_engines(tmp_path: Path) -> None:
     """The rest of the formats, with engines: tests/deep."""
-    made.check_tokens(tmp_path / "mxfp4", made.gpt_oss(tmp_path / "mxfp4"))
-    plain_folder = made.checkpoint(tiny("qwen3"), tmp_path / "awq", made.AWQ, made.awq(16))
-    made.check_tokens(tmp_path / "awq", plain_folder)
+    check_tokens(tmp_path / "mxfp4", gpt_oss(tmp_path / "mxfp4"))
+    plain_folder = made.checkpoint(tiny("qwen3"), tmp_path / "awq", AWQ, made.awq(16))
+    check_tokens(tmp_path / "awq", plain_folder)

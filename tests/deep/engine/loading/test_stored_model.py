@@ -2,15 +2,76 @@
 
 from __future__ import annotations
 
+import json
+import random
 from pathlib import Path
+from typing import Any
 
 import pytest
-import stored_weights as made
+import torch
+from benchmarks.stored_weights import checkpoint
 from families import tiny
+from stored_checkpoints import FORMATS, check_tokens, opened
+
+from pagetide.engine.errors import EngineError
+from pagetide.engine.loading.loader import load_model
+from pagetide.engine.loading.stored_formats import StoredWeight
 
 
-@pytest.mark.parametrize("name", made.FORMATS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_tokens_of_each_format(name: str, tmp_path: Path) -> None:
-    family, config, packer = made.FORMATS[name]
-    plain_folder = made.checkpoint(tiny(family), tmp_path / "packed", config, packer)
-    made.check_tokens(tmp_path / "packed", plain_folder)
+    family, config, packer = FORMATS[name]
+    plain_folder = checkpoint(tiny(family), tmp_path / "packed", config, packer)
+    check_tokens(tmp_path / "packed", plain_folder)
+
+
+def shape_of(one: StoredWeight) -> tuple[Any, ...]:
+    return one.name, one.form, one.n, one.k, one.group, one.decode, {role: part.tensor for role, part in one.parts.items()}
+
+
+MUTATIONS = 400  # of each kind
+
+
+def mutated(rng: random.Random, value: Any) -> Any:
+    """`value` with something else in one place."""
+    if isinstance(value, dict) and value and rng.random() < 0.9:
+        key = rng.choice(list(value))
+        if rng.random() < 0.15:
+            return {name: one for name, one in value.items() if name != key}
+        return {**value, key: mutated(rng, value[key])}
+    if isinstance(value, list) and value and rng.random() < 0.9:
+        at = rng.randrange(len(value))
+        return [*value[:at], mutated(rng, value[at]), *value[at + 1 :]]
+    return rng.choice(
+        [None, -1, 0, 1, 2, 3, 7, 8, 16, 1 << 40, 1.5, "", "int", "group", "re:(", "F32", "I32", [], {}, True, [3, 5]]
+    )
+
+
+@pytest.mark.parametrize("what", ["header", "config"])
+@pytest.mark.parametrize("name", ["int4 in groups with zero points", "GPTQ out of order", "AWQ", "fp8 in blocks"])
+def test_mutations_are_refused_or_change_nothing(what: str, name: str, tmp_path: Path) -> None:
+    """A folder with something else in its header or configuration is refused by an error of the engine's, or is what it was."""
+    family, config, packer = FORMATS[name]
+    folder, rng = tmp_path / "packed", random.Random(what + name)
+    checkpoint(tiny(family, num_hidden_layers=1), folder, config, packer)
+    file = folder / "model.safetensors"
+    content, right = file.read_bytes(), json.loads((folder / "config.json").read_text())
+    size = int.from_bytes(content[:8], "little")
+    header, data = json.loads(content[8 : 8 + size]), content[8 + size :]
+    before, loads = opened(folder), 0
+    for _ in range(MUTATIONS):
+        if what == "header":
+            text = json.dumps(mutated(rng, header)).encode()
+            file.write_bytes(len(text).to_bytes(8, "little") + text + data)
+        else:
+            changed = {**right, "quantization_config": mutated(rng, right["quantization_config"])}
+            (folder / "config.json").write_text(json.dumps(changed))
+        try:
+            found = opened(folder)
+            if [shape_of(one) for one in found.stored.values()] == [shape_of(one) for one in before.stored.values()]:
+                continue  # the same weights of the same shapes
+            loads += 1
+            if loads % 40 == 1:
+                load_model(found, torch.device("cpu"), torch.float32, pack=True)
+        except EngineError:
+            continue

@@ -6,21 +6,13 @@ Each packer rounds a weight to numbers of its own, and returns its tensors with 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from engines import plain, prompts
-from families import VOCAB, tiny
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
-
-from pagetide import LLM, SamplingParams
-from pagetide.engine.loading.checkpoint import Checkpoint
-from pagetide.engine.loading.loader import load_model
-from pagetide.engine.loading.models import ModelSpec
 
 Tensors = dict[str, torch.Tensor]
 Packer = Callable[[torch.Tensor, torch.Generator], tuple[Tensors, torch.Tensor]]
@@ -178,20 +170,47 @@ def checkpoint(
     for name, tensor in list(values.items()):
         base, _, leaf = name.rpartition(".")
         chosen: Any = packer(base) if by_name else None if base.endswith("lm_head") else packer  # type: ignore[call-arg,arg-type]
-        whole = (
-            leaf == "weight"
-            and tensor.ndim == 2
-            and len(tensor) % 8 == 0
-            and not any(part in name for part in ("embed", "norm"))
-        )
+        whole = leaf == "weight" and tensor.ndim == 2 and len(tensor) % 8 == 0 and not ("embed" in name or "norm" in name)
         if not whole or chosen is None:
             stored[name] = tensor
             continue
-        made, values[name] = chosen(tensor, generator)
+        made, values[name] = chosen(tensor.float(), generator)
         stored |= {f"{base}.{suffix}": part for suffix, part in made.items()}
     write(folder, stored, config, shards)
     save_file(values, plain / "model.safetensors", {"format": "pt"})
     return plain
+
+
+def experts_checkpoint(model: Any, folder: Path) -> Path:
+    """As `checkpoint`, with experts in MXFP4, as gpt-oss has them: [experts, inputs, outputs] in the model."""
+    plain = folder.parent / f"{folder.name}-plain"
+    model.save_pretrained(folder)
+    model.save_pretrained(plain)
+    stored, values = {}, load_file(folder / "model.safetensors")
+    for name, tensor in list(values.items()):
+        if tensor.ndim != 3:
+            stored[name] = tensor
+            continue
+        parts = [mxfp4(expert.T.float()) for expert in tensor]
+        stored[f"{name}_blocks"], stored[f"{name}_scales"], value = (torch.stack(part) for part in zip(*parts, strict=True))
+        values[name] = value.transpose(1, 2).contiguous()
+    write(folder, stored, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]})
+    save_file(values, plain / "model.safetensors", {"format": "pt"})
+    return plain
+
+
+def packer_of(config: Mapping[str, Any]) -> Packer | None:
+    """The packer for a published `quantization_config`; None if there is none."""
+    group = int(config.get("group_size") or 0)
+    block = config.get("weight_block_size")
+    match config.get("quant_method"):
+        case "gptq":
+            return gptq(int(config["bits"]), group, bool(config.get("sym", True)))
+        case "awq":
+            return awq(group)
+        case "fp8":
+            return float_quantized(0, 0) if block is None else float_quantized(*block, "weight_scale_inv")
+    return None
 
 
 def write(folder: Path, tensors: Tensors, config: dict[str, Any] | None, shards: int = 1) -> None:
@@ -208,94 +227,3 @@ def write(folder: Path, tensors: Tensors, config: dict[str, Any] | None, shards:
     for part in {*places.values()}:
         save_file({name: tensors[name] for name in names if places[name] == part}, folder / part, {"format": "pt"})
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-
-
-def of_compressed(kind: str = "int", bits: int = 4, group: int = 0, symmetric: bool = True, **more) -> dict:
-    weights = {"num_bits": bits, "type": kind, "symmetric": symmetric, "strategy": "group" if group else "channel"}
-    weights |= {"group_size": group or None, **more}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
-        "ignore": ["lm_head"],
-    }
-
-
-def of_gptq(bits: int = 4, group: int = 16, **more) -> dict:
-    return {"quant_method": "gptq", "bits": bits, "group_size": group or -1, "desc_act": False, "sym": True, **more}
-
-
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "gemm"}
-FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 16]}
-
-FORMATS = {
-    "int4 in groups": ("llama", of_compressed(group=16), compressed(4, 16, True)),
-    "int4 by channel with zero points": ("qwen2", of_compressed(symmetric=False), compressed(4, 0, False)),
-    "int4 in groups with zero points": ("llama", of_compressed(group=24, symmetric=False), compressed(4, 24, False)),
-    "int4 in groups out of order": (
-        "llama", of_compressed(group=16, actorder="group"), compressed(4, 16, True, act_order=True),
-    ),
-    "int8 in groups": ("llama", of_compressed(bits=8, group=16), compressed(8, 16, True, dtype=torch.float16)),
-    "int8 in groups with zero points": ("llama", of_compressed(bits=8, group=8, symmetric=False), compressed(8, 8, False)),
-    "int8 in bytes": ("llama", of_compressed(bits=8), int_quantized()),
-    "int8 in bytes with zero points": ("llama", of_compressed(bits=8, symmetric=False), int_quantized(False)),
-    "fp8 by tensor": ("qwen3", of_compressed("float", 8, strategy="tensor"), float_quantized(0, 0)),
-    "fp8 by channel": ("llama", of_compressed("float", 8), float_quantized(1, 0, dtype=torch.bfloat16)),
-    "fp8 in blocks": ("llama", FP8, float_quantized(32, 16, "weight_scale_inv")),
-    "fp8 without blocks": ("llama", {"quant_method": "fp8"}, float_quantized(0, 0)),
-    "GPTQ": ("qwen3", of_gptq(), gptq(4, 16, True)),
-    "GPTQ by channel": ("llama", of_gptq(group=0), gptq(4, 0, True)),
-    "GPTQ of 8 bits": ("llama", of_gptq(8), gptq(8, 16, False)),
-    "GPTQ with zero points": ("llama", of_gptq(checkpoint_format="gptq"), gptq(4, 16, False)),
-    "GPTQ of the second version": ("llama", of_gptq(checkpoint_format="gptq_v2"), gptq(4, 16, False, less=0)),
-    "GPTQ out of order": ("llama", of_gptq(desc_act=True), gptq(4, 16, False, act_order=True)),
-    "AWQ": ("qwen3", AWQ, awq(16)),
-}  # fmt: skip
-
-
-def gpt_oss(folder: Path) -> Path:
-    """As its checkpoints are: experts in MXFP4, everything else in floating point. Returns the plain folder."""
-    model = tiny("gpt_oss", hidden_size=64)
-    plain_folder = folder.parent / "plain"
-    model.save_pretrained(folder)
-    model.save_pretrained(plain_folder)
-    stored, values = {}, load_file(folder / "model.safetensors")
-    for name, tensor in list(values.items()):
-        if tensor.ndim != 3:
-            stored[name] = tensor
-            continue
-        parts = [mxfp4(expert.T) for expert in tensor]
-        stored[f"{name}_blocks"], stored[f"{name}_scales"], value = (torch.stack(part) for part in zip(*parts, strict=True))
-        values[name] = value.transpose(1, 2).contiguous()
-    write(folder, stored, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]})
-    save_file(values, plain_folder / "model.safetensors", {"format": "pt"})
-    return plain_folder
-
-
-def oracle(folder: Path) -> Any:
-    """transformers' model of a plain folder."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-
-
-def opened(folder: Path) -> Checkpoint:
-    """The checkpoint of a folder."""
-    return Checkpoint.open(ModelSpec(folder.name, folder, "a test"))
-
-
-def check_logits(folder: Path, plain_folder: Path) -> None:
-    """The logits of the folder's model, packed and not, are those of transformers over plain weights."""
-    ids = torch.tensor(prompts([40], VOCAB))
-    with torch.inference_mode():
-        right = oracle(plain_folder)(ids).logits
-        for pack in (True, False):
-            out = load_model(opened(folder), torch.device("cpu"), torch.float32, pack=pack)(ids).logits
-            assert (out - right).norm() <= (1e-5 if pack else 1e-7) * right.norm(), pack
-
-
-def check_tokens(folder: Path, plain_folder: Path) -> None:
-    """The tokens of the folder's engine are those of transformers over plain weights."""
-    inputs = prompts([3, 17, 40], VOCAB)
-    expected = plain(oracle(plain_folder), inputs, 8)
-    with LLM(folder, device="cpu", dtype="float32", kv_memory=1 << 20) as llm:
-        outputs = llm.generate(inputs, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
-    assert [one.outputs[0].token_ids for one in outputs] == expected
