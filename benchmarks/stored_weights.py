@@ -83,8 +83,10 @@ def int_quantized(symmetric: bool = True) -> Packer:
     return packer
 
 
-def float_quantized(rows: int, group: int, suffix: str = "weight_scale", dtype: torch.dtype = torch.float32) -> Packer:
-    """fp8 with a scale for each block of `rows` by `group`; 0 of both: for all of the weight."""
+def float_quantized(
+    rows: int, group: int, suffix: str = "weight_scale", dtype: torch.dtype = torch.float32, exponents: bool = False
+) -> Packer:
+    """fp8 with a scale for each block of `rows` by `group`; 0 of both: for all of the weight. `exponents`: powers of 2."""
 
     def packer(weight: torch.Tensor, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
         n, k = weight.shape
@@ -93,10 +95,11 @@ def float_quantized(rows: int, group: int, suffix: str = "weight_scale", dtype: 
         for i in range(scales.shape[0]):
             for j in range(scales.shape[1]):
                 block = weight[i * high : (i + 1) * high, j * wide : (j + 1) * wide]
-                scales[i, j] = block.abs().max() / 448
+                scales[i, j] = (block.abs().max() / 448).log2().ceil().exp2() if exponents else block.abs().max() / 448
         spread = scales.float().repeat_interleave(high, 0)[:n].repeat_interleave(wide, 1)[:, :k]
         small = (weight / spread).to(torch.float8_e4m3fn)
-        return {"weight": small, suffix: scales if rows else scales.reshape(1)}, small.float() * spread
+        stored = scales.to(torch.float8_e8m0fnu) if exponents else scales
+        return {"weight": small, suffix: stored if rows else stored.reshape(1)}, small.float() * spread
 
     return packer
 

@@ -49,6 +49,7 @@ FORMATS = {
     "fp8 by tensor": ("qwen3", of_compressed("float", 8, strategy="tensor"), float_quantized(0, 0)),
     "fp8 by channel": ("llama", of_compressed("float", 8), float_quantized(1, 0, dtype=torch.bfloat16)),
     "fp8 in blocks": ("llama", FP8, float_quantized(32, 16, "weight_scale_inv")),
+    "fp8 in blocks with exponents": ("llama", FP8, float_quantized(32, 16, "weight_scale_inv", exponents=True)),
     "fp8 without blocks": ("llama", {"quant_method": "fp8"}, float_quantized(0, 0)),
     "GPTQ": ("qwen3", of_gptq(), gptq(4, 16, True)),
     "GPTQ by channel": ("llama", of_gptq(group=0), gptq(4, 0, True)),

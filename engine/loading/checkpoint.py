@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 import transformers
@@ -336,11 +336,18 @@ def read_config(spec: ModelSpec) -> PreTrainedConfig:
 
 
 def _quantization_of(config: Any) -> Mapping[str, Any] | None:
-    """The `quantization_config` of a configuration or of its text, as written."""
+    """The `quantization_config` of a configuration or of its text, as written. Raises CheckpointError for what is none."""
     for one in (config, config.get_text_config()):
         given = getattr(one, "quantization_config", None) or getattr(one, "compression_config", None)
-        if given is not None:
-            return given if isinstance(given, Mapping) else cast(Mapping[str, Any], given.to_dict())
+        if given is None:
+            continue
+        said = given if isinstance(given, Mapping) else given.to_dict() if hasattr(given, "to_dict") else None
+        if not isinstance(said, Mapping) or not isinstance(said.get("quant_method", ""), str):
+            raise CheckpointError(
+                f"quantization_config must be an object with a text as quant_method, got {given!r:.80}; fetch or save the "
+                "model again"
+            )
+        return said
     return None
 
 

@@ -24,7 +24,7 @@ from ...api.sampling_params import ALIASES, SamplingParams
 from ...common.units import format_bytes
 from ...common.yaml_file import InvalidYaml, read_yaml
 from ..attention.backends import NAMES as ATTENTION
-from ..errors import CheckpointError, ConfigError, ModelNotFound
+from ..errors import CheckpointError, ConfigError, ModelNotFound, UnsupportedModel
 from ..layers import Quantization
 from .weight_files import find_weights, stored_bytes
 
@@ -281,9 +281,16 @@ def _looked_for(text: str) -> tuple[Path, bool]:
 
 
 def check_folder(folder: Path, needs_weights: bool = True) -> None:
-    """Raises ModelNotFound unless `folder` has a configuration and, if it `needs_weights`, all its weight files."""
+    """Raises ModelNotFound unless `folder` has a configuration and, if it `needs_weights`, all its weight files.
+
+    Raises UnsupportedModel for a GGUF file.
+    """
     if not folder.exists():
         raise ModelNotFound(f"there is no folder {folder}")
+    if folder.suffix == ".gguf" or (folder.is_dir() and not (folder / "config.json").is_file() and any(folder.glob("*.gguf"))):
+        raise UnsupportedModel(
+            f"{folder} is GGUF, which is not read: take the model in safetensors form (GPTQ, AWQ, FP8 and MXFP4 are smaller ones)"
+        )
     if not folder.is_dir():
         raise ModelNotFound(f"{folder} is a file; name the folder that holds it, its config.json and its tokenizer")
     if not (folder / "config.json").is_file():

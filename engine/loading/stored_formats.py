@@ -26,9 +26,9 @@ from ..layers.quantization import QuantizedWeight
 from .weight_files import StoredTensor
 
 _FLOATS = ("F32", "F16", "BF16")
+_FP8, _POWERS = "F8_E4M3", "F8_E8M0"
 _INTEGERS: Mapping[int, WeightForm] = {4: "int4", 8: "int8"}  # by bits
-_SCALE_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
-_FP8 = "F8_E4M3"
+_SCALE_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1, _POWERS: 1}
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word of eight columns each of them is
 _MOST_SIZE = 1 << 28  # of a dimension, as in model_config
 _MOST_GROUP, _LEAST_GROUP = 256, 8  # of the kernels, powers of 2
@@ -36,6 +36,10 @@ _MOST_GROUP, _LEAST_GROUP = 256, 8  # of the kernels, powers of 2
 _UNUSED = re.compile(
     r"\.(?:(?:input|output|[qkv])_(?:scale|zero_point|global_scale)(?:_ub)?|(?:activation|input)_scale|k_proj\.k_scale|v_proj\.v_scale)$"
 )
+_PARTS = (
+    ".weight_packed", ".weight_shape", ".weight_scale", ".weight_scale_inv", ".weight_zero_point", ".weight_g_idx", ".qweight", ".qzeros",
+    ".g_idx",
+)  # fmt: skip
 INSTEAD = "take a version of the model in GPTQ, AWQ, compressed-tensors or fp8 form, or the one it was made of"
 
 
@@ -118,11 +122,11 @@ def read_formats(
     files = _Files(name, str(given["quant_method"]), {one.name: one for one in tensors}, content)
     try:
         weights = {one.name: one for one in _weights(files, given)}
-    except (TypeError, ValueError, AttributeError, re.error) as error:
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError, re.error) as error:
         raise CheckpointError(f"{name}: its quantization_config is not valid ({error}); fetch or save it again") from error
     left = [one for one in tensors if one.name not in files.used and not _UNUSED.search(one.name)]
     for one in left:
-        if one.dtype.startswith("F8") or one.name.endswith((".weight_scale", ".weight_scale_inv", ".qzeros", ".g_idx")):
+        if one.dtype.startswith("F8") or one.name.endswith(_PARTS):
             raise CheckpointError(f"{name}: {one.name} belongs to a quantized weight that is not there; fetch or save it again")
     if twice := [one.name for one in left if one.name in weights]:
         raise CheckpointError(f"{name} has {twice[0]} both in quantized form and not; fetch or save it again")
@@ -279,7 +283,7 @@ def _bytes_with_scales(files: _Files, base: str, scheme: Mapping[str, Any]) -> S
     weight = files.get(f"{base}.weight", (_FP8, "I8"), 2)
     n, k = weight.shape
     suffix = "weight_scale_inv" if files.has(f"{base}.weight_scale_inv") else "weight_scale"
-    scales = files.get(f"{base}.{suffix}", _FLOATS, 0, 1, 2)
+    scales = files.get(f"{base}.{suffix}", (*_FLOATS, _POWERS), 0, 1, 2)
     rows, group = 1, 0
     if scheme.get("strategy") == "block":
         rows, group = map(int, scheme["block_structure"])
@@ -289,11 +293,10 @@ def _bytes_with_scales(files: _Files, base: str, scheme: Mapping[str, Any]) -> S
         group = int(scheme["group_size"])
     groups = -(-k // group) if group > 0 else 1
     parts = {"values": Part(weight, 0), "scales": _scale_part(files, scales, n, groups, rows)}
-    if weight.dtype == "I8" and not scheme.get("symmetric", True):
-        zeros = files.get(f"{base}.weight_zero_point", ("I8",), 1, 2)
-        parts["zeros"] = _scale_part(files, zeros, n, groups, rows)
-    elif files.has(zero := f"{base}.weight_zero_point"):
-        files.used.add(zero)  # zeros, which some versions write
+    zero_point = f"{base}.weight_zero_point"  # zeros where a scheme is symmetric, which some versions write
+    if weight.dtype == "I8" and (files.has(zero_point) or not scheme.get("symmetric", True)):
+        parts["zeros"] = _scale_part(files, files.get(zero_point, ("I8",), 1, 2), n, groups, rows)
+    files.used.add(zero_point)
     form: WeightForm = "int8" if weight.dtype == "I8" else "fp8"
     return StoredWeight(f"{base}.weight", form, n, k, group if 0 < group < k else 0, parts, _decode_bytes)
 
@@ -302,9 +305,11 @@ def _decode_bytes(one: StoredWeight, parts: _Parts, n: int) -> QuantizedWeight:
     values = parts["values"].view(torch.int8)
     if one.form == "fp8" and bool((values & 127 == 127).any()):
         raise CheckpointError(f"{one.name} has weights that are not a number; fetch or save the model again")
-    rows = one.parts["scales"].outputs
+    rows, scales = one.parts["scales"].outputs, parts["scales"]
+    if one.parts["scales"].tensor.dtype == _POWERS:
+        scales = scales.view(torch.uint8)
     zeros = _by_group(parts["zeros"], n, one, rows) if "zeros" in parts else None
-    return _ordered(one, values.contiguous(), _by_group(parts["scales"], n, one, rows), zeros, None)
+    return _ordered(one, values.contiguous(), _by_group(scales, n, one, rows), zeros, None)
 
 
 # --- GPTQ and AWQ ---
@@ -368,6 +373,8 @@ def _awq(files: _Files, given: Mapping[str, Any]) -> Iterable[StoredWeight]:
     version = str(given.get("version") or "gemm").lower()
     if version != "gemm":
         raise files.refuse(f"{version!r:.40}")
+    if given.get("zero_point", True) is not True:
+        raise files.refuse("without zero points")
     for base in files.named(".qweight"):
         words, scales = files.get(f"{base}.qweight", ("I32",), 2), files.get(f"{base}.scales", _FLOATS, 2)
         groups, n = scales.shape
@@ -375,13 +382,9 @@ def _awq(files: _Files, given: Mapping[str, Any]) -> Iterable[StoredWeight]:
         if words.shape[1] * 8 != n and words.shape[1] * 4 == n:
             raise files.refuse("of 8 bits")
         files.check(words, (k, n // 8))
-        parts = {"values": Part(words, 1, 8), "scales": Part(scales, 1)}
-        if given.get("zero_point", True):
-            zeros = files.get(f"{base}.qzeros", ("I32",), 2)
-            files.check(zeros, (groups, n // 8))
-            parts["zeros"] = Part(zeros, 1, 8)
-        elif files.has(f"{base}.qzeros"):
-            files.used.add(f"{base}.qzeros")
+        zeros = files.get(f"{base}.qzeros", ("I32",), 2)
+        files.check(zeros, (groups, n // 8))
+        parts = {"values": Part(words, 1, 8), "scales": Part(scales, 1), "zeros": Part(zeros, 1, 8)}
         yield StoredWeight(f"{base}.weight", "int4", n, k, _group_of(files, base, given, k, groups), parts, _decode_awq)
 
 
@@ -390,8 +393,8 @@ def _decode_awq(one: StoredWeight, parts: _Parts, n: int) -> QuantizedWeight:
         codes = _codes(words, 4)
         return _signed(codes.view(len(codes), -1, 8)[..., list(_AWQ_ORDER)].flatten(1)[:, :n], 4)
 
-    zeros = _by_columns(columns(parts["zeros"])) if "zeros" in parts else None
-    return _ordered(one, columns(parts["values"]).T.contiguous(), _by_columns(parts["scales"]), zeros, None)
+    values, zeros = columns(parts["values"]).T.contiguous(), _by_columns(columns(parts["zeros"]))
+    return _ordered(one, values, _by_columns(parts["scales"]), zeros, None)
 
 
 # --- MXFP4 ---

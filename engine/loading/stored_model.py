@@ -75,6 +75,8 @@ class Places:
             there, pattern = rename_source_key(
                 name, renamings, [*dict.fromkeys(converters.values())], model.base_model_prefix, state
             )
+            if there not in state and name in state:  # as transformers does
+                there, pattern = name, None
             path, _, leaf = there.rpartition(".")
             module, one = modules.get(path), checkpoint.stored[name]
             if module is None or not one.packs:
@@ -128,9 +130,11 @@ def _sources(
     if len(by_pattern) > 1 and not (len(join) == 1 and isinstance(join[0], Concatenate) and join[0].dim == 1):
         return None
     columns = [by_pattern[pattern] for pattern in converter.source_patterns]
-    experts = [[(name, 0) for name in names] for names in zip(*columns, strict=False)]
+    if {len(names) for names in columns} != {shape[0]}:
+        return None
+    experts = [[(name, 0) for name in names] for names in zip(*columns, strict=True)]
     shapes = {(sum(checkpoint.stored[name].n for name, _ in each), checkpoint.stored[each[0][0]].k) for each in experts}
-    return experts if len(experts) == shape[0] and shapes == {shape[1:]} else None
+    return experts if shapes == {shape[1:]} else None
 
 
 def packs_stored(device: torch.device) -> bool:

@@ -643,7 +643,12 @@ INLINE Vec load_scales(const LinearArgs& args, int64_t at, int lanes) {
   }
   typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
   Bytes exponents{};
-  __builtin_memcpy(&exponents, static_cast<const uint8_t*>(args.scales) + at, lanes);
+  const uint8_t* from = static_cast<const uint8_t*>(args.scales) + at;
+  if (lanes == kLanes) {
+    __builtin_memcpy(&exponents, from, sizeof exponents);
+  } else {
+    __builtin_memcpy(&exponents, from, lanes);
+  }
   const IntVec wide = __builtin_convertvector(exponents, IntVec);
   return bits<Vec>(wide << 23 | ((wide == 0) & (1 << 22)));
 }
