@@ -287,13 +287,14 @@ def check_folder(folder: Path, needs_weights: bool = True) -> None:
     """
     if not folder.exists():
         raise ModelNotFound(f"there is no folder {folder}")
-    if folder.suffix == ".gguf" or (folder.is_dir() and not (folder / "config.json").is_file() and any(folder.glob("*.gguf"))):
+    has_config = (folder / "config.json").is_file()
+    if folder.suffix == ".gguf" or (folder.is_dir() and not has_config and any(folder.glob("*.gguf"))):
         raise UnsupportedModel(
-            f"{folder} is GGUF, which is not read: take the model in safetensors form (GPTQ, AWQ, FP8 and MXFP4 are smaller ones)"
+            f"{folder} is GGUF, which is not read: take the model in safetensors form (GPTQ, AWQ, FP8 and MXFP4 are small ones)"
         )
     if not folder.is_dir():
         raise ModelNotFound(f"{folder} is a file; name the folder that holds it, its config.json and its tokenizer")
-    if not (folder / "config.json").is_file():
+    if not has_config:
         raise ModelNotFound(
             f"{folder} has no config.json, so it is no model saved by transformers; name the folder that has it"
         )

@@ -37,8 +37,8 @@ _UNUSED = re.compile(
     r"\.(?:(?:input|output|[qkv])_(?:scale|zero_point|global_scale)(?:_ub)?|(?:activation|input)_scale|k_proj\.k_scale|v_proj\.v_scale)$"
 )
 _PARTS = (
-    ".weight_packed", ".weight_shape", ".weight_scale", ".weight_scale_inv", ".weight_zero_point", ".weight_g_idx", ".qweight", ".qzeros",
-    ".g_idx",
+    ".weight_packed", ".weight_shape", ".weight_scale", ".weight_scale_inv", ".weight_zero_point", ".weight_g_idx", ".qweight",
+    ".qzeros", ".g_idx",
 )  # fmt: skip
 INSTEAD = "take a version of the model in GPTQ, AWQ, compressed-tensors or fp8 form, or the one it was made of"
 
@@ -303,7 +303,7 @@ def _bytes_with_scales(files: _Files, base: str, scheme: Mapping[str, Any]) -> S
 
 def _decode_bytes(one: StoredWeight, parts: _Parts, n: int) -> QuantizedWeight:
     values = parts["values"].view(torch.int8)
-    if one.form == "fp8" and bool((values & 127 == 127).any()):
+    if one.form == "fp8" and bool((values == 127).any() or (values == -1).any()):
         raise CheckpointError(f"{one.name} has weights that are not a number; fetch or save the model again")
     rows, scales = one.parts["scales"].outputs, parts["scales"]
     if one.parts["scales"].tensor.dtype == _POWERS:
@@ -390,11 +390,15 @@ def _awq(files: _Files, given: Mapping[str, Any]) -> Iterable[StoredWeight]:
 
 def _decode_awq(one: StoredWeight, parts: _Parts, n: int) -> QuantizedWeight:
     def columns(words: torch.Tensor) -> torch.Tensor:
-        codes = _codes(words, 4)
-        return _signed(codes.view(len(codes), -1, 8)[..., list(_AWQ_ORDER)].flatten(1)[:, :n], 4)
+        """int8 [n, rows]: the columns of words [rows, n / 8]."""
+        words = words.T.contiguous()
+        codes = torch.empty((len(words), 8, words.shape[1]), dtype=torch.int8)
+        for column, place in enumerate(_AWQ_ORDER):
+            codes[:, column] = (words >> 4 * place).bitwise_and_(15)
+        return codes.flatten(0, 1)[:n].sub_(8)
 
-    values, zeros = columns(parts["values"]).T.contiguous(), _by_columns(columns(parts["zeros"]))
-    return _ordered(one, values, _by_columns(parts["scales"]), zeros, None)
+    zeros = _by_columns(columns(parts["zeros"]).T)
+    return _ordered(one, columns(parts["values"]), _by_columns(parts["scales"]), zeros, None)
 
 
 # --- MXFP4 ---
@@ -426,7 +430,10 @@ def _codes(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _nibbles(data: torch.Tensor) -> torch.Tensor:
     """uint8: the halves of bytes along the last dimension, the low ones first."""
-    return torch.stack((data & 15, data >> 4), -1).flatten(-2)
+    halves = torch.empty((*data.shape, 2), dtype=torch.uint8)
+    torch.bitwise_and(data, 15, out=halves[..., 0])
+    torch.bitwise_right_shift(data, 4, out=halves[..., 1])
+    return halves.flatten(-2)
 
 
 def _signed(codes: torch.Tensor, bits: int) -> torch.Tensor:

@@ -199,13 +199,14 @@ class StoredModel:
             module._is_hf_initialized = True
 
     def install(self, model: Any) -> None:
-        """Pack the weights, and give them to their modules. Mutates the model."""
+        """Pack the weights, and give them to their modules. Mutates the model. Nothing can be read afterwards."""
         for path, name in self.places.linears.items():
             model.set_submodule(path, NativeLinear(self._packed(name), model.get_submodule(path).bias, self._dtype))
         for path, leaves in self.places.experts.items():
             module = model.get_submodule(path)
             *_, first, last = ([[self._packed(*source) for source in one] for one in each] for each in leaves.values())
             PackedExperts.pack(module, [_joined(one) for one in first], [one for (one,) in last], self._dtype)
+        self.tensors, self._files = {}, TensorFiles(())  # the model's class refers to this, and files stay mapped by it
 
     def decoded(self, one: StoredWeight, expert: int = 0) -> Iterable[tuple[int, QuantizedWeight]]:
         """The weight in pieces: the first output of each, and the piece. Its parts are read once."""
@@ -222,7 +223,7 @@ class StoredModel:
 
     def _packed(self, name: str, expert: int = 0) -> PackedWeight:
         one = self._checkpoint.stored[name]
-        pieces = [pack(fitted(piece)) for _, piece in self.decoded(one, expert)]
+        pieces = [pack(_without_files(fitted(piece))) for _, piece in self.decoded(one, expert)]
         if len(pieces) == 1:
             return pieces[0]
         joined = PackedWeight.joined(pieces)
@@ -244,6 +245,12 @@ class _PlainWeight:
                 whole[expert, begin : begin + len(piece.values)] = piece.dequantized()
         tensor: torch.Tensor = (whole.transpose(1, 2).contiguous() if one.experts else whole[0])[key]
         return tensor
+
+
+def _without_files(weight: QuantizedWeight) -> QuantizedWeight:
+    """The weight with scales and zero points in memory of their own, which may be views of mapped files."""
+    zeros = None if weight.zeros is None else weight.zeros.clone()
+    return replace(weight, scales=weight.scales.clone(), zeros=zeros)
 
 
 def fitted(weight: QuantizedWeight) -> QuantizedWeight:

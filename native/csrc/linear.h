@@ -670,21 +670,30 @@ static void finish_row(const LinearArgs& args, const float* sums, float row_scal
   }
 }
 
+// The scales of a panel's columns from `first` on, for the group of k0, if there are groups.
+struct BlockScales {
+  Vec of[kVectors] = {};
+
+  BlockScales(const LinearArgs& args, int64_t k0, int64_t first) {
+    for (int v = 0; v < kVectors && args.group; ++v) {
+      const int64_t column = first + v * kLanes, left = args.n - column;
+      const int lanes = static_cast<int>(left < 0 ? 0 : left < kLanes ? left : kLanes);
+      of[v] = load_scales(args, k0 / args.group * args.n + column, lanes);
+    }
+  }
+};
+
 // totals += sums of a block, times its scales; the first block sets them. Sums and totals of quads are integers: bits here.
-static void add_block(const LinearArgs& args, Operand operand, const float* sums, int64_t k0, int64_t first, float* totals) {
+static void add_block(const LinearArgs& args, Operand operand, const float* sums, bool first, const BlockScales& scales, float* totals) {
   for (int v = 0; v < kVectors; ++v) {
     Vec add = load(sums + v * kLanes);
     if (operand == Operand::quads) {
-      if (k0) add = bits<Vec>(bits<IntVec>(add) + bits<IntVec>(load(totals + v * kLanes)));
+      if (!first) add = bits<Vec>(bits<IntVec>(add) + bits<IntVec>(load(totals + v * kLanes)));
       store(totals + v * kLanes, add);
       continue;
     }
-    if (args.group) {
-      const int64_t column = first + v * kLanes, left = args.n - column;
-      const int lanes = static_cast<int>(left < 0 ? 0 : left < kLanes ? left : kLanes);
-      add *= load_scales(args, k0 / args.group * args.n + column, lanes);
-    }
-    store(totals + v * kLanes, k0 ? load(totals + v * kLanes) + add : add);
+    if (args.group) add *= scales.of[v];
+    store(totals + v * kLanes, first ? add : load(totals + v * kLanes) + add);
   }
 }
 
@@ -702,6 +711,7 @@ struct Range {
 static void add_block_by_tiles(const LinearArgs& args, Operand operand, const Rows& x, Range rows, int64_t p, Range k,
                                const uint8_t* weights, float* totals, TileShapes& shapes) {
   const int64_t bytes = rounded_up((k.end - k.begin) * operand_bytes(operand), kTileBytes);
+  const BlockScales scales(args, k.begin, p * kColumns);
   for (int64_t r = rows.begin; r < rows.end; r += 2 * kTileRows, totals += 2 * kTileRows * kColumns) {
     const int count = static_cast<int>(rows.end - r < 2 * kTileRows ? rows.end - r : 2 * kTileRows);
     const uint8_t* from = x.data + r * x.bytes + k.begin * operand_bytes(operand);
@@ -710,7 +720,7 @@ static void add_block_by_tiles(const LinearArgs& args, Operand operand, const Ro
       alignas(64) float sums[2 * kTileRows * kColumns];
       add_tiles<Operand::pairs, false>(count, from, x.bytes, weights, bytes, true, sums);
       for (int i = 0; i < count; ++i) {
-        add_block(args, operand, sums + i * kColumns, k.begin, p * kColumns, totals + i * kColumns);
+        add_block(args, operand, sums + i * kColumns, k.begin == 0, scales, totals + i * kColumns);
       }
     } else {
       const auto add = operand == Operand::pairs ? r == rows.begin ? add_tiles<Operand::pairs, true> : add_tiles<Operand::pairs, false>
@@ -732,13 +742,14 @@ static void add_panel_block(const LinearArgs& args, Operand operand, const Rows&
   if (by_tiles(args, operand)) {
     return add_block_by_tiles(args, operand, x, rows, p, k, static_cast<const uint8_t*>(weights), totals, shapes);
   }
+  const BlockScales scales(args, k.begin, p * kColumns);
   const int64_t tiles = (count + kRows - 1) / kRows, tile_rows = (count + tiles - 1) / tiles;
   for (int64_t r = rows.begin; r < rows.end; r += tile_rows) {
     const int left = static_cast<int>(rows.end - r < tile_rows ? rows.end - r : tile_rows);
     const uint8_t* from = x.data + r * x.bytes + k.begin * operand_bytes(operand);
     tile<kRows>(operand, left, from, x.bytes / operand_bytes(operand), weights, k.end - k.begin, sums);
     for (int i = 0; i < left; ++i) {
-      add_block(args, operand, sums + i * kColumns, k.begin, p * kColumns, totals + (r - rows.begin + i) * kColumns);
+      add_block(args, operand, sums + i * kColumns, k.begin == 0, scales, totals + (r - rows.begin + i) * kColumns);
     }
   }
 }

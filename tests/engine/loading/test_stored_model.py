@@ -21,6 +21,7 @@ from pagetide.engine.layers.linears import NativeLinear
 from pagetide.engine.layers.packed_experts import PackedExperts
 from pagetide.engine.loading import stored_model, tensor_files
 from pagetide.engine.loading.loader import load_model
+from pagetide.engine.loading.mapped_files import MappedFiles
 
 CPU = torch.device("cpu")
 needs_native = pytest.mark.skipif(native.instructions() is None, reason="without native kernels nothing stays packed")
@@ -176,6 +177,9 @@ def test_nothing_is_read_twice_and_the_plan_agrees(tmp_path: Path, counted_reads
         if pack and native.instructions() is not None:
             assert held <= sizes.weights_bytes <= 1.04 * held  # orders of inputs are counted that are none
             assert sizes.plain_bytes == 0 and not caplog.records
+            mapped = MappedFiles(checkpoint.weights.paths)
+            kept = [part for one in packed for part in (one.packed, one.scales, one.zeros) if part is not None]
+            assert not any(mapped.holds(part) for part in (*kept, *model.parameters()) if part.device.type == "cpu")
         else:
             assert "21 of 21 weights in gptq form become float32" in caplog.text
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.stored_weights import checkpoint
 from families import tiny
 from stored_checkpoints import FORMATS, check_tokens, opened
 
+from benchmarks.stored_weights import checkpoint
 from pagetide.engine.errors import EngineError
 from pagetide.engine.loading.loader import load_model
 from pagetide.engine.loading.stored_formats import StoredWeight
