@@ -119,7 +119,7 @@ def read_formats(
 
     Raises UnsupportedModel for a format that is not read, and CheckpointError for tensors that are not of the format.
     """
-    files = _Files(name, str(given["quant_method"]), {one.name: one for one in tensors}, content)
+    files = _StoredParts(name, str(given["quant_method"]), {one.name: one for one in tensors}, content)
     try:
         weights = {one.name: one for one in _weights(files, given)}
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError, re.error) as error:
@@ -135,7 +135,7 @@ def read_formats(
     return weights, (*left, *plain)
 
 
-class _Files:
+class _StoredParts:
     """The tensors of a checkpoint by name, and which of them have been used."""
 
     def __init__(
@@ -178,7 +178,7 @@ class _Files:
         return UnsupportedModel(f"{self.model} is stored in {self.method} form {what}, which is not read: {INSTEAD}")
 
 
-def _weights(files: _Files, given: Mapping[str, Any]) -> Iterable[StoredWeight]:
+def _weights(files: _StoredParts, given: Mapping[str, Any]) -> Iterable[StoredWeight]:
     match files.method:
         case "compressed-tensors":
             return _compressed_tensors(files, given)
@@ -197,7 +197,7 @@ def _weights(files: _Files, given: Mapping[str, Any]) -> Iterable[StoredWeight]:
 # --- compressed-tensors ---
 
 
-def _compressed_tensors(files: _Files, given: Mapping[str, Any]) -> Iterable[StoredWeight]:
+def _compressed_tensors(files: _StoredParts, given: Mapping[str, Any]) -> Iterable[StoredWeight]:
     sparsity = (given.get("sparsity_config") or {}).get("format", "dense")
     if sparsity != "dense":
         raise files.refuse(f"with {sparsity!r:.40} sparsity")
@@ -213,7 +213,7 @@ def _compressed_tensors(files: _Files, given: Mapping[str, Any]) -> Iterable[Sto
         yield _bytes_with_scales(files, base, _scheme_of(files, groups, base))
 
 
-def _scheme_of(files: _Files, groups: Sequence[Mapping[str, Any]], base: str) -> Mapping[str, Any]:
+def _scheme_of(files: _StoredParts, groups: Sequence[Mapping[str, Any]], base: str) -> Mapping[str, Any]:
     """How the weight of a module is quantized: by its name, else by a pattern, else by its class."""
     found: dict[int, Mapping[str, Any]] = {}
     for group in groups:
@@ -227,7 +227,7 @@ def _scheme_of(files: _Files, groups: Sequence[Mapping[str, Any]], base: str) ->
     return found[min(found)]
 
 
-def _packed_integers(files: _Files, base: str, scheme: Mapping[str, Any]) -> StoredWeight:
+def _packed_integers(files: _StoredParts, base: str, scheme: Mapping[str, Any]) -> StoredWeight:
     bits = scheme.get("num_bits")
     if bits not in (4, 8) or scheme.get("type") != "int":
         raise files.refuse(f"of {bits!r:.20} bits, {scheme.get('type')!r:.20}")
@@ -253,7 +253,7 @@ def _packed_integers(files: _Files, base: str, scheme: Mapping[str, Any]) -> Sto
     return StoredWeight(f"{base}.weight", _INTEGERS[bits], n, k, group if group < k else 0, parts, _decode_packed)  # type: ignore[arg-type]
 
 
-def _scale_part(files: _Files, scales: StoredTensor, n: int, groups: int, block: int = 1) -> Part:
+def _scale_part(files: _StoredParts, scales: StoredTensor, n: int, groups: int, block: int = 1) -> Part:
     """Scales [outputs, groups], or one for all."""
     rows = -(-n // block)
     files.check(scales, (rows, groups), *(((rows,), (1,), (1, 1), ()) if groups == 1 and block == 1 else ()))
@@ -272,14 +272,14 @@ def _decode_packed(one: StoredWeight, parts: _Parts, n: int) -> QuantizedWeight:
 # --- bytes with scales: fp8 and int8 ---
 
 
-def _fp8(files: _Files, given: Mapping[str, Any]) -> Iterable[StoredWeight]:
+def _fp8(files: _StoredParts, given: Mapping[str, Any]) -> Iterable[StoredWeight]:
     block = given.get("weight_block_size")
     for base in files.named(".weight", (_FP8,)):
         scheme = {} if block is None else {"strategy": "block", "block_structure": block}
         yield _bytes_with_scales(files, base, scheme)
 
 
-def _bytes_with_scales(files: _Files, base: str, scheme: Mapping[str, Any]) -> StoredWeight:
+def _bytes_with_scales(files: _StoredParts, base: str, scheme: Mapping[str, Any]) -> StoredWeight:
     weight = files.get(f"{base}.weight", (_FP8, "I8"), 2)
     n, k = weight.shape
     suffix = "weight_scale_inv" if files.has(f"{base}.weight_scale_inv") else "weight_scale"
@@ -315,7 +315,7 @@ def _decode_bytes(one: StoredWeight, parts: _Parts, n: int) -> QuantizedWeight:
 # --- GPTQ and AWQ ---
 
 
-def _gptq(files: _Files, given: Mapping[str, Any]) -> Iterable[StoredWeight]:
+def _gptq(files: _StoredParts, given: Mapping[str, Any]) -> Iterable[StoredWeight]:
     form = str(given.get("checkpoint_format") or given.get("format") or "gptq")
     if form not in ("gptq", "gptq_v2"):
         raise files.refuse(f"{form!r:.40}")
@@ -345,7 +345,7 @@ def _gptq(files: _Files, given: Mapping[str, Any]) -> Iterable[StoredWeight]:
         )
 
 
-def _group_of(files: _Files, base: str, given: Mapping[str, Any], k: int, groups: int) -> int:
+def _group_of(files: _StoredParts, base: str, given: Mapping[str, Any], k: int, groups: int) -> int:
     """Weights of each of `groups` scales: as `given`, or, where a module has another number of them, equal parts."""
     group = int(given.get("group_size") or given.get("q_group_size") or -1)
     if groups == 1:
@@ -369,7 +369,7 @@ def _decode_gptq(one: StoredWeight, parts: _Parts, n: int, less: int = 0) -> Qua
     return _ordered(one, values, _by_columns(parts["scales"]), _by_columns(_signed(zeros, bits)), parts.get("g_idx"))
 
 
-def _awq(files: _Files, given: Mapping[str, Any]) -> Iterable[StoredWeight]:
+def _awq(files: _StoredParts, given: Mapping[str, Any]) -> Iterable[StoredWeight]:
     version = str(given.get("version") or "gemm").lower()
     if version != "gemm":
         raise files.refuse(f"{version!r:.40}")
@@ -404,7 +404,7 @@ def _decode_awq(one: StoredWeight, parts: _Parts, n: int) -> QuantizedWeight:
 # --- MXFP4 ---
 
 
-def _mxfp4(files: _Files) -> Iterable[StoredWeight]:
+def _mxfp4(files: _StoredParts) -> Iterable[StoredWeight]:
     for base in files.named("_blocks"):
         blocks, scales = files.get(f"{base}_blocks", ("U8",), 4), files.get(f"{base}_scales", ("U8",), 3)
         experts, n, groups, _ = blocks.shape
