@@ -86,9 +86,11 @@ class Visitor:
     def __init__(self, device: PrivateDevice, external: ExternalProcess, piece_bytes: int, piece_s: float) -> None:
         self.pieces = 0  # that the external process took
         self.refused = 0  # attempts at a piece that did not fit
+        self.worst_wait_s = 0.0  # for a piece that did not fit at once
         self._device, self._external = device, external
         self._piece_bytes, self._piece_s = piece_bytes, piece_s
         self._next_s = 0.0
+        self._waits_since: float | None = None
 
     def advance(self, at_s: float, wanted_bytes: int) -> None:
         """Take or return the next piece on the way to `wanted_bytes`, if it is time."""
@@ -98,11 +100,16 @@ class Visitor:
         self._next_s = at_s + self._piece_s
         if wanted_bytes < held:
             self._external.hold(max(wanted_bytes, held - self._piece_bytes))
+            self._waits_since = None
         elif self._device.free_bytes() >= (piece := min(self._piece_bytes, wanted_bytes - held)):
             self._external.hold(held + piece)
             self.pieces += 1
+            if self._waits_since is not None:
+                self.worst_wait_s = max(self.worst_wait_s, at_s - self._waits_since)
+            self._waits_since = None
         else:
             self.refused += 1  # what a driver would answer
+            self._waits_since = at_s if self._waits_since is None else self._waits_since
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +117,7 @@ class DemoDevice:
     """Engines and an external process on a device of their own, and the engine with room for all."""
 
     roomy: DemoEngine
-    engines: Sequence[DemoEngine]
+    engines: list[DemoEngine]
     external: ExternalProcess
     device: PrivateDevice
 
@@ -196,15 +203,19 @@ async def shared_device(kv_min: int, kv_max: int, contended: int, headroom: int)
         stack.push_async_callback(roomy.close)
         capacity = len(NAMES) * (roomy.stats["memory"]["base_bytes"] + kv_min) + contended + headroom
         device = stack.enter_context(PrivateDevice(capacity, headroom, external))
-        options = {
-            "device": "cpu", "max_seqs": 128, "max_step_tokens": 512, "idle_s": 0.5,
-            "kv_memory": {"min": kv_min, "max": kv_max},
-        }  # fmt: skip
         engines = []
         for name in NAMES:  # one after the other: a model that loads needs more for a moment
-            engines.append(await DemoEngine.start(name, options, device.environ | ONE_CORE))
+            engines.append(await DemoEngine.start(name, *engine_options(device, kv_min, kv_max)))
             stack.push_async_callback(engines[-1].close)
         yield DemoDevice(roomy, engines, external, device)
+
+
+def engine_options(device: PrivateDevice, kv_min: int, kv_max: int) -> tuple[dict[str, Any], dict[str, str]]:
+    """The arguments of `AsyncLLM` and the environment of an engine on `device`."""
+    options = {
+        "device": "cpu", "max_seqs": 128, "max_step_tokens": 512, "idle_s": 0.5, "kv_memory": {"min": kv_min, "max": kv_max},
+    }  # fmt: skip
+    return options, device.environ | ONE_CORE
 
 
 def run_shared(*, seed: int = 0, as_json: bool = False) -> int:
