@@ -348,8 +348,8 @@ def faults_of(name: str, outputs: Sequence[DemoOutput | None], right: Sequence[D
         elif ours.token_ids != theirs.token_ids:
             pairs = enumerate(zip(ours.token_ids, theirs.token_ids, strict=False))
             at = next((at for at, (one, other) in pairs if one != other), min(len(ours.token_ids), len(theirs.token_ids)))
-            one, other = (tokens[at : at + 1] or ["none"] for tokens in (ours.token_ids, theirs.token_ids))
-            found.append(f"{what}: token {at} is {one[0]}, undisturbed {other[0]}")
+            one, other = (str(ids[at]) if at < len(ids) else "none" for ids in (ours.token_ids, theirs.token_ids))
+            found.append(f"{what}: token {at} is {one}, undisturbed {other}")
     return found
 
 
