@@ -96,7 +96,7 @@ def _experts(
     converters: Mapping[str | None, WeightConverter],
     parts: Mapping[str, Mapping[str | None, list[str]]],
 ) -> dict[str, dict[str, _Sources]]:
-    """The experts all of whose weights can be packed: they are stored together as the module has them, or one by one."""
+    """The experts that can be packed: all their weights are quantized, stored together as the module has them or one by one."""
     found: dict[str, dict[str, _Sources]] = {}
     for path in dict.fromkeys(there.rpartition(".")[0] for there in parts):
         module = modules[path]
