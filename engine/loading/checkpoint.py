@@ -83,7 +83,8 @@ class Checkpoint:
         config = read_config(spec)
         tensors = weights.tensors() if weights.safetensors else ()
         stored: dict[str, StoredWeight] = {}
-        if (given := _take_quantization(spec, config, tensors)) is not None:
+        given = (take_quantization(config) or _separate_quantization(spec, tensors)) if tensors else None
+        if given is not None:
             files = cache(lambda: TensorFiles(weights.paths))
             stored, tensors = read_formats(given, tensors, spec.name, _spelled(config), lambda name: files()[name])
         generation_file = spec.path / "generation_config.json"
@@ -351,22 +352,27 @@ def _quantization_of(config: Any) -> Mapping[str, Any] | None:
     return None
 
 
-def _take_quantization(spec: ModelSpec, config: Any, tensors: tuple[StoredTensor, ...]) -> Mapping[str, Any] | None:
-    """What the configuration says of stored weights that are read here, taken out of it. Mutates `config`.
+def take_quantization(config: Any) -> Mapping[str, Any] | None:
+    """What the configuration says of quantized weights that are read here, taken out of it. Mutates `config`.
 
-    None if there are none; a quantizer of transformers may read them then. Some GPTQ checkpoints say it in a file of its own.
+    None if it says nothing, or names a method that a quantizer of transformers may read. Raises CheckpointError.
     """
-    given, file = _quantization_of(config), spec.path / "quantize_config.json"
-    if given is None and file.is_file() and any(one.name.endswith(".qweight") for one in tensors):
-        given = {"quant_method": "gptq", **read_json(file)}
-    method = None if given is None else given.get("quant_method")
-    if given is None or not tensors or method not in READ_METHODS:
+    given = _quantization_of(config)
+    if given is None or given.get("quant_method") not in READ_METHODS:
         return None
     for one in (config, config.get_text_config()):
         for name in ("quantization_config", "compression_config"):
             if hasattr(one, name):
                 delattr(one, name)
     return given
+
+
+def _separate_quantization(spec: ModelSpec, tensors: tuple[StoredTensor, ...]) -> Mapping[str, Any] | None:
+    """What some GPTQ checkpoints say of their weights in a file of its own."""
+    file = spec.path / "quantize_config.json"
+    if not file.is_file() or not any(one.name.endswith(".qweight") for one in tensors):
+        return None
+    return {"quant_method": "gptq", **read_json(file)}
 
 
 def _spelled(config: Any) -> str:

@@ -15,7 +15,7 @@ from ..attention.gathered import attends_by_itself, find_cached, may_attend_by_i
 from ..attention.states import find_layers, may_have_states
 from ..errors import UnsupportedModel
 from ..process.log_suppression import quiet_transformers
-from .checkpoint import Checkpoint, read_config
+from .checkpoint import Checkpoint, read_config, take_quantization
 from .models import ModelSpec
 from .text_model import config_of, remove_modules, whole_model
 from .weight_files import StoredTensor, WeightFiles
@@ -57,7 +57,9 @@ def outlined(spec: ModelSpec) -> Checkpoint:
 
     Raises what `Checkpoint.open` raises for a configuration.
     """
-    bare = Checkpoint(spec, read_config(spec), WeightFiles((), safetensors=True), (), {}).of_text()
+    config = read_config(spec)
+    take_quantization(config)
+    bare = Checkpoint(spec, config, WeightFiles((), safetensors=True), (), {}).of_text()
     model = meta_model(bare)
     kept = model.state_dict().keys()
     tensors = [*model.named_parameters(), *((name, one) for name, one in model.named_buffers() if name in kept)]

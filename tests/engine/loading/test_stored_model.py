@@ -22,6 +22,8 @@ from pagetide.engine.layers.packed_experts import PackedExperts
 from pagetide.engine.loading import stored_model, tensor_files
 from pagetide.engine.loading.loader import load_model
 from pagetide.engine.loading.mapped_files import MappedFiles
+from pagetide.engine.loading.meta_models import outlined
+from pagetide.engine.loading.models import ModelSpec
 
 CPU = torch.device("cpu")
 needs_native = pytest.mark.skipif(native.instructions() is None, reason="without native kernels nothing stays packed")
@@ -336,3 +338,10 @@ def test_tokens_of_engines(tmp_path: Path) -> None:
     check_tokens(tmp_path / "mxfp4", gpt_oss(tmp_path / "mxfp4"))
     plain_folder = made.checkpoint(tiny("qwen3"), tmp_path / "awq", AWQ, made.awq(16))
     check_tokens(tmp_path / "awq", plain_folder)
+
+
+def test_a_configuration_alone_counts_as_plain_weights(tmp_path: Path) -> None:
+    made.checkpoint(tiny("deepseek_v3", v_head_dim=12), tmp_path / "packed", of_gptq(), made.gptq(4, 8, True))
+    bare = outlined(ModelSpec("packed", tmp_path / "packed", "a test"))
+    assert not bare.quantized and bare.caches_latents
+    assert bare.weights_bytes(torch.float32) == opened(tmp_path / "packed").weights_bytes(torch.float32)
