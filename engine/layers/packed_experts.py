@@ -17,7 +17,7 @@ LAST = "down_proj"
 
 def is_plain_experts(module: nn.Module) -> bool:
     """Whether `module` computes as transformers' `use_experts_implementation` says."""
-    if "forward" in vars(module):
+    if "forward" in vars(module) or not hasattr(type(module).forward, "__wrapped__"):  # by the decorator of that name
         return False
     said = [getattr(module, name, None) for name in ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm")]
     return all(isinstance(one, bool) for one in said) and not said[-1] and hasattr(module, "_apply_gate")
