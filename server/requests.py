@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from ..api.sampling_params import SamplingParams
+from .answers import thinking_options
 from .errors import ApiError, invalid
 from .fields import FieldRefused, Role, ignored_fields
 from .keys import MOST_PRIORITY
@@ -373,8 +374,11 @@ class ChatRequest(_Sampling):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: Objects | None = None
 
+    reasoning_effort: Name | None = None
+    enable_thinking: bool | None = None
+    include_reasoning: bool = True
+
     # OpenAI's, without effect.
-    reasoning_effort: str | None = None
     verbosity: str | None = None
     modalities: Annotated[list[Literal["text"]], _FIRST] | None = None
     prediction: Any = None
@@ -391,7 +395,7 @@ class ChatRequest(_Sampling):
 
     def template(self) -> dict[str, Any]:
         """Options of the chat template. Raises ApiError."""
-        options = dict(self.chat_template_kwargs or {})
+        options = thinking_options(self.enable_thinking, self.reasoning_effort) | (self.chat_template_kwargs or {})
         if "chat_template" in options:
             raise invalid("a request cannot bring a chat template", "chat_template_kwargs")
         generation = self.add_generation_prompt and not self.continue_final_message

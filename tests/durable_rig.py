@@ -206,7 +206,7 @@ class FrontEnd(LocalServer):
 
     def __init__(self, queue: KeptRequests, deliver: Deliver = one_by_one, keys: ApiKeys | None = None) -> None:
         self.engine = DurableEngine(queue, deliver)
-        super().__init__(self._start, [ModelOptions("kept", "kept", tool_parser="hermes")], keys)
+        super().__init__(self._start, [ModelOptions("kept", "kept", response_format="hermes")], keys)
         self.client: httpx2.AsyncClient
 
     async def _start(self, reference: str, options: dict[str, Any], name: str) -> DurableEngine:
