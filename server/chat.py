@@ -7,7 +7,7 @@ from typing import Any
 
 from ..common.answer_memory import AnswerSize
 from .answers import CONSTRAINTS, AnswerReader, openai_delta, openai_message
-from .choices import finish_reason, json_encode, json_list, new_id, raw_list, running_usage, usage
+from .choices import error_event, finish_reason, json_encode, json_list, new_id, raw_list, running_usage, usage
 from .completions import prompt_logprob
 from .engine_client import Batch, Observer, answer_size
 from .errors import invalid
@@ -31,6 +31,7 @@ class ChatCompletion:
     """
 
     kind = "chatcmpl"  # the prefix of ids
+    failed = staticmethod(error_event)
 
     def __init__(
         self,
@@ -40,7 +41,8 @@ class ChatCompletion:
         observer: Observer | None = None,
         durable: DurableRequest | None = None,
     ) -> None:
-        engine, self._body = model.engine, body
+        self._engine = engine = model.engine
+        self._body = body
         response_id = new_id(self.kind) if durable is None else durable.base_id
         try:
             fields = body.model_dump(include=_OF_ANSWERS, exclude_none=True)
@@ -68,10 +70,19 @@ class ChatCompletion:
         """Sequences that run for this request."""
         return self.num_choices
 
+    async def count_prompt(self, tenant: str) -> int:
+        """The tokens of the prompt. Raises RequestFailed or EngineUnavailable."""
+        found = await self._engine.call("tokenize", messages=self._messages, template=self._template, tenant=tenant)
+        return len(found["tokens"])
+
+    @property
+    def _messages(self) -> list[dict[str, Any]]:
+        return [message.model_dump(exclude_unset=True) for message in self._body.messages]
+
     async def begin(self) -> None:
         """Send the conversation and wait until it is tokenized. Raises RequestFailed or EngineUnavailable."""
         self.batch.submit(
-            messages=[message.model_dump(exclude_unset=True) for message in self._body.messages],
+            messages=self._messages,
             template=self._template,
             params=self._params,
             priority=self._body.priority,

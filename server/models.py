@@ -102,6 +102,12 @@ class ModelRegistry:
             raise ApiError(404, message, param="model", code="model_not_found")
         return self._models[name]
 
+    def get_claude(self, name: str) -> ServedModel:
+        """As `get`. A name of Anthropic's that no model has means the first model."""
+        if name.startswith("claude-") and name not in self._models and self._models:
+            return next(iter(self._models.values()))
+        return self.get(name)
+
     def add(self, options: ModelOptions) -> ServedModel:
         """Begin to load a model in the background. Raises ApiError if its name is taken."""
         if options.name in self._models:

@@ -61,7 +61,9 @@ _API_NAMES = {
 }
 
 
-class _Body(BaseModel):
+class RequestBody(BaseModel):
+    """A body with fields that are not known beside those that are."""
+
     model_config = ConfigDict(extra="allow", strict=False, protected_namespaces=())
 
     def check_fields(self, ignores_unknown: bool) -> list[str]:
@@ -142,7 +144,7 @@ class StructuredOutputs(BaseModel):
         return {"json_schema": {"type": "object"} if self.json_ is None else self.json_}
 
 
-class _Accepted(_Body):
+class _Accepted(RequestBody):
     """OpenAI's fields without effect here."""
 
     user: str | None = None
@@ -405,7 +407,7 @@ class ChatRequest(_Sampling):
         return options
 
 
-class TokenizeRequest(_Body):
+class TokenizeRequest(RequestBody):
     """The body of `POST /tokenize`: `prompt`, or `messages`."""
 
     model: Name | None = None
@@ -418,14 +420,14 @@ class TokenizeRequest(_Body):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class DetokenizeRequest(_Body):
+class DetokenizeRequest(RequestBody):
     """The body of `POST /detokenize`."""
 
     model: Name | None = None
     tokens: TokenIds
 
 
-class LoadRequest(_Body):
+class LoadRequest(RequestBody):
     """The body of `POST /admin/models/load`: `options` are arguments of `LLM`."""
 
     model: Name
@@ -433,7 +435,7 @@ class LoadRequest(_Body):
     options: dict[str, Any] = {}
 
 
-class UnloadRequest(_Body):
+class UnloadRequest(RequestBody):
     """The body of `POST /admin/models/unload`."""
 
     name: Name
