@@ -198,7 +198,7 @@ def error_event(error: ApiError) -> bytes:
 
 
 class MessageCompletion(ChatCompletion):
-    """A chat whose response has Anthropic's form."""
+    """A chat with a response in Anthropic's form."""
 
     kind = "msg"
     failed = staticmethod(error_event)

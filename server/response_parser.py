@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
 from .response_templates import CallFormat, ResponseTemplate
-from .text_reader import JSON, PYTHON, Literals, Malformed, Reading, TextReader, read_value
+from .text_reader import JSON, PYTHON, Literals, MalformedText, Reading, TextReader, read_value
 
 _NAME = re.compile(r"[\w.:/-]*")
 _CALL_KEYS = ("name", "arguments", "parameters", "type", "function", "id")
@@ -160,7 +160,7 @@ class ResponseParser:
         self._reader.record()
         try:
             self._deliver(name, _dumped((yield from read_value(self._reader, JSON))), "")
-        except Malformed:
+        except MalformedText:
             self._fail("{")
         while (yield from self._reader.more()):
             self._reader.take(len(self._reader.text))
@@ -263,8 +263,8 @@ class ResponseParser:
         try:
             arguments = _dumped((yield from read_value(reader, self._form.notation)))
             if (yield from reader.next()) and not (yield from reader.sees(self._message_end)):
-                raise Malformed
-        except Malformed:
+                raise MalformedText
+        except MalformedText:
             self._fail("<|message|>")
         else:
             reader.recorded()
@@ -285,7 +285,7 @@ class ResponseParser:
                 yield from self._read_items(opener)
             else:
                 yield from self._read_list(is_bare=not opener)
-        except Malformed:
+        except MalformedText:
             self._fail(opener)
         else:
             self._reader.recorded()
@@ -311,7 +311,7 @@ class ResponseParser:
         return found is not None and found[1] in self._schemas
 
     def _read_items(self, opener: str) -> Reading[None]:
-        """Calls of which each has a mark of its own. Raises Malformed if there is none."""
+        """Calls of which each has a mark of its own. Raises MalformedText if there is none."""
         reader, count = self._reader, 0
         is_open = opener in self._form.item_open
         while True:
@@ -319,7 +319,7 @@ class ResponseParser:
                 yield from reader.space()
                 found = yield from reader.literal(self._item_or_close)
                 if not found and not count:
-                    raise Malformed
+                    raise MalformedText
                 if not found or found in self._form.close:
                     return
             call = yield from self._read_call()
@@ -329,7 +329,7 @@ class ResponseParser:
             is_open, count = False, count + 1
 
     def _read_list(self, is_bare: bool) -> Reading[None]:
-        """A call, a list of them, or several behind each other. Raises Malformed."""
+        """A call, a list of them, or several behind each other. Raises MalformedText."""
         reader, form = self._reader, self._form
         in_list = (yield from self._next_in_region()) == "["
         if in_list:
@@ -338,7 +338,7 @@ class ResponseParser:
             call = yield from self._read_call(is_bare)
             mark = yield from self._next_in_region()
             if in_list and mark not in (",", "]"):
-                raise Malformed
+                raise MalformedText
             if in_list:
                 reader.take(reader.at + 1)
             if (mark == "," and in_list) or (mark == "{" and not form.close):
@@ -350,7 +350,7 @@ class ResponseParser:
             yield from reader.space()
             closed = yield from reader.literal(self._close)
             if not closed and not is_bare and (self._is_cut or reader.at < len(reader.text)):
-                raise Malformed
+                raise MalformedText
         self._deliver(*call)
 
     def _next_in_region(self) -> Reading[str]:
@@ -358,18 +358,18 @@ class ResponseParser:
         return (yield from self._reader.peek())
 
     def _read_call(self, is_bare: bool = False) -> Reading[tuple[str, str, str]]:
-        """A call, with what ends it. Returns its name, arguments and id. Raises Malformed."""
+        """A call, with what ends it. Returns its name, arguments and id. Raises MalformedText."""
         reader, form = self._reader, self._form
         mark = yield from reader.next()
         if mark == "{" and form.content == "json":
             call = yield from read_value(reader, form.notation, _CALL_KEYS if is_bare else None)
             name, value = _name_and_arguments(call)
             if is_bare and name not in self._schemas:
-                raise Malformed
+                raise MalformedText
             return name, _dumped(value), ""
         found = re.fullmatch(form.name_pattern, (yield from reader.pattern(_NAME)))
         if found is None or (is_bare and found["name"] not in self._schemas):
-            raise Malformed
+            raise MalformedText
         name, call_id = found["name"], found.groupdict().get("id") or ""
         yield from reader.space()
         if form.name_end:
@@ -378,16 +378,16 @@ class ResponseParser:
                 call_id = yield from reader.pattern(_NAME)
                 end = yield from reader.literal(self._name_end)
             if not end:
-                raise Malformed
+                raise MalformedText
         if form.content == "xml":
             return name, (yield from self._read_parameters(name)), call_id
         if (yield from reader.next()) != ("(" if form.content == "python" else "{"):
-            raise Malformed
+            raise MalformedText
         value = yield from read_value(reader, PYTHON if form.content == "python" else form.notation)
         if form.item_close:
             yield from reader.space()
             if not (yield from reader.literal(self._item_close)) and (self._is_cut or reader.at < len(reader.text)):
-                raise Malformed
+                raise MalformedText
         return name, _dumped(value), call_id
 
     def _read_parameters(self, name: str) -> Reading[str]:
@@ -397,7 +397,7 @@ class ResponseParser:
         if form.head_end:
             head: list[str] = []
             if not (yield from reader.until(Literals([form.head_end]), head.append)):
-                raise Malformed
+                raise MalformedText
             if "".join(head).endswith("/"):
                 return "{}"
         values: dict[str, Any] = {}
@@ -410,9 +410,9 @@ class ResponseParser:
             key: list[str] = []
             attributes: list[str] = []
             if not (yield from reader.until(Literals([key_end]), key.append)):
-                raise Malformed
+                raise MalformedText
             if value_open and not (yield from reader.until(Literals([value_open]), attributes.append)):
-                raise Malformed
+                raise MalformedText
             named = "".join(key).strip()
             if form.escaped_keys:
                 named = html.unescape(named)
@@ -420,9 +420,9 @@ class ResponseParser:
             schema = properties.get(named)
             values[named] = _typed(text, schema, form.typed and (form.typed in "".join(attributes)))
         if form.item_close and not (yield from reader.literal(self._item_close)):
-            raise Malformed
+            raise MalformedText
         if not form.item_close and not (yield from reader.sees(self._close)) and reader.at < len(reader.text):
-            raise Malformed
+            raise MalformedText
         return _dumped(values)
 
     def _read_parameter(self, others: Collection[str]) -> Reading[str]:
@@ -436,7 +436,7 @@ class ResponseParser:
         while True:
             found = yield from reader.find(ends, parts.append)
             if not found:
-                raise Malformed
+                raise MalformedText
             if found != form.parameter[3]:  # the end of the call, without that of the parameter
                 break
             reader.take(reader.at + len(found))
@@ -456,32 +456,32 @@ class ResponseParser:
 
 
 def _name_and_arguments(call: Any) -> tuple[str, Any]:
-    """Those that an object says: `{"name": ..., "arguments": {...}}`, or with "parameters". Raises Malformed."""
+    """Those that an object says: `{"name": ..., "arguments": {...}}`, or with "parameters". Raises MalformedText."""
     if isinstance(call, dict) and isinstance(call.get("function"), dict):
         call = call["function"]
     name = call.get("name", call.get("function")) if isinstance(call, dict) else None
     if not isinstance(name, str) or not name:
-        raise Malformed
+        raise MalformedText
     given = [call[key] for key in ("arguments", "parameters") if key in call]
     if (not given and not call.keys() <= set(_CALL_KEYS)) or len(given) > 1:
-        raise Malformed
+        raise MalformedText
     value = {} if not given or given[0] is None else given[0]
     if isinstance(value, str):
         try:
             value = json.loads(value, parse_constant=int) if value.strip() else {}  # int raises for NaN
         except (ValueError, RecursionError):
-            raise Malformed from None
+            raise MalformedText from None
     return name, value
 
 
 def _dumped(value: Any) -> str:
-    """The JSON text of an object. Raises Malformed for another value."""
+    """The JSON text of an object. Raises MalformedText for another value."""
     if not isinstance(value, dict):
-        raise Malformed
+        raise MalformedText
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
-        raise Malformed from None
+        raise MalformedText from None
     try:
         text.encode()
     except UnicodeEncodeError:  # half of a surrogate pair

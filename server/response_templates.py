@@ -45,7 +45,7 @@ class CallFormat:
         parameter: Of "xml": texts before the key, behind it, before the value (if other text may stand between) and behind it.
         typed: Of "xml": how a parameter's attributes say that its value is a text. Without it the tool's schema says so.
         strips_lines: Of "xml": a line end before and behind a value is no part of it.
-        missing_ends: Of "xml": what ends a value whose own end is missing; it is not read.
+        missing_ends: Of "xml": what ends a value without an end of its own; it is not read.
         escaped_keys: Of "xml": keys are written as in HTML.
         is_bare: A call may begin an answer without `open`.
         separators: Between calls, beside white space.
@@ -196,7 +196,7 @@ def template_named(name: str) -> ResponseTemplate:
 def choose_template(chat_template: str | None, own: str = "") -> ResponseTemplate:
     """The template that a tokenizer brings, else that of what its chat template writes, else plain text.
 
-    Of several whose texts a chat template has, the one with the most.
+    Of several with their texts in a chat template, the one with the most.
 
     Args:
         own: The tokenizer's `response_template` as JSON; "" without one.
@@ -218,7 +218,7 @@ def _detected(text: str) -> ResponseTemplate | None:
 
 
 def _of_tokenizer(own: Mapping[str, Any]) -> ResponseTemplate | None:
-    """A template of transformers whose fields have fixed texts around them, and whose calls are JSON; None for another one."""
+    """A template of transformers with fixed texts around its fields and calls in JSON; None for another one."""
     fields = own.get("fields")
     found: dict[str, Any] = {}
     for name, field in fields.items() if isinstance(fields, Mapping) else ():

@@ -22,7 +22,7 @@ _PYTHON_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|\n|(.))",
 _PYTHON_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "a": "\a", "v": "\v"}
 
 
-class Malformed(Exception):
+class MalformedText(Exception):
     """The text is not in the notation that is read."""
 
 
@@ -191,7 +191,7 @@ def read_value(reader: TextReader, notation: Notation, keys: Collection[str] | N
     Args:
         keys: Those that an object may have which is the value itself; None: any.
 
-    Raises Malformed at the first character with which the text is no value, and at the end of a text before that of the value.
+    Raises MalformedText at the first character with which the text is no value, and at the end of a text before that of the value.
     """
     stack: list[tuple[Any, str]] = []  # the containers that are open, and what closes each
     open_keys: list[str] = []  # of the values that come next in those that are objects
@@ -200,7 +200,7 @@ def read_value(reader: TextReader, notation: Notation, keys: Collection[str] | N
         value: Any
         if mark and mark in ("{[(" if notation is PYTHON and not stack else "{["):
             if len(stack) == MOST_DEPTH:
-                raise Malformed
+                raise MalformedText
             reader.take(reader.at + 1)
             value, closer = [] if mark == "[" else {}, _CLOSERS[mark]
             stack.append((value, closer))
@@ -226,7 +226,7 @@ def read_value(reader: TextReader, notation: Notation, keys: Collection[str] | N
                 value, _ = stack.pop()
                 continue
             if mark != ",":
-                raise Malformed
+                raise MalformedText
             reader.take(reader.at + 1)
             if closer != "]":
                 yield from reader.next()
@@ -244,7 +244,7 @@ def _open_key(
     open_keys: list[str],
     allowed: Collection[str] | None,
 ) -> Reading[None]:
-    """Read a key and what stands behind it. Raises Malformed for a key that is there already."""
+    """Read a key and what stands behind it. Raises MalformedText for a key that is there already."""
     behind = ":"
     if closer == ")":
         key, behind = (yield from reader.pattern(_IDENTIFIER)), "="
@@ -253,16 +253,16 @@ def _open_key(
     elif notation.bare_keys:
         parts: list[str] = []
         if not (yield from reader.until(_COLON, parts.append)):
-            raise Malformed
+            raise MalformedText
         key, behind = "".join(parts).strip(), ""
     else:
-        raise Malformed
+        raise MalformedText
     if behind:
         if (yield from reader.next()) != behind:
-            raise Malformed
+            raise MalformedText
         reader.take(reader.at + 1)
     if key in container or not (key or closer == "}") or (allowed is not None and key not in allowed):
-        raise Malformed
+        raise MalformedText
     open_keys.append(key)
 
 
@@ -271,18 +271,18 @@ def _read_string(reader: TextReader, notation: Notation, quote: str) -> Reading[
     parts: list[str] = []
     if notation.escapes is None:
         if not (yield from reader.until(notation.quotes, parts.append)):
-            raise Malformed
+            raise MalformedText
         return "".join(parts)
     while True:
         parts.append((yield from reader.pattern(_IN_STRING[quote])))
         mark = yield from reader.peek()
         if not mark:
-            raise Malformed
+            raise MalformedText
         reader.take(reader.at + 1)
         if mark == quote:
             break
         if not (yield from reader.peek()):
-            raise Malformed
+            raise MalformedText
         parts.append(mark + reader.take(reader.at + 1))
     raw = "".join(parts)
     if notation.escapes == "python":
@@ -290,7 +290,7 @@ def _read_string(reader: TextReader, notation: Notation, quote: str) -> Reading[
     try:
         text: str = json.loads(f'"{raw}"', strict=False)  # models write line ends as they are
     except ValueError:
-        raise Malformed from None
+        raise MalformedText from None
     return text
 
 
@@ -304,7 +304,7 @@ def _unescaped(found: re.Match[str]) -> str:
 
 
 def _value_of(word: str, notation: Notation) -> Any:
-    """The value that a word or a number says. Raises Malformed."""
+    """The value that a word or a number says. Raises MalformedText."""
     if word in notation.words:
         return notation.words[word]
     found = _NUMBER.fullmatch(word)
@@ -313,5 +313,5 @@ def _value_of(word: str, notation: Notation) -> Any:
     except ValueError:  # of too many digits
         value = None
     if value is None or not math.isfinite(value):
-        raise Malformed
+        raise MalformedText
     return value

@@ -32,7 +32,7 @@ BLOCKS = [
 
 
 def front_end(*texts: str, reason: Any = "stop", prompt_end: str = "", **options: Any) -> FrontEnd:
-    """A server whose model says these texts."""
+    """A server with a model that says these texts."""
     server = FrontEnd(KeptRequests(texts or SCRIPT, reason, prompt_end), **options)
     server.engine.is_durable = False
     return server
