@@ -32,6 +32,7 @@ from .guard import CorsHeaders, CorsQuestions, Guard, GuardRules, RequestContext
 from .keys import ApiKey, ApiKeys
 from .metrics import CONTENT_TYPE, Metrics
 from .models import ModelRegistry, ServedModel
+from .openai_responses import ResponseCompletion, ResponsesRequest
 from .page import PageEndpoints
 from .requests import (
     MOST_DRAIN_S,
@@ -206,6 +207,16 @@ def _add_generation(app: FastAPI, server: Server) -> None:
         durable = await _durable(model.engine, "chatcmpl", request, body)
         work = ChatCompletion(model, body, salt, server.metrics.of(model), durable)
         return await _run(server, request, model, work, body, durable)
+
+    @app.post("/v1/responses")
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        """OpenAI's responses, without a state."""
+        server.check_fields(body)
+        chat = body.as_chat()
+        model, key = server.models.get(body.model), RequestContext.of(request.scope).key
+        work = ResponseCompletion(model, chat, server.cache_salt(body.cache_salt, key), server.metrics.of(model))
+        work.custom_tools = body.custom_tools
+        return await _run(server, request, model, work, chat, None)
 
     @app.post("/v1/messages")
     async def messages(body: MessagesRequest, request: Request) -> Response:

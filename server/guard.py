@@ -39,7 +39,7 @@ ADMIN_PATHS = ("/admin/", "/sleep", "/wake_up")
 COOKIE_PATHS = ("/page/", "/v1/")  # where the page's cookie counts as its key
 KEYLESS_PATHS = ("/page/info", "/page/session")  # a key is looked for, and not needed
 HEAD_PATHS = ("/health", "/ready", "/version", "/metrics", "/load", "/page/info", "/v1/models")  # that answer HEAD
-GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
+GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
 CONVERTING_PATHS = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")  # take no place, and count for their key
 # The status of a request whose client left before there was one, as nginx has it
 LEFT = 499

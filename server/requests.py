@@ -359,6 +359,20 @@ class NamedTool(BaseModel):
     function: NamedFunction
 
 
+class AllowedTools(BaseModel):
+    """Those of the tools that may be called, or of which one must be."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], _FIRST]
+
+
+class AllowedChoice(BaseModel):
+    """A `tool_choice` that allows some of the tools. The prompt shows all of them."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 class ChatRequest(_Sampling):
     """The body of `POST /v1/chat/completions`."""
 
@@ -368,7 +382,7 @@ class ChatRequest(_Sampling):
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], _FIRST] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None = None
     parallel_tool_calls: bool | None = None
 
     add_generation_prompt: bool = True
@@ -480,7 +494,7 @@ def _bias(given: dict[str, float] | None) -> dict[int, float] | None:
 _UNIONS = {
     "prompt": "a text, token ids (from 0 to 2,147,483,647), or a list of them",
     "stop": "a text, or a list of texts",
-    "tool_choice": '"none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
+    "tool_choice": '"none", "auto", "required", {"type": "function", "function": {"name": ...}} or "allowed_tools"',
     "early_stopping": 'true, false or "never"',
     "content": "a text, or a list of parts",
     "arguments": "an object, or its text",

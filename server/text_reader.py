@@ -191,7 +191,7 @@ def read_value(reader: TextReader, notation: Notation, keys: Collection[str] | N
     Args:
         keys: Those that an object may have which is the value itself; None: any.
 
-    Raises MalformedText at the first character with which the text is no value, and at the end of a text before that of the value.
+    Raises MalformedText at the first character with which the text is no value, and where the text ends before the value.
     """
     stack: list[tuple[Any, str]] = []  # the containers that are open, and what closes each
     open_keys: list[str] = []  # of the values that come next in those that are objects

@@ -48,6 +48,12 @@ class ToolChoice:
         names = [tool["function"]["name"] for tool in self._tools]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ToolsInvalid(f"each tool needs a name of its own, tools has two functions {twice[0]!r}", "tools")
+        self._allowed = names
+        if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+            self._allowed = [tool["function"]["name"] for tool in choice["allowed_tools"]["tools"]]
+            choice = choice["allowed_tools"]["mode"]
+            if unknown := [name for name in self._allowed if name not in names] or ([] if self._allowed else ["none"]):
+                raise ToolsInvalid(f"tool_choice allows {unknown[0]!r}, tools has {', '.join(names)}", "tool_choice")
         self.named: str | None = choice["function"]["name"] if isinstance(choice, Mapping) else None
         if self.named is not None and self.named not in names:
             raise ToolsInvalid(f"tool_choice names {self.named!r}, tools has {', '.join(names)}", "tool_choice")
@@ -61,7 +67,12 @@ class ToolChoice:
         may_call = choice != "none" and not answers
         self.schemas: dict[str, dict[str, Any]] | None = None
         if may_call:
-            self.schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self._tools}
+            self.schemas = {tool["name"]: tool.get("parameters") or {} for tool in self._callable}
+
+    @property
+    def _callable(self) -> list[dict[str, Any]]:
+        """The functions that may be called."""
+        return [tool["function"] for tool in self._tools if tool["function"]["name"] in self._allowed]
 
     def params(self) -> dict[str, Any]:
         """The constraint as arguments of `SamplingParams`. Raises ToolsInvalid for parameters that are no object."""
@@ -82,8 +93,8 @@ class ToolChoice:
         Each function's parameters have an `$id`, so that references within them mean what they mean by themselves.
         """
         items, taken = [], dict[str, str]()
-        for number, tool in enumerate(self._tools):
-            given = _parameters(tool["function"])
+        for number, function in enumerate(self._callable):
+            given = _parameters(function)
             own = given.get("$id", "")
             if not isinstance(own, str):
                 raise ToolsInvalid(f"the $id of a tool's parameters must be a text, got {own!r:.80}", "tools")
@@ -99,7 +110,7 @@ class ToolChoice:
             items.append(
                 {
                     "type": "object",
-                    "properties": {"name": {"const": tool["function"]["name"]}, "parameters": parameters},
+                    "properties": {"name": {"const": function["name"]}, "parameters": parameters},
                     "required": ["name", "parameters"],
                     "additionalProperties": False,
                 }

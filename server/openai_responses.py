@@ -1,0 +1,312 @@
+"""`POST /v1/responses`: OpenAI's responses without a state on the server, as an adapter on chats."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncIterator, Iterator
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
+
+from .answers import CallPart
+from .chat import ChatCompletion
+from .choices import finish_reason, json_encode, new_id
+from .errors import ApiError, invalid
+from .requests import ChatRequest, Name, Objects, RequestBody, from_validation
+from .response_parser import Part
+
+log = logging.getLogger(__name__)
+
+_STATELESS = "responses are not kept: send the whole conversation in `input`"
+_CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"], "additionalProperties": False}
+_OUTPUTS = ("function_call_output", "custom_tool_call_output")
+
+
+class ResponsesRequest(RequestBody):
+    """The body of `POST /v1/responses`."""
+
+    model: Name | None = None
+    input: str | Annotated[Objects, Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    stream: bool | None = False
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: Objects | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    background: bool | None = None
+    prompt: Any = None
+    priority: int = 0
+    cache_salt: Name | None = None
+
+    # Without effect here
+    client_metadata: Any = None
+    context_management: Any = None
+    include: Any = None
+    max_tool_calls: Any = None
+    moderation: Any = None
+    prompt_cache_options: Any = None
+    stream_options: Any = None
+    top_logprobs: Any = None
+    truncation: Any = None
+
+    @property
+    def custom_tools(self) -> frozenset[str]:
+        """The names of tools that take a text."""
+        return frozenset(str(tool.get("name")) for tool in self.tools or () if tool.get("type") == "custom")
+
+    def as_chat(self) -> ChatRequest:
+        """The same request as a chat. Raises ApiError."""
+        for name in ("previous_response_id", "conversation", "prompt", "background"):
+            if getattr(self, name):
+                raise invalid(f"{name} is not served: {_STATELESS}", name)
+        messages = _messages(self.input)
+        if self.instructions:
+            messages.insert(0, {"role": "system", "content": self.instructions})
+        names = ("model", "stream", "temperature", "top_p", "priority", "cache_salt")
+        fields: dict[str, Any] = {name: getattr(self, name) for name in names}
+        fields |= {"messages": messages, "max_tokens": self.max_output_tokens, **self._tools()}
+        if (effort := (self.reasoning or {}).get("effort")) is not None:
+            fields["reasoning_effort"] = effort
+        form = (self.text or {}).get("format")
+        if isinstance(form, dict) and form.get("type") == "json_schema":
+            form = {"type": "json_schema", "json_schema": {"name": form.get("name", "response"), "schema": form.get("schema")}}
+        fields["response_format"] = form
+        try:
+            return ChatRequest.model_validate(fields)
+        except ValidationError as error:
+            raise from_validation(list(error.errors(include_url=False, include_input=False))) from None
+
+    def _tools(self) -> dict[str, Any]:
+        """OpenAI's fields of the tools of a chat."""
+        tools = []
+        for tool in self.tools or ():
+            kind, description = tool.get("type"), tool.get("description") or ""
+            if kind == "custom":
+                form = tool.get("format")
+                if isinstance(form, dict) and isinstance(form.get("definition"), str):
+                    description += f"\n\nThe input has this grammar:\n{form['definition']}"
+            elif kind != "function":
+                log.warning("the tool of type %s is ignored: this server runs none", str(kind)[:80])
+                continue
+            parameters = _CUSTOM if kind == "custom" else tool.get("parameters")
+            tools.append(_function(tool) | {"function": {**_function(tool)["function"], "description": description.strip()}})
+            if parameters is not None:
+                tools[-1]["function"]["parameters"] = parameters
+        if not tools:
+            return {}
+        choice: Any = self.tool_choice
+        if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+            allowed = [_function(tool) for tool in choice.get("tools", ()) if isinstance(tool, dict) and "name" in tool]
+            choice = {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode", "auto"), "tools": allowed}}
+        elif isinstance(choice, dict):
+            choice = _function(choice) if choice.get("type") in ("function", "custom") else "auto"
+        return {"tools": tools, "tool_choice": choice, "parallel_tool_calls": self.parallel_tool_calls}
+
+
+def _function(tool: dict[str, Any]) -> dict[str, Any]:
+    """A function's name in the form of chats."""
+    return {"type": "function", "function": {"name": tool.get("name")}}
+
+
+def _messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The items of an input as messages of a chat: those of one turn of the assistant are one. Raises ApiError."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    messages: list[dict[str, Any]] = []
+
+    def turn() -> dict[str, Any]:
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant"})
+        return messages[-1]
+
+    for item in given:
+        kind = item.get("type", "message")
+        if kind == "message" and item.get("role") == "assistant":
+            own = turn()
+            if "content" in own or "tool_calls" in own:
+                messages.append(own := {"role": "assistant"})
+            own["content"] = item.get("content")
+        elif kind == "message":
+            messages.append({"role": item.get("role"), "content": item.get("content")})
+        elif kind == "reasoning":
+            parts = [*(item.get("content") or ()), *(item.get("summary") or ())]
+            texts = [str(part.get("text", "")) for part in parts if isinstance(part, dict)]
+            if texts:
+                turn()["reasoning_content"] = "\n".join(texts)
+        elif kind in ("function_call", "custom_tool_call"):
+            arguments = item.get("arguments") if kind == "function_call" else {"input": item.get("input", "")}
+            call = {"name": item.get("name"), "arguments": arguments}
+            turn().setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": call})
+        elif kind in _OUTPUTS:
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
+        elif str(kind).endswith(("_call", "_call_output")):
+            log.warning("the item of type %s is ignored: this server runs no such tool", str(kind)[:80])
+        else:
+            raise invalid(f"an item of type {kind!r:.80} in `input` is not supported; {_STATELESS}", "input")
+    if not messages:
+        raise invalid("`input` has no message", "input")
+    return messages
+
+
+class ResponseCompletion(ChatCompletion):
+    """A chat with a response in the form of OpenAI's responses."""
+
+    kind = "resp"
+    custom_tools: frozenset[str] = frozenset()
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        """The whole response as JSON. Raises RequestFailed, EngineUnavailable or ApiError."""
+        (((piece,), _),) = await self.batch.take()
+        reason = finish_reason(piece)
+        self._answers.count_tokens(0, piece.token_ids)
+        output = _Output(self.custom_tools)
+        for part in self._answers.stream(0, piece.text, ends=True, is_cut=reason == "length"):
+            list(output.add(part))
+        list(output.close())
+        yield json_encode(self._response(output.items, reason))
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The server-sent events of the response. Raises as `parts`."""
+        output, reason = _Output(self.custom_tools), None
+        for kind in ("response.created", "response.in_progress"):
+            yield output.event(kind, response=self._response([], None))
+        while new := await self.batch.read():
+            for piece in (piece for _, pieces in new for piece in pieces):
+                reason = finish_reason(piece)
+                self._answers.count_tokens(0, piece.token_ids)
+                for part in self._answers.stream(0, piece.text, reason is not None, is_cut=reason == "length"):
+                    for data in output.add(part):
+                        yield data
+        for data in output.close():
+            yield data
+        kind = "response.incomplete" if reason == "length" else "response.completed"
+        yield output.event(kind, response=self._response(output.items, reason))
+
+    def failed(self, error: ApiError) -> bytes:
+        """The event of an error that ends a stream."""
+        response = self._response([], None) | {"status": "failed", "error": {"code": "server_error", "message": error.message}}
+        return _Output(self.custom_tools).event("response.failed", response=response)
+
+    def _response(self, output: list[dict[str, Any]], reason: str | None) -> dict[str, Any]:
+        """The response so far; with a reason it has ended."""
+        body = self._body
+        status = {None: "in_progress", "length": "incomplete"}.get(reason, "completed")
+        return {
+            "id": self._head["id"],
+            "object": "response",
+            "created_at": self._head["created"],
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if reason == "length" else None,
+            "instructions": None,
+            "max_output_tokens": body.max_tokens,
+            "model": self._head["model"],
+            "output": output,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": body.temperature,
+            "tool_choice": "auto",
+            "tools": [],
+            "top_p": body.top_p,
+            "usage": None if reason is None else self._tokens(),
+        }
+
+    def _tokens(self) -> dict[str, Any]:
+        found = self._usage()
+        return {
+            "input_tokens": found["prompt_tokens"],
+            "input_tokens_details": {**found["prompt_tokens_details"], "cache_write_tokens": 0},
+            "output_tokens": found["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": self._answers.num_reasoning_tokens or 0},
+            "total_tokens": found["total_tokens"],
+        }
+
+
+class _Output:
+    """The items of a response as they come, and their events."""
+
+    def __init__(self, custom_tools: frozenset[str]) -> None:
+        self.items: list[dict[str, Any]] = []
+        self._custom_tools = custom_tools
+        self._open = ""  # the type of the item that is open: "message" or "reasoning"
+        self._number = 0
+
+    def event(self, kind: str, **fields: Any) -> bytes:
+        """An event, with the next number."""
+        body = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return b"event: " + kind.encode() + b"\ndata: " + json_encode(body) + b"\n\n"
+
+    def add(self, part: Part | CallPart) -> Iterator[bytes]:
+        """The events of a part of the answer."""
+        if isinstance(part, CallPart):
+            yield from self.close()
+            yield from self._add_call(part)
+            return
+        kind = "message" if part.kind == "content" else "reasoning"
+        if self._open != kind:
+            yield from self.close()
+            self._open = kind
+            item: dict[str, Any] = {"id": new_id("msg" if kind == "message" else "rs"), "type": kind, "status": "in_progress"}
+            item |= {"role": "assistant", "content": []} if kind == "message" else {"summary": [], "content": []}
+            yield from self._add_item(item)
+            item["content"].append(
+                {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+                if kind == "message"
+                else {"type": "reasoning_text", "text": ""}
+            )
+            yield self._of_content("content_part.added", part=item["content"][0])
+        self.items[-1]["content"][0]["text"] += part.text
+        yield self._of_content(f"{self._text_kind}.delta", delta=part.text, **self._logprobs)
+
+    def close(self) -> Iterator[bytes]:
+        """The events that end an item with text."""
+        if not self._open:
+            return
+        item = self.items[-1]
+        yield self._of_content(f"{self._text_kind}.done", text=item["content"][0]["text"], **self._logprobs)
+        yield self._of_content("content_part.done", part=item["content"][0])
+        self._open = ""
+        yield from self._end_item()
+
+    def _add_call(self, call: CallPart) -> Iterator[bytes]:
+        head = {"status": "in_progress", "call_id": call.call_id, "name": call.name}
+        if call.name in self._custom_tools:
+            key, kind, text = "input", "custom_tool_call", json.loads(call.arguments).get("input", "")
+            text, events = text if isinstance(text, str) else call.arguments, "custom_tool_call_input"
+        else:
+            key, kind, text, events = "arguments", "function_call", call.arguments, "function_call_arguments"
+        yield from self._add_item({"id": new_id("fc"), "type": kind, **head, key: ""})
+        place = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+        yield self.event(f"response.{events}.delta", **place, delta=text)
+        yield self.event(f"response.{events}.done", **place, **{key: text})
+        self.items[-1][key] = text
+        yield from self._end_item()
+
+    def _add_item(self, item: dict[str, Any]) -> Iterator[bytes]:
+        self.items.append(item)
+        yield self.event("response.output_item.added", output_index=len(self.items) - 1, item=item)
+
+    def _end_item(self) -> Iterator[bytes]:
+        self.items[-1]["status"] = "completed"
+        yield self.event("response.output_item.done", output_index=len(self.items) - 1, item=self.items[-1])
+
+    @property
+    def _text_kind(self) -> str:
+        return "output_text" if self._open == "message" else "reasoning_text"
+
+    @property
+    def _logprobs(self) -> dict[str, Any]:
+        return {"logprobs": []} if self._open == "message" else {}
+
+    def _of_content(self, kind: str, **fields: Any) -> bytes:
+        place = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, "content_index": 0}
+        return self.event(f"response.{kind}", **place, **fields)
