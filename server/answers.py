@@ -15,23 +15,13 @@ from .tool_choice import ToolChoice
 CONSTRAINTS = ("response_format", "structured_outputs")
 
 
-@dataclass(frozen=True, slots=True)
-class CallPart:
-    """A tool call of an answer. `arguments` is the JSON text of an object, `index` its number among the calls."""
-
-    index: int
-    call_id: str
-    name: str
-    arguments: str
-
-
 @dataclass(slots=True)
 class Answer:
     """A whole answer."""
 
     content: str = ""
     reasoning: str = ""
-    calls: list[CallPart] = field(default_factory=list)
+    calls: list[Part] = field(default_factory=list)
 
 
 class AnswerReader:
@@ -93,7 +83,7 @@ class AnswerReader:
         """The whole text of a choice. `is_cut`: it ended at the limit of its tokens."""
         answer = Answer()
         for part in self.stream(index, text, ends=True, is_cut=is_cut):
-            if isinstance(part, CallPart):
+            if part.kind == "call":
                 answer.calls.append(part)
             elif part.kind == "content":
                 answer.content += part.text
@@ -101,7 +91,7 @@ class AnswerReader:
                 answer.reasoning += part.text
         return answer
 
-    def stream(self, index: int, text: str, ends: bool, is_cut: bool = False) -> list[Part | CallPart]:
+    def stream(self, index: int, text: str, ends: bool, is_cut: bool = False) -> list[Part]:
         """What new text of a choice adds: at most one part of content or reasoning between two of others."""
         if index not in self._parsers:
             self._parsers[index] = self._parser()
@@ -135,19 +125,19 @@ class AnswerReader:
         choice = self._choice
         return ResponseParser(self._template, choice.schemas, self._hidden, self.prompt_end, choice.named)
 
-    def _parts(self, index: int, parts: list[Part]) -> Iterable[Part | CallPart]:
+    def _parts(self, index: int, parts: list[Part]) -> Iterable[Part]:
         for kind, group in groupby(parts, key=lambda part: part.kind):
             if kind == "call":
                 yield from (self._call(index, part) for part in group)
             elif (kind == "content" and not self._choice.is_required) or (kind == "reasoning" and self._shows_reasoning):
                 yield Part(kind, "".join(part.text for part in group))
 
-    def _call(self, index: int, part: Part) -> CallPart:
+    def _call(self, index: int, part: Part) -> Part:
         number = self._num_calls[index] = self._num_calls.get(index, 0) + 1
         digest = hashlib.sha256(f"{self._response_id}/{index}/{number - 1}".encode()).hexdigest()
         size = None if self._template.calls is None else self._template.calls.id_length
         call_id = part.call_id or (f"call_{digest[:24]}" if size is None else digest[:size])
-        return CallPart(number - 1, call_id, part.name, part.text)
+        return part._replace(call_id=call_id, number=number - 1)
 
 
 def thinking_options(enable_thinking: bool | None, reasoning_effort: str | None) -> dict[str, Any]:
@@ -158,9 +148,9 @@ def thinking_options(enable_thinking: bool | None, reasoning_effort: str | None)
     return options if enable_thinking is None else options | {"enable_thinking": enable_thinking, "thinking": enable_thinking}
 
 
-def openai_call(call: CallPart) -> dict[str, Any]:
+def openai_call(call: Part) -> dict[str, Any]:
     """OpenAI's form of a call in a message."""
-    return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.text}}
 
 
 def openai_message(answer: Answer) -> dict[str, Any]:
@@ -171,8 +161,8 @@ def openai_message(answer: Answer) -> dict[str, Any]:
     return message | ({"tool_calls": [openai_call(call) for call in answer.calls]} if answer.calls else {})
 
 
-def openai_delta(part: Part | CallPart) -> dict[str, Any]:
+def openai_delta(part: Part) -> dict[str, Any]:
     """OpenAI's form of a part of an answer that is streamed."""
-    if isinstance(part, CallPart):
-        return {"tool_calls": [{"index": part.index, **openai_call(part)}]}
+    if part.kind == "call":
+        return {"tool_calls": [{"index": part.number, **openai_call(part)}]}
     return {"content": part.text} if part.kind == "content" else {"reasoning_content": part.text, "reasoning": part.text}

@@ -9,9 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from .answers import CallPart
 from .chat import ChatCompletion
-from .choices import finish_reason, json_encode
+from .choices import json_encode
 from .errors import ApiError, invalid
 from .requests import ChatRequest, Name, Objects, RequestBody, Texts, from_validation
 from .response_parser import Part
@@ -21,10 +20,9 @@ log = logging.getLogger(__name__)
 # Claude Code's first block of the system prompt. It has a hash that changes with each turn, and would end all equal prefixes.
 BILLING_BLOCK = "x-anthropic-billing-header:"
 SIGNATURE = "pagetide"  # of thinking: clients send it back, and drop thinking without one
-STOP_TOKENS = 512  # at the end of an output, among which the stop sequence is looked for
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 _EMPTY: dict[str, dict[str, Any]] = {
-    "tool_use": {"input": {}}, "text": {"text": ""}, "thinking": {"thinking": "", "signature": ""},
+    "call": {"input": {}}, "content": {"text": ""}, "reasoning": {"thinking": "", "signature": ""},
 }  # fmt: skip
 _BLOCKS = '"text", "tool_use", "tool_result" and "thinking"'
 
@@ -69,15 +67,6 @@ class CountRequest(RequestBody):
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: dict[str, Any] | None = None
-
-    # Without effect here
-    cache_control: Any = None
-    container: Any = None
-    context_management: Any = None
-    diagnostics: Any = None
-    inference_geo: Any = None
-    mcp_servers: Any = None
-    speed: Any = None
 
     def chat(self, **others: Any) -> ChatRequest:
         """The same request as a chat. Raises ApiError."""
@@ -205,44 +194,26 @@ class MessageCompletion(ChatCompletion):
 
     async def parts(self) -> AsyncIterator[bytes]:
         """The whole response as JSON. Raises RequestFailed, EngineUnavailable or ApiError."""
-        (((piece,), _),) = await self.batch.take()
-        reason = finish_reason(piece)
-        self._answers.count_tokens(0, piece.token_ids)
-        blocks: list[dict[str, Any]] = []
-        for part in self._answers.stream(0, piece.text, ends=True, is_cut=reason == "length"):
-            block = _block(part)
-            last = blocks[-1] if blocks else {}
-            if not isinstance(part, CallPart) and last.get("type") == block["type"]:
-                key = "text" if part.kind == "content" else "thinking"
-                last[key] += block[key]
-            else:
-                blocks.append(block)
-        shown = [block for block in blocks if block.get("text", "x").strip()]
-        stop = await self._stop(reason, piece.token_ids)
-        yield json_encode(self._message(shown) | stop | {"usage": self._tokens()})
+        parts = [part async for part in self._one_answer()]
+        blocks = [_block(part) for part in parts if part.kind == "call" or part.text.strip()]
+        yield json_encode(self._message(blocks) | await self._stop() | {"usage": self._tokens()})
 
     async def events(self) -> AsyncIterator[bytes]:
         """The server-sent events of the response. Raises as `parts`."""
         start = self._message([]) | {"stop_reason": None, "stop_sequence": None, "usage": self._tokens() | {"output_tokens": 0}}
         yield _event("message_start", message=start)
-        kind, index, reason = "", -1, None
-        ids: list[int] = []
-        while new := await self.batch.read():
-            for piece in (piece for _, pieces in new for piece in pieces):
-                reason = finish_reason(piece)
-                ids = (ids + piece.token_ids)[-STOP_TOKENS:]
-                self._answers.count_tokens(0, piece.token_ids)
-                for part in self._answers.stream(0, piece.text, reason is not None, is_cut=reason == "length"):
-                    block = _block(part)
-                    if kind != block["type"] or isinstance(part, CallPart):
-                        for data in _block_end(kind, index):
-                            yield data
-                        kind, index = block["type"], index + 1
-                        yield _event("content_block_start", index=index, content_block=block | _EMPTY[kind])
-                    yield _event("content_block_delta", index=index, delta=_delta(part))
+        kind, index = "", -1
+        async for part in self._one_answer():
+            if kind != part.kind or kind == "call":
+                for data in _block_end(kind, index):
+                    yield data
+                kind, index = part.kind, index + 1
+                block = _block(part)
+                yield _event("content_block_start", index=index, content_block=block | _EMPTY[kind])
+            yield _event("content_block_delta", index=index, delta=_delta(part))
         for data in _block_end(kind, index):
             yield data
-        yield _event("message_delta", delta=await self._stop(reason, ids), usage=self._tokens())
+        yield _event("message_delta", delta=await self._stop(), usage=self._tokens())
         yield _event("message_stop")
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
@@ -261,13 +232,13 @@ class MessageCompletion(ChatCompletion):
             "output_tokens": generation.num_generated,
         } | ({} if count is None else {"output_tokens_details": {"thinking_tokens": count}})
 
-    async def _stop(self, reason: str | None, token_ids: list[int]) -> dict[str, Any]:
+    async def _stop(self) -> dict[str, Any]:
         """Why the answer ended. The output's text ends before a stop sequence, which only its tokens have."""
-        stops = self._params.get("stop") or ()
+        stops, reason = self._params.get("stop") or (), self._reason
         if reason == "stop" and self._answers.has_calls(0):
             return {"stop_reason": "tool_use", "stop_sequence": None}
         if reason == "stop" and stops:
-            tail = await self._engine.call("detokenize", tenant=self.batch.tenant, tokens=token_ids[-STOP_TOKENS:])
+            tail = await self._engine.call("detokenize", tenant=self.batch.tenant, tokens=self._last_ids)
             found = [(tail.rfind(stop), stop) for stop in stops if stop in tail]
             if found:
                 return {"stop_reason": "stop_sequence", "stop_sequence": min(found)[1]}
@@ -276,19 +247,19 @@ class MessageCompletion(ChatCompletion):
         return {"stop_reason": _STOP_REASONS[reason or "stop"], "stop_sequence": None}
 
 
-def _block(part: Part | CallPart) -> dict[str, Any]:
+def _block(part: Part) -> dict[str, Any]:
     """A part of an answer as a content block."""
-    if isinstance(part, CallPart):
-        return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": json.loads(part.arguments)}
+    if part.kind == "call":
+        return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": json.loads(part.text)}
     if part.kind == "content":
         return {"type": "text", "text": part.text}
     return {"type": "thinking", "thinking": part.text, "signature": SIGNATURE}
 
 
-def _delta(part: Part | CallPart) -> dict[str, Any]:
+def _delta(part: Part) -> dict[str, Any]:
     """What a part adds to its block."""
-    if isinstance(part, CallPart):
-        return {"type": "input_json_delta", "partial_json": part.arguments}
+    if part.kind == "call":
+        return {"type": "input_json_delta", "partial_json": part.text}
     if part.kind == "content":
         return {"type": "text_delta", "text": part.text}
     return {"type": "thinking_delta", "thinking": part.text}
@@ -296,7 +267,7 @@ def _delta(part: Part | CallPart) -> dict[str, Any]:
 
 def _block_end(kind: str, index: int) -> Iterator[bytes]:
     """The events behind the last delta of a block; none without a block."""
-    if kind == "thinking":
+    if kind == "reasoning":
         yield _event("content_block_delta", index=index, delta={"type": "signature_delta", "signature": SIGNATURE})
     if kind:
         yield _event("content_block_stop", index=index)

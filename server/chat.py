@@ -14,9 +14,11 @@ from .errors import invalid
 from .messages import Piece, Score, token_text
 from .models import ServedModel
 from .requests import ChatRequest
+from .response_parser import Part
 from .resume import DurableRequest, StreamPosition
 from .tool_choice import ToolsInvalid
 
+LAST_TOKENS = 512  # of an output, among which a stop sequence is looked for
 _OF_ANSWERS = {"tools", "tool_choice", "parallel_tool_calls", *CONSTRAINTS, "skip_special_tokens", "include_reasoning"}
 
 
@@ -58,6 +60,8 @@ class ChatCompletion:
         self._durable = durable
         self._position = StreamPosition(durable, self.num_choices, joins=self._answers.is_plain)
         self._cache_salt = cache_salt
+        self._reason: str | None = None
+        self._last_ids: list[int] = []
         self.batch = Batch(engine, observer)
 
     @property
@@ -154,6 +158,26 @@ class ChatCompletion:
         end_usage = {**head, "choices": [], "usage": self._usage()} if asks_usage else None
         for data in position.last(end_usage):
             yield data
+
+    async def _one_answer(self) -> AsyncIterator[Part]:
+        """The parts of the only choice, as they come if it is streamed. `_reason` says then why it ended, and `_last_ids` has
+        its last tokens. Raises RequestFailed, EngineUnavailable or ApiError.
+        """
+        async for piece in self._pieces():
+            self._reason = finish_reason(piece)
+            self._last_ids = (self._last_ids + piece.token_ids)[-LAST_TOKENS:]
+            self._answers.count_tokens(0, piece.token_ids)
+            for part in self._answers.stream(0, piece.text, self._reason is not None, is_cut=self._reason == "length"):
+                yield part
+
+    async def _pieces(self) -> AsyncIterator[Piece]:
+        if not self._streams:
+            (((piece,), _),) = await self.batch.take()
+            yield piece
+            return
+        while new := await self.batch.read():
+            for piece in (piece for _, pieces in new for piece in pieces):
+                yield piece
 
     def _usage(self) -> dict[str, Any]:
         """OpenAI's `usage`."""

@@ -9,9 +9,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from .answers import CallPart
 from .chat import ChatCompletion
-from .choices import finish_reason, json_encode, new_id
+from .choices import json_encode, new_id
 from .errors import ApiError, invalid
 from .requests import ChatRequest, Name, Objects, RequestBody, from_validation
 from .response_parser import Part
@@ -45,16 +44,8 @@ class ResponsesRequest(RequestBody):
     priority: int = 0
     cache_salt: Name | None = None
 
-    # Without effect here
-    client_metadata: Any = None
-    context_management: Any = None
-    include: Any = None
-    max_tool_calls: Any = None
-    moderation: Any = None
-    prompt_cache_options: Any = None
-    stream_options: Any = None
+    stream_options: Any = None  # without effect, as is the next one
     top_logprobs: Any = None
-    truncation: Any = None
 
     @property
     def custom_tools(self) -> frozenset[str]:
@@ -163,71 +154,50 @@ class ResponseCompletion(ChatCompletion):
 
     async def parts(self) -> AsyncIterator[bytes]:
         """The whole response as JSON. Raises RequestFailed, EngineUnavailable or ApiError."""
-        (((piece,), _),) = await self.batch.take()
-        reason = finish_reason(piece)
-        self._answers.count_tokens(0, piece.token_ids)
         output = _Output(self.custom_tools)
-        for part in self._answers.stream(0, piece.text, ends=True, is_cut=reason == "length"):
+        async for part in self._one_answer():
             list(output.add(part))
         list(output.close())
-        yield json_encode(self._response(output.items, reason))
+        yield json_encode(self._response(output.items))
 
     async def events(self) -> AsyncIterator[bytes]:
         """The server-sent events of the response. Raises as `parts`."""
-        output, reason = _Output(self.custom_tools), None
+        output = _Output(self.custom_tools)
         for kind in ("response.created", "response.in_progress"):
-            yield output.event(kind, response=self._response([], None))
-        while new := await self.batch.read():
-            for piece in (piece for _, pieces in new for piece in pieces):
-                reason = finish_reason(piece)
-                self._answers.count_tokens(0, piece.token_ids)
-                for part in self._answers.stream(0, piece.text, reason is not None, is_cut=reason == "length"):
-                    for data in output.add(part):
-                        yield data
+            yield output.event(kind, response=self._response([]))
+        async for part in self._one_answer():
+            for data in output.add(part):
+                yield data
         for data in output.close():
             yield data
-        kind = "response.incomplete" if reason == "length" else "response.completed"
-        yield output.event(kind, response=self._response(output.items, reason))
+        kind = "response.incomplete" if self._reason == "length" else "response.completed"
+        yield output.event(kind, response=self._response(output.items))
 
     def failed(self, error: ApiError) -> bytes:
         """The event of an error that ends a stream."""
-        response = self._response([], None) | {"status": "failed", "error": {"code": "server_error", "message": error.message}}
+        response = self._response([]) | {"status": "failed", "error": {"code": "server_error", "message": error.message}}
         return _Output(self.custom_tools).event("response.failed", response=response)
 
-    def _response(self, output: list[dict[str, Any]], reason: str | None) -> dict[str, Any]:
+    def _response(self, output: list[dict[str, Any]]) -> dict[str, Any]:
         """The response so far; with a reason it has ended."""
-        body = self._body
+        body, reason = self._body, self._reason
         status = {None: "in_progress", "length": "incomplete"}.get(reason, "completed")
         return {
-            "id": self._head["id"],
-            "object": "response",
-            "created_at": self._head["created"],
-            "status": status,
-            "error": None,
+            "id": self._head["id"], "object": "response", "created_at": self._head["created"], "model": self._head["model"],
+            "status": status, "error": None, "instructions": None, "previous_response_id": None, "store": False,
             "incomplete_details": {"reason": "max_output_tokens"} if reason == "length" else None,
-            "instructions": None,
-            "max_output_tokens": body.max_tokens,
-            "model": self._head["model"],
-            "output": output,
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
-            "store": False,
-            "temperature": body.temperature,
-            "tool_choice": "auto",
-            "tools": [],
-            "top_p": body.top_p,
-            "usage": None if reason is None else self._tokens(),
-        }
+            "output": output, "usage": None if reason is None else self._tokens(), "max_output_tokens": body.max_tokens,
+            "parallel_tool_calls": body.parallel_tool_calls is not False, "tool_choice": "auto", "tools": [],
+            "temperature": body.temperature, "top_p": body.top_p,
+        }  # fmt: skip
 
     def _tokens(self) -> dict[str, Any]:
-        found = self._usage()
+        found, reasoning = self._usage(), self._answers.num_reasoning_tokens or 0
         return {
-            "input_tokens": found["prompt_tokens"],
+            "input_tokens": found["prompt_tokens"], "output_tokens": found["completion_tokens"],
             "input_tokens_details": {**found["prompt_tokens_details"], "cache_write_tokens": 0},
-            "output_tokens": found["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self._answers.num_reasoning_tokens or 0},
-            "total_tokens": found["total_tokens"],
-        }
+            "output_tokens_details": {"reasoning_tokens": reasoning}, "total_tokens": found["total_tokens"],
+        }  # fmt: skip
 
 
 class _Output:
@@ -245,9 +215,9 @@ class _Output:
         self._number += 1
         return b"event: " + kind.encode() + b"\ndata: " + json_encode(body) + b"\n\n"
 
-    def add(self, part: Part | CallPart) -> Iterator[bytes]:
+    def add(self, part: Part) -> Iterator[bytes]:
         """The events of a part of the answer."""
-        if isinstance(part, CallPart):
+        if part.kind == "call":
             yield from self.close()
             yield from self._add_call(part)
             return
@@ -277,13 +247,13 @@ class _Output:
         self._open = ""
         yield from self._end_item()
 
-    def _add_call(self, call: CallPart) -> Iterator[bytes]:
+    def _add_call(self, call: Part) -> Iterator[bytes]:
         head = {"status": "in_progress", "call_id": call.call_id, "name": call.name}
         if call.name in self._custom_tools:
-            key, kind, text = "input", "custom_tool_call", json.loads(call.arguments).get("input", "")
-            text, events = text if isinstance(text, str) else call.arguments, "custom_tool_call_input"
+            key, kind, text = "input", "custom_tool_call", json.loads(call.text).get("input", "")
+            text, events = text if isinstance(text, str) else call.text, "custom_tool_call_input"
         else:
-            key, kind, text, events = "arguments", "function_call", call.arguments, "function_call_arguments"
+            key, kind, text, events = "arguments", "function_call", call.text, "function_call_arguments"
         yield from self._add_item({"id": new_id("fc"), "type": kind, **head, key: ""})
         place = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
         yield self.event(f"response.{events}.delta", **place, delta=text)

@@ -22,12 +22,17 @@ _BEGUN_CALL = re.compile(r"""\[?\s*(?:\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"n
 
 
 class Part(NamedTuple):
-    """A part of an answer. A call is whole: `name` is its function's, `text` the JSON of its arguments, which are an object."""
+    """A part of an answer.
+
+    A call is whole: `name` is its function's, `text` the JSON of its arguments, which are an object. The parser gives it an id
+    only if the model wrote one; `AnswerReader` gives each an id, and its number among the calls.
+    """
 
     kind: Literal["content", "reasoning", "call"]
     text: str
     name: str = ""
-    call_id: str = ""  # if the model wrote one
+    call_id: str = ""
+    number: int = 0
 
 
 class ResponseParser:
@@ -57,7 +62,7 @@ class ResponseParser:
         self._schemas = schemas or {}
         self._reader = TextReader()
         self._parts: list[Part] = []
-        self._is_cut = False
+        self._is_cut = self._is_reasoning = False
         # Of the content
         self._has_content = False
         self._at_region = False  # no content since the last region
@@ -82,24 +87,15 @@ class ResponseParser:
             if form.content == "xml":
                 self._parameter_open = Literals(form.parameter[:1])
                 self._parameter_ends = Literals({form.parameter[3], *form.missing_ends})
-                self._parameter_follows = Literals(
-                    {form.parameter[0], *form.item_close, *(() if form.item_close else form.close)}
-                )
+                self._parameter_follows = Literals({form.parameter[0], *(form.item_close or form.close)})
             self._separators = re.compile(rf"[\s{re.escape(form.separators)}]*")
         self._header_marks = Literals({*template.header_close, *template.header_end, *template.header_open})
         self._message_end = Literals({*template.header_end, *template.header_open})
         self._message_close = Literals(template.header_end)
         self._text_end = Literals([*template.header_end[:1], *template.header_open[:1]])
-        self._begins_amid_reasoning = template.opens_reasoning(prompt_end)
-        self._run = self._answer() if named is None else self._read_arguments(named)
+        begins_amid_reasoning = template.opens_reasoning(prompt_end)
+        self._run = self._answer(begins_amid_reasoning) if named is None else self._read_arguments(named)
         next(self._run)
-
-    @property
-    def in_reasoning(self) -> bool:
-        """Whether the text so far ends amid reasoning."""
-        return self._is_reasoning
-
-    _is_reasoning = False
 
     def feed(self, text: str) -> list[Part]:
         """The parts that more text completes."""
@@ -124,9 +120,9 @@ class ResponseParser:
 
     # -- the answer --------------------------------------------------------------------------------------------------
 
-    def _answer(self) -> Reading[None]:
+    def _answer(self, begins_amid_reasoning: bool) -> Reading[None]:
         reader = self._reader
-        if self._begins_amid_reasoning:
+        if begins_amid_reasoning:
             yield from self._read_reasoning()
         elif self._header_opens and (yield from reader.sees(_REST_OF_HEADER)):
             yield from self._read_header("")
@@ -161,7 +157,7 @@ class ResponseParser:
         try:
             self._deliver(name, _dumped((yield from read_value(self._reader, JSON))), "")
         except MalformedText:
-            self._fail("{")
+            self._give_content("" if self._is_cut else self._reader.recorded())
         while (yield from self._reader.more()):
             self._reader.take(len(self._reader.text))
 
@@ -231,7 +227,7 @@ class ResponseParser:
         while True:
             parts: list[str] = []
             found = yield from reader.until(self._header_marks, parts.append)
-            if found in self._template.header_close and found:
+            if found in self._template.header_close:
                 yield from self._read_message(header + "".join(parts))
                 return
             if found in self._header_opens and found not in header and found != "<|start|>":
@@ -322,9 +318,7 @@ class ResponseParser:
                     raise MalformedText
                 if not found or found in self._form.close:
                     return
-            call = yield from self._read_call()
-            if call is not None:
-                self._deliver(*call)
+            self._deliver(*(yield from self._read_call()))
             reader.record()
             is_open, count = False, count + 1
 

@@ -79,7 +79,7 @@ def test_fields_of_other_servers_that_change_nothing_are_logged_once(caplog: pyt
 PARTS = "give a text, or a list of parts"
 PROMPTS = "give a text, token ids (from 0 to 2,147,483,647), or a list of them"
 WRONG: list[tuple[Any, dict[str, Any], str, str]] = [
-    (ChatRequest, {"tool_choice": "zzz"}, "tool_choice", 'give "none", "auto", "required" or {'),
+    (ChatRequest, {"tool_choice": "zzz"}, "tool_choice", 'give "none", "auto", "required", {'),
     (ChatRequest, {"tool_choice": {"type": "function"}}, "tool_choice", 'give "none"'),
     (ChatRequest, {"messages": [{"role": "user", "content": 5}]}, "messages.0.content", PARTS),
     (ChatRequest, {"messages": [{"role": "user", "content": [1] * 99}]}, "messages.0.content", PARTS),

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagetide.server.answers import AnswerReader, CallPart
+from pagetide.server.answers import AnswerReader
 from pagetide.server.response_parser import Part, ResponseParser
 from pagetide.server.response_templates import PLAIN_TEMPLATE, TemplateInvalid, choose_template, template_named, templates
 
@@ -347,7 +347,7 @@ def test_ids_of_calls_are_those_that_the_format_takes() -> None:
     (part,) = AnswerReader(tools, template_named("kimi-k2")).stream(
         0, "<|tool_call_begin|>functions.surface:3<|tool_call_argument_begin|>{}<|tool_call_end|>", ends=True
     )
-    assert isinstance(part, CallPart) and (part.call_id, part.name) == ("functions.surface:3", "surface")
+    assert (part.call_id, part.name) == ("functions.surface:3", "surface")
 
 
 def test_tokens_of_reasoning_are_counted_by_their_marks() -> None:

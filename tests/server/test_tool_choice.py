@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pagetide.engine.sampling.json_schemas import readable
-from pagetide.server.answers import Answer, AnswerReader, CallPart
+from pagetide.server.answers import Answer, AnswerReader
 from pagetide.server.tool_choice import ToolsInvalid
 
 DIVING = {"type": "object", "properties": {"depth": {"$ref": "#/$defs/Depth"}}, "$defs": {"Depth": {"type": "integer"}}}
@@ -23,7 +23,7 @@ def reader_of(choice: Any = "auto", **fields: Any) -> AnswerReader:
 
 
 def calls_in(answer: Answer) -> list[tuple[str, str]]:
-    return [(call.name, call.arguments) for call in answer.calls]
+    return [(call.name, call.text) for call in answer.calls]
 
 
 def test_a_required_call_that_is_cut_off_leaves_no_content() -> None:
@@ -91,7 +91,7 @@ def test_a_named_function_takes_the_text_as_its_arguments() -> None:
     assert reader.params()["json_schema"]["properties"] == DIVING["properties"]
     assert reader.stream(0, '{"depth"', ends=False) == []
     (call,) = reader.stream(0, ":4} ", ends=True)
-    assert isinstance(call, CallPart) and (call.name, call.arguments) == ("dive", '{"depth": 4}')
+    assert (call.name, call.text) == ("dive", '{"depth": 4}')
     cut = reader_of(named).read(0, '{"depth": 4', is_cut=True)
     assert (cut.content, cut.calls) == ("", [])
 
