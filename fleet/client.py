@@ -270,7 +270,7 @@ class FleetClient:
         # A call to leave it may have been under way: the next read says that it is followed
         if generation.is_attached:
             self._says_positions = True
-        end = prompt_end(self.preparer.tokenizer, known.prompt_token_ids)
+        end = prompt_end(getattr(self.preparer, "tokenizer", None), known.prompt_token_ids)
         generation.take(Accepted(generation.number, known.prompt_token_ids, known.max_new_tokens, end))
         self._take(followed, self._received.get(answer.number, []))
 
