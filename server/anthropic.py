@@ -51,12 +51,6 @@ class AnthropicToolChoice(RequestBody):
     disable_parallel_tool_use: bool = False
 
 
-class Thinking(RequestBody):
-    """Whether the model reasons before it answers. Its budget is not held."""
-
-    type: str
-
-
 class CountRequest(RequestBody):
     """The body of `POST /v1/messages/count_tokens`."""
 
@@ -65,7 +59,7 @@ class CountRequest(RequestBody):
     system: str | Objects | None = None
     tools: Annotated[list[AnthropicTool], Field(fail_fast=True)] | None = None
     tool_choice: AnthropicToolChoice | None = None
-    thinking: Thinking | None = None
+    thinking: dict[str, Any] | None = None  # its budget is not held
     output_config: dict[str, Any] | None = None
 
     def chat(self, **others: Any) -> ChatRequest:
@@ -80,7 +74,7 @@ class CountRequest(RequestBody):
         if messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
             fields |= {"add_generation_prompt": False, "continue_final_message": True}
         if self.thinking is not None:
-            fields["enable_thinking"] = self.thinking.type != "disabled"
+            fields["enable_thinking"] = self.thinking.get("type") != "disabled"
         config = self.output_config or {}
         if config.get("effort") is not None:
             fields["reasoning_effort"] = str(config["effort"])

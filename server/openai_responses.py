@@ -154,7 +154,7 @@ class ResponseCompletion(ChatCompletion):
 
     async def parts(self) -> AsyncIterator[bytes]:
         """The whole response as JSON. Raises RequestFailed, EngineUnavailable or ApiError."""
-        output = _Output(self.custom_tools)
+        output = ResponseItems(self.custom_tools)
         async for part in self._one_answer():
             list(output.add(part))
         list(output.close())
@@ -162,7 +162,7 @@ class ResponseCompletion(ChatCompletion):
 
     async def events(self) -> AsyncIterator[bytes]:
         """The server-sent events of the response. Raises as `parts`."""
-        output = _Output(self.custom_tools)
+        output = ResponseItems(self.custom_tools)
         for kind in ("response.created", "response.in_progress"):
             yield output.event(kind, response=self._response([]))
         async for part in self._one_answer():
@@ -176,7 +176,7 @@ class ResponseCompletion(ChatCompletion):
     def failed(self, error: ApiError) -> bytes:
         """The event of an error that ends a stream."""
         response = self._response([]) | {"status": "failed", "error": {"code": "server_error", "message": error.message}}
-        return _Output(self.custom_tools).event("response.failed", response=response)
+        return ResponseItems(self.custom_tools).event("response.failed", response=response)
 
     def _response(self, output: list[dict[str, Any]]) -> dict[str, Any]:
         """The response so far; with a reason it has ended."""
@@ -200,13 +200,13 @@ class ResponseCompletion(ChatCompletion):
         }  # fmt: skip
 
 
-class _Output:
+class ResponseItems:
     """The items of a response as they come, and their events."""
 
     def __init__(self, custom_tools: frozenset[str]) -> None:
         self.items: list[dict[str, Any]] = []
         self._custom_tools = custom_tools
-        self._open = ""  # the type of the item that is open: "message" or "reasoning"
+        self._open = ""  # the kind of the text of the item that is open: "output_text" or "reasoning_text"
         self._number = 0
 
     def event(self, kind: str, **fields: Any) -> bytes:
@@ -221,28 +221,28 @@ class _Output:
             yield from self.close()
             yield from self._add_call(part)
             return
-        kind = "message" if part.kind == "content" else "reasoning"
+        kind = "output_text" if part.kind == "content" else "reasoning_text"
+        content: dict[str, Any] = {"type": kind, "text": ""}
         if self._open != kind:
             yield from self.close()
             self._open = kind
-            item: dict[str, Any] = {"id": new_id("msg" if kind == "message" else "rs"), "type": kind, "status": "in_progress"}
-            item |= {"role": "assistant", "content": []} if kind == "message" else {"summary": [], "content": []}
-            yield from self._add_item(item)
-            item["content"].append(
-                {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-                if kind == "message"
-                else {"type": "reasoning_text", "text": ""}
-            )
-            yield self._of_content("content_part.added", part=item["content"][0])
+            if kind == "output_text":
+                item: dict[str, Any] = {"id": new_id("msg"), "type": "message", "role": "assistant"}
+                content |= {"annotations": [], "logprobs": []}
+            else:
+                item = {"id": new_id("rs"), "type": "reasoning", "summary": []}
+            yield from self._add_item(item | {"status": "in_progress", "content": []})
+            self.items[-1]["content"].append(content)
+            yield self._of_content("content_part.added", part=content)
         self.items[-1]["content"][0]["text"] += part.text
-        yield self._of_content(f"{self._text_kind}.delta", delta=part.text, **self._logprobs)
+        yield self._of_content(f"{kind}.delta", delta=part.text, logprobs=[])
 
     def close(self) -> Iterator[bytes]:
         """The events that end an item with text."""
         if not self._open:
             return
         item = self.items[-1]
-        yield self._of_content(f"{self._text_kind}.done", text=item["content"][0]["text"], **self._logprobs)
+        yield self._of_content(f"{self._open}.done", text=item["content"][0]["text"], logprobs=[])
         yield self._of_content("content_part.done", part=item["content"][0])
         self._open = ""
         yield from self._end_item()
@@ -268,14 +268,6 @@ class _Output:
     def _end_item(self) -> Iterator[bytes]:
         self.items[-1]["status"] = "completed"
         yield self.event("response.output_item.done", output_index=len(self.items) - 1, item=self.items[-1])
-
-    @property
-    def _text_kind(self) -> str:
-        return "output_text" if self._open == "message" else "reasoning_text"
-
-    @property
-    def _logprobs(self) -> dict[str, Any]:
-        return {"logprobs": []} if self._open == "message" else {}
 
     def _of_content(self, kind: str, **fields: Any) -> bytes:
         place = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, "content_index": 0}

@@ -21,7 +21,7 @@ TEMPLATES = {
     "gpt-oss": "gpt-oss", "V3-0324": "deepseek-v3", "V3.1": "deepseek-v3.1", "V3.2": "deepseek-v3.2", "V4-Flash": "deepseek-v4",
     "V4.1-Flash": "deepseek-v4.1", "K3": "kimi-k3", "kimi": "kimi-k2", "Llama-4": "llama4", "llama": "llama3",
 }  # fmt: skip
-WITHOUT_SPECIAL_MARKS = ("qwen3-hermes", "qwen3-xml", "glm")  # whose marks are ordinary added tokens
+WITHOUT_SPECIAL_MARKS = ("qwen3-hermes", "qwen3-xml", "glm")  # their marks are ordinary added tokens
 MISSES = {
     "glm/glm47-missing-last-close-arg-value", "gpt-oss/llamacpp-builtin-python-recipient",
     "kimi/k2i-vllm-noise-between-markers",
