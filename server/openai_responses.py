@@ -78,7 +78,7 @@ class ResponsesRequest(RequestBody):
         """OpenAI's fields of the tools of a chat."""
         tools = []
         for tool in self.tools or ():
-            kind, description = tool.get("type"), tool.get("description") or ""
+            kind, description = tool.get("type"), str(tool.get("description") or "")
             if kind == "custom":
                 form = tool.get("format")
                 if isinstance(form, dict) and isinstance(form.get("definition"), str):
@@ -94,11 +94,16 @@ class ResponsesRequest(RequestBody):
             return {}
         choice: Any = self.tool_choice
         if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-            allowed = [_function(tool) for tool in choice.get("tools", ()) if isinstance(tool, dict) and "name" in tool]
+            allowed = [_function(tool) for tool in _dicts(choice.get("tools")) if "name" in tool]
             choice = {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode", "auto"), "tools": allowed}}
         elif isinstance(choice, dict):
             choice = _function(choice) if choice.get("type") in ("function", "custom") else "auto"
         return {"tools": tools, "tool_choice": choice, "parallel_tool_calls": self.parallel_tool_calls}
+
+
+def _dicts(given: Any) -> list[dict[str, Any]]:
+    """The objects in a list; none of another value."""
+    return [one for one in given if isinstance(one, dict)] if isinstance(given, list) else []
 
 
 def _function(tool: dict[str, Any]) -> dict[str, Any]:
@@ -127,8 +132,7 @@ def _messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
         elif kind == "message":
             messages.append({"role": item.get("role"), "content": item.get("content")})
         elif kind == "reasoning":
-            parts = [*(item.get("content") or ()), *(item.get("summary") or ())]
-            texts = [str(part.get("text", "")) for part in parts if isinstance(part, dict)]
+            texts = [str(part.get("text", "")) for part in _dicts(item.get("content")) + _dicts(item.get("summary"))]
             if texts:
                 turn()["reasoning_content"] = "\n".join(texts)
         elif kind in ("function_call", "custom_tool_call"):

@@ -488,7 +488,7 @@ def _types(schema: Any) -> set[str]:
     if not isinstance(schema, dict):
         return set()
     named = schema.get("type", [])
-    found = {named} if isinstance(named, str) else {each for each in named if isinstance(each, str)}
+    found = {each for each in (named if isinstance(named, list) else [named]) if isinstance(each, str)}
     for union in ("anyOf", "oneOf", "allOf"):
         options = schema.get(union)
         for option in options if isinstance(options, list) else ():

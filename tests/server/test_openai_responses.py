@@ -95,6 +95,14 @@ def test_what_needs_a_state_is_refused() -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "an item of type 'item_reference'"),
         ({"tool_choice": "some"}, "tool_choice"),
         ({"input": [{"role": "robot", "content": "x"}]}, "role"),
+        (
+            {
+                "tool_choice": {"type": "allowed_tools", "tools": None},
+                "tools": [{"type": "custom", "name": 1, "description": 2}],
+            },
+            "name",
+        ),
+        ({"input": [{"type": "reasoning", "content": 5, "summary": "x"}]}, "has no message"),
     ):
         with pytest.raises(ApiError, match=said):
             ResponsesRequest(**BODY | fields).as_chat()

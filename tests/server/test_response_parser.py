@@ -18,7 +18,14 @@ from pagetide.server.answers import AnswerReader
 from pagetide.server.response_parser import Part, ResponseParser
 from pagetide.server.response_templates import PLAIN_TEMPLATE, TemplateInvalid, choose_template, template_named, templates
 
-DIVE = {"properties": {"depth": {"type": "integer"}, "note": {"type": "string"}, "deep": {"type": "boolean"}}}
+DIVE: dict[str, Any] = {
+    "properties": {
+        "odd": {"type": 5, "anyOf": 5, "enum": 5},
+        "depth": {"type": "integer"},
+        "note": {"type": "string"},
+        "deep": {"type": "boolean"},
+    }
+}
 SCHEMAS: dict[str, dict[str, Any]] = {"dive": DIVE, "surface": {}}
 
 
