@@ -289,7 +289,7 @@ class ResponseParser:
     def _begins_bare(self) -> Reading[bool]:
         """Whether a call may begin here, without a mark."""
         mark = yield from self._reader.peek()
-        return bool(mark) and mark in ("[" if self._form.content == "python" else "{[")
+        return bool(mark) and mark in "{["
 
     def _fail(self, opener: str) -> None:
         """What was read of a region is no call: it is content, unless the answer was cut off amid it."""
@@ -355,7 +355,7 @@ class ResponseParser:
         """A call, with what ends it. Returns its name, arguments and id. Raises MalformedText."""
         reader, form = self._reader, self._form
         mark = yield from reader.next()
-        if mark == "{" and form.content == "json":
+        if mark == "{" and form.content != "xml":
             call = yield from read_value(reader, form.notation, _CALL_KEYS if is_bare else None)
             name, value = _name_and_arguments(call)
             if is_bare and name not in self._schemas:

@@ -7,6 +7,7 @@ them, and how their content is written.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from .text_reader import GEMMA, JSON, Notation
 
 PLAIN = "plain"  # the name of no format: all text is content
 FOLDER = Path(__file__).parent.parent / "configs" / "response_templates"
+log = logging.getLogger(__name__)
+
 _REASONING = ("reasoning_content", "reasoning", "thinking")  # names of the field in tokenizers' own templates
 
 
@@ -35,7 +38,7 @@ class CallFormat:
 
     Attributes:
         content: "json": an object with a name and arguments, or a name and an object of arguments. "xml": a name and
-            parameters. "python": a list of calls.
+            parameters. "python": a list of calls in Python's notation, or in JSON.
         open, close: Texts around a region. Without `close` it ends behind its last call.
         item_open, item_close: Around each call of a region. `item_open` may open a region too.
         name_end: Behind the name. Missing: the name ends with the first character that no name has.
@@ -202,8 +205,12 @@ def choose_template(chat_template: str | None, own: str = "") -> ResponseTemplat
         own: The tokenizer's `response_template` as JSON; "" without one.
     """
     if own:
-        found = _of_tokenizer(json.loads(own)) or _detected(own.replace("\\", ""))  # of patterns
-        if found is not None:
+        try:
+            found = _of_tokenizer(json.loads(own))
+        except (AttributeError, TypeError, TemplateInvalid) as error:
+            log.warning("the tokenizer's response template cannot be followed: %s", error)
+            found = None
+        if found := found or _detected(own.replace("\\", "")):  # of patterns
             return found
     return _detected(chat_template or "") or PLAIN_TEMPLATE
 

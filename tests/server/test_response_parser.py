@@ -170,6 +170,9 @@ CASES: list[tuple[str, str, Said]] = [
     ("llama4", "[dive(depth=1, note='it\\'s', deep=True), surface()]",
      Said("", "", [("dive", {"depth": 1, "note": "it's", "deep": True}), ("surface", {})])),
     ("llama4", "<|python_start|>[dive(note=\"a\")]<|python_end|>", Said("", "", [("dive", {"note": "a"})])),
+    ("llama4", '{"name": "dive", "parameters": {}}', Said("", "", [("dive", {})])),
+    ("lfm2", '<|tool_call_start|>[{"name": "dive", "arguments": {}}, {"name": "surface"}]<|tool_call_end|>',
+     Said("", "", [("dive", {}), ("surface", {})])),
     ("gemma3", "```tool_code\n[dive(depth=1)]\n```", Said("", "", [("dive", {"depth": 1})])),
     ("mistral", '[{"name": "dive", "arguments": {"depth": 1}}]', Said("", "", [("dive", {"depth": 1})])),
     ("mistral", '[TOOL_CALLS] [{"name": "dive", "arguments": "{\\"depth\\": 1}"}]', Said("", "", [("dive", {"depth": 1})])),
@@ -329,6 +332,7 @@ def test_the_format_follows_the_tokenizer_and_its_chat_template() -> None:
         ("<tool_call>{name}<arg_key>k</arg_key><arg_value>", "glm4"), ("[TOOL_CALLS]", "mistral"), ("plain", "plain"),
         ("<｜tool▁call▁begin｜>function<｜tool▁sep｜> ```json", "deepseek-v3"), ("<｜tool▁call▁begin｜><｜tool▁sep｜>",
         "deepseek-v3.1"),
+        ("<|header_start|> Environment: ipython <|python_start|>", "llama4"),
         ("<|start|>assistant<|channel|>final<|message|>", "gpt-oss"), ("{{ '</think>' }}", "think"),
     ):  # fmt: skip
         assert choose_template(source).name == name
@@ -342,6 +346,13 @@ def test_the_format_follows_the_tokenizer_and_its_chat_template() -> None:
     )
     gemma = {"fields": {"tool_calls": {"open_pattern": r"<\|tool_call>call:(?P<name>\w+)", "content_args": {"x": 1}}}}
     assert choose_template("", json.dumps(gemma)).name == "gemma4"
+    for odd in (
+        {"fields": {"thinking": 5}},
+        {"fields": [1]},
+        {"fields": {"tool_calls": {"transform": [1], "open": "<x>"}}},
+        {},
+    ):
+        assert choose_template("{{ '<tool_call>' }}", json.dumps(odd)).name == "hermes"
     with pytest.raises(TemplateInvalid, match="it is one of deepseek-v3, "):
         template_named("xml")
 
