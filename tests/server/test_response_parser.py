@@ -384,3 +384,15 @@ def test_reasoning_can_be_left_out() -> None:
     text = "<think>Hm.</think>Hi"
     answer = AnswerReader({"include_reasoning": False}, template_named("hermes")).read(0, text)
     assert (answer.content, answer.reasoning) == ("Hi", "")
+
+
+def test_marks_that_are_special_tokens_are_kept_for_the_parser_and_are_no_content() -> None:
+    special, template = ("<s>", "[TOOL_CALLS]", "[ARGS]"), template_named("mistral")
+    reader = AnswerReader({}, template, special_tokens=special)
+    assert reader.params() == {"kept_special_tokens": ["[TOOL_CALLS]", "[ARGS]"]}
+    assert reader.read(0, "then [TOOL_CALLS]bye ").content == "then bye "
+    shown = AnswerReader({"skip_special_tokens": False}, template, special_tokens=special)
+    assert shown.params() == {} and shown.read(0, "then [TOOL_CALLS]bye").content == "then [TOOL_CALLS]bye"
+    assert AnswerReader({}, PLAIN_TEMPLATE, special_tokens=special).params() == {}
+    answers = AnswerReader({"response_format": {"type": "json_object"}}, template, special_tokens=special)
+    assert answers.params() == {} and answers.is_plain
