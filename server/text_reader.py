@@ -194,7 +194,7 @@ def read_value(reader: TextReader, notation: Notation, keys: Collection[str] | N
     Raises MalformedText at the first character with which the text is no value, and where the text ends before the value.
     """
     stack: list[tuple[Any, str]] = []  # the containers that are open, and what closes each
-    open_keys: list[str] = []  # of the values that come next in those that are objects
+    places: list[str] = []  # the keys of the values that come next in those that are objects
     while True:
         mark = yield from reader.next()
         value: Any
@@ -206,7 +206,7 @@ def read_value(reader: TextReader, notation: Notation, keys: Collection[str] | N
             stack.append((value, closer))
             if (yield from reader.next()) != closer:
                 if mark != "[":
-                    yield from _open_key(reader, notation, closer, value, open_keys, keys if len(stack) == 1 else None)
+                    places.append((yield from _read_key(reader, notation, closer, value, keys if len(stack) == 1 else None)))
                 continue
             reader.take(reader.at + 1)
             stack.pop()
@@ -217,34 +217,28 @@ def read_value(reader: TextReader, notation: Notation, keys: Collection[str] | N
         while stack:
             container, closer = stack[-1]
             if isinstance(container, dict):
-                container[open_keys.pop()] = value
+                container[places.pop()] = value
             else:
                 container.append(value)
             mark = yield from reader.next()
-            if mark == closer:
-                reader.take(reader.at + 1)
-                value, _ = stack.pop()
-                continue
-            if mark != ",":
+            if mark not in (closer, ","):
                 raise MalformedText
             reader.take(reader.at + 1)
+            if mark == closer:
+                value, _ = stack.pop()
+                continue
             if closer != "]":
                 yield from reader.next()
-                yield from _open_key(reader, notation, closer, container, open_keys, keys if len(stack) == 1 else None)
+                places.append((yield from _read_key(reader, notation, closer, container, keys if len(stack) == 1 else None)))
             break
         else:
             return value
 
 
-def _open_key(
-    reader: TextReader,
-    notation: Notation,
-    closer: str,
-    container: dict[str, Any],
-    open_keys: list[str],
-    allowed: Collection[str] | None,
-) -> Reading[None]:
-    """Read a key and what stands behind it. Raises MalformedText for a key that is there already."""
+def _read_key(
+    reader: TextReader, notation: Notation, closer: str, container: dict[str, Any], allowed: Collection[str] | None
+) -> Reading[str]:
+    """A key and what stands behind it. Raises MalformedText for a key that is there already."""
     behind = ":"
     if closer == ")":
         key, behind = (yield from reader.pattern(_IDENTIFIER)), "="
@@ -252,18 +246,16 @@ def _open_key(
         key = yield from _read_string(reader, notation, reader.text[reader.at - 1])
     elif notation.bare_keys:
         parts: list[str] = []
-        if not (yield from reader.until(_COLON, parts.append)):
-            raise MalformedText
-        key, behind = "".join(parts).strip(), ""
+        yield from reader.find(_COLON, parts.append)
+        key = "".join(parts).strip()
     else:
         raise MalformedText
-    if behind:
-        if (yield from reader.next()) != behind:
-            raise MalformedText
-        reader.take(reader.at + 1)
-    if key in container or not (key or closer == "}") or (allowed is not None and key not in allowed):
+    if (yield from reader.next()) != behind or key in container or not (key or closer == "}"):
         raise MalformedText
-    open_keys.append(key)
+    if allowed is not None and key not in allowed:
+        raise MalformedText
+    reader.take(reader.at + 1)
+    return key
 
 
 def _read_string(reader: TextReader, notation: Notation, quote: str) -> Reading[str]:

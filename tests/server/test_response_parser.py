@@ -180,7 +180,8 @@ CASES: list[tuple[str, str, Said]] = [
     # What is no call
     *((name, text, Said(text, "", [])) for name, text in (
         ("llama3", '{"a": 1} is a dict'), ("llama3", '{"name": "Ada", "arguments": {}}'), ("llama3", "The sea {is} deep"),
-        ("llama4", "[dive](http://sea)"), ("llama4", "[swim()]"), ("mistral", "[sic] no call"),
+        ("llama4", "[dive](http://sea)"), ("llama4", "[swim()]"), ("llama4", "[dive(=1)]"),
+        ("mistral", "[sic] no call"),
         ("hermes", "1 < 2, and <tool is no mark\n"), ("hermes", "The <think> mark and </think> in a text"),
         ("hermes", '<tool_call>{"name": "dive", "arguments": [1]}</tool_call>'), ("hermes", "<tool_call>{}</tool_call>"),
         ("hermes", '<tool_call>{"name": "dive", "arguments": {"a": 1, "a": 2}}</tool_call>'),
