@@ -29,7 +29,7 @@ from .meta_models import class_to_read, meta_model
 from .model_config import check_counts, check_files, read_json
 from .models import DTYPES, TOKENIZER_FILES, ModelSpec, check_device, check_dtype
 from .packed_model import pack_model, stored_dtype
-from .quantized_model import quantize_model, quantized_bytes
+from .quantized_model import quantize_model, quantized_bytes, refuse_quantized
 from .slices import divide_modules, slices_of
 from .stored_model import StoredModel, packs_stored, stored_sizes
 from .text_model import auto_class, making_models, within
@@ -128,6 +128,7 @@ def check_weights_fit(
     """
     loaded = checkpoint.spec.loaded
     if quantization is not None:
+        refuse_quantized(checkpoint, quantization)
         asked = quantized_bytes(checkpoint, quantization, dtype, division)
     elif checkpoint.stored and division is None:
         asked = stored_sizes(checkpoint, device, dtype).weights_bytes

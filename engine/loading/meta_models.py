@@ -58,13 +58,14 @@ def outlined(spec: ModelSpec) -> Checkpoint:
     Raises what `Checkpoint.open` raises for a configuration.
     """
     config = read_config(spec)
-    take_quantization(config)
+    given = take_quantization(config)
     bare = Checkpoint(spec, config, WeightFiles((), safetensors=True), (), {}).of_text()
     model = meta_model(bare)
     kept = model.state_dict().keys()
     tensors = [*model.named_parameters(), *((name, one) for name, one in model.named_buffers() if name in kept)]
     return replace(
         bare,
+        stored_as=None if given is None else str(given["quant_method"]),
         tensors=tuple(
             StoredTensor(name, _STORED.get(one.dtype, str(one.dtype)), tuple(one.shape), one.numel() * one.element_size())
             for name, one in tensors

@@ -44,7 +44,7 @@ def quantize_model(
     from the cache they are never read. Raises ConfigError if the checkpoint is quantized already, or if there is nothing
     to quantize. `group`: the shards that are quantized at the same time; `model` is this one's.
     """
-    _refuse_quantized(checkpoint, quantization)
+    refuse_quantized(checkpoint, quantization)
     began, cache = time.perf_counter(), cache or QuantizedCache()
     key = cache.key(checkpoint, quantization, dtype, None if group.size == 1 else (group.size, group.rank))
     types = parameter_types(model, dtype)
@@ -70,7 +70,8 @@ def quantize_model(
     log.info("%s weights of %s, %s, in %.1f s", quantization, format_bytes(size), done, time.perf_counter() - began)
 
 
-def _refuse_quantized(checkpoint: Checkpoint, quantization: Quantization) -> None:
+def refuse_quantized(checkpoint: Checkpoint, quantization: Quantization) -> None:
+    """Raise ConfigError if the checkpoint is quantized already."""
     if checkpoint.quantized:
         raise ConfigError(
             f"{checkpoint.spec.name} is quantized already, and quantization={quantization!r} was asked for: leave it out"
@@ -83,9 +84,8 @@ def quantized_bytes(
     """Bytes that the weights take once quantized; with `division`, those of one shard. Those of a loaded model that the engine
     shares with it are not counted.
 
-    Reads no weights: the model is made without memory. Raises ConfigError if the checkpoint is quantized already.
+    Reads no weights: the model is made without memory.
     """
-    _refuse_quantized(checkpoint, quantization)
     loaded = checkpoint.spec.loaded
     if loaded is None:
         model: Any = meta_model(checkpoint, dtype)
