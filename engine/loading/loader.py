@@ -121,7 +121,7 @@ def check_weights_fit(
 ) -> int:
     """The bytes of the weights, from their headers; with `division`, of the largest shard.
 
-    Raises NotEnoughMemory if `free` reports too little memory.
+    Raises NotEnoughMemory if `free` reports too little memory, ConfigError if quantized weights are to be quantized.
 
     Weights to be converted for CUDA are converted on the host, which must have room for them too. For a loaded model only the
     additional bytes count.

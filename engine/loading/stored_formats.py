@@ -44,7 +44,7 @@ INSTEAD = "take a version of the model in GPTQ, AWQ, compressed-tensors or fp8 f
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StoredPart:
     """A tensor of a stored weight. Its dimension `dim` is that of the outputs, `outputs` of them an element; None: of all."""
 
     tensor: StoredTensor
@@ -71,7 +71,7 @@ class StoredWeight:
     n: int
     k: int
     group: int  # weights of a scale; 0: all of an output
-    parts: Mapping[str, Part]
+    parts: Mapping[str, StoredPart]
     decode: Callable[[StoredWeight, _Parts, int], QuantizedWeight]  # the weight, its parts for some outputs, how many
     experts: int = 0
 
@@ -119,7 +119,7 @@ def read_formats(
 
     Raises UnsupportedModel for a format that is not read, and CheckpointError for tensors that are not of the format.
     """
-    files = _StoredParts(name, str(given["quant_method"]), {one.name: one for one in tensors}, content)
+    files = _StoredTensors(name, str(given["quant_method"]), {one.name: one for one in tensors}, content)
     try:
         weights = {one.name: one for one in _weights(files, given)}
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError, re.error) as error:
@@ -135,7 +135,7 @@ def read_formats(
     return weights, (*left, *plain)
 
 
-class _StoredParts:
+class _StoredTensors:
     """The tensors of a checkpoint by name, and which of them have been used."""
 
     def __init__(
@@ -178,7 +178,7 @@ class _StoredParts:
         return UnsupportedModel(f"{self.model} is stored in {self.method} form {what}, which is not read: {INSTEAD}")
 
 
-def _weights(files: _StoredParts, given: Mapping[str, Any]) -> Iterable[StoredWeight]:
+def _weights(files: _StoredTensors, given: Mapping[str, Any]) -> Iterable[StoredWeight]:
     match files.method:
         case "compressed-tensors":
             return _compressed_tensors(files, given)
@@ -197,7 +197,7 @@ def _weights(files: _StoredParts, given: Mapping[str, Any]) -> Iterable[StoredWe
 # --- compressed-tensors ---
 
 
-def _compressed_tensors(files: _StoredParts, given: Mapping[str, Any]) -> Iterable[StoredWeight]:
+def _compressed_tensors(files: _StoredTensors, given: Mapping[str, Any]) -> Iterable[StoredWeight]:
     sparsity = (given.get("sparsity_config") or {}).get("format", "dense")
     if sparsity != "dense":
         raise files.refuse(f"with {sparsity!r:.40} sparsity")
@@ -213,7 +213,7 @@ def _compressed_tensors(files: _StoredParts, given: Mapping[str, Any]) -> Iterab
         yield _bytes_with_scales(files, base, _scheme_of(files, groups, base))
 
 
-def _scheme_of(files: _StoredParts, groups: Sequence[Mapping[str, Any]], base: str) -> Mapping[str, Any]:
+def _scheme_of(files: _StoredTensors, groups: Sequence[Mapping[str, Any]], base: str) -> Mapping[str, Any]:
     """How the weight of a module is quantized: by its name, else by a pattern, else by its class."""
     found: dict[int, Mapping[str, Any]] = {}
     for group in groups:
@@ -227,7 +227,7 @@ def _scheme_of(files: _StoredParts, groups: Sequence[Mapping[str, Any]], base: s
     return found[min(found)]
 
 
-def _packed_integers(files: _StoredParts, base: str, scheme: Mapping[str, Any]) -> StoredWeight:
+def _packed_integers(files: _StoredTensors, base: str, scheme: Mapping[str, Any]) -> StoredWeight:
     bits = scheme.get("num_bits")
     if bits not in (4, 8) or scheme.get("type") != "int":
         raise files.refuse(f"of {bits!r:.20} bits, {scheme.get('type')!r:.20}")
@@ -242,22 +242,22 @@ def _packed_integers(files: _StoredParts, base: str, scheme: Mapping[str, Any]) 
     group = int(scheme["group_size"]) if scheme.get("strategy") == "group" else 0
     if group < 0:
         raise ValueError(f"groups of {group}")
-    parts = {"values": Part(packed, 0), "scales": _scale_part(files, scales, n, -(-k // group) if group else 1)}
+    parts = {"values": StoredPart(packed, 0), "scales": _scale_part(files, scales, n, -(-k // group) if group else 1)}
     if not scheme.get("symmetric", True):
         zeros = files.get(f"{base}.weight_zero_point", ("I32",), 2)
         files.check(zeros, (-(-n // per_word), -(-k // group) if group else 1))
-        parts["zeros"] = Part(zeros, 0, per_word)
+        parts["zeros"] = StoredPart(zeros, 0, per_word)
     if files.has(f"{base}.weight_g_idx"):
-        parts["g_idx"] = Part(files.get(f"{base}.weight_g_idx", ("I32", "I64"), 1))
+        parts["g_idx"] = StoredPart(files.get(f"{base}.weight_g_idx", ("I32", "I64"), 1))
         files.check(parts["g_idx"].tensor, (k,))
     return StoredWeight(f"{base}.weight", _INTEGERS[bits], n, k, group if group < k else 0, parts, _decode_packed)  # type: ignore[arg-type]
 
 
-def _scale_part(files: _StoredParts, scales: StoredTensor, n: int, groups: int, block: int = 1) -> Part:
+def _scale_part(files: _StoredTensors, scales: StoredTensor, n: int, groups: int, block: int = 1) -> StoredPart:
     """Scales [outputs, groups], or one for all."""
     rows = -(-n // block)
     files.check(scales, (rows, groups), *(((rows,), (1,), (1, 1), ()) if groups == 1 and block == 1 else ()))
-    return Part(scales, 0, block) if scales.shape[:1] == (rows,) and (block > 1 or rows > 1) else Part(scales)
+    return StoredPart(scales, 0, block) if scales.shape[:1] == (rows,) and (block > 1 or rows > 1) else StoredPart(scales)
 
 
 def _decode_packed(one: StoredWeight, parts: _Parts, n: int) -> QuantizedWeight:
@@ -272,14 +272,14 @@ def _decode_packed(one: StoredWeight, parts: _Parts, n: int) -> QuantizedWeight:
 # --- bytes with scales: fp8 and int8 ---
 
 
-def _fp8(files: _StoredParts, given: Mapping[str, Any]) -> Iterable[StoredWeight]:
+def _fp8(files: _StoredTensors, given: Mapping[str, Any]) -> Iterable[StoredWeight]:
     block = given.get("weight_block_size")
     for base in files.named(".weight", (_FP8,)):
         scheme = {} if block is None else {"strategy": "block", "block_structure": block}
         yield _bytes_with_scales(files, base, scheme)
 
 
-def _bytes_with_scales(files: _StoredParts, base: str, scheme: Mapping[str, Any]) -> StoredWeight:
+def _bytes_with_scales(files: _StoredTensors, base: str, scheme: Mapping[str, Any]) -> StoredWeight:
     weight = files.get(f"{base}.weight", (_FP8, "I8"), 2)
     n, k = weight.shape
     suffix = "weight_scale_inv" if files.has(f"{base}.weight_scale_inv") else "weight_scale"
@@ -292,7 +292,7 @@ def _bytes_with_scales(files: _StoredParts, base: str, scheme: Mapping[str, Any]
     elif scheme.get("strategy") == "group":
         group = int(scheme["group_size"])
     groups = -(-k // group) if group > 0 else 1
-    parts = {"values": Part(weight, 0), "scales": _scale_part(files, scales, n, groups, rows)}
+    parts = {"values": StoredPart(weight, 0), "scales": _scale_part(files, scales, n, groups, rows)}
     zero_point = f"{base}.weight_zero_point"  # zeros where a scheme is symmetric, which some versions write
     if weight.dtype == "I8" and (files.has(zero_point) or not scheme.get("symmetric", True)):
         parts["zeros"] = _scale_part(files, files.get(zero_point, ("I8",), 1, 2), n, groups, rows)
@@ -315,7 +315,7 @@ def _decode_bytes(one: StoredWeight, parts: _Parts, n: int) -> QuantizedWeight:
 # --- GPTQ and AWQ ---
 
 
-def _gptq(files: _StoredParts, given: Mapping[str, Any]) -> Iterable[StoredWeight]:
+def _gptq(files: _StoredTensors, given: Mapping[str, Any]) -> Iterable[StoredWeight]:
     form = str(given.get("checkpoint_format") or given.get("format") or "gptq")
     if form not in ("gptq", "gptq_v2"):
         raise files.refuse(f"{form!r:.40}")
@@ -329,9 +329,9 @@ def _gptq(files: _StoredParts, given: Mapping[str, Any]) -> Iterable[StoredWeigh
         k = words.shape[0] * 32 // bits
         files.check(words, (k * bits // 32, n))
         files.check(zeros, (groups, n * bits // 32))
-        parts = {"values": Part(words, 1), "scales": Part(scales, 1), "zeros": Part(zeros, 1, 32 // bits)}
+        parts = {"values": StoredPart(words, 1), "scales": StoredPart(scales, 1), "zeros": StoredPart(zeros, 1, 32 // bits)}
         if files.has(f"{base}.g_idx"):
-            parts["g_idx"] = Part(files.get(f"{base}.g_idx", ("I32", "I64"), 1))
+            parts["g_idx"] = StoredPart(files.get(f"{base}.g_idx", ("I32", "I64"), 1))
             files.check(parts["g_idx"].tensor, (k,))
         decode = _decode_gptq if form == "gptq_v2" else _decode_gptq_v1
         yield StoredWeight(
@@ -345,7 +345,7 @@ def _gptq(files: _StoredParts, given: Mapping[str, Any]) -> Iterable[StoredWeigh
         )
 
 
-def _group_of(files: _StoredParts, base: str, given: Mapping[str, Any], k: int, groups: int) -> int:
+def _group_of(files: _StoredTensors, base: str, given: Mapping[str, Any], k: int, groups: int) -> int:
     """Weights of each of `groups` scales: as `given`, or, where a module has another number of them, equal parts."""
     group = int(given.get("group_size") or given.get("q_group_size") or -1)
     if groups == 1:
@@ -369,7 +369,7 @@ def _decode_gptq(one: StoredWeight, parts: _Parts, n: int, less: int = 0) -> Qua
     return _ordered(one, values, _by_columns(parts["scales"]), _by_columns(_signed(zeros, bits)), parts.get("g_idx"))
 
 
-def _awq(files: _StoredParts, given: Mapping[str, Any]) -> Iterable[StoredWeight]:
+def _awq(files: _StoredTensors, given: Mapping[str, Any]) -> Iterable[StoredWeight]:
     version = str(given.get("version") or "gemm").lower()
     if version != "gemm":
         raise files.refuse(f"{version!r:.40}")
@@ -384,7 +384,7 @@ def _awq(files: _StoredParts, given: Mapping[str, Any]) -> Iterable[StoredWeight
         files.check(words, (k, n // 8))
         zeros = files.get(f"{base}.qzeros", ("I32",), 2)
         files.check(zeros, (groups, n // 8))
-        parts = {"values": Part(words, 1, 8), "scales": Part(scales, 1), "zeros": Part(zeros, 1, 8)}
+        parts = {"values": StoredPart(words, 1, 8), "scales": StoredPart(scales, 1), "zeros": StoredPart(zeros, 1, 8)}
         yield StoredWeight(f"{base}.weight", "int4", n, k, _group_of(files, base, given, k, groups), parts, _decode_awq)
 
 
@@ -404,13 +404,13 @@ def _decode_awq(one: StoredWeight, parts: _Parts, n: int) -> QuantizedWeight:
 # --- MXFP4 ---
 
 
-def _mxfp4(files: _StoredParts) -> Iterable[StoredWeight]:
+def _mxfp4(files: _StoredTensors) -> Iterable[StoredWeight]:
     for base in files.named("_blocks"):
         blocks, scales = files.get(f"{base}_blocks", ("U8",), 4), files.get(f"{base}_scales", ("U8",), 3)
         experts, n, groups, _ = blocks.shape
         files.check(blocks, (experts, n, groups, 16))
         files.check(scales, (experts, n, groups))
-        parts = {"values": Part(blocks, 0), "scales": Part(scales, 0)}  # of an expert
+        parts = {"values": StoredPart(blocks, 0), "scales": StoredPart(scales, 0)}  # of an expert
         yield StoredWeight(base, "fp4", n, groups * 32, 32, parts, _decode_mxfp4, experts)
 
 

@@ -211,9 +211,9 @@ class OutlinedModel:
     @property
     def stored_as(self) -> str | None:
         """The quantization of stored weights, if they are quantized."""
-        quantized = getattr(self.config, "quantization_config", None)
         if self.checkpoint.stored_as is not None:
             return self.checkpoint.stored_as
+        quantized = getattr(self.config, "quantization_config", None)
         return None if not quantized else str(dict(quantized).get("quant_method") or "a quantized form")
 
     @property
