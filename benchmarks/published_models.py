@@ -55,7 +55,7 @@ _MOST = {
     "n_group": 2,
     "n_groups": 2,
     "topk_group": 1,
-    "index_n_heads": 2,
+    "index_n_heads": 32,  # with few, tokens for which all scores are negative tie
     "index_topk": 8,
     "first_k_dense_replace": 1,
 }
@@ -70,7 +70,8 @@ NAMES = {
     "intermediate_size ffn_dim n_inner ffn_hidden_size encoder_ffn_dim decoder_ffn_dim": 64,
     "moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size q_lora_rank": 32,
     "num_experts num_local_experts n_routed_experts moe_num_experts": 4,
-    "num_experts_per_tok moe_k moe_top_k top_k_experts n_group index_n_heads": 2,
+    "num_experts_per_tok moe_k moe_top_k top_k_experts n_group": 2,
+    "index_n_heads": 32,
     "max_position_embeddings n_positions max_seq_len n_ctx": 512,
     "vocab_size vocab_size_per_layer_input": VOCABULARY,
     "head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim kv_lora_rank o_lora_rank hidden_size_per_layer_input": 16,

@@ -92,6 +92,7 @@ class FoundLayer:
 
     states: tuple[StateShape, ...] = ()
     kv: tuple[int, int, int] | None = None  # num_kv_heads, k_dim, v_dim
+    index_dim: int = 0  # elements of a key for each token by which the layer chooses those that it attends to
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,8 @@ class LayerShape:
 
     `shares` is the layer from which this one reads K and V instead of having its own. 0 heads: a layer without attention.
     `v_in_k` says that V is the first `v_dim` elements of K, so that only K is stored. `window` and `chunked` are those of the
-    layer's group, `table` the number of the block table with its blocks, among those of all groups.
+    layer's group, `table` the number of the block table with its blocks, among those of all groups. A layer that `chooses` the
+    tokens that it attends to keeps a key for this in a layer behind all others, half of its elements as K and half as V.
     """
 
     num_kv_heads: int
@@ -112,6 +114,7 @@ class LayerShape:
     window: int | None = None
     chunked: bool = False
     states: tuple[StateShape, ...] = ()
+    chooses: bool = False
 
     @property
     def stored_dims(self) -> tuple[int, ...]:
@@ -444,8 +447,9 @@ def _found_shapes(config: Any, found: Sequence[FoundLayer], num_layers: int) -> 
     for index, (layer, kind) in enumerate(zip(found, types, strict=True)):
         kind = "sliding_attention" if "sliding" in kind else kind
         window = _window(config, index, kind) if layer.kv else {}
-        shapes.append(LayerShape(*(layer.kv or (0, 0, 0)), **window, states=layer.states))
-    return tuple(shapes)
+        shapes.append(LayerShape(*(layer.kv or (0, 0, 0)), **window, states=layer.states, chooses=layer.index_dim > 0))
+    keys = [LayerShape(1, dim - dim // 2, dim // 2) for layer in found if (dim := layer.index_dim)]
+    return (*shapes, *keys)
 
 
 def in_tables(layers: tuple[LayerShape, ...], block_size: int, max_tokens: int | None = None) -> tuple[LayerShape, ...]:

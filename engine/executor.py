@@ -24,6 +24,8 @@ from ..common.host_memory import free_host_bytes
 from .attention.backends import AttentionSpec
 from .attention.choose import WatchedKernel
 from .attention.context import AttentionKernel
+from .attention.gathered import install as attend_by_sequence
+from .attention.gathered import is_installed as attends_by_sequence
 from .attention.interface import register
 from .attention.latent import attend_to_latents
 from .attention.states import install as keep_states
@@ -106,6 +108,8 @@ def load_checked(
         attend_to_latents(model, plan.geometry)
         with torch.inference_mode():
             keep_states(model, plan.geometry, tokens[None])
+            if division is None:
+                attend_by_sequence(model, plan.geometry, tokens[None])
         specs = _check_attention(model, plan, tokenizer, checkpoint)
     return CheckedModel(model, tokenizer, specs)
 
@@ -118,8 +122,9 @@ def _check_attention(model: Any, plan: MemoryPlan, tokenizer: Any | None, checkp
     watched = WatchedKernel()
     plain = replace(plan.geometry, dtype=plan.dtype)
     probe(model, plain, max_length=plan.max_model_len, kernel=watched)
-    with quiet_transformers():  # it warns of configurations of parts that were not loaded
-        model.set_attn_implementation(register())
+    if not attends_by_sequence(model):
+        with quiet_transformers():  # it warns of configurations of parts that were not loaded
+            model.set_attn_implementation(register())
     if plan.geometry.has_scales:
         tokens = calibration_tokens(tokenizer, checkpoint.config, min(TOKENS, plan.max_model_len))
         check_quantized_kv(model, plain, plan.geometry, tokens, name=plan.model, kv_cache_dtype=plan.kv_cache_dtype)
@@ -174,7 +179,8 @@ def make_runner(
         runner.overlaps = config.overlap
     elif config.overlap:
         log.warning("overlap is not used: layers of %s have states, which a repeated step needs as they were", plan.model)
-    if captures and config.cuda_graphs and device.type == "cuda" and not storage.states:
+    by_row = bool(storage.states) or attends_by_sequence(model)
+    if captures and config.cuda_graphs and device.type == "cuda" and not by_row:
         _record(runner, num_rows)
     return runner
 

@@ -123,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     add_flags(group, settings_of(SamplingParams))
     generate.set_defaults(run=_generate)
 
-    demo = _add_demo(commands)
+    demo, stress = _add_demo(commands), _add_stress(commands)
 
     models = commands.add_parser("models", help="list the named models", description="List the models of the models files.")
     _add_json(models, "print JSON")
@@ -145,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_json(plan, "print JSON")
     plan.set_defaults(run=_plan)
 
-    for command in (generate, demo, models, plan, *_add_modules(commands)):
+    for command in (generate, demo, stress, models, plan, *_add_modules(commands)):
         command.add_argument("-v", "--verbose", action="count", default=0, help="log more; -vv shows tracebacks")
     return parser
 
@@ -174,6 +174,23 @@ def _add_demo(commands: Any) -> argparse.ArgumentParser:
     _add_json(demo, "print the table and the texts as JSON, without the live view")
     demo.set_defaults(run=_demo)
     return demo
+
+
+def _add_stress(commands: Any) -> argparse.ArgumentParser:
+    stress: argparse.ArgumentParser = commands.add_parser(
+        "stress",
+        help="put this machine's memory under pressure, and check every token",
+        description="Two engines with the bundled model serve random requests on a private device of host memory, while an "
+        "external process takes and returns memory and parts of the pools are recalled. Then the same requests run "
+        "undisturbed, and every token is compared. The exit status is 0 if nothing was wrong.",
+    )
+    stress.add_argument("--seconds", type=float, default=60.0, help="of pressure, at least 5 (default 60)")
+    stress.add_argument("--kills", action="store_true", help="also kill engines, start them again and repeat their requests")
+    stress.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
+    stress.add_argument("--image", type=Path, metavar="FILE", help="write the last view of the memory to this file, as SVG")
+    _add_json(stress, "print the report as JSON, without the live view")
+    stress.set_defaults(run=_stress)
+    return stress
 
 
 def _add_modules(commands: Any) -> list[argparse.ArgumentParser]:
@@ -316,6 +333,12 @@ def _demo(args: argparse.Namespace) -> int:
 
     options = DemoOptions(args.device, args.prompts, args.max_new_tokens, args.pool, args.seed)
     return run(options, as_json=args.json, with_table=args.table)
+
+
+def _stress(args: argparse.Namespace) -> int:
+    from .stress import run_stress
+
+    return run_stress(seconds=args.seconds, seed=args.seed, kills=args.kills, as_json=args.json, image=args.image)
 
 
 def _models(args: argparse.Namespace) -> int:

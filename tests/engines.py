@@ -12,11 +12,13 @@ import torch
 from pagetide import LLM
 from pagetide.allocator.blocks import BlockAllocator
 from pagetide.allocator.host_arena import HostArena
-from pagetide.cache.geometry import Geometry
+from pagetide.cache.geometry import FoundLayer, Geometry
 from pagetide.cache.grouped_tables import tables_for
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
 from pagetide.cache.storage import Storage, TensorArena
+from pagetide.engine.attention.gathered import attends_by_itself, find_cached, is_installed
+from pagetide.engine.attention.gathered import install as attend_by_sequence
 from pagetide.engine.attention.interface import NAME, register
 from pagetide.engine.attention.latent import attend_to_latents
 from pagetide.engine.attention.states import find_layers, install, may_have_states
@@ -57,6 +59,13 @@ def swap_whatever_it_costs(scheduler: Scheduler) -> None:
     scheduler.state.cost = AlwaysSwap(1, 1)
 
 
+def found_layers(model: Any, tokens: torch.Tensor) -> tuple[FoundLayer, ...]:
+    """What the model's layers hand to the cache, where its configuration does not tell."""
+    if may_have_states(type(model)):
+        return find_layers(model, tokens)[0]
+    return find_cached(model, tokens) if attends_by_itself(model) else ()
+
+
 def core_over(
     model: Any, storage: Storage, limits: Limits, *, pool: BlockAllocator, device: str = "cpu", kernel: Any = None,
     cost: SwapCost | None = None, cache: dict[str, Any], arena: Any = None, host: HostPool | None = None,
@@ -65,7 +74,8 @@ def core_over(
     """An engine's core over memory, with a clock that counts; `cache` is for its manager, and `runner` for its runner."""
     geometry, num_rows, num_tokens = storage.geometry, limits.num_rows, limits.max_model_len
     register()
-    model.set_attn_implementation(NAME)
+    if not is_installed(model):
+        model.set_attn_implementation(NAME)
     manager = CacheManager(tables_for(geometry.groups, pool, geometry.block_size, num_rows, num_tokens), **cache)
     sampler, kernel = Sampler(num_rows, model.config.get_text_config().vocab_size, device), kernel or TorchKernel()
     rows = RowStates(sampler, num_rows, num_tokens)
@@ -92,13 +102,10 @@ class TinyEngine:
     ) -> None:  # fmt: skip
         tokens = torch.arange(1, 6)[None]
         geometry = Geometry.from_config(
-            model.config,
-            block_size=block_size,
-            dtype=kv_dtype,
-            max_tokens=max_model_len,
-            found=find_layers(model, tokens)[0] if may_have_states(type(model)) else (),
+            model.config, block_size=block_size, dtype=kv_dtype, max_tokens=max_model_len, found=found_layers(model, tokens)
         ).with_extents(4096)
         self.mixers = install(model, geometry, tokens)
+        attend_by_sequence(model, geometry, tokens)
         per_slot = geometry.blocks_for_tokens(160) / geometry.columns_for_tokens(160)
         longest = geometry.blocks_for_tokens(min(max_model_len, usable * block_size))
         usable, host_slots = max(math.ceil(usable * per_slot), longest), math.ceil(host_slots * per_slot)

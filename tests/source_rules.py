@@ -32,7 +32,7 @@ LAYERS = (
     ("errors", "demo_model"),
     ("collectives",),
     ("process",),
-    ("cpu",),
+    ("layers",),
     ("attention", "sampling"),
     ("text",),
     ("execution", "loading"),

@@ -1,29 +1,15 @@
-"""Shared parts of the Triton kernels: the import of Triton, tile sizes and score transforms.
-
-Only this module imports Triton, and pagetide works without it.
-"""
+"""Shared parts of the Triton kernels of attention: tile sizes and score transforms."""
 
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from ...common.error_text import install_command
+from ..layers.triton_import import on_device, padded, tl, triton
 from .context import AttentionCall, LayerCache
-
-try:
-    import triton
-    import triton.language as tl
-except ModuleNotFoundError as error:
-    if error.name != "triton":
-        raise
-    raise ImportError(
-        f"the Triton kernels need the package triton, which is not installed: {install_command('triton')}"
-    ) from error
 
 __all__ = (
     "DECODE_TILINGS",
@@ -120,11 +106,6 @@ class ScoreTransform(NamedTuple):
         return cls(call.scaling / call.softcap, call.softcap * LOG2_E.value, True, sinks, reach)
 
 
-def padded(size: int) -> int:
-    """The next power of two, at least 16, as `tl.dot` requires."""
-    return max(16, 1 << (size - 1).bit_length())
-
-
 def tiling(table: dict[int, dict[int, Tiling]], itemsize: int, dim: int) -> Tiling:
     """The table's entry for elements of `itemsize` bytes and a head dim. Raises ValueError beyond MAX_DIM."""
     for most, entry in table[itemsize].items():
@@ -168,11 +149,6 @@ def views_and_strides(cache: LayerCache, *, reads: bool) -> tuple[tuple[torch.Te
     value, value_scale = (None, None) if without_v else (cache.value, cache.value_scale)
     views = cache.key, value, cache.key_scale, value_scale
     return views, tuple(stride for view in views for stride in ((None,) * 3 if view is None else view.stride()[:3]))
-
-
-def on_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Make the tensor's device current for a launch, because Triton uses the current one."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 @triton.jit

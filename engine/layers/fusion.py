@@ -152,7 +152,7 @@ def fuse(model: Any, tokens: torch.Tensor, kernels: RowKernels | None) -> Fused:
 
 
 def _linears(model: nn.Module, kernels: RowKernels) -> set[nn.Module]:
-    """The linear layers whose weights may become parts of others."""
+    """The linear layers with weights that may become parts of others."""
     packed: set[nn.Module] = {one for one in model.modules() if isinstance(one, NativeLinear)}
     if not kernels.merges_plain:
         return packed

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ..attention.triton_base import on_device, tl, triton
+from .triton_import import on_device, tl, triton
 
 MOST_ELEMENTS = 1 << 15  # of a row that is normalised: a program holds it in registers
 TILE = 1024  # elements of a gate that a program computes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ...cache.geometry import FoundLayer
+from ..attention.gathered import attends_by_itself, find_cached, may_attend_by_itself
 from ..attention.states import find_layers, may_have_states
 from ..errors import UnsupportedModel
 from ..process.log_suppression import quiet_transformers
@@ -17,6 +19,8 @@ from .checkpoint import Checkpoint, read_config
 from .models import ModelSpec
 from .text_model import config_of, remove_modules, whole_model
 from .weight_files import StoredTensor, WeightFiles
+
+log = logging.getLogger(__name__)
 
 _STORED = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # as safetensors spells them
 _TOKENS = 4
@@ -67,17 +71,22 @@ def outlined(spec: ModelSpec) -> Checkpoint:
 
 
 def found_layers(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[FoundLayer, ...]:
-    """What each layer of the checkpoint's model hands to the cache in a forward pass; () if none of them has states.
+    """What each layer of the checkpoint's model hands to the cache in a forward pass; () if none of them has states, and the
+    configuration tells their K and V.
 
     Nothing is allocated or read. Raises CheckpointError, and UnsupportedModel if the pass fails.
     """
     kinds = [MODEL_FOR_CAUSAL_LM_MAPPING.get(type(one), ()) for one in (checkpoint.config, checkpoint.text_config)]
-    if not any(may_have_states(kind) for kind in kinds if isinstance(kind, type)):
+    kinds = [kind for kind in kinds if isinstance(kind, type)]
+    may_have, tokens = any(map(may_have_states, kinds)), torch.zeros((1, _TOKENS), dtype=torch.int64, device="meta")
+    if not may_have and not any(may_attend_by_itself(kind, checkpoint.config) for kind in kinds):
         return ()
     model = meta_model(checkpoint, _SEEN_AS)
+    if not may_have:
+        return _found_cached(model, tokens) if attends_by_itself(model) else ()
     try:
         with quiet_transformers(), torch.inference_mode():
-            layers, _ = find_layers(model, torch.zeros((1, _TOKENS), dtype=torch.int64, device="meta"))
+            layers, _ = find_layers(model, tokens)
     except Exception as error:  # of the model's code
         raise UnsupportedModel(
             f"{checkpoint.spec.name}: the states of its layers cannot be told, since a forward pass without memory fails "
@@ -90,6 +99,16 @@ def found_layers(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[FoundLayer
         replace(one, states=tuple([replace(state, dtype=of_model) if state.dtype == name else state for state in one.states]))
         for one in layers
     )
+
+
+def _found_cached(model: Any, tokens: torch.Tensor) -> tuple[FoundLayer, ...]:
+    """As `find_cached`; () if the pass fails, since the probe says why the model cannot be served."""
+    try:
+        with quiet_transformers(), torch.inference_mode():
+            return find_cached(model, tokens)
+    except Exception as error:  # of the model's code
+        log.debug("%s: a pass without memory fails: %s: %s", type(model).__name__, type(error).__name__, error)
+        return ()
 
 
 def changed_class(kind: type[Any], change: Callable[[Any], None]) -> type[Any]:

@@ -35,6 +35,7 @@ from transformers.modeling_utils import AttentionInterface
 from ...cache.geometry import PAGE_BYTES, Geometry, LayerShape
 from ...cache.storage import Storage, TensorArena
 from ..attention.context import AttentionKernel, StepContext, lengths_on, running
+from ..attention.gathered import is_installed
 from ..attention.interface import LATENT_ATTENTION, register
 from ..attention.states import ModelStates, installed
 from ..attention.torch_kernel import TorchKernel
@@ -112,8 +113,11 @@ class _Probe:
         if not right.isfinite().all():
             raise self.refusal("a plain forward pass of it gives logits that are not finite")
         calls, without = self.watch()
-        self.judge(calls)
-        self.model.set_attn_implementation(register())
+        if is_installed(self.model):  # its attention is its own
+            self.model.set_attn_implementation("eager")
+        else:
+            self.judge(calls)
+            self.model.set_attn_implementation(register())
         compared, dtype = (right[[*COMPARED]], without[[*COMPARED]]), self.storage.layer(0).key.dtype
         shift = max(0, self.limit - OTHER_TOKENS)
         if _worst(*compared, self.paged(shift), dtype)[1] <= 1:

@@ -142,7 +142,7 @@ def model_geometry(
     whole = geometry_of(config, checkpoint, _name(dtype), on_cpu=device.type == "cpu", found=found)
     if division is not None and found:
         raise UnsupportedModel(
-            f"{checkpoint.spec.name} cannot be divided over shards: every shard would need all states of its layers; serve it "
-            "on one device"
+            f"{checkpoint.spec.name} cannot be divided over shards: every shard would need all states, or all K and V, of its "
+            "layers; serve it on one device"
         )
     return whole if division is None else division.geometry(whole)

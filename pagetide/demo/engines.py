@@ -40,6 +40,7 @@ class DemoOutput:
     finish_reason: str = ""
     num_preemptions: int = 0
     first_token_s: float = 0.0
+    longest_gap_s: float = 0.0  # between two pieces of text
     ended_at: float | None = None
 
     @property
@@ -110,7 +111,11 @@ class DemoEngine:
             batch = Batch(self._remote)
             batch.request_id = str(number)
             batch.submit(prompt=request.prompt, params=dict(request.params))
+            last_at: float | None = None
             while read := await batch.read():
+                now = time.monotonic()
+                output.longest_gap_s = max(output.longest_gap_s, 0.0 if last_at is None else now - last_at)
+                last_at = now
                 for piece in (piece for _, pieces in read for piece in pieces):
                     output.text += piece.text
                     output.token_ids += piece.token_ids

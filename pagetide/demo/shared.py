@@ -1,7 +1,8 @@
 """`pagetide demo --shared`: two engines and an external process on one private device of host memory, live.
 
 Each engine has one core and serves bursts of requests; the bursts alternate. The external process takes
-and returns memory and knows nothing of the engines. The pools grow where requests need memory and give back where it is
+and returns memory and knows nothing of the engines. On a fast machine a burst's clients go on asking until it has come and
+memory was recalled. The pools grow where requests need memory and give back where it is
 recalled or idle. Afterwards an engine with room for all serves the same requests, and the tokens are compared.
 """
 
@@ -33,10 +34,11 @@ PROMPT_TOKENS, OUTPUT_TOKENS = (350, 750), (20, 48)  # from, to
 SECONDS = 18.0
 # Above the engines' minimums; an engine that loads needs some 200 MiB of it for a moment
 CONTENDED_BYTES = 280 * MIB
-VISIT_BYTES = 240 * MIB  # what the external process takes when it comes: more than a burst's pool leaves
+VISIT_LEAVES = 40 * MIB  # for both pools, of what the external process takes when it comes: less than a burst's pool has
 # It comes when the pools have grown to so much, which any burst alone needs, however fast the machine serves it.
-VISIT_FROM_KV, VISIT_S, BETWEEN_S, MOST_VISITS = 28 * MIB, 5.0, 4.0, 2
-PIECE_BYTES, PIECE_S = 8 * MIB, 0.05  # of the external process, less than the headroom; and the time between two
+VISIT_FROM_KV, VISIT_S, BETWEEN_S, MOST_VISITS = 28 * MIB, 3.5, 4.5, 2
+MOST_FURTHER = 200  # requests of an engine's clients beyond the first ones
+PIECE_BYTES, PIECE_S = 16 * MIB, 0.05  # of the external process, less than the headroom; and the time between two
 KV_MIN, KV_MAX = 8 * MIB, 128 * MIB
 # More than two busy programs grow by at once, beyond what the broker sees in time
 HEADROOM = 48 * MIB
@@ -84,9 +86,11 @@ class Visitor:
     def __init__(self, device: PrivateDevice, external: ExternalProcess, piece_bytes: int, piece_s: float) -> None:
         self.pieces = 0  # that the external process took
         self.refused = 0  # attempts at a piece that did not fit
+        self.worst_wait_s = 0.0  # for a piece that did not fit at once
         self._device, self._external = device, external
         self._piece_bytes, self._piece_s = piece_bytes, piece_s
         self._next_s = 0.0
+        self._waits_since: float | None = None
 
     def advance(self, at_s: float, wanted_bytes: int) -> None:
         """Take or return the next piece on the way to `wanted_bytes`, if it is time."""
@@ -96,11 +100,16 @@ class Visitor:
         self._next_s = at_s + self._piece_s
         if wanted_bytes < held:
             self._external.hold(max(wanted_bytes, held - self._piece_bytes))
+            self._waits_since = None
         elif self._device.free_bytes() >= (piece := min(self._piece_bytes, wanted_bytes - held)):
             self._external.hold(held + piece)
             self.pieces += 1
+            if self._waits_since is not None:
+                self.worst_wait_s = max(self.worst_wait_s, at_s - self._waits_since)
+            self._waits_since = None
         else:
             self.refused += 1  # what a driver would answer
+            self._waits_since = at_s if self._waits_since is None else self._waits_since
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +117,7 @@ class DemoDevice:
     """Engines and an external process on a device of their own, and the engine with room for all."""
 
     roomy: DemoEngine
-    engines: Sequence[DemoEngine]
+    engines: list[DemoEngine]
     external: ExternalProcess
     device: PrivateDevice
 
@@ -147,23 +156,37 @@ class DemoDevice:
         return found
 
     async def serve(
-        self, requests: Sequence[Sequence[DemoRequest]], seconds: float, look: Callable[[], Any]
+        self,
+        requests: Sequence[list[DemoRequest]],
+        seconds: float,
+        look: Callable[[], Any],
+        further: Callable[[int], DemoRequest | None] = lambda number: None,
     ) -> list[EngineRun]:
         """Serve the requests of each engine for at least `seconds`; `look` is called meanwhile. Its outputs with room are to
         come.
+
+        When one has ended, its client asks for what `further` gives for the engine's number, which is added to its requests.
         """
         began = time.monotonic()
         for engine in self.engines:
             engine.began = began
 
-        async def serve(engine: DemoEngine, own: Sequence[DemoRequest]) -> EngineRun:
-            outputs = await engine.serve(own)
+        async def serve(number: int) -> EngineRun:
+            engine, own = self.engines[number], requests[number]
+
+            async def client(request: DemoRequest) -> None:
+                await engine.serve([request])
+                while (another := further(number)) is not None:
+                    own.append(another)
+                    await engine.serve([another])
+
+            await asyncio.gather(*map(client, list(own)))
             took_s = time.monotonic() - began
             await engine.look()
-            return EngineRun(outputs, [], took_s, engine.stats, [one.at_s for one in own], engine.recalls)
+            return EngineRun(engine.outputs, [], took_s, engine.stats, [one.at_s for one in own], engine.recalls)
 
         async def all_served() -> list[EngineRun]:
-            runs = await asyncio.gather(*map(serve, self.engines, requests))
+            runs = await asyncio.gather(*map(serve, range(len(self.engines))))
             while time.monotonic() - began < seconds or self.external.held_bytes:
                 await asyncio.sleep(SAMPLE_S)
             return runs
@@ -180,15 +203,19 @@ async def shared_device(kv_min: int, kv_max: int, contended: int, headroom: int)
         stack.push_async_callback(roomy.close)
         capacity = len(NAMES) * (roomy.stats["memory"]["base_bytes"] + kv_min) + contended + headroom
         device = stack.enter_context(PrivateDevice(capacity, headroom, external))
-        options = {
-            "device": "cpu", "max_seqs": 128, "max_step_tokens": 512, "idle_s": 0.5,
-            "kv_memory": {"min": kv_min, "max": kv_max},
-        }  # fmt: skip
         engines = []
         for name in NAMES:  # one after the other: a model that loads needs more for a moment
-            engines.append(await DemoEngine.start(name, options, device.environ | ONE_CORE))
+            engines.append(await DemoEngine.start(name, *engine_options(device, kv_min, kv_max)))
             stack.push_async_callback(engines[-1].close)
         yield DemoDevice(roomy, engines, external, device)
+
+
+def engine_options(device: PrivateDevice, kv_min: int, kv_max: int) -> tuple[dict[str, Any], dict[str, str]]:
+    """The arguments of `AsyncLLM` and the environment of an engine on `device`."""
+    options = {
+        "device": "cpu", "max_seqs": 128, "max_step_tokens": 512, "idle_s": 0.5, "kv_memory": {"min": kv_min, "max": kv_max},
+    }  # fmt: skip
+    return options, device.environ | ONE_CORE
 
 
 def run_shared(*, seed: int = 0, as_json: bool = False) -> int:
@@ -206,12 +233,12 @@ def run_shared(*, seed: int = 0, as_json: bool = False) -> int:
 
 
 def arrivals(seed: int, bursts_of_engines: Sequence[Bursts] = BURSTS) -> list[list[Arrival]]:
-    """The requests of each engine."""
+    """The requests of each engine, and behind them MOST_FURTHER for clients that go on asking."""
     rng = random.Random(seed)
     return [
         [
             Arrival(at_s, rng.randint(*PROMPT_TOKENS), rng.randint(*OUTPUT_TOKENS))
-            for at_s, requests in bursts
+            for at_s, requests in (*bursts, (0.0, MOST_FURTHER))
             for _ in range(requests)
         ]
         for bursts in bursts_of_engines
@@ -225,9 +252,11 @@ async def share_device(
     traces = arrivals(seed, bursts)
     async with shared_device(KV_MIN, KV_MAX, CONTENDED_BYTES, HEADROOM) as shared:
         requests = await shared.requests(traces, seed)
+        rest = [iter(own[-MOST_FURTHER:]) for own in requests]
+        requests = [own[:-MOST_FURTHER] for own in requests]
         visitor = Visitor(shared.device, shared.external, PIECE_BYTES, PIECE_S)
         state = replace(FIRST_STATE, capacity_bytes=shared.device.capacity_bytes)
-        watched = WatchedDevice(show, state, shared.engines, [len(own) for own in requests])
+        watched = WatchedDevice(show, state, shared.engines, requests)
 
         async def look() -> None:
             visitor.advance(time.monotonic() - shared.engines[0].began, watched.wanted_bytes())
@@ -235,7 +264,11 @@ async def share_device(
                 await engine.look()
             watched.take(shared.sample())
 
-        runs = await shared.serve(requests, seconds, look)
+        def further(number: int) -> DemoRequest | None:
+            request = next(rest[number], None) if watched.awaits_a_recall() else None
+            return None if request is None else replace(request, at_s=time.monotonic() - shared.engines[0].began)
+
+        runs = await shared.serve(requests, seconds, look, further)
         for run, own in zip(runs, requests, strict=True):
             again = shared.roomy.serve([replace(one, at_s=0.0) for one in own])
             run.with_room = await while_looking(again, lambda: watched.compare(shared.roomy))
@@ -249,7 +282,7 @@ class WatchedDevice:
     show: Show
     state: DemoState
     engines: Sequence[DemoEngine]
-    totals: Sequence[int]  # requests of each engine
+    requests: Sequence[Sequence[object]]  # of each engine, so far
     _samples: list[DeviceSample] = field(default_factory=list)
     _column: int = -1
     _recalled_at: dict[int, float] = field(default_factory=dict)  # when each engine was last seen being recalled
@@ -261,20 +294,30 @@ class WatchedDevice:
             return 0
         at_s = self._samples[-1].at_s
         last = self._visits[-1] if self._visits else -BETWEEN_S - VISIT_S
+        visit_bytes = max(0, self.state.contended_bytes - HEADROOM - VISIT_LEAVES)
         if at_s < last + VISIT_S:
-            return VISIT_BYTES
+            return visit_bytes
         grown = sum(self._samples[-1].kv) >= VISIT_FROM_KV
         if grown and at_s >= last + VISIT_S + BETWEEN_S and len(self._visits) < MOST_VISITS:
             self._visits.append(at_s)
-            return VISIT_BYTES
+            return visit_bytes
         return 0
+
+    def awaits_a_recall(self) -> bool:
+        """Whether the external process is to come, or has come and no memory was recalled since."""
+        if not self._samples:
+            return False
+        at_s = self._samples[-1].at_s
+        if self._visits and at_s < self._visits[-1] + VISIT_S:
+            return max(self._recalled_at.values(), default=0.0) < self._visits[-1]
+        return len(self._visits) < MOST_VISITS and (not self._visits or at_s >= self._visits[-1] + VISIT_S + BETWEEN_S)
 
     def take(self, sample: DeviceSample) -> None:
         """Show `sample` and the engines' newest statistics."""
         self._samples.append(sample)
         first = self._samples[0]
         before = self.state.engines or tuple(Counts() for _ in self.engines)
-        counts = tuple(map(_counts, self.engines, self.totals))
+        counts = tuple(map(_counts, self.engines, map(len, self.requests)))
         recalled = tuple(
             is_recalled or one.recalls > old.recalls
             for is_recalled, one, old in zip(sample.recalling, counts, before, strict=True)
@@ -298,7 +341,7 @@ class WatchedDevice:
     async def compare(self, roomy: DemoEngine) -> None:
         """Show how many requests the engine with room has served, of each engine in turn."""
         done = sum(output.ended_at is not None for output in roomy.outputs)
-        before = [0, *itertools.accumulate(self.totals)]
+        before = [0, *itertools.accumulate(map(len, self.requests))]
         engines = tuple(
             replace(counts, running=0, waiting=0, done=min(max(done - first, 0), counts.total))
             for first, counts in zip(before, self.state.engines, strict=False)

@@ -157,13 +157,13 @@ def test_what_is_watched_becomes_states_and_figures() -> None:
     for engine, own in zip(engines, stats, strict=True):
         engine.stats, engine.outputs = own, [DemoOutput("") for _ in range(16)]
     state = replace(shared.FIRST_STATE, capacity_bytes=1000 * MIB)
-    watched = shared.WatchedDevice(shown.append, state, engines, [16, 16])
+    watched = shared.WatchedDevice(shown.append, state, engines, [[None] * 16] * 2)
 
     def sample(at_s: float, other: int, kv: tuple[int, int], external: int, recalling: Any) -> DemoState:
         watched.take(DeviceSample(at_s, (other * MIB, 300 * MIB), (kv[0] * MIB, kv[1] * MIB), external * MIB, recalling))
         return shown[-1]
 
-    assert watched.wanted_bytes() == 0
+    assert watched.wanted_bytes() == 0 and not watched.awaits_a_recall()
     first = sample(0.0, 300, (8, 8), 10, (False, False))
     assert watched.wanted_bytes() == 0, "the pools are small"
     assert first.contended_bytes == 390 * MIB and first.now == "Idle: pools give their memory back."
@@ -173,20 +173,25 @@ def test_what_is_watched_becomes_states_and_figures() -> None:
     assert busy.now == "Engine A has requests: pools grow as these need memory."
     assert busy.holdings[-1].programs == 5 * MIB and busy.engines[0].done == 2
     sample(0.4, 300, (40, 24), 10, (False, False))
-    assert watched.wanted_bytes() == shared.VISIT_BYTES
+    assert watched.wanted_bytes() == 390 * MIB - shared.HEADROOM - shared.VISIT_LEAVES
+    assert watched.awaits_a_recall(), "the external process has come, and nothing was recalled yet"
     stats[0] |= {"preemptions": 2, "memory": {"recalls": 1}}
     recalled = sample(0.6, 300, (30, 24), 110, (False, True))
     assert recalled.now == "RECALL: engine A and engine B must give memory back." and recalled.alarm
+    assert not watched.awaits_a_recall()
     assert sample(0.7, 300, (30, 24), 110, (False, False)).holdings[-1].recalled == (True, True), "in the same column"
     later = sample(0.7 + shared.RECALL_SHOWN_S, 300, (30, 8), 110, (False, False))
     assert later.now == "The external process holds memory; the engines share the rest." and not later.alarm
     for output in engines[1].outputs:
         output.ended_at = 2.0
     assert sample(0.3 + shared.VISIT_S, 300, (30, 8), 10, (False, False)).engines[1].done == 16
-    assert watched.wanted_bytes() == shared.VISIT_BYTES
+    assert watched.wanted_bytes() == 390 * MIB - shared.HEADROOM - shared.VISIT_LEAVES
     sample(0.5 + shared.VISIT_S, 300, (30, 8), 10, (False, False))
     assert watched.wanted_bytes() == 0, "it leaves"
-    assert [len(one.holdings) for one in shown] == [1, 2, 2, 3, 3, 4, 5, 6], "a column for each quarter of a second"
+    assert not watched.awaits_a_recall()
+    sample(0.5 + shared.VISIT_S + shared.BETWEEN_S, 300, (8, 8), 10, (False, False))
+    assert watched.awaits_a_recall(), "it is to come once more"
+    assert [len(one.holdings) for one in shown] == [1, 2, 2, 3, 3, 4, 5, 6, 7], "a column for each quarter of a second"
     visitor: Any = Visitor(Process(0), Process(0), 1, 1.0)  # type: ignore[arg-type]
     result = watched.result(visitor, [EngineRun([], [], 1.0, own) for own in stats])
     assert result.most_kv_bytes == (40 * MIB, 24 * MIB) and result.most_external_bytes == 100 * MIB
@@ -199,9 +204,11 @@ def test_what_is_watched_becomes_states_and_figures() -> None:
 
 def test_the_load_suits_the_model() -> None:
     for number, trace in enumerate(shared.arrivals(seed=3)):
-        assert len(trace) == sum(requests for _, requests in shared.BURSTS[number])
+        assert len(trace) == sum(requests for _, requests in shared.BURSTS[number]) + shared.MOST_FURTHER
         assert all(one.prompt_tokens + one.output_tokens < 1024 for one in trace)
-        assert [one.at_s for one in trace] == sorted(one.at_s for one in trace)
+        assert [one.at_s for one in trace[: -shared.MOST_FURTHER]] == sorted(
+            at_s for at_s, n in shared.BURSTS[number] for _ in range(n)
+        )
     assert shared.arrivals(3) == shared.arrivals(3) != shared.arrivals(4)
     assert shared.PIECE_BYTES < shared.HEADROOM
 
