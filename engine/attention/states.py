@@ -231,6 +231,7 @@ def install(model: Any, geometry: Geometry, tokens: torch.Tensor) -> Mixers | No
         kinds = recurrences.install(sys.modules[type(module).__module__]) if tokens.device.type == "cpu" else frozenset()
         packs = all(state.kind in kinds and _is_packed(state) for state in states)
         module.forward = _Mixer(module.forward, layer, of_layers, states if packs else None)
+        of_layers.packed |= packs
     name = _cache_name(model)
 
     def give(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -257,13 +258,13 @@ class Mixers:
     """What the mixers of a model share.
 
     Attributes:
-        packed: They are called over the packed row where kernels can.
+        packed: Some are called over the packed row, by kernels.
         one_by_one: If not, a chunk that continues a sequence is computed token by token.
     """
 
     def __init__(self, cache: StatesCache) -> None:
         self.cache = cache
-        self.packed = True
+        self.packed = False
         self.one_by_one = False
 
     def simplify(self) -> bool:

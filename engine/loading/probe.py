@@ -183,6 +183,9 @@ class _Probe:
                 states.done(sequences, step.kv_lens.astype(np.int64))
                 logits = _logits(output)
             except Exception as error:
+                if (mixers := installed(self.model)) is not None and mixers.packed:
+                    mixers.simplify()  # it computes with its states in another way
+                    return self.paged(shift)
                 raise self.refusal(f"a paged forward pass of it fails ({type(error).__name__}: {error})") from error
             starts = np.cumsum([0, *(n for _, n in chunks)])
             for (sequence, n), start in zip(chunks, starts, strict=False):

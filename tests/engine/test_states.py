@@ -20,6 +20,7 @@ from pagetide.engine.attention.states import find_layers, may_have_states
 from pagetide.engine.layers.fusion import fuse
 from pagetide.engine.layers.kernels import kernels_on
 from pagetide.engine.layers.packing import pack_linears
+from pagetide.engine.loading.probe import probe
 from pagetide.scheduler.request import Sampling
 
 LENGTHS = [1, 3, 7, 12, 21, 45]
@@ -95,6 +96,17 @@ def test_a_token_changes_a_state_once() -> None:
         states.append([cache.read(runner._rows.states[:2]) for cache in recurrent])
         assert not runner._states._undone._kept
     assert all(torch.equal(one, two) for other in states[1:] for one, two in zip(states[0], other, strict=True))
+
+
+def test_mixers_that_no_kernel_computes_are_called_in_parts() -> None:
+    """Their activation behind the convolution is another: the probe finds it."""
+    model, inputs = tiny_with_states("qwen3_5_text", hidden_act="gelu"), prompts(LENGTHS, VOCAB)
+    expected = plain(model, inputs, NEW)
+    engine = TinyEngine(model, usable=200, block_size=4)
+    assert engine.mixers.packed == (native.instructions() is not None)
+    probe(model, engine.core.runner.storage.geometry)
+    assert not engine.mixers.packed and not engine.mixers.one_by_one
+    assert engine.generate(inputs, Sampling(NEW)) == expected
 
 
 def test_states_of_any_shape_are_read_as_they_were_written() -> None:
