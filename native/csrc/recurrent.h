@@ -28,15 +28,15 @@ INLINE void scaled(const T* x, int64_t n, bool normalizes, float scale, float* o
   for (; i < n; ++i) out[i] = to_float(x[i]) * scale;
 }
 
-// Columns of one head for all tokens of a chunk: of each of its vectors the first `count` elements.
-template <typename T, int kVectors>
-static void delta_strip(const GatedDeltaArgs& args, int64_t chunk, int64_t head, int64_t column, int count) {
+// Columns of one head for all tokens of a chunk: whole vectors, or the first `count` elements of one.
+template <typename T, int kVectors, bool kWhole>
+static void delta_strip(const GatedDeltaArgs& args, int64_t chunk, int64_t head, int64_t column, int count = kLanes) {
   const int64_t k_dim = args.k_dim, v_dim = args.v_dim, k_head = head / (args.v_heads / args.k_heads);
   const int64_t each = args.v_heads / args.states.parts;  // heads of a part
   float* state = part_of<float>(args.states, chunk, head / each) + head % each * k_dim * v_dim + column;
   float query[kMostKeyDim], key[kMostKeyDim];
-  const auto get = [count](const auto* from) { return count == kLanes ? load(from) : load_some(from, count); };
-  const auto put = [count](auto* to, Vec v) { count == kLanes ? store(to, v) : store_some(to, v, count); };
+  const auto get = [count](const auto* from) { return kWhole ? load(from) : load_some(from, count); };
+  const auto put = [count](auto* to, Vec v) { kWhole ? store(to, v) : store_some(to, v, count); };
   const int64_t first = args.states.starts[chunk], end = first + args.states.lengths[chunk];
   if (first < end && args.states.continues[chunk] == 0) {
     for (int64_t i = 0; i < k_dim; ++i) {
@@ -54,15 +54,15 @@ static void delta_strip(const GatedDeltaArgs& args, int64_t chunk, int64_t head,
     for (int64_t i = 0; i < k_dim; ++i) {
       both = query[i] * key[i] + both;
       for (int v = 0; v < kVectors; ++v) {
-        const Vec row = get(state + i * v_dim + v * kLanes) * decay;
+        const Vec row = get(state + i * v_dim + v * kLanes);
         by_key[v] = row * key[i] + by_key[v];
         by_query[v] = row * query[i] + by_query[v];
       }
     }
     T* out = static_cast<T*>(args.out) + of_gate * v_dim + column;
     for (int v = 0; v < kVectors; ++v) {
-      delta[v] = (get(value + v * kLanes) - by_key[v]) * args.beta[of_gate];
-      put(out + v * kLanes, delta[v] * both + by_query[v]);
+      delta[v] = (get(value + v * kLanes) - by_key[v] * decay) * args.beta[of_gate];
+      put(out + v * kLanes, delta[v] * both + by_query[v] * decay);
     }
     for (int64_t i = 0; i < k_dim; ++i) {
       for (int v = 0; v < kVectors; ++v) {
@@ -79,11 +79,9 @@ static void delta_of(const GatedDeltaArgs& args) {
   for_items(args.states.chunks * args.v_heads * strips, args.threads, [&, width, strips](int64_t item) {
     const int64_t head = item / strips % args.v_heads, chunk = item / strips / args.v_heads;
     int64_t column = item % strips * width;
-    if (column + width <= args.v_dim) return delta_strip<T, kStrip>(args, chunk, head, column, kLanes);
-    for (; column < args.v_dim; column += kLanes) {
-      const int64_t left = args.v_dim - column;
-      delta_strip<T, 1>(args, chunk, head, column, left < kLanes ? static_cast<int>(left) : kLanes);
-    }
+    if (column + width <= args.v_dim) return delta_strip<T, kStrip, true>(args, chunk, head, column);
+    for (; column + kLanes <= args.v_dim; column += kLanes) delta_strip<T, 1, true>(args, chunk, head, column);
+    if (column < args.v_dim) delta_strip<T, 1, false>(args, chunk, head, column, static_cast<int>(args.v_dim - column));
   });
 }
 
