@@ -127,7 +127,8 @@ class Geometry:
     """Bytes and blocks of one KV pool. `block_size` is in tokens; names that end in `bytes` or `stride` are in bytes.
 
     `granule_bytes` is the least that the device maps, a power of two (4 KiB of host memory, 2 MiB of CUDA memory). An
-    extent has at most `extent_target_bytes`, but holds at least one block. `shard` is (rank, ranks) of the KV heads.
+    extent has at most `extent_target_bytes`, but holds at least one block. `shard` is (rank, ranks) of the KV heads. With
+    `gathers`, K and V are gathered for attention of the model's own (docs/decisions/0061-attention-of-its-own.md).
     Block 0, the null block, is counted but never handed out. Raises GeometryError.
     """
 
@@ -137,6 +138,7 @@ class Geometry:
     granule_bytes: int = PAGE_BYTES
     extent_target_bytes: int = EXTENT_TARGET_BYTES
     shard: tuple[int, int] = (0, 1)
+    gathers: bool = False
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
@@ -171,7 +173,8 @@ class Geometry:
         """
         layers = layer_shapes(config, latents=latents, found=found)
         tables = in_tables(layers, block_size, max_tokens)
-        return cls(tables, block_size, dtype, granule_bytes, extent_target_bytes)
+        gathers = bool(found) and not any(layer.states for layer in found)
+        return cls(tables, block_size, dtype, granule_bytes, extent_target_bytes, gathers=gathers)
 
     def with_extents(self, target_bytes: int) -> Self:
         """The same blocks in extents of at most `target_bytes` (or of one block). The stride may differ."""

@@ -116,7 +116,7 @@ class Engine:
             "dtype": self.plan.dtype,
             "quantization": self.plan.quantization,
             "kv_cache_dtype": self.plan.kv_cache_dtype,
-            "attention": self.core.runner.kernel.name,
+            "attention": "transformers" if self.plan.geometry.gathers else self.core.runner.kernel.name,
             "overlap": self.core.runner.overlaps,
             "cuda_graphs": [] if self.core.runner.graphs is None else list(self.core.runner.graphs.sizes),
             "max_model_len": self.plan.max_model_len,

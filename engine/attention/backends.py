@@ -23,6 +23,10 @@ EXPANDED_BYTES = 32 << 20  # of K and V at a time
 MOST_COPIED_STATES = 32
 _STATE_COPIES = 2  # before and behind a token
 _EXPANDED_COPIES = 4  # products by head, these joined, K, and what a kernel gathers and pads
+# Attention of a model's own (`gathered`) makes scores of all heads for so many tokens at a time.
+PIECE_BYTES = 256 << 20
+_SCORE_BYTES = 16  # of a score: before and behind a mask and the softmax, in float32 and in the model's type
+_GATHERED_COPIES = 4
 _FLOAT8_CAPABILITY = (8, 9)  # the first that converts float8_e4m3fn
 
 
@@ -124,6 +128,30 @@ def states_bytes(layers: Iterable[int], num_rows: int, num_tokens: int, token_by
     sizes = list(layers)
     copied = _STATE_COPIES * min(num_rows, MOST_COPIED_STATES) * max(sizes, default=0)
     return copied + len(sizes) * num_tokens * token_bytes
+
+
+def gathering_bytes(text_config: Any, num_tokens: int, itemsize: int) -> int:
+    """The most bytes that attention of a model's own takes in one of its layers, for a sequence of `num_tokens`.
+
+    K and V as they are gathered and as the model repeats or expands them for all heads, two copies of each, and PIECE_BYTES of
+    scores.
+    """
+    return _GATHERED_COPIES * num_tokens * _kv_items(text_config) * itemsize + PIECE_BYTES
+
+
+def tokens_in_a_piece(text_config: Any, num_tokens: int) -> int:
+    """How many tokens of a chunk such attention computes at a time, behind `num_tokens`, so that scores take PIECE_BYTES."""
+    heads = int(text_config.num_attention_heads) + int(getattr(text_config, "index_n_heads", 0) or 0)
+    return max(1, PIECE_BYTES // (_SCORE_BYTES * heads * max(1, num_tokens)))
+
+
+def _kv_items(text_config: Any) -> int:
+    """Elements of K and V of one token in a layer, for every query head."""
+    heads = int(text_config.num_attention_heads)
+    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
+    rope_dim, plain_dim = (getattr(text_config, f"qk_{name}_head_dim", None) or 0 for name in ("rope", "nope"))
+    value_dim = getattr(text_config, "v_head_dim", None) or head_dim
+    return heads * (max(rope_dim + plain_dim, head_dim) + value_dim)
 
 
 def unmet(

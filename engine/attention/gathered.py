@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache, DynamicIndexedLayer
 
 from ...cache.geometry import FoundLayer, Geometry, LayerShape
 from ...cache.storage import LayerCache
+from .backends import tokens_in_a_piece
 from .context import StepContext, running_step
 from .quantized_kv import gather, store
 
@@ -29,9 +30,9 @@ _INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # as transformers' modules import it
 _CHOOSES = "indexed_attention"  # transformers' type of layers that choose tokens by a key
 
 
-def may_attend_by_itself(kind: type[Any], config: Any) -> bool:
-    """Whether attention of models of class `kind` may be its own. False is certain."""
-    return _INTERFACE not in vars(sys.modules[kind.__module__]) or _chooses(config)
+def may_attend_by_itself(kinds: Iterable[type[Any]], config: Any) -> bool:
+    """Whether attention of a model with a part of one of these classes may be its own. False is certain of known classes."""
+    return _chooses(config) or any(_INTERFACE not in vars(sys.modules[kind.__module__]) for kind in kinds)
 
 
 def attends_by_itself(model: torch.nn.Module) -> bool:
@@ -62,7 +63,7 @@ def install(model: Any, geometry: Geometry, tokens: torch.Tensor) -> bool:
     It does not, and nothing changes, if a forward pass over `tokens` [1, T] hands the cache something else than `geometry`
     has, or raises.
     """
-    if not attends_by_itself(model):
+    if not geometry.gathers:
         return False
     try:
         found = find_cached(model, tokens)
@@ -72,7 +73,7 @@ def install(model: Any, geometry: Geometry, tokens: torch.Tensor) -> bool:
     shapes = [(*one.kv, one.index_dim) for one in found if one.kv is not None]
     if not shapes or shapes != _shapes(geometry.layers, len(found)):
         return False
-    model.forward = _BySequence(model.forward, found)
+    model.forward = _BySequence(model.forward, found, model.config.get_text_config(decoder=True))
     log.warning("attention of %s is code of its own: sequences are computed one after the other", type(model).__name__)
     return True
 
@@ -96,8 +97,9 @@ def _shapes(layers: tuple[LayerShape, ...], num_layers: int) -> list[tuple[int, 
 class _BySequence:
     """Calls a model: for each sequence of a step by itself, as it is otherwise."""
 
-    def __init__(self, forward: Callable[..., Any], found: tuple[FoundLayer, ...]) -> None:
+    def __init__(self, forward: Callable[..., Any], found: tuple[FoundLayer, ...], text_config: Any) -> None:
         self._forward = forward
+        self._text_config = text_config
         self.__signature__ = inspect.signature(forward)
         self._keeps = "logits_to_keep" in self.__signature__.parameters
         chosen = np.cumsum([bool(one.index_dim) for one in found]) - 1
@@ -127,11 +129,10 @@ class _BySequence:
         elif logits_to_keep:
             kept = kept[-logits_to_keep:]
         logits, output = None, None
-        for chunk, (start, length) in enumerate(zip(running.q_starts.tolist(), running.q_lens.tolist(), strict=True)):
-            tokens = slice(start, start + length)
-            cache = Cache(layers=[_OfSequence(running, chunk, tokens, *places) for places in self._places])
-            wanted = np.flatnonzero((kept >= start) & (kept < start + length))
-            places = torch.from_numpy(kept[wanted] - start).to(input_ids.device)
+        for chunk, tokens, num_tokens in self._pieces(running):
+            cache = Cache(layers=[_OfSequence(running, chunk, tokens, num_tokens, *places) for places in self._places])
+            wanted = np.flatnonzero((kept >= tokens.start) & (kept < tokens.stop))
+            places = torch.from_numpy(kept[wanted] - tokens.start).to(input_ids.device)
             more = _positions(self, position_ids[:, tokens])
             if self._keeps:
                 more["logits_to_keep"] = places if len(wanted) else 1
@@ -144,6 +145,16 @@ class _BySequence:
         assert output is not None
         output.logits = logits
         return output
+
+    def _pieces(self, step: StepContext) -> Iterator[tuple[int, slice, int]]:
+        """Chunks in pieces with scores that fit: the chunk, its tokens in the packed row, and how many are behind their end."""
+        for chunk, (start, length, end) in enumerate(
+            zip(step.q_starts.tolist(), step.q_lens.tolist(), step.kv_lens.tolist(), strict=True)
+        ):
+            size = tokens_in_a_piece(self._text_config, end)
+            for at in range(0, length, size):
+                size_here = min(size, length - at)
+                yield chunk, slice(start + at, start + at + size_here), end - length + at + size_here
 
 
 def _positions(forward: Callable[..., Any], positions: torch.Tensor) -> dict[str, Any]:
@@ -174,14 +185,14 @@ class _OfSequence(DynamicIndexedLayer):
     Args:
         chunk: The sequence's, in the step.
         tokens: Its new tokens in the packed row.
+        num_tokens: Of the sequence, with these.
         of_kv, of_index: Among the step's layers.
     """
 
-    def __init__(self, step: StepContext, chunk: int, tokens: slice, of_kv: int, of_index: int | None) -> None:
+    def __init__(self, step: StepContext, chunk: int, tokens: slice, num_tokens: int, of_kv: int, of_index: int | None) -> None:
         super().__init__()
-        self._step, self._chunk, self._tokens = step, chunk, tokens
+        self._step, self._chunk, self._tokens, self._num_tokens = step, chunk, tokens, num_tokens
         self._of_kv, self._of_index = step.layers[of_kv], None if of_index is None else step.layers[of_index]
-        self._num_tokens = int(step.kv_lens[chunk])
 
     def update(self, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """key [1, heads, new tokens, dim], value alike -> those of the whole sequence."""

@@ -79,7 +79,7 @@ def found_layers(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[FoundLayer
     kinds = [MODEL_FOR_CAUSAL_LM_MAPPING.get(type(one), ()) for one in (checkpoint.config, checkpoint.text_config)]
     kinds = [kind for kind in kinds if isinstance(kind, type)]
     may_have, tokens = any(map(may_have_states, kinds)), torch.zeros((1, _TOKENS), dtype=torch.int64, device="meta")
-    if not may_have and not any(may_attend_by_itself(kind, checkpoint.config) for kind in kinds):
+    if not may_have and not may_attend_by_itself(kinds, checkpoint.config):
         return ()
     model = meta_model(checkpoint, _SEEN_AS)
     if not may_have:

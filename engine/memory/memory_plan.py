@@ -14,7 +14,7 @@ from ...allocator.host_arena import preferred_granule
 from ...cache.geometry import EXTENT_TARGET_BYTES, ITEM_BYTES, PAGE_BYTES, FoundLayer, Geometry, GeometryError, LayerShape
 from ...cache.layer_groups import LayerGroup
 from ...common.units import GIB, MIB, format_bytes
-from ..attention.backends import EXPANDED_FROM, buffer_bytes, expansion_bytes, states_bytes
+from ..attention.backends import EXPANDED_FROM, buffer_bytes, expansion_bytes, gathering_bytes, states_bytes
 from ..config import EngineConfig, KvMemory
 from ..errors import ConfigError, NotEnoughMemory, UnsupportedModel
 from ..execution.graph_sizes import sizes_for
@@ -412,10 +412,12 @@ def cuda_reserve_bytes(config: EngineConfig, model: Described, geometry: Geometr
 
 
 def step_bytes(config: EngineConfig, model: Described, geometry: Geometry, dtype: str, *, on_cpu: bool) -> int:
-    """Memory for the tensors of a step: activations, logits, K and V that latent attention expands."""
+    """Memory for the tensors of a step: activations, logits, K and V that latent attention expands or other is given."""
     reserve = working_reserve_bytes(model.text_config, config.max_step_tokens, config.max_seqs, dtype, on_cpu=on_cpu)
     if config.max_step_tokens >= EXPANDED_FROM and has_latents(geometry):
         reserve += expansion_bytes(model.text_config, model_length(config, model), ITEM_BYTES[dtype])
+    if geometry.gathers:
+        reserve += gathering_bytes(model.text_config, model_length(config, model), ITEM_BYTES[dtype])
     return reserve
 
 

@@ -11,6 +11,7 @@ from engines import TinyEngine, plain, prompts
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pagetide import LLM, SamplingParams
+from pagetide.engine.attention import backends
 from pagetide.engine.attention.gathered import attends_by_itself, find_cached, install, is_installed
 from pagetide.engine.errors import UnsupportedModel
 from pagetide.scheduler.request import Sampling
@@ -63,6 +64,16 @@ def test_tokens_equal_those_of_transformers(kind: str) -> None:
             assert engine.preemptions > 0
 
 
+def test_long_chunks_are_computed_in_pieces_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many tokens at a time as their scores leave room for, down to one."""
+    model, inputs = made("falcon"), prompts([70, 9], VOCAB)
+    expected = plain(model, inputs, 6)
+    for piece_bytes in (1, 40_000):
+        monkeypatch.setattr(backends, "PIECE_BYTES", piece_bytes)
+        assert TinyEngine(made("falcon"), usable=60).generate(inputs, Sampling(6)) == expected
+    assert backends.tokens_in_a_piece(model.config, 70) == 5
+
+
 def test_an_llm_serves_one_and_says_how(caplog: pytest.LogCaptureFixture) -> None:
     """Log-probabilities of prompts too; K and V in one byte; a model that is loaded stays as it is."""
     model, prompt = made("falcon"), prompts([20, 11], VOCAB)
@@ -71,6 +82,7 @@ def test_an_llm_serves_one_and_says_how(caplog: pytest.LogCaptureFixture) -> Non
     with caplog.at_level(logging.WARNING), LLM(model, kv_memory="8MiB", share=False, max_model_len=256) as llm:
         asked = SamplingParams(max_new_tokens=3, temperature=0, logprobs=1, prompt_logprobs=1)
         outputs = llm.generate(prompt, asked, progress=False)
+        assert llm.stats()["attention"] == "transformers"
     assert "computed one after the other" in caplog.text
     for output, ids, logprobs in zip(outputs, prompt, right, strict=True):
         for at, entry in enumerate(output.prompt_logprobs[1:]):
