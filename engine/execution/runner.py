@@ -266,14 +266,25 @@ class ModelRunner:
             self._stream.synchronize()
         if (host := self.__dict__.pop("host", None)) is not None:
             host.close()
-        for name in ("_model", "storage", "arena", "kernel", "graphs", "_memory_executor", "_layers", "_rows", "_upload"):
+        for name in (
+            "_model",
+            "storage",
+            "arena",
+            "kernel",
+            "graphs",
+            "_memory_executor",
+            "_layers",
+            "_rows",
+            "_upload",
+            "_states",
+        ):
             self.__dict__.pop(name, None)
 
     def _compute_plan(self, plan: Plan) -> Computed:
         """The outputs of the plan's chunks."""
         if self._states is None:
             return self._outputs(plan)
-        self._states.forget(np.concatenate((plan.released, [new.row for new in plan.admitted])))
+        self._states.forget(np.array([*plan.released.tolist(), *(new.row for new in plan.admitted)], np.int64))
         computed = self._outputs(plan)
         done = np.ones(len(plan.rows), np.bool_)
         done[[*computed.deferred, *computed.failures]] = False
