@@ -73,7 +73,7 @@ class UndoneOutputs:
     def __init__(self) -> None:
         self._kept: list[_Kept] = []
         self._passes = 0  # of this plan, and 1 more if something is kept of earlier ones
-        self._last: Tokens | None = None  # whose outputs were kept last; where these lay, and then lie
+        self._last: Tokens | None = None  # those of the last `add`: where their outputs lay, and then lie
         self._places, self._copied = torch.empty(0), _NOTHING
 
     def begin(self, tokens: Tokens) -> bool:
