@@ -26,7 +26,7 @@ from ..engine.text.chat_template import tool_template
 from ..engine.text.detokenizer import special_tokens
 from ..server.choices import joined
 from ..server.engine_client import EngineUnavailable, Generation, Observer, RequestFailed, check_depth
-from ..server.engine_outputs import error_kind
+from ..server.engine_outputs import added_tokens, error_kind, prompt_end, response_template
 from ..server.messages import Accepted, Failed, ModelInfo, Piece, RequestEnd, Submit
 from .errors import FleetError
 from .links import QueueLink, QueueUnavailable
@@ -130,6 +130,7 @@ class FleetClient:
             chat_template=tool_template(tokenizer), device="fleet", dtype=model.dtype,
             version=model.version, answers_bytes=self._answers_bytes,
             special_tokens=() if tokenizer is None else tuple(special_tokens(tokenizer)),
+            response_template=response_template(tokenizer), added_tokens=added_tokens(tokenizer),
         )  # fmt: skip
 
     @property
@@ -269,7 +270,8 @@ class FleetClient:
         # A call to leave it may have been under way: the next read says that it is followed
         if generation.is_attached:
             self._says_positions = True
-        generation.take(Accepted(generation.number, known.prompt_token_ids, known.max_new_tokens))
+        end = prompt_end(getattr(self.preparer, "tokenizer", None), known.prompt_token_ids)
+        generation.take(Accepted(generation.number, known.prompt_token_ids, known.max_new_tokens, end))
         self._take(followed, self._received.get(answer.number, []))
 
     async def _send(self) -> None:

@@ -366,6 +366,7 @@ def _models(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     from .common.settings import settings_of
     from .engine.config import EngineArguments, EngineConfig, Scope
+    from .engine.errors import UnsupportedModel
     from .engine.memory.estimate import CONTEXT_BYTES, estimate, plan_device
 
     device, memory_bytes = plan_device(args.device, args.memory)
@@ -382,7 +383,15 @@ def _plan(args: argparse.Namespace) -> int:
         free_bytes = memory_bytes if memory_bytes is None or device == "cpu" else memory_bytes - CONTEXT_BYTES
         plan = plan_only(config, context=args.context, has_weights=has_weights, memory_bytes=free_bytes)
     else:
-        plan = estimate(config, file, device=device or "cuda", memory_bytes=memory_bytes, context=args.context)
+        counted = partial(estimate, config, file, device=device or "cuda", memory_bytes=memory_bytes, context=args.context)
+        try:
+            plan = counted()
+        except UnsupportedModel:  # of a family that is not counted by its fields
+            if find_spec("torch") is None:
+                raise
+            from .engine.memory.planning import OutlinedModel
+
+            plan = counted(model=OutlinedModel.read(spec, file))
     print(json.dumps(plan.to_dict(), indent=1) if args.json else plan.describe())
     return 0
 

@@ -19,18 +19,20 @@ from ..api.arguments import table_answer
 from ..common.settings import unknown_setting
 from ..version import __version__
 from .admission import RequestAdmission
+from .anthropic import CountRequest, MessageCompletion, MessagesRequest
 from .bodies import BodyRoute
 from .chat import ChatCompletion
 from .choices import json_encode
 from .completions import TextCompletion
 from .config import ENGINE_OPTIONS, ModelOptions
 from .engine_client import Batch, EngineClient, EngineUnavailable, RequestFailed
-from .errors import ApiError, from_engine, unavailable
+from .errors import ApiError, error_body, from_engine, unavailable
 from .fields import IGNORED
 from .guard import CorsHeaders, CorsQuestions, Guard, GuardRules, RequestContext
 from .keys import ApiKey, ApiKeys
 from .metrics import CONTENT_TYPE, Metrics
 from .models import ModelRegistry, ServedModel
+from .openai_responses import ResponseCompletion, ResponsesRequest
 from .page import PageEndpoints
 from .requests import (
     MOST_DRAIN_S,
@@ -39,6 +41,7 @@ from .requests import (
     DetokenizeRequest,
     ErrorBody,
     LoadRequest,
+    RequestBody,
     TokenizeRequest,
     UnloadRequest,
     from_validation,
@@ -76,7 +79,7 @@ class Server:
         self.page = PageEndpoints(models, keys)
         self._ignored_fields: set[str] = set()  # that the log has told of
 
-    def check_fields(self, body: CompletionRequest | ChatRequest | TokenizeRequest | DetokenizeRequest) -> None:
+    def check_fields(self, body: RequestBody) -> None:
         """Refuse a body with unknown fields, and log each field of other servers that is ignored once. Raises ApiError."""
         for name in body.check_fields(self.options.ignore_unknown_fields):
             if name not in self._ignored_fields:
@@ -151,19 +154,19 @@ def _json(data: Any, status: int = 200, headers: dict[str, str] | None = None) -
 def add_errors(app: FastAPI) -> None:
     """Answer errors in OpenAI's form."""
 
-    async def api_error(_: Request, error: Exception) -> Response:
+    async def api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        return _json(error.body, error.status, error.headers)
+        return _json(error_body(error, request.url.path), error.status, error.headers)
 
     async def from_client(request: Request, error: Exception) -> Response:
         found = from_engine(error)
         if found.code == "context_length_exceeded":
-            found.param = "messages" if request.url.path.endswith("/chat/completions") else "prompt"
+            found.param = "prompt" if request.url.path.endswith("/v1/completions") else "messages"
         return await api_error(request, found)
 
-    async def validation(_: Request, error: Exception) -> Response:
+    async def validation(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return await api_error(_, from_validation(list(error.errors())))
+        return await api_error(request, from_validation(list(error.errors())))
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -171,8 +174,8 @@ def add_errors(app: FastAPI) -> None:
         api = ApiError(error.status_code, messages.get(error.status_code, str(error.detail)), headers=error.headers)
         return await api_error(request, api)
 
-    async def unforeseen(_: Request, error: Exception) -> Response:
-        return await api_error(_, ApiError(500, "the server failed on this request; see its log"))
+    async def unforeseen(request: Request, error: Exception) -> Response:
+        return await api_error(request, ApiError(500, "the server failed on this request; see its log"))
 
     async def left(_: Request, error: Exception) -> Response:
         return Response(status_code=499)
@@ -204,6 +207,35 @@ def _add_generation(app: FastAPI, server: Server) -> None:
         durable = await _durable(model.engine, "chatcmpl", request, body)
         work = ChatCompletion(model, body, salt, server.metrics.of(model), durable)
         return await _run(server, request, model, work, body, durable)
+
+    @app.post("/v1/responses")
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        """OpenAI's responses, without a state."""
+        server.check_fields(body)
+        chat = body.as_chat()
+        model, key = server.models.get(body.model), RequestContext.of(request.scope).key
+        work = ResponseCompletion(model, chat, server.cache_salt(body.cache_salt, key), server.metrics.of(model))
+        work.custom_tools = body.custom_tools
+        return await _run(server, request, model, work, chat, None)
+
+    @app.post("/v1/messages")
+    async def messages(body: MessagesRequest, request: Request) -> Response:
+        """Anthropic's messages."""
+        server.check_fields(body)
+        chat = body.as_chat()
+        model, key = server.models.get_claude(body.model), RequestContext.of(request.scope).key
+        work = MessageCompletion(model, chat, server.cache_salt(body.cache_salt, key), server.metrics.of(model))
+        return await _run(server, request, model, work, chat, None)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(body: CountRequest, request: Request) -> Response:
+        """The tokens of the prompt of a message."""
+        server.check_fields(body)
+        work = MessageCompletion(server.models.get_claude(body.model), body.chat(), None)
+        context = RequestContext.of(request.scope)
+        count = await work.count_prompt(context.tenant)
+        server.admission.charge_converted(context.key, count)
+        return _json({"input_tokens": count})
 
 
 def _add_cancellation(app: FastAPI, server: Server) -> None:
@@ -316,7 +348,7 @@ async def _run(
             return await json_response(work.parts(), request.receive, stack.pop_all)
         batch.is_resumable = durable is not None
         held = stack.pop_all()  # until the stream has ended
-        return EventStream(work.events(), held)
+        return EventStream(work.events(), held, work.failed)
 
 
 def _add_models(app: FastAPI, server: Server) -> None:

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`: OpenAI's chat completions, with vLLM's extra fields and tool calls."""
+"""`POST /v1/chat/completions`: OpenAI's chat completions, with vLLM's extra fields, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from ..common.answer_memory import AnswerSize
-from .choices import finish_reason, json_encode, json_list, new_id, raw_list, running_usage, usage
+from .answers import CONSTRAINTS, AnswerReader, openai_delta, openai_message
+from .choices import error_event, finish_reason, json_encode, json_list, new_id, raw_list, running_usage, usage
 from .completions import prompt_logprob
 from .engine_client import Batch, Observer, answer_size
 from .errors import invalid
 from .messages import Piece, Score, token_text
 from .models import ServedModel
 from .requests import ChatRequest
+from .response_parser import Part
 from .resume import DurableRequest, StreamPosition
-from .tools import ToolCalls, ToolsInvalid
+from .tool_choice import ToolsInvalid
 
-_OF_TOOLS = {"tools", "tool_choice", "parallel_tool_calls", "response_format", "structured_outputs", "skip_special_tokens"}
+LAST_TOKENS = 512  # of an output, among which a stop sequence is looked for
+_OF_ANSWERS = {"tools", "tool_choice", "parallel_tool_calls", *CONSTRAINTS, "skip_special_tokens", "include_reasoning"}
 
 
 class ChatCompletion:
@@ -29,6 +32,9 @@ class ChatCompletion:
     Raises ApiError.
     """
 
+    kind = "chatcmpl"  # the prefix of ids
+    failed = staticmethod(error_event)
+
     def __init__(
         self,
         model: ServedModel,
@@ -37,21 +43,25 @@ class ChatCompletion:
         observer: Observer | None = None,
         durable: DurableRequest | None = None,
     ) -> None:
-        engine, self._body = model.engine, body
-        response_id = new_id("chatcmpl") if durable is None else durable.base_id
+        self._engine = engine = model.engine
+        self._body = body
+        response_id = new_id(self.kind) if durable is None else durable.base_id
         try:
-            fields = body.model_dump(include=_OF_TOOLS, exclude_none=True)
-            self._tools = ToolCalls(fields, model.tool_parser, response_id, engine.info.special_tokens)
-            self._params = body.params(**self._tools.params())
+            fields = body.model_dump(include=_OF_ANSWERS, exclude_none=True)
+            known = engine.info.special_tokens, engine.info.added_tokens
+            self._answers = AnswerReader(fields, model.response_template, response_id, *known)
+            self._params = body.params(**self._answers.params())
         except ToolsInvalid as error:
             raise invalid(str(error), error.param) from error
-        self._template = body.template() | self._tools.template()
+        self._template = body.template() | self._answers.template()
         if model.options.chat_template is not None:
             self._template["chat_template"] = model.options.chat_template
         self._head = {"id": response_id, "created": 0, "model": model.name}
         self._durable = durable
-        self._position = StreamPosition(durable, self.num_choices, joins=not self._tools.may_call)
+        self._position = StreamPosition(durable, self.num_choices, joins=self._answers.is_plain)
         self._cache_salt = cache_salt
+        self._reason: str | None = None
+        self._last_ids: list[int] = []
         self.batch = Batch(engine, observer)
 
     @property
@@ -64,10 +74,19 @@ class ChatCompletion:
         """Sequences that run for this request."""
         return self.num_choices
 
+    async def count_prompt(self, tenant: str) -> int:
+        """The tokens of the prompt. Raises RequestFailed or EngineUnavailable."""
+        found = await self._engine.call("tokenize", messages=self._messages, template=self._template, tenant=tenant)
+        return len(found["tokens"])
+
+    @property
+    def _messages(self) -> list[dict[str, Any]]:
+        return [message.model_dump(exclude_unset=True) for message in self._body.messages]
+
     async def begin(self) -> None:
         """Send the conversation and wait until it is tokenized. Raises RequestFailed or EngineUnavailable."""
         self.batch.submit(
-            messages=[message.model_dump(exclude_unset=True) for message in self._body.messages],
+            messages=self._messages,
             template=self._template,
             params=self._params,
             priority=self._body.priority,
@@ -77,6 +96,7 @@ class ChatCompletion:
             **({} if self._durable is None else self._durable.fields(0)),
         )
         await self.batch.accepted()
+        self._answers.prompt_end = self.batch.generations[0].prompt_end
         self._head["created"] = self._position.begin(self.batch.generations[0].created)
 
     def answer_size(self, max_model_len: int) -> AnswerSize:
@@ -95,6 +115,7 @@ class ChatCompletion:
         ((pieces, prompt_scores),) = await self.batch.take()
         for piece in pieces:
             finish_reason(piece)
+            self._answers.count_tokens(piece.index, piece.token_ids)
         yield json_encode({**self._head, "object": "chat.completion"})[:-1] + b',"choices":'
         before = b"["
         while pieces:
@@ -102,7 +123,7 @@ class ChatCompletion:
             async for part in self._choice(pieces.popleft()):
                 yield part
             before = b","
-        yield b'],"usage":' + json_encode(usage(self.batch.generations))
+        yield b'],"usage":' + json_encode(self._usage())
         for name, value in (await self._of_prompt(prompt_scores)).items():
             yield b"," + json_encode(name) + b":" + json_encode(value)
         yield b"}"
@@ -134,9 +155,35 @@ class ChatCompletion:
                 bodies = [{**head, "choices": [choice], **running} for choice in await self._deltas(piece)]
                 for data in position.events(index, num_records, bodies):
                     yield data
-        end_usage = {**head, "choices": [], "usage": usage(self.batch.generations)} if asks_usage else None
+        end_usage = {**head, "choices": [], "usage": self._usage()} if asks_usage else None
         for data in position.last(end_usage):
             yield data
+
+    async def _one_answer(self) -> AsyncIterator[Part]:
+        """The parts of the only choice, as they come if it is streamed. `_reason` says then why it ended, and `_last_ids` has
+        its last tokens. Raises RequestFailed, EngineUnavailable or ApiError.
+        """
+        async for piece in self._pieces():
+            self._reason = finish_reason(piece)
+            self._last_ids = (self._last_ids + piece.token_ids)[-LAST_TOKENS:]
+            self._answers.count_tokens(0, piece.token_ids)
+            for part in self._answers.stream(0, piece.text, self._reason is not None, is_cut=self._reason == "length"):
+                yield part
+
+    async def _pieces(self) -> AsyncIterator[Piece]:
+        if not self._streams:
+            (((piece,), _),) = await self.batch.take()
+            yield piece
+            return
+        while new := await self.batch.read():
+            for piece in (piece for _, pieces in new for piece in pieces):
+                yield piece
+
+    def _usage(self) -> dict[str, Any]:
+        """OpenAI's `usage`."""
+        count = self._answers.num_reasoning_tokens
+        details = {} if count is None else {"completion_tokens_details": {"reasoning_tokens": count}}
+        return usage(self.batch.generations) | details
 
     async def _of_prompt(self, prompt_scores: Sequence[Score] | None) -> dict[str, Any]:
         """vLLM's fields of the prompt, for requests that ask for them."""
@@ -149,12 +196,12 @@ class ChatCompletion:
 
     async def _choice(self, piece: Piece) -> AsyncIterator[bytes]:
         """A whole choice as JSON, in parts."""
-        message, calls = self._tools.parse(piece.index, piece.text)
         reason = finish_reason(piece)
+        answer = self._answers.read(piece.index, piece.text, is_cut=reason == "length")
         choice = {
             "index": piece.index,
-            "message": {"role": "assistant", **message},
-            "finish_reason": "tool_calls" if calls and reason == "stop" else reason,
+            "message": openai_message(answer),
+            "finish_reason": "tool_calls" if answer.calls and reason == "stop" else reason,
             **({"token_ids": piece.token_ids} if self._body.return_token_ids else {}),
         }
         yield json_encode(choice)[:-1] + b',"logprobs":'
@@ -169,7 +216,9 @@ class ChatCompletion:
     async def _deltas(self, piece: Piece) -> list[dict[str, Any]]:
         """What is new of a choice: one event, or several where tool calls begin and end."""
         reason = finish_reason(piece)
-        deltas, calls = self._tools.stream(piece.index, piece.text, ends=reason is not None)
+        parts = self._answers.stream(piece.index, piece.text, reason is not None, is_cut=reason == "length")
+        deltas: list[dict[str, Any]] = [openai_delta(part) for part in parts]
+        self._answers.count_tokens(piece.index, piece.token_ids)
         if reason is not None and not deltas:
             deltas = [{}]
         elif not deltas and piece.scores:
@@ -180,7 +229,7 @@ class ChatCompletion:
         if choices and piece.scores:
             choices[0]["logprobs"] = {"content": await raw_list(piece.scores, logprobs_of)}
         if choices and reason is not None:
-            choices[-1]["finish_reason"] = "tool_calls" if calls and reason == "stop" else reason
+            choices[-1]["finish_reason"] = "tool_calls" if reason == "stop" and self._answers.has_calls(piece.index) else reason
         if choices and self._body.return_token_ids:
             choices[0]["token_ids"] = piece.token_ids
         return choices

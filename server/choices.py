@@ -31,6 +31,11 @@ def event(data: Any) -> bytes:
     return b"data: " + json_encode(data) + b"\n\n"
 
 
+def error_event(error: ApiError) -> bytes:
+    """The events that end a stream which fails."""
+    return event(error.body) + DONE
+
+
 async def json_list(scores: Sequence[Score], make: Callable[[Score], Any]) -> AsyncIterator[bytes]:
     """What `make` gives for each of these as a JSON list, in parts between which the event loop turns."""
     step = max(1, PART_BYTES // (_SCORE_BYTES + max((len(score.packed_top) for score in scores[-1:]), default=0)))

@@ -41,7 +41,7 @@ from ..common.settings import (
     text,
 )
 from ..engine.config import EngineArguments, Scope
-from .tools import TOOL_PARSERS, ToolParser
+from .response_templates import names
 
 _MOST_PEM_BYTES = 1 << 20
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -51,7 +51,7 @@ ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # with t
 # Arguments of `LLM` that are settings for all models, and those that one model may have.
 ENGINE_SETTINGS = settings_of(EngineArguments, Scope.SERVER)
 ENGINE_OPTIONS = settings_of(EngineArguments, Scope.ENTRY)
-_MODEL_KEYS = ("name", "model", "tool_call_parser", "chat_template")
+_MODEL_KEYS = ("name", "model", "response_format", "chat_template")
 _OF_MODELS = (*_MODEL_KEYS, "record", "record_text")  # settings that a model's entry may have too
 # Variables that are no settings of the file.
 _OTHER_VARIABLES = ("CONFIG", "SERVE_CONFIG", "API_KEY", "ADMIN_KEY", "RUNTIME_DIR", "GID", "CACHE_SIZE")
@@ -71,14 +71,14 @@ class ModelOptions:
     Attributes:
         reference: A name of a models file, a folder, or a hub id in the local cache.
         engine: Arguments of `LLM`.
-        tool_parser: The format of tool calls; None: as the chat template says.
+        response_format: How the model writes its answers; None: as its tokenizer and chat template say.
         chat_template: A chat template, used instead of the model's own; among settings the name of its file.
     """
 
     name: str
     reference: str
     engine: Mapping[str, Any] = field(default_factory=dict)
-    tool_parser: ToolParser | None = None
+    response_format: str | None = None
     chat_template: str | None = None
 
 
@@ -116,8 +116,9 @@ class ServeConfig:
     max_queue: int = setting(256, integer(), "maximum number of waiting sequences; beyond it requests get 429")
     drain_timeout: float = setting(30.0, seconds(0, 1e9), "how long running requests may finish after SIGTERM")
     chat_template: Path | None = setting(None, path(), "chat template to use instead of the models' own")
-    tool_call_parser: ToolParser | None = setting(
-        None, choice(*TOOL_PARSERS, metavar="FORMAT"), "hermes, llama3, mistral or none", unset="detected from the template",
+    response_format: str | None = setting(
+        None, choice(*names(), metavar="NAME"), "format of reasoning and tool calls, such as qwen3-coder, or plain",
+        unset="detected from the template",
     )
     cors_origin: tuple[str, ...] = setting(
         (), items(text(), "URL"), "origin of web pages that may call; * allows all; repeatable",
@@ -209,7 +210,7 @@ class ServeConfig:
         config = cls(**own, models=tuple(
             replace(
                 model, name=served[i] if served else model.name, engine=top | dict(model.engine) | over,
-                tool_parser=model.tool_parser or own.get("tool_call_parser"),
+                response_format=model.response_format or own.get("response_format"),
                 chat_template=model.chat_template or (None if template is None else str(template)),
             )
             for i, model in enumerate(found)
@@ -307,7 +308,5 @@ def _models(file: Path, listed: Sourced, overridden: Sequence[str]) -> list[Mode
         own = _checked(ServeConfig, {key: given.pop(key) for key in _MODEL_KEYS if key in given})
         _check_engine(given)
         template, engine = own.get("chat_template"), {key: one.value for key, one in given.items()}
-        found.append(
-            ModelOptions(name, model, engine, own.get("tool_call_parser"), None if template is None else str(template))
-        )
+        found.append(ModelOptions(name, model, engine, own.get("response_format"), None if template is None else str(template)))
     return found

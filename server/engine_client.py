@@ -98,7 +98,7 @@ class Generation:
     Attributes:
         created: When the request began, in seconds since 1970. A durable engine client sets it before `Accepted`.
         is_attached: The request was there before. A durable engine client sets it before `Accepted`.
-        prompt_token_ids, max_new_tokens: Set once the prompt is tokenized.
+        prompt_token_ids, max_new_tokens, prompt_end: Set once the prompt is tokenized.
         finished: Set once all output has arrived.
         error: Why the request failed.
         pieces: Output that has arrived and was not read.
@@ -121,6 +121,7 @@ class Generation:
         self.number = number
         self.prompt_token_ids: list[int] | None = None
         self.max_new_tokens: int | None = None
+        self.prompt_end = ""
         self.finished: RequestEnd | None = None
         self.error: Exception | None = None
         self.pieces: list[Piece] = []
@@ -171,6 +172,7 @@ class Generation:
                 self.grown(num_bytes)
             case Accepted():
                 self.prompt_token_ids, self.max_new_tokens = message.prompt_token_ids, message.max_new_tokens
+                self.prompt_end = message.prompt_end
             case WholeScores():
                 self._scores.setdefault(message.index, []).extend(message.scores)
                 return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from .messages import ErrorKind, Piece, RequestEnd, Score, WholeScores, token_te
 if TYPE_CHECKING:
     from ..engine.requests.outputs import Completion, RequestOutput, StreamChunk, TokenLogprobs
 
+PROMPT_END_TOKENS = 32  # at the end of a prompt, of which the text tells whether it opened reasoning
 MOST_DETOKENIZED = 65_536  # tokens of a call, or the model's context
 
 AT_ONCE = 4096  # likely tokens of which the event loop makes messages between two turns
@@ -58,6 +60,26 @@ def detokenized(tokenizer: Any, tokens: Sequence[int], vocab_size: int, max_mode
 
     text = Detokenizer(tokenizer, (), skip_special_tokens=False)
     return text.push(tokens) + text.finish()
+
+
+def prompt_end(tokenizer: Any, prompt: Sequence[int]) -> str:
+    """The text of the last tokens of a prompt, with special tokens; "" without a tokenizer."""
+    if tokenizer is None:
+        return ""
+    return str(tokenizer.decode(list(prompt[-PROMPT_END_TOKENS:]), clean_up_tokenization_spaces=False))
+
+
+def response_template(tokenizer: Any) -> str:
+    """The response template that a tokenizer brings, as JSON; "" without one."""
+    own = getattr(tokenizer, "response_template", None)
+    return json.dumps(own, ensure_ascii=False) if isinstance(own, dict) else ""
+
+
+@lru_cache(maxsize=8)
+def added_tokens(tokenizer: Any) -> dict[str, int]:
+    """The added tokens of a tokenizer and their ids."""
+    known: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
+    return dict(known)
 
 
 def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:

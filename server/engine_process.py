@@ -28,10 +28,13 @@ from .connection import SWITCH_S, MessageConnection
 from .defaults import completed, template_options
 from .engine_outputs import (
     Asleep,
+    added_tokens,
     detokenized,
     error_kind,
     piece_of,
+    prompt_end,
     request_end,
+    response_template,
     scores,
     token_texts,
     whole_piece,
@@ -214,7 +217,8 @@ class EngineServer:
         else:
             ids = await llm.tokenize(submit.prompt or "" if submit.prompt is None else submit.prompt, params)
         params = completed(submit, params, len(ids), _info(llm).max_model_len, llm.facts.sampling.temperature)
-        self._send(Accepted(submit.number, ids, params.max_new_tokens))
+        end = prompt_end(llm.tokenizer, ids) if submit.messages is not None else ""
+        self._send(Accepted(submit.number, ids, params.max_new_tokens, end))
         make = partial(scores, llm.tokenizer)
         prompts = [{"prompt_token_ids": ids, "label": submit.request_id}]
         if not submit.streams:
@@ -308,6 +312,8 @@ def _info(llm: AsyncLLM) -> ModelInfo:
         version=__version__,
         answers_bytes=facts.answers_bytes,
         special_tokens=() if tokenizer is None else tuple(special_tokens(tokenizer)),
+        response_template=response_template(tokenizer),
+        added_tokens=added_tokens(tokenizer),
     )
 
 

@@ -1,4 +1,4 @@
-"""The errors of the HTTP API, in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`."""
+"""The errors of the HTTP API, in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`, or in Anthropic's."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from starlette.exceptions import HTTPException
 from .engine_client import EngineUnavailable, RequestFailed
 
 RETRY_UNAVAILABLE_S = 5
+ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
 
 
 class ApiError(HTTPException):
@@ -46,6 +51,17 @@ class ApiError(HTTPException):
     def body(self) -> dict[str, Any]:
         """The JSON body of the response."""
         return {"error": {"message": self.message, "type": _type_of(self.status), "param": self.param, "code": self.code}}
+
+    @property
+    def anthropic_body(self) -> dict[str, Any]:
+        """As `body`, in Anthropic's form."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+
+def error_body(error: ApiError, path: str) -> dict[str, Any]:
+    """The JSON body of a response of the endpoint at `path`."""
+    return error.anthropic_body if path.startswith(ANTHROPIC_PATH) else error.body
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -12,10 +12,12 @@ from typing import Any, Literal
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]  # of a message
 
-# OpenAI's, accepted with any value.
+# OpenAI's and Anthropic's, accepted with any value.
 WITHOUT_EFFECT = (
+    "cache_control", "client_metadata", "container", "context_management", "diagnostics", "include", "inference_geo",
+    "max_tool_calls", "mcp_servers", "moderation", "prompt_cache_options", "speed", "truncation",
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "reasoning_effort", "verbosity", "prediction", "web_search_options",
+    "verbosity", "prediction", "web_search_options",
 )  # fmt: skip
 
 _AT_START = "the engine's settings are those of the server's start"
@@ -62,10 +64,10 @@ IGNORED: dict[str, str] = {
 # Other servers' fields, with the value that says what happens here anyway; other values are refused.
 AS_HERE: dict[str, Any] = {
     "spaces_between_special_tokens": True, "detokenize": True, "include_reasoning": True, "stream_reasoning": True,
-    "parse_tool_calls": True, "penalize_newline": True, "parse_special": True,
+    "separate_reasoning": True, "parse_tool_calls": True, "penalize_newline": True, "parse_special": True,
     "add_special_tokens": False,  # of a chat
     "include_stop_str_in_output": False, "no_stop_trim": False, "return_tokens_as_token_ids": False,
-    "separate_reasoning": False, "thinking_forced_open": False, "return_prompt_text": False, "return_token_offsets": False,
+    "thinking_forced_open": False, "return_prompt_text": False, "return_token_offsets": False,
     "return_hidden_states": False, "return_routed_experts": False, "return_cached_tokens_details": False,
     "post_sampling_probs": False, "watermarking": False, "safe_prompt": False, "raw": False,
     "truncate_prompt_tokens": None, "allowed_token_ids": None, "logits_processors": None, "custom_logit_processor": None,
@@ -83,7 +85,7 @@ AS_HERE: dict[str, Any] = {
 # Other servers' fields, and what to write here.
 _GUIDED = 'write "structured_outputs": {{{}: ...}}'
 _LARK = _GUIDED.format('"grammar"') + ", in Lark's notation"
-_THINK = 'write "chat_template_kwargs": {"enable_thinking": ...}, or what the chat template names it'
+_THINK = 'write "enable_thinking" or "reasoning_effort", in a chat'
 ANSWERS = {
     **dict.fromkeys(("guided_json", "json_schema"), _GUIDED.format('"json"') + ', or "response_format"'),
     **dict.fromkeys(("guided_regex", "regex"), _GUIDED.format('"regex"')),

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .admission import RequestAdmission
 from .choices import json_encode
 from .config import LOOPBACK, MOST_BODY_BYTES
-from .errors import ApiError
+from .errors import ApiError, error_body
 from .keys import ApiKey, ApiKeys
 from .page_sessions import PageSession, PageSessions
 from .streams import TURN, has_arrived, has_left, header_value
@@ -39,8 +39,8 @@ ADMIN_PATHS = ("/admin/", "/sleep", "/wake_up")
 COOKIE_PATHS = ("/page/", "/v1/")  # where the page's cookie counts as its key
 KEYLESS_PATHS = ("/page/info", "/page/session")  # a key is looked for, and not needed
 HEAD_PATHS = ("/health", "/ready", "/version", "/metrics", "/load", "/page/info", "/v1/models")  # that answer HEAD
-GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions")
-CONVERTING_PATHS = ("/tokenize", "/detokenize")  # take no place, and count for their key
+GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
+CONVERTING_PATHS = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")  # take no place, and count for their key
 # The status of a request whose client left before there was one, as nginx has it
 LEFT = 499
 EXPOSED_HEADERS = ("retry-after", "x-request-id")  # to pages of other origins
@@ -165,7 +165,7 @@ class Guard:
         try:
             await self._pass(scope, context, receive, send_marked)
         except ApiError as error:
-            await send_error(error, send_marked)
+            await send_error(error, send_marked, scope["path"])
         except Exception:
             if has_left(scope):
                 context.status = LEFT
@@ -174,7 +174,7 @@ class Guard:
             if context.status:
                 raise
             log.exception("the request %s failed", context.request_id)
-            await send_error(ApiError(500, "the server failed on this request; see its log"), send_marked)
+            await send_error(ApiError(500, "the server failed on this request; see its log"), send_marked, scope["path"])
         finally:
             seconds = time.monotonic() - began
             context.status = context.status or LEFT
@@ -322,9 +322,9 @@ def _too_large(most_bytes: int) -> ApiError:
     return ApiError(413, f"the body of a request may have {most_bytes:,} bytes at most")
 
 
-async def send_error(error: ApiError, send: Send) -> None:
-    """Send `error` as the response."""
-    body = json_encode(error.body)
+async def send_error(error: ApiError, send: Send, path: str = "") -> None:
+    """Send `error` as the response of the endpoint at `path`."""
+    body = json_encode(error_body(error, path))
     headers = {"content-type": "application/json", "content-length": str(len(body))} | error.headers
     raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": raw})

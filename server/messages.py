@@ -136,7 +136,13 @@ class Stop(Struct, tag=True, frozen=True):
 
 
 class ModelInfo(Struct, frozen=True):
-    """What the server needs to know of a loaded model. `chat_template` is the one for conversations with tools."""
+    """What the server needs to know of a loaded model.
+
+    Attributes:
+        chat_template: The one for conversations with tools.
+        response_template: That of the tokenizer as JSON; "" without one.
+        added_tokens: The ids of the tokenizer's added tokens.
+    """
 
     path: str
     max_model_len: int
@@ -150,6 +156,8 @@ class ModelInfo(Struct, frozen=True):
     version: str
     answers_bytes: int = 1 << 62  # that undelivered answers may take; default: any
     special_tokens: tuple[str, ...] = ()
+    response_template: str = ""
+    added_tokens: dict[str, int] = {}
 
 
 class ModelReady(Struct, tag=True, frozen=True):
@@ -170,11 +178,13 @@ class Accepted(Struct, tag=True, frozen=True):
 
     Attributes:
         max_new_tokens: That the request may get; None: up to the model's context.
+        prompt_end: The text of the prompt's last tokens, with special tokens.
     """
 
     number: int
     prompt_token_ids: list[int]
     max_new_tokens: int | None = None
+    prompt_end: str = ""
 
 
 class Piece(Struct, array_like=True, frozen=True):

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from .config import ModelOptions
 from .engine_client import EngineClient, EngineUnavailable, LoadFailed, RemoteEngine, RequestFailed
 from .errors import ApiError, unavailable
-from .tools import ToolParser, detect_parser
+from .response_templates import ResponseTemplate, choose_template, template_named
 
 log = logging.getLogger(__name__)
 
@@ -54,12 +54,14 @@ class ServedModel:
         return self.process is not None and self.process.is_alive and self.process.info.max_seqs > 0
 
     @property
-    def tool_parser(self) -> ToolParser:
-        """The format of the model's tool calls."""
-        if self.options.tool_parser is not None:
-            return self.options.tool_parser
-        template = self.options.chat_template or (self.process.info.chat_template if self.process is not None else None)
-        return detect_parser(template)
+    def response_template(self) -> ResponseTemplate:
+        """How the model writes its answers."""
+        if self.options.response_format is not None:
+            return template_named(self.options.response_format)
+        info = None if self.process is None else self.process.info
+        if self.options.chat_template is not None:
+            return choose_template(self.options.chat_template)
+        return choose_template(None if info is None else info.chat_template, "" if info is None else info.response_template)
 
 
 class ModelRegistry:
@@ -99,6 +101,12 @@ class ModelRegistry:
             message = f"the model {name!r:.200} does not exist; there are {self._names()}"
             raise ApiError(404, message, param="model", code="model_not_found")
         return self._models[name]
+
+    def get_claude(self, name: str) -> ServedModel:
+        """As `get`. A name of Anthropic's that no model has means the first model."""
+        if name.startswith("claude-") and name not in self._models and self._models:
+            return next(iter(self._models.values()))
+        return self.get(name)
 
     def add(self, options: ModelOptions) -> ServedModel:
         """Begin to load a model in the background. Raises ApiError if its name is taken."""

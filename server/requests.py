@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from ..api.sampling_params import SamplingParams
+from .answers import thinking_options
 from .errors import ApiError, invalid
 from .fields import FieldRefused, Role, ignored_fields
 from .keys import MOST_PRIORITY
@@ -60,7 +61,9 @@ _API_NAMES = {
 }
 
 
-class _Body(BaseModel):
+class RequestBody(BaseModel):
+    """A body with fields that are not known beside those that are."""
+
     model_config = ConfigDict(extra="allow", strict=False, protected_namespaces=())
 
     def check_fields(self, ignores_unknown: bool) -> list[str]:
@@ -141,7 +144,7 @@ class StructuredOutputs(BaseModel):
         return {"json_schema": {"type": "object"} if self.json_ is None else self.json_}
 
 
-class _Accepted(_Body):
+class _Accepted(RequestBody):
     """OpenAI's fields without effect here."""
 
     user: str | None = None
@@ -356,6 +359,20 @@ class NamedTool(BaseModel):
     function: NamedFunction
 
 
+class AllowedTools(BaseModel):
+    """Those of the tools that may be called, or of which one must be."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], _FIRST]
+
+
+class AllowedChoice(BaseModel):
+    """A `tool_choice` that allows some of the tools. The prompt shows all of them."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 class ChatRequest(_Sampling):
     """The body of `POST /v1/chat/completions`."""
 
@@ -365,7 +382,7 @@ class ChatRequest(_Sampling):
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], _FIRST] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None = None
     parallel_tool_calls: bool | None = None
 
     add_generation_prompt: bool = True
@@ -373,8 +390,11 @@ class ChatRequest(_Sampling):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: Objects | None = None
 
+    reasoning_effort: Name | None = None
+    enable_thinking: bool | None = None
+    include_reasoning: bool = True
+
     # OpenAI's, without effect.
-    reasoning_effort: str | None = None
     verbosity: str | None = None
     modalities: Annotated[list[Literal["text"]], _FIRST] | None = None
     prediction: Any = None
@@ -391,7 +411,7 @@ class ChatRequest(_Sampling):
 
     def template(self) -> dict[str, Any]:
         """Options of the chat template. Raises ApiError."""
-        options = dict(self.chat_template_kwargs or {})
+        options = thinking_options(self.enable_thinking, self.reasoning_effort) | (self.chat_template_kwargs or {})
         if "chat_template" in options:
             raise invalid("a request cannot bring a chat template", "chat_template_kwargs")
         generation = self.add_generation_prompt and not self.continue_final_message
@@ -401,7 +421,7 @@ class ChatRequest(_Sampling):
         return options
 
 
-class TokenizeRequest(_Body):
+class TokenizeRequest(RequestBody):
     """The body of `POST /tokenize`: `prompt`, or `messages`."""
 
     model: Name | None = None
@@ -414,14 +434,14 @@ class TokenizeRequest(_Body):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class DetokenizeRequest(_Body):
+class DetokenizeRequest(RequestBody):
     """The body of `POST /detokenize`."""
 
     model: Name | None = None
     tokens: TokenIds
 
 
-class LoadRequest(_Body):
+class LoadRequest(RequestBody):
     """The body of `POST /admin/models/load`: `options` are arguments of `LLM`."""
 
     model: Name
@@ -429,7 +449,7 @@ class LoadRequest(_Body):
     options: dict[str, Any] = {}
 
 
-class UnloadRequest(_Body):
+class UnloadRequest(RequestBody):
     """The body of `POST /admin/models/unload`."""
 
     name: Name
@@ -474,7 +494,7 @@ def _bias(given: dict[str, float] | None) -> dict[int, float] | None:
 _UNIONS = {
     "prompt": "a text, token ids (from 0 to 2,147,483,647), or a list of them",
     "stop": "a text, or a list of texts",
-    "tool_choice": '"none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
+    "tool_choice": '"none", "auto", "required", {"type": "function", "function": {"name": ...}} or "allowed_tools"',
     "early_stopping": 'true, false or "never"',
     "content": "a text, or a list of parts",
     "arguments": "an object, or its text",

@@ -11,7 +11,7 @@ from typing import TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .choices import DONE, PART_BYTES, event
+from .choices import PART_BYTES, error_event
 from .engine_client import Detached, EngineUnavailable, RequestFailed, SlowReader
 from .errors import ApiError, from_engine
 
@@ -35,15 +35,19 @@ class EventStream(Response):
 
     Args:
         held: Closed at the end, however it comes: complete, failed, left or cut off.
+        failed: Makes the last event of a stream that fails.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], held: AsyncExitStack) -> None:
+    def __init__(
+        self, events: AsyncIterator[bytes], held: AsyncExitStack, failed: Callable[[ApiError], bytes] = error_event
+    ) -> None:
         super().__init__(headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
         self._events = events
         self._held = held
+        self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -70,7 +74,7 @@ class EventStream(Response):
             raise
         except (ApiError, RequestFailed, EngineUnavailable) as error:
             api_error = error if isinstance(error, ApiError) else from_engine(error)
-            await send({"type": "http.response.body", "body": event(api_error.body) + DONE, "more_body": True})
+            await send({"type": "http.response.body", "body": self._failed(api_error), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from page_rig import FAR_S, LocalServer, httpx2
 
+from pagetide.scheduler.sequence import FinishReason
 from pagetide.server.config import ModelOptions
 from pagetide.server.engine_client import Generation, Observer, RequestFailed
 from pagetide.server.keys import ApiKeys
@@ -35,7 +36,7 @@ class KeptRequest:
     is_cancelled: bool = False
 
 
-def output(request: dict[str, Any], texts: tuple[str, ...] = TEXTS) -> Iterator[Piece]:
+def output(request: dict[str, Any], texts: tuple[str, ...] = TEXTS, reason: FinishReason = "stop") -> Iterator[Piece]:
     """The pieces of all continuations, in turn. A continuation has fewer of them than the one before it."""
     params = request["params"]
     num = params.get("n", 1)
@@ -47,7 +48,7 @@ def output(request: dict[str, Any], texts: tuple[str, ...] = TEXTS) -> Iterator[
                 text = texts[step]
                 ids = [step, index] if step % 3 == 2 else [step]
                 scores = [Score(i, b"" if at else text.encode(), -0.5 - i, 1) for at, i in enumerate(ids) if scored]
-                yield Piece(0, index, text, ids, scores or None, "stop" if step == last else None)
+                yield Piece(0, index, text, ids, scores or None, reason if step == last else None)
 
 
 class KeptRequests:
@@ -55,12 +56,14 @@ class KeptRequests:
 
     Attributes:
         texts: The texts of each continuation's pieces.
+        reason: Why each continuation ends.
+        prompt_end: The text at the end of the prompt.
         num_begun: Requests that were begun.
         last_created: When the newest request began.
     """
 
-    def __init__(self, texts: tuple[str, ...] = TEXTS) -> None:
-        self.texts = texts
+    def __init__(self, texts: tuple[str, ...] = TEXTS, reason: FinishReason = "stop", prompt_end: str = "") -> None:
+        self.texts, self.reason, self.prompt_end = texts, reason, prompt_end
         self.requests: dict[str, KeptRequest] = {}
         self.num_begun = 0
         self.last_created = 1_000_000_000
@@ -69,12 +72,12 @@ class KeptRequests:
         """Begin a request."""
         self.num_begun += 1
         self.last_created += 1000
-        pieces = list(output(request, self.texts))
+        pieces = list(output(request, self.texts, self.reason))
         num_tokens = sum(len(piece.token_ids) for piece in pieces)
         whole = [] if request["streams"] else list(_wholes(pieces))
         prompt_scores = None if request["params"].get("prompt_logprobs") is None else [Score(7, b"x", -1.0, 1)] * len(PROMPT)
         end = RequestEnd(0, whole, 3, prompt_scores, 0.1, 0.2, 1.0, num_tokens)
-        records: list[Record] = [Accepted(0, PROMPT, 16), *(pieces if request["streams"] else ()), end]
+        records: list[Record] = [Accepted(0, PROMPT, 16, self.prompt_end), *(pieces if request["streams"] else ()), end]
         kept = self.requests[request["durable_id"]] = KeptRequest(request, self.last_created, records)
         return kept
 
@@ -206,7 +209,7 @@ class FrontEnd(LocalServer):
 
     def __init__(self, queue: KeptRequests, deliver: Deliver = one_by_one, keys: ApiKeys | None = None) -> None:
         self.engine = DurableEngine(queue, deliver)
-        super().__init__(self._start, [ModelOptions("kept", "kept", tool_parser="hermes")], keys)
+        super().__init__(self._start, [ModelOptions("kept", "kept", response_format="hermes")], keys)
         self.client: httpx2.AsyncClient
 
     async def _start(self, reference: str, options: dict[str, Any], name: str) -> DurableEngine:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
+from ...cache.geometry import FoundLayer
 from ..errors import CheckpointError, UnsupportedModel
 from ..layers import LEAST_QUANTIZED, Quantization, weight_bytes
 from .model_config import check_counts, check_rope, context_length, read_json
@@ -28,6 +29,7 @@ _NEEDED = (
 _SIZES = (
     *_NEEDED, "num_key_value_heads", "head_dim", "moe_intermediate_size", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim",
     "qk_rope_head_dim", "v_head_dim", "shared_expert_intermediate_size", "decoder_sparse_step", "sliding_window_pattern",
+    "num_experts_per_tok",
 )  # fmt: skip
 _COUNTS = ("n_shared_experts", "first_k_dense_replace", "max_window_layers")  # which may be 0
 # What a configuration may leave out, unless the family says otherwise.
@@ -160,6 +162,15 @@ class WrittenModel:
         written = read_json(file)
         check_rope(file, written)
         check_counts(file, written)
+        try:
+            return cls._of(spec, file, written)
+        except (TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError) as error:  # some field is of another kind
+            raise CheckpointError(
+                f"{file}: a field has a value that cannot be counted ({type(error).__name__}: {error}); fetch or save it again"
+            ) from error
+
+    @classmethod
+    def _of(cls, spec: ModelSpec, file: Path, written: dict[str, Any]) -> WrittenModel:
         config, family = _completed(file, written)
         weights = _Weights(config, family)
         own_code = spec.trust_remote_code and "AutoModelForCausalLM" in (written.get("auto_map") or {})
@@ -179,6 +190,11 @@ class WrittenModel:
     def text_config(self) -> Any:
         """The language model's configuration."""
         return self.config
+
+    @property
+    def found(self) -> tuple[FoundLayer, ...]:
+        """The configuration tells the layers."""
+        return ()
 
     @property
     def num_parameters(self) -> int:

@@ -8,16 +8,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from ...cache.geometry import ITEM_BYTES, Geometry
+from ...cache.geometry import ITEM_BYTES, FoundLayer, Geometry
 from ...common.units import GIB, MIB, format_bytes, parse_bytes
 from ..config import EngineConfig
 from ..errors import ConfigError, ModelNotFound, NotEnoughMemory
+from ..layers import Quantization
 from ..loading.models import IN_CACHE, fetch_command
 from ..loading.weight_files import find_weights, stored_bytes, stored_twice
 from ..loading.written_model import WrittenModel
-from .memory_plan import MemoryPlan, check_context, cuda_reserve_bytes, geometry_of, group_lines, model_length, plan_pool
+from .memory_plan import (
+    Described,
+    MemoryPlan,
+    check_context,
+    cuda_reserve_bytes,
+    geometry_of,
+    group_lines,
+    model_length,
+    plan_pool,
+)
 
 CONTEXT_BYTES = 512 * MIB  # of a device: CUDA's context and modules, before anything is allocated
 TABLE_GIB = (8, 12, 16, 24, 48, 80)
@@ -71,7 +81,7 @@ def _plain(name: str) -> str:
 class Estimate:
     """What a model takes of any CUDA device, and plans for some sizes of devices."""
 
-    model: WrittenModel
+    model: EstimatedModel
     dtype: str
     source: str  # of the number of parameters
     notes: tuple[str, ...]
@@ -160,12 +170,42 @@ class Estimate:
             yield "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)).rstrip()
 
 
+class EstimatedModel(Described, Protocol):
+    """A model that can be counted: a `WrittenModel`, or one that transformers makes without memory."""
+
+    @property
+    def dtype(self) -> str:
+        """The type of the weights."""
+
+    @property
+    def stored_as(self) -> str | None:
+        """The quantization of stored weights, if they are quantized."""
+
+    @property
+    def num_parameters(self) -> int:
+        """All parameters; tied weights count once."""
+
+    @property
+    def found(self) -> tuple[FoundLayer, ...]:
+        """As for `layer_shapes`."""
+
+    def quantized_bytes(self, quantization: Quantization, itemsize: int) -> int:
+        """Bytes of the weights with linear layers quantized, and all others in `itemsize` bytes each."""
+
+
 def estimate(
-    config: EngineConfig, file: Path, *, device: str = "cuda", memory_bytes: int | None = None, context: int | None = None
+    config: EngineConfig,
+    file: Path,
+    *,
+    device: str = "cuda",
+    memory_bytes: int | None = None,
+    context: int | None = None,
+    model: EstimatedModel | None = None,
 ) -> Estimate:
     """The estimate for the model of a configuration file, whether its weights are here or not.
 
     Args:
+        model: That of the file; by default it is read from there, without torch.
         device: The name of the device that has `memory_bytes`.
         memory_bytes: All memory of the device that is asked for; None: only the table.
         context: Tokens of the sequences that are counted; None is the longest that the engine takes.
@@ -180,11 +220,11 @@ def estimate(
             "an estimate is of one CUDA device, without quantized weights: leave out --quantization, --tensor-parallel-size, "
             "--devices and --device cpu, or add --exact"
         )
-    model = WrittenModel.read(config.model, file)
+    model = WrittenModel.read(config.model, file) if model is None else model
     check_context(config, model, context)
     dtype = model.dtype if config.dtype == "auto" else config.dtype
     source, notes, weights_bytes = _counted(model, dtype, file)
-    geometry = geometry_of(config, model, dtype, on_cpu=False)
+    geometry = geometry_of(config, model, dtype, on_cpu=False, found=model.found)
     reserve_bytes = cuda_reserve_bytes(config, model, geometry, dtype)
 
     def planned(name: str, memory: int) -> MemoryPlan:
@@ -208,7 +248,7 @@ def estimate(
     return Estimate(model, dtype, source, notes, weights_bytes, reserve_bytes, geometry, counted, plan, table)
 
 
-def _counted(model: WrittenModel, dtype: str, file: Path) -> tuple[str, tuple[str, ...], int]:
+def _counted(model: EstimatedModel, dtype: str, file: Path) -> tuple[str, tuple[str, ...], int]:
     """(source, notes, bytes of the weights): by the headers of weight files if these have the counted parameters alone."""
     counted, folder = model.num_parameters, file.parent
     if model.stored_as is not None:
@@ -224,7 +264,7 @@ def _counted(model: WrittenModel, dtype: str, file: Path) -> tuple[str, tuple[st
         note = f"the weights are not here; fetch them, {size} or more, with: {fetch_command(model.spec.name)}"
         return file.name, (note,) if cached else (), counted * ITEM_BYTES[dtype]
     tensors = weights.tensors() if weights is not None and weights.safetensors else ()
-    twice = stored_twice(tensors, tied=model.config.tie_word_embeddings)
+    twice = stored_twice(tensors, tied=bool(getattr(model.text_config, "tie_word_embeddings", False)))
     there = sum(tensor.num_elements for tensor in tensors if tensor is not twice)
     if there == counted:
         return "the headers of its weight files", (), counted * ITEM_BYTES[dtype]

@@ -6,24 +6,32 @@ querying the free memory creates the process's context).
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
 from ... import native
-from ...cache.geometry import Geometry
+from ...cache.geometry import FoundLayer, Geometry
 from ...common import answer_memory
 from ..config import EngineConfig
 from ..errors import UnsupportedModel
+from ..layers import Quantization
 from ..layers.linears import scratch_bytes
 from ..layers.onednn import by_head_primitive_bytes, primitive_bytes
 from ..layers.packing import held_twice_bytes
 from ..loading.checkpoint import Checkpoint
 from ..loading.division import Division
 from ..loading.loader import address_remedy, check_weights_fit, free_bytes, total_bytes
-from ..loading.meta_models import found_layers
+from ..loading.meta_models import found_layers, outlined
 from ..loading.model_config import linear_shapes
+from ..loading.models import ModelSpec
 from ..loading.packed_model import loading_bytes
+from ..loading.quantized_model import quantized_bytes
 from .memory_plan import MemoryPlan, check_context, cuda_reserve_bytes, geometry_of, has_latents, plan_pool, step_bytes
 
 
@@ -146,3 +154,66 @@ def model_geometry(
             "layers; serve it on one device"
         )
     return whole if division is None else division.geometry(whole)
+
+
+@dataclass(frozen=True, slots=True)
+class OutlinedModel:
+    """What an estimate reads of a model that transformers makes of a configuration, without memory."""
+
+    checkpoint: Checkpoint
+    found: tuple[FoundLayer, ...]
+
+    @classmethod
+    def read(cls, spec: ModelSpec, file: Path) -> OutlinedModel:
+        """The model of a configuration file of any name. Raises what `outlined` and `found_layers` raise."""
+        with TemporaryDirectory() as folder:
+            if file.name != "config.json":
+                shutil.copy(file, Path(folder, "config.json"))
+                spec = replace(spec, path=Path(folder))
+            checkpoint = outlined(spec)
+            return cls(checkpoint, found_layers(checkpoint, getattr(torch, checkpoint.dtype)))
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Where the model is, and its name."""
+        return self.checkpoint.spec
+
+    @property
+    def config(self) -> Any:
+        """The configuration."""
+        return self.checkpoint.config
+
+    @property
+    def text_config(self) -> Any:
+        """The language model's configuration."""
+        return self.checkpoint.text_config
+
+    @property
+    def context_length(self) -> int | None:
+        """The most tokens of a sequence, or None without a limit."""
+        return self.checkpoint.context_length
+
+    @property
+    def caches_latents(self) -> bool:
+        """Whether latent attention is served from cached latents."""
+        return self.checkpoint.caches_latents
+
+    @property
+    def dtype(self) -> str:
+        """The type of the weights."""
+        return self.checkpoint.dtype
+
+    @property
+    def stored_as(self) -> str | None:
+        """The quantization of stored weights, if they are quantized."""
+        quantized = getattr(self.config, "quantization_config", None)
+        return None if not quantized else str(dict(quantized).get("quant_method") or "a quantized form")
+
+    @property
+    def num_parameters(self) -> int:
+        """All parameters; tied weights count once."""
+        return self.checkpoint.weights_bytes(torch.float32) // torch.float32.itemsize
+
+    def quantized_bytes(self, quantization: Quantization, itemsize: int) -> int:
+        """Bytes of the weights with linear layers quantized, and all others in `itemsize` bytes each."""
+        return quantized_bytes(self.checkpoint, quantization, torch.float32 if itemsize == 4 else torch.bfloat16)

@@ -16,8 +16,9 @@ from typing import Any, BinaryIO, Literal, NamedTuple, get_args
 
 from ..api.sampling_params import ALIASES, SamplingParams
 from ..engine.errors import ConfigError
+from ..server.answers import thinking_options
 from ..server.fields import Role, ignored_fields
-from ..server.tools import ToolCalls
+from ..server.tool_choice import ToolChoice
 from .config import STDIN, InputOptions
 
 Format = Literal["text", "jsonl", "openai"]
@@ -50,7 +51,7 @@ class Summary(NamedTuple):
 class InputRequest:
     """One line as a request, or `error`, the reason why it is invalid.
 
-    The prompt is a text, token ids, or `messages` for the chat template, with the fields of their `tools` (`ToolCalls`).
+    The prompt is a text, token ids, or `messages` for the chat template, with the fields of their `tools` (`ToolChoice`).
     `sampling` holds the fields of SamplingParams that the line itself sets, checked; `id` is copied to the record. A line that
     `scores_only` asks for no tokens: one is generated, and left out of the record.
     """
@@ -253,7 +254,8 @@ def _asked(number: int, kind: InputKind, key: str | int | None, given: dict[str,
         options = options | {name: given.pop(name) for name in own if name in given}
         if options.get("continue_final_message"):
             options["add_generation_prompt"] = False
-        tools = _tools(given) if given.get("tools") else None
+        options = thinking_options(given.pop("enable_thinking", None), given.pop("reasoning_effort", None)) | options
+        tools = _tools(given)
         sampling, ignored = _sampling(given)
         return InputRequest(
             number, kind, key, messages=messages, template_options=options, sampling=sampling, tools=tools, ignored=ignored
@@ -287,7 +289,12 @@ def _messages(messages: object) -> list[dict[str, Any]]:
 
 
 def _tools(given: dict[str, Any]) -> dict[str, Any]:
-    """Take the fields of tools out of `given`."""
+    """Take the fields of tools out of `given`. Others that say how an answer is read stay there too."""
+    others = ("response_format", "structured_outputs", "skip_special_tokens")
+    fields: dict[str, Any] = {name: given[name] for name in others if name in given}
+    fields["include_reasoning"] = given.pop("include_reasoning", True)
+    if not given.get("tools"):
+        return fields
     tools, choice = given.pop("tools"), given.pop("tool_choice", None)
     if not isinstance(tools, list) or not all(_names_a_function(tool) for tool in tools):
         raise InvalidLine(f"tools must be a list of {{'type': 'function', 'function': {{'name': ...}}}}, got {tools!r:.80}")
@@ -295,10 +302,8 @@ def _tools(given: dict[str, Any]) -> dict[str, Any]:
         raise InvalidLine(
             f'tool_choice must be "none", "auto", "required" or {{"type": "function", "function": ...}}, got {choice!r:.80}'
         )
-    others = ("response_format", "structured_outputs", "skip_special_tokens")
-    fields: dict[str, Any] = {name: given[name] for name in others if name in given}
     fields |= {"tools": tools, "tool_choice": choice, "parallel_tool_calls": given.pop("parallel_tool_calls", None)}
-    ToolCalls(fields, "none", "").params()  # raises for contradictions
+    ToolChoice(fields).params()  # raises for contradictions
     return fields
 
 

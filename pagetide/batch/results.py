@@ -6,13 +6,14 @@ OpenAI's time of creation is 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from ..server.tools import ToolCalls, ToolParser
+from ..server.answers import Answer, AnswerReader, openai_call, openai_message
+from ..server.response_templates import PLAIN_TEMPLATE, ResponseTemplate
 from .config import OutputOptions
 from .input import InputRequest
 
@@ -27,16 +28,17 @@ class ResultBuilder:
     """Makes records.
 
     `model` is the model name in the answers, `run_id` distinguishes the ids of different inputs, and `token_bytes`
-    gives a token's text in UTF-8, perhaps a part of a character, for OpenAI's log-probabilities. `tool_parser` is the format of
-    the model's tool calls, and `special_tokens` are the tokenizer's.
+    gives a token's text in UTF-8, perhaps a part of a character, for OpenAI's log-probabilities. `template` is the format of
+    the model's answers, `special_tokens` are the tokenizer's, and `prompt_end` gives the text at the end of a prompt.
     """
 
     options: OutputOptions
     model: str
     run_id: str
     token_bytes: Callable[[int], bytes]
-    tool_parser: ToolParser = "none"
+    template: ResponseTemplate = PLAIN_TEMPLATE
     special_tokens: Collection[str] = ()
+    prompt_end: Callable[[Sequence[int]], str] = lambda _: ""
 
     def record(self, request: InputRequest, output: RequestOutput) -> Record:
         """The record of a line. `output` is ignored if the line itself was invalid."""
@@ -57,9 +59,14 @@ class ResultBuilder:
             "error": None if error is None else {"code": _error_type(status), "message": error},
         }
 
-    def tool_calls(self, request: InputRequest) -> ToolCalls:
-        """The tools of a line, and the calls in its output."""
-        return ToolCalls(request.tools or {}, self.tool_parser, self._id(request), self.special_tokens)
+    def answers(self, request: InputRequest) -> AnswerReader:
+        """The reader of the output of a line with messages."""
+        return AnswerReader(request.tools or {}, self.template, self._id(request), self.special_tokens)
+
+    def _read(self, request: InputRequest, output: RequestOutput) -> Callable[[int, Completion], Answer]:
+        reader = self.answers(request)
+        reader.prompt_end = self.prompt_end(output.prompt_token_ids)
+        return lambda index, one: reader.read(index, one.decoded or "", is_cut=one.finish_reason == "length")
 
     def _id(self, request: InputRequest) -> str:
         return f"{self.run_id}_{request.line}"
@@ -79,11 +86,16 @@ class ResultBuilder:
 
     def _plain(self, request: InputRequest, output: RequestOutput) -> Record:
         each = [self._continuation(completion) for completion in output.completions]
-        if request.tools is not None:
-            calls = self.tool_calls(request)
-            for index, one in enumerate(each):
-                message, called = calls.parse(index, one["text"] or "")
-                one |= {"text": message["content"]} | ({"tool_calls": message["tool_calls"]} if called else {})
+        if request.messages is not None:
+            read = self._read(request, output)
+            for index, (one, completion) in enumerate(zip(each, output.completions, strict=True)):
+                answer = read(index, completion)
+                if completion.decoded is not None:
+                    one["text"] = answer.content or (None if answer.calls else "")
+                if answer.reasoning:
+                    one["reasoning"] = answer.reasoning
+                if answer.calls:
+                    one["tool_calls"] = list(map(openai_call, answer.calls))
         record = {**self._head(request), **each[0]}
         if len(each) > 1:
             record["completions"] = each
@@ -102,8 +114,7 @@ class ResultBuilder:
 
     def _body(self, request: InputRequest, output: RequestOutput) -> Record:
         is_chat = request.kind == "chat"
-        calls = None if request.tools is None else self.tool_calls(request)
-        make = partial(self._chat_choice, calls) if is_chat else self._text_choice
+        make = partial(self._chat_choice, self._read(request, output)) if is_chat else self._text_choice
         return {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{self._id(request)}",
             "object": "chat.completion" if is_chat else "text_completion",
@@ -126,16 +137,13 @@ class ResultBuilder:
         text = completion.decoded or ""
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": completion.finish_reason}
 
-    def _chat_choice(self, calls: ToolCalls | None, index: int, completion: Completion) -> Record:
+    def _chat_choice(self, read: Callable[[int, Completion], Answer], index: int, completion: Completion) -> Record:
         logprobs = None
         if completion.logprobs is not None:
             logprobs = {"content": [self._chat_token(entry) for entry in completion.logprobs]}
-        message, called = {"content": completion.decoded or ""}, False
-        if calls is not None:
-            message, called = calls.parse(index, completion.decoded or "")
-        reason = "tool_calls" if called and completion.finish_reason == "stop" else completion.finish_reason
-        message = {"role": "assistant", **message}
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+        answer = read(index, completion)
+        reason = "tool_calls" if answer.calls and completion.finish_reason == "stop" else completion.finish_reason
+        return {"index": index, "message": openai_message(answer), "logprobs": logprobs, "finish_reason": reason}
 
     def _chat_token(self, entry: TokenLogprobs) -> Record:
         one = self._token(entry.token_id, entry.logprob)

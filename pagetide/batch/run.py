@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,7 +24,8 @@ from ..engine.requests.progress import Bar
 from ..engine.text.chat_template import options_from_data, tool_template
 from ..engine.text.detokenizer import special_tokens
 from ..serve import add_fleet, check_libraries
-from ..server.tools import detect_parser
+from ..server.engine_outputs import prompt_end, response_template
+from ..server.response_templates import choose_template
 from .config import STDIN, RunConfig, add_run_flags, fingerprint, read_config
 from .input import InputFile, InputRequest, Summary, read_line
 from .output import Output, Settings, files_of
@@ -277,8 +279,9 @@ class _RunState:
             self._config.model,
             self._survey.sha256[:12],
             _token_bytes(llm),
-            detect_parser(tool_template(llm.tokenizer)),
+            choose_template(tool_template(llm.tokenizer), response_template(llm.tokenizer)),
             () if llm.tokenizer is None else special_tokens(llm.tokenizer),
+            partial(prompt_end, llm.tokenizer),
         )
         held: list[Record] = []  # failed lines since the last that did not fail
         began = time.perf_counter()
@@ -340,7 +343,7 @@ class _RunState:
             params = SamplingParams()
             try:
                 if ask.messages is not None:
-                    calls = recorder.tool_calls(ask)
+                    calls = recorder.answers(ask)
                     options = options_from_data(llm.tokenizer, {**ask.template_options, **calls.template()})
                     prompt = llm.render(ask.messages, **options)
                     ask = replace(ask, sampling={**ask.sampling, **calls.params()})

@@ -39,20 +39,20 @@ def engines(config: ServeConfig) -> dict[str, dict[str, Any]]:
 def test_engine_settings_by_flag_variable_entry_and_top_of_the_file(tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text(
-        "max-seqs: 1\nmax_step_tokens: 1\nidle_s: 1\ndtype: float16\nchat_template: top\ntool_call_parser: hermes\n"
-        "models:\n- a\n- {model: b, max_seqs: 2, max-step-tokens: 2, idle_s: 2, chat_template: own, tool_call_parser: none}\n"
+        "max-seqs: 1\nmax_step_tokens: 1\nidle_s: 1\ndtype: float16\nchat_template: top\nresponse_format: hermes\n"
+        "models:\n- a\n- {model: b, max_seqs: 2, max-step-tokens: 2, idle_s: 2, chat_template: own, response_format: plain}\n"
     )
     of_file = {"max_seqs": 1, "max_step_tokens": 1, "idle_s": 1, "dtype": "float16"}
     of_entry = {"max_seqs": 2, "max_step_tokens": 2, "idle_s": 2, "dtype": "float16"}
     config = ServeConfig.resolve({}, {}, file)
     assert engines(config) == {"a": of_file, "b": of_entry}
-    assert [(one.chat_template, one.tool_parser) for one in config.models] == [("top", "hermes"), ("own", "none")]
+    assert [(one.chat_template, one.response_format) for one in config.models] == [("top", "hermes"), ("own", "plain")]
     given = {"MAX_SEQS": "3", "MAX_STEP_TOKENS": "3", "SHARE": "no", "BLOCK_SIZE": "auto"}
     environ = {f"PAGETIDE_{name}": value for name, value in given.items()}
     over = {"max_seqs": 3, "max_step_tokens": 4, "share": False, "block_size": "auto"}
-    config = ServeConfig.resolve({"tool_call_parser": "llama3", "max_step_tokens": 4}, environ, file)
+    config = ServeConfig.resolve({"response_format": "llama3", "max_step_tokens": 4}, environ, file)
     assert engines(config) == {"a": of_file | over, "b": of_entry | over}
-    assert [one.tool_parser for one in config.models] == ["llama3", "llama3"]
+    assert [one.response_format for one in config.models] == ["llama3", "llama3"]
     assert engines(ServeConfig.resolve({"max_step_tokens": 4}, environ, file, DEMO)) == {"demo": of_file | over}
     with pytest.raises(ServeConfigInvalid, match=r"PAGETIDE_BLOCK_SIZE: block_size must be an integer .*, or auto, got 'big'"):
         ServeConfig.resolve({}, {"PAGETIDE_BLOCK_SIZE": "big"}, None, DEMO)
@@ -115,7 +115,7 @@ def test_wrong_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         ("{ssl_certfile: cert.pem, ssl_keyfile: serve.yaml}", {}, "ssl_keyfile: serve.yaml is not PEM with a private key: no"),
         ("{ssl_certfile: cert.pem, ssl_keyfile: key.pem}", {}, "TLS cannot use cert.pem with the key in key.pem: "),
         ("open_metrics: maybe", {}, "open_metrics must be true or false, got 'maybe'"),
-        ("tool_call_parser: xml", {}, "one of hermes, llama3, mistral, none"),
+        ("response_format: xml", {}, "one of deepseek-v3, "),
         ("- a", {}, "must map settings"),
         ("models: demo", {}, "a list was expected"),
         ("models: [{name: a}]", {}, "a mapping with `model:`"),

@@ -16,7 +16,7 @@ from pagetide.server.requests import ChatRequest, CompletionRequest, TokenizeReq
 
 MESSAGES: Any = [{"role": "user", "content": "a"}]
 AS_HERE = {
-    "spaces_between_special_tokens": True, "detokenize": True, "include_reasoning": True,
+    "spaces_between_special_tokens": True, "detokenize": True, "separate_reasoning": True,
     "include_stop_str_in_output": False, "truncate_prompt_tokens": None, "return_tokens_as_token_ids": False,
 }  # fmt: skip
 FLAGS = {name: value for name, value in AS_HERE.items() if value is not None}
@@ -44,7 +44,7 @@ def test_fields_that_are_not_served_say_so() -> None:
         ("truncate_prompt_tokens", 5, "truncate_prompt_tokens is served as null alone"),
         ("mirostat", 2, "mirostat is served as 0 alone"), ("functions", [], 'write "tools"'),
         ("function_call", "auto", 'write "tool_choice"'), ("audio", {"voice": "a"}, "only text is served"),
-        ("think", False, 'write "chat_template_kwargs": {"enable_thinking": ...}'),
+        ("think", False, 'write "enable_thinking" or "reasoning_effort"'),
         ("repeat_penalty", 1.1, 'write "repetition_penalty"'),
         ("options", {"num_ctx": 5, "temperature": 0}, "write its 'temperature' at the top of the request"),
         ("options", {"num_predict": 5}, "unknown field 'num_predict': write \"max_tokens\""),
@@ -79,7 +79,7 @@ def test_fields_of_other_servers_that_change_nothing_are_logged_once(caplog: pyt
 PARTS = "give a text, or a list of parts"
 PROMPTS = "give a text, token ids (from 0 to 2,147,483,647), or a list of them"
 WRONG: list[tuple[Any, dict[str, Any], str, str]] = [
-    (ChatRequest, {"tool_choice": "zzz"}, "tool_choice", 'give "none", "auto", "required" or {'),
+    (ChatRequest, {"tool_choice": "zzz"}, "tool_choice", 'give "none", "auto", "required", {'),
     (ChatRequest, {"tool_choice": {"type": "function"}}, "tool_choice", 'give "none"'),
     (ChatRequest, {"messages": [{"role": "user", "content": 5}]}, "messages.0.content", PARTS),
     (ChatRequest, {"messages": [{"role": "user", "content": [1] * 99}]}, "messages.0.content", PARTS),

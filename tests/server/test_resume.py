@@ -345,7 +345,7 @@ def scattered(seed: int) -> Callable[[KeptRequest, Generation], asyncio.Task[Non
 
 async def events_of(queue: KeptRequests, deliver: Any, case: str, place: str | None) -> list[bytes]:
     path, body, _ = CASES[case]
-    model = ServedModel(ModelOptions("m", "m", tool_parser="hermes"))
+    model = ServedModel(ModelOptions("m", "m", response_format="hermes"))
     model.process, model.state = DurableEngine(queue, deliver), "ready"
     kind = "cmpl" if path == TEXT else "chatcmpl"
     headers = [(b"idempotency-key", b"k")] + ([] if place is None else [(b"last-event-id", place.encode())])

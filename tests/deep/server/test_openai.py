@@ -169,3 +169,44 @@ async def test_readers_see_no_difference_in_a_durable_stream() -> None:
         stream = await client.completions.create(model="kept", prompt="Call me", stream=True)
         assert "".join([chunk.choices[0].text async for chunk in stream]) == "The whale swims — deep."
         await client.close()
+
+
+SCRIPT = (
+    "<think>\nHm",
+    "m.\n</think>\n\nDown",
+    " we go.\n<tool_call>",
+    '{"name": "dive", "arguments": {"depth": 3}}',
+    "</tool_call>",
+)
+
+
+async def test_reasoning_and_calls_in_chats_and_responses() -> None:
+    """With a model that says a given text."""
+    queue = KeptRequests(SCRIPT)
+    async with FrontEnd(queue) as server:
+        server.engine.is_durable = False
+        client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
+        function: Any = {"name": "dive", "parameters": {"type": "object"}}
+        asked: dict[str, Any] = {"model": "kept", "tools": [{"type": "function", "function": function}]}
+        async with client.chat.completions.stream(messages=CONVERSATION, **asked) as stream:
+            async for _ in stream:
+                pass
+            streamed = (await stream.get_final_completion()).choices[0]
+        whole = (await client.chat.completions.create(messages=CONVERSATION, **asked)).choices[0]
+        for choice in (streamed, whole):
+            assert (choice.message.content, choice.finish_reason) == ("Down we go.", "tool_calls")
+            assert choice.message.tool_calls is not None and choice.message.tool_calls[0].function.name == "dive"
+        assert whole.message.reasoning_content == "Hmm."  # type: ignore[attr-defined]
+        items: dict[str, Any] = {"model": "kept", "input": "Dive", "tools": [{"type": "function", **function}], "store": False}
+        response = await client.responses.create(**items)
+        reasoning, _, call = response.output
+        assert (reasoning.content[0].text, response.output_text, call.name) == ("Hmm.", "Down we go.", "dive")
+        async with client.responses.stream(**items) as stream:
+            deltas = [event.delta async for event in stream if event.type == "response.output_text.delta"]
+            last = await stream.get_final_response()
+        assert "".join(deltas) == "Down we go." and [one.type for one in last.output] == [one.type for one in response.output]
+        queue.texts = ("It is wet.",)
+        talk = [{"role": "user", "content": "Dive"}, *response.output]
+        talk.append({"type": "function_call_output", "call_id": call.call_id, "output": "wet"})
+        assert (await client.responses.create(**items | {"input": talk})).output_text == "It is wet."
+        await client.close()

@@ -24,6 +24,7 @@ from pagetide.engine.loading.models import IN_CACHE, ModelSpec
 from pagetide.engine.loading.quantized_model import quantized_bytes
 from pagetide.engine.loading.written_model import FAMILIES, WrittenModel
 from pagetide.engine.memory.estimate import CARDS, CONTEXT_BYTES, TABLE_GIB, card_bytes, estimate, plan_device
+from pagetide.engine.memory.planning import OutlinedModel
 
 SIZES = {
     "hidden_size": 480, "intermediate_size": 640, "num_hidden_layers": 4, "num_attention_heads": 20, "vocab_size": 1000,
@@ -204,3 +205,19 @@ def test_devices_that_are_not_here() -> None:
     ]:
         with pytest.raises(ConfigError, match=said):
             plan_device(device, memory)
+
+
+@pytest.mark.parametrize("kind", ["bloom", "qwen3_5_text"])
+def test_other_families_are_counted_by_transformers(kind: str, tmp_path: Path) -> None:
+    """Also from a file of another name, with states and for attention of its own; the same plan as that of the engine."""
+    fields = {"layer_types": ["linear_attention", "full_attention"] * 2} if kind == "qwen3_5_text" else {}
+    file = written(tmp_path, kind, fields)
+    config = settled(file, max_seqs=32)
+    exact = plan_only(config, has_weights=False, memory_bytes=4 * GIB - CONTEXT_BYTES).to_dict()
+    other = file.rename(tmp_path / "other.json")
+    made = estimate(config, other, memory_bytes=4 * GIB, model=OutlinedModel.read(config.model, other))
+    assert made.plan is not None and made.plan.to_dict() | {"device": "", "answers_bytes": 0} == exact | {
+        "device": "",
+        "answers_bytes": 0,
+    }
+    assert all(made.table.values()) and made.geometry.gathers == (kind == "bloom")

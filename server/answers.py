@@ -1,0 +1,168 @@
+"""The answers to a chat: content, reasoning and tool calls in one form, of which each API makes its own."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from .response_parser import Part, ResponseParser
+from .response_templates import PLAIN_TEMPLATE, REQUIRED_TEMPLATE, ResponseTemplate
+from .tool_choice import ToolChoice
+
+CONSTRAINTS = ("response_format", "structured_outputs")
+
+
+@dataclass(slots=True)
+class Answer:
+    """A whole answer."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[Part] = field(default_factory=list)
+
+
+class AnswerReader:
+    """Reads the answers to one request.
+
+    Args:
+        fields: Those of `ToolChoice`, and `skip_special_tokens` and `include_reasoning`, as far as the request gives them.
+        template: The model's.
+        response_id: The ids of the calls are made of it, so that they are the same whenever the output is read.
+        special_tokens: Of the tokenizer. Those in the fixed texts of the template are kept for the parser, and are no content.
+        added_tokens: The ids of the tokenizer's added tokens.
+
+    Attributes:
+        prompt_end: The end of the prompt's text. Set it before an answer is read.
+
+    Raises ToolsInvalid for inconsistent fields.
+    """
+
+    def __init__(
+        self,
+        fields: Mapping[str, Any],
+        template: ResponseTemplate = PLAIN_TEMPLATE,
+        response_id: str = "",
+        special_tokens: Collection[str] = (),
+        added_tokens: Mapping[str, int] | None = None,
+    ) -> None:
+        self.prompt_end = ""
+        self._choice = choice = ToolChoice(fields)
+        self._response_id = response_id
+        if choice.is_constrained:
+            template = REQUIRED_TEMPLATE if choice.is_required else PLAIN_TEMPLATE
+        self._template = template
+        skips = fields.get("skip_special_tokens") is not False
+        self._hidden = template.special_marks(special_tokens) if skips else []
+        self._shows_reasoning = fields.get("include_reasoning") is not False
+        self._parsers: dict[int, ResponseParser] = {}  # by choice
+        self._num_calls: dict[int, int] = {}
+        self._opens_reasoning, self._ends_reasoning = (
+            {ids for mark in marks if (ids := (added_tokens or {}).get(mark.strip())) is not None}
+            for marks in (template.reasoning_open, template.reasoning_close)
+        )
+        self._is_amid: dict[int, bool] = {}  # whether the tokens of a choice end amid reasoning
+        self._num_reasoning = 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all text is content."""
+        return self._template is PLAIN_TEMPLATE and self._choice.named is None
+
+    def params(self) -> dict[str, Any]:
+        """Arguments of `SamplingParams`: the constraint, and the special tokens that the parser reads. Raises ToolsInvalid."""
+        return self._choice.params() | ({"kept_special_tokens": self._hidden} if self._hidden else {})
+
+    def template(self) -> dict[str, Any]:
+        """Options of the chat template."""
+        return self._choice.template()
+
+    def read(self, index: int, text: str, is_cut: bool = False) -> Answer:
+        """The whole text of a choice. `is_cut`: it ended at the limit of its tokens."""
+        answer = Answer()
+        for part in self.stream(index, text, ends=True, is_cut=is_cut):
+            if part.kind == "call":
+                answer.calls.append(part)
+            elif part.kind == "content":
+                answer.content += part.text
+            else:
+                answer.reasoning += part.text
+        return answer
+
+    def stream(self, index: int, text: str, ends: bool, is_cut: bool = False) -> list[Part]:
+        """What new text of a choice adds: at most one part of content or reasoning between two of others."""
+        if index not in self._parsers:
+            self._parsers[index] = self._parser()
+        parser = self._parsers[index]
+        found = parser.feed(text)
+        if ends:
+            found += parser.finish(is_cut)
+            del self._parsers[index]
+        return list(self._parts(index, found))
+
+    def has_calls(self, index: int) -> bool:
+        """Whether a choice has calls so far."""
+        return bool(self._num_calls.get(index))
+
+    def count_tokens(self, index: int, token_ids: Sequence[int]) -> None:
+        """Count the tokens of reasoning among more tokens of a choice."""
+        if self._ends_reasoning:
+            amid = self._is_amid.get(index, self._template.opens_reasoning(self.prompt_end))
+            for token_id in token_ids:
+                amid = amid or token_id in self._opens_reasoning
+                self._num_reasoning += amid
+                amid = amid and token_id not in self._ends_reasoning
+            self._is_amid[index] = amid
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """Tokens of reasoning that were counted, with its marks; None where these are no single tokens."""
+        return self._num_reasoning if self._ends_reasoning else None
+
+    def _parser(self) -> ResponseParser:
+        choice = self._choice
+        return ResponseParser(self._template, choice.schemas, self._hidden, self.prompt_end, choice.named)
+
+    def _parts(self, index: int, parts: list[Part]) -> Iterable[Part]:
+        for kind, group in groupby(parts, key=lambda part: part.kind):
+            if kind == "call":
+                yield from (self._call(index, part) for part in group)
+            elif (kind == "content" and not self._choice.is_required) or (kind == "reasoning" and self._shows_reasoning):
+                yield Part(kind, "".join(part.text for part in group))
+
+    def _call(self, index: int, part: Part) -> Part:
+        number = self._num_calls[index] = self._num_calls.get(index, 0) + 1
+        digest = hashlib.sha256(f"{self._response_id}/{index}/{number - 1}".encode()).hexdigest()
+        size = None if self._template.calls is None else self._template.calls.id_length
+        call_id = part.call_id or (f"call_{digest[:24]}" if size is None else digest[:size])
+        return part._replace(call_id=call_id, number=number - 1)
+
+
+def thinking_options(enable_thinking: bool | None, reasoning_effort: str | None) -> dict[str, Any]:
+    """The options of chat templates for reasoning. "none" is an effort without any."""
+    options: dict[str, Any] = {} if reasoning_effort is None else {"reasoning_effort": reasoning_effort}
+    if enable_thinking is None and reasoning_effort == "none":
+        enable_thinking = False
+    return options if enable_thinking is None else options | {"enable_thinking": enable_thinking, "thinking": enable_thinking}
+
+
+def openai_call(call: Part) -> dict[str, Any]:
+    """OpenAI's form of a call in a message."""
+    return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.text}}
+
+
+def openai_message(answer: Answer) -> dict[str, Any]:
+    """OpenAI's form of an answer. Reasoning stands under both names that clients read."""
+    message: dict[str, Any] = {"role": "assistant", "content": answer.content or (None if answer.calls else "")}
+    if answer.reasoning:
+        message |= {"reasoning_content": answer.reasoning, "reasoning": answer.reasoning}
+    return message | ({"tool_calls": [openai_call(call) for call in answer.calls]} if answer.calls else {})
+
+
+def openai_delta(part: Part) -> dict[str, Any]:
+    """OpenAI's form of a part of an answer that is streamed."""
+    if part.kind == "call":
+        return {"tool_calls": [{"index": part.number, **openai_call(part)}]}
+    return {"content": part.text} if part.kind == "content" else {"reasoning_content": part.text, "reasoning": part.text}

@@ -1,0 +1,166 @@
+"""OpenAI's responses: what they are as a chat, and a scripted model's answers in their form, whole and streamed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from durable_rig import FrontEnd, KeptRequests
+
+from pagetide.server.errors import ApiError
+from pagetide.server.openai_responses import ResponsesRequest
+
+PATH = "/v1/responses"
+PATCH = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Edit.",
+    "format": {"type": "grammar", "definition": "start: A"},
+}
+DIVE = {"type": "function", "name": "dive", "parameters": {"type": "object"}, "strict": False}
+BODY: dict[str, Any] = {"model": "kept", "input": "Dive", "tools": [DIVE, PATCH, {"type": "web_search"}], "store": False}
+SCRIPT = (
+    "<think>\nHm", "m.\n</think>\n\nDown", " we go.\n<tool_call>", '{"name": "dive", "arguments": {"depth": 3}}',
+    "</tool_call>\n",
+    '<tool_call>{"name": "apply_patch", "arguments": {"input": "*** Begin Patch"}}</tool_call>',
+)  # fmt: skip
+
+
+def front_end(*texts: str, reason: Any = "stop") -> FrontEnd:
+    """A server with a model that says these texts."""
+    server = FrontEnd(KeptRequests(texts or SCRIPT, reason))
+    server.engine.is_durable = False
+    return server
+
+
+def without_ids(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in item.items() if name not in ("id", "call_id")} for item in items]
+
+
+ITEMS = [
+    {"type": "reasoning", "status": "completed", "summary": [],
+     "content": [{"type": "reasoning_text", "text": "Hmm."}]},
+    {"type": "message", "status": "completed", "role": "assistant",
+     "content": [{"type": "output_text", "text": "Down we go.", "annotations": [], "logprobs": []}]},
+    {"type": "function_call", "status": "completed", "name": "dive", "arguments": '{"depth": 3}'},
+    {"type": "custom_tool_call", "status": "completed", "name": "apply_patch", "input": "*** Begin Patch"},
+]  # fmt: skip
+
+
+def test_items_become_messages_of_a_chat() -> None:
+    given = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
+        {"role": "user", "content": "Dive"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Down."}]},
+        {"type": "function_call", "call_id": "c1", "name": "dive", "arguments": '{"depth": 3}'},
+        {"type": "custom_tool_call", "call_id": "c2", "name": "apply_patch", "input": "x"},
+        {"type": "function_call_output", "call_id": "c1", "output": "wet"},
+        {"type": "custom_tool_call_output", "call_id": "c2", "output": "done"},
+        {"type": "web_search_call", "id": "w"},
+        {"role": "user", "content": "And now?"},
+    ]
+    chat = ResponsesRequest(**BODY | {"input": given, "instructions": "You dive.", "reasoning": {"effort": "low"}}).as_chat()
+    calls = [
+        {"id": "c1", "type": "function", "function": {"name": "dive", "arguments": '{"depth": 3}'}},
+        {"id": "c2", "type": "function", "function": {"name": "apply_patch", "arguments": {"input": "x"}}},
+    ]
+    assert [message.model_dump(exclude_unset=True) for message in chat.messages] == [
+        {"role": "system", "content": "You dive."},
+        {"role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
+        {"role": "user", "content": "Dive"},
+        {
+            "role": "assistant",
+            "reasoning_content": "Hm.",
+            "content": [{"type": "output_text", "text": "Down."}],
+            "tool_calls": calls,
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "wet"},
+        {"role": "tool", "tool_call_id": "c2", "content": "done"},
+        {"role": "user", "content": "And now?"},
+    ]
+    assert chat.reasoning_effort == "low" and chat.tools is not None
+    dive, patch = (tool.function for tool in chat.tools)
+    assert (dive.name, dive.parameters, patch.name) == ("dive", {"type": "object"}, "apply_patch")
+    assert (
+        patch.parameters is not None and patch.parameters["required"] == ["input"] and "start: A" in (patch.description or "")
+    )
+
+
+def test_what_needs_a_state_is_refused() -> None:
+    for fields, said in (
+        ({"previous_response_id": "resp_1"}, "previous_response_id is not served: responses are not kept"),
+        ({"background": True}, "send the whole conversation"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "an item of type 'item_reference'"),
+        ({"tool_choice": "some"}, "tool_choice"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "role"),
+        (
+            {
+                "tool_choice": {"type": "allowed_tools", "tools": None},
+                "tools": [{"type": "custom", "name": 1, "description": 2}],
+            },
+            "name",
+        ),
+        ({"input": [{"type": "reasoning", "content": 5, "summary": "x"}]}, "has no message"),
+    ):
+        with pytest.raises(ApiError, match=said):
+            ResponsesRequest(**BODY | fields).as_chat()
+
+
+async def test_an_answer_whole_and_streamed() -> None:
+    async with front_end() as server:
+        whole = json.loads((await server.ask(PATH, BODY)).body)
+        assert without_ids(whole["output"]) == ITEMS
+        assert (whole["object"], whole["status"], whole["incomplete_details"], whole["error"]) == (
+            "response",
+            "completed",
+            None,
+            None,
+        )
+        answer = await server.ask(PATH, BODY | {"stream": True})
+        events = [json.loads(one.split(b"data: ")[1]) for one in answer.events]
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert all(
+            one.startswith(f"event: {event['type']}\n".encode()) for one, event in zip(answer.events, events, strict=True)
+        )
+        assert [event["type"] for event in events[:3]] == [
+            "response.created",
+            "response.in_progress",
+            "response.output_item.added",
+        ]
+        done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+        last = events[-1]
+        assert (last["type"], last["response"]["output"], without_ids(done)) == ("response.completed", done, ITEMS)
+        assert last["response"]["usage"] == whole["usage"]
+        for kind, name, wanted in (
+            ("output_text", "text", "Down we go."), ("reasoning_text", "text", "Hmm."),
+            ("function_call_arguments", "arguments", '{"depth": 3}'), ("custom_tool_call_input", "input", "*** Begin Patch"),
+        ):  # fmt: skip
+            deltas = [event["delta"] for event in events if event["type"] == f"response.{kind}.delta"]
+            (ended,) = [event for event in events if event["type"] == f"response.{kind}.done"]
+            assert "".join(deltas) == ended[name] == wanted
+
+
+async def test_an_answer_that_is_cut_off_is_incomplete() -> None:
+    async with front_end("Down", " <tool_call>", reason="length") as server:
+        whole = json.loads((await server.ask(PATH, BODY)).body)
+        assert (whole["status"], whole["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+        (item,) = whole["output"]
+        assert item["content"][0]["text"].strip() == "Down"
+        answer = await server.ask(PATH, BODY | {"stream": True})
+        assert answer.events[-1].startswith(b"event: response.incomplete\n")
+
+
+async def test_allowed_tools_are_those_that_are_found() -> None:
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "custom", "name": "apply_patch"}]}
+    async with front_end(*SCRIPT[2:]) as server:
+        whole = json.loads((await server.ask(PATH, BODY | {"tool_choice": choice})).body)
+        assert [item["type"] for item in whole["output"]] == ["message", "function_call", "custom_tool_call"]
+        sent = list(server.engine._queue.requests.values())[-1].request
+        assert [tool["function"]["name"] for tool in sent["template"]["tools"]] == ["dive", "apply_patch"]
+        await server.ask(PATH, BODY | {"tool_choice": choice | {"mode": "required"}})
+        schema = list(server.engine._queue.requests.values())[-1].request["params"]["json_schema"]
+        assert [one["properties"]["name"]["const"] for one in schema["items"]["anyOf"]] == ["apply_patch"]
+        refused = await server.ask(PATH, BODY | {"tool_choice": choice | {"tools": [{"type": "function", "name": "swim"}]}})
+        assert refused.status == 400 and b"tool_choice allows 'swim'" in refused.body
