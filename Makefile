@@ -137,6 +137,7 @@ bench:  ## measure; the figures go to build/bench
 	$(BIN)/python -m benchmarks.loading --json build/bench/loading.json
 	$(BIN)/python -m benchmarks.serve --json build/bench/serve.json
 	$(BIN)/python -m benchmarks.windows --json build/bench/windows.json
+	$(BIN)/python -m benchmarks.states --json build/bench/states.json
 	$(BIN)/python -m benchmarks.fleet --json build/bench/fleet.json
 
 RELEASE ?=

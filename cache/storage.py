@@ -49,14 +49,20 @@ class LayerCache:
 
 
 class StateCache:
-    """One state of a layer in the arena: for each sequence `shape`, in parts that lie in blocks of the sequence."""
+    """One state of a layer in the arena: for each sequence `shape`, in parts that lie in blocks of the sequence.
+
+    Attributes:
+        memory: The arena, uint8 [num_blocks, block_stride].
+        parts: int64 [2, parts], on the host: the place of each part's block among those of the sequence, and its byte there.
+    """
 
     def __init__(self, memory: torch.Tensor, geometry: Geometry, place: StatePlace) -> None:
         self.place = place
         self.shape, self.dtype = place.state.shape, _DTYPES[place.state.dtype]
         self._part_bytes = place.state.num_bytes // len(place.blocks)
-        self._bytes = memory.view(-1, geometry.block_stride)
-        self._on_host = self._bytes.numpy() if memory.device.type == "cpu" else None
+        self.memory = memory.view(-1, geometry.block_stride)
+        self.parts = torch.tensor((place.blocks, place.offsets), dtype=torch.int64)
+        self._on_host = self.memory.numpy() if memory.device.type == "cpu" else None
 
     def read(self, blocks: torch.Tensor) -> torch.Tensor:
         """The states `[n, *shape]` of sequences with `blocks`, int64 [n, state_blocks]: a copy."""
@@ -73,7 +79,7 @@ class StateCache:
     def _parts(self, states: torch.Tensor, blocks: torch.Tensor) -> Iterator[tuple[Any, Any]]:
         """The bytes of each part of `states`, and where they lie in the arena. On a host as arrays: torch indexes slowly."""
         rows: Any = states.view(len(blocks), -1).view(torch.uint8)
-        memory: Any = self._bytes if self._on_host is None else self._on_host
+        memory: Any = self.memory if self._on_host is None else self._on_host
         rows = rows if self._on_host is None else rows.numpy()
         for row, of_row in zip(rows, blocks.tolist(), strict=True):
             for number, (block, offset) in enumerate(zip(self.place.blocks, self.place.offsets, strict=True)):

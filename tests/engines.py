@@ -98,7 +98,7 @@ class TinyEngine:
         self, model: Any, *, usable: int, block_size: int = 16, max_seqs: int = 16, max_step_tokens: int = 2048,
         max_chunk_tokens: int | None = None, max_model_len: int = 512, forecast: bool = False, device: str = "cpu",
         caching: bool = False, host_slots: int = 0, cost: SwapCost | None = None, overlaps: bool = False,
-        kv_dtype: str = "float32",
+        kv_dtype: str = "float32", elastic: bool = False,
     ) -> None:  # fmt: skip
         tokens = torch.arange(1, 6)[None]
         geometry = Geometry.from_config(
@@ -117,6 +117,8 @@ class TinyEngine:
         else:
             self.arena = TensorArena(num_extents, geometry.extent_bytes, device)
         storage = Storage(geometry, self.arena, device)
+        pool = BlockAllocator(storage.num_blocks, blocks_per_extent=geometry.blocks_per_extent) if elastic else None
+        pool = pool or BlockAllocator(usable + 1)
         storage.blocks[1:] = POISON
         limits = Limits(max_seqs, max_step_tokens, max_model_len, max_chunk_tokens, forecast)
         cache = {"hasher": PrefixHasher(block_size) if caching else None, "host_slots": host_slots}
@@ -124,8 +126,8 @@ class TinyEngine:
         one = geometry.with_extents(geometry.payload_bytes)
         self.host = HostPool(one, (host_slots + 1) * one.extent_bytes) if host_slots else None
         self.core = core_over(
-            model, storage, limits, pool=BlockAllocator(usable + 1), device=device, host=self.host, overlaps=overlaps,
-            cache=cache, cost=cost or AlwaysSwap(geometry.payload_bytes, block_size),
+            model, storage, limits, pool=pool, arena=self.arena if elastic else None, device=device, host=self.host,
+            overlaps=overlaps, cache=cache, cost=cost or AlwaysSwap(geometry.payload_bytes, block_size),
         )  # fmt: skip
         self.logits: dict[tuple[str, int], torch.Tensor] = {}
 

@@ -19,6 +19,9 @@ _FLOAT8 = "float8_e4m3fn"
 # more for about 170.
 EXPANDED_FROM = 256
 EXPANDED_BYTES = 32 << 20  # of K and V at a time
+# Sequences of which a layer's states are copied at a time, where no kernel computes over them (`states`).
+MOST_COPIED_STATES = 32
+_STATE_COPIES = 2  # before and behind a token
 _EXPANDED_COPIES = 4  # products by head, these joined, K, and what a kernel gathers and pads
 # Attention of a model's own (`gathered`) makes scores of all heads for so many tokens at a time.
 PIECE_BYTES = 256 << 20
@@ -116,6 +119,15 @@ def expansion_bytes(text_config: Any, num_tokens: int, itemsize: int) -> int:
     by_head = num_tokens * (text_config.qk_nope_head_dim + rope_dim + text_config.v_head_dim) * itemsize
     held = min(max(EXPANDED_BYTES, by_head), by_head * text_config.num_attention_heads)
     return int(_EXPANDED_COPIES * held + num_tokens * (text_config.kv_lora_rank + rope_dim) * itemsize)
+
+
+def states_bytes(layers: Iterable[int], num_rows: int, num_tokens: int, token_bytes: int) -> int:
+    """What a step of at most so many sequences and tokens takes for `layers` with so many bytes of states each: copies of
+    states for one layer, and of all layers the outputs of tokens that have changed states, until the step is done.
+    """
+    sizes = list(layers)
+    copied = _STATE_COPIES * min(num_rows, MOST_COPIED_STATES) * max(sizes, default=0)
+    return copied + len(sizes) * num_tokens * token_bytes
 
 
 def gathering_bytes(text_config: Any, num_tokens: int, itemsize: int) -> int:

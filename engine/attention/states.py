@@ -1,125 +1,128 @@
 """Layers with states: what of their sequences they keep besides K and V, and how they are called over a packed row.
 
 All that such a layer sees is transformers' `Cache`: the mixer, the innermost module that calls it, asks it for the states
-behind the tokens before and gives it the new ones. It expects one sequence in each row of a batch, and either one token of each
-or several of all. So the packed row of a step [1, T, ...] is cut, and the outputs are joined:
+behind the tokens before and gives it the new ones. There are two ways to call a mixer over a step's packed row [1, T, ...].
+
+Packed, on a CPU with native kernels: once, as if no token were before. The functions of its module that compute with states
+find these in their blocks (`layers/recurrences.py`), and change them there.
+
+In parts: a mixer expects one sequence in each row of a batch, and either one token of each or several of all. So the packed row
+is cut, and the outputs are joined:
 
     decode | decode | decode | first chunk | later chunk
     [3, 1, ...], with states   [1, a, ...]   [1, b, ...] with its state       a call each
 
-New states stay with the step until all its chunks are done (`PlanStates`), so that a step that raises can be repeated.
+Either way states change in place, layer by layer. What a step that raises has computed is not computed again
+(`undone_outputs.py`).
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from ...cache.block_table import Index
 from ...cache.geometry import FoundLayer, Geometry, StateShape
 from ...cache.storage import StateCache
 from ..errors import UnsupportedModel
-from ..layers import gated_delta
+from ..layers import recurrences
+from .backends import MOST_COPIED_STATES
 from .context import StepContext, running_step
+from .undone_outputs import MixerOutput, Tokens, UndoneOutputs, joined, map_tokens
 
 _MOST_STATES = 8  # of one kind in a layer, while they are looked for
-_KINDS = ("conv", "recurrent")
+_KINDS = (recurrences.CONV, recurrences.RECURRENT)
 _INSTALLED = "pagetide_mixers"  # the attribute of a model
+_VECTORS = 64  # items that torch computes by vectors alone: two of the widest, in 16-bit types
 
 
-class PlanStates:
-    """The new states of a plan's chunks, pass by pass. `keep` writes them, once they are certain.
-
-    Attributes:
-        passes: A pass that raised has to leave it.
-    """
+class ModelStates:
+    """The states of a model's layers in the pool, for the steps of one runner."""
 
     def __init__(self, caches: tuple[StateCache, ...]) -> None:
-        self._caches = caches
-        self.passes: list[StepStates] = []
+        self._of_layers: dict[int, dict[tuple[str, int], StateCache]] = {}
+        for cache in caches:
+            state = cache.place.state
+            self._of_layers.setdefault(cache.place.layer, {})[state.kind, state.index] = cache
+        self._undone = UndoneOutputs()
 
     def within(self, step: StepContext, rows: Index, blocks: torch.Tensor) -> StepContext:
         """`step` with the states of its chunks, which are of `rows` and lie in `blocks`, int64 [n, state_blocks]."""
-        states = StepStates(self._caches, rows, blocks, step, tuple(self.passes))
-        self.passes.append(states)
-        return replace(step, states=states)
+        return replace(step, states=StepStates(self._of_layers, rows, blocks, step, self._undone))
 
-    def keep(self, rows: Index) -> None:
-        """Write the new states of `rows`; forget all others."""
-        passes, self.passes = self.passes, []
-        for step in passes:
-            step.write(rows)
+    def forget(self, rows: Index) -> None:
+        """`rows` have other sequences from now on, or none."""
+        self._undone.forget(rows)
+
+    def done(self, rows: Index, ends: Index) -> None:
+        """The chunks of `rows` in a plan are done, up to `ends[i]` tokens; those of other rows may be repeated."""
+        self._undone.done(rows, ends)
 
 
 class StepStates:
-    """The states of the chunks of one forward pass."""
+    """The states of the chunks of one forward pass.
+
+    Attributes:
+        num_tokens: Of the packed row, padding included.
+    """
 
     def __init__(
         self,
-        caches: tuple[StateCache, ...],
+        of_layers: dict[int, dict[tuple[str, int], StateCache]],
         rows: Index,
         blocks: torch.Tensor,
         step: StepContext,
-        before: tuple[StepStates, ...] = (),
+        undone: UndoneOutputs,
     ) -> None:
-        self._caches = caches
-        self._step = step
-        self._parts: dict[bool, list[_Part]] = {}
-        self._numbers = {(c.place.layer, c.place.state.kind, c.place.state.index): n for n, c in enumerate(caches)}
-        self._rows = rows
+        self.num_tokens = step.write_offsets.shape[0]
+        self.undone = undone
+        self._of_layers = of_layers
         self._blocks = blocks
-        self._before = [step for step in before if np.isin(step._rows, rows).any()]
-        self._new: dict[int, list[tuple[Index, torch.Tensor]]] = {number: [] for number in range(len(caches))}
+        starts, firsts, lengths = (
+            one.astype(np.int64, copy=False) for one in (step.kv_lens - step.q_lens, step.q_starts, step.q_lens)
+        )
+        self._tokens = Tokens(rows, starts, firsts, lengths)
+        self._chunks = np.arange(len(rows))
+        self._repeats = undone.begin(self._tokens)
+        self._packed: torch.Tensor | None = None
 
-    def parts(self, one_by_one: bool) -> list[_Part]:
-        """The parts of the packed row."""
-        if one_by_one not in self._parts:
-            self._parts[one_by_one] = _parts(self._step, one_by_one)
-        return self._parts[one_by_one]
+    def left(self, layer: int) -> tuple[Index, Tokens, list[MixerOutput]]:
+        """The chunks that the mixer of `layer` has to compute, the tokens of each, and what it has computed of others."""
+        return self.undone.left(layer, self._tokens) if self._repeats else (self._chunks, self._tokens, [])
+
+    def in_blocks(self, layer: int, chunks: Index, tokens: Tokens) -> recurrences.StatesInBlocks:
+        """The states of a layer for `tokens` of `chunks`, where they lie."""
+        blocks, packed = self._blocks, self._packed
+        if packed is None or self._repeats:
+            self._packed = packed = torch.from_numpy(np.stack((tokens.firsts, tokens.lengths, tokens.starts > 0)))
+        if len(chunks) < len(blocks):
+            blocks = blocks[torch.from_numpy(chunks)]
+        caches = self._of_layers[layer]
+        memory = next(iter(caches.values())).memory
+        return recurrences.StatesInBlocks(memory, blocks, packed, {kind: one.parts for (kind, _), one in caches.items()})
 
     def read(self, layer: int, chunks: Index) -> dict[tuple[str, int], torch.Tensor]:
-        """The states `[len(chunks), *shape]` of a layer behind the tokens before those of `chunks`, by kind and index."""
+        """Copies of the states `[len(chunks), *shape]` of a layer, by kind and index."""
         blocks = self._blocks[torch.from_numpy(chunks)]
-        found = {}
-        for (of_layer, kind, index), number in self._numbers.items():
-            if of_layer == layer:
-                found[kind, index] = states = self._caches[number].read(blocks)
-                for step in self._before:  # of an earlier piece of the same chunk
-                    step._update(number, self._rows[chunks], states)
-        return found
+        return {key: cache.read(blocks) for key, cache in self._of_layers[layer].items()}
 
-    def put(self, layer: int, chunks: Index, states: dict[tuple[str, int], torch.Tensor]) -> None:
-        """Take the states of a layer behind `chunks`."""
-        for (kind, index), new in states.items():
-            self._new[self._numbers[layer, kind, index]].append((chunks, new))
-
-    def write(self, rows: Index) -> None:
-        """Write the new states of those of `rows` that are here."""
-        for number, entries in self._new.items():
-            for chunks, states in entries:
-                kept = np.flatnonzero(np.isin(self._rows[chunks], rows))
-                if len(kept) == len(chunks):
-                    self._caches[number].write(self._blocks[torch.from_numpy(chunks)], states)
-                elif len(kept):
-                    blocks = self._blocks[torch.from_numpy(chunks[kept])]
-                    self._caches[number].write(blocks, states[torch.from_numpy(kept)])
-
-    def _update(self, number: int, rows: Index, states: torch.Tensor) -> None:
-        for chunks, new in self._new[number]:
-            ours = {row: at for at, row in enumerate(self._rows[chunks].tolist())}
-            for at, row in enumerate(rows.tolist()):
-                if row in ours:
-                    states[at] = new[ours[row]]
+    def write(self, layer: int, chunks: Index, states: dict[tuple[str, int], torch.Tensor]) -> None:
+        """Replace the states of a layer."""
+        blocks = self._blocks[torch.from_numpy(chunks)]
+        for key, new in states.items():
+            self._of_layers[layer][key].write(blocks, new)
 
 
 class _Layer(LinearAttentionLayer):
@@ -153,6 +156,18 @@ class _Layer(LinearAttentionLayer):
         """K and V are the attention's to keep."""
         self.kv = (key.shape[1], key.shape[3], value.shape[3])
         return key, value
+
+
+class _PackedLayer(_Layer):
+    """A layer's part of the cache while its mixer is called over a packed row: as if no token were before."""
+
+    def update_conv_state(self, conv_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The tokens alone: what goes before them is found in blocks."""
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: Any, *args: Any, **kwargs: Any) -> Any:
+        """Nothing to do: states change in their blocks."""
+        return recurrent_states
 
 
 class StatesCache(Cache):
@@ -212,9 +227,11 @@ def install(model: Any, geometry: Geometry, tokens: torch.Tensor) -> Mixers | No
         raise UnsupportedModel(f"layers of {type(model).__name__} keep other states with weights than without memory")
     of_layers = Mixers(StatesCache(len(found)))
     for name, layer in mixers.items():
-        module = model.get_submodule(name)
-        gated_delta.install(sys.modules[type(module).__module__], _in_step)
-        module.forward = _Mixer(module.forward, layer, of_layers)
+        module, states = model.get_submodule(name), geometry.layers[layer].states
+        kinds = recurrences.install(sys.modules[type(module).__module__]) if tokens.device.type == "cpu" else frozenset()
+        packs = all(state.kind in kinds and _is_packed(state) for state in states)
+        module.forward = _Mixer(module.forward, layer, of_layers, states if packs else None)
+        of_layers.packed |= packs
     name = _cache_name(model)
 
     def give(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -225,9 +242,11 @@ def install(model: Any, geometry: Geometry, tokens: torch.Tensor) -> Mixers | No
     return of_layers
 
 
-def _in_step() -> bool:
-    step = running_step()
-    return step is not None and step.states is not None
+def _is_packed(state: StateShape) -> bool:
+    """Whether kernels compute over states of this kind where they are, if the functions that they replace are called."""
+    if state.kind == recurrences.CONV:
+        return not state.index and len(state.shape) == 2 and state.shape[1] in recurrences.KERNELS
+    return not state.index and len(state.shape) == 3 and state.dtype == "float32"
 
 
 def installed(model: Any) -> Mixers | None:
@@ -236,102 +255,147 @@ def installed(model: Any) -> Mixers | None:
 
 
 class Mixers:
-    """What the mixers of a model share. `one_by_one`: a chunk that continues a sequence is computed token by token."""
+    """What the mixers of a model share.
+
+    Attributes:
+        packed: Some are called over the packed row, by kernels.
+        one_by_one: If not, a chunk that continues a sequence is computed token by token.
+    """
 
     def __init__(self, cache: StatesCache) -> None:
         self.cache = cache
+        self.packed = False
         self.one_by_one = False
+
+    def simplify(self) -> bool:
+        """Call mixers in the next way that depends on less. Returns whether there is one."""
+        if self.packed:
+            self.packed = False
+        elif not self.one_by_one:
+            self.one_by_one = True
+        else:
+            return False
+        return True
 
 
 class _Mixer:
-    """Calls a mixer: over the parts of a packed row in a step, as it is otherwise."""
+    """Calls a mixer: over a packed row in a step, as it is otherwise. `packed` are its states if kernels compute over them."""
 
-    def __init__(self, forward: Callable[..., Any], layer: int, of_layers: Mixers) -> None:
+    def __init__(
+        self, forward: Callable[..., Any], layer: int, of_layers: Mixers, packed: tuple[StateShape, ...] | None
+    ) -> None:
         self._forward = forward
         self._layer = layer
         self._all = of_layers
+        self._packs = packed is not None
+        heads = [state.shape[0] for state in packed or () if state.kind == recurrences.RECURRENT]
+        self._multiple = _VECTORS // math.gcd(_VECTORS, *heads) if heads else 1
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         step = running_step()
         if step is None or step.states is None:
             return self._forward(*args, **kwargs)
-        states: StepStates = step.states
-        layers = self._all.cache.layers
         kwargs.pop("step", None)
-        num_tokens = step.write_offsets.shape[0]
-        outputs = []
-        carried: dict[tuple[str, int], torch.Tensor] = {}
-        for part in states.parts(self._all.one_by_one):
+        states: StepStates = step.states
+        chunks, tokens, pieces = states.left(self._layer)
+        if not len(chunks):
+            return joined(pieces, states.num_tokens)
+        if self._packs and self._all.packed:
+            output = self._call_packed(states, chunks, tokens, args, kwargs)
+            if not pieces:
+                return output
+            pieces.insert(0, MixerOutput(torch.arange(states.num_tokens), output))
+        else:
+            pieces += self._call_in_parts(states, chunks, tokens, args, kwargs)
+        return joined(pieces, states.num_tokens)
+
+    def _call_packed(self, states: StepStates, chunks: Index, tokens: Tokens, args: Any, kwargs: Any) -> Any:
+        """The output for all tokens; for those that are not left it means nothing.
+
+        Tokens are padded, so that gates, an item for each token and head, are whole vectors to torch: what it computes item by
+        item differs in the last bit.
+        """
+        num_tokens = states.num_tokens
+        num_padded = -(-num_tokens // self._multiple) * self._multiple
+        if num_padded > num_tokens:
+            args, kwargs = map_tokens(lambda one: _padded(one, num_padded), (args, kwargs), num_tokens)
+        layers = self._all.cache.layers
+        layers[self._layer] = _PackedLayer(1)
+        with recurrences.over(states.in_blocks(self._layer, chunks, tokens)):
+            output = self._forward(*args, **kwargs)
+            states.undone.add(self._layer, tokens, output, num_padded)
+        if num_padded > num_tokens:
+            output = map_tokens(lambda one: one[:, :num_tokens], output, num_padded)
+        return output
+
+    def _call_in_parts(
+        self, states: StepStates, chunks: Index, tokens: Tokens, args: Any, kwargs: Any
+    ) -> Iterator[MixerOutput]:
+        """The outputs of the parts of the packed row."""
+        layers = self._all.cache.layers
+        for part in _parts(tokens, self._all.one_by_one):
+            places = tokens[part.chunks].places
             layers[self._layer] = layer = _Layer()
-            if part.begins == "stored":
-                layer.load(states.read(self._layer, part.chunks))
-            elif part.begins == "carried":
-                layer.load(carried)
-            part_args, part_kwargs = _map(partial(part.cut, num_tokens), (args, kwargs))
-            outputs.append(self._forward(*part_args, **part_kwargs))
-            carried = layer.states
-            if part.ends:
-                states.put(self._layer, part.chunks, carried)
-        layers[self._layer] = _Layer()
-        return _join(outputs, states.parts(self._all.one_by_one), num_tokens)
+            if part.continues:
+                layer.load(states.read(self._layer, chunks[part.chunks]))
+            output = self._call_part(part, places, args, kwargs, states.num_tokens)
+            layers[self._layer] = _Layer()
+            own = tokens[part.chunks]
+            packed = Tokens(own.rows, own.starts, np.cumsum(own.lengths) - own.lengths, own.lengths)
+            states.undone.add(self._layer, packed, output, len(places))
+            states.write(self._layer, chunks[part.chunks], layer.states)
+            yield MixerOutput(places, output)
+
+    def _call_part(self, part: _Part, places: torch.Tensor, args: Any, kwargs: Any, num_tokens: int) -> Any:
+        """The output for the tokens at `places`, [1, len(places), ...]."""
+        is_batch, pieces = part.size is None, []
+        for numbers in torch.arange(len(places)).split(part.size or len(places)):
+            cut = partial(_cut, places[numbers], is_batch)
+            own_args, own_kwargs = map_tokens(cut, (args, kwargs), num_tokens)
+            output = self._forward(*own_args, **own_kwargs)
+            pieces.append(MixerOutput(numbers, _in_a_row(output, len(numbers)) if is_batch else output))
+        return pieces[0].output if len(pieces) == 1 else joined(pieces, len(places))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """Tokens of a step that a mixer computes in one call: `chunks` with one token each, or some of one chunk."""
+    """Tokens of a step that a mixer computes together: one of each of `chunks`, as a batch, or those of one chunk, at most
+    `size` in a call.
+    """
 
     chunks: Index
-    tokens: slice | torch.Tensor  # places in the packed row
-    is_batch: bool
-    begins: Literal["", "stored", "carried"]  # behind no token, the row's state, that of the part before
-    ends: bool  # the state behind it is that behind the chunks
-
-    def cut(self, num_tokens: int, one: Any) -> Any:
-        """The part of `one`, if that has an item for each token [1, T, ...]."""
-        if not isinstance(one, torch.Tensor) or one.dim() < 2 or one.shape[:2] != (1, num_tokens):
-            return one
-        found = one[0, self.tokens]
-        return found[:, None] if self.is_batch else found[None]
+    size: int | None  # None: a batch
+    continues: bool  # there are states of tokens before
 
 
-def _parts(step: StepContext, one_by_one: bool) -> list[_Part]:
-    """The parts of a packed row."""
-    q_starts, q_lens, kv_lens = step.q_starts, step.q_lens, step.kv_lens
-    starts = kv_lens - q_lens
-    decodes = np.flatnonzero((q_lens == 1) & (starts > 0))
-    parts = []
-    if len(decodes):
-        parts.append(_Part(decodes, torch.from_numpy(q_starts[decodes].astype(np.int64)), True, "stored", True))
-    for chunk in np.flatnonzero((q_lens > 1) | (starts == 0)).tolist():
-        first, end = int(q_starts[chunk]), int(q_starts[chunk] + q_lens[chunk])
-        size = 1 if one_by_one and starts[chunk] else end - first
-        for at in range(first, end, size):
-            begins: Literal["", "stored", "carried"] = "carried" if at > first else "stored" if starts[chunk] else ""
-            parts.append(_Part(np.array([chunk]), slice(at, at + size), False, begins, at + size == end))
+def _parts(tokens: Tokens, one_by_one: bool) -> list[_Part]:
+    """The parts of a packed row. `chunks` are places among `tokens`."""
+    is_decode = (tokens.lengths == 1) & (tokens.starts > 0)
+    decodes = np.flatnonzero(is_decode)
+    parts = [_Part(decodes[at : at + MOST_COPIED_STATES], None, True) for at in range(0, len(decodes), MOST_COPIED_STATES)]
+    for chunk in np.flatnonzero(~is_decode):
+        length, continues = int(tokens.lengths[chunk]), bool(tokens.starts[chunk])
+        parts.append(_Part(np.array([chunk]), 1 if one_by_one and continues else length, continues))
     return parts
 
 
-def _map(change: Callable[[Any], Any], value: Any) -> Any:
-    """`value` with `change` applied to what tuples, lists and dicts hold."""
-    if isinstance(value, dict):
-        return {key: _map(change, one) for key, one in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_map(change, one) for one in value)
-    return change(value)
+def _cut(places: torch.Tensor, is_batch: bool, tensor: torch.Tensor) -> torch.Tensor:
+    """The items of `places` of a tensor [1, T, ...]: [n, 1, ...] as a batch, else [1, n, ...]."""
+    found = tensor[0, places]
+    return found[:, None] if is_batch else found[None]
 
 
-def _join(outputs: list[Any], parts: list[_Part], num_tokens: int) -> Any:
-    """The outputs of `parts` as one for the packed row: tensors with an item for each token; of others the first."""
-    first = outputs[0]
-    if isinstance(first, (tuple, list)):
-        return tuple(_join(list(items), parts, num_tokens) for items in zip(*outputs, strict=True))
-    shape = (len(parts[0].chunks), 1) if parts[0].is_batch else (1, first.shape[1] if isinstance(first, torch.Tensor) else 0)
-    if not isinstance(first, torch.Tensor) or first.shape[:2] != shape:
-        return first
-    joined = first.new_zeros(1, num_tokens, *first.shape[2:])
-    for part, output in zip(parts, outputs, strict=True):
-        joined[0, part.tokens] = output[:, 0] if part.is_batch else output[0]
-    return joined
+def _in_a_row(output: Any, number: int) -> Any:
+    """The output of a batch [number, 1, ...] as [1, number, ...]."""
+    if isinstance(output, (tuple, list)):
+        return tuple(_in_a_row(one, number) for one in output)
+    has_tokens = isinstance(output, torch.Tensor) and output.dim() >= 2 and output.shape[:2] == (number, 1)
+    return output.transpose(0, 1) if has_tokens else output
+
+
+def _padded(tensor: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """A tensor [1, T, ...] with zeros behind, [1, num_tokens, ...]."""
+    return functional.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, num_tokens - tensor.shape[1]))
 
 
 class _MixerWatch:

@@ -24,7 +24,7 @@ from ...cache.block_table import Index, Int32
 from ...common.heartbeat import COMPILING_S, STILL_S, Progress
 from ...scheduler.plan import NO_LOGPROBS, NO_TOKENS, Candidates, ChunkLogprobs, Failure, Plan, Result
 from ..attention.context import AttentionKernel, StepContext, running
-from ..attention.states import PlanStates
+from ..attention.states import ModelStates
 from ..collectives.group import ALONE, CollectiveAborted, ShardGroup
 from ..errors import Attempt, format_error
 from ..layers.linears import is_native
@@ -159,6 +159,7 @@ class ModelRunner:
         self._row_states = rows
         geometry, (num_rows, max_tokens) = self.storage.geometry, rows.tokens.shape
         self._layers = tuple(self.storage.layer(i) for i in range(len(geometry.layers)))
+        self._states = ModelStates(self.storage.states) if self.storage.states else None
         self._device = self._layers[0].key.device
         self._stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         self.overlaps = self._stream is not None and not self.storage.states  # a repeated step needs the states before it
@@ -265,17 +266,29 @@ class ModelRunner:
             self._stream.synchronize()
         if (host := self.__dict__.pop("host", None)) is not None:
             host.close()
-        for name in ("_model", "storage", "arena", "kernel", "graphs", "_memory_executor", "_layers", "_rows", "_upload"):
+        for name in (
+            "_model",
+            "storage",
+            "arena",
+            "kernel",
+            "graphs",
+            "_memory_executor",
+            "_layers",
+            "_rows",
+            "_upload",
+            "_states",
+        ):
             self.__dict__.pop(name, None)
 
     def _compute_plan(self, plan: Plan) -> Computed:
-        """The outputs of the plan's chunks. New states are written when no chunk is computed again."""
-        self._states = PlanStates(self.storage.states)
+        """The outputs of the plan's chunks."""
+        if self._states is None:
+            return self._outputs(plan)
+        self._states.forget(np.array([*plan.released.tolist(), *(new.row for new in plan.admitted)], np.int64))
         computed = self._outputs(plan)
-        if self.storage.states:
-            done = np.ones(len(plan.rows), np.bool_)
-            done[[*computed.deferred, *computed.failures]] = False
-            self._states.keep(plan.rows[done])
+        done = np.ones(len(plan.rows), np.bool_)
+        done[[*computed.deferred, *computed.failures]] = False
+        self._states.done(plan.rows[done], (plan.starts + plan.lengths)[done])
         return computed
 
     def _outputs(self, plan: Plan) -> Computed:
@@ -295,7 +308,6 @@ class ModelRunner:
             log.error("step %d raised; repeating it in parts", plan.step_id, exc_info=attempt.error)
         self._lockstep.stop()
         self._recover(all_chunks)
-        self._states = PlanStates(self.storage.states)
         return self._compute_in_parts(plan, list(all_chunks.halves()) or [all_chunks])
 
     def _collect(self, plan: Plan, computed: Computed) -> Computed:
@@ -343,13 +355,10 @@ class ModelRunner:
 
     def _compute_part(self, plan: Plan, part: ChunkGroup, total: Computed) -> BaseException | None:
         """Add the outputs of `part` to `total`, or return why it could not be computed, on this shard or another."""
-        before = len(self._states.passes)
         with Attempt() as attempt:
             work = self._prepare(part, recorded=False)
             computed = self._compute(work, self._upload.put(work.arrays))
             self._collect_drawn(computed)
-        if attempt.error is not None:
-            del self._states.passes[before:]
         if isinstance(attempt.error, ShardsDiverged):
             raise attempt.error
         if (failed := self._lockstep.settle(plan.step_id, attempt.error)) is None:
@@ -411,7 +420,7 @@ class ModelRunner:
             width = -(-int(work.batch.kv_lens.max()) // self._block_size)
             inputs = uploaded[: len(work.batch.arrays)]
             step, ids, positions = self._rows.context(work.batch, inputs, width, self._layers, self.kernel, self.progress.beat)
-            if self._rows.states is not None:
+            if self._states is not None and self._rows.states is not None:
                 step = self._states.within(step, part.rows, self._rows.states[self._to_device(part.rows)])
             logits = self._forward(step, ids, positions, uploaded[len(inputs)] if len(work.keep) else None)
         if self._lockstep.group.rank:  # the logits here are not all of them

@@ -74,10 +74,14 @@ class _ModuleCall:
     content: torch.Tensor | None = None  # of a linear layer: a copy of its input
 
     @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that the module was called with; none if it got something else too."""
+        return self.args if not self.kwargs and all(isinstance(one, torch.Tensor) for one in self.args) else ()
+
+    @property
     def input(self) -> torch.Tensor | None:
         """The tensor that the module was called with, if it got nothing else."""
-        one = len(self.args) == 1 and not self.kwargs and isinstance(self.args[0], torch.Tensor)
-        return self.args[0] if one else None
+        return self.tensors[0] if len(self.tensors) == 1 else None
 
 
 class _ForwardWatch:
@@ -181,16 +185,20 @@ def _replaced(watch: _ForwardWatch, kernels: RowKernels) -> Fused:
     merged_as = {layer: merged for merged in fused.products for layer in merged.layers}
     for module in times:
         calls = [call for call in watch.calls if call.module is module]
-        inputs = [call.input for call in calls]
-        if inputs[0] is None or any(one is None for one in inputs) or is_changed(module) or isinstance(module, Reduced):
+        given = calls[0].tensors
+        if len(given) not in (1, 2) or any(len(call.tensors) != len(given) for call in calls):
+            continue
+        if is_changed(module) or isinstance(module, Reduced):
             continue
         forward: Callable[..., Any] | None
         layers: list[Any] = [call.around or call.module for call in calls[0].linears]
-        if not layers and (forward := fused_norm(module, inputs[0], kernels)) is not None:
+        if not layers and (forward := fused_norm(module, given[0], kernels, *given[1:])) is not None:
             module.forward = forward
             fused.norms.append(module)
         elif (
-            _like_an_mlp(calls, times) and (forward := fused_mlp(module, layers, merged_as.get(layers[0]), kernels)) is not None
+            len(given) == 1
+            and _like_an_mlp(calls, times)
+            and (forward := fused_mlp(module, layers, merged_as.get(layers[0]), kernels)) is not None
         ):
             module.forward = forward
             fused.mlps.append(module)

@@ -18,7 +18,9 @@ _MOST_ROWS = 512
 
 
 class RowKernels(NamedTuple):
-    """Three functions with the arguments of those in `triton_kernels`."""
+    """Three functions with the arguments of those in `triton_kernels`; and `gated_norm(x, gate, ...)`, `rms_norm` of x times
+    the SiLU of a gate, where there is one.
+    """
 
     rms_norm: Callable[..., torch.Tensor]
     rotate: Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -26,13 +28,15 @@ class RowKernels(NamedTuple):
     most_rows: int | None  # of a gated MLP at once
     merges_plain: bool  # linear layers of torch; packed ones are merged in any case
     device: torch.device
+    gated_norm: Callable[..., torch.Tensor] | None = None
 
 
 def kernels_on(device: torch.device) -> RowKernels | None:
     """The kernels for a device; None where there are none."""
     if device.type == "cpu" and native.instructions() is not None:
         ops = torch.ops.pagetide
-        return RowKernels(ops.rms_norm.default, ops.rotate.default, ops.gated.default, _MOST_ROWS, False, device)
+        three = ops.rms_norm.default, ops.rotate.default, ops.gated.default
+        return RowKernels(*three, _MOST_ROWS, False, device, ops.gated_rms_norm.default)
     if device.type == "cuda":
         try:
             return triton_kernels(device)

@@ -37,7 +37,7 @@ from ...cache.storage import Storage, TensorArena
 from ..attention.context import AttentionKernel, StepContext, lengths_on, running
 from ..attention.gathered import is_installed
 from ..attention.interface import LATENT_ATTENTION, register
-from ..attention.states import PlanStates, installed
+from ..attention.states import ModelStates, installed
 from ..attention.torch_kernel import TorchKernel
 from ..errors import UnsupportedModel
 from ..process.log_suppression import quiet_transformers
@@ -124,8 +124,7 @@ class _Probe:
             return
         part, excess = _worst(*compared, self.paged(0), dtype)
         mixers = installed(self.model)
-        if excess > 1 and part == _LATER_CHUNK and mixers is not None and not mixers.one_by_one:
-            mixers.one_by_one = True  # some forget their state in a chunk that continues
+        if excess > 1 and mixers is not None and mixers.simplify():  # some forget their state in a chunk that continues
             return self.run()
         if excess > 1:
             where = ("a prompt's first tokens", "a prompt's later chunk", "decoded tokens")[part]
@@ -173,17 +172,20 @@ class _Probe:
         self.storage.blocks.view(self.storage.layer(0).key.dtype).fill_(math.nan)
         self.storage.clear([0])
         done, rows = [0, 0, 0], ([], [], [])  # type: tuple[list[int], tuple[list[torch.Tensor], ...]]
+        states = ModelStates(self.storage.states)
         for chunks in STEPS:
             step, tokens, positions = self.pack(chunks, done, shift)
             try:
-                states = PlanStates(self.storage.states)
                 sequences = np.array([sequence for sequence, _ in chunks])
                 step = states.within(step, sequences, self.state_blocks(sequences))
                 with running(step):
                     output = self.model(input_ids=tokens, position_ids=positions, use_cache=False, step=step)
-                states.keep(sequences)
+                states.done(sequences, step.kv_lens.astype(np.int64))
                 logits = _logits(output)
             except Exception as error:
+                if (mixers := installed(self.model)) is not None and mixers.packed:
+                    mixers.simplify()  # it computes with its states in another way
+                    return self.paged(shift)
                 raise self.refusal(f"a paged forward pass of it fails ({type(error).__name__}: {error})") from error
             starts = np.cumsum([0, *(n for _, n in chunks)])
             for (sequence, n), start in zip(chunks, starts, strict=False):

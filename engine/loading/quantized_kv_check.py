@@ -20,7 +20,7 @@ from ...cache.geometry import PAGE_BYTES, Geometry
 from ...cache.storage import Storage, TensorArena
 from .. import demo_model
 from ..attention.context import StepContext, lengths_on, running
-from ..attention.states import PlanStates
+from ..attention.states import ModelStates
 from ..attention.torch_kernel import TorchKernel
 from ..errors import UnsupportedModel
 from ..process.log_suppression import quiet_transformers
@@ -103,7 +103,8 @@ def _logits(model: Any, geometry: Geometry, tokens: torch.Tensor) -> torch.Tenso
     device, count = tokens.device, len(tokens)
     own = replace(geometry, granule_bytes=PAGE_BYTES, extent_target_bytes=PAGE_BYTES)
     columns = own.columns_for_tokens(count)
-    num_extents = own.extents_for_blocks(1 + max(1, own.num_tables * columns))
+    first_state = 1 + max(1, own.num_tables * columns)
+    num_extents = own.extents_for_blocks(first_state + own.state_blocks)
     storage = Storage(own, TensorArena(num_extents, own.extent_bytes, device), device)
     places = torch.arange(count, device=device)
     tables = torch.arange(1, 1 + own.num_tables * columns, device=device).view(-1, 1, columns)
@@ -121,8 +122,8 @@ def _logits(model: Any, geometry: Geometry, tokens: torch.Tensor) -> torch.Tenso
         write_offsets=places % own.block_size,
         block_size=own.block_size,
     )
-    blocks = torch.zeros((1, own.state_blocks), dtype=torch.int64, device=device)
-    with running(PlanStates(storage.states).within(step, np.zeros(1, np.int64), blocks)):
+    blocks = torch.arange(first_state, first_state + own.state_blocks, device=device)[None]
+    with running(ModelStates(storage.states).within(step, np.zeros(1, np.int64), blocks)):
         output = model(input_ids=tokens[None], position_ids=places[None], use_cache=False, step=step)
     logits: torch.Tensor = output.logits[0]
     return logits

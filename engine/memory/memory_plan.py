@@ -14,7 +14,7 @@ from ...allocator.host_arena import preferred_granule
 from ...cache.geometry import EXTENT_TARGET_BYTES, ITEM_BYTES, PAGE_BYTES, FoundLayer, Geometry, GeometryError, LayerShape
 from ...cache.layer_groups import LayerGroup
 from ...common.units import GIB, MIB, format_bytes
-from ..attention.backends import EXPANDED_FROM, buffer_bytes, expansion_bytes, gathering_bytes
+from ..attention.backends import EXPANDED_FROM, buffer_bytes, expansion_bytes, gathering_bytes, states_bytes
 from ..config import EngineConfig, KvMemory
 from ..errors import ConfigError, NotEnoughMemory, UnsupportedModel
 from ..execution.graph_sizes import sizes_for
@@ -26,7 +26,6 @@ DEFAULT_CONTEXT = 4096  # tokens, for models without a limit
 CUDA_GRANULE_BYTES = 2 * MIB
 CUDA_WORKSPACE_BYTES = 256 * MIB  # for cuBLAS, kernels, and fragmentation of torch's allocator
 _CUDA_SHARE = 0.9
-_STATES_SHARE = 4  # one in so many of the bytes that weights leave may be new states of a step
 _HOST_MOST_BYTES = GIB
 _HOST_SHARE = 1 / 4
 _LEAST_EXTENTS = 32  # of a pool, so that rounding to whole extents costs little
@@ -270,9 +269,10 @@ def plan_pool(
     length, asked = model_length(config, model), config.kv_memory
     check_context(config, model, context)
     room = free_bytes - weights_bytes - primitives_bytes
-    if base.state_bytes:  # a step makes new states of all its rows, of which there are no more than have theirs in the pool
-        in_pool = room // _STATES_SHARE if asked.max_bytes is None else _most_bytes(asked, room)
-        reserve_bytes += max(0, min(config.max_seqs * base.state_bytes, in_pool))
+    if base.state_bytes:
+        sizes = [sum(state.num_bytes for state in layer.states) for layer in base.layers if layer.states]
+        token_bytes = int(getattr(model.text_config, "hidden_size", 0) or 0) * ITEM_BYTES[dtype]
+        reserve_bytes += states_bytes(sizes, config.max_seqs, config.max_step_tokens, token_bytes)
     if asked.max_bytes is None:
         geometry, num_blocks = auto_pool(base, is_cpu(device), room, reserve_bytes, config.max_seqs, length)
         if asked.min_bytes is not None and geometry.bytes_for_blocks(num_blocks) < asked.min_bytes:

@@ -55,12 +55,18 @@ INLINE float squares(const T* x, int64_t n) {
 }
 
 template <typename T, bool kRounds>
-INLINE void scale_row(const NormArgs& args, const T* x, float factor, T* out) {
+INLINE void scale_row(const NormArgs& args, const T* x, float factor, const T* gate, T* out) {
   const T* weight = static_cast<const T*>(args.weight);
   for_vectors<T>(args.n, [&](int64_t i, auto load, auto store) {
     Vec value = load(x + i) * factor;
     if (kRounds) value = rounded<T>(value);
-    store(out + i, weight != nullptr ? value * (load(weight + i) + args.offset) : value);
+    if (weight != nullptr) value = value * (load(weight + i) + args.offset);
+    if (gate != nullptr) {
+      const Vec g = load(gate + i);
+      if (kRounds) value = rounded<T>(value);
+      value = value * (g / (1.f + exponential(-g)));
+    }
+    store(out + i, value);
   });
 }
 
@@ -78,7 +84,8 @@ static void norm_rows(const NormArgs& args) {
       const float mean = squares(x, args.n) / static_cast<float>(args.n);
       const float factor = 1.f / __builtin_sqrtf(mean + args.eps);
       T* out = static_cast<T*>(args.out) + row * args.n;
-      args.rounds_first ? scale_row<T, true>(args, x, factor, out) : scale_row<T, false>(args, x, factor, out);
+      const T* gate = args.gate != nullptr ? static_cast<const T*>(args.gate) + row * args.n : nullptr;
+      args.rounds_first ? scale_row<T, true>(args, x, factor, gate, out) : scale_row<T, false>(args, x, factor, gate, out);
     }
   });
 }

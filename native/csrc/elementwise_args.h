@@ -7,6 +7,7 @@ struct NormArgs {
   const void* residual;  // [outer, inner, n], dense, added to x first; or null
   void* total;           // their sum, dense; null without a residual
   const void* weight;    // [n], or null
+  const void* gate;      // [outer * inner, n], dense: the result is multiplied by gate / (1 + e^-gate); or null
   float offset;          // added to the weight
   float eps;
   bool rounds_first;  // the normalised row is rounded to `type` before it is multiplied with the weight

@@ -60,6 +60,22 @@ Tensor rms_norm(const Tensor& x, const std::optional<Tensor>& weight, double eps
   return out;
 }
 
+// The rms_norm of x times gate / (1 + e^-gate), which is of its shape.
+Tensor gated_rms_norm(const Tensor& x, const Tensor& gate, const std::optional<Tensor>& weight, double eps, double offset,
+                      bool rounds_first) {
+  NormArgs args{};
+  Tensor rows = x, gates = torch::stable::contiguous(gate);
+  prepare_norm(args, rows, weight, eps, offset, rounds_first);
+  check_dense(gates, "gate", x.scalar_type(), x.numel());
+  STD_TORCH_CHECK(gate.dim() == x.dim(), "x and gate differ in shape");
+  for (int64_t d = 0; d < x.dim(); ++d) STD_TORCH_CHECK(gate.size(d) == x.size(d), "x and gate differ in dimension ", d);
+  args.gate = gates.const_data_ptr();
+  Tensor out = empty_of_shape(x);
+  args.out = out.mutable_data_ptr();
+  kernels()->elementwise.norm(args);
+  return out;
+}
+
 // (x + residual, its rms_norm), both dense.
 std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual, const std::optional<Tensor>& weight, double eps,
                                         double offset, bool rounds_first) {
@@ -150,6 +166,7 @@ Tensor gated(const Tensor& both, int64_t n, int64_t gate_at, int64_t up_at, int6
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pagetide, m) {
   m.def("rms_norm(Tensor x, Tensor? weight, float eps, float offset, bool rounds_first) -> Tensor");
+  m.def("gated_rms_norm(Tensor x, Tensor gate, Tensor? weight, float eps, float offset, bool rounds_first) -> Tensor");
   m.def(
       "add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, float offset, bool rounds_first) -> (Tensor, Tensor)");
   m.def("rotate(Tensor q, Tensor k, Tensor cos, Tensor sin, int token_dim, int rotation) -> (Tensor, Tensor)");
@@ -158,6 +175,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pagetide, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(pagetide, CPU, m) {
   m.impl("rms_norm", TORCH_BOX(&pagetide::rms_norm));
+  m.impl("gated_rms_norm", TORCH_BOX(&pagetide::gated_rms_norm));
   m.impl("add_rms_norm", TORCH_BOX(&pagetide::add_rms_norm));
   m.impl("rotate", TORCH_BOX(&pagetide::rotate));
   m.impl("gated", TORCH_BOX(&pagetide::gated));

@@ -1,11 +1,20 @@
-// Recurrences, token by token: the result does not depend on where a sequence is cut into calls. A head's columns are independent,
-// so items are strips of them, as wide as registers hold.
+// Recurrences and convolutions, token by token: the result does not depend on where a sequence is cut into calls. Heads, the columns of
+// a head, and channels are independent.
 namespace recurrent {
 
-constexpr int kStrip = 4;  // vectors
+// Vectors of a head's columns, as many as registers hold: all of a row of 128, which then comes from memory in one stream.
+constexpr int kStrip = kLanes == 16 ? 8 : 4;
+constexpr int64_t kItemChannels = 256;  // of a convolution, a multiple of kLanes
+
+template <typename T>
+INLINE T* part_of(const ChunkStates& states, int64_t chunk, int64_t part) {
+  const int64_t block = states.tables[chunk * states.columns + states.blocks[part]];
+  return reinterpret_cast<T*>(states.memory + block * states.block_stride + states.offsets[part]);
+}
 
 // x [n] times `scale`, over its length if it `normalizes`.
-INLINE void scaled(const float* x, int64_t n, bool normalizes, float scale, float* out) {
+template <typename T>
+INLINE void scaled(const T* x, int64_t n, bool normalizes, float scale, float* out) {
   if (normalizes) {
     Vec squares{};
     for (int64_t i = 0; i < n; i += kLanes) {
@@ -14,36 +23,46 @@ INLINE void scaled(const float* x, int64_t n, bool normalizes, float scale, floa
     }
     scale /= __builtin_sqrtf(sum(squares) + 1e-6f);
   }
-  for (int64_t i = 0; i < n; ++i) out[i] = x[i] * scale;
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(out + i, load(x + i) * scale);
+  for (; i < n; ++i) out[i] = to_float(x[i]) * scale;
 }
 
-// Columns of one head for all tokens: of each of its vectors the first `count` elements.
-template <int kVectors>
-static void delta_strip(const GatedDeltaArgs& args, int64_t sequence, int64_t head, int64_t column, int count) {
+// Columns of one head for all tokens of a chunk: whole vectors, or the first `count` elements of one.
+template <typename T, int kVectors, bool kWhole>
+static void delta_strip(const GatedDeltaArgs& args, int64_t chunk, int64_t head, int64_t column, int count = kLanes) {
   const int64_t k_dim = args.k_dim, v_dim = args.v_dim, k_head = head / (args.v_heads / args.k_heads);
-  float* state = args.states + (sequence * args.v_heads + head) * k_dim * v_dim + column;
+  const int64_t each = args.v_heads / args.states.parts;  // heads of a part
+  float* state = part_of<float>(args.states, chunk, head / each) + head % each * k_dim * v_dim + column;
   float query[kMostKeyDim], key[kMostKeyDim];
-  const auto get = [count](const float* from) { return count == kLanes ? load(from) : load_some(from, count); };
-  const auto put = [count](float* to, Vec v) { count == kLanes ? store(to, v) : store_some(to, v, count); };
-  for (int64_t token = 0; token < args.tokens; ++token) {
-    const int64_t at = sequence * args.tokens + token, of_key = (at * args.k_heads + k_head) * k_dim;
-    const int64_t of_gate = at * args.v_heads + head, of_value = of_gate * v_dim + column;
-    scaled(args.q + of_key, k_dim, args.normalizes, args.scale, query);
-    scaled(args.k + of_key, k_dim, args.normalizes, 1.f, key);
+  const auto get = [count](const auto* from) { return kWhole ? load(from) : load_some(from, count); };
+  const auto put = [count](auto* to, Vec v) { kWhole ? store(to, v) : store_some(to, v, count); };
+  const int64_t first = args.states.starts[chunk], end = first + args.states.lengths[chunk];
+  if (first < end && args.states.continues[chunk] == 0) {
+    for (int64_t i = 0; i < k_dim; ++i) {
+      for (int v = 0; v < kVectors; ++v) put(state + i * v_dim + v * kLanes, Vec{});
+    }
+  }
+  for (int64_t token = first; token < end; ++token) {
+    scaled(static_cast<const T*>(args.q) + token * args.q_stride + k_head * k_dim, k_dim, args.normalizes, args.scale, query);
+    scaled(static_cast<const T*>(args.k) + token * args.k_stride + k_head * k_dim, k_dim, args.normalizes, 1.f, key);
+    const T* value = static_cast<const T*>(args.v) + token * args.v_stride + head * v_dim + column;
+    const int64_t of_gate = token * args.v_heads + head;
     const float decay = exponential(broadcast(args.g[of_gate]))[0];
     Vec by_key[kVectors] = {}, by_query[kVectors] = {}, delta[kVectors];
     float both = 0.f;
     for (int64_t i = 0; i < k_dim; ++i) {
       both = query[i] * key[i] + both;
       for (int v = 0; v < kVectors; ++v) {
-        const Vec row = get(state + i * v_dim + v * kLanes) * decay;
+        const Vec row = get(state + i * v_dim + v * kLanes);
         by_key[v] = row * key[i] + by_key[v];
         by_query[v] = row * query[i] + by_query[v];
       }
     }
+    T* out = static_cast<T*>(args.out) + of_gate * v_dim + column;
     for (int v = 0; v < kVectors; ++v) {
-      delta[v] = (get(args.v + of_value + v * kLanes) - by_key[v]) * args.beta[of_gate];
-      put(args.out + of_value + v * kLanes, delta[v] * both + by_query[v]);
+      delta[v] = (get(value + v * kLanes) - by_key[v] * decay) * args.beta[of_gate];
+      put(out + v * kLanes, delta[v] * both + by_query[v] * decay);
     }
     for (int64_t i = 0; i < k_dim; ++i) {
       for (int v = 0; v < kVectors; ++v) {
@@ -54,19 +73,103 @@ static void delta_strip(const GatedDeltaArgs& args, int64_t sequence, int64_t he
   }
 }
 
-static void gated_delta(const GatedDeltaArgs& args) {
+template <typename T>
+static void delta_of(const GatedDeltaArgs& args) {
   const int64_t width = kStrip * kLanes, strips = (args.v_dim + width - 1) / width;
-  for_items(args.batch * args.v_heads * strips, args.threads, [&, width, strips](int64_t item) {
-    const int64_t head = item / strips % args.v_heads, sequence = item / strips / args.v_heads;
+  for_items(args.states.chunks * args.v_heads * strips, args.threads, [&, width, strips](int64_t item) {
+    const int64_t head = item / strips % args.v_heads, chunk = item / strips / args.v_heads;
     int64_t column = item % strips * width;
-    if (column + width <= args.v_dim) return delta_strip<kStrip>(args, sequence, head, column, kLanes);
-    for (; column < args.v_dim; column += kLanes) {
-      const int64_t left = args.v_dim - column;
-      delta_strip<1>(args, sequence, head, column, left < kLanes ? static_cast<int>(left) : kLanes);
-    }
+    if (column + width <= args.v_dim) return delta_strip<T, kStrip, true>(args, chunk, head, column);
+    for (; column + kLanes <= args.v_dim; column += kLanes) delta_strip<T, 1, true>(args, chunk, head, column);
+    if (column < args.v_dim) delta_strip<T, 1, false>(args, chunk, head, column, static_cast<int>(args.v_dim - column));
   });
 }
 
-constexpr RecurrentKernels kernels = {gated_delta};
+static void gated_delta(const GatedDeltaArgs& args) {
+  switch (args.type) {
+    case Type::float32: return delta_of<float>(args);
+    case Type::bfloat16: return delta_of<BFloat16>(args);
+    default: return delta_of<Float16>(args);
+  }
+}
+
+// Weights of `count` channels in float32, column by column.
+template <typename T, int kKernel>
+INLINE void columns_of(const T* weight, int64_t count, float (&columns)[kKernel][kItemChannels]) {
+  for (int64_t c = 0; c < count; ++c) {
+    for (int j = 0; j < kKernel; ++j) columns[j][c] = to_float(weight[c * kKernel + j]);
+  }
+  for (int j = 0; j < kKernel; ++j) {
+    for (int64_t c = count; c < kItemChannels && c < count + kLanes; ++c) columns[j][c] = 0.f;
+  }
+}
+
+// `count` channels of a part, from its channel `first` on, for all chunks.
+template <typename T, int kKernel>
+static void conv_item(const ConvArgs& args, int64_t part, int64_t first, int64_t count) {
+  const int64_t each = args.channels / args.states.parts, channel = part * each + first;
+  const T *x = static_cast<const T*>(args.x) + channel, *bias = static_cast<const T*>(args.bias);
+  T* out = static_cast<T*>(args.out) + channel;
+  float columns[kKernel][kItemChannels];
+  columns_of<T, kKernel>(static_cast<const T*>(args.weight) + channel * kKernel, count, columns);
+  for (int64_t chunk = 0; chunk < args.states.chunks; ++chunk) {
+    const int64_t begin = args.states.starts[chunk], end = begin + args.states.lengths[chunk];
+    if (begin == end) continue;
+    const bool continues = args.states.continues[chunk] != 0;
+    T* state = part_of<T>(args.states, chunk, part) + first;
+    elementwise::for_vectors<T>(count, [&](int64_t c, auto get, auto put) {
+      Vec window[kKernel] = {}, weight[kKernel];
+      const Vec offset = bias != nullptr ? get(bias + channel + c) : Vec{};
+#pragma GCC unroll 4
+      for (int j = 0; j < kKernel; ++j) {
+        weight[j] = load(columns[j] + c);
+        if (continues && j + 1 < kKernel) window[j] = get(state + j * each + c);
+      }
+      for (int64_t token = begin; token < end; ++token) {
+        window[kKernel - 1] = get(x + token * args.x_stride + c);
+        Vec value = offset;
+#pragma GCC unroll 4
+        for (int j = 0; j < kKernel; ++j) value = window[j] * weight[j] + value;
+        if (args.silu) {
+          value = elementwise::rounded<T>(value);
+          value = value / (1.f + exponential(-value));
+        }
+        put(out + token * args.channels + c, value);
+#pragma GCC unroll 4
+        for (int j = 0; j + 1 < kKernel; ++j) window[j] = window[j + 1];
+      }
+#pragma GCC unroll 4
+      for (int j = 0; j + 1 < kKernel; ++j) put(state + j * each + c, window[j]);
+    });
+  }
+}
+
+template <typename T, int kKernel>
+static void conv_of(const ConvArgs& args) {
+  const int64_t each = args.channels / args.states.parts, items = (each + kItemChannels - 1) / kItemChannels;
+  for_items(args.states.parts * items, args.threads, [&, each, items](int64_t item) {
+    const int64_t first = item % items * kItemChannels;
+    conv_item<T, kKernel>(args, item / items, first, first + kItemChannels < each ? kItemChannels : each - first);
+  });
+}
+
+template <typename T>
+static void conv_with(const ConvArgs& args) {
+  switch (args.kernel) {
+    case 2: return conv_of<T, 2>(args);
+    case 3: return conv_of<T, 3>(args);
+    default: return conv_of<T, 4>(args);
+  }
+}
+
+static void conv(const ConvArgs& args) {
+  switch (args.type) {
+    case Type::float32: return conv_with<float>(args);
+    case Type::bfloat16: return conv_with<BFloat16>(args);
+    default: return conv_with<Float16>(args);
+  }
+}
+
+constexpr RecurrentKernels kernels = {gated_delta, conv};
 
 }  // namespace recurrent

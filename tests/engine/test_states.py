@@ -12,10 +12,15 @@ from engines import TinyEngine, plain, prompts
 from families import VOCAB
 from state_families import ONE_BY_ONE, tiny_with_states
 
-from pagetide import LLM, SamplingParams
+from pagetide import LLM, SamplingParams, native
 from pagetide.cache.geometry import Geometry, LayerShape, StateShape
 from pagetide.cache.storage import Storage, TensorArena
+from pagetide.engine.attention.native_kernel import NativeKernel
 from pagetide.engine.attention.states import find_layers, may_have_states
+from pagetide.engine.layers.fusion import fuse
+from pagetide.engine.layers.kernels import kernels_on
+from pagetide.engine.layers.packing import pack_linears
+from pagetide.engine.loading.probe import probe
 from pagetide.scheduler.request import Sampling
 
 LENGTHS = [1, 3, 7, 12, 21, 45]
@@ -43,22 +48,65 @@ def test_the_tokens_of_transformers(name: str) -> None:
             assert engine.core.scheduler.stats.cached_prompt_tokens > 0 or how["usable"] < 200
 
 
-def test_a_step_that_raises_is_repeated_with_the_same_tokens() -> None:
-    """Before, between and behind layers with states: what a step has computed of them is kept only when it is done."""
+@pytest.mark.parametrize(("packed", "usable"), [(True, 200), (True, 26), (False, 200)])
+def test_a_step_that_raises_is_repeated_with_the_same_tokens(packed: bool, usable: int) -> None:
+    """Before, between and behind layers with states, in decodes, first chunks, later ones and their pieces: what a mixer has
+    computed changes its state once. Requests are preempted, and find states, in between.
+    """
     model, inputs = tiny_with_states("qwen3_5_text"), prompts(LENGTHS, VOCAB)
     expected = plain(model, inputs, NEW)
-    engine = TinyEngine(model, usable=200, block_size=4, max_chunk_tokens=8)
+    engine = TinyEngine(model, usable=usable, block_size=4, max_chunk_tokens=8, max_seqs=4, caching=True)
+    engine.mixers.packed = packed
     rng, raised = np.random.default_rng(3), []
     for module in (*model.model.layers, model.lm_head):
 
         def failing(*_: Any, name: str = type(module).__name__) -> None:
-            if rng.random() < 0.1:
+            if rng.random() < 0.03:
                 raised.append(name)
                 raise RuntimeError("planted")
 
         module.register_forward_hook(failing)
     assert engine.generate(inputs, Sampling(NEW)) == expected
-    assert len(raised) > 5
+    assert engine.generate(inputs, Sampling(NEW)) == expected
+    assert len(raised) > 5 and (engine.preemptions if usable < 100 else engine.core.scheduler.stats.cached_prompt_tokens)
+    assert not engine.core.runner._states._undone._kept
+
+
+def test_a_token_changes_a_state_once() -> None:
+    """Decodes that raise behind all layers with states are computed again, deferred and planned again."""
+    inputs, left = prompts([9, 9], VOCAB), [0]
+
+    def failing(*_: Any) -> None:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise RuntimeError("planted")
+
+    states = []
+    for times in (0, 1, 3):  # together; then each alone, so that both are deferred
+        model = tiny_with_states("qwen3_5_text")
+        engine = TinyEngine(model, usable=60, block_size=4)
+        model.lm_head.register_forward_pre_hook(failing)
+        engine.add_all(inputs, Sampling(NEW))
+        engine.core.step()
+        left[0] = times
+        for _ in range(2 if times == 3 else 1):
+            engine.core.step()
+        runner = engine.core.runner
+        recurrent = [cache for cache in runner.storage.states if cache.place.state.kind == "recurrent"]
+        states.append([cache.read(runner._rows.states[:2]) for cache in recurrent])
+        assert not runner._states._undone._kept
+    assert all(torch.equal(one, two) for other in states[1:] for one, two in zip(states[0], other, strict=True))
+
+
+def test_mixers_that_no_kernel_computes_are_called_in_parts() -> None:
+    """Their activation behind the convolution is another: the probe finds it."""
+    model, inputs = tiny_with_states("qwen3_5_text", hidden_act="gelu"), prompts(LENGTHS, VOCAB)
+    expected = plain(model, inputs, NEW)
+    engine = TinyEngine(model, usable=200, block_size=4)
+    assert engine.mixers.packed == (native.instructions() is not None)
+    probe(model, engine.core.runner.storage.geometry)
+    assert not engine.mixers.packed and not engine.mixers.one_by_one
+    assert engine.generate(inputs, Sampling(NEW)) == expected
 
 
 def test_states_of_any_shape_are_read_as_they_were_written() -> None:
@@ -101,3 +149,24 @@ def test_llm_serves_them(tmp_path: Path) -> None:
         beams = llm.generate(inputs[3], SamplingParams(num_beams=3, max_new_tokens=NEW, ignore_eos=True))
         wanted = model.generate(torch.tensor([inputs[3]]), max_new_tokens=NEW, num_beams=3, do_sample=False, pad_token_id=0)
         assert list(beams[0].outputs[0].token_ids) == wanted[0, len(inputs[3]) :].tolist()
+
+
+@pytest.mark.skipif(native.instructions() is None, reason="torch's own products depend on the number of rows")
+@pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2"])
+def test_logits_are_the_same_to_the_bit(name: str) -> None:
+    """Alone, in a batch, in chunks and after preemption."""
+    inputs = prompts(LENGTHS, VOCAB)
+    logits: dict[tuple[str, int], torch.Tensor] = {}
+    for how in ({}, {"max_seqs": 1}, {"max_chunk_tokens": 5}, {"max_chunk_tokens": 1}, {"usable": 20}):
+        model = tiny_with_states(name)
+        pack_linears(model)
+        with torch.inference_mode():
+            fuse(model, torch.arange(1, 6), kernels_on(torch.device("cpu")))
+            engine = TinyEngine(model, **{"usable": 2000, "block_size": 4, **how})
+            engine.core.runner.kernel = NativeKernel()
+            engine.watch_logits()
+            engine.generate(inputs, Sampling(NEW))
+        assert engine.mixers.packed and (how.get("usable") is None or engine.preemptions)
+        logits = logits or engine.logits
+        assert logits.keys() == engine.logits.keys()
+        assert all(torch.equal(one, engine.logits[at]) for at, one in logits.items()), how

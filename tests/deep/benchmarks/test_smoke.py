@@ -34,6 +34,7 @@ COMMANDS = {
     "quantization": "--passages 1 --hidden 128 --layers 1 --vocab 256 --sequences 2 --new-tokens 2 --rounds 1",
     "serve": "--streams 1,3 --tokens 4 --requests 3 --step-ms 1 --hidden 32 --layers 1 --rounds 1",
     "shards": "--rounds 1 --hidden 64 --layers 1 --dtypes float32 --prompts 2 --new-tokens 3",
+    "states": "--rounds 1 --hidden 64 --layers 4 --tokens 2 --questions 2 --copies 1",
     "windows": "--context 2048",
 }
 WITH_PROCESSES = {

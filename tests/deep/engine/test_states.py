@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engines import TinyEngine, plain, prompts
 from families import VOCAB
 from state_families import ONE_BY_ONE, STATE_FAMILIES, tiny_with_states
 
-from pagetide import LLM, SamplingParams
+from pagetide import LLM, SamplingParams, native
 from pagetide.engine.attention.states import installed
 from pagetide.scheduler.request import Sampling
 
@@ -58,6 +59,56 @@ def test_llm(name: str, tmp_path: Path) -> None:
         model.set_attn_implementation("eager")
         wanted = model.generate(torch.tensor([inputs[4]]), max_new_tokens=NEW, num_beams=4, do_sample=False, pad_token_id=0)
         assert list(beams[0].outputs[0].token_ids) == wanted[0, len(inputs[4]) :].tolist()
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "olmo_hybrid", "lfm2_moe", "mamba2", "jamba", "falcon_h1"])
+def test_faults_and_recalls(name: str) -> None:
+    """Steps that raise before, between and behind layers, in every kind of chunk, while blocks move to other places."""
+    inputs = prompts(LENGTHS, VOCAB)
+    expected = plain(tiny_with_states(name), inputs, NEW)
+    model = tiny_with_states(name)
+    engine = TinyEngine(model, usable=300, block_size=4, max_chunk_tokens=8, max_seqs=3, caching=True, elastic=True)
+    engine.mixers.one_by_one = name in ONE_BY_ONE
+    rng, raised = np.random.default_rng(1), []
+    for module in (*getattr(model, "model", getattr(model, "backbone", None)).layers, model.lm_head):
+
+        def failing(*_: Any) -> None:
+            if rng.random() < 0.03:
+                raised.append(1)
+                raise RuntimeError("planted")
+
+        module.register_forward_hook(failing)
+    pool, step, given = engine.core.scheduler.pool, engine.core.step, []
+
+    def recalling() -> Any:
+        """All but what requests hold, which moves together, is given back; later the pool grows again."""
+        if not pool.is_resizing and rng.random() < 0.3:
+            given.append(pool.give_back(1000)) if rng.random() < 0.5 else pool.grow(1000)
+        return step()
+
+    engine.core.step = recalling  # type: ignore[method-assign]
+    for _ in range(2):
+        assert engine.generate(inputs, Sampling(NEW)) == expected
+    assert len(raised) > 4 and len(given) > 3
+    moves = engine.core.runner.storage.geometry.blocks_per_extent > 1
+    assert not moves or engine.core.scheduler.stats.moved_blocks > 0
+
+
+@pytest.mark.skipif(native.instructions() is None, reason="torch's own products depend on the number of rows")
+@pytest.mark.parametrize("name", ["qwen3_5_text", "olmo_hybrid", "lfm2"])
+def test_log_probabilities_are_the_same_to_the_bit(name: str, tmp_path: Path) -> None:
+    """Through `LLM`: in a batch, alone, in chunks, in a pool with room for few, and with prompts that were found."""
+    tiny_with_states(name).save_pretrained(tmp_path)
+    inputs = prompts(LENGTHS, VOCAB)
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=NEW, ignore_eos=True, logprobs=1)
+    found = []
+    for how in ({}, {"max_seqs": 1}, {"max_step_tokens": 16, "max_seqs": 8}, {"kv_memory": "64KiB", "max_model_len": 64}):
+        settings: dict[str, Any] = {"kv_memory": "8MiB", "dtype": "float32", "device": "cpu", "share": False, **how}
+        with LLM(str(tmp_path), **settings) as llm:
+            for _ in range(2):
+                outputs = llm.generate(inputs, greedy)
+                found.append([[entry.logprob for entry in one.outputs[0].logprobs or ()] for one in outputs])
+    assert len(found[0][0]) == NEW and all(other == found[0] for other in found)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

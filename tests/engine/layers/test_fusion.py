@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F
 from engines import TinyEngine, plain, prompts
 from families import FAMILIES, VOCAB, tiny
+from state_families import tiny_with_states
 from torch import nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
 from pagetide import native
 from pagetide.engine.attention.latent import keep_projections
@@ -116,6 +118,28 @@ def test_norms(dtype):
     norm = filled(LlamaRMSNorm(48), dtype)
     for other in (torch.randn(3, 48).double(), torch.randn(3, 96).to(dtype)):
         assert fused_norm(norm, other, KERNELS) is None
+
+
+class GateFirst(Qwen3_5RMSNormGated):
+    def forward(self, hidden_states, gate):
+        return super().forward(hidden_states * F.silu(gate), torch.full_like(gate, 9.0))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_norms_with_a_gate_behind_them(dtype):
+    """A gate is a row of each token and head, as in layers with the gated delta rule."""
+    x, gate = torch.randn(2, 3, 37).to(dtype), torch.randn(3, 2, 37).to(dtype).transpose(0, 1)
+    norm = filled(Qwen3_5RMSNormGated(37, eps=1e-5), dtype)
+    found = fused_norm(norm, x, KERNELS, gate)
+    assert found is not None
+    torch.testing.assert_close(found(x, gate), norm(x, gate), rtol=max(2e-6, 2 * torch.finfo(dtype).eps), atol=1e-7)
+    assert fused_norm(filled(GateFirst(37, eps=1e-5), dtype), x, KERNELS, gate) is None
+    assert fused_norm(norm, x, KERNELS, gate[:1]) is None
+    assert fused_norm(norm, x, KERNELS._replace(gated_norm=None), gate) is None
+    model = tiny_with_states("qwen3_5_text")
+    pack_linears(model)
+    counts = fuse(model, TOKENS, KERNELS).counts
+    assert counts["norms"] == 2 * 4 + 1 + 2 + 3  # of layers, the last, of queries and keys, and of gates
 
 
 class Gated(nn.Module):

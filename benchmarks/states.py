@@ -1,0 +1,222 @@
+"""Models with recurrent layers against transformers' `generate`, their kernels against memory, and which tokens are found.
+
+python -m benchmarks.states [--rounds 3] [--layers 8] [--hidden 1024] [--tokens 16] [--json FILE] [--seed 0]
+
+The model has Qwen3.5's layers with random weights: three with the gated delta rule to one with attention, heads of 128,
+float32; 162 million parameters by default. 16 prompts of 64 to 159 tokens are a batch, padded for `generate`. All times are
+CPU times of this process; the two take turns.
+
+Prefixes are those of a real `CacheManager`, one request at a time: 20 documents of 2,000 tokens with 25 questions each, in turn
+and at random, in a pool with room for 20 states besides K and V; and one prefix of 2,000 tokens before all questions.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.qwen3_5 import modeling_qwen3_5
+
+from benchmarks.arguments import parser_of, whole
+from benchmarks.figures import Figure, median, report
+from pagetide import LLM, SamplingParams
+from pagetide.allocator.blocks import BlockAllocator
+from pagetide.cache.geometry import Geometry, LayerShape, StateShape
+from pagetide.cache.grouped_tables import tables_for
+from pagetide.cache.layer_groups import LayerGroup, state_group
+from pagetide.cache.manager import CacheManager
+from pagetide.cache.prefix_hash import PrefixHasher
+from pagetide.cache.reuse_density import ReuseDensity
+from pagetide.engine.layers import recurrences
+
+HEADS, DIM, ROWS, BLOCK = 16, 128, 16, 16
+CHANNELS = 3 * HEADS * DIM
+DOCUMENTS, DOCUMENT_TOKENS, QUESTION_TOKENS = 20, 2_000, 60
+STATE_BLOCKS = 101  # of Qwen3.5-0.8B
+
+
+def speed(layers: int, hidden: int, tokens: int, rounds: int, rng: np.random.Generator) -> list[Figure]:
+    """Prefill and decode steps of a batch, as shares of what `generate` takes."""
+    vocab = 32 * hidden
+    config = AutoConfig.for_model(
+        "qwen3_5_text", vocab_size=vocab, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
+        num_attention_heads=8, num_key_value_heads=2, head_dim=256, max_position_embeddings=4096, tie_word_embeddings=True,
+        layer_types=["full_attention" if index % 4 == 3 else "linear_attention" for index in range(layers)],
+        linear_num_value_heads=HEADS, linear_num_key_heads=HEADS, linear_key_head_dim=DIM, linear_value_head_dim=DIM,
+        pad_token_id=0, eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    prompts = [rng.integers(1, vocab, count).tolist() for count in rng.integers(64, 160, ROWS)]
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = (torch.arange(longest) >= longest - torch.tensor([len(prompt) for prompt in prompts])[:, None]).long()
+
+    def generate(count: int) -> list[list[int]]:
+        out = model.generate(
+            ids, attention_mask=mask, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0
+        )
+        return out[:, longest:].tolist()  # type: ignore[no-any-return]
+
+    def serve(count: int) -> list[list[int]]:
+        llm.reset_prefix_cache()
+        params = SamplingParams(temperature=0.0, max_new_tokens=count, ignore_eos=True)
+        return [list(one.outputs[0].token_ids) for one in llm.generate(prompts, params)]
+
+    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+        model.save_pretrained(folder)
+        with LLM(folder, dtype="float32", device="cpu", kv_memory="1GiB", share=False, max_seqs=ROWS) as llm:
+            same = sum(one == other for one, other in zip(serve(tokens), generate(tokens), strict=True))
+            times = {run: ([], []) for run in (serve, generate)}  # type: ignore[var-annotated]
+            for _ in range(rounds):
+                for run, (first, steps) in times.items():
+                    first.append(cpu_s(lambda run=run: run(1)))  # type: ignore[misc]
+                    all_s = cpu_s(lambda run=run: run(tokens))  # type: ignore[misc]
+                    steps.append((all_s - first[-1]) / (tokens - 1))
+    ratios = [[a / b for a, b in zip(*pair, strict=True)] for pair in zip(times[serve], times[generate], strict=True)]
+    return [
+        Figure("sequences with the tokens of generate", same, f"of {ROWS}", ROWS, "higher"),
+        median("first tokens, generate", times[generate][0], "s"),
+        median("first tokens / generate", ratios[0], "x", 1.0),
+        median("a decode step, generate", [s * 1e3 for s in times[generate][1]], "ms"),
+        median("a decode step / generate", ratios[1], "x", 0.25),
+    ]
+
+
+def kernels(copies: int) -> list[Figure]:
+    """The gated delta rule for a token of each row, over `copies` of a layer's states in turn."""
+    stride, per_block = 3 * DIM * DIM * 4, 3  # as Qwen3.5-0.8B: three heads to a block
+    columns = -(-HEADS // per_block)
+    places = torch.tensor([divmod(head, per_block) for head in range(HEADS)]).T.contiguous()
+    places[1] *= DIM * DIM * 4
+    memory = [torch.randn(ROWS * columns, stride // 4).view(torch.uint8) for _ in range(copies)]
+    dense = [torch.randn(ROWS, HEADS, DIM, DIM) for _ in range(copies)]
+    tables = torch.randperm(ROWS * columns).view(ROWS, columns)
+    chunks = torch.stack((torch.arange(ROWS), torch.ones(ROWS, dtype=torch.int64), torch.ones(ROWS, dtype=torch.int64)))
+    mixed = torch.randn(1, ROWS, CHANNELS).split(HEADS * DIM, -1)
+    query, key, value = (one.view(1, ROWS, HEADS, DIM) for one in mixed)
+    gates = {"g": -torch.rand(1, ROWS, HEADS), "beta": torch.rand(1, ROWS, HEADS)}
+    assert "recurrent" in recurrences.install(modeling_qwen3_5), "the native kernels are not built"
+    batch = {name: one.transpose(0, 1) for name, one in {"query": query, "key": key, "value": value, **gates}.items()}
+
+    def native(turn: int) -> None:
+        with recurrences.over(recurrences.StatesInBlocks(memory[turn], tables, chunks, {"recurrent": places})):
+            modeling_qwen3_5.torch_chunk_gated_delta_rule(query, key, value, **gates, use_qk_l2norm_in_kernel=True)
+
+    def torchs(turn: int) -> None:
+        _, states = modeling_qwen3_5.torch_recurrent_gated_delta_rule(
+            **batch, initial_state=dense[turn], output_final_state=True, use_qk_l2norm_in_kernel=True
+        )
+        dense[turn].copy_(states)
+
+    def scaled(turn: int) -> None:
+        dense[turn].mul_(0.999)
+
+    best = {
+        run: min(cpu_s(lambda run=run, i=i: run(i % copies)) for i in range(8 * copies)) for run in (native, torchs, scaled)
+    }  # type: ignore[misc]
+    return [
+        Figure(f"gated delta rule, {ROWS} rows, {HEADS} heads", best[native] * 1e3, "ms"),
+        Figure("torch's own / gated delta rule", best[torchs] / best[native], "x", 20, "higher"),
+        Figure("x *= a over the same states / gated delta rule", best[scaled] / best[native], "x", 0.9, "higher"),
+    ]
+
+
+def cpu_s(run: Callable[[], object]) -> float:
+    """CPU seconds of this process for a call."""
+    before = time.process_time()
+    run()
+    return time.process_time() - before
+
+
+def sizes() -> list[Figure]:
+    """Bytes of a state in whole blocks, of those that it has."""
+    figures = []
+    for name, layers, heads, channels, kv_heads in (
+        ("0.8B", 24, 16, 6144, 2),
+        ("4B", 32, 32, 8192, 4),
+        ("27B", 64, 48, 10240, 4),
+    ):
+        states = (StateShape("conv", 0, (channels, 4), "bfloat16"), StateShape("recurrent", 0, (heads, DIM, DIM), "float32"))
+        of = [LayerShape(kv_heads, 256, 256) if i % 4 == 3 else LayerShape(0, 0, 0, states=states) for i in range(layers)]
+        geometry = Geometry(tuple(of), BLOCK, "bfloat16")
+        share = geometry.state_blocks * geometry.block_stride / geometry.state_bytes
+        figures.append(Figure(f"bytes of a state of Qwen3.5-{name}, of those needed", share, "x", 1.02))
+    return figures
+
+
+def prefixes(questions: int, rng: np.random.Generator) -> list[Figure]:
+    """The share of prompt tokens that is found."""
+    documents = [rng.integers(0, 1 << 30, DOCUMENT_TOKENS, np.int32) for _ in range(DOCUMENTS)]
+    in_turn = np.tile(np.arange(DOCUMENTS), questions)
+    room = DOCUMENTS * (-(-DOCUMENT_TOKENS // BLOCK) + STATE_BLOCKS)
+    figures = []
+    for name, order in (("in turn", in_turn), ("at random", rng.permutation(in_turn))):
+        found, asked = served(documents, order, room, rng)
+        figures.append(
+            Figure(
+                f"{DOCUMENTS} documents, {questions} questions each, {name}: found",
+                float(found.sum() / asked.sum()),
+                "",
+                0.85,
+                "higher",
+            )
+        )
+    found, _ = served(documents[:1], np.zeros(questions, np.int64), room, rng)
+    whole_blocks = DOCUMENT_TOKENS // BLOCK * BLOCK
+    figures.append(
+        Figure(
+            "a prefix of 2,000 tokens, third request: found",
+            float(found[min(2, questions - 1)]),
+            "tokens",
+            whole_blocks,
+            "higher",
+        )
+    )
+    return figures
+
+
+def served(
+    documents: list[np.ndarray], order: np.ndarray, room: int, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """(found, asked) tokens of a question to each document in `order`, where a pool has `room` blocks besides a request's."""
+    length = DOCUMENT_TOKENS + QUESTION_TOKENS
+    num_blocks = 1 + room + 2 * STATE_BLOCKS + -(-length // BLOCK)
+    groups = (LayerGroup(), state_group(STATE_BLOCKS))
+    tables = tables_for(groups, BlockAllocator(num_blocks), BLOCK, 1, length + 1)
+    cache = CacheManager(tables, PrefixHasher(BLOCK, b"states"), eviction=ReuseDensity)
+    found = []
+    for document in order.tolist():
+        tokens = np.concatenate((documents[document], rng.integers(0, 1 << 30, QUESTION_TOKENS, np.int32)))
+        chain = cache.chain(tokens, None)
+        hit = cache.lookup(chain, length - 1)
+        assert cache.admit(0, length, hit) is not None, "what is not held must be evictable"
+        done = hit.num_tokens
+        while done < length:
+            done, _ = cache.reach(0, done, length, cache.pool.available)
+            cache.commit(0, chain, done, done == length)
+        cache.release(np.array([0]))
+        found.append(hit.num_tokens)
+    return np.array(found), np.full(len(found), length)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = parser_of(__doc__, rounds=3)
+    parser.add_argument("--layers", type=whole, default=8)
+    parser.add_argument("--hidden", type=whole, default=1024)
+    parser.add_argument("--tokens", type=whole, default=16, help="of each sequence, from 2 on (default %(default)s)")
+    parser.add_argument("--questions", type=whole, default=25, help="to each document (default %(default)s)")
+    parser.add_argument("--copies", type=whole, default=8, help="of a layer's states, for kernels (default %(default)s)")
+    args = parser.parse_args(argv)
+    rng = np.random.default_rng(args.seed)
+    figures = [*sizes(), *prefixes(args.questions, rng), *kernels(args.copies)]
+    figures += speed(args.layers, args.hidden, max(2, args.tokens), args.rounds, rng)
+    report("Models with recurrent layers", figures, args.seed, args.json)
+
+
+if __name__ == "__main__":
+    main()
