@@ -74,7 +74,7 @@ class Channel:
     def send(self, message: wire.FromClient) -> None:
         """Send, or queue until the broker reads. Errors are raised later, by `receive` and `wait`."""
         if self._failure is None:
-            self._out += wire.to_frame(message)
+            self._out += wire.to_frame(message, self._protocol)
             self._flush()
             if len(self._out) > _MAX_UNSENT_BYTES:
                 self._failure = BrokerUnavailable(

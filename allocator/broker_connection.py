@@ -101,7 +101,7 @@ class Connection:
             if fd is not None:
                 os.close(fd)
             return
-        frame = to_frame(message)
+        frame = to_frame(message, self.protocol)
         self._out.append((frame, fd))
         self._out_bytes += len(frame)
         self._flush()

@@ -102,13 +102,15 @@ class DeviceAccount:
         self._not_foreign(held_bytes)
         return lease
 
-    def ask(self, lease_id: int, target_bytes: int, expires_ns: int) -> None:
-        """Record the lease's demand: `target_bytes` in all, until `expires_ns`."""
-        self.state.leases[lease_id].demand = LeaseDemand(target_bytes, expires_ns)
+    def ask(self, lease_id: int, demand: LeaseDemand, now_ns: int) -> None:
+        """Record the lease's demand, in place of the last one."""
+        lease = self.state.leases[lease_id]
+        lease.demand, lease.heard_ns = demand, now_ns
 
-    def report(self, lease_id: int, free_bytes: int) -> None:
-        """Record how many bytes are free in the lease's pool."""
-        self.state.leases[lease_id].free_bytes = free_bytes
+    def report(self, lease_id: int, free_bytes: int, kept_bytes: int, now_ns: int) -> None:
+        """Record how many bytes are free in the lease's pool, and how many hold cached prefixes."""
+        lease = self.state.leases[lease_id]
+        lease.free_bytes, lease.kept_bytes, lease.heard_ns = free_bytes, kept_bytes, now_ns
 
     def unmapped(self, lease_id: int, held_bytes: int) -> None:
         """Lower the grant to `held_bytes`, though not below the minimum; the lease takes no more until a new grant.
@@ -118,9 +120,13 @@ class DeviceAccount:
         lease = self.state.leases[lease_id]
         if not lease.recalls:
             lease.demand = None
+        if any(recall.spares_requests and held_bytes > recall.target_bytes for recall in lease.recalls):
+            lease.free_bytes = lease.kept_bytes = 0  # requests use it by now: nothing more is recalled before the next report
         lease.granted_bytes = min(lease.granted_bytes, max(held_bytes, lease.min_bytes))
         lease.held_bytes = min(lease.held_bytes, lease.granted_bytes)
-        lease.recalls = tuple(recall for recall in lease.recalls if recall.target_bytes < lease.granted_bytes)
+        lease.recalls = tuple(
+            recall for recall in lease.recalls if recall.target_bytes < lease.granted_bytes and not recall.spares_requests
+        )
 
     def lower_min(self, lease_id: int, min_bytes: int) -> None:
         """Lower the minimum. Raises InvalidLease if `min_bytes` is above the current one."""
@@ -260,9 +266,9 @@ class DeviceAccount:
         match order:
             case Grant(lease_id, granted_bytes):
                 self.state.leases[lease_id].granted_bytes = granted_bytes
-            case Recall(lease_id, target_bytes, deadline_s, for_growth, by_hand):
+            case Recall(lease_id, target_bytes, deadline_s, for_growth, by_hand, spares_requests):
                 lease = self.state.leases[lease_id]
-                recall = PendingRecall(target_bytes, now_ns, now_ns + int(deadline_s * 1e9), by_hand)
+                recall = PendingRecall(target_bytes, now_ns, now_ns + int(deadline_s * 1e9), by_hand, spares_requests)
                 lease.recalls = (*lease.recalls, recall)
                 if for_growth:
                     lease.gave_for_growth_ns = now_ns

@@ -179,16 +179,17 @@ class Lease:
                 self._check_open()
             self._balance.shift(lower_bytes, upper_bytes)
 
-    def report(self, held: Mapping[str, int], free_bytes: int, *, moving_bytes: int = 0) -> None:
-        """Report the held bytes by class ("weights", "kv", ...), and how many of them are free.
+    def report(self, held: Mapping[str, int], free_bytes: int, kept_bytes: int = 0, *, moving_bytes: int = 0) -> None:
+        """Report the held bytes by class ("weights", "kv", ...), and how many of them are free, or only keep prefixes.
 
-        The sum becomes the upper bound. `free_bytes` is what could be returned without affecting a request.
+        The sum becomes the upper bound. `free_bytes` is what could be returned without affecting a request or a cached
+        prefix, `kept_bytes` what holds such prefixes.
         `moving_bytes` may come or go in the background; the lower bound excludes them. Not between the two shifts of a
         change. Raises ValueError for more classes or larger amounts than the protocol allows.
         """
         with self._lock:
             self._check_open()
-            report = wire.ReportMessage(dict(held), free_bytes)
+            report = wire.ReportMessage(dict(held), free_bytes, kept_bytes)
             try:
                 wire.to_frame(report)
             except ProtocolViolation as error:
@@ -199,11 +200,13 @@ class Lease:
                 self._report = report
                 self._link.send(report)
 
-    def ask(self, target_bytes: int, *, expires_s: float = 1.0) -> None:
-        """Ask for `target_bytes` in all. The last ask counts until it expires. Does nothing without a broker."""
+    def ask(self, target_bytes: int, *, expires_s: float = 1.0, waiting_s: float = 0.0, keep_bytes: int = 0) -> None:
+        """Ask for `target_bytes` in all for requests, of which the oldest has waited `waiting_s`, and for `keep_bytes` in all
+        so that cached prefixes stay. The last ask counts until it expires. Does nothing without a broker.
+        """
         with self._lock:
             self._check_open()
-            self._link.send(wire.AskMessage(target_bytes, wire.milliseconds(expires_s)))
+            self._link.send(wire.AskMessage(target_bytes, wire.milliseconds(expires_s), int(1e3 * waiting_s), keep_bytes))
 
     def lower_min(self, min_bytes: int) -> None:
         """Lower the minimum to `min_bytes`. Raises InvalidLease if that is above the current minimum."""

@@ -34,7 +34,6 @@ class LeaseBalance:
     @property
     def generation(self) -> wire.OrderGeneration:
         """The generation of the newest order applied."""
-        assert self._newest.generation is not None, "one without does not become the newest"
         return self._newest.generation
 
     def shift(self, lower_bytes: int, upper_bytes: int) -> None:
@@ -53,14 +52,15 @@ class LeaseBalance:
             self._record.set(lower_bytes, upper_bytes)
 
     def reduce(self, keep_bytes: int, min_bytes: int) -> None:
-        """Lower the grant to `keep_bytes`, but not below the minimum. The recall ends if its target is met.
+        """Lower the grant to `keep_bytes`, but not below the minimum. The recall ends if its target is met, or if it spares
+        requests.
 
         Raises ValueError if more than `keep_bytes` are held.
         """
         if keep_bytes < self.upper_bytes:
             raise ValueError(f"{self.upper_bytes:,} bytes are held still, not {keep_bytes:,}; unmap first, and shift")
         self.granted_bytes = min(self.granted_bytes, max(keep_bytes, min_bytes))
-        if self.recall is not None and self.granted_bytes <= self.recall.target_bytes:
+        if self.recall is not None and (self.recall.spares_requests or self.granted_bytes <= self.recall.target_bytes):
             self.recall = None
 
     def register(self, message: wire.RegisteredMessage, record: LeaseRecordWriter, max_bytes: int | None) -> None:
@@ -94,8 +94,10 @@ class LeaseBalance:
             case wire.GrantMessage(_, _, granted_bytes):
                 self.granted_bytes = granted_bytes
                 return Granted(granted_bytes)
-            case wire.RecallMessage(_, _, target_bytes, deadline_ms):
-                self.recall = Recalled(target_bytes, self._clock() + deadline_ms / 1000)
+            case wire.RecallMessage(_, _, target_bytes, deadline_ms, spares_requests):
+                # behind one that does not spare them, the account's targets only fall
+                spares = spares_requests and (self.recall is None or self.recall.spares_requests)
+                self.recall = Recalled(target_bytes, self._clock() + deadline_ms / 1000, spares)
                 return self.recall
             case wire.WithdrawMessage():
                 self.recall = None
@@ -113,8 +115,6 @@ class LeaseBalance:
         newest, known = self._newest, self.generation
         if order.lease_id != newest.lease_id:
             return False
-        if order.generation is None:  # a limit from a broker that speaks version 1
-            return True
         if order.generation == known and order != newest:
             raise ProtocolViolation(f"{self._broker} sent two orders of generation {tuple(known)}, {newest} and {order}")
         if order.generation.epoch != known.epoch or order.generation.counter <= known.counter:

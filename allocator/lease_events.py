@@ -17,10 +17,14 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Recalled:
-    """The lease must be at or under `target_bytes` by `due` (lease clock); answer with `answer_unmapped`."""
+    """The lease must be at or under `target_bytes` by `due` (lease clock); answer with `answer_unmapped`.
+
+    With `spares_requests` only as far as running requests do not need the memory: any answer ends the recall.
+    """
 
     target_bytes: int
     due: float
+    spares_requests: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,16 @@ counts as foreign. So grants, foreign memory and headroom together never exceed 
 memory need the best-case view in two measurements: memory that no engine's upper bound explains. So an ordinary map is
 not mistaken for an external process.
 
-Above its minimum every lease gets a share by weighted max-min fairness over what it could use; lower priority numbers
-are served first. A lease could use what it has in use or asks for. Free blocks in its pool do not count, so they are
-recalled first when other leases need memory.
+Above the minimums memory goes, within a priority, to these uses in turn; lower priority numbers are served first:
+
+    used within a fair share          and what requests that have waited for `patience_s` ask for within it
+    used                              memory of running requests
+    held for prefixes                 within a fair share
+    asked for waiting requests        those that have waited longest first, equal ones by shares
+    kept for prefixes                 of all priorities: first within a fair share, then beyond
+
+A fair share is one by weighted max-min fairness over all that the leases could use. Free blocks in a pool do not count, so they
+are recalled first when other leases need memory. docs/decisions/0064-memory-by-value.md has the reasons and figures.
 
 Times are monotonic nanoseconds, amounts are bytes. docs/decisions/0014-leases.md gives the reasons.
 """
@@ -20,10 +27,11 @@ Times are monotonic nanoseconds, amounts are bytes. docs/decisions/0014-leases.m
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import TypeAlias
 
+KEEP_REST_S = 1.0  # least time between two recalls of kept memory from one lease for what another one would keep
 _WEIGHT_STEPS = 1000  # weights are resolved to a thousandth, so that shares are whole numbers
 
 
@@ -34,8 +42,10 @@ class Rules:
     headroom_bytes: int  # never granted to any lease
     band_bytes: int  # between the low and the high mark: changes within it trigger no order
     cooldown_s: float = 2.0  # how long memory that external processes used is withheld from growth
+    patience_s: float = 10.0  # a request that has waited this long may take memory in use, up to its lease's fair share
     rest_s: float = 0.25  # least time between two recalls of used memory from one lease for another's growth
     recall_deadline_s: float = 1.0
+    idle_s: float = 10.0  # beside external processes, an engine that is idle for this long gives back unneeded memory
     reaping_limit_s: float = 5.0  # after this, unreturned memory of an ended lease counts as foreign
 
     @classmethod
@@ -48,8 +58,10 @@ class Rules:
 class LeaseDemand:
     """The amount that a lease asked for."""
 
-    target_bytes: int  # the total, not an increment
+    target_bytes: int  # for requests: the total, not an increment
     expires_ns: int
+    since_ns: int = 0  # since when the oldest of these requests waits
+    keep_bytes: int = 0  # the total with which cached prefixes would be kept too
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +80,7 @@ class PendingRecall:
     issued_ns: int
     deadline_ns: int
     by_hand: bool = False
+    spares_requests: bool = False  # any answer ends it
 
 
 @dataclass(slots=True)
@@ -84,12 +97,14 @@ class LeaseState:
     registered_max_bytes: int | None  # its max before any limit
     granted_bytes: int  # what it may hold, by the account
     held_bytes: int  # what it holds now, upper bound
-    free_bytes: int = 0  # of these, what it can give back without affecting a request
+    free_bytes: int = 0  # of these, what it can give back without affecting a request or a cached prefix
+    kept_bytes: int = 0  # of these, what holds cached prefixes that no request uses
     lower_bytes: int = 0  # bounds of what it held at the last measurement: lower
     upper_bytes: int = 0  # and upper
     demand: LeaseDemand | None = None
     ceiling: Ceiling | None = None
     recalls: tuple[PendingRecall, ...] = ()  # targets fall strictly; each has its own deadline
+    heard_ns: int = 0  # its last report or ask: an idle engine sends none
     gave_for_growth_ns: int | None = None  # the last recall for another lease's growth
     ended: bool = False  # reaping: its memory is not back yet
 
@@ -100,7 +115,12 @@ class LeaseState:
 
     @property
     def in_use_bytes(self) -> int:
-        """Bytes that the lease holds and that are not free in its pool."""
+        """Bytes that the lease holds for requests, and besides its pool."""
+        return self.filled_bytes - min(self.kept_bytes, self.filled_bytes)
+
+    @property
+    def filled_bytes(self) -> int:
+        """Bytes that the lease holds and that are not free in its pool: in use, or with cached prefixes."""
         return max(0, min(self.granted_bytes, self.held_bytes) - self.free_bytes)
 
     def overdue(self, now_ns: int) -> bool:
@@ -193,6 +213,7 @@ class Recall:
     deadline_s: float
     for_growth: bool = False  # only for another lease's growth
     by_hand: bool = False  # ordered by the user: never withdrawn
+    spares_requests: bool = False  # only as far as running requests do not need the memory: any answer ends it
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +245,9 @@ def decide(state: SharedDevice, now_ns: int) -> tuple[Order, ...]:
         return ()
     targets = fair_targets(state, now_ns)
     grants = tuple(_grants(state, targets, now_ns))
-    return (*_ready(state), *grants, *_recalls(state, targets, now_ns), *_withdrawals(state, grants, now_ns))
+    recalls = tuple(_recalls(state, targets, now_ns))
+    ordered = {grant.lease_id for grant in grants} | {recall.lease_id for recall in recalls}
+    return (*_ready(state), *grants, *recalls, *_releases(state, ordered, now_ns), *_withdrawals(state, grants, now_ns))
 
 
 def fair_targets(state: SharedDevice, now_ns: int) -> dict[int, int]:
@@ -234,31 +257,50 @@ def fair_targets(state: SharedDevice, now_ns: int) -> dict[int, int]:
     targets depend on what the leases could use and not on arrival order.
     """
     movable = _movable(state, now_ns)
-    could_use = {lease.lease_id: _could_use(state, lease, now_ns) for lease in movable}
-    targets, left = _shares(state, movable, could_use, now_ns), _available(state, now_ns)
+    uses = {lease.lease_id: _uses(state, lease, now_ns) for lease in movable}
+    targets, left = _shares(state, movable, uses, now_ns), _available(state, now_ns)
     for lease in movable:
         stands = lease.expected_bytes
         level = stands + _floor(targets[lease.lease_id] - stands, lease.granule_bytes)
         targets[lease.lease_id] = max(lease.min_bytes, level)
         left -= targets[lease.lease_id]
-    for lease in sorted(movable, key=lambda lease: _order_of_growth(lease, targets[lease.lease_id])):
-        more = targets[lease.lease_id] + lease.granule_bytes
-        if lease.granule_bytes <= left and more <= could_use[lease.lease_id]:
-            targets[lease.lease_id] = more
-            left -= lease.granule_bytes
+    for use in ("asked_bytes", "kept_bytes"):
+        for lease in sorted(movable, key=lambda lease: _order_of_growth(lease, targets[lease.lease_id])):
+            more = targets[lease.lease_id] + lease.granule_bytes
+            if lease.granule_bytes <= left and more <= getattr(uses[lease.lease_id], use):
+                targets[lease.lease_id] = more
+                left -= lease.granule_bytes
     return targets
 
 
-def _shares(state: SharedDevice, movable: list[LeaseState], could_use: dict[int, int], now_ns: int) -> dict[int, int]:
+def _shares(state: SharedDevice, movable: list[LeaseState], uses: dict[int, _Uses], now_ns: int) -> dict[int, int]:
     """The share of each movable lease, to the byte and never below its minimum."""
     shares = {lease.lease_id: lease.min_bytes for lease in movable}
     left = _available(state, now_ns) - sum(shares.values())
-    for priority in sorted({lease.priority for lease in movable}):
-        tier = [lease for lease in movable if lease.priority == priority]
-        caps = [could_use[lease.lease_id] - lease.min_bytes for lease in tier]
-        for lease, more in zip(tier, water_fill(left, caps, [lease.weight for lease in tier]), strict=True):
+
+    def fill(leases: list[LeaseState], use: str) -> None:
+        """Raise the shares of `leases` to this use, as far as what is left allows."""
+        nonlocal left
+        caps = [max(0, getattr(uses[lease.lease_id], use) - shares[lease.lease_id]) for lease in leases]
+        for lease, more in zip(leases, water_fill(left, caps, [lease.weight for lease in leases]), strict=True):
             shares[lease.lease_id] += more
             left -= more
+
+    for priority in sorted({lease.priority for lease in movable}):
+        tier = [lease for lease in movable if lease.priority == priority]
+        caps = [max(0, uses[lease.lease_id].kept_bytes - shares[lease.lease_id]) for lease in tier]
+        fair = water_fill(left, caps, [lease.weight for lease in tier])
+        for lease, more in zip(tier, fair, strict=True):
+            uses[lease.lease_id] = uses[lease.lease_id].within(lease.min_bytes + more)
+        fill(tier, "fair_used_bytes")
+        latest_ns = now_ns - int(state.rules.patience_s * 1e9)
+        fill([lease for lease in tier if uses[lease.lease_id].since_ns <= latest_ns], "fair_asked_bytes")
+        fill(tier, "used_bytes")
+        fill(tier, "fair_held_bytes")
+        for since_ns in sorted({uses[lease.lease_id].since_ns for lease in tier}):
+            fill([lease for lease in tier if uses[lease.lease_id].since_ns == since_ns], "asked_bytes")
+    fill(movable, "fair_kept_bytes")
+    fill(movable, "kept_bytes")
     return shares
 
 
@@ -301,19 +343,51 @@ def _available(state: SharedDevice, now_ns: int) -> int:
     return _below_low_mark(state, foreign, now_ns) - state.rules.band_bytes
 
 
-def _could_use(state: SharedDevice, lease: LeaseState, now_ns: int) -> int:
-    """Bytes that a lease has in use or asks for, in whole granules from its grant; at least its minimum."""
+@dataclass(frozen=True, slots=True)
+class _Uses:
+    """What a lease could use in all, each at least its minimum, in whole granules from its grant; `fair_...`: within its
+    fair share.
+    """
+
+    used_bytes: int  # what it has in use
+    held_bytes: int  # and what it holds for cached prefixes
+    asked_bytes: int  # what it has in use and what its requests ask for
+    kept_bytes: int  # all of it, and what cached prefixes could take
+    since_ns: int  # since when the oldest request waits
+    fair_used_bytes: int = 0
+    fair_held_bytes: int = 0
+    fair_asked_bytes: int = 0
+    fair_kept_bytes: int = 0
+
+    def within(self, share_bytes: int) -> _Uses:
+        """The same, with this fair share."""
+        return replace(
+            self,
+            fair_used_bytes=min(share_bytes, self.used_bytes),
+            fair_held_bytes=min(share_bytes, self.held_bytes),
+            fair_asked_bytes=min(share_bytes, self.asked_bytes),
+            fair_kept_bytes=min(share_bytes, self.kept_bytes),
+        )
+
+
+def _uses(state: SharedDevice, lease: LeaseState, now_ns: int) -> _Uses:
     most = state.capacity_bytes if lease.max_bytes is None else lease.max_bytes
     if lease.ceiling is not None and lease.ceiling.until_ns > now_ns:
         most = min(most, lease.ceiling.max_bytes)
-    wanted = max(lease.min_bytes, lease.in_use_bytes)
-    if lease.demand is not None and lease.demand.expires_ns > now_ns:
-        wanted = max(wanted, lease.demand.target_bytes)
     stands = max(lease.min_bytes, lease.expected_bytes)
-    wanted = stands + _ceil(wanted - stands, lease.granule_bytes)
-    if wanted > most:
-        wanted = stands + _floor(most - stands, lease.granule_bytes)
-    return max(lease.min_bytes, wanted)
+
+    def whole(wanted: int) -> int:
+        wanted = stands + _ceil(wanted - stands, lease.granule_bytes)
+        if wanted > most:
+            wanted = stands + _floor(most - stands, lease.granule_bytes)
+        return max(lease.min_bytes, wanted)
+
+    demand = lease.demand if lease.demand is not None and lease.demand.expires_ns > now_ns else None
+    used = max(lease.min_bytes, lease.in_use_bytes)
+    asked = used if demand is None else max(used, demand.target_bytes)
+    kept = max(asked, lease.filled_bytes, 0 if demand is None else demand.keep_bytes)
+    held = max(used, lease.filled_bytes)
+    return _Uses(whole(used), whole(held), whole(asked), whole(kept), now_ns if demand is None else demand.since_ns)
 
 
 def _order_of_growth(lease: LeaseState, has_bytes: int) -> tuple[int, float, int]:
@@ -364,7 +438,9 @@ def _recalls(state: SharedDevice, targets: dict[int, int], now_ns: int) -> Itera
     expected = sum(lease.expected_bytes for lease in movable)
     takers = [lease for lease in movable if not lease.recalls]
     to_minimums = sum(max(0, lease.min_bytes - lease.granted_bytes) for lease in takers)
+    asked = {lease.lease_id: _uses(state, lease, now_ns).asked_bytes for lease in takers}
     to_targets = sum(max(0, targets[lease.lease_id] - max(lease.min_bytes, lease.granted_bytes)) for lease in takers)
+    to_keep = sum(max(0, targets[lease.lease_id] - max(lease.granted_bytes, asked[lease.lease_id])) for lease in takers)
     low = _below_low_mark(state, state.foreign_bytes, now_ns)
     must = expected + to_minimums - low
     if expected > low:
@@ -377,13 +453,35 @@ def _recalls(state: SharedDevice, targets: dict[int, int], now_ns: int) -> Itera
         if lease.lease_id in taken:
             yield _recall(state, lease, taken[lease.lease_id], for_growth=False)
     givers = [lease for lease in movable if lease.lease_id not in taken]
-    for lease in givers:  # `rest_s` protects memory in use only; idle memory may be recalled at any time
+    for lease in givers:  # `rest_s` protects memory in use; other memory may be recalled for requests at any time
         if not _rested(lease, state.rules.rest_s, now_ns):
-            surplus[lease.lease_id] = min(surplus[lease.lease_id], _hoarded(lease))
+            surplus[lease.lease_id] = min(surplus[lease.lease_id], _unneeded(lease))
+    more = _take(givers, surplus, should - to_keep - sum(taken.values()))
+    for lease in givers:  # for prefixes nothing that is kept goes before the lease has rested
+        if not _rested(lease, KEEP_REST_S, now_ns):
+            surplus[lease.lease_id] = max(more.get(lease.lease_id, 0), min(surplus[lease.lease_id], _hoarded(lease)))
     more = _take(givers, surplus, should - sum(taken.values()))
     for lease in givers:
         if lease.lease_id in more:
-            yield _recall(state, lease, more[lease.lease_id], for_growth=True)
+            spares = more[lease.lease_id] <= _unneeded(lease)
+            yield _recall(state, lease, more[lease.lease_id], for_growth=True, spares_requests=spares)
+
+
+def _releases(state: SharedDevice, ordered: set[int], now_ns: int) -> Iterable[Recall]:
+    """The recalls of what idle engines do not need, where external processes use the device: they read its free memory, and
+    do not ask.
+    """
+    if state.foreign_bytes <= state.rules.band_bytes:
+        return
+    for lease in _movable(state, now_ns):
+        unneeded = _unneeded(lease)
+        if (
+            unneeded
+            and not lease.recalls
+            and lease.lease_id not in ordered
+            and now_ns - lease.heard_ns >= state.rules.idle_s * 1e9
+        ):
+            yield _recall(state, lease, unneeded, for_growth=False, spares_requests=True)
 
 
 def _withdrawals(state: SharedDevice, grants: Iterable[Grant], now_ns: int) -> Iterable[Withdraw]:
@@ -395,7 +493,7 @@ def _withdrawals(state: SharedDevice, grants: Iterable[Grant], now_ns: int) -> I
     if state.growth_room_bytes(now_ns) < sum(added.values()):
         return
     for lease in _movable(state, now_ns):
-        if _could_use(state, lease, now_ns) > lease.granted_bytes + added.get(lease.lease_id, 0):
+        if _uses(state, lease, now_ns).asked_bytes > lease.granted_bytes + added.get(lease.lease_id, 0):
             return
     for lease in overdue:
         if not any(recall.by_hand for recall in lease.recalls):
@@ -426,13 +524,21 @@ def _take(leases: Iterable[LeaseState], surplus: dict[int, int], needed: int) ->
     return taken
 
 
-def _hoarded(lease: LeaseState) -> int:
-    """Bytes granted above the minimum that are not in use."""
+def _unneeded(lease: LeaseState) -> int:
+    """Bytes granted above the minimum that no request uses."""
     return max(0, lease.expected_bytes - max(lease.min_bytes, lease.in_use_bytes))
 
 
-def _recall(state: SharedDevice, lease: LeaseState, num_bytes: int, *, for_growth: bool) -> Recall:
-    return Recall(lease.lease_id, lease.expected_bytes - num_bytes, state.rules.recall_deadline_s, for_growth=for_growth)
+def _hoarded(lease: LeaseState) -> int:
+    """Bytes granted above the minimum that are neither in use nor hold cached prefixes."""
+    return max(0, lease.expected_bytes - max(lease.min_bytes, lease.filled_bytes))
+
+
+def _recall(
+    state: SharedDevice, lease: LeaseState, num_bytes: int, *, for_growth: bool, spares_requests: bool = False
+) -> Recall:
+    target, deadline_s = lease.expected_bytes - num_bytes, state.rules.recall_deadline_s
+    return Recall(lease.lease_id, target, deadline_s, for_growth=for_growth, spares_requests=spares_requests)
 
 
 def _rested(lease: LeaseState, rest_s: float, now_ns: int) -> bool:

@@ -20,7 +20,7 @@ from .broker_connection import Connection, Peer
 from .device_account import DeviceAccount, LeaseTerms
 from .errors import LeaseRefused, MinimumsExceedCapacity, NotPermitted, UnknownEngine
 from .lease_account import DeviceView, LeaseAccount, LeasedDevice, device_view, lease_view, named, user_name
-from .lease_policy import Grant, Order, Ready, Recall, Rules, Withdraw
+from .lease_policy import Grant, LeaseDemand, Order, Ready, Recall, Rules, Withdraw
 from .lease_record import RecordOwner, Sums
 from .quota import Promise, Quota
 
@@ -116,13 +116,20 @@ class LeaseTable:
 
     def ask(self, lease: LeaseAccount, message: wire.AskMessage) -> None:
         """Record the engine's demand."""
-        expires_ns = self.clock() + message.expires_ms * 1_000_000
-        self._devices[lease.device_uuid].account.ask(lease.lease_id, message.target_bytes, expires_ns)
+        now_ns = self.clock()
+        demand = LeaseDemand(
+            message.target_bytes,
+            now_ns + message.expires_ms * 1_000_000,
+            now_ns - message.waiting_ms * 1_000_000,
+            message.keep_bytes,
+        )
+        self._devices[lease.device_uuid].account.ask(lease.lease_id, demand, now_ns)
 
     def report(self, lease: LeaseAccount, message: wire.ReportMessage) -> None:
         """Record the engine's report of what it holds."""
         lease.held = message.held
-        self._devices[lease.device_uuid].account.report(lease.lease_id, message.free_bytes)
+        account = self._devices[lease.device_uuid].account
+        account.report(lease.lease_id, message.free_bytes, message.kept_bytes, self.clock())
 
     def unmapped(self, lease: LeaseAccount, message: wire.UnmappedMessage) -> None:
         """Lower the engine's grant. Raises LeaseRefused if the message predates its newest grant."""
@@ -144,9 +151,7 @@ class LeaseTable:
         now = account.state.leases[lease.lease_id].max_bytes
         assert now is not None
         if lease.connection is not None:
-            revised = lease.connection.protocol >= wire.REVISED_LIMITS
-            generation = self._next_generation() if revised else None
-            lease.connection.send(wire.LimitMessage(lease.lease_id, now, generation))
+            lease.connection.send(wire.LimitMessage(lease.lease_id, now, self._next_generation()))
         log.info("%s is limited to %s by hand; %s above it", named(lease), format_bytes(now), format_bytes(over_bytes))
         return wire.LimitSetMessage(now, over_bytes)
 
@@ -286,7 +291,9 @@ class LeaseTable:
                     format_bytes(device.account.state.leases[order.lease_id].granted_bytes),
                     format_bytes(device.account.state.foreign_bytes),
                 )
-                lease.connection.send(wire.RecallMessage(order.lease_id, generation, order.target_bytes, deadline_ms))
+                lease.connection.send(
+                    wire.RecallMessage(order.lease_id, generation, order.target_bytes, deadline_ms, order.spares_requests)
+                )
 
     def _decide(self, device: LeasedDevice) -> tuple[Order, ...]:
         for lease in self._leases_on(device):
@@ -392,6 +399,8 @@ def _why(order: Recall) -> str:
     """The reason for a recall, for the log."""
     if order.by_hand:
         return "by hand"
+    if order.spares_requests and not order.for_growth:
+        return "as it is idle, and external processes use the device"
     return "so that another may grow" if order.for_growth else "for minimums, reservations and headroom"
 
 

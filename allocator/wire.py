@@ -15,8 +15,8 @@ A generation is the revision of a lease's state: (the broker's epoch, a counter 
 order has its own generation. An order older than the last is superseded and ignored. An answer names the newest
 generation its engine has seen.
 
-    version 1    a limit has no generation: the last one received counts
-    version 2    a limit is an order like the others
+    version 2    an engine asks for its requests alone, and reports what cached prefixes hold as free
+    version 3    keys with a default: they are left out for a client of version 2
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 from .errors import InvalidLease, LeaseRefused, MinimumsExceedCapacity, NotPermitted, ProtocolViolation, UnknownEngine
 
-PROTOCOL = 2
-OLDEST_PROTOCOL = 1  # the oldest version still supported
-REVISED_LIMITS = 2  # the version since which limits have a generation
+PROTOCOL = 3
+OLDEST_PROTOCOL = 2  # the oldest version still supported
 MAX_PAYLOAD_BYTES = 64 * 1024
 # More memory than any machine has; sums of a few still fit into 64 bits
 MAX_BYTES = 2**62
@@ -99,6 +98,12 @@ def _generation(name: str, value: object) -> OrderGeneration:
     return OrderGeneration(_COUNT(f"{name}[0]", value[0]), _COUNT(f"{name}[1]", value[1]))
 
 
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise _wrong(name, "true or false", value)
+    return value
+
+
 def _optional(read: _Read[T]) -> _Read[T | None]:
     return lambda name, value: None if value is None else read(name, value)
 
@@ -110,6 +115,7 @@ Bytes = Annotated[int, _AMOUNT]
 MaybeBytes = Annotated[int | None, _optional(_AMOUNT)]
 PositiveBytes = Annotated[int, _whole(1, MAX_BYTES)]
 Count = Annotated[int, _COUNT]
+Flag = Annotated[bool, _flag]
 Ms = Annotated[int, _MS]
 MaybeMs = Annotated[int | None, _optional(_whole(0, 2**63 - 1))]
 Name = Annotated[str, _text(128)]
@@ -118,7 +124,6 @@ Weight = Annotated[float, _number(0.001, 1000)]
 Priority = Annotated[int, _whole(-1000, 1000)]
 Classes = Annotated[Mapping[str, int], _classes]
 Order = Annotated[OrderGeneration, _generation]
-MaybeOrder = Annotated[OrderGeneration | None, _generation]  # None: the key is left out
 
 
 # ---- from the client ----------------------------------------------------------------------------
@@ -147,18 +152,24 @@ class RegisterMessage:
 
 @dataclass(frozen=True, slots=True)
 class AskMessage:
-    """The engine could use `target_bytes` in all. Counts as demand until it expires or the next ask comes."""
+    """The engine's requests could use `target_bytes` in all; with `keep_bytes` cached prefixes would stay too.
+
+    Counts as demand until it expires or the next ask comes. `waiting_ms`: how long the oldest request has waited.
+    """
 
     target_bytes: Bytes
     expires_ms: Ms
+    waiting_ms: Count = 0
+    keep_bytes: Bytes = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ReportMessage:
-    """The bytes the engine holds by class, and how many it can give back without affecting a request."""
+    """The bytes the engine holds by class. Of these, no request needs `free_bytes`, nor `kept_bytes`, which hold prefixes."""
 
     held: Classes
     free_bytes: Bytes
+    kept_bytes: Bytes = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,12 +253,16 @@ class GrantMessage:
 
 @dataclass(frozen=True, slots=True)
 class RecallMessage:
-    """The engine must be at or under `target_bytes` within `deadline_ms`."""
+    """The engine must be at or under `target_bytes` within `deadline_ms`.
+
+    With `spares_requests` only as far as running requests do not need the memory: any answer ends the recall.
+    """
 
     lease_id: Count
     generation: Order
     target_bytes: Bytes
     deadline_ms: Ms
+    spares_requests: Flag = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +279,7 @@ class LimitMessage:
 
     lease_id: Count
     max_bytes: Bytes
-    generation: MaybeOrder = None  # None: the connection speaks version 1
+    generation: Order
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,7 +383,7 @@ _NAMES = {kind: name for name, kind in _KINDS.items()}
 _READERS: dict[type, dict[str, _Read[Any]]] = {
     kind: {name: hint.__metadata__[0] for name, hint in get_type_hints(kind, include_extras=True).items()} for kind in _NAMES
 }
-_OPTIONAL: dict[type, frozenset[str]] = {  # keys omitted if the value is the default, None
+_OPTIONAL: dict[type, frozenset[str]] = {  # keys that version 2 does not have
     kind: frozenset(field.name for field in fields(kind) if field.default is not MISSING) for kind in _NAMES
 }
 
@@ -376,13 +391,13 @@ _OPTIONAL: dict[type, frozenset[str]] = {  # keys omitted if the value is the de
 # ---- message <-> bytes --------------------------------------------------------------------------
 
 
-def to_frame(message: Message) -> bytes:
-    """Encode a message. Raises ProtocolViolation if the other side would refuse it."""
-    name, optional = _NAMES[type(message)], _OPTIONAL[type(message)]
+def to_frame(message: Message, protocol: int = PROTOCOL) -> bytes:
+    """Encode a message for the other side's version. Raises ProtocolViolation if it would refuse the message."""
+    name, added = _NAMES[type(message)], _OPTIONAL[type(message)]
     content = {
-        key: read(f"{name}.{key}", value)
+        key: read(f"{name}.{key}", getattr(message, key))
         for key, read in _READERS[type(message)].items()
-        if (value := getattr(message, key)) is not None or key not in optional
+        if protocol >= PROTOCOL or key not in added
     }
     payload = json.dumps({"type": name, **content}, separators=(",", ":"), ensure_ascii=False).encode()
     if len(payload) > MAX_PAYLOAD_BYTES:

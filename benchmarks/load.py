@@ -210,9 +210,9 @@ def agentic(folder: Path) -> Trace:
     return Trace(file.name, _turns(file, _lines(file), turn))
 
 
-def azure(folder: Path) -> Trace:
-    """Code completions: times and lengths alone, no prefix is shared."""
-    file = folder / "azure2023_code_0-20min.csv"
+def azure(folder: Path, kind: str = "code") -> Trace:
+    """Code completions, or chats ("conv"): times and lengths alone, no prefix is shared."""
+    file = folder / f"azure2023_{kind}_0-20min.csv"
 
     def turn(row: dict[str, str]) -> Turn:
         at_s = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()

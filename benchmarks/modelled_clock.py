@@ -35,6 +35,12 @@ class Model:
     kv_heads: int
     head_dim: int
     vocab: int
+    tied: bool = False  # whether the output layer is the embedding
+
+    @property
+    def weights_bytes(self) -> int:
+        """All weights."""
+        return 2 * (self.layer_weights + self.head_weights * (1 if self.tied else 2))
 
     @property
     def layer_weights(self) -> int:
@@ -53,8 +59,13 @@ class Model:
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
 
+H100 = Gpu(989e12, 3.35e12)
 H200 = Gpu(989e12, 4.8e12)
+RTX_4090 = Gpu(165e12, 1.008e12)
+LLAMA_1B = Model(16, 2048, 8192, 32, 8, 64, 128256, tied=True)  # Llama-3.2-1B
 LLAMA_8B = Model(32, 4096, 14336, 32, 8, 128, 128256)  # Llama-3.1-8B
+QWEN3_4B = Model(36, 2560, 9728, 32, 8, 128, 151936, tied=True)
+QWEN3_14B = Model(40, 5120, 17408, 40, 8, 128, 151936)
 GEMMA_4B = Model(34, 2560, 10240, 8, 4, 256, 262208)  # Gemma-3-4B
 
 

@@ -273,9 +273,10 @@ class EngineArguments:
         False, switch(), "log what the prefix cache comes to hold", scope=Scope.ENTRY,
         doc="Keep a log of the blocks that the prefix cache comes to hold and evicts, for `cache_events`.",
     )
-    idle_s: float = setting(
-        10.0, seconds(0), "idle time after which unneeded memory is returned", scope=Scope.SERVER,
-        doc="Seconds after which memory that no request needs is given back, cached prefixes included.",
+    idle_s: float | None = setting(
+        None, seconds(0), "idle time after which unneeded memory is returned", unset="10, or by recalls", scope=Scope.SERVER,
+        doc="Seconds after which memory that no request needs is given back, cached prefixes included. None: 10; with a lease "
+        "the broker recalls it when another process needs it, or after 10 s without a request beside external processes.",
     )
     share: bool = setting(
         True, switch(), "hold a lease, and share memory with other engines", scope=Scope.SERVER,

@@ -87,7 +87,7 @@ class Numbers:
 class Client:
     """A client of a broker in the same loop: everything it sends is read, everything sent to it is here, after `pump`."""
 
-    def __init__(self, bench: Bench, protocol: int = 1) -> None:
+    def __init__(self, bench: Bench, protocol: int = wire.PROTOCOL) -> None:
         self._bench = bench
         self.channel = Channel(bench.path, protocol=protocol)
         self.lease_id = -1
@@ -151,12 +151,12 @@ class Bench:
         table = LeaseTable(self.numbers, lambda info, capacity: self.rules, self.quota, set_engines, self.clock)
         self.broker = Broker(table, self.path, tick_s=None, pause_s=0, grace_s=self.grace_s)
 
-    def client(self, protocol: int = 1) -> Client:
+    def client(self, protocol: int = wire.PROTOCOL) -> Client:
         self.clients.append(Client(self, protocol))
         return self.clients[-1]
 
-    async def engine(self, name: str, low: int = 0, high: int | None = None, protocol: int = 1, **more: Any) -> Client:
-        client = self.client(protocol)
+    async def engine(self, name: str, low: int = 0, high: int | None = None, **more: Any) -> Client:
+        client = self.client()
         await client.register(name, low, high, **more)
         return client
 

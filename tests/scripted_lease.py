@@ -20,6 +20,8 @@ class ScriptedLease:
         self.recall_now: Recalled | None = None
         self.connected = True
         self.asked: list[int] = []
+        self.keeps: list[int] = []
+        self.kept_bytes = 0
         self.answered: list[int] = []
         self.reports: list[tuple[dict[str, int], int]] = []
         self.waited: list[float] = []
@@ -29,8 +31,8 @@ class ScriptedLease:
         self.granted_bytes = granted_bytes
         self._events.append(Granted(granted_bytes))
 
-    def recall_to(self, target_bytes: int) -> None:
-        self.recall_now = Recalled(target_bytes, 1.0)
+    def recall_to(self, target_bytes: int, *, spares_requests: bool = False) -> None:
+        self.recall_now = Recalled(target_bytes, 1.0, spares_requests)
         self._events.append(self.recall_now)
 
     def limit(self, max_bytes: int) -> None:
@@ -66,14 +68,16 @@ class ScriptedLease:
         self.lower_bytes += lower_bytes
         self.held_bytes += upper_bytes
 
-    def report(self, held: Mapping[str, int], free_bytes: int, *, moving_bytes: int = 0) -> None:
+    def report(self, held: Mapping[str, int], free_bytes: int, kept_bytes: int = 0, *, moving_bytes: int = 0) -> None:
         self.held_bytes = sum(held.values())
         self.lower_bytes = self.held_bytes - moving_bytes
-        self.reports.append((dict(held), free_bytes))
+        self.reports.append((dict(held), free_bytes + kept_bytes))
+        self.kept_bytes = kept_bytes
 
-    def ask(self, target_bytes: int, *, expires_s: float) -> None:
-        assert expires_s > 0
+    def ask(self, target_bytes: int, *, expires_s: float, waiting_s: float = 0.0, keep_bytes: int = 0) -> None:
+        assert expires_s > 0 and waiting_s >= 0
         self.asked.append(target_bytes)
+        self.keeps.append(keep_bytes)
 
     def lower_min(self, min_bytes: int) -> None:
         assert min_bytes <= self.min_bytes, "it cannot be raised"
@@ -86,6 +90,6 @@ class ScriptedLease:
     def answer_unmapped(self, keep_bytes: int) -> None:
         assert keep_bytes >= self.held_bytes, "more is held"
         self.granted_bytes = min(self.granted_bytes, max(keep_bytes, self.min_bytes))
-        if self.recall_now is not None and self.granted_bytes <= self.recall_now.target_bytes:
+        if (now := self.recall_now) is not None and (now.spares_requests or self.granted_bytes <= now.target_bytes):
             self.recall_now = None
         self.answered.append(keep_bytes)

@@ -7,7 +7,8 @@ The first of these tasks that is due determines the action:
     SHED     it is above the lease's limit, or its       give back idle extents that running requests do not need
              process above the grant
     GROW     blocks are short                            map up to the forecast, within grant and limit; ask for the rest
-    REST     not all extents were needed for `idle_s`    give back what requests do not need, down to the minimum
+    REST     not all extents were needed for `idle_s`    give back what requests do not need, down to the minimum; without
+                                                         a setting, and with a broker, only by its recalls
 
 Amounts are extents, unless a name says bytes; times are monotonic seconds. Forecasts cost about as much as planning a
 step: they are computed only for the task at hand, and for GROW and REST at most every LOOK_S.
@@ -22,6 +23,7 @@ from enum import Enum
 from typing import NamedTuple, Protocol
 
 LOOK_S = 0.02  # interval of demand forecasts; a new grant ends it early
+IDLE_S = 10.0  # until unneeded memory is given back, where no other time is set
 ASK_S = 0.25  # interval of repeated asks
 ASK_EXPIRES_S = 4 * ASK_S
 REFUSED_S = 0.5  # pause of mapping, or preparing, after the device refused memory
@@ -36,8 +38,15 @@ class PoolBounds:
     total_extents: int  # of the arena
     min_extents: int  # only a recall or a lower limit takes these
     extent_bytes: int
-    idle_s: float  # after this, unneeded extents, and without requests the host tier's memory, are given back
+    # After this, unneeded extents, and without requests the host tier's memory, are given back. None: IDLE_S; while there is a
+    # broker, extents only when it recalls them.
+    idle_s: float | None
     host_is_device: bool = False  # the host tier is in the pool's memory
+
+    @property
+    def unneeded_s(self) -> float:
+        """`idle_s`, or its default."""
+        return IDLE_S if self.idle_s is None else self.idle_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +62,6 @@ class DecisionState:
     trimmed_for: int | None = None  # target of the recall for which caches were emptied
     relieving: bool = False  # a step lacked memory
 
-    def is_idle(self, now: float, idle_s: float) -> bool:
-        """Whether some extents have been unneeded for `idle_s`."""
-        return now - self.needed_at >= idle_s
-
 
 class LeaseSnapshot(NamedTuple):
     """A lease, as far as decisions depend on it."""
@@ -66,6 +71,7 @@ class LeaseSnapshot(NamedTuple):
     granted_at: float = _NEVER  # the last message with a grant
     max_bytes: int | None = None
     recall_bytes: int | None = None  # target of the recall to be served
+    spares_requests: bool = False  # the recall: only as far as running requests do not need the memory
     connected: bool = True
 
 
@@ -88,8 +94,18 @@ class PoolUse(Protocol):
         ...
 
     @property
+    def waiting_s(self) -> float:
+        """Seconds for which the first request in the queue has waited; 0 without one."""
+        ...
+
+    @property
     def is_short(self) -> bool:
         """Whether blocks may soon be short."""
+        ...
+
+    @property
+    def cached_extents(self) -> int:
+        """Extents for the cached blocks that no request uses."""
         ...
 
     @property
@@ -143,7 +159,12 @@ class MemoryView(NamedTuple):
         """Extents to give back for a recall; 0 or less if there is none, or if they are already being given back."""
         if self.lease is None or self.lease.recall_bytes is None:
             return 0
-        return self.pool.num_extents - self._extents_in(self.lease.recall_bytes)
+        num_extents = self.pool.num_extents
+        over = num_extents - self._extents_in(self.lease.recall_bytes)
+        if over <= 0 or not self.lease.spares_requests:
+            return over
+        needed = self.pool.running_extents if self.pool.has_running else 0
+        return min(over, num_extents - needed, self.pool.idle_extents)
 
     def excess_extents(self) -> int:
         """Extents above a limit, or above the grant if the process has outgrown it by whole extents; 0 or less if none.
@@ -161,9 +182,15 @@ class MemoryView(NamedTuple):
             excess = min(excess, num_extents - self.pool.running_extents)
         return excess
 
+    def is_idle(self, now: float) -> bool:
+        """Whether some extents are to be given back because they have been unneeded for `idle_s`."""
+        if self.bounds.idle_s is None and self.lease is not None and self.lease.connected:
+            return False
+        return now - self.state.needed_at >= self.bounds.unneeded_s
+
     def host_is_idle(self, now: float) -> bool:
         """Whether the host tier has memory and there has been no request for `idle_s`."""
-        return bool(self.host_bytes) and not self.pool.has_requests and now - self.used_at >= self.bounds.idle_s
+        return bool(self.host_bytes) and not self.pool.has_requests and now - self.used_at >= self.bounds.unneeded_s
 
     def may_look(self, now: float) -> bool:
         """Whether demand may be forecast again."""
@@ -199,6 +226,7 @@ class PoolAction(NamedTuple):
     # Memory that the arena should have ready, for `grow` and for the step after it
     prepare: int | None = None
     ask: int | None = None  # the pool's size to ask the broker for
+    keep: int = 0  # and the size with which cached prefixes would stay
     withdraw_ask: bool = False
 
 
@@ -219,7 +247,7 @@ def due_tasks(view: MemoryView, now: float) -> Iterator[DueTask]:
         yield DueTask(PoolTask.SHED, excess)
     if view.pool.is_short:
         yield DueTask(PoolTask.GROW)
-    if view.state.is_idle(now, view.bounds.idle_s):
+    if view.is_idle(now):
         yield DueTask(PoolTask.REST)
 
 
@@ -276,28 +304,38 @@ def _recall(view: MemoryView, over: int) -> PoolAction:
     assert view.lease is not None
     if view.state.trimmed_for != view.lease.recall_bytes:
         return PoolAction(replace(view.state, trimmed_for=view.lease.recall_bytes), trim=True)
+    if view.lease.spares_requests:
+        return PoolAction(view.state, give_back=over, prepare=0)
     rest_host = view.bounds.host_is_device and view.host_bytes > 0
     return PoolAction(view.state, rest_host=rest_host, make_idle=over, give_back=over, prepare=0)
 
 
 def _grow(view: MemoryView, now: float) -> PoolAction:
-    """Map a slice of what is forecast to be needed, have the next slice prepared, and ask for what is not granted."""
+    """Map a slice of what is forecast to be needed, have the next slice prepared, and ask for what is not granted.
+
+    With a lease the pool also grows so that cached prefixes stay: what is granted and not mapped is of no use to others.
+    """
     state, num_extents = view.state, view.pool.num_extents
     wanted = _wanted(view)
+    keep = wanted if view.lease is None else min(wanted + view.pool.cached_extents, view.bounds.total_extents)
     allowed = view.allowed_extents
     coming = grow = 0
     if now >= state.map_refused_at + REFUSED_S:
-        coming = max(0, min(wanted, allowed, view.limit_extents) - num_extents)
+        coming = max(0, min(keep, allowed, view.limit_extents) - num_extents)
         grow = min(coming, view.map_slice) if view.pool.has_running and not view.is_alone else coming
     prepare = min(coming, 2 * grow) if now >= state.prepare_refused_at + REFUSED_S else 0
     state = replace(state, looked_at=now, needed_at=now if wanted >= num_extents else state.needed_at)
     if view.lease is None:
         return PoolAction(state, grow=grow, prepare=prepare)
-    if wanted > max(allowed, num_extents):
-        if wanted == state.asked_extents and now < state.asked_at + ASK_S:
+    lacking = wanted > max(allowed, num_extents)
+    # What waiting requests need is asked for although it is there: those of another lease may have waited for less long.
+    waits = view.pool.waiting_s >= ASK_S
+    if lacking or waits or keep > max(allowed, num_extents):
+        asked = wanted if lacking or waits else 0
+        if asked == state.asked_extents and now < state.asked_at + ASK_S:
             return PoolAction(state, grow=grow, prepare=prepare)
-        state = replace(state, asked_extents=wanted, asked_at=now)
-        return PoolAction(state, grow=grow, prepare=prepare, ask=wanted)
+        state = replace(state, asked_extents=asked, asked_at=now)
+        return PoolAction(state, grow=grow, prepare=prepare, ask=wanted, keep=keep)
     withdraw = state.asked_extents > wanted
     if withdraw:
         state = replace(state, asked_extents=0)

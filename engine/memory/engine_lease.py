@@ -53,12 +53,12 @@ class EngineLease(Protocol):
         """The recall that is still to be answered."""
         ...
 
-    def report(self, held: Mapping[str, int], free_bytes: int, *, moving_bytes: int = 0) -> None:
-        """Report the held bytes by class, and how many of them are free."""
+    def report(self, held: Mapping[str, int], free_bytes: int, kept_bytes: int = 0, *, moving_bytes: int = 0) -> None:
+        """Report the held bytes by class, and how many of them are free, or only keep prefixes."""
         ...
 
-    def ask(self, target_bytes: int, *, expires_s: float = 1.0) -> None:
-        """Ask for `target_bytes` in all."""
+    def ask(self, target_bytes: int, *, expires_s: float = 1.0, waiting_s: float = 0.0, keep_bytes: int = 0) -> None:
+        """Ask for `target_bytes` in all for requests, and for `keep_bytes` so that cached prefixes stay."""
         ...
 
     def lower_min(self, min_bytes: int) -> None:

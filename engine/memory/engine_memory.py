@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 
 # Unmapped in a step while requests run, if no blocks have to move; takes milliseconds
 UNMAP_SLICE_BYTES = GIB
+# Margin of forecasts (without a lease: 2): a leased pool can still grow, and the margins of all engines of a device add up
+SHARED_DEVIATIONS = 1.0
 READY_LIMIT_BYTES = UNMAP_SLICE_BYTES  # held but not mapped: a whole unmapped slice is freed in the background
 
 
@@ -71,6 +73,7 @@ class EngineMemory:
             lease.lower_min(min(lease.min_bytes, base.planned_bytes + min_extents * extent_bytes))
             if lease.max_bytes is not None:
                 base.most_bytes = max(base.planned_bytes, lease.max_bytes - arena.num_extents * extent_bytes)
+            pool.scheduler.state.forecast.deviations = SHARED_DEVIATIONS
         self.stats = MemoryStats()
         self._closed = threading.Event()
         self._arena = arena
@@ -127,7 +130,7 @@ class EngineMemory:
         view = self._view()
         self._limit(view.limit_extents)
         if view.over_recall <= 0:  # a recall of granted but unmapped memory needs no step
-            self._reporter.answer(idle=self._is_idle(now))
+            self._reporter.answer(idle=self._is_idle(now), over_recall=0)
         return needs_step(view, now)
 
     def wait(self, timeout_s: float) -> None:
@@ -186,8 +189,11 @@ class EngineMemory:
             self._prepare_extents(action.prepare)
         if action.ask is not None:
             assert self.lease is not None
-            target_bytes = self._reporter.base.num_bytes + action.ask * self._pool.bounds.extent_bytes
-            self.lease.ask(target_bytes, expires_s=ASK_EXPIRES_S)
+            target, keep = (
+                self._reporter.base.num_bytes + extents * self._pool.bounds.extent_bytes
+                for extents in (action.ask, action.keep)
+            )
+            self.lease.ask(target, expires_s=ASK_EXPIRES_S, waiting_s=self._pool.waiting_s, keep_bytes=keep)
         elif action.withdraw_ask:
             self._withdraw_ask()
 
@@ -269,7 +275,8 @@ class EngineMemory:
         if self._state.asked_extents and not self._pool.is_short:
             self._state = replace(self._state, asked_extents=0)
             self._withdraw_ask()
-        self._reporter.answer(idle=self._is_idle(now))
+        over_recall = 0 if self.lease is None or self.lease.recall is None else self._view().over_recall
+        self._reporter.answer(idle=self._is_idle(now), over_recall=over_recall)
 
     def _log_change(self, change: int, now: float) -> None:
         """Log a change of the pool's bytes, outside a recall."""
@@ -277,7 +284,7 @@ class EngineMemory:
         if change > 0:
             why = f"for {scheduler.num_running:,} requests that run and {scheduler.num_waiting:,} that wait"
         elif self._is_idle(now):
-            why = f"which no request has needed for {self._pool.bounds.idle_s:g} s"
+            why = f"which no request has needed for {self._pool.bounds.unneeded_s:g} s"
         else:
             why = "as the lease is limited, or the process has outgrown it"
         did = "grown" if change > 0 else "given back"
@@ -285,7 +292,7 @@ class EngineMemory:
         log.info("KV pool: %s %s, %s; %s now", size, did, why, now_mapped)
 
     def _is_idle(self, now: float) -> bool:
-        return self._state.is_idle(now, self._pool.bounds.idle_s)
+        return self._view().is_idle(now)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for `LLM.stats`."""

@@ -71,7 +71,7 @@ class LeaseReporter:
         self._stats = stats
         self._clock = clock
         self._measure_at = self._free_at = -math.inf  # earliest times of the next measurement and forecast
-        self._reported_free = 0  # extents
+        self._reported_unneeded = (0, 0)  # extents free, and kept
         self._reported_held = arena.held
         self._recall: _RecallStart | None = None  # of the running recall, or of several consecutive ones
 
@@ -150,7 +150,7 @@ class LeaseReporter:
             self.report()
         elif self.lease is not None and (now >= self._free_at or not self._pool.scheduler.num_running):
             self._free_at = now + _FREE_S
-            if self._pool.free_extents != self._reported_free:
+            if self._pool.unneeded_extents != self._reported_unneeded:
                 self.report()
 
     def report_changes(self, held: HeldBounds) -> None:
@@ -166,15 +166,15 @@ class LeaseReporter:
         self.report()
 
     def report(self) -> None:
-        """Report to the broker what is held, by class, and how much of it can be freed without touching a request."""
+        """Report to the broker what is held, by class, and how much of it no request needs."""
         held_kv = self._reported_held = self._arena.held
         if self.lease is None:
             return
-        self._reported_free = self._pool.free_extents
-        free_bytes = self._reported_free * self._arena.extent_bytes
+        self._reported_unneeded = self._pool.unneeded_extents
+        free_bytes, kept_bytes = (extents * self._arena.extent_bytes for extents in self._reported_unneeded)
         weights = min(self.base.weights_bytes, self.base.num_bytes)
         held = {"weights": weights, "other": self.base.num_bytes - weights, "kv": held_kv.upper_bytes}
-        self.lease.report(held, free_bytes, moving_bytes=held_kv.upper_bytes - held_kv.lower_bytes)
+        self.lease.report(held, free_bytes, kept_bytes, moving_bytes=held_kv.upper_bytes - held_kv.lower_bytes)
         if (total := sum(held.values())) > self.lease.granted_bytes:  # the process grew by other memory than KV
             self.lease.ask(total, expires_s=ASK_EXPIRES_S)
 
@@ -184,15 +184,18 @@ class LeaseReporter:
 
     # ---- answers --------------------------------------------------------------------------------
 
-    def answer(self, *, idle: bool) -> None:
-        """Return granted bytes that are not held to the broker: for a recall, for a limit, or if the engine is `idle`."""
+    def answer(self, *, idle: bool, over_recall: int) -> None:
+        """Return granted bytes that are not held to the broker: for a recall, for a limit, or if the engine is `idle`.
+
+        `over_recall` are the extents that are still to be given back for a recall.
+        """
         if (lease := self.lease) is None:
             return
         held, granted, recall, most = lease.held_bytes, lease.granted_bytes, lease.recall, lease.max_bytes
         least = max(held, lease.min_bytes)  # a grant does not fall below
         if recall is not None:
-            if held <= recall.target_bytes:
-                lease.answer_unmapped(recall.target_bytes)
+            if held <= recall.target_bytes or (recall.spares_requests and over_recall <= 0):
+                lease.answer_unmapped(max(held, recall.target_bytes))
                 self._end_recall("served")
         elif most is not None and granted > (keep := max(least, most)):
             lease.answer_unmapped(keep)
@@ -209,6 +212,7 @@ class LeaseReporter:
             self.granted_at,
             lease.max_bytes,
             None if (recall := lease.recall) is None else recall.target_bytes,
+            recall is not None and recall.spares_requests,
             lease.connected,
         )
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from ...scheduler.scheduler import Scheduler
 from .decision import PoolBounds
+
+WORTH_KEEPING = 0.5  # from this share of prompts' tokens found on, cached prefixes do not count as free memory
+_LOOKUPS = 16  # prompts by which that share is measured
 
 
 class SchedulerPoolUse:
@@ -13,11 +17,17 @@ class SchedulerPoolUse:
 
     Args:
         scheduler: Returns the current scheduler; a fault replaces it.
+        clock: Seconds, that of requests' arrivals.
     """
 
-    def __init__(self, scheduler: Callable[[], Scheduler], bounds: PoolBounds) -> None:
+    def __init__(
+        self, scheduler: Callable[[], Scheduler], bounds: PoolBounds, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.bounds = bounds
         self._scheduler = scheduler
+        self._clock = clock
+        self._counted = (0, 0, 0)  # prompts, tokens and found tokens when reuse was last judged
+        self._reuse_share = 1.0
 
     @property
     def scheduler(self) -> Scheduler:
@@ -65,9 +75,35 @@ class SchedulerPoolUse:
         return _extents_for(scheduler, blocks) if blocks else 0
 
     @property
-    def free_extents(self) -> int:
-        """Extents that no request is forecast to need; blocks in use may have to move out of them first."""
-        return max(0, self.num_extents - max(self.bounds.min_extents, self.wanted_extents))
+    def cached_extents(self) -> int:
+        """Extents for the cached blocks that no request uses."""
+        pool = self.scheduler.cache.pool
+        return -(-(pool.available - pool.num_free) // pool.blocks_per_extent)
+
+    @property
+    def waiting_s(self) -> float:
+        """Seconds for which the first request in the queue has waited; 0 without one."""
+        queue = self.scheduler.state.waiting.queue
+        return max(0.0, self._clock() - queue[0].request.arrival) if queue else 0.0
+
+    @property
+    def unneeded_extents(self) -> tuple[int, int]:
+        """Extents that no running request is forecast to need: (free, kept for cached prefixes).
+
+        Blocks in use may have to move out of them first.
+        """
+        unneeded = max(0, self.num_extents - max(self.bounds.min_extents, self.running_extents))
+        kept = min(unneeded, self.cached_extents) if self.reuse_share >= WORTH_KEEPING else 0
+        return unneeded - kept, kept
+
+    @property
+    def reuse_share(self) -> float:
+        """The share of prompts' tokens that were cached, of the last _LOOKUPS to twice as many prompts; 1 before."""
+        lookups, (number, tokens, hits) = self.scheduler.stats.prefix_lookups, self._counted
+        if lookups.number >= number + _LOOKUPS:
+            self._reuse_share = (lookups.hit_tokens - hits) / max(1, lookups.tokens - tokens)
+            self._counted = (lookups.number, lookups.tokens, lookups.hit_tokens)
+        return self._reuse_share
 
 
 def _extents_for(scheduler: Scheduler, blocks: int) -> int:

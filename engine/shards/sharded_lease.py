@@ -154,7 +154,7 @@ class ShardedLease:
     def recall(self) -> Recalled | None:
         """The recall with the lowest target."""
         recalls = [
-            Recalled(recall.target_bytes - extra, recall.due)
+            Recalled(recall.target_bytes - extra, recall.due, recall.spares_requests)
             for lease, extra in self._each()
             if (recall := lease.recall) is not None
         ]
@@ -165,21 +165,22 @@ class ShardedLease:
 
     # ---- messages to the brokers -----------------------------------------------------------------
 
-    def report(self, held: Mapping[str, int], free_bytes: int, *, moving_bytes: int = 0) -> None:
+    def report(self, held: Mapping[str, int], free_bytes: int, kept_bytes: int = 0, *, moving_bytes: int = 0) -> None:
         """Report what the largest shard holds to every broker."""
         self._extra_bytes = self._extra()
         for lease, extra in self._each():
             own = {**held, "other": held.get("other", 0) + extra} if extra else held
-            lease.report(own, free_bytes, moving_bytes=moving_bytes)
+            lease.report(own, free_bytes, kept_bytes, moving_bytes=moving_bytes)
         if self._returns_unused and not moving_bytes:
             self._returns_unused = False
             self._return_to(self.held_bytes)
 
-    def ask(self, target_bytes: int, *, expires_s: float = 1.0) -> None:
+    def ask(self, target_bytes: int, *, expires_s: float = 1.0, waiting_s: float = 0.0, keep_bytes: int = 0) -> None:
         """Ask every broker for `target_bytes`. An ask for more than is held waits while other engines have their turn."""
-        if self._turns.may_ask or target_bytes <= self.held_bytes:
+        if self._turns.may_ask or max(target_bytes, keep_bytes) <= self.held_bytes:
             for lease, extra in self._each():
-                lease.ask(target_bytes + extra, expires_s=expires_s)
+                keep = keep_bytes + extra if keep_bytes else 0
+                lease.ask(target_bytes + extra, expires_s=expires_s, waiting_s=waiting_s, keep_bytes=keep)
 
     def lower_min(self, min_bytes: int) -> None:
         """Lower every minimum to `min_bytes`."""

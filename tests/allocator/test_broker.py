@@ -393,15 +393,15 @@ async def test_people_list_limit_and_recall(bench: Bench) -> None:
     assert row == view(bench, "a") and done == wire.DoneMessage()
     assert await person.say(wire.SetLimitMessage("a", 500)) == [wire.LimitSetMessage(500, 300)]
     (limit,) = await a.hear()
-    assert limit == wire.LimitMessage(a.lease_id, 500)  # it speaks version 1, as people do
+    assert isinstance(limit, wire.LimitMessage) and limit.max_bytes == 500
     assert await person.say(wire.RecallBytesMessage(str(os.getpid()), 200)) == [wire.RecallingMessage(600, 1000)]
     (recall,) = await a.hear()
     assert isinstance(recall, wire.RecallMessage) and recall.target_bytes == 600
 
 
 @on_a_bench()
-async def test_a_limit_is_an_order_for_who_speaks_version_2(bench: Bench) -> None:
-    a = await bench.engine("a", 100, 800, protocol=2)
+async def test_a_limit_is_an_order(bench: Bench) -> None:
+    a = await bench.engine("a", 100, 800)
     (grant,) = await a.say(wire.AskMessage(800, 600_000))
     person = bench.client()
     await person.say(wire.SetLimitMessage("a", 500))
@@ -411,7 +411,6 @@ async def test_a_limit_is_an_order_for_who_speaks_version_2(bench: Bench) -> Non
         isinstance(grant, wire.GrantMessage) and isinstance(first, wire.LimitMessage) and isinstance(second, wire.LimitMessage)
     )
     assert (first.max_bytes, second.max_bytes) == (500, 600)
-    assert first.generation is not None and second.generation is not None
     assert grant.generation < first.generation < second.generation
     assert await a.say(wire.UnmappedMessage(700, grant.generation)) == [], "a limit is no grant that the answer must know of"
     assert view(bench, "a").granted_bytes == 700

@@ -54,19 +54,22 @@ RECALLED = Recalled(50, 10.25)
         (wire.RecallMessage(1, generation(102), 40, 500), Recalled(40, 10.5), (500, 900, Recalled(40, 10.5))),
         (wire.WithdrawMessage(1, generation(102)), Withdrawn(), (500, 900, None)),
         (wire.LimitMessage(1, 300, generation(102)), Limited(300), (500, 300, RECALLED)),
-        (wire.LimitMessage(1, 300), Limited(300), (500, 300, RECALLED)),
+        (
+            wire.RecallMessage(1, generation(102), 40, 500, spares_requests=True),
+            Recalled(40, 10.5),  # a recall that spares no request is pending
+            (500, 900, Recalled(40, 10.5)),
+        ),
         (wire.GrantMessage(1, generation(100), 900), None, (500, 900, RECALLED)),
         (wire.RecallMessage(1, generation(101), 50, 250), None, (500, 900, RECALLED)),
         (wire.GrantMessage(1, generation(102, epoch=6), 900), None, (500, 900, RECALLED)),
         (wire.GrantMessage(2, generation(102), 900), None, (500, 900, RECALLED)),
-        (wire.LimitMessage(2, 5), None, (500, 900, RECALLED)),
+        (wire.LimitMessage(2, 5, generation(102)), None, (500, 900, RECALLED)),
     ],
     ids=repr,
 )
 def test_orders_for_this_lease_that_are_newer_count_once(
     order: Order, event: Event | None, then: tuple[int, int, Recalled | None]
 ) -> None:
-    """A limit without a generation counts, and does not become the newest order."""
     balance, _ = registered()
     assert balance.apply(wire.RecallMessage(1, generation(101), 50, 250)) == RECALLED
     assert balance.apply(order) == event

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from pagetide.allocator.device_account import DeviceAccount, LeaseTerms
 from pagetide.allocator.errors import InvalidLease, LeaseRefused, MinimumsExceedCapacity
-from pagetide.allocator.lease_policy import Grant, Order, Ready, Recall, Rules, Withdraw, decide, water_fill
+from pagetide.allocator.lease_policy import Grant, LeaseDemand, Order, Ready, Recall, Rules, Withdraw, decide, water_fill
 from pagetide.allocator.lease_record import HeldBounds, Sums, bounds_between
 
 MS = 1_000_000
+PATIENCE_NS = 10_000 * MS
 CAPACITY = 1000
 RULES = Rules(headroom_bytes=100, band_bytes=20, cooldown_s=2.0, rest_s=0.25, recall_deadline_s=1.0, reaping_limit_s=5.0)
 
@@ -47,7 +48,18 @@ class Device:
         return self
 
     def ask(self, lease_id: int, target: int, seconds: float = 1e6) -> None:
-        self.account.ask(lease_id, target, self.now_ns + int(seconds * 1e9))
+        """Asks for requests that have waited for so long that they may take memory in use."""
+        demand = LeaseDemand(target, self.now_ns + int(seconds * 1e9), since_ns=-PATIENCE_NS)
+        self.account.ask(lease_id, demand, self.now_ns)
+
+    def ask_now(self, lease_id: int, target: int, *, waited_s: float = 0.0, keep: int = 0) -> None:
+        """Asks for requests that have waited for so long, and for what cached prefixes could take."""
+        since_ns = self.now_ns - int(waited_s * 1e9)
+        self.account.ask(lease_id, LeaseDemand(target, self.now_ns + 10**15, since_ns, keep), self.now_ns)
+
+    def keep(self, lease_id: int, num_bytes: int) -> None:
+        """Reports what holds cached prefixes; the rest is in use."""
+        self.account.report(lease_id, 0, num_bytes, self.now_ns)
 
     def measure(self) -> None:
         """A measurement with no map under way."""
@@ -182,6 +194,118 @@ def test_filling_is_exact_to_the_byte(amount: int, members: list[tuple[int, floa
         assert abs(share - exact) <= len(caps)  # every rounding moves at most a byte to those that follow
 
 
+def holding(*held: int) -> Device:
+    """Engines that hold so much, all of it in use."""
+    device = Device()
+    for lease_id, num_bytes in enumerate(held, 1):
+        device.lease(lease_id, held=num_bytes)
+    device.measure()
+    return device
+
+
+def test_what_is_in_use_is_taken_for_requests_only_once_they_have_waited_and_up_to_a_fair_share() -> None:
+    device = holding(600, 280)
+    device.ask_now(2, 700)
+    assert device.tick() == []
+    device.ask_now(2, 700, waited_s=9.9)
+    assert device.settle() == []
+    device.ask_now(2, 700, waited_s=10.0)
+    assert device.settle() == [Recall(1, 440, 1.0, for_growth=True)]
+
+
+def test_the_oldest_request_is_served_first_and_those_as_old_share() -> None:
+    for waited, granted in (((1.0, 2.0), {1: 100, 2: 780}), ((2.0, 1.0), {1: 780, 2: 100}), ((1.0, 1.0), {1: 440, 2: 440})):
+        device = holding(100, 100)
+        for lease_id, waited_s in enumerate(waited, 1):
+            device.ask_now(lease_id, 780, waited_s=waited_s)
+        device.obey(device.settle())
+        assert device.grants() == granted, waited
+
+
+def test_prefixes_keep_a_fair_share_and_what_is_above_it_goes_to_requests() -> None:
+    device = holding(640, 240)
+    device.keep(1, 640)
+    device.ask_now(2, 600)
+    assert device.tick() == [Recall(1, 440, 1.0, for_growth=True, spares_requests=True)]
+    device = holding(440, 440)
+    device.keep(1, 440)
+    device.ask_now(2, 600)
+    assert device.tick() == []
+
+
+def test_prefixes_take_what_no_request_needs_and_share_it() -> None:
+    device = holding(100, 100)
+    device.ask_now(1, 100, keep=900)
+    device.obey(device.settle())
+    assert device.grants() == {1: 780, 2: 100}
+    device.keep(1, 680)
+    device.ask_now(2, 300)
+    (recall,) = device.tick()
+    assert recall == Recall(1, 580, 1.0, for_growth=True, spares_requests=True), "requests go first"
+    device.obey([recall])
+    device.run(1)
+    assert device.grants() == {1: 580, 2: 300}
+    device.keep(1, 480)
+    device.ask_now(2, 300, keep=900)
+    assert device.tick() == [], "what is kept goes for another's prefixes once a second"
+    device.now_ns += 1000 * MS
+    device.measure()
+    device.obey(device.settle())
+    device.run(1)
+    assert device.grants() == {1: 440, 2: 440}
+    device.keep(1, 340)
+    device.keep(2, 140)
+    for _ in range(100):
+        device.ask_now(1, 100, keep=900)
+        device.ask_now(2, 300, keep=900)
+        assert device.tick() == []
+
+
+def test_an_answer_ends_a_recall_that_spares_requests_although_more_is_held() -> None:
+    device = holding(640, 240)
+    device.keep(1, 640)
+    device.ask_now(2, 600)
+    device.tick()
+    device.unmap(1, 600)  # requests took the rest meanwhile
+    assert device.granted(1) == 600
+    assert device.account.state.leases[1].recalls == ()
+    device.now_ns += 5_000 * MS
+    assert Recall not in {type(order) for order in device.tick()}, "not before the next report"
+    device.keep(1, 200)
+    assert {type(order) for order in device.tick()} == {Recall}
+
+
+def test_idle_engines_keep_what_nobody_needs_unless_external_processes_use_the_device() -> None:
+    device = Device().lease(1, low=50, held=500)
+    device.measure()
+    device.keep(1, 400)
+    for seconds in (11, 600):
+        device.now_ns = seconds * 1000 * MS
+        assert device.tick() == [], "0 bytes"
+    device.external = 21
+    device.measure()
+    assert device.tick() == [Recall(1, 100, 1.0, spares_requests=True)]
+    device.unmap(1, 100)
+    device.keep(1, 0)
+    assert device.run(100) == []
+
+
+def test_beside_external_processes_only_engines_that_are_idle_give_back() -> None:
+    device = Device().lease(1, low=50, held=500)
+    device.external = 21
+    device.measure()
+    for _ in range(30):
+        device.now_ns += 500 * MS
+        device.measure()
+        device.keep(1, 400)
+        assert device.settle() == []
+    device.now_ns += 9_999 * MS
+    device.measure()
+    assert device.settle() == []
+    device.now_ns += MS
+    assert device.settle() == [Recall(1, 100, 1.0, spares_requests=True)]
+
+
 leases = st.lists(
     st.tuples(
         st.integers(0, 150),  # minimum
@@ -235,9 +359,9 @@ def test_constant_demand_comes_to_rest_at_the_fair_shares(
 def test_what_lies_free_in_a_pool_is_recalled_first() -> None:
     device = Device().lease(1, ask=440, for_s=0.001).lease(2, ask=440, for_s=0.001)
     device.obey(device.settle())
-    device.account.report(2, free_bytes=200)
+    device.account.report(2, 200, 0, device.now_ns)
     device.lease(3, ask=150)
-    assert device.tick() == [Recall(2, 290, 1.0, for_growth=True)]
+    assert device.tick() == [Recall(2, 290, 1.0, for_growth=True, spares_requests=True)]
 
 
 def test_what_is_granted_and_not_mapped_goes_before_what_is_in_use() -> None:
@@ -245,7 +369,7 @@ def test_what_is_granted_and_not_mapped_goes_before_what_is_in_use() -> None:
     device.settle()
     device.hold(2, 440)
     device.lease(3, ask=100)
-    assert device.tick() == [Recall(1, 340, 1.0, for_growth=True)]
+    assert device.tick() == [Recall(1, 340, 1.0, for_growth=True, spares_requests=True)]
 
 
 def test_a_minimum_is_served_from_those_above_theirs_and_never_from_below() -> None:
@@ -269,7 +393,7 @@ def test_nobody_grows_past_a_minimum_that_is_waited_for() -> None:
 def test_who_holds_something_free_gives_before_one_who_uses_all() -> None:
     device = Device().lease(1, ask=480, for_s=0.001).lease(2, weight=0.5, ask=400)
     device.obey(device.settle())
-    device.account.report(1, free_bytes=30)
+    device.account.report(1, 30, 0, device.now_ns)
     device.lease(3, low=50, high=50)  # 30 of them must be made room for; by weight the second has too much
     assert device.tick()[1:] == [Recall(1, 450, 1.0)]
 
@@ -314,7 +438,7 @@ def test_who_gives_back_unasked_does_not_want_it_any_more() -> None:
     device.run(2)
     device.ask(2, 440)
     device.run(1)  # a recall, served at once: it wants the rest still
-    device.account.ask(2, 0, 0)
+    device.ask(2, 0, 0)
     device.unmap(2, 0)
     device.run(5)
     assert device.grants() == {1: 880, 2: 0}
@@ -444,7 +568,7 @@ def test_what_lies_idle_goes_without_a_rest() -> None:
     device.lease(2)
     for step in range(85):
         device.ask(2, 10 * step)
-        device.account.report(1, free_bytes=device.held[1])
+        device.account.report(1, device.held[1], 0, device.now_ns)
         device.run(2)
         assert device.granted(2) >= 10 * step
 
@@ -773,7 +897,9 @@ class World:
                     engine.granted = min(engine.granted, max(engine.held, low))
                     assert engine.granted == self.account.state.leases[engine.lease_id].granted_bytes
         elif (choice := r.random()) < 0.3:
-            self.account.ask(engine.lease_id, r.randrange(1000), self.now_ns + r.randrange(1, 300) * MS)
+            target, keep, waited_ns = r.randrange(1000), r.randrange(1000), r.choice([0, 50, 2 * 10**4]) * MS
+            demand = LeaseDemand(target, self.now_ns + r.randrange(1, 300) * MS, self.now_ns - waited_ns, keep)
+            self.account.ask(engine.lease_id, demand, self.now_ns)
         elif choice < 0.6:
             if (more := min(engine.granted - engine.held, self.free())) > 0:
                 engine.begin(engine.held + r.randint(1, more))
@@ -783,7 +909,8 @@ class World:
                 engine.recall = None
                 engine.begin(target)
         else:
-            self.account.report(engine.lease_id, r.randint(0, engine.held))
+            free = r.randint(0, engine.held)
+            self.account.report(engine.lease_id, free, r.randint(0, engine.held - free), self.now_ns)
 
     def look(self) -> None:
         """Read the records; measure; read them again and tell the ledger: three events, others in between."""

@@ -17,24 +17,24 @@ from hypothesis import strategies as st
 from pagetide.allocator import wire
 from pagetide.allocator.errors import InvalidLease, LeaseRefused, MinimumsExceedCapacity, ProtocolViolation
 
-# Every kind of frame as a broker and an engine of protocol 2 wrote it: recorded between processes of two commits, `withdraw`
+# Every kind of frame as a broker and an engine of protocol 3 writes it: recorded between processes of two commits, `withdraw`
 # and `refused` written after them. A change that breaks a test of these needs a new protocol version.
 RECORDED = [
-    '{"type":"hello","protocol":2}',
+    '{"type":"hello","protocol":3}',
     (
         '{"type":"register","name":"demo-71","device_uuid":"HOST-1","min_bytes":752374784,"max_bytes":9424291'
         '84,"weight":1.0,"priority":0,"granule_bytes":6553600,"held_bytes":443682816}'
     ),
-    '{"type":"report","held":{"weights":31998976,"other":531237888},"free_bytes":0}',
+    '{"type":"report","held":{"weights":31998976,"other":531237888},"free_bytes":0,"kept_bytes":13107200}',
     '{"type":"lower_min","min_bytes":663543808}',
     '{"type":"unmapped","held_bytes":742187008,"generation":[39528,1]}',
-    '{"type":"ask","target_bytes":722526208,"expires_ms":1000}',
+    '{"type":"ask","target_bytes":722526208,"expires_ms":1000,"waiting_ms":250,"keep_bytes":735633408}',
     '{"type":"list_leases"}',
     '{"type":"recall_bytes","engine":"demo-71","num_bytes":31457280}',
     '{"type":"set_limit","engine":"demo-71","max_bytes":838860800}',
     '{"type":"reserve","device_uuid":"HOST-1","num_bytes":20971520}',
     '{"type":"release"}',
-    '{"type":"welcome","protocol":2,"epoch":39528,"pid":55}',
+    '{"type":"welcome","protocol":3,"epoch":39528,"pid":55}',
     '{"type":"registered","lease_id":1,"generation":[39528,1],"granted_bytes":752374784}',
     '{"type":"grant","lease_id":1,"generation":[39528,2],"granted_bytes":722526208}',
     (
@@ -44,7 +44,7 @@ RECORDED = [
         'sked_bytes":null,"state":"ok","recall_target_bytes":null,"recall_age_ms":null}'
     ),
     '{"type":"done"}',
-    '{"type":"recall","lease_id":1,"generation":[39528,12],"target_bytes":763158528,"deadline_ms":1000}',
+    '{"type":"recall","lease_id":1,"generation":[39528,12],"target_bytes":763158528,"deadline_ms":1000,"spares_requests":true}',
     '{"type":"recalling","target_bytes":763158528,"deadline_ms":1000}',
     '{"type":"limit","lease_id":1,"max_bytes":838860800,"generation":[39528,13]}',
     '{"type":"limit_set","max_bytes":838860800,"over_bytes":0}',
@@ -58,7 +58,6 @@ RECORDED = [
 SAMPLES: list[wire.Message] = [
     *(wire.from_payload(text.encode()) for text in RECORDED),
     wire.RegisteredMessage(1, wire.OrderGeneration(2**53, 3), 0),
-    wire.LimitMessage(1, 5),
     wire.RefusedMessage("unknown", "no engine 'ä'"),
     wire.LeaseView(1, "chat", 77, "ann", "GPU-1", 0, 5, 1.0, 0, 4, 3, {"weights": 2, "kv": 1}, 1, None, "recalling", 2, 40),
 ]
@@ -71,7 +70,7 @@ def payload(**content: Any) -> bytes:
 def test_there_is_a_recorded_frame_of_every_kind() -> None:
     assert {json.loads(text)["type"] for text in RECORDED} == set(wire._KINDS)
     assert {type(message) for message in SAMPLES} == {*get_args(wire.FromClient), *get_args(wire.FromBroker)}
-    assert wire.PROTOCOL == 2
+    assert wire.PROTOCOL == 3
 
 
 def test_a_recorded_frame_is_read_and_would_be_sent_the_same() -> None:
@@ -154,14 +153,20 @@ def test_nonsense_is_refused_with_a_sentence(content: bytes, sentence: str) -> N
         wire.from_payload(content)
 
 
-def test_a_limit_of_version_1_has_no_generation_and_stays_as_it_was() -> None:
-    old = {"type": "limit", "lease_id": 1, "max_bytes": 5}
-    assert json.loads(wire.to_frame(wire.LimitMessage(1, 5))[4:]) == old
-    assert wire.from_payload(payload(**old)) == wire.LimitMessage(1, 5)
-    assert wire.from_payload(payload(**old, generation=[1, 7])) == wire.LimitMessage(1, 5, wire.OrderGeneration(1, 7))
-    for wrong in (None, [1], 7):
-        with pytest.raises(ProtocolViolation, match=r"limit.generation must be a pair"):
-            wire.from_payload(payload(**old, generation=wrong))
+def test_version_2_has_no_keys_with_a_default() -> None:
+    for new in (
+        wire.AskMessage(5, 100, waiting_ms=7, keep_bytes=9),
+        wire.ReportMessage({}, 5, kept_bytes=7),
+        wire.RecallMessage(1, wire.OrderGeneration(1, 7), 5, 100, spares_requests=True),
+    ):
+        assert wire.from_payload(wire.to_frame(new)[4:]) == new
+        old = wire.from_payload(wire.to_frame(new, protocol=2)[4:])
+        assert type(old) is type(new) and old != new
+        assert wire.to_frame(old, protocol=2) == wire.to_frame(new, protocol=2)
+    with pytest.raises(ProtocolViolation, match=r"recall.spares_requests must be true or false, got 1"):
+        wire.from_payload(
+            payload(type="recall", lease_id=1, generation=[1, 7], target_bytes=5, deadline_ms=1, spares_requests=1)
+        )
 
 
 def test_a_payload_at_the_bound_is_read_and_one_above_is_not() -> None:

@@ -33,6 +33,7 @@ COMMANDS = {
     "pressure": "--seeds 1 --requests 20",
     "quantization": "--passages 1 --hidden 128 --layers 1 --vocab 256 --sequences 2 --new-tokens 2 --rounds 1",
     "serve": "--streams 1,3 --tokens 4 --requests 3 --step-ms 1 --hidden 32 --layers 1 --rounds 1",
+    "sharing": "--data none --mixes 4x8b --only static,first,pool,leases --slices 2",
     "shards": "--rounds 1 --hidden 64 --layers 1 --dtypes float32 --prompts 2 --new-tokens 3",
     "states": "--rounds 1 --hidden 64 --layers 4 --tokens 2 --questions 2 --copies 1",
     "windows": "--context 2048",

@@ -38,6 +38,8 @@ class Use:
     num_extents: int = 8
     has_requests: bool = False
     has_running: bool = False
+    waiting_s: float = 0.0
+    cached_extents: int = 0
     is_short: bool = False
     idle_extents: int = 8
     running: int = 3
@@ -80,7 +82,7 @@ def lease(granted: int = TOTAL, held: int = 8, **given: Any) -> LeaseSnapshot:
 
 def view(pool: Use, lease: LeaseSnapshot | None = None, state: DecisionState = STATE, **given: Any) -> MemoryView:
     """A situation: by default callers wait for steps, and four extents are a slice."""
-    bounds = PoolBounds(TOTAL, MIN, EXTENT, IDLE_S, given.pop("host_is_device", False))
+    bounds = PoolBounds(TOTAL, MIN, EXTENT, given.pop("idle_s", IDLE_S), given.pop("host_is_device", False))
     fields = {"map_slice": 4, "is_alone": False, "base_bytes": BASE, "host_bytes": 0, "used_at": NOW} | given
     return MemoryView(bounds, state, pool, lease=lease, **fields)
 
@@ -101,7 +103,7 @@ def state(**changes: Any) -> DecisionState:
 
 RELIEVING = state(relieving=True)
 RELIEVED = {"relieving": False, "map_refused_at": NOW, "prepare_refused_at": NOW, "at_once": True, "prepare": 0}
-ASKS_12 = {"asked_extents": 12, "asked_at": NOW, "ask": 12}
+ASKS_12 = {"asked_extents": 12, "asked_at": NOW, "ask": 12, "keep": 12}
 TAKES_3 = {"make_idle": 3, "give_back": 3, "prepare": 0}
 NEEDED = {"looked_at": NOW, "needed_at": NOW}
 RECALLED_TO_5 = state(trimmed_for=total(5))
@@ -116,6 +118,8 @@ NOTHING = {
     "short, but demand was forecast a moment ago": view(short(12), state=state(looked_at=NOW - LOOK_S / 2)),
     "unneeded for less than idle_s": view(Use(), state=state(needed_at=NOW - IDLE_S + 0.1)),
     "unneeded for long, but demand was forecast a moment ago": view(Use(), state=replace(UNNEEDED, looked_at=NOW - LOOK_S / 2)),
+    "a recall that spares requests, which need all": view(busy(running=8), lease(recall=5, spares_requests=True)),
+    "unneeded for long, while a broker recalls": view(busy(wanted=4), lease(), state=UNNEEDED, idle_s=None),
     "a recall that is met": view(busy(), lease(recall=8)),
     "a limit above the pool": view(busy(), lease(limit=9)),
     "a limit below what running requests need": view(busy(running=8), lease(limit=6)),
@@ -151,10 +155,28 @@ GROWTH = {
     ),
     "the same was asked a moment ago": when(view(short(11), lease(granted=8), ASKED_12), prepare=0),
     "the same was asked some time ago": when(
-        view(short(11), lease(granted=8), replace(ASKED_12, asked_at=NOW - ASK_S)), asked_at=NOW, prepare=0, ask=12
+        view(short(11), lease(granted=8), replace(ASKED_12, asked_at=NOW - ASK_S)), asked_at=NOW, prepare=0, ask=12, keep=12
     ),
     "more than was asked a moment ago": when(
-        view(short(13), lease(granted=8), ASKED_12), asked_extents=14, asked_at=NOW, prepare=0, ask=14
+        view(short(13), lease(granted=8), ASKED_12), asked_extents=14, asked_at=NOW, prepare=0, ask=14, keep=14
+    ),
+    "what prefixes hold is kept, within the grant": when(
+        view(short(7, cached_extents=4), lease(granted=10), state=NOT_LATELY),
+        needed_at=NOW,
+        grow=2,
+        prepare=2,
+        asked_at=NOW,
+        ask=8,
+        keep=12,
+    ),
+    "what prefixes hold is kept, if it is granted": when(
+        view(short(7, cached_extents=2), lease(granted=10), state=NOT_LATELY), needed_at=NOW, grow=2, prepare=2
+    ),
+    "without a lease prefixes cause no growth": when(
+        view(short(7, cached_extents=4), state=NOT_LATELY), needed_at=NOW, prepare=0
+    ),
+    "enough, but a request waits": when(
+        view(short(6, waiting_s=ASK_S), lease(), state=NOT_LATELY), asked_extents=7, asked_at=NOW, prepare=0, ask=7, keep=7
     ),
     "less than was asked, and it is granted": when(
         view(short(7), lease(granted=8), ASKED_12), asked_extents=0, prepare=0, withdraw_ask=True
@@ -163,7 +185,7 @@ GROWTH = {
         view(short(9), lease(granted_at=NOW - 0.001), state(looked_at=NOW - 0.002)), grow=2, prepare=2
     ),
     "during a recall that is met, up to its target": when(
-        view(short(14), lease(recall=9)), asked_extents=15, asked_at=NOW, grow=1, prepare=1, ask=15
+        view(short(14), lease(recall=9)), asked_extents=15, asked_at=NOW, grow=1, prepare=1, ask=15, keep=15
     ),
 }
 
@@ -179,6 +201,12 @@ RETURN = {
         view(busy(), lease(recall=5), RECALLED_TO_5, host_bytes=1, host_is_device=True), rest_host=True, **TAKES_3
     ),
     "not one in other memory": when(view(busy(), lease(recall=5), RECALLED_TO_5, host_bytes=1), **TAKES_3),
+    "a recall that spares requests: without a preemption": when(
+        view(busy(running=6), lease(recall=5, spares_requests=True), RECALLED_TO_5), give_back=2, prepare=0
+    ),
+    "a recall that spares requests, of idle extents only": when(
+        view(busy(idle_extents=1), lease(recall=5, spares_requests=True), RECALLED_TO_5), give_back=1, prepare=0
+    ),
     "above a limit: without a preemption": when(view(Use(), lease(limit=5)), give_back=3, prepare=0),
     "above a limit, as far as running requests do not need it": when(
         view(busy(running=6), lease(limit=5)), give_back=2, prepare=0
@@ -189,6 +217,11 @@ RETURN = {
     "unneeded for idle_s": when(view(busy(wanted=4), state=UNNEEDED), looked_at=NOW, give_back=3),
     "unneeded for idle_s, without requests: down to the minimum": when(
         view(Use(wanted=0), state=UNNEEDED), looked_at=NOW, give_back=6
+    ),
+    "unneeded for long, and the broker is gone": when(
+        view(busy(wanted=4), lease(connected=False), replace(STATE, needed_at=NOW - 10.0), idle_s=None),
+        looked_at=NOW,
+        give_back=3,
     ),
     "unneeded, but needed again": when(view(busy(wanted=7), state=UNNEEDED), **NEEDED),
     "unneeded, but nothing is idle": when(view(busy(wanted=4, idle_extents=0), state=UNNEEDED), **NEEDED),
@@ -237,7 +270,7 @@ def test_forecasts_are_made_for_the_task_at_hand_only() -> None:
         return situation.pool.forecasts
 
     for name, situation in NOTHING.items():
-        assert forecasts(situation, decide) == ("a limit below" in name), name
+        assert forecasts(situation, decide) == ("a limit below" in name or "spares requests" in name), name
     for name, (situation, _) in (GROWTH | RETURN).items():
         assert forecasts(situation, decide) <= 1, name
         assert name in RETURN or forecasts(situation, wants_turn, needs_step) == 0, name
@@ -249,11 +282,17 @@ amounts = st.integers(0, total(2 * TOTAL))
 pools = st.builds(
     Use, num_extents=st.integers(1, TOTAL), has_requests=st.booleans(), has_running=st.booleans(),
     is_short=st.booleans(), idle_extents=counts, running=counts, wanted=counts,
+    cached_extents=counts, waiting_s=st.sampled_from([0.0, ASK_S]),
 )  # fmt: skip
-leases = st.builds(LeaseSnapshot, amounts, amounts, times, st.none() | amounts, st.none() | amounts, st.booleans())
+leases = st.builds(
+    LeaseSnapshot, amounts, amounts, times, st.none() | amounts, st.none() | amounts, st.booleans(), st.booleans()
+)
 states = st.builds(DecisionState, times, times, times, times, counts, times, st.none() | amounts, st.booleans())
+bounds = st.builds(
+    PoolBounds, st.just(TOTAL), st.integers(1, TOTAL), st.just(EXTENT), st.sampled_from([IDLE_S, None]), st.booleans()
+)
 views = st.builds(
-    MemoryView, st.builds(PoolBounds, st.just(TOTAL), st.integers(1, TOTAL), st.just(EXTENT), st.just(IDLE_S), st.booleans()),
+    MemoryView, bounds,
     states, pools, st.integers(1, TOTAL), st.booleans(), st.integers(0, total(1)), st.none() | leases,
     st.integers(0, 1), times,
 )  # fmt: skip
@@ -277,7 +316,7 @@ def test_any_action_keeps_its_bounds(view: MemoryView) -> None:
     if action.make_idle or action.trim:
         assert recalled
         assert after >= view.allowed_extents
-    if view.pool.has_running and action.give_back and not action.make_idle and not view.state.is_idle(NOW, IDLE_S):
+    if view.pool.has_running and action.give_back and not action.make_idle and not view.is_idle(NOW):
         assert view.pool.running_extents <= after, "what running requests need stays"
     assert action.rest_host <= bool(view.host_bytes)
     assert not (action.ask or action.withdraw_ask) or view.lease is not None

@@ -28,7 +28,7 @@ class Rig:
         self.arena: Any = SimpleNamespace(held=HeldBounds(5 * MIB, 5 * MIB), extent_bytes=EXTENT)
         counters = SimpleNamespace(preemptions=3, moved_blocks=7)
         self.scheduler: Any = SimpleNamespace(has_work=True, num_running=1, stats=counters)
-        self.pool: Any = SimpleNamespace(free_extents=2, scheduler=self.scheduler)
+        self.pool: Any = SimpleNamespace(unneeded_extents=(2, 0), scheduler=self.scheduler)
         base = BaseMemory(lambda: self.process, weights_bytes=WEIGHTS, reserve_bytes=0, trim=self.trim)
         self.reporter = LeaseReporter(self.lease, base, self.arena, self.pool, stats=self.stats, clock=lambda: self.now)
         self.reporter.measure_and_report(self.now)
@@ -79,11 +79,12 @@ def test_changes_in_the_background_are_reported_at_once_with_both_bounds() -> No
 def test_free_memory_is_forecast_every_tenth_of_a_second_and_whenever_nothing_runs() -> None:
     rig = Rig()
     rig.after_step(0.1)
-    rig.pool.free_extents = 3
+    rig.pool.unneeded_extents = (2, 1)
     assert rig.after_step(0.09) == []
     assert rig.after_step(0.02) == [report(free=3)]
-    rig.pool.free_extents, rig.scheduler.num_running = 4, 0
+    rig.pool.unneeded_extents, rig.scheduler.num_running = (0, 4), 0
     assert rig.after_step(0.001) == [report(free=4)]
+    assert rig.lease.kept_bytes == 4 * EXTENT
     assert rig.after_step(0.001) == []
 
 
@@ -100,14 +101,14 @@ def test_a_recall_is_answered_once_no_more_is_held(caplog: pytest.LogCaptureFixt
     rig.lease.recall_to(13 * MIB)
     with caplog.at_level(logging.INFO, "pagetide.engine.memory"):
         rig.receive()
-        rig.reporter.answer(idle=True)
+        rig.reporter.answer(idle=True, over_recall=0)
         assert rig.lease.answered == [] and rig.reporter.is_recalled
         assert (rig.stats.recalls, rig.stats.recalled_bytes) == (1, 2 * MIB)
         rig.now += 0.25
         rig.scheduler.stats.moved_blocks += 5
         rig.scheduler.stats.preemptions += 1
         rig.lease.held_bytes = 13 * MIB
-        rig.reporter.answer(idle=False)
+        rig.reporter.answer(idle=False, over_recall=0)
     assert rig.lease.answered == [13 * MIB] and not rig.reporter.is_recalled
     assert [record.getMessage() for record in caplog.records] == [
         "scripted: recalled to 13.00 MiB; 20.00 MiB were granted, 15.00 MiB are held",
@@ -133,14 +134,14 @@ def test_recalls_in_a_row_have_one_outcome(caplog: pytest.LogCaptureFixture) -> 
 def test_a_limit_returns_what_is_granted_above_it_and_not_held() -> None:
     rig = Rig()
     rig.lease.limit(14 * MIB)
-    rig.reporter.answer(idle=False)
+    rig.reporter.answer(idle=False, over_recall=0)
     assert rig.lease.answered == [15 * MIB], "what is held stays granted"
     rig.lease.held_bytes = 10 * MIB
-    rig.reporter.answer(idle=False)
+    rig.reporter.answer(idle=False, over_recall=0)
     assert rig.lease.answered[1:] == [14 * MIB]
-    rig.reporter.answer(idle=False)
+    rig.reporter.answer(idle=False, over_recall=0)
     assert len(rig.lease.answered) == 2
-    rig.reporter.answer(idle=True)
+    rig.reporter.answer(idle=True, over_recall=0)
     assert rig.lease.answered[2:] == [10 * MIB] and rig.lease.granted_bytes == 12 * MIB, "the minimum stays granted"
 
 
@@ -157,3 +158,14 @@ def test_the_snapshot_has_the_time_of_the_last_grant() -> None:
     rig.receive()
     snapshot = rig.reporter.snapshot()
     assert snapshot is not None and not snapshot.connected and rig.stats.lost_brokers == 1
+
+
+def test_a_recall_that_spares_requests_is_answered_with_what_is_held_once_nothing_unneeded_is_left() -> None:
+    rig = Rig()
+    rig.lease.recall_to(12 * MIB, spares_requests=True)
+    rig.receive()
+    rig.reporter.answer(idle=False, over_recall=1)
+    assert rig.lease.answered == []
+    rig.reporter.answer(idle=False, over_recall=0)
+    assert rig.lease.answered == [rig.lease.held_bytes] and rig.lease.held_bytes > 12 * MIB
+    assert rig.lease.recall is None and not rig.reporter.is_recalled
