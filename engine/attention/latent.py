@@ -31,7 +31,7 @@ from torch import nn
 from ...cache.geometry import Geometry, LayerShape
 from ..errors import UnsupportedModel
 from ..layers.agreement import ERRORS, agrees
-from ..layers.linears import is_plain
+from ..layers.linears import KeptLinear, is_plain
 from ..layers.onednn import divided
 from .backends import EXPANDED_BYTES, EXPANDED_FROM
 from .context import AttentionCall, LayerCache
@@ -41,10 +41,6 @@ from .quantized_kv import gather
 log = logging.getLogger(__name__)
 
 _TRIAL_TOKENS = 5
-
-
-class LatentProjection(nn.Linear):
-    """An `nn.Linear` that is neither packed nor quantized. One becomes such by its class."""
 
 
 def latent_attention_modules(model: nn.Module) -> Iterator[Any]:
@@ -66,7 +62,7 @@ def keep_projections(model: nn.Module) -> None:
     """Exclude the projections of `model` from packing and quantization. Mutates it."""
     for projection in latent_projections(model):
         if is_plain(projection):
-            projection.__class__ = LatentProjection
+            projection.__class__ = KeptLinear
 
 
 class LatentAttention:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, TypeGuard
 
 import torch
@@ -225,8 +225,36 @@ class PackedEmbedding(nn.Embedding):
 
 
 def is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether `module` computes what an `nn.Linear` does."""
-    return type(module) is nn.Linear and not is_changed(module)
+    """Whether `module` computes what an `nn.Linear` does: it is one, or of a subclass that does so, as Falcon's."""
+    if not isinstance(module, nn.Linear) or isinstance(module, KeptLinear) or is_changed(module):
+        return False
+    if type(module) is nn.Linear:
+        return True
+    known = _as_plain(type(module))
+    return known is not None and known == _settings(module)
+
+
+class KeptLinear(nn.Linear):
+    """An `nn.Linear` that is neither packed nor quantized. One becomes such by its class."""
+
+
+@lru_cache
+def _as_plain(kind: Any) -> dict[str, Any] | None:
+    """The settings of a small layer of a subclass, if it computes what a plain one does; else None."""
+    try:
+        with torch.inference_mode(), torch.device("cpu"):
+            small, x = kind(3, 5), torch.randn((2, 3), generator=torch.Generator().manual_seed(0))
+            alike = torch.allclose(small(x), F.linear(x, small.weight, small.bias))
+    except Exception:  # of a class with other arguments, say
+        return None
+    return _settings(small) if alike else None
+
+
+def _settings(layer: nn.Module) -> dict[str, Any]:
+    """All that a layer has besides its sizes, weight and bias."""
+    tensors = {name for name in (*layer._parameters, *layer._buffers) if name not in ("weight", "bias")}
+    own = {name: value for name, value in vars(layer).items() if not name.startswith("_") and "_features" not in name}
+    return own | {"training": None, "further": (tensors, list(layer._modules))}
 
 
 def is_changed(module: nn.Module) -> bool:

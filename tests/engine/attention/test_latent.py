@@ -14,11 +14,12 @@ from torch import nn
 from pagetide import LLM, SamplingParams, native
 from pagetide.cache.geometry import Geometry, LayerShape
 from pagetide.engine.attention import latent
-from pagetide.engine.attention.latent import LatentProjection, attend_to_latents, expands_plainly, keep_projections
+from pagetide.engine.attention.latent import attend_to_latents, expands_plainly, keep_projections
 from pagetide.engine.attention.native_kernel import NativeKernel
 from pagetide.engine.attention.torch_kernel import TorchKernel
 from pagetide.engine.config import EngineConfig
 from pagetide.engine.errors import UnsupportedModel
+from pagetide.engine.layers.linears import KeptLinear
 from pagetide.engine.layers.packing import pack_linears
 from pagetide.engine.loading.checkpoint import Checkpoint
 from pagetide.engine.loading.models import resolve_model
@@ -148,7 +149,7 @@ def test_projections_are_neither_packed_nor_quantized():
     keep_projections(model)
     pack_linears(model)
     attention = model.model.layers[0].self_attn
-    assert type(attention.kv_b_proj) is LatentProjection
+    assert type(attention.kv_b_proj) is KeptLinear
     attend_to_latents(model, geometry_of(model))
     weight = attention.kv_b_proj.weight
     assert attention.latent_attention.weight.data_ptr() == weight.data_ptr(), "no bytes besides the model's"

@@ -13,6 +13,8 @@ from engines import TinyEngine, plain, prompts
 from families import FAMILIES, VOCAB, tiny
 from state_families import tiny_with_states
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
@@ -21,7 +23,7 @@ from pagetide import native
 from pagetide.engine.attention.latent import keep_projections
 from pagetide.engine.layers.fusion import Fused, fuse
 from pagetide.engine.layers.kernels import kernels_on
-from pagetide.engine.layers.linears import NativeLinear
+from pagetide.engine.layers.linears import NativeLinear, is_plain
 from pagetide.engine.layers.merged_linears import MergedLinears
 from pagetide.engine.layers.norms import fused_norm
 from pagetide.engine.layers.packing import pack_linears
@@ -34,6 +36,7 @@ pytestmark = pytest.mark.skipif(native.instructions() is None, reason="the nativ
 
 KERNELS = kernels_on(torch.device("cpu"))
 TOKENS = torch.tensor([31, 7, 49, 4, 23])
+FALCON = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "vocab_size": 160}
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 # By layer: q, k, v and gate, up are products.
 EXPECTED = {
@@ -336,3 +339,31 @@ def test_layers_that_differ_are_not_merged():
         assert MergedLinears.of([layer(), other]) is None
     quantized = quantize_linear(nn.Linear(50, 8).requires_grad_(False), Method("int8", None, False, 0.0), torch.float32)
     assert MergedLinears.of([layer(), quantized]) is None
+
+
+class Shifting(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+class Scaling(nn.Linear):
+    scale = 1.0
+
+    def __init__(self, *args, scale=1.0, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.scale = scale
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def test_a_subclass_is_plain_where_it_computes_the_same():
+    """Also without memory; not where a setting of the layer differs from that of the one that was tried."""
+    with torch.device("meta"):
+        assert is_plain(FalconLinear(7, 4, bias=False))
+    assert is_plain(FalconLinear(7, 4)) and is_plain(Scaling(3, 5))
+    assert not is_plain(Shifting(3, 5)) and not is_plain(Scaling(3, 5, scale=2.0)) and not is_plain(nn.Bilinear(3, 3, 5))
+    model, ids = AutoModelForCausalLM.from_config(AutoConfig.for_model("falcon", **FALCON)).eval(), torch.arange(9)[None]
+    before = model(input_ids=ids).logits
+    assert pack_linears(model.requires_grad_(False)) == 9, "four of each layer, and the head"
+    torch.testing.assert_close(model(input_ids=ids).logits, before, rtol=1e-4, atol=1e-4)

@@ -97,7 +97,8 @@ def test_rows_are_divided_into_few_products_of_known_sizes():
 
 def test_only_large_plain_linears_are_packed():
     class Own(nn.Linear):
-        pass
+        def forward(self, x):
+            return -super().forward(x)
 
     model = nn.ModuleDict(
         {
