@@ -230,7 +230,8 @@ def is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
         return False
     if type(module) is nn.Linear:
         return True
-    known = _as_plain(type(module))
+    kind: Any = type(module)
+    known = _as_plain(kind)
     return known is not None and known == _settings(module)
 
 
