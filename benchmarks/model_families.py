@@ -41,6 +41,9 @@ from transformers.models.auto.modeling_auto import (
 
 from pagetide import LLM, ConfigError, RequestOutput, RequestRejected, SamplingParams, UnsupportedModel
 from pagetide.cache.geometry import LATENT_TYPES
+from pagetide.engine.attention import gathered
+from pagetide.engine.attention.gathered import may_attend_by_itself
+from pagetide.engine.attention.states import may_have_states
 from pagetide.engine.errors import CheckpointError
 
 from .published_models import (
@@ -381,13 +384,17 @@ be served. `python -m benchmarks.model_families --families TYPE` repeats one.
 of the whole model: `aria`, `aya_vision`, `cohere2_vision`, `cosmos3_omni`, `deepseek_vl`, `deepseek_vl_hybrid`, `fast_vlm`,
 `fuyu`, `gemma3`, `gemma3n`, `gemma4`, `gemma4_unified`, `glm46v`, `glm4v_moe`, `glm_ocr`, `got_ocr2`,
 `hyperclovax_vision_v2`, `idefics2`, `idefics3`, `internvl`, `kimi_k25`, `lfm2_vl`, `lighton_ocr`, `llama4`, `llava`,
-`llava_next`, `llava_next_video`, `llava_onevision`, `minimax_m3_vl`, `mistral3` (with a decoder of `mistral4` too), `ovis2`,
-`paddleocr_vl`, `pp_chart2table`, `qianfan_ocr`, `qwen2_vl`, `qwen2_5_omni_thinker`, `qwen2_5_vl`, `qwen3_omni_moe_thinker`,
-`qwen3_vl`, `qwen3_vl_moe`, `smolvlm`, `video_llama_3`, `video_llava`, `vipllava`. Refused are `paligemma`, in which tokens of
-a prompt see later ones, and models that compute nothing without an image (`blip-2`, `idefics`, `instructblip`).
+`llava_next`, `llava_next_video`, `llava_onevision`, `minimax_m3_vl`, `mistral3` (with a decoder of `mistral4` too),
+`mistral_large4`, `ovis2`, `paddleocr_vl`, `pp_chart2table`, `qianfan_ocr`, `qwen2_vl`, `qwen2_5_omni_thinker`, `qwen2_5_vl`,
+`qwen3_omni_moe_thinker`, `qwen3_vl`, `qwen3_vl_moe`, `smolvlm`, `video_llama_3`, `video_llava`, `vipllava`. Refused are
+`paligemma`, in which tokens of a prompt see later ones, `git`, `mllama` (Llama 3.2 Vision), and models that compute nothing
+without an image (`blip-2`, `idefics`, `instructblip`).
 
 **Latent attention.** Types {latent} cache latents instead of
 K and V of all heads ([0052](decisions/0052-latent-attention.md)).
+
+**Attention of its own.** Types that call no attention interface, or choose the tokens that they attend to, are computed a
+sequence at a time ([0061](decisions/0061-attention-of-its-own.md)): {own}.
 """
 NOTES = {"gpt_oss": "published checkpoints are MXFP4: see the first table"}
 SECTIONS = {
@@ -415,6 +422,7 @@ def document(outcomes: Sequence[Outcome]) -> str:
             total=len(types), transformers=transformers.__version__, torch=torch.__version__.partition("+")[0],
             lengths=", ".join(map(str, PROMPT_LENGTHS)), new=NEW_TOKENS, tolerance=TOLERANCE,
             latent=", ".join(f"`{name}`" for name in sorted(LATENT_TYPES)), models=len(models),
+            own=", ".join(f"`{one.model_type}`" for one in types if attends_by_itself(one)),
             served=sum(one.status == EQUAL for one in models), table="\n".join(map(answer, models)),
         )
     ]  # fmt: skip
@@ -433,6 +441,16 @@ def document(outcomes: Sequence[Outcome]) -> str:
         ]
         parts.append("")
     return "\n".join(parts)
+
+
+def attends_by_itself(outcome: Outcome) -> bool:
+    """Whether a type is equal and its attention calls no interface of transformers, or chooses tokens."""
+    if outcome.status != EQUAL:
+        return False
+    kind, config = getattr(transformers, outcome.class_name), tiny_config(outcome.model_type)
+    if may_have_states(kind) or not may_attend_by_itself([kind], config):
+        return False
+    return gathered.attends_by_itself(tiny_model(outcome.model_type))
 
 
 SCOPE = ": encoders, and encoders with decoders, that continue text only when asked to"

@@ -290,6 +290,7 @@ class GroupedTables(RowTables):
     def keep_state(self, row: int, num_tokens: int, index: PrefixIndex) -> None:
         if self.states is None or num_tokens not in self._stops.get(row, ()):
             return
+        self._stops[row].remove(num_tokens)  # once: later the state may be behind some tokens of a chunk that was deferred
         window, last = self._state_of(index), self.anchor.blocks[0, row, num_tokens // self.block_size - 1]
         nodes = index.blocks.node_at[[last]].astype(np.int64)
         if nodes[0] != NONE and not window.have(nodes)[0]:

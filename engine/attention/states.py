@@ -66,6 +66,10 @@ class ModelStates:
         """`rows` have other sequences from now on, or none."""
         self._undone.forget(rows)
 
+    def take_lost(self) -> Index:
+        """The rows with states that a fault within a mixer left unknown, since the last call."""
+        return self._undone.take_lost()
+
     def done(self, rows: Index, ends: Index) -> None:
         """The chunks of `rows` in a plan are done, up to `ends[i]` tokens; those of other rows may be repeated."""
         self._undone.done(rows, ends)
@@ -321,9 +325,16 @@ class _Mixer:
             args, kwargs = map_tokens(lambda one: _padded(one, num_padded), (args, kwargs), num_tokens)
         layers = self._all.cache.layers
         layers[self._layer] = _PackedLayer(1)
-        with recurrences.over(states.in_blocks(self._layer, chunks, tokens)):
-            output = self._forward(*args, **kwargs)
-            states.undone.add(self._layer, tokens, output, num_padded)
+        held = states.in_blocks(self._layer, chunks, tokens)
+        kinds = len(held.places)
+        try:
+            with recurrences.over(held):
+                output = self._forward(*args, **kwargs)
+                states.undone.add(self._layer, tokens, output, num_padded)
+        except BaseException:
+            if len(held.places) < kinds:  # a kernel has run
+                states.undone.lose(tokens)
+            raise
         if num_padded > num_tokens:
             output = map_tokens(lambda one: one[:, :num_tokens], output, num_padded)
         return output
@@ -343,7 +354,11 @@ class _Mixer:
             own = tokens[part.chunks]
             packed = Tokens(own.rows, own.starts, np.cumsum(own.lengths) - own.lengths, own.lengths)
             states.undone.add(self._layer, packed, output, len(places))
-            states.write(self._layer, chunks[part.chunks], layer.states)
+            try:
+                states.write(self._layer, chunks[part.chunks], layer.states)
+            except BaseException:
+                states.undone.lose(own)
+                raise
             yield MixerOutput(places, output)
 
     def _call_part(self, part: _Part, places: torch.Tensor, args: Any, kwargs: Any, num_tokens: int) -> Any:

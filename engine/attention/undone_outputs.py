@@ -73,6 +73,7 @@ class UndoneOutputs:
     def __init__(self) -> None:
         self._kept: list[_Kept] = []
         self._passes = 0  # of this plan, and 1 more if something is kept of earlier ones
+        self._lost: set[int] = set()
         self._last: Tokens | None = None  # those of the last `add`: where their outputs lay, and then lie
         self._places, self._copied = torch.empty(0), _NOTHING
 
@@ -118,14 +119,31 @@ class UndoneOutputs:
 
     def done(self, rows: Index, ends: Index) -> None:
         """The chunks of `rows` in a plan are done, up to `ends[i]` tokens; those of other rows are not."""
-        if self._passes <= 1:
-            self._kept.clear()
+        if self._passes == 1 and len(rows) and self._kept and set(rows.tolist()) >= self._rows:
+            self._kept.clear()  # one pass over all of them, the usual case: none is ahead of its end
         elif self._kept:
             upto = dict(zip(rows.tolist(), ends.tolist(), strict=True))
             every = [pair for kept in self._kept for pair in zip(kept.tokens.rows.tolist(), kept.tokens.ends, strict=True)]
             ahead = {row for row, end in every if row in upto and end > upto[row]}
             self.forget(rows[~np.isin(rows, list(ahead))])
         self._passes = int(bool(self._kept))
+
+    @property
+    def _rows(self) -> set[int]:
+        """Those with outputs."""
+        every = {id(kept.tokens): kept.tokens for kept in self._kept}  # the layers of a pass share theirs
+        return {row for tokens in every.values() for row in tokens.rows.tolist()} - {-1}
+
+    def lose(self, tokens: Tokens) -> None:
+        """A mixer raised behind a change of states: those of sequences that `tokens` continue are unknown."""
+        self._lost.update(tokens.rows[tokens.starts > 0].tolist())
+
+    def take_lost(self) -> Index:
+        """The rows with unknown states since the last call. Their outputs are dropped."""
+        lost = np.array(sorted(self._lost), np.int64)
+        self._lost.clear()
+        self.forget(lost)
+        return lost
 
     def forget(self, rows: Index) -> None:
         """Drop the outputs of `rows`."""

@@ -308,6 +308,7 @@ class ModelRunner:
             log.error("step %d raised; repeating it in parts", plan.step_id, exc_info=attempt.error)
         self._lockstep.stop()
         self._recover(all_chunks)
+        self._fail_lost(attempt.error)
         return self._compute_in_parts(plan, list(all_chunks.halves()) or [all_chunks])
 
     def _collect(self, plan: Plan, computed: Computed) -> Computed:
@@ -346,6 +347,7 @@ class ModelRunner:
             if (error := self._compute_part(plan, part, total)) is not None:
                 self._rows.newest.copy_(newest)  # the repetition may need these inputs
                 self._recover(part)
+                self._fail_lost(error)
                 if halves := part.halves():
                     parts += reversed(halves)
                 else:
@@ -376,6 +378,11 @@ class ModelRunner:
             failure = format_error(attempt.error)
         for update in plan.tables:
             self._row_states.fail(update.rows, failure)
+
+    def _fail_lost(self, error: BaseException | None) -> None:
+        """End requests with states that `error` left unknown."""
+        if self._states is not None and error is not None and len(rows := self._states.take_lost()):
+            self._row_states.fail(rows, f"{format_error(error)}; it came while the states of this sequence changed")
 
     def _recover(self, part: ChunkGroup) -> None:
         """Prepare for computing `part` again: free memory, and undo what sampling has advanced."""

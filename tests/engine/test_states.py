@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from pagetide.cache.geometry import Geometry, LayerShape, StateShape
 from pagetide.cache.storage import Storage, TensorArena
 from pagetide.engine.attention.native_kernel import NativeKernel
 from pagetide.engine.attention.states import find_layers, may_have_states
+from pagetide.engine.attention.undone_outputs import Tokens, UndoneOutputs
 from pagetide.engine.layers.fusion import fuse
 from pagetide.engine.layers.kernels import kernels_on
 from pagetide.engine.layers.packing import pack_linears
@@ -70,6 +72,45 @@ def test_a_step_that_raises_is_repeated_with_the_same_tokens(packed: bool, usabl
     assert engine.generate(inputs, Sampling(NEW)) == expected
     assert len(raised) > 5 and (engine.preemptions if usable < 100 else engine.core.scheduler.stats.cached_prompt_tokens)
     assert not engine.core.runner._states._undone._kept
+
+
+@pytest.mark.skipif(native.instructions() is None, reason="the native kernels are not built")
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_fault_within_a_mixer_changes_no_token(packed: bool) -> None:
+    """Behind a kernel that has changed states in place, the sequences that it concerns end; from copies they are repeated."""
+    model, inputs = tiny_with_states("qwen3_5_text"), prompts(LENGTHS * 2, VOCAB)
+    expected = plain(model, inputs, NEW)
+    engine = TinyEngine(model, usable=300, block_size=4, max_chunk_tokens=8, max_seqs=3, caching=True)
+    engine.mixers.packed = packed
+    calls = itertools.count(1)
+
+    def failing(*_: Any) -> None:
+        if next(calls) in (100, 101, 150):
+            raise RuntimeError("planted")
+
+    for name, module in model.named_modules():
+        if name.endswith(("linear_attn.norm", "linear_attn.out_proj")):
+            module.register_forward_hook(failing)
+    engine.add_all(inputs, Sampling(NEW))
+    ends = engine.run()
+    failed = {name for name, end in ends.items() if end.reason == "error"}
+    for number, tokens in enumerate(expected):
+        got = ends[f"r{number}"].token_ids.tolist()
+        assert got == tokens[: len(got)] if f"r{number}" in failed else got == tokens
+    assert next(calls) > 150 and len(failed) <= 6 and bool(failed) == packed
+
+
+def test_outputs_of_deferred_chunks_outlast_plans_without_them() -> None:
+    undone = UndoneOutputs()
+    tokens = Tokens(*(np.array([number]) for number in (3, 7, 0, 1)))
+    undone.begin(tokens)
+    undone.add(0, tokens, torch.ones(1, 1, 4), 1)
+    none = np.empty(0, np.int64)
+    for _ in range(3):
+        undone.done(none, none)
+        assert len(undone.left(0, tokens)[0]) == 0, "it is known"
+    undone.done(np.array([3]), np.array([8]))
+    assert len(undone.left(0, tokens)[0]) == 1
 
 
 def test_a_token_changes_a_state_once() -> None:
