@@ -89,7 +89,7 @@ def lease_view(lease: LeaseAccount, state: LeaseState, now_ns: int) -> wire.Leas
         granted_bytes=state.granted_bytes,
         held_bytes=state.held_bytes,
         held=lease.held,
-        free_bytes=state.free_bytes + state.kept_bytes,
+        free_bytes=min(state.free_bytes + state.kept_bytes, wire.MAX_BYTES),
         asked_bytes=demand.target_bytes if demand is not None and demand.expires_ns > now_ns else None,
         state=status,
         recall_target_bytes=recalls[-1].target_bytes if recalls else None,

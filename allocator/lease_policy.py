@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from itertools import groupby
 from typing import TypeAlias
 
 KEEP_REST_S = 1.0  # least time between two recalls of kept memory from one lease for what another one would keep
@@ -503,7 +504,8 @@ def _withdrawals(state: SharedDevice, grants: Iterable[Grant], now_ns: int) -> I
 def _take(leases: Iterable[LeaseState], surplus: dict[int, int], needed: int) -> dict[int, int]:
     """How much of each lease's surplus to take for `needed` bytes: whole granules, or the whole surplus.
 
-    Idle bytes (free in a pool or never mapped) go first, then bytes in use of the lowest-priority leases.
+    Idle bytes (free in a pool or never mapped) go first, then of the lowest-priority leases what only cached prefixes hold, and
+    bytes in use.
     """
     taken: dict[int, int] = {}
 
@@ -519,8 +521,13 @@ def _take(leases: Iterable[LeaseState], surplus: dict[int, int], needed: int) ->
     givers = [lease for lease in leases if surplus[lease.lease_id] > 0]
     for lease in sorted(givers, key=lambda lease: (-_hoarded(lease), lease.lease_id)):
         take(lease, min(_hoarded(lease), surplus[lease.lease_id]))
-    for lease in sorted(givers, key=lambda lease: (-lease.priority, -surplus[lease.lease_id] / lease.weight, lease.lease_id)):
-        take(lease, surplus[lease.lease_id])
+    givers.sort(key=lambda lease: (-lease.priority, -surplus[lease.lease_id] / lease.weight, lease.lease_id))
+    for _, group in groupby(givers, key=lambda lease: lease.priority):
+        of_priority = list(group)
+        for lease in of_priority:
+            take(lease, min(_unneeded(lease), surplus[lease.lease_id]))
+        for lease in of_priority:
+            take(lease, surplus[lease.lease_id])
     return taken
 
 

@@ -299,7 +299,8 @@ def test_triton_on_a_cpu_serves_where_it_is_interpreted(monkeypatch: pytest.Monk
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert choose("triton", CPU, CALLS, makers=NONE | {"triton": named("triton")}).name == "triton"
     monkeypatch.setitem(sys.modules, "triton", None)
-    for name in [n for n in sys.modules if n.startswith("pagetide.engine.attention.triton_")]:
+    ours = ("pagetide.engine.attention.triton_", "pagetide.engine.layers.triton_")
+    for name in [n for n in sys.modules if n.startswith(ours)]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(ConfigError, match=r"not installed: pip install -e '/.*\[triton\]'"):
         choose("triton", CPU, CALLS)
