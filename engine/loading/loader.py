@@ -213,6 +213,7 @@ def _read_stored(
     """
     packed = None if checkpoint.quantized or quantization is not None else dtype
     if checkpoint.stored and quantization is None:
+        _refuse_other_sizes(checkpoint, meta_model(checkpoint, dtype))
         stored = StoredModel(checkpoint, dtype, pack=packs and packs_stored(device))
         read = _read(checkpoint, dtype, stored=stored).to(device)
         stored.install(read)

@@ -282,6 +282,8 @@ def _fp8(files: _StoredTensors, given: Mapping[str, Any]) -> Iterable[StoredWeig
 def _bytes_with_scales(files: _StoredTensors, base: str, scheme: Mapping[str, Any]) -> StoredWeight:
     weight = files.get(f"{base}.weight", (_FP8, "I8"), 2)
     n, k = weight.shape
+    if not n or not k:
+        raise ValueError(f"a weight of {n} by {k}")
     suffix = "weight_scale_inv" if files.has(f"{base}.weight_scale_inv") else "weight_scale"
     scales = files.get(f"{base}.{suffix}", (*_FLOATS, _POWERS), 0, 1, 2)
     rows, group = 1, 0
@@ -289,6 +291,7 @@ def _bytes_with_scales(files: _StoredTensors, base: str, scheme: Mapping[str, An
         rows, group = map(int, scheme["block_structure"])
         if rows < 1 or group < 1:
             raise ValueError(f"blocks of {rows} by {group}")
+        rows = min(rows, n)
     elif scheme.get("strategy") == "group":
         group = int(scheme["group_size"])
     groups = -(-k // group) if group > 0 else 1
@@ -381,6 +384,8 @@ def _awq(files: _StoredTensors, given: Mapping[str, Any]) -> Iterable[StoredWeig
         k = words.shape[0]
         if words.shape[1] * 8 != n and words.shape[1] * 4 == n:
             raise files.refuse("of 8 bits")
+        if n % 8 or not k:
+            raise ValueError(f"{n} outputs of {k} inputs in words of 8")
         files.check(words, (k, n // 8))
         zeros = files.get(f"{base}.qzeros", ("I32",), 2)
         files.check(zeros, (groups, n // 8))

@@ -204,8 +204,9 @@ class StoredModel:
             model.set_submodule(path, NativeLinear(self._packed(name), model.get_submodule(path).bias, self._dtype))
         for path, leaves in self.places.experts.items():
             module = model.get_submodule(path)
-            *_, first, last = ([[self._packed(*source) for source in one] for one in each] for each in leaves.values())
-            PackedExperts.pack(module, [_joined(one) for one in first], [one for (one,) in last], self._dtype)
+            *_, first, last = leaves.values()
+            joined = [_joined([self._packed(*source) for source in one]) for one in first]  # one expert's parts at a time
+            PackedExperts.pack(module, joined, [self._packed(*source) for (source,) in last], self._dtype)
         self.tensors, self._files = {}, TensorFiles(())  # the model's class refers to this, and files stay mapped by it
 
     def decoded(self, one: StoredWeight, expert: int = 0) -> Iterable[tuple[int, QuantizedWeight]]:
