@@ -43,15 +43,15 @@ def fused_mlp(
     down, x = layers[-1], _trial_input(layers[0], kernels.device)
     try:
         hidden, result, out = _hidden(module, x, down)
-    except Exception:  # a module of another kind may raise anything on such an input
-        return None
-    if hidden is None or out is not result:
-        return None
-    for parts in _places(layers, merged):
-        both = parts.whole(x)
-        for kind in KINDS.values():
-            if _agrees(kernels.gated(both, parts.n, parts.gate_at, parts.up_at, kind), hidden):
-                return _mlp(parts, kind, down, kernels)
+        if hidden is None or out is not result:
+            return None
+        for parts in _places(layers, merged):
+            both = parts.whole(x)
+            for kind in KINDS.values():
+                if _agrees(kernels.gated(both, parts.n, parts.gate_at, parts.up_at, kind), hidden):
+                    return _mlp(parts, kind, down, kernels)
+    except Exception:  # of a module of another kind on such an input, or of a compiler
+        pass
     return None
 
 

@@ -163,7 +163,7 @@ def _rotate_heads(
 ) -> None:  # fmt: skip
     """The heads from `first` on of one token. Elements beyond ROTATED stay as they are."""
     half: tl.constexpr = ROTATED // 2
-    heads = first + tl.arange(0, HEADS)
+    heads = (first + tl.arange(0, HEADS)).to(tl.int64)
     pairs = tl.arange(0, HALF_PAD)
     if NEIGHBOURS:
         one = 2 * pairs
