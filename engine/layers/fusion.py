@@ -178,7 +178,12 @@ def _shorten_lookups(model: nn.Module) -> None:
 def _replaced(watch: _ForwardWatch, kernels: RowKernels) -> Fused:
     fused, times = Fused(), Counter(call.module for call in watch.calls)
     for group in _groups([call for call in watch.calls if call.module in watch.linears], times):
-        if (merged := MergedLinears.of(group)) is not None:
+        try:
+            merged = MergedLinears.of(group)
+        except torch.OutOfMemoryError:  # a group is held twice for a moment
+            log.info("linear layers are not merged: no memory for another %d of them", len(group))
+            break
+        if merged is not None:
             fused.products.append(merged)
             if kernels.device.type == "cuda":
                 trim(kernels.device)  # at most one group is held twice

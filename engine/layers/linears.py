@@ -178,8 +178,9 @@ def joined_plain(layers: Sequence[nn.Linear]) -> tuple[nn.Linear, list[int]] | N
         return None
     sizes = [one.out_features for one in layers]
     whole = nn.Linear(first.in_features, sum(sizes), first.bias is not None, device="meta")
-    for name in ("weight", "bias") if first.bias is not None else ("weight",):
-        together = torch.cat([getattr(one, name).detach() for one in layers])
+    names = ("weight", "bias") if first.bias is not None else ("weight",)
+    joined = [torch.cat([getattr(one, name).detach() for one in layers]) for name in names]  # before any is changed
+    for name, together in zip(names, joined, strict=True):
         setattr(whole, name, nn.Parameter(together, requires_grad=False))
         for one, part in zip(layers, together.split(sizes), strict=True):
             setattr(one, name, nn.Parameter(part, requires_grad=False))
