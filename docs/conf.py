@@ -38,6 +38,7 @@ NAVIGATION = {
             "docs/your-model",
             "docs/sharing",
             "docs/serve",
+            "docs/clients",
             "docs/fleet",
             "docs/shards",
             "docs/page",

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Any, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -164,7 +164,7 @@ class NativeLinear(nn.Module):
         self.packed, self.shares_weight, other.shares_weight = other.packed, True, True
 
 
-Linear = NativeLinear | nn.Linear
+Linear: TypeAlias = "NativeLinear | nn.Linear"
 
 
 def joined_plain(layers: Sequence[nn.Linear]) -> tuple[nn.Linear, list[int]] | None:
