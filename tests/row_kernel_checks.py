@@ -63,6 +63,7 @@ def drawn(device: str, dtype: torch.dtype, *shape: int, scale: float = 1.0) -> t
 
 def close(out: torch.Tensor, right: torch.Tensor, floor: float = 0.0) -> None:
     """Of the same shape, and equal but for two roundings of the type, which the interpreter does towards zero."""
+    floor = max(floor, 16 * torch.finfo(out.dtype).tiny)  # below it a rounding is a part of it
     relative = max(1e-5, 2.02 * torch.finfo(out.dtype).eps)
     assert out.shape == right.shape
     assert bool(((out.double() - right).abs() <= relative * (right.abs() + floor)).all())

@@ -91,6 +91,7 @@ def write(stored: str | None = None) -> Kernel:
 def some() -> Iterator[Kernel]:
     """One of each kernel: an 8 B Llama in bfloat16."""
     yield attention("decode", "bf16", 128)
+    yield attention("decode", "bf16", 128, sums=None, partials=None)  # a batch that fills the device without splits
     yield attention("prefill", "bf16", 128)
     pointers = {"out": "bf16", "partials": "fp32", "sums": "fp32", "lens": "i32", "sinks": "bf16"}
     constants = {"V_DIM": 128, "V_DIM_PAD": 128, "KEYS": 64, "SPLITS": triton_decode.MERGED_AT_ONCE}

@@ -193,12 +193,13 @@ def _decode(
     places = row * (tl.num_programs(0) // PROGRAMS * GROUP) + heads
     v_dims = tl.arange(0, V_DIM_PAD)
     o_mask = (group < GROUP)[:, None] & (v_dims < V_DIM)[None, :]
-    if alone:
-        tl.store(out + places[:, None] * V_DIM + v_dims[None, :], mixed.to(out.dtype.element_ty), mask=o_mask)
-    else:
-        places = places * num_splits + tl.program_id(2)
-        tl.store(sums + places, highest + tl.log2(total), mask=group < GROUP)
-        tl.store(partials + places[:, None] * V_DIM + v_dims[None, :], mixed, mask=o_mask)
+    if sums is not None:  # noqa: SIM102  without it the rest must not be compiled, and `alone` is known to a program only
+        if not alone:
+            places = places * num_splits + tl.program_id(2)
+            tl.store(sums + places, highest + tl.log2(total), mask=group < GROUP)
+            tl.store(partials + places[:, None] * V_DIM + v_dims[None, :], mixed, mask=o_mask)
+            return
+    tl.store(out + places[:, None] * V_DIM + v_dims[None, :], mixed.to(out.dtype.element_ty), mask=o_mask)
 
 
 @triton.jit
