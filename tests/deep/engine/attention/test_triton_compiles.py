@@ -31,13 +31,14 @@ def compiled(which: str, folder: Path) -> list[dict[str, Any]]:
 
 def test_one_of_each(tmp_path: Path) -> None:
     kernels = compiled("some", tmp_path)
-    names = "decode prefill merge write blocks decode prefill write"
+    names = "decode decode prefill merge write blocks decode prefill write"
     assert [kernel["name"].split()[0] for kernel in kernels] == names.split()
     for kernel in kernels:
         assert not kernel["stack_bytes"], f"{kernel} spills"
-    decode, prefill, scaled_decode, scaled_prefill = *kernels[:2], *kernels[5:7]
-    assert decode["shared_bytes"] <= SHARED_BYTES // 3, "three programs fit a multiprocessor"
-    assert scaled_decode["shared_bytes"] < decode["shared_bytes"], "elements of one byte take less room"
+    decode, prefill, scaled_decode, scaled_prefill = *kernels[:3:2], *kernels[6:8]
+    for kernel in (decode, scaled_decode):
+        assert kernel["shared_bytes"] <= SHARED_BYTES // 3, "three programs fit a multiprocessor"
+    assert scaled_prefill["shared_bytes"] < prefill["shared_bytes"], "elements of one byte take less room"
     for kernel in (decode, prefill, scaled_decode, scaled_prefill):
         assert kernel["async_copies"] and kernel["products"], "K and V are copied ahead, and multiplied by matrix units"
 
