@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import multiprocessing
 import sys
 from pathlib import Path
@@ -50,7 +51,12 @@ WITH_PROCESSES = {
 def run(name: str, command: str, folder: Path) -> list[str]:
     """The names of the figures that a benchmark writes."""
     file = folder / "new" / f"{name}.json"
-    importlib.import_module(f"benchmarks.{name}").main([*command.split(), "--json", str(file)])
+    logger = logging.getLogger("pagetide")
+    level = logger.level
+    try:
+        importlib.import_module(f"benchmarks.{name}").main([*command.split(), "--json", str(file)])
+    finally:
+        logger.setLevel(level)  # which a program may change for all of its process
     return [figure["name"] for figure in read_results(file)["figures"]]
 
 
