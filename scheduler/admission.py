@@ -75,9 +75,11 @@ def admitted(state: SchedulerState) -> Iterator[tuple[Sequence, AdmissionPlan, l
     since it began to wait is in the log of decisions.
     """
     cache, waiting, queue = state.cache, state.waiting, state.waiting.queue
+    if not (state.admits and waiting.has_candidates):
+        return
     refused: list[Sequence] = []
     least = cache.pool.capacity + 1  # fewest blocks that a refused sequence needs
-    while state.admits and _may_pass(refused) and len(refused) < len(queue) and state.rows.num_free:
+    while _may_pass(refused) and len(refused) < len(queue) and state.rows.num_free:
         sequence = queue[len(refused)]
         if cache.blocks_for(len(sequence.tokens)) > state.limit_blocks:
             waiting.defer(len(refused))  # the pool may not grow so far: delay no other sequence

@@ -18,7 +18,7 @@ from ..cache.block_table import BlockCopies, Index, joined
 from .admission import expected_blocks
 from .errors import InvalidCallOrder
 from .plan import NO_RESIZE, Plan, Resize, Result
-from .preemption import by_worth, preempt
+from .preemption import preempt_until
 from .state import SchedulerState
 
 
@@ -139,19 +139,13 @@ class ElasticPool:
     def make_idle(self, num_extents: int) -> None:
         """Preempt sequences, in the order of preemption.py, until `give_back` has `num_extents` or none runs.
 
-        The next step withholds these extents from admission. After a preemption it admits no request at all: the next
-        call would preempt what the step computes.
+        The next step withholds these extents from admission.
         """
         self._check_turn(num_extents)
         self._state.end_aborted()
         removable = len(self._growing) + len(self._pool.drainable_extents)  # if no row held a block
         due = min(num_extents, removable)
-        while self._state.by_row and (missing := self._missing_blocks(due)) > 0:
-            victims = by_worth(self._state, self._state.by_row.values())[::-1]
-            held = np.cumsum(self._state.cache.row_tables.held_blocks(np.array([s.row for s in victims])))
-            last = int(np.searchsorted(held, missing))
-            preempt(self._state, victims[: last + 1])  # some blocks may be shared: check again
-            self._state.admits = False
+        preempt_until(self._state, lambda: self._missing_blocks(due), self._state.by_row)
         self._state.withheld_blocks = due * self._pool.blocks_per_extent
 
     def reopen_admission(self) -> None:
@@ -159,7 +153,7 @@ class ElasticPool:
         if self._state.withheld_blocks:
             self._state.withheld_blocks = 0
             self._state.waiting.look_again()
-        self._state.admits = True
+        self._state.has_preempted = False
 
     def take_resize(self) -> tuple[Resize, list[BlockCopies]]:
         """Return the resize and copies of the plan being made; pass its result to `apply_resize`."""

@@ -1,11 +1,12 @@
-"""Preemption: which sequences to preempt, by the blocks this frees and the cost of restoring them, and how.
+"""Preemption: which sequences lose their blocks where blocks are short, how many of them, and how they wait.
 
-A preempted sequence loses its row and blocks, keeps its tokens, and waits at its old place in the queue.
+A preempted sequence loses its row and blocks, keeps its tokens, and waits at its old place in the queue. Decodes, chunks of
+prompts, admissions and recalls that lack blocks preempt by `preempt_until` alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
@@ -32,9 +33,28 @@ def by_worth(state: SchedulerState, sequences: Iterable[Sequence]) -> list[Seque
     return [running[i] for i in np.lexsort((np.arange(len(running)), -per_block, spared, priority))]
 
 
+def preempt_until(state: SchedulerState, attempt: Callable[[], int], among: Mapping[int, Sequence], *, spared: int = 0) -> int:
+    """Preempt sequences of `among` (`state.by_row` or `state.paused`) until `attempt` succeeds, or only `spared` are left.
+
+    `attempt` tries what blocks are needed for, and returns how many it still lacks at least; 0 or less: it succeeded. It is
+    called first, and after each preemption. Returns what it returned last. No sequence is preempted that need not be.
+    """
+    tables = state.cache.row_tables
+    while (lacking := attempt()) > 0 and len(among) > spared:
+        victims = by_worth(state, among.values())[spared:][::-1]
+        # A victim frees what it holds at most, less what it shares, and needs no next block itself.
+        freed = np.cumsum(tables.held_blocks(np.array([s.row for s in victims])) + tables.num_tables)
+        preempt(state, victims[: int(np.searchsorted(freed, lacking)) + 1])
+    return lacking
+
+
 def preempt(state: SchedulerState, victims: list[Sequence]) -> None:
-    """Preempt `victims`: they lose rows and blocks, keep their tokens and wait at their old places in the queue."""
+    """Preempt `victims`: they lose rows and blocks, keep their tokens and wait at their old places in the queue.
+
+    Beams that wait for a move do not return before it. After other victims `SchedulerState.admits` is false for a step.
+    """
     state.stats.preemptions += len(victims)
+    state.has_preempted |= any(victim.status is not SequenceStatus.PAUSED for victim in victims)
     _explain(state, victims)
     for sequence in victims:
         sequence.preemptions += 1

@@ -177,7 +177,7 @@ class SchedulerState:
         changes: For the next plan.
         limit_blocks: The most blocks that the pool may have (`ElasticPool.limit_blocks`).
         withheld_blocks: Free blocks that the next step may not give to new sequences: they are to be given back.
-        admits: Whether the next step may admit sequences.
+        has_preempted: Whether victims were queued again since the last plan.
         evicted_blocks: Evictions of the cache that plans have counted.
 
     `earlier` is the state of a scheduler that this one replaces: its counters, logs, forecast and limit go on.
@@ -195,7 +195,7 @@ class SchedulerState:
         self.ends: Ends = earlier.ends if earlier else Ends()
         self.limit_blocks: int = earlier.limit_blocks if earlier else cache.pool.capacity
         self.withheld_blocks = 0
-        self.admits = True
+        self.has_preempted = False
         self.evicted_blocks = 0
         self.rows = Rows(limits.num_rows, min(limits.max_model_len, cache.max_tokens))
         self.plans = PendingPlans()
@@ -216,6 +216,13 @@ class SchedulerState:
     def running_rows(self) -> Index:
         """The rows of running sequences."""
         return np.fromiter(self.by_row, np.int64, len(self.by_row))
+
+    @property
+    def admits(self) -> bool:
+        """Whether the next step may admit sequences: a victim that returned at once would be the next victim, unless no other
+        sequence computes.
+        """
+        return not self.has_preempted or len(self.by_row) == len(self.paused)
 
     @property
     def num_waiting(self) -> int:
