@@ -26,11 +26,11 @@ from benchmarks.figures import Figure, median, report
 from pagetide import LLM, SamplingParams
 from pagetide.allocator.blocks import BlockAllocator
 from pagetide.cache.geometry import Geometry, LayerShape, StateShape
-from pagetide.cache.grouped_tables import tables_for
 from pagetide.cache.layer_groups import LayerGroup, state_group
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
 from pagetide.cache.reuse_density import ReuseDensity
+from pagetide.cache.state_tables import tables_for
 from pagetide.engine.layers import recurrences
 
 HEADS, DIM, ROWS, BLOCK = 16, 128, 16, 16

@@ -58,7 +58,7 @@ class Extension:
 
 
 class CacheManager:
-    """Assigns the blocks of `tables` (grouped_tables.tables_for) to rows.
+    """Assigns the blocks of `tables` (state_tables.tables_for) to rows.
 
     With a `hasher` prefixes are cached. `eviction` makes the eviction policy. At most `max_cached_blocks` blocks without
     references stay cached (None: no limit). `host_slots` is the number of slots of the host tier, which evicts the oldest
@@ -227,7 +227,7 @@ class CacheManager:
         owed, returns = self.host.num_owed, self.swapping.suspended.resume(name)
         num_tail, full = self.swapping.suspended.tail_behind(name, hit), len(hit.nodes)
         self.index.keep_branch(hit)
-        updates = self.row_tables.begin(row, hit, num_tail, upto, self.swapping)
+        updates, moves = self.row_tables.begin(row, hit, num_tail, upto, self.swapping)
         if full:
             self.index.accept(hit)
             self._committed[row] = full
@@ -235,7 +235,7 @@ class CacheManager:
         tail = [table.blocks[:, row, full] for table in self.tables if num_tail]
         self.swapping.suspended.take_tail(name, np.concatenate([self._bytes_at[:0], *tail]))
         waits = self.host.num_owed > owed or self._is_arriving(row, full)
-        copies = self._copies(self.row_tables.state_moves(row, hit, self.swapping))
+        copies = self._copies(moves)
         if copies is not None:
             self.swapping.trim()
         return Extension(updates, copies, num_computed=hit.num_tokens + num_tail, waits=waits)
@@ -251,9 +251,7 @@ class CacheManager:
         Returns the changed table entries.
         """
         updates = self._commit(row, chain, num_tokens // self.block_size)
-        if is_prompt:
-            self.row_tables.keep_end(row, num_tokens, self.index)
-        self.row_tables.keep_state(row, num_tokens, self.index)
+        self.row_tables.keep_ends(row, num_tokens, is_prompt, self.index)
         return updates
 
     def _commit(self, row: int, chain: Chain, full: int) -> tuple[TableUpdate, ...]:
@@ -290,7 +288,7 @@ class CacheManager:
         kept, unless no slot is available or the blocks before it are not all findable.
         """
         full, rest = divmod(num_tokens, self.block_size)
-        keeps = rest and self._committed[row] == full and not self.row_tables.has_states
+        keeps = rest and self._committed[row] == full and self.row_tables.keeps_tails
         tail = [table.blocks[:, row, full] for table in self.tables if keeps]
         self.swapping.suspended.keep(name, chain, num_tokens, np.concatenate([self._bytes_at[:0], *tail]))
 

@@ -19,9 +19,9 @@ from ..allocator.lease import Lease
 from ..allocator.leased_arena import LeasedArena
 from ..api.sampling_params import SamplingParams
 from ..cache.cache_events import CacheEventLog
-from ..cache.grouped_tables import tables_for
 from ..cache.manager import CacheManager
 from ..cache.prefix_hash import PrefixHasher
+from ..cache.state_tables import tables_for
 from ..cache.storage import TensorArena
 from ..common import answer_memory
 from ..common.on_error import OnError

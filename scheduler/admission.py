@@ -152,8 +152,8 @@ def _start(state: SchedulerState, sequence: Sequence) -> AdmissionPlan | None:
             return AdmissionPlan(cache.blocks_for(known) - cache.row_tables.shared_by_fork(most), NO_HIT, leader.row)
     hit = cache.lookup(sequence.chain, most)
     needed = cache.needed(known, hit)
-    if len(hit.nodes) and cache.row_tables.has_states and needed > room(state):
-        without = cache.needed(known, NO_HIT)  # a found state is copied, and there may be room for one only
+    if len(hit.nodes) and needed > room(state):
+        without = cache.needed(known, NO_HIT)  # less where a found state is copied: there may be room for one only
         if without <= room(state):
             return AdmissionPlan(without, NO_HIT)
     return AdmissionPlan(needed, hit)

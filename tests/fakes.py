@@ -16,10 +16,10 @@ from dataclasses import replace
 import numpy as np
 
 from pagetide.allocator.blocks import BlockAllocator
-from pagetide.cache.grouped_tables import tables_for
 from pagetide.cache.layer_groups import LayerGroup
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
+from pagetide.cache.state_tables import tables_for
 from pagetide.scheduler.cost import SwapCost
 from pagetide.scheduler.outcome import BeamMove, Finished, StepOutputs
 from pagetide.scheduler.plan import NO_EXTENTS, NO_TOKENS, Candidates, ChunkLogprobs, Failure, Plan, Result
