@@ -93,11 +93,6 @@ class GroupedTables(RowTables):
             needed -= int(np.count_nonzero(self.pool.references(window.blocks_of(nodes).ravel())))
         return needed
 
-    def needed_by_fork(self, num_tokens: int, upto: int) -> int:
-        columns = super().needed_by_fork(num_tokens, upto)
-        of_windows = num_tokens % self.block_size > 0
-        return sum(table.num_tables * (columns if group.window is None else of_windows) for group, table in self._with_bytes)
-
     def can_fork(self, parent: int, num_tokens: int) -> bool:
         return all(table.starts[parent] * self.block_size <= group.first_read(num_tokens) for group, table in self.others)
 
@@ -233,7 +228,7 @@ class GroupedTables(RowTables):
             nodes = index.blocks.nodes_in(findable[start - first :])
             own = table.blocks[:, row, start:upto].copy()
             theirs, replaced = index.windows.attach(window, nodes, own)
-            swapping.replaced(replaced)
+            swapping.free_slots(replaced)
             _, changed[table] = self._publish(self.pool, table, row, start, own, theirs)
             window.mark_used(nodes[theirs[0] != own[0]])
         if not any(changed.get(table) for _, table in self._with_bytes):

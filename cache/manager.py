@@ -183,7 +183,7 @@ class CacheManager:
         """
         full, rest = divmod(num_tokens, self.block_size)
         upto = max(num_tokens, upto or 0)
-        if self.row_tables.needed_by_fork(num_tokens, upto) > self.pool.available:
+        if self.blocks_for(upto) - self.row_tables.shared_by_fork(num_tokens) > self.pool.available:
             return None
         updates = self.row_tables.fork(parent, child, num_tokens, upto, self.swapping)
         self._committed[child] = min(int(self._committed[parent]), full)

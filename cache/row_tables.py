@@ -144,10 +144,6 @@ class RowTables:
         found = int(np.count_nonzero(self.pool.references(hit.blocks))) if len(hit.blocks) else 0
         return self.blocks_for(upto) - found
 
-    def needed_by_fork(self, num_tokens: int, upto: int) -> int:
-        """Blocks that `fork` takes."""
-        return -(-upto // self.block_size) - num_tokens // self.block_size
-
     def can_fork(self, parent: int, num_tokens: int) -> bool:
         """Whether row `parent` still holds what a row that shares its first `num_tokens` tokens reads."""
         return True

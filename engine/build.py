@@ -128,7 +128,7 @@ class Engine:
             "extents": {"mapped": len(self.arena.mapped_extents), "total": self.arena.num_extents},
             "running": scheduler.num_running,
             "waiting": scheduler.num_waiting,
-            "waiting_for_others": scheduler.num_dependent,
+            "waiting_for_others": scheduler.state.num_dependent,
             "steps": counters.steps,
             "step_tokens": {"up_to": list(STEP_TOKEN_BOUNDS), "steps": list(counters.step_tokens)},
             "prompt_tokens": counters.prompt_tokens,

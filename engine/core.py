@@ -66,19 +66,12 @@ class EngineCore:
         """End a request before the next step. The next step's outputs report its end."""
         return self.scheduler.abort(request_id, reason)
 
-    def step(self) -> StepOutputs:
-        """Plan a step, execute it and return its outputs.
+    def step(self, ahead: bool = True) -> StepOutputs:
+        """Plan a step, execute it and return its outputs; with `ahead` the next one may be launched too.
 
         If the runner raises, the requests of this step end with that error, and no others. An exception in the bookkeeping, or
         in a step that moves memory, ends all requests. So does ShardLost, after which the engine can only be closed.
         """
-        return self._step(ahead=True)
-
-    def catch_up(self) -> StepOutputs:
-        """As `step`, but launch no step ahead."""
-        return self._step(ahead=False)
-
-    def _step(self, ahead: bool) -> StepOutputs:
         outputs: StepOutputs | None = None
         try:
             if not self._pending:
@@ -86,7 +79,7 @@ class EngineCore:
                     self.memory.prepare()
                 self._launch(self.scheduler.schedule(self.clock()))
             if ahead:
-                self._step_ahead()
+                self._launch_ahead()
             outputs = self._complete()
             if self._pending and not self.scheduler.num_running:  # all requests of the step ahead have ended
                 outputs = replace(outputs, finished=outputs.finished + self._complete().finished)
@@ -96,7 +89,7 @@ class EngineCore:
         except Exception as error:
             return self._fail(error, outputs)
 
-    def _step_ahead(self) -> None:
+    def _launch_ahead(self) -> None:
         """Launch the next decode step before the pending one's result is on the host, if it only continues that one."""
         if not self.runner.overlaps or len(self._pending) > 1 or (self.memory is not None and self.memory.wants_turn):
             return

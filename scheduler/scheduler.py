@@ -79,18 +79,8 @@ class Scheduler:
         For recovery from a half-made change: it reads only what such a change leaves readable. `mapped` are the extents
         with memory; None takes them from the broken bookkeeping.
         """
-        fresh = Scheduler(self.cache.rebuilt(mapped), self.limits, self.cost, replaces=self)
+        fresh = Scheduler(self.cache.rebuilt(mapped), self.state.limits, self.state.cost, replaces=self)
         return fresh, StepOutputs(self.stats.steps, [], [], self.state.failed(error))
-
-    @property
-    def limits(self) -> Limits:
-        """The limits of this scheduler."""
-        return self.state.limits
-
-    @property
-    def cost(self) -> SwapCost | None:
-        """Of swapping and computing; without a host tier only reported in decisions."""
-        return self.state.cost
 
     @property
     def num_running(self) -> int:
@@ -101,11 +91,6 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Number of sequences without a row, including preempted ones."""
         return self.state.num_waiting
-
-    @property
-    def num_dependent(self) -> int:
-        """Waiting sequences that wait for another one: a fork for its prompt, a beam for its next move."""
-        return self.state.num_dependent
 
     @property
     def has_work(self) -> bool:
@@ -168,7 +153,7 @@ class Scheduler:
         if len(prefilling):
             self.cache.release_passed(prefilling, self._computed)
         decodes = self._extend_decodes()
-        step = _Step(now, decodes, self.limits.max_step_tokens - len(decodes), self.limits.max_scored_tokens)
+        step = _Step(now, decodes, self.state.limits.max_step_tokens - len(decodes), self.state.limits.max_scored_tokens)
         if self._chunk_prefills(step):
             self.cache.release_passed(prefilling, self.rows.computed.take)  # also what forks wait for
             preempt_until(state, lambda: self._chunk_prefills(step), state.by_row)
@@ -330,7 +315,7 @@ class Scheduler:
         assert sequence.row is not None
         computed = int(self.rows.computed[sequence.row])
         lacking = int(self.rows.known[sequence.row]) - computed
-        length = min(lacking, step.num_tokens, self.limits.max_chunk_tokens or lacking)
+        length = min(lacking, step.num_tokens, self.state.limits.max_chunk_tokens or lacking)
         to_score = 0
         if sequence.is_unscored:
             to_score = max(0, len(sequence.request.prompt_token_ids) - 1 - computed)

@@ -440,7 +440,7 @@ class World:
 
     def schedule(self) -> Plan:
         plan = self.scheduler.schedule(self.now)
-        assert plan.num_tokens <= self.scheduler.limits.max_step_tokens
+        assert plan.num_tokens <= self.scheduler.state.limits.max_step_tokens
         self.check()
         self.plans.append(plan)
         self.started += [new.request_id for new in plan.admitted]
