@@ -99,7 +99,7 @@ def test_a_fault_within_a_mixer_changes_no_token(packed: bool) -> None:
 
 
 @pytest.mark.skipif(native.instructions() is None, reason="the native kernels are not built")
-def test_a_sequence_whose_states_are_lost_at_each_try_ends_alone() -> None:
+def test_a_request_that_loses_its_states_at_each_try_ends_alone() -> None:
     model, inputs = tiny_with_states("qwen3_5_text"), prompts([5, 9, 14], VOCAB)
     expected = plain(model, inputs, NEW)
     engine = TinyEngine(model, usable=300, block_size=4, max_seqs=3, max_chunk_tokens=8)
