@@ -95,7 +95,7 @@ class RowStates:
         self._failures.update(dict.fromkeys(rows.tolist(), message))
 
     def lose(self, plan: Plan, rows: Index, message: str) -> None:
-        """Defer the chunks of `rows` in `plan`, whose layers' states are unknown, until they are computed from the start.
+        """Defer the chunks of `rows` in `plan`, which have unknown states, until they are computed from the start.
 
         A request that loses its states MOST_LOSSES times before it gets further fails.
         """
