@@ -193,21 +193,22 @@ class GroupedTables(RowTables):
     def begin(
         self, row: int, hit: PrefixHit, num_tail: int, upto: int, swapping: Swapping
     ) -> tuple[Updates, BlockMoves | None]:
-        windows, one, num_nodes = [window for window, *_ in self._windows(swapping.index)], np.array([row]), len(hit.nodes)
-        shared = self._share_nodes(row, hit, swapping.index)
+        index, one, reads = swapping.index, np.array([row]), []
+        shared = self._share_nodes(row, hit, index)
         updates = list(shared or (NO_UPDATE,)) if self._anchor_has_bytes else []
-        read = [swapping.index.windows.read_next(window, hit.nodes) for window in windows]
-        there = [window.have(nodes, on_host=False) for window, nodes in zip(windows, read, strict=True)]
-        for window, nodes, on_device in zip(windows, read, there, strict=True):
+        for window, _, table in self._windows(index):
+            nodes = index.windows.read_next(window, hit.nodes)
+            on_device = window.have(nodes, on_host=False)
             self.pool.retain(window.blocks_of(nodes[on_device]).ravel())
             window.mark_used(nodes[on_device])
+            reads.append((window, table, nodes, on_device))
         returning = []
-        for window, (_, table), nodes, on_device in zip(windows, self.others, read, there, strict=True):
+        for window, table, nodes, on_device in reads:  # all that is found is in use: these allocations do not evict it
             fresh = swapping.allocate(table.num_tables * int(np.count_nonzero(~on_device)), hit)
             blocks = np.empty((table.num_tables, len(nodes)), np.int32)
             blocks[:, on_device] = window.blocks_of(nodes[on_device])
             blocks[:, ~on_device] = fresh.reshape(table.num_tables, -1)
-            table.starts[row] = table.lengths[row] = num_nodes - len(nodes)
+            table.starts[row] = table.lengths[row] = len(hit.nodes) - len(nodes)
             updates += table.append(one, np.array([len(nodes)]), blocks)
             returning.append((window, nodes[~on_device], blocks[:, ~on_device]))
         tail = np.array([hit.num_tokens + num_tail])

@@ -145,7 +145,8 @@ class ElasticPool:
         self._state.end_aborted()
         removable = len(self._growing) + len(self._pool.drainable_extents)  # if no row held a block
         due = min(num_extents, removable)
-        preempt_until(self._state, lambda: self._missing_blocks(due), self._state.by_row)
+        from_pool = (due - len(self._growing)) * self._pool.blocks_per_extent
+        preempt_until(self._state, lambda: from_pool - self._pool.available, self._state.by_row)
         self._state.withheld_blocks = due * self._pool.blocks_per_extent
 
     def reopen_admission(self) -> None:
@@ -185,11 +186,6 @@ class ElasticPool:
     def _most_extents(self) -> int:
         """Extents within the limit; at least 1, because the extent of the null block always has memory."""
         return max(1, (self._state.limit_blocks + 1) // self._pool.blocks_per_extent)
-
-    def _missing_blocks(self, num_extents: int) -> int:
-        """Blocks to free before `give_back` has `num_extents`, which must be removable."""
-        from_pool = num_extents - len(self._growing)
-        return 0 if from_pool <= 0 else from_pool * self._pool.blocks_per_extent - self._pool.available
 
     def _check_turn(self, num_extents: int) -> None:
         if num_extents < 0:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 
 from ..cache.block_table import Index, Int32
-from .cost import Seconds
+from .forecast import Float
 from .sequence import Sequence, SequenceStatus
 from .state import SchedulerState
 
@@ -84,7 +84,7 @@ def _requeue(state: SchedulerState, sequences: list[Sequence], computed: bool = 
             state.waiting.add(sequence)
 
 
-def _at_stake(state: SchedulerState, sequences: list[Sequence]) -> tuple[Index, Index, tuple[Seconds, Seconds]]:
+def _at_stake(state: SchedulerState, sequences: list[Sequence]) -> tuple[Index, Index, tuple[Float, Float]]:
     """What preempting each sequence wins and loses: blocks that no other row has, the tokens computed in them, and
     the seconds to swap and to compute those tokens.
     """
@@ -92,7 +92,8 @@ def _at_stake(state: SchedulerState, sequences: list[Sequence]) -> tuple[Index, 
     rows = np.array([s.row for s in sequences], np.int64)
     won = state.cache.row_tables.sole_blocks(rows)
     tokens = state.cache.row_tables.sole_tokens(rows, state.rows.computed[rows])
-    return won, tokens, state.cost.victims_s(tokens, state.cache.row_tables.blocks_for_each(tokens))
+    swap_s = np.multiply(state.cache.row_tables.blocks_for_each(tokens), state.cost.swap_s(1), dtype=float)
+    return won, tokens, (swap_s, np.multiply(tokens, state.cost.compute_s(1), dtype=float))
 
 
 def _explain(state: SchedulerState, victims: list[Sequence]) -> None:

@@ -128,7 +128,11 @@ class Scheduler:
         `schedule` plans the next step. A pending plan made by `schedule` still gives it a token; a plan made by
         `schedule_ahead` does not.
         """
-        return self.state.abort(request_id, reason)
+        sequence = self.state.not_aborted(request_id)
+        if sequence is not None:
+            sequence.abort_reason = reason
+            self.state.aborted.append(sequence)
+        return sequence is not None
 
     def withdraw(self, request_id: str) -> Finished | None:
         """End a request at once, between two steps, and free its blocks. Its `Finished` is returned here only.
@@ -136,7 +140,10 @@ class Scheduler:
         Returns None, and changes nothing, for an unknown, ended or already aborted request.
         """
         self.state.plans.check_turn()
-        return self.state.withdraw(request_id)
+        if (sequence := self.state.not_aborted(request_id)) is None:
+            return None
+        self.state.end(sequence, "aborted")
+        return self.state.finished.pop()
 
     def schedule(self, now: float = 0.0) -> Plan:
         """Plan the next step. The plan may hold no chunk; it must still go through `apply`.

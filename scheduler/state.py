@@ -337,22 +337,10 @@ class SchedulerState:
         """Take rows and blocks back; the sequences keep their tokens. If `computed`, their blocks stay findable."""
         self._free(self._detach(sequences, computed, keep_tails))
 
-    def abort(self, request_id: str, reason: FinishReason) -> bool:
-        """Request that a sequence be ended by `end_aborted`. False if it is unknown, ended or already aborted."""
-        sequence = self._not_aborted(request_id)
-        if sequence is None:
-            return False
-        sequence.abort_reason = reason
-        self.aborted.append(sequence)
-        return True
-
-    def withdraw(self, request_id: str) -> Finished | None:
-        """End a sequence now. Returns its `Finished`, reported here only; None if unknown, ended or already aborted."""
-        sequence = self._not_aborted(request_id)
-        if sequence is None:
-            return None
-        self.end(sequence, "aborted")
-        return self.finished.pop()
+    def not_aborted(self, request_id: str) -> Sequence | None:
+        """The sequence with this id; None if it is unknown, has ended or is to be ended already."""
+        sequence = self.by_id.get(request_id)
+        return None if sequence is None or sequence.abort_reason else sequence
 
     def end_aborted(self) -> None:
         """End the aborted sequences that have not ended otherwise."""
@@ -449,10 +437,6 @@ class SchedulerState:
             assert not prefills or rows.known[row] == len(sequence.tokens), f"row {row} prefills, but has a result"
             assert blocks[row] * self.cache.block_size >= rows.computed[row], f"row {row} has too few blocks"
             assert rows.request_ids[row] == sequence.request.request_id, f"row {row} has another's id"
-
-    def _not_aborted(self, request_id: str) -> Sequence | None:
-        sequence = self.by_id.get(request_id)
-        return None if sequence is None or sequence.abort_reason else sequence
 
     def _end_of(self, sequence: Sequence, tokens: Int32, reason: FinishReason, error: str | None) -> Finished:
         """The end of `sequence` with all its `tokens`, which is in the log of ends now."""

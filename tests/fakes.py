@@ -26,6 +26,7 @@ from pagetide.scheduler.plan import NO_EXTENTS, NO_TOKENS, Candidates, ChunkLogp
 from pagetide.scheduler.request import Request, Sampling
 from pagetide.scheduler.scheduler import Scheduler
 from pagetide.scheduler.state import Limits
+from pagetide.scheduler.waiting import age
 
 POISON = -7  # mapped, and never written
 UNMAPPED = -9
@@ -417,7 +418,8 @@ class World:
     @property
     def waiting_ids(self) -> list[str]:
         """Of requests that wait for a row, in order; without forks that wait for their leader's prompt."""
-        return [sequence.request.request_id for sequence in self.scheduler.state.waiting]
+        waiting = self.scheduler.state.waiting
+        return [sequence.request.request_id for sequence in sorted(waiting.queue + waiting.deferred, key=age)]
 
     def prompt(self, length: int) -> np.ndarray:
         return self.rng.integers(0, VOCAB, length).astype(np.int32)
