@@ -158,10 +158,7 @@ class CacheManager:
         where one is to be kept.
         """
         reached, updates, moves = self.row_tables.reach(row, start, upto, room, self.swapping)
-        copies = self._copies(moves)
-        if copies is not None:
-            self.swapping.trim()
-        return reached, Extension(updates, copies)
+        return reached, Extension(updates, self._copies(moves))
 
     def still_due(self, copies: BlockCopies) -> BlockCopies | None:
         """Those of `copies` whose targets a row holds, of rows that may have been released since; None for none."""
@@ -172,7 +169,11 @@ class CacheManager:
 
     def _copies(self, moves: BlockMoves | None) -> BlockCopies | None:
         """The copies of a state, which the next plan does before anything else writes to blocks, if there is no host tier."""
-        return None if moves is None else BlockCopies(self._bytes_at[moves[0]], moves[1])
+        if moves is None:
+            return None
+        copies = BlockCopies(self._bytes_at[moves[0]], moves[1])
+        self.swapping.trim()  # the sources may count as cached now
+        return copies
 
     def fork(self, parent: int, child: int, num_tokens: int, upto: int | None = None) -> Extension | None:
         """Share the first `num_tokens` tokens of row `parent` with row `child` (empty), and make room for `upto` (None:
@@ -235,10 +236,7 @@ class CacheManager:
         tail = [table.blocks[:, row, full] for table in self.tables if num_tail]
         self.swapping.suspended.take_tail(name, np.concatenate([self._bytes_at[:0], *tail]))
         waits = self.host.num_owed > owed or self._is_arriving(row, full)
-        copies = self._copies(moves)
-        if copies is not None:
-            self.swapping.trim()
-        return Extension(updates, copies, num_computed=hit.num_tokens + num_tail, waits=waits)
+        return Extension(updates, self._copies(moves), num_computed=hit.num_tokens + num_tail, waits=waits)
 
     def _is_arriving(self, row: int, full: int) -> bool:
         """Whether the next plan copies to one of the first `full` blocks of `row`."""

@@ -115,10 +115,10 @@ class RowTables:
             found.append(rows[np.isin(table.blocks[:, rows, columns], blocks).any(axis=0)])
         return np.unique(np.concatenate(found))
 
-    def slot_of(self, row: int, block: int) -> int | None:
-        """The place of `block` in the tables of `row`, which holds it; None: it holds a part of the row's state."""
-        places = [np.nonzero(table.of(row) == block)[1] + table.starts[row] for table in self.with_bytes]
-        return int(np.concatenate(places)[0])
+    def column_of(self, row: int, block: int) -> int | None:
+        """The column of `block` in the tables of `row`, which holds it; None: it holds a part of the row's state."""
+        columns = [np.nonzero(table.of(row) == block)[1] + table.starts[row] for table in self.with_bytes]
+        return int(np.concatenate(columns)[0])
 
     # -- what rows will hold -----------------------------------------------------------------------------------------
 

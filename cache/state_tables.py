@@ -51,8 +51,8 @@ class StateTables(GroupedTables):
     def window_groups(self) -> list[LayerGroup]:
         return [*super().window_groups, self._group]
 
-    def slot_of(self, row: int, block: int) -> int | None:
-        return None if block in self._table.of(row) else super().slot_of(row, block)
+    def column_of(self, row: int, block: int) -> int | None:
+        return None if block in self._table.of(row) else super().column_of(row, block)
 
     def needed(self, upto: int, hit: PrefixHit, index: PrefixIndex) -> int:
         """A found state is copied, and may not be evicted for that."""

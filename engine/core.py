@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,8 +40,8 @@ class EngineCore:
         self.runner = runner
         self.clock = clock
         self.memory: EngineMemory | None = None  # of an elastic pool
-        # Launched, result not applied: at most two.
-        self._pending: deque[tuple[Plan, PendingStep | ShardedStep | _KnownResult]] = deque()
+        # Launched, result not applied: at most two. A result is there already of a plan that is empty, or failed to launch.
+        self._pending: deque[tuple[Plan, PendingStep | ShardedStep | Result]] = deque()
 
     @property
     def has_work(self) -> bool:
@@ -101,7 +101,7 @@ class EngineCore:
         plan, pending = self._pending.popleft()
         result: Result | None = None
         with Attempt() as attempt:
-            result = pending.wait()
+            result = pending if isinstance(pending, Result) else pending.wait()
         result = result or _failed_result(plan, attempt)
         outputs = self.scheduler.apply(plan, result)
         if self.memory is not None and len(result.deferred):
@@ -110,13 +110,13 @@ class EngineCore:
 
     def _launch(self, plan: Plan) -> None:
         """Launch `plan` on the runner. If the runner raises, all chunks of the plan have failed."""
-        pending: PendingStep | ShardedStep | _KnownResult | None = None
+        pending: PendingStep | ShardedStep | Result = Result(plan.step_id, NO_ROWS, NO_TOKENS)
         with Attempt() as attempt:
-            if plan.is_empty:
-                pending = _KnownResult(Result(plan.step_id, NO_ROWS, NO_TOKENS))
-            else:
+            if not plan.is_empty:
                 pending = self.runner.begin(plan)
-        self._pending.append((plan, pending or _KnownResult(_failed_result(plan, attempt))))
+        if attempt.error is not None:
+            pending = _failed_result(plan, attempt)
+        self._pending.append((plan, pending))
 
     def _fail(self, error: Exception, outputs: StepOutputs | None) -> StepOutputs:
         """End all requests with `error`: the scheduler may be half changed, and is replaced by an empty one.
@@ -124,8 +124,10 @@ class EngineCore:
         Returns their ends, behind the `outputs` of the step if its result was applied before.
         """
         while self._pending:  # these must not write to blocks that are reused afterwards
+            _, pending = self._pending.popleft()
             with Attempt() as attempt:
-                self._pending.popleft()[1].wait()
+                if not isinstance(pending, Result):
+                    pending.wait()
             if attempt.error is not None:
                 log.debug("a discarded step failed", exc_info=attempt.error)
         self.scheduler, ends = self.scheduler.rebuilt(format_error(error), self.runner.mapped_extents)
@@ -134,16 +136,6 @@ class EngineCore:
         else:
             log.error("the bookkeeping failed; ending all %d requests", len(ends.finished), exc_info=error)
         return ends if outputs is None else replace(outputs, finished=outputs.finished + ends.finished)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _KnownResult:
-    """The known result of a plan that is empty or that the runner could not launch."""
-
-    result: Result
-
-    def wait(self) -> Result:
-        return self.result
 
 
 def _failed_result(plan: Plan, attempt: Attempt) -> Result:

@@ -54,7 +54,6 @@ class ElasticPool:
             raise ValueError(f"limit_blocks cannot be negative, got {blocks}")
         self._state.limit_blocks = min(blocks, self._pool.capacity)
         self._state.waiting.requeue_deferred()
-        self._state.waiting.look_again()
 
     @property
     def num_extents(self) -> int:

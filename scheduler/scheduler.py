@@ -14,8 +14,8 @@ sequence are handled alike. Rules:
 - An admitted request reuses cached prefix blocks under the same salt, for all tokens but the last. If it asks for
   prompt log-probabilities, it reuses only tokens for which it has returned them. Prompt blocks enter the prefix cache
   chunk by chunk, generated tokens when the sequence gives up its row.
-- A sequence with L known tokens has ceil((L - 1) / block_size) blocks between steps: the newest token gets its slot
-  when it is computed.
+- A sequence with L known tokens has ceil((L - 1) / block_size) blocks between steps: the newest token gets its
+  place when it is computed.
 - When blocks run out, the last sequence in order is preempted (with a host tier the cheapest: preemption.py). The last
   running sequence ends with reason "length" if it needs more than `limit_blocks` (at most the pool's capacity); if the
   pool is only small at the moment, it waits too.

@@ -51,10 +51,11 @@ class Waiting:
         self.deferred.append(sequence)
 
     def requeue_deferred(self) -> None:
-        """Queue the deferred sequences again."""
+        """Queue the deferred sequences again: the limit has changed."""
         for sequence in self.deferred:
             self.add(sequence)
         self.deferred.clear()
+        self.look_again()
 
     def wait_for_move(self, sequence: Sequence) -> None:
         """Let a beam without a row wait until a move names it."""
