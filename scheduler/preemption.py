@@ -37,7 +37,7 @@ def preempt_until(state: SchedulerState, attempt: Callable[[], int], among: Mapp
     """Preempt sequences of `among` (`state.by_row` or `state.paused`) until `attempt` succeeds, or only `spared` are left.
 
     `attempt` tries what blocks are needed for, and returns how many it still lacks at least; 0 or less: it succeeded. It is
-    called first, and after each preemption. Returns what it returned last. No sequence is preempted that need not be.
+    called first, and after each preemption. Returns what it returned last. Preempts no more sequences than are needed.
     """
     tables = state.cache.row_tables
     while (lacking := attempt()) > 0 and len(among) > spared:
