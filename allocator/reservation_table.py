@@ -1,0 +1,198 @@
+"""The broker's table of reservations: who keeps bytes of which device free, until when, and who waits for how long.
+
+    reserve ─► waits ── its bytes are free ─► holds ── its time, its process or its connection ends, or it is released ─► gone
+                 └── refused after its wait          └── wants more: waits for the rest
+
+Times are monotonic nanoseconds, so that a changed clock of the machine ends nothing early or late.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..common.units import format_bytes, format_seconds
+from . import wire
+from .broker_connection import Connection
+from .errors import LeaseRefused, MemoryNotFree
+from .lease_account import LeasedDevice, user_name
+from .lease_policy import ReservedBytes
+
+log = logging.getLogger(__name__)
+
+_MOST_NAMED = 4  # holders in a refusal
+
+
+@dataclass(slots=True, eq=False)
+class ReservationAccount:
+    """A reservation, with what its device's account does not store. Only `ReservationTable` changes it."""
+
+    reservation_id: int
+    device: LeasedDevice
+    connection: Connection
+    request: wire.ReserveMessage
+    asked_ns: int  # when its last question came
+    wait_until_ns: int  # when that question is refused
+    ends_ns: int | None = None  # None: it holds nothing yet, or has no time limit
+
+    @property
+    def pid(self) -> int:
+        """The process that the reservation is for."""
+        return self.request.pid or self.connection.peer.pid
+
+    @property
+    def bytes(self) -> ReservedBytes:
+        """What it holds and wants."""
+        return self.device.account.state.reservations[self.reservation_id]
+
+    def named(self) -> str:
+        """Its name, process, user and id, for messages."""
+        return f"{self.request.name!r} (pid {self.pid}, {user_name(self.connection.peer.uid)}, #{self.reservation_id})"
+
+
+class ReservationTable:
+    """All reservations. Used by one thread."""
+
+    def __init__(self, clock: Callable[[], int]) -> None:
+        self._clock = clock
+        self._reservations: dict[int, ReservationAccount] = {}
+
+    def __contains__(self, reservation_id: object) -> bool:
+        return reservation_id in self._reservations
+
+    def reserve(
+        self, reservation_id: int, device: LeasedDevice, connection: Connection, request: wire.ReserveMessage, *, held: bool
+    ) -> None:
+        """Add a reservation, which holds its bytes at once if `held`. Raises LeaseRefused, with nothing changed."""
+        now_ns = self._clock()
+        reservation = ReservationAccount(
+            reservation_id, device, connection, request, now_ns, now_ns + request.wait_ms * 1_000_000
+        )
+        device.account.reserve(reservation_id, request.num_bytes, request.priority, held=held)
+        self._reservations[reservation_id] = reservation
+        connection.reservation_id = reservation_id
+        if reservation.bytes.held_bytes:
+            self._answer(reservation)
+
+    def resize(self, reservation_id: int, message: wire.ResizeMessage) -> None:
+        """Change what a reservation wants. Raises LeaseRefused, with nothing changed, if it can never be free."""
+        reservation = self._reservations[reservation_id]
+        reservation.device.account.resize_reservation(reservation_id, message.num_bytes)
+        reservation.asked_ns = self._clock()
+        reservation.wait_until_ns = reservation.asked_ns + message.wait_ms * 1_000_000
+        if not reservation.bytes.missing_bytes:
+            self._answer(reservation)
+
+    def ready(self, reservation_id: int) -> None:
+        """Tell the process that its bytes are free."""
+        self._answer(self._reservations[reservation_id])
+
+    def end(self, reservation_id: int, reason: str) -> None:
+        """End a reservation, and tell its process."""
+        reservation = self._reservations.pop(reservation_id)
+        held_bytes = reservation.bytes.held_bytes
+        reservation.device.account.unreserve(reservation_id)
+        reservation.connection.reservation_id = None
+        reservation.connection.send(wire.ReservationEndedMessage(reason))
+        log.info("the reservation of %s has ended with %s: %s", reservation.named(), format_bytes(held_bytes), reason)
+
+    def check_times(self, describe: Callable[[LeasedDevice], str]) -> None:
+        """End the reservations whose time is over, and refuse those that have waited for as long as they wanted.
+
+        `describe` says what of a device others than reservations hold.
+        """
+        now_ns = self._clock()
+        for reservation in list(self._reservations.values()):
+            if reservation.ends_ns is not None and reservation.ends_ns <= now_ns:
+                self.end(reservation.reservation_id, "its time is over")
+            elif reservation.bytes.missing_bytes and reservation.wait_until_ns <= now_ns:
+                refusal = wire.refusal(self._not_free(reservation, describe(reservation.device)))
+                reservation.connection.send(refusal)
+                if reservation.bytes.held_bytes:
+                    reservation.device.account.keep_reservation(reservation.reservation_id)
+                else:
+                    self._drop(reservation)
+
+    def views(self) -> list[wire.ReservationView]:
+        """The reservations, oldest first."""
+        now_ns = self._clock()
+        return [_view(reservation, now_ns) for reservation in self._reservations.values()]
+
+    def promised_bytes(self, device: LeasedDevice, uid: int, but: int | None = None) -> int:
+        """Bytes of a device that a user has reserved or waits for, without those of the reservation `but`."""
+        return sum(
+            reservation.bytes.wanted_bytes
+            for reservation in self._reservations.values()
+            if reservation.device is device and reservation.connection.peer.uid == uid and reservation.reservation_id != but
+        )
+
+    def device_of(self, reservation_id: int) -> LeasedDevice:
+        """The reservation's device."""
+        return self._reservations[reservation_id].device
+
+    def clear(self) -> None:
+        """Drop all state."""
+        self._reservations.clear()
+
+    # ---- internal -------------------------------------------------------------------------------
+
+    def _answer(self, reservation: ReservationAccount) -> None:
+        now_ns, held_bytes = self._clock(), reservation.bytes.held_bytes
+        if reservation.ends_ns is None and reservation.request.duration_ms is not None:
+            reservation.ends_ns = now_ns + reservation.request.duration_ms * 1_000_000
+        left_ms = _left_ms(reservation, now_ns)
+        reservation.connection.send(wire.ReservedMessage(held_bytes, reservation.reservation_id, left_ms))
+        log.info(
+            "%s are reserved for %s on %s%s",
+            format_bytes(held_bytes),
+            reservation.named(),
+            reservation.device.info.index,
+            "" if left_ms is None else f" for {format_seconds(left_ms / 1000)}",
+        )
+
+    def _drop(self, reservation: ReservationAccount) -> None:
+        del self._reservations[reservation.reservation_id]
+        reservation.device.account.unreserve(reservation.reservation_id)
+        reservation.connection.reservation_id = None
+
+    def _not_free(self, reservation: ReservationAccount, others: str) -> LeaseRefused:
+        """Why a reservation's bytes are not free."""
+        now_ns, wanted = self._clock(), reservation.bytes
+        here = [one for one in self._reservations.values() if one.device is reservation.device and one is not reservation]
+        holders = sorted((one for one in here if one.bytes.held_bytes), key=lambda one: -one.bytes.held_bytes)
+        ahead = [
+            one for one in here
+            if one.bytes.missing_bytes and (one.bytes.priority, one.bytes.arrival) < (wanted.priority, wanted.arrival)
+        ]  # fmt: skip
+        said = [f"{one.named()} has {format_bytes(one.bytes.held_bytes)} reserved {_until(one, now_ns)}" for one in holders]
+        said += [f"{one.named()} waits before it for {format_bytes(one.bytes.missing_bytes)}" for one in ahead]
+        if len(said) > _MOST_NAMED:
+            said[_MOST_NAMED:] = [f"and {len(said) - _MOST_NAMED} more"]
+        waited = (now_ns - reservation.asked_ns) / 1e9
+        return MemoryNotFree(
+            f"{format_bytes(wanted.missing_bytes)} of {reservation.device.info.index} have not become free within "
+            f"{format_seconds(waited)}: {'; '.join([*said, others])}. Wait longer, or ask for less"
+        )
+
+
+def _left_ms(reservation: ReservationAccount, now_ns: int) -> int | None:
+    return None if reservation.ends_ns is None else max(0, reservation.ends_ns - now_ns) // 1_000_000
+
+
+def _until(reservation: ReservationAccount, now_ns: int) -> str:
+    left_ms = _left_ms(reservation, now_ns)
+    return "until it ends" if left_ms is None else f"for {format_seconds(left_ms / 1000)} more"
+
+
+def _view(reservation: ReservationAccount, now_ns: int) -> wire.ReservationView:
+    held, request = reservation.bytes, reservation.request
+    return wire.ReservationView(
+        reservation.reservation_id, request.name, reservation.pid, user_name(reservation.connection.peer.uid),
+        reservation.device.info.uuid,
+        held_bytes=held.held_bytes,
+        wanted_bytes=held.wanted_bytes,
+        priority=held.priority,
+        waiting_ms=(now_ns - reservation.asked_ns) // 1_000_000 if held.missing_bytes else None,
+        left_ms=_left_ms(reservation, now_ns),
+    )  # fmt: skip
