@@ -153,7 +153,8 @@ class Broker:
         self._resume_accepting()
         self._table.measure_all()
         self._table.decide_all()
-        self._table.check_times()
+        if self._table.check_times():
+            self._decide_soon()
         for number in [number for number in self._pidfds if not self._table.holds(number)]:
             self._unwatch(number)
 

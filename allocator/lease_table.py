@@ -181,10 +181,12 @@ class LeaseTable:
         self._check_promise(device, peer, Promise("a reservation", message.num_bytes, LeaseRefused), but=reservation_id)
         self.reservations.resize(reservation_id, message)
 
-    def check_times(self) -> None:
-        """End and refuse the reservations whose time is over. After `decide_all`, so that what is free is given first."""
-        if self.clock() >= self.decide_from_ns:
-            self.reservations.check_times(self._describe)
+    def check_times(self) -> bool:
+        """End and refuse the reservations whose time is over. After `decide_all`, so that what is free is given first.
+
+        Returns whether others may be served now.
+        """
+        return self.clock() >= self.decide_from_ns and self.reservations.check_times(self._describe)
 
     def end(self, lease: LeaseAccount, why: str, *, may_return: bool) -> None:
         """End a lease: it is reaped, or its engine returns. A second call with `may_return` False rules the return out."""

@@ -16,11 +16,12 @@ import select
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..common.on_error import OnError
 from ..common.units import parse_bytes, parse_seconds
@@ -29,7 +30,7 @@ from ..monitor.snapshot import DeviceInfo, DeviceKind
 from ..monitor.watching import watch
 from . import wire
 from .broker_client import Channel
-from .errors import BrokerUnavailable, InvalidLease, LeaseClosed, LeaseError, LeaseRefused, ProtocolViolation
+from .errors import BrokerUnavailable, InvalidLease, LeaseClosed, LeaseError, ProtocolViolation
 
 CONNECT_S = 5.0  # also what an answer may take beyond the wait that was asked for
 _RETRY_S = 1.0  # between attempts to renew a reservation
@@ -40,6 +41,18 @@ class _Closes(Protocol):
     def close(self) -> None: ...
 
 
+_of_this_process: weakref.WeakSet[Reservation] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    for reservation in _of_this_process:
+        reservation._leave_to_parent()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)
+
+
 class Reservation:
     """Bytes of a device kept free for a process. Thread-safe.
 
@@ -47,6 +60,8 @@ class Reservation:
         kept: Whether a broker keeps the bytes free now.
         trouble: Why not; None while it does.
         ended: Whether the reservation has ended for good: it was closed, or its time is over.
+        queued: What it waits for, by the broker; None if it does not wait.
+        reservation_id: Its number in `vram-monitor reservations`; 0 until the broker has said it.
     """
 
     def __init__(self, path: Path, request: wire.ReserveMessage, clock: Callable[[], float] = time.monotonic) -> None:
@@ -57,29 +72,55 @@ class Reservation:
             raise InvalidLease(str(error)) from None
         self._path, self._request, self._clock = path, request, clock
         self._lock = threading.RLock()
-        self._owner = os.getpid()
         self.kept, self.ended = False, False
         self.trouble: str | None = None
         self.reservation_id = 0
-        self._waits = True  # for the answer to a question
-        self._refusal: LeaseRefused | None = None  # the last answer, if it was a refusal
+        self.queued: str | None = None
+        self._asked: int | None = request.num_bytes  # the size in the question that is not answered yet
+        self._refusal: LeaseError | None = None  # the last answer, if it was a refusal, or why there was none
+        self._was_granted = False
         self._ends_at: float | None = None
         self._retry_at = 0.0
         self._keeper: threading.Thread | None = None
         self._closes: _Closes | None = None
         self._channel: Channel | None = Channel(path, time.monotonic() + CONNECT_S, protocol=wire.PROTOCOL)
         self._channel.send(request)
+        _of_this_process.add(self)
 
     @classmethod
-    def granted(cls, path: Path, request: wire.ReserveMessage) -> Reservation:
-        """A reservation whose bytes are free.
+    def ask(
+        cls,
+        path: Path,
+        device_uuid: str,
+        num_bytes: int,
+        *,
+        name: str | None = None,
+        priority: int = 0,
+        duration_s: float | None = None,
+        wait_s: float = 60.0,
+        pid: int = 0,
+    ) -> Reservation:
+        """Ask the broker at `path`; the answer comes later. For the arguments and errors see `reserve`.
 
-        Raises MemoryNotFree after the request's wait, another LeaseRefused if the bytes can never be reserved, InvalidLease,
-        BrokerUnavailable, ProtocolMismatch.
+        `pid`: Another process that the reservation is for, and ends with.
         """
-        reservation = cls(path, request)
+        if duration_s is not None and not 0 < duration_s <= wire.MAX_RESERVATION_S:
+            raise InvalidLease(f"a reservation lasts more than 0 seconds and at most 30 days, got {duration_s:g} s")
+        duration_ms = None if duration_s is None else wire.milliseconds(duration_s, wire.MAX_RESERVATION_S)
+        name = shown(os.path.basename(sys.argv[0])) if name is None else name
+        return cls(path, wire.ReserveMessage(device_uuid, num_bytes, name, priority, duration_ms, _wait_ms(wait_s), pid))
+
+    @classmethod
+    def granted(
+        cls, path: Path, device_uuid: str, num_bytes: int, *, on_queued: Callable[[str], None] | None = None, **more: Any
+    ) -> Reservation:
+        """A reservation whose bytes are free. Arguments and errors as of `ask`, and MemoryNotFree after the wait.
+
+        `on_queued` is called with what the reservation waits for, if it does.
+        """
+        reservation = cls.ask(path, device_uuid, num_bytes, **more)
         with OnError(reservation.close):
-            reservation.wait(request.wait_ms / 1000 + CONNECT_S)
+            reservation.wait_answered(reservation._request.wait_ms / 1000, on_queued)
         return reservation
 
     @property
@@ -97,11 +138,6 @@ class Reservation:
         """Seconds until its end; None without a time limit, or before the bytes are free."""
         return None if self._ends_at is None else max(0.0, self._ends_at - self._clock())
 
-    @property
-    def waits(self) -> bool:
-        """Whether the broker has not answered yet."""
-        return self._waits and not self.ended
-
     def fileno(self) -> int | None:
         """Readable when `poll` has work; None without a broker: then call `poll` now and then."""
         return None if self._channel is None else self._channel.fileno()
@@ -109,7 +145,7 @@ class Reservation:
     def poll(self) -> None:
         """Read what the broker says; if it is gone, ask its successor for the same bytes. Never blocks."""
         with self._lock:
-            if self.ended or os.getpid() != self._owner:
+            if self.ended:
                 return
             if self.left_s == 0:
                 self._end("its time is over")
@@ -123,25 +159,34 @@ class Reservation:
                 for message in self._channel.receive():
                     self._apply(message)
             except LeaseError as error:
-                self._lose(str(error))
+                self._lose(error)
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait for the answer to the last question. Raises its refusal, BrokerUnavailable, and LeaseClosed after the end."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            self.poll()
-            if self._refusal is not None:
-                raise self._refusal
-            if self.ended:
-                raise LeaseClosed(f"the reservation of {self._request.name!r} has ended: {self.trouble}; reserve again")
-            if self._channel is None:
-                raise BrokerUnavailable(str(self.trouble))
-            if not self._waits:
-                return
-            if (left := deadline - time.monotonic()) <= 0:
+    def wait_answered(self, wait_s: float, on_queued: Callable[[str], None] | None = None) -> None:
+        """Wait for the answer to the last question, which the broker gives after `wait_s` at the latest.
+
+        Raises the refusal, BrokerUnavailable, and LeaseClosed after the end.
+        """
+        deadline = time.monotonic() + wait_s + CONNECT_S
+        while self.look():
+            if on_queued is not None and self.queued is not None:
+                on_queued(self.queued)
+                on_queued = None
+            if time.monotonic() > deadline:
                 raise BrokerUnavailable(f"the broker at {self._path} did not answer in time")
-            fd = self.fileno()
-            select.select([] if fd is None else [fd], [], [], min(left, _LOOK_S))
+
+    def look(self) -> bool:
+        """Wait a moment for the answer to the last question; return whether it is still to come. Raises as `wait_answered`."""
+        self.poll()
+        if self._refusal is not None:
+            raise self._refusal
+        if self.ended:
+            raise self._closed()
+        fd = self.fileno()
+        if fd is None:
+            raise BrokerUnavailable(str(self.trouble))
+        if self._asked is not None:
+            select.select([fd], [], [], _LOOK_S)
+        return self._asked is not None
 
     def resize(self, size: int | str, *, wait: float | str = 60.0) -> None:
         """Change the size. More waits until it is free, as a new reservation does; less is free for engines at once.
@@ -157,18 +202,18 @@ class Reservation:
         """
         wait_s = parse_seconds(wait)
         self.ask_size(size, wait_s)
-        self.wait(wait_s + CONNECT_S)
+        self.wait_answered(wait_s)
 
     def ask_size(self, size: int | str, wait_s: float) -> None:
         """Ask for another size; the answer comes later. Raises LeaseClosed, BrokerUnavailable, ValueError."""
         message = wire.ResizeMessage(parse_bytes(size), _wait_ms(wait_s))
         with self._lock:
-            if self.ended or os.getpid() != self._owner:
-                raise LeaseClosed(f"the reservation of {self._request.name!r} has ended; reserve again")
+            if self.ended:
+                raise self._closed()
             if self._channel is None:
                 raise BrokerUnavailable(str(self.trouble))
             self._channel.send(message)
-            self._waits, self._refusal = True, None
+            self._asked, self._refusal = message.num_bytes, None
 
     def keep(self, closes: _Closes | None = None) -> None:
         """Renew the reservation in a thread, if its monitor is replaced. `close` closes `closes` too."""
@@ -177,13 +222,13 @@ class Reservation:
         self._keeper.start()
 
     def close(self) -> None:
-        """End the reservation. Idempotent. A fork of the process that made it ends nothing."""
+        """End the reservation. Idempotent. In a fork of the process that made it, it ends nothing."""
         with self._lock:
-            if not self.ended and self._channel is not None and os.getpid() == self._owner:
+            if self._channel is not None:
                 self._channel.send(wire.ReleaseMessage())
             self._end("it was released")
         closes, self._closes = self._closes, None
-        if closes is not None and os.getpid() == self._owner:
+        if closes is not None:
             closes.close()
 
     def __enter__(self) -> Reservation:
@@ -200,10 +245,13 @@ class Reservation:
                 self._request = replace(self._request, num_bytes=num_bytes)
                 self.reservation_id = reservation_id
                 self._ends_at = None if left_ms is None else self._clock() + left_ms / 1000
-                self.kept, self.trouble = True, None
-                self._waits, self._refusal = False, None
+                self.kept, self._was_granted, self.trouble = True, True, None
+                if num_bytes == self._asked:  # else it answers an earlier question, which was given up
+                    self._asked = self._refusal = self.queued = None
+            case wire.QueuedMessage(reservation_id, reason):
+                self.reservation_id, self.queued = reservation_id, reason
             case wire.RefusedMessage():
-                self._waits, self._refusal = False, wire.error_of(message)
+                self._asked, self._refusal, self.queued = None, wire.error_of(message), None
                 if not self.kept:
                     raise self._refusal
             case wire.ReservationEndedMessage(reason):
@@ -219,11 +267,16 @@ class Reservation:
         self._request = replace(self._request, duration_ms=duration_ms, wait_ms=longest_ms, renewed=True)
         self._channel = Channel(self._path, protocol=wire.PROTOCOL)
         self._channel.send(self._request)
-        self._waits, self._refusal = True, None
+        self._asked, self._refusal = self._request.num_bytes, None
 
-    def _lose(self, trouble: str) -> None:
+    def _lose(self, error: LeaseError) -> None:
+        """Try again later what was granted once; without that the caller asks again."""
         self._close_channel()
-        self.trouble = trouble
+        if not self._was_granted:
+            self._refusal = error
+            self._end(str(error))
+            return
+        self.trouble = str(error)
         self._retry_at = self._clock() + _RETRY_S
 
     def _end(self, reason: str) -> None:
@@ -231,11 +284,20 @@ class Reservation:
         if not self.ended:
             self.ended, self.trouble = True, reason
 
+    def _closed(self) -> LeaseClosed:
+        return LeaseClosed(f"the reservation of {self._request.name!r} has ended: {self.trouble}; reserve again")
+
     def _close_channel(self) -> None:
         self.kept = False
         if self._channel is not None:
             self._channel.close()
             self._channel = None
+
+    def _leave_to_parent(self) -> None:
+        """In a fork of the process that holds the reservation: drop everything here without sending a message."""
+        self._lock = threading.RLock()  # another thread of the parent may have held it
+        self._closes = None
+        self._end("it is that of the process which this one is a fork of")
 
     def _keep(self) -> None:
         while not self.ended:
@@ -266,7 +328,7 @@ def reserve(
         duration: Seconds, or a text such as "2h", after which the reservation ends; None: with the process, or by `close`.
         priority: Waiting reservations of a lower number are served first, those of one number in order of arrival.
         device: Index or uuid, as `vram-monitor` shows them; None: the first GPU, or the only device.
-        name: For lists and messages; None: the program's file name.
+        name: For lists and messages; None: the program's.
         wait: The longest wait for the memory, in seconds or as "10min".
 
     Raises:
@@ -280,21 +342,12 @@ def reserve(
     watched = watch()
     with OnError(watched.close):
         info = choose_device(watched.devices(), None if device is None else str(device))
-        request = request_of(info, num_bytes, name=name or program_name(), priority=priority, duration_s=duration_s, wait_s=wait_s)
-        reservation = Reservation.granted(watched.directory.socket, request)
+        reservation = Reservation.granted(
+            watched.directory.socket, info.uuid, num_bytes,
+            name=name, priority=priority, duration_s=duration_s, wait_s=wait_s,
+        )  # fmt: skip
     reservation.keep(watched)
     return reservation
-
-
-def request_of(
-    info: DeviceInfo, num_bytes: int, *, name: str, priority: int = 0, duration_s: float | None = None, wait_s: float = 60.0,
-    pid: int = 0,
-) -> wire.ReserveMessage:  # fmt: skip
-    """The message that asks for a reservation. Raises ValueError for a time that is none."""
-    if duration_s is not None and not 0 < duration_s <= wire.MAX_RESERVATION_S:
-        raise ValueError(f"a reservation lasts more than 0 seconds and at most 30 days, got {duration_s:g} s")
-    duration_ms = None if duration_s is None else wire.milliseconds(duration_s, wire.MAX_RESERVATION_S)
-    return wire.ReserveMessage(info.uuid, num_bytes, name, priority, duration_ms, _wait_ms(wait_s), pid)
 
 
 def choose_device(infos: Sequence[DeviceInfo], named: str | None) -> DeviceInfo:
@@ -305,11 +358,27 @@ def choose_device(infos: Sequence[DeviceInfo], named: str | None) -> DeviceInfo:
     return select_devices(infos, ())[0] if not gpus else gpus[0]
 
 
-def program_name() -> str:
-    """The file name of this program, as far as it can be shown."""
-    name = "".join(c if c.isprintable() else "_" for c in os.path.basename(sys.argv[0] if sys.argv else ""))
-    return name[-80:] or "python"
+def shown(name: str) -> str:
+    """A name for a reservation: what of `name` can be shown, or "a program"."""
+    return "".join(c if c.isprintable() else "_" for c in name)[-80:] or "a program"
 
 
 def _wait_ms(wait_s: float) -> int:
     return min(round(wait_s * 1000), wire.MAX_RESERVATION_S * 1000)
+
+
+def described(view: wire.ReservationView) -> dict[str, Any]:
+    """A reservation as JSON. `left_seconds` is null without a time limit and before the bytes are free."""
+    return {
+        "id": view.reservation_id,
+        "name": view.name,
+        "pid": view.pid,
+        "user": view.user,
+        "device_uuid": view.device_uuid,
+        "state": "held" if view.waiting_ms is None else "waiting",
+        "held_bytes": view.held_bytes,
+        "wanted_bytes": view.wanted_bytes,
+        "priority": view.priority,
+        "waiting_seconds": None if view.waiting_ms is None else view.waiting_ms / 1000,
+        "left_seconds": None if view.left_ms is None else view.left_ms / 1000,
+    }

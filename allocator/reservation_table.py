@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ..common.units import format_bytes, format_seconds
 from . import wire
 from .broker_connection import Connection
-from .errors import LeaseRefused, MemoryNotFree
+from .errors import MemoryNotFree
 from .lease_account import LeasedDevice, user_name
 from .lease_policy import ReservedBytes
 
@@ -34,6 +34,7 @@ class ReservationAccount:
     request: wire.ReserveMessage
     asked_ns: int  # when its last question came
     wait_until_ns: int  # when that question is refused
+    is_told: bool = False  # that it waits, and for what
     ends_ns: int | None = None  # None: it holds nothing yet, or has no time limit
 
     @property
@@ -79,7 +80,7 @@ class ReservationTable:
         """Change what a reservation wants. Raises LeaseRefused, with nothing changed, if it can never be free."""
         reservation = self._reservations[reservation_id]
         reservation.device.account.resize_reservation(reservation_id, message.num_bytes)
-        reservation.asked_ns = self._clock()
+        reservation.is_told, reservation.asked_ns = False, self._clock()
         reservation.wait_until_ns = reservation.asked_ns + message.wait_ms * 1_000_000
         if not reservation.bytes.missing_bytes:
             self._answer(reservation)
@@ -97,22 +98,22 @@ class ReservationTable:
         reservation.connection.send(wire.ReservationEndedMessage(reason))
         log.info("the reservation of %s has ended with %s: %s", reservation.named(), format_bytes(held_bytes), reason)
 
-    def check_times(self, describe: Callable[[LeasedDevice], str]) -> None:
-        """End the reservations whose time is over, and refuse those that have waited for as long as they wanted.
+    def check_times(self, describe: Callable[[LeasedDevice], str]) -> bool:
+        """End the reservations whose time is over, refuse those that have waited for as long as they wanted, and tell the
+        others once that they wait. Returns whether others may be served now.
 
         `describe` says what of a device others than reservations hold.
         """
-        now_ns = self._clock()
+        now_ns, before = self._clock(), len(self._reservations)
         for reservation in list(self._reservations.values()):
             if reservation.ends_ns is not None and reservation.ends_ns <= now_ns:
                 self.end(reservation.reservation_id, "its time is over")
             elif reservation.bytes.missing_bytes and reservation.wait_until_ns <= now_ns:
-                refusal = wire.refusal(self._not_free(reservation, describe(reservation.device)))
-                reservation.connection.send(refusal)
-                if reservation.bytes.held_bytes:
-                    reservation.device.account.keep_reservation(reservation.reservation_id)
-                else:
-                    self._drop(reservation)
+                self._refuse(reservation, describe(reservation.device), now_ns)
+            elif reservation.bytes.missing_bytes and not reservation.is_told:
+                reservation.is_told = True
+                self._tell(reservation, describe(reservation.device), now_ns)
+        return len(self._reservations) < before
 
     def views(self) -> list[wire.ReservationView]:
         """The reservations, oldest first."""
@@ -151,29 +152,38 @@ class ReservationTable:
             "" if left_ms is None else f" for {format_seconds(left_ms / 1000)}",
         )
 
-    def _drop(self, reservation: ReservationAccount) -> None:
-        del self._reservations[reservation.reservation_id]
-        reservation.device.account.unreserve(reservation.reservation_id)
+    def _refuse(self, reservation: ReservationAccount, others: str, now_ns: int) -> None:
+        account, reservation_id = reservation.device.account, reservation.reservation_id
+        missing, waited = _missing(reservation), format_seconds((now_ns - reservation.asked_ns) / 1e9)
+        reason = f"{missing} have not become free within {waited}: {self._holders(reservation, others, now_ns)}"
+        reservation.connection.send(wire.refusal(MemoryNotFree(f"{reason}. Wait longer, or ask for less")))
+        if reservation.bytes.held_bytes:
+            account.keep_reservation(reservation_id)
+            return
+        del self._reservations[reservation_id]
+        account.unreserve(reservation_id)
         reservation.connection.reservation_id = None
 
-    def _not_free(self, reservation: ReservationAccount, others: str) -> LeaseRefused:
-        """Why a reservation's bytes are not free."""
-        now_ns, wanted = self._clock(), reservation.bytes
+    def _tell(self, reservation: ReservationAccount, others: str, now_ns: int) -> None:
+        if reservation.connection.protocol >= wire.PROTOCOL:
+            reason = f"{_missing(reservation)} are not free yet: {self._holders(reservation, others, now_ns)}"
+            reservation.connection.send(wire.QueuedMessage(reservation.reservation_id, reason[: wire.MAX_SENTENCE]))
+
+    def _holders(self, reservation: ReservationAccount, others: str, now_ns: int) -> str:
+        """What has the bytes that a reservation waits for, and until when."""
         here = [one for one in self._reservations.values() if one.device is reservation.device and one is not reservation]
-        holders = sorted((one for one in here if one.bytes.held_bytes), key=lambda one: -one.bytes.held_bytes)
-        ahead = [
-            one for one in here
-            if one.bytes.missing_bytes and (one.bytes.priority, one.bytes.arrival) < (wanted.priority, wanted.arrival)
-        ]  # fmt: skip
-        said = [f"{one.named()} has {format_bytes(one.bytes.held_bytes)} reserved {_until(one, now_ns)}" for one in holders]
+        holding = sorted((one for one in here if one.bytes.held_bytes), key=lambda one: -one.bytes.held_bytes)
+        place = reservation.bytes.priority, reservation.bytes.arrival
+        ahead = [one for one in here if one.bytes.missing_bytes and (one.bytes.priority, one.bytes.arrival) < place]
+        said = [f"{one.named()} has reserved {format_bytes(one.bytes.held_bytes)} {_until(one, now_ns)}" for one in holding]
         said += [f"{one.named()} waits before it for {format_bytes(one.bytes.missing_bytes)}" for one in ahead]
         if len(said) > _MOST_NAMED:
-            said[_MOST_NAMED:] = [f"and {len(said) - _MOST_NAMED} more"]
-        waited = (now_ns - reservation.asked_ns) / 1e9
-        return MemoryNotFree(
-            f"{format_bytes(wanted.missing_bytes)} of {reservation.device.info.index} have not become free within "
-            f"{format_seconds(waited)}: {'; '.join([*said, others])}. Wait longer, or ask for less"
-        )
+            said[_MOST_NAMED:] = [f"{len(said) - _MOST_NAMED} more hold or wait"]
+        return "; ".join([*said, others])
+
+
+def _missing(reservation: ReservationAccount) -> str:
+    return f"{format_bytes(reservation.bytes.missing_bytes)} of {reservation.device.info.index}"
 
 
 def _left_ms(reservation: ReservationAccount, now_ns: int) -> int | None:

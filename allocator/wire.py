@@ -142,9 +142,7 @@ Classes = Annotated[Mapping[str, int], _classes]
 Order = Annotated[OrderGeneration, _generation]
 
 
-def _since(protocol: int, default: object) -> Any:
-    """A field that this version of the protocol added."""
-    return field(default=default, metadata={"since": protocol})
+_V3, _V4 = {"since": 3}, {"since": 4}  # of a field: the version that added it
 
 
 # ---- from the client ----------------------------------------------------------------------------
@@ -180,8 +178,8 @@ class AskMessage:
 
     target_bytes: Bytes
     expires_ms: Ms
-    waiting_ms: Count = _since(3, 0)
-    keep_bytes: Bytes = _since(3, 0)
+    waiting_ms: Count = field(default=0, metadata=_V3)
+    keep_bytes: Bytes = field(default=0, metadata=_V3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +188,7 @@ class ReportMessage:
 
     held: Classes
     free_bytes: Bytes
-    kept_bytes: Bytes = _since(3, 0)
+    kept_bytes: Bytes = field(default=0, metadata=_V3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,12 +242,13 @@ class ReserveMessage:
 
     device_uuid: Name
     num_bytes: PositiveBytes
-    name: Name = _since(4, "a program")
-    priority: Priority = _since(4, 0)  # of the queue: a lower number is served first
-    duration_ms: MaybeLongMs = _since(4, None)  # None: no time limit
-    wait_ms: LongMs = _since(4, MAX_RESERVATION_S * 1000)
-    pid: Pid = _since(4, 0)
-    renewed: Flag = _since(4, False)  # the last broker had granted it: a new broker need not wait until the bytes are free
+    name: Name = field(default="a program", metadata=_V4)
+    priority: Priority = field(default=0, metadata=_V4)  # of the queue: a lower number is served first
+    duration_ms: MaybeLongMs = field(default=None, metadata=_V4)  # None: no time limit
+    wait_ms: LongMs = field(default=MAX_RESERVATION_S * 1000, metadata=_V4)
+    pid: Pid = field(default=0, metadata=_V4)
+    # The last broker had granted it: a new one need not wait until the bytes are free.
+    renewed: Flag = field(default=False, metadata=_V4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +305,7 @@ class RecallMessage:
     generation: Order
     target_bytes: Bytes
     deadline_ms: Ms
-    spares_requests: Flag = _since(3, False)
+    spares_requests: Flag = field(default=False, metadata=_V3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,8 +382,16 @@ class ReservedMessage:
     """The bytes are free now and no lease will use them."""
 
     num_bytes: Bytes
-    reservation_id: Count = _since(4, 0)
-    left_ms: MaybeLongMs = _since(4, None)  # until its end; None: no time limit
+    reservation_id: Count = field(default=0, metadata=_V4)
+    left_ms: MaybeLongMs = field(default=None, metadata=_V4)  # until its end; None: no time limit
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedMessage:
+    """The reservation, or what it wants more, waits; `reason` says for what."""
+
+    reservation_id: Count
+    reason: Sentence
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,6 +445,7 @@ FromBroker = (
     | LimitSetMessage
     | RecallingMessage
     | ReservedMessage
+    | QueuedMessage
     | ReservationEndedMessage
     | ReservationView
 )
@@ -470,7 +478,7 @@ def to_frame(message: Message, protocol: int = PROTOCOL) -> bytes:
     content = {
         key: read(f"{name}.{key}", getattr(message, key))
         for key, read in _READERS[type(message)].items()
-        if protocol >= since.get(key, OLDEST_PROTOCOL)
+        if protocol >= since.get(key, 0)
     }
     payload = json.dumps({"type": name, **content}, separators=(",", ":"), ensure_ascii=False).encode()
     if len(payload) > MAX_PAYLOAD_BYTES:

@@ -57,7 +57,7 @@ def format_bytes(num_bytes: int) -> str:
 
 def parse_seconds(time: float | str) -> float:
     """Seconds from a number or from text such as "2h", "1.5 min", "90s", "20ms", "1d". Raises ValueError for anything else."""
-    if isinstance(time, int | float) and not isinstance(time, bool) and 0 <= time < math.inf:
+    if isinstance(time, int | float) and not isinstance(time, bool) and 0 <= time <= 1e12:
         return float(time)
     match = _TIME.fullmatch(time) if isinstance(time, str) else None
     if match is None or len(match[1]) > _MOST_DIGITS:

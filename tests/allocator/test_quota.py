@@ -68,7 +68,7 @@ def register(name: str = "x", low: int = 0) -> wire.RegisterMessage:
 async def test_one_engine_too_many_is_refused_and_the_others_go_on(bench: Bench) -> None:
     engines = [await bench.engine("a") for _ in range(3)]
     person = bench.client()
-    assert await person.say(wire.ReserveMessage(DEVICE, 10)) == [wire.ReservedMessage(10)]
+    assert [type(message) for message in await person.say(wire.ReserveMessage(DEVICE, 10))] == [wire.ReservedMessage]
     for message in (register(), wire.ReserveMessage(DEVICE, 10)):
         (answer,) = await bench.client().say(message)
         assert isinstance(answer, wire.RefusedMessage) and answer.code == "refused"
@@ -114,7 +114,7 @@ async def test_engines_that_come_back_are_not_one_too_many(bench: Bench) -> None
 async def test_minimums_and_reservations_beyond_the_share_are_refused_with_what_to_do(bench: Bench) -> None:
     a = await bench.engine("a", 300)
     person = bench.client()
-    assert await person.say(wire.ReserveMessage(DEVICE, 100)) == [wire.ReservedMessage(100)]
+    assert [type(message) for message in await person.say(wire.ReserveMessage(DEVICE, 100))] == [wire.ReservedMessage]
     (answer,) = await bench.client().say(register("b", 51))
     assert isinstance(answer, wire.RefusedMessage) and answer.code == "minimums", "an engine waits for those that load"
     assert "a min for 'b' of 51 bytes makes 451 bytes" in answer.message
@@ -122,6 +122,9 @@ async def test_minimums_and_reservations_beyond_the_share_are_refused_with_what_
     (answer,) = await bench.client().say(wire.ReserveMessage(DEVICE, 51))
     assert isinstance(answer, wire.RefusedMessage) and answer.code == "refused"
     assert "a reservation of 51 bytes makes 451 bytes" in answer.message
+    await person.refused(wire.ResizeMessage(151, 1000), "a reservation of 151 bytes makes 451 bytes")
+    assert [type(message) for message in await person.say(wire.ResizeMessage(150, 1000))] == [wire.ReservedMessage]
+    await person.say(wire.ResizeMessage(100, 1000))
     b = await bench.engine("b", 50)
     await a.say(wire.LowerMinMessage(100))  # it has loaded
     await bench.engine("c", 200)
