@@ -185,7 +185,7 @@ class Reservation:
         if fd is None:
             raise BrokerUnavailable(str(self.trouble))
         if self._asked is not None:
-            select.select([fd], [], [], _LOOK_S)
+            _wait_readable(fd, _LOOK_S)
         return self._asked is not None
 
     def resize(self, size: int | str, *, wait: float | str = 60.0) -> None:
@@ -305,10 +305,7 @@ class Reservation:
                 fd = self.fileno()
                 left_s = self.left_s
             idle_s = min(_RETRY_S, _RETRY_S if left_s is None else left_s + 0.001)
-            try:
-                select.select([] if fd is None else [fd], [], [], idle_s)
-            except (OSError, ValueError):  # closed meanwhile
-                continue
+            _wait_readable(fd, idle_s)
             self.poll()
 
 
@@ -361,6 +358,14 @@ def choose_device(infos: Sequence[DeviceInfo], named: str | None) -> DeviceInfo:
 def shown(name: str) -> str:
     """A name for a reservation: what of `name` can be shown, or "a program"."""
     return "".join(c if c.isprintable() else "_" for c in name)[-80:] or "a program"
+
+
+def _wait_readable(fd: int | None, timeout_s: float) -> None:
+    """Wait until a descriptor, of any number, is readable or closed; without one, for the whole time."""
+    poller = select.poll()
+    if fd is not None:
+        poller.register(fd, select.POLLIN)
+    poller.poll(timeout_s * 1000)
 
 
 def _wait_ms(wait_s: float) -> int:

@@ -21,6 +21,7 @@ from .lease_policy import ReservedBytes
 
 log = logging.getLogger(__name__)
 
+_TOLD_AFTER_NS = 1_000_000_000  # an ordinary recall is over before
 _MOST_NAMED = 4  # holders in a refusal
 
 
@@ -110,7 +111,7 @@ class ReservationTable:
                 self.end(reservation.reservation_id, "its time is over")
             elif reservation.bytes.missing_bytes and reservation.wait_until_ns <= now_ns:
                 self._refuse(reservation, describe(reservation.device), now_ns)
-            elif reservation.bytes.missing_bytes and not reservation.is_told:
+            elif reservation.bytes.missing_bytes and not reservation.is_told and now_ns - reservation.asked_ns > _TOLD_AFTER_NS:
                 reservation.is_told = True
                 self._tell(reservation, describe(reservation.device), now_ns)
         return len(self._reservations) < before

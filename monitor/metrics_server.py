@@ -177,8 +177,11 @@ class _Handler(MetricsHandler):
             return self.send_error(411, explain="send the body with its Content-Length")
         if int(length) > MAX_BODY_BYTES:
             return self.send_error(413, explain=f"a body has at most {MAX_BODY_BYTES} bytes")
+        content = self.rfile.read(int(length))
+        if len(content) < int(length):
+            return self.send_error(400, explain="the body ended before its Content-Length")
         try:
-            body = json.loads(self.rfile.read(int(length)) or b"{}", parse_constant=_refuse_constant)
+            body = json.loads(content or b"{}", parse_constant=_refuse_constant)
         except (ValueError, RecursionError) as error:
             return self.send_error(400, explain=f"the body is not JSON: {error}")
         if not isinstance(body, dict):

@@ -872,7 +872,7 @@ def test_a_reservation_grows_behind_those_that_wait_and_shrinks_at_once() -> Non
     ),
 )
 def test_what_is_ready_is_free_and_stays_so_for_its_process(external: int, steps: list[tuple[str, int]]) -> None:
-    """With any processes beside an engine that takes all it gets: memory that a process is told of is there when it takes it."""
+    """Beside an engine that takes all it gets: memory that a process is told of is there when it takes it."""
     device = Device().lease(1, low=50, ask=5000)
     uses: dict[int, int] = {}  # what the process of each reservation holds
     outside = external
