@@ -188,7 +188,9 @@ def _missing(reservation: ReservationAccount) -> str:
 
 
 def _left_ms(reservation: ReservationAccount, now_ns: int) -> int | None:
-    return None if reservation.ends_ns is None else max(0, reservation.ends_ns - now_ns) // 1_000_000
+    if reservation.ends_ns is None:
+        return None
+    return min(max(0, reservation.ends_ns - now_ns) // 1_000_000, wire.MAX_RESERVATION_S * 1000)
 
 
 def _until(reservation: ReservationAccount, now_ns: int) -> str:
@@ -204,6 +206,6 @@ def _view(reservation: ReservationAccount, now_ns: int) -> wire.ReservationView:
         held_bytes=held.held_bytes,
         wanted_bytes=held.wanted_bytes,
         priority=held.priority,
-        waiting_ms=(now_ns - reservation.asked_ns) // 1_000_000 if held.missing_bytes else None,
+        waiting_ms=max(0, now_ns - reservation.asked_ns) // 1_000_000 if held.missing_bytes else None,
         left_ms=_left_ms(reservation, now_ns),
     )  # fmt: skip

@@ -155,6 +155,26 @@ async def test_it_grows_when_there_is_room_and_stays_as_it_was_when_there_is_non
 
 
 @on_a_bench()
+async def test_a_clock_that_jumps_ends_only_what_has_a_time_and_breaks_nothing(bench: Bench) -> None:
+    """The broker's clock is monotonic and jumps in no system that is known; the wall clock it does not read."""
+    for_ever, timed, waits = (bench.client() for _ in range(3))
+    await held(for_ever, num_bytes=100, name="for ever")
+    await held(timed, num_bytes=500, duration_ms=1000)
+    assert await waits.say(replace(ASKS, name="waits", num_bytes=700)) == []
+    bench.clock.advance(-1e6)
+    for _ in range(3):
+        await bench.tick()
+    seen = await views(bench)
+    assert (seen["train.py"].left_ms, seen["waits"].waiting_ms) == (1_000_000_940, 0)
+    bench.clock.advance(4e6)
+    await bench.tick()
+    assert await timed.hear() == [wire.ReservationEndedMessage("its time is over")]
+    (given,) = await waits.hear()
+    assert isinstance(given, wire.RefusedMessage), "its wait is over too"
+    assert set(await views(bench)) == {"for ever"} and reserved_bytes(bench) == 100
+
+
+@on_a_bench()
 async def test_it_ends_when_it_is_released(bench: Bench) -> None:
     person = bench.client()
     await held(person)
