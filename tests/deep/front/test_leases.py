@@ -48,8 +48,8 @@ def test_a_program_that_takes_its_time_to_end_keeps_its_reservation(monitored: M
         assert started.stdout is not None
         started.stdout.readline()
         started.send_signal(signal.SIGTERM)
-        refused = run("run", "--reserve", "700MiB", "--", "true", env=env_of(monitored))
-        assert refused.returncode == 2 and "cannot be reserved" in refused.stderr
+        refused = run("run", "--reserve", "700MiB", "--wait", "0.1s", "--", "true", env=env_of(monitored))
+        assert refused.returncode == 2 and "'sh'" in refused.stderr and "reserved 500.00 MiB until it ends" in refused.stderr
         assert started.poll() is None
         (tmp_path / "go").touch()
         assert started.wait(60) == 3
@@ -76,8 +76,8 @@ def test_a_reservation_outlives_the_monitor(monitored: MonitorProcess) -> None:
         assert "the program goes on" in lost
         monitored.start()
         assert started.stderr.readline() == "vram-monitor: 500.00 MiB are reserved again\n"
-        refused = run("run", "--reserve", "700MiB", "--", "true", env=env_of(monitored))
-        assert refused.returncode == 2 and "cannot be reserved" in refused.stderr
+        refused = run("run", "--reserve", "700MiB", "--wait", "0.1s", "--", "true", env=env_of(monitored))
+        assert refused.returncode == 2 and "'sh'" in refused.stderr and "reserved 500.00 MiB until it ends" in refused.stderr
         started.stdin.write("\n")
         started.stdin.flush()
         assert started.wait(60) == 5
