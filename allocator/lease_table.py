@@ -182,7 +182,7 @@ class LeaseTable:
         self.reservations.resize(reservation_id, message)
 
     def check_times(self) -> bool:
-        """End and refuse the reservations whose time is over. After `decide_all`, so that what is free is given first.
+        """End and refuse the reservations with no time left. After `decide_all`, so that what is free is given first.
 
         Returns whether others may be served now.
         """

@@ -114,7 +114,7 @@ class Reservation:
     def granted(
         cls, path: Path, device_uuid: str, num_bytes: int, *, on_queued: Callable[[str], None] | None = None, **more: Any
     ) -> Reservation:
-        """A reservation whose bytes are free. Arguments and errors as of `ask`, and MemoryNotFree after the wait.
+        """A reservation with its bytes free. Arguments and errors as of `ask`, and MemoryNotFree after the wait.
 
         `on_queued` is called with what the reservation waits for, if it does.
         """

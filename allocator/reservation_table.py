@@ -1,4 +1,4 @@
-"""The broker's table of reservations: who keeps bytes of which device free, until when, and who waits for how long.
+"""The broker's table of reservations: bytes of devices that processes without a lease hold for a time, or wait for.
 
     reserve ─► waits ── its bytes are free ─► holds ── its time, its process or its connection ends, or it is released ─► gone
                  └── refused after its wait          └── wants more: waits for the rest
@@ -100,7 +100,7 @@ class ReservationTable:
         log.info("the reservation of %s has ended with %s: %s", reservation.named(), format_bytes(held_bytes), reason)
 
     def check_times(self, describe: Callable[[LeasedDevice], str]) -> bool:
-        """End the reservations whose time is over, refuse those that have waited for as long as they wanted, and tell the
+        """End the reservations with no time left, refuse those that have waited for as long as they wanted, and tell the
         others once that they wait. Returns whether others may be served now.
 
         `describe` says what of a device others than reservations hold.

@@ -92,7 +92,7 @@ async def test_it_ends_with_its_time_which_begins_when_the_bytes_are_free(bench:
 
 
 @on_a_bench()
-async def test_who_waits_too_long_is_told_what_holds_the_memory_and_until_when(bench: Bench) -> None:
+async def test_one_that_waits_too_long_is_told_what_holds_the_memory_and_until_when(bench: Bench) -> None:
     engine = await bench.engine("chat", 100)
     await held(bench.client(), num_bytes=400, duration_ms=7_200_000)
     await held(bench.client(), num_bytes=150, name="comfy")
@@ -126,7 +126,7 @@ async def test_who_waits_too_long_is_told_what_holds_the_memory_and_until_when(b
 
 
 @on_a_bench()
-async def test_what_is_free_is_given_to_who_does_not_want_to_wait(bench: Bench) -> None:
+async def test_what_is_free_is_given_without_a_wait(bench: Bench) -> None:
     person = bench.client()
     await held(person, wait_ms=0)
     other = bench.client()
@@ -217,7 +217,7 @@ async def test_a_process_of_another_user_is_not_ones_own_to_name(bench: Bench, m
 
 
 @on_a_bench()
-async def test_a_renewed_one_holds_at_once_only_while_a_successor_waits_for_those_who_return(bench: Bench) -> None:
+async def test_a_renewed_one_holds_at_once_only_while_a_successor_waits_for_those_that_return(bench: Bench) -> None:
     table = bench.broker._table
     bench.numbers.used = 300  # of its process
     await bench.tick()

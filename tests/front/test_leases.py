@@ -142,8 +142,8 @@ def test_a_reservation_for_a_time_is_listed_and_ends_by_itself(device: Device) -
     with Reservation.granted(device.directory / "broker.sock", uuid, 50 * MIB, name="train.py") as lease:
         (row,) = json.loads(device.done("reservations", "--json"))
         assert (row["name"], row["held_bytes"], row["state"], row["left_seconds"]) == ("train.py", 50 * MIB, "held", None)
-        who = f"#{lease.reservation_id} train.py (pid {row['pid']}, {row['user']})"
-        assert device.done("reservations") == f"{who} has 50.00 MiB of host until it ends\n"
+        named = f"#{lease.reservation_id} train.py (pid {row['pid']}, {row['user']})"
+        assert device.done("reservations") == f"{named} has 50.00 MiB of host until it ends\n"
         said = device.refused("reserve", "900MiB", "--wait", "10ms")
     assert "'train.py'" in said and "guaranteed to 'tide'" in said
 

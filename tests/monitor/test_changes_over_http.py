@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="rights of fi
 
 
 class Served:
-    """A server whose answers repeat what they were asked."""
+    """A server that repeats in its answers what it was asked."""
 
     def __init__(self, token: Path | None) -> None:
         self.asked: list[tuple[str, str, Mapping[str, Any]]] = []

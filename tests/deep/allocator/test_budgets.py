@@ -1,4 +1,4 @@
-"""A real cgroup whose limit changes while an engine in it serves: the engine follows, and no token changes."""
+"""The limit of a real cgroup changes while an engine in it serves: the engine follows, and no token changes."""
 
 from __future__ import annotations
 

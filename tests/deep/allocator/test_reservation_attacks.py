@@ -35,7 +35,7 @@ def device_uuid(capacity: int = CAPACITY) -> str:
 
 @contextmanager
 def reservers(directory: Path, number: int) -> Iterator[list[Reserver]]:
-    """Started before the monitor, whose members they are."""
+    """Started before the monitor, as its members."""
     started = [Reserver(directory) for _ in range(number)]
     try:
         for one in started:
