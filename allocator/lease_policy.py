@@ -26,6 +26,7 @@ Times are monotonic nanoseconds, amounts are bytes. docs/decisions/0014-leases.m
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -173,13 +174,15 @@ class SharedDevice:
         They fit beside the minimums and what external processes have. The first one that does not fit ends the list: a small
         reservation does not overtake a larger one, and leases give nothing for one that they cannot serve.
         """
-        waiting = [reservation for reservation in self.reservations.values() if reservation.missing_bytes > 0]
+        waiting = [(one.priority, one.arrival, one) for one in self.reservations.values() if one.wanted_bytes > one.held_bytes]
         if not waiting:
             return []
+        heapq.heapify(waiting)  # most often only the first is looked at
         minimums = sum(lease.min_bytes for lease in self.living())
         left = self.capacity_bytes - self.rules.headroom_bytes - minimums - self.external_bytes(self.foreign_bytes)
         found = []
-        for reservation in sorted(waiting, key=lambda one: (one.priority, one.arrival)):
+        while waiting:
+            _, _, reservation = heapq.heappop(waiting)
             left -= reservation.missing_bytes
             if left < 0:
                 break

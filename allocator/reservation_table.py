@@ -8,8 +8,9 @@ Times are monotonic nanoseconds, so that a changed clock of the machine ends not
 
 from __future__ import annotations
 
+import bisect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..common.units import format_bytes, format_seconds
@@ -23,6 +24,7 @@ log = logging.getLogger(__name__)
 
 _TOLD_AFTER_NS = 1_000_000_000  # an ordinary recall is over before
 _MOST_NAMED = 4  # holders in a refusal
+_MOST_TOLD = 16  # at a look: with hundreds that wait, the broker answers others meanwhile
 
 
 @dataclass(slots=True, eq=False)
@@ -106,14 +108,21 @@ class ReservationTable:
         `describe` says what of a device others than reservations hold.
         """
         now_ns, before = self._clock(), len(self._reservations)
+        crowds: dict[str, _Crowd] = {}  # by device
+        told = 0
         for reservation in list(self._reservations.values()):
+            waits = reservation.bytes.missing_bytes > 0
+            refused = waits and reservation.wait_until_ns <= now_ns
             if reservation.ends_ns is not None and reservation.ends_ns <= now_ns:
                 self.end(reservation.reservation_id, "its time is over")
-            elif reservation.bytes.missing_bytes and reservation.wait_until_ns <= now_ns:
-                self._refuse(reservation, describe(reservation.device), now_ns)
-            elif reservation.bytes.missing_bytes and not reservation.is_told and now_ns - reservation.asked_ns > _TOLD_AFTER_NS:
-                reservation.is_told = True
-                self._tell(reservation, describe(reservation.device), now_ns)
+            elif refused or (waits and not reservation.is_told and now_ns - reservation.asked_ns > _TOLD_AFTER_NS):
+                device = reservation.device
+                if (crowd := crowds.get(device.info.uuid)) is None:
+                    here = [one for one in self._reservations.values() if one.device is device]
+                    crowd = crowds[device.info.uuid] = _Crowd(here, describe(device), now_ns)
+                (self._refuse if refused else self._tell)(reservation, crowd, now_ns)
+                if (told := told + 1) == _MOST_TOLD:  # the others at the next look
+                    break
         return len(self._reservations) < before
 
     def views(self) -> list[wire.ReservationView]:
@@ -153,34 +162,56 @@ class ReservationTable:
             "" if left_ms is None else f" for {format_seconds(left_ms / 1000)}",
         )
 
-    def _refuse(self, reservation: ReservationAccount, others: str, now_ns: int) -> None:
+    def _refuse(self, reservation: ReservationAccount, crowd: _Crowd, now_ns: int) -> None:
         account, reservation_id = reservation.device.account, reservation.reservation_id
         missing, waited = _missing(reservation), format_seconds((now_ns - reservation.asked_ns) / 1e9)
-        reason = f"{missing} have not become free within {waited}: {self._holders(reservation, others, now_ns)}"
-        reservation.connection.send(wire.refusal(MemoryNotFree(f"{reason}. Wait longer, or ask for less")))
+        reason = f"{missing} have not become free within {waited}: {crowd.holders(reservation)}"
         if reservation.bytes.held_bytes:
             account.keep_reservation(reservation_id)
-            return
-        del self._reservations[reservation_id]
-        account.unreserve(reservation_id)
-        reservation.connection.reservation_id = None
+        else:
+            del self._reservations[reservation_id]
+            account.unreserve(reservation_id)
+            reservation.connection.reservation_id = None
+        # Last: a client that does not read is dropped here, which ends what it still has
+        reservation.connection.send(wire.refusal(MemoryNotFree(f"{reason}. Wait longer, or ask for less")))
 
-    def _tell(self, reservation: ReservationAccount, others: str, now_ns: int) -> None:
+    def _tell(self, reservation: ReservationAccount, crowd: _Crowd, now_ns: int) -> None:
+        reservation.is_told = True
         if reservation.connection.protocol >= wire.PROTOCOL:
-            reason = f"{_missing(reservation)} are not free yet: {self._holders(reservation, others, now_ns)}"
+            reason = f"{_missing(reservation)} are not free yet: {crowd.holders(reservation)}"
             reservation.connection.send(wire.QueuedMessage(reservation.reservation_id, reason[: wire.MAX_SENTENCE]))
 
-    def _holders(self, reservation: ReservationAccount, others: str, now_ns: int) -> str:
-        """What has the bytes that a reservation waits for, and until when."""
-        here = [one for one in self._reservations.values() if one.device is reservation.device and one is not reservation]
+
+class _Crowd:
+    """What has the memory of a device, and what waits for it, at one time: in words, for each reservation that waits."""
+
+    def __init__(self, here: Sequence[ReservationAccount], others: str, now_ns: int) -> None:
+        """`here` are the device's reservations, `others` says what else has its memory."""
         holding = sorted((one for one in here if one.bytes.held_bytes), key=lambda one: -one.bytes.held_bytes)
-        place = reservation.bytes.priority, reservation.bytes.arrival
-        ahead = [one for one in here if one.bytes.missing_bytes and (one.bytes.priority, one.bytes.arrival) < place]
-        said = [f"{one.named()} has reserved {format_bytes(one.bytes.held_bytes)} {_until(one, now_ns)}" for one in holding]
-        said += [f"{one.named()} waits before it for {format_bytes(one.bytes.missing_bytes)}" for one in ahead]
-        if len(said) > _MOST_NAMED:
-            said[_MOST_NAMED:] = [f"{len(said) - _MOST_NAMED} more hold or wait"]
-        return "; ".join([*said, others])
+        self._holding = [
+            (one, f"{one.named()} has reserved {format_bytes(one.bytes.held_bytes)} {_until(one, now_ns)}")
+            for one in holding[: _MOST_NAMED + 1]
+        ]
+        self._num_holding = len(holding)
+        waiting = sorted((one for one in here if one.bytes.missing_bytes), key=_place)
+        self._places = [_place(one) for one in waiting]
+        self._first = [f"{one.named()} waits before it for {format_bytes(one.bytes.missing_bytes)}" for one in waiting[:1]]
+        self._others = others
+
+    def holders(self, reservation: ReservationAccount) -> str:
+        """What has the bytes that a reservation waits for, and until when."""
+        said = [text for one, text in self._holding if one is not reservation][:_MOST_NAMED]
+        ahead = bisect.bisect_left(self._places, _place(reservation))
+        left = self._num_holding - (reservation.bytes.held_bytes > 0) - len(said)
+        said += [f"{left} more have reserved memory"] if left else []
+        said += self._first if ahead else []
+        said += [f"{ahead - 1} more wait before it"] if ahead > 1 else []
+        return "; ".join([*said, self._others])
+
+
+def _place(reservation: ReservationAccount) -> tuple[int, int]:
+    """The place in the queue."""
+    return reservation.bytes.priority, reservation.bytes.arrival
 
 
 def _missing(reservation: ReservationAccount) -> str:

@@ -175,6 +175,47 @@ async def test_a_clock_that_jumps_ends_only_what_has_a_time_and_breaks_nothing(b
 
 
 @on_a_bench()
+async def test_many_that_wait_are_told_a_few_at_a_time(bench: Bench) -> None:
+    """The broker serves others meanwhile. Each hears how many wait before it, and at its wait's end that it is over."""
+    for number in range(6):
+        await held(bench.client(), num_bytes=100 + number, name=f"job {number}")
+    crowd = [bench.client() for _ in range(40)]
+    for client in crowd:
+        assert await client.say(replace(ASKS, num_bytes=500, wait_ms=5000)) == []
+    heard: dict[int, list[wire.Message]] = {number: [] for number in range(40)}
+    for seconds, kind in ((1.1, wire.QueuedMessage), (3.9, wire.RefusedMessage)):
+        for look in range(3):
+            await bench.tick(seconds if not look else 0.02)
+            for number, client in enumerate(crowd):
+                heard[number] += await client.hear()
+            assert sum(isinstance(one, kind) for some in heard.values() for one in some) == min(40, 16 * (look + 1))
+    first, second, last = (heard[number][0] for number in (0, 1, 39))
+    assert all(isinstance(one, wire.QueuedMessage) for one in (first, second, last))
+    assert "'job 5'" in first.reason and "2 more have reserved memory" in first.reason and "waits" not in first.reason
+    assert second.reason.count("waits before it for 500 bytes") == 1 and "more wait" not in second.reason
+    assert "38 more wait before it" in last.reason
+    assert len(await views(bench)) == 6 and reserved_bytes(bench) == 615
+
+
+@on_a_bench()
+async def test_a_client_that_does_not_read_its_answers_loses_only_its_own(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pagetide.allocator import broker_connection
+
+    good, bad, worse = (bench.client() for _ in range(3))
+    await held(good, num_bytes=500)
+    for client in (bad, worse):
+        assert await client.say(replace(ASKS, num_bytes=450, wait_ms=2000)) == []
+    monkeypatch.setattr(broker_connection, "MAX_UNREAD_BYTES", -1)  # whatever is sent is too much
+    for _ in range(3):
+        await bench.tick(1.1)
+    monkeypatch.undo()
+    assert await bad.ends() and await worse.ends() and not await good.ends()
+    assert set(await views(bench)) == {"train.py"} and reserved_bytes(bench) == 500
+
+
+@on_a_bench()
 async def test_it_ends_when_it_is_released(bench: Bench) -> None:
     person = bench.client()
     await held(person)
