@@ -10,6 +10,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Protocol
 
 from ..common.units import format_bytes
@@ -169,6 +170,10 @@ class LeaseTable:
         """Reserve bytes; `ReservedMessage` is sent once they are free. Returns the reservation's id. Raises LeaseRefused."""
         device, reservation_id = self._device(message.device_uuid), next(self._ids)
         self._check_promise(device, connection.peer, Promise("a reservation", message.num_bytes, LeaseRefused))
+        if self.quota is not None:
+            uid = connection.peer.uid
+            self.quota.check_priority(uid, user_name(uid), message.priority)
+            message = replace(message, wait_ms=self.quota.wait_ms(uid, message.wait_ms))
         # What the last broker had granted may be in use, so it is not waited for until it is free.
         held = message.renewed and self.clock() < self.decide_from_ns
         self.reservations.reserve(reservation_id, device, connection, message, held=held)
@@ -179,7 +184,8 @@ class LeaseTable:
         """Change the size of a reservation; `ReservedMessage` is sent once its bytes are free. Raises LeaseRefused."""
         device = self.reservations.device_of(reservation_id)
         self._check_promise(device, peer, Promise("a reservation", message.num_bytes, LeaseRefused), but=reservation_id)
-        self.reservations.resize(reservation_id, message)
+        wait_ms = message.wait_ms if self.quota is None else self.quota.wait_ms(peer.uid, message.wait_ms)
+        self.reservations.resize(reservation_id, replace(message, wait_ms=wait_ms))
 
     def check_times(self) -> bool:
         """End and refuse the reservations with no time left. After `decide_all`, so that what is free is given first.

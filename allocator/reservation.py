@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from ..common.on_error import OnError
-from ..common.units import parse_bytes, parse_seconds
+from ..common.units import format_bytes, parse_bytes, parse_seconds
 from ..monitor.poller import select as select_devices
 from ..monitor.snapshot import DeviceInfo, DeviceKind
 from ..monitor.watching import watch
@@ -200,9 +200,11 @@ class Reservation:
             LeaseClosed: The reservation has ended.
             BrokerUnavailable: There is no broker now.
         """
-        wait_s = parse_seconds(wait)
-        self.ask_size(size, wait_s)
+        num_bytes, wait_s = parse_bytes(size), parse_seconds(wait)
+        self.ask_size(num_bytes, wait_s)
         self.wait_answered(wait_s)
+        if self.num_bytes != num_bytes:  # another broker has answered, which knows only of the old size
+            raise BrokerUnavailable(f"the broker has ended before it answered; {format_bytes(self.num_bytes)} are reserved")
 
     def ask_size(self, size: int | str, wait_s: float) -> None:
         """Ask for another size; the answer comes later. Raises LeaseClosed, BrokerUnavailable, ValueError."""

@@ -85,4 +85,6 @@ class MonitorConfig:
                 f"headroom ({format_bytes(config.headroom)}) leaves nothing of the capacity "
                 f"({format_bytes(config.capacity)}) to lease; choose a smaller headroom"
             )
+        if config.token_file is not None and config.metrics_port is None:
+            raise ConfigInvalid("token_file is for requests over HTTP, and no port is served; set metrics_port too")
         return config

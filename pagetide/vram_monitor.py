@@ -659,7 +659,7 @@ def _reserve(args: argparse.Namespace) -> int:
         what = format_bytes(reservation.num_bytes)
         print(f"{what} of {info.index} are reserved{until}; Ctrl-C or the end of this process gives them back", flush=True)
         signals, lookout = _Signals(), Lookout(reservation, what, "this command")
-        while not reservation.ended and signals.wait(LOOK_S) in (None, signal.SIGHUP):
+        while not reservation.ended and signals.wait(LOOK_S) is None:
             lookout.look()
         if reservation.ended:
             print(f"vram-monitor: {what} are reserved no longer: {reservation.trouble}", file=sys.stderr)
