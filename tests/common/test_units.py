@@ -49,14 +49,8 @@ def test_times() -> None:
     ):
         with pytest.raises(ValueError, match="as a time"):
             parse_seconds(text)  # type: ignore[arg-type]
-    assert [format_seconds(seconds) for seconds in (0.4, 59.9, 60, 3599, 7200, 200_000)] == [
-        "0 s",
-        "59 s",
-        "1 min",
-        "59 min",
-        "2 h",
-        "2 d",
-    ]
+    shown = {0.0: "0 s", 59.9: "59 s", 60: "1 min", 3599: "59 min", 3600: "1 h", 86_399: "23 h", 86_400: "1 d", 200_000: "2 d"}
+    assert [format_seconds(seconds) for seconds in shown] == list(shown.values()), "rounded down"
 
 
 def test_format_bytes() -> None:

@@ -84,6 +84,32 @@ def test_a_reservation_outlives_the_monitor(monitored: MonitorProcess) -> None:
         assert started.stderr.read() == ""
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL])
+def test_memory_is_kept_for_a_time_until_a_signal_and_over_the_monitors_end(monitored: MonitorProcess, number: int) -> None:
+    started = subprocess.Popen(
+        command("reserve", "500MiB", "--time", "2h", "--name", "notebook"),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | env_of(monitored), start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert started.stdout is not None and started.stderr is not None
+        assert started.stdout.readline().startswith("500.00 MiB of host are reserved, for 2 h; Ctrl-C")
+        if number == signal.SIGTERM:
+            monitored.kill()
+            assert started.stderr.readline().startswith("vram-monitor: 500.00 MiB are reserved no longer (the broker at ")
+            monitored.start()
+            assert started.stderr.readline() == "vram-monitor: 500.00 MiB are reserved again\n"
+        (row,) = json.loads(run("reservations", "--json", env=env_of(monitored)).stdout)
+        assert (row["name"], row["pid"], row["held_bytes"]) == ("notebook", started.pid, 500 * MIB)
+        assert 6000 < row["left_seconds"] <= 7200
+        started.send_signal(number)
+        assert started.wait(60) == (0 if number != signal.SIGKILL else -signal.SIGKILL)
+        shown = lambda: run("reservations", env=env_of(monitored)).stdout  # noqa: E731
+        wait_until(lambda: shown() == "no memory is reserved\n", "its end")
+    finally:
+        started.kill()
+        started.communicate(timeout=60)
+
+
 def test_leases_that_nobody_tells_are_not_none(monitored: MonitorProcess) -> None:
     """A broker that is not there, one that is no broker, and one that hangs."""
     env, socket_path = env_of(monitored), monitored.directory / "broker.sock"
