@@ -206,8 +206,6 @@ class DeviceAccount:
     def unreserve(self, reservation_id: int) -> None:
         """End the reservation; memory used under it is foreign from now on. Idempotent."""
         self.state.reservations.pop(reservation_id, None)
-        if not self.state.reserved_bytes:
-            self.state.base_bytes = 0
 
     def end(self, lease_id: int, now_ns: int, *, may_return: bool = False) -> None:
         """End the lease. It stays, reaping, until `reaped` returns it.

@@ -87,7 +87,10 @@ async def test_it_ends_with_its_time_which_begins_when_the_bytes_are_free(bench:
     assert isinstance(answer, wire.ReservedMessage) and answer.left_ms == 5_000
     await bench.tick(5.0)
     assert await second.hear() == [wire.ReservationEndedMessage("its time is over")]
-    await held(second)  # the connection may reserve again
+    await held(second, duration_ms=4_000)  # the connection may reserve again
+    await bench.tick(3.0)
+    (resized,) = await second.say(wire.ResizeMessage(400, 0))
+    assert isinstance(resized, wire.ReservedMessage) and resized.left_ms == 1_000, "another size gives no more time"
     assert bench.broker._pidfds.keys() == {(await views(bench))["train.py"].reservation_id}
 
 
@@ -374,6 +377,14 @@ def test_it_is_made_again_at_the_next_broker(path: Path) -> None:
         now[0] += 1000
         lease.poll()
         assert lease.ended
+    with broker_thread(path, Numbers()):
+        lease = Reservation.granted(path, DEVICE, 300, duration_s=600)
+    lease.poll()
+    now = [lease._clock()]
+    lease._clock = lambda: now[0]
+    now[0] += 601
+    lease.poll()
+    assert (lease.ended, lease.trouble) == (True, "its time is over"), "without a broker too"
 
 
 def test_one_that_was_never_granted_is_not_asked_for_again(path: Path) -> None:
