@@ -378,7 +378,7 @@ class LeaseTable:
         leases = sorted((one for one in self._leases_on(device) if one.connection), key=lambda one: -one.terms.min_bytes)
         minimums = sum(lease.min_bytes for lease in state.living())
         said = []
-        if minimums:
+        if leases and minimums:
             more = f" and {len(leases) - 1} more" if len(leases) > 1 else ""
             said.append(f"{format_bytes(minimums)} are guaranteed to {named(leases[0])}{more} until they end")
         said.append(f"external processes hold {format_bytes(state.foreign_bytes)} (`vram-monitor --once` names them)")

@@ -34,7 +34,7 @@ from .errors import BrokerUnavailable, InvalidLease, LeaseClosed, LeaseError, Pr
 
 CONNECT_S = 5.0  # also what an answer may take beyond the wait that was asked for
 _RETRY_S = 1.0  # between attempts to renew a reservation
-_LOOK_S = 0.05  # another thread may read the answer that a thread waits for
+_LOOK_S = 0.05  # between looks at how long a thread has waited for an answer
 
 
 class _Closes(Protocol):
@@ -71,7 +71,7 @@ class Reservation:
         except ProtocolViolation as error:
             raise InvalidLease(str(error)) from None
         self._path, self._request, self._clock = path, request, clock
-        self._lock = threading.RLock()
+        self._make_locks()
         self.kept, self.ended = False, False
         self.trouble: str | None = None
         self.reservation_id = 0
@@ -158,6 +158,7 @@ class Reservation:
                 assert self._channel is not None
                 for message in self._channel.receive():
                     self._apply(message)
+                self._heard.notify_all()
             except LeaseError as error:
                 self._lose(error)
 
@@ -184,8 +185,11 @@ class Reservation:
         fd = self.fileno()
         if fd is None:
             raise BrokerUnavailable(str(self.trouble))
-        if self._asked is not None:
+        if self._keeper is None and self._asked is not None:
             _wait_readable(fd, _LOOK_S)
+        elif self._asked is not None:
+            with self._heard:
+                self._heard.wait_for(lambda: self._asked is None, _LOOK_S)
         return self._asked is not None
 
     def resize(self, size: int | str, *, wait: float | str = 60.0) -> None:
@@ -201,8 +205,9 @@ class Reservation:
             BrokerUnavailable: There is no broker now.
         """
         num_bytes, wait_s = parse_bytes(size), parse_seconds(wait)
-        self.ask_size(num_bytes, wait_s)
-        self.wait_answered(wait_s)
+        with self._resizing:
+            self.ask_size(num_bytes, wait_s)
+            self.wait_answered(wait_s)
         if self.num_bytes != num_bytes:  # another broker has answered, which knows only of the old size
             raise BrokerUnavailable(f"the broker has ended before it answered; {format_bytes(self.num_bytes)} are reserved")
 
@@ -212,8 +217,8 @@ class Reservation:
         with self._lock:
             if self.ended:
                 raise self._closed()
-            if self._channel is None:
-                raise BrokerUnavailable(str(self.trouble))
+            if self._channel is None or not self.kept:
+                raise BrokerUnavailable(self.trouble or f"the reservation of {self._request.name!r} still waits for its memory")
             self._channel.send(message)
             self._asked, self._refusal = message.num_bytes, None
 
@@ -295,9 +300,13 @@ class Reservation:
             self._channel.close()
             self._channel = None
 
+    def _make_locks(self) -> None:
+        self._lock, self._resizing = threading.RLock(), threading.Lock()
+        self._heard = threading.Condition(self._lock)  # something from the broker, by the thread of `keep`
+
     def _leave_to_parent(self) -> None:
         """In a fork of the process that holds the reservation: drop everything here without sending a message."""
-        self._lock = threading.RLock()  # another thread of the parent may have held it
+        self._make_locks()  # another thread of the parent may have held the old ones
         self._closes = None
         self._end("it is that of the process which this one is a fork of")
 

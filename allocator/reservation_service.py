@@ -111,6 +111,8 @@ class ReservationService:
 
     def _resize(self, reservation: Reservation, body: Mapping[str, Any]) -> Answer:
         _check_fields(body, _CHANGE, needed={"size"})
+        if not reservation.kept:
+            raise _Unanswerable(409, "the reservation still waits for its memory; end it, and reserve another size")
         reservation.ask_size(body["size"], parse_seconds(body.get("wait", DEFAULT_WAIT_S)))
         return self._answered(reservation, 200)
 

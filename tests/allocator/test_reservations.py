@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -338,6 +339,14 @@ def test_a_client_waits_grows_shrinks_and_ends(path: Path) -> None:
                 Reservation.ask(path, DEVICE, **({"num_bytes": 1} | wrong))  # type: ignore[arg-type]
 
 
+def test_sizes_that_several_threads_want_are_asked_for_one_after_the_other(path: Path) -> None:
+    with broker_thread(path, Numbers()), Reservation.granted(path, DEVICE, 300) as lease, ThreadPoolExecutor(4) as threads:
+        lease.keep()
+        sizes = [*range(1, 40)]
+        assert list(threads.map(lease.resize, sizes)) == [None] * len(sizes)
+        assert lease.num_bytes in sizes
+
+
 def test_its_time_ends_for_the_client_too(path: Path) -> None:
     with broker_thread(path, Numbers()), Reservation.granted(path, DEVICE, 300, duration_s=0.05) as lease:
         wait_until(lambda: lease.poll() or lease.ended, "its end")
@@ -501,8 +510,9 @@ def test_one_that_waits_is_told_so_and_is_there_later(
     first = Reservation.granted(path, DEVICE, 700)
     made = ok(service.answer("POST", "/reservations", {"size": 400, "time": "1h", "wait": "10min"}), 202)
     assert (made["state"], made["held_bytes"]) == ("waiting", 0) and "has reserved 700 bytes" in made["reason"]
-    first.close()
     row = f"/reservations/{made['id']}"
+    assert "still waits" in ok(service.answer("PATCH", row, {"size": 100}), 409)["error"]
+    first.close()
     wait_until(lambda: ok(service.answer("GET", row, {}), 200)["state"] == "held", "its turn")
 
 
