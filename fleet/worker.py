@@ -26,6 +26,7 @@ from .report_buffer import ReportBuffer
 if TYPE_CHECKING:
     from ..cache.cache_events import CacheEvents
     from ..engine.async_llm import AsyncLLM
+from ..engine.loading.weight_files import find_weights
     from ..engine.requests.outputs import RequestOutput, StreamChunk
     from ..scheduler.sequence import FinishReason
     from .kv_events import KvEventPublisher
@@ -356,7 +357,7 @@ def model_of(llm: AsyncLLM, reference: str) -> FleetModel:
         reference=reference,
         path=str(spec.path),
         name=spec.name,
-        identity=_identity(Path(spec.path)),
+        identity=_identity(spec.path),
         dtype=facts.dtype,
         layout=facts.layout,
         max_model_len=facts.max_model_len,
@@ -370,11 +371,11 @@ def model_of(llm: AsyncLLM, reference: str) -> FleetModel:
     )
 
 
-def _identity(folder: Path) -> str:
+def _identity(path: Path) -> str:
     """A digest of the configuration in a model's folder, and of the names and sizes of its weight files."""
     digest = hashlib.blake2b(digest_size=8)
-    for file in sorted(folder.glob("*")):
-        if file.suffix in (".safetensors", ".bin"):
+    for file in sorted(path.glob("*")) if path.is_dir() else find_weights(path).paths:
+        if file.suffix in (".safetensors", ".bin") or path.is_file():
             digest.update(f"{file.name} {file.stat().st_size}\n".encode())
         elif file.name == "config.json":
             digest.update(file.read_bytes())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -298,9 +298,19 @@ def is_changed(module: nn.Module) -> bool:
     return bool("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
 
 
+def users_of_parameters(model: nn.Module) -> dict[int, list[nn.Module]]:
+    """The modules that use each parameter, by its id."""
+    users = defaultdict[int, list[nn.Module]](list)
+    for module in model.modules():
+        for one in module._parameters.values():
+            if one is not None:
+                users[id(one)].append(module)
+    return users
+
+
 def uses_of_parameters(model: nn.Module) -> Counter[int]:
     """How many modules use each parameter, by its id."""
-    return Counter(id(one) for module in model.modules() for one in module._parameters.values() if one is not None)
+    return Counter({parameter: len(users) for parameter, users in users_of_parameters(model).items()})
 
 
 class _WithoutMemory(torch.Tensor):

@@ -12,10 +12,12 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from ...errors import CheckpointError, UnsupportedModel
-from .file import INSTEAD, GgufFile, GgufTensor
+from ..model_config import read_json
+from .file import INSTEAD, GgufFile, GgufTensor, is_gguf, read_gguf
 
 _UNREAD = re.compile(r"rope_freqs\.weight|rope_factors_(?:long|short)\.weight|blk\.\d+\.attn_rot_embd\.weight")  # in the configuration
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
@@ -157,6 +159,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         value = next((value for key in keys if (value := number(key, (int, float), None)) is not None), None)
         if value is not None:
             config[name] = value or None if name == "sliding_window" else value
+    if not all(one.is_plain for one in file.tensors.values()):
+        config["quantization_config"] = {"quant_method": "gguf"}
     if family.kind == "qwen3_moe":  # which has no layers without experts
         config.setdefault("intermediate_size", config.get("moe_intermediate_size"))
     if not heads:
@@ -169,6 +173,11 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     if family.kind in ("gemma2", "gemma3_text"):
         _add_gemma(file, config)
     return config
+
+
+def written_config(file: Path) -> dict[str, Any]:
+    """The content of a configuration file, or of that which a GGUF file stands for. Raises CheckpointError, UnsupportedModel."""
+    return config_of(read_gguf(file)) if is_gguf(file) else read_json(file)
 
 
 _SPECIAL_IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
@@ -200,7 +209,7 @@ def _add_biases(file: GgufFile, config: dict[str, Any]) -> None:
 def _add_rope(file: GgufFile, config: dict[str, Any]) -> None:
     """Rotary embeddings: their base, how much of a head they turn, and their scaling."""
     arch, head_dim = file.architecture, config["head_dim"]
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(file.get(f"{arch}.rope.freq_base", float, 10_000.0))}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(file.get(f"{arch}.rope.freq_base", (int, float), 10_000.0))}
     turned = file.get(f"{arch}.rope.dimension_count", int, head_dim)
     if turned != head_dim:
         if config["model_type"] != "phi3":
@@ -254,9 +263,9 @@ def _add_gemma(file: GgufFile, config: dict[str, Any]) -> None:
     is_largest = config["num_hidden_layers"] == largest
     config["query_pre_attn_scalar"] = config["hidden_size"] // config["num_attention_heads"] if is_largest else config["head_dim"]
     if config["model_type"] == "gemma3_text":
-        local = float(file.get("gemma3.rope.freq_base_swa", float, 10_000.0))
+        local = float(file.get("gemma3.rope.freq_base_swa", (int, float), 10_000.0))
         full, sliding = config["rope_parameters"], {"rope_type": "default", "rope_theta": local}
-        full["rope_theta"] = float(file.get("gemma3.rope.freq_base", float, 1e6))
+        full["rope_theta"] = float(file.get("gemma3.rope.freq_base", (int, float), 1e6))
         config["rope_parameters"] = {"full_attention": full, "sliding_attention": sliding}
         step = file.get("gemma3.attention.sliding_window_pattern", int, 6)
         layers = range(1, config["num_hidden_layers"] + 1)
