@@ -6,6 +6,8 @@ ggml's reference (ggml-quants.c).
 
 from __future__ import annotations
 
+import json
+import shutil
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,6 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from pagetide.engine import demo_model
 
 TYPES = {
     "F32": (0, 1, 4), "F16": (1, 1, 2), "BF16": (30, 1, 2), "Q4_0": (2, 32, 18), "Q5_0": (6, 32, 22), "Q8_0": (8, 32, 34),
@@ -297,4 +302,33 @@ def write_model(model: Any, file: Path, kind_of: KindOf, more: Mapping[str, Any]
         values |= {f"{before}.experts.{i}.{rest}": one.clone() for i, one in enumerate(value)}
     save_file({name: one.contiguous() for name, one in values.items()}, plain / "model.safetensors", {"format": "pt"})
     write(file, {**metadata_of(config), **(more or {})}, tensors)
+    return plain
+
+
+def tokenizer_metadata(folder: Path, rule: str = "gpt-2") -> dict[str, Any]:
+    """What the converter writes of the byte-level tokenizer in a folder."""
+    content = json.loads((folder / "tokenizer.json").read_text())
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    ids = content["model"]["vocab"] | {one["content"]: one["id"] for one in content["added_tokens"]}
+    kinds = {one["content"]: 3 if one["special"] else 4 for one in content["added_tokens"]}
+    tokens = sorted(ids, key=ids.__getitem__)
+    found: dict[str, Any] = {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": rule, "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [kinds.get(one, 1) for one in tokens],
+        "tokenizer.ggml.merges": [one if isinstance(one, str) else " ".join(one) for one in content["model"]["merges"]],
+        "tokenizer.ggml.add_bos_token": content["post_processor"] is not None,
+    }  # fmt: skip
+    for name in ("bos", "eos"):
+        if settings.get(f"{name}_token") is not None:
+            found[f"tokenizer.ggml.{name}_token_id"] = ids[settings[f"{name}_token"]]
+    return found | ({"tokenizer.chat_template": settings["chat_template"]} if "chat_template" in settings else {})
+
+
+def write_demo(file: Path, kind_of: KindOf, more: Mapping[str, Any] | None = None) -> Path:
+    """The bundled model as a GGUF file with its tokenizer; returns the folder of the model that it stands for."""
+    folder = Path(str(demo_model.__file__)).parent
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    plain = write_model(model, file, kind_of, {**tokenizer_metadata(folder), **(more or {})})
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / name, plain)
     return plain

@@ -51,33 +51,44 @@ def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
     return blocks[..., at : at + 2].contiguous().view(torch.float16)[..., 0].T.contiguous()
 
 
-def _halves(data: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., 2 * bytes]: the low halves of bytes [..., bytes], then the high ones."""
-    return torch.cat([data & 15, data >> 4], -1)
+def _write_halves(data: torch.Tensor, codes: torch.Tensor) -> None:
+    """Write the low halves of bytes [..., m, bytes] into uint8 [..., 2, m, bytes], and behind them the high ones."""
+    torch.bitwise_and(data, 15, out=codes[..., 0, :, :])
+    torch.bitwise_right_shift(data, 4, out=codes[..., 1, :, :])
 
 
-def _bits(data: torch.Tensor, count: int) -> torch.Tensor:
-    """uint8 [..., 8 / count, bytes]: the lowest `count` bits of bytes [..., bytes], then the next ones."""
-    shifts = torch.arange(0, 8, count, dtype=torch.uint8)[:, None]
-    return (data[..., None, :] >> shifts) & ((1 << count) - 1)
+def _less(codes: torch.Tensor, less: int) -> torch.Tensor:
+    """int8 [n, k]: codes uint8 [n, ...] less a number. Mutates `codes`."""
+    return (codes.sub_(less) if less else codes).view(torch.int8).view(len(codes), -1)  # modulo 256
 
 
-def _by_row(values: torch.Tensor, less: int) -> torch.Tensor:
-    """int8 [n, k]: codes [n, ...] less a number."""
-    return (values.view(torch.int8) - less if less else values.view(torch.int8)).reshape(len(values), -1)
+def _nibbles(blocks: torch.Tensor, at: int) -> torch.Tensor:
+    """uint8 [n, blocks of a row, 32]: the halves of the 16 bytes from `at` on."""
+    codes = torch.empty((*blocks.shape[:2], 2, 1, 16), dtype=torch.uint8)
+    _write_halves(blocks[..., None, at : at + 16], codes)
+    return codes.flatten(2)
 
 
 def _q4_0(blocks: torch.Tensor) -> _Scales:
-    return _by_row(_halves(blocks[..., 2:]), 8), _half(blocks, 0), None
+    return _less(_nibbles(blocks, 2), 8), _half(blocks, 0), None
 
 
 def _q5_0(blocks: torch.Tensor) -> _Scales:
-    fifth = _bits(blocks[..., 2:6], 1).transpose(-1, -2).flatten(-2)
-    return _by_row(_halves(blocks[..., 6:]) | fifth << 4, 16), _half(blocks, 0), None
+    codes, fifth = _nibbles(blocks, 6).unflatten(-1, (4, 8)), blocks[..., 2:6]
+    for bit in range(8):
+        codes[..., bit] |= (fifth >> bit & 1) << 4
+    return _less(codes.flatten(2), 16), _half(blocks, 0), None
 
 
 def _q8_0(blocks: torch.Tensor) -> _Scales:
-    return _by_row(blocks[..., 2:].contiguous(), 0), _half(blocks, 0), None
+    return blocks[..., 2:].contiguous().view(torch.int8).flatten(1), _half(blocks, 0), None
+
+
+def _k_codes(blocks: torch.Tensor, at: int) -> torch.Tensor:
+    """uint8 [n, blocks of a row, 4, 2, 32]: the halves of the 128 bytes from `at` on, each 32 of them for 64 weights."""
+    codes = torch.empty((*blocks.shape[:2], 4, 2, 1, 32), dtype=torch.uint8)
+    _write_halves(blocks[..., at : at + 128].unflatten(-1, (4, 1, 32)), codes)
+    return codes.flatten(-2)
 
 
 def _six_bit_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,28 +97,31 @@ def _six_bit_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return scales, torch.stack([_half(blocks, 0), _half(blocks, 2)], 1).flatten(0, 1)
 
 
-def _chunks(data: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., 8, 32]: the codes of 128 bytes of halves, each 32 bytes for 64 weights."""
-    return _halves(data.unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
-
-
 def _q4_k(blocks: torch.Tensor) -> _Scales:
-    return _by_row(_chunks(blocks[..., 16:]), 8), *_six_bit_scales(blocks)
+    return _less(_k_codes(blocks, 16), 8), *_six_bit_scales(blocks)
 
 
 def _q5_k(blocks: torch.Tensor) -> _Scales:
-    return _by_row(_chunks(blocks[..., 48:]) | _bits(blocks[..., 16:48], 1) << 4, 0), *_six_bit_scales(blocks)
+    codes, fifth = _k_codes(blocks, 48), blocks[..., 16:48]
+    for bit in range(8):
+        shifted = fifth << 4 - bit if bit < 4 else fifth >> bit - 4
+        codes[..., bit // 2, bit % 2, :] |= shifted.bitwise_and_(16)
+    return _less(codes, 0), *_six_bit_scales(blocks)
 
 
 def _q6_k(blocks: torch.Tensor) -> _Scales:
-    low = _halves(blocks[..., :128].unflatten(-1, (2, 64)))  # 64 bytes for 128 weights
-    high = _bits(blocks[..., 128:192].unflatten(-1, (2, 32)), 2).flatten(-2)
+    codes = torch.empty((*blocks.shape[:2], 2, 2, 2, 32), dtype=torch.uint8)  # 64 low bytes and 32 high ones for 128 weights
+    _write_halves(blocks[..., :128].unflatten(-1, (2, 2, 32)), codes)
+    high = blocks[..., 128:192].unflatten(-1, (2, 32))
+    for part, shift in enumerate((4, 2, 0, -2)):
+        shifted = high << shift if shift > 0 else high >> -shift
+        codes[..., part // 2, part % 2, :] |= shifted.bitwise_and_(48)
     scales = blocks[..., 192:208].permute(1, 2, 0).flatten(0, 1).contiguous().view(torch.int8)
-    return _by_row(low | high << 4, 32), scales, _half(blocks, 208)
+    return _less(codes, 32), scales, _half(blocks, 208)
 
 
 def _mxfp4(blocks: torch.Tensor) -> _Scales:
-    return _by_row(_halves(blocks[..., 1:]), 8), blocks[..., 0].T.contiguous(), None
+    return _less(_nibbles(blocks, 1), 8), blocks[..., 0].T.contiguous(), None
 
 
 _TYPES: Mapping[str, _Type] = {
