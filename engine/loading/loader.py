@@ -328,7 +328,8 @@ def _refuse_holes(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
     missing, mismatched = sorted(info["missing_keys"]), sorted(info["mismatched_keys"], key=str)
     if mismatched:
         shapes = [f"{name} is {list(there)}, the model has {list(wanted)}" for name, there, wanted in mismatched]
-        raise CheckpointError(f"the weights in {path} do not fit its configuration: {shorten(shapes)}")
+        what = "metadata" if checkpoint.weights.gguf else "config.json"
+        raise CheckpointError(f"the weights in {path} do not fit its {what}: {shorten(shapes)}")
     if missing:
         raise CheckpointError(
             f"the weights in {path} are not the whole model: {len(missing)} tensors are missing: {shorten(missing)}; "

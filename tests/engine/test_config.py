@@ -255,7 +255,7 @@ def test_incomplete_folders(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="is a file; name the folder"):
         resolve_model(tmp_path / "config.json")
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(UnsupportedModel, match="is GGUF, which is not read: take the model in safetensors form"):
+    with pytest.raises(CheckpointError, match=r"model\.gguf has not the beginning of a GGUF file; fetch it again"):
         resolve_model(tmp_path / "model.gguf")
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     assert resolve_model(tmp_path).path == tmp_path
