@@ -186,7 +186,9 @@ def write(file: Path, metadata: Mapping[str, Any], tensors: Mapping[str, tuple[s
             case str():
                 return struct.pack("<I", 8) + text(one)
         kinds = [value(each) for each in one] or [struct.pack("<I", 4)]
-        return struct.pack("<I", 9) + kinds[0][:4] + struct.pack("<Q", len(one)) + b"".join(each[4:] for each in kinds[: len(one)])
+        return (
+            struct.pack("<I", 9) + kinds[0][:4] + struct.pack("<Q", len(one)) + b"".join(each[4:] for each in kinds[: len(one)])
+        )
 
     for key, one in metadata.items():
         out += text(key) + value(one)
@@ -270,8 +272,10 @@ def write_model(model: Any, file: Path, kind_of: KindOf, more: Mapping[str, Any]
         value = torch.from_numpy(dequantize(data, kind))
         if family in ("llama", "mistral") and ("attn_q." in name or "attn_k." in name):
             heads = config.num_attention_heads if "attn_q." in name else config.num_key_value_heads
-            data = data.reshape(heads, 2, len(weight) // heads // 2, -1).swapaxes(1, 2).reshape(data.shape) if weight.ndim > 1 else (
-                data.view(np.float32).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1).copy().view(np.uint8)
+            data = (
+                data.reshape(heads, 2, len(weight) // heads // 2, -1).swapaxes(1, 2).reshape(data.shape)
+                if weight.ndim > 1
+                else (data.view(np.float32).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1).copy().view(np.uint8))
             )
         tensors[name] = kind, data
         return value
@@ -285,7 +289,10 @@ def write_model(model: Any, file: Path, kind_of: KindOf, more: Mapping[str, Any]
         elif family == "gpt_oss" and ".experts.gate_up_proj" in name:
             both = tensor.transpose(1, 2) if tensor.ndim == 3 else tensor  # outputs before inputs
             first = name.replace("gate_up_proj", "gate_proj")
-            parts = [add(_renamed(first.replace("gate_proj", one), family), both[:, i::2].contiguous()) for i, one in enumerate(("gate_proj", "up_proj"))]
+            parts = [
+                add(_renamed(first.replace("gate_proj", one), family), both[:, i::2].contiguous())
+                for i, one in enumerate(("gate_proj", "up_proj"))
+            ]
             value = torch.stack(parts, 2).flatten(1, 2)
             values[name] = value.transpose(1, 2).contiguous() if tensor.ndim == 3 else value
         elif family == "gpt_oss" and tensor.ndim == 3:

@@ -165,7 +165,14 @@ def with_factors(form, six_bits, n, k, generator):
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize(("form", "six_bits"), [("int4", True), ("int8", True), ("int8", False)])
 def test_scales_with_factors(form, six_bits, dtype):
-    for rows, n, k in ((1, 1, 256), (3, 70, 512), (13, 31, 1280), (97, 200, 256), (40, 33, 2048), *(() if six_bits else ((5, 40, 300),))):
+    for rows, n, k in (
+        (1, 1, 256),
+        (3, 70, 512),
+        (13, 31, 1280),
+        (97, 200, 256),
+        (40, 33, 2048),
+        *(() if six_bits else ((5, 40, 300),)),
+    ):
         x, _, bias, generator = drawn(dtype, rows, n, k)
         weight = with_factors(form, six_bits, n, k, generator)
         whole, packed = weight.dequantized(), pack(weight)

@@ -126,7 +126,9 @@ def read_gguf(path: Path) -> GgufFile:
         first = path.with_name(f"{split[1]}-{1:05}-of-{count:05}{split[3]}")
         paths = [path.with_name(f"{split[1]}-{i:05}-of-{count:05}{split[3]}") for i in range(1, min(count, 10_000) + 1)]
         if missing := [one.name for one in paths if not one.is_file()]:
-            raise ModelNotFound(f"{path} is one of {count:,} files of a model, and {missing[0]} is not beside it; fetch all of them")
+            raise ModelNotFound(
+                f"{path} is one of {count:,} files of a model, and {missing[0]} is not beside it; fetch all of them"
+            )
     file = _read(first, *_identity(first))
     if (said := file.get("split.count", int, 1)) not in (count, 0):
         raise CheckpointError(f"{first} is one of {said} files of a model; give them the names that they were published with")
@@ -177,7 +179,9 @@ class _Header:
         version = self._number("I")
         if version not in _VERSIONS:
             what = "is big endian" if version.to_bytes(4, "big")[0] in _VERSIONS else f"has version {version}"
-            raise UnsupportedModel(f"{self._path} {what}, and GGUF {' and '.join(map(str, _VERSIONS))} are read; fetch a newer file")
+            raise UnsupportedModel(
+                f"{self._path} {what}, and GGUF {' and '.join(map(str, _VERSIONS))} are read; fetch a newer file"
+            )
         num_tensors, num_keys = self._number("Q"), self._number("Q")
         if num_tensors > _MOST_TENSORS or num_keys > _MOST_TENSORS:
             raise ValueError(f"{num_tensors:,} tensors, and metadata of {num_keys:,}")

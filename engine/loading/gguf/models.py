@@ -19,7 +19,9 @@ from ...errors import CheckpointError, UnsupportedModel
 from ..model_config import read_json
 from .file import INSTEAD, GgufFile, GgufTensor, is_gguf, read_gguf
 
-_UNREAD = re.compile(r"rope_freqs\.weight|rope_factors_(?:long|short)\.weight|blk\.\d+\.attn_rot_embd\.weight")  # in the configuration
+_UNREAD = re.compile(
+    r"rope_freqs\.weight|rope_factors_(?:long|short)\.weight|blk\.\d+\.attn_rot_embd\.weight"
+)  # in the configuration
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 _STEMS: Mapping[str, str] = {
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
@@ -209,7 +211,10 @@ def _add_biases(file: GgufFile, config: dict[str, Any]) -> None:
 def _add_rope(file: GgufFile, config: dict[str, Any]) -> None:
     """Rotary embeddings: their base, how much of a head they turn, and their scaling."""
     arch, head_dim = file.architecture, config["head_dim"]
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(file.get(f"{arch}.rope.freq_base", (int, float), 10_000.0))}
+    rope: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": float(file.get(f"{arch}.rope.freq_base", (int, float), 10_000.0)),
+    }
     turned = file.get(f"{arch}.rope.dimension_count", int, head_dim)
     if turned != head_dim:
         if config["model_type"] != "phi3":
@@ -261,7 +266,9 @@ def _add_gemma(file: GgufFile, config: dict[str, Any]) -> None:
     """The scale of queries, and in Gemma 3 the rotary embeddings of both types of layers."""
     largest = {"gemma2": 46, "gemma3_text": 62}[config["model_type"]]  # layers of the models with 27 B parameters
     is_largest = config["num_hidden_layers"] == largest
-    config["query_pre_attn_scalar"] = config["hidden_size"] // config["num_attention_heads"] if is_largest else config["head_dim"]
+    config["query_pre_attn_scalar"] = (
+        config["hidden_size"] // config["num_attention_heads"] if is_largest else config["head_dim"]
+    )
     if config["model_type"] == "gemma3_text":
         local = float(file.get("gemma3.rope.freq_base_swa", (int, float), 10_000.0))
         full, sliding = config["rope_parameters"], {"rope_type": "default", "rope_theta": local}
@@ -308,7 +315,9 @@ _HEADS = {"attn_q": "head_count", "attn_k": "head_count_kv"}
 def _place(family: Family, name: str, one: GgufTensor, heads: int | None) -> Place:
     if family.halves and name.endswith((".q_proj.weight", ".k_proj.weight", ".q_proj.bias", ".k_proj.bias")):
         if not heads or one.shape[0] % (2 * heads):
-            raise CheckpointError(f"{one.path}: {one.name} has {one.shape[0]} rows for {heads} heads; fetch or convert it again")
+            raise CheckpointError(
+                f"{one.path}: {one.name} has {one.shape[0]} rows for {heads} heads; fetch or convert it again"
+            )
         return Place(name, (one,), "halves", heads=heads)
     if family.norms_plus_1 and name.endswith("norm.weight"):
         return Place(name, (one,), "less 1")

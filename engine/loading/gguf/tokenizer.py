@@ -82,7 +82,10 @@ def _settings(file: GgufFile) -> dict[str, Any]:
         if one is not None and 0 <= one < len(tokens):
             settings[f"{name}_token"] = tokens[one]
     if (template := file.get("tokenizer.chat_template", str, None)) is not None:
-        named = {name: file.get(f"tokenizer.chat_template.{name}", str, "") for name in file.get("tokenizer.chat_templates", list, [])}
+        named = {
+            name: file.get(f"tokenizer.chat_template.{name}", str, "")
+            for name in file.get("tokenizer.chat_templates", list, [])
+        }
         all_of_them = [{"name": name, "template": source} for name, source in {"default": template, **named}.items()]
         settings["chat_template"] = all_of_them if named else template
     return settings
@@ -180,7 +183,9 @@ class _Vocabulary:
             self._refuse(f"{len(self._tokens):,} tokens and {len(scores):,} scores")
         prefix = self._file.get("tokenizer.ggml.add_space_prefix", bool, True)
         replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-        normalizer = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": _SPACE}, replace]} if prefix else replace
+        normalizer = (
+            {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": _SPACE}, replace]} if prefix else replace
+        )
         return {
             "normalizer": normalizer,
             "pre_tokenizer": None,
@@ -197,7 +202,9 @@ class _Vocabulary:
             "model": self._bpe(self._implied_merges([-i for i in range(len(self._tokens))]), byte_fallback=True),
         }
 
-    def _bpe(self, merges: Sequence[Sequence[str]], *, byte_fallback: bool = False, ignore_merges: bool = False) -> dict[str, Any]:
+    def _bpe(
+        self, merges: Sequence[Sequence[str]], *, byte_fallback: bool = False, ignore_merges: bool = False
+    ) -> dict[str, Any]:
         unknown = self._file.get("tokenizer.ggml.unknown_token_id", int, None)
         if unknown is not None and not 0 <= unknown < len(self._tokens):
             self._refuse(f"unknown_token_id {unknown} of {len(self._tokens):,} tokens")

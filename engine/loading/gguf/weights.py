@@ -23,12 +23,12 @@ from typing import Any
 import torch
 
 from ....common.units import format_bytes
-from ...errors import CheckpointError
+from ...errors import CheckpointError, UnsupportedModel
 from ...layers import WeightForm
 from ...layers.quantization import SIX_BIT_BYTES, SUPER_GROUP, QuantizedWeight
 from ..stored_formats import StoredPart, StoredWeight
 from ..weight_files import StoredTensor
-from .file import GgufFile, GgufTensor
+from .file import INSTEAD, GgufFile, GgufTensor
 from .models import Place, places_of
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -144,7 +144,8 @@ def read_weights(file: GgufFile, dtype: str) -> tuple[dict[str, StoredWeight], t
     for place in places_of(file):
         first = place.sources[0]
         if any((one.type, one.shape) != (first.type, first.shape) for one in place.sources):
-            raise CheckpointError(f"{file.path}: {', '.join(one.name for one in place.sources)} differ in type or shape")
+            said = " and ".join(f"{one.name} is {one.type} {list(one.shape)}" for one in place.sources)
+            raise UnsupportedModel(f"{file.path}: {said}, and both are read in one type and shape alone: {INSTEAD}")
         if first.is_plain:
             shape = _plain_shape(place)
             tensors.append(StoredTensor(place.name, first.type, shape, math.prod(shape) * _DTYPES[first.type].itemsize))
@@ -185,7 +186,10 @@ def _raw(place: Place) -> dict[str, tuple[GgufTensor, StoredTensor]]:
 
 def _stored(file: GgufFile, place: Place) -> StoredWeight:
     first, kind = place.sources[0], _TYPES[place.sources[0].type]
-    if len(first.shape) != (2 if place.expert is None and not place.name.endswith(_PROJECTIONS) else 3) or place.change in ("less 1", "row"):
+    if len(first.shape) != (2 if place.expert is None and not place.name.endswith(_PROJECTIONS) else 3) or place.change in (
+        "less 1",
+        "row",
+    ):
         raise CheckpointError(f"{file.path}: {first.name} is {first.type} {list(first.shape)}, which no weight here is")
     n, k = first.shape[-2:]
     outputs = 2 if place.change == "turns" else n // place.heads if place.change == "halves" else 1

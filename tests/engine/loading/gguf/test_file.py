@@ -161,7 +161,9 @@ def test_headers_with_something_else_in_one_place(model_file: Path) -> None:
     refused = 0
     for i in range(400):
         at = rng.randrange(4, header - 8)
-        new = rng.choice([bytes([rng.randrange(256)]), struct.pack("<Q", rng.choice([0, 1, 1 << 20, 1 << 33, 1 << 62, (1 << 64) - 1]))])
+        new = rng.choice(
+            [bytes([rng.randrange(256)]), struct.pack("<Q", rng.choice([0, 1, 1 << 20, 1 << 33, 1 << 62, (1 << 64) - 1]))]
+        )
         path = model_file.with_name(f"{i}.gguf")
         path.write_bytes(content[:at] + new + content[at + len(new) :])
         try:

@@ -41,7 +41,9 @@ def test_configurations_are_those_of_the_models(family: str, tmp_path: Path) -> 
     assert type(config) is type(right)
     for name, value in right.to_dict().items():
         if name not in UNSAID:
-            assert getattr(config, name) == pytest.approx(value) if isinstance(value, float) else getattr(config, name) == value, name
+            assert (
+                getattr(config, name) == pytest.approx(value) if isinstance(value, float) else getattr(config, name) == value
+            ), name
     full, there = (one.rope_parameters.get("full_attention", one.rope_parameters) for one in (right, config))
     assert there["rope_theta"] == pytest.approx(full["rope_theta"]) and there["rope_type"] == full["rope_type"]
 
@@ -103,7 +105,9 @@ def test_scaling_that_is_not_known_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("architecture", ["mamba", "clip", "deepseek2", "bert"])
 def test_architectures_that_are_not_known_are_refused_by_name(architecture: str, tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", {"general.architecture": architecture}, {})
-    with pytest.raises(UnsupportedModel, match=f"architecture '{architecture}', and GGUF files of {', '.join(FAMILIES)} are read"):
+    with pytest.raises(
+        UnsupportedModel, match=f"architecture '{architecture}', and GGUF files of {', '.join(FAMILIES)} are read"
+    ):
         resolve_model(path)
     mixture = write(tmp_path / "x.gguf", {"general.architecture": "llama", "llama.expert_count": 8}, {})
     with pytest.raises(UnsupportedModel, match="'llama' with experts"):

@@ -86,18 +86,14 @@ def test_sentencepiece_with_scores(gemma: bool, tmp_path: Path) -> None:
     check_same(ours, right, begins=metadata["tokenizer.ggml.bos_token_id"])
 
 
-@pytest.mark.parametrize(
-    "rule", ["llama-bpe", "qwen2", "gpt-4o", "tekken"], ids=lambda rule: rule
-)
+@pytest.mark.parametrize("rule", ["llama-bpe", "qwen2", "gpt-4o", "tekken"], ids=lambda rule: rule)
 def test_rules_by_which_text_is_split(rule: str, tmp_path: Path) -> None:
     """transformers has most of them too, and reads them from the same file. Where it normalizes nothing, NFC text is the same."""
     of_transformers = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
     metadata = tokenizer_metadata(DEMO, rule)
     ours = loaded(file_of(tmp_path, metadata))
     fields = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items() if ".ggml." in key}
-    right, _ = of_transformers.convert_gguf_tokenizer(
-        "qwen2", {**fields, "tokenizer_type": "gpt2", "pre_tokenizer_type": rule}
-    )
+    right, _ = of_transformers.convert_gguf_tokenizer("qwen2", {**fields, "tokenizer_type": "gpt2", "pre_tokenizer_type": rule})
     for text in TEXTS:
         if "\u0301" in text:  # composed by the normalizer of Qwen's own tokenizer
             continue
@@ -114,7 +110,10 @@ def test_digits_of_smollm(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"tokenizer.ggml.pre": "jais"}, "splits text by the rule 'jais', which is not known here; give the model's own as --token"),
+        (
+            {"tokenizer.ggml.pre": "jais"},
+            "splits text by the rule 'jais', which is not known here; give the model's own as --token",
+        ),
         ({"tokenizer.ggml.model": "bert"}, "a tokenizer of kind 'bert', and gpt2 and llama are read"),
         ({"tokenizer.ggml.tokens": ["a", "b", "a"], "tokenizer.ggml.token_type": [1, 1, 1]}, "1 of 3 tokens twice"),
         ({"tokenizer.ggml.token_type": [1]}, "4,096 tokens, 1 kinds of them"),
