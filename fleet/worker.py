@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..common.heartbeat import SilenceWatch
+from ..engine.loading.weight_files import find_weights
 from ..scheduler.errors import REQUEST_FAULTS
 from ..server.engine_outputs import MakeScores, error_kind, piece_of, request_end, scores, scores_in_parts
 from ..server.messages import Failed, Piece, RequestEnd, Score
@@ -26,7 +27,6 @@ from .report_buffer import ReportBuffer
 if TYPE_CHECKING:
     from ..cache.cache_events import CacheEvents
     from ..engine.async_llm import AsyncLLM
-from ..engine.loading.weight_files import find_weights
     from ..engine.requests.outputs import RequestOutput, StreamChunk
     from ..scheduler.sequence import FinishReason
     from .kv_events import KvEventPublisher

@@ -249,7 +249,8 @@ def _renamed(name: str, family: str) -> str:
     if family in ("gemma2", "gemma3_text") and "_feedforward_layernorm" in name:
         return f"blk.{name.split('.')[2]}.{'ffn_norm' if 'pre_' in name else 'post_ffw_norm'}.weight"
     if "post_attention_layernorm" in name:
-        return f"blk.{name.split('.')[2]}.{'post_attention_norm' if family in ('gemma2', 'gemma3_text', 'gpt_oss') else 'ffn_norm'}.weight"
+        more_norms = family in ("gemma2", "gemma3_text", "gpt_oss")
+        return f"blk.{name.split('.')[2]}.{'post_attention_norm' if more_norms else 'ffn_norm'}.weight"
     return _gguf_name(name)
 
 
@@ -281,7 +282,7 @@ def write_model(model: Any, file: Path, kind_of: KindOf, more: Mapping[str, Any]
         return value
 
     for name, tensor in load_file(plain / "model.safetensors").items():
-        stem, _, leaf = name.rpartition(".")
+        stem = name.rpartition(".")[0]
         if ".experts." in name and stem.rpartition(".")[2] in ("gate_proj", "up_proj", "down_proj"):
             before, _, rest = name.partition(".experts.")
             expert, _, rest = rest.partition(".")

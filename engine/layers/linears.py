@@ -88,8 +88,8 @@ class PackedWeight:
     def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The rows `ids`, integers [...], of a weight without `in_scales` and `order` -> [..., k] of `dtype`."""
         found: torch.Tensor = torch.ops.pagetide.embed(
-            self.packed, TYPES[self.type], self.n, self.k, ids.reshape(-1).to(torch.int64), TYPES[dtype], self.scales, self.group,
-            self.zeros, self.factors,
+            self.packed, TYPES[self.type], self.n, self.k, ids.reshape(-1).to(torch.int64), TYPES[dtype], self.scales,
+            self.group, self.zeros, self.factors,
         )  # fmt: skip
         return found.view(*ids.shape, self.k)
 
@@ -200,7 +200,8 @@ def joined_plain(layers: Sequence[nn.Linear]) -> tuple[nn.Linear, list[int]] | N
 
 
 class PackedEmbedding(nn.Embedding):
-    """`nn.Embedding` that reads its rows out of a packed weight, as that of a tied output head. Its `weight` is NaN without memory.
+    """`nn.Embedding` that reads its rows out of a packed weight, which may be that of a tied output head. Its `weight` is NaN
+    without memory.
 
     An embedding becomes one by its class, so that a subclass which scales what it looks up still does.
     """
@@ -240,7 +241,7 @@ class PackedEmbedding(nn.Embedding):
 
 
 def looks_up_by_class(module: nn.Module) -> TypeGuard[nn.Embedding]:
-    """Whether `module` is an `nn.Embedding` that looks up by the method of that class, and so can become a `PackedEmbedding`."""
+    """Whether `module` is an `nn.Embedding` that looks up by that class's method, so that it can become a `PackedEmbedding`."""
     if not isinstance(module, nn.Embedding) or is_changed(module) or module.max_norm is not None:
         return False
     looked_up = []

@@ -127,8 +127,8 @@ class ModelEntry:
 def resolve_model(reference: str | os.PathLike[str], *, cache_dir: Path | None = None, needs_weights: bool = True) -> ModelSpec:
     """The model for `reference`: a name of the models files, else a folder or a GGUF file, else a hub id in the local cache.
 
-    A `Path`, or a text that starts like one (`/`, `./`, `../`, `~`), can only be a folder or a file. `cache_dir` replaces the default hub
-    cache (HF_HOME, HF_HUB_CACHE). Without `needs_weights` its configuration has to be here alone.
+    A `Path`, or a text that starts like one (`/`, `./`, `../`, `~`), can only be a folder or a file. `cache_dir` replaces the
+    default hub cache (HF_HOME, HF_HUB_CACHE). Without `needs_weights` its configuration has to be here alone.
 
     Raises:
         ModelNotFound: nothing of that name is here; lists the known names and the command to fetch it.

@@ -16,7 +16,7 @@ import pytest
 from pagetide.api.sampling_params import SamplingParams
 from pagetide.engine import errors
 from pagetide.engine.config import EngineConfig, KvMemory, ModelSpec, read_models, resolve_model
-from pagetide.engine.errors import CheckpointError, ConfigError, ModelNotFound, UnsupportedModel
+from pagetide.engine.errors import CheckpointError, ConfigError, ModelNotFound
 from pagetide.engine.loading.models import BUILT_IN_FILE, CONFIG_VARIABLE, resolve_tokenizer, user_file
 
 

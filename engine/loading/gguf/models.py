@@ -1,8 +1,8 @@
 """Models of GGUF files as transformers has them: `config.json` from the metadata, names and places of their tensors.
 
-llama.cpp's converter (https://github.com/ggml-org/llama.cpp, convert_hf_to_gguf.py) renames tensors, reorders the rows of query and
-key, adds 1 to the norms of Gemma, and joins experts in one tensor. Each family here undoes what it does to that one. A tensor or
-an architecture that is not known is refused. Imports no torch.
+llama.cpp's converter (https://github.com/ggml-org/llama.cpp, convert_hf_to_gguf.py) renames tensors, reorders the rows of query
+and key, adds 1 to the norms of Gemma, and joins experts in one tensor. Each family here undoes what it does to that one. An
+architecture or a tensor that is not known is refused. Imports no torch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Change = Literal["", "halves", "less 1", "row", "turns"]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorPlace:
     """A tensor of transformers' checkpoint: its name, what it is made of, and how. `expert`: which of those in one tensor."""
 
     name: str
@@ -55,7 +55,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class GgufFamily:
     """What llama.cpp's converter does to the models of an architecture.
 
     Attributes:
@@ -80,10 +80,10 @@ _QWEN_EXPERTS = {**_OF_EXPERTS, "num_experts": ("expert_count",)}
 _GEMMA_FIXED = {"hidden_activation": "gelu_pytorch_tanh"}
 _WINDOW = {"sliding_window": ("attention.sliding_window",)}
 
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family("llama", halves=True),
-    "qwen2": Family("qwen2", fixed={"use_sliding_window": False}),
-    "qwen2moe": Family(
+FAMILIES: Mapping[str, GgufFamily] = {
+    "llama": GgufFamily("llama", halves=True),
+    "qwen2": GgufFamily("qwen2", fixed={"use_sliding_window": False}),
+    "qwen2moe": GgufFamily(
         "qwen2_moe",
         {**_QWEN_EXPERTS, "shared_expert_intermediate_size": ("expert_shared_feed_forward_length",)},
         {"norm_topk_prob": False, "decoder_sparse_step": 1, "use_sliding_window": False},
@@ -92,22 +92,22 @@ FAMILIES: Mapping[str, Family] = {
             "ffn_up_shexp": "mlp.shared_expert.up_proj", "ffn_down_shexp": "mlp.shared_expert.down_proj",
         },
     ),
-    "qwen3": Family("qwen3", fixed={"use_sliding_window": False}),
-    "qwen3moe": Family(
+    "qwen3": GgufFamily("qwen3", fixed={"use_sliding_window": False}),
+    "qwen3moe": GgufFamily(
         "qwen3_moe", _QWEN_EXPERTS, {"norm_topk_prob": True, "decoder_sparse_step": 1, "use_sliding_window": False}, _EXPERTS
     ),
-    "gemma": Family("gemma", fixed=_GEMMA_FIXED, norms_plus_1=True),
-    "gemma2": Family(
+    "gemma": GgufFamily("gemma", fixed=_GEMMA_FIXED, norms_plus_1=True),
+    "gemma2": GgufFamily(
         "gemma2",
-        {**_WINDOW, "attn_logit_softcapping": ("attn_logit_softcapping",), "final_logit_softcapping": ("final_logit_softcapping",)},
+        {**_WINDOW, **{name: (name,) for name in ("attn_logit_softcapping", "final_logit_softcapping")}},
         _GEMMA_FIXED, _GEMMA, norms_plus_1=True,
     ),
-    "gemma3": Family(
+    "gemma3": GgufFamily(
         "gemma3_text", {**_WINDOW, "final_logit_softcapping": ("final_logit_softcapping",)}, _GEMMA_FIXED, _GEMMA,
         norms_plus_1=True,
     ),
-    "phi3": Family("phi3", _WINDOW, {}, {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
-    "gpt-oss": Family(
+    "phi3": GgufFamily("phi3", _WINDOW, {}, {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
+    "gpt-oss": GgufFamily(
         "gpt_oss",
         {
             **_WINDOW, "num_local_experts": ("expert_count",), "num_experts_per_tok": ("expert_used_count",),
@@ -123,14 +123,14 @@ FAMILIES: Mapping[str, Family] = {
 }  # fmt: skip
 
 
-def family_of(file: GgufFile) -> Family:
+def family_of(file: GgufFile) -> GgufFamily:
     """The family of a file's model. Raises UnsupportedModel, and CheckpointError."""
     name = file.architecture
     if name not in FAMILIES or (name == "llama" and file.get("llama.expert_count", int, 0)):
         what = f"{name!r:.80} with experts" if name in FAMILIES else f"{name!r:.80}"
         raise UnsupportedModel(
-            f"{file.path} has a model of architecture {what}, and GGUF files of {', '.join(FAMILIES)} are read; take the model in "
-            "safetensors form"
+            f"{file.path} has a model of architecture {what}, and GGUF files of {', '.join(FAMILIES)} are read; take the model "
+            "in safetensors form"
         )
     return FAMILIES[name]
 
@@ -178,7 +178,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
 
 
 def written_config(file: Path) -> dict[str, Any]:
-    """The content of a configuration file, or of that which a GGUF file stands for. Raises CheckpointError, UnsupportedModel."""
+    """The content of a configuration file, or of that which a GGUF file stands for. Raises what `read_gguf` raises."""
     return config_of(read_gguf(file)) if is_gguf(file) else read_json(file)
 
 
@@ -279,8 +279,8 @@ def _add_gemma(file: GgufFile, config: dict[str, Any]) -> None:
         config["layer_types"] = ["sliding_attention" if i % step else "full_attention" for i in layers]
 
 
-def places_of(file: GgufFile) -> Iterator[Place]:
-    """The tensors that transformers' checkpoint has, and what they are made of. Raises UnsupportedModel, and CheckpointError."""
+def places_of(file: GgufFile) -> Iterator[TensorPlace]:
+    """The tensors that transformers' checkpoint has, and what they are made of. Raises UnsupportedModel, CheckpointError."""
     family, arch = family_of(file), file.architecture
     stems = {**_STEMS, **family.stems}
     heads = {stem: file.get(f"{arch}.attention.{key}", int, None) for stem, key in _HEADS.items()}
@@ -297,14 +297,14 @@ def places_of(file: GgufFile) -> Iterator[Place]:
         if family.kind == "gpt_oss" and stem in ("ffn_gate_exps", "ffn_up_exps"):
             if stem == "ffn_gate_exps":
                 up = _needed(file, name.replace("ffn_gate_exps", "ffn_up_exps"))
-                yield Place(there + ("" if kind == "weight" else "_bias"), (one, up), "turns")
+                yield TensorPlace(there + ("" if kind == "weight" else "_bias"), (one, up), "turns")
         elif family.kind == "gpt_oss" and stem == "ffn_down_exps":
-            yield Place(there + ("" if kind == "weight" else "_bias"), (one,))
+            yield TensorPlace(there + ("" if kind == "weight" else "_bias"), (one,))
         elif stem == "attn_sinks":
-            yield Place(there, (one,))
+            yield TensorPlace(there, (one,))
         elif "*" in there:
             for expert in range(one.shape[0]):
-                yield Place(f"{there.replace('*', str(expert))}.{kind}", (one,), expert=expert)
+                yield TensorPlace(f"{there.replace('*', str(expert))}.{kind}", (one,), expert=expert)
         else:
             yield _place(family, f"{there}.{kind}", one, heads.get(stem) or heads["attn_q"])
 
@@ -312,15 +312,15 @@ def places_of(file: GgufFile) -> Iterator[Place]:
 _HEADS = {"attn_q": "head_count", "attn_k": "head_count_kv"}
 
 
-def _place(family: Family, name: str, one: GgufTensor, heads: int | None) -> Place:
+def _place(family: GgufFamily, name: str, one: GgufTensor, heads: int | None) -> TensorPlace:
     if family.halves and name.endswith((".q_proj.weight", ".k_proj.weight", ".q_proj.bias", ".k_proj.bias")):
         if not heads or one.shape[0] % (2 * heads):
             raise CheckpointError(
                 f"{one.path}: {one.name} has {one.shape[0]} rows for {heads} heads; fetch or convert it again"
             )
-        return Place(name, (one,), "halves", heads=heads)
+        return TensorPlace(name, (one,), "halves", heads=heads)
     if family.norms_plus_1 and name.endswith("norm.weight"):
-        return Place(name, (one,), "less 1")
+        return TensorPlace(name, (one,), "less 1")
     if name.endswith("shared_expert_gate.weight") and len(one.shape) == 1:
-        return Place(name, (one,), "row")
-    return Place(name, (one,))
+        return TensorPlace(name, (one,), "row")
+    return TensorPlace(name, (one,))

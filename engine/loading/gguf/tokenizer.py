@@ -69,7 +69,7 @@ def write_tokenizer(file: GgufFile, folder: Path) -> bool:
     """
     if "tokenizer.ggml.model" not in file.metadata or file.metadata["tokenizer.ggml.model"] == "none":
         return False
-    (folder / "tokenizer.json").write_text(json.dumps(_Vocabulary(file).tokenizer()), "utf-8")
+    (folder / "tokenizer.json").write_text(json.dumps(_GgufVocabulary(file).tokenizer()), "utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(_settings(file)), "utf-8")
     return True
 
@@ -91,7 +91,7 @@ def _settings(file: GgufFile) -> dict[str, Any]:
     return settings
 
 
-class _Vocabulary:
+class _GgufVocabulary:
     """The vocabulary of a file. Raises CheckpointError where it contradicts itself."""
 
     def __init__(self, file: GgufFile) -> None:
@@ -121,8 +121,8 @@ class _Vocabulary:
             parts = self._gemma() if self._file.architecture.startswith("gemma") else self._sentencepiece()
         else:
             raise UnsupportedModel(
-                f"{self._file.path} has a tokenizer of kind {self._model!r:.40}, and gpt2 and llama are read; give the model's own "
-                "as --tokenizer, or take the model in safetensors form"
+                f"{self._file.path} has a tokenizer of kind {self._model!r:.40}, and gpt2 and llama are read; give the model's "
+                "own as --tokenizer, or take the model in safetensors form"
             )
         return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": self._added(), **parts,
                 "post_processor": self._post_processor()}  # fmt: skip
@@ -160,8 +160,8 @@ class _Vocabulary:
         rule = self._file.get("tokenizer.ggml.pre", str, "")
         if rule not in _SPLITS:
             raise UnsupportedModel(
-                f"{self._file.path} has a tokenizer that splits text by the rule {rule!r:.40}, which is not known here; give the "
-                "model's own as --tokenizer, or take the model in safetensors form"
+                f"{self._file.path} has a tokenizer that splits text by the rule {rule!r:.40}, which is not known here; give "
+                "the model's own as --tokenizer, or take the model in safetensors form"
             )
         split, level = _SPLITS[rule], {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
         before: list[dict[str, Any]] = [{"type": "Digits", "individual_digits": True}] if rule == "smollm" else []

@@ -29,7 +29,7 @@ from ...layers.quantization import SIX_BIT_BYTES, SUPER_GROUP, QuantizedWeight
 from ..stored_formats import StoredPart, StoredWeight
 from ..weight_files import StoredTensor
 from .file import INSTEAD, GgufFile, GgufTensor
-from .models import Place, places_of
+from .models import TensorPlace, places_of
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _Scales = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # values [n, k], scales, factors as in QuantizedWeight
@@ -37,7 +37,7 @@ _Scales = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # values [n, k
 
 @dataclass(frozen=True, slots=True)
 class _Type:
-    """What blocks of `block` weights become, with `scale_bytes` of scales each. `read`: of uint8 [n, blocks of a row, bytes]."""
+    """What blocks of `block` weights become, with `scale_bytes` of scales. `read` takes uint8 [n, blocks of a row, bytes]."""
 
     form: WeightForm
     group: int
@@ -156,7 +156,7 @@ def read_weights(file: GgufFile, dtype: str) -> tuple[dict[str, StoredWeight], t
     return stored, tuple(tensors)
 
 
-def _plain_shape(place: Place) -> tuple[int, ...]:
+def _plain_shape(place: TensorPlace) -> tuple[int, ...]:
     shape = place.sources[0].shape
     if place.expert is not None:
         return shape[1:]
@@ -167,7 +167,7 @@ def _plain_shape(place: Place) -> tuple[int, ...]:
     return (shape[0], shape[2], shape[1]) if len(shape) == 3 else shape  # experts in one tensor
 
 
-def _raw(place: Place) -> dict[str, tuple[GgufTensor, StoredTensor]]:
+def _raw(place: TensorPlace) -> dict[str, tuple[GgufTensor, StoredTensor]]:
     """The parts of a weight in blocks, by role: the tensor that they are in, and bytes [..., outputs, bytes of a row]."""
     roles = ("gate", "up") if place.change == "turns" else ("blocks",)
     parts = {}
@@ -184,7 +184,7 @@ def _raw(place: Place) -> dict[str, tuple[GgufTensor, StoredTensor]]:
     return parts
 
 
-def _stored(file: GgufFile, place: Place) -> StoredWeight:
+def _stored(file: GgufFile, place: TensorPlace) -> StoredWeight:
     first, kind = place.sources[0], _TYPES[place.sources[0].type]
     if len(first.shape) != (2 if place.expert is None and not place.name.endswith(_PROJECTIONS) else 3) or place.change in (
         "less 1",
@@ -264,7 +264,7 @@ def _mapped(path: Path) -> torch.Tensor:
 class _Changed:
     """Plain tensors of a file that become one of transformers' checkpoint when that is indexed."""
 
-    place: Place
+    place: TensorPlace
     tensors: list[torch.Tensor]
 
     def __getitem__(self, key: Any) -> torch.Tensor:

@@ -21,7 +21,8 @@ from pagetide.engine.loading.models import resolve_model
 
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
 METADATA = {
-    "general.architecture": "llama", "a": True, "b": -5, "c": 1.5, "d": "caf\u00e9", "e": [1, 2, 3], "f": ["x", "", "yz"], "g": [],
+    "general.architecture": "llama", "a": True, "b": -5, "c": 1.5, "d": "caf\u00e9", "e": [1, 2, 3], "f": ["x", "", "yz"],
+    "g": [],
 }  # fmt: skip
 
 
@@ -74,7 +75,7 @@ def test_a_model_that_is_split(tmp_path: Path) -> None:
             key: (one.type, one.shape, one.num_bytes) for key, one in whole.tensors.items()
         }
     (tmp_path / names[1]).rename(tmp_path / "elsewhere")
-    with pytest.raises(ModelNotFound, match="m-00002-of-00003.gguf is not beside it; fetch all of them"):
+    with pytest.raises(ModelNotFound, match=r"m-00002-of-00003\.gguf is not beside it; fetch all of them"):
         read_gguf(tmp_path / names[0])
     (tmp_path / "elsewhere").rename(tmp_path / "one.gguf")
     with pytest.raises(CheckpointError, match="is one of 3 files of a model"):

@@ -34,8 +34,8 @@ MOST_GROWTH = {"Q5_K": 1.56, "Q6_K": 1.31, "Q5_0": 1.56}  # of others 1.01
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8}
 SCALED = {**SIZES, "head_dim": 32, "query_pre_attn_scalar": 32, "num_hidden_layers": 3, "tie_word_embeddings": True}
 MOE = {
-    "vocab_size": VOCAB, **SIZES, "num_hidden_layers": 2, "num_key_value_heads": 2, "moe_intermediate_size": 256, "head_dim": 32,
-    "num_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 512, "norm_topk_prob": True,
+    "vocab_size": VOCAB, **SIZES, "num_hidden_layers": 2, "num_key_value_heads": 2, "moe_intermediate_size": 256,
+    "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 512, "norm_topk_prob": True,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 32.0,
         "beta_slow": 1.0, "truncate": False}  # fmt: skip
