@@ -207,7 +207,7 @@ def _add_json(parser: argparse.ArgumentParser, what: str) -> None:
 
 def _add_model(parser: argparse.ArgumentParser, positional: bool = False) -> argparse._ActionsContainer:
     """Add the model's flag, and return its group. With `positional` the model may also be given without it."""
-    help_text = "a name (see `pagetide models`), a folder, or a hub id in the local cache"
+    help_text = "a name (see `pagetide models`), a folder, a GGUF file, or a hub id in the local cache"
     place: argparse._ActionsContainer = parser
     if positional:
         place = parser.add_mutually_exclusive_group(required=True)

@@ -29,7 +29,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         "or in the configuration file. A flag overrides the variable, the variable the file; in the file, a model's entry "
         "overrides the top.",
     )
-    parser.add_argument("models", nargs="*", metavar="MODEL", help="name, folder, or hub id in the local cache")
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="name, folder, GGUF file, or hub id in the local cache")
     parser.add_argument(
         "--config",
         type=Path,

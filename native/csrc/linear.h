@@ -228,17 +228,30 @@ static void unpack_rows(const void* packed, Type type, int64_t k, const int64_t*
 
 // --- scales ---
 
+// Bytes as integers, as many as lanes. GCC 12 converts such vectors element by element.
+template <typename Byte>
+INLINE IntVec widened(const void* from) {
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(from));
+  return bits<IntVec>(std::is_signed_v<Byte> ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+#elif defined(__AVX2__)
+  const __m128i bytes = _mm_loadl_epi64(static_cast<const __m128i*>(from));
+  return bits<IntVec>(std::is_signed_v<Byte> ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+#else
+  typedef Byte Bytes __attribute__((vector_size(kLanes)));
+  Bytes bytes;
+  __builtin_memcpy(&bytes, from, sizeof bytes);
+  return __builtin_convertvector(bytes, IntVec);
+#endif
+}
+
 // `lanes` bytes as integers; zeros in other lanes.
 template <typename Byte>
 INLINE IntVec load_bytes(const void* from, int lanes) {
-  typedef Byte Bytes __attribute__((vector_size(kLanes)));
-  Bytes bytes{};
-  if (lanes == kLanes) {
-    __builtin_memcpy(&bytes, from, sizeof bytes);
-  } else {
-    __builtin_memcpy(&bytes, from, lanes);
-  }
-  return __builtin_convertvector(bytes, IntVec);
+  if (lanes == kLanes) return widened<Byte>(from);
+  uint8_t bytes[kLanes] = {};
+  __builtin_memcpy(bytes, from, lanes);
+  return widened<Byte>(bytes);
 }
 
 // Scales of `lanes` columns, from element `at` on; something finite in other lanes.
@@ -268,13 +281,21 @@ struct BlockScales {
       if (args.scale_type == ScaleType::six_bits) {
         set_six_bits(args, v, k0, column, lanes);
       } else {
-        of[v] = load_scales(args, k0 / args.group * args.n + column, lanes);
+        const int64_t at = k0 / args.group * args.n + column;
+        __builtin_prefetch(static_cast<const uint8_t*>(args.scales) + (at + kAhead * args.n) * scale_bytes(args.scale_type), 0, 2);
+        of[v] = load_scales(args, at, lanes);
         if (args.scale_type == ScaleType::int8) of[v] *= factors(args, k0 / kSuperGroup, column, lanes);
       }
     }
   }
 
  private:
+  static constexpr int64_t kAhead = 4;  // groups: their scales lie far apart, often in few sets of a cache
+
+  static int64_t scale_bytes(ScaleType type) {
+    return type == ScaleType::float32 ? 4 : type == ScaleType::bfloat16 || type == ScaleType::float16 ? 2 : 1;
+  }
+
   static Vec factors(const LinearArgs& args, int64_t row, int64_t column, int lanes) {
     const Float16* from = static_cast<const Float16*>(args.factors) + row * args.n + column;
     return lanes == kLanes ? load(from) : load_some(from, lanes);
@@ -284,10 +305,10 @@ struct BlockScales {
   // the halves of bytes 8 to 11, and above them what the first ones leave.
   void set_six_bits(const LinearArgs& args, int v, int64_t k0, int64_t column, int lanes) {
     const int64_t super = k0 / kSuperGroup, group = k0 % kSuperGroup / kSixBitGroup;
-    const auto byte = [&](int64_t i) {
-      const uint8_t* rows = static_cast<const uint8_t*>(args.scales) + super * kSixBitBytes * args.n;
-      return load_bytes<uint8_t>(rows + i * args.n + column, lanes);
-    };
+    const uint8_t* rows = static_cast<const uint8_t*>(args.scales) + super * kSixBitBytes * args.n + column;
+    const auto byte = [&](int64_t i) { return load_bytes<uint8_t>(rows + i * args.n, lanes); };
+    __builtin_prefetch(rows + (kSixBitBytes + group) * args.n, 0, 2);
+    __builtin_prefetch(group < 4 ? rows + (kSixBitBytes + group + 8) * args.n : rows, 0, 2);
     IntVec scale, minimum;
     if (group < 4) {
       scale = byte(group) & 63, minimum = byte(group + 4) & 63;
