@@ -103,15 +103,17 @@ class ModelDefaults:
         if spec.loaded is not None:
             config, own = spec.loaded.config, spec.loaded.generation_config
         else:
-            config, has_file = read_config(spec), (spec.path / "generation_config.json").is_file()
-            if is_gguf(spec.path):
-                own = GenerationConfig(**generation_of(read_gguf(spec.path)))
-            elif has_file:
+            of_file = is_gguf(spec.path)
+            if not of_file:
                 check_files(spec.path)
-                with quiet_transformers():
+            config, has_file = read_config(spec), (spec.path / "generation_config.json").is_file()
+            with quiet_transformers():
+                if of_file:
+                    own = GenerationConfig(**generation_of(read_gguf(spec.path)))
+                elif has_file:
                     own = GenerationConfig.from_pretrained(str(spec.path), local_files_only=True)
-            else:
-                own = GenerationConfig.from_model_config(config)
+                else:
+                    own = GenerationConfig.from_model_config(config)
         text = config.get_text_config()
         return cls(own, spec.sampling, int(text.vocab_size), getattr(config, "max_position_embeddings", None))
 

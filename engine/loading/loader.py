@@ -357,7 +357,10 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase | None:
     with TemporaryDirectory() as folder:
         if not write_tokenizer(read_gguf(path), Path(folder)):
             return None
-        tokenizer = _read_tokenizer(spec, Path(folder), options)
+        try:
+            tokenizer = _read_tokenizer(spec, Path(folder), options)
+        except CheckpointError as error:
+            raise CheckpointError(str(error).replace(folder, str(path))) from error
     if tokenizer is not None:
         tokenizer.name_or_path = str(path)
     return tokenizer

@@ -191,6 +191,8 @@ def _weights(files: _StoredTensors, given: Mapping[str, Any]) -> Iterable[Stored
             return _awq(files, given)
         case "mxfp4":
             return _mxfp4(files)
+        case "gguf":
+            raise files.refuse("in files of another kind than GGUF")
         case "modelopt" if (algorithm := given.get("quant_algo")) != "FP8":
             raise files.refuse(f"with quant_algo {algorithm!r:.40}")
         case _:

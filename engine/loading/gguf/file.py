@@ -26,6 +26,7 @@ from ...errors import CheckpointError, ModelNotFound, UnsupportedModel
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MOST_VALUES = 1 << 23  # in all arrays of metadata; vocabularies and their merges have less than a million
+_MOST_KEPT = 256  # texts of an array in memory
 _MOST_TENSORS = 1 << 20
 _MOST_DIMENSIONS = 4
 _MOST_SIZE = 1 << 28  # of a dimension, as in model_config
@@ -62,6 +63,24 @@ class GgufTensor:
         return self.type in ("F32", "F16", "BF16")
 
 
+@dataclass(frozen=True, slots=True)
+class _Texts:
+    """A long array of texts, such as a vocabulary, which stays in the file: where it begins, and how many they are."""
+
+    path: Path
+    at: int
+    count: int
+
+    def read(self) -> list[str]:
+        with _opened(self.path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            length_at, at, texts = struct.Struct("<Q").unpack_from, self.at, []
+            for _ in range(self.count):
+                begin = at + 8
+                at = begin + length_at(data, at)[0]
+                texts.append(data[begin:at].decode("utf-8", "replace"))
+            return texts
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class GgufFile:
     """One model: its metadata, and the tensors of all its files."""
@@ -83,6 +102,7 @@ class GgufFile:
     def get(self, key: str, kind: type | tuple[type, ...], default: Any = ...) -> Any:
         """The metadata of `key`, of a `kind`; `default` if it is not there. Raises CheckpointError."""
         value = self.metadata.get(key, default)
+        value = value.read() if isinstance(value, _Texts) else value
         if value is ...:
             raise CheckpointError(f"{self.path} has no {key} in its metadata; fetch or convert it again")
         if value is not default and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
@@ -241,18 +261,16 @@ class _Header:
         self._at += length
         return text.decode("utf-8", "replace")
 
-    def _texts(self, count: int) -> list[str]:
-        """As `_text`, many times."""
+    def _texts(self, count: int) -> _Texts | list[str]:
         data, at, end, length_at = self._data, self._at, len(self._data), struct.Struct("<Q").unpack_from
-        texts = []
+        texts = _Texts(self._path, at, count)
         for _ in range(count):
             begin = at + 8
             at = begin + length_at(data, at)[0]
             if at > end:
                 raise ValueError(f"a text of {at - begin:,} bytes at {begin:,}")
-            texts.append(data[begin:at].decode("utf-8", "replace"))
         self._at = at
-        return texts
+        return texts if count > _MOST_KEPT else texts.read()
 
     def _value(self, kind: int) -> Any:
         if kind in _NUMBERS:
