@@ -337,6 +337,10 @@ def _refuse_holes(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
         )
     unexpected = {*info["unexpected_keys"]} - {*checkpoint.unread, *checkpoint.unread.values()}
     if names := sorted(name for name in unexpected if not within(name, checkpoint.unused_modules)):
+        if checkpoint.weights.gguf:  # the metadata alone does not tell that the model computes something else
+            raise UnsupportedModel(
+                f"{path} has tensors for which a {checkpoint.config.model_type} has no place: {shorten(names)}"
+            )
         log.warning("%s: the model has no place for %d tensors: %s", path, len(names), shorten(names))
 
 

@@ -37,6 +37,10 @@ _GEMMA: Mapping[str, str] = {
     "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }  # fmt: skip
+# Of families that are not read: a model with one of them computes something else.
+_UNREAD_FACTORS = (
+    "attention.scale", "attention.clamp_kqv", "logit_scale", "embedding_scale", "residual_scale", "rope.scale_linear",
+)  # fmt: skip
 _LLAMA3 = (1.0, 4.0, 8192)  # low and high frequency factor, and original length, of all models that scale by `rope_freqs`
 
 # What is done to a tensor: rows of query and key back in halves, 1 off, one more dimension, gate and up in turns.
@@ -170,6 +174,11 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     config["head_dim"] = number("attention.key_length", int, config["hidden_size"] // heads)
     if number("attention.value_length", int, config["head_dim"]) != config["head_dim"]:
         raise UnsupportedModel(f"{file.path} has keys and values of different lengths, which no {family.kind} model here has")
+    for key in _UNREAD_FACTORS:
+        if number(key, (int, float), 0) not in (0, 1):
+            raise UnsupportedModel(
+                f"{file.path} has {file.architecture}.{key}, by which {family.kind} models do not compute here"
+            )
     _add_biases(file, config)
     _add_rope(file, config)
     if family.kind in ("gemma2", "gemma3_text"):
@@ -223,7 +232,9 @@ def _add_rope(file: GgufFile, config: dict[str, Any]) -> None:
     scaling = file.get(f"{arch}.rope.scaling.type", str, "none")
     factor = file.get(f"{arch}.rope.scaling.factor", (int, float), None)
     original = file.get(f"{arch}.rope.scaling.original_context_length", int, None)
-    if "rope_freqs.weight" in file.tensors and config["model_type"] == "llama":
+    if "rope_freqs.weight" in file.tensors:
+        if config["model_type"] != "llama":
+            raise UnsupportedModel(f"{file.path} has rope_freqs.weight, which is read of llama models alone; {INSTEAD}")
         rope |= _llama3(file, rope["rope_theta"], head_dim)
     elif "rope_factors_long.weight" in file.tensors:
         rope |= {"rope_type": "longrope", "original_max_position_embeddings": original}

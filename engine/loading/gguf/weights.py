@@ -186,10 +186,8 @@ def _raw(place: TensorPlace) -> dict[str, tuple[GgufTensor, StoredTensor]]:
 
 def _stored(file: GgufFile, place: TensorPlace) -> StoredWeight:
     first, kind = place.sources[0], _TYPES[place.sources[0].type]
-    if len(first.shape) != (2 if place.expert is None and not place.name.endswith(_PROJECTIONS) else 3) or place.change in (
-        "less 1",
-        "row",
-    ):
+    dimensions = 3 if place.expert is not None or place.name.endswith(_PROJECTIONS) else 2
+    if len(first.shape) != dimensions or place.change in ("less 1", "row"):
         raise CheckpointError(f"{file.path}: {first.name} is {first.type} {list(first.shape)}, which no weight here is")
     n, k = first.shape[-2:]
     outputs = 2 if place.change == "turns" else n // place.heads if place.change == "halves" else 1

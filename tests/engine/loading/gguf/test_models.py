@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from families import FAMILIES as TINY
 from families import VOCAB, tiny
 from gguf_files import quantize, write, write_model
@@ -18,6 +19,7 @@ from pagetide.engine.errors import CheckpointError, ModelNotFound, UnsupportedMo
 from pagetide.engine.loading.checkpoint import Checkpoint, read_config
 from pagetide.engine.loading.gguf.file import read_gguf
 from pagetide.engine.loading.gguf.models import FAMILIES, config_of
+from pagetide.engine.loading.loader import load_model
 from pagetide.engine.loading.models import resolve_model
 from pagetide.engine.memory.estimate import estimate
 
@@ -125,6 +127,19 @@ def test_metadata_of_another_type_is_refused(tmp_path: Path) -> None:
     _, path = written(tmp_path, "llama", {"llama.feed_forward_length": 1 << 30})
     with pytest.raises(CheckpointError, match="at most"):
         Checkpoint.open(resolve_model(path))
+
+
+def test_models_that_compute_something_else_are_refused(tmp_path: Path) -> None:
+    """By the metadata, or by tensors for which the model has no place."""
+    _, path = written(tmp_path, "llama", {"llama.attention.scale": 0.25})
+    with pytest.raises(UnsupportedModel, match=r"has llama\.attention\.scale, by which llama models do not compute here"):
+        Checkpoint.open(resolve_model(path))
+    ones = {"rope_freqs.weight": [1.0] * 4}
+    with pytest.raises(UnsupportedModel, match=r"rope_freqs\.weight, which is read of llama models alone"):
+        Checkpoint.open(resolve_model(with_factors(tmp_path, ones, {}, "qwen2")))
+    checkpoint = Checkpoint.open(resolve_model(with_factors(tmp_path, {"blk.0.attn_q_norm.weight": [1.0] * 8}, {})))
+    with pytest.raises(UnsupportedModel, match=r"for which a llama has no place: model\.layers\.0\.self_attn\.q_norm\.weight"):
+        load_model(checkpoint, torch.device("cpu"), torch.float32, pack=True)
 
 
 def test_a_folder_of_files_asks_for_one(tmp_path: Path) -> None:
