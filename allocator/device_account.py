@@ -11,7 +11,7 @@ monotonic nanoseconds.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..common.units import format_bytes
 from .errors import InvalidLease, LeaseRefused, MinimumsExceedCapacity
@@ -103,30 +103,35 @@ class DeviceAccount:
         return lease
 
     def ask(self, lease_id: int, demand: LeaseDemand, now_ns: int) -> None:
-        """Record the lease's demand, in place of the last one."""
+        """Record the lease's demand, in place of the last one. While each exceeds the grant, memory has been lacking all along."""
         lease = self.state.leases[lease_id]
-        lease.demand, lease.heard_ns = demand, now_ns
+        former = lease.demand_at(now_ns)
+        lacked = former is not None and former.target_bytes > lease.granted_bytes
+        lease.demand = replace(demand, lacking_ns=former.lacking_ns if former is not None and lacked else now_ns)
+        lease.heard_ns = now_ns
 
     def report(self, lease_id: int, free_bytes: int, kept_bytes: int, now_ns: int) -> None:
         """Record how many bytes are free in the lease's pool, and how many hold cached prefixes."""
         lease = self.state.leases[lease_id]
         lease.free_bytes, lease.kept_bytes, lease.heard_ns = free_bytes, kept_bytes, now_ns
+        lease.withheld = lease.withheld and lease.unneeded_bytes >= lease.granule_bytes
 
     def unmapped(self, lease_id: int, held_bytes: int) -> None:
         """Lower the grant to `held_bytes`, though not below the minimum; the lease takes no more until a new grant.
 
-        Returning memory without a recall cancels the lease's demand.
+        Returning memory without a recall cancels the lease's demand. An engine reports before it answers a recall short of
+        its target: what it then calls unneeded is withheld.
         """
         lease = self.state.leases[lease_id]
         if not lease.recalls:
             lease.demand = None
-        if any(recall.spares_requests and held_bytes > recall.target_bytes for recall in lease.recalls):
-            lease.free_bytes = lease.kept_bytes = 0  # requests use it by now: nothing more is recalled before the next report
+        is_short = any(recall.spares_requests and held_bytes > recall.target_bytes for recall in lease.recalls)
         lease.granted_bytes = min(lease.granted_bytes, max(held_bytes, lease.min_bytes))
         lease.held_bytes = min(lease.held_bytes, lease.granted_bytes)
         lease.recalls = tuple(
             recall for recall in lease.recalls if recall.target_bytes < lease.granted_bytes and not recall.spares_requests
         )
+        lease.withheld = is_short and lease.unneeded_bytes >= lease.granule_bytes
 
     def lower_min(self, lease_id: int, min_bytes: int) -> None:
         """Lower the minimum. Raises InvalidLease if `min_bytes` is above the current one."""

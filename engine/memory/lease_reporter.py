@@ -195,6 +195,8 @@ class LeaseReporter:
         least = max(held, lease.min_bytes)  # a grant does not fall below
         if recall is not None:
             if held <= recall.target_bytes or (recall.spares_requests and over_recall <= 0):
+                if held > recall.target_bytes:
+                    self.report()  # requests use by now what the last report called unneeded
                 lease.answer_unmapped(max(held, recall.target_bytes))
                 self._end_recall("served")
         elif most is not None and granted > (keep := max(least, most)):

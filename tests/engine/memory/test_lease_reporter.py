@@ -165,7 +165,9 @@ def test_a_recall_that_spares_requests_is_answered_with_what_is_held_once_nothin
     rig.lease.recall_to(12 * MIB, spares_requests=True)
     rig.receive()
     rig.reporter.answer(idle=False, over_recall=1)
-    assert rig.lease.answered == []
+    assert rig.lease.answered == [] == rig.lease.reports
+    rig.pool.unneeded_extents = (0, 0)
     rig.reporter.answer(idle=False, over_recall=0)
+    assert rig.lease.reports == [report(free=0)], "the broker knows why"
     assert rig.lease.answered == [rig.lease.held_bytes] and rig.lease.held_bytes > 12 * MIB
     assert rig.lease.recall is None and not rig.reporter.is_recalled
