@@ -37,26 +37,6 @@ _SETTLED_NS = 100_000_000
 _UNAWARE_NS = 1_000_000_000  # after its socket is cut, an engine may map its grant for this long
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseTerms:
-    """The terms that a lease was registered with."""
-
-    name: str
-    min_bytes: int
-    max_bytes: int | None
-    weight: float
-    priority: int
-    granule_bytes: int
-
-    def check(self) -> None:
-        """Raise InvalidLease if the max is 0 or below the min."""
-        if self.max_bytes is not None and self.max_bytes < max(1, self.min_bytes):
-            raise InvalidLease(
-                f"the max of {self.name!r} ({format_bytes(self.max_bytes)}) must be at least 1 byte and not below its "
-                f"min ({format_bytes(self.min_bytes)})"
-            )
-
-
 @dataclass(slots=True)
 class _Reaping:
     """An ended lease with memory that is not back yet."""
@@ -79,31 +59,20 @@ class DeviceAccount:
 
     # ---- requests of engines and users ----------------------------------------------------------
 
-    def register(self, lease_id: int, terms: LeaseTerms, held_bytes: int) -> LeaseState:
+    def register(self, lease: LeaseState) -> None:
         """Add a lease, granted what it already holds as far as the device has room; `decide` grants more.
 
         Raises InvalidLease or MinimumsExceedCapacity, with nothing changed.
         """
-        terms.check()
-        self._check_minimums(terms)
-        if held_bytes > self.state.capacity_bytes:
-            raise InvalidLease(
-                f"{terms.name!r} cannot hold {format_bytes(held_bytes)} of a device that has "
-                f"{format_bytes(self.state.capacity_bytes)}"
-            )
+        self._check_bounds(lease)
         others = sum(lease.granted_bytes for lease in self.state.living())
-        held_bytes = min(held_bytes, max(0, self.state.capacity_bytes - others))  # the engine's own claim is bounded
-        lease = LeaseState(
-            lease_id, terms.name, terms.min_bytes, terms.max_bytes, terms.granule_bytes, terms.weight, terms.priority,
-            registered_max_bytes=terms.max_bytes,
-            granted_bytes=held_bytes, held_bytes=held_bytes, upper_bytes=held_bytes,
-        )  # fmt: skip
-        self.state.leases[lease_id] = lease
+        held_bytes = min(lease.held_bytes, max(0, self.state.capacity_bytes - others))  # the engine's own claim is bounded
+        lease.granted_bytes = lease.held_bytes = lease.upper_bytes = held_bytes
+        self.state.leases[lease.lease_id] = lease
         self._not_foreign(held_bytes)
-        return lease
 
     def ask(self, lease_id: int, demand: LeaseDemand, now_ns: int) -> None:
-        """Record the lease's demand, in place of the last one. While each exceeds the grant, memory has been lacking all along."""
+        """Record the lease's demand, in place of the last one. While each exceeds the grant, memory lacks all along."""
         lease = self.state.leases[lease_id]
         former = lease.demand_at(now_ns)
         lacked = former is not None and former.target_bytes > lease.granted_bytes
@@ -282,13 +251,24 @@ class DeviceAccount:
             case Ready(reservation_id):
                 self.state.reservations[reservation_id].ready = True
 
-    def _check_minimums(self, terms: LeaseTerms) -> None:
+    def _check_bounds(self, new: LeaseState) -> None:
+        """Raise InvalidLease if a new lease's numbers contradict each other, MinimumsExceedCapacity if its min does not fit."""
         state = self.state
+        if new.max_bytes is not None and new.max_bytes < max(1, new.min_bytes):
+            raise InvalidLease(
+                f"the max of {new.name!r} ({format_bytes(new.max_bytes)}) must be at least 1 byte and not below its "
+                f"min ({format_bytes(new.min_bytes)})"
+            )
+        if new.held_bytes > state.capacity_bytes:
+            raise InvalidLease(
+                f"{new.name!r} cannot hold {format_bytes(new.held_bytes)} of a device that has "
+                f"{format_bytes(state.capacity_bytes)}"
+            )
         promised = sum(lease.min_bytes for lease in state.living())
         room = state.capacity_bytes - state.rules.headroom_bytes
-        if promised + terms.min_bytes > room:
+        if promised + new.min_bytes > room:
             raise MinimumsExceedCapacity(
-                f"a min of {format_bytes(terms.min_bytes)} for {terms.name!r} makes {format_bytes(promised + terms.min_bytes)} "
+                f"a min of {format_bytes(new.min_bytes)} for {new.name!r} makes {format_bytes(promised + new.min_bytes)} "
                 f"with what is promised to others ({format_bytes(promised)}); the device has {format_bytes(room)} for "
                 f"leases ({format_bytes(state.capacity_bytes)} less {format_bytes(state.rules.headroom_bytes)} headroom). "
                 f"Lower the min to {format_bytes(max(0, room - promised))} or less"

@@ -91,7 +91,7 @@ class PendingRecall:
 
 @dataclass(slots=True)
 class LeaseState:
-    """One lease. Only `DeviceAccount` changes it."""
+    """One lease. Only its `DeviceAccount` changes it."""
 
     lease_id: int
     name: str
@@ -100,9 +100,9 @@ class LeaseState:
     granule_bytes: int
     weight: float
     priority: int  # a lower number is served first
-    registered_max_bytes: int | None  # its max before any limit
-    granted_bytes: int  # what it may hold, by the account
-    held_bytes: int  # what it holds now, upper bound
+    held_bytes: int = 0  # what it holds now, upper bound
+    granted_bytes: int = 0  # what it may hold, by the account
+    registered_max_bytes: int | None = field(init=False)  # its max before any limit
     free_bytes: int = 0  # of these, what it can give back without affecting a request or a cached prefix
     kept_bytes: int = 0  # of these, what holds cached prefixes that no request uses
     lower_bytes: int = 0  # bounds of what it held at the last measurement: lower
@@ -114,6 +114,9 @@ class LeaseState:
     gave_for_growth_ns: int | None = None  # the last recall for another lease's growth
     withheld: bool = False  # at its last answer, memory that its report calls unneeded: the next recall spares no requests
     ended: bool = False  # reaping: its memory is not back yet
+
+    def __post_init__(self) -> None:
+        self.registered_max_bytes = self.max_bytes
 
     @property
     def expected_bytes(self) -> int:

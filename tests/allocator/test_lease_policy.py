@@ -11,9 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagetide.allocator.device_account import DeviceAccount, LeaseTerms
+from pagetide.allocator.device_account import DeviceAccount
 from pagetide.allocator.errors import InvalidLease, LeaseRefused, MinimumsExceedCapacity
-from pagetide.allocator.lease_policy import Grant, LeaseDemand, Order, Ready, Recall, Rules, Withdraw, decide, water_fill
+from pagetide.allocator.lease_policy import (
+    Grant,
+    LeaseDemand,
+    LeaseState,
+    Order,
+    Ready,
+    Recall,
+    Rules,
+    Withdraw,
+    decide,
+    water_fill,
+)
 from pagetide.allocator.lease_record import HeldBounds, Sums, bounds_between
 
 MS = 1_000_000
@@ -42,7 +53,7 @@ class Device:
         granule: int = 10, held: int = 0, ask: int | None = None, for_s: float = 1e6,
     ) -> Device:  # fmt: skip
         """Registers an engine, which asks for so much."""
-        self.account.register(lease_id, LeaseTerms(f"engine {lease_id}", low, high, weight, priority, granule), held)
+        self.account.register(LeaseState(lease_id, f"engine {lease_id}", low, high, granule, weight, priority, held))
         self.held[lease_id] = held
         if ask is not None:
             self.ask(lease_id, ask, for_s)
@@ -577,7 +588,7 @@ def test_nobody_is_granted_what_the_device_has_not_whatever_he_says_he_holds() -
     with pytest.raises(InvalidLease, match="cannot hold"):
         device.lease(2, held=CAPACITY + 1)
     assert device.grants() == {1: 500}
-    device.account.register(3, LeaseTerms("liar", 1, None, 1.0, 0, 10), CAPACITY)
+    device.account.register(LeaseState(3, "liar", 1, None, 10, 1.0, 0, CAPACITY))
     assert device.grants() == {1: 500, 3: CAPACITY - 500}
 
 
@@ -920,12 +931,12 @@ class World:
     def arrive(self) -> None:
         if len(self.engines) < 4:
             lease_id, r = next(self.ids), self.random
-            terms = LeaseTerms(
-                f"engine {lease_id}", r.randrange(200), r.choice([None, 500, 800]), r.choice([0.5, 1, 2]),
-                r.choice([0, 0, 1]), r.choice([5, 10, 30]),
+            lease = LeaseState(
+                lease_id, f"engine {lease_id}", r.randrange(200), r.choice([None, 500, 800]), r.choice([5, 10, 30]),
+                r.choice([0.5, 1, 2]), r.choice([0, 0, 1]),
             )  # fmt: skip
             try:
-                self.account.register(lease_id, terms, 0)
+                self.account.register(lease)
             except MinimumsExceedCapacity:
                 return
             self.engines[lease_id] = Engine(lease_id)

@@ -1,0 +1,72 @@
+"""Memory that engines keep for prefixes, and how soon a neighbour's burst has it: modelled clock, real policies and broker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from benchmarks.modelled_clock import Roofline
+from benchmarks.shared_device import Clock, ModelledBroker, ModelledDevice, ModelledEngine, Served, lease_memory
+from benchmarks.sharing import MIXES, REACHED
+from pagetide.allocator.lease_policy import Rules
+
+MIX = MIXES["2x14b"]
+PROMPT, LEAST = 6_400, 4
+BURST = 3  # prompts, of about a quarter of the memory
+# Prompts of the first engine that nothing else shares: they fill nearly all of the memory.
+KEPT = [Served(0, 0.5 * i, PROMPT, 10, i * 1_000 + np.arange(PROMPT // 64)) for i in range(12)]
+
+
+def burst_at(at: float, load: list[Served], watch: Callable[[Clock, ModelledEngine], None]) -> tuple[float, float]:
+    """Serve `load`, and a burst of the second engine at `at`: seconds until that engine has mapped its memory, and until the
+    first engine's step ends that runs at `at` (0 without one).
+    """
+    clock, roofline = Clock(), Roofline(MIX.gpu, MIX.model, REACHED)
+    total = MIX.kv_bytes // ModelledEngine(0, roofline, 2, 1, 64).extent_bytes
+    first, second = engines = [ModelledEngine(number, roofline, total, LEAST, PROMPT + 700) for number in range(2)]
+    broker = ModelledBroker(clock, MIX.capacity_bytes, Rules.of(MIX.capacity_bytes))
+    broker.device = device = ModelledDevice(clock, engines)
+    for engine in engines:
+        engine.memory = lease_memory(engine, broker, base_bytes=MIX.base_bytes, min_extents=LEAST)
+    had: list[float] = []
+    ends: list[float] = []
+
+    def look() -> None:
+        if len(second.arena.mapped_extents) * second.per_extent * 64 >= BURST * PROMPT:
+            had.append(clock.now - at)
+        else:
+            clock.after(1e-4, look)
+
+    def begin() -> None:
+        if first.is_stepping:
+            end: Any = first.end
+            first.end = lambda plan, result, now: (ends.append(now - at), end(plan, result, now))[1]  # type: ignore
+        look()
+
+    clock.at(at, begin)
+    watch(clock, first)
+    device.serve([*load, *(Served(1, at, PROMPT, 10, np.empty(0, np.int64)) for _ in range(BURST))])
+    return had[0], ends[0] if ends else 0.0
+
+
+def test_idle_engines_keep_everything_for_ten_minutes_and_a_burst_then_has_its_memory_within_a_tenth_of_a_second() -> None:
+    held: list[int] = []
+
+    def watch(clock: Clock, first: ModelledEngine) -> None:
+        for seconds in (20.0, 619.9):
+            clock.at(seconds, lambda: held.append(first.arena.mapped_bytes))
+
+    took_s, step_s = burst_at(620.0, KEPT, watch)
+    assert held[0] == held[1] > 0.9 * MIX.kv_bytes, "0 bytes given back"
+    assert took_s < 0.1 and step_s == 0
+
+
+def test_beside_steps_a_burst_has_its_memory_30_ms_after_the_step_that_runs() -> None:
+    for tenths in range(10):  # of a second: at other places of a step
+        at = 9.0 + tenths / 100
+        running = [Served(0, 7.0, 500, 600, np.empty(0, np.int64)) for _ in range(4)]
+        took_s, step_s = burst_at(at, [*KEPT, *running], lambda clock, first: None)
+        print(at, took_s, step_s)
+        assert took_s < step_s + 0.03, at
