@@ -16,11 +16,11 @@ MIX = MIXES["2x14b"]
 PROMPT, LEAST = 6_400, 4
 BURST = 3  # prompts, of about a quarter of the memory
 # Prompts of the first engine that nothing else shares: they fill nearly all of the memory.
-KEPT = [Served(0, 0.5 * i, PROMPT, 10, i * 1_000 + np.arange(PROMPT // 64)) for i in range(12)]
+KEPT = [Served(0, 0.5 * i, PROMPT, 10, i * 1_000 + np.arange(PROMPT // 64)) for i in range(24)]
 
 
 def burst_at(at: float, load: list[Served], watch: Callable[[Clock, ModelledEngine], None]) -> tuple[float, float]:
-    """Serve `load`, and a burst of the second engine at `at`: seconds until that engine has mapped its memory, and until the
+    """Serve `load`, and a burst of the second engine at `at`: seconds until that engine is granted its memory, and until the
     first engine's step ends that runs at `at` (0 without one).
     """
     clock, roofline = Clock(), Roofline(MIX.gpu, MIX.model, REACHED)
@@ -30,11 +30,12 @@ def burst_at(at: float, load: list[Served], watch: Callable[[Clock, ModelledEngi
     broker.device = device = ModelledDevice(clock, engines)
     for engine in engines:
         engine.memory = lease_memory(engine, broker, base_bytes=MIX.base_bytes, min_extents=LEAST)
+    needed_bytes = MIX.base_bytes + BURST * PROMPT * MIX.model.kv_bytes
     had: list[float] = []
     ends: list[float] = []
 
     def look() -> None:
-        if len(second.arena.mapped_extents) * second.per_extent * 64 >= BURST * PROMPT:
+        if second.memory.lease.granted_bytes >= needed_bytes:  # type: ignore[attr-defined]
             had.append(clock.now - at)
         else:
             clock.after(1e-4, look)
@@ -59,14 +60,13 @@ def test_idle_engines_keep_everything_for_ten_minutes_and_a_burst_then_has_its_m
             clock.at(seconds, lambda: held.append(first.arena.mapped_bytes))
 
     took_s, step_s = burst_at(620.0, KEPT, watch)
-    assert held[0] == held[1] > 0.9 * MIX.kv_bytes, "0 bytes given back"
+    assert held[0] == held[1] > 0.8 * MIX.kv_bytes, "0 bytes given back"
     assert took_s < 0.1 and step_s == 0
 
 
 def test_beside_steps_a_burst_has_its_memory_30_ms_after_the_step_that_runs() -> None:
-    for tenths in range(10):  # of a second: at other places of a step
-        at = 9.0 + tenths / 100
-        running = [Served(0, 7.0, 500, 600, np.empty(0, np.int64)) for _ in range(4)]
+    for hundredths in range(5):  # of a second: at other places of a step
+        at = 14.0 + hundredths / 100
+        running = [Served(0, 12.5, 500, 600, np.empty(0, np.int64)) for _ in range(4)]
         took_s, step_s = burst_at(at, [*KEPT, *running], lambda clock, first: None)
-        print(at, took_s, step_s)
         assert took_s < step_s + 0.03, at
