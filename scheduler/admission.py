@@ -158,10 +158,9 @@ def _start(state: SchedulerState, sequence: Sequence) -> AdmissionPlan | None:
 
 
 def _fits(state: SchedulerState, sequence: Sequence, start: AdmissionPlan) -> bool:
-    """Whether the sequence fits now and, unless it runs alone, the forecast growth of all sequences fits the pool as large as it
-    may become.
+    """Whether the sequence fits now and, unless it runs alone, the forecast growth of all sequences fits the largest pool.
 
-    Waiting until an elastic pool has grown for that would cost more than the preemptions which it saves.
+    Waiting until an elastic pool has grown so far costs more than the preemptions which that saves.
     """
     cache, needed, available, peak = state.cache, start.num_blocks, room(state), None
     usable = state.limit_blocks - state.withheld_blocks

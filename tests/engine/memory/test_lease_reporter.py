@@ -28,9 +28,7 @@ class Rig:
         self.arena: Any = SimpleNamespace(held=HeldBounds(5 * MIB, 5 * MIB), extent_bytes=EXTENT)
         counters = SimpleNamespace(preemptions=3, moved_blocks=7)
         self.scheduler: Any = SimpleNamespace(has_work=True, num_running=1, stats=counters)
-        self.pool: Any = SimpleNamespace(
-            unneeded_extents=(2, 0), wanted_extents=0, waiting_s=0.0, scheduler=self.scheduler
-        )
+        self.pool: Any = SimpleNamespace(unneeded_extents=(2, 0), wanted_extents=0, waiting_s=0.0, scheduler=self.scheduler)
         base = BaseMemory(lambda: self.process, weights_bytes=WEIGHTS, reserve_bytes=0, trim=self.trim)
         self.reporter = LeaseReporter(self.lease, base, self.arena, self.pool, stats=self.stats, clock=lambda: self.now)
         self.reporter.measure_and_report(self.now)
