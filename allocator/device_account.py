@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..common.units import format_bytes
 from .errors import InvalidLease, LeaseRefused, MinimumsExceedCapacity
@@ -38,26 +38,6 @@ _SETTLED_NS = 100_000_000
 _UNAWARE_NS = 1_000_000_000  # after its socket is cut, an engine may map its grant for this long
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseTerms:
-    """The terms that a lease was registered with."""
-
-    name: str
-    min_bytes: int
-    max_bytes: int | None
-    weight: float
-    priority: int
-    granule_bytes: int
-
-    def check(self) -> None:
-        """Raise InvalidLease if the max is 0 or below the min."""
-        if self.max_bytes is not None and self.max_bytes < max(1, self.min_bytes):
-            raise InvalidLease(
-                f"the max of {self.name!r} ({format_bytes(self.max_bytes)}) must be at least 1 byte and not below its "
-                f"min ({format_bytes(self.min_bytes)})"
-            )
-
-
 @dataclass(slots=True)
 class _Reaping:
     """An ended lease with memory that is not back yet."""
@@ -81,54 +61,48 @@ class DeviceAccount:
 
     # ---- requests of engines and users ----------------------------------------------------------
 
-    def register(self, lease_id: int, terms: LeaseTerms, held_bytes: int) -> LeaseState:
+    def register(self, lease: LeaseState) -> None:
         """Add a lease, granted what it already holds as far as the device has room; `decide` grants more.
 
         Raises InvalidLease or MinimumsExceedCapacity, with nothing changed.
         """
-        terms.check()
-        self._check_minimums(terms)
-        if held_bytes > self.state.capacity_bytes:
-            raise InvalidLease(
-                f"{terms.name!r} cannot hold {format_bytes(held_bytes)} of a device that has "
-                f"{format_bytes(self.state.capacity_bytes)}"
-            )
+        self._check_bounds(lease)
         others = sum(lease.granted_bytes for lease in self.state.living())
-        held_bytes = min(held_bytes, max(0, self.state.capacity_bytes - others))  # the engine's own claim is bounded
-        lease = LeaseState(
-            lease_id, terms.name, terms.min_bytes, terms.max_bytes, terms.granule_bytes, terms.weight, terms.priority,
-            registered_max_bytes=terms.max_bytes,
-            granted_bytes=held_bytes, held_bytes=held_bytes, upper_bytes=held_bytes,
-        )  # fmt: skip
-        self.state.leases[lease_id] = lease
+        held_bytes = min(lease.held_bytes, max(0, self.state.capacity_bytes - others))  # the engine's own claim is bounded
+        lease.granted_bytes = lease.held_bytes = lease.upper_bytes = held_bytes
+        self.state.leases[lease.lease_id] = lease
         self._not_foreign(held_bytes)
-        return lease
 
     def ask(self, lease_id: int, demand: LeaseDemand, now_ns: int) -> None:
-        """Record the lease's demand, in place of the last one."""
+        """Record the lease's demand, in place of the last one. While each exceeds the grant, memory lacks all along."""
         lease = self.state.leases[lease_id]
-        lease.demand, lease.heard_ns = demand, now_ns
+        former = lease.demand_at(now_ns)
+        lacked = former is not None and former.target_bytes > lease.granted_bytes
+        lease.demand = replace(demand, lacking_ns=former.lacking_ns if former is not None and lacked else now_ns)
+        lease.heard_ns = now_ns
 
     def report(self, lease_id: int, free_bytes: int, kept_bytes: int, now_ns: int) -> None:
         """Record how many bytes are free in the lease's pool, and how many hold cached prefixes."""
         lease = self.state.leases[lease_id]
         lease.free_bytes, lease.kept_bytes, lease.heard_ns = free_bytes, kept_bytes, now_ns
+        lease.withheld = lease.withheld and lease.unneeded_bytes >= lease.granule_bytes
 
     def unmapped(self, lease_id: int, held_bytes: int) -> None:
         """Lower the grant to `held_bytes`, though not below the minimum; the lease takes no more until a new grant.
 
-        Returning memory without a recall cancels the lease's demand.
+        Returning memory without a recall cancels the lease's demand. An engine reports before it answers a recall short of
+        its target: what it then calls unneeded is withheld.
         """
         lease = self.state.leases[lease_id]
         if not lease.recalls:
             lease.demand = None
-        if any(recall.spares_requests and held_bytes > recall.target_bytes for recall in lease.recalls):
-            lease.free_bytes = lease.kept_bytes = 0  # requests use it by now: nothing more is recalled before the next report
+        is_short = any(recall.spares_requests and held_bytes > recall.target_bytes for recall in lease.recalls)
         lease.granted_bytes = min(lease.granted_bytes, max(held_bytes, lease.min_bytes))
         lease.held_bytes = min(lease.held_bytes, lease.granted_bytes)
         lease.recalls = tuple(
             recall for recall in lease.recalls if recall.target_bytes < lease.granted_bytes and not recall.spares_requests
         )
+        lease.withheld = is_short and lease.unneeded_bytes >= lease.granule_bytes
 
     def lower_min(self, lease_id: int, min_bytes: int) -> None:
         """Lower the minimum. Raises InvalidLease if `min_bytes` is above the current one."""
@@ -298,13 +272,24 @@ class DeviceAccount:
                 state.base_bytes = max(state.base_bytes, state.foreign_at_most_bytes - state.reserved_bytes)
                 reservation.held_bytes = reservation.wanted_bytes
 
-    def _check_minimums(self, terms: LeaseTerms) -> None:
+    def _check_bounds(self, new: LeaseState) -> None:
+        """Raise InvalidLease if a new lease's numbers contradict each other, MinimumsExceedCapacity if its min does not fit."""
         state = self.state
+        if new.max_bytes is not None and new.max_bytes < max(1, new.min_bytes):
+            raise InvalidLease(
+                f"the max of {new.name!r} ({format_bytes(new.max_bytes)}) must be at least 1 byte and not below its "
+                f"min ({format_bytes(new.min_bytes)})"
+            )
+        if new.held_bytes > state.capacity_bytes:
+            raise InvalidLease(
+                f"{new.name!r} cannot hold {format_bytes(new.held_bytes)} of a device that has "
+                f"{format_bytes(state.capacity_bytes)}"
+            )
         promised = sum(lease.min_bytes for lease in state.living())
         room = state.capacity_bytes - state.rules.headroom_bytes
-        if promised + terms.min_bytes > room:
+        if promised + new.min_bytes > room:
             raise MinimumsExceedCapacity(
-                f"a min of {format_bytes(terms.min_bytes)} for {terms.name!r} makes {format_bytes(promised + terms.min_bytes)} "
+                f"a min of {format_bytes(new.min_bytes)} for {new.name!r} makes {format_bytes(promised + new.min_bytes)} "
                 f"with what is promised to others ({format_bytes(promised)}); the device has {format_bytes(room)} for "
                 f"leases ({format_bytes(state.capacity_bytes)} less {format_bytes(state.rules.headroom_bytes)} headroom). "
                 f"Lower the min to {format_bytes(max(0, room - promised))} or less"

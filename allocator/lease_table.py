@@ -18,10 +18,10 @@ from ..monitor.errors import MonitorError
 from ..monitor.snapshot import DeviceInfo, DeviceMemory
 from . import wire
 from .broker_connection import Connection, Peer
-from .device_account import DeviceAccount, LeaseTerms
+from .device_account import DeviceAccount
 from .errors import LeaseRefused, MinimumsExceedCapacity, NotPermitted, UnknownEngine
 from .lease_account import DeviceView, LeaseAccount, LeasedDevice, device_view, lease_view, named, user_name
-from .lease_policy import Grant, LeaseDemand, Order, Ready, Recall, Rules, Withdraw
+from .lease_policy import Grant, LeaseDemand, LeaseState, Order, Ready, Recall, Rules, Withdraw
 from .lease_record import RecordOwner, Sums
 from .quota import Promise, Quota
 from .reservation_table import ReservationTable
@@ -83,18 +83,19 @@ class LeaseTable:
 
     def register(self, connection: Connection, request: wire.RegisterMessage) -> LeaseAccount:
         """Register a lease and answer with its first grant. Raises LeaseRefused, with nothing changed."""
-        terms = LeaseTerms(
-            request.name, request.min_bytes, request.max_bytes, request.weight, request.priority, request.granule_bytes
-        )
         device, lease_id = self._device(request.device_uuid), next(self._ids)
         self._check_promise(
             device, connection.peer, Promise(f"a min for {request.name!r}", request.min_bytes, MinimumsExceedCapacity)
         )
         record = RecordOwner(request.held_bytes)
-        state = device.account.register(lease_id, terms, request.held_bytes)
+        state = LeaseState(
+            lease_id, request.name, request.min_bytes, request.max_bytes, request.granule_bytes, request.weight,
+            request.priority, request.held_bytes,
+        )  # fmt: skip
+        device.account.register(state)
         if (former := self._former(connection.peer, request)) is not None:
             self._drop(device, former)
-        lease = LeaseAccount(lease_id, terms, request.device_uuid, connection.peer, record, connection, self._next_generation())
+        lease = LeaseAccount(state, request.device_uuid, connection.peer, record, connection, self._next_generation())
         self.leases[lease_id] = lease
         connection.lease_id = lease_id
         self._update_engines(device)
@@ -107,11 +108,11 @@ class LeaseTable:
         self.carry_out(device, orders)
         log.info(
             "engine %r (pid %d) holds a lease on %s: %s now, at least %s%s",
-            terms.name,
+            lease.name,
             lease.peer.pid,
             device.info.index,
             format_bytes(state.granted_bytes),
-            format_bytes(terms.min_bytes),
+            format_bytes(state.min_bytes),
             "" if former is None else "; it has come back",
         )
         return lease
@@ -150,7 +151,7 @@ class LeaseTable:
         """Set the engine's max by user command. Raises LeaseRefused."""
         account = self._devices[lease.device_uuid].account
         over_bytes = account.limit(lease.lease_id, max_bytes)
-        now = account.state.leases[lease.lease_id].max_bytes
+        now = lease.state.max_bytes
         assert now is not None
         if lease.connection is not None:
             lease.connection.send(wire.LimitMessage(lease.lease_id, now, self._next_generation()))
@@ -200,7 +201,7 @@ class LeaseTable:
             lease.connection.lease_id = None
             lease.connection = None
             self._read(lease)
-            log.info("the lease of %r (pid %d) has ended: %s", lease.terms.name, lease.peer.pid, why)
+            log.info("the lease of %r (pid %d) has ended: %s", lease.name, lease.peer.pid, why)
         lease.may_return = lease.may_return and may_return
         if lease.lease_id in self.leases:
             account = self._devices[lease.device_uuid].account
@@ -209,7 +210,7 @@ class LeaseTable:
     def find(self, engine: str, peer: Peer, owner_uid: int) -> LeaseAccount:
         """The lease of an engine by name, pid or #number, if `peer` may control it. Raises UnknownEngine, NotPermitted."""
         living = [lease for lease in self.leases.values() if lease.connection is not None]
-        found = [lease for lease in living if engine in (lease.terms.name, str(lease.peer.pid), f"#{lease.lease_id}")]
+        found = [lease for lease in living if engine in (lease.name, str(lease.peer.pid), f"#{lease.lease_id}")]
         if not found:
             there = ", ".join(sorted(named(lease) for lease in living)) or "none"
             raise UnknownEngine(f"no engine {engine!r} holds a lease; those that do: {there}")
@@ -316,7 +317,7 @@ class LeaseTable:
                     format_bytes(order.target_bytes),
                     deadline_ms,
                     _why(order),
-                    format_bytes(device.account.state.leases[order.lease_id].granted_bytes),
+                    format_bytes(lease.state.granted_bytes),
                     format_bytes(device.account.state.foreign_bytes),
                 )
                 lease.connection.send(
@@ -334,8 +335,7 @@ class LeaseTable:
         now_ns = self.clock()
         views = []
         for lease in self.leases.values():
-            state = self._devices[lease.device_uuid].account.state.leases[lease.lease_id]
-            view = lease_view(lease, state, now_ns)
+            view = lease_view(lease, now_ns)
             views.append(view)
             if view.state == "overdue" and not lease.overdue_logged:
                 lease.overdue_logged = True
@@ -390,7 +390,7 @@ class LeaseTable:
             return
         state = device.account.state
         promised_bytes = sum(
-            state.leases[lease.lease_id].min_bytes
+            lease.state.min_bytes
             for lease in self._leases_on(device)
             if lease.peer.uid == peer.uid and lease.connection is not None
         ) + self.reservations.promised_bytes(device, peer.uid, but)
@@ -400,7 +400,7 @@ class LeaseTable:
     def _former(self, peer: Peer, request: wire.RegisterMessage) -> LeaseAccount | None:
         """The ended lease that this engine held before; None if none, or if its pid is not visible here."""
         for lease in self.leases.values():
-            same = (lease.peer.pid, lease.terms.name, lease.device_uuid) == (peer.pid, request.name, request.device_uuid)
+            same = (lease.peer.pid, lease.name, lease.device_uuid) == (peer.pid, request.name, request.device_uuid)
             if same and peer.pid and lease.connection is None and lease.may_return:
                 return lease
         return None

@@ -160,9 +160,12 @@ def _start(state: SchedulerState, sequence: Sequence) -> AdmissionPlan | None:
 
 
 def _fits(state: SchedulerState, sequence: Sequence, start: AdmissionPlan) -> bool:
-    """Whether the sequence fits now and, unless it runs alone, the forecast growth of all sequences too."""
+    """Whether the sequence fits now and, unless it runs alone, the forecast growth of all sequences fits the largest pool.
+
+    Waiting until an elastic pool has grown so far costs more than the preemptions which that saves.
+    """
     cache, needed, available, peak = state.cache, start.num_blocks, room(state), None
-    usable = min(cache.pool.usable - state.withheld_blocks, state.limit_blocks)
+    usable = state.limit_blocks - state.withheld_blocks
     if needed <= available:
         goes_on = start.leader_row is not None and len(sequence.tokens) > len(sequence.request.prompt_token_ids)
         # `goes_on`: a moved beam, which just gave up its row

@@ -86,6 +86,7 @@ def apply_result(state: SchedulerState, pool: ElasticPool, plan: Plan, result: R
     sampled, tokens = _sampled_rows(state, plan, result), result.tokens
     if plan.moves_memory:
         _apply_memory(state, pool, plan, result)
+    state.stats.computing_s += result.compute_s
     if state.cost is not None:
         state.cost.observe(plan, result)
         state.weigh()
