@@ -375,7 +375,7 @@ class LeaseTable:
     def _describe(self, device: LeasedDevice) -> str:
         """What leases and external processes hold of a device."""
         state = device.account.state
-        leases = sorted((one for one in self._leases_on(device) if one.connection), key=lambda one: -one.terms.min_bytes)
+        leases = sorted((one for one in self._leases_on(device) if one.connection), key=lambda one: -one.state.min_bytes)
         minimums = sum(lease.min_bytes for lease in state.living())
         said = []
         if leases and minimums:
