@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request
@@ -202,36 +204,27 @@ def _add_generation(app: FastAPI, server: Server) -> None:
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         server.check_fields(body)
-        model, key = server.models.get(body.model), RequestContext.of(request.scope).key
-        salt = server.cache_salt(body.cache_salt, key)
-        durable = await _durable(model.engine, "chatcmpl", request, body)
-        work = ChatCompletion(model, body, salt, server.metrics.of(model), durable)
-        return await _run(server, request, model, work, body, durable)
+        model = server.models.get(body.model)
+        return await _chat(server, request, model, body, ChatCompletion, await _durable(model.engine, "chatcmpl", request, body))
 
     @app.post("/v1/responses")
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """OpenAI's responses, without a state."""
         server.check_fields(body)
-        chat = body.as_chat()
-        model, key = server.models.get(body.model), RequestContext.of(request.scope).key
-        work = ResponseCompletion(model, chat, server.cache_salt(body.cache_salt, key), server.metrics.of(model))
-        work.custom_tools = body.custom_tools
-        return await _run(server, request, model, work, chat, None)
+        make = partial(ResponseCompletion, custom_tools=body.custom_tools)
+        return await _chat(server, request, server.models.get(body.model), body.as_chat(), make)
 
     @app.post("/v1/messages")
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Anthropic's messages."""
         server.check_fields(body)
-        chat = body.as_chat()
-        model, key = server.models.get_claude(body.model), RequestContext.of(request.scope).key
-        work = MessageCompletion(model, chat, server.cache_salt(body.cache_salt, key), server.metrics.of(model))
-        return await _run(server, request, model, work, chat, None)
+        return await _chat(server, request, server.models.get_claude(body.model), body.as_chat(), MessageCompletion)
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountRequest, request: Request) -> Response:
         """The tokens of the prompt of a message."""
         server.check_fields(body)
-        work = MessageCompletion(server.models.get_claude(body.model), body.chat(), None)
+        work = MessageCompletion(server.models.get_claude(body.model), body.as_chat(), None)
         context = RequestContext.of(request.scope)
         count = await work.count_prompt(context.tenant)
         server.admission.charge_converted(context.key, count)
@@ -294,6 +287,20 @@ async def _durable(
     key, headers = context.key, request.scope["headers"]
     durable = DurableRequest.of(kind, headers, context.tenant, await request.body(), bool(body.stream))
     return durable if key is None else replace(durable, most_requests=key.max_requests, most_sequences=key.max_sequences)
+
+
+async def _chat(
+    server: Server,
+    request: Request,
+    model: ServedModel,
+    chat: ChatRequest,
+    make: Callable[..., ChatCompletion],
+    durable: DurableRequest | None = None,
+) -> Response:
+    """Serve a chat; `make` says in which API's form."""
+    salt = server.cache_salt(chat.cache_salt, RequestContext.of(request.scope).key)
+    work = make(model, chat, salt, server.metrics.of(model), durable)
+    return await _run(server, request, model, work, chat, durable)
 
 
 async def _run(

@@ -421,6 +421,27 @@ class ChatRequest(_Sampling):
         return options
 
 
+class ChatForm(RequestBody):
+    """A body of another API's form, which is served as a chat. A field that has the name of a chat's means the same."""
+
+    def chat_fields(self) -> dict[str, Any]:
+        """The fields of the chat that differ from this body's own of the same names. Raises ApiError."""
+        raise NotImplementedError
+
+    def as_chat(self) -> ChatRequest:
+        """The same request as a chat. Raises ApiError."""
+        same = type(self).model_fields.keys() & ChatRequest.model_fields.keys()
+        try:
+            return ChatRequest.model_validate({name: getattr(self, name) for name in same} | self.chat_fields())
+        except ValidationError as error:
+            raise from_validation(list(error.errors(include_url=False, include_input=False))) from None
+
+
+def schema_format(schema: Any) -> dict[str, Any]:
+    """The `response_format` that constrains a chat to a JSON schema."""
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
+
+
 class TokenizeRequest(RequestBody):
     """The body of `POST /tokenize`: `prompt`, or `messages`."""
 
