@@ -32,8 +32,21 @@ from .errors import ApiError, error_body, from_engine, unavailable
 from .fields import IGNORED
 from .guard import CorsHeaders, CorsQuestions, Guard, GuardRules, RequestContext
 from .keys import ApiKey, ApiKeys
-from .metrics import CONTENT_TYPE, Metrics
+from .metrics import CONTENT_TYPE, Metrics, engine_stats
 from .models import ModelRegistry, ServedModel
+from .ollama import (
+    API_VERSION,
+    NOT_SERVED,
+    OllamaChat,
+    OllamaChatRequest,
+    OllamaGenerate,
+    OllamaGenerateRequest,
+    ShowRequest,
+    listed,
+    loaded,
+    running,
+    shown,
+)
 from .openai_responses import ResponseCompletion, ResponsesRequest
 from .page import PageEndpoints
 from .requests import (
@@ -49,7 +62,7 @@ from .requests import (
     from_validation,
 )
 from .resume import DurableRequest, keyed_id
-from .streams import ClientLeft, EventStream, header_value, json_response, unless_left
+from .streams import ClientLeft, StreamedResponse, header_value, json_response, unless_left
 
 log = logging.getLogger(__name__)
 
@@ -134,6 +147,7 @@ def make_app(server: Server) -> ASGIApp:
     app.router.route_class = BodyRoute
     add_errors(app)
     _add_generation(app, server)
+    _add_ollama(app, server)
     _add_cancellation(app, server)
     _add_models(app, server)
     _add_tokens(app, server)
@@ -205,7 +219,9 @@ def _add_generation(app: FastAPI, server: Server) -> None:
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         server.check_fields(body)
         model = server.models.get(body.model)
-        return await _chat(server, request, model, body, ChatCompletion, await _durable(model.engine, "chatcmpl", request, body))
+        return await _chat(
+            server, request, model, body, ChatCompletion, await _durable(model.engine, "chatcmpl", request, body)
+        )
 
     @app.post("/v1/responses")
     async def responses(body: ResponsesRequest, request: Request) -> Response:
@@ -229,6 +245,51 @@ def _add_generation(app: FastAPI, server: Server) -> None:
         count = await work.count_prompt(context.tenant)
         server.admission.charge_converted(context.key, count)
         return _json({"input_tokens": count})
+
+
+def _add_ollama(app: FastAPI, server: Server) -> None:
+    @app.post("/api/chat")
+    async def ollama_chat(body: OllamaChatRequest, request: Request) -> Response:
+        """Ollama's chats."""
+        server.check_fields(body)
+        model = server.models.get_ollama(body.model)
+        if not body.messages:
+            return _json(loaded(body, model))
+        return await _chat(server, request, model, body.as_chat(), OllamaChat)
+
+    @app.post("/api/generate")
+    async def ollama_generate(body: OllamaGenerateRequest, request: Request) -> Response:
+        """Ollama's answer to a prompt, or continuation of a raw one."""
+        server.check_fields(body)
+        model = server.models.get_ollama(body.model)
+        if not body.prompt:
+            return _json(loaded(body, model))
+        make = partial(OllamaGenerate, prompt=body.prompt if body.raw else None)
+        return await _chat(server, request, model, body.as_chat(), make)
+
+    @app.get("/api/tags")
+    async def ollama_tags() -> Response:
+        return _json({"models": [listed(model, (await engine_stats(model))[0]) for model in server.models]})
+
+    @app.get("/api/ps")
+    async def ollama_ps() -> Response:
+        ready = [model for model in server.models if model.state == "ready" and model.has_engine]
+        return _json({"models": [running(model, (await engine_stats(model))[0]) for model in ready]})
+
+    @app.post("/api/show")
+    async def ollama_show(body: ShowRequest) -> Response:
+        server.check_fields(body)
+        return _json(shown(server.models.get_ollama(body.model)))
+
+    @app.get("/api/version")
+    async def ollama_version() -> Response:
+        return _json({"version": API_VERSION})
+
+    async def refuse(request: Request) -> Response:
+        raise ApiError(400, NOT_SERVED[request.scope["route"].path])
+
+    for path in NOT_SERVED:
+        app.add_api_route(path, refuse, methods=["DELETE", "GET", "HEAD", "POST"], include_in_schema=False)
 
 
 def _add_cancellation(app: FastAPI, server: Server) -> None:
@@ -355,7 +416,7 @@ async def _run(
             return await json_response(work.parts(), request.receive, stack.pop_all)
         batch.is_resumable = durable is not None
         held = stack.pop_all()  # until the stream has ended
-        return EventStream(work.events(), held, work.failed)
+        return StreamedResponse(work.events(), held, work.failed, work.media_type)
 
 
 def _add_models(app: FastAPI, server: Server) -> None:

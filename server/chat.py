@@ -7,7 +7,7 @@ from typing import Any
 
 from ..common.answer_memory import AnswerSize
 from .answers import CONSTRAINTS, AnswerReader, openai_delta, openai_message
-from .choices import error_event, finish_reason, json_encode, json_list, new_id, raw_list, running_usage, usage
+from .choices import EVENTS, error_event, finish_reason, json_encode, json_list, new_id, raw_list, running_usage, usage
 from .completions import prompt_logprob
 from .engine_client import Batch, Observer, answer_size
 from .errors import invalid
@@ -15,6 +15,7 @@ from .messages import Piece, Score, token_text
 from .models import ServedModel
 from .requests import ChatRequest
 from .response_parser import Part
+from .response_templates import PLAIN_TEMPLATE
 from .resume import DurableRequest, StreamPosition
 from .tool_choice import ToolsInvalid
 
@@ -28,11 +29,13 @@ class ChatCompletion:
     Args:
         cache_salt: See `messages.Submit`.
         durable: Given with a durable engine.
+        prompt: A text to continue instead of the messages, without the chat template. All of its output is content.
 
     Raises ApiError.
     """
 
     kind = "chatcmpl"  # the prefix of ids
+    media_type = EVENTS  # of a stream
     failed = staticmethod(error_event)
 
     def __init__(
@@ -42,14 +45,17 @@ class ChatCompletion:
         cache_salt: str | None,
         observer: Observer | None = None,
         durable: DurableRequest | None = None,
+        prompt: str | None = None,
     ) -> None:
         self._engine = engine = model.engine
         self._body = body
+        self._prompt = prompt
         response_id = new_id(self.kind) if durable is None else durable.base_id
         try:
             fields = body.model_dump(include=_OF_ANSWERS, exclude_none=True)
             known = engine.info.special_tokens, engine.info.added_tokens
-            self._answers = AnswerReader(fields, model.response_template, response_id, *known)
+            template = PLAIN_TEMPLATE if prompt is not None else model.response_template
+            self._answers = AnswerReader(fields, template, response_id, *known)
             self._params = body.params(**self._answers.params())
         except ToolsInvalid as error:
             raise invalid(str(error), error.param) from error
@@ -85,9 +91,10 @@ class ChatCompletion:
 
     async def begin(self) -> None:
         """Send the conversation and wait until it is tokenized. Raises RequestFailed or EngineUnavailable."""
+        is_chat = self._prompt is None
+        asked = {"messages": self._messages, "template": self._template} if is_chat else {"prompt": self._prompt}
         self.batch.submit(
-            messages=self._messages,
-            template=self._template,
+            **asked,
             params=self._params,
             priority=self._body.priority,
             cache_salt=self._cache_salt,
@@ -160,15 +167,20 @@ class ChatCompletion:
             yield data
 
     async def _one_answer(self) -> AsyncIterator[Part]:
-        """The parts of the only choice, as they come if it is streamed. `_reason` says then why it ended, and `_last_ids` has
-        its last tokens. Raises RequestFailed, EngineUnavailable or ApiError.
+        """The parts of the only choice: see `_read_pieces`."""
+        async for _, parts in self._read_pieces():
+            for part in parts:
+                yield part
+
+    async def _read_pieces(self) -> AsyncIterator[tuple[Piece, list[Part]]]:
+        """The pieces of the only choice and their parts, as they come if it is streamed. `_reason` says then why it ended, and
+        `_last_ids` has its last tokens. Raises RequestFailed, EngineUnavailable or ApiError.
         """
         async for piece in self._pieces():
             self._reason = finish_reason(piece)
             self._last_ids = (self._last_ids + piece.token_ids)[-LAST_TOKENS:]
             self._answers.count_tokens(0, piece.token_ids)
-            for part in self._answers.stream(0, piece.text, self._reason is not None, is_cut=self._reason == "length"):
-                yield part
+            yield piece, self._answers.stream(0, piece.text, self._reason is not None, is_cut=self._reason == "length")
 
     async def _pieces(self) -> AsyncIterator[Piece]:
         if not self._streams:

@@ -12,7 +12,7 @@ from pydantic import Field
 from .chat import ChatCompletion
 from .choices import json_encode, new_id
 from .errors import ApiError, invalid
-from .requests import ChatForm, ChatRequest, Name, Objects, schema_format
+from .requests import ChatForm, Name, Objects, schema_format
 from .response_parser import Part
 
 log = logging.getLogger(__name__)

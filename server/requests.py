@@ -537,7 +537,8 @@ def from_validation(errors: list[Any]) -> ApiError:
     if first["type"] == "json_invalid":
         return invalid(f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
     missing = first["type"] == "missing"
-    what = f"{param or 'the body'} is missing" if missing else f"{param or 'the body'}: {first['msg']}"
+    said = first["msg"].removeprefix("Value error, ")
+    what = f"{param or 'the body'} is missing" if missing else f"{param or 'the body'}: {said}"
     return invalid(what, param or None)
 
 

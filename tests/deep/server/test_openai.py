@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 import pytest
-from durable_rig import FrontEnd, KeptRequests
+from durable_rig import FrontEnd, KeptRequests, scripted
 from servers import ServerProcess
 
 from pagetide import LLM, SamplingParams
@@ -171,20 +171,9 @@ async def test_readers_see_no_difference_in_a_durable_stream() -> None:
         await client.close()
 
 
-SCRIPT = (
-    "<think>\nHm",
-    "m.\n</think>\n\nDown",
-    " we go.\n<tool_call>",
-    '{"name": "dive", "arguments": {"depth": 3}}',
-    "</tool_call>",
-)
-
-
 async def test_reasoning_and_calls_in_chats_and_responses() -> None:
     """With a model that says a given text."""
-    queue = KeptRequests(SCRIPT)
-    async with FrontEnd(queue) as server:
-        server.engine.is_durable = False
+    async with scripted() as server:
         client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
         function: Any = {"name": "dive", "parameters": {"type": "object"}}
         asked: dict[str, Any] = {"model": "kept", "tools": [{"type": "function", "function": function}]}
@@ -205,7 +194,7 @@ async def test_reasoning_and_calls_in_chats_and_responses() -> None:
             deltas = [event.delta async for event in stream if event.type == "response.output_text.delta"]
             last = await stream.get_final_response()
         assert "".join(deltas) == "Down we go." and [one.type for one in last.output] == [one.type for one in response.output]
-        queue.texts = ("It is wet.",)
+        server.engine.queue.texts = ("It is wet.",)
         talk = [{"role": "user", "content": "Dive"}, *response.output]
         talk.append({"type": "function_call_output", "call_id": call.call_id, "output": "wet"})
         assert (await client.responses.create(**items | {"input": talk})).output_text == "It is wet."
