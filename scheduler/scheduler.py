@@ -71,7 +71,6 @@ class Scheduler:
         self.cache, self.rows = cache, state.rows
         self.stats, self.decisions, self.ends = state.stats, state.decisions, state.ends
         self.pool = ElasticPool(state)
-        self._now = 0.0  # of the last `schedule`
         self._lacks_blocks = False  # a prompt's next chunk waits for blocks that only a preemption frees
         self._scorable = 0  # prompt tokens with log-probabilities that this step may still compute
 
@@ -165,7 +164,8 @@ class Scheduler:
         state = self.state
         if state.plans.first is not None:
             raise InvalidCallOrder(f"plan {state.plans.first.step_id} is out: apply its result first")
-        self._now = now
+        state.now = now
+        self.cache.index.retained.expire(now)
         state.end_aborted()
         preemptions = self.stats.preemptions
         prefilling = np.array([sequence.row for sequence in state.prefilling], np.int64)
@@ -368,7 +368,7 @@ class Scheduler:
         is_new = root.num_cached_tokens is None
         if is_new:
             root.num_cached_tokens = found = min(num_hit, len(request.prompt_token_ids))
-            root.admitted_at = self._now
+            root.admitted_at = self.state.now
             self.stats.prompt_tokens += len(request.prompt_token_ids)
             self.stats.cached_prompt_tokens += found
         if start.leader_row is not None:

@@ -14,6 +14,7 @@ from .choices import json_encode
 from .errors import ApiError, invalid
 from .requests import ChatForm, Name, Objects, RequestBody, Texts, schema_format
 from .response_parser import Part
+from .retention_hints import longest_ttl
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class CountRequest(ChatForm):
     system: str | Objects | None = None
     tools: Annotated[list[AnthropicTool], Field(fail_fast=True)] | None = None
     tool_choice: AnthropicToolChoice | None = None
+    cache_control: Any = None
     thinking: dict[str, Any] | None = None  # its budget is not held
     output_config: dict[str, Any] | None = None
 
@@ -74,6 +76,10 @@ class CountRequest(ChatForm):
         fields: dict[str, Any] = {"messages": messages, **self._tools(), "reasoning_effort": config.get("effort")}
         if messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
             fields |= {"add_generation_prompt": False, "continue_final_message": True}
+        contents = [{"content": content} for content in (self.system, *(message.content for message in self.messages))]
+        tools = [tool.model_extra for tool in self.tools or ()]
+        if (ttl := longest_ttl([{"cache_control": self.cache_control}, *contents, *tools])) is not None:
+            fields["prompt_cache_options"] = {"ttl": ttl}
         if self.thinking is not None:
             fields["enable_thinking"] = self.thinking.get("type") != "disabled"
         if isinstance(form := config.get("format"), dict) and form.get("type") == "json_schema":
@@ -209,13 +215,13 @@ class MessageCompletion(ChatCompletion):
         return head | {"content": content}
 
     def _tokens(self) -> dict[str, Any]:
-        """Anthropic's `usage`: tokens of the prompt that were not found in the prefix cache, and those that were."""
+        """Anthropic's `usage`: tokens of the prompt that were found in the prefix cache, that are to stay there, and others."""
         generation = self.batch.generations[0]
         cached = 0 if generation.finished is None else generation.finished.num_cached_tokens
         count = self._answers.num_reasoning_tokens
         return {
-            "input_tokens": len(generation.prompt_token_ids or ()) - cached,
-            "cache_creation_input_tokens": 0,
+            "input_tokens": len(generation.prompt_token_ids or ()) - cached - self._num_written,
+            "cache_creation_input_tokens": self._num_written,
             "cache_read_input_tokens": cached,
             "output_tokens": generation.num_generated,
         } | ({} if count is None else {"output_tokens_details": {"thinking_tokens": count}})

@@ -376,8 +376,10 @@ async def _run(
     context, batch = RequestContext.of(request.scope), work.batch
     context.facts["model"] = model.name
     batch.request_id, batch.tenant = context.request_id, context.tenant
+    batch.retention = body.retention
     if context.key is not None:
         context.key.check_priority(body.priority)
+        batch.retention = None if batch.retention is None else context.key.bounded(batch.retention)
     reserved: int | None = 0  # tokens; None if they are refused
     async with AsyncExitStack() as stack:
 

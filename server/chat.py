@@ -194,8 +194,21 @@ class ChatCompletion:
     def _usage(self) -> dict[str, Any]:
         """OpenAI's `usage`."""
         count = self._answers.num_reasoning_tokens
-        details = {} if count is None else {"completion_tokens_details": {"reasoning_tokens": count}}
-        return usage(self.batch.generations) | details
+        found = usage(self.batch.generations)
+        if self.batch.retention is not None:
+            found["prompt_tokens_details"]["cache_write_tokens"] = self._num_written
+        return found | ({} if count is None else {"completion_tokens_details": {"reasoning_tokens": count}})
+
+    @property
+    def _num_written(self) -> int:
+        """Tokens of the prompt that a hint asks to keep and that were not cached; 0 before the answer has ended."""
+        hint, generation = self.batch.retention, self.batch.generations[0]
+        if hint is None or generation.finished is None:
+            return 0
+        num_tokens = len(generation.prompt_token_ids or ())
+        num_tokens = num_tokens if hint.num_tokens is None else min(num_tokens, hint.num_tokens)
+        whole = num_tokens - num_tokens % self._engine.info.block_size
+        return max(whole - generation.finished.num_cached_tokens, 0)
 
     async def _of_prompt(self, prompt_scores: Sequence[Score] | None) -> dict[str, Any]:
         """vLLM's fields of the prompt, for requests that ask for them."""

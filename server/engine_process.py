@@ -220,7 +220,7 @@ class EngineServer:
         end = prompt_end(llm.tokenizer, ids) if submit.messages is not None else ""
         self._send(Accepted(submit.number, ids, params.max_new_tokens, end))
         make = partial(scores, llm.tokenizer)
-        prompts = [{"prompt_token_ids": ids, "label": submit.request_id}]
+        prompts = [{"prompt_token_ids": ids, "label": submit.request_id, "retention": submit.retention}]
         if not submit.streams:
             call = llm.begin(prompts, params, priority=submit.priority, cache_salt=submit.cache_salt)
             self._outputs[submit.number] = call

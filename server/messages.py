@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 from msgspec import Struct, msgpack
 
+from ..cache.retention import Retention
 from ..common.answer_memory import SCORED_BYTES, TOKEN_BYTES
 from ..scheduler.sequence import FinishReason
 
@@ -83,6 +84,7 @@ class Submit(Struct, tag=True, frozen=True):
         fills_context: Without `max_new_tokens` generate up to the model's context.
         strict_length: Reject the request if prompt and `max_new_tokens` exceed the model's context.
         request_id: The id of the HTTP request, as the request's label.
+        retention: How long the prompt is worth keeping. A durable engine client ignores it.
         durable_id: Names the request for good. A durable engine client attaches to the request of this id, or begins it if
             there is none. An engine process ignores this field and those below but `tenant`.
         tenant: The name of the API key, whose work is done in turns with that of others. A durable request of another tenant is
@@ -103,6 +105,7 @@ class Submit(Struct, tag=True, frozen=True):
     fills_context: bool = False
     strict_length: bool = True
     request_id: str = ""
+    retention: Retention | None = None
     durable_id: str = ""
     tenant: str = ""
     fingerprint: str = ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import AsyncIterator, Mapping
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -22,6 +21,7 @@ from .messages import Piece
 from .models import LATEST, ServedModel
 from .requests import ChatForm, FunctionCall, Name, RequestBody, Texts, Tool, schema_format
 from .response_parser import Part
+from .retention_hints import duration_s
 
 # The version of Ollama whose API this is: clients refuse a server that is older than what they use.
 API_VERSION = "0.12.11"
@@ -34,9 +34,6 @@ NOT_SERVED = {
 }
 _FOREVER = "9999-12-31T23:59:59Z"
 _MOST_CONFIG_BYTES = 16 << 20
-_NUMBER = r"(?:\d+\.?\d*|\.\d+)"
-_DURATION = re.compile(rf"[-+]?(?:{_NUMBER}|(?:{_NUMBER}(?:ns|us|µs|μs|ms|s|m|h))+)")
-_NONZERO = re.compile(r"[1-9]")
 _IMAGES = "only text is served: leave `images` out"
 
 
@@ -113,9 +110,7 @@ class OllamaRequest(ChatForm):
     @field_validator("keep_alive")
     @classmethod
     def _is_duration(cls, given: float | str | None) -> float | str | None:
-        if isinstance(given, str) and not _DURATION.fullmatch(given):
-            raise ValueError(f'give seconds, or a duration such as "5m" or "1h30m", got {given!r:.80}')
-        return given
+        return duration_s(given) if isinstance(given, str) else given
 
     def check_fields(self, ignores_unknown: bool) -> list[str]:
         """See `RequestBody`; the fields of `options` too."""
@@ -135,7 +130,7 @@ class OllamaRequest(ChatForm):
 
     def load_reason(self) -> str:
         """The `done_reason` of a request without a prompt. Raises ApiError for one that asks to unload the model."""
-        if self.keep_alive is not None and not _NONZERO.search(str(self.keep_alive)):
+        if self.keep_alive == 0:
             raise invalid(
                 "a keep_alive of 0 without a prompt asks to unload the model, which this API does not do: POST /sleep, with an "
                 "admin key, frees its memory",

@@ -14,6 +14,7 @@ from .choices import json_encode, new_id
 from .errors import ApiError, invalid
 from .requests import ChatForm, Name, Objects, schema_format
 from .response_parser import Part
+from .retention_hints import PromptCacheOptions
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,8 @@ class ResponsesRequest(ChatForm):
     prompt: Any = None
     priority: int = 0
     cache_salt: Name | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
+    prompt_cache_retention: str | None = None
 
     stream_options: Any = None  # without effect, as is the next one
     top_logprobs: Any = None
@@ -197,7 +200,7 @@ class ResponseCompletion(ChatCompletion):
         found, reasoning = self._usage(), self._answers.num_reasoning_tokens or 0
         return {
             "input_tokens": found["prompt_tokens"], "output_tokens": found["completion_tokens"],
-            "input_tokens_details": {**found["prompt_tokens_details"], "cache_write_tokens": 0},
+            "input_tokens_details": {"cache_write_tokens": 0} | found["prompt_tokens_details"],
             "output_tokens_details": {"reasoning_tokens": reasoning}, "total_tokens": found["total_tokens"],
         }  # fmt: skip
 

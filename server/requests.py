@@ -18,10 +18,12 @@ from pydantic import (
 )
 
 from ..api.sampling_params import SamplingParams
+from ..cache.retention import Retention
 from .answers import thinking_options
 from .errors import ApiError, invalid
 from .fields import FieldRefused, Role, ignored_fields
 from .keys import MOST_PRIORITY
+from .retention_hints import KvHints, PromptCacheOptions, hint_of
 
 MOST_DRAIN_S = 3600
 MOST_N = 128  # continuations of a request
@@ -153,7 +155,6 @@ class _Accepted(RequestBody):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
 
 
 class _Extras(_Accepted):
@@ -174,8 +175,21 @@ class _Extras(_Accepted):
     return_token_ids: bool = False
     request_id: Name | None = None
     use_beam_search: bool = False
+    prompt_cache_options: PromptCacheOptions | None = None
+    prompt_cache_retention: str | None = None
+    kv_hints: KvHints | None = None
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
+
+    @property
+    def retention(self) -> Retention | None:
+        """How long the prompt is worth keeping, as the request hints. Raises ApiError."""
+        try:
+            return hint_of(self.prompt_cache_options, self.prompt_cache_retention, self.kv_hints)
+        except ValidationError as error:
+            fault = error.errors(include_url=False, include_input=False)[0]
+            place = ".".join(map(str, fault["loc"]))
+            raise invalid(f"kv_hints: {place} of a kv.retain payload: {fault['msg']}", "kv_hints") from None
 
 
 class _Sampling(_Extras):

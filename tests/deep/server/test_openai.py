@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 from durable_rig import FrontEnd, KeptRequests, scripted
@@ -136,6 +137,16 @@ def test_structured_output_and_tool_calls(client: Any) -> None:
         for part in chunk.choices[0].delta.tool_calls or ():
             arguments += part.function.arguments
     assert json.loads(arguments)["depth"] <= 9
+
+
+def test_what_a_hint_keeps_is_in_the_usage_and_in_the_metrics(client: Any) -> None:
+    talk: Any = [{"role": "user", "content": "the sea and the ship " * 40}]
+    usage = chat(client, talk, max_tokens=1, extra_body={"prompt_cache_options": {"ttl": "30m"}}).usage
+    written = usage.prompt_tokens_details.cache_write_tokens
+    assert 0 <= usage.prompt_tokens - written - usage.prompt_tokens_details.cached_tokens < 16
+    page = httpx2.get(str(client.base_url).replace("/v1/", "/metrics")).text
+    (line,) = [line for line in page.splitlines() if line.startswith("pagetide_retained_kv_blocks{")]
+    assert float(line.split()[-1]) == usage.prompt_tokens // 16
 
 
 REFUSED: list[tuple[dict[str, Any], int, str | None, str | None]] = [
