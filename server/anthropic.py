@@ -42,6 +42,7 @@ class AnthropicTool(RequestBody):
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class AnthropicToolChoice(RequestBody):
@@ -94,6 +95,7 @@ class CountRequest(ChatForm):
                 log.warning("the tool %s of type %s is ignored: it has no input_schema", tool.name[:80], str(tool.type)[:80])
                 continue
             function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+            function |= {"strict": True} if tool.strict else {}
             tools.append({"type": "function", "function": function})
         choice = self.tool_choice
         if not tools:

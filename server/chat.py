@@ -20,7 +20,10 @@ from .resume import DurableRequest, StreamPosition
 from .tool_choice import ToolsInvalid
 
 LAST_TOKENS = 512  # of an output, among which a stop sequence is looked for
-_OF_ANSWERS = {"tools", "tool_choice", "parallel_tool_calls", *CONSTRAINTS, "skip_special_tokens", "include_reasoning"}
+_OF_ANSWERS = {
+    "tools", "tool_choice", "parallel_tool_calls", *CONSTRAINTS, "skip_special_tokens", "include_reasoning", "enable_thinking",
+    "reasoning_effort",
+}  # fmt: skip
 
 
 class ChatCompletion:
@@ -53,7 +56,7 @@ class ChatCompletion:
         response_id = new_id(self.kind) if durable is None else durable.base_id
         try:
             fields = body.model_dump(include=_OF_ANSWERS, exclude_none=True)
-            known = engine.info.special_tokens, engine.info.added_tokens
+            known = engine.info.special_tokens, engine.info.added_tokens, engine.info.constrains
             template = PLAIN_TEMPLATE if prompt is not None else model.response_template
             self._answers = AnswerReader(fields, template, response_id, *known)
             self._params = body.params(**self._answers.params())
@@ -92,7 +95,11 @@ class ChatCompletion:
     async def begin(self) -> None:
         """Send the conversation and wait until it is tokenized. Raises RequestFailed or EngineUnavailable."""
         is_chat = self._prompt is None
-        asked = {"messages": self._messages, "template": self._template} if is_chat else {"prompt": self._prompt}
+        asked: dict[str, Any] = {"prompt": self._prompt}
+        if is_chat:
+            asked = {"messages": self._messages, "template": self._template}
+        if (grammar := self._answers.reasoning_grammar()) is not None:
+            asked["reasoning_grammar"] = grammar
         self.batch.submit(
             **asked,
             params=self._params,

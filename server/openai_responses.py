@@ -88,6 +88,8 @@ class ResponsesRequest(ChatForm):
             tools.append(_function(tool) | {"function": {**_function(tool)["function"], "description": description.strip()}})
             if parameters is not None:
                 tools[-1]["function"]["parameters"] = parameters
+            if tool.get("strict") is True:
+                tools[-1]["function"]["strict"] = True
         if not tools:
             return {"tools": None, "tool_choice": None}
         choice: Any = self.tool_choice
