@@ -14,6 +14,7 @@ from .response_templates import ResponseTemplate
 
 _HEAD = "%llguidance {}\n"
 _TEXT = "/(.|\\n)*/"
+_LINE_END = "/\\n{0,2}/"
 # As the chat templates of all families write JSON
 _JSON = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 _PLACE = re.compile("(NAME|ARGUMENTS|PARAMETERS|INDEX|KEY|VALUE|TYPED)")
@@ -60,7 +61,7 @@ class CallGrammar:
         before = ""
         if self._template.reasoning_open and reasoning != "none":
             opener, closer = self._template.reasoning_open[0], self._template.reasoning_close[0]
-            behind = f"{self._until('reasoning', closer, rules)} /\\n{{0,2}}/"
+            behind = f"{self._until('reasoning', closer, rules)} {_LINE_END}"
             before = behind if reasoning == "begun" else f"({self._terms(opener)} {behind})?"
         return self._joined(f"start: {before} calls", *rules)
 
@@ -151,8 +152,8 @@ class CallGrammar:
             raise CannotConstrain(f"a text in the format {self._template.name} cannot hold to a pattern, a format or a length")
         if texts:
             return f"{self._terms(before)} ({' | '.join(map(self._terms, texts))}) {self._terms(after)}"
-        end = after.index(form.parameter[3]) + len(form.parameter[3])
-        return f"{self._terms(before)} {self._until(rule, after[:end], self._rules)} {self._terms(after[end:])}"
+        end = form.parameter[3]  # line ends before it are the text's, until they are read
+        return f"{self._terms(before.rstrip())} {self._until(rule, end, self._rules)} {self._terms(after.partition(end)[2])}"
 
     def _until(self, rule: str, end: str, rules: list[str]) -> str:
         """The term of any text up to `end`, and that. Adds its rule."""
@@ -163,18 +164,24 @@ class CallGrammar:
         return rule
 
     def _terms(self, text: str) -> str:
-        """A text as terms: special tokens by their ids."""
+        """A text as terms: special tokens by their ids, and line ends that may be missing, as not all versions write them."""
         return " ".join(self._each_term(text))
 
     def _each_term(self, text: str) -> Iterator[str]:
         at = 0
         for found in self._special.finditer(text):
-            if plain := text[at : found.start()]:
-                yield json.dumps(plain, ensure_ascii=False)
+            yield from _plain(text[at : found.start()])
             yield f"<[{self._ids[found[0]]}]>"
             at = found.end()
-        if plain := text[at:]:
-            yield json.dumps(plain, ensure_ascii=False)
+        yield from _plain(text[at:])
+
+
+def _plain(text: str) -> Iterator[str]:
+    for number, line in enumerate(text.split("\n")):
+        if number:
+            yield _LINE_END
+        if line:
+            yield json.dumps(line, ensure_ascii=False)
 
 
 def _json(schema: Mapping[str, Any]) -> str:
