@@ -445,10 +445,38 @@ class ChatForm(RequestBody):
     def as_chat(self) -> ChatRequest:
         """The same request as a chat. Raises ApiError."""
         same = type(self).model_fields.keys() & ChatRequest.model_fields.keys()
+        fields = {name: getattr(self, name) for name in same} | self.chat_fields()
+        fields["messages"] = _alternating(fields["messages"])
         try:
-            return ChatRequest.model_validate({name: getattr(self, name) for name in same} | self.chat_fields())
+            return ChatRequest.model_validate(fields)
         except ValidationError as error:
             raise from_validation(list(error.errors(include_url=False, include_input=False))) from None
+
+
+_OF_SYSTEM = ("system", "developer")
+
+
+def _alternating(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages as chat templates take them: one of the system, which is the first, and no two of the user in a row.
+
+    Coding agents send several of both, and some of the system between others: these become the user's.
+    """
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        before = found[-1] if found else {}
+        role, last = message.get("role"), before.get("role")
+        if role in _OF_SYSTEM and before and last not in _OF_SYSTEM:
+            message, role = message | {"role": "user"}, "user"
+        joins = role == last == "user" or (role in _OF_SYSTEM and last in _OF_SYSTEM)
+        if joins and isinstance(before["content"], str | list) and isinstance(message.get("content"), str | list):
+            found[-1] = before | {"content": _content_parts(before["content"]) + _content_parts(message["content"])}
+        else:
+            found.append(message)
+    return found
+
+
+def _content_parts(content: str | list[Any]) -> list[Any]:
+    return content if isinstance(content, list) else [{"type": "text", "text": content}]
 
 
 def schema_format(schema: Any) -> dict[str, Any]:

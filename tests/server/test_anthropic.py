@@ -55,6 +55,25 @@ def test_blocks_become_messages_of_a_chat() -> None:
     ]
 
 
+def test_messages_of_the_system_between_others_become_the_users() -> None:
+    """As Claude Code sends them; many chat templates take one message of the system alone, and no two of the user in a row."""
+    talk = [
+        {"role": "user", "content": "Dive"}, {"role": "system", "content": "Agents: none."},
+        {"role": "assistant", "content": "Down."}, {"role": "system", "content": [{"type": "text", "text": "It is late."}]},
+        {"role": "user", "content": "And now?"},
+    ]  # fmt: skip
+
+    def parts(*texts: str) -> list[dict[str, str]]:
+        return [{"type": "text", "text": text} for text in texts]
+
+    assert messages_of(messages=talk, system="Be brief.") == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": parts("Dive", "Agents: none.")},
+        {"role": "assistant", "content": "Down."},
+        {"role": "user", "content": parts("It is late.", "And now?")},
+    ]
+
+
 def test_fields_become_those_of_a_chat() -> None:
     chat = MessagesRequest(**BODY, stop_sequences=["END"], thinking={"type": "enabled", "budget_tokens": 1024}).as_chat()
     assert (chat.max_tokens, chat.stop, chat.enable_thinking, chat.tool_choice) == (64, ["END"], True, None)

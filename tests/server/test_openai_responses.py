@@ -56,8 +56,7 @@ def test_items_become_messages_of_a_chat() -> None:
         {"id": "c2", "type": "function", "function": {"name": "apply_patch", "arguments": {"input": "x"}}},
     ]
     assert [message.model_dump(exclude_unset=True) for message in chat.messages] == [
-        {"role": "system", "content": "You dive."},
-        {"role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
+        {"role": "system", "content": [{"type": "text", "text": "You dive."}, {"type": "input_text", "text": "Be brief."}]},
         {"role": "user", "content": "Dive"},
         {
             "role": "assistant",
