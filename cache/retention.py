@@ -1,7 +1,7 @@
 """Retention hints: prefixes that are evicted after all others, until a time. They bound no request: what is needed is evicted.
 
 The retained nodes of a tree are closed upwards: the ancestors of one are retained at least as long. So they can go after all
-others, the ones whose time ends first before the rest and the deepest first among equal times, and no node goes before its
+others, in the order of the ends of their times and the deepest first among equal ones, and no node goes before its
 descendants.
 """
 
@@ -26,7 +26,7 @@ class Retention:
     Attributes:
         seconds: From the time when the prompt is computed, and from the end of its request.
         num_tokens: Of the prompt's beginning; None: all of it.
-        owner: Whose `max_blocks` count.
+        owner: Its hints share `max_blocks`.
         max_blocks: That hints of the owner retain at the same time; None: no limit.
     """
 
@@ -80,17 +80,19 @@ class RetainedPrefixes:
         return len(nodes)
 
     def expire(self, now: float) -> None:
-        """End the hints whose time is over."""
+        """End the hints that are over."""
         if now < self._next_look:
             return
-        retained = np.flatnonzero(self._until)
-        over = retained[self._until[retained] <= now]
+        over = np.flatnonzero((self._until > 0) & (self._until <= now))
         evictable = over[self._held[over]]
         self._forget(over)
         if len(evictable):
             self.policy.mark_evictable(evictable[np.argsort(self._tree.depths[evictable], kind="stable")])
-        ends = self._until[np.flatnonzero(self._until)]
-        self._next_look = max(float(ends.min()), now + LOOK_S) if len(ends) else math.inf
+        if self.num_nodes:
+            first = float(self._until.min(where=self._until > 0, initial=math.inf))
+            self._next_look = max(first, now + LOOK_S)
+        else:
+            self._next_look = math.inf
 
     def add(self, nodes: Nodes, keys: Keys) -> None:
         self.policy.add(nodes, keys)

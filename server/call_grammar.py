@@ -34,7 +34,7 @@ class CallGrammar:
         functions: Their parameters by name, each the schema of an object.
         special_ids: The ids of the special tokens, by text. They are no text to a grammar.
 
-    Raises CannotConstrain for a family whose format cannot be constrained, and for parameters that its format cannot hold to.
+    Raises CannotConstrain where the format cannot be constrained, and for parameters that it cannot hold to.
     """
 
     def __init__(self, template: ResponseTemplate, functions: Mapping[str, Any], special_ids: Mapping[str, int]) -> None:

@@ -23,7 +23,7 @@ from .requests import ChatForm, FunctionCall, Name, RequestBody, Texts, Tool, sc
 from .response_parser import Part
 from .retention_hints import duration_s
 
-# The version of Ollama whose API this is: clients refuse a server that is older than what they use.
+# The version of Ollama that has this API: clients refuse a server that is older than what they use.
 API_VERSION = "0.12.11"
 NOT_SERVED = {
     **dict.fromkeys(("/api/embed", "/api/embeddings"), "embeddings are not served: this server generates text"),

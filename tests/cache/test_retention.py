@@ -62,7 +62,7 @@ def test_requests_get_what_hints_retain_when_nothing_else_is_left() -> None:
     assert world.cache.index.retained.num_nodes == 16
     serve(world, 9, num_blocks=28)  # of 32
     assert world.cache.index.retained.num_nodes == 3
-    assert serve(world, 3, num_blocks=4) == 12, "the one whose time ends last goes last, its end first"
+    assert serve(world, 3, num_blocks=4) == 12, "the last time goes last, its end first"
 
 
 def test_the_bounds_of_an_owner_and_of_all() -> None:
