@@ -94,7 +94,11 @@ class CountRequest(ChatForm):
             if tool.input_schema is None:
                 log.warning("the tool %s of type %s is ignored: it has no input_schema", tool.name[:80], str(tool.type)[:80])
                 continue
-            function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+            function: dict[str, Any] = {
+                "name": tool.name,
+                "description": tool.description or "",
+                "parameters": tool.input_schema,
+            }
             function |= {"strict": True} if tool.strict else {}
             tools.append({"type": "function", "function": function})
         choice = self.tool_choice

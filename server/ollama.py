@@ -229,10 +229,10 @@ class OllamaChat(ChatCompletion):
     media_type = "application/x-ndjson"
     failed = staticmethod(error_line)
 
-    def __init__(self, model: ServedModel, *chat: Any, prompt: str | None = None) -> None:
-        super().__init__(model, *chat, prompt=prompt)
+    def __init__(self, model: ServedModel, *chat: Any, **named: Any) -> None:
+        super().__init__(model, *chat, **named)
         for what, asks in (("tools", self._body.tools), ("thinking", self._body.enable_thinking)):
-            if asks and prompt is None and what not in capabilities(model):
+            if asks and self._prompt is None and what not in capabilities(model):
                 raise invalid(f"{model.name!r} does not support {what}: no format of them is known for it (--response-format)")
 
     async def parts(self) -> AsyncIterator[bytes]:
