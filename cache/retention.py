@@ -59,11 +59,8 @@ class RetainedPrefixes:
         """Retained nodes."""
         return sum(self._counts)
 
-    def retain(self, nodes: Nodes, retention: Retention, now: float) -> int:
-        """Retain the first of `nodes`, a chain from its root that a sequence uses, as many as the bounds allow.
-
-        Returns how many.
-        """
+    def retain(self, nodes: Nodes, retention: Retention, now: float) -> None:
+        """Retain the first of `nodes`, a chain from its root that a sequence uses, as many as the bounds allow."""
         owner = self._owners.setdefault(retention.owner, len(self._owners))
         self._counts += [0] * (owner == len(self._counts))
         known = int(np.count_nonzero(self._until[nodes]))  # the first ones
@@ -77,7 +74,6 @@ class RetainedPrefixes:
         until = now + retention.seconds
         self._until[nodes] = np.maximum(self._until[nodes], until)
         self._next_look = min(self._next_look, until)
-        return len(nodes)
 
     def expire(self, now: float) -> None:
         """End the hints that are over."""

@@ -34,8 +34,8 @@ class AnswerReader:
     """Reads the answers to one request.
 
     Args:
-        fields: Those of `ToolChoice`, and `skip_special_tokens`, `include_reasoning`, `enable_thinking`, `reasoning_effort`, as
-            far as the request gives them.
+        fields: Those of `ToolChoice`, and `skip_special_tokens`, `include_reasoning` and `enable_thinking`, as far as they are
+            given.
         template: The model's.
         response_id: The ids of the calls are made of it, so that they are the same whenever the output is read.
         special_tokens: Of the tokenizer. Those in the fixed texts of the template are kept for the parser, and are no content.
@@ -64,9 +64,8 @@ class AnswerReader:
         self._grammar = self._reasoning_grammar = ""
         if constrains and (choice.must_call or choice.is_strict):
             added = added_tokens or {}
-            thinking = thinking_options(fields.get("enable_thinking"), fields.get("reasoning_effort"))
-            may_reason = thinking.get("enable_thinking") is not False
-            self._constrain(template, {token: added[token] for token in special_tokens if token in added}, may_reason)
+            ids = {token: added[token] for token in special_tokens if token in added}
+            self._constrain(template, ids, fields.get("enable_thinking") is not False)
         self._named = None if self._grammar else choice.named
         if choice.is_constrained and not self._grammar:
             template = REQUIRED_TEMPLATE if choice.is_required else PLAIN_TEMPLATE

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -269,12 +270,12 @@ def _add_ollama(app: FastAPI, server: Server) -> None:
 
     @app.get("/api/tags")
     async def ollama_tags() -> Response:
-        return _json({"models": [listed(model, (await engine_stats(model))[0]) for model in server.models]})
+        return _json({"models": await _described(server.models, listed)})
 
     @app.get("/api/ps")
     async def ollama_ps() -> Response:
         ready = [model for model in server.models if model.state == "ready" and model.has_engine]
-        return _json({"models": [running(model, (await engine_stats(model))[0]) for model in ready]})
+        return _json({"models": await _described(ready, running)})
 
     @app.post("/api/show")
     async def ollama_show(body: ShowRequest) -> Response:
@@ -348,6 +349,15 @@ async def _durable(
     key, headers = context.key, request.scope["headers"]
     durable = DurableRequest.of(kind, headers, context.tenant, await request.body(), bool(body.stream))
     return durable if key is None else replace(durable, most_requests=key.max_requests, most_sequences=key.max_sequences)
+
+
+async def _described(
+    models: Iterable[ServedModel], describe: Callable[[ServedModel, Mapping[str, Any]], dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Each of `models` with the statistics of its engines."""
+    of_all = list(models)
+    stats = await asyncio.gather(*map(engine_stats, of_all))
+    return [describe(model, engines) for model, (engines, _) in zip(of_all, stats, strict=True)]
 
 
 async def _chat(

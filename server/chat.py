@@ -20,10 +20,7 @@ from .resume import DurableRequest, StreamPosition
 from .tool_choice import ToolsInvalid
 
 LAST_TOKENS = 512  # of an output, among which a stop sequence is looked for
-_OF_ANSWERS = {
-    "tools", "tool_choice", "parallel_tool_calls", *CONSTRAINTS, "skip_special_tokens", "include_reasoning", "enable_thinking",
-    "reasoning_effort",
-}  # fmt: skip
+_OF_ANSWERS = {"tools", "tool_choice", "parallel_tool_calls", *CONSTRAINTS, "skip_special_tokens", "include_reasoning"}
 
 
 class ChatCompletion:
@@ -55,14 +52,17 @@ class ChatCompletion:
         self._prompt = prompt
         response_id = new_id(self.kind) if durable is None else durable.base_id
         try:
-            fields = body.model_dump(include=_OF_ANSWERS, exclude_none=True)
+            options = body.template()
+            fields = body.model_dump(include=_OF_ANSWERS, exclude_none=True) | {
+                "enable_thinking": options.get("enable_thinking")
+            }
             known = engine.info.special_tokens, engine.info.added_tokens, engine.info.constrains
             template = PLAIN_TEMPLATE if prompt is not None else model.response_template
             self._answers = AnswerReader(fields, template, response_id, *known)
             self._params = body.params(**self._answers.params())
         except ToolsInvalid as error:
             raise invalid(str(error), error.param) from error
-        self._template = body.template() | self._answers.template()
+        self._template = options | self._answers.template()
         if model.options.chat_template is not None:
             self._template["chat_template"] = model.options.chat_template
         self._head = {"id": response_id, "created": 0, "model": model.name}

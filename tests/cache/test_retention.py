@@ -110,8 +110,9 @@ def test_retained_nodes_go_last_by_their_time_and_no_node_before_its_descendants
     for nodes in data.draw(st.lists(st.sampled_from(chains), max_size=6)):
         path = tree.path_to(nodes[-1])
         seconds = data.draw(st.sampled_from([1.0, 5.0, 9.0]))
-        kept = path[: policy.retain(path, Retention(seconds), 0.0)].tolist()
-        until |= {node: max(until.get(node, 0.0), seconds) for node in kept}
+        policy.retain(path, Retention(seconds), 0.0)
+        fresh = [node for node in path.tolist() if node not in until][: 32 - len(until)]
+        until |= {node: max(until.get(node, 0.0), seconds) for node in path.tolist() if node in until or node in fresh}
     order = np.argsort(tree.depths[:40], kind="stable")
     policy.mark_evictable(order)
     policy.check_invariants(order)

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from pagetide.api.sampling_params import SamplingParams
 from pagetide.server.answers import AnswerReader
 from pagetide.server.call_grammar import CallGrammar, CannotConstrain
+from pagetide.server.defaults import by_prompt_end
+from pagetide.server.messages import ReasoningGrammar, Submit
 from pagetide.server.response_parser import Part, ResponseParser
 from pagetide.server.response_templates import ResponseTemplate, template_named, templates
 
@@ -172,3 +175,12 @@ def test_a_named_call_is_read_in_the_format_of_the_family() -> None:
     assert [(call.name, call.text) for call in answer.calls] == [("dive", '{"depth": 3}')] and not answer.content
     other = reader.reasoning_grammar()
     assert other is not None and other.opens == ("<think>",) and accepts(other.grammar, f"Hm.</think>\n\n{text}")
+
+
+@pytest.mark.parametrize(
+    ("end", "grammar"), [("assistant\n<think>\n", "begun"), ("<think>\n\n</think>\n\n", "some"), ("", "some")]
+)
+def test_the_end_of_the_prompt_chooses_the_grammar(end: str, grammar: str) -> None:
+    submit = Submit(1, {}, reasoning_grammar=ReasoningGrammar(("<think>",), "begun"))
+    assert by_prompt_end(submit, SamplingParams(grammar="some"), end).grammar == grammar
+    assert by_prompt_end(Submit(1, {}), SamplingParams(grammar="some"), end).grammar == "some"
