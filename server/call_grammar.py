@@ -151,7 +151,9 @@ class CallGrammar:
         if texts is None:
             raise CannotConstrain(f"a text in the format {self._template.name} cannot hold to a pattern, a format or a length")
         if texts:
-            return f"{self._terms(before)} ({' | '.join(map(self._terms, texts))}) {self._terms(after)}"
+            edge = "/\\n?/" if form.strips_lines else ""  # more would be the text's
+            some = f"{edge} ({' | '.join(map(self._terms, texts))}) {edge}"
+            return f"{self._terms(before.rstrip())} {some} {self._terms(after.lstrip())}"
         end = form.parameter[3]  # line ends before it are the text's, until they are read
         return f"{self._terms(before.rstrip())} {self._until(rule, end, self._rules)} {self._terms(after.partition(end)[2])}"
 

@@ -86,6 +86,8 @@ def test_calls_as_a_family_writes_them(template: ResponseTemplate) -> None:
         assert not accepts(required, text), text
     for name, arguments in (("swim", {"depth": 3}), ("dive", {})):
         assert not accepts(required, text_of(template, [(name, arguments)]))
+    text = text_of(template, [("dive", {"depth": 3, "mood": "wild"})])
+    assert accepts(required, text) and not accepts(required, text.replace("wild", "\n\nwild")), "a text with a line end"
     assert not accepts(required, "No.") and accepts(required, text_of(template, CALLS[:1]).replace("\n", ""))
 
 
