@@ -64,8 +64,8 @@ class AnswerReader:
         self._grammar = self._reasoning_grammar = ""
         if constrains and (choice.must_call or choice.is_strict):
             added = added_tokens or {}
-            ids = {token: added[token] for token in special_tokens if token in added}
-            self._constrain(template, ids, fields.get("enable_thinking") is not False)
+            special_ids = {token: added[token] for token in special_tokens if token in added}
+            self._constrain(template, special_ids, fields.get("enable_thinking") is not False)
         self._named = None if self._grammar else choice.named
         if choice.is_constrained and not self._grammar:
             template = REQUIRED_TEMPLATE if choice.is_required else PLAIN_TEMPLATE
