@@ -10,6 +10,7 @@ monotonic nanoseconds.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -56,6 +57,7 @@ class DeviceAccount:
         self._measured_ns = 0
         self._previous_foreign: int | None = None  # the lower estimate of the last measurement alone
         self._reaping: dict[int, _Reaping] = {}
+        self._arrivals = itertools.count()
 
     # ---- requests of engines and users ----------------------------------------------------------
 
@@ -148,19 +150,32 @@ class DeviceAccount:
         self._apply(order, now_ns)
         return order
 
-    def reserve(self, reservation_id: int, num_bytes: int) -> None:
-        """Reserve bytes for an external process; `decide` reports them free. Raises LeaseRefused if they can never be."""
-        state = self.state
-        minimums = sum(lease.min_bytes for lease in state.living())
-        room = state.capacity_bytes - state.rules.headroom_bytes - minimums - state.reserved_bytes
-        if num_bytes > room:
-            raise LeaseRefused(
-                f"{format_bytes(num_bytes)} cannot be reserved: of {format_bytes(state.capacity_bytes)}, "
-                f"{format_bytes(max(0, room))} are neither headroom nor reserved nor the minimum of a lease"
-            )
-        if not state.reservations:
-            state.base_bytes = state.foreign_bytes
-        state.reservations[reservation_id] = ReservedBytes(reservation_id, num_bytes)
+    def reserve(self, reservation_id: int, num_bytes: int, priority: int = 0, *, held: bool = False) -> None:
+        """Reserve bytes for an external process; `decide` reports them free. Raises LeaseRefused if they can never be.
+
+        With `held` they were reserved before, and the process may use them already.
+        """
+        self._check_reservable(num_bytes, 0)
+        reservation = ReservedBytes(reservation_id, priority, next(self._arrivals), num_bytes)
+        self.state.reservations[reservation_id] = reservation
+        if held:
+            reservation.held_bytes = num_bytes
+
+    def resize_reservation(self, reservation_id: int, num_bytes: int) -> None:
+        """Change what a reservation wants: less is free for others at once, more waits as a new reservation does.
+
+        Raises LeaseRefused, with nothing changed, if it can never be free.
+        """
+        reservation = self.state.reservations[reservation_id]
+        self._check_reservable(num_bytes, reservation.held_bytes)
+        reservation.arrival = next(self._arrivals)
+        reservation.wanted_bytes = num_bytes
+        reservation.held_bytes = min(reservation.held_bytes, num_bytes)
+
+    def keep_reservation(self, reservation_id: int) -> None:
+        """Want no more than the reservation holds."""
+        reservation = self.state.reservations[reservation_id]
+        reservation.wanted_bytes = reservation.held_bytes
 
     def unreserve(self, reservation_id: int) -> None:
         """End the reservation; memory used under it is foreign from now on. Idempotent."""
@@ -189,6 +204,10 @@ class DeviceAccount:
         self._reaping.pop(lease_id, None)
 
     # ---- measurements ---------------------------------------------------------------------------
+
+    def set_rules(self, rules: Rules) -> None:
+        """Set the rules that go with the device's new size."""
+        self.state.rules = rules
 
     def measured(self, capacity_bytes: int, free_bytes: int, bounds: Mapping[int, HeldBounds], at_ns: int) -> None:
         """Apply a measurement of the device at `at_ns`, with the bounds of each lease at that instant."""
@@ -249,7 +268,9 @@ class DeviceAccount:
             case Withdraw(lease_id):
                 self.state.leases[lease_id].recalls = ()
             case Ready(reservation_id):
-                self.state.reservations[reservation_id].ready = True
+                state, reservation = self.state, self.state.reservations[reservation_id]
+                state.base_bytes = max(state.base_bytes, state.foreign_at_most_bytes - state.reserved_bytes)
+                reservation.held_bytes = reservation.wanted_bytes
 
     def _check_bounds(self, new: LeaseState) -> None:
         """Raise InvalidLease if a new lease's numbers contradict each other, MinimumsExceedCapacity if its min does not fit."""
@@ -272,6 +293,15 @@ class DeviceAccount:
                 f"with what is promised to others ({format_bytes(promised)}); the device has {format_bytes(room)} for "
                 f"leases ({format_bytes(state.capacity_bytes)} less {format_bytes(state.rules.headroom_bytes)} headroom). "
                 f"Lower the min to {format_bytes(max(0, room - promised))} or less"
+            )
+
+    def _check_reservable(self, num_bytes: int, held_bytes: int) -> None:
+        state = self.state
+        most = max(0, state.capacity_bytes - state.rules.headroom_bytes)
+        if num_bytes > max(most, held_bytes):
+            raise LeaseRefused(
+                f"{format_bytes(num_bytes)} cannot be reserved: the device has {format_bytes(state.capacity_bytes)}, of which "
+                f"{format_bytes(state.capacity_bytes - most)} are headroom. Ask for {format_bytes(most)} or less"
             )
 
     def _not_foreign(self, held_bytes: int) -> None:

@@ -26,6 +26,7 @@ Times are monotonic nanoseconds, amounts are bytes. docs/decisions/0014-leases.m
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -154,11 +155,18 @@ class LeaseState:
 
 @dataclass(slots=True)
 class ReservedBytes:
-    """Bytes kept free for an external process."""
+    """Bytes kept free for an external process. Those that it wants beyond `held_bytes` wait until they are free."""
 
     reservation_id: int
-    num_bytes: int
-    ready: bool = False  # whether they are free
+    priority: int  # a lower number is served first
+    arrival: int  # of the reservation, or of its last growth
+    wanted_bytes: int
+    held_bytes: int = 0  # free for the process, or used by it
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes that are not free yet."""
+        return self.wanted_bytes - self.held_bytes
 
 
 @dataclass(slots=True)
@@ -180,8 +188,29 @@ class SharedDevice:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes reserved, whether already free or not."""
-        return sum(reservation.num_bytes for reservation in self.reservations.values())
+        """Bytes that reservations hold."""
+        return sum(reservation.held_bytes for reservation in self.reservations.values())
+
+    def next_reservations(self) -> list[ReservedBytes]:
+        """The waiting reservations for which leases give memory back, in order of priority, then arrival.
+
+        They fit beside the minimums and what external processes have. The first one that does not fit ends the list: a small
+        reservation does not overtake a larger one, and leases give nothing for one that they cannot serve.
+        """
+        waiting = [(one.priority, one.arrival, one) for one in self.reservations.values() if one.wanted_bytes > one.held_bytes]
+        if not waiting:
+            return []
+        heapq.heapify(waiting)  # most often only the first is looked at
+        minimums = sum(lease.min_bytes for lease in self.living())
+        left = self.capacity_bytes - self.rules.headroom_bytes - minimums - self.external_bytes(self.foreign_bytes)
+        found = []
+        while waiting:
+            _, _, reservation = heapq.heappop(waiting)
+            left -= reservation.missing_bytes
+            if left < 0:
+                break
+            found.append(reservation)
+        return found
 
     @property
     def foreign_at_most_bytes(self) -> int:
@@ -199,9 +228,14 @@ class SharedDevice:
         living = sum(lease.granted_bytes for lease in self.living())
         return living + sum(max(0, t.granted_bytes - t.lower_bytes) for t in self.leases.values() if t.ended)
 
+    def external_bytes(self, foreign_bytes: int) -> int:
+        """What external processes have: foreign memory, and what is reserved. Memory used under a reservation counts once."""
+        reserved = self.reserved_bytes
+        return max(foreign_bytes, self.base_bytes + reserved if reserved else 0)
+
     def off_the_top(self, foreign_bytes: int) -> int:
-        """The larger of foreign memory and base plus reserved memory, so that memory used under a reservation counts once."""
-        return max(foreign_bytes, self.base_bytes + self.reserved_bytes if self.reservations else 0)
+        """What leases may not have: `external_bytes`, and what the next reservations wait for."""
+        return self.external_bytes(foreign_bytes) + sum(one.missing_bytes for one in self.next_reservations())
 
     def peak_bytes(self, now_ns: int) -> int:
         """The most that external processes held during the cool-down."""
@@ -249,7 +283,7 @@ class Withdraw:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The reserved bytes are free."""
+    """The bytes that the reservation waits for are free."""
 
     reservation_id: int
 
@@ -436,15 +470,14 @@ def _order_of_growth(lease: LeaseState, has_bytes: int) -> tuple[int, float, int
 
 
 def _ready(state: SharedDevice) -> Iterable[Ready]:
-    """The reservations that now fit, in order of arrival: a small one does not overtake a larger one."""
+    """The next reservations that fit now. A process that waits has no part in what is reserved: its bytes come on top."""
     left = state.capacity_bytes - state.rules.headroom_bytes - state.promised_bytes
-    reserved = sum(reservation.num_bytes for reservation in state.reservations.values() if reservation.ready)
-    for reservation in state.reservations.values():
-        if not reservation.ready:
-            reserved += reservation.num_bytes
-            if left < max(state.foreign_at_most_bytes, state.base_bytes + reserved):
-                return
-            yield Ready(reservation.reservation_id)
+    left -= state.external_bytes(state.foreign_at_most_bytes)
+    for reservation in state.next_reservations():
+        left -= reservation.missing_bytes
+        if left < 0:
+            return
+        yield Ready(reservation.reservation_id)
 
 
 def _grants(state: SharedDevice, targets: dict[int, int], now_ns: int) -> Iterable[Grant]:
@@ -523,7 +556,7 @@ def _releases(state: SharedDevice, ordered: set[int], now_ns: int) -> Iterable[R
 def _withdrawals(state: SharedDevice, grants: Iterable[Grant], now_ns: int) -> Iterable[Withdraw]:
     """Withdraw overdue recalls once there is room for the kept memory and no other lease could use more."""
     overdue = [lease for lease in state.living() if lease.overdue(now_ns)]
-    if not overdue or not all(reservation.ready for reservation in state.reservations.values()):
+    if not overdue or state.next_reservations():
         return
     added = {grant.lease_id: grant.added_bytes for grant in grants}
     if state.growth_room_bytes(now_ns) < sum(added.values()):

@@ -91,7 +91,7 @@ class PoolRig:
                 scheduler.pool.grow(missing)
             else:
                 scheduler.pool.give_back(-missing)
-            engine.core.catch_up()
+            engine.core.step(ahead=False)
             if len(self.arena.mapped_extents) != num_extents:
                 raise RuntimeError(f"{len(self.arena.mapped_extents)} extents are mapped instead of {num_extents}")
 

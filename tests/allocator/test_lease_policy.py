@@ -871,9 +871,110 @@ def test_a_reservation_is_not_for_externals_who_have_left() -> None:
 
 def test_a_reservation_that_can_never_be_is_refused_with_the_numbers() -> None:
     device = Device(capacity=1 << 30, rules=Rules(1 << 26, 1 << 20)).lease(1, low=512 << 20)
-    device.account.reserve(1, 200 << 20)
-    with pytest.raises(LeaseRefused, match=r"300.00 MiB cannot be reserved: of 1.00 GiB, 248.00 MiB are neither"):
-        device.account.reserve(2, 300 << 20)
+    device.account.reserve(1, 960 << 20)
+    said = r"MiB cannot be reserved: the device has 1.00 GiB, of which 64.00 MiB are headroom. Ask for 960.00 MiB or less"
+    with pytest.raises(LeaseRefused, match="961.00 " + said):
+        device.account.reserve(2, 961 << 20)
+    with pytest.raises(LeaseRefused, match="961.00 " + said):
+        device.account.resize_reservation(1, 961 << 20)
+    assert device.account.state.reservations[1].wanted_bytes == 960 << 20
+
+
+def test_reservations_are_served_by_priority_then_arrival_and_a_small_one_overtakes_none() -> None:
+    device = Device(external=100)
+    device.account.reserve(1, 500)
+    assert device.settle() == [Ready(1)]
+    device.account.reserve(2, 400)
+    device.account.reserve(3, 50, priority=5)
+    device.account.reserve(4, 350, priority=-1)
+    assert device.run(50) == []
+    device.account.unreserve(1)
+    assert device.settle() == [Ready(4), Ready(2), Ready(3)]
+
+
+def test_an_engine_gives_nothing_for_a_reservation_that_cannot_be_served() -> None:
+    """It waits for external processes, a minimum, or another reservation."""
+    device = Device(external=500).lease(1, low=50, ask=5000)
+    device.run(3)
+    assert device.granted(1) == 380
+    device.account.reserve(7, 351)  # of 900: 500 external and 50 for the minimum
+    assert device.run(100) == []
+    device.external = 499
+    assert device.run(3) == [Recall(1, 50, 1.0), Ready(7)]
+
+
+def test_a_reservation_that_waits_has_no_part_in_what_another_has_reserved_and_uses() -> None:
+    """Its bytes come on top of all that is used or reserved, whoever uses it."""
+    device = Device()
+    device.account.reserve(1, 400)
+    assert device.settle() == [Ready(1)]
+    device.external = 400  # its process, and
+    device.external += 300  # another one
+    device.run(3)
+    device.account.reserve(2, 201)
+    assert device.run(20) == []
+    device.account.resize_reservation(2, 200)
+    assert device.settle() == [Ready(2)]
+    assert device.account.state.base_bytes == 300
+    device.account.reserve(3, 1)
+    assert device.run(20) == []
+
+
+def test_a_reservation_grows_behind_those_that_wait_and_shrinks_at_once() -> None:
+    device = Device().lease(1, ask=5000)
+    device.account.reserve(1, 600)
+    device.obey(device.settle())
+    device.obey(device.settle())
+    state = device.account.state
+    assert state.reserved_bytes == 600
+    device.account.reserve(2, 250)
+    device.account.resize_reservation(1, 700)  # there are 900: 250 of the 300 are asked for before
+    device.obey(device.settle())
+    assert device.settle() == [Ready(2)]
+    assert state.reserved_bytes == 850
+    device.account.resize_reservation(1, 500)
+    assert state.reserved_bytes == 750 and not state.next_reservations()
+    device.account.resize_reservation(1, 600)
+    device.account.keep_reservation(1)
+    assert state.reserved_bytes == 750 and device.settle() == [Grant(1, 130, 100)]
+
+
+@given(
+    external=st.integers(0, 500),
+    steps=st.lists(
+        st.tuples(st.sampled_from(["reserve", "resize", "end", "use", "external"]), st.integers(0, 900)), max_size=30
+    ),
+)
+def test_what_is_ready_is_free_and_stays_so_for_its_process(external: int, steps: list[tuple[str, int]]) -> None:
+    """Beside an engine that takes all it gets: memory that a process is told of is there when it takes it."""
+    device = Device().lease(1, low=50, ask=5000)
+    uses: dict[int, int] = {}  # what the process of each reservation holds
+    outside = external
+    for number, (step, amount) in enumerate(steps):
+        reservations = device.account.state.reservations
+        held = [one for one in reservations.values() if one.held_bytes]
+        if step == "reserve":
+            device.account.reserve(number, max(1, amount), priority=amount % 3)
+        elif step == "resize" and held:
+            one = held[amount % len(held)]
+            device.account.resize_reservation(one.reservation_id, max(1, amount))
+            uses[one.reservation_id] = min(uses.get(one.reservation_id, 0), max(1, amount))
+        elif step == "end" and reservations:
+            gone = [*reservations][amount % len(reservations)]
+            device.account.unreserve(gone)
+            uses.pop(gone, None)
+        elif step == "use" and held:
+            one = held[amount % len(held)]
+            uses[one.reservation_id] = one.held_bytes
+        elif step == "external":  # more of it would be taken for that of the reserved processes
+            outside = min(amount, outside)
+        device.external = outside + sum(uses.values())
+        for _ in range(4):
+            orders = device.run(3)
+            device.obey(orders)
+        held = [one for one in reservations.values() if one.held_bytes]
+        promised = sum(max(0, one.held_bytes - uses.get(one.reservation_id, 0)) for one in held)
+        assert device.external + promised + device.granted(1) <= CAPACITY - 100
 
 
 class Engine:
