@@ -280,11 +280,6 @@ class DeviceAccount:
                 f"the max of {new.name!r} ({format_bytes(new.max_bytes)}) must be at least 1 byte and not below its "
                 f"min ({format_bytes(new.min_bytes)})"
             )
-        if new.held_bytes > state.capacity_bytes:
-            raise InvalidLease(
-                f"{new.name!r} cannot hold {format_bytes(new.held_bytes)} of a device that has "
-                f"{format_bytes(state.capacity_bytes)}"
-            )
         promised = sum(lease.min_bytes for lease in state.living())
         room = state.capacity_bytes - state.rules.headroom_bytes
         if promised + new.min_bytes > room:
@@ -293,6 +288,11 @@ class DeviceAccount:
                 f"with what is promised to others ({format_bytes(promised)}); the device has {format_bytes(room)} for "
                 f"leases ({format_bytes(state.capacity_bytes)} less {format_bytes(state.rules.headroom_bytes)} headroom). "
                 f"Lower the min to {format_bytes(max(0, room - promised))} or less"
+            )
+        if new.held_bytes > state.capacity_bytes:
+            raise InvalidLease(
+                f"{new.name!r} cannot hold {format_bytes(new.held_bytes)} of a device that has "
+                f"{format_bytes(state.capacity_bytes)}"
             )
 
     def _check_reservable(self, num_bytes: int, held_bytes: int) -> None:
