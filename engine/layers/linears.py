@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -100,6 +100,30 @@ class PackedWeight:
                 of_columns[name] = torch.cat(parts, -1)
         packed = torch.cat([one.packed for one in weights])
         return replace(first, n=sum(widths), packed=packed, **of_columns), starts
+
+    @classmethod
+    def gathered(cls, n: int, pieces: Iterable[tuple[int, PackedWeight]]) -> PackedWeight:
+        """The weight of `n` outputs from its pieces, of which one is held at a time: the output at which each begins, where a
+        panel does, and the piece.
+        """
+        whole: PackedWeight | None = None
+        for begin, piece in pieces:
+            if piece.n == n:
+                return piece
+            whole = whole or piece._widened(n)
+            place = whole.outputs(begin, piece.n)
+            for name in ("packed", "scales", "zeros"):
+                if (part := getattr(place, name)) is not None:
+                    part.copy_(getattr(piece, name))
+        assert whole is not None, "a weight has outputs"
+        return whole
+
+    def _widened(self, n: int) -> PackedWeight:
+        """A weight of the same form with `n` outputs, whatever they are."""
+        columns = native.panel_columns()
+        panel_bytes = self.packed.numel() // -(-self.n // columns)
+        parts = [None if one is None else one.new_empty((*one.shape[:-1], n)) for one in (self.scales, self.zeros)]
+        return replace(self, n=n, packed=self.packed.new_empty(-(-n // columns) * panel_bytes), scales=parts[0], zeros=parts[1])
 
     def _goes_with(self, other: PackedWeight) -> bool:
         def kind(one: PackedWeight) -> tuple[Any, ...]:
@@ -228,6 +252,8 @@ class PackedEmbedding(nn.Embedding):
 def is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether `module` computes what an `nn.Linear` does: it is one, or of a subclass that does so, as Falcon's."""
     if not isinstance(module, nn.Linear) or isinstance(module, KeptLinear) or is_changed(module):
+        return False
+    if module.weight is None:  # it is read later
         return False
     if type(module) is nn.Linear:
         return True

@@ -91,6 +91,11 @@ class StoredWeight:
         return fitting_group(self.group) is not None
 
     @property
+    def file_bytes(self) -> int:
+        """Bytes of its parts in the files; of one expert."""
+        return sum(part.tensor.num_bytes for part in self.parts.values()) // (self.experts or 1)
+
+    @property
     def packed_bytes(self) -> int:
         """The most bytes that it takes once packed."""
         group = fitting_group(self.group) or 0

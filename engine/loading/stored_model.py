@@ -8,8 +8,10 @@ packed weights lack theirs meanwhile, and get them afterwards, one by one.
 from __future__ import annotations
 
 import logging
+import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -34,14 +36,17 @@ from ..layers.quantization import QuantizedWeight
 from ..layers.quantized_linears import pack
 from .checkpoint import Checkpoint
 from .mapped_files import MappedFiles
-from .meta_models import class_to_read, meta_model
+from .meta_models import SPELLED, class_to_read, meta_model
+from .packed_model import loading_bytes, most_besides
 from .stored_formats import StoredWeight, fitting_group
 from .tensor_files import TensorFiles
+from .weight_files import StoredTensor
 
 log = logging.getLogger(__name__)
 
-_CHUNK_WEIGHTS = 1 << 22  # decoded at a time, to bound temporary memory
+_CHUNK_WEIGHTS = 1 << 20  # decoded at a time, to bound temporary memory
 _CHUNK_BYTES = 16  # of each of them, at most
+_NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"  # transformers' variable, read at each loading
 # Names of stored weights, in the order of their outputs: of each expert, of which a tensor may have all.
 _Sources = list[list[tuple[str, int]]]
 
@@ -156,17 +161,36 @@ class StoredSizes:
 @lru_cache(maxsize=4)  # of a model that is made without memory: a plan asks several times
 def stored_sizes(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> StoredSizes:
     """The sizes on `device`, where what is not packed has `dtype`. Reads no weights."""
-    packed = Places.of(checkpoint, meta_model(checkpoint, dtype)).names if packs_stored(device) else set()
+    model = meta_model(checkpoint, dtype)
+    packed = Places.of(checkpoint, model).names if packs_stored(device) else set()
     read = {one.name: one.num_elements * dtype.itemsize for one in checkpoint.tensors if one.name in checkpoint.stored}
-    plain = {name: size for name, size in read.items() if name not in packed}
+    plain_bytes = sum(size for name, size in read.items() if name not in packed)
     kept = {name: checkpoint.stored[name].packed_bytes for name in packed}
     total = checkpoint.weights_bytes(dtype) - sum(read[name] for name in packed) + sum(kept.values())
-    largest = max([*plain.values(), *kept.values()], default=0)  # it is held in pieces and as a whole
-    return StoredSizes(total, sum(plain.values()), largest + _CHUNK_WEIGHTS * _CHUNK_BYTES)
+    # Plain weights are packed first, and then quantized ones, the largest first: see `StoredModel`.
+    before = loading_bytes(_read_tensors(checkpoint, packed, dtype), dtype) - sum(kept.values())
+    besides = most_besides((size, checkpoint.stored[name].file_bytes) for name, size in kept.items())
+    # transformers holds what it joins beside the whole.
+    joined = max(one.numel() for one in model.parameters()) * dtype.itemsize if plain_bytes else 0
+    return StoredSizes(total, plain_bytes, max(before, besides, joined) + _CHUNK_WEIGHTS * _CHUNK_BYTES)
+
+
+def _read_tensors(checkpoint: Checkpoint, packed: Collection[str], dtype: torch.dtype) -> list[StoredTensor]:
+    """What transformers reads: all that is not packed, decoded as `dtype` where it is stored quantized."""
+    return [
+        one
+        if one.name not in checkpoint.stored
+        else replace(one, dtype=SPELLED[dtype], num_bytes=one.num_elements * dtype.itemsize)
+        for one in checkpoint.tensors
+        if one.name not in packed
+    ]
 
 
 class StoredModel:
-    """The reading of one checkpoint: `kind`, `config` and `tensors` for transformers, then `install`."""
+    """The reading of one checkpoint: `kind`, `config` and `tensors` for transformers, then `install`.
+
+    What the model has besides is packed before, while little is held.
+    """
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, *, pack: bool) -> None:
         self._checkpoint, self._dtype = checkpoint, dtype
@@ -175,14 +199,14 @@ class StoredModel:
         self.places = Places.of(checkpoint, meta_model(checkpoint, dtype)) if pack else Places()
         self.kind, self.config = class_to_read(checkpoint, self._remove)
         packed = self.places.names
+        self.read = _read_tensors(checkpoint, packed, dtype)
         self.tensors = {
             one.name: _PlainWeight(self, stored) if (stored := checkpoint.stored.get(one.name)) else self._files[one.name]
-            for one in checkpoint.tensors
-            if one.name not in packed
+            for one in self.read
         }
-        plain = [one for one in checkpoint.tensors if one.name in checkpoint.stored and one.name not in packed]
+        plain = [one for one in self.read if one.name in checkpoint.stored]
         if plain:
-            size = format_bytes(sum(one.num_elements for one in plain) * dtype.itemsize)
+            size = format_bytes(sum(one.num_bytes for one in plain))
             log.warning(
                 "%s: %d of %d weights in %s form become %s, %s in all: %s",
                 checkpoint.spec.name, len(plain), len(plain) + len(packed), checkpoint.stored_as,
@@ -200,7 +224,8 @@ class StoredModel:
 
     def install(self, model: Any) -> None:
         """Pack the weights, and give them to their modules. Mutates the model. Nothing can be read afterwards."""
-        for path, name in self.places.linears.items():
+        stored = self._checkpoint.stored
+        for path, name in sorted(self.places.linears.items(), key=lambda one: stored[one[1]].packed_bytes, reverse=True):
             model.set_submodule(path, NativeLinear(self._packed(name), model.get_submodule(path).bias, self._dtype))
         for path, leaves in self.places.experts.items():
             module = model.get_submodule(path)
@@ -224,12 +249,25 @@ class StoredModel:
 
     def _packed(self, name: str, expert: int = 0) -> PackedWeight:
         one = self._checkpoint.stored[name]
-        pieces = [pack(_without_files(fitted(piece))) for _, piece in self.decoded(one, expert)]
-        if len(pieces) == 1:
-            return pieces[0]
-        joined = PackedWeight.joined(pieces)
-        assert joined is not None, "pieces are of one form, and begin where panels do"
-        return joined[0]
+        pieces = ((begin, pack(_without_files(fitted(piece)))) for begin, piece in self.decoded(one, expert))
+        return PackedWeight.gathered(one.n, pieces)
+
+
+@contextmanager
+def one_by_one() -> Iterator[None]:
+    """A context in which transformers reads tensors when it needs them.
+
+    Otherwise its threads read ahead of what it joins, and hold all experts twice. Only within `making_models`.
+    """
+    before = os.environ.get(_NO_THREADS)
+    os.environ[_NO_THREADS] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_NO_THREADS]
+        else:
+            os.environ[_NO_THREADS] = before
 
 
 class _PlainWeight:

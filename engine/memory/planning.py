@@ -103,7 +103,8 @@ def _loading_bytes(
         return 0
     if checkpoint.stored:
         return stored_sizes(checkpoint, device, dtype).loading_bytes
-    return loading_bytes(checkpoint, dtype, division)
+    tensors = checkpoint.tensors if division is None else tuple(map(division.largest_part, checkpoint.tensors))
+    return loading_bytes(tensors, dtype)
 
 
 def _weights_bytes(
