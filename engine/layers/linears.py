@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -28,6 +28,8 @@ TYPES: dict[torch.dtype | WeightForm, int] = {
     torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, "int8": 3, "int4": 4, "fp8": 5, "fp4": 6,
 }  # fmt: skip
 _NATIVE_SHARE = 0.9
+PART_WEIGHTS = 1 << 22  # that are packed at a time, to bound what is held besides the packed ones; it takes a copy, so:
+LARGE_WEIGHTS = 1 << 24  # of layers with more than these
 _ROWS_AS_THEY_ARE: ContextVar[bool] = ContextVar("_ROWS_AS_THEY_ARE", default=False)
 
 
@@ -154,14 +156,27 @@ class NativeLinear(nn.Module):
         self.shares_weight = False  # with layers that have the same parameter
 
     @classmethod
-    def of(cls, linear: nn.Linear, dtype: torch.dtype | None = None) -> NativeLinear:
-        """The layer with the weight of `linear` as `dtype`, by default its own."""
-        dtype = dtype or linear.weight.dtype
-        weight = linear.weight.detach().contiguous()
-        if weight.dtype not in TYPES:  # the kernels convert the others
-            weight = weight.to(dtype)
-        packed = torch.ops.pagetide.pack_weight(weight, TYPES[dtype])
-        return cls(PackedWeight(dtype, linear.out_features, linear.in_features, packed), linear.bias, dtype)
+    def of(
+        cls, linear: nn.Linear, dtype: torch.dtype | None = None, give_back: Callable[[torch.Tensor], None] | None = None
+    ) -> NativeLinear:
+        """The layer with the weight of `linear` as `dtype`, by default its own.
+
+        With `give_back`, large weights are packed in parts, and it gets each of these once it was read.
+        """
+        weight, to, columns = linear.weight.detach(), dtype or linear.weight.dtype, native.panel_columns()
+        n, k = weight.shape
+        in_parts = give_back is not None and weight.numel() > LARGE_WEIGHTS
+        step = max(1, PART_WEIGHTS // (k * columns)) * columns if in_parts else max(1, n)
+
+        def packed(part: torch.Tensor) -> PackedWeight:
+            numbers = (part if part.dtype in TYPES else part.to(to)).contiguous()  # the kernels convert the others
+            made = PackedWeight(to, len(part), k, torch.ops.pagetide.pack_weight(numbers, TYPES[to]))
+            if give_back is not None and in_parts:
+                give_back(part)
+            return made
+
+        pieces = ((begin, packed(weight[begin : begin + step])) for begin in range(0, max(1, n), step))
+        return cls(PackedWeight.gathered(n, pieces), linear.bias, to)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] -> [..., out_features]."""

@@ -29,7 +29,7 @@ from .division import Division
 from .meta_models import class_to_read, meta_model
 from .model_config import check_counts, check_files, read_json
 from .models import DTYPES, TOKENIZER_FILES, ModelSpec, check_device, check_dtype
-from .packed_model import pack_model, stored_dtype
+from .packed_model import give_back_unused, pack_model, stored_dtype
 from .quantized_model import quantize_model, quantized_bytes, refuse_quantized
 from .slices import divide_modules, slices_of
 from .stored_model import StoredModel, one_by_one, packs_stored, stored_sizes
@@ -200,6 +200,8 @@ def load_model(
             quantize_model(module, checkpoint, quantization, dtype, group=group)
         if packs and stored is None:
             pack_model(module, checkpoint, packed)
+        if packs:
+            give_back_unused(module, checkpoint)
         return cast(PreTrainedModel, module)
     except torch.OutOfMemoryError as error:  # another process took the memory since
         asked = checkpoint.weights_bytes(dtype) if division is None else division.weights_bytes(dtype)

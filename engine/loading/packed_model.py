@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ... import native
+from ..layers.linears import LARGE_WEIGHTS, PART_WEIGHTS
 from ..layers.packing import pack_linears
 from .checkpoint import Checkpoint
 from .loaded import parameter_types
-from .mapped_files import MappedFiles
+from .mapped_files import MappedFiles, drop_pages
 from .weight_files import StoredTensor
 
 # Of a mapped parameter: the mapping of a file stays as long as any tensor of it is used
@@ -33,7 +35,14 @@ def loading_bytes(tensors: Sequence[StoredTensor], dtype: torch.dtype) -> int:
     """
     if stored_dtype(tensors) is None:
         return sum(tensor.num_bytes for tensor in tensors if _DTYPES.get(tensor.dtype) != dtype)
-    return most_besides((tensor.num_elements * dtype.itemsize, tensor.num_bytes) for tensor in tensors)
+    return most_besides((tensor.num_elements * dtype.itemsize, _at_once_bytes(tensor, dtype)) for tensor in tensors)
+
+
+def _at_once_bytes(tensor: StoredTensor, dtype: torch.dtype) -> int:
+    """Bytes held while the tensor is packed, besides the packed weight."""
+    if native.instructions() is None or tensor.num_elements <= LARGE_WEIGHTS:
+        return tensor.num_bytes
+    return PART_WEIGHTS * (tensor.num_bytes // tensor.num_elements + dtype.itemsize)
 
 
 def most_besides(sizes: Iterable[tuple[int, int]]) -> int:
@@ -69,3 +78,9 @@ def pack_model(model: Any, checkpoint: Checkpoint, dtype: torch.dtype | None) ->
             if id(parameter) not in made:
                 made[id(parameter)] = nn.Parameter(parameter.detach().to(wanted, copy=True), requires_grad=False)
             setattr(module, name, made[id(parameter)])
+
+
+def give_back_unused(model: Any, checkpoint: Checkpoint) -> None:
+    """Drop the pages of weight files in which no tensor of `model` lies: the system maps some around each page that is read."""
+    for begin, end in MappedFiles(checkpoint.weights.paths).besides([*model.parameters(), *model.buffers()]):
+        drop_pages(begin, end)

@@ -7,6 +7,7 @@ packed weights lack theirs meanwhile, and get them afterwards, one by one.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections import defaultdict
@@ -34,8 +35,9 @@ from ..layers.linears import NativeLinear, PackedWeight, is_plain, uses_of_param
 from ..layers.packed_experts import FIRST, LAST, PackedExperts, is_plain_experts
 from ..layers.quantization import QuantizedWeight
 from ..layers.quantized_linears import pack
+from ..process.memory_usage import trim
 from .checkpoint import Checkpoint
-from .mapped_files import MappedFiles
+from .mapped_files import MappedFiles, drop_pages
 from .meta_models import SPELLED, class_to_read, meta_model
 from .packed_model import loading_bytes, most_besides
 from .stored_formats import StoredWeight, fitting_group
@@ -46,6 +48,7 @@ log = logging.getLogger(__name__)
 
 _CHUNK_WEIGHTS = 1 << 20  # decoded at a time, to bound temporary memory
 _CHUNK_BYTES = 16  # of each of them, at most
+_TIDY_BYTES = 1 << 25  # packed before memory is given back, which takes time
 _NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"  # transformers' variable, read at each loading
 # Names of stored weights, in the order of their outputs: of each expert, of which a tensor may have all.
 _Sources = list[list[tuple[str, int]]]
@@ -224,14 +227,20 @@ class StoredModel:
 
     def install(self, model: Any) -> None:
         """Pack the weights, and give them to their modules. Mutates the model. Nothing can be read afterwards."""
-        stored = self._checkpoint.stored
-        for path, name in sorted(self.places.linears.items(), key=lambda one: stored[one[1]].packed_bytes, reverse=True):
-            model.set_submodule(path, NativeLinear(self._packed(name), model.get_submodule(path).bias, self._dtype))
+        stored, packed_bytes = self._checkpoint.stored, 0
+        unused = self._mapped.besides(one for one in self.tensors.values() if isinstance(one, torch.Tensor))
+        linears = sorted(self.places.linears.items(), key=lambda one: stored[one[1]].packed_bytes, reverse=True)
+        for path, name in linears:
+            weight = self._packed(name)
+            model.set_submodule(path, NativeLinear(weight, model.get_submodule(path).bias, self._dtype))
+            packed_bytes = _tidied(packed_bytes + weight.num_bytes, unused)
         for path, leaves in self.places.experts.items():
             module = model.get_submodule(path)
             *_, first, last = leaves.values()
             joined = [_joined([self._packed(*source) for source in one]) for one in first]  # one expert's parts at a time
-            PackedExperts.pack(module, joined, [self._packed(*source) for (source,) in last], self._dtype)
+            down = [self._packed(*source) for (source,) in last]
+            PackedExperts.pack(module, joined, down, self._dtype)
+            packed_bytes = _tidied(packed_bytes + sum(one.num_bytes for one in itertools.chain(*joined, down)), unused)
         self.tensors, self._files = {}, TensorFiles(())  # the model's class refers to this, and files stay mapped by it
 
     def decoded(self, one: StoredWeight, expert: int = 0) -> Iterable[tuple[int, QuantizedWeight]]:
@@ -268,6 +277,18 @@ def one_by_one() -> Iterator[None]:
             del os.environ[_NO_THREADS]
         else:
             os.environ[_NO_THREADS] = before
+
+
+def _tidied(packed_bytes: int, unused: Iterable[tuple[int, int]]) -> int:
+    """The bytes packed since memory was given back. From _TIDY_BYTES on it is: free pages of the heap, and those at `unused`
+    addresses of files, which the system maps around each that is read.
+    """
+    if packed_bytes < _TIDY_BYTES:
+        return packed_bytes
+    for begin, end in unused:
+        drop_pages(begin, end)
+    trim(torch.device("cpu"))
+    return 0
 
 
 class _PlainWeight:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -74,6 +76,21 @@ def test_experts_that_are_stored_one_by_one(family: str, tmp_path: Path) -> None
     plain_folder = made.checkpoint(model, tmp_path / "packed", of_gptq(desc_act=True), made.gptq(4, 8, False))
     check_logits(tmp_path / "packed", plain_folder)
     assert packed_experts(tmp_path / "packed") == {"mixtral": 3, "qwen3_moe": 2, "deepseek_v3": 2}[family]
+
+
+def test_plain_weights_are_decoded_when_they_are_needed(tmp_path: Path, monkeypatch) -> None:
+    """Threads that read ahead would hold all experts beside those that are joined."""
+    made.checkpoint(tiny("mixtral"), tmp_path / "packed", of_gptq(), made.gptq(4, 8, False))
+    threads, original = set(), stored_model._PlainWeight.__getitem__
+
+    def noting(self, key):
+        threads.add(threading.current_thread())
+        return original(self, key)
+
+    monkeypatch.setattr(stored_model._PlainWeight, "__getitem__", noting)
+    before = dict(os.environ)
+    load_model(opened(tmp_path / "packed"), CPU, torch.float32, pack=False)
+    assert threads == {threading.current_thread()} and dict(os.environ) == before
 
 
 def test_experts_in_mxfp4(tmp_path: Path) -> None:
