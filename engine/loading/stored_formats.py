@@ -1,7 +1,8 @@
 """Weights that checkpoints store in quantized form: which tensors of the files make one, and what their bits stand for.
 
-    compressed-tensors  weight_packed (int32), weight_scale, weight_shape, weight_zero_point, weight_g_idx; or weight (fp8,
-                        int8) and weight_scale      https://github.com/vllm-project/compressed-tensors, compressors/
+    compressed-tensors  weight_packed (int32), weight_scale, weight_shape, weight_zero_point, weight_g_idx; weight (fp8, int8)
+                        and weight_scale; or weight_packed (e2m1) and weight_scale (MXFP4)
+                            https://github.com/vllm-project/compressed-tensors, compressors/
     gptq                qweight, qzeros, scales, g_idx        https://github.com/AutoGPTQ/AutoGPTQ, nn_modules/qlinear/
     awq                 qweight, qzeros, scales               https://github.com/casper-hansen/AutoAWQ, utils/packing_utils.py
     fp8                 weight (e4m3), weight_scale_inv (a block's) or weight_scale     arXiv 2412.19437, 3.3
@@ -23,13 +24,16 @@ import torch
 from ..errors import CheckpointError, UnsupportedModel
 from ..layers import WeightForm, packed_bytes
 from ..layers.quantization import QuantizedWeight
+from .name_patterns import matches
 from .weight_files import StoredTensor
 
 _FLOATS = ("F32", "F16", "BF16")
 _FP8, _POWERS = "F8_E4M3", "F8_E8M0"
+_NO_POWER = 255  # as an exponent of 8 bits: not a number
 _INTEGERS: Mapping[int, WeightForm] = {4: "int4", 8: "int8"}  # by bits
 _SCALE_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1, _POWERS: 1}
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word of eight columns each of them is
+_PATTERN = "re:"  # before a target that is one
 _MOST_SIZE = 1 << 28  # of a dimension, as in model_config
 _MOST_GROUP, _LEAST_GROUP = 256, 8  # of the kernels, powers of 2
 # Beside quantized weights: ranges of activations and of K and V, which are computed in the model's type here.
@@ -209,27 +213,40 @@ def _compressed_tensors(files: _StoredTensors, given: Mapping[str, Any]) -> Iter
     if (given.get("transform_config") or {}).get("config_groups"):
         raise files.refuse("with transforms of its inputs")
     groups = list(given["config_groups"].values()) if isinstance(given.get("config_groups"), dict) else []
-    for base in files.named(".weight_packed"):
-        scheme = _scheme_of(files, groups, base)
-        if files.tensors[f"{base}.weight_packed"].dtype != "I32":
-            raise files.refuse(f"of {scheme.get('num_bits')!r:.20} bits, {scheme.get('type')!r:.20}")
-        yield _packed_integers(files, base, scheme)
-    for base in files.named(".weight", (_FP8, "I8")):
-        yield _bytes_with_scales(files, base, _scheme_of(files, groups, base))
+    packed, in_bytes = files.named(".weight_packed"), files.named(".weight", (_FP8, "I8"))
+    schemes = _schemes(files, groups, [*packed, *in_bytes])
+    for base in packed:
+        scheme = schemes[base]
+        kind = tuple(scheme.get(name) for name in ("num_bits", "type", "group_size"))
+        if kind == (4, "float", 32) and files.has(f"{base}.weight_scale") and not files.has(f"{base}.weight_global_scale"):
+            yield _packed_floats(files, base)
+        else:
+            yield _packed_integers(files, base, scheme)
+    for base in in_bytes:
+        yield _bytes_with_scales(files, base, schemes[base])
 
 
-def _scheme_of(files: _StoredTensors, groups: Sequence[Mapping[str, Any]], base: str) -> Mapping[str, Any]:
-    """How the weight of a module is quantized: by its name, else by a pattern, else by its class."""
-    found: dict[int, Mapping[str, Any]] = {}
-    for group in groups:
-        for target in group.get("targets") or ():
-            pattern = str(target).removeprefix("re:")
-            rank = 1 if pattern != target and re.match(pattern, base) else 0 if target == base else 2
-            if rank < 2 or re.fullmatch(r"\w+", target):
-                found.setdefault(rank, group.get("weights") or {})
-    if not found:
-        raise CheckpointError(f"{files.model}: no config group of its quantization_config is of {base}; fetch or save it again")
-    return found[min(found)]
+def _schemes(files: _StoredTensors, groups: Sequence[Mapping[str, Any]], bases: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+    """How the weight of each module is quantized: by its name, else by a pattern, else by its class."""
+    targets = [(str(target), group.get("weights") or {}) for group in groups for target in group.get("targets") or ()]
+    patterns = [target[len(_PATTERN) :] for target, _ in targets if target.startswith(_PATTERN)]
+    matched = matches(patterns, bases)
+    by_name, by_class = dict[str, Mapping[str, Any]](), None
+    by_pattern: dict[str, Mapping[str, Any]] = {}
+    for target, scheme in targets:
+        if target.startswith(_PATTERN):
+            by_pattern = dict.fromkeys(matched[target[len(_PATTERN) :]], scheme) | by_pattern
+        else:
+            by_name.setdefault(target, scheme)
+            if by_class is None and re.fullmatch(r"\w+", target):
+                by_class = scheme
+    found = by_pattern | {base: by_name[base] for base in bases if base in by_name}
+    for base in bases:
+        if base not in found and by_class is None:
+            raise CheckpointError(
+                f"{files.model}: no config group of its quantization_config is of {base}; fetch or save it again"
+            )
+    return {base: found.get(base, by_class or {}) for base in bases}
 
 
 def _packed_integers(files: _StoredTensors, base: str, scheme: Mapping[str, Any]) -> StoredWeight:
@@ -256,6 +273,17 @@ def _packed_integers(files: _StoredTensors, base: str, scheme: Mapping[str, Any]
         parts["g_idx"] = StoredPart(files.get(f"{base}.weight_g_idx", ("I32", "I64"), 1))
         files.check(parts["g_idx"].tensor, (k,))
     return StoredWeight(f"{base}.weight", _INTEGERS[bits], n, k, group if group < k else 0, parts, _decode_packed)  # type: ignore[arg-type]
+
+
+def _packed_floats(files: _StoredTensors, base: str) -> StoredWeight:
+    """MXFP4 (`mxfp4-pack-quantized`)."""
+    packed, scales = files.get(f"{base}.weight_packed", ("U8",), 2), files.get(f"{base}.weight_scale", ("U8", _POWERS), 2)
+    n, half = packed.shape
+    if not n or not half or half % 16:
+        raise ValueError(f"{n} by {2 * half} weights in groups of 32")
+    files.check(scales, (n, half // 16))
+    parts = {"values": StoredPart(packed, 0), "scales": StoredPart(scales, 0)}
+    return StoredWeight(f"{base}.weight", "fp4", n, 2 * half, 32, parts, _decode_mxfp4)
 
 
 def _scale_part(files: _StoredTensors, scales: StoredTensor, n: int, groups: int, block: int = 1) -> StoredPart:
@@ -426,7 +454,7 @@ def _mxfp4(files: _StoredTensors) -> Iterable[StoredWeight]:
 
 def _decode_mxfp4(one: StoredWeight, parts: _Parts, n: int) -> QuantizedWeight:
     values = _signed(_nibbles(parts["values"].flatten(1)), 4)
-    return QuantizedWeight("fp4", values, parts["scales"].T.contiguous(), group=one.group)
+    return _ordered(one, values, parts["scales"].view(torch.uint8).T.contiguous(), None, None)
 
 
 # --- parts ---
@@ -469,7 +497,7 @@ def _ordered(
     one: StoredWeight, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, g_idx: torch.Tensor | None
 ) -> QuantizedWeight:
     """The weight, with the columns of each group together: g_idx [k] tells to which group each belongs."""
-    if not bool(scales.isfinite().all()):
+    if not bool((scales.isfinite() if scales.is_floating_point() else scales != _NO_POWER).all()):
         raise CheckpointError(f"{one.name} has scales that are not finite; fetch or save the model again")
     order = None
     if g_idx is not None and one.group and not bool((g_idx == -1).all()):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from families import VOCAB, tiny
 from safetensors.torch import load_file, save_file
-from stored_checkpoints import AWQ, FORMATS, FP8, check_logits, check_tokens, gpt_oss, of_compressed, of_gptq, opened
+from stored_checkpoints import AWQ, FORMATS, FP8, check_logits, check_tokens, gpt_oss, of_compressed, of_gptq, opened, small
 
 from benchmarks import stored_weights as made
 from pagetide import LLM, native
@@ -53,8 +53,8 @@ def counted_reads(monkeypatch) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_format_is_read_as_what_it_stands_for(name: str, tmp_path: Path) -> None:
-    family, config, packer = FORMATS[name]
-    plain_folder = made.checkpoint(tiny(family), tmp_path / "packed", config, packer)
+    _, config, packer = FORMATS[name]
+    plain_folder = made.checkpoint(small(name), tmp_path / "packed", config, packer)
     check_logits(tmp_path / "packed", plain_folder)
 
 
@@ -311,6 +311,21 @@ def test_other_formats_that_are_not_whole_are_refused(tmp_path: Path) -> None:
     gpt_oss(tmp_path / "c")
     name = "model.layers.0.mlp.experts.down_proj"
     assert "_scales is missing" in broken(tmp_path / "c", lambda t: t.pop(f"{name}_scales"))
+    gpt_oss(tmp_path / "d")
+    assert "scales that are not finite" in broken(tmp_path / "d", lambda t: t[f"{name}_scales"][1, 2, 0].fill_(255))
+    for i, (said, change) in enumerate((
+        ("scales that are not finite", lambda t: t[f"{Q}.weight_scale"][5, 1].fill_(255)),
+        ("weight_scale is [96, 1], and [96, 3]", lambda t: t.update({f"{Q}.weight_scale": t[f"{Q}.weight_scale"][:, :1].clone()})),
+        ("belongs to a quantized weight", lambda t: t.pop(f"{Q}.weight_packed")),
+        ("of 4 bits, 'float'", lambda t: t.update({f"{Q}.weight_global_scale": torch.ones(1)})),
+    )):  # fmt: skip
+        _, config, packer = FORMATS["MXFP4 in groups"]
+        made.checkpoint(small("MXFP4 in groups", num_hidden_layers=2), tmp_path / f"e{i}", config, packer)
+        assert said in broken(tmp_path / f"e{i}", change), said
+    _, config, packer = FORMATS["fp8 in blocks with exponents"]
+    made.checkpoint(tiny("llama"), tmp_path / "f", config, packer)
+    powers = torch.full((2, 3), 255, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    assert "scales that are not finite" in broken(tmp_path / "f", lambda t: t.update({f"{Q}.weight_scale_inv": powers}))
 
 
 @pytest.mark.parametrize(
@@ -321,6 +336,7 @@ def test_other_formats_that_are_not_whole_are_refused(tmp_path: Path) -> None:
         (of_compressed(group=16) | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "with 'sparse-24-bitmask' sparsity"),
         (of_compressed(group=16) | {"transform_config": {"config_groups": {"R1": {}}}}, "with transforms of its inputs"),
         (of_compressed(strategy="group"), "quantization_config is not valid"),
+        (of_compressed(group=16) | {"config_groups": {"group_0": {"targets": ["re:("]}}}, "quantization_config is not valid"),
         (of_gptq(checkpoint_format="marlin"), "in gptq form 'marlin', which is not read"),
         (AWQ | {"version": "gemv"}, "in awq form 'gemv', which is not read"),
     ],

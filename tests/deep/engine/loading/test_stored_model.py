@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from families import tiny
-from stored_checkpoints import FORMATS, check_tokens, opened
+from stored_checkpoints import FORMATS, check_tokens, opened, small
 
 from benchmarks.stored_weights import checkpoint
 from pagetide.engine.errors import EngineError
@@ -20,8 +20,8 @@ from pagetide.engine.loading.stored_formats import StoredWeight
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_tokens_of_each_format(name: str, tmp_path: Path) -> None:
-    family, config, packer = FORMATS[name]
-    plain_folder = checkpoint(tiny(family), tmp_path / "packed", config, packer)
+    _, config, packer = FORMATS[name]
+    plain_folder = checkpoint(small(name), tmp_path / "packed", config, packer)
     check_tokens(tmp_path / "packed", plain_folder)
 
 
