@@ -131,8 +131,8 @@ def check_weights_fit(
     if quantization is not None:
         refuse_quantized(checkpoint, quantization)
         asked = quantized_bytes(checkpoint, quantization, dtype, division)
-    elif checkpoint.stored and division is None:
-        asked = stored_sizes(checkpoint, device, dtype).weights_bytes
+    elif checkpoint.stored:
+        asked = stored_sizes(checkpoint, device, dtype, division).weights_bytes
     elif division is not None:
         asked = division.weights_bytes(dtype)
     else:
@@ -184,7 +184,8 @@ def load_model(
         stored = None
         if checkpoint.stored and quantization is None:
             _refuse_other_sizes(checkpoint, meta_model(checkpoint, dtype))
-            stored = StoredModel(checkpoint, dtype, pack=packs and packs_stored(device))
+            stored = StoredModel(checkpoint, dtype, pack=packs and packs_stored(device), part=part)
+            stored.warn()
         module, packed = _read_stored(checkpoint, device, dtype, quantization, packs, part, stored)
         if checkpoint.caches_latents:
             keep_projections(module)
@@ -269,12 +270,12 @@ def _read(
             source: dict[str, Any] = {"pretrained_model_name_or_path": str(checkpoint.spec.path)}
             config = checkpoint.config
             kind: Any = auto_class(config) or AutoModelForCausalLM
-            if part is not None:
-                kind, config, slices = slices_of(checkpoint, *part)
-                source = {"pretrained_model_name_or_path": None, "state_dict": slices}
-            elif stored is not None:
+            if stored is not None:
                 kind, config = stored.kind, stored.config
                 source = {"pretrained_model_name_or_path": None, "state_dict": stored.tensors}
+            elif part is not None:
+                kind, config, slices = slices_of(checkpoint, *part)
+                source = {"pretrained_model_name_or_path": None, "state_dict": slices}
             elif checkpoint.unused_modules:
                 kind, config = class_to_read(checkpoint)
             loaded: Any = kind.from_pretrained(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -78,16 +78,62 @@ class StoredWeight:
     parts: Mapping[str, StoredPart]
     decode: Callable[[StoredWeight, _Parts, int], QuantizedWeight]  # the weight, its parts for some outputs, how many
     experts: int = 0
+    some_outputs: tuple[int, int] | None = None  # of a shard: from, to; None: all
+    some_inputs: tuple[int, int] | None = None
+
+    @property
+    def outputs(self) -> tuple[int, int]:
+        """The outputs that are read: from, to."""
+        return self.some_outputs or (0, self.n)
+
+    @property
+    def inputs(self) -> tuple[int, int]:
+        """The inputs that are read: from, to."""
+        return self.some_inputs or (0, self.k)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs that are read."""
+        return self.outputs[1] - self.outputs[0], self.inputs[1] - self.inputs[0]
 
     @property
     def plain_shape(self) -> tuple[int, ...]:
         """The shape of the plain weight. Experts that are stored together multiply from the other side."""
-        return (self.experts, self.k, self.n) if self.experts else (self.n, self.k)
+        n, k = self.shape
+        return (self.experts, k, n) if self.experts else (n, k)
+
+    def part(self, dim: int, ranges: Sequence[tuple[int, int]]) -> StoredWeight:
+        """What a shard reads of a weight that is cut in dimension `dim`. Raises ValueError if that is no part of it."""
+        if self.experts:
+            raise ValueError("the experts of a layer are stored together")
+        if len(ranges) > 1:
+            raise ValueError("several layers are stored together")
+        ((begin, end),) = ranges
+        if dim == 0:
+            return replace(self, some_outputs=(begin, end))
+        if self.group and (begin % self.group or (end % self.group and end != self.k)):
+            raise ValueError(f"inputs {begin} to {end} are not whole groups of {self.group}")
+        return replace(self, some_inputs=(begin, end))
 
     @property
-    def step(self) -> int:
+    def unit(self) -> int:
         """Outputs can be decoded by themselves from multiples of this on."""
-        return math.lcm(32, *(part.outputs for part in self.parts.values()))
+        return math.lcm(*(part.outputs for part in self.parts.values()))
+
+    def decoded(self, parts: _Parts, begin: int, end: int) -> QuantizedWeight:
+        """Outputs `begin` to `end` of those that are read, from the tensors of its parts by role."""
+        first, last = self.outputs[0] + begin, self.outputs[0] + end
+        from_unit = first // self.unit * self.unit
+        some = {role: part.of(parts[role], from_unit, last) for role, part in self.parts.items()}
+        weight = self.decode(self, some, last - from_unit)
+        if first > from_unit:
+            weight = weight.outputs(first - from_unit, last - from_unit)
+        if self.some_inputs is None:
+            return weight
+        try:
+            return weight.inputs(*self.some_inputs)
+        except ValueError as error:
+            raise UnsupportedModel(f"{self.name} cannot be divided over shards: {error}; serve the model on one device") from error
 
     @property
     def packs(self) -> bool:
@@ -104,8 +150,8 @@ class StoredWeight:
         """The most bytes that it takes once packed."""
         group = fitting_group(self.group) or 0
         scale_bytes = _SCALE_BYTES[self.parts["scales"].tensor.dtype] + ("zeros" in self.parts)
-        order_bytes = 4 * self.k * ("g_idx" in self.parts)
-        return (self.experts or 1) * (packed_bytes(self.n, self.k, self.form, group, scale_bytes) + order_bytes)
+        (n, k), ordered = self.shape, "g_idx" in self.parts
+        return (self.experts or 1) * (packed_bytes(n, k, self.form, group, scale_bytes) + 4 * k * ordered)
 
 
 def fitting_group(group: int) -> int | None:

@@ -81,7 +81,7 @@ def plan_memory(
         remedy=lambda asked_bytes: address_remedy(asked_bytes, device),
         loading_bytes=_loading_bytes(config, checkpoint, device, dtype, division),
         stored_as=checkpoint.stored_as,
-        dequantized_bytes=stored_sizes(checkpoint, device, dtype).plain_bytes if checkpoint.stored else 0,
+        dequantized_bytes=stored_sizes(checkpoint, device, dtype, division).plain_bytes if checkpoint.stored else 0,
         answers_bytes=_answers_bytes(device, there - weights - primitives, free),
     )
 
@@ -102,7 +102,7 @@ def _loading_bytes(
     if device.type != "cpu" or config.quantization is not None:
         return 0
     if checkpoint.stored:
-        return stored_sizes(checkpoint, device, dtype).loading_bytes
+        return stored_sizes(checkpoint, device, dtype, division).loading_bytes
     tensors = checkpoint.tensors if division is None else tuple(map(division.largest_part, checkpoint.tensors))
     return loading_bytes(tensors, dtype)
 
