@@ -92,10 +92,11 @@ def check_logits(folder: Path, plain_folder: Path) -> None:
             assert (out - right).norm() <= (1e-5 if pack else 1e-7) * right.norm(), pack
 
 
-def check_tokens(folder: Path, plain_folder: Path) -> None:
+def check_tokens(folder: Path, plain_folder: Path, **options: Any) -> None:
     """The tokens of the folder's engine are those of transformers over plain weights."""
     inputs = prompts([3, 17, 40], VOCAB)
     expected = plain(oracle(plain_folder), inputs, 8)
-    with LLM(folder, device="cpu", dtype="float32", kv_memory=1 << 20) as llm:
+    options = options or {"device": "cpu"}
+    with LLM(folder, dtype="float32", kv_memory=1 << 20, **options) as llm:
         outputs = llm.generate(inputs, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
     assert [one.outputs[0].token_ids for one in outputs] == expected

@@ -159,8 +159,8 @@ class Division:
                 parts[name] = one if cut is None else one.part(cut.dim, cut.ranges[rank])
             except ValueError as error:
                 raise UnsupportedModel(
-                    f"{checkpoint.spec.name} cannot be divided over {self.size} shards: the quantized weight {name} cannot, since "
-                    f"{error}; take another number of shards, one device, or the checkpoint that it was made of"
+                    f"{checkpoint.spec.name} cannot be divided over {self.size} shards: the quantized weight {name} cannot, "
+                    f"since {error}; take another number of shards, one device, or the checkpoint that it was made of"
                 ) from error
         return parts
 

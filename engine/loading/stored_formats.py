@@ -133,7 +133,9 @@ class StoredWeight:
         try:
             return weight.inputs(*self.some_inputs)
         except ValueError as error:
-            raise UnsupportedModel(f"{self.name} cannot be divided over shards: {error}; serve the model on one device") from error
+            raise UnsupportedModel(
+                f"{self.name} cannot be divided over shards: {error}; serve the model on one device"
+            ) from error
 
     @property
     def packs(self) -> bool:

@@ -38,8 +38,8 @@ from ..layers.quantization import QuantizedWeight
 from ..layers.quantized_linears import pack
 from ..process.memory_usage import trim
 from .checkpoint import Checkpoint
-from .mapped_files import MappedFiles, drop_pages
 from .division import Division
+from .mapped_files import MappedFiles, drop_pages
 from .meta_models import SPELLED, class_to_read, meta_model
 from .packed_model import loading_bytes, most_besides
 from .slices import shrink
@@ -157,11 +157,12 @@ def packs_stored(device: torch.device) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StoredSizes:
-    """Bytes of a checkpoint's weights once loaded: all, those of quantized weights that become plain, and what is held besides
-    all while they are read.
+    """Bytes of a checkpoint's weights once loaded: all, those of quantized weights that stay so (by form) and that become
+    plain, and what is held besides all while they are read.
     """
 
     weights_bytes: int
+    packed_bytes: Mapping[str, int]
     plain_bytes: int
     loading_bytes: int
 
@@ -189,7 +190,11 @@ def _sizes(checkpoint: Checkpoint, packed: Collection[str], dtype: torch.dtype, 
     before = loading_bytes(_read_tensors(checkpoint, packed, dtype), dtype) - sum(kept.values())
     besides = most_besides((size, checkpoint.stored[name].file_bytes) for name, size in kept.items())
     joined = largest_bytes if plain_bytes else 0  # transformers holds what it joins beside the whole
-    return StoredSizes(total, plain_bytes, max(before, besides, joined) + _CHUNK_WEIGHTS * _CHUNK_BYTES)
+    by_form: dict[str, int] = {}
+    for name, size in sorted(kept.items()):
+        form = checkpoint.stored[name].form
+        by_form[form] = by_form.get(form, 0) + size
+    return StoredSizes(total, by_form, plain_bytes, max(before, besides, joined) + _CHUNK_WEIGHTS * _CHUNK_BYTES)
 
 
 def _shard_of(checkpoint: Checkpoint, division: Division, rank: int) -> Checkpoint:

@@ -66,6 +66,7 @@ def plan_memory(
     weights = _weights_bytes(config, checkpoint, device, dtype, _with_known(free, {device: there}), division)
     base = model_geometry(config, checkpoint, device, dtype, division)
     primitives = _primitives_bytes(checkpoint, base, device, dtype)
+    stored = stored_sizes(checkpoint, device, dtype, division) if checkpoint.stored else None
     return plan_pool(
         config,
         checkpoint,
@@ -81,7 +82,8 @@ def plan_memory(
         remedy=lambda asked_bytes: address_remedy(asked_bytes, device),
         loading_bytes=_loading_bytes(config, checkpoint, device, dtype, division),
         stored_as=checkpoint.stored_as,
-        dequantized_bytes=stored_sizes(checkpoint, device, dtype, division).plain_bytes if checkpoint.stored else 0,
+        packed_bytes=stored.packed_bytes if stored else {},
+        dequantized_bytes=stored.plain_bytes if stored else 0,
         answers_bytes=_answers_bytes(device, there - weights - primitives, free),
     )
 

@@ -238,7 +238,10 @@ def test_the_plan_names_the_format(tmp_path: Path) -> None:
     with LLM(tmp_path / "packed", device="cpu", kv_memory=MIB) as llm:
         plan = llm._manager.engine.plan
         assert plan.stored_as == "awq" and " in awq" in plan.describe()
-        assert (plan.dequantized_bytes == 0) == (native.instructions() is not None)
+        native_forms = set() if native.instructions() is None else {"int4"}
+        assert (plan.dequantized_bytes == 0) == bool(native_forms) and {*plan.packed_bytes} == native_forms
+        assert ("... packed" in plan.describe() and ", as int4" in plan.describe()) == bool(native_forms)
+        assert sum(plan.packed_bytes.values()) < plan.weights_bytes
         assert plan.to_dict()["stored_as"] == "awq"
     for library in ("accelerate", "optimum", "gptqmodel", "kernels", "bitsandbytes", "compressed_tensors", "awq"):
         assert library not in sys.modules

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from families import tiny
-from stored_checkpoints import FORMATS, check_tokens, opened, small
+from stored_checkpoints import AWQ, FORMATS, FP8, check_tokens, of_gptq, opened, small
 
-from benchmarks.stored_weights import checkpoint
+from benchmarks.stored_weights import awq, checkpoint, float_quantized, gptq
 from pagetide.engine.errors import EngineError
 from pagetide.engine.loading.loader import load_model
 from pagetide.engine.loading.stored_formats import StoredWeight
@@ -23,6 +23,22 @@ def test_tokens_of_each_format(name: str, tmp_path: Path) -> None:
     _, config, packer = FORMATS[name]
     plain_folder = checkpoint(small(name), tmp_path / "packed", config, packer)
     check_tokens(tmp_path / "packed", plain_folder)
+
+
+SHARDED = {
+    "GPTQ": ("qwen3", of_gptq(), gptq(4, 16, False)),
+    "AWQ": ("llama", AWQ, awq(16)),
+    "fp8 in blocks": ("llama", FP8, float_quantized(32, 16, "weight_scale_inv")),
+    "experts": ("mixtral", of_gptq(), gptq(4, 16, False)),
+}
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_tokens_of_two_shards(name: str, tmp_path: Path) -> None:
+    family, config, packer = SHARDED[name]
+    model = tiny(family, num_attention_heads=8, num_key_value_heads=4, hidden_size=64, intermediate_size=112)
+    plain_folder = checkpoint(model, tmp_path / "packed", config, packer)
+    check_tokens(tmp_path / "packed", plain_folder, devices="cpu,cpu")
 
 
 def shape_of(one: StoredWeight) -> tuple[Any, ...]:
