@@ -445,5 +445,6 @@ def torch_report(problems: list[Problem], has_driver: bool) -> dict[str, Any] | 
     from .engine.loading.weight_files import READ_METHODS
     from .native import instructions
 
-    quantized = {"formats": list(READ_METHODS), "instructions": instructions(), "size": _PRODUCT, "product_ms": product_ms(_PRODUCT)}
+    quantized: dict[str, Any] = {"formats": list(READ_METHODS), "instructions": instructions(), "size": _PRODUCT}
+    quantized["product_ms"] = product_ms(_PRODUCT)
     return torch | {"attention": kernels, "quantized": quantized}

@@ -63,7 +63,7 @@ FORMATS = {
 
 
 def small(name: str, **more) -> Any:
-    """A model whose layers the packer of this format takes."""
+    """A model with layers that the packer of this format takes."""
     return tiny(FORMATS[name][0], **({"hidden_size": 96} if "MXFP4" in name else {}), **more)
 
 

@@ -119,7 +119,8 @@ def product_ms(size: int) -> dict[str, float]:
     def packed(form: WeightForm, group: int, scale: torch.Tensor, zeros: bool = False) -> PackedWeight:
         scales = scale.expand((size // group, size) if group else (size,)).contiguous()
         values = bits + 56 if form == "fp8" else bits  # from 0.5 to 2
-        return pack(QuantizedWeight(form, values, scales, group=group, zeros=torch.zeros_like(scales).char() if zeros else None))
+        points = torch.zeros_like(scales).char() if zeros else None
+        return pack(QuantizedWeight(form, values, scales, group=group, zeros=points))
 
     half, power = torch.tensor(0.01, dtype=torch.bfloat16), torch.tensor(120, dtype=torch.uint8)
     weights = {

@@ -154,8 +154,8 @@ class MemoryPlan:
         names = (
             "model", "device", "dtype", "quantization", "stored_as", "kv_cache_dtype", "free_bytes", "weights_bytes",
             "packed_bytes", "dequantized_bytes", "primitives_bytes", "reserve_bytes", "kv_bytes", "min_kv_bytes", "num_blocks",
-            "block_size", "kv_bytes_per_token", "max_model_len", "context", "tokens_that_fit", "sequences_that_fit", "left_bytes",
-            "num_shards", "replicated_bytes", "answers_bytes", "state_bytes",
+            "block_size", "kv_bytes_per_token", "max_model_len", "context", "tokens_that_fit", "sequences_that_fit",
+            "left_bytes", "num_shards", "replicated_bytes", "answers_bytes", "state_bytes",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names} | {
             "kv_cache_dtypes": {
