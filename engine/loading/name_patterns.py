@@ -13,14 +13,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-_MOST_S = 5.0
+_MOST_S = 5.0  # of processor time
 _MOST_BYTES = 1 << 30  # of addresses
 _MOST_CHARS = 1000
 _REPEATS = re.compile(r"[*+{]")
 
 
 def matches(patterns: Sequence[str], names: Sequence[str]) -> dict[str, set[str]]:
-    """The names at whose beginning each pattern matches. Raises re.error for an invalid pattern, ValueError for one that takes
+    """The names that begin with a match of each pattern. Raises re.error for an invalid pattern, ValueError for one that takes
     too long.
     """
     plain = [one for one in patterns if _is_quick(one)]
@@ -37,25 +37,27 @@ def _is_quick(pattern: str) -> bool:
 def _in_a_process(patterns: Sequence[str], names: Sequence[str]) -> dict[str, set[str]]:
     from ...common.child_process import ChildProcess
 
-    until = time.monotonic() + _MOST_S
-    with ChildProcess((str(Path(__file__)),), captures=True) as child:
-        try:
-            child.socket.settimeout(_MOST_S)
+    until, answer = time.monotonic() + 2 * _MOST_S, b""  # other processes may have the processor
+    try:
+        with ChildProcess((str(Path(__file__)),), captures=True) as child:
+            child.socket.settimeout(2 * _MOST_S)
             child.socket.sendall(json.dumps([patterns, names]).encode())
             child.socket.shutdown(socket.SHUT_WR)
-            answer = b""
             while part := child.socket.recv(1 << 16):
                 answer += part
                 child.socket.settimeout(max(0.01, until - time.monotonic()))
-        except OSError:  # a time-out, too
-            answer = b""
-        if not answer:
-            child.kill()
-            raise ValueError(f"its patterns take more than {_MOST_S:g} s or too much memory: {', '.join(patterns)[:200]!r}")
+    except OSError as error:  # a time-out, too
+        raise ValueError(f"its patterns cannot be matched ({error or type(error).__name__}): {_quoted(patterns)}") from error
+    if not answer:
+        raise ValueError(f"its patterns take more than {_MOST_S:g} s or too much memory: {_quoted(patterns)}")
     found = json.loads(answer)
     if isinstance(found, str):
         raise re.error(found)
     return {one: {names[at] for at in places} for one, places in zip(patterns, found, strict=True)}
+
+
+def _quoted(patterns: Sequence[str]) -> str:
+    return f"{', '.join(patterns)!r:.200}"
 
 
 def _serve() -> None:

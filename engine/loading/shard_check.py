@@ -10,7 +10,7 @@ import copy
 import logging
 import pickle
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from ..process.log_suppression import quiet_transformers
 from .checkpoint import Checkpoint
 from .meta_models import class_to_read, meta_model
 from .probe import random_tokens
-from .stored_model import StoredModel
+from .stored_model import StoredModel, one_by_one
 from .text_model import making_models
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ def reference_logits(checkpoint: Checkpoint, device: torch.device, dtype: torch.
     else:
         kind, config = class_to_read(checkpoint, lambda made: _keep_first(made, num_layers))
     config = copy.deepcopy(config)  # which models change
-    with making_models() as said, torch.inference_mode():
+    with making_models() as said, torch.inference_mode(), one_by_one() if checkpoint.stored else nullcontext():
         try:
             model: Any = kind.from_pretrained(
                 **source,

@@ -37,5 +37,5 @@ def test_a_pattern_that_is_none(pattern: str) -> None:
 @pytest.mark.parametrize("pattern", ["(a+)+$", ".*.*.*.*.*.*.*.*z", "(a|aa)+$"])
 def test_a_pattern_that_takes_for_ever(pattern: str, monkeypatch) -> None:
     monkeypatch.setattr(name_patterns, "_MOST_S", 1.0)
-    with pytest.raises(ValueError, match="its patterns take more than 1 s"):
+    with pytest.raises(ValueError, match=r"its patterns (take more than|cannot be matched \(timed out\))"):
         matches([pattern], ["a" * 200 + "b"])

@@ -63,10 +63,12 @@ def mutated(rng: random.Random, value: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("what", ["header", "config"])
+@pytest.mark.parametrize("what", ["header", "config", "bytes"])
 @pytest.mark.parametrize("name", ["int4 in groups with zero points", "GPTQ out of order", "AWQ", "fp8 in blocks"])
 def test_mutations_are_refused_or_change_nothing(what: str, name: str, tmp_path: Path) -> None:
-    """A folder with something else in its header or configuration is refused by an error of the engine's, or is what it was."""
+    """A folder with something else in its header or configuration, or with other or fewer bytes, is refused by an error of the
+    engine's, or is what it was.
+    """
     family, config, packer = FORMATS[name]
     folder, rng = tmp_path / "packed", random.Random(what + name)
     checkpoint(tiny(family, num_hidden_layers=1), folder, config, packer)
@@ -76,7 +78,12 @@ def test_mutations_are_refused_or_change_nothing(what: str, name: str, tmp_path:
     header, data = json.loads(content[8 : 8 + size]), content[8 + size :]
     before, loads = opened(folder), 0
     for _ in range(MUTATIONS):
-        if what == "header":
+        if what == "bytes":
+            changed_bytes = bytearray(content)
+            for _ in range(rng.choice((1, 1, 2, 5))):
+                changed_bytes[rng.randrange(8 + size)] = rng.choice((rng.randrange(256), *b'0123456789",:[]{}'))
+            file.write_bytes(changed_bytes[: -100 if rng.random() < 0.1 else None])
+        elif what == "header":
             text = json.dumps(mutated(rng, header)).encode()
             file.write_bytes(len(text).to_bytes(8, "little") + text + data)
         else:
