@@ -177,8 +177,9 @@ class SchedulerState:
         changes: For the next plan.
         limit_blocks: The most blocks that the pool may have (`ElasticPool.limit_blocks`).
         withheld_blocks: Free blocks that the next step may not give to new sequences: they are to be given back.
-        admits: Whether the next step may admit sequences.
+        has_preempted: Whether victims were queued again since the last plan.
         evicted_blocks: Evictions of the cache that plans have counted.
+        now: The time of the last `schedule`, in seconds.
 
     `earlier` is the state of a scheduler that this one replaces: its counters, logs, forecast and limit go on.
     """
@@ -195,8 +196,9 @@ class SchedulerState:
         self.ends: Ends = earlier.ends if earlier else Ends()
         self.limit_blocks: int = earlier.limit_blocks if earlier else cache.pool.capacity
         self.withheld_blocks = 0
-        self.admits = True
+        self.has_preempted = False
         self.evicted_blocks = 0
+        self.now = 0.0
         self.rows = Rows(limits.num_rows, min(limits.max_model_len, cache.max_tokens))
         self.plans = PendingPlans()
         self.waiting = Waiting()
@@ -216,6 +218,13 @@ class SchedulerState:
     def running_rows(self) -> Index:
         """The rows of running sequences."""
         return np.fromiter(self.by_row, np.int64, len(self.by_row))
+
+    @property
+    def admits(self) -> bool:
+        """Whether the next step may admit sequences: a victim that returned at once would be the next victim, unless no other
+        sequence computes.
+        """
+        return not self.has_preempted or len(self.by_row) == len(self.paused)
 
     @property
     def num_waiting(self) -> int:
@@ -330,22 +339,10 @@ class SchedulerState:
         """Take rows and blocks back; the sequences keep their tokens. If `computed`, their blocks stay findable."""
         self._free(self._detach(sequences, computed, keep_tails))
 
-    def abort(self, request_id: str, reason: FinishReason) -> bool:
-        """Request that a sequence be ended by `end_aborted`. False if it is unknown, ended or already aborted."""
-        sequence = self._not_aborted(request_id)
-        if sequence is None:
-            return False
-        sequence.abort_reason = reason
-        self.aborted.append(sequence)
-        return True
-
-    def withdraw(self, request_id: str) -> Finished | None:
-        """End a sequence now. Returns its `Finished`, reported here only; None if unknown, ended or already aborted."""
-        sequence = self._not_aborted(request_id)
-        if sequence is None:
-            return None
-        self.end(sequence, "aborted")
-        return self.finished.pop()
+    def not_aborted(self, request_id: str) -> Sequence | None:
+        """The sequence with this id; None if it is unknown, has ended or is to be ended already."""
+        sequence = self.by_id.get(request_id)
+        return None if sequence is None or sequence.abort_reason else sequence
 
     def end_aborted(self) -> None:
         """End the aborted sequences that have not ended otherwise."""
@@ -443,10 +440,6 @@ class SchedulerState:
             assert blocks[row] * self.cache.block_size >= rows.computed[row], f"row {row} has too few blocks"
             assert rows.request_ids[row] == sequence.request.request_id, f"row {row} has another's id"
 
-    def _not_aborted(self, request_id: str) -> Sequence | None:
-        sequence = self.by_id.get(request_id)
-        return None if sequence is None or sequence.abort_reason else sequence
-
     def _end_of(self, sequence: Sequence, tokens: Int32, reason: FinishReason, error: str | None) -> Finished:
         """The end of `sequence` with all its `tokens`, which is in the log of ends now."""
         request, root = sequence.request, sequence.root
@@ -513,7 +506,11 @@ class SchedulerState:
         chain, computed = sequence.chain, int(self.rows.computed[row])
         if computed > chain.num_tokens:
             chain.append(self.rows.tokens[row, chain.num_tokens : computed])
-        return self.cache.commit(row, chain, computed, is_prompt)
+        updates = self.cache.commit(row, chain, computed, is_prompt)
+        request = sequence.request
+        if request.retention is not None and computed >= (num_prompt := len(request.prompt_token_ids)):
+            self.cache.retain(row, num_prompt, request.retention, self.now)
+        return updates
 
     def _hand_over_forks(self, leader: Sequence) -> None:
         """Reassign the waiting forks of `leader`, which has ended, to a family member for the prompt."""

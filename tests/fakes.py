@@ -16,16 +16,18 @@ from dataclasses import replace
 import numpy as np
 
 from pagetide.allocator.blocks import BlockAllocator
-from pagetide.cache.grouped_tables import tables_for
 from pagetide.cache.layer_groups import LayerGroup
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
+from pagetide.cache.retention import Retention
+from pagetide.cache.state_tables import tables_for
 from pagetide.scheduler.cost import SwapCost
 from pagetide.scheduler.outcome import BeamMove, Finished, StepOutputs
 from pagetide.scheduler.plan import NO_EXTENTS, NO_TOKENS, Candidates, ChunkLogprobs, Failure, Plan, Result
 from pagetide.scheduler.request import Request, Sampling
 from pagetide.scheduler.scheduler import Scheduler
 from pagetide.scheduler.state import Limits
+from pagetide.scheduler.waiting import age
 
 POISON = -7  # mapped, and never written
 UNMAPPED = -9
@@ -417,20 +419,22 @@ class World:
     @property
     def waiting_ids(self) -> list[str]:
         """Of requests that wait for a row, in order; without forks that wait for their leader's prompt."""
-        return [sequence.request.request_id for sequence in self.scheduler.state.waiting]
+        waiting = self.scheduler.state.waiting
+        return [sequence.request.request_id for sequence in sorted(waiting.queue + waiting.deferred, key=age)]
 
     def prompt(self, length: int) -> np.ndarray:
         return self.rng.integers(0, VOCAB, length).astype(np.int32)
 
     def add(
         self, name: str, prompt: int | np.ndarray, max_new: int = 16, *, priority: int = 0, arrival: float = 0.0,
-        salt: bytes | None = None, fork_of: str | None = None, num_generated: int = 0, **more,
+        salt: bytes | None = None, fork_of: str | None = None, num_generated: int = 0, retention: Retention | None = None,
+        **more,
     ) -> None:  # fmt: skip
         """`prompt` is a number of random tokens, or the tokens. `num_generated` of the output were generated before."""
         tokens = self.prompt(prompt) if isinstance(prompt, int) else prompt
         sampling = Sampling(max_new, **more)
         generated = np.array(continuation(tokens, sampling, num_generated), np.int32)
-        request = Request(name, tokens, sampling, priority, arrival, salt, fork_of, generated)
+        request = Request(name, tokens, sampling, priority, arrival, salt, fork_of, generated, retention=retention)
         self.add_request(request)
 
     def add_request(self, request: Request) -> None:
@@ -440,7 +444,7 @@ class World:
 
     def schedule(self) -> Plan:
         plan = self.scheduler.schedule(self.now)
-        assert plan.num_tokens <= self.scheduler.limits.max_step_tokens
+        assert plan.num_tokens <= self.scheduler.state.limits.max_step_tokens
         self.check()
         self.plans.append(plan)
         self.started += [new.request_id for new in plan.admitted]
