@@ -151,6 +151,16 @@ def mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return blocks, (exponents + 127).to(torch.uint8), values.flatten(1)
 
 
+def mxfp4_packed() -> Packer:
+    """compressed-tensors, mxfp4-pack-quantized."""
+
+    def packer(weight: torch.Tensor, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+        blocks, scales, values = mxfp4(weight)
+        return {"weight_packed": blocks.flatten(1), "weight_scale": scales}, values
+
+    return packer
+
+
 def checkpoint(
     model: Any,
     folder: Path,

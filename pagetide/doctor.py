@@ -137,6 +137,17 @@ def _devices(report: dict[str, Any]) -> Iterator[str]:
     missing = [name for name in torch["attention"] if name not in loads]
     others = f"; not installed: {', '.join(missing)}" if missing else ""
     yield _row("attention", f"{', '.join(loads)}{others}")
+    yield from _quantized(torch["quantized"])
+
+
+def _quantized(found: dict[str, Any]) -> Iterator[str]:
+    formats, of_a_row = ", ".join(found["formats"]), found["product_ms"]
+    if not of_a_row:
+        yield _row("quantized", f"{formats}: read, and become the model's type; no native kernels multiply them as they are")
+        return
+    yield _row("quantized", f"{formats}: on the CPU multiplied as they are, by {found['instructions']}")
+    times = ", ".join(f"{form} {ms:.2g} ms" for form, ms in of_a_row.items())
+    yield _row("", f"one row times {found['size']} by {found['size']} weights, measured now: {times}")
 
 
 def _host(report: dict[str, Any]) -> Iterator[str]:

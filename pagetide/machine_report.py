@@ -43,6 +43,7 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "G
 _IN_A_CONTAINER = "in a container, give it the GPUs with the NVIDIA Container Toolkit (--gpus all)"
 _NVIDIA, _DISPLAY = "0x10de", "0x03"  # PCI vendor and class
 _ANSWER_S = 2.0
+_PRODUCT = 2048  # inputs and outputs of the product that is measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,4 +441,10 @@ def torch_report(problems: list[Problem], has_driver: bool) -> dict[str, Any] | 
             kernels[name] = {"loads": False, "error": f"{type(error).__name__}: {error}"}
             if torch["sees_cuda"] and not isinstance(error, ImportError):
                 problems.append(Problem("attention", f"{name} is installed and fails: {error}", BACKENDS[name].install or ""))
-    return torch | {"attention": kernels}
+    from .engine.layers.quantized_linears import product_ms
+    from .engine.loading.weight_files import READ_METHODS
+    from .native import instructions
+
+    quantized: dict[str, Any] = {"formats": list(READ_METHODS), "instructions": instructions(), "size": _PRODUCT}
+    quantized["product_ms"] = product_ms(_PRODUCT)
+    return torch | {"attention": kernels, "quantized": quantized}

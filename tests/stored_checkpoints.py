@@ -10,7 +10,7 @@ from engines import plain, prompts
 from families import VOCAB, tiny
 from transformers import AutoModelForCausalLM
 
-from benchmarks.stored_weights import awq, compressed, experts_checkpoint, float_quantized, gptq, int_quantized
+from benchmarks.stored_weights import awq, compressed, experts_checkpoint, float_quantized, gptq, int_quantized, mxfp4_packed
 from pagetide import LLM, SamplingParams
 from pagetide.engine.loading.checkpoint import Checkpoint
 from pagetide.engine.loading.loader import load_model
@@ -51,6 +51,7 @@ FORMATS = {
     "fp8 in blocks": ("llama", FP8, float_quantized(32, 16, "weight_scale_inv")),
     "fp8 in blocks with exponents": ("llama", FP8, float_quantized(32, 16, "weight_scale_inv", exponents=True)),
     "fp8 without blocks": ("llama", {"quant_method": "fp8"}, float_quantized(0, 0)),
+    "MXFP4 in groups": ("llama", of_compressed("float", 4, 32), mxfp4_packed()),
     "GPTQ": ("qwen3", of_gptq(), gptq(4, 16, True)),
     "GPTQ by channel": ("llama", of_gptq(group=0), gptq(4, 0, True)),
     "GPTQ of 8 bits": ("llama", of_gptq(8), gptq(8, 16, False)),
@@ -59,6 +60,11 @@ FORMATS = {
     "GPTQ out of order": ("llama", of_gptq(desc_act=True), gptq(4, 16, False, act_order=True)),
     "AWQ": ("qwen3", AWQ, awq(16)),
 }  # fmt: skip
+
+
+def small(name: str, **more) -> Any:
+    """A model with layers that the packer of this format takes."""
+    return tiny(FORMATS[name][0], **({"hidden_size": 96} if "MXFP4" in name else {}), **more)
 
 
 def gpt_oss(folder: Path) -> Path:
@@ -86,10 +92,11 @@ def check_logits(folder: Path, plain_folder: Path) -> None:
             assert (out - right).norm() <= (1e-5 if pack else 1e-7) * right.norm(), pack
 
 
-def check_tokens(folder: Path, plain_folder: Path) -> None:
+def check_tokens(folder: Path, plain_folder: Path, **options: Any) -> None:
     """The tokens of the folder's engine are those of transformers over plain weights."""
     inputs = prompts([3, 17, 40], VOCAB)
     expected = plain(oracle(plain_folder), inputs, 8)
-    with LLM(folder, device="cpu", dtype="float32", kv_memory=1 << 20) as llm:
+    options = options or {"device": "cpu"}
+    with LLM(folder, dtype="float32", kv_memory=1 << 20, **options) as llm:
         outputs = llm.generate(inputs, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
     assert [one.outputs[0].token_ids for one in outputs] == expected

@@ -9,7 +9,7 @@ import copy
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -30,6 +30,8 @@ TYPES: dict[torch.dtype | WeightForm, int] = {
 }  # fmt: skip
 COLUMN_PARTS = ("scales", "zeros", "factors")  # of a packed weight: their last dimension is that of the outputs
 _NATIVE_SHARE = 0.9
+PART_WEIGHTS = 1 << 22  # that are packed at a time, to bound what is held besides the packed ones; it takes a copy, so:
+LARGE_WEIGHTS = 1 << 24  # of layers with more than these
 _ROWS_AS_THEY_ARE: ContextVar[bool] = ContextVar("_ROWS_AS_THEY_ARE", default=False)
 
 
@@ -112,6 +114,32 @@ class PackedWeight:
         packed = torch.cat([one.packed for one in weights])
         return replace(first, n=sum(widths), packed=packed, **of_columns), starts
 
+    @classmethod
+    def gathered(cls, n: int, pieces: Iterable[tuple[int, PackedWeight]]) -> PackedWeight:
+        """The weight of `n` outputs from its pieces, of which one is held at a time: the output at which each begins, where a
+        panel does, and the piece.
+        """
+        whole: PackedWeight | None = None
+        for begin, piece in pieces:
+            if piece.n == n:
+                return piece
+            whole = whole or piece._widened(n)
+            place = whole.outputs(begin, piece.n)
+            for name in ("packed", *COLUMN_PARTS):
+                if (part := getattr(place, name)) is not None:
+                    part.copy_(getattr(piece, name))
+        assert whole is not None, "a weight has outputs"
+        return whole
+
+    def _widened(self, n: int) -> PackedWeight:
+        """A weight of the same form with `n` outputs, whatever they are."""
+        columns = native.panel_columns()
+        panel_bytes = self.packed.numel() // -(-self.n // columns)
+        of_columns: dict[str, Any] = {
+            name: one.new_empty((*one.shape[:-1], n)) for name in COLUMN_PARTS if (one := getattr(self, name)) is not None
+        }
+        return replace(self, n=n, packed=self.packed.new_empty(-(-n // columns) * panel_bytes), **of_columns)
+
     def _goes_with(self, other: PackedWeight) -> bool:
         def kind(one: PackedWeight) -> tuple[Any, ...]:
             types = [getattr(getattr(one, name), "dtype", None) for name in COLUMN_PARTS]
@@ -142,14 +170,27 @@ class NativeLinear(nn.Module):
         self.shares_weight = False  # with layers that have the same parameter
 
     @classmethod
-    def of(cls, linear: nn.Linear, dtype: torch.dtype | None = None) -> NativeLinear:
-        """The layer with the weight of `linear` as `dtype`, by default its own."""
-        dtype = dtype or linear.weight.dtype
-        weight = linear.weight.detach().contiguous()
-        if weight.dtype not in TYPES:  # the kernels convert the others
-            weight = weight.to(dtype)
-        packed = torch.ops.pagetide.pack_weight(weight, TYPES[dtype])
-        return cls(PackedWeight(dtype, linear.out_features, linear.in_features, packed), linear.bias, dtype)
+    def of(
+        cls, linear: nn.Linear, dtype: torch.dtype | None = None, give_back: Callable[[torch.Tensor], None] | None = None
+    ) -> NativeLinear:
+        """The layer with the weight of `linear` as `dtype`, by default its own.
+
+        With `give_back`, large weights are packed in parts, and it gets each of these once it was read.
+        """
+        weight, to, columns = linear.weight.detach(), dtype or linear.weight.dtype, native.panel_columns()
+        n, k = weight.shape
+        in_parts = give_back is not None and weight.numel() > LARGE_WEIGHTS
+        step = max(1, PART_WEIGHTS // (k * columns)) * columns if in_parts else max(1, n)
+
+        def packed(part: torch.Tensor) -> PackedWeight:
+            numbers = (part if part.dtype in TYPES else part.to(to)).contiguous()  # the kernels convert the others
+            made = PackedWeight(to, len(part), k, torch.ops.pagetide.pack_weight(numbers, TYPES[to]))
+            if give_back is not None and in_parts:
+                give_back(part)
+            return made
+
+        pieces = ((begin, packed(weight[begin : begin + step])) for begin in range(0, max(1, n), step))
+        return cls(PackedWeight.gathered(n, pieces), linear.bias, to)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] -> [..., out_features]."""
@@ -263,6 +304,8 @@ def looks_up_by_class(module: nn.Module) -> TypeGuard[nn.Embedding]:
 def is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether `module` computes what an `nn.Linear` does: it is one, or of a subclass that does so, as Falcon's."""
     if not isinstance(module, nn.Linear) or isinstance(module, KeptLinear) or is_changed(module):
+        return False
+    if module.weight is None:  # it is read later
         return False
     if type(module) is nn.Linear:
         return True

@@ -35,11 +35,12 @@ def pack_linears(
     Args:
         least_weights: Of a float32 layer for oneDNN.
         types: The types of packed layers, biases too, by the names of their weights. Others keep their own.
-        give_back: Called with each weight that nothing uses any more, before the next one is read.
+        give_back: Called with each weight that nothing uses any more, before the next one is read; with parts of large ones as
+            soon as these are packed. What is in use must be as it was when it is read again.
 
-    The largest are packed first: while a weight is packed it is held twice, and then little else is held.
+    The largest are packed first: what is read of a weight is held besides, and then little else is held.
     """
-    pack, types = onednn.PackedLinear if native.instructions() is None else NativeLinear.of, types or {}
+    types = types or {}
     places: dict[nn.Linear, list[tuple[nn.Module, str]]] = {}
     wanted: dict[nn.Linear, torch.dtype] = {}
     uses, embeddings = uses_of_parameters(model), defaultdict[int, list[nn.Embedding]](list)
@@ -52,9 +53,9 @@ def pack_linears(
             dtype = types.get(f"{path}.{name}.weight" if path else f"{name}.weight", child.weight.dtype)
             if packs(child.weight.numel(), wanted.setdefault(child, dtype), least_weights):
                 places.setdefault(child, []).append((module, name))
-    packed, of_parameter = [], dict[int, NativeLinear]()
+    packed, of_parameter = list[nn.Module](), dict[int, NativeLinear]()
     for linear in sorted(places, key=lambda one: one.weight.numel(), reverse=True):
-        weight, layer = linear.weight, pack(linear, wanted[linear])
+        weight, layer = linear.weight, _packed(linear, wanted[linear], give_back)
         packed.append(layer)
         for module, name in places[linear]:
             setattr(module, name, layer)
@@ -68,6 +69,14 @@ def pack_linears(
     onednn.make_primitives([layer for layer in packed if isinstance(layer, onednn.PackedLinear)])
     log.info("packed %d linear layers for %s", len(packed), native.instructions() or "oneDNN")
     return len(packed)
+
+
+def _packed(
+    linear: nn.Linear, dtype: torch.dtype, give_back: Callable[[torch.Tensor], None] | None
+) -> NativeLinear | onednn.PackedLinear:
+    if native.instructions() is None:
+        return onednn.PackedLinear(linear, dtype)
+    return NativeLinear.of(linear, dtype, give_back)
 
 
 def held_twice_bytes(text_config: Any, dtype: torch.dtype) -> int:

@@ -86,6 +86,21 @@ class QuantizedWeight:
             weight = torch.empty_like(weight).index_copy_(1, self.order.long(), weight)
         return weight if self.in_scales is None else weight * self.in_scales
 
+    def outputs(self, begin: int, end: int) -> QuantizedWeight:
+        """These outputs alone."""
+        zeros = None if self.zeros is None else self.zeros[..., begin:end]
+        return replace(self, values=self.values[begin:end], scales=self.scales[..., begin:end], zeros=zeros)
+
+    def inputs(self, begin: int, end: int) -> QuantizedWeight:
+        """These inputs alone, which are whole groups. Raises ValueError if groups have inputs from everywhere."""
+        if self.order is not None:
+            raise ValueError("its inputs are grouped out of order (act-order)")
+        scales, zeros = self.scales, self.zeros
+        if self.group:
+            groups = slice(begin // self.group, -(-end // self.group))
+            scales, zeros = scales[groups], None if zeros is None else zeros[groups]
+        return replace(self, values=self.values[:, begin:end].contiguous(), scales=scales, zeros=zeros)
+
     def _scales(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """float32, as `_spread` takes them: the scales, and what is subtracted from scaled weights."""
         if self.factors is None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,12 +23,13 @@ from torch import nn
 
 from ...native import instructions
 from ..errors import ConfigError
-from . import LEAST_QUANTIZED, Quantization
+from . import LEAST_QUANTIZED, Quantization, WeightForm
 from .linears import TYPES, NativeLinear, PackedWeight, is_plain, uses_of_parameters
 from .quantization import Method, QuantizedWeight, choose, quantize
 
 log = logging.getLogger(__name__)
 
+_RUNS = 8
 NUM_TOKENS = (2, 64)  # sequences, tokens of each
 
 
@@ -103,6 +105,39 @@ def pack(weight: QuantizedWeight, rows_in_int8: bool = False) -> PackedWeight:
         weight.form, n, k, packed, weight.scales, weight.in_scales, rows_in_int8, weight.group, weight.zeros,
         weight.order, weight.factors,
     )  # fmt: skip
+
+
+def product_ms(size: int) -> dict[str, float]:
+    """Milliseconds of a product of one row in bfloat16 with `size` by `size` weights, by their form: the least of a few runs.
+
+    Four-bit forms as most are published. Nothing without native kernels.
+    """
+    if instructions() is None:
+        return {}
+    bits = torch.randint(-8, 8, (size, size), dtype=torch.int8)
+
+    def packed(form: WeightForm, group: int, scale: torch.Tensor, zeros: bool = False) -> PackedWeight:
+        scales = scale.expand((size // group, size) if group else (size,)).contiguous()
+        values = bits + 56 if form == "fp8" else bits  # from 0.5 to 2
+        points = torch.zeros_like(scales).char() if zeros else None
+        return pack(QuantizedWeight(form, values, scales, group=group, zeros=points))
+
+    half, power = torch.tensor(0.01, dtype=torch.bfloat16), torch.tensor(120, dtype=torch.uint8)
+    weights = {
+        "bfloat16": NativeLinear.of(nn.Linear(size, size, bias=False, dtype=torch.bfloat16)).packed,
+        "int8": packed("int8", 0, half),
+        "int4": packed("int4", 128, half, zeros=True),
+        "fp8": packed("fp8", 128, half),
+        "fp4": packed("fp4", 32, power),
+    }
+    x, least = torch.ones((1, size), dtype=torch.bfloat16), dict.fromkeys(weights, math.inf)
+    with torch.inference_mode():
+        for _ in range(_RUNS):
+            for form, weight in weights.items():
+                began = time.perf_counter()
+                weight.product(x, None)
+                least[form] = min(least[form], 1000 * (time.perf_counter() - began))
+    return least
 
 
 def check_native(quantization: Quantization, device: torch.device) -> None:

@@ -196,10 +196,10 @@ class Checkpoint:
     @property
     def quantized(self) -> bool:
         """Whether weights are stored quantized."""
-        return bool(self.stored) or self._by_quantizer
+        return bool(self.stored) or self.by_quantizer
 
     @property
-    def _by_quantizer(self) -> bool:
+    def by_quantizer(self) -> bool:
         """Whether a quantizer of transformers reads the weights, and keeps what it makes of them."""
         return getattr(self.config, "quantization_config", None) is not None
 
@@ -211,7 +211,7 @@ class Checkpoint:
         """
         if self.spec.loaded is not None:
             return self.spec.loaded.expands_plainly
-        return not self._by_quantizer and not self.has_own_code
+        return not self.by_quantizer and not self.has_own_code
 
     @property
     def has_own_code(self) -> bool:
@@ -240,10 +240,10 @@ class Checkpoint:
         itemsize = (getattr(torch, dtype) if isinstance(dtype, str) else dtype).itemsize
         if not self.tensors:
             stored = getattr(getattr(torch, self.dtype, None), "itemsize", 4)
-            return self.weights.file_bytes if self._by_quantizer else self.weights.file_bytes * itemsize // stored
+            return self.weights.file_bytes if self.by_quantizer else self.weights.file_bytes * itemsize // stored
         twice = stored_twice(self.tensors, tied=bool(getattr(self.text_config, "tie_word_embeddings", False)))
         return sum(
-            tensor.num_elements * itemsize if tensor.dtype in _FLOAT_BYTES and not self._by_quantizer else tensor.num_bytes
+            tensor.num_elements * itemsize if tensor.dtype in _FLOAT_BYTES and not self.by_quantizer else tensor.num_bytes
             for tensor in self.tensors
             if tensor is not twice
         )
@@ -252,7 +252,7 @@ class Checkpoint:
         """Whether loading as `dtype` changes the type of some weights, so that they need memory of their own."""
         name = str(dtype).removeprefix("torch.")
         stored = {_NAMES[tensor.dtype] for tensor in self.tensors if tensor.dtype in _NAMES} or {self.dtype}
-        return bool(self.stored) or (not self._by_quantizer and stored != {name})
+        return bool(self.stored) or (not self.by_quantizer and stored != {name})
 
     @property
     def context_length(self) -> int | None:

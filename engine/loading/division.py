@@ -12,6 +12,7 @@ same one. What the plan leaves whole, such as latent attention, every shard has 
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,6 +29,7 @@ from ...cache.geometry import Geometry, LayerShape
 from ..errors import UnsupportedModel
 from .checkpoint import Checkpoint
 from .meta_models import meta_model
+from .stored_formats import StoredWeight
 from .weight_files import StoredTensor
 
 COLUMNS = {"colwise"}
@@ -68,13 +70,14 @@ class Cut:
         return cls(dim, tuple(((rank * part, (rank + 1) * part),) for rank in range(size)))
 
     @classmethod
-    def even(cls, dim: int, length: int, size: int, parts: int = 1) -> Cut:
-        """Equal parts, up to a few elements: borders are multiples of 8 where that is possible, which kernels ask for.
+    def even(cls, dim: int, length: int, size: int, parts: int = 1, unit: int = 1) -> Cut:
+        """Equal parts, up to a few elements: borders are multiples of `unit`, or of 8, which kernels ask for, where that is
+        possible.
 
         With `parts` 2, each half of the dimension is cut.
         """
         part = length // parts
-        unit = _UNIT if part % _UNIT == 0 and part // _UNIT >= size else 1
+        unit = next((one for one in (math.lcm(unit, _UNIT), _UNIT) if part % one == 0 and part // one >= size), 1)
         borders = [rank * (part // unit) // size * unit for rank in range(size + 1)]
         return cls(dim, tuple(tuple((p * part + b, p * part + e) for p in range(parts)) for b, e in pairwise(borders)))
 
@@ -108,6 +111,7 @@ class Division:
             model.
         whole_attention: Layers with attention that every shard computes.
         parameters: (elements, bytes of an element, whether of floating point) of each parameter, by name.
+        unit: Inputs of cut layers begin at multiples of this where that is possible: of groups of quantized weights.
         stored: By name of a tensor in the files, the parameter that it becomes, where that has another name.
     """
 
@@ -120,6 +124,7 @@ class Division:
     kv_groups: Mapping[str, int]
     whole_attention: tuple[int, ...]
     parameters: Mapping[str, tuple[int, int, bool]]
+    unit: int
     stored: Mapping[str, str]
 
     @classmethod
@@ -138,14 +143,31 @@ class Division:
                 f"{checkpoint.spec.name} cannot be divided over {size} shards: its weights are pickled, and parts of such "
                 "a file cannot be read; save it as safetensors, by save_pretrained()"
             )
-        if checkpoint.quantized:
+        if checkpoint.by_quantizer:
             raise UnsupportedModel(
-                f"{checkpoint.spec.name} cannot be divided over {size} shards: its weights are stored quantized; take the "
-                "checkpoint it was made of, with quantization='int8' if need be"
+                f"{checkpoint.spec.name} cannot be divided over {size} shards: its weights are stored in a quantized form that "
+                "only a library reads; take the checkpoint it was made of, with quantization='int8' if need be"
             )
-        model = meta_model(checkpoint)
+        model, unit = meta_model(checkpoint), math.lcm(1, *(one.group or 1 for one in checkpoint.stored.values()))
         stored = stored_names(model, [tensor.name for tensor in checkpoint.tensors])
-        return replace(_Divider(model, size, layers, checkpoint.spec.name).divide(), stored=stored)
+        division = replace(_Divider(model, size, layers, checkpoint.spec.name, unit).divide(), stored=stored)
+        for rank in range(size):
+            division.stored_parts(checkpoint, rank)
+        return division
+
+    def stored_parts(self, checkpoint: Checkpoint, rank: int) -> dict[str, StoredWeight]:
+        """What shard `rank` reads of the checkpoint's quantized weights. Raises UnsupportedModel if a cut is within a group."""
+        parts = {}
+        for name, one in checkpoint.stored.items():
+            cut = self.cut_of(name, one.plain_shape)
+            try:
+                parts[name] = one if cut is None else one.part(cut.dim, cut.ranges[rank])
+            except ValueError as error:
+                raise UnsupportedModel(
+                    f"{checkpoint.spec.name} cannot be divided over {self.size} shards: the quantized weight {name} cannot, "
+                    f"since {error}; take another number of shards, one device, or the checkpoint that it was made of"
+                ) from error
+        return parts
 
     def part(self, name: str, rank: int) -> int:
         """Elements of a parameter on shard `rank`."""
@@ -181,7 +203,7 @@ class Division:
             return self.cuts.get(name)
         if (expert := _EXPERT_LEAF.search(name)) is not None and any(".experts." in one for one in self.cuts):
             dim = 0 if expert.group(1) else 1
-            return Cut.even(dim, shape[dim], self.size)
+            return Cut.even(dim, shape[dim], self.size, unit=self.unit)
         return None
 
     def largest_part(self, tensor: StoredTensor) -> StoredTensor:
@@ -221,8 +243,9 @@ def stored_names(model: Any, names: Iterable[str]) -> dict[str, str]:
 class _Divider:
     """Finds the cuts of one model."""
 
-    def __init__(self, model: Any, size: int, layers: tuple[LayerShape, ...], name: str) -> None:
+    def __init__(self, model: Any, size: int, layers: tuple[LayerShape, ...], name: str, unit: int = 1) -> None:
         self.model = model
+        self.unit = unit
         self.size = size
         self.layers = layers
         self.name = name
@@ -254,7 +277,7 @@ class _Divider:
         parameters = {name: (one.numel(), one.itemsize, one.is_floating_point()) for name, one in self.model.named_parameters()}
         return Division(
             self.size, self.cuts, tuple(self.reduced), embedding, head, tuple(self.kv_heads), self.kv_groups, whole,
-            parameters, {},
+            parameters, self.unit, {},
         )  # fmt: skip
 
     def style(self, name: str) -> str | None:
@@ -263,6 +286,9 @@ class _Divider:
 
     def refusal(self, why: str) -> UnsupportedModel:
         return UnsupportedModel(f"{self.name} ({type(self.model).__name__}) cannot be divided over {self.size} shards: {why}")
+
+    def even(self, dim: int, length: int, parts: int = 1) -> Cut:
+        return Cut.even(dim, length, self.size, parts, self.unit)
 
     # ---- attention
 
@@ -337,13 +363,13 @@ class _Divider:
             if of.dim() != 3 and style in COLUMNS | PACKED | PACKED_ROWS | ROWS:
                 raise self.refusal(f"{name}.{child} has shape {list(of.shape)}, and experts have three dimensions")
             if style in PACKED:
-                self.cuts[f"{name}.{child}"] = Cut.even(1, of.shape[1], self.size, parts=2)
+                self.cuts[f"{name}.{child}"] = self.even(1, of.shape[1], parts=2)
             elif style in PACKED_ROWS:
-                self.cuts[f"{name}.{child}"] = Cut.even(2, of.shape[2], self.size, parts=2)
+                self.cuts[f"{name}.{child}"] = self.even(2, of.shape[2], parts=2)
             elif style in COLUMNS:
-                self.cuts[f"{name}.{child}"] = Cut.even(1, of.shape[1], self.size)
+                self.cuts[f"{name}.{child}"] = self.even(1, of.shape[1])
             elif style in ROWS:
-                self.cuts[f"{name}.{child}"] = Cut.even(2, of.shape[2], self.size)
+                self.cuts[f"{name}.{child}"] = self.even(2, of.shape[2])
         if any(cut.startswith(f"{name}.") for cut in self.cuts):
             self.reduced.append(name)
 
@@ -351,11 +377,11 @@ class _Divider:
         """Cut a linear layer outside of attention."""
         style = self.style(name)
         if style in COLUMNS:
-            self.cut_linear(name, linear, Cut.even(0, linear.out_features, self.size))
+            self.cut_linear(name, linear, self.even(0, linear.out_features))
         elif style in PACKED:
-            self.cut_linear(name, linear, Cut.even(0, linear.out_features, self.size, parts=2))
+            self.cut_linear(name, linear, self.even(0, linear.out_features, parts=2))
         elif style in ROWS:
-            self.cut_linear(name, linear, Cut.even(1, linear.in_features, self.size))
+            self.cut_linear(name, linear, self.even(1, linear.in_features))
 
     def pair_up(self) -> None:
         """Cut joined gate and up projections, which the plan gathers because their halves are taken apart."""
@@ -372,8 +398,8 @@ class _Divider:
             first, last = self.modules[up], self.modules[down]
             assert isinstance(first, nn.Linear) and isinstance(last, nn.Linear)
             if first.out_features == 2 * last.in_features and "gate_up" in up:
-                self.cut_linear(up, first, Cut.even(0, first.out_features, self.size, parts=2))
-                self.cut_linear(down, last, Cut.even(1, last.in_features, self.size))
+                self.cut_linear(up, first, self.even(0, first.out_features, parts=2))
+                self.cut_linear(down, last, self.even(1, last.in_features))
 
     def cut_linear(self, name: str, linear: nn.Linear, cut: Cut) -> None:
         self.cuts[f"{name}.weight"] = cut

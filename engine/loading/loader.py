@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -31,10 +32,10 @@ from .gguf.tokenizer import write_tokenizer
 from .meta_models import class_to_read, meta_model
 from .model_config import check_counts, check_files, read_json
 from .models import DTYPES, TOKENIZER_FILES, ModelSpec, check_device, check_dtype
-from .packed_model import pack_model, stored_dtype
+from .packed_model import give_back_unused, pack_model, stored_dtype
 from .quantized_model import quantize_model, quantized_bytes, refuse_quantized
 from .slices import divide_modules, slices_of
-from .stored_model import StoredModel, packs_stored, stored_sizes
+from .stored_model import StoredModel, one_by_one, packs_stored, stored_sizes
 from .text_model import auto_class, making_models, within
 from .tokenizer_trial import try_tokenizer
 from .weight_files import shorten
@@ -133,8 +134,8 @@ def check_weights_fit(
     if quantization is not None:
         refuse_quantized(checkpoint, quantization)
         asked = quantized_bytes(checkpoint, quantization, dtype, division)
-    elif checkpoint.stored and division is None:
-        asked = stored_sizes(checkpoint, device, dtype).weights_bytes
+    elif checkpoint.stored:
+        asked = stored_sizes(checkpoint, device, dtype, division).weights_bytes
     elif division is not None:
         asked = division.weights_bytes(dtype)
     else:
@@ -183,17 +184,28 @@ def load_model(
     part = None if division is None else (division, group.rank)
     packs = pack and device.type == "cpu"
     try:
-        module, packed = _read_stored(checkpoint, device, dtype, quantization, packs, part)
+        stored = None
+        if (checkpoint.stored or checkpoint.weights.gguf) and quantization is None:
+            _refuse_other_sizes(checkpoint, meta_model(checkpoint, dtype))
+            stored = StoredModel(checkpoint, dtype, pack=packs and packs_stored(device), part=part)
+            stored.warn()
+        module, packed = _read_stored(checkpoint, device, dtype, quantization, packs, part, stored)
         if checkpoint.caches_latents:
             keep_projections(module)
+        if stored is not None:
+            if packs:
+                pack_model(module, checkpoint, packed)
+            stored.install(module)
         if division is not None:
             divide_modules(module, division, group)
         if check is not None:
             check(module)
         if quantization is not None:
             quantize_model(module, checkpoint, quantization, dtype, group=group)
-        if packs:
+        if packs and stored is None:
             pack_model(module, checkpoint, packed)
+        if packs:
+            give_back_unused(module, checkpoint)
         return cast(PreTrainedModel, module)
     except torch.OutOfMemoryError as error:  # another process took the memory since
         asked = checkpoint.weights_bytes(dtype) if division is None else division.weights_bytes(dtype)
@@ -208,6 +220,7 @@ def _read_stored(
     quantization: Quantization | None,
     packs: bool,
     part: _Part | None,
+    stored: StoredModel | None,
 ) -> tuple[Any, torch.dtype | None]:
     """The model on its device, and the type to which `pack_model` converts it: None for a model that has its types.
 
@@ -215,12 +228,6 @@ def _read_stored(
     CheckpointError.
     """
     packed = None if checkpoint.quantized or quantization is not None else dtype
-    if (checkpoint.stored or checkpoint.weights.gguf) and quantization is None:
-        _refuse_other_sizes(checkpoint, meta_model(checkpoint, dtype))
-        stored = StoredModel(checkpoint, dtype, pack=packs and packs_stored(device))
-        read = _read(checkpoint, dtype, stored=stored).to(device)
-        stored.install(read)
-        return read, packed
     module: Any
     if checkpoint.spec.loaded is not None:
         return checkpoint.spec.loaded.copied(device, None if packs else dtype).to(device), packed
@@ -230,30 +237,30 @@ def _read_stored(
     if quantization is not None:
         module = _read(checkpoint, getattr(torch, checkpoint.dtype, dtype), part)
     elif packs:
-        module, packed = _read_to_pack(checkpoint, dtype, wanted, part)
+        module, packed = _read_to_pack(checkpoint, dtype, wanted, part, stored)
     else:
-        module = _read(checkpoint, dtype, part)
+        module = _read(checkpoint, dtype, part, stored)
     return module.to(device), packed
 
 
 def _read_to_pack(
-    checkpoint: Checkpoint, dtype: torch.dtype, wanted: Any, part: _Part | None = None
+    checkpoint: Checkpoint, dtype: torch.dtype, wanted: Any, part: _Part | None, stored: StoredModel | None
 ) -> tuple[torch.nn.Module, torch.dtype | None]:
     """The model with weights as they are stored, mapped from their files, and the type to which `pack_model` converts them.
 
     If that is not all that has to be done, the model has its types already, and `pack_model` keeps them: if the files have
     several types, if some parameters have another type than `dtype`, or if buffers, which are computed, have the model's type.
     """
-    stored = stored_dtype(checkpoint)
-    if stored is None or stored == dtype or checkpoint.quantized:
-        return _read(checkpoint, dtype, part), None
+    in_files = stored_dtype(checkpoint.tensors if stored is None else stored.read)
+    if in_files is None or in_files == dtype or (checkpoint.quantized and stored is None):
+        return _read(checkpoint, dtype, part, stored), None
     wanted = meta_model(checkpoint, dtype) if wanted is None else wanted
     if wanted._get_dtype_plan(dtype) or any(p.is_floating_point() and p.dtype != dtype for p in wanted.parameters()):
-        return _read(checkpoint, dtype, part), None
-    module = _read(checkpoint, stored, part)
+        return _read(checkpoint, dtype, part, stored), None
+    module = _read(checkpoint, in_files, part, stored)
     types = {name: buffer.dtype for name, buffer in module.named_buffers()}
     same = types == {name: buffer.dtype for name, buffer in wanted.named_buffers()}
-    return (module, dtype) if same else (_read(checkpoint, dtype, part), None)
+    return (module, dtype) if same else (_read(checkpoint, dtype, part, stored), None)
 
 
 def _read(
@@ -263,17 +270,17 @@ def _read(
     mend_threads_of_a_fork()
     if checkpoint.weights.gguf and stored is None:
         stored = StoredModel(checkpoint, dtype, pack=False)
-    with making_models() as said, torch.device("cpu"):
+    with making_models() as said, torch.device("cpu"), nullcontext() if stored is None else one_by_one():
         try:
             source: dict[str, Any] = {"pretrained_model_name_or_path": str(checkpoint.spec.path)}
             config = checkpoint.config
             kind: Any = auto_class(config) or AutoModelForCausalLM
-            if part is not None:
-                kind, config, slices = slices_of(checkpoint, *part)
-                source = {"pretrained_model_name_or_path": None, "state_dict": slices}
-            elif stored is not None:
+            if stored is not None:
                 kind, config = stored.kind, stored.config
                 source = {"pretrained_model_name_or_path": None, "state_dict": stored.tensors}
+            elif part is not None:
+                kind, config, slices = slices_of(checkpoint, *part)
+                source = {"pretrained_model_name_or_path": None, "state_dict": slices}
             elif checkpoint.unused_modules:
                 kind, config = class_to_read(checkpoint)
             loaded: Any = kind.from_pretrained(

@@ -38,15 +38,28 @@ class MappedFiles:
 
     def give_back(self, tensor: torch.Tensor) -> None:
         """Drop the pages that lie within a mapped tensor, which must not have been written. Reading it reads the file again."""
-        if not self.holds(tensor):
-            return
-        begin, end = _span(tensor)
-        begin, end = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
-        if begin < end:  # a refusal only leaves the pages where they are
-            _LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+        if self.holds(tensor):
+            drop_pages(*_span(tensor))
+
+    def besides(self, tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+        """The addresses (begin, end) in the tensors' mappings at which none of them lies."""
+        used, found = sorted({_span(one) for one in tensors if not one.is_meta and self.holds(one)}), []
+        for begin, end in self._ranges:
+            inside = [span for span in used if begin <= span[0] and span[1] <= end]
+            for first, last in [*inside, (end, end)] if inside else ():
+                found.append((begin, first))
+                begin = last
+        return found
 
 
 _LIBC = ctypes.CDLL(None)
+
+
+def drop_pages(begin: int, end: int) -> None:
+    """Drop the pages of a mapped file that lie within these addresses, which must not have been written."""
+    begin, end = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+    if begin < end:  # a refusal only leaves the pages where they are
+        _LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

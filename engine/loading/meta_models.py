@@ -22,7 +22,7 @@ from .weight_files import StoredTensor, WeightFiles
 
 log = logging.getLogger(__name__)
 
-_STORED = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # as safetensors spells them
+SPELLED = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # as safetensors spells them
 _TOKENS = 4
 _SEEN_AS = torch.bfloat16  # the type of models without memory: torch's product of experts takes no other there
 
@@ -67,7 +67,7 @@ def outlined(spec: ModelSpec) -> Checkpoint:
         bare,
         stored_as=None if given is None else str(given["quant_method"]),
         tensors=tuple(
-            StoredTensor(name, _STORED.get(one.dtype, str(one.dtype)), tuple(one.shape), one.numel() * one.element_size())
+            StoredTensor(name, SPELLED.get(one.dtype, str(one.dtype)), tuple(one.shape), one.numel() * one.element_size())
             for name, one in tensors
         ),
     )

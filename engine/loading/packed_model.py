@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from ... import native
+from ..layers.linears import LARGE_WEIGHTS, PART_WEIGHTS
 from ..layers.packing import pack_linears
 from .checkpoint import Checkpoint
-from .division import Division
 from .loaded import parameter_types
-from .mapped_files import MappedFiles
+from .mapped_files import MappedFiles, drop_pages
+from .weight_files import StoredTensor
 
 # Of a mapped parameter: the mapping of a file stays as long as any tensor of it is used
 _MOST_COPIED_BYTES = 1 << 20
@@ -19,26 +22,38 @@ _INTEGERS = ("I", "U", "BOOL")
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def stored_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
-    """The type of all floating-point weights of `checkpoint`; None if they differ, or it is not known without reading them."""
-    stored = {tensor.dtype for tensor in checkpoint.tensors if not tensor.dtype.startswith(_INTEGERS)}
+def stored_dtype(tensors: Iterable[StoredTensor]) -> torch.dtype | None:
+    """The type of all floating-point weights among `tensors`; None if they differ, or there are none."""
+    stored = {tensor.dtype for tensor in tensors if not tensor.dtype.startswith(_INTEGERS)}
     return _DTYPES.get(stored.pop()) if len(stored) == 1 else None
 
 
-def loading_bytes(checkpoint: Checkpoint, dtype: torch.dtype, division: Division | None = None) -> int:
-    """Bytes that `pack_model` holds at most besides the weights that stay: pages of files that it reads tensors from. With
-    `division`, of one shard.
+def loading_bytes(tensors: Sequence[StoredTensor], dtype: torch.dtype) -> int:
+    """Bytes that `pack_model` holds at most besides the weights that stay: pages of files that it reads `tensors` from.
 
     What transformers converts while it reads is held beside the whole of its file.
     """
-    parts = checkpoint.tensors if division is None else map(division.largest_part, checkpoint.tensors)
-    tensors = sorted(parts, key=lambda tensor: tensor.num_elements, reverse=True)
-    if stored_dtype(checkpoint) is None:
+    if stored_dtype(tensors) is None:
         return sum(tensor.num_bytes for tensor in tensors if _DTYPES.get(tensor.dtype) != dtype)
-    made, most, total = 0, 0, sum(tensor.num_elements for tensor in tensors) * dtype.itemsize
-    for tensor in tensors:
-        made += tensor.num_elements * dtype.itemsize
-        most = max(most, made + tensor.num_bytes - total)
+    return most_besides((tensor.num_elements * dtype.itemsize, _at_once_bytes(tensor, dtype)) for tensor in tensors)
+
+
+def _at_once_bytes(tensor: StoredTensor, dtype: torch.dtype) -> int:
+    """Bytes held while the tensor is packed, besides the packed weight."""
+    if native.instructions() is None or tensor.num_elements <= LARGE_WEIGHTS:
+        return tensor.num_bytes
+    return PART_WEIGHTS * (tensor.num_bytes // tensor.num_elements + dtype.itemsize)
+
+
+def most_besides(sizes: Iterable[tuple[int, int]]) -> int:
+    """The most bytes held besides those that stay while weights are packed, the largest first: (bytes that stay, bytes that
+    are read for them) of each.
+    """
+    in_order = sorted(sizes, reverse=True)
+    made, most, total = 0, 0, sum(kept for kept, _ in in_order)
+    for kept, read in in_order:
+        made += kept
+        most = max(most, made + read - total)
     return most
 
 
@@ -63,3 +78,9 @@ def pack_model(model: Any, checkpoint: Checkpoint, dtype: torch.dtype | None) ->
             if id(parameter) not in made:
                 made[id(parameter)] = nn.Parameter(parameter.detach().to(wanted, copy=True), requires_grad=False)
             setattr(module, name, made[id(parameter)])
+
+
+def give_back_unused(model: Any, checkpoint: Checkpoint) -> None:
+    """Drop the pages of weight files in which no tensor of `model` lies: the system maps some around each page that is read."""
+    for begin, end in MappedFiles(checkpoint.weights.paths).besides([*model.parameters(), *model.buffers()]):
+        drop_pages(begin, end)

@@ -10,7 +10,7 @@ import copy
 import logging
 import pickle
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from ..process.log_suppression import quiet_transformers
 from .checkpoint import Checkpoint
 from .meta_models import class_to_read, meta_model
 from .probe import random_tokens
+from .stored_model import StoredModel, one_by_one
 from .text_model import making_models
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class Reference:
     tokens: torch.Tensor
     logits: torch.Tensor
     dtype: torch.dtype  # that the model was computed in
+    stored: bool = False  # of weights that are stored quantized: both runs have the same numbers
 
 
 def reference_logits(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, budget_bytes: int) -> Reference:
@@ -53,12 +55,18 @@ def reference_logits(checkpoint: Checkpoint, device: torch.device, dtype: torch.
     """
     whole = meta_model(checkpoint)
     num_layers = _layers_within(whole, dtype, budget_bytes)
-    kind, config = class_to_read(checkpoint, lambda made: _keep_first(made, num_layers))
+    source: dict[str, Any] = {"pretrained_model_name_or_path": str(checkpoint.spec.path)}
+    if checkpoint.stored:
+        stored = StoredModel(checkpoint, dtype, pack=False, change=lambda made: _keep_first(made, num_layers))
+        kind, config = stored.kind, stored.config
+        source = {"pretrained_model_name_or_path": None, "state_dict": stored.tensors}
+    else:
+        kind, config = class_to_read(checkpoint, lambda made: _keep_first(made, num_layers))
     config = copy.deepcopy(config)  # which models change
-    with making_models() as said, torch.inference_mode():
+    with making_models() as said, torch.inference_mode(), one_by_one() if checkpoint.stored else nullcontext():
         try:
             model: Any = kind.from_pretrained(
-                str(checkpoint.spec.path),
+                **source,
                 config=config,
                 dtype=dtype,
                 local_files_only=True,
@@ -82,7 +90,7 @@ def reference_logits(checkpoint: Checkpoint, device: torch.device, dtype: torch.
                 f"{checkpoint.spec.name} ({type(model).__name__}) cannot be checked before it is divided: a forward pass of "
                 f"its first {num_layers} layers fails ({type(error).__name__}: {error})"
             ) from error
-    return Reference(num_layers, tokens.cpu(), logits, dtype)
+    return Reference(num_layers, tokens.cpu(), logits, dtype, bool(checkpoint.stored))
 
 
 def check_against(model: Any, reference: Reference | None, name: str, group: ShardGroup) -> None:
@@ -106,7 +114,7 @@ def check_against(model: Any, reference: Reference | None, name: str, group: Sha
     why = None
     if reference is not None:
         types = {one.packed.type for one in model.modules() if isinstance(one, NativeLinear)}
-        quantized = [bound for form, bound in _QUANTIZED.items() if form in types]
+        quantized = [bound for form, bound in _QUANTIZED.items() if form in types and not reference.stored]
         exact = not quantized and {logits.dtype, reference.dtype} == {torch.float32}
         bound = max(TOLERANCES[logits.dtype], TOLERANCES[reference.dtype], *quantized)
         why = _difference(logits.float().cpu(), reference.logits, bound, exact)

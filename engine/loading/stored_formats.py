@@ -1,7 +1,8 @@
 """Weights that checkpoints store in quantized form: which tensors of the files make one, and what their bits stand for.
 
-    compressed-tensors  weight_packed (int32), weight_scale, weight_shape, weight_zero_point, weight_g_idx; or weight (fp8,
-                        int8) and weight_scale      https://github.com/vllm-project/compressed-tensors, compressors/
+    compressed-tensors  weight_packed (int32), weight_scale, weight_shape, weight_zero_point, weight_g_idx; weight (fp8, int8)
+                        and weight_scale; or weight_packed (e2m1) and weight_scale (MXFP4)
+                            https://github.com/vllm-project/compressed-tensors, compressors/
     gptq                qweight, qzeros, scales, g_idx        https://github.com/AutoGPTQ/AutoGPTQ, nn_modules/qlinear/
     awq                 qweight, qzeros, scales               https://github.com/casper-hansen/AutoAWQ, utils/packing_utils.py
     fp8                 weight (e4m3), weight_scale_inv (a block's) or weight_scale     arXiv 2412.19437, 3.3
@@ -15,7 +16,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,13 +24,16 @@ import torch
 from ..errors import CheckpointError, UnsupportedModel
 from ..layers import WeightForm, packed_bytes
 from ..layers.quantization import QuantizedWeight
+from .name_patterns import matches
 from .weight_files import StoredTensor
 
 _FLOATS = ("F32", "F16", "BF16")
 _FP8, _POWERS = "F8_E4M3", "F8_E8M0"
+_NO_POWER = 255  # as an exponent of 8 bits: not a number
 _INTEGERS: Mapping[int, WeightForm] = {4: "int4", 8: "int8"}  # by bits
 _SCALE_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1, _POWERS: 1}
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word of eight columns each of them is
+_PATTERN = "re:"  # before a target that is one
 _MOST_SIZE = 1 << 28  # of a dimension, as in model_config
 _MOST_GROUP, _LEAST_GROUP = 256, 8  # of the kernels, powers of 2
 # Beside quantized weights: ranges of activations and of K and V, which are computed in the model's type here.
@@ -75,21 +79,74 @@ class StoredWeight:
     decode: Callable[[StoredWeight, _Parts, int], QuantizedWeight]  # the weight, its parts for some outputs, how many
     experts: int = 0
     scale_bytes: int = 0  # of an output, where scales are no part of their own
+    some_outputs: tuple[int, int] | None = None  # of a shard: from, to; None: all
+    some_inputs: tuple[int, int] | None = None
+
+    @property
+    def outputs(self) -> tuple[int, int]:
+        """The outputs that are read: from, to."""
+        return self.some_outputs or (0, self.n)
+
+    @property
+    def inputs(self) -> tuple[int, int]:
+        """The inputs that are read: from, to."""
+        return self.some_inputs or (0, self.k)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs that are read."""
+        return self.outputs[1] - self.outputs[0], self.inputs[1] - self.inputs[0]
 
     @property
     def plain_shape(self) -> tuple[int, ...]:
         """The shape of the plain weight. Experts that are stored together multiply from the other side."""
-        return (self.experts, self.k, self.n) if self.experts else (self.n, self.k)
+        n, k = self.shape
+        return (self.experts, k, n) if self.experts else (n, k)
+
+    def part(self, dim: int, ranges: Sequence[tuple[int, int]]) -> StoredWeight:
+        """What a shard reads of a weight that is cut in dimension `dim`. Raises ValueError if that is no part of it."""
+        if self.experts:
+            raise ValueError("the experts of a layer are stored together")
+        if len(ranges) > 1:
+            raise ValueError("several layers are stored together")
+        ((begin, end),) = ranges
+        if dim == 0:
+            return replace(self, some_outputs=(begin, end))
+        if self.group and (begin % self.group or (end % self.group and end != self.k)):
+            raise ValueError(f"inputs {begin} to {end} are not whole groups of {self.group}")
+        return replace(self, some_inputs=(begin, end))
 
     @property
-    def step(self) -> int:
+    def unit(self) -> int:
         """Outputs can be decoded by themselves from multiples of this on."""
-        return math.lcm(32, *(part.outputs for part in self.parts.values()))
+        return math.lcm(*(part.outputs for part in self.parts.values()))
+
+    def decoded(self, parts: _Parts, begin: int, end: int) -> QuantizedWeight:
+        """Outputs `begin` to `end` of those that are read, from the tensors of its parts by role."""
+        first, last = self.outputs[0] + begin, self.outputs[0] + end
+        from_unit = first // self.unit * self.unit
+        some = {role: part.of(parts[role], from_unit, last) for role, part in self.parts.items()}
+        weight = self.decode(self, some, last - from_unit)
+        if first > from_unit:
+            weight = weight.outputs(first - from_unit, last - from_unit)
+        if self.some_inputs is None:
+            return weight
+        try:
+            return weight.inputs(*self.some_inputs)
+        except ValueError as error:
+            raise UnsupportedModel(
+                f"{self.name} cannot be divided over shards: {error}; serve the model on one device"
+            ) from error
 
     @property
     def packs(self) -> bool:
         """Whether the kernels can hold it exactly."""
         return fitting_group(self.group) is not None
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of its parts in the files; of one expert."""
+        return sum(part.tensor.num_bytes for part in self.parts.values()) // (self.experts or 1)
 
     @property
     def packed_bytes(self) -> int:
@@ -98,8 +155,8 @@ class StoredWeight:
             return (self.experts or 1) * (packed_bytes(self.n, self.k, self.form, 0, 0) + self.n * self.scale_bytes)
         group = fitting_group(self.group) or 0
         scale_bytes = _SCALE_BYTES[self.parts["scales"].tensor.dtype] + ("zeros" in self.parts)
-        order_bytes = 4 * self.k * ("g_idx" in self.parts)
-        return (self.experts or 1) * (packed_bytes(self.n, self.k, self.form, group, scale_bytes) + order_bytes)
+        (n, k), ordered = self.shape, "g_idx" in self.parts
+        return (self.experts or 1) * (packed_bytes(n, k, self.form, group, scale_bytes) + 4 * k * ordered)
 
 
 def fitting_group(group: int) -> int | None:
@@ -209,27 +266,40 @@ def _compressed_tensors(files: _StoredTensors, given: Mapping[str, Any]) -> Iter
     if (given.get("transform_config") or {}).get("config_groups"):
         raise files.refuse("with transforms of its inputs")
     groups = list(given["config_groups"].values()) if isinstance(given.get("config_groups"), dict) else []
-    for base in files.named(".weight_packed"):
-        scheme = _scheme_of(files, groups, base)
-        if files.tensors[f"{base}.weight_packed"].dtype != "I32":
-            raise files.refuse(f"of {scheme.get('num_bits')!r:.20} bits, {scheme.get('type')!r:.20}")
-        yield _packed_integers(files, base, scheme)
-    for base in files.named(".weight", (_FP8, "I8")):
-        yield _bytes_with_scales(files, base, _scheme_of(files, groups, base))
+    packed, in_bytes = files.named(".weight_packed"), files.named(".weight", (_FP8, "I8"))
+    schemes = _schemes(files, groups, [*packed, *in_bytes])
+    for base in packed:
+        scheme = schemes[base]
+        kind = tuple(scheme.get(name) for name in ("num_bits", "type", "group_size"))
+        if kind == (4, "float", 32) and files.has(f"{base}.weight_scale") and not files.has(f"{base}.weight_global_scale"):
+            yield _packed_floats(files, base)
+        else:
+            yield _packed_integers(files, base, scheme)
+    for base in in_bytes:
+        yield _bytes_with_scales(files, base, schemes[base])
 
 
-def _scheme_of(files: _StoredTensors, groups: Sequence[Mapping[str, Any]], base: str) -> Mapping[str, Any]:
-    """How the weight of a module is quantized: by its name, else by a pattern, else by its class."""
-    found: dict[int, Mapping[str, Any]] = {}
-    for group in groups:
-        for target in group.get("targets") or ():
-            pattern = str(target).removeprefix("re:")
-            rank = 1 if pattern != target and re.match(pattern, base) else 0 if target == base else 2
-            if rank < 2 or re.fullmatch(r"\w+", target):
-                found.setdefault(rank, group.get("weights") or {})
-    if not found:
-        raise CheckpointError(f"{files.model}: no config group of its quantization_config is of {base}; fetch or save it again")
-    return found[min(found)]
+def _schemes(files: _StoredTensors, groups: Sequence[Mapping[str, Any]], bases: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+    """How the weight of each module is quantized: by its name, else by a pattern, else by its class."""
+    targets = [(str(target), group.get("weights") or {}) for group in groups for target in group.get("targets") or ()]
+    patterns = [target[len(_PATTERN) :] for target, _ in targets if target.startswith(_PATTERN)]
+    matched = matches(patterns, bases)
+    by_name, by_class = dict[str, Mapping[str, Any]](), None
+    by_pattern: dict[str, Mapping[str, Any]] = {}
+    for target, scheme in targets:
+        if target.startswith(_PATTERN):
+            by_pattern = dict.fromkeys(matched[target[len(_PATTERN) :]], scheme) | by_pattern
+        else:
+            by_name.setdefault(target, scheme)
+            if by_class is None and re.fullmatch(r"\w+", target):
+                by_class = scheme
+    found = by_pattern | {base: by_name[base] for base in bases if base in by_name}
+    for base in bases:
+        if base not in found and by_class is None:
+            raise CheckpointError(
+                f"{files.model}: no config group of its quantization_config is of {base}; fetch or save it again"
+            )
+    return {base: found.get(base, by_class or {}) for base in bases}
 
 
 def _packed_integers(files: _StoredTensors, base: str, scheme: Mapping[str, Any]) -> StoredWeight:
@@ -256,6 +326,17 @@ def _packed_integers(files: _StoredTensors, base: str, scheme: Mapping[str, Any]
         parts["g_idx"] = StoredPart(files.get(f"{base}.weight_g_idx", ("I32", "I64"), 1))
         files.check(parts["g_idx"].tensor, (k,))
     return StoredWeight(f"{base}.weight", _INTEGERS[bits], n, k, group if group < k else 0, parts, _decode_packed)  # type: ignore[arg-type]
+
+
+def _packed_floats(files: _StoredTensors, base: str) -> StoredWeight:
+    """MXFP4 (`mxfp4-pack-quantized`)."""
+    packed, scales = files.get(f"{base}.weight_packed", ("U8",), 2), files.get(f"{base}.weight_scale", ("U8", _POWERS), 2)
+    n, half = packed.shape
+    if not n or not half or half % 16:
+        raise ValueError(f"{n} by {2 * half} weights in groups of 32")
+    files.check(scales, (n, half // 16))
+    parts = {"values": StoredPart(packed, 0), "scales": StoredPart(scales, 0)}
+    return StoredWeight(f"{base}.weight", "fp4", n, 2 * half, 32, parts, _decode_mxfp4)
 
 
 def _scale_part(files: _StoredTensors, scales: StoredTensor, n: int, groups: int, block: int = 1) -> StoredPart:
@@ -426,7 +507,7 @@ def _mxfp4(files: _StoredTensors) -> Iterable[StoredWeight]:
 
 def _decode_mxfp4(one: StoredWeight, parts: _Parts, n: int) -> QuantizedWeight:
     values = _signed(_nibbles(parts["values"].flatten(1)), 4)
-    return QuantizedWeight("fp4", values, parts["scales"].T.contiguous(), group=one.group)
+    return _ordered(one, values, parts["scales"].view(torch.uint8).T.contiguous(), None, None)
 
 
 # --- parts ---
@@ -469,7 +550,7 @@ def _ordered(
     one: StoredWeight, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, g_idx: torch.Tensor | None
 ) -> QuantizedWeight:
     """The weight, with the columns of each group together: g_idx [k] tells to which group each belongs."""
-    if not bool(scales.isfinite().all()):
+    if not bool((scales.isfinite() if scales.is_floating_point() else scales != _NO_POWER).all()):
         raise CheckpointError(f"{one.name} has scales that are not finite; fetch or save the model again")
     order = None
     if g_idx is not None and one.group and not bool((g_idx == -1).all()):

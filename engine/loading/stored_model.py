@@ -7,9 +7,13 @@ packed weights lack theirs meanwhile, and get them afterwards, one by one.
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
+import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -40,16 +44,24 @@ from ..layers.linears import (
 from ..layers.packed_experts import FIRST, LAST, PackedExperts, is_plain_experts
 from ..layers.quantization import QuantizedWeight
 from ..layers.quantized_linears import pack
+from ..process.memory_usage import trim
 from .checkpoint import Checkpoint
-from .mapped_files import MappedFiles
-from .meta_models import class_to_read, meta_model
+from .division import Division
+from .mapped_files import MappedFiles, drop_pages
+from .meta_models import SPELLED, class_to_read, meta_model
+from .packed_model import loading_bytes, most_besides
+from .slices import shrink
 from .stored_formats import StoredWeight, fitting_group
 from .tensor_files import TensorFiles
+from .weight_files import StoredTensor
 
 log = logging.getLogger(__name__)
 
-_CHUNK_WEIGHTS = 1 << 22  # decoded at a time, to bound temporary memory
+_CHUNK_WEIGHTS = 1 << 20  # decoded at a time, to bound temporary memory
 _CHUNK_BYTES = 16  # of each of them, at most
+_TIDY_BYTES = 1 << 25  # packed before memory is given back, which takes time
+_COLUMNS = 32  # of packed outputs that lie together, or a divisor of these
+_NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"  # transformers' variable, read at each loading
 # Names of stored weights, in the order of their outputs: of each expert, of which a tensor may have all.
 _Sources = list[list[tuple[str, int]]]
 
@@ -146,7 +158,8 @@ def _sources(
     if {len(names) for names in columns} != {shape[0]}:
         return None
     experts = [[(name, 0) for name in names] for names in zip(*columns, strict=True)]
-    shapes = {(sum(checkpoint.stored[name].n for name, _ in each), checkpoint.stored[each[0][0]].k) for each in experts}
+    stored = checkpoint.stored
+    shapes = {(sum(stored[name].shape[0] for name, _ in each), stored[each[0][0]].shape[1]) for each in experts}
     return experts if shapes == {shape[1:]} else None
 
 
@@ -157,49 +170,119 @@ def packs_stored(device: torch.device) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StoredSizes:
-    """Bytes of a checkpoint's weights once loaded: all, those of quantized weights that become plain, and what is held besides
-    all while they are read.
+    """Bytes of a checkpoint's weights once loaded: all, those of quantized weights that stay so (by form) and that become
+    plain, and what is held besides all while they are read.
     """
 
     weights_bytes: int
+    packed_bytes: Mapping[str, int]
     plain_bytes: int
     loading_bytes: int
 
 
 @lru_cache(maxsize=4)  # of a model that is made without memory: a plan asks several times
-def stored_sizes(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> StoredSizes:
-    """The sizes on `device`, where what is not packed has `dtype`. Reads no weights."""
-    packed = Places.of(checkpoint, meta_model(checkpoint, dtype)).names if packs_stored(device) else set()
+def stored_sizes(
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, division: Division | None = None
+) -> StoredSizes:
+    """The sizes on `device`, where what is not packed has `dtype`; with `division`, of the largest shard. Reads no weights."""
+    model, shards = meta_model(checkpoint, dtype), [checkpoint]
+    if division is not None:
+        shards = [_shard_of(checkpoint, division, rank) for rank in range(division.size)]
+        shrink(model, division, 0)
+    packed = Places.of(shards[0], model).names if packs_stored(device) else set()
+    largest = max(one.numel() for one in model.parameters()) * dtype.itemsize
+    return max((_sizes(one, packed, dtype, largest) for one in shards), key=lambda sizes: sizes.weights_bytes)
+
+
+def _sizes(checkpoint: Checkpoint, packed: Collection[str], dtype: torch.dtype, largest_bytes: int) -> StoredSizes:
     read = {one.name: one.num_elements * dtype.itemsize for one in checkpoint.tensors if one.name in checkpoint.stored}
-    plain = {name: size for name, size in read.items() if name not in packed}
+    plain_bytes = sum(size for name, size in read.items() if name not in packed)
     kept = {name: checkpoint.stored[name].packed_bytes for name in packed}
     total = checkpoint.weights_bytes(dtype) - sum(read[name] for name in packed) + sum(kept.values())
-    largest = max([*plain.values(), *kept.values()], default=0)  # it is held in pieces and as a whole
-    return StoredSizes(total, sum(plain.values()), largest + _CHUNK_WEIGHTS * _CHUNK_BYTES)
+    # Plain weights are packed first, and then quantized ones, the largest first: see `StoredModel`.
+    before = loading_bytes(_read_tensors(checkpoint, packed, dtype), dtype) - sum(kept.values())
+    besides = most_besides((size, checkpoint.stored[name].file_bytes) for name, size in kept.items())
+    joined = largest_bytes if plain_bytes else 0  # transformers holds what it joins beside the whole
+    by_form: dict[str, int] = {}
+    for name, size in sorted(kept.items()):
+        form = checkpoint.stored[name].form
+        by_form[form] = by_form.get(form, 0) + size
+    return StoredSizes(total, by_form, plain_bytes, max(before, besides, joined) + _CHUNK_WEIGHTS * _CHUNK_BYTES)
+
+
+def _shard_of(checkpoint: Checkpoint, division: Division, rank: int) -> Checkpoint:
+    """The checkpoint with what shard `rank` reads of quantized weights, and, of other tensors, the largest shard's part."""
+    tensors = tuple(division.largest_part(one) for one in checkpoint.tensors)
+    return replace(checkpoint, stored=division.stored_parts(checkpoint, rank), tensors=tensors)
+
+
+def _read_tensors(checkpoint: Checkpoint, packed: Collection[str], dtype: torch.dtype) -> list[StoredTensor]:
+    """What transformers reads: all that is not packed, decoded as `dtype` where it is stored quantized."""
+    return [
+        one
+        if one.name not in checkpoint.stored
+        else replace(one, dtype=SPELLED[dtype], num_bytes=one.num_elements * dtype.itemsize)
+        for one in checkpoint.tensors
+        if one.name not in packed
+    ]
 
 
 class StoredModel:
-    """The reading of one checkpoint: `kind`, `config` and `tensors` for transformers, then `install`."""
+    """The reading of one checkpoint: `kind`, `config` and `tensors` for transformers, then `install`.
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, *, pack: bool) -> None:
-        self._checkpoint, self._dtype = checkpoint, dtype
+    What the model has besides is packed before, while little is held.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        *,
+        pack: bool,
+        part: tuple[Division, int] | None = None,
+        change: Callable[[Any], None] = lambda model: None,
+    ) -> None:
+        """`part`: read only this shard's. `change` gets each new model, which may have no memory, and makes it smaller."""
+        self._checkpoint, self._dtype, self._part = checkpoint if part is None else _shard_of(checkpoint, *part), dtype, part
         self._files = checkpoint.read_tensors()
         self._mapped = MappedFiles(checkpoint.weights.paths)
-        self.places = Places.of(checkpoint, meta_model(checkpoint, dtype)) if pack else Places()
-        self.kind, self.config = class_to_read(checkpoint, self._remove)
-        packed = self.places.names
+        self.places = Places()
+
+        def changed(model: Any) -> None:
+            change(model)
+            if part is not None:
+                shrink(model, *part)
+            self._remove(model)
+
+        if pack:
+            model = meta_model(checkpoint, dtype)
+            changed(model)
+            self.places = Places.of(self._checkpoint, model)
+        self.kind, self.config = class_to_read(checkpoint, changed)
+        self.read = _read_tensors(self._checkpoint, self.places.names, dtype)
+        stored = self._checkpoint.stored
         self.tensors = {
-            one.name: _PlainWeight(self, stored) if (stored := checkpoint.stored.get(one.name)) else self._files[one.name]
-            for one in checkpoint.tensors
-            if one.name not in packed
+            one.name: _PlainWeight(self, stored[one.name]) if one.name in stored else self._plain(one.name) for one in self.read
         }
-        plain = [one for one in checkpoint.tensors if one.name in checkpoint.stored and one.name not in packed]
+
+    def _plain(self, name: str) -> torch.Tensor:
+        """A tensor of the files that is not quantized: this shard's part."""
+        tensor = self._files[name]
+        if self._part is None:
+            return tensor
+        division, rank = self._part
+        cut = division.cut_of(name, tensor.shape)
+        return tensor if cut is None else cut.of(tensor, rank)
+
+    def warn(self) -> None:
+        """Log how many quantized weights do not stay so, if there are any."""
+        one, packed = self._checkpoint, len(self.places.names)
+        plain = [tensor.num_bytes for tensor in self.read if tensor.name in one.stored]
         if plain:
-            size = format_bytes(sum(one.num_elements for one in plain) * dtype.itemsize)
             log.warning(
                 "%s: %d of %d weights in %s form become %s, %s in all: %s",
-                checkpoint.spec.name, len(plain), len(plain) + len(packed), checkpoint.stored_as,
-                str(dtype).removeprefix("torch."), size,
+                one.spec.name, len(plain), len(plain) + packed, one.stored_as, str(self._dtype).removeprefix("torch."),
+                format_bytes(sum(plain)),
                 "these modules or the kernels take no packed ones" if packed else "packed ones need a CPU and native kernels",
             )  # fmt: skip
 
@@ -221,17 +304,23 @@ class StoredModel:
 
     def install(self, model: Any) -> None:
         """Pack the weights, and give them to their modules. Mutates the model. Nothing can be read afterwards."""
+        stored, packed_bytes = self._checkpoint.stored, 0
+        unused = self._mapped.besides(one for one in self.tensors.values() if isinstance(one, torch.Tensor))
         of_rows = {name: self._packed(name) for name in dict.fromkeys(self.places.embeddings.values())}
         for path, name in self.places.embeddings.items():
             PackedEmbedding.pack(model.get_submodule(path), of_rows[name], self._dtype)
-        for path, name in self.places.linears.items():
-            packed = of_rows.get(name) or self._packed(name)
-            model.set_submodule(path, NativeLinear(packed, model.get_submodule(path).bias, self._dtype))
+        linears = sorted(self.places.linears.items(), key=lambda one: stored[one[1]].packed_bytes, reverse=True)
+        for path, name in linears:
+            weight = of_rows.get(name) or self._packed(name)
+            model.set_submodule(path, NativeLinear(weight, model.get_submodule(path).bias, self._dtype))
+            packed_bytes = _tidied(packed_bytes + weight.num_bytes, unused)
         for path, leaves in self.places.experts.items():
             module = model.get_submodule(path)
             *_, first, last = leaves.values()
             joined = [_joined([self._packed(*source) for source in one]) for one in first]  # one expert's parts at a time
-            PackedExperts.pack(module, joined, [self._packed(*source) for (source,) in last], self._dtype)
+            down = [self._packed(*source) for (source,) in last]
+            PackedExperts.pack(module, joined, down, self._dtype)
+            packed_bytes = _tidied(packed_bytes + sum(one.num_bytes for one in itertools.chain(*joined, down)), unused)
         self.tensors, self._files = {}, TensorFiles(())  # the model's class refers to this, and files stay mapped by it
 
     def decoded(self, one: StoredWeight, expert: int = 0) -> Iterable[tuple[int, QuantizedWeight]]:
@@ -239,22 +328,46 @@ class StoredModel:
         parts = {role: self._files[part.tensor.name] for role, part in one.parts.items()}
         if one.experts:
             parts = {role: part[expert] for role, part in parts.items()}
-        step = max(1, _CHUNK_WEIGHTS // (one.k * one.step)) * one.step
-        for begin in range(0, one.n, step):
-            end = min(begin + step, one.n)
-            some = {role: part.of(parts[role], begin, end) for role, part in one.parts.items()}
-            yield begin, one.decode(one, some, end - begin)
+        multiple, (n, _) = math.lcm(_COLUMNS, one.unit), one.shape
+        step = max(1, _CHUNK_WEIGHTS // (one.k * multiple)) * multiple
+        for begin in range(0, n, step):
+            yield begin, one.decoded(parts, begin, min(begin + step, n))
         for part in parts.values():
             self._mapped.give_back(part)
 
     def _packed(self, name: str, expert: int = 0) -> PackedWeight:
         one = self._checkpoint.stored[name]
-        pieces = [pack(_without_files(fitted(piece))) for _, piece in self.decoded(one, expert)]
-        if len(pieces) == 1:
-            return pieces[0]
-        joined = PackedWeight.joined(pieces)
-        assert joined is not None, "pieces are of one form, and begin where panels do"
-        return joined[0]
+        pieces = ((begin, pack(_without_files(fitted(piece)))) for begin, piece in self.decoded(one, expert))
+        return PackedWeight.gathered(one.shape[0], pieces)
+
+
+@contextmanager
+def one_by_one() -> Iterator[None]:
+    """A context in which transformers reads tensors when it needs them.
+
+    Otherwise its threads read ahead of what it joins, and hold all experts twice. Only within `making_models`.
+    """
+    before = os.environ.get(_NO_THREADS)
+    os.environ[_NO_THREADS] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_NO_THREADS]
+        else:
+            os.environ[_NO_THREADS] = before
+
+
+def _tidied(packed_bytes: int, unused: Iterable[tuple[int, int]]) -> int:
+    """The bytes packed since memory was given back. From _TIDY_BYTES on it is: free pages of the heap, and those at `unused`
+    addresses of files, which the system maps around each that is read.
+    """
+    if packed_bytes < _TIDY_BYTES:
+        return packed_bytes
+    for begin, end in unused:
+        drop_pages(begin, end)
+    trim(torch.device("cpu"))
+    return 0
 
 
 class _PlainWeight:
@@ -265,7 +378,7 @@ class _PlainWeight:
 
     def __getitem__(self, key: Any) -> torch.Tensor:
         one, dtype = self._stored, self._model._dtype
-        whole = torch.empty((one.experts or 1, one.n, one.k), dtype=dtype)
+        whole = torch.empty((one.experts or 1, *one.shape), dtype=dtype)
         for expert in range(len(whole)):
             for begin, piece in self._model.decoded(one, expert):
                 whole[expert, begin : begin + len(piece.values)] = piece.dequantized()

@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from ...allocator.host_arena import preferred_granule
@@ -76,7 +76,8 @@ class MemoryPlan:
     context: int  # tokens of the sequences counted in `sequences_that_fit`
     quantization: Quantization | None = None  # of the weights, made at load
     stored_as: str | None = None  # the format of weights that are stored quantized
-    dequantized_bytes: int = 0  # of the weights, those that are stored quantized and become `dtype`
+    packed_bytes: Mapping[str, int] = field(default_factory=dict)  # of these weights, by form, those that stay as they are
+    dequantized_bytes: int = 0  # and those that become `dtype`
     loading_bytes: int = 0  # held while weights are read on a CPU, besides those that stay
     num_shards: int = 1  # of the model; all other numbers are of one of them
     replicated_bytes: int = 0  # of the weights, those that every shard has
@@ -152,9 +153,9 @@ class MemoryPlan:
         """Plain data, for JSON."""
         names = (
             "model", "device", "dtype", "quantization", "stored_as", "kv_cache_dtype", "free_bytes", "weights_bytes",
-            "dequantized_bytes", "primitives_bytes", "reserve_bytes", "kv_bytes", "min_kv_bytes", "num_blocks", "block_size",
-            "kv_bytes_per_token", "max_model_len", "context", "tokens_that_fit", "sequences_that_fit", "left_bytes",
-            "num_shards", "replicated_bytes", "answers_bytes", "state_bytes",
+            "packed_bytes", "dequantized_bytes", "primitives_bytes", "reserve_bytes", "kv_bytes", "min_kv_bytes", "num_blocks",
+            "block_size", "kv_bytes_per_token", "max_model_len", "context", "tokens_that_fit", "sequences_that_fit",
+            "left_bytes", "num_shards", "replicated_bytes", "answers_bytes", "state_bytes",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names} | {
             "kv_cache_dtypes": {
@@ -189,6 +190,7 @@ class MemoryPlan:
                 "weights",
                 format_bytes(self.weights_bytes) + (f" in {form}" if (form := self.quantization or self.stored_as) else ""),
             ),
+            *(("... packed", f"{format_bytes(size)}, as {form}") for form, size in self.packed_bytes.items()),
             *([("... dequantized", f"{format_bytes(self.dequantized_bytes)}, as {self.dtype}")] * bool(self.dequantized_bytes)),
             *([("... on every shard", format_bytes(self.replicated_bytes))] if self.num_shards > 1 else []),
             *([("primitives", format_bytes(self.primitives_bytes))] if self.primitives_bytes else []),

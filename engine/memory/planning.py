@@ -66,6 +66,7 @@ def plan_memory(
     weights = _weights_bytes(config, checkpoint, device, dtype, _with_known(free, {device: there}), division)
     base = model_geometry(config, checkpoint, device, dtype, division)
     primitives = _primitives_bytes(checkpoint, base, device, dtype)
+    stored = stored_sizes(checkpoint, device, dtype, division) if checkpoint.stored else None
     return plan_pool(
         config,
         checkpoint,
@@ -81,7 +82,8 @@ def plan_memory(
         remedy=lambda asked_bytes: address_remedy(asked_bytes, device),
         loading_bytes=_loading_bytes(config, checkpoint, device, dtype, division),
         stored_as=checkpoint.stored_as,
-        dequantized_bytes=stored_sizes(checkpoint, device, dtype).plain_bytes if checkpoint.stored else 0,
+        packed_bytes=stored.packed_bytes if stored else {},
+        dequantized_bytes=stored.plain_bytes if stored else 0,
         answers_bytes=_answers_bytes(device, there - weights - primitives, free),
     )
 
@@ -102,8 +104,9 @@ def _loading_bytes(
     if device.type != "cpu" or config.quantization is not None:
         return 0
     if checkpoint.stored:
-        return stored_sizes(checkpoint, device, dtype).loading_bytes
-    return loading_bytes(checkpoint, dtype, division)
+        return stored_sizes(checkpoint, device, dtype, division).loading_bytes
+    tensors = checkpoint.tensors if division is None else tuple(map(division.largest_part, checkpoint.tensors))
+    return loading_bytes(tensors, dtype)
 
 
 def _weights_bytes(

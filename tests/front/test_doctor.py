@@ -20,7 +20,7 @@ import pytest
 import torch
 from monitors import MonitorProcess
 
-from pagetide import __version__, doctor, machine_report
+from pagetide import __version__, doctor, machine_report, native
 from pagetide.cli import main
 from pagetide.engine.loading.models import user_file
 from pagetide.engine.self_check.report import ABSENT, FAILED, PARTS, PASSED, CheckReport, PartOutcome
@@ -55,10 +55,16 @@ def test_on_a_machine_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"pagetide {__version__}" in text
     assert f"torch {torch.__version__}" in text
     assert "torch sees no CUDA device" in text
+    multiplied = native.instructions() is not None
+    assert "gptq, awq" in text and ("multiplied as they are" in text) == ("one row times 2048 by 2048" in text) == multiplied
     assert main(["doctor", "--run", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["devices"] == [] and told["torch"]["attention"]["torch"] == {"loads": True, "error": None}
     assert [problem for problem in told["problems"] if problem["fails"]] == []
+    times = told["torch"]["quantized"]["product_ms"]
+    assert [*times] == (["bfloat16", "int8", "int4", "fp8", "fp4"] if multiplied else []) and all(
+        ms > 0 for ms in times.values()
+    )
     assert told["versions"]["torch"] == torch.__version__
     assert told["host"]["total_bytes"] >= told["host"]["free_bytes"] > 0
     assert main(["doctor", "--device", "cuda:1"]) == 2

@@ -10,20 +10,25 @@ from families import tiny
 from safetensors.torch import save_file
 from shard_threads import run_in_threads
 from sharded_engines import CPU, DIVIDED, divided, geometry_of, saved
+from stored_checkpoints import AWQ, FP8, of_compressed, of_gptq, opened, oracle
 from torch import nn
 
+from benchmarks import stored_weights as made
 from pagetide import native
 from pagetide.engine.collectives.sharded_modules import GatheredHead, gather_on_first
 from pagetide.engine.config import resolve_model
 from pagetide.engine.errors import UnsupportedModel
 from pagetide.engine.layers.fusion import fuse
 from pagetide.engine.layers.kernels import kernels_on
+from pagetide.engine.layers.linears import NativeLinear
+from pagetide.engine.layers.packed_experts import PackedExperts
 from pagetide.engine.loading.checkpoint import Checkpoint
 from pagetide.engine.loading.division import Cut, Division
 from pagetide.engine.loading.loader import load_model
 from pagetide.engine.loading.mapped_files import MappedFiles
 from pagetide.engine.loading.packed_model import loading_bytes
 from pagetide.engine.loading.quantized_cache import QuantizedCache
+from pagetide.engine.loading.stored_model import stored_sizes
 
 KERNELS = kernels_on(torch.device("cpu"))
 TOKENS = torch.tensor([[5, 1, 77, 34, 120, 5, 9, 64, 3, 118, 40, 41, 2]])
@@ -90,6 +95,48 @@ def test_quantized_shards_are_as_near_as_the_quantized_whole(form, tmp_path: Pat
         assert 0 < float((found[0] - right).norm() / right.norm()) < 1.5 * error + 1e-3
 
 
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 64, "intermediate_size": 112, "vocab_size": 128}
+QUANTIZED = {
+    "llama": (AWQ, made.awq(16)),
+    "qwen2": (FP8, made.float_quantized(32, 16, "weight_scale_inv")),
+    "mixtral": (of_gptq(), made.gptq(4, 16, False)),
+}
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("family", QUANTIZED)
+def test_quantized_checkpoints_are_divided_at_groups(family: str, pack: bool, tmp_path: Path) -> None:
+    """112 inputs of seven groups: one shard has three of them, and the other one four."""
+    plain_folder = made.checkpoint(tiny(family, **HEADS), tmp_path / "packed", *QUANTIZED[family])
+    checkpoint, right = opened(tmp_path / "packed"), logits_of(oracle(plain_folder))
+    division, groups, shards = divided(checkpoint, 2, pack=pack)
+    assert_alike(shards, groups, right)
+    down = next(cut for name, cut in division.cuts.items() if "down_proj" in name)
+    assert [down.width(rank) for rank in range(2)] == [48, 64]
+    sizes = [stored_sizes(checkpoint, CPU, torch.float32, of) for of in (None, division)]
+    assert sizes[1].weights_bytes < 0.7 * sizes[0].weights_bytes
+    if pack and native.instructions() is not None:
+        linears = [one.packed for one in shards[1].modules() if isinstance(one, NativeLinear)]
+        assert {one.type for one in linears} > {torch.float32} and sizes[1].plain_bytes == 0
+        experts = [one for part in shards[1].modules() if isinstance(part, PackedExperts) for one in part._last]
+        assert {one.k for one in experts} == ({64} if family == "mixtral" else set())
+        held = sum(one.num_bytes for one in linears) + sum(p.nbytes for p in shards[1].parameters() if not p.is_meta)
+        assert family == "mixtral" or held <= sizes[1].weights_bytes
+
+
+def test_quantized_weights_that_cannot_be_cut_are_refused(tmp_path: Path) -> None:
+    def refusal(folder: str) -> str:
+        with pytest.raises(UnsupportedModel) as caught:
+            divided(opened(tmp_path / folder), 2, pack=True)
+        return str(caught.value)
+
+    model = tiny("llama", **HEADS)
+    made.checkpoint(model, tmp_path / "groups", of_compressed(group=48), made.compressed(4, 48, True))
+    assert "down_proj.weight cannot, since inputs 0 to 56 are not whole groups of 48; take another number" in refusal("groups")
+    made.checkpoint(model, tmp_path / "ordered", of_gptq(desc_act=True), made.gptq(4, 16, False, act_order=True))
+    assert "its inputs are grouped out of order (act-order); serve the model on one device" in refusal("ordered")
+
+
 def test_only_the_first_shard_gathers_once_a_model_is_checked(tmp_path: Path) -> None:
     model, checkpoint = saved("gemma2", tmp_path)
     right = logits_of(model)
@@ -106,6 +153,8 @@ def test_parts_are_equal_and_begin_where_kernels_ask_for() -> None:
     assert Cut.even(0, 163, 2).ranges == (((0, 81),), ((81, 163),))
     assert Cut.even(0, 64, 4, parts=2).ranges[1] == ((8, 16), (40, 48))
     assert Cut.even(0, 72, 2).ranges == (((0, 32),), ((32, 72),))
+    assert Cut.even(0, 640, 2, unit=128).ranges == (((0, 256),), ((256, 640),))
+    assert Cut.even(0, 72, 2, unit=128).ranges == Cut.even(0, 72, 2).ranges
     assert Cut.exact(0, 72, 2).ranges == (((0, 36),), ((36, 72),))
     for length, size, parts in ((163, 4, 1), (64, 3, 2), (9, 8, 1), (4096, 7, 2)):
         cut = Cut.even(1, length, size, parts)
@@ -267,4 +316,4 @@ def test_bytes_to_load_are_those_of_the_largest_part(tmp_path: Path) -> None:
     assert parts["lm_head.weight"].shape == (163 - 81, 64)
     assert parts["model.layers.0.self_attn.k_proj.weight"].num_bytes == 4 * 16 * 64
     assert parts["model.norm.weight"] in checkpoint.tensors
-    assert loading_bytes(checkpoint, torch.bfloat16, division) <= loading_bytes(checkpoint, torch.bfloat16)
+    assert loading_bytes([*parts.values()], torch.bfloat16) <= loading_bytes(checkpoint.tensors, torch.bfloat16)

@@ -74,7 +74,7 @@ def assert_packed_alike(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
 def test_the_same_numbers_in_every_type(tmp_path: Path, family: str, stored: torch.dtype, tied: bool) -> None:
     """Whoever reads the file again finds it as it was."""
     checkpoint = saved(tmp_path, family, stored, tie_word_embeddings=tied)
-    assert stored_dtype(checkpoint) == stored
+    assert stored_dtype(checkpoint.tensors) == stored
     for dtype in TYPES if family in ("qwen2", "gpt_oss") else TYPES[:2]:
         embeddings = assert_packed_alike(checkpoint, dtype).get_input_embeddings()
         assert isinstance(embeddings, PackedEmbedding) == (tied and native.instructions() is not None)
@@ -85,7 +85,7 @@ def test_the_same_numbers_from_files_of_several_types(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     save_file({k: v.float() if "norm" in k else v for k, v in load_file(file).items()}, file, metadata={"format": "pt"})
     checkpoint = opened(tmp_path)
-    assert stored_dtype(checkpoint) is None
+    assert stored_dtype(checkpoint.tensors) is None
     for dtype in (torch.float32, torch.bfloat16):
         assert_packed_alike(checkpoint, dtype)
 
@@ -151,10 +151,10 @@ def test_the_most_memory_while_loading(tmp_path: Path) -> None:
     """The largest weights are packed first, when little else is held: only a model of few large ones needs more than stays."""
     even = saved(tmp_path / "even", "llama", torch.bfloat16, num_hidden_layers=8)
     smallest = min(tensor.num_bytes for tensor in even.tensors)
-    assert loading_bytes(even, torch.bfloat16) == smallest
-    assert loading_bytes(even, torch.float32) == smallest
+    assert loading_bytes(even.tensors, torch.bfloat16) == smallest
+    assert loading_bytes(even.tensors, torch.float32) == smallest
     wide = saved(tmp_path / "wide", "llama", torch.bfloat16, vocab_size=1 << 15, num_hidden_layers=1)
     others = sum(tensor.num_bytes for tensor in wide.tensors if "norm" not in tensor.name) - 2 * 48 * 2 * (1 << 15)
     table = 48 * 2 * (1 << 15)
     norms = 3 * 48 * 2
-    assert loading_bytes(wide, torch.bfloat16) == table - others - norms > 0
+    assert loading_bytes(wide.tensors, torch.bfloat16) == table - others - norms > 0

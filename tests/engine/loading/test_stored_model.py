@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 from families import VOCAB, tiny
 from safetensors.torch import load_file, save_file
-from stored_checkpoints import AWQ, FORMATS, FP8, check_logits, check_tokens, gpt_oss, of_compressed, of_gptq, opened
+from stored_checkpoints import AWQ, FORMATS, FP8, check_logits, check_tokens, gpt_oss, of_compressed, of_gptq, opened, small
 
 from benchmarks import stored_weights as made
 from pagetide import LLM, native
@@ -51,8 +53,8 @@ def counted_reads(monkeypatch) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_format_is_read_as_what_it_stands_for(name: str, tmp_path: Path) -> None:
-    family, config, packer = FORMATS[name]
-    plain_folder = made.checkpoint(tiny(family), tmp_path / "packed", config, packer)
+    _, config, packer = FORMATS[name]
+    plain_folder = made.checkpoint(small(name), tmp_path / "packed", config, packer)
     check_logits(tmp_path / "packed", plain_folder)
 
 
@@ -74,6 +76,21 @@ def test_experts_that_are_stored_one_by_one(family: str, tmp_path: Path) -> None
     plain_folder = made.checkpoint(model, tmp_path / "packed", of_gptq(desc_act=True), made.gptq(4, 8, False))
     check_logits(tmp_path / "packed", plain_folder)
     assert packed_experts(tmp_path / "packed") == {"mixtral": 3, "qwen3_moe": 2, "deepseek_v3": 2}[family]
+
+
+def test_plain_weights_are_decoded_when_they_are_needed(tmp_path: Path, monkeypatch) -> None:
+    """Threads that read ahead would hold all experts beside those that are joined."""
+    made.checkpoint(tiny("mixtral"), tmp_path / "packed", of_gptq(), made.gptq(4, 8, False))
+    threads, original = set(), stored_model._PlainWeight.__getitem__
+
+    def noting(self, key):
+        threads.add(threading.current_thread())
+        return original(self, key)
+
+    monkeypatch.setattr(stored_model._PlainWeight, "__getitem__", noting)
+    before = dict(os.environ)
+    load_model(opened(tmp_path / "packed"), CPU, torch.float32, pack=False)
+    assert threads == {threading.current_thread()} and dict(os.environ) == before
 
 
 def test_experts_in_mxfp4(tmp_path: Path) -> None:
@@ -221,7 +238,10 @@ def test_the_plan_names_the_format(tmp_path: Path) -> None:
     with LLM(tmp_path / "packed", device="cpu", kv_memory=MIB) as llm:
         plan = llm._manager.engine.plan
         assert plan.stored_as == "awq" and " in awq" in plan.describe()
-        assert (plan.dequantized_bytes == 0) == (native.instructions() is not None)
+        native_forms = set() if native.instructions() is None else {"int4"}
+        assert (plan.dequantized_bytes == 0) == bool(native_forms) and {*plan.packed_bytes} == native_forms
+        assert ("... packed" in plan.describe() and ", as int4" in plan.describe()) == bool(native_forms)
+        assert sum(plan.packed_bytes.values()) < plan.weights_bytes
         assert plan.to_dict()["stored_as"] == "awq"
     for library in ("accelerate", "optimum", "gptqmodel", "kernels", "bitsandbytes", "compressed_tensors", "awq"):
         assert library not in sys.modules
@@ -294,6 +314,21 @@ def test_other_formats_that_are_not_whole_are_refused(tmp_path: Path) -> None:
     gpt_oss(tmp_path / "c")
     name = "model.layers.0.mlp.experts.down_proj"
     assert "_scales is missing" in broken(tmp_path / "c", lambda t: t.pop(f"{name}_scales"))
+    gpt_oss(tmp_path / "d")
+    assert "scales that are not finite" in broken(tmp_path / "d", lambda t: t[f"{name}_scales"][1, 2, 0].fill_(255))
+    for i, (said, change) in enumerate((
+        ("scales that are not finite", lambda t: t[f"{Q}.weight_scale"][5, 1].fill_(255)),
+        ("weight_scale is [96, 1], and [96, 3]", lambda t: t.update({f"{Q}.weight_scale": torch.ones(96, 1).byte()})),
+        ("belongs to a quantized weight", lambda t: t.pop(f"{Q}.weight_packed")),
+        ("of 4 bits, 'float'", lambda t: t.update({f"{Q}.weight_global_scale": torch.ones(1)})),
+    )):  # fmt: skip
+        _, config, packer = FORMATS["MXFP4 in groups"]
+        made.checkpoint(small("MXFP4 in groups", num_hidden_layers=2), tmp_path / f"e{i}", config, packer)
+        assert said in broken(tmp_path / f"e{i}", change), said
+    _, config, packer = FORMATS["fp8 in blocks with exponents"]
+    made.checkpoint(tiny("llama"), tmp_path / "f", config, packer)
+    powers = torch.full((2, 3), 255, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    assert "scales that are not finite" in broken(tmp_path / "f", lambda t: t.update({f"{Q}.weight_scale_inv": powers}))
 
 
 @pytest.mark.parametrize(
@@ -304,6 +339,7 @@ def test_other_formats_that_are_not_whole_are_refused(tmp_path: Path) -> None:
         (of_compressed(group=16) | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "with 'sparse-24-bitmask' sparsity"),
         (of_compressed(group=16) | {"transform_config": {"config_groups": {"R1": {}}}}, "with transforms of its inputs"),
         (of_compressed(strategy="group"), "quantization_config is not valid"),
+        (of_compressed(group=16) | {"config_groups": {"group_0": {"targets": ["re:("]}}}, "quantization_config is not valid"),
         (of_gptq(checkpoint_format="marlin"), "in gptq form 'marlin', which is not read"),
         (AWQ | {"version": "gemv"}, "in awq form 'gemv', which is not read"),
     ],

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 from families import tiny
+from stored_checkpoints import AWQ
 
+from benchmarks.stored_weights import awq, checkpoint
 from pagetide import native
 from pagetide.engine.loading.checkpoint import Checkpoint
 from pagetide.engine.loading.models import ModelSpec
@@ -23,6 +25,13 @@ def saved(folder: Path, **options: Any) -> Checkpoint:
     model.config.dtype = torch.bfloat16
     model.save_pretrained(folder)
     return Checkpoint.open(ModelSpec("tiny", folder, "a test"))
+
+
+def where_memory_tells(test: Any) -> Any:
+    """Skip a test where memory does not tell what was packed."""
+    has_mark = Path("/proc/self/clear_refs").exists()
+    test = pytest.mark.skipif(native.instructions() is None, reason="the native kernels are not built")(test)
+    return pytest.mark.skipif(not has_mark, reason="the system keeps no high-water mark")(test)
 
 
 PROGRAM = """
@@ -46,18 +55,37 @@ with load(sys.argv[2]) as llm:
 """
 
 
-@pytest.mark.skipif(native.instructions() is None, reason="the native kernels are not built")
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system keeps no high-water mark")
+def loaded(folder: Path, dtype: str) -> dict[str, Any]:
+    """What the program says of the checkpoints `small` and `model` in `folder`."""
+    command = [sys.executable, "-P", "-c", PROGRAM, str(folder / "small"), str(folder / "model"), dtype]
+    return json.loads(subprocess.run(command, env=os.environ, capture_output=True, text=True, check=True).stdout)
+
+
+@where_memory_tells
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_little_more_memory_than_stays(tmp_path: Path, dtype: str) -> None:
     """In a process of its own: 60 MiB of weights in bfloat16, a sixth of them tied. Libraries vary by some MiB."""
     sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12, "vocab_size": 1 << 13}
     saved(tmp_path / "small")
-    checkpoint = saved(tmp_path / "model", tie_word_embeddings=True, num_hidden_layers=4, **sizes)
-    command = [sys.executable, "-P", "-c", PROGRAM, str(tmp_path / "small"), str(tmp_path / "model"), dtype]
-    run = subprocess.run(command, env=os.environ, capture_output=True, text=True, check=True)
-    found = json.loads(run.stdout)
-    weights = checkpoint.weights_bytes(dtype)
+    whole = saved(tmp_path / "model", tie_word_embeddings=True, num_hidden_layers=4, **sizes)
+    found = loaded(tmp_path, dtype)
+    weights = whole.weights_bytes(dtype)
     assert weights == found["weights_bytes"] > 50 << 20
     assert weights < found["stays"] < 1.2 * weights + (12 << 20)
     assert found["peak"] < 1.15 * found["stays"] + (8 << 20)
+
+
+@where_memory_tells
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_little_more_memory_of_a_quantized_checkpoint(tmp_path: Path, dtype: str) -> None:
+    """In a process of its own: three quarters of the bytes are an embedding, which is tied to the output head."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 16, "vocab_size": 1 << 15}
+    saved(tmp_path / "small")
+    model = tiny("qwen2", tie_word_embeddings=True, num_hidden_layers=4, **sizes).to(torch.float16)
+    model.config.dtype = torch.float16
+    checkpoint(model, tmp_path / "model", AWQ | {"group_size": 128}, awq(128))
+    found = loaded(tmp_path, dtype)
+    weights = found["weights_bytes"]
+    assert weights > 80 << 20
+    assert weights < found["stays"] < 1.2 * weights + (12 << 20)
+    assert found["peak"] < 1.15 * found["stays"] + (24 << 20)  # a part of the head, or a piece of a weight, is 16 MiB or more
