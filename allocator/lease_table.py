@@ -10,10 +10,12 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Protocol
 
 from ..common.units import format_bytes
 from ..monitor.errors import MonitorError
+from ..monitor.events import EventKind, MemoryEvent
 from ..monitor.snapshot import DeviceInfo, DeviceMemory
 from . import wire
 from .broker_connection import Connection, Peer
@@ -55,6 +57,7 @@ class LeaseTable:
         set_engines: Called with the pids that hold leases on a device whenever they change. A source that counts only named
             processes, as a test device does, must count these too: used bytes include the engines'.
         clock: Monotonic ns, the clock of the readings.
+        tell: Takes events of leases and reservations: refusals, recalls, ends. Must not wait.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class LeaseTable:
         quota: Quota | None = None,
         set_engines: Callable[[str, frozenset[int]], None] = lambda uuid, pids: None,
         clock: Callable[[], int] = time.monotonic_ns,
+        tell: Callable[[MemoryEvent], None] = lambda event: None,
     ) -> None:
         self.epoch = secrets.randbits(53)
         self.decide_from_ns = 0  # before this, engines that have not returned yet would count as foreign
@@ -71,7 +75,7 @@ class LeaseTable:
         self.lease_views: tuple[wire.LeaseView, ...] = ()
         self.device_views: tuple[DeviceView, ...] = ()
         self._readings, self._rules, self.quota = readings, rules, quota
-        self._set_engines, self.clock = set_engines, clock
+        self._set_engines, self.clock, self._tell = set_engines, clock, tell
         self._devices: dict[str, LeasedDevice] = {}
         self._reservations: dict[int, tuple[LeasedDevice, Connection]] = {}
         self._ids = itertools.count(1)
@@ -152,6 +156,7 @@ class LeaseTable:
         assert now is not None
         if lease.connection is not None:
             lease.connection.send(wire.LimitMessage(lease.lease_id, now, self._next_generation()))
+        self._tell(self._event(lease, EventKind.LIMITED, now, "by hand"))
         log.info("%s is limited to %s by hand; %s above it", named(lease), format_bytes(now), format_bytes(over_bytes))
         return wire.LimitSetMessage(now, over_bytes)
 
@@ -175,7 +180,9 @@ class LeaseTable:
 
     def unreserve(self, reservation_id: int) -> None:
         """End a reservation after its connection has closed."""
-        device, _ = self._reservations.pop(reservation_id)
+        device, connection = self._reservations.pop(reservation_id)
+        num_bytes = device.account.state.reservations[reservation_id].num_bytes
+        self._tell(_peer_event(connection.peer, device.info, EventKind.ENDED, num_bytes, "its reservation"))
         device.account.unreserve(reservation_id)
 
     def end(self, lease: LeaseAccount, why: str, *, may_return: bool) -> None:
@@ -184,11 +191,25 @@ class LeaseTable:
             lease.connection.lease_id = None
             lease.connection = None
             self._read(lease)
+            self._tell(self._event(lease, EventKind.DIED if may_return else EventKind.ENDED, reason=why))
             log.info("the lease of %r (pid %d) has ended: %s", lease.terms.name, lease.peer.pid, why)
         lease.may_return = lease.may_return and may_return
         if lease.lease_id in self.leases:
             account = self._devices[lease.device_uuid].account
             account.end(lease.lease_id, self.clock(), may_return=lease.may_return)
+
+    def refused(self, peer: Peer, message: wire.Message, error: LeaseRefused) -> None:
+        """Tell that a lease or a reservation was refused."""
+        match message:
+            case wire.RegisterMessage():
+                uuid, num_bytes, engine = message.device_uuid, message.min_bytes, message.name
+            case wire.ReserveMessage():
+                uuid, num_bytes, engine = message.device_uuid, message.num_bytes, None
+            case _:
+                return
+        info = next((info for info in self._readings.devices() if info.uuid == uuid), None)
+        event = _peer_event(peer, info, EventKind.REFUSED, num_bytes, str(error))
+        self._tell(replace(event, engine=engine))
 
     def find(self, engine: str, peer: Peer, owner_uid: int) -> LeaseAccount:
         """The lease of an engine by name, pid or #number, if `peer` may control it. Raises UnknownEngine, NotPermitted."""
@@ -266,6 +287,7 @@ class LeaseTable:
                 _, connection = self._reservations[order.reservation_id]
                 num_bytes = device.account.state.reservations[order.reservation_id].num_bytes
                 connection.send(wire.ReservedMessage(num_bytes))
+                self._tell(_peer_event(connection.peer, device.info, EventKind.RESERVED, num_bytes))
                 log.info(
                     "%s are free for the process that reserved them (pid %d)", format_bytes(num_bytes), connection.peer.pid
                 )
@@ -282,6 +304,8 @@ class LeaseTable:
                 lease.connection.send(wire.WithdrawMessage(order.lease_id, generation))
             else:
                 deadline_ms = wire.milliseconds(order.deadline_s)
+                over_bytes = device.account.state.leases[order.lease_id].granted_bytes - order.target_bytes
+                self._tell(self._event(lease, EventKind.RECALLED, over_bytes, _why(order)))
                 log.info(
                     "%s is recalled to %s within %d ms, %s: it is granted %s; external processes hold %s of the device",
                     named(lease),
@@ -311,6 +335,8 @@ class LeaseTable:
             views.append(view)
             if view.state == "overdue" and not lease.overdue_logged:
                 lease.overdue_logged = True
+                over_bytes = view.granted_bytes - (view.recall_target_bytes or 0)
+                self._tell(self._event(lease, EventKind.OVERDUE, over_bytes, "others are served without it"))
                 log.warning(
                     "%s is overdue: it was to be at %s and is granted %s; others are served without it",
                     named(lease),
@@ -391,8 +417,30 @@ class LeaseTable:
         except (MonitorError, OSError) as error:  # the process ended first, or no descriptors are left
             log.warning("the engines of device %s cannot all be counted: %s", device.info.index, error)
 
+    def _event(
+        self, lease: LeaseAccount, kind: EventKind, num_bytes: int | None = None, reason: str | None = None
+    ) -> MemoryEvent:
+        device = self._devices[lease.device_uuid]
+        state = device.account.state.leases.get(lease.lease_id)
+        event = _peer_event(lease.peer, device.info, kind, num_bytes, reason)
+        return replace(event, engine=lease.terms.name, held_bytes=None if state is None else state.held_bytes)
+
     def _next_generation(self) -> wire.OrderGeneration:
         return wire.OrderGeneration(self.epoch, next(self._counter))
+
+
+def _peer_event(
+    peer: Peer, info: DeviceInfo | None, kind: EventKind, num_bytes: int | None, reason: str | None = None
+) -> MemoryEvent:
+    return MemoryEvent(
+        kind=kind,
+        device=None if info is None else info.index,
+        device_uuid=None if info is None else info.uuid,
+        pid=peer.pid or None,
+        user=user_name(peer.uid),
+        bytes=num_bytes,
+        reason=reason,
+    )
 
 
 def _why(order: Recall) -> str:

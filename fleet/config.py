@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..api.arguments import table_answer
+from ..common.state_dir import state_dir
 from ..common.settings import (
     Kind,
     Settings,
@@ -169,9 +170,3 @@ class FleetConfig:
 def _resource(name: str) -> str:
     """The name of a resource or a tenant, which stays as it is, but for Ray's own."""
     return name.replace("-", "_") if name.startswith("num-") else name
-
-
-def state_dir(environ: Mapping[str, str]) -> Path:
-    """The folder of all fleets' states: $XDG_STATE_HOME/pagetide."""
-    base = environ.get("XDG_STATE_HOME")
-    return (Path(base) if base else Path.home() / ".local" / "state") / "pagetide"

@@ -19,6 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from ..version import __version__
+from .events import program_name
 from .snapshot import Device, LeaseUse, Snapshot
 
 # Series per device; a host has hundreds of short-lived processes, each a series of its own
@@ -114,7 +115,7 @@ def _processes(snapshot: Snapshot) -> Samples:
         known = [(use, use.used_bytes) for use in device.detail.reading.processes or () if use.used_bytes is not None]
         known.sort(key=lambda pair: (pair[0].engine is None, -pair[1]))
         for use, used_bytes in known[:MAX_PROCESSES]:
-            yield (device.info.uuid, str(use.pid), use.engine, use.user, _short_name(use.command)), used_bytes
+            yield (device.info.uuid, str(use.pid), use.engine, use.user, program_name(use.command)), used_bytes
 
 
 _LEASE_LABELS = ("uuid", "pid", "engine")
@@ -273,9 +274,3 @@ def _label(value: str | None) -> str:
     """
     shown = "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in value or "")
     return shown if len(shown) <= _MAX_LABEL else shown[: _MAX_LABEL - 1] + "…"
-
-
-def _short_name(command: str | None) -> str | None:
-    """The program of a command line, without folder and arguments, which would multiply series and may hold secrets."""
-    words = command.split(maxsplit=1) if command else []
-    return words[0].rpartition("/")[2] if words else None

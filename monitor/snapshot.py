@@ -10,6 +10,9 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from .events import MemoryEvent
+from .owners import OwnerKind, OwnerUse, owner_uses, owners_in
+
 STALE_AFTER_INTERVALS = 3
 
 
@@ -52,6 +55,10 @@ class ProcessUse:
     user: str | None = None
     command: str | None = None  # with arguments; None if this process cannot see the pid
     engine: str | None = None  # the engine's name in its lease
+    cgroup: str | None = None  # its path, as the monitor sees it; owners.py reads container, pod and unit from it
+    # Time without use, since the monitor first saw the process; None: not known. On a GPU use is computing, as the driver
+    # samples it; of host memory, at least 1 % of a core.
+    idle_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +182,8 @@ class Snapshot:
     # When it was taken, since 1970; None if unknown. Not compared: it is `at_ns` by a clock that may be set.
     unix_seconds: float | None = field(default=None, compare=False)
     origin: Origin = field(default=Origin.MONITOR, compare=False)
+    event_counts: Mapping[str, int] = field(default_factory=dict)  # by kind, in the monitor's own process
+    events: tuple[MemoryEvent, ...] = ()  # the newest, oldest first, as far as a view asked for them
 
     def with_leases(self, leases: Sequence[LeaseUse]) -> Snapshot:
         """The same snapshot with these leases, and their engines' names in the process entries."""
@@ -204,6 +213,8 @@ class Snapshot:
                         "error": memory.error,
                     },
                     **asdict(device.detail.reading),
+                    "processes": None if (uses := device.detail.reading.processes) is None else [_process(use) for use in uses],
+                    "owners": [_owner(owner) for owner in owner_uses(device, self.leases, self.devices)],
                     "detail_error": device.detail.error,
                 }
             )
@@ -216,6 +227,16 @@ class Snapshot:
             "leases": leases,
             "leases_error": self.leases_error,
         }
+
+
+def _process(use: ProcessUse) -> dict[str, Any]:
+    owners = owners_in(use.cgroup)
+    names = {kind.value: owners[kind].name if kind in owners else None for kind in OwnerKind if kind is not OwnerKind.USER}
+    return asdict(use) | names
+
+
+def _owner(owner: OwnerUse) -> dict[str, Any]:
+    return {name: getattr(owner, name) for name in ("kind", "name", "num_processes", "used_bytes", "unknown", "idle_bytes")}
 
 
 def _named(device: Device, engines: Mapping[tuple[str, int], str]) -> Device:
@@ -236,7 +257,9 @@ def to_json(snapshot: Snapshot, *, indent: int | None = None) -> str:
                       "memory": {"total_bytes", "used_bytes", "free_bytes", "bytes_per_second",
                                  "seconds_until_exhaustion", "age_seconds", "stale", "polls", "failures", "error"},
                       "utilization", "temperature_celsius", "power_watts", "power_limit_watts",
-                      "processes": [{"pid", "used_bytes", "kind", "user", "command", "engine"}] or null,
+                      "processes": [{"pid", "used_bytes", "kind", "user", "command", "engine", "cgroup", "idle_seconds",
+                                     "container", "pod", "unit"}] or null,
+                      "owners": [{"kind", "name", "num_processes", "used_bytes", "unknown", "idle_bytes"}],
                       "detail_error"}],
          "leases": [{"engine", "pid", "user", "device_uuid", "min_bytes", "max_bytes", "weight", "priority",
                      "granted_bytes", "held_bytes", "held_by_class": {class: bytes}, "spare_bytes", "asked_bytes",

@@ -165,7 +165,7 @@ def _add_serve(commands: _Commands) -> None:
     )
     serve.add_argument("--config", type=Path, metavar="FILE", help="settings in YAML; flags override them")
     _add_source(serve)
-    add_flags(serve, _flags(*(name for name in settings_of(MonitorConfig) if name not in _SOURCE)))
+    add_flags(serve, _flags(*(name for name in settings_of(MonitorConfig) if name not in (*_SOURCE, "alerts"))))
     # Set when `monitor.watch` starts the command.
     serve.add_argument("--until-unused", action="store_true", help=argparse.SUPPRESS)
     serve.set_defaults(run=_serve)
@@ -300,7 +300,7 @@ class _Leases:
 
         config = self._config
         quota = Quota(config.user_engines, config.user_share, frozenset({0, os.geteuid()}))
-        table = LeaseTable(daemon.reader, self._rules, quota, daemon.count_engines)
+        table = LeaseTable(daemon.reader, self._rules, quota, daemon.count_engines, tell=daemon.tell)
         gid = None if config.group is None else group_id(config.group)
         self._broker = Broker(table, daemon.directory.socket, gid=gid)
         self._thread = BrokerThread(self._broker)

@@ -15,8 +15,9 @@ import os
 import socket
 import sys
 import threading
+import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from mmap import PAGESIZE
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,12 +27,14 @@ from ...common.on_error import OnError
 from ...common.units import MIB, format_bytes
 from ..errors import ConfigInvalid, DeviceUnreadable
 from ..snapshot import DetailReading, DeviceInfo, DeviceKind, MemoryReading, ProcessUse
+from .process_facts import IdleTimes, cgroup_of
 
 if TYPE_CHECKING:
     import psutil
 
 MAX_PROCESSES = 64
 SMALLEST_SHOWN_BYTES = MIB
+_LEAST_LOAD = 0.01  # share of a core below which a process counts as idle
 
 _MACHINE_ID_FILES = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
 
@@ -49,6 +52,7 @@ class HostSource:
         proc: Path = PROC,
         cgroups: Path = CGROUPS,
         machine_id: str | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """With `capacity_bytes`: a test device, used by the processes `members`.
 
@@ -67,6 +71,10 @@ class HostSource:
         # From the last listing, since creating one costs more than reading it.
         self._known: dict[int, psutil.Process] = {}
         self._users: dict[psutil.Process, str | None] = {}
+        self._clock = clock
+        self._idle = IdleTimes()
+        self._processor_s: dict[psutil.Process, float] = {}
+        self._processor_at_ns = 0
         self._lock = threading.Lock()  # guards the members: a file must not be closed while it is read
         self._members: tuple[_Member, ...] = ()
         if members:
@@ -114,7 +122,8 @@ class HostSource:
         except OSError as error:
             raise DeviceUnreadable(f"the processes cannot be listed: {error}") from error
         largest = sorted(found, key=lambda item: (-item[0], item[1].pid))[:MAX_PROCESSES]
-        uses = [use for size, process in largest if (use := self._use(process, size)) is not None]
+        idle = self._idle_seconds([process for _, process in largest])
+        uses = [use for size, process in largest if (use := self._use(process, size, idle.get(process))) is not None]
         self._users = {process: self._users[process] for _, process in largest if process in self._users}
         return DetailReading(processes=tuple(uses))
 
@@ -146,7 +155,24 @@ class HostSource:
         with self._lock:
             return [(size, member.process) for member in self._members if (size := member.resident_bytes())]
 
-    def _use(self, process: psutil.Process, resident_bytes: int) -> ProcessUse | None:
+    def _idle_seconds(self, processes: Iterable[psutil.Process]) -> Mapping[Hashable, float]:
+        """How long each process has used less than 1 % of a core, at one reading after the other."""
+        import psutil
+
+        before, self._processor_s = self._processor_s, {}
+        now_ns, then_ns = self._clock(), self._processor_at_ns
+        used: dict[Hashable, bool] = {}
+        for process in processes:
+            try:
+                times = process.cpu_times()
+            except psutil.Error:  # it ended, or is hidden
+                continue
+            self._processor_s[process] = spent_s = times.user + times.system
+            used[process] = spent_s - before.get(process, spent_s) > _LEAST_LOAD * (now_ns - then_ns) / 1e9
+        self._processor_at_ns = now_ns
+        return self._idle.update(used, now_ns)
+
+    def _use(self, process: psutil.Process, resident_bytes: int, idle_seconds: float | None) -> ProcessUse | None:
         """The entry of a process; None if it ended. Users are cached; commands are not, since exec changes them."""
         import psutil
 
@@ -161,7 +187,10 @@ class HostSource:
             return None
         except psutil.AccessDenied:  # macOS, another user's process
             command = None
-        return ProcessUse(process.pid, resident_bytes, kind="host", user=self._users.get(process), command=command)
+        return ProcessUse(
+            process.pid, resident_bytes, kind="host", user=self._users.get(process), command=command,
+            cgroup=cgroup_of(process.pid, self._proc), idle_seconds=idle_seconds,
+        )  # fmt: skip
 
 
 class _Member:

@@ -22,7 +22,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -33,6 +33,7 @@ from typing import Any, TypeVar
 from ...common.host_memory import host_memory
 from ..errors import DeviceUnreadable, SourceUnavailable
 from ..snapshot import DetailReading, DeviceInfo, DeviceKind, MemoryReading, ProcessUse
+from .process_facts import IdleTimes, cgroup_of
 
 T = TypeVar("T")
 Handle = Any  # pynvml's c_nvmlDevice_t
@@ -45,6 +46,7 @@ _INITIAL_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO in the kernel's
 class _Code(IntEnum):
     """The values of nvmlReturn_t that matter here."""
 
+    SUCCESS = 0
     UNINITIALIZED = 1
     INVALID_ARGUMENT = 2
     NOT_SUPPORTED = 3
@@ -129,6 +131,7 @@ class NvmlSource:
         self._lock = threading.Lock()  # one scan or close at a time
         self._library = _Library()
         self._seen: dict[str, _Seen] = {}  # by uuid; replaced as a whole, and read without the lock
+        self._sampled: dict[str, tuple[int, IdleTimes]] = {}  # by uuid: the newest sample of load by process, in µs
         self._looks: dict[int, _Look] = {}  # by index: started, results not yet taken
 
     def scan(self) -> tuple[DeviceInfo, ...]:
@@ -175,7 +178,7 @@ class NvmlSource:
             celsius = _given(ask, "nvmlDeviceGetTemperature", handle, _TEMPERATURE_GPU)
             milliwatts = _given(ask, "nvmlDeviceGetPowerUsage", handle)
             limit_milliwatts = _given(ask, "nvmlDeviceGetEnforcedPowerLimit", handle)
-            processes = self._processes(handle)
+            processes = self._processes(device.uuid, handle)
         except _NvmlRefusal as refusal:
             raise _unreadable(refusal) from refusal
         return DetailReading(
@@ -301,7 +304,7 @@ class NvmlSource:
             raise _unreadable(seen.failure) from seen.failure
         return seen
 
-    def _processes(self, handle: Handle) -> tuple[ProcessUse, ...] | None:
+    def _processes(self, uuid: str, handle: Handle) -> tuple[ProcessUse, ...] | None:
         """Compute and graphics processes merged by pid; None if none is reported and some may be hidden."""
         compute = _given(self._library.compute_processes, handle)
         graphics = _given(self._library.graphics_processes, handle)
@@ -318,7 +321,26 @@ class NvmlSource:
                 if used_bytes.get(process.pid) is None:
                     used_bytes[process.pid] = process.usedGpuMemory
         ours = translated or not contained  # else a pid means nothing here, or another process
-        return tuple(ProcessUse(pid, used_bytes[pid], kinds[pid], *(_owner(pid) if ours else ())) for pid in kinds)
+        idle = self._idle_seconds(uuid, handle, kinds)
+        uses = (ProcessUse(pid, used_bytes[pid], kinds[pid], idle_seconds=idle.get(pid)) for pid in kinds)
+        return tuple(self._owned(use) if ours else use for use in uses)
+
+    def _owned(self, use: ProcessUse) -> ProcessUse:
+        user, command = _owner(use.pid)
+        return replace(use, user=user, command=command, cgroup=cgroup_of(use.pid, self._proc))
+
+    def _idle_seconds(self, uuid: str, handle: Handle, pids: Iterable[int]) -> Mapping[Hashable, float]:
+        """How long each process has not computed, by the driver's samples; {} where it has none: MIG, some consumer cards."""
+        since_us, idle = self._sampled.get(uuid, (0, IdleTimes()))
+        try:
+            samples = self._library.ask("nvmlDeviceGetProcessUtilization", handle, since_us)
+        except _NvmlRefusal as refusal:
+            if refusal.code not in (_Code.SUCCESS, _Code.NOT_FOUND):  # pynvml raises SUCCESS for an empty list
+                return {}
+            samples = []
+        busy = {one.pid for one in samples if one.smUtil or one.encUtil or one.decUtil}
+        self._sampled[uuid] = max([since_us, *(one.timeStamp for one in samples)]), idle
+        return idle.update({pid: pid in busy for pid in pids}, time.monotonic_ns())
 
     def _in_container(self) -> bool:
         try:
