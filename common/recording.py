@@ -1,4 +1,4 @@
-"""Recordings, of an engine, of devices or of events: frames as JSON lines in a gzip file, written as they come, read from any moment.
+"""Recordings, of an engine, devices or events: frames as JSON lines in a gzip file, written as they come, read from any moment.
 
     header, {"pagetide_recording": 2, "of": "engine", "began": ..., ...}      one gzip member each; `zcat` shows them all
     segment: a full frame, {"time": ..., "full": true, ...}, then differences

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from ..api.arguments import table_answer
-from ..common.state_dir import state_dir
 from ..common.settings import (
     Kind,
     Settings,
@@ -32,6 +31,7 @@ from ..common.settings import (
     text,
     unknown_setting,
 )
+from ..common.state_dir import state_dir
 from ..engine.config import EngineArguments
 from ..server.config import ENGINE_SETTINGS, ServeConfig
 

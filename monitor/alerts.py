@@ -22,7 +22,6 @@ from ..common.settings import (
     seconds,
     setting,
     settings_of,
-    size,
     text,
 )
 from ..common.units import format_bytes, parse_bytes
@@ -83,7 +82,7 @@ class AlertRule:
     above: int | float | None = setting(None, _size_or_share(), "of `external`: bytes, or a share of the device")
     lasts: float = setting(0.0, seconds(0, 1e7), "tell only what has lasted so many seconds")
     every: float = setting(300.0, seconds(1, 1e7), "of each device, tell it at most once in so many seconds")
-    command: tuple[str, ...] | None = setting(None, _command(), "program to run, with its arguments; it gets JSON on standard input")
+    command: tuple[str, ...] | None = setting(None, _command(), "program and arguments; it gets JSON on standard input")
     webhook: str | None = setting(None, _url(), "address to POST the same JSON to", secret=True)
     # fmt: on
 

@@ -66,13 +66,15 @@ class MonitorConfig:
         0.9, share(), "maximum share of a device's leasable memory that minimums and reservations may guarantee to one user; "
         "no limit for root", unset="90%",
     )
-    events_size: int = setting(64 << 20, size("no events"), "maximum size of the log of events on disk; 0 keeps none", unset="64MiB")
+    events_size: int = setting(
+        64 << 20, size("no events"), "maximum size of the log of events on disk; 0 keeps none", unset="64MiB",
+    )
     events_dir: Path | None = setting(
         None, path("DIR"), "directory of the log of events", unset="/var/lib/pagetide/events with a group, else "
         "$XDG_STATE_HOME/pagetide/events; with a directory of the monitor, in that",
     )
     idle_after: float = setting(600.0, seconds(1, 1e7), "memory that a process holds without use for so long is an event")
-    alerts: tuple[AlertRule, ...] = setting((), Kind("RULES", tuple), "rules of what is told to a command or webhook; file only")
+    alerts: tuple[AlertRule, ...] = setting((), Kind("RULES", tuple), "rules: what is told to a command or webhook")
     log_level: str = setting("info", choice("debug", "info", "warning", "error", metavar="L"), "debug, info, warning, error")
     # fmt: on
 

@@ -87,7 +87,7 @@ class EventLog:
         self._segment: _Segment | None = None
 
     def write(self, events: Sequence[MemoryEvent], holders: Callable[[], Sequence[MemoryEvent]]) -> None:
-        """Append events; `holders` returns what is held, for the beginning of a segment. Raises OSError; nothing is kept then."""
+        """Append events; `holders` returns what is held, for the beginning of a segment. Raises OSError; then none is kept."""
         try:
             self._write(events, holders)
         except OSError:
@@ -107,7 +107,8 @@ class EventLog:
         step_s = 0.0 if segment is None else now_s - self._monotonic() - segment.offset_s
         was_set = abs(step_s) > CLOCK_STEP_S
         if was_set:
-            what = f"the clock went {'forward' if step_s > 0 else 'back'} by {abs(step_s):,.0f} s: it was set, or the machine slept"
+            went = "forward" if step_s > 0 else "back"
+            what = f"the clock went {went} by {abs(step_s):,.0f} s: it was set, or the machine slept"
             told.insert(0, MemoryEvent(kind=EventKind.CLOCK, time=now_s, reason=what))
         if segment is None or was_set:
             earliest_s = now_s if was_set else max(now_s - _SLACK_S, min([now_s, *(one.time for one in told)]))
@@ -307,9 +308,8 @@ def _told_spans(told: object) -> dict[int, Span]:
     """The spans that a header has; what is damaged is left out."""
     if not isinstance(told, dict):
         return {}
-    found = {}
-    for number, span in told.items():
-        if str(number).isdecimal() and isinstance(span, list) and len(span) == 2:
-            if all(isinstance(one, int | float) for one in span):
-                found[int(number)] = (float(span[0]), float(span[1]))
-    return found
+    return {
+        int(number): (float(span[0]), float(span[1]))
+        for number, span in told.items()
+        if number.isdecimal() and isinstance(span, list) and [type(one) for one in span] == [float, float]
+    }

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .allocator.lease_policy import Rules
     from .allocator.wire import LeaseView
     from .monitor.daemon import Daemon
+    from .monitor.event_log import EventReader
     from .monitor.following import Follower
     from .monitor.record import RecordReader
     from .monitor.runtime_dir import RuntimeDir
@@ -44,6 +45,8 @@ log = logging.getLogger("vram-monitor")
 ALREADY_MONITORED_STATUS = 3
 UNUSED_CHECK_S = 0.1
 _BROKER_TIMEOUT_S = 1.0  # of the view, which waits for it
+
+_EVENTS_SHOWN = 16  # in the view
 
 _SOURCE = ("source", "capacity", "members", "runtime_dir")
 # The packages that not every environment has, by the name to import.
@@ -153,6 +156,7 @@ def parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_record(commands)
     _add_lease_commands(commands)
+    _add_event_commands(commands)
     return top
 
 
@@ -224,6 +228,37 @@ def _add_lease_commands(commands: _Commands) -> None:
     for command in (leases, limit, recall, run):
         command.argument_default = argparse.SUPPRESS  # so that it keeps what was given before it
         add_flags(command, _flags("runtime_dir"))
+
+
+def _add_event_commands(commands: _Commands) -> None:
+    events = commands.add_parser(
+        "events",
+        help="list who took memory, gave it back, was refused or recalled from, and when",
+        description="List the events that the monitor has kept: which process or engine took memory, gave it back, was "
+        "refused or recalled from, or ended. Times are like 03:12, '2026-11-27 03:12', or how long ago: 90s, 15min, 2h, 1d.",
+    )
+    events.add_argument("--since", default="1h", metavar="TIME", help="first time to list (default: 1h, one hour ago)")
+    events.add_argument("--until", metavar="TIME", help="last time to list (default: now)")
+    events.add_argument("-f", "--follow", action="store_true", help="go on with what comes, until interrupted")
+    events.add_argument(
+        "--summary", action="store_true", help="list what each process and engine held: at the start, at most, at the end"
+    )
+    events.add_argument("--json", action="store_true", help="print JSON, an event on each line")
+    events.set_defaults(run=_events)
+    owners = commands.add_parser(
+        "owners",
+        help="sum the memory of containers, pods, systemd units and users",
+        description="Sum the memory of processes by their container, pod, systemd unit and user, on each device. Of host "
+        "memory, shared pages count for each process; CHARGED is what the kernel charges to the cgroup.",
+    )
+    owners.add_argument(
+        "--idle", default="600", metavar="SECONDS", help="count memory that was not used for so long as idle (default: 600)"
+    )
+    owners.add_argument("--json", action="store_true", help="print JSON")
+    _add_source(owners)
+    owners.set_defaults(run=_owners)
+    events.argument_default = argparse.SUPPRESS
+    add_flags(events, _flags("runtime_dir", "events_dir"))
 
 
 def _add_source(command: argparse.ArgumentParser) -> None:
@@ -421,6 +456,26 @@ def _with_leases(directory: RuntimeDir, snapshot: Snapshot) -> Snapshot:
     return snapshot.with_leases([_lease_use(view) for view in views if view.device_uuid in shown])
 
 
+class _WithEvents:
+    """Snapshots of a follower with the newest events that its monitor has kept, if it keeps any."""
+
+    def __init__(self, follower: Follower) -> None:
+        self._follower = follower
+        self._events: EventReader | None = None
+
+    def __call__(self) -> Snapshot:
+        from .monitor.event_log import EventReader
+
+        snapshot, directory = self._follower.read(), self._follower.directory
+        if directory is None:
+            return snapshot
+        if self._events is None or self._events.directory != directory.events:
+            self._events = EventReader(directory.events)
+        with contextlib.suppress(OSError):  # they are another user's
+            return replace(snapshot, events=self._events.newest(_EVENTS_SHOWN))
+        return snapshot
+
+
 def _act(follower: Follower, action: Action) -> str:
     """Send an action of the view to the broker. Returns its result; raises MonitorFailed with a refusal."""
     from .allocator.broker_client import BrokerClient
@@ -492,7 +547,13 @@ def _view(args: argparse.Namespace) -> int:
         else:
             listing = Listing(min_bytes=min_bytes)
             act = None if follower is None else partial(_act, follower)
-            live.run_live(read, interval_s=refresh, console=console, listing=listing, act=act)
+            live.run_live(
+                read if follower is None else _WithEvents(follower),
+                interval_s=refresh,
+                console=console,
+                listing=listing,
+                act=act,
+            )
     return 0
 
 
@@ -616,6 +677,28 @@ def _run(args: argparse.Namespace) -> int:
         except CannotStart as error:
             print(f"vram-monitor: {error}", file=sys.stderr)
             return error.status
+
+
+# ---- events -------------------------------------------------------------------------------------
+
+
+def _events(args: argparse.Namespace) -> int:
+    from .event_commands import find_log, show_events
+    from .monitor.daemon import directory_of
+    from .monitor.runtime_dir import readable_dirs
+
+    config = _settings(args, "runtime_dir", "events_dir")
+    directories = readable_dirs() if config.runtime_dir is None else (directory_of(config),)
+    return show_events(args, find_log(directories, config.events_dir))
+
+
+def _owners(args: argparse.Namespace) -> int:
+    from .event_commands import show_owners
+
+    logging.getLogger("pagetide").addHandler(logging.NullHandler())
+    idle_after_s = MonitorConfig.resolve(None, {"idle_after": args.idle}).idle_after
+    with _observed(_settings(args, *_SOURCE)) as (read, _):
+        return show_owners(args, read(), idle_after_s)
 
 
 def _device_to_reserve(infos: Sequence[DeviceInfo], named: str | None) -> DeviceInfo:
