@@ -20,7 +20,7 @@ from .alert_delivery import AlertDelivery
 from .alerts import Alert, AlertRule, Alerts
 from .errors import MonitorError
 from .event_log import EventLog
-from .events import EventKind, MemoryEvent
+from .events import UNDELIVERED, EventKind, MemoryEvent
 from .holders import Holders
 from .log_throttle import LogThrottle, Occurrences
 from .snapshot import LeaseUse, Snapshot
@@ -108,8 +108,8 @@ class EventService:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Events by kind since the start, and undelivered alerts as "undelivered". Thread-safe."""
-        return {**self._counts, "undelivered": self._delivery.failures}
+        """Events by kind since the start, and undelivered alerts. Thread-safe."""
+        return {**self._counts, UNDELIVERED: self._delivery.failures}
 
     def change(self, rules: Sequence[AlertRule]) -> None:
         """Take these rules from the next look on. Thread-safe."""

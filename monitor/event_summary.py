@@ -59,7 +59,10 @@ def summarize(events: Iterable[MemoryEvent], since_s: float) -> list[HolderSumma
             continue
         if event.kind is EventKind.HOLDS:
             listed.add(event.holder)
-        one = found.setdefault(event.holder, HolderSummary(event))
+        if (one := found.get(event.holder)) is None:
+            one = found[event.holder] = HolderSummary(event)
+            if event.kind is EventKind.HOLDS:  # as the monitor began: what was before is not known
+                one.began_bytes = event.held_bytes or 0
         one.last = event
         _apply(one, event, began)
     if not began:
