@@ -202,14 +202,13 @@ class LeaseTable:
         """Tell that a lease or a reservation was refused."""
         match message:
             case wire.RegisterMessage():
-                uuid, num_bytes, engine = message.device_uuid, message.min_bytes, message.name
+                event = MemoryEvent(kind=EventKind.REFUSED, engine=message.name, bytes=message.min_bytes)
             case wire.ReserveMessage():
-                uuid, num_bytes, engine = message.device_uuid, message.num_bytes, None
+                event = MemoryEvent(kind=EventKind.REFUSED, bytes=message.num_bytes)
             case _:
                 return
-        info = next((info for info in self._readings.devices() if info.uuid == uuid), None)
-        event = _peer_event(peer, info, EventKind.REFUSED, num_bytes, str(error))
-        self._tell(replace(event, engine=engine))
+        info = next((info for info in self._readings.devices() if info.uuid == message.device_uuid), None)
+        self._tell(replace(_peer_event(peer, info, event.kind, event.bytes, str(error)), engine=event.engine))
 
     def find(self, engine: str, peer: Peer, owner_uid: int) -> LeaseAccount:
         """The lease of an engine by name, pid or #number, if `peer` may control it. Raises UnknownEngine, NotPermitted."""

@@ -182,6 +182,7 @@ class Snapshot:
     # When it was taken, since 1970; None if unknown. Not compared: it is `at_ns` by a clock that may be set.
     unix_seconds: float | None = field(default=None, compare=False)
     origin: Origin = field(default=Origin.MONITOR, compare=False)
+    unavailable: Mapping[str, str] = field(default_factory=dict, compare=False)  # sources without devices, and why, if known
     event_counts: Mapping[str, int] = field(default_factory=dict)  # by kind, in the monitor's own process
     events: tuple[MemoryEvent, ...] = ()  # the newest, oldest first, as far as a view asked for them
 

@@ -135,7 +135,10 @@ def parser() -> argparse.ArgumentParser:
     """All options. Options not given are None or absent, so that a configuration file can set them."""
     top = _Parser(
         prog="vram-monitor",
-        description="Show which processes hold GPU memory. Without a command, shows a live view: q quits, ? lists the keys.",
+        description="Show the memory of GPUs and of this machine, and which processes hold it. Without a command, shows a "
+        "live view: q quits, ? explains it.",
+        epilog="vram-monitor -1 prints the view once. vram-monitor events --since 03:00 lists who took memory since then, "
+        "vram-monitor owners sums it by container, pod, unit and user.",
     )
     top.add_argument("--version", action="version", version=f"vram-monitor {__version__}")
     top.add_argument("-1", "--once", action="store_true", help="print the view once and exit")
@@ -502,7 +505,7 @@ def _polled(config: MonitorConfig) -> Iterator[Callable[[], Snapshot]]:
     """Snapshots from a poller in this process; the first one is complete."""
     from .monitor.poller import Poller
     from .monitor.record import RecordReader, RecordWriter
-    from .monitor.sources.combined import open_source
+    from .monitor.sources.combined import CombinedSource, open_source
 
     source = open_source(config.source, capacity_bytes=config.capacity, members=config.members)
     with RecordWriter.private(source=source.name) as writer, RecordReader.of(writer) as reader:
@@ -512,7 +515,8 @@ def _polled(config: MonitorConfig) -> Iterator[Callable[[], Snapshot]]:
         try:
             poller.start()
             _wait_for_answers(reader.snapshot)
-            yield lambda: replace(reader.snapshot(), origin=Origin.DIRECT)
+            unavailable = source.unavailable if isinstance(source, CombinedSource) else {}
+            yield lambda: replace(reader.snapshot(), origin=Origin.DIRECT, unavailable=unavailable)
         finally:
             poller.stop()
 

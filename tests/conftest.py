@@ -73,7 +73,7 @@ def _is_property(item: pytest.Item) -> bool:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A runtime directory of the tests' own, and empty folders of settings, caches and states, for this process and its children."""
+    """A runtime directory of the tests' own, and empty folders of settings, caches and states, here and in children."""
     runtime = tmp_path_factory.mktemp("runtime")
     runtime.chmod(0o700)
     with pytest.MonkeyPatch.context() as patch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import datetime
+from typing import TypeVar
 
 from rich.style import Style
 
@@ -26,6 +27,8 @@ _STYLES: dict[EventKind, Style] = {
     EventKind.UNREADABLE: ALARM,
 }
 _MOST_OWNER = 28  # cells
+
+T = TypeVar("T")
 
 
 def event_lines(
@@ -96,14 +99,14 @@ def _summary_columns(holders: Sequence[HolderSummary], symbols: Symbols) -> list
     ]  # fmt: skip
 
 
-def _who(events: Sequence[MemoryEvent], symbols: Symbols, of: Callable[[object], MemoryEvent]) -> list[Column]:
+def _who(events: Sequence[MemoryEvent], symbols: Symbols, of: Callable[[T], MemoryEvent]) -> list[Column[T]]:
     """The columns that name a process or lease."""
 
-    def name(one: object, cells: int) -> Line:
+    def name(one: T, cells: int) -> Line:
         event = of(one)
         return [left(event.engine or event.command or "", cells, symbols, ENGINE if event.engine else None)]
 
-    def text(read: Callable[[MemoryEvent], str | None]) -> Callable[[object, int], Line]:
+    def text(read: Callable[[MemoryEvent], str | None]) -> Callable[[T, int], Line]:
         return lambda one, cells: [left(read(of(one)) or "", cells, symbols)]
 
     pids = widest("PID", (str(event.pid or "") for event in events))

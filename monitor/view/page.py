@@ -15,6 +15,7 @@ from .headings import head, heading, last_lines
 from .help import help_lines
 from .leases import bar_legend, lease_lines
 from .listing import Listing
+from .notes import note_lines
 from .processes import process_facts, process_lines, process_rows
 from .state import ViewState
 from .symbols import UNICODE, Symbols
@@ -45,12 +46,15 @@ def render(
     listing: Listing | None = None,
     clock: datetime | None = None,
 ) -> SegmentLines:
-    """The page in at most `width` cells and `height` lines; None: in as many lines as needed.
+    """The page in at most `width` cells and `height` lines; None: in as many lines as needed, with what is not shown and why.
 
     `clock` is the time to display. Text from other users' processes is neutralised.
     """
     view = ViewState(Listing() if listing is None else listing)
-    return _composed(snapshot, view, width, height, symbols, clock, keys=False).lines
+    page = _composed(snapshot, view, width, height, symbols, clock, keys=False).lines
+    if height is None and (notes := note_lines(snapshot, _inner(width), symbols)):
+        return SegmentLines([*page.lines, *_page(notes, width).lines], new_lines=True)
+    return page
 
 
 def render_live(
