@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -49,6 +50,10 @@ def _size_or_share() -> Kind:
     return Kind("SIZE", check)
 
 
+def _index_or_uuid() -> Kind:
+    return Kind("DEVICE", lambda value: text().check(str(value) if type(value) is int else value))
+
+
 def _command() -> Kind:
     def check(value: Any) -> tuple[str, ...]:
         if not isinstance(value, list | tuple) or not value or not all(isinstance(one, str) and one for one in value):
@@ -77,7 +82,7 @@ class AlertRule:
         "more than `above`; stale: a device gives no new numbers; recall: an engine did not give memory back in time",
     ))
     name: str = setting("", text(), "name of the alert", unset="the value of `when`")
-    device: str | None = setting(None, text(), "index or uuid of the device", unset="each device")
+    device: str | None = setting(None, _index_or_uuid(), "index or uuid of the device", unset="each device")
     below: int | float | None = setting(None, _size_or_share(), "of `free`: bytes, or a share of the device")
     above: int | float | None = setting(None, _size_or_share(), "of `external`: bytes, or a share of the device")
     lasts: float = setting(0.0, seconds(0, 1e7), "tell only what has lasted so many seconds")
@@ -86,14 +91,15 @@ class AlertRule:
     webhook: str | None = setting(None, _url(), "address to POST the same JSON to", secret=True)
     # fmt: on
 
-    def check(self) -> None:
-        """Raise ConfigInvalid for settings that do not fit together."""
+    def trouble(self) -> str | None:
+        """Which settings do not fit together; None if all do."""
         if (self.command is None) == (self.webhook is None):
-            raise ConfigInvalid(f"alert {self.title!r} needs either a command or a webhook")
+            return f"alert {self.title!r} needs either a command or a webhook"
         if (self.below is not None) != (self.when == FREE):
-            raise ConfigInvalid(f"below of alert {self.title!r}: `when: free` needs it, and no other rule has it")
+            return f"below of alert {self.title!r}: `when: free` needs it, and no other rule has it"
         if self.above is not None and self.when != EXTERNAL:
-            raise ConfigInvalid(f"above of alert {self.title!r}: only `when: external` has it")
+            return f"above of alert {self.title!r}: only `when: external` has it"
+        return None
 
     @property
     def title(self) -> str:
@@ -115,12 +121,10 @@ def rules_of(file: Path, listed: Sourced) -> tuple[AlertRule, ...]:
         given = readable(given, known)
         values = {name: one.value for name, one in given.items()}
 
-        def make(values: dict[str, Any] = values) -> AlertRule:
-            rule = AlertRule(**checked(AlertRule, values, ConfigInvalid))
-            rule.check()
-            return rule
-
-        found.append(located(given, make, ConfigInvalid))
+        rule = AlertRule(**located(given, partial(checked, AlertRule, values, ConfigInvalid), ConfigInvalid))
+        if (trouble := rule.trouble()) is not None:
+            raise ConfigInvalid(f"{where}: {trouble}")
+        found.append(rule)
     return tuple(found)
 
 

@@ -515,3 +515,23 @@ def test_without_a_driver_library_the_source_is_unavailable(tmp_path: Path) -> N
     env = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
     said = subprocess.check_output([sys.executable, "-P", "-c", SCAN], env=env, text=True, timeout=120)
     assert "libnvidia-ml.so.1, was not found; install the driver, or watch host memory with --source host" in said
+
+
+def test_idle_time_is_that_without_a_sample_of_load(nvml: NvmlStandin) -> None:
+    source = NvmlSource()
+    source.scan()
+    processes = [Process(NOBODY, 1), Process(NOBODY + 1, 2)]
+    nvml.update("0", compute=processes, samples=[(NOBODY, 1000, 50), (NOBODY + 1, 1000, 0)])
+
+    def idle() -> list[float | None]:
+        return [use.idle_seconds for use in source.detail(INFO_A).processes or ()]
+
+    assert idle() == [0.0, 0.0], "counted from the first look"
+    busy, still = idle()
+    assert busy and still, "nothing new: no sample after the newest one"
+    nvml.update("0", samples=[(NOBODY, 1000, 50), (NOBODY, 2000, 1), (NOBODY + 1, 2000, 0)])
+    busy, longer = idle()
+    assert busy == 0.0 and longer is not None and longer > still
+    nvml.update("0", samples=None)  # MIG, and some consumer cards
+    assert idle() == [None, None]
+    source.close()
