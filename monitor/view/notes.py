@@ -29,7 +29,7 @@ def note_lines(snapshot: Snapshot, width: int, symbols: Symbols) -> list[Line]:
 
 def _notes(snapshot: Snapshot) -> list[str]:
     notes = []
-    if "nvml" in snapshot.source.split("+") and all(device.info.kind is DeviceKind.HOST for device in snapshot.devices):
+    if "nvml" in snapshot.source.split("+") and {device.info.kind for device in snapshot.devices} == {DeviceKind.HOST}:
         why = snapshot.unavailable.get("nvml", "its driver is missing, or it is hidden from this process")
         notes.append(f"No NVIDIA GPU is seen: {why}. {_CONTAINED} {_OTHERS} What is shown is the memory of this machine.")
     if snapshot.origin is Origin.WAITING:

@@ -104,6 +104,7 @@ def _composed(
         most = max(height - len(lines) - len(foot), 0)
         good = most - min(len(uses), max(_PROCESSES_WANTED, height // 4)) - 2
         good -= min(len(leases), max(_LEASES_WANTED, height // 6)) + 2 if leases else 0
+        good -= _MOST_EVENTS if view.events_open else 0
     lines += device_lines(devices, snapshot.at_ns, width=inner, good=good, most=most, symbols=symbols)
     if height is not None:
         most = height - len(lines) - len(foot)

@@ -97,8 +97,8 @@ def test_who_took_my_memory_is_one_command(directory: Path) -> None:
     shown = run_here("events", "--summary", "--since", "10min", "--until", "5s")
     assert [line.split() for line in shown.stdout.splitlines()] == [
         ["DEV", "PID", "WHO", "USER", "OWNER", "AT", "START", "PEAK", "AT", "END", "TOOK", "RETURNED"],
-        ["0", "7", "python", "ann", "4f" * 6, *"0 MiB 30.0 GiB 0 MiB 30.0 GiB 29.0 GiB ended".split()],
-        ["0", "6", "python", "ann", "4f" * 6, *"5.0 GiB 5.0 GiB 5.0 GiB 0 MiB 0 MiB".split()],
+        ["0", "7", "python", "ann", "4f" * 6, "0", "MiB", "30.0", "GiB", "0", "MiB", "30.0", "GiB", "29.0", "GiB", "ended"],
+        ["0", "6", "python", "ann", "4f" * 6, "5.0", "GiB", "5.0", "GiB", "5.0", "GiB", "0", "MiB", "0", "MiB"],
     ]
     told = json.loads(run_here("events", "--summary", "--since", "10min", "--json").stdout)
     assert [(one["pid"], one["peak_bytes"], one["began_bytes"]) for one in told] == [(7, 30 * GIB, 0), (6, 5 * GIB, 5 * GIB)]
