@@ -163,8 +163,8 @@ class EventService:
 
     def _look(self) -> None:
         snapshot = self._read()
+        told = [self._holders.completed(event) for event in self._pending.take()]  # before what has ended is forgotten
         changes = [*self._holders.look(snapshot), *self._readability(snapshot)]
-        told = [self._holders.completed(event) for event in self._pending.take()]
         alerts = self._alerts.look(snapshot)
         for alert in alerts:
             self._delivery.send(alert)

@@ -63,11 +63,13 @@ class Holders:
     def __init__(self, *, idle_after_s: float, alive: Alive = is_alive) -> None:
         self._idle_after_s, self._alive = idle_after_s, alive
         self._holders: dict[Key, _Holder] = {}
+        self._gone: dict[Key, _Holder] = {}  # since the last look: the event of their end may come after it
         self._known: set[tuple[str, bool]] = set()  # devices whose leases (True) and processes were listed before
 
     def look(self, snapshot: Snapshot) -> list[MemoryEvent]:
         """What changed since the last call. The first list of a device's processes is where it begins."""
         events: list[MemoryEvent] = []
+        self._gone = {}
         leases = {(lease.device_uuid, lease.pid) for lease in snapshot.leases}
         there = {device.info.uuid for device in snapshot.devices}
         self._holders = {key: holder for key, holder in self._holders.items() if key[0] in there}
@@ -94,7 +96,8 @@ class Holders:
 
     def completed(self, event: MemoryEvent) -> MemoryEvent:
         """A broker's event, with what is known of its process or lease."""
-        holder = self._holders.get(event.holder) or self._holders.get((event.device_uuid, event.pid, None))
+        known = (*event.holder[:2], None)
+        holder = self._holders.get(event.holder) or self._gone.get(event.holder) or self._holders.get(known)
         if event.kind in (EventKind.ENDED, EventKind.DIED) and holder is not None and holder.names.engine == event.engine:
             holder.ended = True
         if holder is None:
@@ -150,6 +153,7 @@ class Holders:
             holder.names = names
             events += _changes(holder, held_bytes, step)
             events += self._idleness(holder, use, step)
+        self._gone |= {holder.names.holder: holder for holder in left.values()}
         for holder in left.values():
             events += self._end(holder, step)
         return events

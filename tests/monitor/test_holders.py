@@ -87,6 +87,9 @@ def test_a_lease_of_a_known_process_is_no_news_and_its_end_is_told_by_the_broker
     assert (told.peak_bytes, told.command, told.reason) == (9 * GIB, "python", None)
     assert found.look(seen(train(6 * GIB), leases=(lease(6, state="reaping"),))) == []
     assert found.look(seen()) == []
+    assert found.completed(ended).peak_bytes == 9 * GIB, "an end that is told after the look"
+    found.look(seen())
+    assert found.completed(ended) == ended
 
 
 def test_a_refusal_is_completed_with_what_is_known_of_its_process() -> None:
