@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -51,10 +52,7 @@ def be_refused(directory: Path, uuid: str, count: int) -> None:
 def test_engines_and_processes_leave_their_story_also_when_the_monitor_is_killed(tmp_path: Path) -> None:
     """What took, was recalled, died, with its peak; the next monitor says that the last one was killed."""
     directory, uuid = tmp_path / "run", test_device(CAPACITY).uuid
-    with (
-        MonitorProcess(directory, "--capacity", str(CAPACITY)) as monitor,
-        processes() as start,
-    ):
+    with MonitorProcess(directory, "--capacity", str(CAPACITY)) as monitor, processes() as start:
         path = directory / "broker.sock"
         engine = start("engine", path, "demo", 0, 900 * MIB, GRANULE, uuid).start()
         engine.tell(f"ask {800 * MIB}")
@@ -90,7 +88,7 @@ def test_a_full_disk_costs_events_and_nothing_else(tmp_path: Path) -> None:
     """The log lies on a tmpfs of 1 MiB, in namespaces of the monitor's own, that is full until a file is removed."""
     disk, directory = tmp_path / "disk", tmp_path / "run"
     disk.mkdir()
-    within = f"mount -t tmpfs -o size=1m none {disk} && head -c 2m /dev/zero > {disk}/ballast; exec \"$@\""
+    within = f'mount -t tmpfs -o size=1m none {disk} && head -c 2m /dev/zero > {disk}/ballast; exec "$@"'
     probe = subprocess.run(["unshare", "-Urm", "sh", "-c", within, "sh", "true"], capture_output=True, check=False)
     if probe.returncode:
         pytest.skip(f"no namespaces here: {probe.stderr.decode()}")
@@ -103,10 +101,12 @@ def test_a_full_disk_costs_events_and_nothing_else(tmp_path: Path) -> None:
         seen_disk = Path(f"/proc/{monitor.pid}/root{disk}")
         descriptors = len(os.listdir(f"/proc/{monitor.pid}/fd"))
         filler = seen_disk / "filler"
-        with pytest.raises(OSError, match="No space"), filler.open("wb", buffering=0) as file:
-            while True:
-                file.write(b"\0" * 4096)
-        wait_until(lambda: be_refused(directory, uuid, 20) or "events cannot be written: No space left on device" in monitor.said())
+        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while file.write(b"\0" * 4096):
+                pass
+        wait_until(
+            lambda: be_refused(directory, uuid, 20) or "events cannot be written: No space left on device" in monitor.said()
+        )
         with RecordReader.open(directory / "record") as reader:
             polls = reader.snapshot().devices[0].memory.polls
             wait_until(lambda: reader.snapshot().devices[0].memory.polls > polls + 50)
@@ -114,7 +114,12 @@ def test_a_full_disk_costs_events_and_nothing_else(tmp_path: Path) -> None:
         assert monitor.said().count("cannot be written") == 1
         filler.unlink()
         (seen_disk / "ballast").unlink()
-        wait_until(lambda: be_refused(directory, uuid, 1) or EventKind.LOST in {event.kind for event in EventReader(seen_disk / "events").newest(100)})
+        wait_until(
+            lambda: (
+                be_refused(directory, uuid, 1)
+                or EventKind.LOST in {event.kind for event in EventReader(seen_disk / "events").newest(100)}
+            )
+        )
         lost = next(event for event in EventReader(seen_disk / "events").newest(100) if event.kind is EventKind.LOST)
         assert lost.times > 0 and lost.reason == "they could not be written"
         assert len(os.listdir(f"/proc/{monitor.pid}/fd")) <= descriptors + 2
