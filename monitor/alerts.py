@@ -245,8 +245,8 @@ def _free(rule: AlertRule, device: Device, snapshot: Snapshot) -> Iterator[_Find
         largest = max(device.detail.reading.processes or (), key=lambda use: use.used_bytes or 0, default=None)
         holds = ""
         if largest is not None and largest.used_bytes:
-            who = largest.engine or program_name(largest.command) or "a process"
-            holds = f"; the most has {who} (pid {largest.pid}), {format_bytes(largest.used_bytes)}"
+            name = largest.engine or program_name(largest.command) or "a process"
+            holds = f"; the most has {name} (pid {largest.pid}), {format_bytes(largest.used_bytes)}"
         yield _Finding(f"{format_bytes(free_bytes)} free on {_named(device)}, less than {format_bytes(bound)}{holds}", device)
 
 
@@ -256,8 +256,8 @@ def _external(rule: AlertRule, device: Device, snapshot: Snapshot) -> Iterator[_
     leased = {lease.pid for lease in snapshot.leases if lease.device_uuid == device.info.uuid}
     for use in device.detail.reading.processes or ():
         if use.pid not in leased and use.used_bytes is not None and use.used_bytes > bound:
-            who = f"{program_name(use.command) or 'a process'} (pid {use.pid}, {use.user or 'unknown user'})"
-            yield _Finding(f"{who} holds {format_bytes(use.used_bytes)} of {_named(device)} without a lease", device, use.pid)
+            name = f"{program_name(use.command) or 'a process'} (pid {use.pid}, {use.user or 'unknown user'})"
+            yield _Finding(f"{name} holds {format_bytes(use.used_bytes)} of {_named(device)} without a lease", device, use.pid)
 
 
 def _stale(rule: AlertRule, device: Device, snapshot: Snapshot) -> Iterator[_Finding]:

@@ -65,7 +65,7 @@ class EventLog:
 
         Args:
             most_bytes: Of all files together, at least LEAST_BYTES.
-            mode, gid: Of the files; the directory may be entered by those who may read them.
+            mode, gid: Of the files; the directory can be entered with the same rights.
         """
         self._directory, self._most_bytes, self._mode, self._gid = directory, most_bytes, mode, gid
         self._clock, self._monotonic = clock, monotonic

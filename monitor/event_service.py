@@ -1,6 +1,6 @@
 """The part of the monitor's process that finds events, keeps them and sends alerts: one thread, which nothing waits for.
 
-    the broker ──► EventService.tell ──► PendingEvents ─┐
+    the broker ──► EventService.tell ──► EventQueue ─┐
     snapshots, once a second ──► Holders ───────────────┴──► EventLog      ──► `vram-monitor events`, the view
                             └──► Alerts ──► AlertDelivery ──► commands, webhooks
 
@@ -33,7 +33,7 @@ MAX_PENDING = 256  # distinct events between two writes
 MAX_REFUSALS = 8  # of them, of one user
 
 
-class PendingEvents:
+class EventQueue:
     """The broker's events until they are written. Equal ones count as one; their number is bounded. Thread-safe."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class EventService:
             open_log: None: events are counted, and not kept.
         """
         self._read, self._leases, self._open_log = read, leases, open_log
-        self._pending = PendingEvents()
+        self._pending = EventQueue()
         self._holders = Holders(idle_after_s=idle_after_s)
         self._alerts, self._delivery = Alerts(rules), AlertDelivery()
         self._log: EventLog | None = None

@@ -42,7 +42,7 @@ def names_of(event: MemoryEvent) -> dict[str, Any]:
 
 
 def summarize(events: Iterable[MemoryEvent], since_s: float) -> list[HolderSummary]:
-    """The summary of `EventReader.events`, whose earlier events lead to the state at `since_s`; the largest peaks first."""
+    """The summary of `EventReader.events`, in which earlier events lead to the state at `since_s`; the largest peaks first."""
     found: dict[Key, HolderSummary] = {}
     listed: set[Key] = set()  # as the log began a segment
     began = False

@@ -9,7 +9,7 @@ from dataclasses import MISSING, dataclass, fields
 from enum import StrEnum
 from typing import Any
 
-UNDELIVERED = "undelivered"  # among the counts of events: alerts whose command or webhook failed
+UNDELIVERED = "undelivered"  # among the counts of events: alerts that could not be delivered
 MAX_TEXT_CHARS = 200  # of a reason, a cgroup or a name
 
 

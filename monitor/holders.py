@@ -64,7 +64,7 @@ class Holders:
         self._idle_after_s, self._alive = idle_after_s, alive
         self._holders: dict[Key, _Holder] = {}
         self._gone: dict[Key, _Holder] = {}  # since the last look: the event of their end may come after it
-        self._known: set[tuple[str, bool]] = set()  # devices whose leases (True) and processes were listed before
+        self._known: set[tuple[str, bool]] = set()  # devices of which leases (True) or processes were listed before
 
     def look(self, snapshot: Snapshot) -> list[MemoryEvent]:
         """What changed since the last call. The first list of a device's processes is where it begins."""

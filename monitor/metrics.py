@@ -283,7 +283,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     # events
     Metric("vram_events_total", "counter", "Events, by kind.", ("kind",), _events),
-    Metric("vram_alerts_undelivered_total", "counter", "Alerts whose command or webhook failed.", (), _undelivered),
+    Metric("vram_alerts_undelivered_total", "counter", "Alerts that could not be delivered.", (), _undelivered),
     # quality of the numbers
     _device(
         "vram_memory_age_seconds", "Age of the memory numbers.",

@@ -16,12 +16,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ..common.host_memory import CGROUPS
-
-if TYPE_CHECKING:
-    from .snapshot import Device, LeaseUse
+from .snapshot import Device, LeaseUse
 
 IDLE_AFTER_S = 600.0
 
@@ -61,7 +59,7 @@ class OwnerUse:
     name: str
     num_processes: int = 0
     used_bytes: int = 0  # sum over processes: of host memory, shared pages count for each
-    unknown: int = 0  # processes whose memory is not known
+    unknown: int = 0  # processes of unknown memory
     idle_bytes: int = 0  # of the used bytes, what was held without use for the asked time
     charged_bytes: int | None = None  # of host memory: what the kernel charges to its cgroup, each page once; None: not read
     path: str | None = field(default=None, repr=False)  # of its cgroup

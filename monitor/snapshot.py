@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
 
 from .events import MemoryEvent
-from .owners import OwnerKind, OwnerUse, owner_uses, owners_in
 
 STALE_AFTER_INTERVALS = 3
 
@@ -192,53 +188,6 @@ class Snapshot:
         devices = tuple(_named(device, engines) for device in self.devices) if engines else self.devices
         return replace(self, devices=devices, leases=tuple(leases), leases_error=None)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, including derived values."""
-        devices = []
-        for device in self.devices:
-            memory = device.memory
-            age = memory.age_ns(self.at_ns)
-            devices.append(
-                asdict(device.info)
-                | {
-                    "memory": {
-                        "total_bytes": memory.total_bytes,
-                        "used_bytes": memory.used_bytes,
-                        "free_bytes": memory.free_bytes,
-                        "bytes_per_second": memory.bytes_per_second,
-                        "seconds_until_exhaustion": memory.seconds_until_exhaustion,
-                        "age_seconds": age / 1e9 if memory.at_ns else None,
-                        "stale": memory.is_stale(self.at_ns),
-                        "polls": memory.polls,
-                        "failures": memory.failures,
-                        "error": memory.error,
-                    },
-                    **asdict(device.detail.reading),
-                    "processes": None if (uses := device.detail.reading.processes) is None else [_process(use) for use in uses],
-                    "owners": [_owner(owner) for owner in owner_uses(device, self.leases, self.devices)],
-                    "detail_error": device.detail.error,
-                }
-            )
-        leases = None if self.leases_error is not None else [asdict(lease) for lease in self.leases]
-        return {
-            "time": self.unix_seconds,
-            "source": self.source,
-            "monitor_pid": self.monitor_pid,
-            "devices": devices,
-            "leases": leases,
-            "leases_error": self.leases_error,
-        }
-
-
-def _process(use: ProcessUse) -> dict[str, Any]:
-    owners = owners_in(use.cgroup)
-    names = {kind.value: owners[kind].name if kind in owners else None for kind in OwnerKind if kind is not OwnerKind.USER}
-    return asdict(use) | names
-
-
-def _owner(owner: OwnerUse) -> dict[str, Any]:
-    return {name: getattr(owner, name) for name in ("kind", "name", "num_processes", "used_bytes", "unknown", "idle_bytes")}
-
 
 def _named(device: Device, engines: Mapping[tuple[str, int], str]) -> Device:
     """The device, with engine names in its process entries."""
@@ -248,40 +197,3 @@ def _named(device: Device, engines: Mapping[tuple[str, int], str]) -> Device:
     named = tuple(replace(use, engine=engines.get((device.info.uuid, use.pid), use.engine)) for use in processes)
     reading = replace(device.detail.reading, processes=named)
     return replace(device, detail=replace(device.detail, reading=reading))
-
-
-def to_json(snapshot: Snapshot, *, indent: int | None = None) -> str:
-    """One JSON object, on one line without `indent`; in bytes, seconds, degrees, watts and shares of 1. Unknown is null.
-
-        {"time": Unix seconds, "source", "monitor_pid",
-         "devices": [{"uuid", "index", "kind", "name", "pci_id", "parent_uuid",
-                      "memory": {"total_bytes", "used_bytes", "free_bytes", "bytes_per_second",
-                                 "seconds_until_exhaustion", "age_seconds", "stale", "polls", "failures", "error"},
-                      "utilization", "temperature_celsius", "power_watts", "power_limit_watts",
-                      "processes": [{"pid", "used_bytes", "kind", "user", "command", "engine", "cgroup", "idle_seconds",
-                                     "container", "pod", "unit"}] or null,
-                      "owners": [{"kind", "name", "num_processes", "used_bytes", "unknown", "idle_bytes"}],
-                      "detail_error"}],
-         "leases": [{"engine", "pid", "user", "device_uuid", "min_bytes", "max_bytes", "weight", "priority",
-                     "granted_bytes", "held_bytes", "held_by_class": {class: bytes}, "spare_bytes", "asked_bytes",
-                     "state", "recall_target_bytes", "recall_age_seconds"}] or null,
-         "leases_error"}
-
-    Only what JSON has (RFC 8259): no NaN or infinity, and text without the halves of a surrogate pair.
-    """
-    return json.dumps(_plain(snapshot.to_dict()), indent=indent, allow_nan=False)
-
-
-def _plain(value: Any) -> Any:
-    """`value` without values that JSON cannot express."""
-    if isinstance(value, dict):
-        return {_plain(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        # A trend that decays to a denormal number predicts exhaustion after more seconds than a float can hold.
-        return None
-    if isinstance(value, str):
-        # A command line need not be UTF-8: Python keeps such bytes as surrogate halves.
-        return value.encode(errors="replace").decode()
-    return value

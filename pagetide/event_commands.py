@@ -1,4 +1,4 @@
-"""`vram-monitor events` and `vram-monitor owners`: what happened to memory, and who owns the processes that hold it."""
+"""`vram-monitor events` and `vram-monitor owners`: what happened to memory, and the owners of the processes that hold it."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def parser() -> argparse.ArgumentParser:
         prog="vram-monitor",
         description="Show the memory of GPUs and of this machine, and which processes hold it. Without a command, shows a "
         "live view: q quits, ? explains it.",
-        epilog="vram-monitor -1 prints the view once. vram-monitor events --since 03:00 lists who took memory since then, "
+        epilog="vram-monitor -1 prints the view once. vram-monitor events --since 03:00 lists what took memory since then, "
         "vram-monitor owners sums it by container, pod, unit and user.",
     )
     top.add_argument("--version", action="version", version=f"vram-monitor {__version__}")
@@ -236,7 +236,7 @@ def _add_lease_commands(commands: _Commands) -> None:
 def _add_event_commands(commands: _Commands) -> None:
     events = commands.add_parser(
         "events",
-        help="list who took memory, gave it back, was refused or recalled from, and when",
+        help="list what took memory, gave it back, was refused or recalled from, and when",
         description="List the events that the monitor has kept: which process or engine took memory, gave it back, was "
         "refused or recalled from, or ended. Times are like 03:12, '2026-11-27 03:12', or how long ago: 90s, 15min, 2h, 1d.",
     )
@@ -567,7 +567,7 @@ def _parse_min_memory(size: str | None) -> int | None:
 
 
 def _print_json(read: Callable[[], Snapshot], interval_s: float | None, listing: Listing) -> int:
-    from .monitor.snapshot import to_json
+    from .monitor.snapshot_json import to_json
 
     def line(indent: int | None) -> str:
         snapshot = read()
@@ -629,12 +629,13 @@ def _client(args: argparse.Namespace) -> BrokerClient:
 def _leases(args: argparse.Namespace) -> int:
     directory, reader = _running(args)
     from .allocator.broker_client import BrokerClient
+    from .monitor.snapshot_json import to_dict
 
     with reader:
         views = BrokerClient(directory.socket).leases()
         snapshot = reader.snapshot().with_leases([_lease_use(view) for view in views])
     if args.json:
-        print(json.dumps(snapshot.to_dict()["leases"], indent=1))
+        print(json.dumps(to_dict(snapshot)["leases"], indent=1))
         return 0
     from rich.console import Console
 

@@ -112,7 +112,7 @@ def _who(events: Sequence[MemoryEvent], symbols: Symbols, of: Callable[[T], Memo
     pids = widest("PID", (str(event.pid or "") for event in events))
     return [
         Column("PID", pids, 7, lambda one, cells: [right(str(of(one).pid or ""), cells, symbols)], flush_right=True),
-        Column("WHO", widest("WHO", (event.engine or event.command for event in events), 20), 8, name),
+        Column("NAME", widest("NAME", (event.engine or event.command for event in events), 20), 8, name),
         Column("USER", widest("USER", (event.user for event in events)), 2, text(lambda event: event.user)),
         Column(
             "OWNER", widest("OWNER", (owner_text(event.cgroup) for event in events), _MOST_OWNER), 1,

@@ -20,7 +20,7 @@ _KEYS = (
     ("r", "reverse the order"),
     ("/", "filter processes and leases by command, user, owner, engine name or pid; Esc clears the filter"),
     ("a", f"show all processes, or hide those of the host below {HOST_MIN_BYTES >> 20} MiB (or --min-memory)"),
-    ("e", "show the newest events, or hide them again: who took memory, gave it back, was refused or recalled from"),
+    ("e", "show the newest events, or hide them again: what took memory, gave it back, was refused or recalled from"),
     ("up down j k", "scroll the processes by one line, or select a lease"),
     ("PgUp PgDn", "scroll by a page; Home and End go to the first and the last"),
     ("Tab", "move the arrows from the processes to the leases, and back"),

@@ -14,7 +14,7 @@ _CONTAINED = "In a container, start it with the GPUs (docker run --gpus all)."
 _OTHERS = "GPUs of other makers than NVIDIA are not read."
 _NO_MONITOR = (
     "No monitor runs, so there are no leases and no events. An engine starts one, and so does `vram-monitor serve`; "
-    "`vram-monitor events` then lists who took memory."
+    "`vram-monitor events` then lists what took memory."
 )
 
 

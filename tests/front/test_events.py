@@ -74,7 +74,7 @@ def test_events_of_a_time_as_table_and_json(directory: Path) -> None:
     shown = run_here("events")
     assert (shown.returncode, shown.stderr) == (0, "")
     lines = shown.stdout.splitlines()
-    assert lines[0].split() == ["TIME", "DEV", "EVENT", "BYTES", "HELD", "PEAK", "PID", "WHO", "USER", "OWNER"]
+    assert lines[0].split() == ["TIME", "DEV", "EVENT", "BYTES", "HELD", "PEAK", "PID", "NAME", "USER", "OWNER"]
     assert lines[1].split()[2:] == ["took", "+3.0", "GiB", "8.0", "GiB", "8.0", "GiB", "7", "chat", "ann", "4f" * 6]
     assert "refused" in lines[2] and lines[2].endswith("Lower the min to 2.00 GiB or less") and len(lines) == 3
     told = [json.loads(line) for line in run_here("events", "--json", "--since", "3h").stdout.splitlines()]
@@ -86,7 +86,7 @@ def test_events_of_a_time_as_table_and_json(directory: Path) -> None:
     assert run_here("events", "--since", "60s").stdout == "no events in that time\n"
 
 
-def test_who_took_my_memory_is_one_command(directory: Path) -> None:
+def test_what_took_my_memory_is_one_command(directory: Path) -> None:
     written(
         directory,
         event("took", 900, 5 * GIB, 5 * GIB, pid=6),
@@ -96,7 +96,7 @@ def test_who_took_my_memory_is_one_command(directory: Path) -> None:
     ).close()
     shown = run_here("events", "--summary", "--since", "10min", "--until", "5s")
     assert [line.split() for line in shown.stdout.splitlines()] == [
-        ["DEV", "PID", "WHO", "USER", "OWNER", "AT", "START", "PEAK", "AT", "END", "TOOK", "RETURNED"],
+        ["DEV", "PID", "NAME", "USER", "OWNER", "AT", "START", "PEAK", "AT", "END", "TOOK", "RETURNED"],
         ["0", "7", "python", "ann", "4f" * 6, "0", "MiB", "30.0", "GiB", "0", "MiB", "30.0", "GiB", "29.0", "GiB", "ended"],
         ["0", "6", "python", "ann", "4f" * 6, "5.0", "GiB", "5.0", "GiB", "5.0", "GiB", "0", "MiB", "0", "MiB"],
     ]

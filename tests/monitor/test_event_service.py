@@ -17,7 +17,7 @@ from snapshots import dead, sample_device, snapshot_of
 from pagetide.common.units import GIB
 from pagetide.monitor import event_service
 from pagetide.monitor.event_log import LEAST_BYTES, EventLog, EventReader
-from pagetide.monitor.event_service import MAX_PENDING, MAX_REFUSALS, EventService, PendingEvents
+from pagetide.monitor.event_service import MAX_PENDING, MAX_REFUSALS, EventQueue, EventService
 from pagetide.monitor.events import EventKind, MemoryEvent
 from pagetide.monitor.snapshot import ProcessUse, Snapshot
 
@@ -140,7 +140,7 @@ def test_a_fault_of_a_look_is_logged_and_the_next_one_goes_on(world: World, capl
 
 
 def test_a_flood_is_merged_bounded_and_counted() -> None:
-    pending = PendingEvents()
+    pending = EventQueue()
     for _ in range(10_000):
         pending.add(MemoryEvent(kind=EventKind.RECALLED, pid=7, bytes=5, reason="by hand"))
     (event,) = pending.take()
@@ -158,7 +158,7 @@ def test_a_flood_is_merged_bounded_and_counted() -> None:
 
 
 def test_events_of_many_threads_are_all_counted() -> None:
-    pending, taken = PendingEvents(), []
+    pending, taken = EventQueue(), []
 
     def add(pid: int) -> None:
         for _ in range(2000):

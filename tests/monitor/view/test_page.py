@@ -36,7 +36,8 @@ from snapshots import (
 )
 
 from pagetide.common.units import GIB, MIB
-from pagetide.monitor.snapshot import DetailReading, Device, LeaseUse, Origin, ProcessUse, Snapshot, to_json
+from pagetide.monitor.snapshot import DetailReading, Device, LeaseUse, Origin, ProcessUse, Snapshot
+from pagetide.monitor.snapshot_json import to_json
 from pagetide.monitor.view.headings import heading
 from pagetide.monitor.view.leases import lease_lines
 from pagetide.monitor.view.listing import Listing, Order
