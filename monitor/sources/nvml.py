@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 from ...common.host_memory import host_memory
 from ..errors import DeviceUnreadable, SourceUnavailable
 from ..snapshot import DetailReading, DeviceInfo, DeviceKind, MemoryReading, ProcessUse
-from .process_facts import IdleTimes, cgroup_of
+from .process_facts import IdleTimes, ProcessFacts, ProcessTable
 
 T = TypeVar("T")
 Handle = Any  # pynvml's c_nvmlDevice_t
@@ -93,6 +93,15 @@ class _Seen:
         return self.max_instances is not None
 
 
+@dataclass(slots=True)
+class _Load:
+    """What is remembered of the processes of a device."""
+
+    table: ProcessTable = field(default_factory=ProcessTable)
+    idle: IdleTimes = field(default_factory=IdleTimes)
+    newest_us: int = 0  # the time of the newest sample of load by process
+
+
 class _Look(threading.Thread):
     """One look at one GPU, which takes as long as the driver does."""
 
@@ -131,7 +140,7 @@ class NvmlSource:
         self._lock = threading.Lock()  # one scan or close at a time
         self._library = _Library()
         self._seen: dict[str, _Seen] = {}  # by uuid; replaced as a whole, and read without the lock
-        self._sampled: dict[str, tuple[int, IdleTimes]] = {}  # by uuid: the newest sample of load by process, in µs
+        self._loads: dict[str, _Load] = {}  # by uuid; each is used by one thread at a time
         self._looks: dict[int, _Look] = {}  # by index: started, results not yet taken
 
     def scan(self) -> tuple[DeviceInfo, ...]:
@@ -321,26 +330,28 @@ class NvmlSource:
                 if used_bytes.get(process.pid) is None:
                     used_bytes[process.pid] = process.usedGpuMemory
         ours = translated or not contained  # else a pid means nothing here, or another process
-        idle = self._idle_seconds(uuid, handle, kinds)
-        uses = (ProcessUse(pid, used_bytes[pid], kinds[pid], idle_seconds=idle.get(pid)) for pid in kinds)
-        return tuple(self._owned(use) if ours else use for use in uses)
+        load = self._loads.setdefault(uuid, _Load())
+        idle = self._idle_seconds(load, handle, kinds)
+        facts = load.table.facts(kinds) if ours else {}
+        return tuple(
+            ProcessUse(
+                pid, used_bytes[pid], kinds[pid], of.user, of.command, cgroup=of.cgroup, idle_seconds=idle.get(pid),
+            )
+            for pid in kinds
+            for of in (facts.get(pid) or ProcessFacts(pid),)
+        )  # fmt: skip
 
-    def _owned(self, use: ProcessUse) -> ProcessUse:
-        user, command = _owner(use.pid)
-        return replace(use, user=user, command=command, cgroup=cgroup_of(use.pid, self._proc))
-
-    def _idle_seconds(self, uuid: str, handle: Handle, pids: Iterable[int]) -> Mapping[Hashable, float]:
+    def _idle_seconds(self, load: _Load, handle: Handle, pids: Iterable[int]) -> Mapping[Hashable, float]:
         """How long each process has not computed, by the driver's samples; {} where it has none: MIG, some consumer cards."""
-        since_us, idle = self._sampled.get(uuid, (0, IdleTimes()))
         try:
-            samples = self._library.ask("nvmlDeviceGetProcessUtilization", handle, since_us)
+            samples = self._library.ask("nvmlDeviceGetProcessUtilization", handle, load.newest_us)
         except _NvmlRefusal as refusal:
             if refusal.code not in (_Code.SUCCESS, _Code.NOT_FOUND):  # pynvml raises SUCCESS for an empty list
                 return {}
             samples = []
         busy = {one.pid for one in samples if one.smUtil or one.encUtil or one.decUtil}
-        self._sampled[uuid] = max([since_us, *(one.timeStamp for one in samples)]), idle
-        return idle.update({pid: pid in busy for pid in pids}, time.monotonic_ns())
+        load.newest_us = max([load.newest_us, *(one.timeStamp for one in samples)])
+        return load.idle.update({pid: pid in busy for pid in pids}, time.monotonic_ns())
 
     def _in_container(self) -> bool:
         try:
@@ -426,23 +437,6 @@ def _nameless(index: str, uuid: str | None = None, parent: DeviceInfo | None = N
     """The info of a device that was dead in every scan."""
     kind = DeviceKind.MIG if parent else DeviceKind.GPU
     return DeviceInfo(uuid or f"index-{index}", index, kind, parent_uuid=parent.uuid if parent else None)
-
-
-def _owner(pid: int) -> tuple[str | None, str | None]:
-    """(user, command with arguments) of a process; None for what is hidden."""
-    import psutil
-
-    def or_none(ask: Callable[[], T]) -> T | None:
-        try:
-            return ask()
-        except psutil.Error:  # it ended, or is hidden
-            return None
-
-    process = or_none(lambda: psutil.Process(pid))
-    if process is None:
-        return None, None
-    with process.oneshot():
-        return or_none(process.username), " ".join(or_none(process.cmdline) or ()) or or_none(process.name)
 
 
 def _unavailable(refusal: _NvmlRefusal) -> SourceUnavailable:

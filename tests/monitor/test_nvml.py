@@ -22,6 +22,7 @@ from pagetide.common.host_memory import host_memory
 from pagetide.monitor.errors import DeviceUnreadable, SourceUnavailable
 from pagetide.monitor.snapshot import DetailReading, DeviceInfo, DeviceKind, MemoryReading, ProcessUse
 from pagetide.monitor.sources.nvml import NvmlSource
+from pagetide.monitor.sources.process_facts import cgroup_of
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="the stand-in of the driver library needs a C compiler")
 
@@ -180,7 +181,7 @@ HOST_PIDS, CONTAINER = "pid:[4026531836]", "pid:[4026532501]"
 
 def test_what_is_said_of_processes_that_may_be_hidden(nvml: NvmlStandin, tmp_path: Path, child: int) -> None:
     """An empty list says that there are none only where none are hidden; a pid of the host's is another process here."""
-    known = psutil.Process().username(), f"{sys.executable} -c input()  # waits"
+    known = psutil.Process().username(), f"{sys.executable} -c input()  # waits", None, cgroup_of(child)
     for number, (namespace, driver, if_empty, told) in enumerate(
         [
             (HOST_PIDS, "580.82.07", (), known),
