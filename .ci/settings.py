@@ -70,7 +70,7 @@ def document() -> str:
         ("Monitor", "Of `vram-monitor serve`: [monitor.md](monitor.md).", table(monitor, tuple(monitor.keys() - {"alerts"}))),
         (
             "Alerts of the monitor",
-            "Keys of an entry of `alerts`: [monitor.md](monitor.md#alerts).",
+            "Keys of an entry of `alerts`: [monitor.md](monitor.md#commands-and-webhooks).",
             table(settings_of(AlertRule), ()),
         ),
     )

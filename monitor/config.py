@@ -29,7 +29,8 @@ from ..common.settings import (
 from ..common.units import format_bytes
 from .alerts import AlertRule, rules_of
 from .errors import ConfigInvalid
-from .event_log import LEAST_BYTES
+
+LEAST_EVENTS_BYTES = 4 << 20  # of the log of events
 
 # Settings that a running monitor applies on SIGHUP; the others need a restart.
 RELOADED = ("devices", "interval", "detail_interval", "metrics_port", "metrics_address", "alerts", "log_level")
@@ -95,8 +96,8 @@ class MonitorConfig:
                 f"headroom ({format_bytes(config.headroom)}) leaves nothing of the capacity "
                 f"({format_bytes(config.capacity)}) to lease; choose a smaller headroom"
             )
-        if 0 < config.events_size < LEAST_BYTES:
+        if 0 < config.events_size < LEAST_EVENTS_BYTES:
             raise ConfigInvalid(
-                f"events_size must be 0 or at least {format_bytes(LEAST_BYTES)}, got {format_bytes(config.events_size)}"
+                f"events_size must be 0 or at least {format_bytes(LEAST_EVENTS_BYTES)}, got {format_bytes(config.events_size)}"
             )
         return config

@@ -27,7 +27,6 @@ from .runtime_dir import FileLock
 SEGMENT_S = 3600.0
 SEGMENT_EVENTS = 1000
 CLOCK_STEP_S = 1.0  # a larger difference between the system's clock and the monotonic one means that it was set
-LEAST_BYTES = 4 << 20  # of a log
 _FILES = 8  # of about equal size; the oldest goes when there is no room
 _NAME = re.compile(r"events-(\d{6,})\.jsonl\.gz")
 _SLACK_S = 2 * CLOCK_STEP_S
@@ -64,7 +63,7 @@ class EventLog:
         """Make the directory if it is missing, and go on after what is there. Raises OSError, EventLogBusy.
 
         Args:
-            most_bytes: Of all files together, at least LEAST_BYTES.
+            most_bytes: Of all files together.
             mode, gid: Of the files; the directory can be entered with the same rights.
         """
         self._directory, self._most_bytes, self._mode, self._gid = directory, most_bytes, mode, gid

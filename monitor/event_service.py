@@ -15,8 +15,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from .alert_delivery import AlertDelivery
 from .alerts import Alert, AlertRule, Alerts
 from .errors import MonitorError
 from .event_log import EventLog
@@ -24,6 +24,9 @@ from .events import UNDELIVERED, EventKind, MemoryEvent
 from .holders import Holders
 from .log_throttle import LogThrottle, Occurrences
 from .snapshot import LeaseUse, Snapshot
+
+if TYPE_CHECKING:
+    from .alert_delivery import AlertDelivery
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +95,8 @@ class EventService:
         self._read, self._leases, self._open_log = read, leases, open_log
         self._pending = EventQueue()
         self._holders = Holders(idle_after_s=idle_after_s)
-        self._alerts, self._delivery = Alerts(rules), AlertDelivery()
+        self._alerts = Alerts(rules)
+        self._delivery: AlertDelivery | None = None  # once there is an alert
         self._log: EventLog | None = None
         self._lost = 0  # events that could not be written
         self._counts: Counter[str] = Counter()
@@ -109,7 +113,7 @@ class EventService:
     @property
     def counts(self) -> Mapping[str, int]:
         """Events by kind since the start, and undelivered alerts. Thread-safe."""
-        return {**self._counts, UNDELIVERED: self._delivery.failures}
+        return {**self._counts, UNDELIVERED: 0 if self._delivery is None else self._delivery.failures}
 
     def change(self, rules: Sequence[AlertRule]) -> None:
         """Take these rules from the next look on. Thread-safe."""
@@ -131,7 +135,8 @@ class EventService:
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join(LOOK_S)
-        self._delivery.close()
+        if self._delivery is not None:
+            self._delivery.close()
         if not self._thread.is_alive() and self._log is not None:
             self._pending.add(MemoryEvent(kind=EventKind.STOPPED))
             self._write(self._pending.take())
@@ -166,12 +171,20 @@ class EventService:
         told = [self._holders.completed(event) for event in self._pending.take()]  # before what has ended is forgotten
         changes = [*self._holders.look(snapshot), *self._readability(snapshot)]
         alerts = self._alerts.look(snapshot)
-        for alert in alerts:
-            self._delivery.send(alert)
+        self._deliver(alerts)
         now_s = time.time()
         found = [replace(event, time=event.time or now_s) for event in (*told, *changes, *map(_alert_event, alerts))]
         if found:
             self._write(sorted(found, key=lambda event: event.time))
+
+    def _deliver(self, alerts: Sequence[Alert]) -> None:
+        if alerts and self._delivery is None:
+            from .alert_delivery import AlertDelivery  # a monitor without rules does not need it
+
+            self._delivery = AlertDelivery()
+        for alert in alerts:
+            assert self._delivery is not None
+            self._delivery.send(alert)
 
     def _readability(self, snapshot: Snapshot) -> list[MemoryEvent]:
         """Devices that cannot be read any more, or again."""

@@ -14,8 +14,9 @@ from monitors import command, run_here
 
 from pagetide.common.units import GIB
 from pagetide.event_commands import time_of
+from pagetide.monitor.config import LEAST_EVENTS_BYTES
 from pagetide.monitor.errors import ConfigInvalid
-from pagetide.monitor.event_log import LEAST_BYTES, EventLog
+from pagetide.monitor.event_log import EventLog
 from pagetide.monitor.events import EventKind, MemoryEvent
 
 CGROUP = f"/system.slice/docker-{'4f' * 32}.scope"
@@ -38,7 +39,7 @@ def event(kind: str, seconds_ago: float, num_bytes: int, held: int, **names: obj
 
 def written(directory: Path, *events: MemoryEvent) -> EventLog:
     clock = [0.0]
-    log = EventLog(directory, LEAST_BYTES, clock=lambda: clock[0], monotonic=lambda: clock[0])
+    log = EventLog(directory, LEAST_EVENTS_BYTES, clock=lambda: clock[0], monotonic=lambda: clock[0])
     for one in events:
         clock[0] = one.time
         log.write([one], list)

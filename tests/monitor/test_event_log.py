@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from pagetide.monitor.event_log import LEAST_BYTES, EventLog, EventLogBusy, EventReader, files_of
+from pagetide.monitor.config import LEAST_EVENTS_BYTES
+from pagetide.monitor.event_log import EventLog, EventLogBusy, EventReader, files_of
 from pagetide.monitor.events import MAX_TEXT_CHARS, EventKind, MemoryEvent, from_dict, from_line, to_dict
 
 HOLDERS = [
@@ -34,7 +35,7 @@ class Clocks:
         self.wall_s += seconds
         self.monotonic_s += seconds
 
-    def log(self, directory: Path, most_bytes: int = LEAST_BYTES) -> EventLog:
+    def log(self, directory: Path, most_bytes: int = LEAST_EVENTS_BYTES) -> EventLog:
         return EventLog(directory, most_bytes, clock=lambda: self.wall_s, monotonic=lambda: self.monotonic_s)
 
 

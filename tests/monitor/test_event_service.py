@@ -16,7 +16,8 @@ from snapshots import dead, sample_device, snapshot_of
 
 from pagetide.common.units import GIB
 from pagetide.monitor import event_service
-from pagetide.monitor.event_log import LEAST_BYTES, EventLog, EventReader
+from pagetide.monitor.config import LEAST_EVENTS_BYTES
+from pagetide.monitor.event_log import EventLog, EventReader
 from pagetide.monitor.event_service import MAX_PENDING, MAX_REFUSALS, EventQueue, EventService
 from pagetide.monitor.events import EventKind, MemoryEvent
 from pagetide.monitor.snapshot import ProcessUse, Snapshot
@@ -47,7 +48,7 @@ class World:
 
     @contextmanager
     def running(self, **more: Any) -> Iterator[EventService]:
-        service = EventService(self.read, list, lambda: EventLog(self.directory, LEAST_BYTES), **more)
+        service = EventService(self.read, list, lambda: EventLog(self.directory, LEAST_EVENTS_BYTES), **more)
         service.start()
         try:
             yield service
@@ -87,7 +88,7 @@ def test_events_are_kept_counted_and_survive_a_restart(world: World) -> None:
 
 
 def test_a_monitor_that_was_killed_is_told_by_the_next_one(world: World) -> None:
-    log = EventLog(world.directory, LEAST_BYTES)
+    log = EventLog(world.directory, LEAST_EVENTS_BYTES)
     log.write([MemoryEvent(kind=EventKind.STARTED)], list)
     log._lock.close()
     with world.running():
