@@ -435,7 +435,7 @@ def _peer_event(
         kind=kind,
         device=None if info is None else info.index,
         device_uuid=None if info is None else info.uuid,
-        pid=peer.pid or None,
+        pid=peer.pid,
         user=user_name(peer.uid),
         bytes=num_bytes,
         reason=reason,

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from ..common.on_error import OnError
 from ..common.recording import FrameRecording, FrameWriter, RecordingError, write_whole
 from .errors import MonitorError
 from .events import EventKind, MemoryEvent, from_line, to_line
@@ -75,9 +76,10 @@ class EventLog:
         if not self._lock.try_exclusive():
             self._lock.close()
             raise EventLogBusy(f"another monitor keeps its events in {directory}; set events_dir to a directory of its own")
-        reader = EventReader(directory)
-        self._spans = reader.spans()
-        self.last = next(iter(reader.newest(1)), None)  # of the previous monitor
+        with OnError(self._lock.close):
+            reader = EventReader(directory)
+            self._spans = reader.spans()
+            self.last = next(iter(reader.newest(1)), None)  # of the previous monitor
         self._next_id = 1 if self.last is None else self.last.id + 1
         self._last_s = 0.0 if self.last is None else self.last.time  # of the newest frame
         self._fd: int | None = None

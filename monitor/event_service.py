@@ -95,6 +95,7 @@ class EventService:
         self._read, self._leases, self._open_log = read, leases, open_log
         self._pending = EventQueue()
         self._holders = Holders(idle_after_s=idle_after_s)
+        self._rules = tuple(rules)
         self._alerts = Alerts(rules)
         self._delivery: AlertDelivery | None = None  # once there is an alert
         self._log: EventLog | None = None
@@ -117,44 +118,40 @@ class EventService:
 
     def change(self, rules: Sequence[AlertRule]) -> None:
         """Take these rules from the next look on. Thread-safe."""
-        self._alerts.change(rules)
+        self._rules = tuple(rules)
 
     def start(self) -> None:
-        """Open the log, if it can be, and begin."""
-        previous = self._open()
-        reason = None
-        if previous is not None and previous.kind is not EventKind.STOPPED:
-            reason = "the monitor before it did not stop by itself: it was killed, or the machine went down"
-        self._pending.add(MemoryEvent(kind=EventKind.STARTED, reason=reason))
+        """Begin. The log is opened by the thread: its disk may hang."""
         self._thread.start()
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = 2.0) -> None:
         """Write what is pending, and end. Idempotent."""
-        if self._stopping.is_set():
-            return
         self._stopping.set()
         if self._thread.is_alive():
-            self._thread.join(LOOK_S)
+            self._thread.join(timeout_s)
         if self._delivery is not None:
             self._delivery.close()
-        if not self._thread.is_alive() and self._log is not None:
-            self._pending.add(MemoryEvent(kind=EventKind.STOPPED))
-            self._write(self._pending.take())
+
+    def _open(self) -> None:
+        """Open the log, and tell how the previous monitor ended."""
+        reason = None
+        try:
+            self._log = None if self._open_log is None else self._open_log()
+        except (MonitorError, OSError) as error:
+            log.warning("events are not kept: %s", error)
+        if self._log is not None and self._log.last is not None and self._log.last.kind is not EventKind.STOPPED:
+            reason = "the monitor before it did not stop by itself: it was killed, or the machine went down"
+        self._pending.add(MemoryEvent(kind=EventKind.STARTED, reason=reason))
+
+    def _run(self) -> None:
+        self._open()
+        self._watch()
+        self._pending.add(MemoryEvent(kind=EventKind.STOPPED))
+        self._write(self._pending.take())
         if self._log is not None:
             self._log.close()
 
-    def _open(self) -> MemoryEvent | None:
-        """Open the log. Returns the last event of the previous monitor."""
-        if self._open_log is None:
-            return None
-        try:
-            self._log = self._open_log()
-        except (MonitorError, OSError) as error:
-            log.warning("events are not kept: %s", error)
-            return None
-        return self._log.last
-
-    def _run(self) -> None:
+    def _watch(self) -> None:
         looked = 0.0
         while not self._stopping.wait(PEAK_S):
             try:
@@ -170,6 +167,8 @@ class EventService:
         snapshot = self._read()
         told = [self._holders.completed(event) for event in self._pending.take()]  # before what has ended is forgotten
         changes = [*self._holders.look(snapshot), *self._readability(snapshot)]
+        if self._rules != self._alerts.rules:
+            self._alerts.change(self._rules)
         alerts = self._alerts.look(snapshot)
         self._deliver(alerts)
         now_s = time.time()

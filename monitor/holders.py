@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ..common.units import MIB
 from .events import EventKind, MemoryEvent, program_name
-from .snapshot import Device, LeaseUse, ProcessUse, Snapshot
+from .snapshot import MAX_HOST_PROCESSES, Device, DeviceKind, LeaseUse, ProcessUse, Snapshot
 
 MOST_STEP_BYTES = 256 * MIB
 MAX_EVENTS = 256  # of one snapshot, those of most bytes
@@ -21,6 +22,14 @@ Alive = Callable[[int], bool]
 def step_bytes(total_bytes: int | None) -> int:
     """The change of held memory that is an event: 1/128 of the device, at most 256 MiB."""
     return MOST_STEP_BYTES if total_bytes is None else min(MOST_STEP_BYTES, max(1, total_bytes // 128))
+
+
+class _Seen(NamedTuple):
+    """A holder in a snapshot."""
+
+    names: MemoryEvent
+    held_bytes: int | None
+    use: ProcessUse | None
 
 
 @dataclass(slots=True)
@@ -76,7 +85,7 @@ class Holders:
         self._known = {known for known in self._known if known[0] in there}
         for device in snapshot.devices:
             uuid = device.info.uuid
-            seen = dict(self._seen(device, snapshot.leases, leases))
+            seen = self._seen(device, snapshot.leases, leases)
             events += self._update(device, seen)
             self._known.add((uuid, True))
             if device.detail.reading.processes is not None:
@@ -118,11 +127,9 @@ class Holders:
         told.sort(key=lambda one: -(one.held_bytes or 0))
         return [one.event(EventKind.HOLDS) for one in told[:MAX_HOLDERS]]
 
-    def _seen(
-        self, device: Device, leases: Iterable[LeaseUse], leased: set[tuple[str, int]]
-    ) -> Iterator[tuple[Key, tuple[MemoryEvent, int | None, ProcessUse | None]]]:
+    def _seen(self, device: Device, leases: Iterable[LeaseUse], leased: set[tuple[str, int]]) -> dict[Key, _Seen]:
         """The holders of a device now: leases, and processes without one."""
-        info = device.info
+        info, found = device.info, dict[Key, _Seen]()
         uses = {use.pid: use for use in device.detail.reading.processes or ()}
         names = MemoryEvent(kind=EventKind.HOLDS, device=info.index, device_uuid=info.uuid)
         for lease in leases:
@@ -131,16 +138,18 @@ class Holders:
                 about = replace(names, pid=lease.pid, engine=lease.engine, user=lease.user)
                 if use is not None:
                     about = replace(about, command=program_name(use.command), cgroup=use.cgroup)
-                yield about.holder, (about, lease.held_bytes, use)
+                # A process may hold two leases of one name while memory of the former one comes back.
+                before = found[about.holder].held_bytes if about.holder in found else 0
+                found[about.holder] = _Seen(about, lease.held_bytes + (before or 0), use)
         for pid, use in uses.items():
             if (info.uuid, pid) not in leased:
                 about = replace(names, pid=pid, user=use.user, command=program_name(use.command), cgroup=use.cgroup)
-                yield about.holder, (about, use.used_bytes, use)
+                found[about.holder] = _Seen(about, use.used_bytes, use)
+        return found
 
-    def _update(self, device: Device, seen: dict[Key, tuple[MemoryEvent, int | None, ProcessUse | None]]) -> list[MemoryEvent]:
+    def _update(self, device: Device, seen: dict[Key, _Seen]) -> list[MemoryEvent]:
         uuid, step = device.info.uuid, step_bytes(device.memory.total_bytes)
-        is_listed = device.detail.reading.processes is not None and device.detail.error is None
-        gone = [key for key in self._holders if key[0] == uuid and key not in seen and (key[2] is not None or is_listed)]
+        gone = [key for key in self._holders if key[0] == uuid and key not in seen and self._is_gone(key, device)]
         left = {key[1]: self._holders.pop(key) for key in gone}
         events: list[MemoryEvent] = []
         for key, (names, held_bytes, use) in seen.items():
@@ -157,6 +166,16 @@ class Holders:
         for holder in left.values():
             events += self._end(holder, step)
         return events
+
+    def _is_gone(self, key: Key, device: Device) -> bool:
+        """Whether a holder that is not listed is not there, rather than a process that could not be listed."""
+        processes, pid = device.detail.reading.processes, key[1]
+        if key[2] is not None:
+            return True
+        if processes is None or device.detail.error is not None:
+            return False
+        is_cut = device.info.kind is DeviceKind.HOST and len(processes) >= MAX_HOST_PROCESSES
+        return not is_cut or pid is None or not self._alive(pid)
 
     def _idleness(self, holder: _Holder, use: ProcessUse | None, step: int) -> Iterator[MemoryEvent]:
         seconds = None if use is None else use.idle_seconds

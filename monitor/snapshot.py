@@ -10,6 +10,7 @@ from enum import StrEnum
 from .events import MemoryEvent
 
 STALE_AFTER_INTERVALS = 3
+MAX_HOST_PROCESSES = 64  # of the host, the largest are listed
 
 
 class DeviceKind(StrEnum):

@@ -30,7 +30,7 @@ def to_json(snapshot: Snapshot, *, indent: int | None = None) -> str:
 
     Only what JSON has (RFC 8259): no NaN or infinity, and text without the halves of a surrogate pair.
     """
-    return json.dumps(_plain(to_dict(snapshot)), indent=indent, allow_nan=False)
+    return json.dumps(plain(to_dict(snapshot)), indent=indent, allow_nan=False)
 
 
 def to_dict(snapshot: Snapshot) -> dict[str, Any]:
@@ -81,12 +81,12 @@ def _owner(owner: OwnerUse) -> dict[str, Any]:
     return {name: getattr(owner, name) for name in ("kind", "name", "num_processes", "used_bytes", "unknown", "idle_bytes")}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """`value` without values that JSON cannot express."""
     if isinstance(value, dict):
-        return {_plain(key): _plain(item) for key, item in value.items()}
+        return {plain(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         # A trend that decays to a denormal number predicts exhaustion after more seconds than a float can hold.
         return None

@@ -8,8 +8,10 @@ import re
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import datetime, timedelta
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,7 @@ from .monitor.event_summary import names_of, summarize
 from .monitor.events import EventKind, MemoryEvent, to_dict
 from .monitor.owners import charge, owner_uses
 from .monitor.snapshot import DeviceKind, Snapshot
+from .monitor.snapshot_json import plain
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from .monitor.runtime_dir import RuntimeDir
 
 FOLLOW_S = 0.5  # between two looks at the log
+_ROWS = 2000  # of a table that is printed at once
 _PIPE_CELLS = 240  # width of a table that no terminal shows
 _AGO = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|min|h|d)")
 _CLOCK = re.compile(r"\d{1,2}:\d{2}(:\d{2})?")
@@ -39,12 +43,13 @@ def find_log(directories: Sequence[RuntimeDir], named: Path | None) -> Path:
     else:
         looked = [path for directory in directories for path in (directory.events, directory.event_log())]
     for path in looked:
-        if files_of(path):
-            return path.resolve()
+        with suppress(PermissionError):  # another user's
+            if files_of(path):
+                return path.resolve()
     where = " or ".join(dict.fromkeys(str(path) for path in looked))
     raise RecordMissing(
-        f"no events are kept in {where}: they are kept while `vram-monitor serve` or an engine's monitor runs; "
-        "one with events_dir in its settings keeps them there (--events-dir)"
+        f"no events that you may read are kept in {where}: they are kept while `vram-monitor serve` or an engine's monitor "
+        "runs; one with events_dir in its settings keeps them there (--events-dir)"
     )
 
 
@@ -78,12 +83,15 @@ def show_events(args: Namespace, log: Path) -> int:
     if args.follow and (args.summary or args.until is not None):
         raise ConfigInvalid("--follow goes with neither --summary nor --until")
     reader = EventReader(log)
+    newest = reader.newest(1)
+    last_id = newest[-1].id if newest else 0
     found = reader.events(since_s, until_s)
     if args.summary:
-        return _print_summary(args, list(found), since_s)
-    listed = [event for event in found if event.kind is not EventKind.HOLDS and event.time >= since_s]
-    last_id = reader.newest(1)[-1].id if args.follow and reader.newest(1) else 0
-    _print_events(args, listed, first=True)
+        return _print_summary(args, found, since_s)
+    listed = (event for event in found if event.kind is not EventKind.HOLDS and event.time >= since_s and event.id <= last_id)
+    _print_events(args, list(islice(listed, _ROWS)), first=True)
+    while some := list(islice(listed, _ROWS)):
+        _print_events(args, some, first=False)
     while args.follow:
         time.sleep(FOLLOW_S)
         newest = reader.newest(1)
@@ -102,12 +110,12 @@ def show_owners(args: Namespace, snapshot: Snapshot, idle_after_s: float) -> int
             charge(owners)
         rows += [(device, owner) for owner in owners]
     if args.json:
-        plain = ("kind", "name", "num_processes", "used_bytes", "unknown", "idle_bytes", "charged_bytes")
+        shown = ("kind", "name", "num_processes", "used_bytes", "unknown", "idle_bytes", "charged_bytes")
         told = [
-            {"device": device.info.index, "device_uuid": device.info.uuid} | {name: getattr(owner, name) for name in plain}
+            {"device": device.info.index, "device_uuid": device.info.uuid} | {name: getattr(owner, name) for name in shown}
             for device, owner in rows
         ]
-        print(json.dumps(told, indent=1))
+        print(json.dumps(plain(told), indent=1))
         return 0
     from .monitor.view.live import print_lines
     from .monitor.view.owners import owner_lines
@@ -116,10 +124,10 @@ def show_owners(args: Namespace, snapshot: Snapshot, idle_after_s: float) -> int
     return 0
 
 
-def _print_summary(args: Namespace, events: list[MemoryEvent], since_s: float) -> int:
+def _print_summary(args: Namespace, events: Iterable[MemoryEvent], since_s: float) -> int:
     holders = summarize(events, since_s)
     if args.json:
-        print(json.dumps([holder.to_dict() for holder in holders], indent=1))
+        print(json.dumps(plain([holder.to_dict() for holder in holders]), indent=1))
         return 0
     if not holders:
         print("nothing was held in that time, as far as events are kept")
@@ -134,7 +142,8 @@ def _print_summary(args: Namespace, events: list[MemoryEvent], since_s: float) -
 def _print_events(args: Namespace, events: Sequence[MemoryEvent], *, first: bool) -> None:
     if args.json:
         for event in events:
-            print(json.dumps(to_dict(event) | {name: value for name, value in names_of(event).items() if value is not None}))
+            names = {name: value for name, value in names_of(event).items() if value is not None}
+            print(json.dumps(plain(to_dict(event) | names)))
         sys.stdout.flush()
         return
     if not events:

@@ -25,10 +25,9 @@ from ...common.host_memory import CGROUPS, PROC, Cgroup, host_memory, limiting_c
 from ...common.on_error import OnError
 from ...common.units import MIB, format_bytes
 from ..errors import ConfigInvalid, DeviceUnreadable
-from ..snapshot import DetailReading, DeviceInfo, DeviceKind, MemoryReading, ProcessUse
+from ..snapshot import MAX_HOST_PROCESSES, DetailReading, DeviceInfo, DeviceKind, MemoryReading, ProcessUse
 from .process_facts import IdleTimes, ProcessFacts, ProcessTable, resident_bytes
 
-MAX_PROCESSES = 64
 SMALLEST_SHOWN_BYTES = MIB
 _LEAST_LOAD = 0.01  # share of a core below which a process counts as idle
 
@@ -115,7 +114,7 @@ class HostSource:
             found = self._sizes() if self._capacity_bytes is None else self._member_sizes()
         except OSError as error:
             raise DeviceUnreadable(f"the processes cannot be listed: {error}") from error
-        largest = dict(sorted(found, key=lambda item: (-item[1], item[0]))[:MAX_PROCESSES])
+        largest = dict(sorted(found, key=lambda item: (-item[1], item[0]))[:MAX_HOST_PROCESSES])
         facts = self._table.facts(largest)  # without those that have just ended
         idle = self._idle_seconds(facts.values())
         uses = (

@@ -108,7 +108,7 @@ def test_what_took_my_memory_is_one_command(directory: Path) -> None:
 
 def test_what_cannot_be_answered_is_said_with_status_2(directory: Path, tmp_path: Path) -> None:
     shown = run_here("events")
-    assert shown.returncode == 2 and f"no events are kept in {directory}: they are kept while" in shown.stderr
+    assert shown.returncode == 2 and f"no events that you may read are kept in {directory}: they are kept while" in shown.stderr
     written(directory, event("took", 1, 1, 1)).close()
     for arguments, said in (
         (["--since", "5min", "--until", "10min"], "--until 10min is before --since 5min"),
@@ -118,7 +118,7 @@ def test_what_cannot_be_answered_is_said_with_status_2(directory: Path, tmp_path
         shown = run_here("events", *arguments)
         assert shown.returncode == 2 and said in shown.stderr and shown.stderr.count("\n") == 1
     elsewhere = tmp_path / "elsewhere"
-    assert "no events are kept in" in run_here("events", "--events-dir", elsewhere).stderr
+    assert "no events that you may read are kept in" in run_here("events", "--events-dir", elsewhere).stderr
     written(elsewhere, event("took", 5, 1, 1, pid=77)).close()
     assert json.loads(run_here("events", "--json", "--events-dir", elsewhere).stdout)["pid"] == 77
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from snapshots import sample_device, sample_lease, snapshot_of
+from snapshots import host_device, sample_device, sample_lease, snapshot_of
 
 from pagetide.common.units import GIB, MIB
 from pagetide.monitor.events import EventKind, MemoryEvent
 from pagetide.monitor.holders import MAX_EVENTS, MOST_STEP_BYTES, Holders, step_bytes
-from pagetide.monitor.snapshot import Device, LeaseUse, ProcessUse, Snapshot
+from pagetide.monitor.snapshot import MAX_HOST_PROCESSES, Device, LeaseUse, ProcessUse, Snapshot
 
 DEVICE = sample_device(0)
 UUID = DEVICE.info.uuid
@@ -153,3 +153,23 @@ def test_a_device_that_goes_is_forgotten() -> None:
 @pytest.mark.parametrize(("total", "step"), [(None, MOST_STEP_BYTES), (80 * GIB, MOST_STEP_BYTES), (2 * GIB, 16 * MIB), (5, 1)])
 def test_the_step_is_a_share_of_the_device(total: int | None, step: int) -> None:
     assert step_bytes(total) == step
+
+
+def test_a_process_that_is_not_among_the_largest_of_the_host_any_more_may_hold_its_memory() -> None:
+    host = host_device()
+
+    def listed(*uses: ProcessUse) -> Snapshot:
+        return snapshot_of(replace(host, detail=replace(host.detail, reading=replace(host.detail.reading, processes=uses))))
+
+    others = [ProcessUse(pid, 9 * GIB) for pid in range(100, 100 + MAX_HOST_PROCESSES)]
+    found = holders(alive=True)
+    found.look(listed(train(3 * GIB)))
+    assert found.look(listed(*others)) and 7 in {event.pid for event in found.held()}
+    assert [event.kind for event in found.look(listed(train(GIB))) if event.pid == 7] == [EventKind.RETURNED]
+
+
+def test_two_leases_of_one_name_in_a_process_are_one_holder() -> None:
+    found = holders()
+    found.look(seen(unknown=True))
+    (event,) = found.look(seen(unknown=True, leases=(lease(3, state="reaping"), lease(2))))
+    assert said([event]) == [("took", "chat", 5 * GIB, 5 * GIB, 5 * GIB)]

@@ -17,8 +17,8 @@ from broker_rig import Process, processes
 from kernel_files import fake, v2
 
 from pagetide.monitor.errors import ConfigInvalid, DeviceUnreadable
-from pagetide.monitor.snapshot import DeviceKind, MemoryReading, ProcessUse
-from pagetide.monitor.sources.host import MAX_PROCESSES, SMALLEST_SHOWN_BYTES, HostSource
+from pagetide.monitor.snapshot import MAX_HOST_PROCESSES, DeviceKind, MemoryReading, ProcessUse
+from pagetide.monitor.sources.host import SMALLEST_SHOWN_BYTES, HostSource
 from pagetide.monitor.sources.process_facts import cgroup_of
 
 MIB = 1 << 20
@@ -145,7 +145,7 @@ def test_kernel_files_that_cannot_be_read_make_the_device_unreadable(tmp_path: P
 
 def test_processes_of_the_machine_are_the_largest_with_their_memory() -> None:
     uses = uses_of(HostSource())
-    assert 0 < len(uses) <= MAX_PROCESSES
+    assert 0 < len(uses) <= MAX_HOST_PROCESSES
     sizes = [use.used_bytes or 0 for use in uses]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[-1] >= SMALLEST_SHOWN_BYTES
