@@ -27,7 +27,7 @@ from .runtime_dir import FileLock
 
 SEGMENT_S = 3600.0
 SEGMENT_EVENTS = 1000
-CLOCK_STEP_S = 1.0  # a larger difference between the system's clock and the monotonic one means that it was set
+CLOCK_STEP_S = 5.0  # a larger step of the system's clock against the monotonic one means that it was set, not slewed
 _FILES = 8  # of about equal size; the oldest goes when there is no room
 _NAME = re.compile(r"events-(\d{6,})\.jsonl\.gz")
 _SLACK_S = 2 * CLOCK_STEP_S
@@ -111,12 +111,13 @@ class EventLog:
             went = "forward" if step_s > 0 else "back"
             what = f"the clock went {went} by {abs(step_s):,.0f} s: it was set, or the machine slept"
             told.insert(0, MemoryEvent(kind=EventKind.CLOCK, time=now_s, reason=what))
-        if segment is None or was_set:
-            earliest_s = now_s if was_set else max(now_s - _SLACK_S, min([now_s, *(one.time for one in told)]))
-            if earliest_s < self._last_s:
-                writer.put(to_line(self._last_s, (), full=True), self._last_s, True)
-        else:
-            earliest_s = self._last_s
+        earliest_s = self._last_s
+        if now_s < self._last_s - CLOCK_STEP_S:
+            writer.put(to_line(self._last_s, (), full=True), self._last_s, True)
+            earliest_s, segment = now_s, None
+        elif segment is None or was_set:
+            first_s = min([now_s, *(one.time for one in told)]) if segment is None else now_s
+            earliest_s = max(self._last_s, first_s, now_s - _SLACK_S)
         now_s = max(now_s, earliest_s)
         told = [replace(one, time=round(min(max(one.time, earliest_s), now_s), 3)) for one in told]
         if segment is None or was_set or segment.events >= SEGMENT_EVENTS or self._too_long(segment):
@@ -130,6 +131,7 @@ class EventLog:
         first, last = self._spans[number]
         self._spans[number] = min(first, earliest_s), max(last, now_s)
         segment.events += len(numbered)
+        segment.offset_s = now_s - self._monotonic()
         self._next_id += len(numbered)
         self._last_s, self._segment = now_s, segment
 

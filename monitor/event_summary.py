@@ -93,5 +93,6 @@ def _apply(one: HolderSummary, event: MemoryEvent, began: bool) -> None:
         one.peak_bytes = max(one.peak_bytes, one.held_bytes)
     elif kind in (EventKind.ENDED, EventKind.DIED):
         one.ended = kind.value
+        one.peak_bytes = one.peak_bytes or event.peak_bytes or 0  # of one that the log knows by its end alone
     elif kind in one.counts:
         one.counts[kind] += event.times
