@@ -138,6 +138,7 @@ bench:  ## measure; the figures go to build/bench
 	$(BIN)/python -m benchmarks.serve --json build/bench/serve.json
 	$(BIN)/python -m benchmarks.windows --json build/bench/windows.json
 	$(BIN)/python -m benchmarks.states --json build/bench/states.json
+	$(BIN)/python -m benchmarks.state_pool --json build/bench/state_pool.json
 	$(BIN)/python -m benchmarks.fleet --json build/bench/fleet.json
 
 RELEASE ?=

@@ -44,7 +44,7 @@ from pagetide import LLM, ConfigError, RequestOutput, RequestRejected, SamplingP
 from pagetide.cache.geometry import LATENT_TYPES
 from pagetide.engine.attention import gathered
 from pagetide.engine.attention.gathered import may_attend_by_itself
-from pagetide.engine.attention.states import may_have_states
+from pagetide.engine.attention.states import limit_time_steps, may_have_states
 from pagetide.engine.errors import CheckpointError
 
 from .published_models import (
@@ -62,6 +62,7 @@ from .published_models import (
 MOST_PARAMETERS = 20_000_000
 
 _MAMBA = {"mamba_n_heads": 12, "mamba_d_head": 8, "mamba_d_state": 16}
+_DELTA = [*["linear_attention"] * 3, "full_attention"]
 # Beyond small sizes; None removes a size.
 SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": {**_MAMBA, "attn_layer_indices": [2]},
@@ -73,7 +74,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "bailing_hybrid": {"num_expert_group": 2, "num_experts_per_tok": 2, "layer_types": _DELTA},
     "helium": {"head_dim": 8},
+    "kimi_linear": {"num_experts_per_token": 2, "layer_types": _DELTA, "linear_head_dim": 16, "linear_num_heads": 6},
     # The default configurations of these have no layer of one kind, unlike their published checkpoints.
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
@@ -87,7 +90,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "prophetnet": {"num_hidden_layers": None, "num_encoder_layers": 2, "num_decoder_layers": 2},
     "reformer": {"axial_pos_embds_dim": [16, 32]},
     "mamba2": {"hidden_size": 48, "num_heads": 8, "head_dim": 12, "n_groups": 2, "state_size": 16},
-    "zamba2": {"layer_types": ["mamba", "mamba", "hybrid", "mamba"]},
+    "zamba": {"num_hidden_layers": 5, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "zamba2": {"layer_types": ["mamba", "mamba", "hybrid", "mamba"], "hybrid_layer_ids": [2]},
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
     **{name: {"head_dim": 16} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
@@ -132,6 +136,7 @@ def tiny_published(published: PublishedModel, seed: int = 0) -> PreTrainedModel:
 def ready(model: PreTrainedModel, seed: int) -> PreTrainedModel:
     """The model with random weights, in eval mode, which never ends a text."""
     randomize(model, seed)
+    limit_time_steps(model)  # plain passes as decodes
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model.eval().requires_grad_(False)
@@ -410,7 +415,10 @@ K and V of all heads ([0052](decisions/0052-latent-attention.md)).
 **Attention of its own.** Types that call no attention interface, or choose the tokens that they attend to, are computed a
 sequence at a time ([0061](decisions/0061-attention-of-its-own.md)): {own}.
 """
-NOTES = {"gpt_oss": "published checkpoints are MXFP4: see the first table"}
+NOTES = {
+    "gpt_oss": "published checkpoints are MXFP4: see the first table",
+    "nemotron_h": "with its configuration's `time_step_limit` in chunks too, where transformers takes `time_step_min`",
+}
 SECTIONS = {
     EQUAL: "Served, and equal to transformers",
     REFUSED: "Refused at load",
@@ -450,7 +458,7 @@ def document(outcomes: Sequence[Outcome]) -> str:
         parts += [f"| model type | class |{last[0]}", f"|---|{last[1]}"]
         parts += [
             f"| `{one.model_type}` | {f'`{one.class_name}`' if one.class_name else ''} |"
-            + f" {cell(one.reason or NOTES.get(one.model_type, ''))} |" * has_reason
+            + f" {cell('; '.join(filter(None, (NOTES.get(one.model_type), one.reason))))} |" * has_reason
             for one in of_status
         ]
         parts.append("")

@@ -1,13 +1,10 @@
-"""Models with recurrent layers against transformers' `generate`, their kernels against memory, and which tokens are found.
+"""Models with recurrent layers against transformers' `generate`, and their kernels against memory.
 
 python -m benchmarks.states [--rounds 3] [--layers 8] [--hidden 1024] [--tokens 16] [--json FILE] [--seed 0]
 
 The model has Qwen3.5's layers with random weights: three with the gated delta rule to one with attention, heads of 128,
 float32; 162 million parameters by default. 16 prompts of 64 to 159 tokens are a batch, padded for `generate`. All times are
 CPU times of this process; the two take turns.
-
-Prefixes are those of a real `CacheManager`, one request at a time: 20 documents of 2,000 tokens with 25 questions each, in turn
-and at random, in a pool with room for 20 states besides K and V; and one prefix of 2,000 tokens before all questions.
 """
 
 from __future__ import annotations
@@ -24,19 +21,11 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from benchmarks.arguments import parser_of, whole
 from benchmarks.figures import Figure, median, report
 from pagetide import LLM, SamplingParams
-from pagetide.allocator.blocks import BlockAllocator
 from pagetide.cache.geometry import Geometry, LayerShape, StateShape
-from pagetide.cache.grouped_tables import tables_for
-from pagetide.cache.layer_groups import LayerGroup, state_group
-from pagetide.cache.manager import CacheManager
-from pagetide.cache.prefix_hash import PrefixHasher
-from pagetide.cache.reuse_density import ReuseDensity
 from pagetide.engine.layers import recurrences
 
 HEADS, DIM, ROWS, BLOCK = 16, 128, 16, 16
 CHANNELS = 3 * HEADS * DIM
-DOCUMENTS, DOCUMENT_TOKENS, QUESTION_TOKENS = 20, 2_000, 60
-STATE_BLOCKS = 101  # of Qwen3.5-0.8B
 
 
 def speed(layers: int, hidden: int, tokens: int, rounds: int, rng: np.random.Generator) -> list[Figure]:
@@ -149,71 +138,15 @@ def sizes() -> list[Figure]:
     return figures
 
 
-def prefixes(questions: int, rng: np.random.Generator) -> list[Figure]:
-    """The share of prompt tokens that is found."""
-    documents = [rng.integers(0, 1 << 30, DOCUMENT_TOKENS, np.int32) for _ in range(DOCUMENTS)]
-    in_turn = np.tile(np.arange(DOCUMENTS), questions)
-    room = DOCUMENTS * (-(-DOCUMENT_TOKENS // BLOCK) + STATE_BLOCKS)
-    figures = []
-    for name, order in (("in turn", in_turn), ("at random", rng.permutation(in_turn))):
-        found, asked = served(documents, order, room, rng)
-        figures.append(
-            Figure(
-                f"{DOCUMENTS} documents, {questions} questions each, {name}: found",
-                float(found.sum() / asked.sum()),
-                "",
-                0.85,
-                "higher",
-            )
-        )
-    found, _ = served(documents[:1], np.zeros(questions, np.int64), room, rng)
-    whole_blocks = DOCUMENT_TOKENS // BLOCK * BLOCK
-    figures.append(
-        Figure(
-            "a prefix of 2,000 tokens, third request: found",
-            float(found[min(2, questions - 1)]),
-            "tokens",
-            whole_blocks,
-            "higher",
-        )
-    )
-    return figures
-
-
-def served(
-    documents: list[np.ndarray], order: np.ndarray, room: int, rng: np.random.Generator
-) -> tuple[np.ndarray, np.ndarray]:
-    """(found, asked) tokens of a question to each document in `order`, where a pool has `room` blocks besides a request's."""
-    length = DOCUMENT_TOKENS + QUESTION_TOKENS
-    num_blocks = 1 + room + 2 * STATE_BLOCKS + -(-length // BLOCK)
-    groups = (LayerGroup(), state_group(STATE_BLOCKS))
-    tables = tables_for(groups, BlockAllocator(num_blocks), BLOCK, 1, length + 1)
-    cache = CacheManager(tables, PrefixHasher(BLOCK, b"states"), eviction=ReuseDensity)
-    found = []
-    for document in order.tolist():
-        tokens = np.concatenate((documents[document], rng.integers(0, 1 << 30, QUESTION_TOKENS, np.int32)))
-        chain = cache.chain(tokens, None)
-        hit = cache.lookup(chain, length - 1)
-        assert cache.admit(0, length, hit) is not None, "what is not held must be evictable"
-        done = hit.num_tokens
-        while done < length:
-            done, _ = cache.reach(0, done, length, cache.pool.available)
-            cache.commit(0, chain, done, done == length)
-        cache.release(np.array([0]))
-        found.append(hit.num_tokens)
-    return np.array(found), np.full(len(found), length)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__, rounds=3)
     parser.add_argument("--layers", type=whole, default=8)
     parser.add_argument("--hidden", type=whole, default=1024)
     parser.add_argument("--tokens", type=whole, default=16, help="of each sequence, from 2 on (default %(default)s)")
-    parser.add_argument("--questions", type=whole, default=25, help="to each document (default %(default)s)")
     parser.add_argument("--copies", type=whole, default=8, help="of a layer's states, for kernels (default %(default)s)")
     args = parser.parse_args(argv)
     rng = np.random.default_rng(args.seed)
-    figures = [*sizes(), *prefixes(args.questions, rng), *kernels(args.copies)]
+    figures = [*sizes(), *kernels(args.copies)]
     figures += speed(args.layers, args.hidden, max(2, args.tokens), args.rounds, rng)
     report("Models with recurrent layers", figures, args.seed, args.json)
 

@@ -407,7 +407,12 @@ class Geometry:
 
 # Model types with latent attention (MLA) as transformers computes it in DeepSeek's models: K and V of all heads are linear in a
 # latent that the heads share, but for a rotated part of K, which they share too.
-LATENT_TYPES = frozenset({"axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu"})
+LATENT_TYPES = frozenset(
+    {
+        *("axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "longcat_flash", "minicpm3"),
+        "youtu",
+    }
+)
 
 
 def layer_shapes(config: Any, *, latents: bool = True, found: Sequence[FoundLayer] = ()) -> tuple[LayerShape, ...]:
@@ -426,11 +431,11 @@ def layer_shapes(config: Any, *, latents: bool = True, found: Sequence[FoundLaye
     if not 1 <= num_layers <= MOST_LAYERS:
         raise GeometryError(f"num_hidden_layers must be from 1 to {MOST_LAYERS:,}, got {num_layers:,}")
     if found:
-        return _found_shapes(config, found, num_layers)
+        return _found_shapes(config, found, num_layers, latents)
     types = _layer_types(config, num_layers)
     views = _layer_configs(config, num_layers)
     sources = _sources(config, num_layers, types)
-    latents = latents and getattr(config, "model_type", None) in LATENT_TYPES
+    latents = latents and _caches_latents(config)
     shapes = [
         replace(_shape(view, index, kind, latents), **_window(view, index, kind))
         for index, (view, kind) in enumerate(zip(views, types, strict=True))
@@ -441,8 +446,12 @@ def layer_shapes(config: Any, *, latents: bool = True, found: Sequence[FoundLaye
     )
 
 
-def _found_shapes(config: Any, found: Sequence[FoundLayer], num_layers: int) -> tuple[LayerShape, ...]:
-    """The layers as they were seen. The config tells their windows."""
+def _caches_latents(config: Any) -> bool:
+    return getattr(config, "model_type", None) in LATENT_TYPES
+
+
+def _found_shapes(config: Any, found: Sequence[FoundLayer], num_layers: int, latents: bool) -> tuple[LayerShape, ...]:
+    """The layers as they were seen. The config tells their windows, and K and V where the cache is given latents."""
     types = _first(config, "layer_types") or [""] * num_layers
     if not len(found) == len(types) == num_layers:
         raise GeometryError(f"the model has {len(found)} layers with a cache, {len(types)} types and {num_layers} layers")
@@ -450,7 +459,9 @@ def _found_shapes(config: Any, found: Sequence[FoundLayer], num_layers: int) -> 
     for index, (layer, kind) in enumerate(zip(found, types, strict=True)):
         kind = "sliding_attention" if "sliding" in kind else kind
         window = _window(config, index, kind) if layer.kv else {}
-        shapes.append(LayerShape(*(layer.kv or (0, 0, 0)), **window, states=layer.states, chooses=layer.index_dim > 0))
+        told = layer.kv is not None and _caches_latents(config)
+        shape = _shape(config, index, kind, latents) if told else LayerShape(*(layer.kv or (0, 0, 0)))
+        shapes.append(replace(shape, **window, states=layer.states, chooses=layer.index_dim > 0))
     keys = [LayerShape(1, dim - dim // 2, dim // 2) for layer in found if (dim := layer.index_dim)]
     return (*shapes, *keys)
 

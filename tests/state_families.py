@@ -17,6 +17,11 @@ _GATED = {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
 }  # fmt: skip
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+_LATENT = {
+    "layer_types": _GATED["layer_types"], "linear_head_dim": 16, "linear_num_heads": 4, "num_experts": 4,
+    "moe_intermediate_size": 32, "kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "num_key_value_heads": 4,
+}  # fmt: skip
 _SCAN = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 16}
 _ALONE = {"vocab_size": VOCAB, "num_hidden_layers": 2, "state_size": 8, "pad_token_id": 0, "tie_word_embeddings": False}
 
@@ -39,6 +44,13 @@ STATE_FAMILIES: dict[str, dict[str, Any]] = {
         **_BASE, "hybrid_override_pattern": "M*M-", "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2,
         "ssm_state_size": 16, "chunk_size": 16,
     },
+    "minimax": {**_BASE, "layer_types": ["linear_attention", "full_attention"] * 2, "num_local_experts": 4, "block_size": 8},
+    "zaya": {
+        **_BASE, "layer_types": ["hybrid"] * 4, "num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 32,
+        "router_hidden_size": 16,
+    },
+    "kimi_linear": {**_BASE, **_LATENT, "num_experts_per_token": 2},
+    "bailing_hybrid": {**_BASE, **_LATENT, "num_experts_per_tok": 2, "num_expert_group": 2, "topk_group": 1},
     "mamba2": {**_ALONE, "hidden_size": 64, "num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 16},
     # A chunk that continues a sequence begins without its state in transformers: these are computed token by token.
     "mamba": {**_ALONE, "hidden_size": 48},

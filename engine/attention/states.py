@@ -195,11 +195,19 @@ class StatesCache(Cache):
         found = self.layers[layer_idx].has_previous_state
         return any(found.values()) if state_idx is None else bool(found[state_idx])
 
+    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
+        """The recurrent state behind the tokens before, as MiniMax asks for it."""
+        return self.layers[layer_idx].states.get((recurrences.RECURRENT, 0))
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
+        """Keep a recurrent state, as MiniMax gives it."""
+        self.layers[layer_idx].update_recurrent_state(linear_cache)
+
 
 def may_have_states(kind: type[Any]) -> bool:
     """Whether layers of models of class `kind` may have states: whether its module's code gives any to a cache."""
     source = _source(sys.modules[kind.__module__])
-    return any(f"update_{of_kind}_state(" in source for of_kind in _KINDS)
+    return any(f"update_{of_kind}_state(" in source for of_kind in _KINDS) or "set_linear_cache(" in source
 
 
 def find_layers(model: Any, tokens: torch.Tensor) -> tuple[tuple[FoundLayer, ...], dict[str, int]]:
@@ -213,6 +221,18 @@ def find_layers(model: Any, tokens: torch.Tensor) -> tuple[tuple[FoundLayer, ...
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         model(input_ids=tokens, position_ids=positions, use_cache=False, **{_cache_name(model): watch.cache})
     return tuple(map(_found, watch.cache.layers)), watch.mixers
+
+
+def limit_time_steps(model: Any) -> None:
+    """Give the mixers of `model` its configuration's limits of time steps. Mutates it.
+
+    Nemotron's take `time_step_min`, which is for making new weights, as a limit, and in chunks alone: the state behind a token
+    would not be the same in a chunk and decoded.
+    """
+    if limit := getattr(model.config.get_text_config(decoder=True), "time_step_limit", None):
+        for module in model.modules():
+            if hasattr(module, "time_step_limit"):
+                module.time_step_limit = tuple(limit)
 
 
 def install(model: Any, geometry: Geometry, tokens: torch.Tensor) -> Mixers | None:
@@ -229,6 +249,7 @@ def install(model: Any, geometry: Geometry, tokens: torch.Tensor) -> Mixers | No
         raise UnsupportedModel(f"{why}, so its states cannot be kept; use transformers' generate for this model") from error
     if [layer.states for layer in found] != [layer.states for layer in geometry.layers]:
         raise UnsupportedModel(f"layers of {type(model).__name__} keep other states with weights than without memory")
+    limit_time_steps(model)
     of_layers = Mixers(StatesCache(len(found)))
     for name, layer in mixers.items():
         module, states = model.get_submodule(name), geometry.layers[layer].states

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...cache.block_table import Index, Int32
-from ...scheduler.plan import Bool, Candidates, ChunkLogprobs, Plan
+from ...scheduler.plan import NO_TOKENS, Bool, Candidates, ChunkLogprobs, Plan
 
 if TYPE_CHECKING:
     from .transfers import Download
@@ -75,6 +75,7 @@ class Computed:
     candidates: list[Candidates] = field(default_factory=list)
     complete: list[int] = field(default_factory=list)
     drawn: PendingTokens | None = None  # tokens not on the host yet
+    lost_blocks: Int32 = field(default_factory=lambda: NO_TOKENS)  # of states that a fault left unknown
 
     def add(self, part: ChunkGroup, given: Computed) -> None:
         """Add the outputs of `part`; this object covers all chunks of the plan."""

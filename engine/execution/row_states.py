@@ -17,6 +17,9 @@ from .parts import ChunkGroup, Computed
 
 log = logging.getLogger(__name__)
 
+MOST_LOSSES = 4
+"""How often a fault may leave a sequence's states unknown, before the sequence gets further, until its request ends."""
+
 
 class RowStates:
     """Each row's tokens and sampling, changed by plans, and why its chunks cannot be computed.
@@ -34,11 +37,14 @@ class RowStates:
         self._unreleased: set[int] = set()  # released rows for which sampling state remains
         self._failures: dict[int, str] = {}  # by row: why its chunks cannot be computed
         self._deferred: dict[int, int] = {}  # by row: start of its deferred chunk, not computed since
+        self._lost: set[int] = set()  # rows with layers' states that a fault left unknown
+        # By request: how often it lost its states, and the most tokens that were behind them. Of the latest that lost any.
+        self._losses: dict[str, tuple[int, int]] = {}
 
     @property
     def faulty(self) -> bool:
         """Whether some row failed or was deferred, so that `computable` and `computed` apply."""
-        return bool(self._failures or self._deferred)
+        return bool(self._failures or self._deferred or self._lost)
 
     @property
     def faults(self) -> tuple[dict[int, str], dict[int, int]]:
@@ -88,13 +94,48 @@ class RowStates:
         """Let the chunks of `rows` fail until the rows are released or admitted again."""
         self._failures.update(dict.fromkeys(rows.tolist(), message))
 
+    def lose(self, plan: Plan, rows: Index, message: str) -> None:
+        """Defer the chunks of `rows` in `plan`, which have unknown states, until they are computed from the start.
+
+        A request that loses its states MOST_LOSSES times before it gets further fails.
+        """
+        for row, start in zip(plan.rows.tolist(), plan.starts.tolist(), strict=True):
+            if row in rows:
+                request_id = self._admitted[row].request_id
+                losses, furthest = self._losses.pop(request_id, (0, 0))
+                if losses + 1 == MOST_LOSSES:
+                    times = f"{MOST_LOSSES} times while the states of this sequence changed"
+                    self._failures[row] = f"{message}; it came {times}, before token {max(start, furthest) + 1} was computed"
+                    continue
+                self._lost.add(row)
+                self._losses[request_id] = losses + 1, max(start, furthest)
+                if len(self._losses) > len(self.tokens):
+                    del self._losses[next(iter(self._losses))]
+
+    def apart(self, part: ChunkGroup) -> list[ChunkGroup]:
+        """`part` in pieces: a request that has lost its states is computed alone until it gets further: a fault of another
+        one would count as its own.
+        """
+        if not self._losses:
+            return [part]
+        is_suspect = np.array([self._admitted[row].request_id in self._losses for row in part.rows.tolist()], np.bool_)
+        alone = [part[place : place + 1] for place in np.flatnonzero(is_suspect).tolist()]
+        return [part[~is_suspect], *alone] if not is_suspect.all() else alone
+
+    def lost(self, rows: Index) -> Index:
+        """Those of `rows` with layers' states that are unknown."""
+        return rows[np.isin(rows, list(self._lost))]
+
     def computable(self, plan: Plan, part: ChunkGroup, total: Computed) -> ChunkGroup:
-        """`part` without failed or deferred chunks. Chunks of failed rows fail now; those after a deferred chunk of their row
-        are deferred.
+        """`part` without failed or deferred chunks. Chunks of failed rows fail now; those of rows that lost their states, and
+        those after a deferred chunk of their row, are deferred.
         """
         for chunk, row in zip(part.chunks.tolist(), part.rows.tolist(), strict=True):
             if row in self._failures:
                 total.failures[chunk] = self._failures[row]
+            elif row in self._lost:
+                total.drop(chunk)
+                total.deferred.add(chunk)
             elif plan.starts[chunk] > self._deferred.get(row, plan.starts[chunk]):
                 total.deferred.add(chunk)
         left_out = [chunk in total.failures or chunk in total.deferred for chunk in part.chunks.tolist()]
@@ -112,10 +153,14 @@ class RowStates:
             total.deferred.add(chunk)
 
     def computed(self, plan: Plan, total: Computed) -> None:
-        """Forget the deferrals of rows with chunks that were computed, or have failed."""
+        """Forget the deferrals and losses of rows with chunks that were computed, or have failed."""
         for chunk, row in enumerate(plan.rows.tolist()):
             if chunk not in total.deferred:
                 self._deferred.pop(row, None)
+                if self._losses:
+                    request_id = self._admitted[row].request_id
+                    if plan.starts[chunk] + plan.lengths[chunk] > self._losses.get(request_id, (0, 0))[1]:
+                        self._losses.pop(request_id, None)
 
     def _release(self, rows: Index) -> None:
         """Release `rows`. Sampling state that cannot be released now is released before the row is reused."""
@@ -152,3 +197,4 @@ class RowStates:
             self._admitted.pop(row, None)
             self._failures.pop(row, None)
             self._deferred.pop(row, None)
+            self._lost.discard(row)

@@ -22,7 +22,7 @@ import torch
 
 from ...cache.block_table import Index, Int32
 from ...common.heartbeat import COMPILING_S, STILL_S, Progress
-from ...scheduler.plan import NO_LOGPROBS, NO_TOKENS, Candidates, ChunkLogprobs, Failure, Plan, Result
+from ...scheduler.plan import NO_LOGPROBS, NO_ROWS, NO_TOKENS, Candidates, ChunkLogprobs, Failure, Plan, Result
 from ..attention.context import AttentionKernel, StepContext, running
 from ..attention.states import ModelStates
 from ..collectives.group import ALONE, CollectiveAborted, ShardGroup
@@ -117,7 +117,7 @@ class PendingStep:
             moves.refused,
             lost_slots=joined([swap.lost_slots for swap in swaps]),
             failed_slots=joined(moves.failed_slots),
-            failed_blocks=joined(moves.failed_blocks),
+            failed_blocks=joined([*moves.failed_blocks, computed.lost_blocks]),
             deferred=np.array(deferred, np.int64),
             swapped=sum(swap.num_timed for swap in swaps),
             swap_s=sum(swap.seconds for swap in swaps),
@@ -293,9 +293,10 @@ class ModelRunner:
 
     def _outputs(self, plan: Plan) -> Computed:
         all_chunks = ChunkGroup.of(plan)
-        if self._row_states.faulty and len(all_chunks):
+        parts = self._row_states.apart(all_chunks)
+        if (self._row_states.faulty or len(parts) > 1) and len(all_chunks):
             self._lockstep.stop()
-            return self._compute_in_parts(plan, [all_chunks])
+            return self._compute_in_parts(plan, parts)
         changes = self._rows.changes(plan)
         with Attempt() as attempt:
             work = self._prepare(all_chunks)
@@ -308,7 +309,7 @@ class ModelRunner:
             log.error("step %d raised; repeating it in parts", plan.step_id, exc_info=attempt.error)
         self._lockstep.stop()
         self._recover(all_chunks)
-        self._fail_lost(attempt.error)
+        self._lose_states(plan, attempt.error)
         return self._compute_in_parts(plan, list(all_chunks.halves()) or [all_chunks])
 
     def _collect(self, plan: Plan, computed: Computed) -> Computed:
@@ -347,12 +348,16 @@ class ModelRunner:
             if (error := self._compute_part(plan, part, total)) is not None:
                 self._rows.newest.copy_(newest)  # the repetition may need these inputs
                 self._recover(part)
-                self._fail_lost(error)
+                lost = self._lose_states(plan, error)
                 if halves := part.halves():
                     parts += reversed(halves)
+                elif part.rows[0] in lost:
+                    parts.append(part)
                 else:
                     self._row_states.defer_or_fail(plan, int(part.chunks[0]), error, total)
         self._row_states.computed(plan, total)
+        if self._rows.states is not None and len(lost := self._row_states.lost(plan.rows)):
+            total.lost_blocks = self._rows.states[torch.from_numpy(lost)].flatten().cpu().numpy().astype(np.int32)
         return total
 
     def _compute_part(self, plan: Plan, part: ChunkGroup, total: Computed) -> BaseException | None:
@@ -379,10 +384,14 @@ class ModelRunner:
         for update in plan.tables:
             self._row_states.fail(update.rows, failure)
 
-    def _fail_lost(self, error: BaseException | None) -> None:
-        """End requests with states that `error` left unknown."""
-        if self._states is not None and error is not None and len(rows := self._states.take_lost()):
-            self._row_states.fail(rows, f"{format_error(error)}; it came while the states of this sequence changed")
+    def _lose_states(self, plan: Plan, error: BaseException | None) -> Index:
+        """The rows of `plan` with states that `error` left unknown: their sequences are computed again."""
+        if self._states is None or error is None:
+            return NO_ROWS
+        if len(lost := self._states.take_lost()):
+            log.error("step %d raised while states of %d sequences changed; computing these again", plan.step_id, len(lost))
+            self._row_states.lose(plan, lost, format_error(error))
+        return lost
 
     def _recover(self, part: ChunkGroup) -> None:
         """Prepare for computing `part` again: free memory, and undo what sampling has advanced."""

@@ -16,6 +16,7 @@ from state_families import ONE_BY_ONE, tiny_with_states
 from pagetide import LLM, SamplingParams, native
 from pagetide.cache.geometry import Geometry, LayerShape, StateShape
 from pagetide.cache.storage import Storage, TensorArena
+from pagetide.engine.attention.context import running_step
 from pagetide.engine.attention.native_kernel import NativeKernel
 from pagetide.engine.attention.states import find_layers, may_have_states
 from pagetide.engine.attention.undone_outputs import Tokens, UndoneOutputs
@@ -77,7 +78,9 @@ def test_a_step_that_raises_is_repeated_with_the_same_tokens(packed: bool, usabl
 @pytest.mark.skipif(native.instructions() is None, reason="the native kernels are not built")
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_fault_within_a_mixer_changes_no_token(packed: bool) -> None:
-    """Behind a kernel that has changed states in place, the sequences that it concerns end; from copies they are repeated."""
+    """Behind a kernel that has changed states in place, its sequences are computed from the start; from copies,
+    the step is repeated.
+    """
     model, inputs = tiny_with_states("qwen3_5_text"), prompts(LENGTHS * 2, VOCAB)
     expected = plain(model, inputs, NEW)
     engine = TinyEngine(model, usable=300, block_size=4, max_chunk_tokens=8, max_seqs=3, caching=True)
@@ -91,13 +94,27 @@ def test_a_fault_within_a_mixer_changes_no_token(packed: bool) -> None:
     for name, module in model.named_modules():
         if name.endswith(("linear_attn.norm", "linear_attn.out_proj")):
             module.register_forward_hook(failing)
+    assert engine.generate(inputs, Sampling(NEW)) == expected
+    assert next(calls) > 150 and bool(engine.core.scheduler.stats.recomputed_tokens) == packed
+
+
+@pytest.mark.skipif(native.instructions() is None, reason="the native kernels are not built")
+def test_a_request_that_loses_its_states_at_each_try_ends_alone() -> None:
+    model, inputs = tiny_with_states("qwen3_5_text"), prompts([5, 9, 14], VOCAB)
+    expected = plain(model, inputs, NEW)
+    engine = TinyEngine(model, usable=300, block_size=4, max_seqs=3, max_chunk_tokens=8)
+    norm = model.get_submodule("model.layers.1.linear_attn.norm")
+
+    def failing(*_: Any) -> None:
+        step = running_step()
+        if step is not None and (step.kv_lens == 20).any():
+            raise RuntimeError("planted")
+
+    norm.register_forward_hook(failing)
     engine.add_all(inputs, Sampling(NEW))
     ends = engine.run()
-    failed = {name for name, end in ends.items() if end.reason == "error"}
-    for number, tokens in enumerate(expected):
-        got = ends[f"r{number}"].token_ids.tolist()
-        assert got == tokens[: len(got)] if f"r{number}" in failed else got == tokens
-    assert next(calls) > 150 and len(failed) <= 6 and bool(failed) == packed
+    assert [ends[f"r{number}"].reason for number in range(3)] == ["length", "length", "error"]
+    assert [ends[f"r{number}"].token_ids.tolist() for number in range(3)] == [*expected[:2], expected[2][:6]]
 
 
 def test_outputs_of_deferred_chunks_outlast_plans_without_them() -> None:
@@ -148,6 +165,20 @@ def test_mixers_that_no_kernel_computes_are_called_in_parts() -> None:
     probe(model, engine.core.runner.storage.geometry)
     assert not engine.mixers.packed and not engine.mixers.one_by_one
     assert engine.generate(inputs, Sampling(NEW)) == expected
+
+
+def test_time_steps_are_limited_as_the_configuration_says() -> None:
+    """transformers limits Nemotron's by `time_step_min`, and in chunks alone."""
+    inputs, models = (
+        prompts([9, 14], VOCAB),
+        [tiny_with_states("nemotron_h", time_step_min=1.5, time_step_max=2.0) for _ in range(3)],
+    )
+    for module in models[0].modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = 0.0, float("inf")
+    expected = plain(models[0], inputs, NEW)
+    assert plain(models[1], inputs, NEW) != expected
+    assert TinyEngine(models[2], usable=200, block_size=4, max_chunk_tokens=5).generate(inputs, Sampling(NEW)) == expected
 
 
 def test_states_of_any_shape_are_read_as_they_were_written() -> None:

@@ -36,7 +36,8 @@ COMMANDS = {
     "serve": "--streams 1,3 --tokens 4 --requests 3 --step-ms 1 --hidden 32 --layers 1 --rounds 1",
     "sharing": "--data none --mixes 4x8b --only static,first,pool,leases --slices 2",
     "shards": "--rounds 1 --hidden 64 --layers 1 --dtypes float32 --prompts 2 --new-tokens 3",
-    "states": "--rounds 1 --hidden 64 --layers 4 --tokens 2 --questions 2 --copies 1",
+    "state_pool": "--questions 2 --requests 12",
+    "states": "--rounds 1 --hidden 64 --layers 4 --tokens 2 --copies 1",
     "windows": "--context 2048",
 }
 WITH_PROCESSES = {
