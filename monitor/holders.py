@@ -24,7 +24,7 @@ def step_bytes(total_bytes: int | None) -> int:
     return MOST_STEP_BYTES if total_bytes is None else min(MOST_STEP_BYTES, max(1, total_bytes // 128))
 
 
-class _Seen(NamedTuple):
+class _Listed(NamedTuple):
     """A holder in a snapshot."""
 
     names: MemoryEvent
@@ -127,9 +127,9 @@ class Holders:
         told.sort(key=lambda one: -(one.held_bytes or 0))
         return [one.event(EventKind.HOLDS) for one in told[:MAX_HOLDERS]]
 
-    def _seen(self, device: Device, leases: Iterable[LeaseUse], leased: set[tuple[str, int]]) -> dict[Key, _Seen]:
+    def _seen(self, device: Device, leases: Iterable[LeaseUse], leased: set[tuple[str, int]]) -> dict[Key, _Listed]:
         """The holders of a device now: leases, and processes without one."""
-        info, found = device.info, dict[Key, _Seen]()
+        info, found = device.info, dict[Key, _Listed]()
         uses = {use.pid: use for use in device.detail.reading.processes or ()}
         names = MemoryEvent(kind=EventKind.HOLDS, device=info.index, device_uuid=info.uuid)
         for lease in leases:
@@ -140,14 +140,14 @@ class Holders:
                     about = replace(about, command=program_name(use.command), cgroup=use.cgroup)
                 # A process may hold two leases of one name while memory of the former one comes back.
                 before = found[about.holder].held_bytes if about.holder in found else 0
-                found[about.holder] = _Seen(about, lease.held_bytes + (before or 0), use)
+                found[about.holder] = _Listed(about, lease.held_bytes + (before or 0), use)
         for pid, use in uses.items():
             if (info.uuid, pid) not in leased:
                 about = replace(names, pid=pid, user=use.user, command=program_name(use.command), cgroup=use.cgroup)
-                found[about.holder] = _Seen(about, use.used_bytes, use)
+                found[about.holder] = _Listed(about, use.used_bytes, use)
         return found
 
-    def _update(self, device: Device, seen: dict[Key, _Seen]) -> list[MemoryEvent]:
+    def _update(self, device: Device, seen: dict[Key, _Listed]) -> list[MemoryEvent]:
         uuid, step = device.info.uuid, step_bytes(device.memory.total_bytes)
         gone = [key for key in self._holders if key[0] == uuid and key not in seen and self._is_gone(key, device)]
         left = {key[1]: self._holders.pop(key) for key in gone}
