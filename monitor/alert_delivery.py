@@ -1,6 +1,6 @@
 """Delivers alerts: each in a process of its own, so that no command or address can hold up or harm the monitor.
 
-python -m pagetide.monitor.alert_delivery      started by `AlertDelivery`: runs a command, or posts to a webhook
+`AlertDelivery` starts `python -m pagetide.monitor.alert_delivery`, which runs a command or posts to a webhook.
 """
 
 from __future__ import annotations
@@ -118,7 +118,9 @@ def _run_command(command: tuple[str, ...], data: bytes, message: dict[str, Any])
 
     environ = os.environ | {"VRAM_ALERT": message["alert"], "VRAM_STATE": message["state"], "VRAM_TEXT": message["text"]}
     try:
-        subprocess.run(command, input=data, env=environ, timeout=TIMEOUT_S, check=True)
+        # What it prints goes nowhere: it could fill a disk.
+        null = subprocess.DEVNULL
+        subprocess.run(command, input=data, stdout=null, stderr=null, env=environ, timeout=TIMEOUT_S, check=True)
     except subprocess.CalledProcessError as error:
         raise OSError(f"{command[0]} ended with status {error.returncode}") from error
     except subprocess.TimeoutExpired as error:

@@ -1,7 +1,7 @@
 """The part of the monitor's process that finds events, keeps them and sends alerts: one thread, which nothing waits for.
 
-    the broker ──► EventService.tell ──► EventQueue ─┐
-    snapshots, once a second ──► Holders ───────────────┴──► EventLog      ──► `vram-monitor events`, the view
+    the broker ──► EventService.tell ──► EventQueue ──┐
+    snapshots, once a second ──► Holders ─────────────┴──► EventLog        ──► `vram-monitor events`, the view
                             └──► Alerts ──► AlertDelivery ──► commands, webhooks
 
 A full disk, a hanging command or a flood of events costs events, which are counted, and nothing else.
@@ -139,6 +139,8 @@ class EventService:
             self._log = None if self._open_log is None else self._open_log()
         except (MonitorError, OSError) as error:
             log.warning("events are not kept: %s", error)
+        except Exception:  # alerts go on without a log
+            log.exception("events are not kept: the log cannot be opened")
         if self._log is not None and self._log.last is not None and self._log.last.kind is not EventKind.STOPPED:
             reason = "the monitor before it did not stop by itself: it was killed, or the machine went down"
         self._pending.add(MemoryEvent(kind=EventKind.STARTED, reason=reason))
