@@ -19,13 +19,14 @@ import os
 import socket
 import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 from ..common.on_error import OnError
 from . import wire
 from .broker_connection import Connection, Dropped
 from .broker_socket import listen
-from .errors import LeaseRefused
+from .errors import LeaseRefused, NotPermitted
 from .lease_account import DeviceView, LeaseAccount, user_name
 from .lease_table import LeaseTable
 
@@ -62,7 +63,7 @@ class Broker:
         self._path, self._gid = socket_path, gid
         self._tick_s, self._pause_s, self._grace_s = tick_s, pause_s, grace_s
         self._connections: dict[Connection, None] = {}  # oldest first
-        self._pidfds: dict[int, int] = {}  # of the processes of living leases
+        self._pidfds: dict[int, int] = {}  # of the processes of living leases and reservations, by id
         self._listener: socket.socket | None = None
         self._identity: os.stat_result | None = None
         self._ticking: asyncio.Task[None] | None = None
@@ -90,7 +91,7 @@ class Broker:
         if succeeds:
             self._table.decide_from_ns = self._clock() + int(self._grace_s * 1e9)
             log.info(
-                "a broker ran here before; its engines have %g s to reconnect. Limits set there are lost: "
+                "a broker ran here before; its clients have %g s to reconnect. Limits set there are lost: "
                 "set them again (vram-monitor limit)",
                 self._grace_s,
             )
@@ -102,7 +103,7 @@ class Broker:
     async def close(self) -> None:
         """Close every connection. Idempotent.
 
-        The socket's name stays if engines hold leases, so that a successor waits for them.
+        The socket's name stays if there are leases or reservations, so that a successor waits for them.
         """
         if self._listener is None:
             return
@@ -115,13 +116,13 @@ class Broker:
         self._loop.remove_reader(self._listener)
         self._listener.close()
         self._listener = None
-        if not any(connection.lease_id is not None for connection in self._connections):
+        if not any(connection.needed for connection in self._connections):
             self._remove_name()
         for connection in self._connections:
             connection.close()
         self._connections.clear()
-        for lease_id in list(self._pidfds):
-            self._unwatch(lease_id)
+        for number in list(self._pidfds):
+            self._unwatch(number)
         self._table.close()
 
     def _remove_name(self) -> None:
@@ -152,8 +153,10 @@ class Broker:
         self._resume_accepting()
         self._table.measure_all()
         self._table.decide_all()
-        for lease_id in self._pidfds.keys() - self._table.leases.keys():
-            self._unwatch(lease_id)
+        if self._table.check_times():
+            self._decide_soon()
+        for number in [number for number in self._pidfds if not self._table.holds(number)]:
+            self._unwatch(number)
 
     def _decide_soon(self) -> None:
         """Decide once the pending messages have been read, so that simultaneous requests are served together."""
@@ -221,7 +224,7 @@ class Broker:
                 reason,
             )
         if connection.reservation_id is not None:
-            self._table.unreserve(connection.reservation_id)
+            self._table.reservations.end(connection.reservation_id, str(reason))
         if connection.lease_id is not None:
             self._table.end(self._table.leases[connection.lease_id], str(reason), may_return=True)
         self._decide_soon()
@@ -271,13 +274,16 @@ class Broker:
                 self._table.unmapped(self._lease(connection), message)
             case wire.LowerMinMessage():
                 self._table.lower_min(self._lease(connection), message)
+            case wire.ReleaseMessage() if connection.reservation_id is not None:
+                self._table.reservations.end(connection.reservation_id, "it was released")
             case wire.ReleaseMessage():
                 self._table.end(self._lease(connection), "it was released", may_return=False)
-            case wire.ListLeasesMessage():
+            case wire.ListLeasesMessage() | wire.ListReservationsMessage():
                 if self._deciding is not None:  # the answer reflects all earlier messages
                     self._deciding.cancel()
                     self._decide()
-                for view in self._table.lease_views:
+                is_leases = isinstance(message, wire.ListLeasesMessage)
+                for view in self._table.lease_views if is_leases else self._table.reservations.views():
                     connection.send(view)
                 connection.send(wire.DoneMessage())
             case wire.SetLimitMessage(engine, max_bytes):
@@ -287,7 +293,11 @@ class Broker:
             case wire.ReserveMessage():
                 _refuse_second(connection)
                 self._check_places(connection)
-                self._table.reserve(connection, message)
+                self._reserve(connection, message)
+            case wire.ResizeMessage():
+                if connection.reservation_id is None:
+                    raise LeaseRefused("this connection holds no reservation; reserve first")
+                self._table.resize(connection.reservation_id, message, connection.peer)
             case _:
                 raise Dropped("sent a message that only the broker may send", type(message).__name__)
 
@@ -305,9 +315,40 @@ class Broker:
             raise Dropped("is gone", "its process has ended") from None
         except OSError as error:
             raise LeaseRefused(f"the broker cannot keep another lease: {error.strerror}") from error
+        self._watch(lease.lease_id, pidfd, lambda: self._process_ended(lease))
+
+    def _reserve(self, connection: Connection, request: wire.ReserveMessage) -> None:
+        try:
+            pidfd = self._pidfd_of(connection, request.pid) if request.pid else connection.pidfd()
+            with OnError(lambda: None if pidfd is None else os.close(pidfd)):
+                reservation_id = self._table.reserve(connection, request)
+        except (ProcessLookupError, FileNotFoundError):
+            raise LeaseRefused(f"there is no process {request.pid or connection.peer.pid}; name one that runs") from None
+        except OSError as error:
+            raise LeaseRefused(f"the broker cannot keep another reservation: {error.strerror}") from error
+        self._watch(reservation_id, pidfd, lambda: self._holder_ended(reservation_id))
+
+    def _pidfd_of(self, connection: Connection, pid: int) -> int:
+        """A descriptor of another process that a reservation is for. Raises ProcessLookupError, NotPermitted, OSError."""
+        pidfd = os.pidfd_open(pid)
+        with OnError(lambda: os.close(pidfd)):
+            owner = os.stat(f"/proc/{pid}").st_uid
+            if connection.peer.uid not in (0, os.geteuid(), owner):
+                raise NotPermitted(f"process {pid} is {user_name(owner)}'s; reserve for a process of your own")
+        return pidfd
+
+    def _holder_ended(self, reservation_id: int) -> None:
+        """End the reservation of a process that has ended: its socket may stay open in a child."""
+        self._unwatch(reservation_id)
+        if reservation_id in self._table.reservations:
+            self._table.reservations.end(reservation_id, "its process has ended")
+            self._decide_soon()
+
+    def _watch(self, number: int, pidfd: int | None, ended: Callable[[], None]) -> None:
+        """Call `ended` when the process of a lease or a reservation has ended."""
         if pidfd is not None:
-            self._pidfds[lease.lease_id] = pidfd
-            self._loop.add_reader(pidfd, self._process_ended, lease)
+            self._pidfds[number] = pidfd
+            self._loop.add_reader(pidfd, ended)
 
     def _check_places(self, comer: Connection) -> None:
         """Raise LeaseRefused if there is no place for another lease or reservation, in all or for this user."""
@@ -325,8 +366,8 @@ class Broker:
             lease.connection.drop(Dropped("is gone", "its process has ended"))
         self._table.end(lease, "its process has ended", may_return=False)
 
-    def _unwatch(self, lease_id: int) -> None:
-        pidfd = self._pidfds.pop(lease_id)
+    def _unwatch(self, number: int) -> None:
+        pidfd = self._pidfds.pop(number)
         self._loop.remove_reader(pidfd)
         os.close(pidfd)
 

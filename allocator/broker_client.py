@@ -3,9 +3,6 @@
     client = BrokerClient(path)
     for lease in client.leases(): ...
     client.limit("engine", 2 * GIB)
-    with client.reserve("GPU-...", 8 * GIB, timeout_s=60) as reservation:
-        ...                                   # these bytes are free, and no engine takes them
-        reservation.poll()                    # now and then: asks a successor again if the broker has ended
 
 Each call of a client opens its own connection.
 """
@@ -18,18 +15,16 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from ..common.on_error import OnError
 from . import wire
 from .broker_socket import connect
 from .errors import BrokerUnavailable, LeaseError, ProtocolMismatch, ProtocolViolation
 
 _READ_BYTES = 65536
 _MAX_UNSENT_BYTES = 256 * 1024
-_RETRY_S = 1.0  # between attempts to renew a reservation
 
 M = TypeVar("M")
 
@@ -41,8 +36,8 @@ class Channel:
         """Connect and send hello; the answer is checked on the first read. Raises BrokerUnavailable.
 
         If the socket's backlog is full, it retries until `deadline`, by time.monotonic; without a deadline it does not.
-        `protocol` is the version to speak. Commands are the same in all versions, so they use the oldest one, which
-        every broker knows.
+        `protocol` is the version to speak. Commands about leases are the same in all versions, so they use the oldest one,
+        which every broker knows.
         """
         try:
             self._socket = _connect_by(path, deadline)
@@ -181,55 +176,6 @@ def _connect_by(path: Path, deadline: float | None) -> socket.socket:
             time.sleep(0.005)
 
 
-class Reservation:
-    """Bytes kept free while it is open and there is a broker. Made by `BrokerClient.reserve`.
-
-    Attributes:
-        kept: Whether a broker keeps the bytes free now.
-        trouble: Why not; None while it does.
-    """
-
-    def __init__(
-        self, path: Path, request: wire.ReserveMessage, channel: Channel, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """Take ownership of `channel`, on which the request was answered."""
-        self._path, self._request, self._clock = path, request, clock
-        self._channel: Channel | None = channel
-        self._retry_at = 0.0
-        self.kept = True
-        self.trouble: str | None = None
-
-    def fileno(self) -> int | None:
-        """Readable when `poll` has work; None without a broker: then call `poll` now and then."""
-        return None if self._channel is None else self._channel.fileno()
-
-    def poll(self) -> None:
-        """Check the broker; if it is gone, ask its successor for the same bytes. Never blocks."""
-        try:
-            if self._channel is None:
-                if self._clock() < self._retry_at:
-                    return
-                self._channel = Channel(self._path)
-                self._channel.send(self._request)
-            for message in self._channel.receive():
-                if isinstance(message, wire.RefusedMessage):
-                    raise wire.error_of(message)
-                if not isinstance(message, wire.ReservedMessage):
-                    raise ProtocolViolation(f"the broker answered with {type(message).__name__}")
-                self.kept, self.trouble = True, None
-        except LeaseError as error:
-            self.close()
-            self.trouble = str(error)
-            self._retry_at = self._clock() + _RETRY_S
-
-    def close(self) -> None:
-        """End the reservation. Idempotent."""
-        self.kept = False
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
-
-
 class BrokerClient:
     """User commands to a broker. Every call raises BrokerUnavailable, ProtocolMismatch and LeaseRefused."""
 
@@ -241,11 +187,7 @@ class BrokerClient:
     def leases(self) -> tuple[wire.LeaseView, ...]:
         """All leases, oldest first."""
         with self._channel() as (channel, deadline):
-            channel.send(wire.ListLeasesMessage())
-            rows = []
-            while isinstance(row := channel.wait(deadline, wire.LeaseView, wire.DoneMessage), wire.LeaseView):
-                rows.append(row)
-            return tuple(rows)
+            return _rows(channel, deadline, wire.ListLeasesMessage(), wire.LeaseView)
 
     def limit(self, engine: str, max_bytes: int) -> wire.LimitSetMessage:
         """Limit an engine (name, pid or #number). Memory above the limit comes back as its requests end."""
@@ -259,28 +201,25 @@ class BrokerClient:
             channel.send(wire.RecallBytesMessage(engine, num_bytes))
             return channel.wait(deadline, wire.RecallingMessage)
 
-    @contextlib.contextmanager
-    def reserve(self, device_uuid: str, num_bytes: int, *, timeout_s: float) -> Iterator[Reservation]:
-        """Keep `num_bytes` free inside the context, for processes without a lease: engines give them back first.
-
-        Waits at most `timeout_s` for them.
-        """
-        request = wire.ReserveMessage(device_uuid, num_bytes)
-        channel = Channel(self._path, time.monotonic() + self._timeout_s)
-        with OnError(channel.close):
-            channel.send(request)
-            channel.wait(time.monotonic() + timeout_s, wire.ReservedMessage)
-        reservation = Reservation(self._path, request, channel)
-        try:
-            yield reservation
-        finally:
-            reservation.close()
+    def reservations(self) -> tuple[wire.ReservationView, ...]:
+        """All reservations, oldest first."""
+        with self._channel(wire.PROTOCOL) as (channel, deadline):
+            return _rows(channel, deadline, wire.ListReservationsMessage(), wire.ReservationView)
 
     @contextlib.contextmanager
-    def _channel(self) -> Iterator[tuple[Channel, float]]:
+    def _channel(self, protocol: int = wire.OLDEST_PROTOCOL) -> Iterator[tuple[Channel, float]]:
         deadline = time.monotonic() + self._timeout_s
-        channel = Channel(self._path, deadline)
+        channel = Channel(self._path, deadline, protocol=protocol)
         try:
             yield channel, deadline
         finally:
             channel.close()
+
+
+def _rows(channel: Channel, deadline: float, question: wire.FromClient, kind: type[M]) -> tuple[M, ...]:
+    """The answer to a question for rows of this kind."""
+    channel.send(question)
+    rows = []
+    while isinstance(row := channel.wait(deadline, kind, wire.DoneMessage), kind):
+        rows.append(row)
+    return tuple(rows)

@@ -10,8 +10,9 @@ monotonic nanoseconds.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..common.units import format_bytes
 from .errors import InvalidLease, LeaseRefused, MinimumsExceedCapacity
@@ -37,26 +38,6 @@ _SETTLED_NS = 100_000_000
 _UNAWARE_NS = 1_000_000_000  # after its socket is cut, an engine may map its grant for this long
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseTerms:
-    """The terms that a lease was registered with."""
-
-    name: str
-    min_bytes: int
-    max_bytes: int | None
-    weight: float
-    priority: int
-    granule_bytes: int
-
-    def check(self) -> None:
-        """Raise InvalidLease if the max is 0 or below the min."""
-        if self.max_bytes is not None and self.max_bytes < max(1, self.min_bytes):
-            raise InvalidLease(
-                f"the max of {self.name!r} ({format_bytes(self.max_bytes)}) must be at least 1 byte and not below its "
-                f"min ({format_bytes(self.min_bytes)})"
-            )
-
-
 @dataclass(slots=True)
 class _Reaping:
     """An ended lease with memory that is not back yet."""
@@ -76,57 +57,52 @@ class DeviceAccount:
         self._measured_ns = 0
         self._previous_foreign: int | None = None  # the lower estimate of the last measurement alone
         self._reaping: dict[int, _Reaping] = {}
+        self._arrivals = itertools.count()
 
     # ---- requests of engines and users ----------------------------------------------------------
 
-    def register(self, lease_id: int, terms: LeaseTerms, held_bytes: int) -> LeaseState:
+    def register(self, lease: LeaseState) -> None:
         """Add a lease, granted what it already holds as far as the device has room; `decide` grants more.
 
         Raises InvalidLease or MinimumsExceedCapacity, with nothing changed.
         """
-        terms.check()
-        self._check_minimums(terms)
-        if held_bytes > self.state.capacity_bytes:
-            raise InvalidLease(
-                f"{terms.name!r} cannot hold {format_bytes(held_bytes)} of a device that has "
-                f"{format_bytes(self.state.capacity_bytes)}"
-            )
+        self._check_bounds(lease)
         others = sum(lease.granted_bytes for lease in self.state.living())
-        held_bytes = min(held_bytes, max(0, self.state.capacity_bytes - others))  # the engine's own claim is bounded
-        lease = LeaseState(
-            lease_id, terms.name, terms.min_bytes, terms.max_bytes, terms.granule_bytes, terms.weight, terms.priority,
-            registered_max_bytes=terms.max_bytes,
-            granted_bytes=held_bytes, held_bytes=held_bytes, upper_bytes=held_bytes,
-        )  # fmt: skip
-        self.state.leases[lease_id] = lease
+        held_bytes = min(lease.held_bytes, max(0, self.state.capacity_bytes - others))  # the engine's own claim is bounded
+        lease.granted_bytes = lease.held_bytes = lease.upper_bytes = held_bytes
+        self.state.leases[lease.lease_id] = lease
         self._not_foreign(held_bytes)
-        return lease
 
     def ask(self, lease_id: int, demand: LeaseDemand, now_ns: int) -> None:
-        """Record the lease's demand, in place of the last one."""
+        """Record the lease's demand, in place of the last one. While each exceeds the grant, memory lacks all along."""
         lease = self.state.leases[lease_id]
-        lease.demand, lease.heard_ns = demand, now_ns
+        former = lease.demand_at(now_ns)
+        lacked = former is not None and former.target_bytes > lease.granted_bytes
+        lease.demand = replace(demand, lacking_ns=former.lacking_ns if former is not None and lacked else now_ns)
+        lease.heard_ns = now_ns
 
     def report(self, lease_id: int, free_bytes: int, kept_bytes: int, now_ns: int) -> None:
         """Record how many bytes are free in the lease's pool, and how many hold cached prefixes."""
         lease = self.state.leases[lease_id]
         lease.free_bytes, lease.kept_bytes, lease.heard_ns = free_bytes, kept_bytes, now_ns
+        lease.withheld = lease.withheld and lease.unneeded_bytes >= lease.granule_bytes
 
     def unmapped(self, lease_id: int, held_bytes: int) -> None:
         """Lower the grant to `held_bytes`, though not below the minimum; the lease takes no more until a new grant.
 
-        Returning memory without a recall cancels the lease's demand.
+        Returning memory without a recall cancels the lease's demand. An engine reports before it answers a recall short of
+        its target: what it then calls unneeded is withheld.
         """
         lease = self.state.leases[lease_id]
         if not lease.recalls:
             lease.demand = None
-        if any(recall.spares_requests and held_bytes > recall.target_bytes for recall in lease.recalls):
-            lease.free_bytes = lease.kept_bytes = 0  # requests use it by now: nothing more is recalled before the next report
+        is_short = any(recall.spares_requests and held_bytes > recall.target_bytes for recall in lease.recalls)
         lease.granted_bytes = min(lease.granted_bytes, max(held_bytes, lease.min_bytes))
         lease.held_bytes = min(lease.held_bytes, lease.granted_bytes)
         lease.recalls = tuple(
             recall for recall in lease.recalls if recall.target_bytes < lease.granted_bytes and not recall.spares_requests
         )
+        lease.withheld = is_short and lease.unneeded_bytes >= lease.granule_bytes
 
     def lower_min(self, lease_id: int, min_bytes: int) -> None:
         """Lower the minimum. Raises InvalidLease if `min_bytes` is above the current one."""
@@ -174,19 +150,32 @@ class DeviceAccount:
         self._apply(order, now_ns)
         return order
 
-    def reserve(self, reservation_id: int, num_bytes: int) -> None:
-        """Reserve bytes for an external process; `decide` reports them free. Raises LeaseRefused if they can never be."""
-        state = self.state
-        minimums = sum(lease.min_bytes for lease in state.living())
-        room = state.capacity_bytes - state.rules.headroom_bytes - minimums - state.reserved_bytes
-        if num_bytes > room:
-            raise LeaseRefused(
-                f"{format_bytes(num_bytes)} cannot be reserved: of {format_bytes(state.capacity_bytes)}, "
-                f"{format_bytes(max(0, room))} are neither headroom nor reserved nor the minimum of a lease"
-            )
-        if not state.reservations:
-            state.base_bytes = state.foreign_bytes
-        state.reservations[reservation_id] = ReservedBytes(reservation_id, num_bytes)
+    def reserve(self, reservation_id: int, num_bytes: int, priority: int = 0, *, held: bool = False) -> None:
+        """Reserve bytes for an external process; `decide` reports them free. Raises LeaseRefused if they can never be.
+
+        With `held` they were reserved before, and the process may use them already.
+        """
+        self._check_reservable(num_bytes, 0)
+        reservation = ReservedBytes(reservation_id, priority, next(self._arrivals), num_bytes)
+        self.state.reservations[reservation_id] = reservation
+        if held:
+            reservation.held_bytes = num_bytes
+
+    def resize_reservation(self, reservation_id: int, num_bytes: int) -> None:
+        """Change what a reservation wants: less is free for others at once, more waits as a new reservation does.
+
+        Raises LeaseRefused, with nothing changed, if it can never be free.
+        """
+        reservation = self.state.reservations[reservation_id]
+        self._check_reservable(num_bytes, reservation.held_bytes)
+        reservation.arrival = next(self._arrivals)
+        reservation.wanted_bytes = num_bytes
+        reservation.held_bytes = min(reservation.held_bytes, num_bytes)
+
+    def keep_reservation(self, reservation_id: int) -> None:
+        """Want no more than the reservation holds."""
+        reservation = self.state.reservations[reservation_id]
+        reservation.wanted_bytes = reservation.held_bytes
 
     def unreserve(self, reservation_id: int) -> None:
         """End the reservation; memory used under it is foreign from now on. Idempotent."""
@@ -215,6 +204,10 @@ class DeviceAccount:
         self._reaping.pop(lease_id, None)
 
     # ---- measurements ---------------------------------------------------------------------------
+
+    def set_rules(self, rules: Rules) -> None:
+        """Set the rules that go with the device's new size."""
+        self.state.rules = rules
 
     def measured(self, capacity_bytes: int, free_bytes: int, bounds: Mapping[int, HeldBounds], at_ns: int) -> None:
         """Apply a measurement of the device at `at_ns`, with the bounds of each lease at that instant."""
@@ -275,18 +268,40 @@ class DeviceAccount:
             case Withdraw(lease_id):
                 self.state.leases[lease_id].recalls = ()
             case Ready(reservation_id):
-                self.state.reservations[reservation_id].ready = True
+                state, reservation = self.state, self.state.reservations[reservation_id]
+                state.base_bytes = max(state.base_bytes, state.foreign_at_most_bytes - state.reserved_bytes)
+                reservation.held_bytes = reservation.wanted_bytes
 
-    def _check_minimums(self, terms: LeaseTerms) -> None:
+    def _check_bounds(self, new: LeaseState) -> None:
+        """Raise InvalidLease if a new lease's numbers contradict each other, MinimumsExceedCapacity if its min does not fit."""
         state = self.state
+        if new.max_bytes is not None and new.max_bytes < max(1, new.min_bytes):
+            raise InvalidLease(
+                f"the max of {new.name!r} ({format_bytes(new.max_bytes)}) must be at least 1 byte and not below its "
+                f"min ({format_bytes(new.min_bytes)})"
+            )
+        if new.held_bytes > state.capacity_bytes:
+            raise InvalidLease(
+                f"{new.name!r} cannot hold {format_bytes(new.held_bytes)} of a device that has "
+                f"{format_bytes(state.capacity_bytes)}"
+            )
         promised = sum(lease.min_bytes for lease in state.living())
         room = state.capacity_bytes - state.rules.headroom_bytes
-        if promised + terms.min_bytes > room:
+        if promised + new.min_bytes > room:
             raise MinimumsExceedCapacity(
-                f"a min of {format_bytes(terms.min_bytes)} for {terms.name!r} makes {format_bytes(promised + terms.min_bytes)} "
+                f"a min of {format_bytes(new.min_bytes)} for {new.name!r} makes {format_bytes(promised + new.min_bytes)} "
                 f"with what is promised to others ({format_bytes(promised)}); the device has {format_bytes(room)} for "
                 f"leases ({format_bytes(state.capacity_bytes)} less {format_bytes(state.rules.headroom_bytes)} headroom). "
                 f"Lower the min to {format_bytes(max(0, room - promised))} or less"
+            )
+
+    def _check_reservable(self, num_bytes: int, held_bytes: int) -> None:
+        state = self.state
+        most = max(0, state.capacity_bytes - state.rules.headroom_bytes)
+        if num_bytes > max(most, held_bytes):
+            raise LeaseRefused(
+                f"{format_bytes(num_bytes)} cannot be reserved: the device has {format_bytes(state.capacity_bytes)}, of which "
+                f"{format_bytes(state.capacity_bytes - most)} are headroom. Ask for {format_bytes(most)} or less"
             )
 
     def _not_foreign(self, held_bytes: int) -> None:

@@ -16,7 +16,8 @@ All are an `AllocatorError`:
         │   ├── InvalidLease
         │   ├── MinimumsExceedCapacity
         │   ├── UnknownEngine
-        │   └── NotPermitted
+        │   ├── NotPermitted
+        │   └── MemoryNotFree
         ├── GrantExceeded
         └── LeaseClosed
 """
@@ -105,6 +106,10 @@ class UnknownEngine(LeaseRefused):
 
 class NotPermitted(LeaseRefused):
     """Only root, the broker's owner and the engine's own user may do this."""
+
+
+class MemoryNotFree(LeaseRefused):
+    """A reservation's bytes were not free in time; the message says which processes hold them, and until when."""
 
 
 class GrantExceeded(LeaseError):

@@ -301,11 +301,14 @@ class Lease:
                     self._free()
 
     def wait_granted(self, total_bytes: int, timeout_s: float) -> bool:
-        """Wait until `total_bytes` are granted in all; return whether they are. Other events are applied but not returned."""
+        """Wait until `total_bytes` are granted in all and no recall to less is pending; return whether that is so.
+
+        Other events are applied but not returned.
+        """
         until = time.monotonic() + timeout_s
-        while self.granted_bytes < total_bytes and (left := until - time.monotonic()) > 0:
+        while not self._balance.allows(total_bytes) and (left := until - time.monotonic()) > 0:
             self.wait(left)
-        return self.granted_bytes >= total_bytes
+        return self._balance.allows(total_bytes)
 
     # ---- internal: with the lock held -----------------------------------------------------------
 

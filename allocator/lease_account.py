@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from ..monitor.events import EventKind, MemoryEvent
 from ..monitor.snapshot import DeviceInfo
 from . import wire
 from .broker_connection import Connection, Peer
-from .device_account import DeviceAccount, LeaseTerms
+from .device_account import DeviceAccount
 from .lease_policy import LeaseState
 from .lease_record import HeldBounds, RecordOwner, Sums, bounds_between
 
@@ -21,8 +22,7 @@ _MAX_READINGS = 64  # readings of a record kept until the next measurement
 class LeaseAccount:
     """A lease, with what its device's account does not store. Only `LeaseTable` changes it."""
 
-    lease_id: int
-    terms: LeaseTerms
+    state: LeaseState
     device_uuid: str
     peer: Peer
     record: RecordOwner
@@ -32,6 +32,16 @@ class LeaseAccount:
     held: Mapping[str, int] = field(default_factory=dict)  # bytes by class, as reported
     overdue_logged: bool = False
     readings: deque[tuple[int, Sums]] = field(default_factory=lambda: deque(maxlen=_MAX_READINGS))
+
+    @property
+    def lease_id(self) -> int:
+        """The lease's id; no other of this broker has it."""
+        return self.state.lease_id
+
+    @property
+    def name(self) -> str:
+        """The engine's name."""
+        return self.state.name
 
     def bounds_since(self, at_ns: int, now: Sums) -> HeldBounds:
         """Bounds that held at every instant from `at_ns` until now; the lower one is 0 if no reading is that old."""
@@ -74,9 +84,10 @@ def device_view(device: LeasedDevice) -> DeviceView:
     )
 
 
-def lease_view(lease: LeaseAccount, state: LeaseState, now_ns: int) -> wire.LeaseView:
+def lease_view(lease: LeaseAccount, now_ns: int) -> wire.LeaseView:
     """The row of a lease."""
-    recalls, demand, terms = state.recalls, state.demand, lease.terms
+    state = lease.state
+    recalls, demand = state.recalls, state.demand_at(now_ns)
     if state.ended:
         status = "reaping"
     elif recalls:
@@ -84,13 +95,13 @@ def lease_view(lease: LeaseAccount, state: LeaseState, now_ns: int) -> wire.Leas
     else:
         status = "ok"
     return wire.LeaseView(
-        lease.lease_id, terms.name, lease.peer.pid, user_name(lease.peer.uid), lease.device_uuid,
-        state.min_bytes, state.max_bytes, terms.weight, terms.priority,
+        lease.lease_id, lease.name, lease.peer.pid, user_name(lease.peer.uid), lease.device_uuid,
+        state.min_bytes, state.max_bytes, state.weight, state.priority,
         granted_bytes=state.granted_bytes,
         held_bytes=state.held_bytes,
         held=lease.held,
         free_bytes=min(state.free_bytes + state.kept_bytes, wire.MAX_BYTES),
-        asked_bytes=demand.target_bytes if demand is not None and demand.expires_ns > now_ns else None,
+        asked_bytes=None if demand is None else demand.target_bytes,
         state=status,
         recall_target_bytes=recalls[-1].target_bytes if recalls else None,
         recall_age_ms=(now_ns - recalls[0].issued_ns) // 1_000_000 if recalls else None,
@@ -99,7 +110,7 @@ def lease_view(lease: LeaseAccount, state: LeaseState, now_ns: int) -> wire.Leas
 
 def named(lease: LeaseAccount) -> str:
     """The engine's name, pid and lease id, for messages."""
-    return f"{lease.terms.name!r} (pid {lease.peer.pid}, #{lease.lease_id})"
+    return f"{lease.name!r} (pid {lease.peer.pid}, #{lease.lease_id})"
 
 
 @lru_cache(maxsize=64)
@@ -111,3 +122,18 @@ def user_name(uid: int) -> str:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
         return str(uid)
+
+
+def peer_event(
+    peer: Peer, info: DeviceInfo | None, kind: EventKind, num_bytes: int | None, reason: str | None = None
+) -> MemoryEvent:
+    """An event that concerns a process with a lease or a reservation, or one that was refused it."""
+    return MemoryEvent(
+        kind=kind,
+        device=None if info is None else info.index,
+        device_uuid=None if info is None else info.uuid,
+        pid=peer.pid,
+        user=user_name(peer.uid),
+        bytes=num_bytes,
+        reason=reason,
+    )

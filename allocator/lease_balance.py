@@ -36,6 +36,10 @@ class LeaseBalance:
         """The generation of the newest order applied."""
         return self._newest.generation
 
+    def allows(self, total_bytes: int) -> bool:
+        """Whether so much may be held in all, also once the recall is answered: the grant falls with the answer only."""
+        return total_bytes <= self.granted_bytes and (self.recall is None or total_bytes <= self.recall.target_bytes)
+
     def shift(self, lower_bytes: int, upper_bytes: int) -> None:
         """Move the bounds by these amounts. Raises GrantExceeded, with nothing changed, if the upper one would rise above
         the grant.

@@ -12,9 +12,9 @@ not mistaken for an external process.
 
 Above the minimums memory goes, within a priority, to these uses in turn; lower priority numbers are served first:
 
-    used within a fair share          and what requests that have waited for `patience_s` ask for within it
+    used within a fair share          and what requests ask for within it that have waited for memory for `patience_s`
     used                              memory of running requests
-    held for prefixes                 within a fair share
+    held for prefixes                 within a fair share, beside leases of lower priority too
     asked for waiting requests        those that have waited longest first, equal ones by shares
     kept for prefixes                 of all priorities: first within a fair share, then beyond
 
@@ -26,6 +26,7 @@ Times are monotonic nanoseconds, amounts are bytes. docs/decisions/0014-leases.m
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -43,7 +44,7 @@ class Rules:
     headroom_bytes: int  # never granted to any lease
     band_bytes: int  # between the low and the high mark: changes within it trigger no order
     cooldown_s: float = 2.0  # how long memory that external processes used is withheld from growth
-    patience_s: float = 10.0  # a request that has waited this long may take memory in use, up to its lease's fair share
+    patience_s: float = 10.0  # a request that memory was asked for this long ago may take memory in use, up to a fair share
     rest_s: float = 0.25  # least time between two recalls of used memory from one lease for another's growth
     recall_deadline_s: float = 1.0
     idle_s: float = 10.0  # beside external processes, an engine that is idle for this long gives back unneeded memory
@@ -63,6 +64,11 @@ class LeaseDemand:
     expires_ns: int
     since_ns: int = 0  # since when the oldest of these requests waits
     keep_bytes: int = 0  # the total with which cached prefixes would be kept too
+    lacking_ns: int = 0  # since when the lease has asked for more than it is granted: the account sets it
+
+    def has_waited(self, seconds: float, now_ns: int) -> bool:
+        """Whether its oldest request waits, and memory has been asked for, for so long."""
+        return now_ns - max(self.since_ns, self.lacking_ns) >= seconds * 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +92,7 @@ class PendingRecall:
 
 @dataclass(slots=True)
 class LeaseState:
-    """One lease. Only `DeviceAccount` changes it."""
+    """One lease. Only its `DeviceAccount` changes it."""
 
     lease_id: int
     name: str
@@ -95,9 +101,9 @@ class LeaseState:
     granule_bytes: int
     weight: float
     priority: int  # a lower number is served first
-    registered_max_bytes: int | None  # its max before any limit
-    granted_bytes: int  # what it may hold, by the account
-    held_bytes: int  # what it holds now, upper bound
+    held_bytes: int = 0  # what it holds now, upper bound
+    granted_bytes: int = 0  # what it may hold, by the account
+    registered_max_bytes: int | None = field(init=False)  # its max before any limit
     free_bytes: int = 0  # of these, what it can give back without affecting a request or a cached prefix
     kept_bytes: int = 0  # of these, what holds cached prefixes that no request uses
     lower_bytes: int = 0  # bounds of what it held at the last measurement: lower
@@ -107,7 +113,11 @@ class LeaseState:
     recalls: tuple[PendingRecall, ...] = ()  # targets fall strictly; each has its own deadline
     heard_ns: int = 0  # its last report or ask: an idle engine sends none
     gave_for_growth_ns: int | None = None  # the last recall for another lease's growth
+    withheld: bool = False  # at its last answer, memory that its report calls unneeded: the next recall spares no requests
     ended: bool = False  # reaping: its memory is not back yet
+
+    def __post_init__(self) -> None:
+        self.registered_max_bytes = self.max_bytes
 
     @property
     def expected_bytes(self) -> int:
@@ -124,6 +134,20 @@ class LeaseState:
         """Bytes that the lease holds and that are not free in its pool: in use, or with cached prefixes."""
         return max(0, min(self.granted_bytes, self.held_bytes) - self.free_bytes)
 
+    @property
+    def unneeded_bytes(self) -> int:
+        """Bytes granted above the minimum that no request uses."""
+        return max(0, self.expected_bytes - max(self.min_bytes, self.in_use_bytes))
+
+    @property
+    def hoarded_bytes(self) -> int:
+        """Bytes granted above the minimum that are neither in use nor hold cached prefixes."""
+        return max(0, self.expected_bytes - max(self.min_bytes, self.filled_bytes))
+
+    def demand_at(self, now_ns: int) -> LeaseDemand | None:
+        """The demand, unless it has expired."""
+        return self.demand if self.demand is not None and self.demand.expires_ns > now_ns else None
+
     def overdue(self, now_ns: int) -> bool:
         """Whether the deadline of a pending recall has passed."""
         return any(recall.deadline_ns < now_ns for recall in self.recalls)
@@ -131,11 +155,18 @@ class LeaseState:
 
 @dataclass(slots=True)
 class ReservedBytes:
-    """Bytes kept free for an external process."""
+    """Bytes kept free for an external process. Those that it wants beyond `held_bytes` wait until they are free."""
 
     reservation_id: int
-    num_bytes: int
-    ready: bool = False  # whether they are free
+    priority: int  # a lower number is served first
+    arrival: int  # of the reservation, or of its last growth
+    wanted_bytes: int
+    held_bytes: int = 0  # free for the process, or used by it
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes that are not free yet."""
+        return self.wanted_bytes - self.held_bytes
 
 
 @dataclass(slots=True)
@@ -157,8 +188,29 @@ class SharedDevice:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes reserved, whether already free or not."""
-        return sum(reservation.num_bytes for reservation in self.reservations.values())
+        """Bytes that reservations hold."""
+        return sum(reservation.held_bytes for reservation in self.reservations.values())
+
+    def next_reservations(self) -> list[ReservedBytes]:
+        """The waiting reservations for which leases give memory back, in order of priority, then arrival.
+
+        They fit beside the minimums and what external processes have. The first one that does not fit ends the list: a small
+        reservation does not overtake a larger one, and leases give nothing for one that they cannot serve.
+        """
+        waiting = [(one.priority, one.arrival, one) for one in self.reservations.values() if one.wanted_bytes > one.held_bytes]
+        if not waiting:
+            return []
+        heapq.heapify(waiting)  # most often only the first is looked at
+        minimums = sum(lease.min_bytes for lease in self.living())
+        left = self.capacity_bytes - self.rules.headroom_bytes - minimums - self.external_bytes(self.foreign_bytes)
+        found = []
+        while waiting:
+            _, _, reservation = heapq.heappop(waiting)
+            left -= reservation.missing_bytes
+            if left < 0:
+                break
+            found.append(reservation)
+        return found
 
     @property
     def foreign_at_most_bytes(self) -> int:
@@ -176,9 +228,14 @@ class SharedDevice:
         living = sum(lease.granted_bytes for lease in self.living())
         return living + sum(max(0, t.granted_bytes - t.lower_bytes) for t in self.leases.values() if t.ended)
 
+    def external_bytes(self, foreign_bytes: int) -> int:
+        """What external processes have: foreign memory, and what is reserved. Memory used under a reservation counts once."""
+        reserved = self.reserved_bytes
+        return max(foreign_bytes, self.base_bytes + reserved if reserved else 0)
+
     def off_the_top(self, foreign_bytes: int) -> int:
-        """The larger of foreign memory and base plus reserved memory, so that memory used under a reservation counts once."""
-        return max(foreign_bytes, self.base_bytes + self.reserved_bytes if self.reservations else 0)
+        """What leases may not have: `external_bytes`, and what the next reservations wait for."""
+        return self.external_bytes(foreign_bytes) + sum(one.missing_bytes for one in self.next_reservations())
 
     def peak_bytes(self, now_ns: int) -> int:
         """The most that external processes held during the cool-down."""
@@ -226,7 +283,7 @@ class Withdraw:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The reserved bytes are free."""
+    """The bytes that the reservation waits for are free."""
 
     reservation_id: int
 
@@ -287,15 +344,23 @@ def _shares(state: SharedDevice, movable: list[LeaseState], uses: dict[int, _Use
             shares[lease.lease_id] += more
             left -= more
 
+    def fair_more(leases: list[LeaseState]) -> dict[int, int]:
+        """Of what is left, the fair share of each of `leases`, above its minimum."""
+        caps = [max(0, uses[lease.lease_id].kept_bytes - shares[lease.lease_id]) for lease in leases]
+        filled = water_fill(left, caps, [lease.weight for lease in leases])
+        return {lease.lease_id: more for lease, more in zip(leases, filled, strict=True)}
+
     for priority in sorted({lease.priority for lease in movable}):
         tier = [lease for lease in movable if lease.priority == priority]
-        caps = [max(0, uses[lease.lease_id].kept_bytes - shares[lease.lease_id]) for lease in tier]
-        fair = water_fill(left, caps, [lease.weight for lease in tier])
-        for lease, more in zip(tier, fair, strict=True):
-            uses[lease.lease_id] = uses[lease.lease_id].within(lease.min_bytes + more)
+        fair = fair_more(tier)
+        # An idle engine's prefixes keep less than all from requests of lower priority.
+        beside = fair_more([lease for lease in movable if lease.priority >= priority])
+        for lease in tier:
+            least, lease_id = lease.min_bytes, lease.lease_id
+            uses[lease_id] = uses[lease_id].within(least + fair[lease_id], least + beside[lease_id])
         fill(tier, "fair_used_bytes")
-        latest_ns = now_ns - int(state.rules.patience_s * 1e9)
-        fill([lease for lease in tier if uses[lease.lease_id].since_ns <= latest_ns], "fair_asked_bytes")
+        patient = [lease for lease in tier if _has_waited(state, lease, now_ns)]
+        fill(patient, "fair_asked_bytes")
         fill(tier, "used_bytes")
         fill(tier, "fair_held_bytes")
         for since_ns in sorted({uses[lease.lease_id].since_ns for lease in tier}):
@@ -360,14 +425,14 @@ class _Uses:
     fair_asked_bytes: int = 0
     fair_kept_bytes: int = 0
 
-    def within(self, share_bytes: int) -> _Uses:
-        """The same, with this fair share."""
+    def within(self, share_bytes: int, prefix_share_bytes: int) -> _Uses:
+        """The same, with these fair shares: of its requests, and with its prefixes."""
         return replace(
             self,
             fair_used_bytes=min(share_bytes, self.used_bytes),
-            fair_held_bytes=min(share_bytes, self.held_bytes),
             fair_asked_bytes=min(share_bytes, self.asked_bytes),
-            fair_kept_bytes=min(share_bytes, self.kept_bytes),
+            fair_held_bytes=min(prefix_share_bytes, self.held_bytes),
+            fair_kept_bytes=min(prefix_share_bytes, self.kept_bytes),
         )
 
 
@@ -383,12 +448,17 @@ def _uses(state: SharedDevice, lease: LeaseState, now_ns: int) -> _Uses:
             wanted = stands + _floor(most - stands, lease.granule_bytes)
         return max(lease.min_bytes, wanted)
 
-    demand = lease.demand if lease.demand is not None and lease.demand.expires_ns > now_ns else None
+    demand = lease.demand_at(now_ns)
     used = max(lease.min_bytes, lease.in_use_bytes)
     asked = used if demand is None else max(used, demand.target_bytes)
     kept = max(asked, lease.filled_bytes, 0 if demand is None else demand.keep_bytes)
     held = max(used, lease.filled_bytes)
     return _Uses(whole(used), whole(held), whole(asked), whole(kept), now_ns if demand is None else demand.since_ns)
+
+
+def _has_waited(state: SharedDevice, lease: LeaseState, now_ns: int) -> bool:
+    demand = lease.demand_at(now_ns)
+    return demand is not None and demand.has_waited(state.rules.patience_s, now_ns)
 
 
 def _order_of_growth(lease: LeaseState, has_bytes: int) -> tuple[int, float, int]:
@@ -400,15 +470,14 @@ def _order_of_growth(lease: LeaseState, has_bytes: int) -> tuple[int, float, int
 
 
 def _ready(state: SharedDevice) -> Iterable[Ready]:
-    """The reservations that now fit, in order of arrival: a small one does not overtake a larger one."""
+    """The next reservations that fit now. A process that waits has no part in what is reserved: its bytes come on top."""
     left = state.capacity_bytes - state.rules.headroom_bytes - state.promised_bytes
-    reserved = sum(reservation.num_bytes for reservation in state.reservations.values() if reservation.ready)
-    for reservation in state.reservations.values():
-        if not reservation.ready:
-            reserved += reservation.num_bytes
-            if left < max(state.foreign_at_most_bytes, state.base_bytes + reserved):
-                return
-            yield Ready(reservation.reservation_id)
+    left -= state.external_bytes(state.foreign_at_most_bytes)
+    for reservation in state.next_reservations():
+        left -= reservation.missing_bytes
+        if left < 0:
+            return
+        yield Ready(reservation.reservation_id)
 
 
 def _grants(state: SharedDevice, targets: dict[int, int], now_ns: int) -> Iterable[Grant]:
@@ -456,15 +525,15 @@ def _recalls(state: SharedDevice, targets: dict[int, int], now_ns: int) -> Itera
     givers = [lease for lease in movable if lease.lease_id not in taken]
     for lease in givers:  # `rest_s` protects memory in use; other memory may be recalled for requests at any time
         if not _rested(lease, state.rules.rest_s, now_ns):
-            surplus[lease.lease_id] = min(surplus[lease.lease_id], _unneeded(lease))
+            surplus[lease.lease_id] = min(surplus[lease.lease_id], lease.unneeded_bytes)
     more = _take(givers, surplus, should - to_keep - sum(taken.values()))
     for lease in givers:  # for prefixes nothing that is kept goes before the lease has rested
         if not _rested(lease, KEEP_REST_S, now_ns):
-            surplus[lease.lease_id] = max(more.get(lease.lease_id, 0), min(surplus[lease.lease_id], _hoarded(lease)))
+            surplus[lease.lease_id] = max(more.get(lease.lease_id, 0), min(surplus[lease.lease_id], lease.hoarded_bytes))
     more = _take(givers, surplus, should - sum(taken.values()))
     for lease in givers:
         if lease.lease_id in more:
-            spares = more[lease.lease_id] <= _unneeded(lease)
+            spares = more[lease.lease_id] <= lease.unneeded_bytes and not lease.withheld
             yield _recall(state, lease, more[lease.lease_id], for_growth=True, spares_requests=spares)
 
 
@@ -475,20 +544,19 @@ def _releases(state: SharedDevice, ordered: set[int], now_ns: int) -> Iterable[R
     if state.foreign_bytes <= state.rules.band_bytes:
         return
     for lease in _movable(state, now_ns):
-        unneeded = _unneeded(lease)
         if (
-            unneeded
+            (unneeded := lease.unneeded_bytes)
             and not lease.recalls
             and lease.lease_id not in ordered
             and now_ns - lease.heard_ns >= state.rules.idle_s * 1e9
         ):
-            yield _recall(state, lease, unneeded, for_growth=False, spares_requests=True)
+            yield _recall(state, lease, unneeded, for_growth=False, spares_requests=not lease.withheld)
 
 
 def _withdrawals(state: SharedDevice, grants: Iterable[Grant], now_ns: int) -> Iterable[Withdraw]:
     """Withdraw overdue recalls once there is room for the kept memory and no other lease could use more."""
     overdue = [lease for lease in state.living() if lease.overdue(now_ns)]
-    if not overdue or not all(reservation.ready for reservation in state.reservations.values()):
+    if not overdue or state.next_reservations():
         return
     added = {grant.lease_id: grant.added_bytes for grant in grants}
     if state.growth_room_bytes(now_ns) < sum(added.values()):
@@ -519,26 +587,16 @@ def _take(leases: Iterable[LeaseState], surplus: dict[int, int], needed: int) ->
             needed -= taken[lease.lease_id] - already
 
     givers = [lease for lease in leases if surplus[lease.lease_id] > 0]
-    for lease in sorted(givers, key=lambda lease: (-_hoarded(lease), lease.lease_id)):
-        take(lease, min(_hoarded(lease), surplus[lease.lease_id]))
+    for lease in sorted(givers, key=lambda lease: (-lease.hoarded_bytes, lease.lease_id)):
+        take(lease, min(lease.hoarded_bytes, surplus[lease.lease_id]))
     givers.sort(key=lambda lease: (-lease.priority, -surplus[lease.lease_id] / lease.weight, lease.lease_id))
     for _, group in groupby(givers, key=lambda lease: lease.priority):
         of_priority = list(group)
         for lease in of_priority:
-            take(lease, min(_unneeded(lease), surplus[lease.lease_id]))
+            take(lease, min(lease.unneeded_bytes, surplus[lease.lease_id]))
         for lease in of_priority:
             take(lease, surplus[lease.lease_id])
     return taken
-
-
-def _unneeded(lease: LeaseState) -> int:
-    """Bytes granted above the minimum that no request uses."""
-    return max(0, lease.expected_bytes - max(lease.min_bytes, lease.in_use_bytes))
-
-
-def _hoarded(lease: LeaseState) -> int:
-    """Bytes granted above the minimum that are neither in use nor hold cached prefixes."""
-    return max(0, lease.expected_bytes - max(lease.min_bytes, lease.filled_bytes))
 
 
 def _recall(

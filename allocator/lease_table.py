@@ -19,12 +19,13 @@ from ..monitor.events import EventKind, MemoryEvent
 from ..monitor.snapshot import DeviceInfo, DeviceMemory
 from . import wire
 from .broker_connection import Connection, Peer
-from .device_account import DeviceAccount, LeaseTerms
+from .device_account import DeviceAccount
 from .errors import LeaseRefused, MinimumsExceedCapacity, NotPermitted, UnknownEngine
-from .lease_account import DeviceView, LeaseAccount, LeasedDevice, device_view, lease_view, named, user_name
-from .lease_policy import Grant, LeaseDemand, Order, Ready, Recall, Rules, Withdraw
+from .lease_account import DeviceView, LeaseAccount, LeasedDevice, device_view, lease_view, named, peer_event, user_name
+from .lease_policy import Grant, LeaseDemand, LeaseState, Order, Ready, Recall, Rules, Withdraw
 from .lease_record import RecordOwner, Sums
 from .quota import Promise, Quota
+from .reservation_table import ReservationTable
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class LeaseTable:
     """All devices and leases. Used by one thread; any thread may read the views.
 
     Args:
-        rules: Makes a device's rules from its info and capacity in bytes, at its first lease.
+        rules: Makes a device's rules from its info and capacity in bytes, at its first lease and when its capacity changes.
         quota: The bounds for each user; None: none.
         set_engines: Called with the pids that hold leases on a device whenever they change. A source that counts only named
             processes, as a test device does, must count these too: used bytes include the engines'.
@@ -77,7 +78,7 @@ class LeaseTable:
         self._readings, self._rules, self.quota = readings, rules, quota
         self._set_engines, self.clock, self._tell = set_engines, clock, tell
         self._devices: dict[str, LeasedDevice] = {}
-        self._reservations: dict[int, tuple[LeasedDevice, Connection]] = {}
+        self.reservations = ReservationTable(clock, tell)
         self._ids = itertools.count(1)
         self._counter = itertools.count(1)
 
@@ -85,18 +86,19 @@ class LeaseTable:
 
     def register(self, connection: Connection, request: wire.RegisterMessage) -> LeaseAccount:
         """Register a lease and answer with its first grant. Raises LeaseRefused, with nothing changed."""
-        terms = LeaseTerms(
-            request.name, request.min_bytes, request.max_bytes, request.weight, request.priority, request.granule_bytes
-        )
         device, lease_id = self._device(request.device_uuid), next(self._ids)
         self._check_promise(
             device, connection.peer, Promise(f"a min for {request.name!r}", request.min_bytes, MinimumsExceedCapacity)
         )
         record = RecordOwner(request.held_bytes)
-        state = device.account.register(lease_id, terms, request.held_bytes)
+        state = LeaseState(
+            lease_id, request.name, request.min_bytes, request.max_bytes, request.granule_bytes, request.weight,
+            request.priority, request.held_bytes,
+        )  # fmt: skip
+        device.account.register(state)
         if (former := self._former(connection.peer, request)) is not None:
             self._drop(device, former)
-        lease = LeaseAccount(lease_id, terms, request.device_uuid, connection.peer, record, connection, self._next_generation())
+        lease = LeaseAccount(state, request.device_uuid, connection.peer, record, connection, self._next_generation())
         self.leases[lease_id] = lease
         connection.lease_id = lease_id
         self._update_engines(device)
@@ -109,11 +111,11 @@ class LeaseTable:
         self.carry_out(device, orders)
         log.info(
             "engine %r (pid %d) holds a lease on %s: %s now, at least %s%s",
-            terms.name,
+            lease.name,
             lease.peer.pid,
             device.info.index,
             format_bytes(state.granted_bytes),
-            format_bytes(terms.min_bytes),
+            format_bytes(state.min_bytes),
             "" if former is None else "; it has come back",
         )
         return lease
@@ -152,7 +154,7 @@ class LeaseTable:
         """Set the engine's max by user command. Raises LeaseRefused."""
         account = self._devices[lease.device_uuid].account
         over_bytes = account.limit(lease.lease_id, max_bytes)
-        now = account.state.leases[lease.lease_id].max_bytes
+        now = lease.state.max_bytes
         assert now is not None
         if lease.connection is not None:
             lease.connection.send(wire.LimitMessage(lease.lease_id, now, self._next_generation()))
@@ -169,21 +171,33 @@ class LeaseTable:
         self.carry_out(device, (order,))
         return wire.RecallingMessage(order.target_bytes, wire.milliseconds(order.deadline_s))
 
-    def reserve(self, connection: Connection, message: wire.ReserveMessage) -> None:
-        """Reserve bytes; `ReservedMessage` is sent once they are free. Raises LeaseRefused."""
+    def reserve(self, connection: Connection, message: wire.ReserveMessage) -> int:
+        """Reserve bytes; `ReservedMessage` is sent once they are free. Returns the reservation's id. Raises LeaseRefused."""
         device, reservation_id = self._device(message.device_uuid), next(self._ids)
         self._check_promise(device, connection.peer, Promise("a reservation", message.num_bytes, LeaseRefused))
-        device.account.reserve(reservation_id, message.num_bytes)
-        self._reservations[reservation_id] = (device, connection)
-        connection.reservation_id = reservation_id
+        if self.quota is not None:
+            uid = connection.peer.uid
+            self.quota.check_priority(uid, user_name(uid), message.priority)
+            message = replace(message, wait_ms=self.quota.wait_ms(uid, message.wait_ms))
+        # What the last broker had granted may be in use, so it is not waited for until it is free.
+        held = message.renewed and self.clock() < self.decide_from_ns
+        self.reservations.reserve(reservation_id, device, connection, message, held=held)
         self.measure(device)
+        return reservation_id
 
-    def unreserve(self, reservation_id: int) -> None:
-        """End a reservation after its connection has closed."""
-        device, connection = self._reservations.pop(reservation_id)
-        num_bytes = device.account.state.reservations[reservation_id].num_bytes
-        self._tell(_peer_event(connection.peer, device.info, EventKind.ENDED, num_bytes, "its reservation"))
-        device.account.unreserve(reservation_id)
+    def resize(self, reservation_id: int, message: wire.ResizeMessage, peer: Peer) -> None:
+        """Change the size of a reservation; `ReservedMessage` is sent once its bytes are free. Raises LeaseRefused."""
+        device = self.reservations.device_of(reservation_id)
+        self._check_promise(device, peer, Promise("a reservation", message.num_bytes, LeaseRefused), but=reservation_id)
+        wait_ms = message.wait_ms if self.quota is None else self.quota.wait_ms(peer.uid, message.wait_ms)
+        self.reservations.resize(reservation_id, replace(message, wait_ms=wait_ms))
+
+    def check_times(self) -> bool:
+        """End and refuse the reservations with no time left. After `decide_all`, so that what is free is given first.
+
+        Returns whether others may be served now.
+        """
+        return self.clock() >= self.decide_from_ns and self.reservations.check_times(self._describe)
 
     def end(self, lease: LeaseAccount, why: str, *, may_return: bool) -> None:
         """End a lease: it is reaped, or its engine returns. A second call with `may_return` False rules the return out."""
@@ -192,7 +206,7 @@ class LeaseTable:
             lease.connection = None
             self._read(lease)
             self._tell(self._event(lease, EventKind.DIED if may_return else EventKind.ENDED, reason=why))
-            log.info("the lease of %r (pid %d) has ended: %s", lease.terms.name, lease.peer.pid, why)
+            log.info("the lease of %r (pid %d) has ended: %s", lease.name, lease.peer.pid, why)
         lease.may_return = lease.may_return and may_return
         if lease.lease_id in self.leases:
             account = self._devices[lease.device_uuid].account
@@ -204,16 +218,17 @@ class LeaseTable:
             case wire.RegisterMessage():
                 event = MemoryEvent(kind=EventKind.REFUSED, engine=message.name, bytes=message.min_bytes)
             case wire.ReserveMessage():
-                event = MemoryEvent(kind=EventKind.REFUSED, bytes=message.num_bytes)
+                event = MemoryEvent(kind=EventKind.REFUSED, command=message.name, bytes=message.num_bytes)
             case _:
                 return
         info = next((info for info in self._readings.devices() if info.uuid == message.device_uuid), None)
-        self._tell(replace(_peer_event(peer, info, event.kind, event.bytes, str(error)), engine=event.engine))
+        told = peer_event(peer, info, event.kind, event.bytes, str(error))
+        self._tell(replace(told, engine=event.engine, command=event.command))
 
     def find(self, engine: str, peer: Peer, owner_uid: int) -> LeaseAccount:
         """The lease of an engine by name, pid or #number, if `peer` may control it. Raises UnknownEngine, NotPermitted."""
         living = [lease for lease in self.leases.values() if lease.connection is not None]
-        found = [lease for lease in living if engine in (lease.terms.name, str(lease.peer.pid), f"#{lease.lease_id}")]
+        found = [lease for lease in living if engine in (lease.name, str(lease.peer.pid), f"#{lease.lease_id}")]
         if not found:
             there = ", ".join(sorted(named(lease) for lease in living)) or "none"
             raise UnknownEngine(f"no engine {engine!r} holds a lease; those that do: {there}")
@@ -226,6 +241,10 @@ class LeaseTable:
                 f"only that user, root and {user_name(owner_uid)} may do that"
             )
         return found[0]
+
+    def holds(self, number: int) -> bool:
+        """Whether there is a lease or a reservation of this id."""
+        return number in self.leases or number in self.reservations
 
     def count_ended(self, uid: int) -> int:
         """How many leases of a user have ended and are still being reaped."""
@@ -263,6 +282,8 @@ class LeaseTable:
                 for lease in leases
                 if lease.connection is not None
             }
+            if memory.total_bytes != account.state.capacity_bytes:
+                self._follow(device, memory.total_bytes)
             account.measured(memory.total_bytes, memory.free_bytes, bounds, memory.at_ns)
             device.measured_ns = memory.at_ns
         for lease in leases:
@@ -270,6 +291,17 @@ class LeaseTable:
         _log_trouble(device, trouble, now_ns)
         for lease_id in account.reaped(now_ns):
             self._drop(device, self.leases[lease_id])
+
+    def _follow(self, device: LeasedDevice, capacity_bytes: int) -> None:
+        """Take over a limit of the device's memory that has changed: of a cgroup, or of a container's share of a GPU."""
+        state = device.account.state
+        before, minimums = state.capacity_bytes, sum(lease.min_bytes for lease in state.living())
+        device.account.set_rules(self._rules(device.info, capacity_bytes))
+        log.info(
+            "device %s has %s of memory, and had %s; the minimums of its leases are %s",
+            device.info.index,
+            *map(format_bytes, (capacity_bytes, before, minimums)),
+        )
 
     def decide_all(self) -> None:
         """Decide for every device, and send the orders."""
@@ -283,13 +315,7 @@ class LeaseTable:
         """Send the account's orders to the engines."""
         for order in orders:
             if isinstance(order, Ready):
-                _, connection = self._reservations[order.reservation_id]
-                num_bytes = device.account.state.reservations[order.reservation_id].num_bytes
-                connection.send(wire.ReservedMessage(num_bytes))
-                self._tell(_peer_event(connection.peer, device.info, EventKind.RESERVED, num_bytes))
-                log.info(
-                    "%s are free for the process that reserved them (pid %d)", format_bytes(num_bytes), connection.peer.pid
-                )
+                self.reservations.ready(order.reservation_id)
                 continue
             lease = self.leases[order.lease_id]
             if lease.connection is None:
@@ -311,7 +337,7 @@ class LeaseTable:
                     format_bytes(order.target_bytes),
                     deadline_ms,
                     _why(order),
-                    format_bytes(device.account.state.leases[order.lease_id].granted_bytes),
+                    format_bytes(lease.state.granted_bytes),
                     format_bytes(device.account.state.foreign_bytes),
                 )
                 lease.connection.send(
@@ -329,8 +355,7 @@ class LeaseTable:
         now_ns = self.clock()
         views = []
         for lease in self.leases.values():
-            state = self._devices[lease.device_uuid].account.state.leases[lease.lease_id]
-            view = lease_view(lease, state, now_ns)
+            view = lease_view(lease, now_ns)
             views.append(view)
             if view.state == "overdue" and not lease.overdue_logged:
                 lease.overdue_logged = True
@@ -349,7 +374,7 @@ class LeaseTable:
         """Drop all state."""
         self.leases.clear()
         self._devices.clear()
-        self._reservations.clear()
+        self.reservations.clear()
         self.lease_views, self.device_views = (), ()
 
     # ---- internal -------------------------------------------------------------------------------
@@ -369,27 +394,35 @@ class LeaseTable:
         account = DeviceAccount(self._rules(info, memory.total_bytes), memory.total_bytes)
         return self._devices.setdefault(uuid, LeasedDevice(info, account))
 
-    def _check_promise(self, device: LeasedDevice, peer: Peer, asked: Promise) -> None:
-        """Raise the promise's refusal if it exceeds the user's quota of the device."""
+    def _describe(self, device: LeasedDevice) -> str:
+        """What leases and external processes hold of a device."""
+        state = device.account.state
+        leases = sorted((one for one in self._leases_on(device) if one.connection), key=lambda one: -one.terms.min_bytes)
+        minimums = sum(lease.min_bytes for lease in state.living())
+        said = []
+        if leases and minimums:
+            more = f" and {len(leases) - 1} more" if len(leases) > 1 else ""
+            said.append(f"{format_bytes(minimums)} are guaranteed to {named(leases[0])}{more} until they end")
+        said.append(f"external processes hold {format_bytes(state.foreign_bytes)} (`vram-monitor --once` names them)")
+        return "; ".join(said)
+
+    def _check_promise(self, device: LeasedDevice, peer: Peer, asked: Promise, but: int | None = None) -> None:
+        """Raise the promise's refusal if it exceeds the user's quota of the device, beside all but the reservation `but`."""
         if self.quota is None:
             return
         state = device.account.state
         promised_bytes = sum(
-            state.leases[lease.lease_id].min_bytes
+            lease.state.min_bytes
             for lease in self._leases_on(device)
             if lease.peer.uid == peer.uid and lease.connection is not None
-        ) + sum(
-            state.reservations[reservation_id].num_bytes
-            for reservation_id, (of, connection) in self._reservations.items()
-            if of is device and connection.peer.uid == peer.uid
-        )
+        ) + self.reservations.promised_bytes(device, peer.uid, but)
         leasable_bytes = max(0, state.capacity_bytes - state.rules.headroom_bytes)
         self.quota.check_promise(peer.uid, user_name(peer.uid), asked, promised_bytes, leasable_bytes)
 
     def _former(self, peer: Peer, request: wire.RegisterMessage) -> LeaseAccount | None:
         """The ended lease that this engine held before; None if none, or if its pid is not visible here."""
         for lease in self.leases.values():
-            same = (lease.peer.pid, lease.terms.name, lease.device_uuid) == (peer.pid, request.name, request.device_uuid)
+            same = (lease.peer.pid, lease.name, lease.device_uuid) == (peer.pid, request.name, request.device_uuid)
             if same and peer.pid and lease.connection is None and lease.may_return:
                 return lease
         return None
@@ -421,25 +454,11 @@ class LeaseTable:
     ) -> MemoryEvent:
         device = self._devices[lease.device_uuid]
         state = device.account.state.leases.get(lease.lease_id)
-        event = _peer_event(lease.peer, device.info, kind, num_bytes, reason)
-        return replace(event, engine=lease.terms.name, held_bytes=None if state is None else state.held_bytes)
+        event = peer_event(lease.peer, device.info, kind, num_bytes, reason)
+        return replace(event, engine=lease.name, held_bytes=None if state is None else state.held_bytes)
 
     def _next_generation(self) -> wire.OrderGeneration:
         return wire.OrderGeneration(self.epoch, next(self._counter))
-
-
-def _peer_event(
-    peer: Peer, info: DeviceInfo | None, kind: EventKind, num_bytes: int | None, reason: str | None = None
-) -> MemoryEvent:
-    return MemoryEvent(
-        kind=kind,
-        device=None if info is None else info.index,
-        device_uuid=None if info is None else info.uuid,
-        pid=peer.pid,
-        user=user_name(peer.uid),
-        bytes=num_bytes,
-        reason=reason,
-    )
 
 
 def _why(order: Recall) -> str:

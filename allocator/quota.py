@@ -2,6 +2,7 @@
 
     places      leases and reservations at a time: each costs the broker three descriptors and part of every decision
     promises    of each device: minimums of leases, and reservations; no other lease can be given these bytes
+    waits       of reservations: the first one that waits holds up all others
 
 Users are identified by the uid that the kernel reports for the other end of a socket. Memory held above the minimums
 needs no bound: the lease policy shares it out and recalls it.
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 
 from ..common.units import format_bytes
 from .errors import LeaseRefused
+
+LONGEST_WAIT_MS = 3600 * 1000  # of a reservation
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,17 @@ class Quota:
                 f"{user} has {living} engines and reservations at this broker, and {ending} that have ended and whose memory "
                 f"is not back; one user may have {2 * self.engines} of both: try again in a few seconds, {remedy}"
             )
+
+    def check_priority(self, uid: int, user: str, priority: int) -> None:
+        """Raise LeaseRefused if the user's reservation would go before those of all others."""
+        if priority < 0 and uid not in self.exempt:
+            raise LeaseRefused(
+                f"a reservation of {user} has priority 0 or more, got {priority}; below 0 is for root and the owner"
+            )
+
+    def wait_ms(self, uid: int, wait_ms: int) -> int:
+        """The longest that a reservation of the user waits, which wants to wait for `wait_ms`."""
+        return wait_ms if uid in self.exempt else min(wait_ms, LONGEST_WAIT_MS)
 
     def check_promise(self, uid: int, user: str, asked: Promise, promised_bytes: int, leasable_bytes: int) -> None:
         """Raise the promise's refusal if the user would be promised too much of a device.

@@ -16,7 +16,10 @@ order has its own generation. An order older than the last is superseded and ign
 generation its engine has seen.
 
     version 2    an engine asks for its requests alone, and reports what cached prefixes hold as free
-    version 3    keys with a default: they are left out for a client of version 2
+    version 3    `waiting_ms`, `keep_bytes`, `kept_bytes`, `spares_requests`
+    version 4    reservations have a name, a time, a place in the queue, and another size by `resize`
+
+A key that a version added has a default, and is left out for the versions before.
 """
 
 from __future__ import annotations
@@ -26,17 +29,26 @@ import math
 import reprlib
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_type_hints
 
-from .errors import InvalidLease, LeaseRefused, MinimumsExceedCapacity, NotPermitted, ProtocolViolation, UnknownEngine
+from .errors import (
+    InvalidLease,
+    LeaseRefused,
+    MemoryNotFree,
+    MinimumsExceedCapacity,
+    NotPermitted,
+    ProtocolViolation,
+    UnknownEngine,
+)
 
-PROTOCOL = 3
+PROTOCOL = 4
 OLDEST_PROTOCOL = 2  # the oldest version still supported
 MAX_PAYLOAD_BYTES = 64 * 1024
 # More memory than any machine has; sums of a few still fit into 64 bits
 MAX_BYTES = 2**62
 MAX_SENTENCE = 4096  # characters
+MAX_RESERVATION_S = 30 * 24 * 3600
 MAX_CLASSES = 8  # kinds of memory that an engine reports
 
 _LENGTH = struct.Struct(">I")
@@ -110,13 +122,17 @@ def _optional(read: _Read[T]) -> _Read[T | None]:
 
 _AMOUNT, _COUNT, _CLASS = _whole(0, MAX_BYTES), _whole(0, 2**63 - 1), _text(32)
 _MS = _whole(1, 24 * 3600 * 1000)
+_LONG_MS = _whole(0, MAX_RESERVATION_S * 1000)
 
 Bytes = Annotated[int, _AMOUNT]
 MaybeBytes = Annotated[int | None, _optional(_AMOUNT)]
 PositiveBytes = Annotated[int, _whole(1, MAX_BYTES)]
 Count = Annotated[int, _COUNT]
+Pid = Annotated[int, _whole(0, 2**31 - 1)]
 Flag = Annotated[bool, _flag]
 Ms = Annotated[int, _MS]
+LongMs = Annotated[int, _LONG_MS]
+MaybeLongMs = Annotated[int | None, _optional(_LONG_MS)]
 MaybeMs = Annotated[int | None, _optional(_whole(0, 2**63 - 1))]
 Name = Annotated[str, _text(128)]
 Sentence = Annotated[str, _text(MAX_SENTENCE)]
@@ -124,6 +140,9 @@ Weight = Annotated[float, _number(0.001, 1000)]
 Priority = Annotated[int, _whole(-1000, 1000)]
 Classes = Annotated[Mapping[str, int], _classes]
 Order = Annotated[OrderGeneration, _generation]
+
+
+_V3, _V4 = {"since": 3}, {"since": 4}  # of a field: the version that added it
 
 
 # ---- from the client ----------------------------------------------------------------------------
@@ -159,8 +178,8 @@ class AskMessage:
 
     target_bytes: Bytes
     expires_ms: Ms
-    waiting_ms: Count = 0
-    keep_bytes: Bytes = 0
+    waiting_ms: Count = field(default=0, metadata=_V3)
+    keep_bytes: Bytes = field(default=0, metadata=_V3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +188,7 @@ class ReportMessage:
 
     held: Classes
     free_bytes: Bytes
-    kept_bytes: Bytes = 0
+    kept_bytes: Bytes = field(default=0, metadata=_V3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +208,7 @@ class LowerMinMessage:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseMessage:
-    """End the lease; the connection may stay open."""
+    """End the lease or the reservation; the connection may stay open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,10 +234,34 @@ class RecallBytesMessage:
 
 @dataclass(frozen=True, slots=True)
 class ReserveMessage:
-    """Reserve `num_bytes` for an external process until this connection ends. Answered by `ReservedMessage`."""
+    """Reserve `num_bytes` for an external process. Answered by `ReservedMessage`, or by a refusal after `wait_ms`.
+
+    Ends with this connection, with the process `pid` (0: the connection's), and `duration_ms` after the answer; then comes
+    `ReservationEndedMessage`.
+    """
 
     device_uuid: Name
     num_bytes: PositiveBytes
+    name: Name = field(default="a program", metadata=_V4)
+    priority: Priority = field(default=0, metadata=_V4)  # of the queue: a lower number is served first
+    duration_ms: MaybeLongMs = field(default=None, metadata=_V4)  # None: no time limit
+    wait_ms: LongMs = field(default=MAX_RESERVATION_S * 1000, metadata=_V4)
+    pid: Pid = field(default=0, metadata=_V4)
+    # The last broker had granted it: a new one need not wait until the bytes are free.
+    renewed: Flag = field(default=False, metadata=_V4)
+
+
+@dataclass(frozen=True, slots=True)
+class ResizeMessage:
+    """Change this connection's reservation to `num_bytes`. Answered as `ReserveMessage`; a refusal leaves it as it was."""
+
+    num_bytes: PositiveBytes
+    wait_ms: LongMs
+
+
+@dataclass(frozen=True, slots=True)
+class ListReservationsMessage:
+    """List the reservations. Answered by a `ReservationView` for each, then `DoneMessage`."""
 
 
 # ---- from the broker ----------------------------------------------------------------------------
@@ -262,7 +305,7 @@ class RecallMessage:
     generation: Order
     target_bytes: Bytes
     deadline_ms: Ms
-    spares_requests: Flag = False
+    spares_requests: Flag = field(default=False, metadata=_V3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,6 +382,39 @@ class ReservedMessage:
     """The bytes are free now and no lease will use them."""
 
     num_bytes: Bytes
+    reservation_id: Count = field(default=0, metadata=_V4)
+    left_ms: MaybeLongMs = field(default=None, metadata=_V4)  # until its end; None: no time limit
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedMessage:
+    """The reservation, or what it wants more, waits; `reason` says for what."""
+
+    reservation_id: Count
+    reason: Sentence
+
+
+@dataclass(frozen=True, slots=True)
+class ReservationEndedMessage:
+    """The reservation has ended."""
+
+    reason: Sentence
+
+
+@dataclass(frozen=True, slots=True)
+class ReservationView:
+    """One reservation as shown to users."""
+
+    reservation_id: Count
+    name: Name
+    pid: Count
+    user: Name
+    device_uuid: Name
+    held_bytes: Bytes  # free for its process, or used by it
+    wanted_bytes: Bytes  # more than held: the rest waits
+    priority: Priority
+    waiting_ms: MaybeMs  # None: it does not wait
+    left_ms: MaybeLongMs  # None: no time limit, or it has not begun
 
 
 FromClient = (
@@ -353,6 +429,8 @@ FromClient = (
     | SetLimitMessage
     | RecallBytesMessage
     | ReserveMessage
+    | ResizeMessage
+    | ListReservationsMessage
 )
 FromBroker = (
     WelcomeMessage
@@ -367,6 +445,9 @@ FromBroker = (
     | LimitSetMessage
     | RecallingMessage
     | ReservedMessage
+    | QueuedMessage
+    | ReservationEndedMessage
+    | ReservationView
 )
 Message = FromClient | FromBroker
 
@@ -383,8 +464,8 @@ _NAMES = {kind: name for name, kind in _KINDS.items()}
 _READERS: dict[type, dict[str, _Read[Any]]] = {
     kind: {name: hint.__metadata__[0] for name, hint in get_type_hints(kind, include_extras=True).items()} for kind in _NAMES
 }
-_OPTIONAL: dict[type, frozenset[str]] = {  # keys that version 2 does not have
-    kind: frozenset(field.name for field in fields(kind) if field.default is not MISSING) for kind in _NAMES
+_SINCE: dict[type, dict[str, int]] = {  # keys that a version has added
+    kind: {one.name: one.metadata["since"] for one in fields(kind) if one.default is not MISSING} for kind in _NAMES
 }
 
 
@@ -393,11 +474,11 @@ _OPTIONAL: dict[type, frozenset[str]] = {  # keys that version 2 does not have
 
 def to_frame(message: Message, protocol: int = PROTOCOL) -> bytes:
     """Encode a message for the other side's version. Raises ProtocolViolation if it would refuse the message."""
-    name, added = _NAMES[type(message)], _OPTIONAL[type(message)]
+    name, since = _NAMES[type(message)], _SINCE[type(message)]
     content = {
         key: read(f"{name}.{key}", getattr(message, key))
         for key, read in _READERS[type(message)].items()
-        if protocol >= PROTOCOL or key not in added
+        if protocol >= since.get(key, 0)
     }
     payload = json.dumps({"type": name, **content}, separators=(",", ":"), ensure_ascii=False).encode()
     if len(payload) > MAX_PAYLOAD_BYTES:
@@ -420,7 +501,7 @@ def from_payload(payload: bytes) -> Message:
     if kind is None:
         raise _wrong("the type of a frame", f"one of {', '.join(_KINDS)}", type_name)
     readers = _READERS[kind]
-    extra, missing = content.keys() - readers.keys(), readers.keys() - content.keys() - _OPTIONAL[kind]
+    extra, missing = content.keys() - readers.keys(), readers.keys() - content.keys() - _SINCE[kind].keys()
     if extra or missing:
         raise ProtocolViolation(f"{type_name} has {_listed(sorted(extra))} too many and lacks {_listed(sorted(missing))}")
     message: Message = kind(**{key: readers[key](f"{type_name}.{key}", value) for key, value in content.items()})
@@ -441,6 +522,7 @@ _REFUSALS: dict[str, type[LeaseRefused]] = {
     "minimums": MinimumsExceedCapacity,
     "unknown": UnknownEngine,
     "not_permitted": NotPermitted,
+    "not_free": MemoryNotFree,
 }
 _CODES = {kind: code for code, kind in _REFUSALS.items()}
 
@@ -485,8 +567,8 @@ class FrameDecoder:
             del self._buffer[:start]
 
 
-def milliseconds(seconds: float) -> int:
-    """A duration for the protocol, rounded up, from 1 ms to one day. Raises ValueError unless it is positive and finite."""
+def milliseconds(seconds: float, most_s: int = 24 * 3600) -> int:
+    """A duration for the protocol, rounded up, from 1 ms to `most_s`. Raises ValueError unless it is positive and finite."""
     if not seconds > 0 or not math.isfinite(seconds):
         raise ValueError(f"a duration must be more than 0 seconds, got {seconds:g}")
-    return min(24 * 3600 * 1000, max(1, math.ceil(seconds * 1000)))
+    return min(most_s * 1000, max(1, math.ceil(seconds * 1000)))

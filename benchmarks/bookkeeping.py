@@ -14,11 +14,11 @@ import numpy as np
 from benchmarks.arguments import parser_of, whole
 from benchmarks.figures import Figure, median_time, report
 from pagetide.allocator.blocks import BlockAllocator
-from pagetide.cache.grouped_tables import tables_for
 from pagetide.cache.layer_groups import LayerGroup
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
 from pagetide.cache.row_tables import RowTables
+from pagetide.cache.state_tables import tables_for
 from pagetide.scheduler.plan import Plan, Result
 from pagetide.scheduler.request import Request, Sampling
 from pagetide.scheduler.scheduler import Scheduler

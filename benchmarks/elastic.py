@@ -100,8 +100,8 @@ class ElasticRig:
         self._steps: list[tuple[float, float]] = []  # (began, ended) of each step of the driving thread
         with self.llm.locked_engine() as engine:
             core, scheduler = engine.core, engine.core.scheduler
-            limits = replace(scheduler.limits, max_step_tokens=MAX_SEQS * FILLER)  # so that one step fills a pool
-            core.scheduler = Scheduler(scheduler.cache, limits, scheduler.cost)
+            limits = replace(scheduler.state.limits, max_step_tokens=MAX_SEQS * FILLER)  # so that one step fills a pool
+            core.scheduler = Scheduler(scheduler.cache, limits, scheduler.state.cost)
             core.scheduler.state.forecast = self._forecast
             self._model = core.runner.model
             self._vocab_size = engine.encoder.vocab_size
@@ -303,7 +303,7 @@ def compare_pools(pipe: Connection, rounds: int, pool_bytes: int, new_tokens: in
 def fix_pool(llm: LLM) -> None:
     """Replace an LLM's pool by a fixed one: mapped as a whole, without extents, never resized."""
     with llm.locked_engine() as engine:
-        core, arena, limits = engine.core, engine.arena, engine.core.scheduler.limits
+        core, arena, limits = engine.core, engine.arena, engine.core.scheduler.state.limits
         arena.map([e for e in range(arena.num_extents) if e not in arena.mapped_extents])
         core.memory = None
         plan = engine.plan

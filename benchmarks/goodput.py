@@ -47,6 +47,7 @@ from benchmarks.processes import Worker
 from benchmarks.stand_ins import output_of
 from pagetide import LLM, SamplingParams
 from pagetide.allocator.lease_policy import Rules
+from pagetide.allocator.reservation import Reservation
 from pagetide.common.units import GIB, MIB
 from pagetide.engine import demo_model
 from pagetide.engine.attention.context import StepContext
@@ -264,7 +265,7 @@ def run(arrangement: str, arrivals: Sequence[list[Turn]], seconds: float, step_s
         promised = [worker.receive() for worker in workers]
         if arrangement == "pagetide":  # before anybody grows
             (uuid,) = {lease.device_uuid for lease in device.leases()}
-            stack.enter_context(device.client.reserve(uuid, _reserved_bytes(promised), timeout_s=30))
+            stack.enter_context(Reservation.granted(device.socket, uuid, _reserved_bytes(promised), wait_s=30))
             time.sleep(SETTLE_S)
         _told_each(workers, "warm up")
         _told_each(workers, time.monotonic() + 0.2)

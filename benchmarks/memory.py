@@ -33,6 +33,7 @@ from benchmarks.load import CONTEXT, RandomBatches, save_text_model
 from pagetide import LLM
 from pagetide.allocator.errors import LeaseError
 from pagetide.allocator.lease_policy import Rules
+from pagetide.allocator.reservation import Reservation
 from pagetide.common.units import GIB, MIB
 from pagetide.pressure import PrivateDevice
 
@@ -79,7 +80,7 @@ def recalls(device: PrivateDevice, seed: int, pause_s: float = 0.5) -> Iterator[
             spare = device.capacity_bytes - rules.headroom_bytes - sum(lease.min_bytes for lease in leases)
             wanted = int(spare - rng.random() * (POOL["max"] - POOL["min"]))
             try:
-                with device.client.reserve(leases[0].device_uuid, wanted, timeout_s=2.0):
+                with Reservation.granted(device.socket, leases[0].device_uuid, wanted, wait_s=2.0):
                     over.wait(rng.uniform(0, 2 * pause_s))
             except LeaseError:  # not to be had in time: the next one
                 pass

@@ -385,7 +385,8 @@ configuration, and quantized forms of some. Counts of downloads were not at hand
 each one's configuration and its source.
 
 **Stored quantized.** Linear layers were stored in the published form, and equal is equal to transformers over the numbers that
-the form stands for. [quantization.md](quantization.md#quantized-checkpoints) has the forms that are read.
+the form stands for. [quantization.md](quantization.md#quantized-checkpoints) has the forms that are read, and the families of
+[GGUF files](quantization.md#gguf-files).
 
 | checkpoint | class | answer |
 |---|---|---|

@@ -29,11 +29,11 @@ from benchmarks.figures import Figure, report
 from benchmarks.modelled_clock import RTX_4090
 from pagetide.allocator.blocks import BlockAllocator
 from pagetide.cache.block_table import Int32
-from pagetide.cache.grouped_tables import tables_for
 from pagetide.cache.layer_groups import LayerGroup, state_group
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
 from pagetide.cache.reuse_density import ReuseDensity
+from pagetide.cache.state_tables import tables_for
 from pagetide.scheduler.cost import SwapCost
 from pagetide.scheduler.plan import Plan, Result
 from pagetide.scheduler.request import Request, Sampling

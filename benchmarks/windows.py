@@ -20,9 +20,9 @@ from benchmarks.figures import Figure, report
 from benchmarks.modelled_clock import GEMMA_4B as MODEL
 from pagetide.allocator.blocks import BlockAllocator
 from pagetide.cache.geometry import Geometry
-from pagetide.cache.grouped_tables import tables_for
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_index import NO_HIT
+from pagetide.cache.state_tables import tables_for
 
 BLOCK_SIZE, WINDOW = 16, 1_024
 CONTEXT, DECODED, CHUNK = 32_768, 256, 8_192  # tokens

@@ -62,8 +62,7 @@ class BlockTables:
 
     def entries(self, rows: Index) -> tuple[Index, Index]:
         """The row and column indices of all entries of `rows`, in the order of `rows`."""
-        starts = self.starts[rows]
-        held = self.lengths[rows] - starts
+        starts, held = self.starts[rows], self.held(rows)
         of_rows = np.repeat(rows, held)
         return of_rows, np.arange(len(of_rows)) + np.repeat(starts - np.cumsum(held) + held, held)
 

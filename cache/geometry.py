@@ -222,12 +222,16 @@ class Geometry:
     # --- groups of layers
 
     @cached_property
-    def groups(self) -> tuple[LayerGroup, ...]:
-        """The groups of layers, in the order of their tables; that of states comes last."""
+    def kv_groups(self) -> tuple[LayerGroup, ...]:
+        """The groups of layers with K and V, in the order of their tables."""
         tables = {layer.table: (layer.window, layer.chunked) for layer in self._own}
         kinds = groupby(tables[table] for table in sorted(tables))
-        of_kv = tuple([LayerGroup(len(list(run)), *kind) for kind, run in kinds])
-        return (*of_kv, state_group(self.state_blocks)) if self.state_bytes else of_kv
+        return tuple([LayerGroup(len(list(run)), *kind) for kind, run in kinds])
+
+    @cached_property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        """All groups of layers: that of states, if there is one, comes last."""
+        return (*self.kv_groups, state_group(self.state_blocks)) if self.state_bytes else self.kv_groups
 
     @cached_property
     def num_tables(self) -> int:

@@ -2,11 +2,7 @@
 
 What a group with a window has computed for a node of the prefix index belongs to that node as long as it is kept
 (window_blocks.py). The index's first table, the anchor, is that of the layers that read all tokens. Where there are none, its
-entries are places without bytes.
-
-Layers with states have one table more, of the blocks with a row's state, from its admission on. A step changes the state in
-place, so a state that others find is no row's: a hit copies it, and a row that goes on from one that it has given away gets a
-copy. States are kept where prompts part, and behind the last full block that a row begins with: `reach` cuts chunks there.
+entries are places without bytes. Layers with states have a table more (state_tables.py).
 """
 
 from __future__ import annotations
@@ -16,7 +12,6 @@ from dataclasses import replace
 import numpy as np
 
 from ..allocator.blocks import BlockAllocator, BlockIds
-from ..allocator.errors import NoFreeBlocks
 from .block_table import NO_UPDATE, BlockTables, Index, Int32, TableUpdate, merged
 from .layer_groups import LayerGroup, blocks_to_hold
 from .prefix_index import PrefixHit, PrefixIndex
@@ -32,15 +27,6 @@ _SPARE_NODES = 4
 _KEPT_ENDS = 64
 
 
-def tables_for(
-    groups: tuple[LayerGroup, ...], pool: BlockAllocator, block_size: int, num_rows: int, max_tokens: int
-) -> RowTables:
-    """The tables of `num_rows` rows for layers in `groups`, those without a window first, out of `pool`."""
-    if groups == (LayerGroup(),):
-        return RowTables(pool, block_size, num_rows, max_tokens)
-    return GroupedTables(pool, block_size, num_rows, max_tokens, groups)
-
-
 class GroupedTables(RowTables):
     """The tables of all `groups`: the anchor, and those of `others`. All tables of a row reach as many tokens, but while its
     prompt is computed those of windows follow chunk by chunk.
@@ -51,6 +37,7 @@ class GroupedTables(RowTables):
     ) -> None:
         super().__init__(pool, block_size, num_rows, max_tokens, groups)
         others = [group for group in groups if not group.is_state]
+        self.num_tables = sum(group.num_tables for group in others)
         self._anchor_has_bytes = bool(others) and others[0].window is None  # some layer reads all tokens
         if self._anchor_has_bytes:
             first = others.pop(0)
@@ -61,24 +48,10 @@ class GroupedTables(RowTables):
         self._all = ((LayerGroup(), self.anchor), *self.others)
         self._with_bytes = self._all if self._anchor_has_bytes else self.others
         self.with_bytes = tuple(table for _, table in self._with_bytes)
-        self.states = next((group for group in groups if group.is_state), None)
-        if self.states is not None:
-            self._state_table = BlockTables(num_rows, self.states.num_tables)
-            self.with_bytes += (self._state_table,)
-        # The entries of the state's table in a change of others.
-        self._no_state = (NO_UPDATE,) * (self.states is not None)
-        self._stops: dict[int, list[int]] = {}  # by row: where states are to be kept, in tokens
-
-    @property
-    def has_states(self) -> bool:
-        return self.states is not None
 
     @property
     def window_groups(self) -> list[LayerGroup]:
-        return [group for group, _ in self.others] + ([self.states] if self.states is not None else [])
-
-    def slot_of(self, row: int, block: int) -> int | None:
-        return None if self.states is not None and block in self._state_table.of(row) else super().slot_of(row, block)
+        return [group for group, _ in self.others]
 
     # -- what rows will hold -----------------------------------------------------------------------------------------
 
@@ -114,25 +87,13 @@ class GroupedTables(RowTables):
         needed = super().needed(upto, hit, index) if self._anchor_has_bytes else self.blocks_for(upto)
         if not hit.num_tokens:
             return needed
-        for window in index.windows:
+        for window, *_ in self._windows(index):
             nodes = index.windows.read_next(window, hit.nodes)
             nodes = nodes[window.have(nodes, on_host=False)]
-            idle = self.pool.references(window.blocks_of(nodes).ravel()) == 0
-            if window.group.is_state:  # it is copied, and may not be evicted for that
-                needed += int(np.count_nonzero(idle))
-            else:
-                needed -= int(np.count_nonzero(~idle))
+            needed -= int(np.count_nonzero(self.pool.references(window.blocks_of(nodes).ravel())))
         return needed
 
-    def needed_by_fork(self, num_tokens: int, upto: int) -> int:
-        columns = super().needed_by_fork(num_tokens, upto)
-        of_windows = num_tokens % self.block_size > 0
-        return sum(table.num_tables * (columns if group.window is None else of_windows) for group, table in self._with_bytes)
-
     def can_fork(self, parent: int, num_tokens: int) -> bool:
-        """A state is that behind all computed tokens: no other row goes on from there."""
-        if self.states is not None:
-            return False
         return all(table.starts[parent] * self.block_size <= group.first_read(num_tokens) for group, table in self.others)
 
     def shared_by_fork(self, num_tokens: int) -> int:
@@ -189,25 +150,20 @@ class GroupedTables(RowTables):
                 fresh = fresh[taken:]
             table.starts[rows] = starts + own
             updates += table.append(rows, ones, blocks)
-        return (*updates, *self._no_state)
+        return tuple(updates)
 
     def reach(self, row: int, start: int, upto: int, room: int, swapping: Swapping) -> tuple[int, Updates, BlockMoves | None]:
-        own, moves = self._own_state(row, swapping)
-        upto = min([upto, *(stop for stop in self._stops.get(row, ()) if stop > start)])
-        reached, updates = self._reach(row, upto, room, swapping)
-        return reached, merged([own, updates]), moves
-
-    def _reach(self, row: int, upto: int, room: int, swapping: Swapping) -> tuple[int, Updates]:
         tables = [table for _, table in self._all if table.lengths[row] * self.block_size < upto]
         if not tables:
-            return upto, ()
+            return upto, (), None
         each = sum(table.num_tables for table in tables)
         have = int(tables[0].lengths[row])  # of all of them: they were extended together
         more = min(self.pool.available, max(room, each)) // each
         reached = min(upto, (have + more) * self.block_size)
         if reached == have * self.block_size:
-            return reached, ()
-        return reached, self.extend(np.array([row]), np.array([reached]), swapping)
+            return reached, (), None
+        one, upto_each = np.array([row]), np.array([reached])
+        return reached, self._extend(one, upto_each, upto_each, swapping), None
 
     def release_passed(self, rows: Index, computed: Computed, swapping: Swapping) -> None:
         known = computed(rows)
@@ -234,23 +190,25 @@ class GroupedTables(RowTables):
             updates += shared if table in self.with_bytes else ()
         return merged([tuple(updates), self._extend(one, np.array([upto]), np.array([num_tokens]), swapping)])
 
-    def begin(self, row: int, hit: PrefixHit, num_tail: int, upto: int, swapping: Swapping) -> Updates:
-        windows, one, num_nodes = [window for window, *_ in self._windows(swapping.index)], np.array([row]), len(hit.nodes)
-        pinned = self._pin_state(hit, swapping.index)
-        shared = self._share_nodes(row, hit, swapping.index)
+    def begin(
+        self, row: int, hit: PrefixHit, num_tail: int, upto: int, swapping: Swapping
+    ) -> tuple[Updates, BlockMoves | None]:
+        index, one, reads = swapping.index, np.array([row]), []
+        shared = self._share_nodes(row, hit, index)
         updates = list(shared or (NO_UPDATE,)) if self._anchor_has_bytes else []
-        read = [swapping.index.windows.read_next(window, hit.nodes) for window in windows]
-        there = [window.have(nodes, on_host=False) for window, nodes in zip(windows, read, strict=True)]
-        for window, nodes, on_device in zip(windows, read, there, strict=True):
+        for window, _, table in self._windows(index):
+            nodes = index.windows.read_next(window, hit.nodes)
+            on_device = window.have(nodes, on_host=False)
             self.pool.retain(window.blocks_of(nodes[on_device]).ravel())
             window.mark_used(nodes[on_device])
+            reads.append((window, table, nodes, on_device))
         returning = []
-        for window, (_, table), nodes, on_device in zip(windows, self.others, read, there, strict=True):
+        for window, table, nodes, on_device in reads:  # all that is found is in use: these allocations do not evict it
             fresh = swapping.allocate(table.num_tables * int(np.count_nonzero(~on_device)), hit)
             blocks = np.empty((table.num_tables, len(nodes)), np.int32)
             blocks[:, on_device] = window.blocks_of(nodes[on_device])
             blocks[:, ~on_device] = fresh.reshape(table.num_tables, -1)
-            table.starts[row] = table.lengths[row] = num_nodes - len(nodes)
+            table.starts[row] = table.lengths[row] = len(hit.nodes) - len(nodes)
             updates += table.append(one, np.array([len(nodes)]), blocks)
             returning.append((window, nodes[~on_device], blocks[:, ~on_device]))
         tail = np.array([hit.num_tokens + num_tail])
@@ -259,16 +217,7 @@ class GroupedTables(RowTables):
         for window, nodes, blocks in returning:
             if len(nodes):
                 swapping.promote_window_blocks(window, nodes, blocks)
-        if updates:
-            updates += self._no_state
-        if self.states is not None:
-            self._begin_state(row, hit, upto, pinned, swapping.index)
-        return merged([tuple(updates), extended])
-
-    def state_moves(self, row: int, hit: PrefixHit, swapping: Swapping) -> BlockMoves | None:
-        if self.states is None or not len(hit.nodes):
-            return None
-        return self._state_of(swapping.index).blocks_of(hit.nodes[-1:])[:, 0], self._state_table.of(row)[0].copy()
+        return merged([tuple(updates), extended]), None
 
     def publish(self, row: int, first: int, findable: BlockIds, swapping: Swapping) -> Updates:
         upto, index = first + len(findable), swapping.index
@@ -280,28 +229,19 @@ class GroupedTables(RowTables):
             nodes = index.blocks.nodes_in(findable[start - first :])
             own = table.blocks[:, row, start:upto].copy()
             theirs, replaced = index.windows.attach(window, nodes, own)
-            swapping.replaced(replaced)
+            swapping.free_slots(replaced)
             _, changed[table] = self._publish(self.pool, table, row, start, own, theirs)
             window.mark_used(nodes[theirs[0] != own[0]])
-        if not any(changed.get(table) for table in self.with_bytes):
+        if not any(changed.get(table) for _, table in self._with_bytes):
             return ()
-        return tuple(u for table in self.with_bytes for u in changed.get(table) or (NO_UPDATE,) * table.num_tables)
+        return tuple(u for _, table in self._with_bytes for u in changed.get(table) or (NO_UPDATE,) * table.num_tables)
 
-    def keep_state(self, row: int, num_tokens: int, index: PrefixIndex) -> None:
-        if self.states is None or num_tokens not in self._stops.get(row, ()):
-            return
-        self._stops[row].remove(num_tokens)  # once: later the state may be behind some tokens of a chunk that was deferred
-        window, last = self._state_of(index), self.anchor.blocks[0, row, num_tokens // self.block_size - 1]
-        nodes = index.blocks.node_at[[last]].astype(np.int64)
-        if nodes[0] != NONE and not window.have(nodes)[0]:
-            blocks = self._state_table.of(row).T.copy()
-            index.windows.attach(window, nodes, blocks)
-            self.pool.publish(blocks.ravel())
-
-    def keep_end(self, row: int, num_tokens: int, index: PrefixIndex) -> None:
-        """Half a window is kept, or 64 tokens: the next turn of a chat may render the end of a template otherwise, and nodes
-        are evicted from the end up.
+    def keep_ends(self, row: int, num_tokens: int, is_prompt: bool, index: PrefixIndex) -> None:
+        """Behind a prompt half a window is kept, or 64 tokens: the next turn of a chat may render the end of a template
+        otherwise, and nodes are evicted from the end up.
         """
+        if not is_prompt:
+            return
         for window, group, _ in self._windows(index):
             before = num_tokens - max(_KEPT_ENDS, (group.window or 0) // 2)
             before = max(0, before) // self.block_size * self.block_size
@@ -317,12 +257,6 @@ class GroupedTables(RowTables):
             if len(self.pool.release(blocks.ravel())):
                 self._wait_for_eviction(window, blocks, passed=False)
             table.release(rows)
-        if self.states is not None:
-            rows = rows[self._state_table.lengths[rows] > 0]
-            self._release_state(rows, index)
-            self._state_table.release(rows)
-            for row in rows.tolist():
-                self._stops.pop(row, None)
 
     def check_invariants(self, index: PrefixIndex) -> None:
         if self._anchor_has_bytes:
@@ -353,9 +287,7 @@ class GroupedTables(RowTables):
         ]
         counts = [table.num_tables * int(need.sum()) for (_, table), need in zip(self._all, needs, strict=True)]
         no_bytes = 0 if self._anchor_has_bytes else counts[0]
-        fresh = rows[self._state_table.lengths[rows] == 0] if self.states is not None else rows[:0]
-        of_states = self.states.num_tables * len(fresh) if self.states is not None else 0
-        blocks = swapping.allocate(sum(counts) - no_bytes + of_states, hit)
+        blocks = swapping.allocate(sum(counts) - no_bytes, hit)
         updates: list[TableUpdate] = []
         for (_, table), need, count in zip(self._all, needs, counts, strict=True):
             if table is self.anchor and not self._anchor_has_bytes:
@@ -363,68 +295,11 @@ class GroupedTables(RowTables):
                 continue
             own, blocks = blocks[:count], blocks[count:]
             updates += table.append(rows, need, own.reshape(table.num_tables, -1))
-        if self.states is not None:
-            updates += self._state_table.append(fresh, np.full(len(fresh), self.states.num_tables), blocks[None])
         return tuple(updates)
 
     def _windows(self, index: PrefixIndex) -> list[tuple[WindowBlocks, LayerGroup, BlockTables]]:
         """The window blocks of each of the other groups, the group and its tables."""
         return [(window, *other) for window, other in zip(index.windows, self.others, strict=False)]
-
-    def _state_of(self, index: PrefixIndex) -> WindowBlocks:
-        """The states that belong to nodes."""
-        *_, states = index.windows
-        return states
-
-    def _pin_state(self, hit: PrefixHit, index: PrefixIndex) -> bool:
-        """Keep the state behind `hit` from eviction, while blocks are allocated. Returns whether there is one."""
-        if self.states is None or not len(hit.nodes):
-            return False
-        window = self._state_of(index)
-        self.pool.retain(window.blocks_of(hit.nodes[-1:]).ravel())
-        window.mark_used(hit.nodes[-1:])
-        return True
-
-    def _begin_state(self, row: int, hit: PrefixHit, upto: int, pinned: bool, index: PrefixIndex) -> None:
-        """Note where the states of `row`, which has begun with `hit` and has `upto` tokens, are to be kept; undo the pin."""
-        full = (upto - 1) // self.block_size
-        if index.capacity:
-            stops = {min(len(hit.matched), full), full}
-            self._stops[row] = [stop * self.block_size for stop in stops if stop > len(hit.nodes)]
-        if pinned:  # it was found once: requests may go different ways behind it
-            window, node = self._state_of(index), hit.nodes[-1:]
-            window.keep(node)
-            if len(self.pool.release(window.blocks_of(node).ravel())):
-                window.mark_evictable(node, passed=False)
-
-    def _own_state(self, row: int, swapping: Swapping) -> tuple[Updates, BlockMoves | None]:
-        """Let the state of `row` be no node's: the row gets a copy, or the node loses it if there is no room for two.
-
-        Returns the table entries and the blocks to copy.
-        """
-        if self.states is None:
-            return (), None
-        window, blocks = self._state_of(swapping.index), self._state_table.of(row)[0].copy()
-        node = window.blocks[0].node_at[blocks[:1]].astype(np.int64)
-        if node[0] == NONE:
-            return (), None
-        try:
-            fresh = swapping.allocate(len(blocks))
-        except NoFreeBlocks:
-            swapping.forget_window_blocks(window, node)
-            return (), None
-        update = self._state_table.replace(row, np.arange(len(blocks)), fresh[None])
-        self.pool.release(blocks)
-        window.mark_evictable(node, passed=True)
-        return (*[NO_UPDATE] * (sum(t.num_tables for t in self.with_bytes) - 1), *update), (blocks, fresh)
-
-    def _release_state(self, rows: Index, index: PrefixIndex) -> None:
-        """Drop the references of `rows` to their states. Those that are kept wait for eviction."""
-        if not len(rows):
-            return
-        blocks = self._state_table.of_all(rows).reshape(len(rows), -1).T
-        if len(self.pool.release(blocks.ravel())):
-            self._wait_for_eviction(self._state_of(index), blocks, passed=True)
 
     def _release_entries(self, window: WindowBlocks, table: BlockTables, rows: Index, starts: Index, ends: Index) -> None:
         """Release the entries of `rows` from `starts[i]` to `ends[i]`, with which their tables begin."""

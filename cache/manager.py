@@ -58,7 +58,7 @@ class Extension:
 
 
 class CacheManager:
-    """Assigns the blocks of `tables` (grouped_tables.tables_for) to rows.
+    """Assigns the blocks of `tables` (state_tables.tables_for) to rows.
 
     With a `hasher` prefixes are cached. `eviction` makes the eviction policy. At most `max_cached_blocks` blocks without
     references stay cached (None: no limit). `host_slots` is the number of slots of the host tier, which evicts the oldest
@@ -158,10 +158,7 @@ class CacheManager:
         where one is to be kept.
         """
         reached, updates, moves = self.row_tables.reach(row, start, upto, room, self.swapping)
-        copies = self._copies(moves)
-        if copies is not None:
-            self.swapping.trim()
-        return reached, Extension(updates, copies)
+        return reached, Extension(updates, self._copies(moves))
 
     def still_due(self, copies: BlockCopies) -> BlockCopies | None:
         """Those of `copies` whose targets a row holds, of rows that may have been released since; None for none."""
@@ -172,7 +169,11 @@ class CacheManager:
 
     def _copies(self, moves: BlockMoves | None) -> BlockCopies | None:
         """The copies of a state, which the next plan does before anything else writes to blocks, if there is no host tier."""
-        return None if moves is None else BlockCopies(self._bytes_at[moves[0]], moves[1])
+        if moves is None:
+            return None
+        copies = BlockCopies(self._bytes_at[moves[0]], moves[1])
+        self.swapping.trim()  # the sources may count as cached now
+        return copies
 
     def fork(self, parent: int, child: int, num_tokens: int, upto: int | None = None) -> Extension | None:
         """Share the first `num_tokens` tokens of row `parent` with row `child` (empty), and make room for `upto` (None:
@@ -183,7 +184,7 @@ class CacheManager:
         """
         full, rest = divmod(num_tokens, self.block_size)
         upto = max(num_tokens, upto or 0)
-        if self.row_tables.needed_by_fork(num_tokens, upto) > self.pool.available:
+        if self.blocks_for(upto) - self.row_tables.shared_by_fork(num_tokens) > self.pool.available:
             return None
         updates = self.row_tables.fork(parent, child, num_tokens, upto, self.swapping)
         self._committed[child] = min(int(self._committed[parent]), full)
@@ -227,7 +228,7 @@ class CacheManager:
         owed, returns = self.host.num_owed, self.swapping.suspended.resume(name)
         num_tail, full = self.swapping.suspended.tail_behind(name, hit), len(hit.nodes)
         self.index.keep_branch(hit)
-        updates = self.row_tables.begin(row, hit, num_tail, upto, self.swapping)
+        updates, moves = self.row_tables.begin(row, hit, num_tail, upto, self.swapping)
         if full:
             self.index.accept(hit)
             self._committed[row] = full
@@ -235,10 +236,7 @@ class CacheManager:
         tail = [table.blocks[:, row, full] for table in self.tables if num_tail]
         self.swapping.suspended.take_tail(name, np.concatenate([self._bytes_at[:0], *tail]))
         waits = self.host.num_owed > owed or self._is_arriving(row, full)
-        copies = self._copies(self.row_tables.state_moves(row, hit, self.swapping))
-        if copies is not None:
-            self.swapping.trim()
-        return Extension(updates, copies, num_computed=hit.num_tokens + num_tail, waits=waits)
+        return Extension(updates, self._copies(moves), num_computed=hit.num_tokens + num_tail, waits=waits)
 
     def _is_arriving(self, row: int, full: int) -> bool:
         """Whether the next plan copies to one of the first `full` blocks of `row`."""
@@ -251,9 +249,7 @@ class CacheManager:
         Returns the changed table entries.
         """
         updates = self._commit(row, chain, num_tokens // self.block_size)
-        if is_prompt:
-            self.row_tables.keep_end(row, num_tokens, self.index)
-        self.row_tables.keep_state(row, num_tokens, self.index)
+        self.row_tables.keep_ends(row, num_tokens, is_prompt, self.index)
         return updates
 
     def _commit(self, row: int, chain: Chain, full: int) -> tuple[TableUpdate, ...]:
@@ -290,7 +286,7 @@ class CacheManager:
         kept, unless no slot is available or the blocks before it are not all findable.
         """
         full, rest = divmod(num_tokens, self.block_size)
-        keeps = rest and self._committed[row] == full and not self.row_tables.has_states
+        keeps = rest and self._committed[row] == full and self.row_tables.keeps_tails
         tail = [table.blocks[:, row, full] for table in self.tables if keeps]
         self.swapping.suspended.keep(name, chain, num_tokens, np.concatenate([self._bytes_at[:0], *tail]))
 

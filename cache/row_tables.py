@@ -1,7 +1,7 @@
 """The block tables of rows: what each row holds, and what of it other rows hold too.
 
 Where all layers read all tokens, a row has one table (`RowTables`). With groups of layers it has several, and those of windows
-give blocks back (grouped_tables.py). `grouped_tables.tables_for` makes the one or the other.
+give blocks back (grouped_tables.py). With states it has one more (state_tables.py, where `tables_for` makes one of the three).
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ class RowTables:
     passed may be released.
     """
 
+    keeps_tails = True  # whether the partly filled last block of a row is of use to the row that goes on from there
+    num_tables = 1  # those that grow with the tokens of a row
+
     def __init__(
         self,
         pool: BlockAllocator,
@@ -50,17 +53,10 @@ class RowTables:
         self.anchors = pool
         self.others: tuple[tuple[LayerGroup, BlockTables], ...] = ()  # the groups of other tables
         self.with_bytes: tuple[BlockTables, ...] = (self.anchor,)
-        # Those that grow with the tokens of a row.
-        self.num_tables = sum(group.num_tables for group in groups if not group.is_state)
 
     def emptied(self, pool: BlockAllocator) -> RowTables:
         """The same tables without entries, for blocks of `pool`."""
         return type(self)(pool, self.block_size, len(self.anchor.lengths), self.max_tokens, self.groups)
-
-    @property
-    def has_states(self) -> bool:
-        """Whether layers have states."""
-        return False
 
     @property
     def window_groups(self) -> list[LayerGroup]:
@@ -119,10 +115,10 @@ class RowTables:
             found.append(rows[np.isin(table.blocks[:, rows, columns], blocks).any(axis=0)])
         return np.unique(np.concatenate(found))
 
-    def slot_of(self, row: int, block: int) -> int | None:
-        """The place of `block` in the tables of `row`, which holds it; None: it holds a part of the row's state."""
-        places = [np.nonzero(table.of(row) == block)[1] + table.starts[row] for table in self.with_bytes]
-        return int(np.concatenate(places)[0])
+    def column_of(self, row: int, block: int) -> int | None:
+        """The column of `block` in the tables of `row`, which holds it; None: it holds a part of the row's state."""
+        columns = [np.nonzero(table.of(row) == block)[1] + table.starts[row] for table in self.with_bytes]
+        return int(np.concatenate(columns)[0])
 
     # -- what rows will hold -----------------------------------------------------------------------------------------
 
@@ -147,10 +143,6 @@ class RowTables:
         """
         found = int(np.count_nonzero(self.pool.references(hit.blocks))) if len(hit.blocks) else 0
         return self.blocks_for(upto) - found
-
-    def needed_by_fork(self, num_tokens: int, upto: int) -> int:
-        """Blocks that `fork` takes."""
-        return -(-upto // self.block_size) - num_tokens // self.block_size
 
     def can_fork(self, parent: int, num_tokens: int) -> bool:
         """Whether row `parent` still holds what a row that shares its first `num_tokens` tokens reads."""
@@ -197,18 +189,18 @@ class RowTables:
         shared = self.anchor.append(np.array([child]), np.array([full]), blocks)
         return merged([shared, self.extend(np.array([child]), np.array([upto]), swapping)])
 
-    def state_moves(self, row: int, hit: PrefixHit, swapping: Swapping) -> BlockMoves | None:
-        """The copies of the state behind `hit` to the blocks of `row`, which has begun; None: no state."""
-        return None
-
-    def begin(self, row: int, hit: PrefixHit, num_tail: int, upto: int, swapping: Swapping) -> Updates:
+    def begin(
+        self, row: int, hit: PrefixHit, num_tail: int, upto: int, swapping: Swapping
+    ) -> tuple[Updates, BlockMoves | None]:
         """Let `row` (empty) begin with the blocks of `hit` and room for `upto` tokens; in tables of windows with what the next
         token reads, and room for `num_tail` tokens. There must be enough blocks. What `hit` has on the host gets blocks too.
+
+        Returns the table entries, and the blocks to copy: the state behind `hit`.
         """
         shared = self._share_nodes(row, hit, swapping.index)
         extended = self.extend(np.array([row]), np.array([upto]), swapping, hit)
         self._promote_nodes(row, hit, swapping)
-        return merged([shared, extended])
+        return merged([shared, extended]), None
 
     def publish(self, row: int, first: int, findable: BlockIds, swapping: Swapping) -> Updates:
         """Publish the blocks of `row` from entry `first` on: `findable` hold its tokens now, and take the
@@ -220,12 +212,9 @@ class RowTables:
             swapping.index.mark_used(taken)
         return updates
 
-    def keep_end(self, row: int, num_tokens: int, index: PrefixIndex) -> None:
-        """Keep the window blocks that are read behind any of the last of `num_tokens` tokens of `row`: all of a prompt."""
-
-    def keep_state(self, row: int, num_tokens: int, index: PrefixIndex) -> None:
-        """Keep the state of `row` behind `num_tokens`, its computed tokens, with the node of the last of them, if `reach` has
-        cut a chunk there.
+    def keep_ends(self, row: int, num_tokens: int, is_prompt: bool, index: PrefixIndex) -> None:
+        """Keep what requests may read that go on behind the `num_tokens` computed tokens of `row`: all of a prompt if
+        `is_prompt`.
         """
 
     def release(self, rows: Index, index: PrefixIndex) -> None:

@@ -176,9 +176,11 @@ class Swapping:
         blocks, slots = window.evict(nodes)
         return self._forget_places(BlockPlaces(_NO_SLOTS, slots, blocks))
 
-    def replaced(self, slots: Int32) -> None:
-        """`slots` held window blocks on the host that a row has computed again."""
-        self._forget(slots)
+    def free_slots(self, slots: Int32) -> None:
+        """Free `slots`, which the index does not know any more."""
+        if len(slots):
+            self.demotion.forgotten(slots)
+            self.host.free(slots)
 
     def admitted(self, hit: PrefixHit, blocks: BlockIds, returns: bool) -> None:
         """Account for an admission with the prefix `hit` into `blocks`; `returns`: the sequence was preempted before."""
@@ -322,11 +324,5 @@ class Swapping:
         self._anchors.forget(places.blocks)
         if len(places.window_blocks):
             self._allocator.forget(places.window_blocks)
-        self._forget(places.slots)
+        self.free_slots(places.slots)
         return len(places.blocks) + len(places.window_blocks)
-
-    def _forget(self, slots: Int32) -> None:
-        """Free `slots`, which the index does not know any more."""
-        if len(slots):
-            self.demotion.forgotten(slots)
-            self.host.free(slots)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from .error_text import said_of
-from .units import parse_bytes
+from .units import parse_bytes, parse_seconds
 
 VARIABLES = "PAGETIDE_"  # the prefix of environment variables
 
@@ -312,13 +312,13 @@ def number(least: float = 0, most: float = math.inf, what: str = "a number") -> 
 
 
 def seconds(least: float, most: float = math.inf) -> Kind:
-    """A number of seconds, or a text such as 20ms or 1.5s."""
+    """A number of seconds, or a text such as 20ms, 1.5s or 2h."""
 
     def read(text: str) -> Any:
-        if match := re.fullmatch(r"\s*([\d.]+)\s*(ms|s)\s*", text):
-            amount = _reader(float)(match[1])
-            return text if isinstance(amount, str) else amount / (1000 if match[2] == "ms" else 1)
-        return _reader(int, float)(text)
+        try:
+            return parse_seconds(text)
+        except ValueError:
+            return _reader(int, float)(text)
 
     return replace(number(least, most, "a number of seconds"), metavar="SECONDS", read=read)
 

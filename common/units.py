@@ -1,4 +1,4 @@
-"""Human-readable amounts of memory: `parse_bytes("1.5G")` and `format_bytes(1610612736)`."""
+"""Human-readable amounts: `parse_bytes("1.5G")`, `format_bytes(1610612736)`, `parse_seconds("2h")`, `format_seconds(7200)`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ _AMOUNT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
     _UNITS |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
+
+
+_TIME = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(ms|s|min|h|d|)\s*")
+_SECONDS = {"": 1, "s": 1, "min": 60, "h": 3600, "d": 86400}
 
 
 def parse_bytes(amount: int | str) -> int:
@@ -49,3 +53,21 @@ def format_bytes(num_bytes: int) -> str:
         if abs(num_bytes) >= unit:
             return f"{num_bytes / unit:,.2f} {name}"
     return f"{num_bytes} byte" if num_bytes == 1 else f"{num_bytes} bytes"
+
+
+def parse_seconds(time: float | str) -> float:
+    """Seconds from a number or from text such as "2h", "1.5 min", "90s", "20ms", "1d". Raises ValueError for anything else."""
+    if isinstance(time, int | float) and not isinstance(time, bool) and 0 <= time <= 1e12:
+        return float(time)
+    match = _TIME.fullmatch(time) if isinstance(time, str) else None
+    if match is None or len(match[1]) > _MOST_DIGITS:
+        raise ValueError(f"cannot read {time!r} as a time; write seconds (7200), or 2h, 30min, 90s")
+    return float(match[1]) / 1000 if match[2] == "ms" else float(match[1]) * _SECONDS[match[2]]
+
+
+def format_seconds(seconds: float) -> str:
+    """`seconds` for display: "12 s", "4 min", "3 h", "5 d", rounded down: a time that runs out is not made longer."""
+    for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= unit:
+            return f"{math.floor(seconds / unit)} {name}"
+    return f"{math.floor(seconds)} s"

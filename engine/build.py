@@ -19,9 +19,9 @@ from ..allocator.lease import Lease
 from ..allocator.leased_arena import LeasedArena
 from ..api.sampling_params import SamplingParams
 from ..cache.cache_events import CacheEventLog
-from ..cache.grouped_tables import tables_for
 from ..cache.manager import CacheManager
 from ..cache.prefix_hash import PrefixHasher
+from ..cache.state_tables import tables_for
 from ..cache.storage import TensorArena
 from ..common import answer_memory
 from ..common.on_error import OnError
@@ -128,7 +128,7 @@ class Engine:
             "extents": {"mapped": len(self.arena.mapped_extents), "total": self.arena.num_extents},
             "running": scheduler.num_running,
             "waiting": scheduler.num_waiting,
-            "waiting_for_others": scheduler.num_dependent,
+            "waiting_for_others": scheduler.state.num_dependent,
             "steps": counters.steps,
             "step_tokens": {"up_to": list(STEP_TOKEN_BOUNDS), "steps": list(counters.step_tokens)},
             "prompt_tokens": counters.prompt_tokens,

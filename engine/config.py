@@ -180,10 +180,10 @@ class EngineArguments:
 
     # fmt: off
     model: str | os.PathLike[str] | PreTrainedModel | ModelSpec = field(kw_only=False, metadata=described(
-        Kind("MODEL", _resolve_model), "a name (see `pagetide models`), a folder, or a hub id in the local cache",
+        Kind("MODEL", _resolve_model), "a name (see `pagetide models`), a folder, a GGUF file, or a hub id in the local cache",
         doc='A name of a models file (`pagetide models` lists them; "demo" is always available), a folder in transformers\' '
-        "format, or a hub id in the local cache. Nothing is ever downloaded. Or a loaded transformers model, which keeps its "
-        "device and dtype, is not changed and shares its weights: do not modify these meanwhile.",
+        "format, a GGUF file, or a hub id in the local cache. Nothing is ever downloaded. Or a loaded transformers model, "
+        "which keeps its device and dtype, is not changed and shares its weights: do not modify these meanwhile.",
         scope=Scope.API,
     ))
     tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = setting(

@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,8 +40,8 @@ class EngineCore:
         self.runner = runner
         self.clock = clock
         self.memory: EngineMemory | None = None  # of an elastic pool
-        # Launched, result not applied: at most two.
-        self._pending: deque[tuple[Plan, PendingStep | ShardedStep | _KnownResult]] = deque()
+        # Launched, result not applied: at most two. A result is there already of a plan that is empty, or failed to launch.
+        self._pending: deque[tuple[Plan, PendingStep | ShardedStep | Result]] = deque()
 
     @property
     def has_work(self) -> bool:
@@ -66,19 +66,12 @@ class EngineCore:
         """End a request before the next step. The next step's outputs report its end."""
         return self.scheduler.abort(request_id, reason)
 
-    def step(self) -> StepOutputs:
-        """Plan a step, execute it and return its outputs.
+    def step(self, ahead: bool = True) -> StepOutputs:
+        """Plan a step, execute it and return its outputs; with `ahead` the next one may be launched too.
 
         If the runner raises, the requests of this step end with that error, and no others. An exception in the bookkeeping, or
         in a step that moves memory, ends all requests. So does ShardLost, after which the engine can only be closed.
         """
-        return self._step(ahead=True)
-
-    def catch_up(self) -> StepOutputs:
-        """As `step`, but launch no step ahead."""
-        return self._step(ahead=False)
-
-    def _step(self, ahead: bool) -> StepOutputs:
         outputs: StepOutputs | None = None
         try:
             if not self._pending:
@@ -86,7 +79,7 @@ class EngineCore:
                     self.memory.prepare()
                 self._launch(self.scheduler.schedule(self.clock()))
             if ahead:
-                self._step_ahead()
+                self._launch_ahead()
             outputs = self._complete()
             if self._pending and not self.scheduler.num_running:  # all requests of the step ahead have ended
                 outputs = replace(outputs, finished=outputs.finished + self._complete().finished)
@@ -96,7 +89,7 @@ class EngineCore:
         except Exception as error:
             return self._fail(error, outputs)
 
-    def _step_ahead(self) -> None:
+    def _launch_ahead(self) -> None:
         """Launch the next decode step before the pending one's result is on the host, if it only continues that one."""
         if not self.runner.overlaps or len(self._pending) > 1 or (self.memory is not None and self.memory.wants_turn):
             return
@@ -108,7 +101,7 @@ class EngineCore:
         plan, pending = self._pending.popleft()
         result: Result | None = None
         with Attempt() as attempt:
-            result = pending.wait()
+            result = pending if isinstance(pending, Result) else pending.wait()
         result = result or _failed_result(plan, attempt)
         outputs = self.scheduler.apply(plan, result)
         if self.memory is not None and len(result.deferred):
@@ -117,13 +110,13 @@ class EngineCore:
 
     def _launch(self, plan: Plan) -> None:
         """Launch `plan` on the runner. If the runner raises, all chunks of the plan have failed."""
-        pending: PendingStep | ShardedStep | _KnownResult | None = None
+        pending: PendingStep | ShardedStep | Result = Result(plan.step_id, NO_ROWS, NO_TOKENS)
         with Attempt() as attempt:
-            if plan.is_empty:
-                pending = _KnownResult(Result(plan.step_id, NO_ROWS, NO_TOKENS))
-            else:
+            if not plan.is_empty:
                 pending = self.runner.begin(plan)
-        self._pending.append((plan, pending or _KnownResult(_failed_result(plan, attempt))))
+        if attempt.error is not None:
+            pending = _failed_result(plan, attempt)
+        self._pending.append((plan, pending))
 
     def _fail(self, error: Exception, outputs: StepOutputs | None) -> StepOutputs:
         """End all requests with `error`: the scheduler may be half changed, and is replaced by an empty one.
@@ -131,8 +124,10 @@ class EngineCore:
         Returns their ends, behind the `outputs` of the step if its result was applied before.
         """
         while self._pending:  # these must not write to blocks that are reused afterwards
+            _, pending = self._pending.popleft()
             with Attempt() as attempt:
-                self._pending.popleft()[1].wait()
+                if not isinstance(pending, Result):
+                    pending.wait()
             if attempt.error is not None:
                 log.debug("a discarded step failed", exc_info=attempt.error)
         self.scheduler, ends = self.scheduler.rebuilt(format_error(error), self.runner.mapped_extents)
@@ -141,16 +136,6 @@ class EngineCore:
         else:
             log.error("the bookkeeping failed; ending all %d requests", len(ends.finished), exc_info=error)
         return ends if outputs is None else replace(outputs, finished=outputs.finished + ends.finished)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _KnownResult:
-    """The known result of a plan that is empty or that the runner could not launch."""
-
-    result: Result
-
-    def wait(self) -> Result:
-        return self.result
 
 
 def _failed_result(plan: Plan, attempt: Attempt) -> Result:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..common.heartbeat import SilenceWatch
+from ..engine.loading.weight_files import find_weights
 from ..scheduler.errors import REQUEST_FAULTS
 from ..server.engine_outputs import MakeScores, error_kind, piece_of, request_end, scores, scores_in_parts
 from ..server.messages import Failed, Piece, RequestEnd, Score
@@ -356,7 +357,7 @@ def model_of(llm: AsyncLLM, reference: str) -> FleetModel:
         reference=reference,
         path=str(spec.path),
         name=spec.name,
-        identity=_identity(Path(spec.path)),
+        identity=_identity(spec.path),
         dtype=facts.dtype,
         layout=facts.layout,
         max_model_len=facts.max_model_len,
@@ -370,11 +371,11 @@ def model_of(llm: AsyncLLM, reference: str) -> FleetModel:
     )
 
 
-def _identity(folder: Path) -> str:
+def _identity(path: Path) -> str:
     """A digest of the configuration in a model's folder, and of the names and sizes of its weight files."""
     digest = hashlib.blake2b(digest_size=8)
-    for file in sorted(folder.glob("*")):
-        if file.suffix in (".safetensors", ".bin"):
+    for file in sorted(path.glob("*")) if path.is_dir() else find_weights(path).paths:
+        if file.suffix in (".safetensors", ".bin") or path.is_file():
             digest.update(f"{file.name} {file.stat().st_size}\n".encode())
         elif file.name == "config.json":
             digest.update(file.read_bytes())

@@ -28,7 +28,7 @@ def block_details(scheduler: Scheduler, block: int) -> dict[str, Any]:
         sequence = sequence_in(scheduler.state, row)
         if sequence is None:
             continue
-        position = cache.row_tables.slot_of(row, block)
+        position = cache.row_tables.column_of(row, block)
         request = sequence.request
         details["rows"].append({"id": request.request_id, "label": request.label, "row": row, "position": position})
         if position is None:

@@ -33,7 +33,7 @@ from .errors import ConfigInvalid
 LEAST_EVENTS_BYTES = 4 << 20  # of the log of events
 
 # Settings that a running monitor applies on SIGHUP; the others need a restart.
-RELOADED = ("devices", "interval", "detail_interval", "metrics_port", "metrics_address", "alerts", "log_level")
+RELOADED = ("devices", "interval", "detail_interval", "metrics_port", "metrics_address", "token_file", "alerts", "log_level")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +51,10 @@ class MonitorConfig:
         None, integer(0, 65_535, "a port"), "port of the metrics page; 0 picks a free one", unset="no page",
     )
     metrics_address: str = setting("127.0.0.1", text("A"), "address of the metrics page")
+    token_file: Path | None = setting(
+        None, path("FILE"), "file with the token for reservations over HTTP, beside the metrics page; made if there is none",
+        unset="HTTP is read-only",
+    )
     runtime_dir: Path | None = setting(
         None, path("DIR"), "directory of the monitor", unset="PAGETIDE_RUNTIME_DIR, or the usual ones",
     )
@@ -100,4 +104,6 @@ class MonitorConfig:
             raise ConfigInvalid(
                 f"events_size must be 0 or at least {format_bytes(LEAST_EVENTS_BYTES)}, got {format_bytes(config.events_size)}"
             )
+        if config.token_file is not None and config.metrics_port is None:
+            raise ConfigInvalid("token_file is for requests over HTTP, and no port is served; set metrics_port too")
         return config

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..common.host_memory import host_memory
 from ..common.on_error import OnError
@@ -64,6 +64,10 @@ class DaemonService(Protocol):
 
     def leases(self) -> Sequence[LeaseUse]:
         """The current leases. Thread-safe."""
+        ...
+
+    def answer(self, method: str, path: str, body: Mapping[str, Any]) -> tuple[int, object]:
+        """The status and the JSON value for an HTTP request below /reservations. Thread-safe."""
         ...
 
     def close(self) -> None:
@@ -214,7 +218,7 @@ class Daemon:
 
     def _move_metrics(self, old: MonitorConfig, new: MonitorConfig) -> None:
         """Serve the metrics page at the address of `new`. Raises ConfigInvalid; then it stays at that of `old`."""
-        if (new.metrics_port, new.metrics_address) == (old.metrics_port, old.metrics_address):
+        if all(getattr(new, name) == getattr(old, name) for name in ("metrics_port", "metrics_address", "token_file")):
             return
         if self._metrics is not None:
             self._metrics.close()  # first: the new place may be the old port at another address
@@ -229,7 +233,8 @@ class Daemon:
             return None
         from .metrics_server import MetricsServer
 
-        server = MetricsServer(self.snapshot, config.metrics_port, config.metrics_address)
+        answer = None if self._companion is None else self._companion.answer
+        server = MetricsServer(self.snapshot, config.metrics_port, config.metrics_address, answer, config.token_file)
         log.info("metrics at http://%s:%d/metrics", config.metrics_address, server.port)
         return server
 

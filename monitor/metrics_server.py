@@ -1,4 +1,5 @@
-"""The HTTP server of the metrics page. Any client may connect, so everything a client can send is bounded and answered.
+"""The HTTP server of the metrics page and of reservations. Any client may connect, so everything a client can send is bounded
+and answered. Reading needs no password; a change needs the token of the token file.
 
 An invalid request is answered with a status from 400 to 431, 501 or 505, and not logged. An internal error is answered
 with 500, and logged once a minute per code location.
@@ -10,6 +11,7 @@ import contextlib
 import errno
 import http.client
 import io
+import json
 import logging
 import math
 import re
@@ -19,7 +21,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -29,10 +32,13 @@ from .errors import ConfigInvalid, MonitorError
 from .log_throttle import Occurrences
 from .metrics import SnapshotCollector
 from .snapshot import Snapshot
+from .token_file import is_authorized, prepare_token, read_token
 
 log = logging.getLogger(__name__)
 
 PATH = "/metrics"
+RESERVATIONS = "/reservations"
+MAX_BODY_BYTES = 4096
 # At a time, each with a thread and a descriptor: the monitor needs descriptors for the devices
 MAX_CONNECTIONS = 16
 _LINGER_S = 0.2  # timeout between reads while a refused request is drained
@@ -46,16 +52,27 @@ _LOOK_UP_S = 0.05  # how often the accepting thread checks for shutdown, expired
 class MetricsServer:
     """Serves /metrics from its own threads until it is closed."""
 
-    def __init__(self, read: Callable[[], Snapshot], port: int, address: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        read: Callable[[], Snapshot],
+        port: int,
+        address: str = "127.0.0.1",
+        answer: Callable[[str, str, Mapping[str, Any]], tuple[int, object]] | None = None,
+        token_file: Path | None = None,
+    ) -> None:
         """Begin to serve at `address`; port 0 takes a free one.
 
-        `read` is called by several threads at a time; its MonitorError is answered as 503, with the message. Raises
-        ConfigInvalid if the address cannot be used.
+        `read` is called by several threads at a time; its MonitorError is answered as 503, with the message. `answer` gives the
+        status and the JSON value for a method, a path below /reservations and a body; without `token_file` it is asked by GET
+        alone. Raises ConfigInvalid if the address or the token file cannot be used.
         """
+        if token_file is not None:
+            prepare_token(token_file)
         registry = CollectorRegistry()
         registry.register(SnapshotCollector(read))
         ProcessCollector(registry=registry)  # memory, CPU time and descriptors of the monitor itself (Linux)
-        handler = type("_RegistryHandler", (_Handler,), {"registry": registry})
+        settings = {"registry": registry, "answer": staticmethod(answer) if answer else None, "token_file": token_file}
+        handler = type("_RegistryHandler", (_Handler,), settings)
         self._server = _listen(address, port, handler)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(_LOOK_UP_S,), name="metrics", daemon=True)
         self._thread.start()
@@ -89,13 +106,20 @@ class _Head:
             raise http.client.LineTooLong("header")
         return line
 
+    def read(self, num_bytes: int) -> bytes:
+        """The bytes after the head, as far as they come."""
+        return self._file.read(num_bytes)
+
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
 
 class _Handler(MetricsHandler):
-    """Answers GET /metrics, in the requested format, and nothing else."""
+    """Answers GET /metrics, in the requested format, requests for reservations, and nothing else."""
+
+    answer: Callable[[str, str, Mapping[str, Any]], tuple[int, object]] | None = None
+    token_file: Path | None = None
 
     # For a request line without a valid version, so that its answer has a status too.
     default_request_version = "HTTP/1.0"
@@ -115,6 +139,8 @@ class _Handler(MetricsHandler):
             path = urlsplit(self.path).path
         except ValueError as error:  # such as "[" without "]"
             return self.send_error(400, explain=f"the request's address is invalid: {error}")
+        if self.answer is not None and _is_of_reservations(path):
+            return self._answer(path, {})
         if path != PATH:
             return self.send_error(404, explain=f"the metrics are at {PATH}")
         try:
@@ -132,6 +158,59 @@ class _Handler(MetricsHandler):
         except Exception:
             self.send_error(500, explain="the page could not be made; see the monitor's log")
             raise
+
+    def do_POST(self) -> None:
+        """Change reservations: with a token, and a small JSON object as the body."""
+        path = self.path.partition("?")[0]
+        if self.answer is None or not _is_of_reservations(path):
+            return self.send_error(501, explain=f"{self.command} is not for this path")
+        if self.token_file is None:
+            return self.send_error(403, explain="this monitor changes nothing over HTTP; start it with --token-file FILE")
+        try:
+            token = read_token(self.token_file)
+        except MonitorError as error:
+            return self.send_error(503, explain=str(error))
+        if not is_authorized(self.headers.get("Authorization", ""), token):
+            return self.send_error(401, explain="send the token of the monitor's token file: Authorization: Bearer TOKEN")
+        length = self.headers.get("Content-Length", "0" if self.command == "DELETE" else "")
+        if not re.fullmatch(r"\d{1,9}", length, re.ASCII) or "Transfer-Encoding" in self.headers:
+            return self.send_error(411, explain="send the body with its Content-Length")
+        if int(length) > MAX_BODY_BYTES:
+            return self.send_error(413, explain=f"a body has at most {MAX_BODY_BYTES} bytes")
+        content = self.rfile.read(int(length))
+        if len(content) < int(length):
+            return self.send_error(400, explain="the body ended before its Content-Length")
+        try:
+            body = json.loads(content or b"{}", parse_constant=_refuse_constant)
+        except (ValueError, RecursionError) as error:
+            return self.send_error(400, explain=f"the body is not JSON: {error}")
+        if not isinstance(body, dict):
+            return self.send_error(400, explain='the body is not an object such as {"size": "8GiB", "time": "2h"}')
+        self._answer(path, body)
+
+    do_PATCH = do_DELETE = do_POST
+
+    def _answer(self, path: str, body: Mapping[str, Any]) -> None:
+        assert self.answer is not None
+        try:
+            status, value = self.answer(self.command, path, body)
+        except Exception:
+            self.send_error(500, explain="there is no answer; see the monitor's log")
+            raise
+        content = json.dumps(value).encode() + b"\n"
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+
+def _is_of_reservations(path: str) -> bool:
+    return path == RESERVATIONS or path.startswith(RESERVATIONS + "/")
+
+
+def _refuse_constant(constant: str) -> float:
+    raise ValueError(f"{constant} is not a JSON number")
 
 
 _MEDIA_TYPES = ("text/plain", "application/openmetrics-text")

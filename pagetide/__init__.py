@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 from .version import __version__
 
 if TYPE_CHECKING:
+    from .allocator.errors import MemoryNotFree
+    from .allocator.reservation import Reservation, reserve
     from .api.sampling_params import SamplingParams
     from .engine.async_llm import AsyncLLM
     from .engine.errors import ConfigError, EngineClosed, ModelNotFound, NotEnoughMemory, ShardLost, UnsupportedModel
@@ -32,10 +34,12 @@ __all__ = [
     "EngineClosed",
     "Fleet",
     "FleetError",
+    "MemoryNotFree",
     "ModelNotFound",
     "NotEnoughMemory",
     "RequestOutput",
     "RequestRejected",
+    "Reservation",
     "SamplingParams",
     "ShardLost",
     "StreamChunk",
@@ -44,9 +48,12 @@ __all__ = [
     "__version__",
     "generate",
     "pipeline",
+    "reserve",
 ]
 
 _NAMES_OF = {
+    ".allocator.errors": ("MemoryNotFree",),
+    ".allocator.reservation": ("Reservation", "reserve"),
     ".api.sampling_params": ("SamplingParams",),
     ".engine.async_llm": ("AsyncLLM",),
     ".engine.errors": ("ConfigError", "EngineClosed", "ModelNotFound", "NotEnoughMemory", "ShardLost", "UnsupportedModel"),

@@ -207,7 +207,7 @@ def _add_json(parser: argparse.ArgumentParser, what: str) -> None:
 
 def _add_model(parser: argparse.ArgumentParser, positional: bool = False) -> argparse._ActionsContainer:
     """Add the model's flag, and return its group. With `positional` the model may also be given without it."""
-    help_text = "a name (see `pagetide models`), a folder, or a hub id in the local cache"
+    help_text = "a name (see `pagetide models`), a folder, a GGUF file, or a hub id in the local cache"
     place: argparse._ActionsContainer = parser
     if positional:
         place = parser.add_mutually_exclusive_group(required=True)
@@ -378,7 +378,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.exact or (has_weights and memory_bytes is None and find_spec("torch") is not None):
         from .engine.build import plan_only
 
-        if file.name != "config.json":
+        if file != spec.config_file:
             raise ValueError(f"--exact needs a folder: rename {file.name} to config.json")
         free_bytes = memory_bytes if memory_bytes is None or device == "cpu" else memory_bytes - CONTEXT_BYTES
         plan = plan_only(config, context=args.context, has_weights=has_weights, memory_bytes=free_bytes)
@@ -409,8 +409,8 @@ def _model_to_plan(args: argparse.Namespace) -> tuple[ModelSpec, Path, bool]:
     try:
         find_weights(spec.path)
     except ModelNotFound:
-        return spec, spec.path / "config.json", False
-    return spec, spec.path / "config.json", True
+        return spec, spec.config_file, False
+    return spec, spec.config_file, True
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from .monitor.errors import ConfigInvalid
 
 if TYPE_CHECKING:
-    from .allocator.broker_client import Reservation
+    from .allocator.reservation import Reservation
 
 LOOK_S = 0.5  # polling interval, for events without a descriptor
 
@@ -43,12 +43,13 @@ def run_reserved(program: Sequence[str], reservation: Reservation, what: str) ->
     `what` names the reserved amount: "8.00 GiB". The loss of the reservation, and its renewal, are reported on stderr.
     """
     group = not _has_terminal()
+    lookout = Lookout(reservation, what, "the program")
     with _forwarding(group) as forward:
         process = _start(program, group)
         forward(process)
         while process.poll() is None:
             _wait(process, reservation)
-            _look_after(reservation, what)
+            lookout.look()
     status = process.returncode
     return status if status >= 0 else 128 - status
 
@@ -143,11 +144,21 @@ def _wait(process: subprocess.Popen[bytes], reservation: Reservation) -> None:
         poller.poll(LOOK_S * 1000)
 
 
-def _look_after(reservation: Reservation, what: str) -> None:
-    kept = reservation.kept
-    reservation.poll()
-    if kept and not reservation.kept:
-        said = f"{what} are reserved no longer ({reservation.trouble}); the program goes on, and they are reserved again"
-        print(f"vram-monitor: {said} once there is a broker", file=sys.stderr, flush=True)
-    elif reservation.kept and not kept:
-        print(f"vram-monitor: {what} are reserved again", file=sys.stderr, flush=True)
+class Lookout:
+    """Watches over a reservation: reports its loss and its renewal on stderr, once each."""
+
+    def __init__(self, reservation: Reservation, what: str, goes_on: str) -> None:
+        """`what` names the reserved amount, `goes_on` what runs without it."""
+        self._reservation, self._what, self._goes_on = reservation, what, goes_on
+
+    def look(self) -> None:
+        """Report what has changed since the last look."""
+        kept = self._reservation.kept
+        self._reservation.poll()
+        if self._reservation.ended or kept == self._reservation.kept:
+            return
+        if kept:
+            said = f"{self._what} are reserved no longer ({self._reservation.trouble}); {self._goes_on} goes on, and they are"
+            print(f"vram-monitor: {said} reserved again once there is a broker", file=sys.stderr, flush=True)
+        else:
+            print(f"vram-monitor: {self._what} are reserved again", file=sys.stderr, flush=True)

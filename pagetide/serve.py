@@ -29,7 +29,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         "or in the configuration file. A flag overrides the variable, the variable the file; in the file, a model's entry "
         "overrides the top.",
     )
-    parser.add_argument("models", nargs="*", metavar="MODEL", help="name, folder, or hub id in the local cache")
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="name, folder, GGUF file, or hub id in the local cache")
     parser.add_argument(
         "--config",
         type=Path,
@@ -88,13 +88,15 @@ def check_engines(models: Sequence[ModelOptions]) -> None:
     """
     from .engine.config import EngineConfig
     from .engine.errors import EngineError
+    from .engine.loading.gguf.models import written_config
     from .engine.loading.model_config import check_length, written_length
 
     for one in models:
         try:
             config = EngineConfig.resolve(one.reference, **one.engine)
             if config.max_model_len is not None:
-                check_length(config.max_model_len, written_length(config.model.path / "config.json"), config.model.name)
+                written = written_config(config.model.config_file)
+                check_length(config.max_model_len, written_length(written), config.model.name)
         except EngineError as error:
             raise ValueError(f"the model {one.name} cannot be loaded: {error}") from error
 

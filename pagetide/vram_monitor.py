@@ -7,13 +7,12 @@ import contextlib
 import difflib
 import json
 import logging
-import math
 import os
 import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,17 +20,19 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from .allocator.errors import AllocatorError
 from .common.settings import Settings, add_flags, settings_of
-from .common.units import format_bytes, parse_bytes
+from .common.units import format_bytes, format_seconds, parse_bytes, parse_seconds
 from .monitor.config import MonitorConfig
 from .monitor.errors import AlreadyMonitored, ConfigInvalid, MonitorError, MonitorFailed
-from .monitor.snapshot import DeviceInfo, DeviceKind, LeaseUse, Origin, Snapshot
+from .monitor.snapshot import DeviceInfo, LeaseUse, Origin, Snapshot
 from .version import __version__
 
 if TYPE_CHECKING:
     from .allocator.broker import Broker, BrokerThread
     from .allocator.broker_client import BrokerClient
     from .allocator.lease_policy import Rules
-    from .allocator.wire import LeaseView
+    from .allocator.reservation import Reservation
+    from .allocator.reservation_service import ReservationService
+    from .allocator.wire import LeaseView, ReservationView
     from .monitor.daemon import Daemon
     from .monitor.event_log import EventReader
     from .monitor.following import Follower
@@ -224,13 +225,42 @@ def _add_lease_commands(commands: _Commands) -> None:
         description="Reserve memory, recalling it from engines if needed, and run a program with this reservation.",
     )
     run.add_argument("--reserve", required=True, metavar="SIZE", help="memory that the program needs, e.g. 8GiB")
-    run.add_argument("--device", metavar="D", help="device index or uuid (default: the first GPU, or the only device)")
-    run.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="longest wait for the memory (default 60)")
+    _add_reservation(run)
     run.add_argument("program", nargs="+", metavar="CMD", help="program and its arguments, after --")
     run.set_defaults(run=_run)
-    for command in (leases, limit, recall, run):
+    reserve = commands.add_parser(
+        "reserve",
+        help="keep memory free for programs that are no engines",
+        description="Reserve memory, recalling it from engines if needed, until the time is over or this command ends.",
+    )
+    reserve.add_argument("size", metavar="SIZE", help="memory to keep free, e.g. 8GiB")
+    reserve.add_argument("--time", metavar="TIME", help="end after this time, e.g. 2h (default: when this command ends)")
+    reserve.add_argument("--name", help="name in lists and messages (default: vram-monitor reserve)")
+    _add_reservation(reserve)
+    reserve.set_defaults(run=_reserve)
+    reservations = commands.add_parser(
+        "reservations",
+        help="list the reservations",
+        description="List the reservations: which process keeps how much of which device, until when, and which ones wait.",
+    )
+    reservations.add_argument("--json", action="store_true", help="print JSON")
+    reservations.set_defaults(run=_reservations)
+    for command in (leases, limit, recall, run, reserve, reservations):
         command.argument_default = argparse.SUPPRESS  # so that it keeps what was given before it
         add_flags(command, _flags("runtime_dir"))
+
+
+def _add_reservation(command: argparse.ArgumentParser) -> None:
+    """Add what both commands that reserve can be told."""
+    command.add_argument("--device", metavar="D", help="device index or uuid (default: the first GPU, or the only device)")
+    command.add_argument(
+        "--priority",
+        type=int,
+        default=0,
+        metavar="N",
+        help="a waiting reservation of a lower number is served first (default 0)",
+    )
+    command.add_argument("--wait", default="60s", metavar="TIME", help="longest wait for the memory (default 60s)")
 
 
 def _add_event_commands(commands: _Commands) -> None:
@@ -329,11 +359,13 @@ class _Leases:
         self._config = config
         self._broker: Broker | None = None
         self._thread: BrokerThread | None = None
+        self._service: ReservationService | None = None
 
     def open(self, daemon: Daemon) -> None:
         from .allocator.broker import Broker, BrokerThread
         from .allocator.lease_table import LeaseTable
         from .allocator.quota import Quota
+        from .allocator.reservation_service import ReservationService
         from .monitor.runtime_dir import group_id
 
         config = self._config
@@ -343,11 +375,19 @@ class _Leases:
         self._broker = Broker(table, daemon.directory.socket, gid=gid)
         self._thread = BrokerThread(self._broker)
         self._thread.start()
+        self._service = ReservationService(daemon.directory.socket, daemon.reader.devices)
+
+    def answer(self, method: str, path: str, body: Mapping[str, Any]) -> tuple[int, object]:
+        if self._service is None:
+            return 503, {"error": "the monitor is starting; try again"}
+        return self._service.answer(method, path, body)
 
     def leases(self) -> list[LeaseUse]:
         return [] if self._broker is None else [_lease_use(view) for view in self._broker.leases()]
 
     def close(self) -> None:
+        if self._service is not None:
+            self._service.close()
         if self._thread is not None:
             self._thread.close()
 
@@ -667,18 +707,11 @@ def _send_recall(client: BrokerClient, engine: str, num_bytes: int, name: str) -
 
 
 def _run(args: argparse.Namespace) -> int:
-    size = _parse_size("--reserve", args.reserve)
-    if not 0 < args.timeout < math.inf:
-        raise ConfigInvalid(f"--timeout must be a number of seconds above 0, got {args.timeout:g}")
-    directory, reader = _running(args)
-    with reader:
-        info = _device_to_reserve(reader.devices(), args.device)
-    from .allocator.broker_client import BrokerClient
     from .reserved_run import CannotStart, run_reserved
 
-    with BrokerClient(directory.socket).reserve(info.uuid, size, timeout_s=args.timeout) as reservation:
+    with _reserved(args, "--reserve", args.reserve, name=os.path.basename(args.program[0])) as (reservation, _):
         try:
-            return run_reserved(args.program, reservation, format_bytes(size))
+            return run_reserved(args.program, reservation, format_bytes(reservation.num_bytes))
         except CannotStart as error:
             print(f"vram-monitor: {error}", file=sys.stderr)
             return error.status
@@ -706,20 +739,83 @@ def _owners(args: argparse.Namespace) -> int:
         return show_owners(args, read(), idle_after_s)
 
 
-def _device_to_reserve(infos: Sequence[DeviceInfo], named: str | None) -> DeviceInfo:
-    """The named device; without a name the first GPU, or the only device. Raises NoSuchDevice."""
-    from .monitor.poller import select
+def _reserve(args: argparse.Namespace) -> int:
+    from .reserved_run import LOOK_S, Lookout
 
-    if named is not None:
-        return select(infos, (named,))[0]
-    gpus = [info for info in infos if info.kind is not DeviceKind.HOST]
-    return select(infos, ())[0] if not gpus else gpus[0]
+    with _reserved(args, "SIZE", args.size, name=args.name or "vram-monitor reserve", time=args.time) as (reservation, info):
+        until = "" if reservation.left_s is None else f", for {format_seconds(reservation.left_s + 0.5)}"
+        what = format_bytes(reservation.num_bytes)
+        print(f"{what} of {info.index} are reserved{until}; Ctrl-C or the end of this process gives them back", flush=True)
+        signals, lookout = _Signals(), Lookout(reservation, what, "this command")
+        while not reservation.ended and signals.wait(LOOK_S) is None:
+            lookout.look()
+        if reservation.ended:
+            print(f"vram-monitor: {what} are reserved no longer: {reservation.trouble}", file=sys.stderr)
+    return 0
+
+
+@contextlib.contextmanager
+def _reserved(
+    args: argparse.Namespace, option: str, size: str, *, name: str, time: str | None = None
+) -> Iterator[tuple[Reservation, DeviceInfo]]:
+    """A reservation by the options of `_add_reservation`, with its device. While it waits, stderr says for what."""
+    from .allocator.reservation import Reservation, choose_device, shown
+
+    num_bytes = _parse_size(option, size)
+    wait_s, duration_s = _parse_time("--wait", args.wait), None if time is None else _parse_time("--time", time)
+    directory, reader = _running(args)
+    with reader:
+        info = choose_device(reader.devices(), args.device)
+    with Reservation.granted(
+        directory.socket, info.uuid, num_bytes,
+        name=shown(name), priority=args.priority, duration_s=duration_s, wait_s=wait_s,
+        on_queued=lambda reason: print(f"vram-monitor: waiting: {reason}", file=sys.stderr, flush=True),
+    ) as reservation:  # fmt: skip
+        yield reservation, info
+
+
+def _reservations(args: argparse.Namespace) -> int:
+    from .allocator.broker_client import BrokerClient
+    from .allocator.reservation import described
+
+    directory, reader = _running(args)
+    with reader:
+        indices = {info.uuid: info.index for info in reader.devices()}
+    views = BrokerClient(directory.socket).reservations()
+    if args.json:
+        print(json.dumps([described(view) for view in views], indent=1))
+        return 0
+    for view in views:
+        print(_described(view, indices.get(view.device_uuid, view.device_uuid)))
+    if not views:
+        print("no memory is reserved")
+    return 0
+
+
+def _described(view: ReservationView, index: str) -> str:
+    """A line about a reservation."""
+    left = "until it ends" if view.left_ms is None else f"for {format_seconds(view.left_ms / 1000)} more"
+    held = f"has {format_bytes(view.held_bytes)} of {index} {left}"
+    waits = "" if view.waiting_ms is None else (
+        f"waits for {format_bytes(view.wanted_bytes - view.held_bytes)} of {index} since "
+        f"{format_seconds(view.waiting_ms / 1000)}, priority {view.priority}"
+    )  # fmt: skip
+    said = ", and ".join(part for part in (held if view.held_bytes else "", waits) if part)
+    return f"#{view.reservation_id} {view.name} (pid {view.pid}, {view.user}) {said}"
 
 
 def _parse_size(name: str, size: str) -> int:
     """Parse a size to bytes. Raises ConfigInvalid, naming the option."""
     try:
         return parse_bytes(size)
+    except ValueError as error:
+        raise ConfigInvalid(f"{name}: {error}") from None
+
+
+def _parse_time(name: str, text: str) -> float:
+    """Parse a time to seconds. Raises ConfigInvalid, naming the option."""
+    try:
+        return parse_seconds(text)
     except ValueError as error:
         raise ConfigInvalid(f"{name}: {error}") from None
 

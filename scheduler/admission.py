@@ -75,9 +75,11 @@ def admitted(state: SchedulerState) -> Iterator[tuple[Sequence, AdmissionPlan, l
     since it began to wait is in the log of decisions.
     """
     cache, waiting, queue = state.cache, state.waiting, state.waiting.queue
+    if not (state.admits and waiting.has_candidates):
+        return
     refused: list[Sequence] = []
     least = cache.pool.capacity + 1  # fewest blocks that a refused sequence needs
-    while state.admits and _may_pass(refused) and len(refused) < len(queue) and state.rows.num_free:
+    while _may_pass(refused) and len(refused) < len(queue) and state.rows.num_free:
         sequence = queue[len(refused)]
         if cache.blocks_for(len(sequence.tokens)) > state.limit_blocks:
             waiting.defer(len(refused))  # the pool may not grow so far: delay no other sequence
@@ -150,17 +152,20 @@ def _start(state: SchedulerState, sequence: Sequence) -> AdmissionPlan | None:
             return AdmissionPlan(cache.blocks_for(known) - cache.row_tables.shared_by_fork(most), NO_HIT, leader.row)
     hit = cache.lookup(sequence.chain, most)
     needed = cache.needed(known, hit)
-    if len(hit.nodes) and cache.row_tables.has_states and needed > room(state):
-        without = cache.needed(known, NO_HIT)  # a found state is copied, and there may be room for one only
+    if len(hit.nodes) and needed > room(state):
+        without = cache.needed(known, NO_HIT)  # less where a found state is copied: there may be room for one only
         if without <= room(state):
             return AdmissionPlan(without, NO_HIT)
     return AdmissionPlan(needed, hit)
 
 
 def _fits(state: SchedulerState, sequence: Sequence, start: AdmissionPlan) -> bool:
-    """Whether the sequence fits now and, unless it runs alone, the forecast growth of all sequences too."""
+    """Whether the sequence fits now and, unless it runs alone, the forecast growth of all sequences fits the largest pool.
+
+    Waiting until an elastic pool has grown so far costs more than the preemptions which that saves.
+    """
     cache, needed, available, peak = state.cache, start.num_blocks, room(state), None
-    usable = min(cache.pool.usable - state.withheld_blocks, state.limit_blocks)
+    usable = state.limit_blocks - state.withheld_blocks
     if needed <= available:
         goes_on = start.leader_row is not None and len(sequence.tokens) > len(sequence.request.prompt_token_ids)
         # `goes_on`: a moved beam, which just gave up its row

@@ -17,12 +17,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import numpy.typing as npt
 
-from ..cache.block_table import Index
 from .plan import Plan, Result
-
-Seconds = npt.NDArray[np.float64]
 
 # About the rate of a PCIe 3.0 card, or of a copy within host memory
 START_BYTES_PER_S = 8e9
@@ -80,10 +76,6 @@ class SwapCost:
     def compute_s(self, num_tokens: int) -> float:
         """Seconds to compute `num_tokens` of a prompt."""
         return num_tokens / self.tokens_per_s
-
-    def victims_s(self, tokens: Index, blocks: Index) -> tuple[Seconds, Seconds]:
-        """Seconds to swap out and in, and to recompute, `tokens[i]` computed tokens in `blocks[i]` blocks of each victim."""
-        return np.multiply(blocks, self.swap_s(1), dtype=float), np.multiply(tokens, self.compute_s(1), dtype=float)
 
     def observe(self, plan: Plan, result: Result) -> None:
         """Record how long a step took, if its runner measured it."""

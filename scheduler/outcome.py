@@ -96,6 +96,7 @@ class Stats:
     given_back_extents: int = 0
     moved_blocks: int = 0
     refused_resizes: int = 0
+    computing_s: float = 0.0  # that the steps' chunks took, as measured
     prefix_lookups: PrefixLookups = field(default_factory=PrefixLookups)
     resumed_lookups: PrefixLookups = field(default_factory=PrefixLookups)
     forks: int = 0  # sequences that started with another's blocks

@@ -18,7 +18,7 @@ from ..cache.block_table import BlockCopies, Index, joined
 from .admission import expected_blocks
 from .errors import InvalidCallOrder
 from .plan import NO_RESIZE, Plan, Resize, Result
-from .preemption import by_worth, preempt
+from .preemption import preempt_until
 from .state import SchedulerState
 
 
@@ -54,7 +54,6 @@ class ElasticPool:
             raise ValueError(f"limit_blocks cannot be negative, got {blocks}")
         self._state.limit_blocks = min(blocks, self._pool.capacity)
         self._state.waiting.requeue_deferred()
-        self._state.waiting.look_again()
 
     @property
     def num_extents(self) -> int:
@@ -139,19 +138,14 @@ class ElasticPool:
     def make_idle(self, num_extents: int) -> None:
         """Preempt sequences, in the order of preemption.py, until `give_back` has `num_extents` or none runs.
 
-        The next step withholds these extents from admission. After a preemption it admits no request at all: the next
-        call would preempt what the step computes.
+        The next step withholds these extents from admission.
         """
         self._check_turn(num_extents)
         self._state.end_aborted()
         removable = len(self._growing) + len(self._pool.drainable_extents)  # if no row held a block
         due = min(num_extents, removable)
-        while self._state.by_row and (missing := self._missing_blocks(due)) > 0:
-            victims = by_worth(self._state, self._state.by_row.values())[::-1]
-            held = np.cumsum(self._state.cache.row_tables.held_blocks(np.array([s.row for s in victims])))
-            last = int(np.searchsorted(held, missing))
-            preempt(self._state, victims[: last + 1])  # some blocks may be shared: check again
-            self._state.admits = False
+        from_pool = (due - len(self._growing)) * self._pool.blocks_per_extent
+        preempt_until(self._state, lambda: from_pool - self._pool.available, self._state.by_row)
         self._state.withheld_blocks = due * self._pool.blocks_per_extent
 
     def reopen_admission(self) -> None:
@@ -159,7 +153,7 @@ class ElasticPool:
         if self._state.withheld_blocks:
             self._state.withheld_blocks = 0
             self._state.waiting.look_again()
-        self._state.admits = True
+        self._state.has_preempted = False
 
     def take_resize(self) -> tuple[Resize, list[BlockCopies]]:
         """Return the resize and copies of the plan being made; pass its result to `apply_resize`."""
@@ -191,11 +185,6 @@ class ElasticPool:
     def _most_extents(self) -> int:
         """Extents within the limit; at least 1, because the extent of the null block always has memory."""
         return max(1, (self._state.limit_blocks + 1) // self._pool.blocks_per_extent)
-
-    def _missing_blocks(self, num_extents: int) -> int:
-        """Blocks to free before `give_back` has `num_extents`, which must be removable."""
-        from_pool = num_extents - len(self._growing)
-        return 0 if from_pool <= 0 else from_pool * self._pool.blocks_per_extent - self._pool.available
 
     def _check_turn(self, num_extents: int) -> None:
         if num_extents < 0:

@@ -1,16 +1,17 @@
-"""Preemption: which sequences to preempt, by the blocks this frees and the cost of restoring them, and how.
+"""Preemption: which sequences lose their blocks where blocks are short, how many of them, and how they wait.
 
-A preempted sequence loses its row and blocks, keeps its tokens, and waits at its old place in the queue.
+A preempted sequence loses its row and blocks, keeps its tokens, and waits at its old place in the queue. Decodes, chunks of
+prompts, admissions and recalls that lack blocks preempt by `preempt_until` alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
 from ..cache.block_table import Index, Int32
-from .cost import Seconds
+from .forecast import Float
 from .sequence import Sequence, SequenceStatus
 from .state import SchedulerState
 
@@ -32,9 +33,28 @@ def by_worth(state: SchedulerState, sequences: Iterable[Sequence]) -> list[Seque
     return [running[i] for i in np.lexsort((np.arange(len(running)), -per_block, spared, priority))]
 
 
+def preempt_until(state: SchedulerState, attempt: Callable[[], int], among: Mapping[int, Sequence], *, spared: int = 0) -> int:
+    """Preempt sequences of `among` (`state.by_row` or `state.paused`) until `attempt` succeeds, or only `spared` are left.
+
+    `attempt` tries what blocks are needed for, and returns how many it still lacks at least; 0 or less: it succeeded. It is
+    called first, and after each preemption. Returns what it returned last. Preempts no more sequences than are needed.
+    """
+    tables = state.cache.row_tables
+    while (lacking := attempt()) > 0 and len(among) > spared:
+        victims = by_worth(state, among.values())[spared:][::-1]
+        # A victim frees what it holds at most, less what it shares, and needs no next block itself.
+        freed = np.cumsum(tables.held_blocks(np.array([s.row for s in victims])) + tables.num_tables)
+        preempt(state, victims[: int(np.searchsorted(freed, lacking)) + 1])
+    return lacking
+
+
 def preempt(state: SchedulerState, victims: list[Sequence]) -> None:
-    """Preempt `victims`: they lose rows and blocks, keep their tokens and wait at their old places in the queue."""
+    """Preempt `victims`: they lose rows and blocks, keep their tokens and wait at their old places in the queue.
+
+    Beams that wait for a move do not return before it. After other victims `SchedulerState.admits` is false for a step.
+    """
     state.stats.preemptions += len(victims)
+    state.has_preempted |= any(victim.status is not SequenceStatus.PAUSED for victim in victims)
     _explain(state, victims)
     for sequence in victims:
         sequence.preemptions += 1
@@ -64,7 +84,7 @@ def _requeue(state: SchedulerState, sequences: list[Sequence], computed: bool = 
             state.waiting.add(sequence)
 
 
-def _at_stake(state: SchedulerState, sequences: list[Sequence]) -> tuple[Index, Index, tuple[Seconds, Seconds]]:
+def _at_stake(state: SchedulerState, sequences: list[Sequence]) -> tuple[Index, Index, tuple[Float, Float]]:
     """What preempting each sequence wins and loses: blocks that no other row has, the tokens computed in them, and
     the seconds to swap and to compute those tokens.
     """
@@ -72,7 +92,8 @@ def _at_stake(state: SchedulerState, sequences: list[Sequence]) -> tuple[Index, 
     rows = np.array([s.row for s in sequences], np.int64)
     won = state.cache.row_tables.sole_blocks(rows)
     tokens = state.cache.row_tables.sole_tokens(rows, state.rows.computed[rows])
-    return won, tokens, state.cost.victims_s(tokens, state.cache.row_tables.blocks_for_each(tokens))
+    swap_s = np.multiply(state.cache.row_tables.blocks_for_each(tokens), state.cost.swap_s(1), dtype=float)
+    return won, tokens, (swap_s, np.multiply(tokens, state.cost.compute_s(1), dtype=float))
 
 
 def _explain(state: SchedulerState, victims: list[Sequence]) -> None:

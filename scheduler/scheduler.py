@@ -14,8 +14,8 @@ sequence are handled alike. Rules:
 - An admitted request reuses cached prefix blocks under the same salt, for all tokens but the last. If it asks for
   prompt log-probabilities, it reuses only tokens for which it has returned them. Prompt blocks enter the prefix cache
   chunk by chunk, generated tokens when the sequence gives up its row.
-- A sequence with L known tokens has ceil((L - 1) / block_size) blocks between steps: the newest token gets its slot
-  when it is computed.
+- A sequence with L known tokens has ceil((L - 1) / block_size) blocks between steps: the newest token gets its
+  place when it is computed.
 - When blocks run out, the last sequence in order is preempted (with a host tier the cheapest: preemption.py). The last
   running sequence ends with reason "length" if it needs more than `limit_blocks` (at most the pool's capacity); if the
   pool is only small at the moment, it waits too.
@@ -36,6 +36,7 @@ What they change is one `SchedulerState` (state.py); the functions of admission.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -47,7 +48,7 @@ from .errors import InvalidCallOrder
 from .outcome import BeamMove, Decision, Finished, StepOutputs
 from .plan import NO_ROWS, Plan, Result
 from .pool import ElasticPool
-from .preemption import by_worth, preempt
+from .preemption import preempt, preempt_until
 from .request import Request
 from .sequence import FinishReason, Sequence
 from .state import AdmissionPlan, Limits, SchedulerState
@@ -71,9 +72,6 @@ class Scheduler:
         self.cache, self.rows = cache, state.rows
         self.stats, self.decisions, self.ends = state.stats, state.decisions, state.ends
         self.pool = ElasticPool(state)
-        self._now = 0.0  # of the last `schedule`
-        self._lacks_blocks = False  # a prompt's next chunk waits for blocks that only a preemption frees
-        self._scorable = 0  # prompt tokens with log-probabilities that this step may still compute
 
     def rebuilt(self, error: str, mapped: Iterable[int] | None = None) -> tuple[Scheduler, StepOutputs]:
         """Return an empty replacement scheduler, and outputs that finish every request with `error`.
@@ -81,18 +79,8 @@ class Scheduler:
         For recovery from a half-made change: it reads only what such a change leaves readable. `mapped` are the extents
         with memory; None takes them from the broken bookkeeping.
         """
-        fresh = Scheduler(self.cache.rebuilt(mapped), self.limits, self.cost, replaces=self)
+        fresh = Scheduler(self.cache.rebuilt(mapped), self.state.limits, self.state.cost, replaces=self)
         return fresh, StepOutputs(self.stats.steps, [], [], self.state.failed(error))
-
-    @property
-    def limits(self) -> Limits:
-        """The limits of this scheduler."""
-        return self.state.limits
-
-    @property
-    def cost(self) -> SwapCost | None:
-        """Of swapping and computing; without a host tier only reported in decisions."""
-        return self.state.cost
 
     @property
     def num_running(self) -> int:
@@ -103,11 +91,6 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Number of sequences without a row, including preempted ones."""
         return self.state.num_waiting
-
-    @property
-    def num_dependent(self) -> int:
-        """Waiting sequences that wait for another one: a fork for its prompt, a beam for its next move."""
-        return self.state.num_dependent
 
     @property
     def has_work(self) -> bool:
@@ -145,7 +128,11 @@ class Scheduler:
         `schedule` plans the next step. A pending plan made by `schedule` still gives it a token; a plan made by
         `schedule_ahead` does not.
         """
-        return self.state.abort(request_id, reason)
+        sequence = self.state.not_aborted(request_id)
+        if sequence is not None:
+            sequence.abort_reason = reason
+            self.state.aborted.append(sequence)
+        return sequence is not None
 
     def withdraw(self, request_id: str) -> Finished | None:
         """End a request at once, between two steps, and free its blocks. Its `Finished` is returned here only.
@@ -153,7 +140,10 @@ class Scheduler:
         Returns None, and changes nothing, for an unknown, ended or already aborted request.
         """
         self.state.plans.check_turn()
-        return self.state.withdraw(request_id)
+        if (sequence := self.state.not_aborted(request_id)) is None:
+            return None
+        self.state.end(sequence, "aborted")
+        return self.state.finished.pop()
 
     def schedule(self, now: float = 0.0) -> Plan:
         """Plan the next step. The plan may hold no chunk; it must still go through `apply`.
@@ -165,32 +155,19 @@ class Scheduler:
         state = self.state
         if state.plans.first is not None:
             raise InvalidCallOrder(f"plan {state.plans.first.step_id} is out: apply its result first")
-        self._now = now
         state.end_aborted()
-        preemptions = self.stats.preemptions
         prefilling = np.array([sequence.row for sequence in state.prefilling], np.int64)
         if len(prefilling):
             self.cache.release_passed(prefilling, self._computed)
         decodes = self._extend_decodes()
-        budget = self.limits.max_step_tokens - len(decodes)
-        self._scorable = self.limits.max_scored_tokens
-        chunks = self._chunk_prefills(budget)
-        if self._lacks_blocks and not len(decodes) and not chunks:  # forks have to find what they wait for
-            self.cache.release_passed(prefilling, self.rows.computed.take)
-            chunks = self._chunk_prefills(budget)
-        while self._lacks_blocks and not len(decodes) and not chunks:
-            preempt(state, [by_worth(state, state.by_row.values())[-1]])
-            chunks = self._chunk_prefills(budget)
-        budget -= sum([length for _, length in chunks])
-        # a sequence just preempted does not return at once
-        settled = self.stats.preemptions == preemptions or not state.by_row
-        if budget > 0 and settled and not self._lacks_blocks and state.waiting.has_candidates:
-            chunks += self._admit(budget)
-        while not len(decodes) and not chunks and state.paused and state.waiting.queue and state.admits:
-            preempt(state, [by_worth(state, state.paused.values())[-1]])
-            chunks += self._admit(budget)
+        step = _Step(now, decodes, self.state.limits.max_step_tokens - len(decodes), self.state.limits.max_scored_tokens)
+        if self._chunk_prefills(step):
+            self.cache.release_passed(prefilling, self.rows.computed.take)  # also what forks wait for
+            preempt_until(state, lambda: self._chunk_prefills(step), state.by_row)
+        if state.waiting.queue and step.num_tokens > 0 and not step.lacks_blocks:
+            preempt_until(state, lambda: self._admit(step), state.paused)
         self.pool.reopen_admission()
-        plan = state.plans.first = plan_step(state, decodes, chunks, *self.pool.take_resize())
+        plan = state.plans.first = plan_step(state, decodes, step.chunks, *self.pool.take_resize())
         return plan
 
     def schedule_ahead(self, now: float = 0.0) -> Plan | None:
@@ -289,18 +266,21 @@ class Scheduler:
 
         Returns the remaining rows.
         """
-        state = self.state
-        victims = by_worth(state, state.by_row.values())
-        while len(short) * self.cache.row_tables.num_tables > self.cache.pool.available + self.cache.pool.pending_free_blocks:
-            victim = victims.pop()
-            short = short[short != victim.row]
-            if victims or self.cache.blocks_for(int(self.rows.known[victim.row])) <= self.pool.limit_blocks:
-                preempt(state, [victim])  # a lone sequence waits for the pool to grow
+        state, pool, num_tables = self.state, self.cache.pool, self.cache.row_tables.num_tables
+
+        def lacking() -> int:
+            rows = np.count_nonzero(self.rows.assigned[short])
+            return int(rows) * num_tables - pool.available - pool.pending_free_blocks
+
+        if preempt_until(state, lacking, state.by_row, spared=1) > 0:
+            (last,) = state.by_row.values()
+            needed = self.cache.blocks_for(int(self.rows.known[last.row]))
+            if needed <= self.pool.limit_blocks:
+                preempt(state, [last])  # it waits for the pool to grow
             else:
-                name, known = victim.request.request_id, int(self.rows.known[victim.row])
-                self.decisions.cut(self.stats.steps, name, self.cache.blocks_for(known), self.pool.limit_blocks)
-                state.end(victim, "length")  # the limit forbids it: the sequence cannot get longer
-        return short
+                self.decisions.cut(self.stats.steps, last.request.request_id, needed, self.pool.limit_blocks)
+                state.end(last, "length")  # the limit forbids it: the sequence cannot get longer
+        return short[self.rows.assigned[short] > 0]
 
     def _computed(self, rows: Index) -> Index:
         """The computed tokens of each of `rows`, up to where a fork is to go on that waits for them."""
@@ -311,64 +291,69 @@ class Scheduler:
                 computed[i] = min(int(computed[i]), *(len(fork.tokens) - 1 for fork in forks))
         return computed
 
-    def _chunk_prefills(self, budget: int) -> list[tuple[Sequence, int]]:
-        chunks = []
-        self._lacks_blocks = False
+    def _chunk_prefills(self, step: _Step) -> int:
+        """Add the next chunks of running prompts to `step`. Returns 1 if it is empty, since blocks are short; else 0."""
+        step.lacks_blocks = False
         for sequence in self.state.prefilling:
-            if budget <= 0:
+            if step.num_tokens <= 0:
                 break
-            if length := self._chunk(sequence, budget):
-                chunks.append((sequence, length))
-                budget -= length
-        return chunks
+            self._chunk(step, sequence)
+        return int(step.lacks_blocks and step.is_empty)
 
-    def _admit(self, budget: int) -> list[tuple[Sequence, int]]:
-        """Assign rows to waiting sequences while admission and the token budget (at least 1) allow it."""
-        chunks = []
-        for sequence, start, passed in admission.admitted(self.state):
-            if not self._assign_row(sequence, start) and (length := self._chunk(sequence, budget)):
-                chunks.append((sequence, length))
-                budget -= length
+    def _admit(self, step: _Step) -> int:
+        """Assign rows to waiting sequences while admission and the token budget (at least 1) allow it, and add their first
+        chunks to `step`. Returns 1 if it is empty though a sequence waits that may be admitted; else 0.
+        """
+        state = self.state
+        for sequence, start, passed in admission.admitted(state):
+            if not self._assign_row(sequence, start, step.now):
+                self._chunk(step, sequence)
             if passed:
                 self.decisions.passed(self.stats.steps, sequence.request.request_id, start.num_blocks, passed)
-            if budget <= 0:
+            if step.num_tokens <= 0:
                 break
-        return chunks
+        return int(state.admits and step.is_empty and bool(state.waiting.queue))
 
-    def _chunk(self, sequence: Sequence, budget: int) -> int:
-        """Tokens of `sequence` (with a row) to compute now.
+    def _chunk(self, step: _Step, sequence: Sequence) -> None:
+        """Add the next chunk of `sequence` (with a row) to `step`.
 
-        0 if the budget for prompt log-probabilities is used up, or if windows need blocks and none are available.
+        None if the budget for prompt log-probabilities is used up, or if windows need blocks and none are available.
         """
         assert sequence.row is not None
         computed = int(self.rows.computed[sequence.row])
         lacking = int(self.rows.known[sequence.row]) - computed
-        length = min(lacking, budget, self.limits.max_chunk_tokens or lacking)
+        length = min(lacking, step.num_tokens, self.state.limits.max_chunk_tokens or lacking)
         to_score = 0
         if sequence.is_unscored:
             to_score = max(0, len(sequence.request.prompt_token_ids) - 1 - computed)
-            if to_score > self._scorable:
-                length = min(length, self._scorable)
+            if to_score > step.num_scored:
+                length = min(length, step.num_scored)
+        if not length:
+            return
+        room = admission.room(self.state)
+        reached, extension = self.cache.reach(sequence.row, computed, computed + length, room)
+        if extension.tables:
+            self.state.changes.tables.append(extension.tables)
+        if extension.copies is not None:
+            self.state.changes.copies.append(extension.copies)
+        length = reached - computed
         if length:
-            room = admission.room(self.state)
-            reached, extension = self.cache.reach(sequence.row, computed, computed + length, room)
-            if extension.tables:
-                self.state.changes.tables.append(extension.tables)
-            if extension.copies is not None:
-                self.state.changes.copies.append(extension.copies)
-            length = reached - computed
-            self._lacks_blocks |= not length and not self.cache.pool.pending_free_blocks
-        self._scorable -= min(length, to_score)
-        return length
+            step.chunks.append((sequence, length))
+            step.num_tokens -= length
+            step.num_scored -= min(length, to_score)
+        elif not self.cache.pool.pending_free_blocks:
+            step.lacks_blocks = True
 
-    def _assign_row(self, sequence: Sequence, start: AdmissionPlan) -> bool:
-        """Assign a row and blocks. Returns whether the sequence waits for copies concurrent with this step's chunks."""
+    def _assign_row(self, sequence: Sequence, start: AdmissionPlan, now: float) -> bool:
+        """Assign a row and blocks, at time `now`. Returns whether the sequence waits for copies concurrent with this step's
+        chunks.
+        """
         extension = self.state.start(sequence, start)
         request, root, num_hit = sequence.request, sequence.root, start.hit.num_tokens
         is_new = root.num_cached_tokens is None
         if is_new:
             root.num_cached_tokens = found = min(num_hit, len(request.prompt_token_ids))
-            root.admitted_at = self._now
+            root.admitted_at = now
             self.stats.prompt_tokens += len(request.prompt_token_ids)
             self.stats.cached_prompt_tokens += found
         if start.leader_row is not None:
@@ -379,3 +364,19 @@ class Scheduler:
         if sequence.preemptions:
             self.decisions.returned(self.stats.steps, request.request_id, sequence.computed, extension.num_computed)
         return extension.waits
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """A step while `schedule` plans it: what it computes so far, and how much more it may."""
+
+    now: float
+    decodes: Index
+    num_tokens: int  # that it may still compute
+    num_scored: int  # of prompts with log-probabilities, of these
+    chunks: list[tuple[Sequence, int]] = field(default_factory=list)  # with their lengths
+    lacks_blocks: bool = False  # a prompt's next chunk waits for blocks that only a preemption frees
+
+    @property
+    def is_empty(self) -> bool:
+        return not len(self.decodes) and not self.chunks

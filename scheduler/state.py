@@ -177,7 +177,7 @@ class SchedulerState:
         changes: For the next plan.
         limit_blocks: The most blocks that the pool may have (`ElasticPool.limit_blocks`).
         withheld_blocks: Free blocks that the next step may not give to new sequences: they are to be given back.
-        admits: Whether the next step may admit sequences.
+        has_preempted: Whether victims were queued again since the last plan.
         evicted_blocks: Evictions of the cache that plans have counted.
 
     `earlier` is the state of a scheduler that this one replaces: its counters, logs, forecast and limit go on.
@@ -195,7 +195,7 @@ class SchedulerState:
         self.ends: Ends = earlier.ends if earlier else Ends()
         self.limit_blocks: int = earlier.limit_blocks if earlier else cache.pool.capacity
         self.withheld_blocks = 0
-        self.admits = True
+        self.has_preempted = False
         self.evicted_blocks = 0
         self.rows = Rows(limits.num_rows, min(limits.max_model_len, cache.max_tokens))
         self.plans = PendingPlans()
@@ -216,6 +216,13 @@ class SchedulerState:
     def running_rows(self) -> Index:
         """The rows of running sequences."""
         return np.fromiter(self.by_row, np.int64, len(self.by_row))
+
+    @property
+    def admits(self) -> bool:
+        """Whether the next step may admit sequences: a victim that returned at once would be the next victim, unless no other
+        sequence computes.
+        """
+        return not self.has_preempted or len(self.by_row) == len(self.paused)
 
     @property
     def num_waiting(self) -> int:
@@ -330,22 +337,10 @@ class SchedulerState:
         """Take rows and blocks back; the sequences keep their tokens. If `computed`, their blocks stay findable."""
         self._free(self._detach(sequences, computed, keep_tails))
 
-    def abort(self, request_id: str, reason: FinishReason) -> bool:
-        """Request that a sequence be ended by `end_aborted`. False if it is unknown, ended or already aborted."""
-        sequence = self._not_aborted(request_id)
-        if sequence is None:
-            return False
-        sequence.abort_reason = reason
-        self.aborted.append(sequence)
-        return True
-
-    def withdraw(self, request_id: str) -> Finished | None:
-        """End a sequence now. Returns its `Finished`, reported here only; None if unknown, ended or already aborted."""
-        sequence = self._not_aborted(request_id)
-        if sequence is None:
-            return None
-        self.end(sequence, "aborted")
-        return self.finished.pop()
+    def not_aborted(self, request_id: str) -> Sequence | None:
+        """The sequence with this id; None if it is unknown, has ended or is to be ended already."""
+        sequence = self.by_id.get(request_id)
+        return None if sequence is None or sequence.abort_reason else sequence
 
     def end_aborted(self) -> None:
         """End the aborted sequences that have not ended otherwise."""
@@ -442,10 +437,6 @@ class SchedulerState:
             assert not prefills or rows.known[row] == len(sequence.tokens), f"row {row} prefills, but has a result"
             assert blocks[row] * self.cache.block_size >= rows.computed[row], f"row {row} has too few blocks"
             assert rows.request_ids[row] == sequence.request.request_id, f"row {row} has another's id"
-
-    def _not_aborted(self, request_id: str) -> Sequence | None:
-        sequence = self.by_id.get(request_id)
-        return None if sequence is None or sequence.abort_reason else sequence
 
     def _end_of(self, sequence: Sequence, tokens: Int32, reason: FinishReason, error: str | None) -> Finished:
         """The end of `sequence` with all its `tokens`, which is in the log of ends now."""

@@ -86,6 +86,7 @@ def apply_result(state: SchedulerState, pool: ElasticPool, plan: Plan, result: R
     sampled, tokens = _sampled_rows(state, plan, result), result.tokens
     if plan.moves_memory:
         _apply_memory(state, pool, plan, result)
+    state.stats.computing_s += result.compute_s
     if state.cost is not None:
         state.cost.observe(plan, result)
         state.weigh()
@@ -103,11 +104,12 @@ def apply_result(state: SchedulerState, pool: ElasticPool, plan: Plan, result: R
     scores = tuple([_scored(state, plan, part) for part in result.scores])
     state.plans.shift(deferred)
     prefilled = state.prefilling
-    if prefilled:
-        _release_forks(state, state.promote())
+    for leader in state.promote():
+        state.waiting.release_forks(leader)
     candidates = tuple([(str(rows.request_ids[plan.rows[c.index]]), c) for c in result.candidates])
     if candidates:
-        _release_forks(state, state.pause(plan.rows[[c.index for c in result.candidates]]))
+        for leader in state.pause(plan.rows[[c.index for c in result.candidates]]):
+            state.waiting.release_forks(leader)
     for failure in result.failures:
         if (row := int(plan.rows[failure.index])) not in finishing:
             state.end(state.by_row[row], "error", failure.message)
@@ -223,14 +225,6 @@ def _apply_memory(state: SchedulerState, pool: ElasticPool, plan: Plan, result: 
     state.stats.grown_extents += len(result.mapped)
     state.stats.given_back_extents += len(result.unmapped)
     state.stats.refused_resizes += result.refused is not None
-
-
-def _release_forks(state: SchedulerState, leaders: list[Sequence]) -> None:
-    """Queue the forks of `leaders`: the prompt that they share is computed."""
-    for sequence in leaders:
-        if sequence.forks:
-            state.waiting.release_forks(sequence)
-            state.waiting.look_again()
 
 
 def _end_if_due(state: SchedulerState, sequence: Sequence, token: int) -> None:

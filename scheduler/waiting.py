@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 from .sequence import Sequence, SequenceStatus
 
@@ -27,10 +27,6 @@ class Waiting:
         self.queue: list[Sequence] = []
         self.deferred: list[Sequence] = []
         self.is_blocked = False
-
-    def __iter__(self) -> Iterator[Sequence]:
-        """The queued and deferred sequences in order."""
-        return iter(sorted(self.queue + self.deferred, key=age))
 
     @property
     def has_candidates(self) -> bool:
@@ -55,10 +51,11 @@ class Waiting:
         self.deferred.append(sequence)
 
     def requeue_deferred(self) -> None:
-        """Queue the deferred sequences again."""
+        """Queue the deferred sequences again: the limit has changed."""
         for sequence in self.deferred:
             self.add(sequence)
         self.deferred.clear()
+        self.look_again()
 
     def wait_for_move(self, sequence: Sequence) -> None:
         """Let a beam without a row wait until a move names it."""
@@ -80,7 +77,9 @@ class Waiting:
         fork.set_status(SequenceStatus.WAITING_FOR_PROMPT)
 
     def release_forks(self, leader: Sequence) -> None:
-        """Queue the forks that wait for the prompt of `leader`, which is computed."""
+        """Queue the forks that wait for the prompt of `leader`, which is computed: all of its forks may fit now."""
+        if leader.forks:
+            self.look_again()
         for fork in leader.forks:
             if fork.status is SequenceStatus.WAITING_FOR_PROMPT:
                 self.add(fork)

@@ -13,9 +13,9 @@ from pagetide import LLM
 from pagetide.allocator.blocks import BlockAllocator
 from pagetide.allocator.host_arena import HostArena
 from pagetide.cache.geometry import FoundLayer, Geometry
-from pagetide.cache.grouped_tables import tables_for
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
+from pagetide.cache.state_tables import tables_for
 from pagetide.cache.storage import Storage, TensorArena
 from pagetide.engine.attention.gathered import attends_by_itself, find_cached, is_installed
 from pagetide.engine.attention.gathered import install as attend_by_sequence

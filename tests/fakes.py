@@ -16,16 +16,17 @@ from dataclasses import replace
 import numpy as np
 
 from pagetide.allocator.blocks import BlockAllocator
-from pagetide.cache.grouped_tables import tables_for
 from pagetide.cache.layer_groups import LayerGroup
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
+from pagetide.cache.state_tables import tables_for
 from pagetide.scheduler.cost import SwapCost
 from pagetide.scheduler.outcome import BeamMove, Finished, StepOutputs
 from pagetide.scheduler.plan import NO_EXTENTS, NO_TOKENS, Candidates, ChunkLogprobs, Failure, Plan, Result
 from pagetide.scheduler.request import Request, Sampling
 from pagetide.scheduler.scheduler import Scheduler
 from pagetide.scheduler.state import Limits
+from pagetide.scheduler.waiting import age
 
 POISON = -7  # mapped, and never written
 UNMAPPED = -9
@@ -417,7 +418,8 @@ class World:
     @property
     def waiting_ids(self) -> list[str]:
         """Of requests that wait for a row, in order; without forks that wait for their leader's prompt."""
-        return [sequence.request.request_id for sequence in self.scheduler.state.waiting]
+        waiting = self.scheduler.state.waiting
+        return [sequence.request.request_id for sequence in sorted(waiting.queue + waiting.deferred, key=age)]
 
     def prompt(self, length: int) -> np.ndarray:
         return self.rng.integers(0, VOCAB, length).astype(np.int32)
@@ -440,7 +442,7 @@ class World:
 
     def schedule(self) -> Plan:
         plan = self.scheduler.schedule(self.now)
-        assert plan.num_tokens <= self.scheduler.limits.max_step_tokens
+        assert plan.num_tokens <= self.scheduler.state.limits.max_step_tokens
         self.check()
         self.plans.append(plan)
         self.started += [new.request_id for new in plan.admitted]

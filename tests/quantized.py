@@ -37,7 +37,7 @@ def undisturbed(kv_cache_dtype: str, params: SamplingParams) -> list[list[tuple[
 def admit_whatever_fits(llm: LLM) -> None:
     """Without the forecast, which would let no request in that has to be preempted."""
     scheduler = llm._manager.open().core.scheduler
-    scheduler.state.limits = replace(scheduler.limits, forecast=False)
+    scheduler.state.limits = replace(scheduler.state.limits, forecast=False)
     swap_whatever_it_costs(scheduler)
 
 

@@ -128,9 +128,9 @@ def _walk(
         live = sorted(set(world.requests) - set(world.finished))
         if kind < 0.2 and len(live) < 30:
             longest = (
-                world.scheduler.limits.max_model_len + 2
+                world.scheduler.state.limits.max_model_len + 2
                 if rng.random() < 0.1
-                else min(capacity, world.scheduler.limits.max_model_len) // 2
+                else min(capacity, world.scheduler.state.limits.max_model_len) // 2
             )
             length = int(rng.integers(1, max(2, longest)))
             stops = tuple(rng.integers(0, VOCAB, int(rng.integers(0, 40))).tolist())
@@ -145,7 +145,7 @@ def _walk(
                 )  # fmt: skip
                 live.append(f"r{n}")
             except PromptTooLong:
-                assert length + before >= world.scheduler.limits.max_model_len or length + before > capacity
+                assert length + before >= world.scheduler.state.limits.max_model_len or length + before > capacity
             except RequestRejected:
                 assert before, "only what was generated may leave nothing to do"
             if rng.random() < 0.25 and live:
@@ -253,7 +253,7 @@ def _fork(world: World, leader: str, n: int) -> None:
 def _family(world: World, n: int) -> None:
     """Some that tell candidates, and are steered."""
     rng, capacity = world.rng, capacity_of(world)
-    longest = min(capacity, world.scheduler.limits.max_model_len)
+    longest = min(capacity, world.scheduler.state.limits.max_model_len)
     if longest > 2:
         prompt = _alike(world, int(rng.integers(1, max(2, longest // 2))))
         world.add_family(
@@ -289,7 +289,7 @@ def turn(world: World, rng: np.random.Generator) -> None:
 
 def turn_host(world: World, rng: np.random.Generator) -> None:
     """Something happens to the host tier."""
-    world.scheduler.cost.share = float(rng.choice([0.0, 0.3, 0.8, 1e9], p=[0.5, 0.2, 0.2, 0.1]))
+    world.scheduler.state.cost.share = float(rng.choice([0.0, 0.3, 0.8, 1e9], p=[0.5, 0.2, 0.2, 0.1]))
     world.runner.refuses_slots = bool(rng.random() < 0.02)
 
 
@@ -329,7 +329,7 @@ def check_scores(world: World, name: str, request) -> None:
 
 
 def check_end(world: World, name: str, request, least: int) -> None:
-    room = world.scheduler.limits.max_model_len - len(request.prompt_token_ids)
+    room = world.scheduler.state.limits.max_model_len - len(request.prompt_token_ids)
     check_scores(world, name, request)
     end, expected = world.finished[name], continuation(request.prompt_token_ids, request.sampling, room + 1)
     got = end.token_ids.tolist()
@@ -341,6 +341,6 @@ def check_end(world: World, name: str, request, least: int) -> None:
     elif len(got) < len(expected):
         total = len(request.prompt_token_ids) + len(got)
         capacity = capacity_of(world)
-        full = total in (world.scheduler.limits.max_model_len, capacity + 1)
+        full = total in (world.scheduler.state.limits.max_model_len, capacity + 1)
         assert full or world.cache.blocks_for(total) > least, f"{name} ended early"
         assert end.reason == "length"

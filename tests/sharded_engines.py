@@ -17,9 +17,9 @@ from pagetide.allocator.blocks import BlockAllocator
 from pagetide.allocator.errors import OutOfDeviceMemory
 from pagetide.allocator.host_arena import HostArena
 from pagetide.cache.geometry import Geometry
-from pagetide.cache.grouped_tables import tables_for
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
+from pagetide.cache.state_tables import tables_for
 from pagetide.cache.storage import Storage
 from pagetide.engine.attention.interface import NAME, register
 from pagetide.engine.attention.latent import attend_to_latents

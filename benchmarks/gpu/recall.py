@@ -64,9 +64,13 @@ class PoolRig:
         return int(self.arena.mapped_bytes)
 
     def have_granted(self, more_bytes: int) -> None:
-        """Ask until the lease covers so much more than is held; steps may go on meanwhile. Raises TimeoutError."""
+        """Ask until the lease covers so much more than is held; steps may go on meanwhile. Raises TimeoutError.
+
+        Until a recall is answered the grant stays and growth is called off: `recall` returns while a little of the memory still
+        goes back in the background.
+        """
         deadline = time.monotonic() + DEADLINE_S
-        while self.lease.granted_bytes < (target := self.lease.held_bytes + more_bytes):
+        while self.lease.granted_bytes < (target := self.lease.held_bytes + more_bytes) or self.lease.recall is not None:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{target:,} bytes are not granted, only {self.lease.granted_bytes:,}")
             self.lease.ask(target, expires_s=1.0)  # not granted before the cool-down of the last recall is over
@@ -87,7 +91,7 @@ class PoolRig:
                 scheduler.pool.grow(missing)
             else:
                 scheduler.pool.give_back(-missing)
-            engine.core.catch_up()
+            engine.core.step(ahead=False)
             if len(self.arena.mapped_extents) != num_extents:
                 raise RuntimeError(f"{len(self.arena.mapped_extents)} extents are mapped instead of {num_extents}")
 

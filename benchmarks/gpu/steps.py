@@ -16,7 +16,7 @@ HOST = ("schedule", "begin", "apply")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One return of `EngineCore.step`, or `catch_up`."""
+    """One return of `EngineCore.step`."""
 
     took_s: float  # since the one before it returned; of the first one, since it was called
     tokens: int  # that it told
@@ -68,13 +68,13 @@ def watched(llm: LLM) -> Iterator[Steps]:
         took_in.append((result.compute_s, plan.step_id in planned_ahead))
         return apply(plan, result)
 
-    def noted(step: Callable[[], Any]) -> Callable[[], Any]:
-        def run() -> Any:
+    def noted(step: Callable[[bool], Any]) -> Callable[[bool], Any]:
+        def run(ahead: bool = True) -> Any:
             nonlocal ended
             took_in.clear()
             spent.update(dict.fromkeys(HOST, 0.0))
             began = time.perf_counter()
-            emissions = step()
+            emissions = step(ahead)
             now = time.perf_counter()
             device_s, ahead = took_in[0] if took_in else (0.0, False)
             since = began if ended is None else ended
@@ -84,11 +84,11 @@ def watched(llm: LLM) -> Iterator[Steps]:
 
         return run
 
-    core.step, core.catch_up = noted(core.step), noted(core.catch_up)
+    core.step = noted(core.step)
     scheduler.schedule = timed("schedule", scheduler.schedule)
     scheduler.schedule_ahead, scheduler.apply = noted_ahead, noted_apply
     runner.begin = timed("begin", runner.begin)
     try:
         yield steps
     finally:
-        del core.step, core.catch_up, scheduler.schedule, scheduler.schedule_ahead, scheduler.apply, runner.begin
+        del core.step, scheduler.schedule, scheduler.schedule_ahead, scheduler.apply, runner.begin

@@ -85,8 +85,7 @@ class DeviceRows:
     def __init__(self, num_rows: int, max_tokens: int, geometry: Geometry, device: torch.device) -> None:
         self._block_size = geometry.block_size
         shape = (num_rows + 1, geometry.columns_for_tokens(max_tokens))
-        of_kv = (group for group in geometry.groups if not group.is_state)
-        self._group_of = tuple(group for group in of_kv for _ in range(group.num_tables))
+        self._group_of = tuple(group for group in geometry.kv_groups for _ in range(group.num_tables))
         with torch.inference_mode(False):
             self.tables = tuple(torch.zeros(shape, dtype=torch.int64, device=device) for _ in self._group_of)
             # The blocks with each row's states, [num_rows + 1, state_blocks].

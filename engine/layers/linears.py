@@ -5,9 +5,10 @@ Their sums depend on neither the number of rows nor that of threads.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -27,6 +28,7 @@ from . import WeightForm
 TYPES: dict[torch.dtype | WeightForm, int] = {
     torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, "int8": 3, "int4": 4, "fp8": 5, "fp4": 6,
 }  # fmt: skip
+COLUMN_PARTS = ("scales", "zeros", "factors")  # of a packed weight: their last dimension is that of the outputs
 _NATIVE_SHARE = 0.9
 _ROWS_AS_THEY_ARE: ContextVar[bool] = ContextVar("_ROWS_AS_THEY_ARE", default=False)
 
@@ -65,11 +67,12 @@ class PackedWeight:
     group: int = 0
     zeros: torch.Tensor | None = None
     order: torch.Tensor | None = None
+    factors: torch.Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the weight and its scales."""
-        parts = (self.packed, self.scales, self.in_scales, self.zeros, self.order)
+        parts = (self.packed, self.scales, self.in_scales, self.zeros, self.order, self.factors)
         return sum(part.nbytes for part in parts if part is not None)
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -78,9 +81,17 @@ class PackedWeight:
             x = x.index_select(-1, self.order)
         out: torch.Tensor = _linear()(
             x.reshape(-1, self.k), self.packed, TYPES[self.type], self.n, bias, self.scales, self.group, self.in_scales,
-            self.rows_in_int8 and not _ROWS_AS_THEY_ARE.get(), self.zeros,
+            self.rows_in_int8 and not _ROWS_AS_THEY_ARE.get(), self.zeros, self.factors,
         )  # fmt: skip
         return out.view(*x.shape[:-1], self.n)
+
+    def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The rows `ids`, integers [...], of a weight without `in_scales` and `order` -> [..., k] of `dtype`."""
+        found: torch.Tensor = torch.ops.pagetide.embed(
+            self.packed, TYPES[self.type], self.n, self.k, ids.reshape(-1).to(torch.int64), TYPES[dtype], self.scales,
+            self.group, self.zeros, self.factors,
+        )  # fmt: skip
+        return found.view(*ids.shape, self.k)
 
     @classmethod
     def joined(cls, weights: Sequence[PackedWeight]) -> tuple[PackedWeight, list[int]] | None:
@@ -94,7 +105,7 @@ class PackedWeight:
         widths = [-(-one.n // columns) * columns for one in weights[:-1]] + [weights[-1].n]
         starts = [0, *itertools.accumulate(widths[:-1])]
         of_columns: dict[str, Any] = {}
-        for name in ("scales", "zeros"):
+        for name in COLUMN_PARTS:
             if getattr(first, name) is not None:
                 parts = [F.pad(getattr(one, name), (0, width - one.n)) for one, width in zip(weights, widths, strict=True)]
                 of_columns[name] = torch.cat(parts, -1)
@@ -103,7 +114,8 @@ class PackedWeight:
 
     def _goes_with(self, other: PackedWeight) -> bool:
         def kind(one: PackedWeight) -> tuple[Any, ...]:
-            return one.type, one.k, one.rows_in_int8, one.group, one.zeros is None, getattr(one.scales, "dtype", None)
+            types = [getattr(getattr(one, name), "dtype", None) for name in COLUMN_PARTS]
+            return one.type, one.k, one.rows_in_int8, one.group, *types
 
         rows = ((self.in_scales, other.in_scales), (self.order, other.order))
         return kind(self) == kind(other) and all(
@@ -115,8 +127,8 @@ class PackedWeight:
         columns = native.panel_columns()
         panel_bytes = self.packed.numel() // -(-self.n // columns)
         packed = self.packed[start // columns * panel_bytes : -(-(start + n) // columns) * panel_bytes]
-        parts = [None if one is None else one.narrow(-1, start, n) for one in (self.scales, self.zeros)]
-        return replace(self, n=n, packed=packed, scales=parts[0], zeros=parts[1])
+        there = {name: one for name in COLUMN_PARTS if (one := getattr(self, name)) is not None}
+        return replace(self, n=n, packed=packed, **{name: one.narrow(-1, start, n) for name, one in there.items()})
 
 
 class NativeLinear(nn.Module):
@@ -188,20 +200,25 @@ def joined_plain(layers: Sequence[nn.Linear]) -> tuple[nn.Linear, list[int]] | N
 
 
 class PackedEmbedding(nn.Embedding):
-    """`nn.Embedding` that reads its rows out of a packed output head. Its `weight` is NaN without memory.
+    """`nn.Embedding` that reads its rows out of a packed weight, which may be that of a tied output head. Its `weight` is NaN
+    without memory.
 
-    An embedding becomes one by its class (`share`), so that a subclass which scales what it looks up still does.
+    An embedding becomes one by its class, so that a subclass which scales what it looks up still does.
     """
 
-    _head: PackedWeight
+    _packed: PackedWeight
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input int64 or int32 [...] -> [..., embedding_dim]."""
-        head = self._head
-        rows: torch.Tensor = torch.ops.pagetide.embed(
-            head.packed, TYPES[head.type], self.num_embeddings, self.embedding_dim, input.reshape(-1).to(torch.int64)
-        )
-        return rows.view(*input.shape, self.embedding_dim)
+        return self._packed.rows(input, self.weight.dtype)
+
+    @classmethod
+    def pack(cls, embedding: nn.Embedding, packed: PackedWeight, dtype: torch.dtype) -> None:
+        """Let `embedding` read rows of `dtype` out of `packed`. Mutates it."""
+        kind, shape = type(embedding), (packed.n, packed.k)
+        embedding._packed = packed  # type: ignore[assignment]
+        embedding.weight = nn.Parameter(torch.full((1, 1), math.nan, dtype=dtype).expand(shape), False)
+        embedding.__class__ = cls if kind is nn.Embedding else type(kind.__name__, (kind, cls), {})
 
     @classmethod
     def share(cls, embedding: nn.Embedding, head: NativeLinear) -> bool:
@@ -215,14 +232,32 @@ class PackedEmbedding(nn.Embedding):
         ids, dtype = torch.tensor([[0, len(weight) // 2, len(weight) - 1]]), head.weight.dtype
         with torch.no_grad():
             expected = embedding(ids).to(dtype)
-            embedding._head = head.packed  # type: ignore[assignment]
-            embedding.weight = nn.Parameter(torch.full((1, 1), math.nan, dtype=dtype).expand(weight.shape), False)
-            embedding.__class__ = cls if kind is nn.Embedding else type(kind.__name__, (kind, cls), {})
+            cls.pack(embedding, head.packed, dtype)
             if torch.allclose(embedding(ids), expected, rtol=0.02, atol=1e-6):
                 return True
         embedding.__class__, embedding.weight = kind, weight
-        del embedding._head
+        del embedding._packed
         return False
+
+
+def looks_up_by_class(module: nn.Module) -> TypeGuard[nn.Embedding]:
+    """Whether `module` is an `nn.Embedding` that looks up by that class's method, so that it can become a `PackedEmbedding`."""
+    if not isinstance(module, nn.Embedding) or is_changed(module) or module.max_norm is not None:
+        return False
+    looked_up = []
+
+    class Recorder(nn.Embedding):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            looked_up.append(True)
+            return torch.zeros((*input.shape, self.embedding_dim), device=self.weight.device)
+
+    twin = copy.copy(module)
+    twin.__class__ = type("Twin", (type(module), Recorder), {}) if type(module) is not nn.Embedding else Recorder
+    try:
+        twin(torch.zeros(1, dtype=torch.int64, device=module.weight.device))
+    except Exception:  # of a subclass that multiplies by something without memory, say
+        return False
+    return bool(looked_up)
 
 
 def is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -264,9 +299,19 @@ def is_changed(module: nn.Module) -> bool:
     return bool("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
 
 
+def users_of_parameters(model: nn.Module) -> dict[int, list[nn.Module]]:
+    """The modules that use each parameter, by its id."""
+    users = defaultdict[int, list[nn.Module]](list)
+    for module in model.modules():
+        for one in module._parameters.values():
+            if one is not None:
+                users[id(one)].append(module)
+    return users
+
+
 def uses_of_parameters(model: nn.Module) -> Counter[int]:
     """How many modules use each parameter, by its id."""
-    return Counter(id(one) for module in model.modules() for one in module._parameters.values() if one is not None)
+    return Counter({parameter: len(users) for parameter, users in users_of_parameters(model).items()})
 
 
 class _WithoutMemory(torch.Tensor):

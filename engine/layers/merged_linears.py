@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from .linears import Linear, NativeLinear, joined_plain
+from .linears import COLUMN_PARTS, Linear, NativeLinear, joined_plain
 
 
 class MergedLinears:
@@ -60,7 +60,7 @@ class MergedLinears:
             del layer.forward
             if isinstance(layer, NativeLinear):  # scales of groups lie between those of other layers
                 one = layer.packed
-                parts = {name: getattr(one, name) for name in ("scales", "zeros") if getattr(one, name) is not None}
+                parts = {name: getattr(one, name) for name in COLUMN_PARTS if getattr(one, name) is not None}
                 layer.packed = replace(one, **{name: part.contiguous() for name, part in parts.items()})
 
     def _reader(self, i: int) -> Callable[[torch.Tensor], torch.Tensor]:

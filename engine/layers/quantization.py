@@ -3,8 +3,8 @@
     int8   weight[n, k] ~ values[n, k] * scales[n]               values from -127 to 127
     int4   weight[n, k] ~ values[n, k] * scales[k / GROUP, n]    values from -8 to 7, scales of either sign
 
-Published checkpoints have more: groups of other sizes, of int8 too, zero points that are subtracted from values, and small
-floating-point numbers as values.
+Published checkpoints have more: groups of other sizes, of int8 too, zero points that are subtracted from values, small
+floating-point numbers as values, and scales that are integers times a factor for SUPER_GROUP weights (GGUF's K-quants).
 
 A few input channels that are much larger than the others ("outliers", from the gain of a norm) spoil both: the weights
 of their columns are small and round to few values, and rows of inputs that are quantized round their other channels to
@@ -23,6 +23,8 @@ import torch
 
 from . import GROUP, Quantization, WeightForm
 
+SUPER_GROUP = 256  # weights of a factor
+SIX_BIT_BYTES = 12  # of the scales and minimums of a super group
 VERSION = 2  # of the numbers made here: other numbers from the same weights need another one
 MOST_ROW_ERROR = 0.03  # relative error of a layer's outputs up to which its inputs are quantized
 # in_scales are used if they reduce the error to this share: less is by chance of the tokens
@@ -52,11 +54,16 @@ class QuantizedWeight:
 
     form: WeightForm
     values: torch.Tensor  # int8 [n, k]: integers; for fp8 the bits, for fp4 the bits less 8
-    scales: torch.Tensor  # [ceil(k / group), n], or [n] if group is 0; float32, bfloat16, float16, or uint8 e for 2^(e - 127)
+    # [ceil(k / group), n], or [n] if group is 0; float32, bfloat16, float16, or uint8 e for 2^(e - 127). With factors int8, or
+    # uint8 [SIX_BIT_BYTES * k / SUPER_GROUP, n]: scales and minimums of groups of 32, as Q4_K has them, for values from 0 on,
+    # which int4 has less 8.
+    scales: torch.Tensor
     in_scales: torch.Tensor | None = None  # float32 [k]
     group: int = 0
     zeros: torch.Tensor | None = None  # int8, as scales: subtracted from the values
     order: torch.Tensor | None = None  # int32 [k]: the input that each column of the values multiplies; None: in order
+    # float16 [ceil(k / SUPER_GROUP), n]; of scales of six bits two rows each, of scales and of minimums
+    factors: torch.Tensor | None = None
 
     def dequantized(self) -> torch.Tensor:
         """float32 [n, k]: the weight that products with these values stand for."""
@@ -69,10 +76,29 @@ class QuantizedWeight:
                 weight = self.values.float()
         if self.zeros is not None:
             weight -= self._spread(self.zeros.float())
-        weight *= self._spread(self.scales.float() if self.scales.is_floating_point() else _powers(self.scales))
+        scales, minimums = self._scales()
+        if minimums is not None and self.form == "int4":
+            weight += 8
+        weight *= self._spread(scales)
+        if minimums is not None:
+            weight -= self._spread(minimums)
         if self.order is not None:
             weight = torch.empty_like(weight).index_copy_(1, self.order.long(), weight)
         return weight if self.in_scales is None else weight * self.in_scales
+
+    def _scales(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """float32, as `_spread` takes them: the scales, and what is subtracted from scaled weights."""
+        if self.factors is None:
+            return self.scales.float() if self.scales.is_floating_point() else _powers(self.scales), None
+        if self.scales.dtype == torch.int8:
+            of_groups = self.factors.float().repeat_interleave(SUPER_GROUP // self.group, 0)[: len(self.scales)]
+            return self.scales.float() * of_groups, None
+        n = self.scales.shape[1]
+        low, middle, high = self.scales.view(-1, 3, 4, n).unbind(1)  # of super groups
+        scales = torch.cat([low & 63, (high & 15) | (low >> 6 << 4)], 1)
+        minimums = torch.cat([middle & 63, (high >> 4) | (middle >> 6 << 4)], 1)
+        factors = self.factors.float().view(-1, 2, 1, n)
+        return (scales * factors[:, 0]).view(-1, n), (minimums * factors[:, 1]).view(-1, n)
 
     def _spread(self, numbers: torch.Tensor) -> torch.Tensor:
         """[n, k] or [n, 1]: the number of each weight."""

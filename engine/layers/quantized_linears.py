@@ -101,7 +101,7 @@ def pack(weight: QuantizedWeight, rows_in_int8: bool = False) -> PackedWeight:
     (n, k), packed = weight.values.shape, torch.ops.pagetide.pack_weight(weight.values, TYPES[weight.form])
     return PackedWeight(
         weight.form, n, k, packed, weight.scales, weight.in_scales, rows_in_int8, weight.group, weight.zeros,
-        weight.order,
+        weight.order, weight.factors,
     )  # fmt: skip
 
 

@@ -19,6 +19,10 @@ from ...api.sampling_params import SamplingParams
 from ...common.units import format_bytes
 from ..errors import CheckpointError, ConfigError, UnsupportedModel
 from ..process.log_suppression import quiet_transformers
+from .gguf.file import GgufFile, is_gguf, read_gguf
+from .gguf.models import written_config
+from .gguf.tokenizer import generation_of
+from .gguf.weights import GgufTensors, read_weights
 from .loaded import Loaded
 from .model_config import check_counts, check_files, check_implementations, check_rope, context_length, read_json
 from .models import ModelSpec
@@ -54,7 +58,7 @@ _WHEN_ASKED: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """A model on disk, described by its JSON files and the headers of its weight files; or a loaded model."""
+    """A model on disk, described by its JSON files and the headers of its weight files, or a GGUF file; or a loaded model."""
 
     spec: ModelSpec
     config: PreTrainedConfig
@@ -78,6 +82,8 @@ class Checkpoint:
         """
         if spec.loaded is not None:
             return cls._of_loaded(spec, spec.loaded)
+        if is_gguf(spec.path):
+            return cls._of_gguf(spec, read_gguf(spec.path))
         check_files(spec.path)
         weights = find_weights(spec.path)
         config = read_config(spec)
@@ -96,12 +102,27 @@ class Checkpoint:
         return checkpoint.of_text()._checked(generation_file)
 
     @classmethod
+    def _of_gguf(cls, spec: ModelSpec, file: GgufFile) -> Checkpoint:
+        config = read_config(spec)
+        given = take_quantization(config)
+        stored, tensors = read_weights(file, _spelled(config))
+        weights = WeightFiles(file.paths, safetensors=False, gguf=True)
+        method = None if given is None else str(given["quant_method"])
+        checkpoint = cls(spec, config, weights, tensors, generation_of(file), stored=stored, stored_as=method)
+        checkpoint._refuse_more_layers_than_tensors()
+        return checkpoint._checked(spec.path)
+
+    @classmethod
     def _of_loaded(cls, spec: ModelSpec, loaded: Loaded) -> Checkpoint:
         _refuse_encoders(loaded.config)
         generation = loaded.generation_config.to_diff_dict()
         where = f"the generation_config of the loaded {spec.name}"
         files = WeightFiles((), safetensors=True)
         return cls(spec, loaded.config, files, loaded.tensors, generation, loaded.unused_modules)._checked(where)
+
+    def read_tensors(self) -> TensorFiles | GgufTensors:
+        """The tensors of the weight files by name, as the headers have them. Raises CheckpointError."""
+        return GgufTensors(read_gguf(self.spec.path)) if self.weights.gguf else TensorFiles(self.weights.paths)
 
     def of_text(self) -> Checkpoint:
         """This checkpoint without the parts that text does not need. Raises CheckpointError if it has no such model."""
@@ -137,7 +158,7 @@ class Checkpoint:
         layers = getattr(self.text_config, "num_hidden_layers", None)
         if self.tensors and isinstance(layers, int) and layers > len(self.tensors):
             raise CheckpointError(
-                f"{self.spec.path / 'config.json'} says that there are {layers:,} layers, and the weights have "
+                f"{self.spec.config_file} says that there are {layers:,} layers, and the weights have "
                 f"{len(self.tensors):,} tensors in all: one of them is of another model; fetch or save it again"
             )
 
@@ -237,7 +258,7 @@ class Checkpoint:
     def context_length(self) -> int | None:
         """The most tokens of a sequence, or None without a limit: see `model_config.context_length`."""
         text = self.text_config
-        return context_length(text, getattr(text, "rope_parameters", None) or {}, self.spec.path / "config.json")
+        return context_length(text, getattr(text, "rope_parameters", None) or {}, self.spec.config_file)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -280,7 +301,8 @@ class Checkpoint:
             given |= {"bad_words_ids": self._bad_words() or None, "logit_bias": self._logit_bias() or None}
             own = SamplingParams(**given)  # type: ignore[arg-type]  # it checks them
         except (ValueError, TypeError) as error:  # TypeError: for example, a number instead of a list
-            raise CheckpointError(f"{self.spec.path / 'generation_config.json'}: {error}; correct it there") from error
+            where = self.spec.path if self.weights.gguf else self.spec.path / "generation_config.json"
+            raise CheckpointError(f"{where}: {error}; correct it there") from error
         return self.spec.sampling.over(own)
 
     def _bad_words(self) -> list[list[int]]:
@@ -306,8 +328,8 @@ def read_config(spec: ModelSpec) -> PreTrainedConfig:
     """The configuration of `spec`'s folder. Raises as `Checkpoint.open`."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    file = spec.path / "config.json"
-    written = read_json(file)
+    file = spec.config_file
+    written = written_config(file)
     check_rope(file, written)
     check_counts(file, written)
     check_implementations(file, written)
@@ -322,8 +344,10 @@ def read_config(spec: ModelSpec) -> PreTrainedConfig:
         )
     try:
         with quiet_transformers():
-            config: PreTrainedConfig = AutoConfig.from_pretrained(
-                str(spec.path), local_files_only=True, trust_remote_code=spec.trust_remote_code
+            config: PreTrainedConfig = (
+                CONFIG_MAPPING[kind].from_dict(written)
+                if is_gguf(file)
+                else AutoConfig.from_pretrained(str(spec.path), local_files_only=True, trust_remote_code=spec.trust_remote_code)
             )
     except Exception as error:  # transformers raises whatever its checks or the folder's code raise
         raise CheckpointError(f"{file} is not a configuration that transformers can read: {error}") from error

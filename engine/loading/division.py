@@ -128,6 +128,11 @@ class Division:
 
         Raises UnsupportedModel if its parts cannot be divided so that each shard computes what it should.
         """
+        if checkpoint.weights.gguf:
+            raise UnsupportedModel(
+                f"{checkpoint.spec.name} cannot be divided over {size} shards: parts of GGUF files are not read; take the "
+                "model in safetensors form"
+            )
         if not checkpoint.weights.safetensors:
             raise UnsupportedModel(
                 f"{checkpoint.spec.name} cannot be divided over {size} shards: its weights are pickled, and parts of such "

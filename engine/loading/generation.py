@@ -17,7 +17,6 @@ from typing import Any, Self
 
 import torch
 from transformers import (
-    AutoConfig,
     GenerationConfig,
     NoRepeatNGramLogitsProcessor,
     PrefixConstrainedLogitsProcessor,
@@ -27,6 +26,9 @@ from transformers import (
 from ...api.sampling_params import SamplingParams
 from ...scheduler.request import LogitsProcessor
 from ..process.log_suppression import quiet_transformers
+from .checkpoint import read_config
+from .gguf.file import is_gguf, read_gguf
+from .gguf.tokenizer import generation_of
 from .model_config import check_files
 from .models import ModelSpec
 
@@ -101,17 +103,17 @@ class ModelDefaults:
         if spec.loaded is not None:
             config, own = spec.loaded.config, spec.loaded.generation_config
         else:
-            check_files(spec.path)
+            of_file = is_gguf(spec.path)
+            if not of_file:
+                check_files(spec.path)
+            config, has_file = read_config(spec), (spec.path / "generation_config.json").is_file()
             with quiet_transformers():
-                config = AutoConfig.from_pretrained(
-                    str(spec.path), local_files_only=True, trust_remote_code=spec.trust_remote_code
-                )
-                has_file = (spec.path / "generation_config.json").is_file()
-                own = (
-                    GenerationConfig.from_pretrained(str(spec.path), local_files_only=True)
-                    if has_file
-                    else GenerationConfig.from_model_config(config)
-                )
+                if of_file:
+                    own = GenerationConfig(**generation_of(read_gguf(spec.path)))
+                elif has_file:
+                    own = GenerationConfig.from_pretrained(str(spec.path), local_files_only=True)
+                else:
+                    own = GenerationConfig.from_model_config(config)
         text = config.get_text_config()
         return cls(own, spec.sampling, int(text.vocab_size), getattr(config, "max_position_embeddings", None))
 

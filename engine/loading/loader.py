@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import torch
@@ -25,6 +26,8 @@ from ..process.log_suppression import quiet_transformers
 from ..text.tokenizer_bounds import is_panic
 from .checkpoint import Checkpoint
 from .division import Division
+from .gguf.file import is_gguf, read_gguf
+from .gguf.tokenizer import write_tokenizer
 from .meta_models import class_to_read, meta_model
 from .model_config import check_counts, check_files, read_json
 from .models import DTYPES, TOKENIZER_FILES, ModelSpec, check_device, check_dtype
@@ -212,7 +215,7 @@ def _read_stored(
     CheckpointError.
     """
     packed = None if checkpoint.quantized or quantization is not None else dtype
-    if checkpoint.stored and quantization is None:
+    if (checkpoint.stored or checkpoint.weights.gguf) and quantization is None:
         _refuse_other_sizes(checkpoint, meta_model(checkpoint, dtype))
         stored = StoredModel(checkpoint, dtype, pack=packs and packs_stored(device))
         read = _read(checkpoint, dtype, stored=stored).to(device)
@@ -258,6 +261,8 @@ def _read(
 ) -> torch.nn.Module:
     """The model from the checkpoint's files, on the host; or a shard's part of it; or all but what `stored` packs."""
     mend_threads_of_a_fork()
+    if checkpoint.weights.gguf and stored is None:
+        stored = StoredModel(checkpoint, dtype, pack=False)
     with making_models() as said, torch.device("cpu"):
         try:
             source: dict[str, Any] = {"pretrained_model_name_or_path": str(checkpoint.spec.path)}
@@ -313,7 +318,7 @@ def _refuse_other_sizes(checkpoint: Checkpoint, wanted: Any) -> None:
     stored = sum(tensor.num_elements for tensor in checkpoint.tensors) or checkpoint.weights.file_bytes
     if described > 2 * stored + _SPARE_ELEMENTS:
         raise CheckpointError(
-            f"{checkpoint.spec.path / 'config.json'} describes a model of {described:,} parameters, and its weights "
+            f"{checkpoint.spec.config_file} describes a model of {described:,} parameters, and its weights "
             f"have {stored:,}: one of them is of another model; fetch or save it again"
         )
 
@@ -323,7 +328,8 @@ def _refuse_holes(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
     missing, mismatched = sorted(info["missing_keys"]), sorted(info["mismatched_keys"], key=str)
     if mismatched:
         shapes = [f"{name} is {list(there)}, the model has {list(wanted)}" for name, there, wanted in mismatched]
-        raise CheckpointError(f"the weights in {path} do not fit its config.json: {shorten(shapes)}")
+        what = "metadata" if checkpoint.weights.gguf else "config.json"
+        raise CheckpointError(f"the weights in {path} do not fit its {what}: {shorten(shapes)}")
     if missing:
         raise CheckpointError(
             f"the weights in {path} are not the whole model: {len(missing)} tensors are missing: {shorten(missing)}; "
@@ -331,12 +337,16 @@ def _refuse_holes(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
         )
     unexpected = {*info["unexpected_keys"]} - {*checkpoint.unread, *checkpoint.unread.values()}
     if names := sorted(name for name in unexpected if not within(name, checkpoint.unused_modules)):
+        if checkpoint.weights.gguf:  # the metadata alone does not tell that the model computes something else
+            raise UnsupportedModel(
+                f"{path} has tensors for which a {checkpoint.config.model_type} has no place: {shorten(names)}"
+            )
         log.warning("%s: the model has no place for %d tensors: %s", path, len(names), shorten(names))
 
 
 def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of `spec`'s folder with `spec.tokenizer`'s options, or None if there is none. `spec.tokenizer_from` takes
-    precedence: a folder, or the tokenizer itself.
+    """The tokenizer of `spec`'s folder or GGUF file with `spec.tokenizer`'s options, or None if there is none.
+    `spec.tokenizer_from` takes precedence: a folder or file, or the tokenizer itself.
 
     Raises CheckpointError if the tokenizer cannot be loaded.
     """
@@ -345,7 +355,23 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase | None:
         return given
     if given is None and spec.loaded is not None:
         return None
-    folder, options = (spec.path, spec.tokenizer) if given is None else (given, {})
+    path, options = (spec.path, spec.tokenizer) if given is None else (given, {})
+    if not is_gguf(path):
+        return _read_tokenizer(spec, path, options)
+    with TemporaryDirectory() as folder:
+        if not write_tokenizer(read_gguf(path), Path(folder)):
+            return None
+        try:
+            tokenizer = _read_tokenizer(spec, Path(folder), options)
+        except CheckpointError as error:
+            raise CheckpointError(str(error).replace(folder, str(path))) from error
+    if tokenizer is not None:
+        tokenizer.name_or_path = str(path)
+    return tokenizer
+
+
+def _read_tokenizer(spec: ModelSpec, folder: Path, options: Mapping[str, Any]) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a folder. Raises CheckpointError."""
     found = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
     if not found:
         return None

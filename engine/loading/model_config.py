@@ -105,12 +105,11 @@ def read_json(file: Path, most_bytes: int | None = None) -> dict[str, Any]:
     return content
 
 
-def written_length(file: Path) -> int | None:
-    """Maximum tokens of a sequence by `config.json` alone, without transformers. Raises CheckpointError.
+def written_length(written: Mapping[str, Any]) -> int | None:
+    """Maximum tokens of a sequence by the content of `config.json` alone, without transformers.
 
     None where it takes the loaded configuration to tell, as with scaled rotary embeddings.
     """
-    written = read_json(file)
     text = written.get("text_config", written)
     limit = text.get("max_position_embeddings") if isinstance(text, dict) else None
     is_scaled = any(key == "factor" for key, _ in _fields(written))
@@ -235,7 +234,7 @@ def check_implementations(file: Path, written: dict[str, Any]) -> None:
             )
 
 
-def _fields(content: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _fields(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """(key, value) of all objects in `content`, outer ones first."""
     todo: list[Any] = [content]
     while todo:

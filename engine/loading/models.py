@@ -24,8 +24,10 @@ from ...api.sampling_params import ALIASES, SamplingParams
 from ...common.units import format_bytes
 from ...common.yaml_file import InvalidYaml, read_yaml
 from ..attention.backends import NAMES as ATTENTION
-from ..errors import CheckpointError, ConfigError, ModelNotFound, UnsupportedModel
+from ..errors import CheckpointError, ConfigError, ModelNotFound
 from ..layers import Quantization
+from .gguf.file import is_gguf, read_gguf
+from .gguf.models import family_of
 from .weight_files import find_weights, stored_bytes
 
 if TYPE_CHECKING:
@@ -70,7 +72,7 @@ class ModelSpec:
     """
 
     name: str  # as requested by the user
-    path: Path  # a folder with a configuration and weights
+    path: Path  # a folder with a configuration and weights, or a GGUF file
     source: str  # origin: "configs/models.yaml:3", "a folder", "the local hub cache"
     dtype: str | None = None
     device: str | None = None
@@ -80,6 +82,11 @@ class ModelSpec:
     tokenizer_from: Path | PreTrainedTokenizerBase | None = None
     loaded: Loaded | None = None
     attention: str | None = None
+
+    @property
+    def config_file(self) -> Path:
+        """The file that has the configuration."""
+        return self.path if is_gguf(self.path) else self.path / "config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +125,10 @@ class ModelEntry:
 
 
 def resolve_model(reference: str | os.PathLike[str], *, cache_dir: Path | None = None, needs_weights: bool = True) -> ModelSpec:
-    """The model for `reference`: a name of the models files, else a folder, else a hub id in the local cache.
+    """The model for `reference`: a name of the models files, else a folder or a GGUF file, else a hub id in the local cache.
 
-    A `Path`, or a text that starts like one (`/`, `./`, `../`, `~`), can only be a folder. `cache_dir` replaces the default hub
-    cache (HF_HOME, HF_HUB_CACHE). Without `needs_weights` its configuration has to be here alone.
+    A `Path`, or a text that starts like one (`/`, `./`, `../`, `~`), can only be a folder or a file. `cache_dir` replaces the
+    default hub cache (HF_HOME, HF_HUB_CACHE). Without `needs_weights` its configuration has to be here alone.
 
     Raises:
         ModelNotFound: nothing of that name is here; lists the known names and the command to fetch it.
@@ -138,7 +145,7 @@ def resolve_model(reference: str | os.PathLike[str], *, cache_dir: Path | None =
     folder, there = _looked_for(text)
     if there:
         check_folder(folder, needs_weights)
-        return ModelSpec(text, folder.absolute(), "a folder")
+        return ModelSpec(text, folder.absolute(), "a GGUF file" if folder.is_file() else "a folder")
     if path_only:
         raise ModelNotFound(f"there is no folder {folder.absolute()}; name the folder that holds the model's config.json")
     is_hub_id = _HUB_ID.fullmatch(text) is not None
@@ -154,7 +161,7 @@ def resolve_model(reference: str | os.PathLike[str], *, cache_dir: Path | None =
 
 
 def resolve_tokenizer(reference: str | os.PathLike[str], *, cache_dir: Path | None = None) -> Path:
-    """The folder of the tokenizer for `reference`, found as `resolve_model` finds a model.
+    """The folder or GGUF file of the tokenizer for `reference`, found as `resolve_model` finds a model.
 
     Raises ModelNotFound if there is none; ConfigError, CheckpointError as `resolve_model` does.
     """
@@ -164,7 +171,7 @@ def resolve_tokenizer(reference: str | os.PathLike[str], *, cache_dir: Path | No
     folder, there = (entries[text].resolve(cache_dir).path, True) if text in entries else _looked_for(text)
     if not there and not path_only and _HUB_ID.fullmatch(text):
         folder = _cached_tokenizer(text, cache_dir) or folder
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    if not is_gguf(folder) and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ModelNotFound(
             f"there is no tokenizer {text!r:.200}: {folder.absolute()} has none of {', '.join(TOKENIZER_FILES)}; name a known "
             f"model, the folder that holds the tokenizer, or a hub id in the local cache"
@@ -283,15 +290,16 @@ def _looked_for(text: str) -> tuple[Path, bool]:
 def check_folder(folder: Path, needs_weights: bool = True) -> None:
     """Raises ModelNotFound unless `folder` has a configuration and, if it `needs_weights`, all its weight files.
 
-    Raises UnsupportedModel for a GGUF file.
+    Of a GGUF file, raises CheckpointError or UnsupportedModel unless its header is of a model that is served.
     """
     if not folder.exists():
         raise ModelNotFound(f"there is no folder {folder}")
+    if is_gguf(folder):
+        family_of(read_gguf(folder))
+        return
     has_config = (folder / "config.json").is_file()
-    if folder.suffix == ".gguf" or (folder.is_dir() and not has_config and any(folder.glob("*.gguf"))):
-        raise UnsupportedModel(
-            f"{folder} is GGUF, which is not read: take the model in safetensors form (GPTQ, AWQ, FP8 and MXFP4 are small ones)"
-        )
+    if folder.is_dir() and not has_config and (files := sorted(folder.glob("*.gguf"))):
+        raise ModelNotFound(f"{folder} has GGUF files: name one of them, as in {files[0]}")
     if not folder.is_dir():
         raise ModelNotFound(f"{folder} is a file; name the folder that holds it, its config.json and its tokenizer")
     if not has_config:

@@ -97,7 +97,7 @@ class QuantizedCache:
             return None
         try:
             self._check_owner()
-            files = [checkpoint.spec.path / "config.json", *checkpoint.weights.paths]
+            files = dict.fromkeys([checkpoint.spec.config_file, *checkpoint.weights.paths])
             digests = [self._digest(path) for path in files]
         except OSError as error:
             log.warning("quantized weights are not kept: %s", error)

@@ -74,6 +74,7 @@ class StoredWeight:
     parts: Mapping[str, StoredPart]
     decode: Callable[[StoredWeight, _Parts, int], QuantizedWeight]  # the weight, its parts for some outputs, how many
     experts: int = 0
+    scale_bytes: int = 0  # of an output, where scales are no part of their own
 
     @property
     def plain_shape(self) -> tuple[int, ...]:
@@ -93,6 +94,8 @@ class StoredWeight:
     @property
     def packed_bytes(self) -> int:
         """The most bytes that it takes once packed."""
+        if self.scale_bytes:
+            return (self.experts or 1) * (packed_bytes(self.n, self.k, self.form, 0, 0) + self.n * self.scale_bytes)
         group = fitting_group(self.group) or 0
         scale_bytes = _SCALE_BYTES[self.parts["scales"].tensor.dtype] + ("zeros" in self.parts)
         order_bytes = 4 * self.k * ("g_idx" in self.parts)
@@ -188,6 +191,8 @@ def _weights(files: _StoredTensors, given: Mapping[str, Any]) -> Iterable[Stored
             return _awq(files, given)
         case "mxfp4":
             return _mxfp4(files)
+        case "gguf":
+            raise files.refuse("in files of another kind than GGUF")
         case "modelopt" if (algorithm := given.get("quant_algo")) != "FP8":
             raise files.refuse(f"with quant_algo {algorithm!r:.40}")
         case _:

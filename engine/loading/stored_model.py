@@ -28,7 +28,15 @@ from transformers.core_model_loading import (
 from ... import native
 from ...common.units import format_bytes
 from ..attention.latent import latent_projections
-from ..layers.linears import NativeLinear, PackedWeight, is_plain, uses_of_parameters
+from ..layers.linears import (
+    COLUMN_PARTS,
+    NativeLinear,
+    PackedEmbedding,
+    PackedWeight,
+    is_plain,
+    looks_up_by_class,
+    users_of_parameters,
+)
 from ..layers.packed_experts import FIRST, LAST, PackedExperts, is_plain_experts
 from ..layers.quantization import QuantizedWeight
 from ..layers.quantized_linears import pack
@@ -48,16 +56,17 @@ _Sources = list[list[tuple[str, int]]]
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where weights are packed: linear layers by their path, and the parameters of experts by path and name."""
+    """Where weights are packed: linear layers and embeddings by their path, and the parameters of experts by path and name."""
 
     linears: Mapping[str, str] = field(default_factory=dict)
+    embeddings: Mapping[str, str] = field(default_factory=dict)
     experts: Mapping[str, Mapping[str, _Sources]] = field(default_factory=dict)
 
     @property
     def names(self) -> set[str]:
         """The packed weights."""
         of_experts = (source for leaves in self.experts.values() for each in leaves.values() for one in each for source in one)
-        return {*self.linears.values(), *(name for name, _ in of_experts)}
+        return {*self.linears.values(), *self.embeddings.values(), *(name for name, _ in of_experts)}
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, model: Any) -> Places:
@@ -67,9 +76,10 @@ class Places:
         converters = {
             pattern: one for one in conversions if isinstance(one, WeightConverter) for pattern in one.source_patterns
         }
-        state, modules, uses = model.state_dict(), dict(model.named_modules()), uses_of_parameters(model)
+        state, modules, users_of = model.state_dict(), dict(model.named_modules()), users_of_parameters(model)
         kept = latent_projections(model) if checkpoint.caches_latents else frozenset()
-        linears: dict[str, str] = {}
+        linears, embeddings = dict[str, str](), dict[str, str]()
+        paths = {module: path for path, module in modules.items()}
         parts: dict[str, dict[str | None, list[str]]] = defaultdict(lambda: defaultdict(list))
         for name in sorted(checkpoint.stored, key=dot_natural_key):
             there, pattern = rename_source_key(
@@ -83,11 +93,14 @@ class Places:
                 continue
             if leaf in (*FIRST, LAST) and is_plain_experts(module):
                 parts[there][pattern].append(name)
-            elif pattern is None and leaf == "weight" and is_plain(module) and module not in kept:
-                weight = module.weight
-                if uses[id(weight)] == 1 and tuple(weight.shape) == one.plain_shape:
-                    linears[path] = name
-        return cls(linears, _experts(checkpoint, modules, converters, parts))
+            elif pattern is None and leaf == "weight" and tuple(getattr(module.weight, "shape", ())) == one.plain_shape:
+                users = users_of[id(module.weight)]
+                found = [one for one in users if is_plain(one) and one not in kept]
+                rows = [one for one in users if looks_up_by_class(one)] if "g_idx" not in one.parts else []
+                if len(found) <= 1 and len(found) + len(rows) == len(users):
+                    linears |= {paths[one]: name for one in found}
+                    embeddings |= {paths[one]: name for one in rows}
+        return cls(linears, embeddings, _experts(checkpoint, modules, converters, parts))
 
 
 def _experts(
@@ -170,7 +183,7 @@ class StoredModel:
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, *, pack: bool) -> None:
         self._checkpoint, self._dtype = checkpoint, dtype
-        self._files = TensorFiles(checkpoint.weights.paths)
+        self._files = checkpoint.read_tensors()
         self._mapped = MappedFiles(checkpoint.weights.paths)
         self.places = Places.of(checkpoint, meta_model(checkpoint, dtype)) if pack else Places()
         self.kind, self.config = class_to_read(checkpoint, self._remove)
@@ -197,11 +210,23 @@ class StoredModel:
             for leaf in leaves:
                 setattr(module, leaf, None)
             module._is_hf_initialized = True
+        for path in self.places.embeddings:
+            module = model.get_submodule(path)
+            del module.weight
+            module.weight = torch.empty(0)  # no parameter; transformers draws none, and sets a factor of what is looked up
+            module.weight._is_hf_initialized = True
+        packed = self.places.linears.keys() | self.places.embeddings.keys()
+        tied = getattr(model, "all_tied_weights_keys", None) or {}  # a packed one is given to all its modules here
+        model.all_tied_weights_keys = {name: one for name, one in tied.items() if name.rpartition(".")[0] not in packed}
 
     def install(self, model: Any) -> None:
         """Pack the weights, and give them to their modules. Mutates the model. Nothing can be read afterwards."""
+        of_rows = {name: self._packed(name) for name in dict.fromkeys(self.places.embeddings.values())}
+        for path, name in self.places.embeddings.items():
+            PackedEmbedding.pack(model.get_submodule(path), of_rows[name], self._dtype)
         for path, name in self.places.linears.items():
-            model.set_submodule(path, NativeLinear(self._packed(name), model.get_submodule(path).bias, self._dtype))
+            packed = of_rows.get(name) or self._packed(name)
+            model.set_submodule(path, NativeLinear(packed, model.get_submodule(path).bias, self._dtype))
         for path, leaves in self.places.experts.items():
             module = model.get_submodule(path)
             *_, first, last = leaves.values()
@@ -250,8 +275,8 @@ class _PlainWeight:
 
 def _without_files(weight: QuantizedWeight) -> QuantizedWeight:
     """The weight with scales and zero points in memory of their own, which may be views of mapped files."""
-    zeros = None if weight.zeros is None else weight.zeros.clone()
-    return replace(weight, scales=weight.scales.clone(), zeros=zeros)
+    there = {name: part for name in COLUMN_PARTS if (part := getattr(weight, name)) is not None}
+    return replace(weight, **{name: part.clone() for name, part in there.items()})
 
 
 def fitted(weight: QuantizedWeight) -> QuantizedWeight:

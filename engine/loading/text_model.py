@@ -114,7 +114,7 @@ def whole_model(config: Any, path: Path, dtype: torch.dtype | None = None, *, tr
             raise
         except Exception as error:  # transformers and torch raise whatever sizes and names make them raise
             raise CheckpointError(
-                f"{path / 'config.json'} describes no model that transformers can make "
+                f"{path / 'config.json' if path.is_dir() else path} describes no model that transformers can make "
                 f"({type(error).__name__}: {error}); fetch or save it again"
             ) from error
 

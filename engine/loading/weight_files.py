@@ -18,6 +18,7 @@ from typing import Any
 
 from ...common.checked_file import open_checked
 from ..errors import CheckpointError, ModelNotFound
+from .gguf.file import is_gguf, read_gguf
 from .model_config import MOST_INDEX_BYTES, read_json
 
 # In transformers' search order; (file, is it an index of shards).
@@ -28,7 +29,7 @@ _CANDIDATES = (
     ("pytorch_model.bin.index.json", True),
 )
 # `quant_method` of the quantized weights that are read here, without a quantizer's library.
-READ_METHODS = ("compressed-tensors", "gptq", "awq", "fp8", "fbgemm_fp8", "modelopt", "mxfp4")
+READ_METHODS = ("compressed-tensors", "gptq", "awq", "fp8", "fbgemm_fp8", "modelopt", "mxfp4", "gguf")
 _ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1,
     "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
@@ -55,10 +56,11 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """The weights of one model: a single file, or all shards of its index."""
+    """The weights of one model: a single file, all shards of its index, or a GGUF file and those that it is split over."""
 
     paths: tuple[Path, ...]
     safetensors: bool
+    gguf: bool = False
 
     @property
     def file_bytes(self) -> int:
@@ -96,12 +98,15 @@ def stored_bytes(folder: Path) -> int | None:
 
 
 def find_weights(folder: Path) -> WeightFiles:
-    """The weight files that transformers would load from `folder`; safetensors come first.
+    """The weight files that transformers would load from `folder`, safetensors first; or `folder` itself, if it is a GGUF file.
 
     Raises:
         ModelNotFound: there are none, or shards of the index are missing.
-        CheckpointError: the index cannot be read.
+        CheckpointError: the index, or the GGUF file, cannot be read.
+        UnsupportedModel: as `read_gguf`.
     """
+    if is_gguf(folder):
+        return WeightFiles(read_gguf(folder).paths, safetensors=False, gguf=True)
     for name, is_index in _CANDIDATES:
         path = folder / name
         if path.is_file():

@@ -17,7 +17,8 @@ from typing import Any, Literal
 from ...cache.geometry import FoundLayer
 from ..errors import CheckpointError, UnsupportedModel
 from ..layers import LEAST_QUANTIZED, Quantization, weight_bytes
-from .model_config import check_counts, check_rope, context_length, read_json
+from .gguf.models import written_config
+from .model_config import check_counts, check_rope, context_length
 from .models import DTYPES, ModelSpec
 from .weight_files import READ_METHODS
 
@@ -160,7 +161,7 @@ class WrittenModel:
     @classmethod
     def read(cls, spec: ModelSpec, file: Path) -> WrittenModel:
         """The model of `file`. Raises CheckpointError for an invalid file, UnsupportedModel for one that cannot be counted."""
-        written = read_json(file)
+        written = written_config(file)
         check_rope(file, written)
         check_counts(file, written)
         try:

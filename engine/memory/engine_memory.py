@@ -262,7 +262,7 @@ class EngineMemory:
         now, stats = self._clock(), self._pool.scheduler.stats
         change = (mapped := self._arena.mapped_bytes) - self._mapped_bytes
         self._mapped_bytes = mapped
-        self._timer.end(now, waited_for=waited_for, moved_blocks=stats.moved_blocks, mapped_bytes=change)
+        self._timer.end(now, stats, waited_for=waited_for, mapped_bytes=change)
         if change:
             self.stats.grown_bytes += max(0, change)
             self.stats.given_back_bytes += max(0, -change)

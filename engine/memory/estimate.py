@@ -15,6 +15,7 @@ from ...common.units import GIB, MIB, format_bytes, parse_bytes
 from ..config import EngineConfig
 from ..errors import ConfigError, ModelNotFound, NotEnoughMemory
 from ..layers import Quantization
+from ..loading.gguf.file import is_gguf
 from ..loading.models import IN_CACHE, fetch_command
 from ..loading.weight_files import find_weights, stored_bytes, stored_twice
 from ..loading.written_model import WrittenModel
@@ -250,14 +251,14 @@ def estimate(
 
 def _counted(model: EstimatedModel, dtype: str, file: Path) -> tuple[str, tuple[str, ...], int]:
     """(source, notes, bytes of the weights): by the headers of weight files if these have the counted parameters alone."""
-    counted, folder = model.num_parameters, file.parent
+    counted, folder = model.num_parameters, file if is_gguf(file) else file.parent
     if model.stored_as is not None:
         stored = stored_bytes(folder)
         files = "" if stored is None else f", in files of {format_bytes(stored)}"
         note = f"the weights are stored in {model.stored_as}{files}; here they count as {dtype}"
         return file.name, (note,), counted * ITEM_BYTES[dtype]
     try:
-        weights = find_weights(folder) if file.name == "config.json" else None
+        weights = find_weights(folder) if file == model.spec.config_file else None
     except ModelNotFound:
         cached = model.spec.source == IN_CACHE
         size = format_bytes(counted * ITEM_BYTES[model.dtype])

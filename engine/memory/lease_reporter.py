@@ -176,7 +176,9 @@ class LeaseReporter:
         held = {"weights": weights, "other": self.base.num_bytes - weights, "kv": held_kv.upper_bytes}
         self.lease.report(held, free_bytes, kept_bytes, moving_bytes=held_kv.upper_bytes - held_kv.lower_bytes)
         if (total := sum(held.values())) > self.lease.granted_bytes:  # the process grew by other memory than KV
-            self.lease.ask(total, expires_s=ASK_EXPIRES_S)
+            # An ask takes the last one's place: what requests need stays in it.
+            needed = self.base.num_bytes + self._pool.wanted_extents * self._arena.extent_bytes
+            self.lease.ask(max(total, needed), expires_s=ASK_EXPIRES_S, waiting_s=self._pool.waiting_s)
 
     def _is_untidy_at_rest(self) -> bool:
         """Whether there is no work, and the heap has grown enough to be tidied."""
@@ -195,6 +197,8 @@ class LeaseReporter:
         least = max(held, lease.min_bytes)  # a grant does not fall below
         if recall is not None:
             if held <= recall.target_bytes or (recall.spares_requests and over_recall <= 0):
+                if held > recall.target_bytes:
+                    self.report()  # requests use by now what the last report called unneeded
                 lease.answer_unmapped(max(held, recall.target_bytes))
                 self._end_recall("served")
         elif most is not None and granted > (keep := max(least, most)):

@@ -134,7 +134,7 @@ class MemoryPlan:
 
     def without_windows(self) -> MemoryPlan:
         """The plan if every layer kept all tokens, in a pool of the same bytes."""
-        if all(group.window is None or group.is_state for group in self.geometry.groups):
+        if all(group.window is None for group in self.geometry.kv_groups):
             return self
         layers = tuple(replace(layer, window=None, chunked=False, table=0) for layer in self.geometry.layers)
         geometry, num_blocks = _pool_of(replace(self.geometry, layers=layers), self.kv_bytes)
@@ -172,8 +172,7 @@ class MemoryPlan:
                     "tables": group.num_tables,
                     "kv_bytes_per_token": _bytes_per_token(self.geometry, group),
                 }
-                for group in self.geometry.groups
-                if not group.is_state
+                for group in self.geometry.kv_groups
             ],
             "without_windows": {"sequences_that_fit": self.without_windows().sequences_that_fit},
         }
@@ -217,11 +216,10 @@ class MemoryPlan:
 def group_lines(geometry: Geometry) -> list[tuple[str, str]]:
     """(name, text) of each group of layers, if not all keep all tokens, and of states, if layers have some."""
     states = [("states", f"{format_bytes(geometry.state_bytes)} per sequence, in the pool")] * bool(geometry.state_bytes)
-    groups = [group for group in geometry.groups if not group.is_state]
-    if all(group.window is None for group in groups):
+    if all(group.window is None for group in geometry.kv_groups):
         return states
     lines = []
-    for group in groups:
+    for group in geometry.kv_groups:
         kept = f"the last {group.window:,} tokens" if group.window else "all tokens"
         if group.chunked:
             kept = f"tokens since the last multiple of {group.window:,}"
@@ -377,7 +375,7 @@ def _least_extents(geometry: Geometry, num_blocks: int, max_model_len: int, min_
 
 def _blocks_to_compute(geometry: Geometry, num_tokens: int) -> int:
     """Blocks for one sequence, also while its prompt is computed: in windows, those of a chunk of a good size besides."""
-    tables = sum(group.num_tables for group in geometry.groups if group.window is not None and not group.is_state)
+    tables = sum(group.num_tables for group in geometry.kv_groups if group.window is not None)
     return geometry.blocks_for_tokens(num_tokens) + tables * geometry.columns_for_tokens(min(_GOOD_CHUNK, num_tokens))
 
 

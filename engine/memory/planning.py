@@ -172,7 +172,7 @@ class OutlinedModel:
     def read(cls, spec: ModelSpec, file: Path) -> OutlinedModel:
         """The model of a configuration file of any name. Raises what `outlined` and `found_layers` raise."""
         with TemporaryDirectory() as folder:
-            if file.name != "config.json":
+            if file != spec.config_file:
                 shutil.copy(file, Path(folder, "config.json"))
                 spec = replace(spec, path=Path(folder))
             checkpoint = outlined(spec)

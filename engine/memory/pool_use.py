@@ -88,11 +88,11 @@ class SchedulerPoolUse:
 
     @property
     def unneeded_extents(self) -> tuple[int, int]:
-        """Extents that no running request is forecast to need: (free, kept for cached prefixes).
+        """Extents that could be given back now and no running request is forecast to need: (free, kept for cached prefixes).
 
         Blocks in use may have to move out of them first.
         """
-        unneeded = max(0, self.num_extents - max(self.bounds.min_extents, self.running_extents))
+        unneeded = max(0, min(self.num_extents - max(self.bounds.min_extents, self.running_extents), self.idle_extents))
         kept = min(unneeded, self.cached_extents) if self.reuse_share >= WORTH_KEEPING else 0
         return unneeded - kept, kept
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from dataclasses import replace
 
 from ...common.units import MIB
+from ...scheduler.outcome import Stats
 
 # Initial slice to map, or to move, in a step while requests run; `Slice` adapts it
 SLICE_BYTES = 16 * MIB
@@ -16,7 +18,8 @@ _ALONE_S = 0.05  # without a step for this long, no caller is waiting for one
 class Slice:
     """Bytes that one step may copy, or map, while requests run: as many as take as long as a step without them.
 
-    The size is learned from steps that had at least half a slice to do.
+    The size is learned from steps that had at least half a slice to do, and from the time that they took besides computing:
+    a burst of prompts makes steps long too.
     """
 
     SHARE = 1.0  # of the time of a plain step
@@ -25,12 +28,12 @@ class Slice:
         self.num_bytes = SLICE_BYTES
         self._least_bytes = least_bytes
 
-    def record(self, num_bytes: int, step_s: float, plain_s: float) -> None:
-        """Record that a step with `num_bytes` of work took `step_s`; one without takes `plain_s`."""
+    def record(self, num_bytes: int, work_s: float, plain_s: float) -> None:
+        """Record that `num_bytes` of work made a step `work_s` longer; one without takes `plain_s`."""
         if num_bytes < self.num_bytes // 2:
             return
-        aim = num_bytes * self.SHARE * plain_s / max(step_s - plain_s, plain_s / 8, 1e-6)
-        self.num_bytes = int(max(self._least_bytes, num_bytes / 2, min(aim, num_bytes * 2)))
+        aim = num_bytes * self.SHARE * plain_s / max(work_s, plain_s / 8, 1e-6)  # eight times as many at most
+        self.num_bytes = int(max(self._least_bytes, num_bytes / 2, aim))
 
 
 class StepTimer:
@@ -50,19 +53,20 @@ class StepTimer:
         self._block_bytes = block_bytes
         self._in_use = False  # a request is here in the step that is being prepared
         self._began_at = self._ended_at = -math.inf  # of the last step
-        self._plain_s: deque[float] = deque(maxlen=16)  # durations of the last steps without copies or maps
-        self._moved_blocks = 0  # the scheduler's counter after the last step
+        # Of the last steps that only computed: seconds, and those besides computing
+        self._plain: deque[tuple[float, float]] = deque(maxlen=16)
+        self._seen = Stats()  # the scheduler's counters after the last step
 
     def begin(self, now: float, *, in_use: bool) -> None:
         """Record that a step is being prepared, with requests if `in_use`."""
         self.alone = now - self._ended_at >= _ALONE_S
         self._began_at, self._in_use = now, in_use
 
-    def end(self, now: float, *, waited_for: bool, moved_blocks: int, mapped_bytes: int) -> None:
+    def end(self, now: float, stats: Stats, *, waited_for: bool, mapped_bytes: int) -> None:
         """Record that a step is done. One that no caller has `waited_for` does not count as a recent step.
 
         Args:
-            moved_blocks: The scheduler's counter of blocks copied for a resize.
+            stats: The scheduler's counters.
             mapped_bytes: The change of the pool's size in this step.
         """
         step_s = now - max(self._began_at, self._ended_at)  # a step launched ahead has no `begin`
@@ -70,18 +74,19 @@ class StepTimer:
             self._ended_at = now
         if self._in_use:
             self.used_at = now
-        moved = moved_blocks - self._moved_blocks
-        self._moved_blocks = moved_blocks
-        if not self.alone:
-            self._learn(step_s, moved * self._block_bytes, mapped_bytes)
-
-    def _learn(self, step_s: float, moved_bytes: int, mapped_bytes: int) -> None:
-        """Learn the sizes of the next slices from the time that the step's copies and maps took."""
-        if not mapped_bytes and not moved_bytes:
-            self._plain_s.append(step_s)
-        elif self._plain_s:  # else the time of a plain step is not known yet
-            plain_s = statistics.median(self._plain_s)
-            if moved_bytes:
-                self.copying.record(moved_bytes, step_s, plain_s)
-            elif mapped_bytes > 0:
-                self.mapping.record(mapped_bytes, step_s, plain_s)
+        seen, self._seen = self._seen, replace(stats)
+        moved_bytes = (stats.moved_blocks - seen.moved_blocks) * self._block_bytes
+        computing_s = stats.computing_s - seen.computing_s
+        other_s = max(0.0, step_s - computing_s)
+        if self.alone or stats.computed_tokens == seen.computed_tokens:
+            return
+        if not moved_bytes and not mapped_bytes:
+            self._plain.append((step_s, other_s))
+            return
+        plain_s, plain_other_s = computing_s, 0.0  # while the time of a plain step is not known
+        if self._plain:
+            plain_s, plain_other_s = (statistics.median(times) for times in zip(*self._plain, strict=True))
+        if plain_s > 0 and moved_bytes:
+            self.copying.record(moved_bytes, other_s - plain_other_s, plain_s)
+        elif plain_s > 0 and mapped_bytes > 0:
+            self.mapping.record(mapped_bytes, other_s - plain_other_s, plain_s)

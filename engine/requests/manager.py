@@ -200,7 +200,7 @@ class RequestManager:
     def _advance(self, engine: Engine, ahead: bool = True) -> None:
         """Run one step and deliver its outputs. Unless `ahead`, launch none behind it. Raises ShardLost."""
         self._refresh_stats(engine)
-        outputs = engine.core.step() if ahead else engine.core.catch_up()
+        outputs = engine.core.step(ahead)
         self.delivery.deliver(engine.core, outputs, self._refresh_stats(engine))
         if (lost := engine.core.lost) is not None and self.engine is engine:
             raise lost

@@ -4,7 +4,9 @@ Every call into pynvml goes through `_Library.ask`. Facts that are not obvious:
 
 - used = total - free. NVIDIA's pages disagree on whether `used` of the v2 structure includes the driver's reserve, so
   nothing here reads it. The v1 structure counts the reserve as used; both give the same `total` and `free`.
-- A unified-memory chip (GB10) answers NOT_SUPPORTED for memory: its memory is the host's.
+- A unified-memory chip (GB10) answers NOT_SUPPORTED for memory: its memory is the host's, less a floor for the system.
+- HAMi and others intercept the calls about memory in a container and answer with its limit: a `total` that may change at any
+  time, and a `free` of limit - use in unsigned arithmetic, which is huge while more is used.
 - A GPU partitioned into MIG instances gives its own memory and processes to root alone. Each instance gives memory and
   processes, and nothing else, to its permitted users. The process list of an instance's handle is of that instance: the
   driver filters it (gpuGetProcWithObject in NVIDIA's open-gpu-kernel-modules).
@@ -31,6 +33,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...common.host_memory import host_memory
+from ...common.units import GIB
 from ..errors import DeviceUnreadable, SourceUnavailable
 from ..snapshot import DetailReading, DeviceInfo, DeviceKind, MemoryReading, ProcessUse
 from .process_facts import IdleTimes, ProcessFacts, ProcessTable
@@ -38,6 +41,7 @@ from .process_facts import IdleTimes, ProcessFacts, ProcessTable
 T = TypeVar("T")
 Handle = Any  # pynvml's c_nvmlDevice_t
 
+SYSTEM_FLOOR_BYTES = 4 * GIB  # of unified memory, for the system and its programs; a quarter of a small one
 _TEMPERATURE_GPU = 0  # nvmlTemperatureSensors_t
 _TRANSLATES_PIDS_SINCE = 565  # the driver's major version
 _INITIAL_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO in the kernel's include/linux/proc_ns.h
@@ -172,9 +176,9 @@ class NvmlSource:
             memory = self._library.memory(seen.handle)
         except _NvmlRefusal as refusal:
             if refusal.code == _Code.NOT_SUPPORTED and device.kind is DeviceKind.GPU and not seen.is_split:
-                return MemoryReading(*host_memory())
+                return _unified()
             raise _unreadable(refusal, is_split=seen.is_split) from refusal
-        return MemoryReading(memory.total, memory.free)
+        return MemoryReading(memory.total, memory.free if memory.free <= memory.total else 0)
 
     def detail(self, device: DeviceInfo) -> DetailReading:
         """Utilisation, temperature, power and processes; None for what NVML refuses of a present device.
@@ -431,6 +435,13 @@ def _given(ask: Callable[..., Any], *arguments: Any) -> Any:
         if refusal.code in _NOBODY_THERE:
             raise
         return None
+
+
+def _unified() -> MemoryReading:
+    """The memory of a chip that shares it with the system. The floor counts neither as its total nor as free."""
+    total_bytes, free_bytes = host_memory()
+    floor_bytes = min(SYSTEM_FLOOR_BYTES, total_bytes // 4)
+    return MemoryReading(total_bytes - floor_bytes, max(0, free_bytes - floor_bytes))
 
 
 def _nameless(index: str, uuid: str | None = None, parent: DeviceInfo | None = None) -> DeviceInfo:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from rich.segment import Segment
 from rich.style import Style
 
-from ...common.units import MIB
+from ...common.units import MIB, format_seconds
 from ..snapshot import Device, DeviceKind
-from .numbers import URGENT_SECONDS, duration, full_in, percent, rate, share_of, used_of_total
+from .numbers import URGENT_SECONDS, full_in, percent, rate, share_of, used_of_total
 from .symbols import Symbols, bar, chart, chart_columns, chart_reach
 from .table import Column
 from .text import ALARM, BOLD, BUSY, DIM, GREEN, RED, YELLOW, Line, blank, cut, left, right
@@ -77,7 +77,7 @@ def notice(device: Device, now_ns: int) -> tuple[str, Style] | None:
     if not memory.is_stale(now_ns):
         return None
     age = memory.age_ns(now_ns) / 1e9
-    return (f"no answer for {duration(age)}" if age > 0 else "no answer since the machine started"), YELLOW
+    return (f"no answer for {format_seconds(age)}" if age > 0 else "no answer since the machine started"), YELLOW
 
 
 def memory_bar(device: Device, width: int, sheet: DeviceSummary) -> Line:
@@ -112,7 +112,7 @@ def chart_range(device: Device, width: int, room: int, sheet: DeviceSummary) -> 
     if low == high:
         low, high, unit = f"{min(known) / MIB:.0f}", f"{max(known) / MIB:.0f}", "MiB"
     text = f"{low} to {high} {unit}" if low != high else f"{high} {unit}"
-    back = duration(chart_reach(len(device.detail.history), width) * device.detail.interval_ns / 1e9)
+    back = format_seconds(chart_reach(len(device.detail.history), width) * device.detail.interval_ns / 1e9)
     return next((said for said in (f"{text} in {back}", text) if len(said) <= room), "")
 
 

@@ -10,9 +10,9 @@ from rich.cells import cell_len
 from rich.segment import Segment
 from rich.style import Style
 
-from ...common.units import format_bytes
+from ...common.units import format_bytes, format_seconds
 from ..snapshot import Origin, Snapshot
-from .numbers import brief, duration
+from .numbers import brief
 from .state import FilterInput, Question, SizeInput, ViewState, action_text
 from .symbols import Symbols
 from .text import ALARM, BOLD, DIM, GREEN, RED, YELLOW, Line, blank, crop, cut, printable, spread, width_of
@@ -30,12 +30,12 @@ def head(snapshot: Snapshot, clock: datetime | None, width: int, symbols: Symbol
     time_of_day = [] if clock is None or width < _CLOCK_FROM else [Segment(f"{clock:%H:%M:%S}", DIM)]
     room = max(width - width_of(said) - width_of(time_of_day) - 2, 0)
     if snapshot.silent_ns is not None:
-        text = f"the monitor (pid {snapshot.monitor_pid}) has been silent for {duration(snapshot.silent_ns / 1e9)}"
+        text = f"the monitor (pid {snapshot.monitor_pid}) has been silent for {format_seconds(snapshot.silent_ns / 1e9)}"
         return spread([*said, Segment(cut(text, room, symbols), ALARM)], time_of_day, width)
     facts = [snapshot.source]
     match snapshot.origin:
         case Origin.MONITOR:
-            up = duration(max(snapshot.at_ns - snapshot.started_ns, 0) / 1e9)
+            up = format_seconds(max(snapshot.at_ns - snapshot.started_ns, 0) / 1e9)
             facts += [f"monitor {snapshot.monitor_pid}", f"up {up}"]
         case Origin.WAITING:
             facts.append("no monitor, read directly")

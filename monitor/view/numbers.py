@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ...common.units import GIB, MIB
+from ...common.units import GIB, MIB, format_seconds
 
 FULL_SOON_SECONDS = 3600  # longer predictions of a trend are not shown
 URGENT_SECONDS = 300
@@ -53,17 +53,9 @@ def full_in(seconds: float | None) -> str:
     """ "full in 4 min" where memory ends within the hour, else ""."""
     if seconds is None or not seconds <= FULL_SOON_SECONDS:
         return ""
-    return "full now" if seconds < 1 else f"full in {duration(seconds)}"
-
-
-def duration(seconds: float) -> str:
-    """ "12 s", "4 min", "3 h", "5 d", rounded down: a time that runs out is not made longer."""
-    for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= unit:
-            return f"{math.floor(seconds / unit)} {name}"
-    return f"{math.floor(seconds)} s"
+    return "full now" if seconds < 1 else f"full in {format_seconds(seconds)}"
 
 
 def brief(seconds: float) -> str:
-    """Like `duration`, but in milliseconds below a second: "12 ms"."""
-    return f"{seconds * 1000:.0f} ms" if abs(seconds) < 1 else duration(seconds)
+    """Like `format_seconds`, but in milliseconds below a second: "12 ms"."""
+    return f"{seconds * 1000:.0f} ms" if abs(seconds) < 1 else format_seconds(seconds)

@@ -183,20 +183,25 @@ INLINE Vec small_floats(IntVec codes) {
 INLINE Vec fp8_values(IntVec codes) { return small_floats<4, 3>(codes); }
 INLINE Vec fp4_values(IntVec codes) { return small_floats<2, 1>(codes); }
 
-static void unpack(const void* packed, Type type, int64_t, int64_t k, int64_t row, float* values) {
+// Weights begin .. end of a row.
+static void unpack_part(const void* packed, Type type, int64_t k, int64_t row, int64_t begin, int64_t end, float* values) {
   const auto* panel = static_cast<const uint8_t*>(packed) + row / kColumns * panel_stride(type, k);
-  for (int64_t i = 0; i < k; ++i) {
+  for (int64_t i = begin; i < end; ++i, ++values) {
     const int64_t from = place(type, i, row % kColumns);
     switch (type) {
-      case Type::float32: values[i] = static_cast<const float*>(static_cast<const void*>(panel))[from]; break;
-      case Type::bfloat16: values[i] = to_float(static_cast<const BFloat16*>(static_cast<const void*>(panel))[from]); break;
-      case Type::float16: values[i] = to_float(static_cast<const Float16*>(static_cast<const void*>(panel))[from]); break;
-      case Type::int8: values[i] = static_cast<float>(static_cast<int8_t>(panel[from])); break;
-      case Type::int4: values[i] = static_cast<float>((from % 2 ? panel[from / 2] >> 4 : panel[from / 2] & 15) - 8); break;
-      case Type::fp8: values[i] = fp8_values(IntVec{} + panel[from])[0]; break;
-      case Type::fp4: values[i] = fp4_values(IntVec{} + (from % 2 ? panel[from / 2] >> 4 : panel[from / 2]))[0]; break;
+      case Type::float32: *values = static_cast<const float*>(static_cast<const void*>(panel))[from]; break;
+      case Type::bfloat16: *values = to_float(static_cast<const BFloat16*>(static_cast<const void*>(panel))[from]); break;
+      case Type::float16: *values = to_float(static_cast<const Float16*>(static_cast<const void*>(panel))[from]); break;
+      case Type::int8: *values = static_cast<float>(static_cast<int8_t>(panel[from])); break;
+      case Type::int4: *values = static_cast<float>((from % 2 ? panel[from / 2] >> 4 : panel[from / 2] & 15) - 8); break;
+      case Type::fp8: *values = fp8_values(IntVec{} + panel[from])[0]; break;
+      case Type::fp4: *values = fp4_values(IntVec{} + (from % 2 ? panel[from / 2] >> 4 : panel[from / 2]))[0]; break;
     }
   }
+}
+
+static void unpack(const void* packed, Type type, int64_t, int64_t k, int64_t row, float* values) {
+  unpack_part(packed, type, k, row, 0, k, values);
 }
 
 template <Type type, typename T>
@@ -218,6 +223,131 @@ static void unpack_rows(const void* packed, Type type, int64_t k, const int64_t*
     case Type::float32: return copy_rows<Type::float32>(packed, k, rows, count, static_cast<float*>(values), threads);
     case Type::bfloat16: return copy_rows<Type::bfloat16>(packed, k, rows, count, static_cast<BFloat16*>(values), threads);
     default: return copy_rows<Type::float16>(packed, k, rows, count, static_cast<Float16*>(values), threads);
+  }
+}
+
+// --- scales ---
+
+// Bytes as integers, as many as lanes. GCC 12 converts such vectors element by element.
+template <typename Byte>
+INLINE IntVec widened(const void* from) {
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(from));
+  return bits<IntVec>(std::is_signed_v<Byte> ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+#elif defined(__AVX2__)
+  const __m128i bytes = _mm_loadl_epi64(static_cast<const __m128i*>(from));
+  return bits<IntVec>(std::is_signed_v<Byte> ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+#else
+  typedef Byte Bytes __attribute__((vector_size(kLanes)));
+  Bytes bytes;
+  __builtin_memcpy(&bytes, from, sizeof bytes);
+  return __builtin_convertvector(bytes, IntVec);
+#endif
+}
+
+// `lanes` bytes as integers; zeros in other lanes.
+template <typename Byte>
+INLINE IntVec load_bytes(const void* from, int lanes) {
+  if (lanes == kLanes) return widened<Byte>(from);
+  uint8_t bytes[kLanes] = {};
+  __builtin_memcpy(bytes, from, lanes);
+  return widened<Byte>(bytes);
+}
+
+// Scales of `lanes` columns, from element `at` on; something finite in other lanes.
+INLINE Vec load_scales(const LinearArgs& args, int64_t at, int lanes) {
+  const auto some = [lanes](const auto* from) { return lanes == kLanes ? load(from) : load_some(from, lanes); };
+  switch (args.scale_type) {
+    case ScaleType::float32: return some(static_cast<const float*>(args.scales) + at);
+    case ScaleType::bfloat16: return some(static_cast<const BFloat16*>(args.scales) + at);
+    case ScaleType::float16: return some(static_cast<const Float16*>(args.scales) + at);
+    case ScaleType::int8: return __builtin_convertvector(load_bytes<int8_t>(static_cast<const int8_t*>(args.scales) + at, lanes), Vec);
+    case ScaleType::exponents:
+    case ScaleType::six_bits: break;
+  }
+  const IntVec wide = load_bytes<uint8_t>(static_cast<const uint8_t*>(args.scales) + at, lanes);
+  return bits<Vec>(wide << 23 | ((wide == 0) & (1 << 22)));
+}
+
+// The scales of a panel's columns from `first` on, for the group of k0, if there are groups; and what is subtracted for each 1
+// of x.
+struct BlockScales {
+  Vec of[kVectors] = {}, less[kVectors] = {};
+
+  BlockScales(const LinearArgs& args, int64_t k0, int64_t first) {
+    for (int v = 0; v < kVectors && args.group; ++v) {
+      const int64_t column = first + v * kLanes, left = args.n - column;
+      const int lanes = static_cast<int>(left < 0 ? 0 : left < kLanes ? left : kLanes);
+      if (args.scale_type == ScaleType::six_bits) {
+        set_six_bits(args, v, k0, column, lanes);
+      } else {
+        const int64_t at = k0 / args.group * args.n + column;
+        __builtin_prefetch(static_cast<const uint8_t*>(args.scales) + (at + kAhead * args.n) * scale_bytes(args.scale_type), 0, 2);
+        of[v] = load_scales(args, at, lanes);
+        if (args.scale_type == ScaleType::int8) of[v] *= factors(args, k0 / kSuperGroup, column, lanes);
+      }
+    }
+  }
+
+ private:
+  static constexpr int64_t kAhead = 4;  // groups: their scales lie far apart, often in few sets of a cache
+
+  static int64_t scale_bytes(ScaleType type) {
+    return type == ScaleType::float32 ? 4 : type == ScaleType::bfloat16 || type == ScaleType::float16 ? 2 : 1;
+  }
+
+  static Vec factors(const LinearArgs& args, int64_t row, int64_t column, int lanes) {
+    const Float16* from = static_cast<const Float16*>(args.factors) + row * args.n + column;
+    return lanes == kLanes ? load(from) : load_some(from, lanes);
+  }
+
+  // Of eight groups the first four have the low six bits of bytes 0 to 3 as scales, and of 4 to 7 as minimums. The others have
+  // the halves of bytes 8 to 11, and above them what the first ones leave.
+  void set_six_bits(const LinearArgs& args, int v, int64_t k0, int64_t column, int lanes) {
+    const int64_t super = k0 / kSuperGroup, group = k0 % kSuperGroup / kSixBitGroup;
+    const uint8_t* rows = static_cast<const uint8_t*>(args.scales) + super * kSixBitBytes * args.n + column;
+    const auto byte = [&](int64_t i) { return load_bytes<uint8_t>(rows + i * args.n, lanes); };
+    __builtin_prefetch(rows + (kSixBitBytes + group) * args.n, 0, 2);
+    __builtin_prefetch(group < 4 ? rows + (kSixBitBytes + group + 8) * args.n : rows, 0, 2);
+    IntVec scale, minimum;
+    if (group < 4) {
+      scale = byte(group) & 63, minimum = byte(group + 4) & 63;
+    } else {
+      const IntVec both = byte(group + 4);
+      scale = (both & 15) | byte(group - 4) >> 6 << 4, minimum = both >> 4 | byte(group) >> 6 << 4;
+    }
+    of[v] = __builtin_convertvector(scale, Vec) * factors(args, 2 * super, column, lanes);
+    less[v] = __builtin_convertvector(minimum, Vec) * factors(args, 2 * super + 1, column, lanes);
+  }
+};
+
+// A weight row with its scales.
+template <typename T>
+static void scaled_row(const LinearArgs& args, int64_t row, T* out) {
+  const int64_t first = row / kColumns * kColumns, v = row % kColumns / kLanes, lane = row % kLanes;
+  const int64_t step = args.group ? args.group : kBlock;
+  for (int64_t k0 = 0; k0 < args.k; k0 += step) {
+    float values[kBlock];
+    const int64_t end = k0 + step < args.k ? k0 + step : args.k;
+    unpack_part(args.weight, args.weight_type, args.k, row, k0, end, values);
+    const BlockScales scales(args, k0, first);
+    const float scale = args.group ? scales.of[v][lane] : load_scales(args, row, 1)[0], less = scales.less[v][lane];
+    int zero = args.weight_type == Type::int4 && args.scale_type == ScaleType::six_bits ? -8 : 0;
+    if (args.zeros) zero = args.zeros[(args.group ? k0 / args.group * args.n : 0) + row];
+    for (int64_t i = k0; i < end; ++i) out[i] = converted<T>((values[i - k0] - static_cast<float>(zero)) * scale - less);
+  }
+}
+
+template <typename T>
+static void write_scaled_rows(const LinearArgs& args, const int64_t* rows, int64_t count, T* out) {
+  for_items(count, args.threads, [&, rows, out](int64_t item) { scaled_row(args, rows[item], out + item * args.k); });
+}
+
+static void scaled_rows(const LinearArgs& args, const int64_t* rows, int64_t count) {
+  switch (args.x_type) {
+    case Type::float32: return write_scaled_rows(args, rows, count, static_cast<float*>(args.out));
+    case Type::bfloat16: return write_scaled_rows(args, rows, count, static_cast<BFloat16*>(args.out));
+    default: return write_scaled_rows(args, rows, count, static_cast<Float16*>(args.out));
   }
 }
 
@@ -533,7 +663,10 @@ static const void* block(const LinearArgs& args, Operand operand, const uint8_t*
       if (operand == Operand::quads) return panel;
       convert_bytes(panel, count, operand, buffer, ZeroPoints(args, k0, first, 0));
       return buffer;
-    case Type::int4: convert_nibbles(panel + k0 / 2 * kColumns, count, operand, buffer, ZeroPoints(args, k0, first, 8)); return buffer;
+    case Type::int4:
+      convert_nibbles(panel + k0 / 2 * kColumns, count, operand, buffer,
+                      ZeroPoints(args, k0, first, args.scale_type == ScaleType::six_bits ? 0 : 8));
+      return buffer;
     case Type::fp8:
       convert_bytes(panel + kColumns * 4 + k0 * kColumns, count, operand, buffer, [](IntVec codes, int) { return fp8_values(codes); });
       return buffer;
@@ -567,9 +700,14 @@ INLINE int64_t prepared_bytes(Operand operand, int64_t k) {
   return bytes % kBadStride ? bytes : bytes + 64;
 }
 
+// Of rows as operands, and of their scales.
+INLINE int64_t operands_bytes(const LinearArgs& args, Operand operand) {
+  return direct(args, operand) ? 0 : args.rows * (prepared_bytes(operand, args.k) + 4);
+}
+
 static int64_t scratch_bytes(const LinearArgs& args) {
-  const Operand operand = operand_of(args);
-  return direct(args, operand) ? 0 : args.rows * (prepared_bytes(operand, args.k) + 4);  // and the scale of the row
+  const int64_t sums = args.scale_type == ScaleType::six_bits ? args.rows * (args.k / kSixBitGroup) * 4 : 0;
+  return operands_bytes(args, operand_of(args)) + sums;
 }
 
 template <typename T>
@@ -630,28 +768,30 @@ static void prepare_rows(const LinearArgs& args, Operand operand, int64_t row_by
   });
 }
 
-// --- an item: some rows of x times some panels ---
-
-// Scales of `lanes` columns, from element `at` on; something finite in other lanes.
-INLINE Vec load_scales(const LinearArgs& args, int64_t at, int lanes) {
-  const auto some = [lanes](const auto* from) { return lanes == kLanes ? load(from) : load_some(from, lanes); };
-  switch (args.scale_type) {
-    case ScaleType::float32: return some(static_cast<const float*>(args.scales) + at);
-    case ScaleType::bfloat16: return some(static_cast<const BFloat16*>(args.scales) + at);
-    case ScaleType::float16: return some(static_cast<const Float16*>(args.scales) + at);
-    case ScaleType::exponents: break;
+// The sums of each kSixBitGroup of a row of x.
+template <typename T>
+static void sum_groups(const LinearArgs& args, const T* x, float* sums) {
+  for (int64_t k0 = 0; k0 < args.k; k0 += kSixBitGroup) {
+    Vec total{};
+    for (int64_t i = k0; i < k0 + kSixBitGroup; i += kLanes) total += scaled(args, x, i);
+    float sum = 0.f;
+    for (int i = 0; i < kLanes; ++i) sum += total[i];
+    sums[k0 / kSixBitGroup] = sum;
   }
-  typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
-  Bytes exponents{};
-  const uint8_t* from = static_cast<const uint8_t*>(args.scales) + at;
-  if (lanes == kLanes) {
-    __builtin_memcpy(&exponents, from, sizeof exponents);
-  } else {
-    __builtin_memcpy(&exponents, from, lanes);
-  }
-  const IntVec wide = __builtin_convertvector(exponents, IntVec);
-  return bits<Vec>(wide << 23 | ((wide == 0) & (1 << 22)));
 }
+
+static void sum_rows(const LinearArgs& args, float* sums) {
+  for_items(args.rows, args.rows * args.k < 16384 ? 1 : args.threads, [&, sums](int64_t r) {
+    float* to = sums + r * (args.k / kSixBitGroup);
+    switch (args.x_type) {
+      case Type::float32: return sum_groups(args, static_cast<const float*>(args.x) + r * args.x_stride, to);
+      case Type::bfloat16: return sum_groups(args, static_cast<const BFloat16*>(args.x) + r * args.x_stride, to);
+      default: return sum_groups(args, static_cast<const Float16*>(args.x) + r * args.x_stride, to);
+    }
+  });
+}
+
+// --- an item: some rows of x times some panels ---
 
 template <typename T>
 static void finish_row(const LinearArgs& args, const float* sums, float row_scale, int64_t first, T* out, const T* bias) {
@@ -670,21 +810,10 @@ static void finish_row(const LinearArgs& args, const float* sums, float row_scal
   }
 }
 
-// The scales of a panel's columns from `first` on, for the group of k0, if there are groups.
-struct BlockScales {
-  Vec of[kVectors] = {};
-
-  BlockScales(const LinearArgs& args, int64_t k0, int64_t first) {
-    for (int v = 0; v < kVectors && args.group; ++v) {
-      const int64_t column = first + v * kLanes, left = args.n - column;
-      const int lanes = static_cast<int>(left < 0 ? 0 : left < kLanes ? left : kLanes);
-      of[v] = load_scales(args, k0 / args.group * args.n + column, lanes);
-    }
-  }
-};
-
-// totals += sums of a block, times its scales; the first block sets them. Sums and totals of quads are integers: bits here.
-static void add_block(const LinearArgs& args, Operand operand, const float* sums, bool first, const BlockScales& scales, float* totals) {
+// totals += sums of a block, times its scales, less what scales subtract for each 1 of `x_sum`; the first block sets them. Sums
+// and totals of quads are integers: bits here.
+static void add_block(const LinearArgs& args, Operand operand, const float* sums, bool first, const BlockScales& scales, float x_sum,
+                      float* totals) {
   for (int v = 0; v < kVectors; ++v) {
     Vec add = load(sums + v * kLanes);
     if (operand == Operand::quads) {
@@ -692,7 +821,7 @@ static void add_block(const LinearArgs& args, Operand operand, const float* sums
       store(totals + v * kLanes, add);
       continue;
     }
-    if (args.group) add *= scales.of[v];
+    if (args.group) add = add * scales.of[v] - scales.less[v] * x_sum;
     store(totals + v * kLanes, first ? add : load(totals + v * kLanes) + add);
   }
 }
@@ -701,6 +830,12 @@ struct Rows {  // of x, as operands
   const uint8_t* data;
   int64_t bytes;        // from one to the next
   const float* scales;  // of the rows, or null
+  const float* sums;    // [rows, k / kSixBitGroup], or null
+
+  // Of row `r`, over the block from k0 on.
+  float sum(const LinearArgs& args, int64_t r, int64_t k0) const {
+    return sums == nullptr ? 0.f : sums[r * (args.k / kSixBitGroup) + k0 / kSixBitGroup];
+  }
 };
 
 struct Range {
@@ -720,7 +855,7 @@ static void add_block_by_tiles(const LinearArgs& args, Operand operand, const Ro
       alignas(64) float sums[2 * kTileRows * kColumns];
       add_tiles<Operand::pairs, false>(count, from, x.bytes, weights, bytes, true, sums);
       for (int i = 0; i < count; ++i) {
-        add_block(args, operand, sums + i * kColumns, k.begin == 0, scales, totals + i * kColumns);
+        add_block(args, operand, sums + i * kColumns, k.begin == 0, scales, x.sum(args, r + i, k.begin), totals + i * kColumns);
       }
     } else {
       const auto add = operand == Operand::pairs ? r == rows.begin ? add_tiles<Operand::pairs, true> : add_tiles<Operand::pairs, false>
@@ -749,7 +884,8 @@ static void add_panel_block(const LinearArgs& args, Operand operand, const Rows&
     const uint8_t* from = x.data + r * x.bytes + k.begin * operand_bytes(operand);
     tile<kRows>(operand, left, from, x.bytes / operand_bytes(operand), weights, k.end - k.begin, sums);
     for (int i = 0; i < left; ++i) {
-      add_block(args, operand, sums + i * kColumns, k.begin == 0, scales, totals + (r - rows.begin + i) * kColumns);
+      float* to = totals + (r - rows.begin + i) * kColumns;
+      add_block(args, operand, sums + i * kColumns, k.begin == 0, scales, x.sum(args, r + i, k.begin), to);
     }
   }
 }
@@ -806,14 +942,19 @@ INLINE int64_t in_streams(int64_t item, int64_t count, int64_t threads) {
 
 static void multiply(const LinearArgs& args) {
   const Operand operand = operand_of(args);
-  Rows x;
+  Rows x{};
   if (direct(args, operand)) {
-    x = {static_cast<const uint8_t*>(args.x), args.x_stride * operand_bytes(operand), nullptr};
+    x.data = static_cast<const uint8_t*>(args.x), x.bytes = args.x_stride * operand_bytes(operand);
   } else {
     x.bytes = prepared_bytes(operand, args.k);
     prepare_rows(args, operand, x.bytes);
     x.data = static_cast<const uint8_t*>(args.scratch);
     x.scales = static_cast<const float*>(static_cast<const void*>(x.data + args.rows * x.bytes));
+  }
+  if (args.scale_type == ScaleType::six_bits) {
+    auto* sums = static_cast<float*>(static_cast<void*>(static_cast<uint8_t*>(args.scratch) + operands_bytes(args, operand)));
+    sum_rows(args, sums);
+    x.sums = sums;
   }
   const int64_t num_panels = rounded_up(args.n, kColumns) / kColumns, parts = (args.rows + kItemRows - 1) / kItemRows;
   const int64_t run = num_panels / (kItemsPerThread * args.threads);
@@ -827,6 +968,6 @@ static void multiply(const LinearArgs& args) {
   });
 }
 
-static const LinearKernels kernels = {kColumns, packed_bytes, pack, unpack, unpack_rows, scratch_bytes, multiply};
+static const LinearKernels kernels = {kColumns, packed_bytes, pack, unpack, unpack_rows, scaled_rows, scratch_bytes, multiply};
 
 }  // namespace linear

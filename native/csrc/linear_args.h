@@ -1,6 +1,11 @@
 // Products of rows with packed weights: out[r, n] = sum over k of x[r, k] * weight[n, k], plus bias[n].
 
-enum class ScaleType : int { float32, bfloat16, float16, exponents };  // exponents: bytes e that stand for 2^(e - 127)
+// exponents: bytes e that stand for 2^(e - 127). The others are multiplied by a factor for each kSuperGroup weights: int8, or six
+// bits as GGUF has them in Q4_K and Q5_K, of a scale and of a minimum that is subtracted. With those, int4 counts from 0 to 15.
+enum class ScaleType : int { float32, bfloat16, float16, exponents, int8, six_bits };
+constexpr int64_t kSuperGroup = 256;   // weights of a factor
+constexpr int64_t kSixBitGroup = 32;   // weights of a scale of six bits
+constexpr int64_t kSixBitBytes = 12;   // of the scales and minimums of kSuperGroup weights
 
 struct LinearArgs {
   const void* x;  // [rows, k] of x_type, rows `x_stride` elements apart
@@ -9,7 +14,9 @@ struct LinearArgs {
   const void* weight;  // as `pack` wrote it
   Type weight_type;    // x_type, or one of less than 16 bits, which has scales
   int64_t n, k;
-  const void* scales;     // [ceil(k / group), n], or [n] if group is 0; null for weights of x_type
+  const void* scales;     // [ceil(k / group), n], or [n] if group is 0; null for weights of x_type. six_bits: bytes
+                          // [k / kSuperGroup * kSixBitBytes, n]
+  const void* factors;    // float16 [ceil(k / kSuperGroup), n] of int8 scales; six_bits: two rows each, of scales and minimums
   ScaleType scale_type;
   int64_t group;          // weights of a scale, a power of 2 from 8 to 256; 0: all of a column
   const int8_t* zeros;    // int8 and int4: what is subtracted from values, with the sizes of scales; or null
@@ -32,6 +39,8 @@ struct LinearKernels {
   void (*unpack)(const void* packed, Type type, int64_t n, int64_t k, int64_t row, float* values);
   // Weight rows as they were packed, [count, k] of `type`, a type of floats.
   void (*unpack_rows)(const void* packed, Type type, int64_t k, const int64_t* rows, int64_t count, void* values, int threads);
+  // Weight rows with their scales, [count, k] of args.x_type, of weights of less than 16 bits. Reads only the weight of `args`.
+  void (*scaled_rows)(const LinearArgs& args, const int64_t* rows, int64_t count);
   int64_t (*scratch_bytes)(const LinearArgs& args);
   void (*multiply)(const LinearArgs& args);
 };

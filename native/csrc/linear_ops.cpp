@@ -11,13 +11,14 @@ Type weight_type(int64_t type) {
 
 bool is_float(Type type) { return type <= Type::float16; }
 
-ScaleType scale_type(const Tensor& scales) {
+ScaleType scale_type(const Tensor& scales, bool with_factors) {
   switch (scales.scalar_type()) {
     case ScalarType::Float: return ScaleType::float32;
     case ScalarType::BFloat16: return ScaleType::bfloat16;
     case ScalarType::Half: return ScaleType::float16;
-    case ScalarType::Byte: return ScaleType::exponents;
-    default: STD_TORCH_CHECK(false, "scales are float32, bfloat16, float16, or uint8 exponents");
+    case ScalarType::Byte: return with_factors ? ScaleType::six_bits : ScaleType::exponents;
+    case ScalarType::Char: return ScaleType::int8;
+    default: STD_TORCH_CHECK(false, "scales are float32, bfloat16, float16, uint8 exponents, or with factors int8 or of six bits");
   }
 }
 
@@ -57,20 +58,72 @@ Tensor unpack_row(const Tensor& packed, int64_t type_number, int64_t n, int64_t 
   return values;
 }
 
-// [ids, k]: rows of a packed weight of floats. ids int64 [ids].
-Tensor embed(const Tensor& packed, int64_t type_number, int64_t n, int64_t k, const Tensor& ids) {
-  const Type type = weight_type(type_number);
+// Where the weights of a product are, how they are scaled and in groups of what size.
+struct Scaling {
+  const std::optional<Tensor>&scales, &zeros, &factors;
+  int64_t group;
+};
+
+// The weight of `args`, which has its type and sizes.
+void set_weight(LinearArgs& args, const Tensor& packed, const Scaling& scaling) {
+  const bool whole = is_float(args.weight_type);
+  check_packed(packed, args.weight_type, args.n, args.k);
+  STD_TORCH_CHECK(args.k > 0, "x has no features");
+  args.weight = packed.const_data_ptr();
+  const int64_t group = args.group = scaling.group;
+  const bool power = group >= 8 && group <= 256 && (group & (group - 1)) == 0;
+  STD_TORCH_CHECK(group == 0 || (power && !whole), "group must be 0 or a power of 2 from 8 to 256, got ", group);
+  STD_TORCH_CHECK(whole != scaling.scales.has_value(), "weights of less than 16 bits have scales, and others none");
+  const int64_t num_scales = (group ? (args.k + group - 1) / group : 1) * args.n;
+  const int64_t num_factors = (args.k + kSuperGroup - 1) / kSuperGroup * args.n;
+  if (scaling.scales) {
+    args.scale_type = scale_type(*scaling.scales, scaling.factors.has_value());
+    const bool six_bits = args.scale_type == ScaleType::six_bits;
+    STD_TORCH_CHECK(!six_bits || (group == kSixBitGroup && args.k % kSuperGroup == 0 && !scaling.zeros),
+                    "scales of six bits are of groups of ", kSixBitGroup, " in rows of multiples of ", kSuperGroup, ", without zeros");
+    const int64_t size = six_bits ? args.k / kSuperGroup * kSixBitBytes * args.n : num_scales;
+    check_dense(*scaling.scales, "scales", scaling.scales->scalar_type(), size);
+    args.scales = scaling.scales->const_data_ptr();
+    STD_TORCH_CHECK(scaling.factors.has_value() == (six_bits || args.scale_type == ScaleType::int8),
+                    "scales of integers have factors, and others none");
+    if (scaling.factors) {
+      STD_TORCH_CHECK(group > 0, "scales with factors are of groups");
+      check_dense(*scaling.factors, "factors", ScalarType::Half, six_bits ? 2 * num_factors : num_factors);
+      args.factors = scaling.factors->const_data_ptr();
+    }
+  }
+  if (scaling.zeros) {
+    STD_TORCH_CHECK(args.weight_type == Type::int8 || args.weight_type == Type::int4, "integers alone have zero points");
+    check_dense(*scaling.zeros, "zeros", ScalarType::Char, num_scales);
+    args.zeros = static_cast<const int8_t*>(scaling.zeros->const_data_ptr());
+  }
+}
+
+// [ids, k]: rows of a packed weight, of its type, or scaled and of `out_type`. ids int64 [ids].
+Tensor embed(const Tensor& packed, int64_t type_number, int64_t n, int64_t k, const Tensor& ids, int64_t out_type,
+             const std::optional<Tensor>& scales, int64_t group, const std::optional<Tensor>& zeros, const std::optional<Tensor>& factors) {
+  LinearArgs args{};
+  args.weight_type = weight_type(type_number), args.x_type = weight_type(out_type);
+  args.n = n, args.k = k;
   const ScalarType types[] = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half};
-  STD_TORCH_CHECK(is_float(type), "rows of integers have no scales here");
-  check_packed(packed, type, n, k);
+  STD_TORCH_CHECK(is_float(args.x_type), "rows are float32, bfloat16 or float16");
+  const bool whole = is_float(args.weight_type);
+  STD_TORCH_CHECK(!whole || args.weight_type == args.x_type, "rows of floats have the type of the weight");
+  set_weight(args, packed, {scales, zeros, factors, group});
   const int64_t count = ids.numel();
   check_dense(ids, "ids", ScalarType::Long, count);
   const auto* rows = static_cast<const int64_t*>(ids.const_data_ptr());
   for (int64_t i = 0; i < count; ++i) {
     STD_TORCH_CHECK(0 <= rows[i] && rows[i] < n, "index ", rows[i], " is out of range: ", n, " rows");
   }
-  Tensor values = torch::stable::new_empty(packed, {count, k}, types[type_number]);
-  kernels()->linear.unpack_rows(packed.const_data_ptr(), type, k, rows, count, values.mutable_data_ptr(), threads());
+  Tensor values = torch::stable::new_empty(packed, {count, k}, types[out_type]);
+  args.out = values.mutable_data_ptr();
+  args.threads = threads();
+  if (whole) {
+    kernels()->linear.unpack_rows(args.weight, args.weight_type, k, rows, count, args.out, args.threads);
+  } else {
+    kernels()->linear.scaled_rows(args, rows, count);
+  }
   return values;
 }
 
@@ -80,7 +133,8 @@ int64_t most_scratch_bytes(int64_t x_type, int64_t rows, int64_t k) {
   const float scale = 1;
   LinearArgs args{};
   args.x_type = weight_type(x_type);
-  args.weight_type = Type::int4, args.group = 64;  // of no type is a row's copy larger
+  args.weight_type = Type::int4, args.group = kSixBitGroup;  // of no type is a row's copy larger
+  args.scale_type = ScaleType::six_bits;
   args.rows = rows, args.k = args.x_stride = k;
   args.in_scales = &scale;  // rows that are scaled are always copied
   return kernels()->linear.scratch_bytes(args);
@@ -89,7 +143,7 @@ int64_t most_scratch_bytes(int64_t x_type, int64_t rows, int64_t k) {
 // x [rows, k] -> [rows, n]
 Tensor linear(const Tensor& x, const Tensor& packed, int64_t type_number, int64_t n, const std::optional<Tensor>& bias,
               const std::optional<Tensor>& scales, int64_t group, const std::optional<Tensor>& in_scales, bool rows_in_int8,
-              const std::optional<Tensor>& zeros) {
+              const std::optional<Tensor>& zeros, const std::optional<Tensor>& factors) {
   LinearArgs args{};
   args.weight_type = weight_type(type_number);
   args.x_type = type_of(x, "x");
@@ -97,31 +151,14 @@ Tensor linear(const Tensor& x, const Tensor& packed, int64_t type_number, int64_
   STD_TORCH_CHECK(x.dim() == 2, "x has two dimensions, rows and features");
   args.rows = x.size(0), args.k = x.size(1), args.n = n;
   args.x_stride = args.rows > 1 ? x.stride(0) : args.k;
-  const bool whole = args.weight_type == args.x_type;
-  STD_TORCH_CHECK(whole || !is_float(args.weight_type), "x and weight differ in type");
-  check_packed(packed, args.weight_type, n, args.k);
-  STD_TORCH_CHECK(args.k > 0, "x has no features");
-  args.group = group;
-  const bool power = group >= 8 && group <= 256 && (group & (group - 1)) == 0;
-  STD_TORCH_CHECK(group == 0 || (power && !whole), "group must be 0 or a power of 2 from 8 to 256, got ", group);
+  STD_TORCH_CHECK(args.weight_type == args.x_type || !is_float(args.weight_type), "x and weight differ in type");
+  set_weight(args, packed, {scales, zeros, factors, group});
   STD_TORCH_CHECK(!rows_in_int8 || (args.weight_type == Type::int8 && args.k <= 65536 && group == 0 && !zeros),
                   "rows are quantised for int8 weights of at most 65536 columns, with a scale each");
   args.rows_in_int8 = rows_in_int8;
   if (bias) {
     check_dense(*bias, "bias", x.scalar_type(), n);
     args.bias = bias->const_data_ptr();
-  }
-  STD_TORCH_CHECK(whole != scales.has_value(), "weights of less than 16 bits have scales, and others none");
-  const int64_t num_scales = (group ? (args.k + group - 1) / group : 1) * n;
-  if (scales) {
-    args.scale_type = scale_type(*scales);
-    check_dense(*scales, "scales", scales->scalar_type(), num_scales);
-    args.scales = scales->const_data_ptr();
-  }
-  if (zeros) {
-    STD_TORCH_CHECK(args.weight_type == Type::int8 || args.weight_type == Type::int4, "integers alone have zero points");
-    check_dense(*zeros, "zeros", ScalarType::Char, num_scales);
-    args.zeros = static_cast<const int8_t*>(zeros->const_data_ptr());
   }
   if (in_scales) {
     check_dense(*in_scales, "in_scales", ScalarType::Float, args.k);
@@ -130,7 +167,6 @@ Tensor linear(const Tensor& x, const Tensor& packed, int64_t type_number, int64_
   Tensor out = torch::stable::new_empty(x, {args.rows, n});
   if (args.rows == 0 || n == 0) return out;
   args.x = x.const_data_ptr();
-  args.weight = packed.const_data_ptr();
   args.out = out.mutable_data_ptr();
   args.out_stride = n;
   args.threads = threads();
@@ -146,11 +182,12 @@ Tensor linear(const Tensor& x, const Tensor& packed, int64_t type_number, int64_
 STABLE_TORCH_LIBRARY_FRAGMENT(pagetide, m) {
   m.def("pack_weight(Tensor weight, int type) -> Tensor");
   m.def("unpack_row(Tensor packed, int type, int n, int k, int row) -> Tensor");
-  m.def("embed(Tensor packed, int type, int n, int k, Tensor ids) -> Tensor");
+  m.def("embed(Tensor packed, int type, int n, int k, Tensor ids, int out_type, Tensor? scales=None, int group=0, "
+        "Tensor? zeros=None, Tensor? factors=None) -> Tensor");
   m.def("most_scratch_bytes(int x_type, int rows, int k) -> int");
   m.def(
       "linear(Tensor x, Tensor packed, int type, int n, Tensor? bias, Tensor? scales, int group, Tensor? in_scales, "
-      "bool rows_in_int8, Tensor? zeros=None) -> Tensor");
+      "bool rows_in_int8, Tensor? zeros=None, Tensor? factors=None) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pagetide, CPU, m) {

@@ -83,7 +83,7 @@ class RunConfig:
 
     # fmt: off
     model: str = field(metadata=described(
-        text(), "a name (see `pagetide models`), a folder, or a hub id in the local cache",
+        text(), "a name (see `pagetide models`), a folder, a GGUF file, or a hub id in the local cache",
         flags=["--model", "--model-name"],
     ))
     seed: int = setting(0, integer(0, MOST_SEED), "base seed; line L gets the seed value x 2^32 + L")

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ..api.sampling_params import SamplingParams
 from ..engine.errors import ConfigError, EngineError
 from ..engine.loading.models import ModelSpec, resolve_model
+from ..engine.loading.weight_files import find_weights
 from ..engine.requests.progress import Bar
 from ..engine.text.chat_template import options_from_data, tool_template
 from ..engine.text.detokenizer import special_tokens
@@ -433,9 +434,9 @@ def _fleet_settings(model: FleetModel) -> Settings:
 def _settings(config: RunConfig, spec: ModelSpec) -> Settings:
     """All settings that determine the records, except the input."""
     files = hashlib.sha256(repr((spec.dtype, sorted(spec.tokenizer.items(), key=str), spec.sampling)).encode())
-    for path in sorted(spec.path.iterdir()):
+    for path in sorted(spec.path.iterdir()) if spec.path.is_dir() else find_weights(spec.path).paths:
         if path.suffix in _READ_WHOLE:
             files.update(path.name.encode() + b"\0" + path.read_bytes())
-        elif path.suffix in _WEIGHTS:
+        elif path.suffix in _WEIGHTS or spec.path.is_file():
             files.update(f"{path.name}\0{path.stat().st_size}".encode())
     return {"records": RECORDS_VERSION, "model files": files.hexdigest(), **fingerprint(config)}

@@ -477,76 +477,20 @@ async def test_only_root_the_owner_and_its_own_user_command_an_engine(bench: Ben
         table.find("a", broker_connection.Peer(1, 4002), owner_uid)
 
 
-@on_a_bench()
-async def test_a_reservation_is_answered_when_the_bytes_are_back_and_lasts_as_long_as_its_socket(bench: Bench) -> None:
-    a = await bench.engine("a")
-    await a.say(wire.AskMessage(880, 600_000))
-    person = bench.client()
-    assert await person.say(wire.ReserveMessage(DEVICE, 300)) == []
-    (recall,) = await a.hear()
-    assert isinstance(recall, wire.RecallMessage) and recall.target_bytes == 580
-    assert bench.broker.devices()[0].reserved_bytes == 300
-    await a.say(wire.UnmappedMessage(580, recall.generation))
-    assert await person.hear() == [wire.ReservedMessage(300)]
-    for _ in range(1000):  # 20 s: it does not count as idle
-        await bench.tick()
-    assert not await person.ends()
-    person.close()
-    await bench.tick()
-    assert bench.broker.devices()[0].reserved_bytes == 0
-    assert view(bench, "a").granted_bytes == 880
-
-
 def test_the_blocking_client(folder: Path) -> None:
     path = folder / "broker"
     with pytest.raises(BrokerUnavailable, match=r"no broker listens at .*; is vram-monitor running\?"):
         BrokerClient(path).leases()
-    with broker_thread(path, Numbers()) as broker:
+    with broker_thread(path, Numbers()):
         client = BrokerClient(path)
-        assert client.leases() == ()
-        with client.reserve(DEVICE, 300, timeout_s=10):
-            assert broker.devices()[0].reserved_bytes == 300
-        wait_until(lambda: not any(device.reserved_bytes for device in broker.devices()), "the reservation's end")
+        assert client.leases() == client.reservations() == ()
         with pytest.raises(UnknownEngine, match="no engine 'a'"):
             client.recall("a", 5)
         with pytest.raises(UnknownEngine, match="no engine 'a'"):
             client.limit("a", 5)
-        with pytest.raises(LeaseRefused, match="cannot be reserved"), client.reserve(DEVICE, 901, timeout_s=10):
-            pass
     listen(path).close()
     with pytest.raises(BrokerUnavailable, match="has ended"):
         BrokerClient(path).leases()
-
-
-def test_a_reservation_is_made_again_at_the_next_broker(folder: Path) -> None:
-    path = folder / "broker"
-    with contextlib.ExitStack() as stack:
-        with broker_thread(path, Numbers()):
-            reservation = stack.enter_context(BrokerClient(path).reserve(DEVICE, 300, timeout_s=10))
-            reservation.poll()
-            assert reservation.kept and reservation.trouble is None and reservation.fileno() is not None
-        reservation.poll()
-        assert not reservation.kept and "it closed the connection" in str(reservation.trouble)
-        assert reservation.fileno() is None
-        now = [reservation._clock()]
-        reservation._clock = lambda: now[0]
-        reservation.poll()
-        assert "it closed the connection" in str(reservation.trouble), "not looked for at once again"
-        now[0] += 10
-        reservation.poll()
-        assert "no broker listens" in str(reservation.trouble)
-        now[0] += 10
-        with broker_thread(path, Numbers(capacity=200)):
-            reservation.poll()
-            wait_until(lambda: reservation.poll() or "cannot be reserved" in str(reservation.trouble), "the refusal")
-            assert not reservation.kept
-        now[0] += 10
-        with broker_thread(path, Numbers()) as broker:
-            wait_until(lambda: reservation.poll() or reservation.kept, "the same at the successor")
-            assert reservation.trouble is None
-            assert broker.devices()[0].reserved_bytes == 300
-            reservation.close()
-            wait_until(lambda: broker.devices()[0].reserved_bytes == 0, "its end")
 
 
 @pytest.mark.parametrize(("version", "remedy"), [(wire.PROTOCOL + 1, "update the broker"), (0, "update the engine")])

@@ -239,6 +239,18 @@ def test_the_answer_names_the_newest_order_that_was_seen(folder: Path, false_bro
         ]
 
 
+def test_memory_that_is_recalled_is_not_granted_although_the_answer_is_due(folder: Path, false_broker: FalseBroker) -> None:
+    with engine_of(false_broker, folder) as a:
+        false_broker.say(wire.RecallMessage(1, generation(103), 200, 1000))
+        wait_for(a, Recalled)
+        assert a.granted_bytes == 500
+        assert a.wait_granted(200, 0) and not a.wait_granted(201, 0)
+        a.answer_unmapped(200)
+        assert not a.wait_granted(500, 0)
+        false_broker.say(wire.GrantMessage(1, generation(104), 500))
+        assert a.wait_granted(500, 30)
+
+
 def test_a_grant_that_crossed_an_answer_counts_for_both_sides(folder: Path, false_broker: FalseBroker) -> None:
     with engine_of(false_broker, folder) as a:
         a.answer_unmapped(100)

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagetide.allocator.device_account import DeviceAccount, LeaseTerms
+from pagetide.allocator.device_account import DeviceAccount
 from pagetide.allocator.errors import InvalidLease, LeaseRefused, MinimumsExceedCapacity
-from pagetide.allocator.lease_policy import Grant, LeaseDemand, Order, Ready, Recall, Rules, Withdraw, decide, water_fill
+from pagetide.allocator.lease_policy import (
+    Grant,
+    LeaseDemand,
+    LeaseState,
+    Order,
+    Ready,
+    Recall,
+    Rules,
+    Withdraw,
+    decide,
+    water_fill,
+)
 from pagetide.allocator.lease_record import HeldBounds, Sums, bounds_between
 
 MS = 1_000_000
@@ -41,16 +53,18 @@ class Device:
         granule: int = 10, held: int = 0, ask: int | None = None, for_s: float = 1e6,
     ) -> Device:  # fmt: skip
         """Registers an engine, which asks for so much."""
-        self.account.register(lease_id, LeaseTerms(f"engine {lease_id}", low, high, weight, priority, granule), held)
+        self.account.register(LeaseState(lease_id, f"engine {lease_id}", low, high, granule, weight, priority, held))
         self.held[lease_id] = held
         if ask is not None:
             self.ask(lease_id, ask, for_s)
         return self
 
     def ask(self, lease_id: int, target: int, seconds: float = 1e6) -> None:
-        """Asks for requests that have waited for so long that they may take memory in use."""
-        demand = LeaseDemand(target, self.now_ns + int(seconds * 1e9), since_ns=-PATIENCE_NS)
-        self.account.ask(lease_id, demand, self.now_ns)
+        """Asks, as all along, for requests that have waited for so long that they may take memory in use."""
+        self.account.ask(lease_id, LeaseDemand(target, self.now_ns + int(seconds * 1e9), -PATIENCE_NS), self.now_ns)
+        lease = self.account.state.leases[lease_id]
+        assert lease.demand is not None
+        lease.demand = replace(lease.demand, lacking_ns=-PATIENCE_NS)
 
     def ask_now(self, lease_id: int, target: int, *, waited_s: float = 0.0, keep: int = 0) -> None:
         """Asks for requests that have waited for so long, and for what cached prefixes could take."""
@@ -203,14 +217,36 @@ def holding(*held: int) -> Device:
     return device
 
 
-def test_what_is_in_use_is_taken_for_requests_only_once_they_have_waited_and_up_to_a_fair_share() -> None:
+def test_what_is_in_use_is_taken_for_requests_only_once_they_have_waited_for_it_and_up_to_a_fair_share() -> None:
+    """Since when they waited for something else, such as a free row, does not count."""
     device = holding(600, 280)
-    device.ask_now(2, 700)
+    device.ask_now(2, 700, waited_s=60.0)
     assert device.tick() == []
+    for waited_s in (5.0, 9.9):
+        device.now_ns = int(waited_s * 1000 * MS)
+        device.ask_now(2, 700, waited_s=60.0)
+        assert device.tick(ms=0) == []
+    device.now_ns += 200 * MS
     device.ask_now(2, 700, waited_s=9.9)
-    assert device.settle() == []
+    assert device.tick(ms=0) == [], "it arrived later"
     device.ask_now(2, 700, waited_s=10.0)
-    assert device.settle() == [Recall(1, 440, 1.0, for_growth=True)]
+    assert device.tick(ms=0) == [Recall(1, 440, 1.0, for_growth=True)]
+
+
+@pytest.mark.parametrize("pause", [lambda device: device.ask_now(2, 280), lambda device: device.unmap(2, 280)])
+def test_waiting_for_memory_begins_anew_after_a_pause(pause: Callable[[Device], None]) -> None:
+    device = holding(600, 280)
+    for seconds in range(9):
+        device.now_ns = seconds * 1000 * MS
+        device.ask_now(2, 700, waited_s=60.0)
+    pause(device)
+    for seconds in range(9, 19):
+        device.now_ns = seconds * 1000 * MS
+        device.ask_now(2, 700, waited_s=60.0)
+        assert device.tick(ms=0) == [], seconds
+    device.now_ns = 19 * 1000 * MS
+    device.ask_now(2, 700, waited_s=60.0)
+    assert device.tick(ms=0) == [Recall(1, 440, 1.0, for_growth=True)]
 
 
 def test_the_oldest_request_is_served_first_and_those_as_old_share() -> None:
@@ -266,13 +302,51 @@ def test_an_answer_ends_a_recall_that_spares_requests_although_more_is_held() ->
     device.keep(1, 640)
     device.ask_now(2, 600)
     device.tick()
-    device.unmap(1, 600)  # requests took the rest meanwhile
+    device.keep(1, 5)  # as an engine reports before a short answer: requests took the rest meanwhile
+    device.unmap(1, 600)
     assert device.granted(1) == 600
     assert device.account.state.leases[1].recalls == ()
+    device.obey(device.settle())
     device.now_ns += 5_000 * MS
-    assert Recall not in {type(order) for order in device.tick()}, "not before the next report"
+    assert device.tick() == []
     device.keep(1, 200)
-    assert {type(order) for order in device.tick()} == {Recall}
+    assert device.tick() == [Recall(1, 440, 1.0, for_growth=True, spares_requests=True)]
+
+
+def test_memory_that_is_called_unneeded_and_not_given_is_due_like_any_other() -> None:
+    device = holding(640, 240)
+    device.keep(1, 640)
+    device.ask_now(2, 600)
+    assert device.tick() == [Recall(1, 440, 1.0, for_growth=True, spares_requests=True)]
+    device.unmap(1, 640)
+    assert device.settle() == [Recall(1, 440, 1.0, for_growth=True)], "it had its chance"
+    device.unmap(1, 640)
+    lease = device.account.state.leases[1]
+    assert lease.recalls, "such a recall ends at its target alone"
+    device.ask_now(2, 600)
+    device.tick(ms=1001)
+    assert lease.overdue(device.now_ns)
+    device.unmap(1, 440)
+    device.keep(1, 440)
+    device.ask_now(2, 700)
+    device.run(2)
+    device.keep(1, 0)
+    device.account.report(1, 300, 0, device.now_ns)
+    assert device.tick() == [Recall(1, 180, 1.0, for_growth=True, spares_requests=True)], "what it gave is forgiven"
+
+
+def test_an_idle_engines_prefixes_keep_a_fair_share_from_requests_of_lower_priority() -> None:
+    device = Device().lease(1, held=780).lease(2, held=100, priority=1)
+    device.measure()
+    device.keep(1, 780)
+    device.ask_now(2, 600)
+    assert device.tick() == [Recall(1, 440, 1.0, for_growth=True, spares_requests=True)]
+    device.keep(1, 500)
+    device.unmap(1, 440)
+    device.obey(device.settle())
+    assert device.grants() == {1: 440, 2: 440}
+    device.ask_now(1, 700)
+    assert device.tick() == [Recall(2, 180, 1.0, for_growth=True)], "its requests go first, as before"
 
 
 def test_idle_engines_keep_what_nobody_needs_unless_external_processes_use_the_device() -> None:
@@ -514,7 +588,7 @@ def test_nobody_is_granted_what_the_device_has_not_whatever_he_says_he_holds() -
     with pytest.raises(InvalidLease, match="cannot hold"):
         device.lease(2, held=CAPACITY + 1)
     assert device.grants() == {1: 500}
-    device.account.register(3, LeaseTerms("liar", 1, None, 1.0, 0, 10), CAPACITY)
+    device.account.register(LeaseState(3, "liar", 1, None, 10, 1.0, 0, CAPACITY))
     assert device.grants() == {1: 500, 3: CAPACITY - 500}
 
 
@@ -797,9 +871,110 @@ def test_a_reservation_is_not_for_externals_who_have_left() -> None:
 
 def test_a_reservation_that_can_never_be_is_refused_with_the_numbers() -> None:
     device = Device(capacity=1 << 30, rules=Rules(1 << 26, 1 << 20)).lease(1, low=512 << 20)
-    device.account.reserve(1, 200 << 20)
-    with pytest.raises(LeaseRefused, match=r"300.00 MiB cannot be reserved: of 1.00 GiB, 248.00 MiB are neither"):
-        device.account.reserve(2, 300 << 20)
+    device.account.reserve(1, 960 << 20)
+    said = r"MiB cannot be reserved: the device has 1.00 GiB, of which 64.00 MiB are headroom. Ask for 960.00 MiB or less"
+    with pytest.raises(LeaseRefused, match="961.00 " + said):
+        device.account.reserve(2, 961 << 20)
+    with pytest.raises(LeaseRefused, match="961.00 " + said):
+        device.account.resize_reservation(1, 961 << 20)
+    assert device.account.state.reservations[1].wanted_bytes == 960 << 20
+
+
+def test_reservations_are_served_by_priority_then_arrival_and_a_small_one_overtakes_none() -> None:
+    device = Device(external=100)
+    device.account.reserve(1, 500)
+    assert device.settle() == [Ready(1)]
+    device.account.reserve(2, 400)
+    device.account.reserve(3, 50, priority=5)
+    device.account.reserve(4, 350, priority=-1)
+    assert device.run(50) == []
+    device.account.unreserve(1)
+    assert device.settle() == [Ready(4), Ready(2), Ready(3)]
+
+
+def test_an_engine_gives_nothing_for_a_reservation_that_cannot_be_served() -> None:
+    """It waits for external processes, a minimum, or another reservation."""
+    device = Device(external=500).lease(1, low=50, ask=5000)
+    device.run(3)
+    assert device.granted(1) == 380
+    device.account.reserve(7, 351)  # of 900: 500 external and 50 for the minimum
+    assert device.run(100) == []
+    device.external = 499
+    assert device.run(3) == [Recall(1, 50, 1.0), Ready(7)]
+
+
+def test_a_reservation_that_waits_has_no_part_in_what_another_has_reserved_and_uses() -> None:
+    """Its bytes come on top of all that is used or reserved, whoever uses it."""
+    device = Device()
+    device.account.reserve(1, 400)
+    assert device.settle() == [Ready(1)]
+    device.external = 400  # its process, and
+    device.external += 300  # another one
+    device.run(3)
+    device.account.reserve(2, 201)
+    assert device.run(20) == []
+    device.account.resize_reservation(2, 200)
+    assert device.settle() == [Ready(2)]
+    assert device.account.state.base_bytes == 300
+    device.account.reserve(3, 1)
+    assert device.run(20) == []
+
+
+def test_a_reservation_grows_behind_those_that_wait_and_shrinks_at_once() -> None:
+    device = Device().lease(1, ask=5000)
+    device.account.reserve(1, 600)
+    device.obey(device.settle())
+    device.obey(device.settle())
+    state = device.account.state
+    assert state.reserved_bytes == 600
+    device.account.reserve(2, 250)
+    device.account.resize_reservation(1, 700)  # there are 900: 250 of the 300 are asked for before
+    device.obey(device.settle())
+    assert device.settle() == [Ready(2)]
+    assert state.reserved_bytes == 850
+    device.account.resize_reservation(1, 500)
+    assert state.reserved_bytes == 750 and not state.next_reservations()
+    device.account.resize_reservation(1, 600)
+    device.account.keep_reservation(1)
+    assert state.reserved_bytes == 750 and device.settle() == [Grant(1, 130, 100)]
+
+
+@given(
+    external=st.integers(0, 500),
+    steps=st.lists(
+        st.tuples(st.sampled_from(["reserve", "resize", "end", "use", "external"]), st.integers(0, 900)), max_size=30
+    ),
+)
+def test_what_is_ready_is_free_and_stays_so_for_its_process(external: int, steps: list[tuple[str, int]]) -> None:
+    """Beside an engine that takes all it gets: memory that a process is told of is there when it takes it."""
+    device = Device().lease(1, low=50, ask=5000)
+    uses: dict[int, int] = {}  # what the process of each reservation holds
+    outside = external
+    for number, (step, amount) in enumerate(steps):
+        reservations = device.account.state.reservations
+        held = [one for one in reservations.values() if one.held_bytes]
+        if step == "reserve":
+            device.account.reserve(number, max(1, amount), priority=amount % 3)
+        elif step == "resize" and held:
+            one = held[amount % len(held)]
+            device.account.resize_reservation(one.reservation_id, max(1, amount))
+            uses[one.reservation_id] = min(uses.get(one.reservation_id, 0), max(1, amount))
+        elif step == "end" and reservations:
+            gone = [*reservations][amount % len(reservations)]
+            device.account.unreserve(gone)
+            uses.pop(gone, None)
+        elif step == "use" and held:
+            one = held[amount % len(held)]
+            uses[one.reservation_id] = one.held_bytes
+        elif step == "external":  # more of it would be taken for that of the reserved processes
+            outside = min(amount, outside)
+        device.external = outside + sum(uses.values())
+        for _ in range(4):
+            orders = device.run(3)
+            device.obey(orders)
+        held = [one for one in reservations.values() if one.held_bytes]
+        promised = sum(max(0, one.held_bytes - uses.get(one.reservation_id, 0)) for one in held)
+        assert device.external + promised + device.granted(1) <= CAPACITY - 100
 
 
 class Engine:
@@ -857,12 +1032,12 @@ class World:
     def arrive(self) -> None:
         if len(self.engines) < 4:
             lease_id, r = next(self.ids), self.random
-            terms = LeaseTerms(
-                f"engine {lease_id}", r.randrange(200), r.choice([None, 500, 800]), r.choice([0.5, 1, 2]),
-                r.choice([0, 0, 1]), r.choice([5, 10, 30]),
+            lease = LeaseState(
+                lease_id, f"engine {lease_id}", r.randrange(200), r.choice([None, 500, 800]), r.choice([5, 10, 30]),
+                r.choice([0.5, 1, 2]), r.choice([0, 0, 1]),
             )  # fmt: skip
             try:
-                self.account.register(lease_id, terms, 0)
+                self.account.register(lease)
             except MinimumsExceedCapacity:
                 return
             self.engines[lease_id] = Engine(lease_id)

@@ -68,7 +68,7 @@ def register(name: str = "x", low: int = 0) -> wire.RegisterMessage:
 async def test_one_engine_too_many_is_refused_and_the_others_go_on(bench: Bench) -> None:
     engines = [await bench.engine("a") for _ in range(3)]
     person = bench.client()
-    assert await person.say(wire.ReserveMessage(DEVICE, 10)) == [wire.ReservedMessage(10)]
+    assert [type(message) for message in await person.say(wire.ReserveMessage(DEVICE, 10))] == [wire.ReservedMessage]
     for message in (register(), wire.ReserveMessage(DEVICE, 10)):
         (answer,) = await bench.client().say(message)
         assert isinstance(answer, wire.RefusedMessage) and answer.code == "refused"
@@ -114,7 +114,7 @@ async def test_engines_that_come_back_are_not_one_too_many(bench: Bench) -> None
 async def test_minimums_and_reservations_beyond_the_share_are_refused_with_what_to_do(bench: Bench) -> None:
     a = await bench.engine("a", 300)
     person = bench.client()
-    assert await person.say(wire.ReserveMessage(DEVICE, 100)) == [wire.ReservedMessage(100)]
+    assert [type(message) for message in await person.say(wire.ReserveMessage(DEVICE, 100))] == [wire.ReservedMessage]
     (answer,) = await bench.client().say(register("b", 51))
     assert isinstance(answer, wire.RefusedMessage) and answer.code == "minimums", "an engine waits for those that load"
     assert "a min for 'b' of 51 bytes makes 451 bytes" in answer.message
@@ -122,6 +122,9 @@ async def test_minimums_and_reservations_beyond_the_share_are_refused_with_what_
     (answer,) = await bench.client().say(wire.ReserveMessage(DEVICE, 51))
     assert isinstance(answer, wire.RefusedMessage) and answer.code == "refused"
     assert "a reservation of 51 bytes makes 451 bytes" in answer.message
+    await person.refused(wire.ResizeMessage(151, 1000), "a reservation of 151 bytes makes 451 bytes")
+    assert [type(message) for message in await person.say(wire.ResizeMessage(150, 1000))] == [wire.ReservedMessage]
+    await person.say(wire.ResizeMessage(100, 1000))
     b = await bench.engine("b", 50)
     await a.say(wire.LowerMinMessage(100))  # it has loaded
     await bench.engine("c", 200)
@@ -188,3 +191,31 @@ def test_one_user_cannot_keep_another_out(folder: Path) -> None:
         assert other.tell("440") == "granted"
         root = start("user", path, DEVICE, 0, 0).start()
         assert [root.tell("5") for _ in range(4)] == ["granted"] * 4, "root has no bounds"
+
+
+@on_a_bench(quota=BOUND)
+async def test_no_user_holds_up_the_queue_of_reservations_for_long(bench: Bench) -> None:
+    """A reservation that cannot be served is first for an hour at most, and none goes before those of all others."""
+    await bench.client().refused(wire.ReserveMessage(DEVICE, 10, priority=-1), "has priority 0 or more, got -1")
+    first, other = bench.client(), bench.client()
+    bench.numbers.used = 850
+    await bench.tick()
+    await bench.tick()
+    assert await first.say(wire.ReserveMessage(DEVICE, 100)) == []
+    assert await other.say(wire.ReserveMessage(DEVICE, 10, wait_ms=10**8)) == []
+    await bench.tick(3599)
+    assert not any(isinstance(message, wire.ReservedMessage) for message in await other.hear())
+    await bench.tick(1.1)
+    assert isinstance((await first.hear())[-1], wire.RefusedMessage)
+    assert isinstance((await other.hear())[-1], wire.RefusedMessage), "both came at the same time"
+    held = bench.client()
+    (answer,) = await held.say(wire.ReserveMessage(DEVICE, 10))
+    assert isinstance(answer, wire.ReservedMessage)
+    assert await held.say(wire.ResizeMessage(300, 10**8)) == []
+    await bench.tick(3601)
+    assert isinstance((await held.hear())[-1], wire.RefusedMessage)
+
+
+def test_those_without_bounds_wait_as_they_like() -> None:
+    assert QUOTA.wait_ms(0, 10**9) == 10**9 and QUOTA.wait_ms(ANN, 10**9) == 3_600_000 and QUOTA.wait_ms(ANN, 5) == 5
+    QUOTA.check_priority(0, "root", -5)

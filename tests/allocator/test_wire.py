@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from pagetide.allocator import wire
 from pagetide.allocator.errors import InvalidLease, LeaseRefused, MinimumsExceedCapacity, ProtocolViolation
 
-# Every kind of frame as a broker and an engine of protocol 3 writes it: recorded between processes of two commits, `withdraw`
-# and `refused` written after them. A change that breaks a test of these needs a new protocol version.
+# Every kind of frame as a broker and an engine of protocol 4 writes it: recorded between processes of two commits, `withdraw`,
+# `refused` and those about reservations written after them. A change that breaks a test of these needs a new protocol version.
 RECORDED = [
-    '{"type":"hello","protocol":3}',
+    '{"type":"hello","protocol":4}',
     (
         '{"type":"register","name":"demo-71","device_uuid":"HOST-1","min_bytes":752374784,"max_bytes":9424291'
         '84,"weight":1.0,"priority":0,"granule_bytes":6553600,"held_bytes":443682816}'
@@ -32,9 +32,14 @@ RECORDED = [
     '{"type":"list_leases"}',
     '{"type":"recall_bytes","engine":"demo-71","num_bytes":31457280}',
     '{"type":"set_limit","engine":"demo-71","max_bytes":838860800}',
-    '{"type":"reserve","device_uuid":"HOST-1","num_bytes":20971520}',
+    (
+        '{"type":"reserve","device_uuid":"HOST-1","num_bytes":20971520,"name":"train.py","priority":-1,"duration'
+        '_ms":7200000,"wait_ms":60000,"pid":71,"renewed":false}'
+    ),
+    '{"type":"resize","num_bytes":31457280,"wait_ms":0}',
+    '{"type":"list_reservations"}',
     '{"type":"release"}',
-    '{"type":"welcome","protocol":3,"epoch":39528,"pid":55}',
+    '{"type":"welcome","protocol":4,"epoch":39528,"pid":55}',
     '{"type":"registered","lease_id":1,"generation":[39528,1],"granted_bytes":752374784}',
     '{"type":"grant","lease_id":1,"generation":[39528,2],"granted_bytes":722526208}',
     (
@@ -48,7 +53,13 @@ RECORDED = [
     '{"type":"recalling","target_bytes":763158528,"deadline_ms":1000}',
     '{"type":"limit","lease_id":1,"max_bytes":838860800,"generation":[39528,13]}',
     '{"type":"limit_set","max_bytes":838860800,"over_bytes":0}',
-    '{"type":"reserved","num_bytes":20971520}',
+    '{"type":"reserved","num_bytes":20971520,"reservation_id":7,"left_ms":null}',
+    '{"type":"queued","reservation_id":7,"reason":"20.00 MiB of host are not free yet"}',
+    '{"type":"reservation_ended","reason":"its time is over"}',
+    (
+        '{"type":"reservation_view","reservation_id":7,"name":"train.py","pid":71,"user":"root","device_uuid":"HOST-1'
+        '","held_bytes":20971520,"wanted_bytes":31457280,"priority":-1,"waiting_ms":250,"left_ms":7199000}'
+    ),
     '{"type":"withdraw","lease_id":1,"generation":[39528,14]}',
     (
         '{"type":"refused","code":"refused","message":"\'demo-71\' holds 814.28 MiB, and 814.28 MiB is its mini'
@@ -70,12 +81,30 @@ def payload(**content: Any) -> bytes:
 def test_there_is_a_recorded_frame_of_every_kind() -> None:
     assert {json.loads(text)["type"] for text in RECORDED} == set(wire._KINDS)
     assert {type(message) for message in SAMPLES} == {*get_args(wire.FromClient), *get_args(wire.FromBroker)}
-    assert wire.PROTOCOL == 3
+    assert wire.PROTOCOL == 4
 
 
 def test_a_recorded_frame_is_read_and_would_be_sent_the_same() -> None:
     for text, message in zip(RECORDED, SAMPLES, strict=False):
         assert wire.to_frame(message) == struct.pack(">I", len(text)) + text.encode()
+
+
+def test_what_a_version_added_is_left_out_for_those_before() -> None:
+    ask, reserve, reserved = (
+        wire.AskMessage(1, 2, 3, 4),
+        wire.ReserveMessage("HOST-1", 5, "x", 6),
+        wire.ReservedMessage(5, 7, 8),
+    )
+    keys = [
+        [set(json.loads(wire.to_frame(message, version)[4:])) for message in (ask, reserve, reserved)] for version in (2, 3, 4)
+    ]
+    two = [{"type", "target_bytes", "expires_ms"}, {"type", "device_uuid", "num_bytes"}, {"type", "num_bytes"}]
+    asks = two[0] | {"waiting_ms", "keep_bytes"}
+    assert keys[:2] == [two, [asks, *two[1:]]]
+    more = {"name", "priority", "duration_ms", "wait_ms", "pid", "renewed"}
+    assert keys[2] == [asks, two[1] | more, two[2] | {"reservation_id", "left_ms"}]
+    (read,) = wire.FrameDecoder().feed(wire.to_frame(reserve, 3))
+    assert read == wire.ReserveMessage("HOST-1", 5)
 
 
 def test_a_message_comes_out_as_it_went_in() -> None:

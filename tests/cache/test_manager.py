@@ -7,11 +7,11 @@ import pytest
 
 from pagetide.allocator.blocks import BlockAllocator
 from pagetide.cache.eviction import Lru
-from pagetide.cache.grouped_tables import tables_for
 from pagetide.cache.layer_groups import LayerGroup
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
 from pagetide.cache.row_tables import RowTables
+from pagetide.cache.state_tables import tables_for
 
 
 def rows(*values: int) -> np.ndarray:

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from pagetide.allocator.blocks import BlockAllocator
-from pagetide.cache.grouped_tables import tables_for
 from pagetide.cache.layer_groups import LayerGroup, split_into_tables
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
+from pagetide.cache.state_tables import tables_for
 
 SIZE, WINDOW = 4, 32
 GROUPS = (LayerGroup(), LayerGroup(2, WINDOW))

@@ -16,7 +16,7 @@ import pytest
 from pagetide.api.sampling_params import SamplingParams
 from pagetide.engine import errors
 from pagetide.engine.config import EngineConfig, KvMemory, ModelSpec, read_models, resolve_model
-from pagetide.engine.errors import CheckpointError, ConfigError, ModelNotFound, UnsupportedModel
+from pagetide.engine.errors import CheckpointError, ConfigError, ModelNotFound
 from pagetide.engine.loading.models import BUILT_IN_FILE, CONFIG_VARIABLE, resolve_tokenizer, user_file
 
 
@@ -255,7 +255,7 @@ def test_incomplete_folders(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="is a file; name the folder"):
         resolve_model(tmp_path / "config.json")
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(UnsupportedModel, match="is GGUF, which is not read: take the model in safetensors form"):
+    with pytest.raises(CheckpointError, match=r"model\.gguf has not the beginning of a GGUF file; fetch it again"):
         resolve_model(tmp_path / "model.gguf")
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     assert resolve_model(tmp_path).path == tmp_path

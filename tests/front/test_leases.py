@@ -1,4 +1,4 @@
-"""The commands `leases`, `limit`, `recall` and `run` of `vram-monitor`, on a test device with a real daemon and engines."""
+"""The commands of `vram-monitor` about leases and reservations, on a test device with a real daemon and engines."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from device_users import MIB, DeviceUser, Light, device_users
 from monitors import MonitorProcess, run, run_here, wait_until
 
+from pagetide.allocator.reservation import Reservation
 from pagetide.monitor.record import RecordReader
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="leases need Linux")
@@ -131,6 +132,22 @@ def test_a_reservation_is_free_before_the_program_starts_and_its_status_is_told(
     wait_until(lambda: not device.engine.tell("state")["left"], "requests to end, which have the room again")
 
 
+def test_a_reservation_for_a_time_is_listed_and_ends_by_itself(device: Device) -> None:
+    assert device.done("reservations") == "no memory is reserved\n"
+    done = run("reserve", "100MiB", "--time", "100ms", "--name", "notebook", env=device.env)
+    assert done.returncode == 0
+    assert done.stdout == "100.00 MiB of host are reserved, for 0 s; Ctrl-C or the end of this process gives them back\n"
+    assert done.stderr == "vram-monitor: 100.00 MiB are reserved no longer: its time is over\n"
+    uuid = device.lease()["device_uuid"]
+    with Reservation.granted(device.directory / "broker.sock", uuid, 50 * MIB, name="train.py") as lease:
+        (row,) = json.loads(device.done("reservations", "--json"))
+        assert (row["name"], row["held_bytes"], row["state"], row["left_seconds"]) == ("train.py", 50 * MIB, "held", None)
+        named = f"#{lease.reservation_id} train.py (pid {row['pid']}, {row['user']})"
+        assert device.done("reservations") == f"{named} has 50.00 MiB of host until it ends\n"
+        said = device.refused("reserve", "900MiB", "--wait", "10ms")
+    assert "'train.py'" in said and "guaranteed to 'tide'" in said
+
+
 def test_a_program_that_is_killed_or_cannot_start_has_the_shells_status(device: Device, tmp_path: Path) -> None:
     assert device.run("run", "--reserve", "1MiB", "--", "sh", "-c", "kill -TERM $$").returncode == 128 + 15
     for name, mode, text in (
@@ -161,13 +178,17 @@ def test_bad_input_is_a_sentence_and_status_2_and_changes_nothing(device: Device
         (("limit", "", "--max", "1GiB"), "a printable text"),
         (("recall", "tide", "2 GBit"), "SIZE: cannot read"),
         (("recall", "tide", "9999999999TiB"), "more memory than there is"),
-        (("run", "--reserve", "2GiB", "--", "true"), "2.00 GiB cannot be reserved: of 1.00 GiB"),
+        (("run", "--reserve", "2GiB", "--", "true"), "2.00 GiB cannot be reserved: the device has 1.00 GiB"),
         (("run", "--reserve", "much", "--", "true"), "--reserve: cannot read 'much'"),
         (("run", "--reserve", "1MiB", "--device", "7", "--", "true"), "no device 7; those that exist: host"),
         *(
-            (("run", "--reserve", "1MiB", "--timeout", given, "--", "true"), "--timeout must be a number of seconds above 0")
-            for given in ("nan", "inf", "-1")
+            (("run", "--reserve", "1MiB", f"--wait={given}", "--", "true"), f"--wait: cannot read '{given}' as a time")
+            for given in ("nan", "inf", "-1", "1 week")
         ),
+        (("reserve", "much"), "SIZE: cannot read 'much'"),
+        (("reserve", "1MiB", "--time", "soon"), "--time: cannot read 'soon' as a time"),
+        (("reserve", "1MiB", "--time", "40d"), "at most 30 days, got 3.456e+06 s"),
+        (("reserve", "1MiB", "--priority", "5000"), "reserve.priority must be a whole number between -1000 and 1000"),
     ]:
         assert said in device.refused(*arguments), arguments
     after = device.lease()

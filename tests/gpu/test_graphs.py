@@ -100,7 +100,7 @@ def test_captured_steps_survive_resizes() -> None:
     while engine.core.has_work:
         if rng.random() < 0.3 or scheduler.starving:
             while engine.core.is_ahead:
-                ends |= {end.request_id: end for end in engine.core.catch_up().finished}
+                ends |= {end.request_id: end for end in engine.core.step(ahead=False).finished}
             if rng.random() < 0.6 or scheduler.starving:
                 scheduler.pool.grow(int(rng.integers(1, 4)))
             else:

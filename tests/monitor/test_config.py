@@ -72,6 +72,7 @@ def test_what_cannot_be_used_is_refused_with_a_sentence(tmp_path: Path) -> None:
         "user_share: true": "got True", "user_share: [1]": "must be a share",
         "log_level: loud": "one of debug, info, warning, error, got 'loud'",
         "source: 7": "source must be a text, got 7", "group: ''": "group must be a text",
+        "token_file: /tmp/token": "no port is served; set metrics_port too",
         "capacity: 64MiB\nheadroom: 64MiB": "headroom (64.00 MiB) leaves nothing of the capacity (64.00 MiB)",
         **dict.fromkeys((  # absurd ones, refused by whatever they come to first
             "runtime_dir: ~nobody-of-that-name/x", 'runtime_dir: "a\\0b"', "interval: 1" + "0" * 400,

@@ -99,13 +99,30 @@ def test_an_old_driver_is_asked_for_the_old_structure(nvml: NvmlStandin, source:
     assert nvml.calls("nvmlDeviceGetMemoryInfo_v2", "0") + nvml.calls("nvmlDeviceGetMemoryInfo_v2", "1") == 3
 
 
-def test_a_chip_of_unified_memory_has_the_memory_of_the_host(nvml: NvmlStandin, source: NvmlSource) -> None:
+def test_a_chip_of_unified_memory_has_the_memory_of_the_host_less_a_floor_for_the_system(
+    nvml: NvmlStandin, source: NvmlSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nvml.update("1", total_bytes=None)
     assert source.scan() == (INFO_A, INFO_B)
-    reading = source.memory(INFO_B)
-    assert reading.total_bytes == host_memory().total_bytes  # a cgroup's limit, where that is less than the machine has
+    reading, host = source.memory(INFO_B), host_memory()
+    # a cgroup's limit, where that is less than the machine has
+    assert reading.total_bytes == host.total_bytes - min(4 * GIB, host.total_bytes // 4)
     assert reading.free_bytes is not None and 0 < reading.free_bytes < reading.total_bytes
     assert source.memory(INFO_A) == READ_A
+    for total, free, seen in ((128, 100, (124, 96)), (128, 3, (124, 0)), (8, 7, (6, 5))):
+        monkeypatch.setattr("pagetide.monitor.sources.nvml.host_memory", lambda t=total, f=free: (t * GIB, f * GIB))
+        assert source.memory(INFO_B) == MemoryReading(*(part * GIB for part in seen))
+
+
+def test_a_limit_that_another_library_puts_between_is_the_devices_memory(nvml: NvmlStandin, source: NvmlSource) -> None:
+    """HAMi answers with a container's limit, which may change, and with limit - use, which wraps around below 0."""
+    source.scan()
+    nvml.update("1", total_bytes=10 * GIB, free_bytes=4 * GIB)
+    assert source.memory(INFO_B) == MemoryReading(10 * GIB, 4 * GIB)
+    nvml.update("1", total_bytes=2 * GIB, free_bytes=2**64 - 4 * GIB)
+    assert source.memory(INFO_B) == MemoryReading(2 * GIB, 0)
+    nvml.errors = {"nvmlDeviceGetMemoryInfo_v2": pynvml.NVML_ERROR_FUNCTION_NOT_FOUND}
+    assert source.memory(INFO_B) == MemoryReading(2 * GIB, 0)
 
 
 def test_what_nvml_does_not_say_of_a_device_is_none_or_unreadable(nvml: NvmlStandin, source: NvmlSource) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from triton_checks import sparse
@@ -57,18 +59,18 @@ def test_weights_are_converted_as_torch_converts_them(dtype):
             packed = torch.ops.pagetide.pack_weight(weight, TYPES[dtype])
             assert torch.equal(packed, torch.ops.pagetide.pack_weight(weight.to(dtype), TYPES[dtype]))
             ids = torch.tensor([n - 1, 0, n // 2, n - 1])
-            rows = torch.ops.pagetide.embed(packed, TYPES[dtype], n, k, ids)
+            rows = torch.ops.pagetide.embed(packed, TYPES[dtype], n, k, ids, TYPES[dtype])
             assert rows.dtype == dtype and torch.equal(rows.view(torch.uint8), weight.to(dtype)[ids].view(torch.uint8))
 
 
 def test_rows_outside_of_a_packed_weight_are_refused():
     packed = torch.ops.pagetide.pack_weight(torch.randn(40, 8), 0)
-    assert torch.ops.pagetide.embed(packed, 0, 40, 8, torch.zeros(0, dtype=torch.int64)).shape == (0, 8)
+    assert torch.ops.pagetide.embed(packed, 0, 40, 8, torch.zeros(0, dtype=torch.int64), 0).shape == (0, 8)
     for row in (-1, 40):
         with pytest.raises(RuntimeError, match=f"index {row} is out of range: 40 rows"):
-            torch.ops.pagetide.embed(packed, 0, 40, 8, torch.tensor([0, row]))
-    with pytest.raises(RuntimeError, match="integers"):
-        torch.ops.pagetide.embed(packed, INT8, 40, 8, torch.tensor([0]))
+            torch.ops.pagetide.embed(packed, 0, 40, 8, torch.tensor([0, row]), 0)
+    with pytest.raises(RuntimeError, match="rows of floats have the type of the weight"):
+        torch.ops.pagetide.embed(packed, 0, 40, 8, torch.tensor([0]), 1)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -141,6 +143,61 @@ def test_published_forms(dtype):
             out = pack(weight).product(x, None)
             assert_near(out, x.double() @ weight.dequantized().double().T, dtype)
             assert torch.equal(out[-1:], pack(weight).product(x[-1:], None))
+            if order is None:
+                rows_of_it = pack(weight).rows(torch.tensor([n - 1, 0]), dtype)
+                assert rows_of_it.dtype == dtype
+                assert torch.allclose(rows_of_it.double(), weight.dequantized()[[n - 1, 0]].double(), rtol=ERRORS[dtype])
+
+
+def with_factors(form, six_bits, n, k, generator):
+    """A weight whose scales are integers times factors, as in the K-quants of GGUF."""
+    low, high = {"int4": (-8, 8), "int8": (0, 32) if six_bits else (-32, 32)}[form]
+    values = torch.randint(low, high, (n, k), generator=generator, dtype=torch.int8)
+    supers, group = -(-k // 256), 32 if six_bits else 16
+    factors = (torch.rand((2 * supers if six_bits else supers, n), generator=generator) + 0.1).half() / 64
+    if six_bits:
+        scales = torch.randint(0, 256, (12 * supers, n), generator=generator, dtype=torch.uint8)
+    else:
+        scales = torch.randint(-128, 128, (-(-k // group), n), generator=generator, dtype=torch.int8)
+    return QuantizedWeight(form, values, scales, group=group, factors=factors)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(("form", "six_bits"), [("int4", True), ("int8", True), ("int8", False)])
+def test_scales_with_factors(form, six_bits, dtype):
+    for rows, n, k in (
+        (1, 1, 256),
+        (3, 70, 512),
+        (13, 31, 1280),
+        (97, 200, 256),
+        (40, 33, 2048),
+        *(() if six_bits else ((5, 40, 300),)),
+    ):
+        x, _, bias, generator = drawn(dtype, rows, n, k)
+        weight = with_factors(form, six_bits, n, k, generator)
+        whole, packed = weight.dequantized(), pack(weight)
+        out = packed.product(x, bias)
+        assert_near(out, x.double() @ whole.double().T + bias.double(), dtype, 2)
+        assert torch.equal(out[-1:], packed.product(x[-1:], bias))
+        ids = torch.tensor([[n - 1, 0], [n // 2, 0]])
+        assert torch.allclose(packed.rows(ids, dtype).double(), whole[ids].double(), rtol=ERRORS[dtype], atol=1e-6)
+
+
+def test_scales_with_factors_of_other_sizes_are_refused():
+    generator = torch.Generator().manual_seed(1)
+    six, eight = (with_factors("int8", six_bits, 8, 512, generator) for six_bits in (True, False))
+    for weight, message in (
+        (replace(six, factors=six.factors[:-1]), "factors must have 32 elements"),
+        (replace(six, scales=six.scales[:-1]), "scales must have 192 elements"),
+        (replace(six, group=16), "scales of six bits are of groups of 32"),
+        (replace(six, factors=six.factors.float()), "factors has another element type"),
+        (replace(eight, factors=None), "scales of integers have factors"),
+        (replace(eight, scales=eight.scales.half()), "scales of integers have factors"),
+        (replace(eight, group=0, scales=eight.scales[:1]), "scales with factors are of groups"),
+    ):
+        for use in (lambda one: one.product(torch.ones(1, 512), None), lambda one: one.rows(torch.tensor([0]), torch.float32)):
+            with pytest.raises(RuntimeError, match=message):
+                use(pack(weight))
 
 
 def test_every_code_of_small_floats_is_exact():
@@ -243,7 +300,7 @@ def test_sizes_that_overflow_are_refused():
     with pytest.raises(RuntimeError, match="a weight of"):
         torch.ops.pagetide.unpack_row(empty, 0, 2**62, 4, 0)
     with pytest.raises(RuntimeError, match="a weight of"):
-        torch.ops.pagetide.embed(empty, 0, 2**62, 4, torch.tensor([5]))
+        torch.ops.pagetide.embed(empty, 0, 2**62, 4, torch.tensor([5]), 0)
     with pytest.raises(RuntimeError, match="a weight of -5 by -7"):
         torch.ops.pagetide.most_scratch_bytes(0, -5, -7)
 

@@ -406,9 +406,12 @@ def test_blocks_are_withheld_until_they_are_given_back_or_a_step_is_planned():
     assert state.withheld_blocks == 4 and pool.is_resizing
     world.step()
     assert state.withheld_blocks == 0 and not pool.is_resizing
-    world.add("a", 40)
+    world.add("first", 14, max_new=9, arrival=0.0)
+    world.add("a", 40, arrival=1.0)
     world.step()
-    pool.make_idle(5)
-    assert not state.admits, "one was preempted"
+    pool.make_idle(4)
+    assert world.waiting_ids == ["a"] and not state.admits, "it would be preempted again"
     pool.reopen_admission()
     assert state.admits and state.withheld_blocks == 0
+    pool.make_idle(5)
+    assert world.waiting_ids == ["first", "a"] and state.admits, "what is left after the blocks withheld is for the first"

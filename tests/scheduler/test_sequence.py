@@ -26,6 +26,7 @@ def waits_deferred_for_the_prompt_of_another_leader() -> None:
     preempt(world.scheduler.state, [of(world, "a")])
     world.scheduler.pool.limit_blocks = 1
     world.step()
+    world.step()
     assert of(world, "g").status is S.DEFERRED
     world.abort("f")
     world.step()

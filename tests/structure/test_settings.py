@@ -24,7 +24,7 @@ OTHERS = {
     "pagetide/doctor.py": {"--device"},
     "pagetide/fleet_command.py": {"--name", "--address", "--drain-timeout"},
     "pagetide/replay.py": {"--host", "--port"},
-    "pagetide/vram_monitor.py": {"--interval", "--device"},
+    "pagetide/vram_monitor.py": {"--interval", "--device", "--name"},
 }
 # Modules that take the engine's settings from the table, and name none of them.
 TAKERS = ("pagetide/cli.py", "pagetide/serve.py", "engine/llm.py", "engine/async_llm.py")

@@ -43,6 +43,11 @@ def test_there_are_three() -> None:
     assert [title for title, _ in WALKS] == ["Walk: a prompt", "Walk: a byte of memory", "Walk: a recall"]
 
 
+def test_a_recall_by_hand_takes_at_most_20_functions_to_the_unmapping() -> None:
+    functions = [function for function, _, _ in ROW.findall(dict(WALKS)["Walk: a recall"])]
+    assert functions[0] == "_recall" and functions.index("HostArena.unmap") < 20
+
+
 @pytest.mark.parametrize(("title", "table"), WALKS, ids=[title for title, _ in WALKS])
 def test_each_function_is_reached_from_one_before_it(title: str, table: str) -> None:
     """By a call, or by what the table names, which both mention."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from scripted_lease import ScriptedLease
 
 from benchmarks.figures import Figure
 from benchmarks.gpu import __main__ as program
@@ -28,6 +29,7 @@ from benchmarks.gpu.parts import (
     items_of,
     with_needs,
 )
+from benchmarks.gpu.recall import PoolRig
 
 CEILINGS = {bandwidth.MEMORY: 40.0, bandwidth.TO_HOST: 10.0, bandwidth.FROM_HOST: 10.0}
 
@@ -182,3 +184,21 @@ def test_without_time_a_part_is_told_as_unmeasured(tmp_path: Path) -> None:
     results = json.loads((tmp_path / "gpu.json").read_text())
     assert list(results) == list(BY_NAME)
     assert {part["error"] for part in results.values()} == {"no time left of 1 s"}
+
+
+def test_a_pool_is_not_grown_before_its_last_recall_is_answered() -> None:
+    """The grant falls with the answer only; growth before it would be called off."""
+
+    class Answering(ScriptedLease):
+        def ask(self, target_bytes: int, *, expires_s: float, waiting_s: float = 0.0, keep_bytes: int = 0) -> None:
+            super().ask(target_bytes, expires_s=expires_s)
+            if len(self.asked) == 2:
+                self.answer_unmapped(self.held_bytes)
+            elif len(self.asked) == 3:
+                self.grant(target_bytes)
+
+    rig = object.__new__(PoolRig)
+    rig.lease = lease = Answering(granted_bytes=48, min_bytes=8, held_bytes=16)
+    lease.recall_to(16)
+    rig.have_granted(32)
+    assert lease.recall is None and lease.asked == [48] * 3 and lease.granted_bytes == 48

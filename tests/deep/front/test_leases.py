@@ -48,8 +48,8 @@ def test_a_program_that_takes_its_time_to_end_keeps_its_reservation(monitored: M
         assert started.stdout is not None
         started.stdout.readline()
         started.send_signal(signal.SIGTERM)
-        refused = run("run", "--reserve", "700MiB", "--", "true", env=env_of(monitored))
-        assert refused.returncode == 2 and "cannot be reserved" in refused.stderr
+        refused = run("run", "--reserve", "700MiB", "--wait", "0.1s", "--", "true", env=env_of(monitored))
+        assert refused.returncode == 2 and "'sh'" in refused.stderr and "reserved 500.00 MiB until it ends" in refused.stderr
         assert started.poll() is None
         (tmp_path / "go").touch()
         assert started.wait(60) == 3
@@ -76,12 +76,38 @@ def test_a_reservation_outlives_the_monitor(monitored: MonitorProcess) -> None:
         assert "the program goes on" in lost
         monitored.start()
         assert started.stderr.readline() == "vram-monitor: 500.00 MiB are reserved again\n"
-        refused = run("run", "--reserve", "700MiB", "--", "true", env=env_of(monitored))
-        assert refused.returncode == 2 and "cannot be reserved" in refused.stderr
+        refused = run("run", "--reserve", "700MiB", "--wait", "0.1s", "--", "true", env=env_of(monitored))
+        assert refused.returncode == 2 and "'sh'" in refused.stderr and "reserved 500.00 MiB until it ends" in refused.stderr
         started.stdin.write("\n")
         started.stdin.flush()
         assert started.wait(60) == 5
         assert started.stderr.read() == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL])
+def test_memory_is_kept_for_a_time_until_a_signal_and_over_the_monitors_end(monitored: MonitorProcess, number: int) -> None:
+    started = subprocess.Popen(
+        command("reserve", "500MiB", "--time", "2h", "--name", "notebook"),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | env_of(monitored), start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert started.stdout is not None and started.stderr is not None
+        assert started.stdout.readline().startswith("500.00 MiB of host are reserved, for 2 h; Ctrl-C")
+        if number == signal.SIGTERM:
+            monitored.kill()
+            assert started.stderr.readline().startswith("vram-monitor: 500.00 MiB are reserved no longer (the broker at ")
+            monitored.start()
+            assert started.stderr.readline() == "vram-monitor: 500.00 MiB are reserved again\n"
+        (row,) = json.loads(run("reservations", "--json", env=env_of(monitored)).stdout)
+        assert (row["name"], row["pid"], row["held_bytes"]) == ("notebook", started.pid, 500 * MIB)
+        assert 6000 < row["left_seconds"] <= 7200
+        started.send_signal(number)
+        assert started.wait(60) == (0 if number != signal.SIGKILL else -signal.SIGKILL)
+        shown = lambda: run("reservations", env=env_of(monitored)).stdout  # noqa: E731
+        wait_until(lambda: shown() == "no memory is reserved\n", "its end")
+    finally:
+        started.kill()
+        started.communicate(timeout=60)
 
 
 def test_leases_that_nobody_tells_are_not_none(monitored: MonitorProcess) -> None:

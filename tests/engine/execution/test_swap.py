@@ -101,7 +101,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def admit_whatever_fits(llm: LLM) -> None:
     """Else the forecast, which knows how long these outputs may be, lets nobody in who has to give way."""
     scheduler = llm._manager.open().core.scheduler
-    scheduler.state.limits = replace(scheduler.limits, forecast=False)
+    scheduler.state.limits = replace(scheduler.state.limits, forecast=False)
 
 
 def test_an_engine_swaps_within_its_host_memory(saved):

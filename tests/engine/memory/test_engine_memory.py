@@ -73,7 +73,7 @@ class Engine(SteppedEngine):
             if not self.memory.due:
                 return made
             while self.core.is_ahead:
-                self.core.catch_up()
+                self.core.step(ahead=False)
             self.step()
         raise AssertionError("memory is due without end")
 

@@ -28,7 +28,7 @@ class Rig:
         self.arena: Any = SimpleNamespace(held=HeldBounds(5 * MIB, 5 * MIB), extent_bytes=EXTENT)
         counters = SimpleNamespace(preemptions=3, moved_blocks=7)
         self.scheduler: Any = SimpleNamespace(has_work=True, num_running=1, stats=counters)
-        self.pool: Any = SimpleNamespace(unneeded_extents=(2, 0), scheduler=self.scheduler)
+        self.pool: Any = SimpleNamespace(unneeded_extents=(2, 0), wanted_extents=0, waiting_s=0.0, scheduler=self.scheduler)
         base = BaseMemory(lambda: self.process, weights_bytes=WEIGHTS, reserve_bytes=0, trim=self.trim)
         self.reporter = LeaseReporter(self.lease, base, self.arena, self.pool, stats=self.stats, clock=lambda: self.now)
         self.reporter.measure_and_report(self.now)
@@ -94,6 +94,9 @@ def test_a_process_beyond_its_grant_empties_caches_and_asks() -> None:
     rig.process = BASE + 2 * MIB
     assert rig.after_step(0.0, resized=True) == [report(other=8)]
     assert (rig.trims, rig.lease.asked) == (1, [17 * MIB])
+    rig.pool.wanted_extents = 9
+    rig.after_step(0.5)
+    assert rig.lease.asked == [17 * MIB, 21 * MIB], "what requests wait for is not forgotten"
 
 
 def test_a_recall_is_answered_once_no_more_is_held(caplog: pytest.LogCaptureFixture) -> None:
@@ -165,7 +168,9 @@ def test_a_recall_that_spares_requests_is_answered_with_what_is_held_once_nothin
     rig.lease.recall_to(12 * MIB, spares_requests=True)
     rig.receive()
     rig.reporter.answer(idle=False, over_recall=1)
-    assert rig.lease.answered == []
+    assert rig.lease.answered == [] == rig.lease.reports
+    rig.pool.unneeded_extents = (0, 0)
     rig.reporter.answer(idle=False, over_recall=0)
+    assert rig.lease.reports == [report(free=0)], "the broker knows why"
     assert rig.lease.answered == [rig.lease.held_bytes] and rig.lease.held_bytes > 12 * MIB
     assert rig.lease.recall is None and not rig.reporter.is_recalled

@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from pagetide.engine.memory.step_timer import SLICE_BYTES, Slice, StepTimer
+from pagetide.scheduler.outcome import Stats
 
 EXTENT, BLOCK = 1 << 20, 1 << 18
 PLAIN_S = 0.01
@@ -16,7 +17,7 @@ def test_a_slice_comes_to_take_most_of_a_steps_own_time() -> None:
     for bytes_per_s, plain_s in itertools.product((2e8, 3e9, 8e10), (0.002, 0.05, 0.4)):
         copying = Slice(1 << 16)
         for _ in range(40):
-            copying.record(copying.num_bytes, plain_s + copying.num_bytes / bytes_per_s, plain_s)
+            copying.record(copying.num_bytes, copying.num_bytes / bytes_per_s, plain_s)
         assert copying.num_bytes / bytes_per_s == pytest.approx(Slice.SHARE * plain_s, rel=0.01), (bytes_per_s, plain_s)
 
 
@@ -26,8 +27,8 @@ def test_a_slice_learns_from_whole_ones_only_and_stays_within_bounds() -> None:
     assert copying.num_bytes == SLICE_BYTES
     copying.record(SLICE_BYTES, 10.0, 0.01)
     assert copying.num_bytes == SLICE_BYTES // 2, "one slow step is no measurement"
-    copying.record(SLICE_BYTES // 2, 0.0101, 0.01)
-    assert copying.num_bytes == SLICE_BYTES
+    copying.record(SLICE_BYTES // 2, 0.0001, 0.01)
+    assert copying.num_bytes == 4 * SLICE_BYTES, "eight times as many at most"
     for _ in range(20):
         copying.record(copying.num_bytes, 10.0, 0.01)
     assert copying.num_bytes == 1 << 20
@@ -37,19 +38,21 @@ class Steps:
     """A timer, with the steps that it sees."""
 
     def __init__(self) -> None:
-        self.now, self.moved_blocks = 100.0, 0
+        self.now, self.stats = 100.0, Stats()
         self.timer = StepTimer(EXTENT, BLOCK, self.now)
 
     def step(
         self, seconds: float = PLAIN_S, *, after: float = 0.0, in_use: bool = True, waited_for: bool = True,
-        moved: int = 0, mapped: int = 0, ahead: bool = False,
+        moved: int = 0, mapped: int = 0, ahead: bool = False, computing_s: float = 0.0, tokens: int = 1,
     ) -> None:  # fmt: skip
         self.now += after
         if not ahead:
             self.timer.begin(self.now, in_use=in_use)
         self.now += seconds
-        self.moved_blocks += moved
-        self.timer.end(self.now, waited_for=waited_for, moved_blocks=self.moved_blocks, mapped_bytes=mapped)
+        self.stats.moved_blocks += moved
+        self.stats.computing_s += computing_s
+        self.stats.computed_tokens += tokens
+        self.timer.end(self.now, self.stats, waited_for=waited_for, mapped_bytes=mapped)
 
 
 def test_the_first_step_and_one_after_a_pause_of_steps_that_callers_wait_for_are_alone() -> None:
@@ -121,3 +124,21 @@ def test_a_step_launched_ahead_is_timed_from_the_end_of_the_one_before() -> None
     steps = plain_steps()
     steps.step(2 * PLAIN_S, moved=SLICE_BYTES // BLOCK, ahead=True)
     assert steps.timer.copying.num_bytes == pytest.approx(SLICE_BYTES)
+
+
+def test_a_long_prompt_does_not_make_maps_look_slow() -> None:
+    steps = Steps()
+    for _ in range(5):
+        steps.step(computing_s=0.8 * PLAIN_S)
+        steps.step(1e-6, tokens=0)  # says nothing of how long steps are
+    steps.step(0.3, mapped=SLICE_BYTES, computing_s=0.3 - 0.7 * PLAIN_S)
+    assert steps.timer.mapping.num_bytes == pytest.approx(2 * SLICE_BYTES), "half of a step's time"
+    steps.step(0.3, mapped=2 * SLICE_BYTES, computing_s=0.3 - 1.2 * PLAIN_S)
+    assert steps.timer.mapping.num_bytes == pytest.approx(2 * SLICE_BYTES)
+
+
+def test_a_burst_that_maps_in_each_step_is_compared_with_its_own_computing() -> None:
+    steps = Steps()
+    for _ in range(2):
+        steps.step(0.3, mapped=SLICE_BYTES, computing_s=0.25)
+    assert steps.timer.mapping.num_bytes == pytest.approx(5 * SLICE_BYTES), "from the second on: the first is alone"

@@ -196,7 +196,7 @@ def small(blocks: int, **more: Any) -> LLM:
     llm = LLM(model(), share=False, kv_memory=(blocks + 1) * BLOCK_BYTES, block_size=4, **more)
     assert llm.stats()["blocks"]["usable"] == blocks or blocks > 63
     scheduler = llm._manager.open().core.scheduler
-    scheduler.state.limits = replace(scheduler.limits, forecast=False)
+    scheduler.state.limits = replace(scheduler.state.limits, forecast=False)
     swap_whatever_it_costs(scheduler)
     return llm
 

@@ -278,7 +278,7 @@ def _is_document(text: str | None) -> bool:
 def test_documents_are_whole_and_the_same_under_preemption(llm: LLM) -> None:
     scheduler = llm._manager.open().core.scheduler
     # With it they would wait rather than force each other out.
-    scheduler.state.limits = replace(scheduler.limits, forecast=False)
+    scheduler.state.limits = replace(scheduler.state.limits, forecast=False)
     kinds = [(0.0, 1), (1.0, 2), (1.5, 1), (1.2, 1), (0.8, 2)]
     params = [
         SamplingParams(json_schema=SCHEMA, temperature=temperature, seed=seed, max_new_tokens=90, n=n)

@@ -1,0 +1,163 @@
+"""The block tables of rows where layers have states, beside or instead of K and V.
+
+A row has one table more, of the blocks with its state, from its admission on. A step changes the state in place, so a state
+that others find is no row's: a hit copies it, and a row that goes on from one that it has given away gets a copy. States are
+kept where prompts part, and behind the last full block that a row begins with: `reach` cuts chunks there.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..allocator.blocks import BlockAllocator, BlockIds
+from ..allocator.errors import NoFreeBlocks
+from .block_table import NO_UPDATE, BlockTables, Index, TableUpdate
+from .grouped_tables import GroupedTables
+from .layer_groups import LayerGroup
+from .prefix_index import PrefixHit, PrefixIndex
+from .prefix_tree import NONE
+from .row_tables import BlockMoves, Computed, RowTables, Updates
+from .swapping import Swapping
+from .window_blocks import WindowBlocks
+
+
+def tables_for(
+    groups: tuple[LayerGroup, ...], pool: BlockAllocator, block_size: int, num_rows: int, max_tokens: int
+) -> RowTables:
+    """The tables of `num_rows` rows for layers in `groups`, those without a window first and that of states last, out of
+    `pool`.
+    """
+    if groups == (LayerGroup(),):
+        return RowTables(pool, block_size, num_rows, max_tokens)
+    kind = StateTables if groups[-1].is_state else GroupedTables
+    return kind(pool, block_size, num_rows, max_tokens, groups)
+
+
+class StateTables(GroupedTables):
+    """The tables of `groups`, and that of states, the last of them: one for each row, whatever the number of its tokens."""
+
+    keeps_tails = False
+
+    def __init__(
+        self, pool: BlockAllocator, block_size: int, num_rows: int, max_tokens: int, groups: tuple[LayerGroup, ...]
+    ) -> None:
+        super().__init__(pool, block_size, num_rows, max_tokens, groups)
+        self._group = groups[-1]
+        self._table = BlockTables(num_rows, self._group.num_tables)
+        self.with_bytes += (self._table,)
+        self._stops: dict[int, list[int]] = {}  # by row: where states are to be kept, in tokens
+
+    @property
+    def window_groups(self) -> list[LayerGroup]:
+        return [*super().window_groups, self._group]
+
+    def column_of(self, row: int, block: int) -> int | None:
+        return None if block in self._table.of(row) else super().column_of(row, block)
+
+    def needed(self, upto: int, hit: PrefixHit, index: PrefixIndex) -> int:
+        """A found state is copied, and may not be evicted for that."""
+        idle = np.count_nonzero(self.pool.references(self._found(hit, index).ravel()) == 0)
+        return super().needed(upto, hit, index) + int(idle)
+
+    def can_fork(self, parent: int, num_tokens: int) -> bool:
+        """A state is that behind all computed tokens: no other row goes on from there."""
+        return False
+
+    # -- changes -----------------------------------------------------------------------------------------------------
+
+    def extend(self, rows: Index, upto: Index, swapping: Swapping, hit: PrefixHit | None = None) -> Updates:
+        return self._and_state(super().extend(rows, upto, swapping, hit))
+
+    def advance(self, rows: Index, upto: Index, computed: Computed, swapping: Swapping) -> Updates:
+        return self._and_state(super().advance(rows, upto, computed, swapping))
+
+    def reach(self, row: int, start: int, upto: int, room: int, swapping: Swapping) -> tuple[int, Updates, BlockMoves | None]:
+        own, moves = self._own_state(row, swapping)
+        upto = min([upto, *(stop for stop in self._stops.get(row, ()) if stop > start)])
+        reached, updates, _ = super().reach(row, start, upto, room, swapping)
+        return reached, self._and_state(updates, own), moves
+
+    def begin(
+        self, row: int, hit: PrefixHit, num_tail: int, upto: int, swapping: Swapping
+    ) -> tuple[Updates, BlockMoves | None]:
+        index, num_blocks = swapping.index, self._group.num_tables
+        found = self._found(hit, index)
+        if found.size:  # not to be evicted for the blocks of this row
+            self.pool.retain(found.ravel())
+            self._states(index).mark_used(hit.nodes[-1:])
+        updates, _ = super().begin(row, hit, num_tail, upto, swapping)
+        fresh = swapping.allocate(num_blocks, hit)
+        (own,) = self._table.append(np.array([row]), np.array([num_blocks]), fresh[None])
+        full = (upto - 1) // self.block_size
+        if index.capacity:
+            stops = {min(len(hit.matched), full), full}
+            self._stops[row] = [stop * self.block_size for stop in stops if stop > len(hit.nodes)]
+        if found.size:  # it was found once: requests may go different ways behind it
+            self._states(index).keep(hit.nodes[-1:])
+            if len(self.pool.release(found.ravel())):
+                self._states(index).mark_evictable(hit.nodes[-1:], passed=False)
+        return self._and_state(updates, own), (found[:, 0], fresh) if found.size else None
+
+    def publish(self, row: int, first: int, findable: BlockIds, swapping: Swapping) -> Updates:
+        return self._and_state(super().publish(row, first, findable, swapping))
+
+    def keep_ends(self, row: int, num_tokens: int, is_prompt: bool, index: PrefixIndex) -> None:
+        """The state of `row` is kept with the node of its last token, if `reach` has cut a chunk there."""
+        super().keep_ends(row, num_tokens, is_prompt, index)
+        if num_tokens not in self._stops.get(row, ()):
+            return
+        self._stops[row].remove(num_tokens)  # once: later the state may be behind some tokens of a chunk that was deferred
+        states, last = self._states(index), self.anchor.blocks[0, row, num_tokens // self.block_size - 1]
+        nodes = index.blocks.node_at[[last]].astype(np.int64)
+        if nodes[0] != NONE and not states.have(nodes)[0]:
+            blocks = self._table.of(row).T.copy()
+            index.windows.attach(states, nodes, blocks)
+            self.pool.publish(blocks.ravel())
+
+    def release(self, rows: Index, index: PrefixIndex) -> None:
+        super().release(rows, index)
+        rows = rows[self._table.lengths[rows] > 0]
+        if not len(rows):
+            return
+        blocks = self._table.of_all(rows).reshape(len(rows), -1).T
+        if len(self.pool.release(blocks.ravel())):
+            self._wait_for_eviction(self._states(index), blocks, passed=True)
+        self._table.release(rows)
+        for row in rows.tolist():
+            self._stops.pop(row, None)
+
+    # -- helpers -----------------------------------------------------------------------------------------------------
+
+    def _and_state(self, updates: Updates, own: TableUpdate = NO_UPDATE) -> Updates:
+        """The entries of the other tables, and `own`, those of the state's; nothing if no table changes."""
+        if not updates and own is NO_UPDATE:
+            return ()
+        return (*(updates or (NO_UPDATE,) * self.num_tables), own)
+
+    def _states(self, index: PrefixIndex) -> WindowBlocks:
+        """The states that belong to nodes."""
+        *_, states = index.windows
+        return states
+
+    def _found(self, hit: PrefixHit, index: PrefixIndex) -> BlockIds:
+        """The blocks of the state behind `hit`, [num_blocks, 1]; [num_blocks, 0] if it is empty."""
+        return self._states(index).blocks_of(hit.nodes[-1:])
+
+    def _own_state(self, row: int, swapping: Swapping) -> tuple[TableUpdate, BlockMoves | None]:
+        """Let the state of `row` be no node's: the row gets a copy, or the node loses it if there is no room for two.
+
+        Returns the table entries and the blocks to copy.
+        """
+        states, blocks = self._states(swapping.index), self._table.of(row)[0].copy()
+        node = states.blocks[0].node_at[blocks[:1]].astype(np.int64)
+        if node[0] == NONE:
+            return NO_UPDATE, None
+        try:
+            fresh = swapping.allocate(len(blocks))
+        except NoFreeBlocks:
+            swapping.forget_window_blocks(states, node)
+            return NO_UPDATE, None
+        (update,) = self._table.replace(row, np.arange(len(blocks)), fresh[None])
+        self.pool.release(blocks)
+        states.mark_evictable(node, passed=True)
+        return update, (blocks, fresh)
