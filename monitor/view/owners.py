@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...common.units import format_seconds
 from ..owners import OwnerUse
 from ..snapshot import Device
-from .numbers import amount, duration
+from .numbers import amount
 from .symbols import Symbols
 from .table import Column, fitting, row, titles, widest
 from .text import BOLD, DIM, Line, left, right
@@ -40,7 +41,7 @@ def owner_lines(rows: Sequence[Row], idle_after_s: float, *, width: int, symbols
         Column("PROCESSES", 9, 2, lambda one, cells: [right(str(one[1].num_processes), cells, symbols)], flush_right=True),
         Column("MEMORY", 11, 9, used, flush_right=True),
         size("CHARGED", 3, "charged_bytes"),
-        size(f"IDLE {duration(idle_after_s)}", 4, "idle_bytes"),
+        size(f"IDLE {format_seconds(idle_after_s)}", 4, "idle_bytes"),
     ]  # fmt: skip
     chosen = fitting(columns, width)
     return [titles(chosen, symbols), *(row(chosen, one) for one in rows)]

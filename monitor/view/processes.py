@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from rich.segment import Segment
 from rich.style import Style
 
-from ...common.units import format_bytes
+from ...common.units import format_bytes, format_seconds
 from ..owners import owner_text
 from .listing import HOST_MIN_BYTES, Listing, Order, Use
-from .numbers import amount, duration, percent
+from .numbers import amount, percent
 from .symbols import Symbols, bar
 from .table import Column, fitting, row, titles, widest
 from .text import BOLD, BUSY, DIM, ENGINE, Line, cut, left, right
@@ -84,7 +84,7 @@ def _columns(uses: Sequence[Use], listing: Listing, width: int, symbols: Symbols
 
     def idle(use: Use) -> str:
         seconds = use.process.idle_seconds
-        return duration(seconds) if seconds is not None and seconds >= _IDLE_SHOWN_S else ""
+        return format_seconds(seconds) if seconds is not None and seconds >= _IDLE_SHOWN_S else ""
 
     def number(read: Callable[[Use], str], style: Style | None = None) -> Callable[[Use, int], Line]:
         return lambda use, cells: [right(read(use), cells, symbols, style)]
