@@ -19,8 +19,8 @@ import pytest
 from broker_rig import Process, processes, test_device
 from monitors import MonitorProcess, run, wait_until
 
-from pagetide.allocator.broker_client import BrokerClient
 from pagetide.allocator.errors import LeaseRefused
+from pagetide.allocator.reservation import Reservation
 from pagetide.common.recording import FrameRecording
 from pagetide.monitor.event_log import EventLog, EventReader, files_of
 from pagetide.monitor.events import EventKind, MemoryEvent
@@ -44,9 +44,8 @@ def kinds(directory: Path) -> list[tuple[str, str | None]]:
 def be_refused(directory: Path, uuid: str, count: int) -> None:
     """Ask for reservations that no device has room for, each with another answer."""
     for number in range(count):
-        reservation = BrokerClient(directory / "broker.sock").reserve(uuid, 10 * CAPACITY + number, timeout_s=20)
-        with pytest.raises(LeaseRefused, match="cannot be reserved"), reservation:
-            pass
+        with pytest.raises(LeaseRefused, match="cannot be reserved"):
+            Reservation.granted(directory / "broker.sock", uuid, 10 * CAPACITY + number, name="greedy", wait_s=20).close()
 
 
 def test_engines_and_processes_leave_their_story_also_when_the_monitor_is_killed(tmp_path: Path) -> None:
@@ -171,6 +170,7 @@ def test_a_process_that_is_started_and_killed_again_and_again_leaks_nothing(tmp_
     directory = tmp_path / "run"
     with MonitorProcess(directory, "--detail-interval", "0.05", "--capacity", str(CAPACITY)) as monitor:
         uuid = test_device(CAPACITY).uuid
+        wait_until(lambda: kinds(directory))  # the log is open
         descriptors = len(os.listdir(f"/proc/{monitor.pid}/fd"))
         for _ in range(6):
             with processes() as start:
