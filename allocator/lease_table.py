@@ -397,8 +397,7 @@ class LeaseTable:
     def _describe(self, device: LeasedDevice) -> str:
         """What leases and external processes hold of a device."""
         state = device.account.state
-        living = [lease for lease in self._leases_on(device) if lease.connection]
-        leases = sorted(living, key=lambda lease: -state.leases[lease.lease_id].min_bytes)
+        leases = sorted((one for one in self._leases_on(device) if one.connection), key=lambda one: -one.state.min_bytes)
         minimums = sum(lease.min_bytes for lease in state.living())
         said = []
         if leases and minimums:

@@ -37,6 +37,7 @@ from .eviction import Lru, PolicyFactory
 from .prefix_hash import Chain, NullHasher, PrefixHasher
 from .prefix_index import PrefixHit, PrefixIndex
 from .resizing import PoolResizer
+from .retention import Retention
 from .reuse_density import ReuseDensity
 from .row_tables import BlockMoves, Computed, RowTables
 from .swapping import Swapping
@@ -251,6 +252,13 @@ class CacheManager:
         updates = self._commit(row, chain, num_tokens // self.block_size)
         self.row_tables.keep_ends(row, num_tokens, is_prompt, self.index)
         return updates
+
+    def retain(self, row: int, num_tokens: int, retention: Retention, now: float) -> None:
+        """Retain the full blocks of `row`'s first `num_tokens` tokens, which are committed, as a hint says."""
+        if retention.num_tokens is not None:
+            num_tokens = min(num_tokens, retention.num_tokens)
+        full = num_tokens // self.block_size
+        self.index.retain(self.row_tables.anchor.blocks[0, row, :full], retention, now)
 
     def _commit(self, row: int, chain: Chain, full: int) -> tuple[TableUpdate, ...]:
         """Make the first `full` blocks of `row` findable."""

@@ -9,7 +9,8 @@ slot of the host tier. The parent of a node on the device is on the device. The 
                                             ├────────────────────────────┘ │ demote           │ evict_slots
                                             └───────────── promote ─── findable, on the host ─┘
 
-A node is evictable while no sequence references it. The policy chooses the next node to evict (eviction.py). What other
+A node is evictable while no sequence references it. The policy chooses the next node to evict (eviction.py); what hints retain
+goes last (retention.py). What other
 groups of layers have computed for a node's tokens is in their window blocks (window_blocks.py): a hit ends at the last node
 behind which each group has those that are read next. Reasons: docs/decisions/0017-prefix-index.md, 0053-groups-of-layers.md.
 """
@@ -31,6 +32,7 @@ from .eviction import Lru, PolicyFactory, Ranks
 from .node_places import NOWHERE, BlockPlaces, Ids, NodePlaces, as_index
 from .prefix_hash import Chain, Digests, PrefixHasher, Root
 from .prefix_tree import NONE, Nodes, PrefixTree
+from .retention import RetainedPrefixes, Retention
 from .window_blocks import WindowBlocksOfGroups
 
 
@@ -93,7 +95,7 @@ class PrefixIndex:
         self.windows = windows
         self.capacity = windows.capacity  # the largest number of nodes
         self._tree = PrefixTree(self.capacity)
-        self._policy = eviction(self._tree)
+        self.retained = self._policy = RetainedPrefixes(self._tree, eviction(self._tree), num_blocks)
         self._host_policy = host_eviction(self._tree if num_slots else PrefixTree(0))
         self._clear()
 
@@ -155,6 +157,11 @@ class PrefixIndex:
         """Count the hit, and report to the policy that a request uses those nodes of `hit` that are on the device now."""
         self._hits[hit.nodes] += 1
         self._policy.hit(hit.nodes[self.blocks.have(hit.nodes)])
+
+    def retain(self, blocks: BlockIds, retention: Retention, now: float) -> None:
+        """Retain the first of `blocks`, of a chain from its root that a sequence uses, as far as they are findable."""
+        nodes = self.blocks.node_at[blocks]
+        self.retained.retain(nodes[: leading(nodes != NONE)].astype(np.int64), retention, now)
 
     def keep_branch(self, hit: PrefixHit) -> None:
         """Where requests share a prefix up to the end of `hit.matched` and go different ways then, keep what is read there."""
@@ -366,6 +373,7 @@ class PrefixIndex:
         assert (~self.blocks.have(inner) | self.blocks.have(parents)).all(), "a block behind a slot"
         assert (self._evictable[inner] | ~self._evictable[parents]).all(), "a block in use behind one that is not"
         assert self._evictable[nodes[~on_device]].all(), "what lies on the host is in use"
+        self.retained.check_invariants(nodes[on_device & self._evictable[nodes]])
         assert np.count_nonzero(self._evictable) == np.count_nonzero(self._evictable[nodes]), "an evictable node is missing"
         for leaf in np.setdiff1d(nodes, parents).tolist():
             path = self._tree.path_to(leaf)

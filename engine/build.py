@@ -151,6 +151,7 @@ class Engine:
                     "hit_tokens": counters.resumed_lookups.hit_tokens,
                 },
                 "findable_blocks": scheduler.cache.index.num_nodes,
+                "retained_blocks": scheduler.cache.index.retained.num_nodes,
                 "max_cached_blocks": scheduler.cache.swapping.max_cached_blocks,
             },
             "host_tier": self._host_tier(),

@@ -26,7 +26,7 @@ from ..engine.text.chat_template import tool_template
 from ..engine.text.detokenizer import special_tokens
 from ..server.choices import joined
 from ..server.engine_client import EngineUnavailable, Generation, Observer, RequestFailed, check_depth
-from ..server.engine_outputs import added_tokens, error_kind, prompt_end, response_template
+from ..server.engine_outputs import added_tokens, can_constrain, error_kind, prompt_end, response_template
 from ..server.messages import Accepted, Failed, ModelInfo, Piece, RequestEnd, Submit
 from .errors import FleetError
 from .links import QueueLink, QueueUnavailable
@@ -131,6 +131,7 @@ class FleetClient:
             version=model.version, answers_bytes=self._answers_bytes,
             special_tokens=() if tokenizer is None else tuple(special_tokens(tokenizer)),
             response_template=response_template(tokenizer), added_tokens=added_tokens(tokenizer),
+            constrains=can_constrain(tokenizer),
         )  # fmt: skip
 
     @property

@@ -19,8 +19,8 @@ from ..engine.requests.handover import Handover, resolved_params
 from ..engine.requests.inputs import PromptInput, check_cache_salt, checked_priority
 from ..engine.requests.intake import RequestIntake
 from ..scheduler.errors import PromptTooLong, RequestRejected
-from ..server.defaults import completed, template_options
-from ..server.engine_outputs import detokenized, token_texts
+from ..server.defaults import by_prompt_end, completed, template_options
+from ..server.engine_outputs import detokenized, prompt_end, token_texts
 from ..server.messages import Submit
 from .messages import FleetInfo, NewRequest, encode
 
@@ -68,6 +68,8 @@ class RequestPreparer:
             ids = self.intake.tokenize(submit.prompt or "", params)
         temperature = self.sampling.temperature
         params = completed(submit, params, len(ids), self.model.max_model_len, temperature)
+        if submit.reasoning_grammar is not None:
+            params = by_prompt_end(submit, params, prompt_end(self.tokenizer, ids))
         (prompt,) = self.intake.encode([{"prompt_token_ids": ids}], params)
         request = self.of_input(prompt, submit.priority, submit.cache_salt, submit.durable_id)
         return NewRequest(

@@ -9,6 +9,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from ..cache.retention import Retention
+
 _NO_TOKENS: npt.NDArray[np.int32] = np.empty(0, np.int32)
 _NO_TOKENS.flags.writeable = False
 
@@ -62,7 +64,8 @@ class Request:
 
     Only requests with the same `cache_salt` share prefixes; None is a key space of its own. `fork_of` names a waiting
     or running request with the same prompt and salt. Tokens `generated` before, in another engine, count as if
-    generated here. `label` is the caller's name for it, for watchers: it need not be unique.
+    generated here. `label` is the caller's name for it, for watchers: it need not be unique. `retention` is a hint of
+    how long the prompt's blocks are worth keeping.
     """
 
     request_id: str
@@ -74,6 +77,7 @@ class Request:
     fork_of: str | None = None
     generated: npt.NDArray[np.int32] = field(default_factory=lambda: _NO_TOKENS)
     label: str = ""
+    retention: Retention | None = None
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]:

@@ -155,12 +155,14 @@ class Scheduler:
         state = self.state
         if state.plans.first is not None:
             raise InvalidCallOrder(f"plan {state.plans.first.step_id} is out: apply its result first")
+        state.now = now
+        self.cache.index.retained.expire(now)
         state.end_aborted()
         prefilling = np.array([sequence.row for sequence in state.prefilling], np.int64)
         if len(prefilling):
             self.cache.release_passed(prefilling, self._computed)
         decodes = self._extend_decodes()
-        step = _Step(now, decodes, self.state.limits.max_step_tokens - len(decodes), self.state.limits.max_scored_tokens)
+        step = _Step(decodes, self.state.limits.max_step_tokens - len(decodes), self.state.limits.max_scored_tokens)
         if self._chunk_prefills(step):
             self.cache.release_passed(prefilling, self.rows.computed.take)  # also what forks wait for
             preempt_until(state, lambda: self._chunk_prefills(step), state.by_row)
@@ -306,7 +308,7 @@ class Scheduler:
         """
         state = self.state
         for sequence, start, passed in admission.admitted(state):
-            if not self._assign_row(sequence, start, step.now):
+            if not self._assign_row(sequence, start):
                 self._chunk(step, sequence)
             if passed:
                 self.decisions.passed(self.stats.steps, sequence.request.request_id, start.num_blocks, passed)
@@ -344,8 +346,8 @@ class Scheduler:
         elif not self.cache.pool.pending_free_blocks:
             step.lacks_blocks = True
 
-    def _assign_row(self, sequence: Sequence, start: AdmissionPlan, now: float) -> bool:
-        """Assign a row and blocks, at time `now`. Returns whether the sequence waits for copies concurrent with this step's
+    def _assign_row(self, sequence: Sequence, start: AdmissionPlan) -> bool:
+        """Assign a row and blocks. Returns whether the sequence waits for copies concurrent with this step's
         chunks.
         """
         extension = self.state.start(sequence, start)
@@ -353,7 +355,7 @@ class Scheduler:
         is_new = root.num_cached_tokens is None
         if is_new:
             root.num_cached_tokens = found = min(num_hit, len(request.prompt_token_ids))
-            root.admitted_at = now
+            root.admitted_at = self.state.now
             self.stats.prompt_tokens += len(request.prompt_token_ids)
             self.stats.cached_prompt_tokens += found
         if start.leader_row is not None:
@@ -370,7 +372,6 @@ class Scheduler:
 class _Step:
     """A step while `schedule` plans it: what it computes so far, and how much more it may."""
 
-    now: float
     decodes: Index
     num_tokens: int  # that it may still compute
     num_scored: int  # of prompts with log-probabilities, of these

@@ -179,6 +179,7 @@ class SchedulerState:
         withheld_blocks: Free blocks that the next step may not give to new sequences: they are to be given back.
         has_preempted: Whether victims were queued again since the last plan.
         evicted_blocks: Evictions of the cache that plans have counted.
+        now: The time of the last `schedule`, in seconds.
 
     `earlier` is the state of a scheduler that this one replaces: its counters, logs, forecast and limit go on.
     """
@@ -197,6 +198,7 @@ class SchedulerState:
         self.withheld_blocks = 0
         self.has_preempted = False
         self.evicted_blocks = 0
+        self.now = 0.0
         self.rows = Rows(limits.num_rows, min(limits.max_model_len, cache.max_tokens))
         self.plans = PendingPlans()
         self.waiting = Waiting()
@@ -504,7 +506,11 @@ class SchedulerState:
         chain, computed = sequence.chain, int(self.rows.computed[row])
         if computed > chain.num_tokens:
             chain.append(self.rows.tokens[row, chain.num_tokens : computed])
-        return self.cache.commit(row, chain, computed, is_prompt)
+        updates = self.cache.commit(row, chain, computed, is_prompt)
+        request = sequence.request
+        if request.retention is not None and computed >= (num_prompt := len(request.prompt_token_ids)):
+            self.cache.retain(row, num_prompt, request.retention, self.now)
+        return updates
 
     def _hand_over_forks(self, leader: Sequence) -> None:
         """Reassign the waiting forks of `leader`, which has ended, to a family member for the prompt."""

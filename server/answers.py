@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
+from .call_grammar import CallGrammar, CannotConstrain
+from .messages import ReasoningGrammar
 from .response_parser import Part, ResponseParser
 from .response_templates import PLAIN_TEMPLATE, REQUIRED_TEMPLATE, ResponseTemplate
 from .tool_choice import ToolChoice
+
+log = logging.getLogger(__name__)
 
 CONSTRAINTS = ("response_format", "structured_outputs")
 
@@ -28,11 +34,14 @@ class AnswerReader:
     """Reads the answers to one request.
 
     Args:
-        fields: Those of `ToolChoice`, and `skip_special_tokens` and `include_reasoning`, as far as the request gives them.
+        fields: Those of `ToolChoice`, and `skip_special_tokens`, `include_reasoning` and `enable_thinking`, as far as they are
+            given.
         template: The model's.
         response_id: The ids of the calls are made of it, so that they are the same whenever the output is read.
         special_tokens: Of the tokenizer. Those in the fixed texts of the template are kept for the parser, and are no content.
         added_tokens: The ids of the tokenizer's added tokens.
+        constrains: Calls that have to be, and those of strict functions, are constrained in the format of the model. Where that
+            cannot be, the former are JSON, and the latter stay free.
 
     Attributes:
         prompt_end: The end of the prompt's text. Set it before an answer is read.
@@ -47,11 +56,18 @@ class AnswerReader:
         response_id: str = "",
         special_tokens: Collection[str] = (),
         added_tokens: Mapping[str, int] | None = None,
+        constrains: bool = False,
     ) -> None:
         self.prompt_end = ""
         self._choice = choice = ToolChoice(fields)
         self._response_id = response_id
-        if choice.is_constrained:
+        self._grammar = self._reasoning_grammar = ""
+        if constrains and (choice.must_call or choice.is_strict):
+            added = added_tokens or {}
+            special_ids = {token: added[token] for token in special_tokens if token in added}
+            self._constrain(template, special_ids, fields.get("enable_thinking") is not False)
+        self._named = None if self._grammar else choice.named
+        if choice.is_constrained and not self._grammar:
             template = REQUIRED_TEMPLATE if choice.is_required else PLAIN_TEMPLATE
         self._template = template
         skips = fields.get("skip_special_tokens") is not False
@@ -69,11 +85,18 @@ class AnswerReader:
     @property
     def is_plain(self) -> bool:
         """Whether all text is content."""
-        return self._template is PLAIN_TEMPLATE and self._choice.named is None
+        return self._template is PLAIN_TEMPLATE and self._named is None
 
     def params(self) -> dict[str, Any]:
         """Arguments of `SamplingParams`: the constraint, and the special tokens that the parser reads. Raises ToolsInvalid."""
-        return self._choice.params() | ({"kept_special_tokens": self._hidden} if self._hidden else {})
+        constraint = {"grammar": self._grammar} if self._grammar else self._choice.params()
+        return constraint | ({"kept_special_tokens": self._hidden} if self._hidden else {})
+
+    def reasoning_grammar(self) -> ReasoningGrammar | None:
+        """What replaces the grammar of `params` where the prompt opens reasoning; None if nothing does."""
+        if not self._reasoning_grammar:
+            return None
+        return ReasoningGrammar(self._template.reasoning_open, self._reasoning_grammar)
 
     def template(self) -> dict[str, Any]:
         """Options of the chat template."""
@@ -121,9 +144,22 @@ class AnswerReader:
         """Tokens of reasoning that were counted, with its marks; None where these are no single tokens."""
         return self._num_reasoning if self._ends_reasoning else None
 
-    def _parser(self) -> ResponseParser:
+    def _constrain(self, template: ResponseTemplate, special_ids: Mapping[str, int], may_reason: bool) -> None:
+        """Make the grammars of calls in the model's own format, if there are some."""
         choice = self._choice
-        return ResponseParser(self._template, choice.schemas, self._hidden, self.prompt_end, choice.named)
+        try:
+            grammar = CallGrammar(template, choice.parameters(), special_ids)
+            if not choice.must_call:
+                self._grammar = grammar.automatic()
+                return
+            self._grammar = grammar.required(choice.is_single, "some" if may_reason else "none")
+            if template.reasoning_open:
+                self._reasoning_grammar = grammar.required(choice.is_single, "begun")
+        except CannotConstrain as error:
+            _tell(f"{error}: {'calls that have to be are JSON' if choice.must_call else 'strict functions are not held to'}")
+
+    def _parser(self) -> ResponseParser:
+        return ResponseParser(self._template, self._choice.schemas, self._hidden, self.prompt_end, self._named)
 
     def _parts(self, index: int, parts: list[Part]) -> Iterable[Part]:
         for kind, group in groupby(parts, key=lambda part: part.kind):
@@ -138,6 +174,12 @@ class AnswerReader:
         size = None if self._template.calls is None else self._template.calls.id_length
         call_id = part.call_id or (f"call_{digest[:24]}" if size is None else digest[:size])
         return part._replace(call_id=call_id, number=number - 1)
+
+
+@lru_cache(maxsize=64)
+def _tell(message: str) -> None:
+    """Log `message` the first time."""
+    log.warning(message)
 
 
 def thinking_options(enable_thinking: bool | None, reasoning_effort: str | None) -> dict[str, Any]:

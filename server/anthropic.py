@@ -7,13 +7,14 @@ import logging
 from collections.abc import AsyncIterator, Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from .chat import ChatCompletion
 from .choices import json_encode
 from .errors import ApiError, invalid
-from .requests import ChatRequest, Name, Objects, RequestBody, Texts, from_validation
+from .requests import ChatForm, Name, Objects, RequestBody, Texts, schema_format
 from .response_parser import Part
+from .retention_hints import longest_ttl
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class AnthropicTool(RequestBody):
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class AnthropicToolChoice(RequestBody):
@@ -51,7 +53,7 @@ class AnthropicToolChoice(RequestBody):
     disable_parallel_tool_use: bool = False
 
 
-class CountRequest(RequestBody):
+class CountRequest(ChatForm):
     """The body of `POST /v1/messages/count_tokens`."""
 
     model: Name
@@ -59,31 +61,31 @@ class CountRequest(RequestBody):
     system: str | Objects | None = None
     tools: Annotated[list[AnthropicTool], Field(fail_fast=True)] | None = None
     tool_choice: AnthropicToolChoice | None = None
+    cache_control: Any = None
     thinking: dict[str, Any] | None = None  # its budget is not held
     output_config: dict[str, Any] | None = None
 
-    def chat(self, **others: Any) -> ChatRequest:
-        """The same request as a chat. Raises ApiError."""
+    def chat_fields(self) -> dict[str, Any]:
+        """See `ChatForm`."""
         messages = [message for given in self.messages for message in _messages(given)]
         system = _texts(self.system, "system")
         if system and system[0].startswith(BILLING_BLOCK):
             del system[0]
         if system:
             messages.insert(0, {"role": "system", "content": "\n".join(system)})
-        fields: dict[str, Any] = {"messages": messages, **self._tools(), **others}
+        config = self.output_config or {}
+        fields: dict[str, Any] = {"messages": messages, **self._tools(), "reasoning_effort": config.get("effort")}
         if messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
             fields |= {"add_generation_prompt": False, "continue_final_message": True}
+        contents = [{"content": content} for content in (self.system, *(message.content for message in self.messages))]
+        tools = [tool.model_extra for tool in self.tools or ()]
+        if (ttl := longest_ttl([{"cache_control": self.cache_control}, *contents, *tools])) is not None:
+            fields["prompt_cache_options"] = {"ttl": ttl}
         if self.thinking is not None:
             fields["enable_thinking"] = self.thinking.get("type") != "disabled"
-        config = self.output_config or {}
-        if config.get("effort") is not None:
-            fields["reasoning_effort"] = str(config["effort"])
         if isinstance(form := config.get("format"), dict) and form.get("type") == "json_schema":
-            fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
-        try:
-            return ChatRequest.model_validate(fields)
-        except ValidationError as error:
-            raise from_validation(list(error.errors(include_url=False, include_input=False))) from None
+            fields["response_format"] = schema_format(form.get("schema"))
+        return fields
 
     def _tools(self) -> dict[str, Any]:
         """OpenAI's fields of the tools. Raises ApiError."""
@@ -92,13 +94,18 @@ class CountRequest(RequestBody):
             if tool.input_schema is None:
                 log.warning("the tool %s of type %s is ignored: it has no input_schema", tool.name[:80], str(tool.type)[:80])
                 continue
-            function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+            function: dict[str, Any] = {
+                "name": tool.name,
+                "description": tool.description or "",
+                "parameters": tool.input_schema,
+            }
+            function |= {"strict": True} if tool.strict else {}
             tools.append({"type": "function", "function": function})
         choice = self.tool_choice
         if not tools:
             if choice is not None and choice.type in ("any", "tool"):
                 raise invalid("tool_choice needs tools with an input_schema", "tool_choice")
-            return {}
+            return {"tools": None, "tool_choice": None}
         fields: dict[str, Any] = {"tools": tools}
         if choice is not None:
             named = {"type": "function", "function": {"name": choice.name}}
@@ -122,10 +129,9 @@ class MessagesRequest(CountRequest):
     priority: int = 0
     cache_salt: Name | None = None
 
-    def as_chat(self) -> ChatRequest:
-        """The same request as a chat. Raises ApiError."""
-        names = ("max_tokens", "stream", "temperature", "top_k", "top_p", "priority", "cache_salt")
-        return self.chat(**{name: getattr(self, name) for name in names}, stop=self.stop_sequences, model=self.model)
+    def chat_fields(self) -> dict[str, Any]:
+        """See `ChatForm`."""
+        return super().chat_fields() | {"stop": self.stop_sequences}
 
 
 def _messages(given: AnthropicMessage) -> list[dict[str, Any]]:
@@ -215,13 +221,13 @@ class MessageCompletion(ChatCompletion):
         return head | {"content": content}
 
     def _tokens(self) -> dict[str, Any]:
-        """Anthropic's `usage`: tokens of the prompt that were not found in the prefix cache, and those that were."""
+        """Anthropic's `usage`: tokens of the prompt that were found in the prefix cache, that are to stay there, and others."""
         generation = self.batch.generations[0]
         cached = 0 if generation.finished is None else generation.finished.num_cached_tokens
         count = self._answers.num_reasoning_tokens
         return {
-            "input_tokens": len(generation.prompt_token_ids or ()) - cached,
-            "cache_creation_input_tokens": 0,
+            "input_tokens": len(generation.prompt_token_ids or ()) - cached - self._num_written,
+            "cache_creation_input_tokens": self._num_written,
             "cache_read_input_tokens": cached,
             "output_tokens": generation.num_generated,
         } | ({} if count is None else {"output_tokens_details": {"thinking_tokens": count}})

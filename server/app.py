@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request
@@ -30,8 +33,21 @@ from .errors import ApiError, error_body, from_engine, unavailable
 from .fields import IGNORED
 from .guard import CorsHeaders, CorsQuestions, Guard, GuardRules, RequestContext
 from .keys import ApiKey, ApiKeys
-from .metrics import CONTENT_TYPE, Metrics
+from .metrics import CONTENT_TYPE, Metrics, engine_stats
 from .models import ModelRegistry, ServedModel
+from .ollama import (
+    API_VERSION,
+    NOT_SERVED,
+    OllamaChat,
+    OllamaChatRequest,
+    OllamaGenerate,
+    OllamaGenerateRequest,
+    ShowRequest,
+    listed,
+    loaded,
+    running,
+    shown,
+)
 from .openai_responses import ResponseCompletion, ResponsesRequest
 from .page import PageEndpoints
 from .requests import (
@@ -47,7 +63,7 @@ from .requests import (
     from_validation,
 )
 from .resume import DurableRequest, keyed_id
-from .streams import ClientLeft, EventStream, header_value, json_response, unless_left
+from .streams import ClientLeft, StreamedResponse, header_value, json_response, unless_left
 
 log = logging.getLogger(__name__)
 
@@ -132,6 +148,7 @@ def make_app(server: Server) -> ASGIApp:
     app.router.route_class = BodyRoute
     add_errors(app)
     _add_generation(app, server)
+    _add_ollama(app, server)
     _add_cancellation(app, server)
     _add_models(app, server)
     _add_tokens(app, server)
@@ -202,40 +219,78 @@ def _add_generation(app: FastAPI, server: Server) -> None:
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         server.check_fields(body)
-        model, key = server.models.get(body.model), RequestContext.of(request.scope).key
-        salt = server.cache_salt(body.cache_salt, key)
-        durable = await _durable(model.engine, "chatcmpl", request, body)
-        work = ChatCompletion(model, body, salt, server.metrics.of(model), durable)
-        return await _run(server, request, model, work, body, durable)
+        model = server.models.get(body.model)
+        return await _chat(
+            server, request, model, body, ChatCompletion, await _durable(model.engine, "chatcmpl", request, body)
+        )
 
     @app.post("/v1/responses")
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """OpenAI's responses, without a state."""
         server.check_fields(body)
-        chat = body.as_chat()
-        model, key = server.models.get(body.model), RequestContext.of(request.scope).key
-        work = ResponseCompletion(model, chat, server.cache_salt(body.cache_salt, key), server.metrics.of(model))
-        work.custom_tools = body.custom_tools
-        return await _run(server, request, model, work, chat, None)
+        make = partial(ResponseCompletion, custom_tools=body.custom_tools)
+        return await _chat(server, request, server.models.get(body.model), body.as_chat(), make)
 
     @app.post("/v1/messages")
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Anthropic's messages."""
         server.check_fields(body)
-        chat = body.as_chat()
-        model, key = server.models.get_claude(body.model), RequestContext.of(request.scope).key
-        work = MessageCompletion(model, chat, server.cache_salt(body.cache_salt, key), server.metrics.of(model))
-        return await _run(server, request, model, work, chat, None)
+        return await _chat(server, request, server.models.get_claude(body.model), body.as_chat(), MessageCompletion)
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountRequest, request: Request) -> Response:
         """The tokens of the prompt of a message."""
         server.check_fields(body)
-        work = MessageCompletion(server.models.get_claude(body.model), body.chat(), None)
+        work = MessageCompletion(server.models.get_claude(body.model), body.as_chat(), None)
         context = RequestContext.of(request.scope)
         count = await work.count_prompt(context.tenant)
         server.admission.charge_converted(context.key, count)
         return _json({"input_tokens": count})
+
+
+def _add_ollama(app: FastAPI, server: Server) -> None:
+    @app.post("/api/chat")
+    async def ollama_chat(body: OllamaChatRequest, request: Request) -> Response:
+        """Ollama's chats."""
+        server.check_fields(body)
+        model = server.models.get_ollama(body.model)
+        if not body.messages:
+            return _json(loaded(body, model))
+        return await _chat(server, request, model, body.as_chat(), OllamaChat)
+
+    @app.post("/api/generate")
+    async def ollama_generate(body: OllamaGenerateRequest, request: Request) -> Response:
+        """Ollama's answer to a prompt, or continuation of a raw one."""
+        server.check_fields(body)
+        model = server.models.get_ollama(body.model)
+        if not body.prompt:
+            return _json(loaded(body, model))
+        make = partial(OllamaGenerate, prompt=body.prompt if body.raw else None)
+        return await _chat(server, request, model, body.as_chat(), make)
+
+    @app.get("/api/tags")
+    async def ollama_tags() -> Response:
+        return _json({"models": await _described(server.models, listed)})
+
+    @app.get("/api/ps")
+    async def ollama_ps() -> Response:
+        ready = [model for model in server.models if model.state == "ready" and model.has_engine]
+        return _json({"models": await _described(ready, running)})
+
+    @app.post("/api/show")
+    async def ollama_show(body: ShowRequest) -> Response:
+        server.check_fields(body)
+        return _json(shown(server.models.get_ollama(body.model)))
+
+    @app.get("/api/version")
+    async def ollama_version() -> Response:
+        return _json({"version": API_VERSION})
+
+    async def refuse(request: Request) -> Response:
+        raise ApiError(400, NOT_SERVED[request.scope["route"].path])
+
+    for path in NOT_SERVED:
+        app.add_api_route(path, refuse, methods=["DELETE", "GET", "HEAD", "POST"], include_in_schema=False)
 
 
 def _add_cancellation(app: FastAPI, server: Server) -> None:
@@ -296,6 +351,29 @@ async def _durable(
     return durable if key is None else replace(durable, most_requests=key.max_requests, most_sequences=key.max_sequences)
 
 
+async def _described(
+    models: Iterable[ServedModel], describe: Callable[[ServedModel, Mapping[str, Any]], dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Each of `models` with the statistics of its engines."""
+    of_all = list(models)
+    stats = await asyncio.gather(*map(engine_stats, of_all))
+    return [describe(model, engines) for model, (engines, _) in zip(of_all, stats, strict=True)]
+
+
+async def _chat(
+    server: Server,
+    request: Request,
+    model: ServedModel,
+    chat: ChatRequest,
+    make: Callable[..., ChatCompletion],
+    durable: DurableRequest | None = None,
+) -> Response:
+    """Serve a chat; `make` says in which API's form."""
+    salt = server.cache_salt(chat.cache_salt, RequestContext.of(request.scope).key)
+    work = make(model, chat, salt, server.metrics.of(model), durable)
+    return await _run(server, request, model, work, chat, durable)
+
+
 async def _run(
     server: Server,
     request: Request,
@@ -308,8 +386,10 @@ async def _run(
     context, batch = RequestContext.of(request.scope), work.batch
     context.facts["model"] = model.name
     batch.request_id, batch.tenant = context.request_id, context.tenant
+    batch.retention = body.retention
     if context.key is not None:
         context.key.check_priority(body.priority)
+        batch.retention = None if batch.retention is None else context.key.bounded(batch.retention)
     reserved: int | None = 0  # tokens; None if they are refused
     async with AsyncExitStack() as stack:
 
@@ -348,7 +428,7 @@ async def _run(
             return await json_response(work.parts(), request.receive, stack.pop_all)
         batch.is_resumable = durable is not None
         held = stack.pop_all()  # until the stream has ended
-        return EventStream(work.events(), held, work.failed)
+        return StreamedResponse(work.events(), held, work.failed, work.media_type)
 
 
 def _add_models(app: FastAPI, server: Server) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..common.answer_memory import AnswerSize
 from .answers import CONSTRAINTS, AnswerReader, openai_delta, openai_message
-from .choices import error_event, finish_reason, json_encode, json_list, new_id, raw_list, running_usage, usage
+from .choices import EVENTS, error_event, finish_reason, json_encode, json_list, new_id, raw_list, running_usage, usage
 from .completions import prompt_logprob
 from .engine_client import Batch, Observer, answer_size
 from .errors import invalid
@@ -15,6 +15,7 @@ from .messages import Piece, Score, token_text
 from .models import ServedModel
 from .requests import ChatRequest
 from .response_parser import Part
+from .response_templates import PLAIN_TEMPLATE
 from .resume import DurableRequest, StreamPosition
 from .tool_choice import ToolsInvalid
 
@@ -28,11 +29,13 @@ class ChatCompletion:
     Args:
         cache_salt: See `messages.Submit`.
         durable: Given with a durable engine.
+        prompt: A text to continue instead of the messages, without the chat template. All of its output is content.
 
     Raises ApiError.
     """
 
     kind = "chatcmpl"  # the prefix of ids
+    media_type = EVENTS  # of a stream
     failed = staticmethod(error_event)
 
     def __init__(
@@ -42,18 +45,24 @@ class ChatCompletion:
         cache_salt: str | None,
         observer: Observer | None = None,
         durable: DurableRequest | None = None,
+        prompt: str | None = None,
     ) -> None:
         self._engine = engine = model.engine
         self._body = body
+        self._prompt = prompt
         response_id = new_id(self.kind) if durable is None else durable.base_id
         try:
-            fields = body.model_dump(include=_OF_ANSWERS, exclude_none=True)
-            known = engine.info.special_tokens, engine.info.added_tokens
-            self._answers = AnswerReader(fields, model.response_template, response_id, *known)
+            options = body.template()
+            fields = body.model_dump(include=_OF_ANSWERS, exclude_none=True) | {
+                "enable_thinking": options.get("enable_thinking")
+            }
+            known = engine.info.special_tokens, engine.info.added_tokens, engine.info.constrains
+            template = PLAIN_TEMPLATE if prompt is not None else model.response_template
+            self._answers = AnswerReader(fields, template, response_id, *known)
             self._params = body.params(**self._answers.params())
         except ToolsInvalid as error:
             raise invalid(str(error), error.param) from error
-        self._template = body.template() | self._answers.template()
+        self._template = options | self._answers.template()
         if model.options.chat_template is not None:
             self._template["chat_template"] = model.options.chat_template
         self._head = {"id": response_id, "created": 0, "model": model.name}
@@ -85,9 +94,14 @@ class ChatCompletion:
 
     async def begin(self) -> None:
         """Send the conversation and wait until it is tokenized. Raises RequestFailed or EngineUnavailable."""
+        is_chat = self._prompt is None
+        asked: dict[str, Any] = {"prompt": self._prompt}
+        if is_chat:
+            asked = {"messages": self._messages, "template": self._template}
+        if (grammar := self._answers.reasoning_grammar()) is not None:
+            asked["reasoning_grammar"] = grammar
         self.batch.submit(
-            messages=self._messages,
-            template=self._template,
+            **asked,
             params=self._params,
             priority=self._body.priority,
             cache_salt=self._cache_salt,
@@ -160,15 +174,20 @@ class ChatCompletion:
             yield data
 
     async def _one_answer(self) -> AsyncIterator[Part]:
-        """The parts of the only choice, as they come if it is streamed. `_reason` says then why it ended, and `_last_ids` has
-        its last tokens. Raises RequestFailed, EngineUnavailable or ApiError.
+        """The parts of the only choice: see `_read_pieces`."""
+        async for _, parts in self._read_pieces():
+            for part in parts:
+                yield part
+
+    async def _read_pieces(self) -> AsyncIterator[tuple[Piece, list[Part]]]:
+        """The pieces of the only choice and their parts, as they come if it is streamed. `_reason` says then why it ended, and
+        `_last_ids` has its last tokens. Raises RequestFailed, EngineUnavailable or ApiError.
         """
         async for piece in self._pieces():
             self._reason = finish_reason(piece)
             self._last_ids = (self._last_ids + piece.token_ids)[-LAST_TOKENS:]
             self._answers.count_tokens(0, piece.token_ids)
-            for part in self._answers.stream(0, piece.text, self._reason is not None, is_cut=self._reason == "length"):
-                yield part
+            yield piece, self._answers.stream(0, piece.text, self._reason is not None, is_cut=self._reason == "length")
 
     async def _pieces(self) -> AsyncIterator[Piece]:
         if not self._streams:
@@ -182,8 +201,21 @@ class ChatCompletion:
     def _usage(self) -> dict[str, Any]:
         """OpenAI's `usage`."""
         count = self._answers.num_reasoning_tokens
-        details = {} if count is None else {"completion_tokens_details": {"reasoning_tokens": count}}
-        return usage(self.batch.generations) | details
+        found = usage(self.batch.generations)
+        if self.batch.retention is not None:
+            found["prompt_tokens_details"]["cache_write_tokens"] = self._num_written
+        return found | ({} if count is None else {"completion_tokens_details": {"reasoning_tokens": count}})
+
+    @property
+    def _num_written(self) -> int:
+        """Tokens of the prompt that a hint asks to keep and that were not cached; 0 before the answer has ended."""
+        hint, generation = self.batch.retention, self.batch.generations[0]
+        if hint is None or generation.finished is None:
+            return 0
+        num_tokens = len(generation.prompt_token_ids or ())
+        num_tokens = num_tokens if hint.num_tokens is None else min(num_tokens, hint.num_tokens)
+        whole = num_tokens - num_tokens % self._engine.info.block_size
+        return max(whole - generation.finished.num_cached_tokens, 0)
 
     async def _of_prompt(self, prompt_scores: Sequence[Score] | None) -> dict[str, Any]:
         """vLLM's fields of the prompt, for requests that ask for them."""

@@ -17,6 +17,7 @@ from .messages import Piece, Score
 json_encode = msgspec.json.Encoder().encode
 PART_BYTES = 32 << 10  # of scores that become JSON between two turns of the event loop, some milliseconds
 _SCORE_BYTES = 64  # beside its likely tokens
+EVENTS = "text/event-stream"  # the media type of server-sent events
 DONE = b"data: [DONE]\n\n"
 _REASONS = {"stop": "stop", "length": "length"}
 

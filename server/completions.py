@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from ..common.answer_memory import AnswerSize
-from .choices import error_event, finish_reason, json_encode, json_list, new_id, raw_list, running_usage, usage
+from .choices import EVENTS, error_event, finish_reason, json_encode, json_list, new_id, raw_list, running_usage, usage
 from .engine_client import Batch, Observer, answer_size
 from .messages import Piece, Score, token_text
 from .models import ServedModel
@@ -29,6 +29,7 @@ class TextCompletion:
     Raises ApiError.
     """
 
+    media_type = EVENTS  # of a stream
     failed = staticmethod(error_event)
 
     def __init__(

@@ -35,6 +35,14 @@ def completed(
     return params
 
 
+def by_prompt_end(submit: Submit, params: SamplingParams, end: str) -> SamplingParams:
+    """`params` for a prompt with this end: another grammar holds where it opens reasoning."""
+    other = submit.reasoning_grammar
+    if other is None or not end.rstrip().endswith(tuple(text.rstrip() for text in other.opens)):
+        return params
+    return replace(params, grammar=other.grammar)
+
+
 def template_options(tokenizer: Any, template: Mapping[str, Any]) -> dict[str, Any]:
     """The options of `chat` for a request's `template`. Raises RequestRejected."""
     from ..engine.text.chat_template import options_from_data

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from ..cache.retention import Retention
 from ..common.answer_memory import MOST_UNREAD_BYTES, AnswerSize
 from ..common.child_process import END_S, ChildProcess
 from ..common.heartbeat import STILL_S, SilenceWatch
@@ -227,6 +228,7 @@ class Batch:
     Attributes:
         request_id: Of the HTTP request; the label of its requests in the engine.
         tenant: The name of its key.
+        retention: How long its prompts are worth keeping.
         is_resumable: The client knows the id of the response and can ask for the rest of it elsewhere.
         is_kept: Durable requests go on when their reader leaves.
     """
@@ -239,6 +241,7 @@ class Batch:
         most_unread_bytes: int = MOST_UNREAD_BYTES,
     ) -> None:
         self.request_id = self.tenant = ""
+        self.retention: Retention | None = None
         self.is_resumable = self.is_kept = False
         self._is_detached = False
         self._observer = observer
@@ -256,7 +259,8 @@ class Batch:
 
     def submit(self, **request: Any) -> None:
         """Send a prompt: see `EngineClient.submit`."""
-        own = {"tenant": self.tenant} if self.tenant else {}
+        own: dict[str, Any] = {"tenant": self.tenant} if self.tenant else {}
+        own |= {"retention": self.retention} if self.retention is not None else {}
         request = own | request | {"request_id": self.request_id}
         generation = self._engine.submit(self._changed, self._observer, **request)
         self.generations.append(generation)

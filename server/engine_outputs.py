@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ..scheduler.errors import PromptTooLong, RequestRejected
@@ -80,6 +81,11 @@ def added_tokens(tokenizer: Any) -> dict[str, int]:
     """The added tokens of a tokenizer and their ids."""
     known: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
     return dict(known)
+
+
+def can_constrain(tokenizer: Any) -> bool:
+    """Whether output can be constrained with this tokenizer."""
+    return find_spec("llguidance") is not None and hasattr(tokenizer, "backend_tokenizer")
 
 
 def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:

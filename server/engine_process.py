@@ -25,10 +25,11 @@ from ..common.heartbeat import LOADING_S
 from ..engine.errors import EngineClosed
 from ..version import __version__
 from .connection import SWITCH_S, MessageConnection
-from .defaults import completed, template_options
+from .defaults import by_prompt_end, completed, template_options
 from .engine_outputs import (
     Asleep,
     added_tokens,
+    can_constrain,
     detokenized,
     error_kind,
     piece_of,
@@ -218,9 +219,10 @@ class EngineServer:
             ids = await llm.tokenize(submit.prompt or "" if submit.prompt is None else submit.prompt, params)
         params = completed(submit, params, len(ids), _info(llm).max_model_len, llm.facts.sampling.temperature)
         end = prompt_end(llm.tokenizer, ids) if submit.messages is not None else ""
+        params = by_prompt_end(submit, params, end)
         self._send(Accepted(submit.number, ids, params.max_new_tokens, end))
         make = partial(scores, llm.tokenizer)
-        prompts = [{"prompt_token_ids": ids, "label": submit.request_id}]
+        prompts = [{"prompt_token_ids": ids, "label": submit.request_id, "retention": submit.retention}]
         if not submit.streams:
             call = llm.begin(prompts, params, priority=submit.priority, cache_salt=submit.cache_salt)
             self._outputs[submit.number] = call
@@ -314,6 +316,7 @@ def _info(llm: AsyncLLM) -> ModelInfo:
         special_tokens=() if tokenizer is None else tuple(special_tokens(tokenizer)),
         response_template=response_template(tokenizer),
         added_tokens=added_tokens(tokenizer),
+        constrains=can_constrain(tokenizer),
     )
 
 

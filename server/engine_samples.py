@@ -64,6 +64,8 @@ def _prefixes(stats: Mapping[str, Any]) -> Iterator[Sample]:
     if (cache := stats["prefix_cache"]) is not None:
         yield Sample("counter", "vllm:prefix_cache_queries", "Prompt tokens looked up", cache["lookup_tokens"])
         yield Sample("counter", "vllm:prefix_cache_hits", "Prompt tokens found", cache["hit_tokens"])
+        text = "Blocks of prefixes that requests ask to be kept"
+        yield Sample("gauge", "pagetide_retained_kv_blocks", text, cache["retained_blocks"])
 
 
 def _pool(stats: Mapping[str, Any]) -> Iterator[Sample]:

@@ -1,4 +1,4 @@
-"""The errors of the HTTP API, in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`, or in Anthropic's."""
+"""The errors of the HTTP API, in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`, Anthropic's or Ollama's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from .engine_client import EngineUnavailable, RequestFailed
 
 RETRY_UNAVAILABLE_S = 5
-ANTHROPIC_PATH = "/v1/messages"
+ANTHROPIC_PATH, OLLAMA_PATH = "/v1/messages", "/api/"
 _ANTHROPIC_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
     429: "rate_limit_error", 503: "overloaded_error",
@@ -58,9 +58,16 @@ class ApiError(HTTPException):
         kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
+    @property
+    def ollama_body(self) -> dict[str, Any]:
+        """As `body`, in Ollama's form."""
+        return {"error": self.message}
+
 
 def error_body(error: ApiError, path: str) -> dict[str, Any]:
     """The JSON body of a response of the endpoint at `path`."""
+    if path.startswith(OLLAMA_PATH):
+        return error.ollama_body
     return error.anthropic_body if path.startswith(ANTHROPIC_PATH) else error.body
 
 

@@ -15,7 +15,7 @@ Role = Literal["system", "developer", "user", "assistant", "tool", "function"]  
 # OpenAI's and Anthropic's, accepted with any value.
 WITHOUT_EFFECT = (
     "cache_control", "client_metadata", "container", "context_management", "diagnostics", "include", "inference_geo",
-    "max_tool_calls", "mcp_servers", "moderation", "prompt_cache_options", "speed", "truncation",
+    "kv_hints", "max_tool_calls", "mcp_servers", "moderation", "prompt_cache_options", "speed", "truncation",
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "verbosity", "prediction", "web_search_options",
 )  # fmt: skip

@@ -38,8 +38,11 @@ OPEN_PATHS = ("/health", "/ready")
 ADMIN_PATHS = ("/admin/", "/sleep", "/wake_up")
 COOKIE_PATHS = ("/page/", "/v1/")  # where the page's cookie counts as its key
 KEYLESS_PATHS = ("/page/info", "/page/session")  # a key is looked for, and not needed
-HEAD_PATHS = ("/health", "/ready", "/version", "/metrics", "/load", "/page/info", "/v1/models")  # that answer HEAD
-GENERATING_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
+# That answer HEAD
+HEAD_PATHS = ("/health", "/ready", "/version", "/metrics", "/load", "/page/info", "/v1/models", "/api/tags", "/api/version")
+GENERATING_PATHS = (
+    "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/api/chat", "/api/generate",
+)  # fmt: skip
 CONVERTING_PATHS = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")  # take no place, and count for their key
 # The status of a request whose client left before there was one, as nginx has it
 LEFT = 499

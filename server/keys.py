@@ -7,10 +7,11 @@ import hashlib
 import hmac
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from ..cache.retention import Retention
 from ..common.yaml_file import InvalidYaml, read_yaml
 from .errors import ApiError
 
@@ -32,6 +33,8 @@ class ApiKey:
         max_sequences: Sequences of its requests at the same time: prompts times `n` or `best_of`.
         max_blocks: KV blocks that its requests may come to need at the same time.
         tokens_per_minute: Tokens of prompts and outputs.
+        max_retention_s: That a request may ask its prompt to be kept; longer times are shortened.
+        max_retained_blocks: KV blocks that are kept at the same time because its requests ask for it.
         least_priority: The lowest `priority` of its requests; lower ones go first. An admin key may give any.
     """
 
@@ -42,7 +45,14 @@ class ApiKey:
     max_sequences: int | None = None
     max_blocks: int | None = None
     tokens_per_minute: int | None = None
+    max_retention_s: int | None = None
+    max_retained_blocks: int | None = None
     least_priority: int = 0
+
+    def bounded(self, hint: Retention) -> Retention:
+        """What is left of a hint of how long a prompt is worth keeping, within the key's limits."""
+        seconds = hint.seconds if self.max_retention_s is None else min(hint.seconds, float(self.max_retention_s))
+        return replace(hint, seconds=seconds, owner=self.name, max_blocks=self.max_retained_blocks)
 
     def check_priority(self, priority: int) -> None:
         """Raise ApiError if a request with this key may not have this priority."""

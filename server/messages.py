@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 from msgspec import Struct, msgpack
 
+from ..cache.retention import Retention
 from ..common.answer_memory import SCORED_BYTES, TOKEN_BYTES
 from ..scheduler.sequence import FinishReason
 
@@ -71,6 +72,13 @@ class Start(Struct, tag=True, frozen=True):
     name: str = ""  # "": that of the model
 
 
+class ReasoningGrammar(Struct, frozen=True):
+    """A grammar for an answer that begins amid reasoning, because the prompt ends with one of these texts."""
+
+    opens: tuple[str, ...]
+    grammar: str
+
+
 class Submit(Struct, tag=True, frozen=True):
     """Continue a prompt, or answer a conversation.
 
@@ -79,10 +87,12 @@ class Submit(Struct, tag=True, frozen=True):
         messages: A conversation for the chat template.
         template: Options of the chat template.
         params: Arguments of `SamplingParams`.
+        reasoning_grammar: Replaces that of `params` where the prompt opens reasoning.
         streams: Send the output as `OutputPieces`; otherwise all of it comes with `RequestEnd`.
         fills_context: Without `max_new_tokens` generate up to the model's context.
         strict_length: Reject the request if prompt and `max_new_tokens` exceed the model's context.
         request_id: The id of the HTTP request, as the request's label.
+        retention: How long the prompt is worth keeping. A durable engine client ignores it.
         durable_id: Names the request for good. A durable engine client attaches to the request of this id, or begins it if
             there is none. An engine process ignores this field and those below but `tenant`.
         tenant: The name of the API key, whose work is done in turns with that of others. A durable request of another tenant is
@@ -103,6 +113,8 @@ class Submit(Struct, tag=True, frozen=True):
     fills_context: bool = False
     strict_length: bool = True
     request_id: str = ""
+    retention: Retention | None = None
+    reasoning_grammar: ReasoningGrammar | None = None
     durable_id: str = ""
     tenant: str = ""
     fingerprint: str = ""
@@ -142,6 +154,7 @@ class ModelInfo(Struct, frozen=True):
         chat_template: The one for conversations with tools.
         response_template: That of the tokenizer as JSON; "" without one.
         added_tokens: The ids of the tokenizer's added tokens.
+        constrains: Whether output can be constrained.
     """
 
     path: str
@@ -158,6 +171,7 @@ class ModelInfo(Struct, frozen=True):
     special_tokens: tuple[str, ...] = ()
     response_template: str = ""
     added_tokens: dict[str, int] = {}
+    constrains: bool = False
 
 
 class ModelReady(Struct, tag=True, frozen=True):

@@ -187,7 +187,7 @@ class Metrics:
 
     async def page(self, models: ModelRegistry, admission: RequestAdmission) -> bytes:
         """The page, with the state of all engines now."""
-        each = await asyncio.gather(*(_stats(model) for model in models))
+        each = await asyncio.gather(*(engine_stats(model) for model in models))
         families = _Families()
         for model, (stats, others) in zip(models, each, strict=True):
             self._add_model(families, model)
@@ -282,7 +282,7 @@ def one_two_five(most: int) -> tuple[int, ...]:
 _Named = Mapping[str, Mapping[str, Any]]
 
 
-async def _stats(model: ServedModel) -> tuple[_Named, _Named]:
+async def engine_stats(model: ServedModel) -> tuple[_Named, _Named]:
     """The statistics of a model's engines by their label, and further metrics by name. Empty if it cannot answer.
 
     A durable client has several engines: "stats" is `{"workers": {name: statistics}}`. Its "fleet_metrics" are

@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 FIRST_RESTART_S, MOST_RESTART_S = 1.0, 60.0
 GOOD_AFTER_S = 60.0  # an engine that lived so long is restarted at once
 
+LATEST = ":latest"  # Ollama's tag of a name without one
+
 State = Literal["loading", "ready", "asleep", "failed"]
 
 
@@ -107,6 +109,11 @@ class ModelRegistry:
         if name.startswith("claude-") and name not in self._models and self._models:
             return next(iter(self._models.values()))
         return self.get(name)
+
+    def get_ollama(self, name: str) -> ServedModel:
+        """As `get`. The tag that Ollama's clients add to names may be there and may be missing."""
+        names = (name, name.removesuffix(LATEST), name + LATEST)
+        return self.get(next((one for one in names if one in self._models), name))
 
     def add(self, options: ModelOptions) -> ServedModel:
         """Begin to load a model in the background. Raises ApiError if its name is taken."""

@@ -7,13 +7,14 @@ import logging
 from collections.abc import AsyncIterator, Iterator
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from .chat import ChatCompletion
 from .choices import json_encode, new_id
 from .errors import ApiError, invalid
-from .requests import ChatRequest, Name, Objects, RequestBody, from_validation
+from .requests import ChatForm, Name, Objects, schema_format
 from .response_parser import Part
+from .retention_hints import PromptCacheOptions
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ _CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "requi
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
 
 
-class ResponsesRequest(RequestBody):
+class ResponsesRequest(ChatForm):
     """The body of `POST /v1/responses`."""
 
     model: Name | None = None
@@ -43,6 +44,8 @@ class ResponsesRequest(RequestBody):
     prompt: Any = None
     priority: int = 0
     cache_salt: Name | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
+    prompt_cache_retention: str | None = None
 
     stream_options: Any = None  # without effect, as is the next one
     top_logprobs: Any = None
@@ -52,27 +55,22 @@ class ResponsesRequest(RequestBody):
         """The names of tools that take a text."""
         return frozenset(str(tool.get("name")) for tool in self.tools or () if tool.get("type") == "custom")
 
-    def as_chat(self) -> ChatRequest:
-        """The same request as a chat. Raises ApiError."""
+    def chat_fields(self) -> dict[str, Any]:
+        """See `ChatForm`."""
         for name in ("previous_response_id", "conversation", "prompt", "background"):
             if getattr(self, name):
                 raise invalid(f"{name} is not served: {_STATELESS}", name)
         messages = _messages(self.input)
         if self.instructions:
             messages.insert(0, {"role": "system", "content": self.instructions})
-        names = ("model", "stream", "temperature", "top_p", "priority", "cache_salt")
-        fields: dict[str, Any] = {name: getattr(self, name) for name in names}
-        fields |= {"messages": messages, "max_tokens": self.max_output_tokens, **self._tools()}
-        if (effort := (self.reasoning or {}).get("effort")) is not None:
-            fields["reasoning_effort"] = effort
         form = (self.text or {}).get("format")
         if isinstance(form, dict) and form.get("type") == "json_schema":
-            form = {"type": "json_schema", "json_schema": {"name": form.get("name", "response"), "schema": form.get("schema")}}
-        fields["response_format"] = form
-        try:
-            return ChatRequest.model_validate(fields)
-        except ValidationError as error:
-            raise from_validation(list(error.errors(include_url=False, include_input=False))) from None
+            form = schema_format(form.get("schema"))
+        effort = (self.reasoning or {}).get("effort")
+        return {
+            "messages": messages, "max_tokens": self.max_output_tokens, "response_format": form, "reasoning_effort": effort,
+            "stream_options": None, "top_logprobs": None, **self._tools(),
+        }  # fmt: skip
 
     def _tools(self) -> dict[str, Any]:
         """OpenAI's fields of the tools of a chat."""
@@ -90,15 +88,17 @@ class ResponsesRequest(RequestBody):
             tools.append(_function(tool) | {"function": {**_function(tool)["function"], "description": description.strip()}})
             if parameters is not None:
                 tools[-1]["function"]["parameters"] = parameters
+            if tool.get("strict") is True:
+                tools[-1]["function"]["strict"] = True
         if not tools:
-            return {}
+            return {"tools": None, "tool_choice": None}
         choice: Any = self.tool_choice
         if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
             allowed = [_function(tool) for tool in _dicts(choice.get("tools")) if "name" in tool]
             choice = {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode", "auto"), "tools": allowed}}
         elif isinstance(choice, dict):
             choice = _function(choice) if choice.get("type") in ("function", "custom") else "auto"
-        return {"tools": tools, "tool_choice": choice, "parallel_tool_calls": self.parallel_tool_calls}
+        return {"tools": tools, "tool_choice": choice}
 
 
 def _dicts(given: Any) -> list[dict[str, Any]]:
@@ -154,11 +154,14 @@ class ResponseCompletion(ChatCompletion):
     """A chat with a response in the form of OpenAI's responses."""
 
     kind = "resp"
-    custom_tools: frozenset[str] = frozenset()
+
+    def __init__(self, *chat: Any, custom_tools: frozenset[str]) -> None:
+        super().__init__(*chat)
+        self._custom_tools = custom_tools
 
     async def parts(self) -> AsyncIterator[bytes]:
         """The whole response as JSON. Raises RequestFailed, EngineUnavailable or ApiError."""
-        output = ResponseItems(self.custom_tools)
+        output = ResponseItems(self._custom_tools)
         async for part in self._one_answer():
             list(output.add(part))
         list(output.close())
@@ -166,7 +169,7 @@ class ResponseCompletion(ChatCompletion):
 
     async def events(self) -> AsyncIterator[bytes]:
         """The server-sent events of the response. Raises as `parts`."""
-        output = ResponseItems(self.custom_tools)
+        output = ResponseItems(self._custom_tools)
         for kind in ("response.created", "response.in_progress"):
             yield output.event(kind, response=self._response([]))
         async for part in self._one_answer():
@@ -180,7 +183,7 @@ class ResponseCompletion(ChatCompletion):
     def failed(self, error: ApiError) -> bytes:
         """The event of an error that ends a stream."""
         response = self._response([]) | {"status": "failed", "error": {"code": "server_error", "message": error.message}}
-        return ResponseItems(self.custom_tools).event("response.failed", response=response)
+        return ResponseItems(self._custom_tools).event("response.failed", response=response)
 
     def _response(self, output: list[dict[str, Any]]) -> dict[str, Any]:
         """The response so far; with a reason it has ended."""
@@ -199,7 +202,7 @@ class ResponseCompletion(ChatCompletion):
         found, reasoning = self._usage(), self._answers.num_reasoning_tokens or 0
         return {
             "input_tokens": found["prompt_tokens"], "output_tokens": found["completion_tokens"],
-            "input_tokens_details": {**found["prompt_tokens_details"], "cache_write_tokens": 0},
+            "input_tokens_details": {"cache_write_tokens": 0} | found["prompt_tokens_details"],
             "output_tokens_details": {"reasoning_tokens": reasoning}, "total_tokens": found["total_tokens"],
         }  # fmt: skip
 

@@ -19,7 +19,7 @@ from .guard import RequestContext, is_same_origin
 from .keys import ApiKeys
 from .models import ModelRegistry
 from .page_sessions import PageSessions, clear_cookie, set_cookie
-from .streams import EventStream, header_value
+from .streams import StreamedResponse, header_value
 
 FOLDER = Path(__file__).parent / "static"
 _TYPES = {
@@ -147,7 +147,7 @@ class PageEndpoints:
 
             held = AsyncExitStack()
             viewer = held.enter_context(self.feed.viewer(rate, name, may_look))
-            stream = EventStream(viewer.events(), held)
+            stream = StreamedResponse(viewer.events(), held)
             stream.headers["x-accel-buffering"] = "no"  # nginx would keep the frames back
             return stream
 

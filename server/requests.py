@@ -18,10 +18,12 @@ from pydantic import (
 )
 
 from ..api.sampling_params import SamplingParams
+from ..cache.retention import Retention
 from .answers import thinking_options
 from .errors import ApiError, invalid
 from .fields import FieldRefused, Role, ignored_fields
 from .keys import MOST_PRIORITY
+from .retention_hints import KvHints, PromptCacheOptions, hint_of
 
 MOST_DRAIN_S = 3600
 MOST_N = 128  # continuations of a request
@@ -153,7 +155,6 @@ class _Accepted(RequestBody):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
 
 
 class _Extras(_Accepted):
@@ -174,8 +175,21 @@ class _Extras(_Accepted):
     return_token_ids: bool = False
     request_id: Name | None = None
     use_beam_search: bool = False
+    prompt_cache_options: PromptCacheOptions | None = None
+    prompt_cache_retention: str | None = None
+    kv_hints: KvHints | None = None
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
+
+    @property
+    def retention(self) -> Retention | None:
+        """How long the prompt is worth keeping, as the request hints. Raises ApiError."""
+        try:
+            return hint_of(self.prompt_cache_options, self.prompt_cache_retention, self.kv_hints)
+        except ValidationError as error:
+            fault = error.errors(include_url=False, include_input=False)[0]
+            place = ".".join(map(str, fault["loc"]))
+            raise invalid(f"kv_hints: {place} of a kv.retain payload: {fault['msg']}", "kv_hints") from None
 
 
 class _Sampling(_Extras):
@@ -421,6 +435,55 @@ class ChatRequest(_Sampling):
         return options
 
 
+class ChatForm(RequestBody):
+    """A body of another API's form, which is served as a chat. A field that has the name of a chat's means the same."""
+
+    def chat_fields(self) -> dict[str, Any]:
+        """The fields of the chat that differ from this body's own of the same names. Raises ApiError."""
+        raise NotImplementedError
+
+    def as_chat(self) -> ChatRequest:
+        """The same request as a chat. Raises ApiError."""
+        same = type(self).model_fields.keys() & ChatRequest.model_fields.keys()
+        fields = {name: getattr(self, name) for name in same} | self.chat_fields()
+        fields["messages"] = _alternating(fields["messages"])
+        try:
+            return ChatRequest.model_validate(fields)
+        except ValidationError as error:
+            raise from_validation(list(error.errors(include_url=False, include_input=False))) from None
+
+
+_OF_SYSTEM = ("system", "developer")
+
+
+def _alternating(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages as chat templates take them: one of the system, which is the first, and no two of the user in a row.
+
+    Coding agents send several of both, and some of the system between others: these become the user's.
+    """
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        before = found[-1] if found else {}
+        role, last = message.get("role"), before.get("role")
+        if role in _OF_SYSTEM and before and last not in _OF_SYSTEM:
+            message, role = message | {"role": "user"}, "user"
+        joins = role == last == "user" or (role in _OF_SYSTEM and last in _OF_SYSTEM)
+        if joins and isinstance(before["content"], str | list) and isinstance(message.get("content"), str | list):
+            found[-1] = before | {"content": _content_parts(before["content"]) + _content_parts(message["content"])}
+        else:
+            found.append(message)
+    return found
+
+
+def _content_parts(content: str | list[Any]) -> list[Any]:
+    return content if isinstance(content, list) else [{"type": "text", "text": content}]
+
+
+def schema_format(schema: Any) -> dict[str, Any]:
+    """The `response_format` that constrains a chat to a JSON schema."""
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
+
+
 class TokenizeRequest(RequestBody):
     """The body of `POST /tokenize`: `prompt`, or `messages`."""
 
@@ -516,7 +579,8 @@ def from_validation(errors: list[Any]) -> ApiError:
     if first["type"] == "json_invalid":
         return invalid(f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
     missing = first["type"] == "missing"
-    what = f"{param or 'the body'} is missing" if missing else f"{param or 'the body'}: {first['msg']}"
+    said = first["msg"].removeprefix("Value error, ")
+    what = f"{param or 'the body'} is missing" if missing else f"{param or 'the body'}: {said}"
     return invalid(what, param or None)
 
 

@@ -483,7 +483,7 @@ def _dumped(value: Any) -> str:
     return text
 
 
-def _types(schema: Any) -> set[str]:
+def types_of(schema: Any) -> set[str]:
     """The types that a schema names."""
     if not isinstance(schema, dict):
         return set()
@@ -492,7 +492,7 @@ def _types(schema: Any) -> set[str]:
     for union in ("anyOf", "oneOf", "allOf"):
         options = schema.get(union)
         for option in options if isinstance(options, list) else ():
-            found |= _types(option)
+            found |= types_of(option)
     for value in schema["enum"] if isinstance(schema.get("enum"), list) else ():
         found |= {"string"} if isinstance(value, str) else {"any"}
     return found
@@ -500,7 +500,7 @@ def _types(schema: Any) -> set[str]:
 
 def _typed(text: str, schema: Any, is_text: bool | Literal[""]) -> Any:
     """The value of a parameter's text, as its attributes (`is_text`; "": there are none) or its schema say."""
-    types = _types(schema)
+    types = types_of(schema)
     if is_text or (is_text == "" and "string" in types and not (text.strip() == "null" and "null" in types)):
         return text
     if is_text == "" and not types and schema is None:

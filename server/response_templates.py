@@ -33,6 +33,25 @@ def _texts(given: str | list[str]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
+class WrittenCalls:
+    """How a family's chat template writes calls, for grammars.
+
+    Attributes:
+        call: With NAME, and ARGUMENTS (JSON) or PARAMETERS; INDEX is a number.
+        begin, between, end: Texts around all calls, and between two.
+        parameter: With KEY and VALUE; TYPED is "true" for a text.
+        needs: A special token; tokenizers without it write calls otherwise.
+    """
+
+    call: str
+    begin: str = ""
+    between: str = ""
+    end: str = ""
+    parameter: str = ""
+    needs: str = ""
+
+
+@dataclass(frozen=True)
 class CallFormat:
     """How a family writes tool calls: regions with one or several calls.
 
@@ -53,6 +72,8 @@ class CallFormat:
         is_bare: A call may begin an answer without `open`.
         separators: Between calls, beside white space.
         id_length: Of the ids of calls, where the chat template accepts no other.
+        written: How the family writes calls, in several ways of which the first one that fits the tokenizer counts. None: it is
+            read, and cannot be constrained.
     """
 
     content: Literal["json", "xml", "python"]
@@ -73,6 +94,7 @@ class CallFormat:
     separators: str = ""
     notation: Notation = JSON
     id_length: int | None = None
+    written: tuple[WrittenCalls, ...] = ()
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> CallFormat:
@@ -83,9 +105,14 @@ class CallFormat:
         for name in ("open", "close", "item_open", "item_close", "name_end", "parameter", "missing_ends"):
             arguments[name] = _texts(arguments.get(name, []))
         try:
+            arguments["written"] = tuple(WrittenCalls(**one) for one in arguments.get("written", ()))
             return cls(**arguments)
         except TypeError as error:
             raise TemplateInvalid(f"tool_calls: {error}") from error
+
+    def written_with(self, special_tokens: Collection[str]) -> WrittenCalls | None:
+        """How calls are written by a model with these special tokens; None if that is not known."""
+        return next((one for one in self.written if not one.needs or one.needs in special_tokens), None)
 
     @property
     def opens(self) -> tuple[str, ...]:

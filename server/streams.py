@@ -1,4 +1,4 @@
-"""Responses of server-sent events, and the end of a request whose client leaves."""
+"""Responses that are streams, and the end of a request whose client leaves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .choices import PART_BYTES, error_event
+from .choices import EVENTS, PART_BYTES, error_event
 from .engine_client import Detached, EngineUnavailable, RequestFailed, SlowReader
 from .errors import ApiError, from_engine
 
@@ -30,22 +30,24 @@ class ClientLeft(Exception):
     """The client closed the connection before its response was complete."""
 
 
-class EventStream(Response):
-    """Sends the events of `events` as they come. An error becomes the last event, without an id.
+class StreamedResponse(Response):
+    """Sends `parts` as they come, each of which is released when it is sent. An error becomes the last part.
 
     Args:
         held: Closed at the end, however it comes: complete, failed, left or cut off.
-        failed: Makes the last event of a stream that fails.
+        failed: Makes the last part of a response that fails.
     """
 
-    media_type = "text/event-stream"
-
     def __init__(
-        self, events: AsyncIterator[bytes], held: AsyncExitStack, failed: Callable[[ApiError], bytes] = error_event
+        self,
+        parts: AsyncIterator[bytes],
+        held: AsyncExitStack,
+        failed: Callable[[ApiError], bytes] = error_event,
+        media_type: str = EVENTS,
     ) -> None:
-        super().__init__(headers={"cache-control": "no-cache"})
+        super().__init__(headers={"cache-control": "no-cache"}, media_type=media_type)
         del self.headers["content-length"]
-        self._events = events
+        self._parts = parts
         self._held = held
         self._failed = failed
 
@@ -65,7 +67,7 @@ class EventStream(Response):
     async def _send_all(self, send: Send) -> None:
         num_bytes = 0  # since the event loop has turned
         try:
-            async for data in self._events:
+            async for data in self._parts:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
                 if (num_bytes := num_bytes + len(data)) > PART_BYTES:
                     num_bytes = 0
@@ -76,12 +78,6 @@ class EventStream(Response):
             api_error = error if isinstance(error, ApiError) else from_engine(error)
             await send({"type": "http.response.body", "body": self._failed(api_error), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-class JsonStream(EventStream):
-    """Sends a long JSON body in parts, each of which is released when it is sent. Its length is not known before."""
-
-    media_type = "application/json"
 
 
 async def json_response(parts: AsyncIterator[bytes], receive: Receive, hold: Callable[[], AsyncExitStack]) -> Response:
@@ -109,7 +105,7 @@ async def json_response(parts: AsyncIterator[bytes], receive: Receive, hold: Cal
 
     if await unless_left(begin(), receive):
         return Response(b"".join(first), media_type="application/json")
-    return JsonStream(every(), hold())
+    return StreamedResponse(every(), hold(), media_type="application/json")
 
 
 async def unless_left(work: Awaitable[Value], receive: Receive) -> Value:

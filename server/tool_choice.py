@@ -1,6 +1,7 @@
 """The tools of a chat request: which the model may, must or must not call, and the constraint that makes it.
 
-With `tool_choice` "required" the text is constrained to a JSON array of calls, with a named function to its arguments.
+Where calls are not constrained in the model's own format (call_grammar.py), with `tool_choice` "required" the text is
+constrained to a JSON array of calls, with a named function to its arguments.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class ToolChoice:
     Attributes:
         named: The function that must be called, if the choice names one.
         is_required: Some function must be called.
-        is_constrained: The text has a form of its own, which is no family's.
+        is_constrained: The text has a form of its own, which is no family's unless its calls are constrained.
+        is_single: One call at most.
         schemas: The parameters of each function that may be called; None: calls are not looked for.
 
     Raises ToolsInvalid for inconsistent fields.
@@ -62,7 +64,7 @@ class ToolChoice:
         if (self.named is not None or self.is_required) and answers:
             raise ToolsInvalid("a required tool call cannot have another constraint beside it", "tool_choice")
         self._choice = choice
-        self._single = fields.get("parallel_tool_calls") is False
+        self.is_single = fields.get("parallel_tool_calls") is False or self.named is not None
         self.is_constrained = answers or self.is_required or self.named is not None
         may_call = choice != "none" and not answers
         self.schemas: dict[str, dict[str, Any]] | None = None
@@ -74,6 +76,21 @@ class ToolChoice:
         """The functions that may be called."""
         return [tool["function"] for tool in self._tools if tool["function"]["name"] in self._allowed]
 
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer has to be calls."""
+        return self.is_required or self.named is not None
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether a function that may be called demands arguments by its schema."""
+        return self.schemas is not None and any(function.get("strict") is True for function in self._callable)
+
+    def parameters(self) -> dict[str, dict[str, Any]]:
+        """The schema of the arguments of each function that may be called. Raises ToolsInvalid for one that is no object."""
+        named = [one for one in self._callable if self.named in (None, one["name"])]
+        return {function["name"]: _parameters(function) for function in named}
+
     def params(self) -> dict[str, Any]:
         """The constraint as arguments of `SamplingParams`. Raises ToolsInvalid for parameters that are no object."""
         if self.named is not None:
@@ -84,8 +101,12 @@ class ToolChoice:
         return {}
 
     def template(self) -> dict[str, Any]:
-        """Options of the chat template."""
-        return {"tools": self._tools} if self._choice != "none" else {}
+        """Options of the chat template. Models do not know of `strict`."""
+        tools = [
+            tool | {"function": {key: value for key, value in tool["function"].items() if key != "strict"}}
+            for tool in self._tools
+        ]
+        return {"tools": tools} if self._choice != "none" else {}
 
     def _calls_schema(self) -> dict[str, Any]:
         """An array of calls. Raises ToolsInvalid for schemas that differ and claim the same `$id`, at any depth.
@@ -116,7 +137,7 @@ class ToolChoice:
                 }
             )
         schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": items}}
-        return schema | ({"maxItems": 1} if self._single else {})
+        return schema | ({"maxItems": 1} if self.is_single else {})
 
 
 def _parameters(function: dict[str, Any]) -> dict[str, Any]:

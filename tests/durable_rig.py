@@ -1,4 +1,4 @@
-"""A queue of durable requests without engines, and servers in front of it: `KeptRequests`, `DurableEngine`, `FrontEnd`."""
+"""A queue of requests without engines, and servers in front of it: `KeptRequests`, `DurableEngine`, `FrontEnd`, `scripted`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ from pagetide.server.messages import Accepted, ModelInfo, Piece, RequestEnd, Sco
 INFO = ModelInfo("kept", 1 << 20, 64, 16, 1 << 16, True, "{{ messages }}", "cpu", "none", "0")
 PROMPT = [7] * 8
 TEXTS = ("The ", "whale", " ", "sw", "ims", "", " —", " d", "eep", ".")
+# What a model says that thinks, answers, and calls the tool `dive`, in pieces that cut its marks.
+CALL = '<tool_call>\n{"name": "dive", "arguments": {"depth": 3}}\n</tool_call>'
+DIVING = ("<think>\nHm", "m.\n</thi", "nk>\n\nDown", " we go.\n", "<tool_", *CALL.removeprefix("<tool_"))
 
 Record = Accepted | Piece | RequestEnd
 Deliver = Callable[["KeptRequest", Generation], "asyncio.Task[None] | None"]
@@ -140,7 +143,7 @@ class DurableEngine:
         self.left: list[str] = []
         self.answers: dict[str, Any] = {}
         self.calls: list[str] = []
-        self._queue = queue
+        self.queue = queue
         self._numbers = count()
         self._ids: dict[int, str] = {}
         self._tasks: dict[int, asyncio.Task[None] | None] = {}
@@ -149,7 +152,7 @@ class DurableEngine:
         generation = Generation(next(self._numbers), changed, observer)
         own = request if self.is_durable else request | {"durable_id": f"here-{generation.number}"}
         durable_id = self._ids[generation.number] = own["durable_id"]
-        kept = self._queue.requests.get(durable_id)
+        kept = self.queue.requests.get(durable_id)
         given = kept.request if kept is not None else {}
         if own.get("attach") and given.get("tenant") != own["tenant"]:
             generation.take(RequestFailed("not_found", f"there is no request {durable_id}"))
@@ -157,7 +160,7 @@ class DurableEngine:
             generation.take(RequestFailed("conflict", f"the request {durable_id} has another body"))
         else:
             generation.is_attached = kept is not None
-            kept = kept or self._queue.begin(own)
+            kept = kept or self.queue.begin(own)
             if self.is_durable:
                 generation.created = kept.created
             self._tasks[generation.number] = self.deliver(kept, generation)
@@ -230,6 +233,11 @@ class FrontEnd(LocalServer):
         answer = await self.client.post(path, json=body, headers=named)
         return Answer(answer.status_code, answer.content)
 
+    @property
+    def last_request(self) -> dict[str, Any]:
+        """The fields of the newest request that reached the engine."""
+        return list(self.engine.queue.requests.values())[-1].request
+
     async def leave_after(self, path: str, body: dict[str, Any], num_events: int, **headers: str) -> list[bytes]:
         """Read so many events and close the connection."""
         named = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -238,3 +246,10 @@ class FrontEnd(LocalServer):
             while read.count(b"\n\n") < num_events:
                 read += await anext(parts)
         return Answer(200, read).events
+
+
+def scripted(*texts: str, reason: FinishReason = "stop", prompt_end: str = "", keys: ApiKeys | None = None) -> FrontEnd:
+    """A server with a model in Hermes' format that says these texts, or `DIVING`. Its requests end with their clients."""
+    server = FrontEnd(KeptRequests(texts or DIVING, reason, prompt_end), keys=keys)
+    server.engine.is_durable = False
+    return server

@@ -19,6 +19,7 @@ from pagetide.allocator.blocks import BlockAllocator
 from pagetide.cache.layer_groups import LayerGroup
 from pagetide.cache.manager import CacheManager
 from pagetide.cache.prefix_hash import PrefixHasher
+from pagetide.cache.retention import Retention
 from pagetide.cache.state_tables import tables_for
 from pagetide.scheduler.cost import SwapCost
 from pagetide.scheduler.outcome import BeamMove, Finished, StepOutputs
@@ -426,13 +427,14 @@ class World:
 
     def add(
         self, name: str, prompt: int | np.ndarray, max_new: int = 16, *, priority: int = 0, arrival: float = 0.0,
-        salt: bytes | None = None, fork_of: str | None = None, num_generated: int = 0, **more,
+        salt: bytes | None = None, fork_of: str | None = None, num_generated: int = 0, retention: Retention | None = None,
+        **more,
     ) -> None:  # fmt: skip
         """`prompt` is a number of random tokens, or the tokens. `num_generated` of the output were generated before."""
         tokens = self.prompt(prompt) if isinstance(prompt, int) else prompt
         sampling = Sampling(max_new, **more)
         generated = np.array(continuation(tokens, sampling, num_generated), np.int32)
-        request = Request(name, tokens, sampling, priority, arrival, salt, fork_of, generated)
+        request = Request(name, tokens, sampling, priority, arrival, salt, fork_of, generated, retention=retention)
         self.add_request(request)
 
     def add_request(self, request: Request) -> None:

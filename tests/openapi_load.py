@@ -16,8 +16,9 @@ REQUEST_S = 600.0  # an answer that takes longer is a hang; 640 continuations, 8
 CONCURRENT = 4
 # Which share of the requests goes to an operation; those that are not named get few.
 SHARES = {
-    "POST /v1/completions": 0.2, "POST /v1/chat/completions": 0.2, "POST /tokenize": 0.1, "POST /detokenize": 0.08,
-    "POST /v1/messages": 0.13, "POST /v1/messages/count_tokens": 0.06, "POST /v1/responses": 0.13,
+    "POST /v1/completions": 0.16, "POST /v1/chat/completions": 0.16, "POST /tokenize": 0.06, "POST /detokenize": 0.06,
+    "POST /v1/messages": 0.12, "POST /v1/messages/count_tokens": 0.05, "POST /v1/responses": 0.12,
+    "POST /api/chat": 0.1, "POST /api/generate": 0.1, "POST /api/show": 0.02,
     "GET /v1/models/{name}": 0.03, "GET /is_sleeping": 0.03, "POST /admin/models/unload": 0.04,
 }  # fmt: skip
 # Arguments for the server under test: contexts are short, and fields beyond the description do not end every request early.

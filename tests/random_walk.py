@@ -18,6 +18,7 @@ import pytest
 from fakes import VOCAB, World, continuation, fake_logprob
 
 from pagetide.cache.layer_groups import LayerGroup, most_columns_in, state_group
+from pagetide.cache.retention import Retention
 from pagetide.scheduler.cost import SwapCost
 from pagetide.scheduler.errors import InvalidCallOrder, PromptTooLong, RequestRejected
 
@@ -141,7 +142,7 @@ def _walk(
                 world.add(
                     f"r{n}", _alike(world, length), max_new=new, arrival=arrival, priority=priority,
                     stop_token_ids=stops, min_new_tokens=int(rng.integers(0, 5)),
-                    salt=None if rng.random() < 0.8 else b"tenant", num_generated=before, **_wishes(rng),
+                    salt=None if rng.random() < 0.8 else b"tenant", num_generated=before, retention=_hint(rng), **_wishes(rng),
                 )  # fmt: skip
                 live.append(f"r{n}")
             except PromptTooLong:
@@ -164,6 +165,7 @@ def _walk(
             world.runner.fail.add(str(rng.choice(live)))
         else:
             begun = bool(world.begun)
+            world.now += float(rng.random())
             plan = world.due()
             can = world.scheduler.num_running + world.scheduler.num_waiting
             # Who is seated may have been told to wait for a copy that was called off: the next step computes its tokens.
@@ -187,6 +189,14 @@ def _walk(
     for name, request in world.requests.items():
         check_end(world, name, request, least)
     return world
+
+
+def _hint(rng: np.random.Generator) -> Retention | None:
+    """For one request in four, how long its prompt is worth keeping."""
+    if rng.random() < 0.75:
+        return None
+    num_tokens, max_blocks = (None if rng.random() < 0.7 else int(rng.integers(1, 60)) for _ in range(2))
+    return Retention(float(rng.choice([0.5, 5.0, 50.0])), num_tokens, str(rng.choice(["ann", "bob"])), max_blocks)
 
 
 def _wishes(rng: np.random.Generator) -> dict[str, int]:

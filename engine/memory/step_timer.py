@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from dataclasses import replace
 
 from ...common.units import MIB
 from ...scheduler.outcome import Stats
@@ -55,7 +54,7 @@ class StepTimer:
         self._began_at = self._ended_at = -math.inf  # of the last step
         # Of the last steps that only computed: seconds, and those besides computing
         self._plain: deque[tuple[float, float]] = deque(maxlen=16)
-        self._seen = Stats()  # the scheduler's counters after the last step
+        self._seen = 0, 0, 0.0  # the scheduler's counters after the last step: tokens, moved blocks, computing seconds
 
     def begin(self, now: float, *, in_use: bool) -> None:
         """Record that a step is being prepared, with requests if `in_use`."""
@@ -74,11 +73,12 @@ class StepTimer:
             self._ended_at = now
         if self._in_use:
             self.used_at = now
-        seen, self._seen = self._seen, replace(stats)
-        moved_bytes = (stats.moved_blocks - seen.moved_blocks) * self._block_bytes
-        computing_s = stats.computing_s - seen.computing_s
+        tokens, moved_blocks, seconds = self._seen
+        self._seen = stats.computed_tokens, stats.moved_blocks, stats.computing_s
+        moved_bytes = (stats.moved_blocks - moved_blocks) * self._block_bytes
+        computing_s = stats.computing_s - seconds
         other_s = max(0.0, step_s - computing_s)
-        if self.alone or stats.computed_tokens == seen.computed_tokens:
+        if self.alone or stats.computed_tokens == tokens:
             return
         if not moved_bytes and not mapped_bytes:
             self._plain.append((step_s, other_s))

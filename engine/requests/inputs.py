@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...api.sampling_params import SamplingParams
 from ...cache.block_table import Int32
+from ...cache.retention import Retention
 from ...scheduler.errors import RequestRejected
 from .handover import Handover
 
@@ -19,7 +20,8 @@ Prompts = str | Mapping[str, Any] | Sequence[int | Prompt]
 Message = Mapping[str, Any]
 MOST_PRIORITY = 1000  # largest absolute value
 LONGEST_LABEL = 128  # characters
-_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "label")  # of vLLM's prompts, and a name for watchers
+# Of vLLM's prompts; a name for watchers; how long it is worth keeping
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "label", "retention")
 _ENCODING_KEYS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")  # of a tokenizer's results
 
 
@@ -27,7 +29,7 @@ class PromptInput(NamedTuple):
     """A prompt ready to be queued: its text (None if given as ids), token ids, merged parameters and data derived from these.
 
     `before` is the state of an imported request. `cache_salt` is the prompt's own; None is the call's. `label` is the
-    caller's name for the request.
+    caller's name for the request, `retention` a hint of how long the prompt is worth keeping.
     """
 
     prompt: str | None
@@ -37,25 +39,26 @@ class PromptInput(NamedTuple):
     before: Handover | None = None
     cache_salt: str | None = None
     label: str = ""
+    retention: Retention | None = None
 
 
-def parse_prompt(prompt: Any) -> tuple[str | Sequence[int], str | None, str | None, str]:
-    """Parse one prompt of any form: what to encode, its text (None if only ids are known), its own cache salt, its label.
+def parse_prompt(prompt: Any) -> tuple[str | Sequence[int], str | None, dict[str, Any]]:
+    """Parse one prompt of any form: what to encode, its text (None if only ids are known), its other fields of `PromptInput`.
 
     Raises RequestRejected for a mapping without a prompt, with several, or with other keys.
     """
     if isinstance(prompt, str):
-        return prompt, prompt, None, ""
+        return prompt, prompt, {}
     if not isinstance(prompt, Mapping):
-        return prompt, None, None, ""
+        return prompt, None, {}
     if "input_ids" in prompt:
         many = _encoded_prompts(prompt)
         if len(many) != 1:
             raise RequestRejected(f"the tokenizer's result has {len(many)} prompts, and one is needed here: give its rows")
-        return many[0], None, None, ""
+        return many[0], None, {}
     _refuse_other_keys(prompt, _PROMPT_KEYS)
     given: list[Any] = [prompt.get(name) for name in _PROMPT_KEYS]
-    text, ids, salt, label = given
+    text, ids, salt, label, retention = given
     if text is None and ids is None:
         raise RequestRejected("a prompt given as a mapping needs `prompt` or `prompt_token_ids`")
     if text is not None and not isinstance(text, str):
@@ -65,8 +68,10 @@ def parse_prompt(prompt: Any) -> tuple[str | Sequence[int], str | None, str | No
     check_cache_salt(salt)
     if label is not None and (not isinstance(label, str) or len(label) > LONGEST_LABEL):
         raise RequestRejected(f"`label` of a mapping must be a text of at most {LONGEST_LABEL} characters, got {label!r:.80}")
+    if retention is not None and not isinstance(retention, Retention):
+        raise RequestRejected(f"`retention` of a mapping must be a `Retention`, got {type(retention).__name__}")
     content: Any = text if ids is None else ids
-    return content, text, salt, label or ""
+    return content, text, {"cache_salt": salt, "label": label or "", "retention": retention}
 
 
 def text_of(prompt: object) -> str | None:
@@ -110,9 +115,9 @@ def encode_pairs(
                 raise RequestRejected(f"with the model's own settings: {error}") from error
             whole = encoder.with_special_stops(whole)
             known = prepared[id(params)] = whole, encoder.prepare(whole, eos_token_ids)
-        content, text, salt, label = parse_prompt(prompt)
+        content, text, others = parse_prompt(prompt)
         ids = encoder.encode(content, known[0])
-        inputs.append(PromptInput(text, ids, *known, cache_salt=salt, label=label))
+        inputs.append(PromptInput(text, ids, *known, **others))
     return inputs
 
 

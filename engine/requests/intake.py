@@ -124,6 +124,7 @@ class RequestIntake:
             arrival=self.engine.core.clock(),
             cache_salt=None if salt is None else salt.encode("utf-8", "surrogatepass"),
             label=prompt.label,
+            retention=prompt.retention,
         )
         return request if before is None else before.request(request)
 

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...api.json_schemas import readable
 from ...common.error_text import install_command
 from ...scheduler.errors import CANNOT_FOLLOW, RequestRejected
 from ...scheduler.request import Constraint, Sampling
 from ..errors import Attempt
-from .json_schemas import readable
 from .logits import Bool, Int32, Int64, Rows, index
 from .processors import Troubles
 

@@ -59,7 +59,7 @@ class Listing:
     def uses(self, devices: Sequence[Device]) -> tuple[list[Use], int]:
         """The processes in order, and the number of those that are hidden because they are small.
 
-        A process of an engine, and one whose size is unknown, is never hidden.
+        A process of an engine, and one of unknown size, is never hidden.
         """
         found = [
             Use(device, process)

@@ -62,9 +62,9 @@ def test_ranks_are_the_policys() -> None:
 def test_the_policy_hears_of_a_hit_once_it_is_accepted() -> None:
     index = index_of(words(0, 48), eviction=OldestFirst)
     hit = index.lookup(index.hasher.chain(words(0, 48)), 47)
-    assert (hit.num_tokens, index._policy.hits) == (32, [])
+    assert (hit.num_tokens, index.retained.policy.hits) == (32, [])
     index.accept(hit)
-    assert [len(nodes) for nodes in index._policy.hits] == [2]
+    assert [len(nodes) for nodes in index.retained.policy.hits] == [2]
 
 
 def test_a_block_that_is_findable_as_something_else_is_refused() -> None:

@@ -7,6 +7,7 @@ import pytest
 from fakes import World, continuation
 
 from pagetide.scheduler.plan import Plan
+from pagetide.scheduler.preemption import by_worth, preempt, preempt_until
 from pagetide.scheduler.request import Sampling
 
 KEPT = {"computed again": {}, "cached": {"caching": True}, "swapped": {"caching": True, "host_slots": 2000}}
@@ -55,6 +56,41 @@ def test_no_second_victim_for_a_covered_need(kept: dict) -> None:
         assert world.scheduler.num_running == 5 - len(victims)
         world.finish(plan)
     assert victims == ["young"]
+    world.complete()
+
+
+def shared_world() -> World:
+    """Six requests that run, of 2 to 7 blocks; the last two share all full blocks of their prompt with the first."""
+    world = World(60, block_size=4, forecast=False)
+    for i in range(4):
+        world.add(f"r{i}", 9 + 5 * i, max_new=40, arrival=float(i))
+    for i in (4, 5):
+        world.add(f"r{i}", world.requests["r0"].prompt_token_ids, max_new=40, arrival=float(i), fork_of="r0")
+    while world.scheduler.num_running < 6:
+        world.step()
+    return world
+
+
+@pytest.mark.parametrize("need", [0, 1, 4, 9, 12, 20])
+def test_as_many_victims_at_once_as_one_by_one(need: int) -> None:
+    world, naive = shared_world(), shared_world()
+    wanted = world.cache.pool.available + need
+    state, pool = world.scheduler.state, world.cache.pool
+    assert preempt_until(state, lambda: wanted - pool.available, state.by_row) <= 0
+    state = naive.scheduler.state
+    while naive.cache.pool.available < wanted:
+        preempt(state, by_worth(state, state.by_row.values())[-1:])
+    assert world.waiting_ids == naive.waiting_ids
+    assert (need > 0) == bool(world.waiting_ids) == world.scheduler.state.has_preempted
+    world.complete()
+
+
+def test_a_need_that_cannot_be_met_leaves_the_spared() -> None:
+    world = shared_world()
+    state, pool = world.scheduler.state, world.cache.pool
+    left = preempt_until(state, lambda: 1000 - pool.available, state.by_row, spared=2)
+    assert left == 1000 - pool.available and world.waiting_ids == ["r2", "r3", "r4", "r5"]
+    assert not state.admits
     world.complete()
 
 

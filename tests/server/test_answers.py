@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from durable_rig import FrontEnd, KeptRequests
+from durable_rig import CALL, DIVING, FrontEnd, KeptRequests
 
 PATH = "/v1/chat/completions"
 TOOLS = [{"type": "function", "function": {"name": "dive", "parameters": {"type": "object"}}}]
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "Dive"}], "tools": TOOLS}
-CALL = '<tool_call>\n{"name": "dive", "arguments": {"depth": 3}}\n</tool_call>'
-SCRIPT = ("<think>\nHm", "m.\n</thi", "nk>\n\nDown", " we go.\n", "<tool_", *CALL.removeprefix("<tool_"))
 
 
 async def message_of(server: FrontEnd, **fields: Any) -> dict[str, Any]:
@@ -35,7 +33,7 @@ async def message_of(server: FrontEnd, **fields: Any) -> dict[str, Any]:
 
 
 async def test_reasoning_stands_beside_content_and_calls() -> None:
-    async with FrontEnd(KeptRequests(SCRIPT)) as server:
+    async with FrontEnd(KeptRequests(DIVING)) as server:
         message = await message_of(server)
         assert (message["content"], message["reasoning_content"], message["reasoning"]) == ("Down we go.", "Hmm.", "Hmm.")
         (call,) = message["tool_calls"]
@@ -73,7 +71,7 @@ async def test_options_of_reasoning_reach_the_chat_template() -> None:
             {"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}},
         ):  # fmt: skip
             await server.ask(PATH, BODY | fields)
-            template = list(server.engine._queue.requests.values())[-1].request["template"]
+            template = server.last_request["template"]
             asked.append({name: template.get(name) for name in ("enable_thinking", "thinking", "reasoning_effort")})
         off = {"enable_thinking": False, "thinking": False}
         assert asked == [

@@ -8,7 +8,7 @@ from hashlib import sha256
 from typing import Any
 
 import pytest
-from durable_rig import PROMPT, FrontEnd, KeptRequests, only
+from durable_rig import PROMPT, only, scripted
 
 from pagetide.server.anthropic import BILLING_BLOCK, MessagesRequest
 from pagetide.server.engine_client import RequestFailed
@@ -22,20 +22,11 @@ TOOLS = [
     {"name": "web_search", "type": "web_search_20250305"},
 ]
 BODY: dict[str, Any] = {"model": "kept", "max_tokens": 64, "messages": [{"role": "user", "content": "Dive"}], "tools": TOOLS}
-CALL = '<tool_call>\n{"name": "dive", "arguments": {"depth": 3}}\n</tool_call>'
-SCRIPT = ("<think>\nHm", "m.\n</thi", "nk>\n\nDown", " we go.\n", "<tool_", *CALL.removeprefix("<tool_"))
 BLOCKS = [
     {"type": "thinking", "thinking": "Hmm.", "signature": "pagetide"},
     {"type": "text", "text": "Down we go."},
     {"type": "tool_use", "name": "dive", "input": {"depth": 3}},
 ]
-
-
-def front_end(*texts: str, reason: Any = "stop", prompt_end: str = "", **options: Any) -> FrontEnd:
-    """A server with a model that says these texts."""
-    server = FrontEnd(KeptRequests(texts or SCRIPT, reason, prompt_end), **options)
-    server.engine.is_durable = False
-    return server
 
 
 def messages_of(**fields: Any) -> list[dict[str, Any]]:
@@ -61,6 +52,25 @@ def test_blocks_become_messages_of_a_chat() -> None:
         {"role": "assistant", "reasoning_content": "Hm.", "tool_calls": [call], "content": "Down."},
         {"role": "tool", "tool_call_id": "call_1", "content": "wet"},
         {"role": "user", "content": "And now?\nA chart"},
+    ]
+
+
+def test_messages_of_the_system_between_others_become_the_users() -> None:
+    """As Claude Code sends them; many chat templates take one message of the system alone, and no two of the user in a row."""
+    talk = [
+        {"role": "user", "content": "Dive"}, {"role": "system", "content": "Agents: none."},
+        {"role": "assistant", "content": "Down."}, {"role": "system", "content": [{"type": "text", "text": "It is late."}]},
+        {"role": "user", "content": "And now?"},
+    ]  # fmt: skip
+
+    def parts(*texts: str) -> list[dict[str, str]]:
+        return [{"type": "text", "text": text} for text in texts]
+
+    assert messages_of(messages=talk, system="Be brief.") == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": parts("Dive", "Agents: none.")},
+        {"role": "assistant", "content": "Down."},
+        {"role": "user", "content": parts("It is late.", "And now?")},
     ]
 
 
@@ -104,7 +114,7 @@ def test_a_billing_block_that_changes_with_each_turn_leaves_prefixes_equal() -> 
 
 
 async def test_an_answer_whole_and_streamed() -> None:
-    async with front_end() as server:
+    async with scripted() as server:
         whole = json.loads((await server.ask(PATH, BODY)).body)
         ids = [block.pop("id") for block in whole["content"] if block["type"] == "tool_use"]
         assert whole["content"] == BLOCKS and len(ids) == 1
@@ -165,7 +175,7 @@ async def test_stop_reasons(stream: bool) -> None:
         ({"stop_sequences": ["END"]}, ("Hi",), "stop", "stop_sequence"),
         ({"max_tokens": 3}, ("Hi ", "<tool_call>", '{"name": "di'), "length", "max_tokens"),
     ):
-        async with front_end(*texts, reason=reason) as server:
+        async with scripted(*texts, reason=reason) as server:
             server.engine.answers["detokenize"] = "Hi END"
             answer = await server.ask(PATH, BODY | fields | {"stream": stream})
             events = [json.loads(one.split(b"data: ")[1]) for one in answer.events] if stream else []
@@ -176,7 +186,7 @@ async def test_stop_reasons(stream: bool) -> None:
 
 
 async def test_tokens_of_a_prompt_are_counted() -> None:
-    async with front_end() as server:
+    async with scripted() as server:
         asked: dict[str, Any] = {}
         server.engine.answers["tokenize"] = lambda **arguments: asked.update(arguments) or {"tokens": [1, 2, 3], "texts": None}
         body = {name: value for name, value in BODY.items() if name != "max_tokens"}
@@ -187,7 +197,7 @@ async def test_tokens_of_a_prompt_are_counted() -> None:
 
 
 async def test_errors_have_anthropics_form() -> None:
-    async with front_end("Hi", keys=ApiKeys([ApiKey("ann", sha256(b"sk-ann-12345").digest())])) as server:
+    async with scripted("Hi", keys=ApiKeys([ApiKey("ann", sha256(b"sk-ann-12345").digest())])) as server:
         answer = await server.ask(PATH, BODY)
         assert (answer.status, json.loads(answer.body)["error"]["type"]) == (401, "authentication_error")
         server.client.headers["x-api-key"] = "sk-ann-12345"
@@ -207,7 +217,7 @@ async def test_errors_have_anthropics_form() -> None:
 
 
 async def test_a_stream_that_fails_ends_with_an_event_of_the_error() -> None:
-    async with front_end("Hi", " there") as server:
+    async with scripted("Hi", " there") as server:
 
         async def fail(request: Any, generation: Any) -> None:
             only(2)(request, generation)

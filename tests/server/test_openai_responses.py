@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from durable_rig import FrontEnd, KeptRequests
+from durable_rig import DIVING, scripted
 
 from pagetide.server.errors import ApiError
 from pagetide.server.openai_responses import ResponsesRequest
@@ -20,18 +20,7 @@ PATCH = {
 }
 DIVE = {"type": "function", "name": "dive", "parameters": {"type": "object"}, "strict": False}
 BODY: dict[str, Any] = {"model": "kept", "input": "Dive", "tools": [DIVE, PATCH, {"type": "web_search"}], "store": False}
-SCRIPT = (
-    "<think>\nHm", "m.\n</think>\n\nDown", " we go.\n<tool_call>", '{"name": "dive", "arguments": {"depth": 3}}',
-    "</tool_call>\n",
-    '<tool_call>{"name": "apply_patch", "arguments": {"input": "*** Begin Patch"}}</tool_call>',
-)  # fmt: skip
-
-
-def front_end(*texts: str, reason: Any = "stop") -> FrontEnd:
-    """A server with a model that says these texts."""
-    server = FrontEnd(KeptRequests(texts or SCRIPT, reason))
-    server.engine.is_durable = False
-    return server
+SCRIPT = (*DIVING, '\n<tool_call>{"name": "apply_patch", "arguments": {"input": "*** Begin Patch"}}</tool_call>')
 
 
 def without_ids(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -67,8 +56,7 @@ def test_items_become_messages_of_a_chat() -> None:
         {"id": "c2", "type": "function", "function": {"name": "apply_patch", "arguments": {"input": "x"}}},
     ]
     assert [message.model_dump(exclude_unset=True) for message in chat.messages] == [
-        {"role": "system", "content": "You dive."},
-        {"role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
+        {"role": "system", "content": [{"type": "text", "text": "You dive."}, {"type": "input_text", "text": "Be brief."}]},
         {"role": "user", "content": "Dive"},
         {
             "role": "assistant",
@@ -109,7 +97,7 @@ def test_what_needs_a_state_is_refused() -> None:
 
 
 async def test_an_answer_whole_and_streamed() -> None:
-    async with front_end() as server:
+    async with scripted(*SCRIPT) as server:
         whole = json.loads((await server.ask(PATH, BODY)).body)
         assert without_ids(whole["output"]) == ITEMS
         assert (whole["object"], whole["status"], whole["incomplete_details"], whole["error"]) == (
@@ -143,7 +131,7 @@ async def test_an_answer_whole_and_streamed() -> None:
 
 
 async def test_an_answer_that_is_cut_off_is_incomplete() -> None:
-    async with front_end("Down", " <tool_call>", reason="length") as server:
+    async with scripted("Down", " <tool_call>", reason="length") as server:
         whole = json.loads((await server.ask(PATH, BODY)).body)
         assert (whole["status"], whole["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
         (item,) = whole["output"]
@@ -154,13 +142,13 @@ async def test_an_answer_that_is_cut_off_is_incomplete() -> None:
 
 async def test_allowed_tools_are_those_that_are_found() -> None:
     choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "custom", "name": "apply_patch"}]}
-    async with front_end(*SCRIPT[2:]) as server:
+    async with scripted(*SCRIPT[2:]) as server:
         whole = json.loads((await server.ask(PATH, BODY | {"tool_choice": choice})).body)
         assert [item["type"] for item in whole["output"]] == ["message", "function_call", "custom_tool_call"]
-        sent = list(server.engine._queue.requests.values())[-1].request
+        sent = server.last_request
         assert [tool["function"]["name"] for tool in sent["template"]["tools"]] == ["dive", "apply_patch"]
         await server.ask(PATH, BODY | {"tool_choice": choice | {"mode": "required"}})
-        schema = list(server.engine._queue.requests.values())[-1].request["params"]["json_schema"]
+        schema = server.last_request["params"]["json_schema"]
         assert [one["properties"]["name"]["const"] for one in schema["items"]["anyOf"]] == ["apply_patch"]
         refused = await server.ask(PATH, BODY | {"tool_choice": choice | {"tools": [{"type": "function", "name": "swim"}]}})
         assert refused.status == 400 and b"tool_choice allows 'swim'" in refused.body

@@ -255,7 +255,7 @@ async def test_a_refused_reader_of_a_request_that_was_there_before_does_not_abor
 async def test_a_request_that_is_refused_as_a_whole_leaves_none_of_its_prompts() -> None:
     async with FrontEnd(KeptRequests(), only(1)) as server:
         base = DurableRequest.of("cmpl", [(b"idempotency-key", b"k")], "", b"", False).base_id
-        server.engine._queue.requests[f"{base}.1"] = KeptRequest({"fingerprint": "of another body"}, 0, [])
+        server.engine.queue.requests[f"{base}.1"] = KeptRequest({"fingerprint": "of another body"}, 0, [])
         refused = await server.ask(TEXT, {"prompt": ["a", "b", "c"]}, Idempotency_Key="k")
         assert refused.status == 422 and server.engine.left == []
         assert server.engine.cancelled == [f"{base}.0", f"{base}.2"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pagetide.engine.sampling.json_schemas import readable
+from pagetide.api.json_schemas import readable
 from pagetide.server.answers import Answer, AnswerReader
 from pagetide.server.tool_choice import ToolsInvalid
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from durable_rig import FrontEnd, KeptRequests
+from durable_rig import scripted
 
 anthropic = pytest.importorskip("anthropic")
 
@@ -15,19 +15,10 @@ ASKED: dict[str, Any] = {
     "tools": [{"name": "dive", "description": "Go down.", "input_schema": SCHEMA}],
     "thinking": {"type": "enabled", "budget_tokens": 1024},
 }  # fmt: skip
-SCRIPT = (
-    "<think>\nHm",
-    "m.\n</think>\n\nDown",
-    " we go.\n<tool_call>",
-    '{"name": "dive", "arguments": {"depth": 3}}',
-    "</tool_call>",
-)
 
 
 async def test_messages_and_streams_and_a_second_turn() -> None:
-    queue = KeptRequests(SCRIPT)
-    async with FrontEnd(queue) as server:
-        server.engine.is_durable = False
+    async with scripted() as server:
         server.engine.answers["tokenize"] = {"tokens": [1, 2, 3], "texts": None}
         async with anthropic.AsyncAnthropic(base_url=server.url, api_key="unused", max_retries=0) as client:
             whole = await client.messages.create(**ASKED)
@@ -40,12 +31,12 @@ async def test_messages_and_streams_and_a_second_turn() -> None:
             assert said == text.text and streamed.usage.output_tokens == whole.usage.output_tokens
             left_out = {"id": ..., "content": {2: {"id"}}, "usage": ...}
             assert streamed.model_dump(exclude=left_out) == whole.model_dump(exclude=left_out)
-            queue.texts = ("It is wet.",)
+            server.engine.queue.texts = ("It is wet.",)
             result = {"type": "tool_result", "tool_use_id": call.id, "content": "wet"}
             talk = [*ASKED["messages"], {"role": "assistant", "content": whole.content}, {"role": "user", "content": [result]}]
             last = await client.messages.create(**ASKED | {"messages": talk})
             assert (last.content[0].text, last.stop_reason) == ("It is wet.", "end_turn")
-            sent = list(queue.requests.values())[-1].request["messages"]
+            sent = server.last_request["messages"]
             assert [message["role"] for message in sent] == ["user", "assistant", "tool"]
             assert sent[1]["reasoning_content"] == "Hmm." and sent[1]["tool_calls"][0]["id"] == call.id
             counted = await client.messages.count_tokens(model="kept", messages=ASKED["messages"])
@@ -53,11 +44,9 @@ async def test_messages_and_streams_and_a_second_turn() -> None:
 
 
 async def test_errors_are_the_clients_own() -> None:
-    async with FrontEnd(KeptRequests()) as server:
-        server.engine.is_durable = False
-        async with anthropic.AsyncAnthropic(base_url=server.url, api_key="unused", max_retries=0) as client:
-            with pytest.raises(anthropic.NotFoundError, match="does not exist"):
-                await client.messages.create(**ASKED | {"model": "moby"})
-            image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
-            with pytest.raises(anthropic.BadRequestError, match="is not supported, only"):
-                await client.messages.create(**ASKED | {"messages": [{"role": "user", "content": [image]}]})
+    async with scripted() as server, anthropic.AsyncAnthropic(base_url=server.url, api_key="unused", max_retries=0) as client:
+        with pytest.raises(anthropic.NotFoundError, match="does not exist"):
+            await client.messages.create(**ASKED | {"model": "moby"})
+        image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+        with pytest.raises(anthropic.BadRequestError, match="is not supported, only"):
+            await client.messages.create(**ASKED | {"messages": [{"role": "user", "content": [image]}]})

@@ -6,9 +6,10 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx2
 import openai
 import pytest
-from durable_rig import FrontEnd, KeptRequests
+from durable_rig import FrontEnd, KeptRequests, scripted
 from servers import ServerProcess
 
 from pagetide import LLM, SamplingParams
@@ -138,6 +139,16 @@ def test_structured_output_and_tool_calls(client: Any) -> None:
     assert json.loads(arguments)["depth"] <= 9
 
 
+def test_what_a_hint_keeps_is_in_the_usage_and_in_the_metrics(client: Any) -> None:
+    talk: Any = [{"role": "user", "content": "the sea and the ship " * 40}]
+    usage = chat(client, talk, max_tokens=1, extra_body={"prompt_cache_options": {"ttl": "30m"}}).usage
+    written = usage.prompt_tokens_details.cache_write_tokens
+    assert 0 <= usage.prompt_tokens - written - usage.prompt_tokens_details.cached_tokens < 16
+    page = httpx2.get(str(client.base_url).replace("/v1/", "/metrics")).text
+    (line,) = [line for line in page.splitlines() if line.startswith("pagetide_retained_kv_blocks{")]
+    assert float(line.split()[-1]) == usage.prompt_tokens // 16
+
+
 REFUSED: list[tuple[dict[str, Any], int, str | None, str | None]] = [
     ({"model": "moby"}, 404, "model_not_found", "model"),
     ({"prompt": "word " * 3000}, 400, "context_length_exceeded", "prompt"),
@@ -171,20 +182,9 @@ async def test_readers_see_no_difference_in_a_durable_stream() -> None:
         await client.close()
 
 
-SCRIPT = (
-    "<think>\nHm",
-    "m.\n</think>\n\nDown",
-    " we go.\n<tool_call>",
-    '{"name": "dive", "arguments": {"depth": 3}}',
-    "</tool_call>",
-)
-
-
 async def test_reasoning_and_calls_in_chats_and_responses() -> None:
     """With a model that says a given text."""
-    queue = KeptRequests(SCRIPT)
-    async with FrontEnd(queue) as server:
-        server.engine.is_durable = False
+    async with scripted() as server:
         client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
         function: Any = {"name": "dive", "parameters": {"type": "object"}}
         asked: dict[str, Any] = {"model": "kept", "tools": [{"type": "function", "function": function}]}
@@ -205,7 +205,7 @@ async def test_reasoning_and_calls_in_chats_and_responses() -> None:
             deltas = [event.delta async for event in stream if event.type == "response.output_text.delta"]
             last = await stream.get_final_response()
         assert "".join(deltas) == "Down we go." and [one.type for one in last.output] == [one.type for one in response.output]
-        queue.texts = ("It is wet.",)
+        server.engine.queue.texts = ("It is wet.",)
         talk = [{"role": "user", "content": "Dive"}, *response.output]
         talk.append({"type": "function_call_output", "call_id": call.call_id, "output": "wet"})
         assert (await client.responses.create(**items | {"input": talk})).output_text == "It is wet."

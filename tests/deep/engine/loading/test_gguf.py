@@ -14,8 +14,9 @@ from families import VOCAB, tiny
 from gguf_files import TYPES, dequantize, quantize, write_model
 from stored_checkpoints import check_logits, check_tokens, opened
 
-from pagetide import LLM
+from pagetide import LLM, native
 from pagetide.engine.errors import EngineError
+from pagetide.engine.layers.packed_experts import PackedExperts
 from pagetide.engine.loading.gguf.file import read_gguf
 from pagetide.engine.loading.loader import load_model
 
@@ -29,6 +30,10 @@ FLAT = {
     "max_position_embeddings": 512,
 }
 EXPERTS = {"moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 2}
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 32.0,
+    "beta_slow": 1.0, "truncate": False,
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {**SIZES, "attention_bias": True, "mlp_bias": True},
     "mistral": {**SIZES, "sliding_window": None},
@@ -39,7 +44,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma2": {**SIZES, "head_dim": 32, "query_pre_attn_scalar": 32, "tie_word_embeddings": True},
     "gemma3_text": {**SIZES, "head_dim": 32, "query_pre_attn_scalar": 32, "tie_word_embeddings": True},
     "phi3": SIZES,
-    "gpt_oss": {**SIZES, "head_dim": 32},
+    "gpt_oss": {**SIZES, "head_dim": 32, "rope_parameters": YARN},
 }
 
 
@@ -50,10 +55,23 @@ def in_turns(name: str, shape: tuple[int, ...]) -> str:
     return "Q8_0" if shape[-1] % 256 else turns[sum(map(ord, name)) % len(turns)]
 
 
+def experts_in_mxfp4(name: str, shape: tuple[int, ...]) -> str:
+    return "MXFP4" if "_exps" in name else in_turns(name, shape)
+
+
 @pytest.mark.parametrize("family", MODELS)
 def test_logits_of_each_family(family: str, tmp_path: Path) -> None:
     plain = write_model(tiny(family, **MODELS[family]), tmp_path / "m.gguf", in_turns)
     check_logits(tmp_path / "m.gguf", plain)
+
+
+def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:
+    """Gate and up, which the converter takes apart, are in turns again, and stay packed in MXFP4."""
+    plain = write_model(tiny("gpt_oss", **MODELS["gpt_oss"]), tmp_path / "m.gguf", experts_in_mxfp4)
+    check_logits(tmp_path / "m.gguf", plain)
+    if native.instructions() is not None:
+        model = load_model(opened(tmp_path / "m.gguf"), torch.device("cpu"), torch.float32, pack=True)
+        assert sum(isinstance(one, PackedExperts) for one in model.modules()) == 4
 
 
 @pytest.mark.parametrize("kind", [kind for kind, (_, block, _) in TYPES.items() if block > 1 and kind != "MXFP4"])

@@ -160,7 +160,7 @@ def test_headers_with_something_else_in_one_place(model_file: Path) -> None:
     header = min(one.offset for one in read_gguf(model_file).tensors.values())
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     refused = 0
-    for i in range(400):
+    for i in range(200):
         at = rng.randrange(4, header - 8)
         new = rng.choice(
             [bytes([rng.randrange(256)]), struct.pack("<Q", rng.choice([0, 1, 1 << 20, 1 << 33, 1 << 62, (1 << 64) - 1]))]
@@ -172,5 +172,5 @@ def test_headers_with_something_else_in_one_place(model_file: Path) -> None:
         except EngineError:
             refused += 1
         path.unlink()
-    assert refused > 100
+    assert refused > 50
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000  # KiB

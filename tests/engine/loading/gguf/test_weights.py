@@ -37,15 +37,7 @@ MOE = {
     "vocab_size": VOCAB, **SIZES, "num_hidden_layers": 2, "num_key_value_heads": 2, "moe_intermediate_size": 256,
     "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 512, "norm_topk_prob": True,
 }  # fmt: skip
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 32.0,
-        "beta_slow": 1.0, "truncate": False}  # fmt: skip
-MODELS = {
-    "llama": SIZES,
-    "qwen3": {**SIZES, "tie_word_embeddings": True},
-    "gemma3_text": SCALED,
-    "gpt_oss": {**SIZES, "head_dim": 32, "rope_parameters": YARN},
-    "qwen3_moe": MOE,
-}
+MODELS = {"llama": SIZES, "qwen3": {**SIZES, "tie_word_embeddings": True}, "gemma3_text": SCALED, "qwen3_moe": MOE}
 
 
 def mixed(name: str, shape: tuple[int, ...]) -> str:
@@ -54,14 +46,6 @@ def mixed(name: str, shape: tuple[int, ...]) -> str:
         return "Q6_K"
     turns = ("Q4_K", "Q6_K", "Q5_K", "Q8_0", "Q4_0", "Q5_0", "F16", "BF16")[3 if shape[-1] % 256 else 0 :]
     return turns[sum(map(ord, name)) % len(turns)]
-
-
-def experts_in_mxfp4(name: str, shape: tuple[int, ...]) -> str:
-    return "MXFP4" if "_exps" in name else mixed(name, shape)
-
-
-def kinds_of(family: str):
-    return experts_in_mxfp4 if family == "gpt_oss" else mixed
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
@@ -89,13 +73,13 @@ def test_blocks_are_what_they_stand_for(kind: str) -> None:
 
 @pytest.mark.parametrize("family", MODELS)
 def test_a_file_is_read_as_what_it_stands_for(family: str, tmp_path: Path) -> None:
-    plain = write_model(tiny(family, **MODELS[family]), tmp_path / "m.gguf", kinds_of(family))
+    plain = write_model(tiny(family, **MODELS[family]), tmp_path / "m.gguf", mixed)
     check_logits(tmp_path / "m.gguf", plain)
     if native.instructions() is not None:
         model = load_model(opened(tmp_path / "m.gguf"), CPU, torch.float32, pack=True)
         assert isinstance(model.get_output_embeddings(), NativeLinear)
         assert isinstance(model.get_input_embeddings(), PackedEmbedding)
-        assert any(isinstance(one, PackedExperts) for one in model.modules()) == (family in ("gpt_oss", "qwen3_moe"))
+        assert any(isinstance(one, PackedExperts) for one in model.modules()) == (family == "qwen3_moe")
 
 
 @pytest.mark.parametrize("kind", ["F16", "F32"])

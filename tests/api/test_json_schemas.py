@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from pagetide.api.json_schemas import FORMATS, readable
 from pagetide.engine.sampling.constraints import _trouble
-from pagetide.engine.sampling.json_schemas import FORMATS, readable
 
 llguidance = pytest.importorskip("llguidance")
 TOKENIZER = llguidance.LLTokenizer("byte")

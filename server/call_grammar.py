@@ -1,0 +1,207 @@
+"""Grammars of llguidance for tool calls in the format of a model family: arguments match their schemas."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from ..api.json_schemas import readable
+from ..api.sampling_params import LONGEST_CONSTRAINT
+from .response_parser import types_of
+from .response_templates import ResponseTemplate
+
+_HEAD = "%llguidance {}\n"
+_TEXT = "/(.|\\n)*/"
+_LINE_END = "/\\n{0,2}/"
+# As the chat templates of all families write JSON
+_JSON = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+_PLACE = re.compile("(NAME|ARGUMENTS|PARAMETERS|INDEX|KEY|VALUE|TYPED)")
+_ANNOTATIONS = {"$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated", "nullable"}
+_OF_OBJECTS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", *_ANNOTATIONS}
+_REFERENCE = re.compile(r'"\$(?:ref|dynamicRef)": "(?!#/\$defs/|#/definitions/)')
+
+
+class CannotConstrain(ValueError):
+    """Calls cannot be constrained in a family's format; the message says why."""
+
+
+class CallGrammar:
+    """Grammars for calls of some functions.
+
+    Args:
+        functions: Their parameters by name, each the schema of an object.
+        special_ids: The ids of the special tokens, by text. They are no text to a grammar.
+
+    Raises CannotConstrain where the format cannot be constrained, and for parameters that it cannot hold to.
+    """
+
+    def __init__(self, template: ResponseTemplate, functions: Mapping[str, Any], special_ids: Mapping[str, int]) -> None:
+        written = None if template.calls is None else template.calls.written_with(special_ids)
+        if written is None:
+            raise CannotConstrain(f"the format {template.name} cannot be constrained")
+        self._template = template
+        self._written = written
+        self._ids = special_ids
+        self._special = re.compile("|".join(map(re.escape, sorted(special_ids, key=len, reverse=True))) or "(?!)")
+        self._rules: list[str] = []
+        self._calls = [self._call(number, *one) for number, one in enumerate(functions.items())]
+
+    def required(self, is_single: bool, reasoning: Literal["none", "some", "begun"] = "some") -> str:
+        """Some calls, perhaps behind reasoning, and nothing else.
+
+        Args:
+            is_single: One call at most.
+            reasoning: "begun" where the prompt ends amid it, so the text begins there.
+        """
+        written = self._written
+        more = "" if is_single else f"({self._terms(written.between)} call)*"
+        rules = [f"calls: {self._terms(written.begin)} call {more} {self._terms(written.end)}", self._any_call("")]
+        before = ""
+        if self._template.reasoning_open and reasoning != "none":
+            opener, closer = self._template.reasoning_open[0], self._template.reasoning_close[0]
+            behind = f"{self._until('reasoning', closer, rules)} {_LINE_END}"
+            before = behind if reasoning == "begun" else f"({self._terms(opener)} {behind})?"
+        return self._joined(f"start: {before} calls", *rules)
+
+    def automatic(self) -> str:
+        """Any text, in which what begins as a call is one. Raises CannotConstrain if calls begin without a mark."""
+        written, form = self._written, self._template.calls
+        assert form is not None
+        beginning = written.begin or written.call
+        mark = next((mark for mark in form.opens if beginning.startswith(mark)), None)
+        if mark is None:
+            raise CannotConstrain(f"calls in the format {self._template.name} begin without a mark")
+        if written.begin:
+            more = f"({self._terms(written.between)} call)*"
+            body = f"{self._terms(written.begin.removeprefix(mark))} call {more} {self._terms(written.end)}"
+            rules = [self._any_call("")]
+        else:
+            body, rules = "call", [self._any_call(mark)]
+        if mark in self._ids:
+            item = f"TEXT <[{self._ids[mark]}]> {body}"
+        else:
+            rules.append(f"mark[lazy]: TEXT {json.dumps(mark, ensure_ascii=False)}")
+            item = f"mark {body}"
+        marks = (*self._template.reasoning_open, *self._template.reasoning_close, *self._template.dropped)
+        others = [f"TEXT <[{self._ids[one]}]>" for one in marks if one in self._ids]
+        return self._joined(f"start: ({' | '.join([item, *others])})* tail", "tail: TEXT", f"TEXT: {_TEXT}", *rules)
+
+    def _joined(self, *rules: str) -> str:
+        grammar = _HEAD + "\n".join([*rules, *self._rules]) + "\n"
+        if len(grammar) > LONGEST_CONSTRAINT:
+            raise CannotConstrain(
+                f"the schemas of the tools are longer than the {LONGEST_CONSTRAINT:,} characters of a grammar"
+            )
+        return grammar
+
+    def _any_call(self, mark: str) -> str:
+        """The rule of a call of any function, without the `mark` at its beginning."""
+        return "call: " + " | ".join(self._terms(head.removeprefix(mark)) + f" {tail}" for head, tail in self._calls)
+
+    def _call(self, number: int, name: str, schema: Mapping[str, Any]) -> tuple[str, str]:
+        """The text at the beginning of a call, and the terms that follow. Adds their rules."""
+        parts = _PLACE.split(self._written.call)
+        head, at = parts[0], 1
+        while parts[at] == "NAME":
+            head, at = head + name + parts[at + 1], at + 2
+        terms = []
+        for place, text in zip(parts[at::2], parts[at + 1 :: 2], strict=True):
+            if place == "ARGUMENTS":
+                self._rules.append(f"arguments_{number}: {_json(schema)}")
+            elif place == "PARAMETERS":
+                self._rules.append(f"arguments_{number}: {self._parameters(number, schema)}")
+            terms += ["/[0-9]+/" if place == "INDEX" else f"arguments_{number}", self._terms(text)]
+        return head, " ".join(terms)
+
+    def _parameters(self, number: int, schema: Mapping[str, Any]) -> str:
+        """The parameters of a function in order, each at most once. Raises CannotConstrain."""
+        if others := schema.keys() - _OF_OBJECTS:
+            raise CannotConstrain(f"parameters in the format {self._template.name} cannot hold {sorted(others)[0]!r}")
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        if not isinstance(properties, Mapping) or not isinstance(required, list):
+            raise CannotConstrain("`properties` or `required` of a tool's parameters are malformed")
+        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        named = dict(properties) | {key: True for key in required if key not in properties}
+        terms = []
+        for place, (key, value) in enumerate(named.items()):
+            rule = f"parameter_{number}_{place}"
+            self._rules.append(f"{rule}: {self._parameter(f'value_{number}_{place}', key, value, shared)}")
+            terms.append(rule if key in required else f"{rule}?")
+        return " ".join(terms) or '""'
+
+    def _parameter(self, rule: str, key: str, schema: Any, shared: Mapping[str, Any]) -> str:
+        """The terms of a parameter. Raises CannotConstrain."""
+        form, before_key = self._template.calls, self._written.parameter
+        assert form is not None
+        if not re.fullmatch(r"[\w.$-]+", key):
+            raise CannotConstrain(f"a parameter in the format {self._template.name} cannot be named {key!r:.80}")
+        is_text = "string" in types_of(schema)
+        texts = _texts(schema) if is_text else None
+        as_json = not is_text or (texts is None and bool(form.typed))  # where attributes tell texts from JSON
+        before, after = before_key.replace("KEY", key).replace("TYPED", "false" if as_json else "true").split("VALUE")
+        if as_json:
+            if not isinstance(schema, Mapping | bool):
+                raise CannotConstrain("the schema of a tool's parameter is malformed")
+            whole = dict(shared) | (dict(schema) if isinstance(schema, Mapping) else {})
+            if _REFERENCE.search(json.dumps(whole)):
+                raise CannotConstrain("a reference in a tool's parameters leads out of a parameter")
+            return f"{self._terms(before)} {_json(whole)} {self._terms(after)}"
+        if texts is None:
+            raise CannotConstrain(f"a text in the format {self._template.name} cannot hold to a pattern, a format or a length")
+        if texts:
+            edge = "/\\n?/" if form.strips_lines else ""  # more would be the text's
+            some = f"{edge} ({' | '.join(map(self._terms, texts))}) {edge}"
+            return f"{self._terms(before.rstrip())} {some} {self._terms(after.lstrip())}"
+        end = form.parameter[3]  # line ends before it are the text's, until they are read
+        return f"{self._terms(before.rstrip())} {self._until(rule, end, self._rules)} {self._terms(after.partition(end)[2])}"
+
+    def _until(self, rule: str, end: str, rules: list[str]) -> str:
+        """The term of any text up to `end`, and that. Adds its rule."""
+        if self._special.search(end):
+            rules.append(f"{rule}: {_TEXT}")
+            return f"{rule} {self._terms(end)}"
+        rules.append(f"{rule}[suffix={json.dumps(end, ensure_ascii=False)}]: {_TEXT}")
+        return rule
+
+    def _terms(self, text: str) -> str:
+        """A text as terms: special tokens by their ids, and line ends that may be missing, as not all versions write them."""
+        return " ".join(self._each_term(text))
+
+    def _each_term(self, text: str) -> Iterator[str]:
+        at = 0
+        for found in self._special.finditer(text):
+            yield from _plain(text[at : found.start()])
+            yield f"<[{self._ids[found[0]]}]>"
+            at = found.end()
+        yield from _plain(text[at:])
+
+
+def _plain(text: str) -> Iterator[str]:
+    for number, line in enumerate(text.split("\n")):
+        if number:
+            yield _LINE_END
+        if line:
+            yield json.dumps(line, ensure_ascii=False)
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    return "%json " + json.dumps(readable(dict(schema)) | _JSON)
+
+
+def _texts(schema: Any) -> list[str] | None:
+    """The texts that a schema allows; none: any. None: it demands more of them than a format of plain text can hold to."""
+    if not isinstance(schema, Mapping):
+        return []
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, list) and schema.keys() <= {"type", "const", "enum", *_ANNOTATIONS}:
+        texts = [value for value in values if isinstance(value, str)]
+        return texts if texts and all("\n" not in text and text.strip() == text for text in texts) else None
+    for union in ("anyOf", "oneOf"):
+        if isinstance(options := schema.get(union), list) and schema.keys() <= {union, *_ANNOTATIONS}:
+            found = [_texts(option) for option in options if "string" in types_of(option)]
+            if [] in found:
+                return []
+            return None if None in found else [text for texts in found for text in texts or ()]
+    return [] if schema.keys() <= {"type", *_ANNOTATIONS} else None

@@ -1,0 +1,188 @@
+"""Grammars of calls in the formats of families: what they let through, and that the parser reads it as the calls it is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pagetide.api.sampling_params import SamplingParams
+from pagetide.server.answers import AnswerReader
+from pagetide.server.call_grammar import CallGrammar, CannotConstrain
+from pagetide.server.defaults import by_prompt_end
+from pagetide.server.messages import ReasoningGrammar, Submit
+from pagetide.server.response_parser import Part, ResponseParser
+from pagetide.server.response_templates import ResponseTemplate, template_named, templates
+
+llguidance = pytest.importorskip("llguidance")
+TOKENIZER = llguidance.LLTokenizer("byte")
+DIVE = {
+    "type": "object", "required": ["depth"], "additionalProperties": False,
+    "properties": {
+        "depth": {"type": "integer", "minimum": 0}, "note": {"type": "string"}, "mood": {"enum": ["calm", "wild"]},
+        "team": {"type": "array", "items": {"$ref": "#/$defs/Name"}}, "by": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    },
+    "$defs": {"Name": {"type": "string", "minLength": 2}},
+}  # fmt: skip
+FUNCTIONS: dict[str, Any] = {"dive": DIVE, "look": {"type": "object", "properties": {}, "additionalProperties": False}}
+CALLS: list[tuple[str, dict[str, Any]]] = [
+    ("dive", {"depth": 3}), ("look", {}),
+    ("dive", {"depth": 0, "note": "deep <b>, \"wet\"", "mood": "wild", "team": ["Ann", "Bob"], "by": "me"}),
+]  # fmt: skip
+# A template for each way of a family to write calls
+WRITTEN = [
+    replace(one, calls=replace(one.calls, written=(replace(way, needs=""),)))
+    for one in templates().values() if one.calls is not None for way in one.calls.written
+]  # fmt: skip
+HERMES = template_named("hermes")
+
+
+def name_of(template: ResponseTemplate) -> str:
+    return template.name
+
+
+def text_of(template: ResponseTemplate, calls: list[tuple[str, dict[str, Any]]]) -> str:
+    """Calls as the family's chat template writes them."""
+    assert template.calls is not None
+    written = template.calls.written[0]
+    texts = []
+    for number, (name, arguments) in enumerate(calls):
+        parameters = ""
+        for key, value in arguments.items():
+            is_text = isinstance(value, str)
+            shown = value if is_text else json.dumps(value, ensure_ascii=False)
+            one = written.parameter.replace("KEY", key).replace("TYPED", "true" if is_text else "false")
+            parameters += one.replace("VALUE", shown)
+        text = written.call.replace("NAME", name).replace("INDEX", str(number))
+        dumped = json.dumps(arguments, ensure_ascii=False)
+        texts.append(text.replace("ARGUMENTS", dumped).replace("PARAMETERS", parameters))
+    return written.begin + written.between.join(texts) + written.end
+
+
+def accepts(grammar: str, text: str) -> bool:
+    matcher = llguidance.LLMatcher(TOKENIZER, llguidance.LLMatcher.grammar_from_lark(grammar), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    tokens = TOKENIZER.tokenize_str(text)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and bool(matcher.is_accepting())
+
+
+def parse(template: ResponseTemplate, text: str, prompt_end: str = "") -> list[Part]:
+    parser = ResponseParser(template, FUNCTIONS, prompt_end=prompt_end)
+    return parser.feed(text) + parser.finish()
+
+
+@pytest.mark.parametrize("template", WRITTEN, ids=name_of)
+def test_calls_as_a_family_writes_them(template: ResponseTemplate) -> None:
+    grammar = CallGrammar(template, FUNCTIONS, {})
+    required, single = grammar.required(is_single=False), grammar.required(is_single=True)
+    for calls in (CALLS[:1], CALLS[2:], CALLS):
+        text = text_of(template, calls)
+        assert [(part.name, json.loads(part.text)) for part in parse(template, text) if part.kind == "call"] == calls
+        assert accepts(required, text) and accepts(single, text) == (len(calls) == 1), text
+    for more in ({"depth": -1}, {"depth": "x"}, {"mood": "sad"}, {"team": ["A"]}, {"x": 1}):
+        text = text_of(template, [("dive", {"depth": 3} | more)])
+        assert not accepts(required, text), text
+    for name, arguments in (("swim", {"depth": 3}), ("dive", {})):
+        assert not accepts(required, text_of(template, [(name, arguments)]))
+    text = text_of(template, [("dive", {"depth": 3, "mood": "wild"})])
+    assert accepts(required, text) and not accepts(required, text.replace("wild", "\n\nwild")), "a text with a line end"
+    assert not accepts(required, "No.") and accepts(required, text_of(template, CALLS[:1]).replace("\n", ""))
+
+
+@pytest.mark.parametrize("template", [one for one in WRITTEN if one.reasoning_open], ids=name_of)
+def test_reasoning_comes_before_calls(template: ResponseTemplate) -> None:
+    opener, closer = template.reasoning_open[0], template.reasoning_close[0]
+    grammar = CallGrammar(template, FUNCTIONS, {})
+    text = f"Hm, <b>.\n{closer}\n\n" + text_of(template, CALLS[:1])
+    assert accepts(grammar.required(False), opener + text) and not accepts(grammar.required(False), text)
+    assert accepts(grammar.required(False, "begun"), text) and not accepts(grammar.required(False, "none"), opener + text)
+    kinds = [part.kind for part in parse(template, text, prompt_end=opener)]
+    assert kinds[-1] == "call" and set(kinds) == {"reasoning", "call"}
+
+
+@pytest.mark.parametrize("template", WRITTEN, ids=name_of)
+def test_strict_functions_in_an_answer_of_any_text(template: ResponseTemplate) -> None:
+    grammar = CallGrammar(template, FUNCTIONS, {})
+    if template.name == "llama3":
+        with pytest.raises(CannotConstrain, match="begin without a mark"):
+            grammar.automatic()
+        return
+    automatic = grammar.automatic()
+    right, wrong = (text_of(template, [("dive", {"depth": depth})]) for depth in (3, -3))
+    for text, fits in (
+        ("Down we go.\n", True), ("", True), (f"Down.\n{right}", True), (f"Down.\n{right}\nAgain.\n{right}", True),
+        (f"Down.\n{wrong}", False), (f"<think>\nHm.\n</think>\n\n{right}", True),
+    ):  # fmt: skip
+        assert accepts(automatic, text) == fits, text
+
+
+def test_special_tokens_are_named_by_their_ids() -> None:
+    template = template_named("deepseek-v3.1")
+    ids = {"<｜tool▁calls▁begin｜>": 7, "<｜tool▁call▁end｜>": 8}
+    grammar = CallGrammar(template, FUNCTIONS, ids)
+    assert 'calls: <[7]> call ( call)* "<｜tool▁calls▁end｜>"' in grammar.required(False)
+    assert "arguments_0 <[8]>" in grammar.required(False) and "TEXT <[7]>" in grammar.automatic()
+
+
+@pytest.mark.parametrize(("name", "parameters", "said"), [
+    ("gpt-oss", {}, "gpt-oss cannot be constrained"), ("gemma4", {}, "gemma4 cannot be constrained"),
+    ("glm4", {"minProperties": 1}, "cannot hold 'minProperties'"),
+    ("glm4", {"properties": {"a": {"type": "string", "pattern": "x"}}}, "a pattern, a format or a length"),
+    ("glm4", {"properties": {"a": {"$ref": "#/properties/b"}}}, "leads out of a parameter"),
+    ("glm4", {"properties": {"a>": {"type": "integer"}}}, "cannot be named"),
+    ("hermes", {"description": "x" * 140_000}, "longer than the"),
+])  # fmt: skip
+def test_what_cannot_be_constrained_says_so(name: str, parameters: dict[str, Any], said: str) -> None:
+    with pytest.raises(CannotConstrain, match=said):
+        CallGrammar(template_named(name), {"f": {"type": "object"} | parameters}, {}).required(False)
+
+
+def test_a_text_that_has_to_fit_a_pattern_is_json_where_attributes_say_so() -> None:
+    template = template_named("deepseek-v4")
+    schema = {"type": "object", "properties": {"code": {"type": "string", "pattern": "^[A-Z]+$"}}, "required": ["code"]}
+    grammar = CallGrammar(template, {"f": schema}, {}).required(True)
+    value = '<｜DSML｜parameter name="code" string="false">"{}"</｜DSML｜parameter>'
+    call = f'<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n{value}\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>'
+    assert accepts(grammar, call.format("ABC")) and not accepts(grammar, call.format("abc"))
+    (part,) = ResponseParser(template, {"f": schema}).feed(call.format("ABC"))
+    assert json.loads(part.text) == {"code": "ABC"}
+
+
+TOOLS = [{"type": "function", "function": {"name": "dive", "parameters": DIVE, "strict": True}}]
+
+
+@pytest.mark.parametrize(("fields", "name", "kinds"), [
+    ({"tool_choice": "required"}, "hermes", {"grammar"}), ({"tool_choice": "required"}, "gpt-oss", {"json_schema"}),
+    ({"tool_choice": {"type": "function", "function": {"name": "dive"}}}, "mistral", {"grammar"}), ({}, "hermes", {"grammar"}),
+    ({}, "gemma4", set()), ({"tool_choice": "none"}, "hermes", set()),
+    ({"tools": [{"type": "function", "function": {"name": "dive"}}]}, "hermes", set()),
+    ({"response_format": {"type": "json_object"}}, "hermes", set()),
+])  # fmt: skip
+def test_when_calls_are_constrained(fields: dict[str, Any], name: str, kinds: set[str]) -> None:
+    reader = AnswerReader({"tools": TOOLS} | fields, template_named(name), added_tokens={}, constrains=True)
+    assert set(reader.params()) == kinds
+    free = AnswerReader({"tools": TOOLS} | fields, template_named(name), added_tokens={})
+    assert "grammar" not in free.params()
+    if template := reader.template():
+        assert "strict" not in template["tools"][0]["function"]
+
+
+def test_a_named_call_is_read_in_the_format_of_the_family() -> None:
+    choice = {"type": "function", "function": {"name": "dive"}}
+    reader = AnswerReader({"tools": TOOLS, "tool_choice": choice}, HERMES, added_tokens={}, constrains=True)
+    text = text_of(HERMES, CALLS[:1])
+    answer = reader.read(0, text)
+    assert [(call.name, call.text) for call in answer.calls] == [("dive", '{"depth": 3}')] and not answer.content
+    other = reader.reasoning_grammar()
+    assert other is not None and other.opens == ("<think>",) and accepts(other.grammar, f"Hm.</think>\n\n{text}")
+
+
+@pytest.mark.parametrize(
+    ("end", "grammar"), [("assistant\n<think>\n", "begun"), ("<think>\n\n</think>\n\n", "some"), ("", "some")]
+)
+def test_the_end_of_the_prompt_chooses_the_grammar(end: str, grammar: str) -> None:
+    submit = Submit(1, {}, reasoning_grammar=ReasoningGrammar(("<think>",), "begun"))
+    assert by_prompt_end(submit, SamplingParams(grammar="some"), end).grammar == grammar
+    assert by_prompt_end(Submit(1, {}), SamplingParams(grammar="some"), end).grammar == "some"
