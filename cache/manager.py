@@ -162,7 +162,7 @@ class CacheManager:
         return reached, Extension(updates, self._copies(moves))
 
     def still_due(self, copies: BlockCopies) -> BlockCopies | None:
-        """Those of `copies` whose targets a row holds, of rows that may have been released since; None for none."""
+        """The `copies` to targets that rows hold, as rows may have been released since; None for none."""
         held = self.pool.references(copies.targets) > 0
         if held.all():
             return copies

@@ -32,7 +32,7 @@ class SequenceStatus(enum.Enum):
     WAITING = "waiting"
     # It needs more blocks than the pool's limit; in Waiting.deferred.
     DEFERRED = "deferred"
-    # A fork whose leader's prompt is not computed; in the leader's Sequence.forks, where queued forks are too.
+    # A fork of a leader with a prompt that is not computed; in the leader's Sequence.forks, where queued forks are too.
     WAITING_FOR_PROMPT = "waiting for prompt"
     # A beam without a row: its next move decides about its tokens.
     WAITING_FOR_MOVE = "waiting for move"

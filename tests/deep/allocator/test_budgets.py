@@ -47,6 +47,7 @@ def test_an_engine_follows_the_limit_of_its_cgroup_down_and_up(folder: Path) -> 
                     wait_until(partial(_lower, cgroup, limit), f"a limit of {limit >> 20} MiB to be possible")
                     wait_until(partial(_holds, client, most), f"the engine to follow {limit >> 20} MiB")
                 assert cgroup.used_bytes <= limit
+            wait_until(lambda: "device host has 450.00 MiB of memory, and had " in daemon.said(), "the last limit to be seen")
             small = lease().held_bytes
             cgroup.limit(1200 * MIB)
             wait_until(lambda: lease().held_bytes > small + 100 * MIB, "the engine to grow again")
@@ -54,7 +55,6 @@ def test_an_engine_follows_the_limit_of_its_cgroup_down_and_up(folder: Path) -> 
             wait_until(lambda: not engine.tell("state")["left"], "the requests to end")
             state = engine.tell("state")
             assert state["failed"] == 0 and state["finished"] > 10, state
-            assert "device host has 450.00 MiB of memory, and had " in daemon.said()
             assert daemon.said().count("Traceback") == 0
             daemon.end()
         finally:
