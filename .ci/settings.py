@@ -14,6 +14,7 @@ from pagetide.batch.config import SECTIONS
 from pagetide.common.settings import Settings, settings_of
 from pagetide.engine.config import EngineArguments, Scope
 from pagetide.fleet.config import FleetConfig
+from pagetide.monitor.alerts import AlertRule
 from pagetide.monitor.config import MonitorConfig
 from pagetide.server.config import ModelNames, ServeConfig
 
@@ -55,7 +56,7 @@ def table(settings: Settings, flagged: tuple[str, ...] | None = None) -> str:
 
 def document() -> str:
     """The text of docs/settings.md."""
-    server = settings_of(ModelNames) | settings_of(ServeConfig)
+    server, monitor = settings_of(ModelNames) | settings_of(ServeConfig), settings_of(MonitorConfig)
     parts = (
         ("Engine", ENGINE, table(settings_of(EngineArguments))),
         ("Sampling", "Fields of `SamplingParams`; flags of `generate` and `run`.", table(settings_of(SamplingParams))),
@@ -66,7 +67,12 @@ def document() -> str:
             table(server),
         ),
         ("Fleet", "Keys of `fleet.yaml`: [fleet.md](fleet.md).", table(settings_of(FleetConfig), ("workers", "port"))),
-        ("Monitor", "Of `vram-monitor serve`: [monitor.md](monitor.md).", table(settings_of(MonitorConfig))),
+        ("Monitor", "Of `vram-monitor serve`: [monitor.md](monitor.md).", table(monitor, tuple(monitor.keys() - {"alerts"}))),
+        (
+            "Alerts of the monitor",
+            "Keys of an entry of `alerts`: [monitor.md](monitor.md#commands-and-webhooks).",
+            table(settings_of(AlertRule), ()),
+        ),
     )
     return INTRODUCTION + "".join(f"\n## {title}\n\n{text}\n\n{rows}\n" for title, text, rows in parts)
 

@@ -243,6 +243,7 @@ class Broker:
             self._answer(connection, message)
         except LeaseRefused as error:
             connection.send(wire.refusal(error))
+            self._table.refused(connection.peer, message, error)
         except Dropped:
             raise
         except Exception as error:  # a failed answer must not end other leases

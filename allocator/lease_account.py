@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from ..monitor.events import EventKind, MemoryEvent
 from ..monitor.snapshot import DeviceInfo
 from . import wire
 from .broker_connection import Connection, Peer
@@ -121,3 +122,18 @@ def user_name(uid: int) -> str:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
         return str(uid)
+
+
+def peer_event(
+    peer: Peer, info: DeviceInfo | None, kind: EventKind, num_bytes: int | None, reason: str | None = None
+) -> MemoryEvent:
+    """An event that concerns a process with a lease or a reservation, or one that was refused it."""
+    return MemoryEvent(
+        kind=kind,
+        device=None if info is None else info.index,
+        device_uuid=None if info is None else info.uuid,
+        pid=peer.pid,
+        user=user_name(peer.uid),
+        bytes=num_bytes,
+        reason=reason,
+    )

@@ -15,12 +15,13 @@ from typing import Protocol
 
 from ..common.units import format_bytes
 from ..monitor.errors import MonitorError
+from ..monitor.events import EventKind, MemoryEvent
 from ..monitor.snapshot import DeviceInfo, DeviceMemory
 from . import wire
 from .broker_connection import Connection, Peer
 from .device_account import DeviceAccount
 from .errors import LeaseRefused, MinimumsExceedCapacity, NotPermitted, UnknownEngine
-from .lease_account import DeviceView, LeaseAccount, LeasedDevice, device_view, lease_view, named, user_name
+from .lease_account import DeviceView, LeaseAccount, LeasedDevice, device_view, lease_view, named, peer_event, user_name
 from .lease_policy import Grant, LeaseDemand, LeaseState, Order, Ready, Recall, Rules, Withdraw
 from .lease_record import RecordOwner, Sums
 from .quota import Promise, Quota
@@ -57,6 +58,7 @@ class LeaseTable:
         set_engines: Called with the pids that hold leases on a device whenever they change. A source that counts only named
             processes, as a test device does, must count these too: used bytes include the engines'.
         clock: Monotonic ns, the clock of the readings.
+        tell: Takes events of leases and reservations: refusals, recalls, ends. Must not wait.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class LeaseTable:
         quota: Quota | None = None,
         set_engines: Callable[[str, frozenset[int]], None] = lambda uuid, pids: None,
         clock: Callable[[], int] = time.monotonic_ns,
+        tell: Callable[[MemoryEvent], None] = lambda event: None,
     ) -> None:
         self.epoch = secrets.randbits(53)
         self.decide_from_ns = 0  # before this, engines that have not returned yet would count as foreign
@@ -73,9 +76,9 @@ class LeaseTable:
         self.lease_views: tuple[wire.LeaseView, ...] = ()
         self.device_views: tuple[DeviceView, ...] = ()
         self._readings, self._rules, self.quota = readings, rules, quota
-        self._set_engines, self.clock = set_engines, clock
+        self._set_engines, self.clock, self._tell = set_engines, clock, tell
         self._devices: dict[str, LeasedDevice] = {}
-        self.reservations = ReservationTable(clock)
+        self.reservations = ReservationTable(clock, tell)
         self._ids = itertools.count(1)
         self._counter = itertools.count(1)
 
@@ -155,6 +158,7 @@ class LeaseTable:
         assert now is not None
         if lease.connection is not None:
             lease.connection.send(wire.LimitMessage(lease.lease_id, now, self._next_generation()))
+        self._tell(self._event(lease, EventKind.LIMITED, now, "by hand"))
         log.info("%s is limited to %s by hand; %s above it", named(lease), format_bytes(now), format_bytes(over_bytes))
         return wire.LimitSetMessage(now, over_bytes)
 
@@ -201,11 +205,25 @@ class LeaseTable:
             lease.connection.lease_id = None
             lease.connection = None
             self._read(lease)
+            self._tell(self._event(lease, EventKind.DIED if may_return else EventKind.ENDED, reason=why))
             log.info("the lease of %r (pid %d) has ended: %s", lease.name, lease.peer.pid, why)
         lease.may_return = lease.may_return and may_return
         if lease.lease_id in self.leases:
             account = self._devices[lease.device_uuid].account
             account.end(lease.lease_id, self.clock(), may_return=lease.may_return)
+
+    def refused(self, peer: Peer, message: wire.Message, error: LeaseRefused) -> None:
+        """Tell that a lease or a reservation was refused."""
+        match message:
+            case wire.RegisterMessage():
+                event = MemoryEvent(kind=EventKind.REFUSED, engine=message.name, bytes=message.min_bytes)
+            case wire.ReserveMessage():
+                event = MemoryEvent(kind=EventKind.REFUSED, command=message.name, bytes=message.num_bytes)
+            case _:
+                return
+        info = next((info for info in self._readings.devices() if info.uuid == message.device_uuid), None)
+        told = peer_event(peer, info, event.kind, event.bytes, str(error))
+        self._tell(replace(told, engine=event.engine, command=event.command))
 
     def find(self, engine: str, peer: Peer, owner_uid: int) -> LeaseAccount:
         """The lease of an engine by name, pid or #number, if `peer` may control it. Raises UnknownEngine, NotPermitted."""
@@ -311,6 +329,8 @@ class LeaseTable:
                 lease.connection.send(wire.WithdrawMessage(order.lease_id, generation))
             else:
                 deadline_ms = wire.milliseconds(order.deadline_s)
+                over_bytes = device.account.state.leases[order.lease_id].granted_bytes - order.target_bytes
+                self._tell(self._event(lease, EventKind.RECALLED, over_bytes, _why(order)))
                 log.info(
                     "%s is recalled to %s within %d ms, %s: it is granted %s; external processes hold %s of the device",
                     named(lease),
@@ -339,6 +359,8 @@ class LeaseTable:
             views.append(view)
             if view.state == "overdue" and not lease.overdue_logged:
                 lease.overdue_logged = True
+                over_bytes = view.granted_bytes - (view.recall_target_bytes or 0)
+                self._tell(self._event(lease, EventKind.OVERDUE, over_bytes, "others are served without it"))
                 log.warning(
                     "%s is overdue: it was to be at %s and is granted %s; others are served without it",
                     named(lease),
@@ -426,6 +448,14 @@ class LeaseTable:
             self._set_engines(device.info.uuid, pids - {0})
         except (MonitorError, OSError) as error:  # the process ended first, or no descriptors are left
             log.warning("the engines of device %s cannot all be counted: %s", device.info.index, error)
+
+    def _event(
+        self, lease: LeaseAccount, kind: EventKind, num_bytes: int | None = None, reason: str | None = None
+    ) -> MemoryEvent:
+        device = self._devices[lease.device_uuid]
+        state = device.account.state.leases.get(lease.lease_id)
+        event = peer_event(lease.peer, device.info, kind, num_bytes, reason)
+        return replace(event, engine=lease.name, held_bytes=None if state is None else state.held_bytes)
 
     def _next_generation(self) -> wire.OrderGeneration:
         return wire.OrderGeneration(self.epoch, next(self._counter))

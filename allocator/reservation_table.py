@@ -11,13 +11,14 @@ from __future__ import annotations
 import bisect
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..common.units import format_bytes, format_seconds
+from ..monitor.events import EventKind, MemoryEvent
 from . import wire
 from .broker_connection import Connection
 from .errors import MemoryNotFree
-from .lease_account import LeasedDevice, user_name
+from .lease_account import LeasedDevice, peer_event, user_name
 from .lease_policy import ReservedBytes
 
 log = logging.getLogger(__name__)
@@ -58,8 +59,9 @@ class ReservationAccount:
 class ReservationTable:
     """All reservations. Used by one thread."""
 
-    def __init__(self, clock: Callable[[], int]) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], int], tell: Callable[[MemoryEvent], None] = lambda event: None) -> None:
+        """`tell` takes events of reservations, and must not wait."""
+        self._clock, self._tell_event = clock, tell
         self._reservations: dict[int, ReservationAccount] = {}
 
     def __contains__(self, reservation_id: object) -> bool:
@@ -99,6 +101,7 @@ class ReservationTable:
         reservation.device.account.unreserve(reservation_id)
         reservation.connection.reservation_id = None
         reservation.connection.send(wire.ReservationEndedMessage(reason))
+        self._tell_event(_event(reservation, EventKind.ENDED, held_bytes, f"its reservation: {reason}"))
         log.info("the reservation of %s has ended with %s: %s", reservation.named(), format_bytes(held_bytes), reason)
 
     def check_times(self, describe: Callable[[LeasedDevice], str]) -> bool:
@@ -154,6 +157,7 @@ class ReservationTable:
             reservation.ends_ns = now_ns + reservation.request.duration_ms * 1_000_000
         left_ms = _left_ms(reservation, now_ns)
         reservation.connection.send(wire.ReservedMessage(held_bytes, reservation.reservation_id, left_ms))
+        self._tell_event(_event(reservation, EventKind.RESERVED, held_bytes))
         log.info(
             "%s are reserved for %s on %s%s",
             format_bytes(held_bytes),
@@ -166,6 +170,7 @@ class ReservationTable:
         account, reservation_id = reservation.device.account, reservation.reservation_id
         missing, waited = _missing(reservation), format_seconds((now_ns - reservation.asked_ns) / 1e9)
         reason = f"{missing} have not become free within {waited}: {crowd.holders(reservation)}"
+        self._tell_event(_event(reservation, EventKind.REFUSED, reservation.bytes.missing_bytes, reason))
         if reservation.bytes.held_bytes:
             account.keep_reservation(reservation_id)
         else:
@@ -207,6 +212,11 @@ class _Crowd:
         said += self._first if ahead else []
         said += [f"{ahead - 1} more wait before it"] if ahead > 1 else []
         return "; ".join([*said, self._others])
+
+
+def _event(reservation: ReservationAccount, kind: EventKind, num_bytes: int, reason: str | None = None) -> MemoryEvent:
+    event = peer_event(reservation.connection.peer, reservation.device.info, kind, num_bytes, reason)
+    return replace(event, pid=reservation.pid, command=reservation.request.name)
 
 
 def _place(reservation: ReservationAccount) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Recordings, of an engine or of devices: frames as JSON lines in a gzip file, written as they come, read from any moment.
+"""Recordings, of an engine, devices or events: frames as JSON lines in a gzip file, written as they come, read from any moment.
 
     header, {"pagetide_recording": 2, "of": "engine", "began": ..., ...}      one gzip member each; `zcat` shows them all
     segment: a full frame, {"time": ..., "full": true, ...}, then differences
@@ -28,7 +28,7 @@ from typing import Any, Literal
 from .checked_file import InvalidFile, open_checked
 from .on_error import OnError
 
-Kind = Literal["engine", "devices"]  # what a recording is of
+Kind = Literal["engine", "devices", "events"]  # what a recording is of
 
 FORMAT = 2
 FLUSH_S = 1.0  # between flushes
@@ -164,6 +164,7 @@ class FrameRecording:
     Attributes:
         header: The first line of the newest run in the file.
         began, ended: Seconds since 1970 of the first and the last frame; equal without frames.
+        times: When each segment begins, seconds since 1970; not in order if the clock was set back.
     """
 
     def __init__(self, path: str | Path, kind: Kind = "engine") -> None:
@@ -179,16 +180,20 @@ class FrameRecording:
 
     def frames(self, since: float | None = None, until: float | None = None) -> Iterator[RecordedFrame]:
         """All frames, or from the last full one at or before `since` (else the first) up to `until`. Reads as it goes."""
-        first = 0 if since is None else max(0, bisect_right(self._times, since) - 1)
-        for start, end in zip(self._starts[first:], self._ends[first:], strict=True):
-            for line in self._lines(start, end):
-                near = line[:_NEAR]
-                time_s = _time_of(near)
-                if time_s is None:
-                    break  # damaged
-                if until is not None and time_s > until:
+        first = 0 if since is None else max(0, bisect_right(self.times, since) - 1)
+        for number in range(first, len(self.times)):
+            for frame in self.segment(number):
+                if until is not None and frame.time_s > until:
                     return
-                yield RecordedFrame(time_s, _FULL.search(near) is not None, line)
+                yield frame
+
+    def segment(self, number: int) -> Iterator[RecordedFrame]:
+        """The frames of a segment, up to the first damaged one."""
+        for line in self._lines(self._starts[number], self._ends[number]):
+            near = line[:_NEAR]
+            if (time_s := _time_of(near)) is None:
+                return
+            yield RecordedFrame(time_s, _FULL.search(near) is not None, line)
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -214,11 +219,11 @@ class FrameRecording:
         segments = [one for one in members if one[1] == _SEGMENT]
         self._starts = [start for _, _, start, _, _ in segments]
         self._ends = [end for _, _, _, end, _ in segments]
-        self._times = [time_s for _, _, _, _, time_s in segments]
-        self.began = self._times[0] if self._times else self.header["began"]
+        self.times = [time_s for _, _, _, _, time_s in segments]
+        self.began = self.times[0] if self.times else self.header["began"]
         self.ended = self.began
-        for since in reversed(self._times):  # the last segment may hold nothing
-            if (last := max((frame.time_s for frame in self.frames(since)), default=None)) is not None:
+        for number in reversed(range(len(self.times))):  # the last segment may hold nothing
+            if (last := max((frame.time_s for frame in self.segment(number)), default=None)) is not None:
                 self.ended = last
                 break
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from ..common.error_text import install_command
 from ..common.heartbeat import STILL_S
-from .config import LOCAL, state_dir
+from ..common.state_dir import state_dir
+from .config import LOCAL
 from .errors import FleetError
 from .links import CALLS, QueueUnavailable, result_of
 from .messages import encode

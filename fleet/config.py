@@ -31,6 +31,7 @@ from ..common.settings import (
     text,
     unknown_setting,
 )
+from ..common.state_dir import state_dir
 from ..engine.config import EngineArguments
 from ..server.config import ENGINE_SETTINGS, ServeConfig
 
@@ -169,9 +170,3 @@ class FleetConfig:
 def _resource(name: str) -> str:
     """The name of a resource or a tenant, which stays as it is, but for Ray's own."""
     return name.replace("-", "_") if name.startswith("num-") else name
-
-
-def state_dir(environ: Mapping[str, str]) -> Path:
-    """The folder of all fleets' states: $XDG_STATE_HOME/pagetide."""
-    base = environ.get("XDG_STATE_HOME")
-    return (Path(base) if base else Path.home() / ".local" / "state") / "pagetide"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.settings import (
+    Kind,
     Sourced,
     check_names,
     checked,
@@ -26,10 +27,13 @@ from ..common.settings import (
     text,
 )
 from ..common.units import format_bytes
+from .alerts import AlertRule, rules_of
 from .errors import ConfigInvalid
 
+LEAST_EVENTS_BYTES = 4 << 20  # of the log of events
+
 # Settings that a running monitor applies on SIGHUP; the others need a restart.
-RELOADED = ("devices", "interval", "detail_interval", "metrics_port", "metrics_address", "token_file", "log_level")
+RELOADED = ("devices", "interval", "detail_interval", "metrics_port", "metrics_address", "token_file", "alerts", "log_level")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +71,15 @@ class MonitorConfig:
         0.9, share(), "maximum share of a device's leasable memory that minimums and reservations may guarantee to one user; "
         "no limit for root", unset="90%",
     )
+    events_size: int = setting(
+        64 << 20, size("no events"), "maximum size of the log of events on disk; 0 keeps none", unset="64MiB",
+    )
+    events_dir: Path | None = setting(
+        None, path("DIR"), "directory of the log of events", unset="/var/lib/pagetide/events with a group, else "
+        "$XDG_STATE_HOME/pagetide/events; with a directory of the monitor, in that",
+    )
+    idle_after: float = setting(600.0, seconds(1, 1e7), "memory that a process holds without use for so long is an event")
+    alerts: tuple[AlertRule, ...] = setting((), Kind("RULES", tuple), "rules: what is told to a command or webhook")
     log_level: str = setting("info", choice("debug", "info", "warning", "error", metavar="L"), "debug, info, warning, error")
     # fmt: on
 
@@ -79,11 +92,17 @@ class MonitorConfig:
         given |= {name: Sourced(value, known[name].flags[0]) for name, value in flags.items() if value is not None}
         given = readable(given, known)
         values = {name: one.value for name, one in given.items()}
+        if file is not None and "alerts" in given:
+            values["alerts"] = rules_of(file, given["alerts"])
         config = cls(**located(given, lambda: checked(cls, values, ConfigInvalid), ConfigInvalid))
         if config.capacity is not None and config.headroom is not None and config.headroom >= config.capacity:
             raise ConfigInvalid(
                 f"headroom ({format_bytes(config.headroom)}) leaves nothing of the capacity "
                 f"({format_bytes(config.capacity)}) to lease; choose a smaller headroom"
+            )
+        if 0 < config.events_size < LEAST_EVENTS_BYTES:
+            raise ConfigInvalid(
+                f"events_size must be 0 or at least {format_bytes(LEAST_EVENTS_BYTES)}, got {format_bytes(config.events_size)}"
             )
         if config.token_file is not None and config.metrics_port is None:
             raise ConfigInvalid("token_file is for requests over HTTP, and no port is served; set metrics_port too")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,6 +14,8 @@ from ..common.on_error import OnError
 from ..common.units import format_bytes
 from .config import RELOADED, MonitorConfig
 from .errors import AlreadyMonitored, ConfigInvalid, RecordError
+from .event_log import EventLog
+from .event_service import EventService
 from .poller import Poller
 from .record import RecordReader, RecordWriter
 from .runtime_dir import (
@@ -36,6 +38,7 @@ from .sources.combined import open_source
 from .sources.host import HostSource
 
 if TYPE_CHECKING:
+    from .events import MemoryEvent
     from .metrics_server import MetricsServer
 
 log = logging.getLogger(__name__)
@@ -88,6 +91,7 @@ class Daemon:
         self._reader: RecordReader | None = None
         self._poller: Poller | None = None
         self._metrics: MetricsServer | None = None
+        self._events: EventService | None = None
 
     def start(self) -> None:
         """Take the directory, publish a record and poll. Raises MonitorError; then nothing is left behind."""
@@ -110,10 +114,14 @@ class Daemon:
         self._poller = Poller(
             source, self._writer, interval_s=config.interval, detail_interval_s=config.detail_interval, devices=config.devices
         )
+        self._events = EventService(
+            self.snapshot, self._leases, self._event_log(), rules=config.alerts, idle_after_s=config.idle_after
+        )
         self._metrics = self._open_metrics(config)
         # Only now: a monitor that failed to start held nothing.
         note_holder(self._lock, Holder(os.getpid(), self._on_demand))
         self._poller.start(self._open_companion)
+        self._events.start()
         infos = self._reader.devices()
         log.info(
             "watches %s by %s every %g ms; record: %s",
@@ -138,6 +146,8 @@ class Daemon:
         self._move_metrics(old, taken)
         with OnError(lambda: self._move_metrics(taken, old)):
             self._poller.change(interval_s=taken.interval, detail_interval_s=taken.detail_interval, devices=taken.devices)
+        assert self._events is not None
+        self._events.change(taken.alerts)
         self.config = taken
 
     def unused(self) -> bool:
@@ -154,8 +164,16 @@ class Daemon:
 
     def snapshot(self) -> Snapshot:
         """All readings, with the leases."""
-        leases = () if self._companion is None else self._companion.leases()
-        return self.reader.snapshot().with_leases(leases)
+        snapshot = self.reader.snapshot().with_leases(self._leases())
+        return snapshot if self._events is None else replace(snapshot, event_counts=self._events.counts)
+
+    def tell(self, event: MemoryEvent) -> None:
+        """Keep an event. Thread-safe; never waits for the disk."""
+        if self._events is not None:
+            self._events.tell(event)
+
+    def _leases(self) -> Sequence[LeaseUse]:
+        return () if self._companion is None else self._companion.leases()
 
     def count_engines(self, uuid: str, pids: Iterable[int]) -> None:
         """Count these processes as users of the test device, if there is one."""
@@ -169,6 +187,8 @@ class Daemon:
             self._metrics.close()
         if self._companion is not None:
             self._companion.close()
+        if self._events is not None:
+            self._events.close()
         if self._poller is not None:
             self._poller.stop()
         if self._reader is not None:
@@ -178,7 +198,23 @@ class Daemon:
         for lock in (self._lock, self._users):
             if lock is not None:
                 lock.close()
-        self._metrics = self._poller = self._reader = self._writer = self._lock = self._users = None
+        self._metrics = self._events = self._poller = self._reader = self._writer = self._lock = self._users = None
+
+    def _event_log(self) -> Callable[[], EventLog] | None:
+        """Opens the log of events, which readers find in the runtime directory."""
+        config = self.config
+        if not config.events_size:
+            return None
+
+        def open_log() -> EventLog:
+            path = self.directory.event_log() if config.events_dir is None else config.events_dir.absolute()
+            gid = None if config.group is None else group_id(config.group)
+            opened = EventLog(path, config.events_size, mode=0o600 if gid is None else 0o640, gid=gid)
+            with OnError(opened.close):
+                self.directory.link_events(path)
+            return opened
+
+        return open_log
 
     def _move_metrics(self, old: MonitorConfig, new: MonitorConfig) -> None:
         """Serve the metrics page at the address of `new`. Raises ConfigInvalid; then it stays at that of `old`."""

@@ -5,8 +5,8 @@
     {"time": 1795465258.1, "full": false, "memory": {"GPU-8a6e...": "GPU is lost"}, ...}
 
 Each line has what changed since the one before: the devices that are there ("devices" is null if they are the same), and of
-each the memory and the detail, or why they are unknown. A full frame has all of it. Derived values (trend, counters, history)
-are not written.
+each the memory and the detail, or why they are unknown. A full frame has all of it. Derived values (trend, counters, history,
+idle times) are not written.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -121,7 +121,7 @@ class DeviceRecorder:
         changed: dict[str, DetailReading | str] = {}
         for each in snapshot.devices:
             uuid, detail = each.info.uuid, each.detail
-            now = detail.reading if detail.error is None else detail.error
+            now = _without_idleness(detail.reading) if detail.error is None else detail.error
             too_soon = self._now_s - self._detail_at_s.get(uuid, -math.inf) < self._detail_interval_s
             if detail.at_ns and not too_soon and now != self._detail.get(uuid):
                 changed[uuid] = now
@@ -150,6 +150,13 @@ class DeviceRecorder:
 def time_of(began: float, seconds: float) -> float:
     """The time of a frame in seconds since 1970, so many seconds after the recording began."""
     return round(began + seconds, 6)
+
+
+def _without_idleness(reading: DetailReading) -> DetailReading:
+    """A reading as it is recorded: idle times would make each one differ from the last."""
+    if reading.processes is None:
+        return reading
+    return replace(reading, processes=tuple(replace(use, idle_seconds=None) for use in reading.processes))
 
 
 def _memory_in(memory: DeviceMemory, now_ns: int) -> MemoryReading | str:

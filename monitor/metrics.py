@@ -19,10 +19,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from ..version import __version__
+from .events import UNDELIVERED, EventKind, program_name
+from .owners import owner_uses
 from .snapshot import Device, LeaseUse, Snapshot
 
 # Series per device; a host has hundreds of short-lived processes, each a series of its own
 MAX_PROCESSES = 64
+MAX_OWNERS = 64
 _MAX_LABEL = 128  # characters; process names can be arbitrarily long
 
 # Computed once: at each scrape, a start time would jitter with the system's clock.
@@ -114,7 +117,33 @@ def _processes(snapshot: Snapshot) -> Samples:
         known = [(use, use.used_bytes) for use in device.detail.reading.processes or () if use.used_bytes is not None]
         known.sort(key=lambda pair: (pair[0].engine is None, -pair[1]))
         for use, used_bytes in known[:MAX_PROCESSES]:
-            yield (device.info.uuid, str(use.pid), use.engine, use.user, _short_name(use.command)), used_bytes
+            yield (device.info.uuid, str(use.pid), use.engine, use.user, program_name(use.command)), used_bytes
+
+
+def _process_idle(snapshot: Snapshot) -> Samples:
+    for device in snapshot.devices:
+        known = [use for use in device.detail.reading.processes or () if use.idle_seconds is not None]
+        known.sort(key=lambda use: (use.engine is None, -(use.used_bytes or 0)))
+        for use in known[:MAX_PROCESSES]:
+            yield (device.info.uuid, str(use.pid)), use.idle_seconds or 0.0
+
+
+def _owners(snapshot: Snapshot) -> Samples:
+    for device in snapshot.devices:
+        owners = owner_uses(device, snapshot.leases, snapshot.devices)
+        known = [owner for owner in owners if owner.unknown < owner.num_processes]
+        for owner in known[:MAX_OWNERS]:
+            yield (device.info.uuid, owner.kind, owner.name), owner.used_bytes
+
+
+def _events(snapshot: Snapshot) -> Samples:
+    for kind in EventKind:
+        if kind is not EventKind.HOLDS:
+            yield (kind,), snapshot.event_counts.get(kind, 0)
+
+
+def _undelivered(snapshot: Snapshot) -> Samples:
+    yield (), snapshot.event_counts.get(UNDELIVERED, 0)
 
 
 _LEASE_LABELS = ("uuid", "pid", "engine")
@@ -213,6 +242,14 @@ METRICS: tuple[Metric, ...] = (
         "vram_process_used_bytes", "gauge", f"Memory of a process; the engines' and the largest, {MAX_PROCESSES} at most.",
         ("uuid", "pid", "engine", "user", "command"), _processes,
     ),
+    Metric(
+        "vram_process_idle_seconds", "gauge", "Time without use, of the same processes, where that is known.",
+        ("uuid", "pid"), _process_idle,
+    ),
+    Metric(
+        "vram_owner_used_bytes", "gauge", f"Memory of containers, pods, units and users; {MAX_OWNERS} at most.",
+        ("uuid", "kind", "owner"), _owners,
+    ),
     # leases: what engines may hold, and hold
     Metric(
         "vram_lease_info", "gauge", "1; the names of a lease.", (*_LEASE_LABELS, "user"), _of_leases(_lease_infos, max),
@@ -244,6 +281,9 @@ METRICS: tuple[Metric, ...] = (
         "vram_lease_state", "gauge", "1 for the state that the lease is in, 0 for the other ones.",
         (*_LEASE_LABELS, "state"), _of_leases(_lease_states, max),
     ),
+    # events
+    Metric("vram_events_total", "counter", "Events, by kind.", ("kind",), _events),
+    Metric("vram_alerts_undelivered_total", "counter", "Alerts that could not be delivered.", (), _undelivered),
     # quality of the numbers
     _device(
         "vram_memory_age_seconds", "Age of the memory numbers.",
@@ -273,9 +313,3 @@ def _label(value: str | None) -> str:
     """
     shown = "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in value or "")
     return shown if len(shown) <= _MAX_LABEL else shown[: _MAX_LABEL - 1] + "…"
-
-
-def _short_name(command: str | None) -> str | None:
-    """The program of a command line, without folder and arguments, which would multiply series and may hold secrets."""
-    words = command.split(maxsplit=1) if command else []
-    return words[0].rpartition("/")[2] if words else None

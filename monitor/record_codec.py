@@ -2,7 +2,7 @@
 
     memory   at_ns 8 | interval_ns 8 | total 8 | free 8 | bytes/s 8 | polls 8 | failures 8 | what is known 1 | error, UTF-8
     detail   [at_ns, interval_ns, utilization, temperature, power, power limit, [process, ...] or null, history, error]
-    process  [pid, used, kind, user, command, engine]
+    process  [pid, used, kind, user, command, engine, cgroup, idle seconds]
     table    [[slot, generation, uuid, index, kind, name, pci_id, parent_uuid], ...]
 
 Decoding trusts no byte: another process, perhaps of another user, wrote them.
@@ -21,7 +21,7 @@ from .snapshot import DetailReading, DeviceDetail, DeviceInfo, DeviceKind, Devic
 
 MAX_HISTORY = 256  # samples in one DeviceDetail
 MAX_ERROR_BYTES = 96  # limit of an error in UTF-8, in a memory slot
-MAX_TEXT_CHARS = 512  # limit of an error in a detail slot, and of a command line
+MAX_TEXT_CHARS = 512  # limit of an error in a detail slot, of a command line and a cgroup
 MAX_SOURCE_CHARS = 256
 
 _MEMORY = struct.Struct("=qqQQdQQB")
@@ -104,7 +104,7 @@ def detail_from_bytes(payload: bytes) -> DeviceDetail:
         _from_json(payload),
         (_INT, _INT, _MAYBE_NUMBER, _MAYBE_NUMBER, _MAYBE_NUMBER, _MAYBE_NUMBER, _MAYBE_LIST, _LIST, _MAYBE_TEXT),
     )
-    kinds = (_INT, _MAYBE_INT, _TEXT, _MAYBE_TEXT, _MAYBE_TEXT, _MAYBE_TEXT)
+    kinds = (_INT, _MAYBE_INT, _TEXT, _MAYBE_TEXT, _MAYBE_TEXT, _MAYBE_TEXT, _MAYBE_TEXT, _MAYBE_NUMBER)
     return DeviceDetail(
         at_ns,
         interval_ns,
@@ -175,7 +175,9 @@ def _detail_row(detail: DeviceDetail, processes: list[Any] | None, error: str | 
 
 def _process_row(process: ProcessUse) -> list[Any]:
     command = None if process.command is None else _shortened(process.command)
-    return [process.pid, process.used_bytes, process.kind, process.user, command, process.engine]
+    cgroup = None if process.cgroup is None else _shortened(process.cgroup)
+    idle = None if process.idle_seconds is None else round(process.idle_seconds, 1)
+    return [process.pid, process.used_bytes, process.kind, process.user, command, process.engine, cgroup, idle]
 
 
 def _largest(processes: list[list[Any]], room_bytes: int) -> list[list[Any]]:

@@ -37,7 +37,7 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar
 from . import record_codec as codec
 from .errors import RecordError
 
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
 MAX_DEVICES = 256  # the largest machines have 8 GPUs of 7 MIG instances, or 16 GPUs
 NUM_SLOTS = 2 * MAX_DEVICES
 

@@ -10,6 +10,7 @@
     start.lock     held exclusively while a monitor is started on demand
     record         the shared-memory record
     broker.sock    where engines ask for memory
+    events         the log of events, or a link to it: it outlives the machine's restart, and this directory need not
 
 Lock files are never removed: a process that waited for a removed one would hold another file's lock. The processes that hold
 them now are in /proc/locks (proc(5)), without those of other pid namespaces; they are used in messages only.
@@ -26,9 +27,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..common.state_dir import state_dir
 from .errors import ConfigInvalid
 
 MACHINE_DIR = Path("/run/pagetide")
+MACHINE_STATE_DIR = Path("/var/lib/pagetide")
 VARIABLE = "PAGETIDE_RUNTIME_DIR"
 _ON_DEMAND, _SERVE = "on-demand", "serve"
 _LOCKS = Path("/proc/locks")
@@ -64,6 +67,11 @@ class RuntimeDir:
     def socket(self) -> Path:
         """The socket on which the broker listens."""
         return self.path / "broker.sock"
+
+    @property
+    def events(self) -> Path:
+        """The log of events, or a link to it."""
+        return self.path / "events"
 
     @property
     def log(self) -> Path:
@@ -120,6 +128,22 @@ class RuntimeDir:
                 f"the runtime directory {self.path} is writable by others than its owner ({stat.filemode(found.st_mode)}); "
                 f"chmod go-w {self.path}, or name another with --runtime-dir or {VARIABLE}"
             )
+
+    def event_log(self, environ: Mapping[str, str] = os.environ) -> Path:
+        """The default directory of the log of events: of what outlives a restart, unless this directory was chosen."""
+        if self.path == MACHINE_DIR:
+            return MACHINE_STATE_DIR / "events"
+        return state_dir(environ) / "events" if self == own_dir({**environ, VARIABLE: ""}) else self.events
+
+    def link_events(self, target: Path) -> None:
+        """Let readers find a log of events that is elsewhere. Raises ConfigInvalid, OSError."""
+        if target == self.events:
+            return
+        if self.events.is_symlink():
+            self.events.unlink()
+        elif self.events.exists():
+            raise ConfigInvalid(f"{self.events} has older events, which readers would find first; move it away")
+        self.events.symlink_to(target)
 
 
 def own_dir(environ: Mapping[str, str] = os.environ) -> RuntimeDir:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+
+from .events import MemoryEvent
 
 STALE_AFTER_INTERVALS = 3
+MAX_HOST_PROCESSES = 64  # of the host, the largest are listed
 
 
 class DeviceKind(StrEnum):
@@ -52,6 +52,10 @@ class ProcessUse:
     user: str | None = None
     command: str | None = None  # with arguments; None if this process cannot see the pid
     engine: str | None = None  # the engine's name in its lease
+    cgroup: str | None = None  # its path, as the monitor sees it; owners.py reads container, pod and unit from it
+    # Time without use, since the monitor first saw the process; None: not known. On a GPU use is computing, as the driver
+    # samples it; of host memory, at least 1 % of a core.
+    idle_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,47 +179,15 @@ class Snapshot:
     # When it was taken, since 1970; None if unknown. Not compared: it is `at_ns` by a clock that may be set.
     unix_seconds: float | None = field(default=None, compare=False)
     origin: Origin = field(default=Origin.MONITOR, compare=False)
+    unavailable: Mapping[str, str] = field(default_factory=dict, compare=False)  # sources without devices, and why, if known
+    event_counts: Mapping[str, int] = field(default_factory=dict)  # by kind, in the monitor's own process
+    events: tuple[MemoryEvent, ...] = ()  # the newest, oldest first, as far as a view asked for them
 
     def with_leases(self, leases: Sequence[LeaseUse]) -> Snapshot:
         """The same snapshot with these leases, and their engines' names in the process entries."""
         engines = {(lease.device_uuid, lease.pid): lease.engine for lease in leases}
         devices = tuple(_named(device, engines) for device in self.devices) if engines else self.devices
         return replace(self, devices=devices, leases=tuple(leases), leases_error=None)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, including derived values."""
-        devices = []
-        for device in self.devices:
-            memory = device.memory
-            age = memory.age_ns(self.at_ns)
-            devices.append(
-                asdict(device.info)
-                | {
-                    "memory": {
-                        "total_bytes": memory.total_bytes,
-                        "used_bytes": memory.used_bytes,
-                        "free_bytes": memory.free_bytes,
-                        "bytes_per_second": memory.bytes_per_second,
-                        "seconds_until_exhaustion": memory.seconds_until_exhaustion,
-                        "age_seconds": age / 1e9 if memory.at_ns else None,
-                        "stale": memory.is_stale(self.at_ns),
-                        "polls": memory.polls,
-                        "failures": memory.failures,
-                        "error": memory.error,
-                    },
-                    **asdict(device.detail.reading),
-                    "detail_error": device.detail.error,
-                }
-            )
-        leases = None if self.leases_error is not None else [asdict(lease) for lease in self.leases]
-        return {
-            "time": self.unix_seconds,
-            "source": self.source,
-            "monitor_pid": self.monitor_pid,
-            "devices": devices,
-            "leases": leases,
-            "leases_error": self.leases_error,
-        }
 
 
 def _named(device: Device, engines: Mapping[tuple[str, int], str]) -> Device:
@@ -226,38 +198,3 @@ def _named(device: Device, engines: Mapping[tuple[str, int], str]) -> Device:
     named = tuple(replace(use, engine=engines.get((device.info.uuid, use.pid), use.engine)) for use in processes)
     reading = replace(device.detail.reading, processes=named)
     return replace(device, detail=replace(device.detail, reading=reading))
-
-
-def to_json(snapshot: Snapshot, *, indent: int | None = None) -> str:
-    """One JSON object, on one line without `indent`; in bytes, seconds, degrees, watts and shares of 1. Unknown is null.
-
-        {"time": Unix seconds, "source", "monitor_pid",
-         "devices": [{"uuid", "index", "kind", "name", "pci_id", "parent_uuid",
-                      "memory": {"total_bytes", "used_bytes", "free_bytes", "bytes_per_second",
-                                 "seconds_until_exhaustion", "age_seconds", "stale", "polls", "failures", "error"},
-                      "utilization", "temperature_celsius", "power_watts", "power_limit_watts",
-                      "processes": [{"pid", "used_bytes", "kind", "user", "command", "engine"}] or null,
-                      "detail_error"}],
-         "leases": [{"engine", "pid", "user", "device_uuid", "min_bytes", "max_bytes", "weight", "priority",
-                     "granted_bytes", "held_bytes", "held_by_class": {class: bytes}, "spare_bytes", "asked_bytes",
-                     "state", "recall_target_bytes", "recall_age_seconds"}] or null,
-         "leases_error"}
-
-    Only what JSON has (RFC 8259): no NaN or infinity, and text without the halves of a surrogate pair.
-    """
-    return json.dumps(_plain(snapshot.to_dict()), indent=indent, allow_nan=False)
-
-
-def _plain(value: Any) -> Any:
-    """`value` without values that JSON cannot express."""
-    if isinstance(value, dict):
-        return {_plain(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        # A trend that decays to a denormal number predicts exhaustion after more seconds than a float can hold.
-        return None
-    if isinstance(value, str):
-        # A command line need not be UTF-8: Python keeps such bytes as surrogate halves.
-        return value.encode(errors="replace").decode()
-    return value

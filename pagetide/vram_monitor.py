@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .allocator.reservation_service import ReservationService
     from .allocator.wire import LeaseView, ReservationView
     from .monitor.daemon import Daemon
+    from .monitor.event_log import EventReader
     from .monitor.following import Follower
     from .monitor.record import RecordReader
     from .monitor.runtime_dir import RuntimeDir
@@ -45,6 +46,8 @@ log = logging.getLogger("vram-monitor")
 ALREADY_MONITORED_STATUS = 3
 UNUSED_CHECK_S = 0.1
 _BROKER_TIMEOUT_S = 1.0  # of the view, which waits for it
+
+_EVENTS_SHOWN = 16  # in the view
 
 _SOURCE = ("source", "capacity", "members", "runtime_dir")
 # The packages that not every environment has, by the name to import.
@@ -133,7 +136,10 @@ def parser() -> argparse.ArgumentParser:
     """All options. Options not given are None or absent, so that a configuration file can set them."""
     top = _Parser(
         prog="vram-monitor",
-        description="Show which processes hold GPU memory. Without a command, shows a live view: q quits, ? lists the keys.",
+        description="Show the memory of GPUs and of this machine, and which processes hold it. Without a command, shows a "
+        "live view: q quits, ? explains it.",
+        epilog="vram-monitor -1 prints the view once. vram-monitor events --since 03:00 lists what took memory since then, "
+        "vram-monitor owners sums it by container, pod, unit and user.",
     )
     top.add_argument("--version", action="version", version=f"vram-monitor {__version__}")
     top.add_argument("-1", "--once", action="store_true", help="print the view once and exit")
@@ -154,6 +160,7 @@ def parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_record(commands)
     _add_lease_commands(commands)
+    _add_event_commands(commands)
     return top
 
 
@@ -166,7 +173,7 @@ def _add_serve(commands: _Commands) -> None:
     )
     serve.add_argument("--config", type=Path, metavar="FILE", help="settings in YAML; flags override them")
     _add_source(serve)
-    add_flags(serve, _flags(*(name for name in settings_of(MonitorConfig) if name not in _SOURCE)))
+    add_flags(serve, _flags(*(name for name in settings_of(MonitorConfig) if name not in (*_SOURCE, "alerts"))))
     # Set when `monitor.watch` starts the command.
     serve.add_argument("--until-unused", action="store_true", help=argparse.SUPPRESS)
     serve.set_defaults(run=_serve)
@@ -256,6 +263,37 @@ def _add_reservation(command: argparse.ArgumentParser) -> None:
     command.add_argument("--wait", default="60s", metavar="TIME", help="longest wait for the memory (default 60s)")
 
 
+def _add_event_commands(commands: _Commands) -> None:
+    events = commands.add_parser(
+        "events",
+        help="list what took memory, gave it back, was refused or recalled from, and when",
+        description="List the events that the monitor has kept: which process or engine took memory, gave it back, was "
+        "refused or recalled from, or ended. Times are like 03:12, '2026-11-27 03:12', or how long ago: 90s, 15min, 2h, 1d.",
+    )
+    events.add_argument("--since", default="1h", metavar="TIME", help="first time to list (default: 1h, one hour ago)")
+    events.add_argument("--until", metavar="TIME", help="last time to list (default: now)")
+    events.add_argument("-f", "--follow", action="store_true", help="go on with what comes, until interrupted")
+    events.add_argument(
+        "--summary", action="store_true", help="list what each process and engine held: at the start, at most, at the end"
+    )
+    events.add_argument("--json", action="store_true", help="print JSON, an event on each line")
+    events.set_defaults(run=_events)
+    owners = commands.add_parser(
+        "owners",
+        help="sum the memory of containers, pods, systemd units and users",
+        description="Sum the memory of processes by their container, pod, systemd unit and user, on each device. Of host "
+        "memory, shared pages count for each process; CHARGED is what the kernel charges to the cgroup.",
+    )
+    owners.add_argument(
+        "--idle", default="600", metavar="SECONDS", help="count memory that was not used for so long as idle (default: 600)"
+    )
+    owners.add_argument("--json", action="store_true", help="print JSON")
+    _add_source(owners)
+    owners.set_defaults(run=_owners)
+    events.argument_default = argparse.SUPPRESS
+    add_flags(events, _flags("runtime_dir", "events_dir"))
+
+
 def _add_source(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("devices")
     group.argument_default = argparse.SUPPRESS  # so that a subcommand keeps what was given before it
@@ -332,7 +370,7 @@ class _Leases:
 
         config = self._config
         quota = Quota(config.user_engines, config.user_share, frozenset({0, os.geteuid()}))
-        table = LeaseTable(daemon.reader, self._rules, quota, daemon.count_engines)
+        table = LeaseTable(daemon.reader, self._rules, quota, daemon.count_engines, tell=daemon.tell)
         gid = None if config.group is None else group_id(config.group)
         self._broker = Broker(table, daemon.directory.socket, gid=gid)
         self._thread = BrokerThread(self._broker)
@@ -461,6 +499,26 @@ def _with_leases(directory: RuntimeDir, snapshot: Snapshot) -> Snapshot:
     return snapshot.with_leases([_lease_use(view) for view in views if view.device_uuid in shown])
 
 
+class _WithEvents:
+    """Snapshots of a follower with the newest events that its monitor has kept, if it keeps any."""
+
+    def __init__(self, follower: Follower) -> None:
+        self._follower = follower
+        self._events: EventReader | None = None
+
+    def __call__(self) -> Snapshot:
+        from .monitor.event_log import EventReader
+
+        snapshot, directory = self._follower.read(), self._follower.directory
+        if directory is None:
+            return snapshot
+        if self._events is None or self._events.directory != directory.events:
+            self._events = EventReader(directory.events)
+        with contextlib.suppress(OSError):  # they are another user's
+            return replace(snapshot, events=self._events.newest(_EVENTS_SHOWN))
+        return snapshot
+
+
 def _act(follower: Follower, action: Action) -> str:
     """Send an action of the view to the broker. Returns its result; raises MonitorFailed with a refusal."""
     from .allocator.broker_client import BrokerClient
@@ -487,7 +545,7 @@ def _polled(config: MonitorConfig) -> Iterator[Callable[[], Snapshot]]:
     """Snapshots from a poller in this process; the first one is complete."""
     from .monitor.poller import Poller
     from .monitor.record import RecordReader, RecordWriter
-    from .monitor.sources.combined import open_source
+    from .monitor.sources.combined import CombinedSource, open_source
 
     source = open_source(config.source, capacity_bytes=config.capacity, members=config.members)
     with RecordWriter.private(source=source.name) as writer, RecordReader.of(writer) as reader:
@@ -497,7 +555,8 @@ def _polled(config: MonitorConfig) -> Iterator[Callable[[], Snapshot]]:
         try:
             poller.start()
             _wait_for_answers(reader.snapshot)
-            yield lambda: replace(reader.snapshot(), origin=Origin.DIRECT)
+            unavailable = source.unavailable if isinstance(source, CombinedSource) else {}
+            yield lambda: replace(reader.snapshot(), origin=Origin.DIRECT, unavailable=unavailable)
         finally:
             poller.stop()
 
@@ -532,7 +591,13 @@ def _view(args: argparse.Namespace) -> int:
         else:
             listing = Listing(min_bytes=min_bytes)
             act = None if follower is None else partial(_act, follower)
-            live.run_live(read, interval_s=refresh, console=console, listing=listing, act=act)
+            live.run_live(
+                read if follower is None else _WithEvents(follower),
+                interval_s=refresh,
+                console=console,
+                listing=listing,
+                act=act,
+            )
     return 0
 
 
@@ -542,7 +607,7 @@ def _parse_min_memory(size: str | None) -> int | None:
 
 
 def _print_json(read: Callable[[], Snapshot], interval_s: float | None, listing: Listing) -> int:
-    from .monitor.snapshot import to_json
+    from .monitor.snapshot_json import to_json
 
     def line(indent: int | None) -> str:
         snapshot = read()
@@ -604,12 +669,13 @@ def _client(args: argparse.Namespace) -> BrokerClient:
 def _leases(args: argparse.Namespace) -> int:
     directory, reader = _running(args)
     from .allocator.broker_client import BrokerClient
+    from .monitor.snapshot_json import to_dict
 
     with reader:
         views = BrokerClient(directory.socket).leases()
         snapshot = reader.snapshot().with_leases([_lease_use(view) for view in views])
     if args.json:
-        print(json.dumps(snapshot.to_dict()["leases"], indent=1))
+        print(json.dumps(to_dict(snapshot)["leases"], indent=1))
         return 0
     from rich.console import Console
 
@@ -649,6 +715,28 @@ def _run(args: argparse.Namespace) -> int:
         except CannotStart as error:
             print(f"vram-monitor: {error}", file=sys.stderr)
             return error.status
+
+
+# ---- events -------------------------------------------------------------------------------------
+
+
+def _events(args: argparse.Namespace) -> int:
+    from .event_commands import find_log, show_events
+    from .monitor.daemon import directory_of
+    from .monitor.runtime_dir import readable_dirs
+
+    config = _settings(args, "runtime_dir", "events_dir")
+    directories = readable_dirs() if config.runtime_dir is None else (directory_of(config),)
+    return show_events(args, find_log(directories, config.events_dir))
+
+
+def _owners(args: argparse.Namespace) -> int:
+    from .event_commands import show_owners
+
+    logging.getLogger("pagetide").addHandler(logging.NullHandler())
+    idle_after_s = MonitorConfig.resolve(None, {"idle_after": args.idle}).idle_after
+    with _observed(_settings(args, *_SOURCE)) as (read, _):
+        return show_owners(args, read(), idle_after_s)
 
 
 def _reserve(args: argparse.Namespace) -> int:

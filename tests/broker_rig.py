@@ -36,6 +36,7 @@ from pagetide.allocator.lease_table import LeaseTable
 from pagetide.allocator.leased_arena import LeasedArena
 from pagetide.allocator.quota import Quota
 from pagetide.monitor.errors import NoSuchDevice
+from pagetide.monitor.events import MemoryEvent
 from pagetide.monitor.snapshot import DeviceInfo, DeviceKind, DeviceMemory
 from pagetide.monitor.sources.host import HostSource
 
@@ -147,8 +148,11 @@ class Bench:
         self.numbers = Numbers(self.clock)
         self.engines: list[frozenset[int]] = []  # what the source of numbers was told
         self.clients: list[Client] = []
+        self.events: list[MemoryEvent] = []
         set_engines = lambda uuid, pids: self.engines.append(pids)  # noqa: E731
-        table = LeaseTable(self.numbers, lambda info, capacity: self.rules, self.quota, set_engines, self.clock)
+        table = LeaseTable(
+            self.numbers, lambda info, capacity: self.rules, self.quota, set_engines, self.clock, self.events.append
+        )
         self.broker = Broker(table, self.path, tick_s=None, pause_s=0, grace_s=self.grace_s)
 
     def client(self, protocol: int = wire.PROTOCOL) -> Client:

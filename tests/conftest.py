@@ -73,13 +73,14 @@ def _is_property(item: pytest.Item) -> bool:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A runtime directory of the tests' own, and empty folders of settings and caches, for this process and its children."""
+    """A runtime directory of the tests' own, and empty folders of settings, caches and states, here and in children."""
     runtime = tmp_path_factory.mktemp("runtime")
     runtime.chmod(0o700)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PAGETIDE_RUNTIME_DIR", str(runtime))
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
 
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"(?P<mark><!-- not run: .+? -->\s+)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 FOREIGN = ("# transformers\n", "# vLLM\n", "# MindFormers\n")
-SETTINGS, KEYS, FLEET, CLIENT = "# serve.yaml", "# keys.yaml", "# fleet.yaml", "# client\n"
+SETTINGS, KEYS, FLEET, MONITOR, CLIENT = "# serve.yaml", "# keys.yaml", "# fleet.yaml", "# vram-monitor.yaml", "# client\n"
 SERVER = "http://127.0.0.1:8000"
 EMPTY_PATHS = ("/health", "/sleep", "/wake_up")  # answered with a status alone
 LANGUAGES = {"python", "yaml", "text", ""}
@@ -78,7 +78,7 @@ def commands(text: str) -> Iterator[str]:
 CLIENTS = [block for block in of("python") if block.text.startswith(CLIENT)]
 PYTHON = [block for block in of("python") if not block.text.startswith((*FOREIGN, CLIENT))]
 FIRST_STEPS = [block for block in PYTHON if block.document.name == "getting-started.md"][:2]  # run in the quick tier
-MODELS = [block for block in of("yaml") if not block.text.startswith((SETTINGS, KEYS, FLEET))]
+MODELS = [block for block in of("yaml") if not block.text.startswith((SETTINGS, KEYS, FLEET, MONITOR))]
 ALL_COMMANDS = [(block, command) for block in of("") for command in commands(block.text)]
 CURLS = [
     pytest.param(text, id=f"{block} {text}")

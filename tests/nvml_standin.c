@@ -32,7 +32,8 @@ enum { ANY_DEVICE = SLOTS }; /* where calls that name no device are counted */
     X(nvmlDeviceGetMemoryInfo) X(nvmlDeviceGetMemoryInfo_v2) X(nvmlDeviceGetUtilizationRates) \
     X(nvmlDeviceGetTemperature) X(nvmlDeviceGetPowerUsage) X(nvmlDeviceGetEnforcedPowerLimit) \
     X(nvmlDeviceGetComputeRunningProcesses_v2) X(nvmlDeviceGetComputeRunningProcesses_v3) \
-    X(nvmlDeviceGetGraphicsRunningProcesses_v2) X(nvmlDeviceGetGraphicsRunningProcesses_v3)
+    X(nvmlDeviceGetGraphicsRunningProcesses_v2) X(nvmlDeviceGetGraphicsRunningProcesses_v3) \
+    X(nvmlDeviceGetProcessUtilization)
 
 #define X(name) F_##name,
 enum { FUNCTIONS NUM_FUNCTIONS };
@@ -308,3 +309,24 @@ int nvmlDeviceGetTemperature(void *handle, unsigned int sensor, unsigned int *ce
 
 LISTS(nvmlDeviceGetComputeRunningProcesses_v2) LISTS(nvmlDeviceGetComputeRunningProcesses_v3)
 LISTS(nvmlDeviceGetGraphicsRunningProcesses_v2) LISTS(nvmlDeviceGetGraphicsRunningProcesses_v3)
+
+/* Samples newer than the time stamp: their second field. */
+int nvmlDeviceGetProcessUtilization(void *handle, void *samples, unsigned int *count, unsigned long long since)
+{
+    struct sample {
+        unsigned int pid;
+        unsigned long time_stamp;
+        unsigned int load[4];
+    };
+    ENTER(nvmlDeviceGetProcessUtilization);
+    unsigned int room = *count, all = told.num_bytes / sizeof(struct sample);
+    const struct sample *from = (const void *)told.bytes;
+    *count = 0;
+    for (unsigned int i = 0; i < all; i++)
+        if (from[i].time_stamp > since) {
+            if (*count < room)
+                ((struct sample *)samples)[*count] = from[i];
+            ++*count;
+        }
+    return *count == 0 ? NOT_FOUND : room < *count ? INSUFFICIENT_SIZE : SUCCESS;
+}

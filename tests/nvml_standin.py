@@ -79,6 +79,7 @@ class Gpu:
     power_limit_milliwatts: int | None = 400_000
     compute: Sequence[Process] | None = ()
     graphics: Sequence[Process] | None = ()
+    samples: Sequence[tuple[int, int, int]] | None = None  # of load by process: (pid, time in µs, percent)
     mig: Sequence[Gpu | None] | None = None
     error: int = 0
     errors: Mapping[str, int] = field(default_factory=dict)
@@ -250,6 +251,11 @@ def _listed(processes: Sequence[Process]) -> bytes:
     return bytes((pynvml.c_nvmlProcessInfo_v2_t * len(infos))(*infos))
 
 
+def _sampled(samples: Sequence[tuple[int, int, int]]) -> bytes:
+    rows = [(pid, at_us, percent, 0, 0, 0) for pid, at_us, percent in samples]
+    return bytes((pynvml.c_nvmlProcessUtilizationSample_t * len(rows))(*rows))
+
+
 def _told(gpu: Gpu) -> dict[str, tuple[Any, Any]]:
     """Function -> (what is None if the device does not tell it, what is told)."""
     total, free, reserved = gpu.total_bytes or 0, gpu.free_bytes, gpu.reserved_bytes
@@ -266,6 +272,7 @@ def _told(gpu: Gpu) -> dict[str, tuple[Any, Any]]:
         "MemoryInfo": (gpu.total_bytes, pynvml.c_nvmlMemory_t(total, free, total - free)),
         "MemoryInfo_v2": (gpu.total_bytes, v2),
         "UtilizationRates": (gpu.utilization_percent, pynvml.c_nvmlUtilization_t(gpu.utilization_percent or 0, 0)),
+        "ProcessUtilization": (gpu.samples, _sampled(gpu.samples or ())),
         "PciInfo_v3": (gpu.pci_id, pynvml.nvmlPciInfo_t(busId=gpu.pci_id.encode())),
         "UUID": (gpu.uuid, gpu.uuid.encode() + b"\0"),
         "Name": (gpu.name, gpu.name.encode() + b"\0"),

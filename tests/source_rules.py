@@ -51,8 +51,11 @@ LAYERS = (
 PLACE = {name: place for place, layer in enumerate(LAYERS) for name in layer}
 # Private names of other libraries, which offer nothing else.
 USED_OF_OTHERS = {"os._exit", "torch.cuda._sleep"}
-# The one way to start a child process, and what runs programs of others: a compiler, Ray's command, that of `vram-monitor run`.
-STARTS_PROCESSES = {"common/child_process.py", "native/build.py", "fleet/cluster.py", "pagetide/reserved_run.py"}
+# The one way to start a child process, and what runs programs of others: a compiler, Ray's command, that of `vram-monitor run`,
+# those of alerts.
+STARTS_PROCESSES = {
+    "common/child_process.py", "monitor/alert_delivery.py", "native/build.py", "fleet/cluster.py", "pagetide/reserved_run.py",
+}  # fmt: skip
 STARTS = re.compile(r"(subprocess|multiprocessing|pty|asyncio\.subprocess)\b|os\.(fork|exec|spawn|posix_spawn|popen|system)")
 MOST_PARAMETERS = 6  # of a constructor
 BY_NAME = {"getattr", "setattr", "delattr", "hasattr", "attrgetter", "methodcaller", "object"}  # `patch.object`

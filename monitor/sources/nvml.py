@@ -24,9 +24,9 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from ...common.host_memory import host_memory
 from ...common.units import GIB
 from ..errors import DeviceUnreadable, SourceUnavailable
 from ..snapshot import DetailReading, DeviceInfo, DeviceKind, MemoryReading, ProcessUse
+from .process_facts import IdleTimes, ProcessFacts, ProcessTable
 
 T = TypeVar("T")
 Handle = Any  # pynvml's c_nvmlDevice_t
@@ -49,6 +50,7 @@ _INITIAL_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO in the kernel's
 class _Code(IntEnum):
     """The values of nvmlReturn_t that matter here."""
 
+    SUCCESS = 0
     UNINITIALIZED = 1
     INVALID_ARGUMENT = 2
     NOT_SUPPORTED = 3
@@ -95,6 +97,15 @@ class _Seen:
         return self.max_instances is not None
 
 
+@dataclass(slots=True)
+class _Load:
+    """What is remembered of the processes of a device."""
+
+    table: ProcessTable = field(default_factory=ProcessTable)
+    idle: IdleTimes = field(default_factory=IdleTimes)
+    newest_us: int = 0  # the time of the newest sample of load by process
+
+
 class _Look(threading.Thread):
     """One look at one GPU, which takes as long as the driver does."""
 
@@ -133,6 +144,7 @@ class NvmlSource:
         self._lock = threading.Lock()  # one scan or close at a time
         self._library = _Library()
         self._seen: dict[str, _Seen] = {}  # by uuid; replaced as a whole, and read without the lock
+        self._loads: dict[str, _Load] = {}  # by uuid; each is used by one thread at a time
         self._looks: dict[int, _Look] = {}  # by index: started, results not yet taken
 
     def scan(self) -> tuple[DeviceInfo, ...]:
@@ -179,7 +191,7 @@ class NvmlSource:
             celsius = _given(ask, "nvmlDeviceGetTemperature", handle, _TEMPERATURE_GPU)
             milliwatts = _given(ask, "nvmlDeviceGetPowerUsage", handle)
             limit_milliwatts = _given(ask, "nvmlDeviceGetEnforcedPowerLimit", handle)
-            processes = self._processes(handle)
+            processes = self._processes(device.uuid, handle)
         except _NvmlRefusal as refusal:
             raise _unreadable(refusal) from refusal
         return DetailReading(
@@ -305,7 +317,7 @@ class NvmlSource:
             raise _unreadable(seen.failure) from seen.failure
         return seen
 
-    def _processes(self, handle: Handle) -> tuple[ProcessUse, ...] | None:
+    def _processes(self, uuid: str, handle: Handle) -> tuple[ProcessUse, ...] | None:
         """Compute and graphics processes merged by pid; None if none is reported and some may be hidden."""
         compute = _given(self._library.compute_processes, handle)
         graphics = _given(self._library.graphics_processes, handle)
@@ -322,7 +334,28 @@ class NvmlSource:
                 if used_bytes.get(process.pid) is None:
                     used_bytes[process.pid] = process.usedGpuMemory
         ours = translated or not contained  # else a pid means nothing here, or another process
-        return tuple(ProcessUse(pid, used_bytes[pid], kinds[pid], *(_owner(pid) if ours else ())) for pid in kinds)
+        load = self._loads.setdefault(uuid, _Load())
+        idle = self._idle_seconds(load, handle, kinds)
+        facts = load.table.facts(kinds) if ours else {}
+        return tuple(
+            ProcessUse(
+                pid, used_bytes[pid], kinds[pid], of.user, of.command, cgroup=of.cgroup, idle_seconds=idle.get(pid),
+            )
+            for pid in kinds
+            for of in (facts.get(pid) or ProcessFacts(pid),)
+        )  # fmt: skip
+
+    def _idle_seconds(self, load: _Load, handle: Handle, pids: Iterable[int]) -> Mapping[Hashable, float]:
+        """How long each process has not computed, by the driver's samples; {} where it has none: MIG, some consumer cards."""
+        try:
+            samples = self._library.ask("nvmlDeviceGetProcessUtilization", handle, load.newest_us)
+        except _NvmlRefusal as refusal:
+            if refusal.code not in (_Code.SUCCESS, _Code.NOT_FOUND):  # pynvml raises SUCCESS for an empty list
+                return {}
+            samples = []
+        busy = {one.pid for one in samples if one.smUtil or one.encUtil or one.decUtil}
+        load.newest_us = max([load.newest_us, *(one.timeStamp for one in samples)])
+        return load.idle.update({pid: pid in busy for pid in pids}, time.monotonic_ns())
 
     def _in_container(self) -> bool:
         try:
@@ -415,23 +448,6 @@ def _nameless(index: str, uuid: str | None = None, parent: DeviceInfo | None = N
     """The info of a device that was dead in every scan."""
     kind = DeviceKind.MIG if parent else DeviceKind.GPU
     return DeviceInfo(uuid or f"index-{index}", index, kind, parent_uuid=parent.uuid if parent else None)
-
-
-def _owner(pid: int) -> tuple[str | None, str | None]:
-    """(user, command with arguments) of a process; None for what is hidden."""
-    import psutil
-
-    def or_none(ask: Callable[[], T]) -> T | None:
-        try:
-            return ask()
-        except psutil.Error:  # it ended, or is hidden
-            return None
-
-    process = or_none(lambda: psutil.Process(pid))
-    if process is None:
-        return None, None
-    with process.oneshot():
-        return or_none(process.username), " ".join(or_none(process.cmdline) or ()) or or_none(process.name)
 
 
 def _unavailable(refusal: _NvmlRefusal) -> SourceUnavailable:

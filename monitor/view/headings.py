@@ -105,7 +105,7 @@ def _hint(view: ViewState, width: int, symbols: Symbols) -> Line:
     if view.help_open:
         pairs = [("q", "back"), ("j k", "scroll")]
     else:
-        pairs += [("/", "filter"), ("m p u r", "sort"), ("a", "all"), ("Tab", "leases")]
+        pairs += [("/", "filter"), ("m p u r", "sort"), ("a", "all"), ("e", "events"), ("Tab", "leases")]
         pairs += [("R", "recall"), ("L", "limit")] if view.can_act else []
     line: Line = []
     for key, name in pairs:

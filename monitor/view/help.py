@@ -18,8 +18,9 @@ _KEYS = (
     ("? h", "this page; q, Esc or ? closes it"),
     ("m p u", "sort the processes by memory, pid or user"),
     ("r", "reverse the order"),
-    ("/", "filter processes and leases by command, user, engine name or pid; Esc clears the filter"),
+    ("/", "filter processes and leases by command, user, owner, engine name or pid; Esc clears the filter"),
     ("a", f"show all processes, or hide those of the host below {HOST_MIN_BYTES >> 20} MiB (or --min-memory)"),
+    ("e", "show the newest events, or hide them again: what took memory, gave it back, was refused or recalled from"),
     ("up down j k", "scroll the processes by one line, or select a lease"),
     ("PgUp PgDn", "scroll by a page; Home and End go to the first and the last"),
     ("Tab", "move the arrows from the processes to the leases, and back"),
@@ -31,6 +32,11 @@ _WORDS = (
     ("GRANTED", "what it may hold now"),
     ("SPARE", "the part of HELD that the engine can give back without affecting a request"),
     ("MIN MAX", "what it is guaranteed, and how far it may grow"),
+    (
+        "IDLE",
+        "time in which the process did not use the device (a GPU: compute; the host: 1 % of a core); empty below a minute",
+    ),
+    ("OWNER", "its container, systemd unit or pod; vram-monitor owners has the sums"),
     ("KIND", "C compute, G graphics, H host"),
 )
 

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from ...common.units import MIB
+from ..owners import owner_text
 from ..snapshot import Device, DeviceKind, LeaseUse, ProcessUse
 from .numbers import share_of
 
@@ -41,7 +42,7 @@ class Listing:
 
     order: Order = Order.MEMORY
     reverse: bool = False  # memory starts with the largest, pid and user with the lowest
-    text: str = ""  # part of a command, user, engine or pid, in any case
+    text: str = ""  # part of a command, user, owner, engine or pid, in any case
     min_bytes: int | None = 0  # hides smaller processes; None: those below `HOST_MIN_BYTES`, of the host alone
 
     @property
@@ -58,13 +59,13 @@ class Listing:
     def uses(self, devices: Sequence[Device]) -> tuple[list[Use], int]:
         """The processes in order, and the number of those that are hidden because they are small.
 
-        A process of an engine, and one whose size is unknown, is never hidden.
+        A process of an engine, and one of unknown size, is never hidden.
         """
         found = [
             Use(device, process)
             for device in devices
             for process in device.detail.reading.processes or ()
-            if self._matches(process.command, process.user, process.engine, process.pid)
+            if self._matches(process.command, process.user, process.engine, process.pid, owner_text(process.cgroup))
         ]
         shown = [use for use in found if not self._is_small(use)]
         known = sorted((use for use in shown if not self._is_unknown(use)), key=self._sort_key)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -10,10 +10,12 @@ from rich.segment import Segment, SegmentLines
 
 from ..snapshot import Device, Snapshot
 from .devices import device_lines
+from .events import event_lines
 from .headings import head, heading, last_lines
 from .help import help_lines
 from .leases import bar_legend, lease_lines
 from .listing import Listing
+from .notes import note_lines
 from .processes import process_facts, process_lines, process_rows
 from .state import ViewState
 from .symbols import UNICODE, Symbols
@@ -22,6 +24,7 @@ from .text import ALARM, DIM, Line, blank, crop, cut, trimmed
 _NARROW = 60  # cells; narrower pages have no margin
 # Lines; lower pages omit the keys, the gap below the head and the headings of sections
 _LOW = 16
+_MOST_EVENTS = 12  # lines
 _PROCESSES_WANTED, _LEASES_WANTED = 6, 4  # minimum lines that devices leave to these before they take a richer form
 
 
@@ -43,12 +46,15 @@ def render(
     listing: Listing | None = None,
     clock: datetime | None = None,
 ) -> SegmentLines:
-    """The page in at most `width` cells and `height` lines; None: in as many lines as needed.
+    """The page in at most `width` cells and `height` lines; None: in as many lines as needed, with what is not shown and why.
 
     `clock` is the time to display. Text from other users' processes is neutralised.
     """
     view = ViewState(Listing() if listing is None else listing)
-    return _composed(snapshot, view, width, height, symbols, clock, keys=False).lines
+    page = _composed(snapshot, view, width, height, symbols, clock, keys=False).lines
+    if height is None and (notes := note_lines(snapshot, _inner(width), symbols)):
+        return SegmentLines([*page.lines, *_page(notes, width).lines], new_lines=True)
+    return page
 
 
 def render_live(
@@ -69,10 +75,18 @@ def render_live(
 
 def render_leases(snapshot: Snapshot, *, width: int, symbols: Symbols = UNICODE) -> SegmentLines:
     """Only the leases, all of them, in at most `width` cells. Otherwise like `render`."""
-    inner = _inner(width)
-    leases = Listing().leases(snapshot.leases, snapshot.devices)
-    lines = lease_lines(leases, snapshot.devices, width=inner, most=None, symbols=symbols)
-    return _page(lines or [[Segment(cut("no engine holds a lease", inner, symbols), DIM)]], width)
+
+    def lines(inner: int, symbols: Symbols) -> list[Line]:
+        leases = Listing().leases(snapshot.leases, snapshot.devices)
+        found = lease_lines(leases, snapshot.devices, width=inner, most=None, symbols=symbols)
+        return found or [[Segment(cut("no engine holds a lease", inner, symbols), DIM)]]
+
+    return render_lines(lines, width=width, symbols=symbols)
+
+
+def render_lines(lines: Callable[[int, Symbols], list[Line]], *, width: int, symbols: Symbols = UNICODE) -> SegmentLines:
+    """What `lines` makes for a number of cells, in at most `width` cells."""
+    return _page(lines(_inner(width), symbols), width)
 
 
 def _composed(
@@ -90,6 +104,7 @@ def _composed(
         most = max(height - len(lines) - len(foot), 0)
         good = most - min(len(uses), max(_PROCESSES_WANTED, height // 4)) - 2
         good -= min(len(leases), max(_LEASES_WANTED, height // 6)) + 2 if leases else 0
+        good -= _MOST_EVENTS if view.events_open else 0
     lines += device_lines(devices, snapshot.at_ns, width=inner, good=good, most=most, symbols=symbols)
     if height is not None:
         most = height - len(lines) - len(foot)
@@ -98,6 +113,9 @@ def _composed(
         lines += [*([] if low else [[]]), *shown]
     elif shown := lease_lines(leases, devices, width=inner, most=room, symbols=symbols, selected=view.selected(snapshot)):
         lines += [*([] if low else [heading("leases", [], inner, symbols, bar_legend(symbols))]), *shown]
+    if view.events_open:
+        left = None if height is None else height - len(lines) - len(foot)
+        lines += _events(snapshot, inner, left, low, symbols)
     if height is not None:
         room = max(height - len(lines) - len(foot) - 1, 0)
     rows = process_rows(len(uses), room)
@@ -109,6 +127,18 @@ def _composed(
     else:
         lines += _no_processes(devices, view.listing, hidden, inner, symbols)
     return Page(_page(_fitted(lines, foot, height, fill=keys), width), start, max(rows, 1))
+
+
+def _events(snapshot: Snapshot, width: int, left: int | None, low: bool, symbols: Symbols) -> list[Line]:
+    """The newest events, the last one at the bottom, in a third of the lines that are left; [] if that is less than two."""
+    room = _MOST_EVENTS if left is None else min(_MOST_EVENTS, left // 3)
+    if room < 2:
+        return []
+    lines = [] if low else [heading("events", ["vram-monitor events lists all"], width, symbols)]
+    if not snapshot.events:
+        return [*lines, [Segment(cut("no events are kept, or none yet", width, symbols), DIM)]]
+    now = None if snapshot.unix_seconds is None else datetime.fromtimestamp(snapshot.unix_seconds)
+    return lines + event_lines(snapshot.events[-(room - 1) :], width=width, symbols=symbols, now=now)
 
 
 def _fitted(lines: list[Line], foot: list[Line], height: int | None, *, fill: bool) -> list[Line]:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from rich.segment import Segment
 from rich.style import Style
 
-from ...common.units import format_bytes
+from ...common.units import format_bytes, format_seconds
+from ..owners import owner_text
 from .listing import HOST_MIN_BYTES, Listing, Order, Use
 from .numbers import amount, percent
 from .symbols import Symbols, bar
@@ -16,6 +17,8 @@ from .text import BOLD, BUSY, DIM, ENGINE, Line, cut, left, right
 
 _ROOMY = 100  # minimum width, in cells, for share bars and full process kinds
 _SHARE_BAR = 12
+_MOST_OWNER = 24  # cells
+_IDLE_SHOWN_S = 60  # a process that was idle for less has an empty cell
 _SHORT_KINDS = {"compute": "C", "graphics": "G", "compute+graphics": "C+G", "host": "H"}  # as in nvidia-smi
 
 
@@ -76,6 +79,13 @@ def _columns(uses: Sequence[Use], listing: Listing, width: int, symbols: Symbols
     def engine(use: Use, cells: int) -> Line:
         return [left(use.process.engine or "", cells, symbols, ENGINE)]
 
+    def owner(use: Use, cells: int) -> Line:
+        return [left(owner_text(use.process.cgroup) or "", cells, symbols, DIM)]
+
+    def idle(use: Use) -> str:
+        seconds = use.process.idle_seconds
+        return format_seconds(seconds) if seconds is not None and seconds >= _IDLE_SHOWN_S else ""
+
     def number(read: Callable[[Use], str], style: Style | None = None) -> Callable[[Use, int], Line]:
         return lambda use, cells: [right(read(use), cells, symbols, style)]
 
@@ -99,8 +109,10 @@ def _columns(uses: Sequence[Use], listing: Listing, width: int, symbols: Symbols
         Column(by_memory, 9, 9, number(lambda use: amount(use.process.used_bytes, dash)), flush_right=True),
         Column("SHARE", 5, 5, number(lambda use: percent(use.share, dash)), flush_right=True),
         Column("", _SHARE_BAR if width >= _ROOMY else 0, 1, share_bar),
+        Column("IDLE", max((len(idle(use)) for use in uses), default=0), 3, number(idle), flush_right=True),
         Column("KIND", widest("KIND", map(kind, uses)), 2, lambda use, cells: [left(kind(use), cells, symbols, DIM)]),
         Column("ENGINE", engines, 3, engine),
+        Column("OWNER", widest("OWNER", (owner_text(use.process.cgroup) for use in uses), _MOST_OWNER), 2, owner),
         Column("COMMAND", max(width // 4, 8), 8, command, stretches=True),
     ]
 

@@ -62,6 +62,7 @@ class ViewState:
     can_act: bool = False  # whether there is a broker for actions
     leaving: bool = False
     help_open: bool = False
+    events_open: bool = False
     help_scroll: int = 0
     scroll: int = 0  # processes above the first one shown
     process_rows: int = 1
@@ -182,6 +183,10 @@ class ViewState:
         """Show the help page."""
         self.help_open = True
 
+    def toggle_events(self) -> None:
+        """Show the newest events, or hide them again."""
+        self.events_open = not self.events_open
+
     def start_filter(self) -> None:
         """Let the filter be typed."""
         self.prompt = FilterInput()
@@ -216,6 +221,7 @@ _COMMANDS: dict[str, Callable[[ViewState], None]] = {
     "escape": ViewState.clear_filter,
     "r": ViewState.reverse,
     "a": ViewState.toggle_small,
+    "e": ViewState.toggle_events,
     "tab": ViewState.switch,
 }
 

@@ -190,6 +190,43 @@ async def test_an_overdue_recall_is_logged_once_and_withdrawn_when_nobody_needs_
     assert view(bench, "a").granted_bytes == 880, "it is an engine like any other again"
 
 
+@on_a_bench(grace_s=0.0)
+async def test_events_tell_refusals_recalls_failed_ones_limits_reservations_and_ends(bench: Bench) -> None:
+    a = await bench.engine("a", 100)
+    await a.say(wire.AskMessage(600, 600_000))
+    poor = bench.client()
+    await poor.refused(wire.RegisterMessage("poor", DEVICE, 950, None, 1.0, 0, 10, 0), "Lower the min")
+    nowhere = bench.client()
+    await nowhere.refused(wire.ReserveMessage("GPU-none", 5), "is not watched")
+    await bench.client().say(wire.SetLimitMessage("a", 700))
+    b = await bench.engine("b", 400)
+    await bench.tick(1.5)
+    shell = bench.client()
+    await shell.say(wire.ReserveMessage(DEVICE, 1, "train.py"))
+    shell.close()
+    b.close()
+    await bench.tick()
+    for _ in range(3):  # what b had comes back
+        await bench.tick(0.5)
+    program = bench.client()
+    await program.say(wire.ReserveMessage(DEVICE, 2, "train.py"))
+    await bench.tick()
+    await a.say(wire.ReleaseMessage())
+    told = [(event.kind.value, event.engine, event.bytes, event.device) for event in bench.events]
+    assert told[:3] == [("refused", "poor", 950, "0"), ("refused", None, 5, None), ("limited", "a", 700, "0")]
+    kinds = [(kind, engine) for kind, engine, _, _ in told]
+    assert kinds[3:5] == [("recalled", "a"), ("overdue", "a")] and kinds.count(("overdue", "a")) == 1
+    assert ("died", "b") in kinds and kinds[-1] == ("ended", "a") and ("ended", None, 0, "0") in told
+    reserved = [(event.command, event.bytes) for event in bench.events if event.kind == "reserved"]
+    assert reserved == [("train.py", 2)]
+    recalled = bench.events[3]
+    assert recalled.bytes == 100 and recalled.reason == "for minimums, reservations and headroom"
+    assert "Lower the min to" in (bench.events[0].reason or "")
+    assert {event.pid for event in bench.events} == {os.getpid()}
+    died = next(event for event in bench.events if event.kind == "died")
+    assert died.reason is not None and died.device_uuid == DEVICE
+
+
 @contextlib.contextmanager
 def logged() -> Iterator[list[str]]:
     """Warnings of the broker."""

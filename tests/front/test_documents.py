@@ -29,6 +29,7 @@ from documents import Block, _checkout, of, parse, run_python  # noqa: F401
 from pagetide import cli
 from pagetide.engine.config import EngineConfig
 from pagetide.engine.loading.models import CONFIG_VARIABLE
+from pagetide.monitor.config import MonitorConfig
 
 
 @pytest.mark.usefixtures("_checkout")
@@ -66,6 +67,12 @@ def parse_title(block: Block) -> None:
     _, _, command = block.text.partition("\n")[0].partition(": ")
     if command:
         parse(command)
+
+
+@pytest.mark.parametrize("block", blocks_of(documents.MONITOR), ids=str)
+def test_settings_of_the_monitor_are_accepted(block: Block, tmp_path: Path) -> None:
+    (tmp_path / "vram-monitor.yaml").write_text(block.text, "utf-8")
+    assert len(MonitorConfig.resolve(tmp_path / "vram-monitor.yaml", {}).alerts) == block.text.count("when:")
 
 
 @pytest.mark.parametrize("block", blocks_of(documents.SETTINGS), ids=str)

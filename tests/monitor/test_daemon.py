@@ -66,9 +66,9 @@ def page(port: int) -> dict[str, float]:
     return {sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples}
 
 
-def test_a_second_monitor_gives_way_with_a_sentence_and_a_clean_end_leaves_nothing_but_locks(tmp_path: Path) -> None:
+def test_a_second_monitor_gives_way_with_a_sentence_and_a_clean_end_leaves_locks_and_events(tmp_path: Path) -> None:
     """Also one that finds it as the user's own, by XDG_RUNTIME_DIR."""
-    env = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    env = {"XDG_RUNTIME_DIR": str(tmp_path), "XDG_STATE_HOME": str(tmp_path / "state")}
     with MonitorProcess(tmp_path / "pagetide", env=env) as monitor, RecordReader.open(monitor.record) as reader:
         elsewhere = run("serve", "--source", "host", env=env | {"PAGETIDE_RUNTIME_DIR": ""})
         assert elsewhere.returncode == 3 and "watches host" in elsewhere.stderr
@@ -81,7 +81,8 @@ def test_a_second_monitor_gives_way_with_a_sentence_and_a_clean_end_leaves_nothi
         assert reader.is_live() and reader.monitor_pid == monitor.pid
         assert monitor.end() == 0
         wait_until(lambda: not reader.is_live())
-        assert os.listdir(monitor.directory) == ["monitor.lock"]
+        assert sorted(os.listdir(monitor.directory)) == ["events", "monitor.lock"]
+        assert os.readlink(monitor.directory / "events") == str(tmp_path / "state" / "pagetide" / "events")
         assert "watches host" in monitor.said() and "stopped" in monitor.said()
 
 
@@ -96,7 +97,7 @@ def test_sigterm_ends_it_whatever_its_parent_ignored_or_blocked(tmp_path: Path, 
                 polls = reader.snapshot().devices[0].memory.polls
                 wait_until(lambda: reader.snapshot().devices[0].memory.polls > polls + 5)
         assert monitor.end() == 0
-        assert "stopped" in monitor.said() and os.listdir(tmp_path / "run") == ["monitor.lock"]
+        assert "stopped" in monitor.said() and sorted(os.listdir(tmp_path / "run")) == ["events", "monitor.lock"]
 
 
 def test_where_engines_started_one_a_second_monitor_is_told_who_uses_it(tmp_path: Path) -> None:
@@ -262,7 +263,7 @@ def test_it_starts_a_monitor_that_ends_with_its_last_user(tmp_path: Path) -> Non
     wait_until(lambda: ended(pid))
     wait_until(lambda: not psutil.pid_exists(pid), "the end of the zombie")
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
-        "monitor.lock", "monitor.log", "start.lock", "users.lock",
+        "events", "monitor.lock", "monitor.log", "start.lock", "users.lock",
     ]  # fmt: skip
 
 

@@ -17,8 +17,9 @@ from broker_rig import Process, processes
 from kernel_files import fake, v2
 
 from pagetide.monitor.errors import ConfigInvalid, DeviceUnreadable
-from pagetide.monitor.snapshot import DeviceKind, MemoryReading, ProcessUse
-from pagetide.monitor.sources.host import MAX_PROCESSES, SMALLEST_SHOWN_BYTES, HostSource
+from pagetide.monitor.snapshot import MAX_HOST_PROCESSES, DeviceKind, MemoryReading, ProcessUse
+from pagetide.monitor.sources.host import SMALLEST_SHOWN_BYTES, HostSource
+from pagetide.monitor.sources.process_facts import cgroup_of
 
 MIB = 1 << 20
 CAPACITY = 2 << 30
@@ -144,7 +145,7 @@ def test_kernel_files_that_cannot_be_read_make_the_device_unreadable(tmp_path: P
 
 def test_processes_of_the_machine_are_the_largest_with_their_memory() -> None:
     uses = uses_of(HostSource())
-    assert 0 < len(uses) <= MAX_PROCESSES
+    assert 0 < len(uses) <= MAX_HOST_PROCESSES
     sizes = [use.used_bytes or 0 for use in uses]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[-1] >= SMALLEST_SHOWN_BYTES
@@ -305,3 +306,36 @@ def test_closing_gives_the_files_of_the_members_back(start: Start) -> None:
     source.close()
     source.close()
     assert len(list(descriptors.iterdir())) == before
+
+
+@linux
+def test_a_process_is_idle_from_when_it_used_less_than_a_hundredth_of_a_core(opened: Opened, start: Start) -> None:
+    """Of real processes, with a clock of the test's: one sleeps, and one computes between two looks."""
+    now_ns = [10**9]
+    process = start().process.pid
+    source = opened(2 << 30, process, os.getpid(), clock=lambda: now_ns[0])
+    device = source.scan()[0]
+
+    def idle() -> dict[int, float | None]:
+        return {use.pid: use.idle_seconds for use in source.detail(device).processes or ()}
+
+    assert idle() == {process: 0.0, os.getpid(): 0.0}
+    for count in (1, 2):
+        used_s = time.process_time() + 0.05
+        while time.process_time() < used_s:  # ticks of the kernel are 10 ms
+            pass
+        now_ns[0] += 2 * 10**9
+        assert idle() == {process: 2.0 * count, os.getpid(): 0.0}
+
+
+def test_the_cgroup_of_a_process_is_that_of_its_memory(tmp_path: Path) -> None:
+    def of(text: str) -> str | None:
+        (tmp_path / "7").mkdir(exist_ok=True)
+        (tmp_path / "7" / "cgroup").write_text(text)
+        return cgroup_of(7, tmp_path)
+
+    assert of("0::/system.slice/a.service\n") == "/system.slice/a.service"
+    assert of("9:name=systemd:/\n4:memory:/docker/ab\n1:cpu,cpuacct:/else\n0::/\n") == "/docker/ab"
+    assert of("9:name=systemd:/user.slice/a.scope\n4:memory:/\n0::/\n") == "/user.slice/a.scope"
+    assert of("0::/\n") == of("4:memory:/\n0::/\n") == "/" and of("") == "/"
+    assert of("0::/with:colon\n") == "/with:colon" and cgroup_of(8, tmp_path) is None

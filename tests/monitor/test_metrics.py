@@ -30,6 +30,7 @@ from snapshots import sample_lease
 
 from pagetide.monitor import metrics_server
 from pagetide.monitor.errors import ConfigInvalid, RecordError
+from pagetide.monitor.events import UNDELIVERED, EventKind
 from pagetide.monitor.log_throttle import QUIET_CAUSE_NS
 from pagetide.monitor.metrics import MAX_PROCESSES, METRICS
 from pagetide.monitor.metrics_server import MAX_CONNECTIONS, MAX_HEAD_BYTES, MetricsServer
@@ -48,6 +49,7 @@ from pagetide.version import __version__
 
 GIB = 1 << 30
 MS = 1_000_000
+KINDS = [kind.value for kind in EventKind if kind is not EventKind.HOLDS]
 NOW = 1_000_000 * MS
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "monitor.md"
 
@@ -89,7 +91,10 @@ def rich_snapshot() -> Snapshot:
             DetailReading(
                 0.75, 61.0, 412.5, 700.0,
                 (
-                    ProcessUse(100, 40 * GIB, user="ann", command="/usr/bin/python3 serve.py --key s3cret", engine="chat"),
+                    ProcessUse(
+                        100, 40 * GIB, user="ann", command="/usr/bin/python3 serve.py --key s3cret", engine="chat",
+                        cgroup=f"/system.slice/docker-{'4f' * 32}.scope", idle_seconds=12.5,
+                    ),
                     ProcessUse(200, 8 * GIB),
                     ProcessUse(300, None, user="bob", command="hidden"),
                 ),
@@ -109,7 +114,8 @@ def rich_snapshot() -> Snapshot:
     recalled = lease_of(
         max_bytes=60 * GIB, asked_bytes=50 * GIB, state="recalling", recall_target_bytes=30 * GIB, recall_age_seconds=0.25
     )
-    return snapshot_of(gpu, mig, host).with_leases([recalled])
+    counts = {"took": 4, "refused": 2, UNDELIVERED: 1}
+    return replace(snapshot_of(gpu, mig, host).with_leases([recalled]), event_counts=counts)
 
 
 class Answer(NamedTuple):
@@ -196,6 +202,7 @@ def test_the_page_says_exactly_what_the_snapshot_says(world: World) -> None:
         "vram_poll_failures_total": (3, 7, 0),
     }
     lease = gpu | {"pid": "100", "engine": "chat"}
+    owners = (("container", "4f" * 6, 40), ("user", "ann", 40))
     amounts = {"min": 10, "max": 60, "granted": 44, "spare": 2, "asked": 50, "recall_target": 30}
     held, states = {"weights": 15, "kv": 22, "other": 3}, ("ok", "recalling", "overdue", "reaping")
     assert page == {
@@ -215,6 +222,10 @@ def test_the_page_says_exactly_what_the_snapshot_says(world: World) -> None:
         **{series("vram_lease_held_bytes", **lease | {"class": name}): gib * GIB for name, gib in held.items()},
         series("vram_lease_recall_age_seconds", **lease): 0.25,
         **{series("vram_lease_state", **lease, state=state): float(state == "recalling") for state in states},
+        series("vram_process_idle_seconds", **gpu, pid="100"): 12.5,
+        **{series("vram_owner_used_bytes", **gpu, kind=kind, owner=owner): gib * GIB for kind, owner, gib in owners},
+        **{series("vram_events_total", kind=kind): {"took": 4, "refused": 2}.get(kind, 0) for kind in KINDS},
+        series("vram_alerts_undelivered_total"): 1,
     }
 
 
@@ -234,7 +245,10 @@ def test_what_nobody_knows_or_what_ended_is_absent(world: World) -> None:
     page = world.page(snapshot_of(replace(silent, detail=replace(silent.detail, at_ns=0))))
     assert of_device(page) == {"vram_device_up": 0, "vram_memory_stale": 1, "vram_detail_up": 0}
     assert page[series("vram_monitor_last_answer_age_seconds")] == 5, "since the start"
-    names = ("vram_monitor_info", "vram_monitor_start_time_seconds", "vram_monitor_last_answer_age_seconds")
+    names = (
+        "vram_monitor_info", "vram_monitor_start_time_seconds", "vram_monitor_last_answer_age_seconds",
+        "vram_events_total", "vram_alerts_undelivered_total",
+    )  # fmt: skip
     assert {name for name, _ in world.page(snapshot_of(source="host"))} == set(names)
 
 

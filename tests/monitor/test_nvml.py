@@ -22,6 +22,7 @@ from pagetide.common.host_memory import host_memory
 from pagetide.monitor.errors import DeviceUnreadable, SourceUnavailable
 from pagetide.monitor.snapshot import DetailReading, DeviceInfo, DeviceKind, MemoryReading, ProcessUse
 from pagetide.monitor.sources.nvml import NvmlSource
+from pagetide.monitor.sources.process_facts import cgroup_of
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="the stand-in of the driver library needs a C compiler")
 
@@ -197,7 +198,7 @@ HOST_PIDS, CONTAINER = "pid:[4026531836]", "pid:[4026532501]"
 
 def test_what_is_said_of_processes_that_may_be_hidden(nvml: NvmlStandin, tmp_path: Path, child: int) -> None:
     """An empty list says that there are none only where none are hidden; a pid of the host's is another process here."""
-    known = psutil.Process().username(), f"{sys.executable} -c input()  # waits"
+    known = psutil.Process().username(), f"{sys.executable} -c input()  # waits", None, cgroup_of(child)
     for number, (namespace, driver, if_empty, told) in enumerate(
         [
             (HOST_PIDS, "580.82.07", (), known),
@@ -532,3 +533,23 @@ def test_without_a_driver_library_the_source_is_unavailable(tmp_path: Path) -> N
     env = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
     said = subprocess.check_output([sys.executable, "-P", "-c", SCAN], env=env, text=True, timeout=120)
     assert "libnvidia-ml.so.1, was not found; install the driver, or watch host memory with --source host" in said
+
+
+def test_idle_time_is_that_without_a_sample_of_load(nvml: NvmlStandin) -> None:
+    source = NvmlSource()
+    source.scan()
+    processes = [Process(NOBODY, 1), Process(NOBODY + 1, 2)]
+    nvml.update("0", compute=processes, samples=[(NOBODY, 1000, 50), (NOBODY + 1, 1000, 0)])
+
+    def idle() -> list[float | None]:
+        return [use.idle_seconds for use in source.detail(INFO_A).processes or ()]
+
+    assert idle() == [0.0, 0.0], "counted from the first look"
+    busy, still = idle()
+    assert busy and still, "nothing new: no sample after the newest one"
+    nvml.update("0", samples=[(NOBODY, 1000, 50), (NOBODY, 2000, 1), (NOBODY + 1, 2000, 0)])
+    busy, longer = idle()
+    assert busy == 0.0 and longer is not None and longer > still
+    nvml.update("0", samples=None)  # MIG, and some consumer cards
+    assert idle() == [None, None]
+    source.close()

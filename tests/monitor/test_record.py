@@ -220,7 +220,7 @@ def test_too_many_processes_lose_those_with_the_least_memory(error: str | None) 
 
 def test_room_is_used_to_the_last_process() -> None:
     writer, reader = private(GPU)
-    row_bytes = len(json.dumps([100, 100 << 20, "compute", None, "c" * 300, None], separators=(",", ":"))) + 1
+    row_bytes = len(json.dumps([100, 100 << 20, "compute", None, "c" * 300, None, None, None], separators=(",", ":"))) + 1
     for count in range(170, 195):
         writer.write_detail(0, DeviceDetail(0, 0, DetailReading(processes=many(count))))
         kept = reader.detail(GPU.uuid).reading.processes

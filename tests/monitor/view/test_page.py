@@ -36,7 +36,8 @@ from snapshots import (
 )
 
 from pagetide.common.units import GIB, MIB
-from pagetide.monitor.snapshot import DetailReading, Device, LeaseUse, Origin, ProcessUse, Snapshot, to_json
+from pagetide.monitor.snapshot import DetailReading, Device, LeaseUse, Origin, ProcessUse, Snapshot
+from pagetide.monitor.snapshot_json import to_json
 from pagetide.monitor.view.headings import heading
 from pagetide.monitor.view.leases import lease_lines
 from pagetide.monitor.view.listing import Listing, Order
@@ -535,13 +536,17 @@ def test_it_has_the_keys_that_are_promised_on_one_line_unless_it_is_to_be_read()
     device = told["devices"][0]
     assert list(device) == [
         "uuid", "index", "kind", "name", "pci_id", "parent_uuid", "memory",
-        "utilization", "temperature_celsius", "power_watts", "power_limit_watts", "processes", "detail_error",
+        "utilization", "temperature_celsius", "power_watts", "power_limit_watts", "processes", "owners", "detail_error",
     ]  # fmt: skip
     assert list(device["memory"]) == [
         "total_bytes", "used_bytes", "free_bytes", "bytes_per_second", "seconds_until_exhaustion",
         "age_seconds", "stale", "polls", "failures", "error",
     ]  # fmt: skip
-    assert list(device["processes"][0]) == ["pid", "used_bytes", "kind", "user", "command", "engine"]
+    assert list(device["processes"][0]) == [
+        "pid", "used_bytes", "kind", "user", "command", "engine", "cgroup", "idle_seconds", "container", "pod", "unit",
+    ]  # fmt: skip
+    names = ["kind", "name", "num_processes", "used_bytes", "unknown", "idle_bytes"]
+    assert device["owners"] and all(list(owner) == names for owner in device["owners"])
     assert (device["index"], device["kind"], device["memory"]["total_bytes"]) == ("0", "gpu", H200_BYTES)
 
 

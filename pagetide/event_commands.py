@@ -1,0 +1,166 @@
+"""`vram-monitor events` and `vram-monitor owners`: what happened to memory, and the owners of the processes that hold it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from datetime import datetime, timedelta
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .monitor.errors import ConfigInvalid, RecordMissing
+from .monitor.event_log import EventReader, files_of
+from .monitor.event_summary import names_of, summarize
+from .monitor.events import EventKind, MemoryEvent, to_dict
+from .monitor.owners import charge, owner_uses
+from .monitor.snapshot import DeviceKind, Snapshot
+from .monitor.snapshot_json import plain
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .monitor.runtime_dir import RuntimeDir
+
+FOLLOW_S = 0.5  # between two looks at the log
+_ROWS = 2000  # of a table that is printed at once
+_PIPE_CELLS = 240  # width of a table that no terminal shows
+_AGO = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|min|h|d)")
+_CLOCK = re.compile(r"\d{1,2}:\d{2}(:\d{2})?")
+_UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+
+
+def find_log(directories: Sequence[RuntimeDir], named: Path | None) -> Path:
+    """The log of events: the named one, or the first that there is. Raises RecordMissing."""
+    if named is not None:
+        looked = [named]
+    else:
+        looked = [path for directory in directories for path in (directory.events, directory.event_log())]
+    for path in looked:
+        with suppress(PermissionError):  # another user's
+            if files_of(path):
+                return path.resolve()
+    where = " or ".join(dict.fromkeys(str(path) for path in looked))
+    raise RecordMissing(
+        f"no events that you may read are kept in {where}: they are kept while `vram-monitor serve` or an engine's monitor "
+        "runs; one with events_dir in its settings keeps them there (--events-dir)"
+    )
+
+
+def time_of(option: str, text: str, now_s: float) -> float:
+    """Seconds since 1970 of "03:12", "2026-11-27 03:12", "90s", "15min", "2h", "1d" (ago). Raises ConfigInvalid."""
+    given = text.strip()
+    if match := _AGO.fullmatch(given):
+        return now_s - float(match[1]) * _UNITS[match[2]]
+    now = datetime.fromtimestamp(now_s)
+    try:
+        if _CLOCK.fullmatch(given):
+            parts = [int(part) for part in given.split(":")]
+            then = now.replace(hour=parts[0], minute=parts[1], second=parts[2] if len(parts) > 2 else 0, microsecond=0)
+            return (then if then <= now else then - timedelta(days=1)).timestamp()
+        return datetime.fromisoformat(given).timestamp()
+    except (ValueError, OverflowError, OSError):
+        raise ConfigInvalid(
+            f"{option}: cannot read {text!r:.80} as a time; write 03:12, 2026-11-27 03:12, or how long ago: 90s, 15min, 2h, 1d"
+        ) from None
+
+
+def show_events(args: Namespace, log: Path) -> int:
+    """Print the events of a time, their summary, or what comes."""
+    now_s = time.time()
+    since_s = time_of("--since", args.since, now_s)
+    until_s = math.inf if args.until is None else time_of("--until", args.until, now_s)
+    if until_s < since_s:
+        raise ConfigInvalid(
+            f"--until {args.until} is before --since {args.since}; a time of day is the last one that has passed"
+        )
+    if args.follow and (args.summary or args.until is not None):
+        raise ConfigInvalid("--follow goes with neither --summary nor --until")
+    reader = EventReader(log)
+    newest = reader.newest(1)
+    last_id = newest[-1].id if newest else 0
+    found = reader.events(since_s, until_s)
+    if args.summary:
+        return _print_summary(args, found, since_s)
+    listed = (event for event in found if event.kind is not EventKind.HOLDS and event.time >= since_s and event.id <= last_id)
+    _print_events(args, list(islice(listed, _ROWS)), first=True)
+    while some := list(islice(listed, _ROWS)):
+        _print_events(args, some, first=False)
+    while args.follow:
+        time.sleep(FOLLOW_S)
+        newest = reader.newest(1)
+        if newest and newest[-1].id != last_id:
+            _print_events(args, reader.since_id(last_id), first=False)
+            last_id = newest[-1].id
+    return 0
+
+
+def show_owners(args: Namespace, snapshot: Snapshot, idle_after_s: float) -> int:
+    """Print the memory of containers, pods, units and users on each device."""
+    rows = []
+    for device in snapshot.devices:
+        owners = owner_uses(device, snapshot.leases, snapshot.devices, idle_after_s=idle_after_s)
+        if device.info.kind is DeviceKind.HOST:
+            charge(owners)
+        rows += [(device, owner) for owner in owners]
+    if args.json:
+        shown = ("kind", "name", "num_processes", "used_bytes", "unknown", "idle_bytes", "charged_bytes")
+        told = [
+            {"device": device.info.index, "device_uuid": device.info.uuid} | {name: getattr(owner, name) for name in shown}
+            for device, owner in rows
+        ]
+        print(json.dumps(plain(told), indent=1))
+        return 0
+    from .monitor.view.live import print_lines
+    from .monitor.view.owners import owner_lines
+
+    print_lines(lambda width, symbols: owner_lines(rows, idle_after_s, width=width, symbols=symbols), _console())
+    return 0
+
+
+def _print_summary(args: Namespace, events: Iterable[MemoryEvent], since_s: float) -> int:
+    holders = summarize(events, since_s)
+    if args.json:
+        print(json.dumps(plain([holder.to_dict() for holder in holders]), indent=1))
+        return 0
+    if not holders:
+        print("nothing was held in that time, as far as events are kept")
+        return 0
+    from .monitor.view.events import summary_lines
+    from .monitor.view.live import print_lines
+
+    print_lines(lambda width, symbols: summary_lines(holders, width=width, symbols=symbols), _console())
+    return 0
+
+
+def _print_events(args: Namespace, events: Sequence[MemoryEvent], *, first: bool) -> None:
+    if args.json:
+        for event in events:
+            names = {name: value for name, value in names_of(event).items() if value is not None}
+            print(json.dumps(plain(to_dict(event) | names)))
+        sys.stdout.flush()
+        return
+    if not events:
+        if first and not args.follow:
+            print("no events in that time")
+        return
+    from .monitor.view.events import event_lines
+    from .monitor.view.live import print_lines
+
+    now = datetime.now()
+    print_lines(
+        lambda width, symbols: event_lines(events, width=width, symbols=symbols, with_titles=first, now=now), _console()
+    )
+    sys.stdout.flush()
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_CELLS)
