@@ -199,9 +199,9 @@ class LoadDriver:
         record.due = due
         return stream, record
 
-    def _and_tokens_noted(self, step: Callable[[], StepOutputs]) -> Callable[[], StepOutputs]:
-        def noted() -> StepOutputs:
-            emissions = step()
+    def _and_tokens_noted(self, step: Callable[[bool], StepOutputs]) -> Callable[[bool], StepOutputs]:
+        def noted(ahead: bool) -> StepOutputs:
+            emissions = step(ahead)
             now = time.monotonic()
             for request_id, token in zip(emissions.request_ids, emissions.tokens, strict=True):
                 record = self._records.setdefault(request_id, ServedRequest())

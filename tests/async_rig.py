@@ -45,8 +45,8 @@ class Ends:
         self.finished: list[Any] = []
         step, add = core.step, core.add
 
-        def watched_step() -> Any:
-            emissions = step()
+        def watched_step(ahead: bool) -> Any:
+            emissions = step(ahead)
             self.finished += emissions.finished
             return emissions
 

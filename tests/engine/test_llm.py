@@ -844,7 +844,7 @@ def test_a_tokenizer_that_fails_ends_its_request_with_the_reason(saved, load, st
     """As slow tokenizers do for ids that the model has and they have not."""
     llm = load(saved)
     core, steps = llm._manager.engine.core, iter(range(300))
-    step, core.step = core.step, lambda: (next(steps), step())[1]  # raises where it would step for ever
+    step, core.step = core.step, lambda ahead: (next(steps), step(ahead))[1]  # raises where it would step for ever
     fourth = next(p for p in PROMPTS if plain(p)[3] not in plain(p)[:3])
     bad = plain(fourth)[3]
     others = [p for p in PROMPTS if bad not in plain(p)]

@@ -40,9 +40,9 @@ class Gate:
         core, thread = self.llm._manager.open().core, self.llm._engine_thread
         step, cancel = core.step, thread.cancel
 
-        def gated() -> Any:
+        def gated(ahead: bool) -> Any:
             self._permits.acquire()
-            outputs = step()
+            outputs = step(ahead)
             self.num_steps += 1
             return outputs
 
