@@ -340,7 +340,7 @@ class Scheduler:
             self.state.changes.copies.append(extension.copies)
         length = reached - computed
         if length:
-            step.chunks.append((sequence, length))
+            step.chunks.append((sequence.row, length))
             step.num_tokens -= length
             step.num_scored -= min(length, to_score)
         elif not self.cache.pool.pending_free_blocks:
@@ -375,7 +375,7 @@ class _Step:
     decodes: Index
     num_tokens: int  # that it may still compute
     num_scored: int  # of prompts with log-probabilities, of these
-    chunks: list[tuple[Sequence, int]] = field(default_factory=list)  # with their lengths
+    chunks: list[tuple[int, int]] = field(default_factory=list)  # rows of prompts, with the lengths of their chunks
     lacks_blocks: bool = False  # a prompt's next chunk waits for blocks that only a preemption frees
 
     @property

@@ -49,9 +49,9 @@ def continuation(state: SchedulerState, out: Plan) -> tuple[Index, Index] | None
 
 
 def plan_step(
-    state: SchedulerState, decodes: Index, chunks: list[tuple[Sequence, int]], resize: Resize, moves: list[BlockCopies]
+    state: SchedulerState, decodes: Index, chunks: list[tuple[int, int]], resize: Resize, moves: list[BlockCopies]
 ) -> Plan:
-    """Plan one token for each row of `decodes`, and the given number of tokens for each sequence of `chunks`.
+    """Plan one token for each row of `decodes`, and the given number of tokens for each row of `chunks`.
 
     The plan also executes `resize`, the `moves` of blocks out of the extents to unmap, and the state's changes since the last
     plan, which it takes. Counts the step.
@@ -60,7 +60,7 @@ def plan_step(
     rows, lengths, samples = decodes, state.rows.ones[: len(decodes)], state.rows.trues[: len(decodes)]
     if chunks:
         chunks.sort(key=lambda chunk: chunk[1] > 1)  # chunks of one token come first
-        rows = np.append(decodes, np.array([s.row for s, _ in chunks]))
+        rows = np.append(decodes, np.array([row for row, _ in chunks]))
         lengths = np.append(lengths, np.array([length for _, length in chunks]))
         samples = state.rows.computed[rows] + lengths == state.rows.known[rows]
     return _plan(state, rows, state.rows.computed[rows], lengths, samples, resize, moves)

@@ -151,7 +151,7 @@ class ShardedUser:
             lease.answer_unmapped(lease.held_bytes)
         if self.wanted > self.size and self.rig.seconds() >= self.asked_at + ASK_S:
             self.asked_at = self.rig.seconds()
-            lease.ask(self.base + self.wanted * EXTENT, waiting_s=10.0)  # so long that it may take what is in use
+            lease.ask(self.base + self.wanted * EXTENT, waiting_s=10.0)
 
     def rest(self) -> None:
         """Want and hold no more than the minimum."""

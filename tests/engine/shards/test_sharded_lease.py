@@ -243,7 +243,7 @@ def test_another_engine_on_one_device_takes_its_share_of_all(two: Rig) -> None:
     assert (user.size, user.lease.held_bytes, user.lease.granted_bytes) == (9, BASE + 9 * EXTENT, BASE + 9 * EXTENT)
     other = ShardedUser(two, [two.lease("b", 1, EXTENT, held_bytes=0)], base=0)
     other.wanted = 4
-    run(two, user, other, ticks=20)
+    run(two, user, other, ticks=550)  # until it has waited for long
     assert (user.size, other.size) == (6, 4)
     assert user.lease.leases[1].granted_bytes == BASE + 6 * EXTENT
     assert {type(event) for event in user.events if not isinstance(event, Granted)} == {Recalled}
