@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,7 +32,9 @@ from .file import INSTEAD, GgufFile, GgufTensor
 from .models import TensorPlace, places_of
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_Scales = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # values [n, k], scales, factors as in QuantizedWeight
+
+if TYPE_CHECKING:
+    _Scales = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # values [n, k], scales, factors as in QuantizedWeight
 
 
 @dataclass(frozen=True, slots=True)
