@@ -101,7 +101,7 @@ class ReservationTable:
         reservation.device.account.unreserve(reservation_id)
         reservation.connection.reservation_id = None
         reservation.connection.send(wire.ReservationEndedMessage(reason))
-        self._tell_event(_event(reservation, EventKind.ENDED, held_bytes, f"its reservation: {reason}"))
+        self._tell_event(_event(reservation, EventKind.RELEASED, held_bytes, reason))
         log.info("the reservation of %s has ended with %s: %s", reservation.named(), format_bytes(held_bytes), reason)
 
     def check_times(self, describe: Callable[[LeasedDevice], str]) -> bool:

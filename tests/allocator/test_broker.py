@@ -216,7 +216,7 @@ async def test_events_tell_refusals_recalls_failed_ones_limits_reservations_and_
     assert told[:3] == [("refused", "poor", 950, "0"), ("refused", None, 5, None), ("limited", "a", 700, "0")]
     kinds = [(kind, engine) for kind, engine, _, _ in told]
     assert kinds[3:5] == [("recalled", "a"), ("overdue", "a")] and kinds.count(("overdue", "a")) == 1
-    assert ("died", "b") in kinds and kinds[-1] == ("ended", "a") and ("ended", None, 0, "0") in told
+    assert ("died", "b") in kinds and kinds[-1] == ("ended", "a") and ("released", None, 0, "0") in told
     reserved = [(event.command, event.bytes) for event in bench.events if event.kind == "reserved"]
     assert reserved == [("train.py", 2)]
     recalled = bench.events[3]
