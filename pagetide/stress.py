@@ -107,6 +107,7 @@ class StressReport:
             verdict = f"FAIL: {counted(len(self.faults), 'fault')}"
         more = len(self.faults) - SHOWN_FAULTS
         growth = " and ".join(f"{size / MIB:+,.0f} MiB" for size in self.growth_bytes)
+        grown = f"; programs grew by {growth}" if growth else ""  # not compared where engines were killed
         return [
             verdict,
             *(f"  {fault}" for fault in self.faults[:SHOWN_FAULTS]),
@@ -115,7 +116,7 @@ class StressReport:
             f"{counted(self.preemptions, 'preemption')}, {counted(self.kills, 'kill')}",
             f"{counted(len(self.recall_s), 'recall')} ordered{worst}; the external process took "
             f"{counted(self.pieces, 'piece')} and waited at most {1000 * self.worst_wait_s:,.0f} ms for one",
-            f"longest gap between two tokens {1000 * self.longest_gap_s:,.0f} ms; programs grew by {growth}",
+            f"longest gap between two tokens {1000 * self.longest_gap_s:,.0f} ms{grown}",
             f"at most {self.most_held_bytes / MIB:,.0f} of {self.capacity_bytes / MIB:,.0f} MiB were held",
             ", ".join(f"{name} {value}" for name, value in self.machine.items()),
         ]

@@ -148,3 +148,5 @@ def test_owners_are_summed_for_each_device() -> None:
     shown = run_here("owners", "--source", "host", "--idle", "30")
     assert shown.returncode == 0 and "IDLE 30 s" in shown.stdout.splitlines()[0]
     assert run_here("owners", "--idle", "soon").returncode == 2
+    nothing = run_here("owners", "--source", "host", "--capacity", "1GiB")
+    assert (nothing.returncode, nothing.stdout) == (0, "no process is known to hold memory of these devices\n")
