@@ -39,6 +39,7 @@ class ReservationAccount:
     asked_ns: int  # when its last question came
     wait_until_ns: int  # when that question is refused
     is_told: bool = False  # that it waits, and for what
+    told_bytes: int = 0  # that it holds by the events so far
     ends_ns: int | None = None  # None: it holds nothing yet, or has no time limit
 
     @property
@@ -157,7 +158,10 @@ class ReservationTable:
             reservation.ends_ns = now_ns + reservation.request.duration_ms * 1_000_000
         left_ms = _left_ms(reservation, now_ns)
         reservation.connection.send(wire.ReservedMessage(held_bytes, reservation.reservation_id, left_ms))
-        self._tell_event(_event(reservation, EventKind.RESERVED, held_bytes))
+        if change := held_bytes - reservation.told_bytes:  # so amounts of several events add up
+            kind = EventKind.RESERVED if change > 0 else EventKind.RELEASED
+            self._tell_event(_event(reservation, kind, abs(change)))
+            reservation.told_bytes = held_bytes
         log.info(
             "%s are reserved for %s on %s%s",
             format_bytes(held_bytes),

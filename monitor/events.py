@@ -26,8 +26,8 @@ class EventKind(StrEnum):
     RECALLED = "recalled"  # a lease was told to shrink
     OVERDUE = "overdue"  # it did not in time
     LIMITED = "limited"  # its maximum was set by hand
-    RESERVED = "reserved"  # memory is free for the process that reserved it
-    RELEASED = "released"  # a reservation ended; its process may live on, and hold memory
+    RESERVED = "reserved"  # memory is free for the process that reserved it: its reservation is new, or grew
+    RELEASED = "released"  # a reservation ended, or shrank; its process may live on, and hold memory
     UNREADABLE = "unreadable"  # a device
     READABLE = "readable"  # again
     ALERT = "alert"  # a rule of the settings was met, or is met no longer
