@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import platform
 import random
@@ -131,10 +132,12 @@ def run_stress(
 ) -> int:
     """Run it, print the report, and write the picture to `image`. Returns 0 if it has passed, else 1.
 
-    Raises ValueError for a time below 5 s, and ChildProcessError if an engine cannot be started.
+    Raises ValueError for a time below 5 s or without end and a folder that is not there, and ChildProcessError if an engine cannot be started.
     """
-    if not seconds >= 5:
-        raise ValueError(f"seconds must be at least 5, for engines to come under pressure; got {seconds:g}")
+    if not 5 <= seconds < math.inf:
+        raise ValueError(f"seconds must be at least 5, for engines to come under pressure, and finite; got {seconds:g}")
+    if image is not None and not image.parent.is_dir():
+        raise ValueError(f"the picture cannot be written to {image}: there is no folder {image.parent}; make it, or name another")
     last = FIRST_STATE
     with open_display(FIRST_STATE, silent=as_json) as show:
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,6 +71,9 @@ def test_the_report() -> None:
     assert failed.lines()[SHOWN_FAULTS : SHOWN_FAULTS + 2] == [f"  fault {SHOWN_FAULTS - 1}", "  and 2 more (--json has them)"]
 
 
-def test_too_short_a_time_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 5"):
-        run_stress(seconds=4)
+def test_what_cannot_be_is_refused_before_the_run(tmp_path: Path) -> None:
+    for seconds in (4, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="at least 5"):
+            run_stress(seconds=seconds)
+    with pytest.raises(ValueError, match="there is no folder"):
+        run_stress(image=tmp_path / "none" / "a.svg")
