@@ -137,7 +137,9 @@ def run_stress(
     if not 5 <= seconds < math.inf:
         raise ValueError(f"seconds must be at least 5, for engines to come under pressure, and finite; got {seconds:g}")
     if image is not None and not image.parent.is_dir():
-        raise ValueError(f"the picture cannot be written to {image}: there is no folder {image.parent}; make it, or name another")
+        raise ValueError(
+            f"the picture cannot be written to {image}: there is no folder {image.parent}; make it, or name another"
+        )
     last = FIRST_STATE
     with open_display(FIRST_STATE, silent=as_json) as show:
 
