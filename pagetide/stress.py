@@ -132,7 +132,8 @@ def run_stress(
 ) -> int:
     """Run it, print the report, and write the picture to `image`. Returns 0 if it has passed, else 1.
 
-    Raises ValueError for a time below 5 s or without end and a folder that is not there, and ChildProcessError if an engine cannot be started.
+    Raises ValueError for a time below 5 s or without end and for a folder that is not there, ChildProcessError if an engine
+    cannot be started.
     """
     if not 5 <= seconds < math.inf:
         raise ValueError(f"seconds must be at least 5, for engines to come under pressure, and finite; got {seconds:g}")
