@@ -105,7 +105,7 @@ class Reservation:
         `pid`: Another process that the reservation is for, and ends with.
         """
         if duration_s is not None and not 0 < duration_s <= wire.MAX_RESERVATION_S:
-            raise InvalidLease(f"a reservation lasts more than 0 seconds and at most 30 days, got {duration_s:g} s")
+            raise InvalidLease(f"a reservation lasts more than 0 seconds and at most 30 days, got {duration_s:,.0f} s")
         duration_ms = None if duration_s is None else wire.milliseconds(duration_s, wire.MAX_RESERVATION_S)
         name = shown(os.path.basename(sys.argv[0])) if name is None else name
         return cls(path, wire.ReserveMessage(device_uuid, num_bytes, name, priority, duration_ms, _wait_ms(wait_s), pid))

@@ -58,6 +58,7 @@ class ReservationService:
     def answer(self, method: str, path: str, body: Mapping[str, Any]) -> Answer:
         """The status and the JSON value for a request; `path` begins with /reservations. `body` is {} without one."""
         one = _ONE.fullmatch(path)
+        self._prune()
         try:
             match method, path, one:
                 case "GET", "/reservations", _:
@@ -98,7 +99,6 @@ class ReservationService:
         num_bytes, wait_s = parse_bytes(body["size"]), parse_seconds(body.get("wait", DEFAULT_WAIT_S))
         duration_s = parse_seconds(body["time"])
         with self._lock:
-            self._prune()
             if len(self._held) >= MAX_RESERVATIONS:
                 raise _Unanswerable(429, f"{MAX_RESERVATIONS} reservations were made over HTTP, which is the limit; end some")
             reservation = Reservation.ask(
@@ -128,16 +128,16 @@ class ReservationService:
 
     def _prune(self) -> None:
         """Forget the reservations that have ended, or were refused."""
-        for reservation in self._held:
-            reservation.poll()
-        gone = [one for one in self._held if one.ended or one.fileno() is None]
-        self._held = [one for one in self._held if one not in gone]
+        with self._lock:
+            for reservation in self._held:
+                reservation.poll()
+            gone = [one for one in self._held if one.ended or one.fileno() is None]
+            self._held = [one for one in self._held if one not in gone]
         for reservation in gone:
             reservation.close()
 
     def _find(self, reservation_id: int) -> Reservation:
         with self._lock:
-            self._prune()
             for reservation in self._held:
                 if reservation.reservation_id == reservation_id:
                     return reservation

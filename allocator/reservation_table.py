@@ -39,6 +39,7 @@ class ReservationAccount:
     asked_ns: int  # when its last question came
     wait_until_ns: int  # when that question is refused
     is_told: bool = False  # that it waits, and for what
+    told_bytes: int = 0  # that it holds by the events so far
     ends_ns: int | None = None  # None: it holds nothing yet, or has no time limit
 
     @property
@@ -101,7 +102,7 @@ class ReservationTable:
         reservation.device.account.unreserve(reservation_id)
         reservation.connection.reservation_id = None
         reservation.connection.send(wire.ReservationEndedMessage(reason))
-        self._tell_event(_event(reservation, EventKind.ENDED, held_bytes, f"its reservation: {reason}"))
+        self._tell_event(_event(reservation, EventKind.RELEASED, held_bytes, reason))
         log.info("the reservation of %s has ended with %s: %s", reservation.named(), format_bytes(held_bytes), reason)
 
     def check_times(self, describe: Callable[[LeasedDevice], str]) -> bool:
@@ -157,7 +158,10 @@ class ReservationTable:
             reservation.ends_ns = now_ns + reservation.request.duration_ms * 1_000_000
         left_ms = _left_ms(reservation, now_ns)
         reservation.connection.send(wire.ReservedMessage(held_bytes, reservation.reservation_id, left_ms))
-        self._tell_event(_event(reservation, EventKind.RESERVED, held_bytes))
+        if change := held_bytes - reservation.told_bytes:  # so amounts of several events add up
+            kind = EventKind.RESERVED if change > 0 else EventKind.RELEASED
+            self._tell_event(_event(reservation, kind, abs(change)))
+            reservation.told_bytes = held_bytes
         log.info(
             "%s are reserved for %s on %s%s",
             format_bytes(held_bytes),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -65,9 +66,13 @@ def _command() -> Kind:
 
 def _url() -> Kind:
     def check(value: Any) -> str:
-        if isinstance(value, str) and urlsplit(value).scheme in ("http", "https") and urlsplit(value).hostname:
-            return value
-        raise ValueError("must be an address that begins with http:// or https://")  # the value may hold a secret
+        with suppress(ValueError):
+            if isinstance(value, str) and value.isascii() and value.isprintable() and " " not in value:
+                parts = urlsplit(value)
+                if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+                    return value
+        # The value may hold a secret
+        raise ValueError("must be an address that begins with http:// or https://, of ASCII characters without spaces")
 
     return Kind("URL", check)
 
@@ -219,6 +224,8 @@ class Alerts:
             return
         waiting = [met for key, met in self._met.items() if key[:2] == (rule, uuid) and not met.told and not met.counted]
         ripe = [met for met in waiting if now_ns - met.since_ns >= rule.lasts * 1e9]
+        if rule.when == FREE:
+            ripe = [met for met in ripe if _names_the_largest(met, now_ns)]
         if not ripe:
             return
         ripe[0].told = True
@@ -226,6 +233,12 @@ class Alerts:
             met.counted = True
         self._told_ns[rule, uuid] = now_ns
         yield _alert(rule, ripe[0].finding, firing=True, more=len(ripe) - 1)
+
+
+def _names_the_largest(met: _Met, now_ns: int) -> bool:
+    """Whether processes were listed since the rule is met; an older list would name the wrong one. Not for ever."""
+    detail = met.finding.device.detail
+    return detail.at_ns >= met.since_ns or now_ns - met.since_ns > 2 * detail.interval_ns
 
 
 def _alert(rule: AlertRule, finding: _Finding, *, firing: bool, more: int = 0) -> Alert:

@@ -20,13 +20,14 @@ class EventKind(StrEnum):
     TOOK = "took"  # held memory grew
     RETURNED = "returned"  # held memory shrank
     IDLE = "idle"  # memory was held without use for the set time
-    ENDED = "ended"  # a process ended, or a lease or reservation was released
+    ENDED = "ended"  # a process ended, or a lease was released
     DIED = "died"  # a lease ended without being released
     REFUSED = "refused"  # a lease or reservation
     RECALLED = "recalled"  # a lease was told to shrink
     OVERDUE = "overdue"  # it did not in time
     LIMITED = "limited"  # its maximum was set by hand
-    RESERVED = "reserved"  # memory is free for the process that reserved it
+    RESERVED = "reserved"  # memory is free for the process that reserved it: its reservation is new, or grew
+    RELEASED = "released"  # a reservation ended, or shrank; its process may live on, and hold memory
     UNREADABLE = "unreadable"  # a device
     READABLE = "readable"  # again
     ALERT = "alert"  # a rule of the settings was met, or is met no longer

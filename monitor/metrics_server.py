@@ -22,6 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -129,8 +130,12 @@ class _Handler(MetricsHandler):
         self.rfile = _Head(self.rfile)  # type: ignore[assignment]  # all that is used of it
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """See `http.server`."""
-        super().send_error(code, message, explain)
+        """See `http.server`; a request about reservations gets {"error": ...}, like every answer to it."""
+        path = getattr(self, "path", "").partition("?")[0]  # none before the request's first line is read
+        if self.answer is not None and _is_of_reservations(path):
+            self._send_json(code, {"error": explain or message or HTTPStatus(code).phrase})
+        else:
+            super().send_error(code, message, explain)
         assert isinstance(self.server, _Server)
         self.server.refused.add(self.connection)
 
@@ -197,12 +202,16 @@ class _Handler(MetricsHandler):
         except Exception:
             self.send_error(500, explain="there is no answer; see the monitor's log")
             raise
+        self._send_json(status, value)
+
+    def _send_json(self, status: int, value: object) -> None:
         content = json.dumps(value).encode() + b"\n"
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        self.wfile.write(content)
+        if self.command != "HEAD":
+            self.wfile.write(content)
 
 
 def _is_of_reservations(path: str) -> bool:

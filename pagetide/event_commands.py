@@ -117,6 +117,9 @@ def show_owners(args: Namespace, snapshot: Snapshot, idle_after_s: float) -> int
         ]
         print(json.dumps(plain(told), indent=1))
         return 0
+    if not rows:
+        print("no process is known to hold memory of these devices")
+        return 0
     from .monitor.view.live import print_lines
     from .monitor.view.owners import owner_lines
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import platform
 import random
@@ -107,6 +108,7 @@ class StressReport:
             verdict = f"FAIL: {counted(len(self.faults), 'fault')}"
         more = len(self.faults) - SHOWN_FAULTS
         growth = " and ".join(f"{size / MIB:+,.0f} MiB" for size in self.growth_bytes)
+        grown = f"; programs grew by {growth}" if growth else ""  # not compared where engines were killed
         return [
             verdict,
             *(f"  {fault}" for fault in self.faults[:SHOWN_FAULTS]),
@@ -115,7 +117,7 @@ class StressReport:
             f"{counted(self.preemptions, 'preemption')}, {counted(self.kills, 'kill')}",
             f"{counted(len(self.recall_s), 'recall')} ordered{worst}; the external process took "
             f"{counted(self.pieces, 'piece')} and waited at most {1000 * self.worst_wait_s:,.0f} ms for one",
-            f"longest gap between two tokens {1000 * self.longest_gap_s:,.0f} ms; programs grew by {growth}",
+            f"longest gap between two tokens {1000 * self.longest_gap_s:,.0f} ms{grown}",
             f"at most {self.most_held_bytes / MIB:,.0f} of {self.capacity_bytes / MIB:,.0f} MiB were held",
             ", ".join(f"{name} {value}" for name, value in self.machine.items()),
         ]
@@ -130,10 +132,15 @@ def run_stress(
 ) -> int:
     """Run it, print the report, and write the picture to `image`. Returns 0 if it has passed, else 1.
 
-    Raises ValueError for a time below 5 s, and ChildProcessError if an engine cannot be started.
+    Raises ValueError for a time below 5 s or without end and for a folder that is not there, ChildProcessError if an engine
+    cannot be started.
     """
-    if not seconds >= 5:
-        raise ValueError(f"seconds must be at least 5, for engines to come under pressure; got {seconds:g}")
+    if not 5 <= seconds < math.inf:
+        raise ValueError(f"seconds must be at least 5, for engines to come under pressure, and finite; got {seconds:g}")
+    if image is not None and not image.parent.is_dir():
+        raise ValueError(
+            f"the picture cannot be written to {image}: there is no folder {image.parent}; make it, or name another"
+        )
     last = FIRST_STATE
     with open_display(FIRST_STATE, silent=as_json) as show:
 

@@ -285,7 +285,7 @@ def _add_event_commands(commands: _Commands) -> None:
         "memory, shared pages count for each process; CHARGED is what the kernel charges to the cgroup.",
     )
     owners.add_argument(
-        "--idle", default="600", metavar="SECONDS", help="count memory that was not used for so long as idle (default: 600)"
+        "--idle", default="10min", metavar="TIME", help="count memory that was not used for so long as idle (default: 10min)"
     )
     owners.add_argument("--json", action="store_true", help="print JSON")
     _add_source(owners)
@@ -734,7 +734,7 @@ def _owners(args: argparse.Namespace) -> int:
     from .event_commands import show_owners
 
     logging.getLogger("pagetide").addHandler(logging.NullHandler())
-    idle_after_s = MonitorConfig.resolve(None, {"idle_after": args.idle}).idle_after
+    idle_after_s = _parse_time("--idle", args.idle)
     with _observed(_settings(args, *_SOURCE)) as (read, _):
         return show_owners(args, read(), idle_after_s)
 

@@ -46,6 +46,7 @@ BOUNDS = {
     "resizing": Bound("p99 of steps while the pool is resized / without", 2.0, "x", "lower", "recall"),
     "failures": Bound("failures of the engine and of an external process beside it", 0.0, "count", "lower", "memory"),
     "held": Bound("share of what was free, less headroom, that the engine holds", 0.9, "x", "higher", "memory"),
+    "faults": Bound("faults of engines in host memory under pressure", 0.0, "count", "lower", "stress"),
 }
 
 
@@ -204,6 +205,7 @@ SPECS = (  # by value: where the time is short, the last ones are left out
     Spec("recall", "benchmarks.gpu.recall", 70, ("bandwidth",)),
     Spec("swap", "benchmarks.gpu.swap", 45, ("bandwidth",)),
     Spec("memory", "benchmarks.gpu.memory", 75),
+    Spec("stress", "benchmarks.gpu.stress", 75),
 )
 BY_NAME = {spec.name: spec for spec in SPECS}
 

@@ -112,6 +112,8 @@ def chart_range(device: Device, width: int, room: int, sheet: DeviceSummary) -> 
     if low == high:
         low, high, unit = f"{min(known) / MIB:.0f}", f"{max(known) / MIB:.0f}", "MiB"
     text = f"{low} to {high} {unit}" if low != high else f"{high} {unit}"
+    if len(known) == 1:
+        return text if len(text) <= room else ""  # nothing has changed yet: a time would read like a rate
     back = format_seconds(chart_reach(len(device.detail.history), width) * device.detail.interval_ns / 1e9)
     return next((said for said in (f"{text} in {back}", text) if len(said) <= room), "")
 

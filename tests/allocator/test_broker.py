@@ -210,15 +210,17 @@ async def test_events_tell_refusals_recalls_failed_ones_limits_reservations_and_
         await bench.tick(0.5)
     program = bench.client()
     await program.say(wire.ReserveMessage(DEVICE, 2, "train.py"))
+    for size in (5, 5, 1):
+        await program.say(wire.ResizeMessage(size, 0))
     await bench.tick()
     await a.say(wire.ReleaseMessage())
     told = [(event.kind.value, event.engine, event.bytes, event.device) for event in bench.events]
     assert told[:3] == [("refused", "poor", 950, "0"), ("refused", None, 5, None), ("limited", "a", 700, "0")]
     kinds = [(kind, engine) for kind, engine, _, _ in told]
     assert kinds[3:5] == [("recalled", "a"), ("overdue", "a")] and kinds.count(("overdue", "a")) == 1
-    assert ("died", "b") in kinds and kinds[-1] == ("ended", "a") and ("ended", None, 0, "0") in told
-    reserved = [(event.command, event.bytes) for event in bench.events if event.kind == "reserved"]
-    assert reserved == [("train.py", 2)]
+    assert ("died", "b") in kinds and kinds[-1] == ("ended", "a") and ("released", None, 0, "0") in told
+    reserved = [(event.kind.value, event.bytes) for event in bench.events if event.command == "train.py" and event.bytes]
+    assert reserved[-3:] == [("reserved", 2), ("reserved", 3), ("released", 4)]
     recalled = bench.events[3]
     assert recalled.bytes == 100 and recalled.reason == "for minimums, reservations and headroom"
     assert "Lower the min to" in (bench.events[0].reason or "")

@@ -552,6 +552,15 @@ def test_a_request_that_is_none_gets_a_sentence_and_leaves_nothing(service: Rese
     assert BrokerClient(path).reservations() == ()
 
 
+def test_what_has_ended_keeps_no_descriptor(service: ReservationService) -> None:
+    ok(service.answer("GET", "/reservations", {}), 200)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(8):
+        ok(service.answer("POST", "/reservations", {"size": 1, "time": "50ms"}), 201)
+    wait_until(lambda: service.answer("GET", "/reservations", {}) == (200, []), "their end")
+    wait_until(lambda: service.answer("GET", "/x", {})[0] == 404 and len(os.listdir("/proc/self/fd")) <= before, "no leak")
+
+
 def test_a_flood_over_http_is_bounded_and_ends(service: ReservationService, path: Path) -> None:
     answers = [service.answer("POST", "/reservations", {"size": 1, "time": "1h"})[0] for _ in range(MAX_RESERVATIONS + 3)]
     assert answers == [201] * MAX_RESERVATIONS + [429] * 3

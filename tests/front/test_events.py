@@ -147,4 +147,7 @@ def test_owners_are_summed_for_each_device() -> None:
     assert mine["used_bytes"] > 0 and mine["num_processes"] > 0 and mine["device"] == "host" and mine["charged_bytes"] is None
     shown = run_here("owners", "--source", "host", "--idle", "30")
     assert shown.returncode == 0 and "IDLE 30 s" in shown.stdout.splitlines()[0]
-    assert run_here("owners", "--idle", "soon").returncode == 2
+    refused = run_here("owners", "--idle", "soon")
+    assert refused.returncode == 2 and "--idle: cannot read 'soon' as a time" in refused.stderr
+    nothing = run_here("owners", "--source", "host", "--capacity", "1GiB")
+    assert (nothing.returncode, nothing.stdout) == (0, "no process is known to hold memory of these devices\n")

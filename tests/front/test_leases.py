@@ -187,7 +187,7 @@ def test_bad_input_is_a_sentence_and_status_2_and_changes_nothing(device: Device
         ),
         (("reserve", "much"), "SIZE: cannot read 'much'"),
         (("reserve", "1MiB", "--time", "soon"), "--time: cannot read 'soon' as a time"),
-        (("reserve", "1MiB", "--time", "40d"), "at most 30 days, got 3.456e+06 s"),
+        (("reserve", "1MiB", "--time", "40d"), "at most 30 days, got 3,456,000 s"),
         (("reserve", "1MiB", "--priority", "5000"), "reserve.priority must be a whole number between -1000 and 1000"),
     ]:
         assert said in device.refused(*arguments), arguments

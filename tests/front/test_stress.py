@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,12 +63,17 @@ def test_the_report() -> None:
     assert lines[1] == "60 s, seed 7: 400 requests, 9,000 tokens, 12 preemptions, 1 kill"
     assert lines[2].startswith("2 recalls ordered, at most 300 ms; the external process took 80 pieces")
     assert report(recall_s=()).lines()[2].startswith("0 recalls ordered; ")
+    assert lines[3].endswith("ms; programs grew by +1 MiB and -1 MiB")
+    assert replace(report(), growth_bytes=()).lines()[3] == "longest gap between two tokens 250 ms"
     failed = report(tuple(f"fault {i}" for i in range(SHOWN_FAULTS + 2)))
     assert not failed.has_passed and failed.to_dict()["passed"] is False
     assert failed.lines()[0] == f"FAIL: {SHOWN_FAULTS + 2} faults"
     assert failed.lines()[SHOWN_FAULTS : SHOWN_FAULTS + 2] == [f"  fault {SHOWN_FAULTS - 1}", "  and 2 more (--json has them)"]
 
 
-def test_too_short_a_time_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 5"):
-        run_stress(seconds=4)
+def test_what_cannot_be_is_refused_before_the_run(tmp_path: Path) -> None:
+    for seconds in (4, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="at least 5"):
+            run_stress(seconds=seconds)
+    with pytest.raises(ValueError, match="there is no folder"):
+        run_stress(image=tmp_path / "none" / "a.svg")

@@ -72,6 +72,10 @@ def test_rules_are_read_as_they_are_written(tmp_path: Path) -> None:
         ("alerts:\n- {when: stale, command: rm -rf}", "monitor.yaml:2: command must be a list of a program and its arguments"),
         ("alerts:\n- {when: stale, command: []}", "command must be a list of a program and its arguments"),
         ("alerts:\n- {when: stale, webhook: 'file:///etc/passwd'}", "webhook must be an address"),
+        *(
+            (f"alerts:\n- {{when: stale, webhook: '{address}'}}", "webhook must be an address")
+            for address in ("http://x/a b", "http://x:port/", "http:///path", "http://[::1/", "http://x/\u00e9")
+        ),
         ("alerts:\n- {when: stale, command: [x], webhook: 'http://x/'}", "needs either a command or a webhook"),
         (
             "alerts:\n- {when: stale, every: 0, command: [x]}",
@@ -86,8 +90,12 @@ def test_a_wrong_rule_is_refused_with_its_line(tmp_path: Path, text: str, said: 
     assert said in str(refused.value)
 
 
-def at(seconds: float, *devices: Device, leases: tuple[LeaseUse, ...] = ()) -> Snapshot:
-    return replace(snapshot_of(*devices), at_ns=AT_NS + int(seconds * SECOND_NS)).with_leases(leases)
+def at(seconds: float, *devices: Device, leases: tuple[LeaseUse, ...] = (), listed_s: float = 0.0) -> Snapshot:
+    """A snapshot whose processes were listed `listed_s` before it."""
+    at_ns = AT_NS + int(seconds * SECOND_NS)
+    listed_ns = at_ns - int(listed_s * SECOND_NS)
+    listed = [replace(device, detail=replace(device.detail, at_ns=listed_ns)) for device in devices]
+    return replace(snapshot_of(*listed), at_ns=at_ns).with_leases(leases)
 
 
 def free(num_bytes: int, device: Device = DEVICE) -> Device:
@@ -124,6 +132,20 @@ def test_a_condition_must_last_and_a_flapping_one_is_told_at_most_once_in_a_whil
         told += [(second, alert.firing) for alert in alerts.look(at(second, low if second % 20 < 15 else high))]
     assert [second for second, firing in told if firing] == [10, 70, 130, 190, 250, 310, 370, 430, 490, 550]
     assert [firing for _, firing in told] == [True, False] * 10
+
+
+def test_it_waits_for_a_list_of_processes_that_names_what_took_the_memory() -> None:
+    alerts = Alerts([AlertRule(when="free", below=GIB, command=TRUE)])
+
+    def full(num_bytes: int) -> Device:
+        return free(GIB // 2, with_processes(ProcessUse(7, num_bytes, command="train")))
+
+    assert alerts.look(at(1.0, full(GIB), listed_s=0.5)) == [], "listed before the memory was taken"
+    (told,) = alerts.look(at(2.0, full(9 * GIB), listed_s=0.5))
+    assert told.text.endswith("the most has train (pid 7), 9.00 GiB")
+    silent = Alerts(alerts.rules)
+    found = [len(silent.look(at(seconds, full(GIB), listed_s=seconds))) for seconds in (1.0, 2.0, 3.0, 4.0)]
+    assert found == [0, 0, 0, 1], "the list stays away"
 
 
 def test_one_alert_stands_for_a_flood_of_processes() -> None:

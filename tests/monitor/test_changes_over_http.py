@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import http.client
+import json
 import os
 import random
 import socket
@@ -89,6 +90,18 @@ def test_reading_needs_no_token_and_a_change_needs_the_one_of_the_file(served: S
     assert served.ask("GET", "/reservationsx")[0] == 404 and served.ask("POST", "/reservationsx", **good)[0] == 501
     assert served.ask("POST", "/metrics", **good)[0] == 501
     assert len(served.asked) == number
+
+
+def test_every_refusal_is_an_object_with_the_error(served: Served, file: Path) -> None:
+    good = {"Authorization": f"Bearer {read_token(file)}"}
+    for method, body, headers in (
+        ("POST", "{}", {}), ("POST", "{", good), ("DELETE", "[]", good), ("PATCH", '{"fail": 1}', good), ("PUT", "{}", good),
+        ("POST", " " * (MAX_BODY_BYTES + 1), good),
+    ):  # fmt: skip
+        status, text = served.ask(method, "/reservations/7?x", body, **headers)
+        assert status >= 400 and set(json.loads(text)) == {"error"} and json.loads(text)["error"], (method, text)
+    assert served.raw(b"HEAD /reservations HTTP/1.1\r\n\r\n").endswith(b"\r\n\r\n"), "no body"
+    assert served.ask("POST", "/metrics", "{}", **good)[1].startswith("<!DOCTYPE")
 
 
 def test_without_a_token_file_nothing_is_changed() -> None:

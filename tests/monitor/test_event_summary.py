@@ -65,6 +65,12 @@ def test_ends_refusals_and_recalls() -> None:
     assert summarize(events, 14.5)[0].last.pid == 3, "the other one was gone"
 
 
+def test_the_end_of_a_reservation_is_not_that_of_its_process() -> None:
+    events = [took(10, 30), event("reserved", 11, bytes=50), event("released", 12, bytes=50), event("released", 13, 8, bytes=1)]
+    (one,) = summarize(events, 0)
+    assert (one.ended, amounts(one)) == (None, (0, 30, 30, 30, 0)), "pid 8 has held nothing"
+
+
 @pytest.mark.parametrize("gone", [True, False])
 def test_what_went_while_no_monitor_ran_is_not_held(gone: bool) -> None:
     events = [

@@ -173,3 +173,14 @@ def test_two_leases_of_one_name_in_a_process_are_one_holder() -> None:
     found.look(seen(unknown=True))
     (event,) = found.look(seen(unknown=True, leases=(lease(3, state="reaping"), lease(2))))
     assert said([event]) == [("took", "chat", 5 * GIB, 5 * GIB, 5 * GIB)]
+
+
+def test_a_process_whose_reservation_has_ended_goes_on_and_its_end_is_told() -> None:
+    found = holders()
+    found.look(seen())
+    found.look(seen(train(5 * GIB)))
+    found.look(seen(train(GIB)))
+    released = MemoryEvent(kind=EventKind.RELEASED, device_uuid=UUID, pid=7, bytes=8 * GIB, reason="its time is over")
+    told = found.completed(released)
+    assert (told.user, told.bytes, told.peak_bytes) == ("ann", 8 * GIB, None)
+    assert said(found.look(seen())) == [("ended", "python", -GIB, None, 5 * GIB)]

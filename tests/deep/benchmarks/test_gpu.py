@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -109,6 +110,16 @@ def test_an_engine_beside_an_external(bench: Bench) -> None:
     assert measured(items, "failures", "held")
     failures = items[BOUNDS["failures"].name]
     assert isinstance(failures, Figure) and failures.value == 0
+
+
+def test_engines_in_host_memory_under_pressure(bench: Bench) -> None:
+    short = of_part("stress", dataclasses.replace(bench, ends_at=time.monotonic() + 20))
+    assert isinstance(short[BOUNDS["faults"].name], Unmeasured) and len(short) == 1, "it would not end in time"
+    items = of_part("stress", dataclasses.replace(bench, memory_s=5.0))
+    faults, note = items[BOUNDS["faults"].name], items["stress"]
+    assert isinstance(faults, Figure) and faults.value == 0, items
+    assert isinstance(note, Note) and note.lines[0].startswith("5 s: ") and len(note.lines) == 1
+    assert "... between two tokens of a request, at most" in items
 
 
 def test_a_part_brings_what_it_needs() -> None:

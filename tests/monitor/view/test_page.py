@@ -60,6 +60,15 @@ def texts(lines: list[list[Segment]]) -> list[str]:
     return ["".join(segment.text for segment in line) for line in lines]
 
 
+def test_a_first_value_has_no_time_beside_it() -> None:
+    """ "5120 MiB in 1 s" would read like a rate."""
+    host = host_device()
+    shown = "\n".join(page(snapshot_of(replace(host, detail=replace(host.detail, history=(5 * GIB,)))), 80))
+    assert " 5120 MiB  " in shown
+    shown = "\n".join(page(snapshot_of(replace(host, detail=replace(host.detail, history=(5 * GIB, 5 * GIB)))), 80))
+    assert " 5120 MiB in 2 s  " in shown
+
+
 def troubled() -> Snapshot:
     silent = dead(sample_device(2)), stale(sample_device(3)), unanswered(sample_device(4))
     return snapshot_of(sample_device(0), *mig_devices(1), *silent, host_device())
