@@ -204,6 +204,8 @@ class MessageCompletion(ChatCompletion):
         yield _event("message_start", message=start)
         kind, index = "", -1
         async for part in self._one_answer():
+            if kind != part.kind and not part.text.strip():  # white space makes no block
+                continue
             if kind != part.kind or kind == "call":
                 for data in _block_end(kind, index):
                     yield data

@@ -257,7 +257,7 @@ class ResponseItems:
     def _add_call(self, call: Part) -> Iterator[bytes]:
         head = {"status": "in_progress", "call_id": call.call_id, "name": call.name}
         if call.name in self._custom_tools:
-            key, kind, text = "input", "custom_tool_call", json.loads(call.text).get("input", "")
+            key, kind, text = "input", "custom_tool_call", json.loads(call.text).get("input")
             text, events = text if isinstance(text, str) else call.text, "custom_tool_call_input"
         else:
             key, kind, text, events = "arguments", "function_call", call.text, "function_call_arguments"

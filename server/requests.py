@@ -347,7 +347,7 @@ class Function(BaseModel):
     """A function that the model may call."""
 
     model_config = ConfigDict(extra="allow")
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]  # Anthropic's limit; OpenAI's is 64
     description: str | None = None
     parameters: dict[str, Any] | None = None
 

@@ -15,8 +15,9 @@ from .text_reader import JSON, PYTHON, Literals, MalformedText, Reading, TextRea
 _NAME = re.compile(r"[\w.:/-]*")
 _CALL_KEYS = ("name", "arguments", "parameters", "type", "function", "id")
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")  # of harmony
-_CHANNEL = re.compile(r"(?:<\|channel\|>|^\s*(?:assistant)?\s*)(analysis|commentary|final)\b")
+_CHANNEL = re.compile(r"(?:<\|channel\|>|^\s*(?:assistant\s*)?)(analysis|commentary|final)\b")
 MOST_OTHERS = 32  # parameters that are looked for where the end of another one is missing
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _REST_OF_HEADER = Literals([" to="])
 _BEGUN_CALL = re.compile(r"""\[?\s*(?:\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*)?"?([\w.-]+)["(]""")
 
@@ -465,7 +466,7 @@ def _name_and_arguments(call: Any) -> tuple[str, Any]:
             value = json.loads(value, parse_constant=int) if value.strip() else {}  # int raises for NaN
         except (ValueError, RecursionError):
             raise MalformedText from None
-    return name, value
+    return _encodable(name), value
 
 
 def _dumped(value: Any) -> str:
@@ -476,11 +477,12 @@ def _dumped(value: Any) -> str:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
         raise MalformedText from None
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair
-        text = json.dumps(value)
-    return text
+    return _encodable(text)
+
+
+def _encodable(text: str) -> str:
+    """The text with U+FFFD for each half of a surrogate pair that stands alone. JSON's escapes can say one, UTF-8 cannot."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if _SURROGATE.search(text) else text
 
 
 def types_of(schema: Any) -> set[str]:

@@ -13,7 +13,7 @@ from .errors import invalid
 
 MOST_S = 86_400.0  # longer hints are shortened to it
 _ANTHROPIC_TTLS = ("5m", "1h")
-_NUMBER = r"(\d+\.?\d*|\.\d+)"
+_NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
 _UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _PART = re.compile(rf"{_NUMBER}({'|'.join(sorted(_UNITS_S, key=len, reverse=True))})")
 

@@ -304,6 +304,6 @@ def _value_of(word: str, notation: Notation) -> Any:
         value: int | float | None = None if found is None else float(word) if found[1] or found[2] else int(word)
     except ValueError:  # of too many digits
         value = None
-    if value is None or not math.isfinite(value):
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
         raise MalformedText
     return value

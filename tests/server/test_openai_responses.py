@@ -130,6 +130,13 @@ async def test_an_answer_whole_and_streamed() -> None:
             assert "".join(deltas) == ended[name] == wanted
 
 
+async def test_the_arguments_of_a_custom_tool_without_its_input_are_the_input() -> None:
+    call = '<tool_call>{"name": "apply_patch", "arguments": {"patch": "*** Begin Patch"}}</tool_call>'
+    async with scripted(call) as server:
+        (item,) = json.loads((await server.ask(PATH, BODY)).body)["output"]
+        assert (item["type"], item["input"]) == ("custom_tool_call", '{"patch": "*** Begin Patch"}')
+
+
 async def test_an_answer_that_is_cut_off_is_incomplete() -> None:
     async with scripted("Down", " <tool_call>", reason="length") as server:
         whole = json.loads((await server.ask(PATH, BODY)).body)

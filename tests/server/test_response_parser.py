@@ -209,7 +209,11 @@ CASES: list[tuple[str, str, Said]] = [
      "</parameter>\n</function>\n"
      "</tool_call>", Said("", "", [("dive", {"deep": True, "x": "1"})])),
     ("hermes", '<tool_call>{"name": "dive", "arguments": {"note": "\\ud800"}}</tool_call>',
-     Said("", "", [("dive", {"note": "\ud800"})])),
+     Said("", "", [("dive", {"note": "\ufffd"})])),
+    ("hermes", '<tool_call>{"name": "\\udc00x", "arguments": {"note": "\\ud83d\\ude00"}}</tool_call>',
+     Said("", "", [("\ufffdx", {"note": "\U0001f600"})])),
+    ("hermes", f'<tool_call>{{"name": "dive", "arguments": {{"depth": {"9" * 400}}}}}</tool_call>',
+     Said("", "", [("dive", {"depth": int("9" * 400)})])),
     ("hermes", '<tool_call>{"name": "dive", "arguments": {"note": "a\nb"}}</tool_call>',
      Said("", "", [("dive", {"note": "a\nb"})])),
     ("gpt-oss", " to=functions.dive<|channel|>commentary<|message|>{}", Said("", "", [("dive", {})])),
