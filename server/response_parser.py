@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from .response_templates import CallFormat, ResponseTemplate
@@ -391,7 +392,7 @@ class ResponseParser:
         _, key_end, value_open, _ = form.parameter
         if form.head_end:
             head: list[str] = []
-            if not (yield from reader.until(Literals([form.head_end]), head.append)):
+            if not (yield from reader.until(_literals(form.head_end), head.append)):
                 raise MalformedText
             if "".join(head).endswith("/"):
                 return "{}"
@@ -404,9 +405,9 @@ class ResponseParser:
                 break
             key: list[str] = []
             attributes: list[str] = []
-            if not (yield from reader.until(Literals([key_end]), key.append)):
+            if not (yield from reader.until(_literals(key_end), key.append)):
                 raise MalformedText
-            if value_open and not (yield from reader.until(Literals([value_open]), attributes.append)):
+            if value_open and not (yield from reader.until(_literals(value_open), attributes.append)):
                 raise MalformedText
             named = "".join(key).strip()
             if form.escaped_keys:
@@ -427,7 +428,7 @@ class ResponseParser:
         ends = self._parameter_ends
         if form.missing_ends and 0 < len(others) <= MOST_OTHERS:
             opens, key_end = form.parameter[:2]
-            ends = Literals([*ends.texts, *(f"\n{opens}{key}{key_end}" for key in others)])
+            ends = _literals(*ends.texts, *(f"\n{opens}{key}{key_end}" for key in sorted(others)))
         while True:
             found = yield from reader.find(ends, parts.append)
             if not found:
@@ -448,6 +449,12 @@ class ResponseParser:
         self._begin_region()
         self._is_reasoning = False
         self._parts.append(Part("call", arguments, name, call_id))
+
+
+@lru_cache(maxsize=64)
+def _literals(*texts: str) -> Literals:
+    """As `Literals`, for texts that are looked for again with the next parameter or call."""
+    return Literals(texts)
 
 
 def _name_and_arguments(call: Any) -> tuple[str, Any]:
