@@ -140,6 +140,8 @@ async def test_models_as_ollama_lists_them() -> None:
             found = json.loads((await server.ask(path, body)).body)
             assert (found["done"], found["done_reason"]) == (True, "load")
         assert not server.engine.queue.requests
+        chat = {"model": tag["name"], "messages": [{"role": "user", "content": "Dive"}]}  # as VS Code asks
+        assert json.loads((await server.ask("/v1/chat/completions", chat)).body)["model"] == "kept"
 
 
 def test_sizes_are_those_of_the_engine() -> None:
