@@ -140,6 +140,7 @@ def _messages(given: AnthropicMessage) -> list[dict[str, Any]]:
         return [{"role": given.role, "content": given.content}]
     results: list[dict[str, Any]] = []
     texts: list[str] = []
+    thoughts: list[str] = []
     message: dict[str, Any] = {"role": given.role}
     for block in given.content:
         kind = block.get("type")
@@ -150,9 +151,11 @@ def _messages(given: AnthropicMessage) -> list[dict[str, Any]]:
             call = {"name": str(block.get("name", "")), "arguments": block.get("input") or {}}
             message.setdefault("tool_calls", []).append({"id": block.get("id"), "type": "function", "function": call})
         elif kind == "thinking":
-            message["reasoning_content"] = message.get("reasoning_content", "") + str(block.get("thinking", ""))
+            thoughts.append(str(block.get("thinking", "")))
         elif kind != "redacted_thinking":
             texts += _texts([block], "messages")
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
     if texts or not results:
         message["content"] = "\n".join(texts)
         results.append(message)

@@ -462,6 +462,7 @@ def _alternating(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     Coding agents send several of both, and some of the system between others: these become the user's.
     """
     found: list[dict[str, Any]] = []
+    joined: dict[str, Any] = {}  # the last message that was made of several
     for message in messages:
         before = found[-1] if found else {}
         role, last = message.get("role"), before.get("role")
@@ -469,7 +470,9 @@ def _alternating(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             message, role = message | {"role": "user"}, "user"
         joins = role == last == "user" or (role in _OF_SYSTEM and last in _OF_SYSTEM)
         if joins and isinstance(before["content"], str | list) and isinstance(message.get("content"), str | list):
-            found[-1] = before | {"content": _content_parts(before["content"]) + _content_parts(message["content"])}
+            if joined is not before:
+                found[-1] = joined = before | {"content": list(_content_parts(before["content"]))}
+            joined["content"] += _content_parts(message["content"])
         else:
             found.append(message)
     return found
