@@ -95,6 +95,8 @@ class ResponseParser:
         self._message_end = Literals({*template.header_end, *template.header_open})
         self._message_close = Literals(template.header_end)
         self._text_end = Literals([*template.header_end[:1], *template.header_open[:1]])
+        self._stray_marks = self._hidden_marks.difference(self._text_end.texts)
+        self._text_marks = Literals({*self._text_end.texts, *self._stray_marks})
         begins_amid_reasoning = template.opens_reasoning(prompt_end)
         self._run = self._answer(begins_amid_reasoning) if named is None else self._read_arguments(named)
         next(self._run)
@@ -237,7 +239,7 @@ class ResponseParser:
                 continue
             # A header without a message
             if found or not self._is_cut:
-                self._give_content("".join(parts))
+                self._give_content(self._hidden.sub("", "".join(parts)))
             if found not in self._header_opens:
                 return
             header = found
@@ -251,7 +253,8 @@ class ResponseParser:
         else:
             if self._has_content:
                 self._begin_region()
-            yield from self._reader.find(self._text_end, self._give_content)
+            while (found := (yield from self._reader.find(self._text_marks, self._give_content))) in self._stray_marks:
+                self._reader.take(self._reader.at + len(found))
         yield from self._reader.literal(self._message_close)
 
     def _read_addressed(self, name: str) -> Reading[None]:
@@ -301,6 +304,8 @@ class ResponseParser:
             reader.take(len(reader.text))
             self._begin_region()
         else:
+            if opener and (begun := self._later.begun(text, 0)):  # perhaps the next mark
+                text = reader.put_back(text, begun)
             (self._give_reasoning if self._is_reasoning else self._give_content)(self._hidden.sub("", opener + text))
 
     def _begins_known(self, text: str) -> bool:

@@ -85,6 +85,11 @@ class TextReader:
         record, self._record = self._record or [], None
         return "".join(record)
 
+    def put_back(self, taken: str, size: int) -> str:
+        """Read the last `size` characters of what was read once more. The rest of it."""
+        self.text, self.at = taken[-size:] + self.text[self.at :], 0
+        return taken[:-size]
+
     def more(self) -> Reading[bool]:
         """Wait for more text. False at the end."""
         if self.ended:

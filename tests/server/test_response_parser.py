@@ -222,6 +222,22 @@ CASES: list[tuple[str, str, Said]] = [
 ]  # fmt: skip
 
 
+STRAY = [
+    ("gpt-oss", "<|start|>no message<|constrain|>", "no message"),
+    ("gpt-oss", "<|channel|>final<|message|>It<|constrain|> is<|channel|>wet.<|return|>", "It iswet."),
+    ("mistral", "It is[TOOL_CALLS][ARGS] wet.", "It is wet."),
+    ("mistral", "It is[TOOL_CALLS][[TOOL_CALLS] wet.", "It is[ wet."),
+]
+
+
+@given(st.sampled_from(STRAY), st.data())
+def test_marks_in_the_wrong_place_are_no_content(case: tuple[str, str, str], data: st.DataObject) -> None:
+    name, text, content = case
+    hidden = template_named(name).marks
+    assert read(name, text, hidden=hidden) == Said(content, "", [])
+    assert read(name, text, iter(lambda: data.draw(st.integers(1, 12)), 0), hidden=hidden) == Said(content, "", [])
+
+
 @given(st.sampled_from(CASES), st.data())
 def test_cases(case: tuple[str, str, Said], data: st.DataObject) -> None:
     name, text, wanted = case
