@@ -189,7 +189,9 @@ class _Extras(_Accepted):
         except ValidationError as error:
             fault = error.errors(include_url=False, include_input=False)[0]
             place = ".".join(map(str, fault["loc"]))
-            raise invalid(f"kv_hints: {place} of a kv.retain payload: {fault['msg']}", "kv_hints") from None
+            raise invalid(
+                f"kv_hints: {place} of a kv.retain payload: {fault['msg'].removeprefix('Value error, ')}", "kv_hints"
+            ) from None
 
 
 class _Sampling(_Extras):

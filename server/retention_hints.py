@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ..cache.retention import Retention
 from .errors import invalid
@@ -53,6 +53,12 @@ class RetainDirective(BaseModel):
     priority: Annotated[int, Field(ge=0, le=100)] | None = None
     duration: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     covers_output: bool = False
+
+    @model_validator(mode="after")
+    def _is_range(self) -> RetainDirective:
+        if self.end is not None and self.end <= self.start:
+            raise ValueError(f"a range ends behind its start, got {self.start} to {self.end}")
+        return self
 
 
 class RetainPayload(BaseModel):

@@ -111,6 +111,7 @@ async def test_what_is_no_hint_is_refused() -> None:
             ({"prompt_cache_options": {"ttl": "soon"}}, "prompt_cache_options.ttl: give seconds, or a duration"),
             ({"prompt_cache_options": {"ttl": "-1m"}}, "a time above 0"),
             ({"kv_hints": {"actions": [{}]}}, "action_type is missing"),
+            (kv_hints({"start": 64, "end": 64}), "a range ends behind its start, got 64 to 64"),
             (kv_hints({"duration": 0}), "directives.0.duration of a kv.retain payload"),
         ):  # fmt: skip
             answer = await server.ask("/v1/chat/completions", {"messages": TALK} | fields)
