@@ -18,6 +18,7 @@ _CALL_KEYS = ("name", "arguments", "parameters", "type", "function", "id")
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")  # of harmony
 _CHANNEL = re.compile(r"(?:<\|channel\|>|^\s*(?:assistant\s*)?)(analysis|commentary|final)\b")
 MOST_OTHERS = 32  # parameters that are looked for where the end of another one is missing
+LONGEST_OTHERS = 2048  # characters of their names together
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _REST_OF_HEADER = Literals([" to="])
 _BEGUN_CALL = re.compile(r"""\[?\s*(?:\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*)?"?([\w.-]+)["(]""")
@@ -431,7 +432,7 @@ class ResponseParser:
         reader, form = self._reader, self._form
         parts: list[str] = []
         ends = self._parameter_ends
-        if form.missing_ends and 0 < len(others) <= MOST_OTHERS:
+        if form.missing_ends and 0 < len(others) <= MOST_OTHERS and sum(map(len, others)) <= LONGEST_OTHERS:
             opens, key_end = form.parameter[:2]
             ends = _literals(*ends.texts, *(f"\n{opens}{key}{key_end}" for key in sorted(others)))
         while True:
