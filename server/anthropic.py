@@ -140,6 +140,7 @@ def _messages(given: AnthropicMessage) -> list[dict[str, Any]]:
         return [{"role": given.role, "content": given.content}]
     results: list[dict[str, Any]] = []
     texts: list[str] = []
+    thoughts: list[str] = []
     message: dict[str, Any] = {"role": given.role}
     for block in given.content:
         kind = block.get("type")
@@ -150,9 +151,11 @@ def _messages(given: AnthropicMessage) -> list[dict[str, Any]]:
             call = {"name": str(block.get("name", "")), "arguments": block.get("input") or {}}
             message.setdefault("tool_calls", []).append({"id": block.get("id"), "type": "function", "function": call})
         elif kind == "thinking":
-            message["reasoning_content"] = message.get("reasoning_content", "") + str(block.get("thinking", ""))
+            thoughts.append(str(block.get("thinking", "")))
         elif kind != "redacted_thinking":
             texts += _texts([block], "messages")
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
     if texts or not results:
         message["content"] = "\n".join(texts)
         results.append(message)
@@ -204,6 +207,8 @@ class MessageCompletion(ChatCompletion):
         yield _event("message_start", message=start)
         kind, index = "", -1
         async for part in self._one_answer():
+            if kind != part.kind and not part.text.strip():  # white space makes no block
+                continue
             if kind != part.kind or kind == "call":
                 for data in _block_end(kind, index):
                     yield data

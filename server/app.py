@@ -253,7 +253,7 @@ def _add_ollama(app: FastAPI, server: Server) -> None:
     async def ollama_chat(body: OllamaChatRequest, request: Request) -> Response:
         """Ollama's chats."""
         server.check_fields(body)
-        model = server.models.get_ollama(body.model)
+        model = server.models.get(body.model)
         if not body.messages:
             return _json(loaded(body, model))
         return await _chat(server, request, model, body.as_chat(), OllamaChat)
@@ -262,7 +262,7 @@ def _add_ollama(app: FastAPI, server: Server) -> None:
     async def ollama_generate(body: OllamaGenerateRequest, request: Request) -> Response:
         """Ollama's answer to a prompt, or continuation of a raw one."""
         server.check_fields(body)
-        model = server.models.get_ollama(body.model)
+        model = server.models.get(body.model)
         if not body.prompt:
             return _json(loaded(body, model))
         make = partial(OllamaGenerate, prompt=body.prompt if body.raw else None)
@@ -280,7 +280,7 @@ def _add_ollama(app: FastAPI, server: Server) -> None:
     @app.post("/api/show")
     async def ollama_show(body: ShowRequest) -> Response:
         server.check_fields(body)
-        return _json(shown(server.models.get_ollama(body.model)))
+        return _json(shown(server.models.get(body.model)))
 
     @app.get("/api/version")
     async def ollama_version() -> Response:

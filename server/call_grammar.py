@@ -46,6 +46,7 @@ class CallGrammar:
         self._ids = special_ids
         self._special = re.compile("|".join(map(re.escape, sorted(special_ids, key=len, reverse=True))) or "(?!)")
         self._rules: list[str] = []
+        self._length = 0  # of the rules
         self._calls = [self._call(number, *one) for number, one in enumerate(functions.items())]
 
     def required(self, is_single: bool, reasoning: Literal["none", "some", "begun"] = "some") -> str:
@@ -90,11 +91,14 @@ class CallGrammar:
 
     def _joined(self, *rules: str) -> str:
         grammar = _HEAD + "\n".join([*rules, *self._rules]) + "\n"
-        if len(grammar) > LONGEST_CONSTRAINT:
-            raise CannotConstrain(
-                f"the schemas of the tools are longer than the {LONGEST_CONSTRAINT:,} characters of a grammar"
-            )
+        _check_length(len(grammar))
         return grammar
+
+    def _add(self, rule: str) -> None:
+        """Add a rule. Raises CannotConstrain as soon as all are too long: each parameter may repeat what they share."""
+        self._rules.append(rule)
+        self._length += len(rule)
+        _check_length(self._length)
 
     def _any_call(self, mark: str) -> str:
         """The rule of a call of any function, without the `mark` at its beginning."""
@@ -109,9 +113,9 @@ class CallGrammar:
         terms = []
         for place, text in zip(parts[at::2], parts[at + 1 :: 2], strict=True):
             if place == "ARGUMENTS":
-                self._rules.append(f"arguments_{number}: {_json(schema)}")
+                self._add(f"arguments_{number}: {_json(schema)}")
             elif place == "PARAMETERS":
-                self._rules.append(f"arguments_{number}: {self._parameters(number, schema)}")
+                self._add(f"arguments_{number}: {self._parameters(number, schema)}")
             terms += ["/[0-9]+/" if place == "INDEX" else f"arguments_{number}", self._terms(text)]
         return head, " ".join(terms)
 
@@ -127,7 +131,7 @@ class CallGrammar:
         terms = []
         for place, (key, value) in enumerate(named.items()):
             rule = f"parameter_{number}_{place}"
-            self._rules.append(f"{rule}: {self._parameter(f'value_{number}_{place}', key, value, shared)}")
+            self._add(f"{rule}: {self._parameter(f'value_{number}_{place}', key, value, shared)}")
             terms.append(rule if key in required else f"{rule}?")
         return " ".join(terms) or '""'
 
@@ -176,6 +180,12 @@ class CallGrammar:
             yield f"<[{self._ids[found[0]]}]>"
             at = found.end()
         yield from _plain(text[at:])
+
+
+def _check_length(length: int) -> None:
+    """Raise CannotConstrain for a grammar that is too long."""
+    if length > LONGEST_CONSTRAINT:
+        raise CannotConstrain(f"the schemas of the tools are longer than the {LONGEST_CONSTRAINT:,} characters of a grammar")
 
 
 def _plain(text: str) -> Iterator[str]:

@@ -94,26 +94,25 @@ class ModelRegistry:
         return bool(self._models) and all(model.state in ("ready", "asleep") and model.has_engine for model in self)
 
     def get(self, name: str | None) -> ServedModel:
-        """The model of this name; without a name the only one. Raises ApiError."""
+        """The model of this name; without a name the only one. Raises ApiError.
+
+        Ollama's tag `:latest` may be there and may be missing: its clients take names from `/api/tags` to all endpoints.
+        """
         if name is None:
             if len(self._models) == 1:
                 return next(iter(self._models.values()))
             raise ApiError(400, f"name one of the models: {self._names()}", param="model")
-        if name not in self._models:
-            message = f"the model {name!r:.200} does not exist; there are {self._names()}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-        return self._models[name]
+        for one in (name, name.removesuffix(LATEST), name + LATEST):
+            if one in self._models:
+                return self._models[one]
+        message = f"the model {name!r:.200} does not exist; there are {self._names()}"
+        raise ApiError(404, message, param="model", code="model_not_found")
 
     def get_claude(self, name: str) -> ServedModel:
         """As `get`. A name of Anthropic's that no model has means the first model."""
         if name.startswith("claude-") and name not in self._models and self._models:
             return next(iter(self._models.values()))
         return self.get(name)
-
-    def get_ollama(self, name: str) -> ServedModel:
-        """As `get`. The tag that Ollama's clients add to names may be there and may be missing."""
-        names = (name, name.removesuffix(LATEST), name + LATEST)
-        return self.get(next((one for one in names if one in self._models), name))
 
     def add(self, options: ModelOptions) -> ServedModel:
         """Begin to load a model in the background. Raises ApiError if its name is taken."""
@@ -139,8 +138,8 @@ class ModelRegistry:
     async def remove(self, name: str, drain_s: float = 0.0) -> None:
         """Forget a model, give its requests `drain_s` seconds, and end its engine. Raises ApiError."""
         model = self.get(name)
-        del self._models[name]
-        watcher = self._watchers.pop(name)
+        del self._models[model.name]
+        watcher = self._watchers.pop(model.name)
         watcher.cancel()
         await asyncio.gather(watcher, return_exceptions=True)
         if model.process is not None:

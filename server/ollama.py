@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -189,7 +190,7 @@ class ShowRequest(RequestBody):
 def _messages(given: list[OllamaMessage]) -> list[dict[str, Any]]:
     """The messages of a chat. Calls without an id get one, results that of the call that they answer. Raises ApiError."""
     messages: list[dict[str, Any]] = []
-    open_calls: list[dict[str, Any]] = []
+    calls = _OpenCalls([])
     num_calls = 0
     for one in given:
         if one.images:
@@ -198,17 +199,14 @@ def _messages(given: list[OllamaMessage]) -> list[dict[str, Any]]:
         if one.thinking:
             message["reasoning_content"] = one.thinking
         if one.tool_calls:
-            open_calls = []
+            message["tool_calls"] = made = []
             for call in one.tool_calls:
                 num_calls += 1
                 function = {"name": call.function.name, "arguments": call.function.arguments}
-                open_calls.append({"type": "function", "id": call.id or f"{num_calls:09}", "function": function})
-            message["tool_calls"] = list(open_calls)
+                made.append({"type": "function", "id": call.id or f"{num_calls:09}", "function": function})
+            calls = _OpenCalls(made)
         if one.role == "tool":
-            fitting = (call for call in open_calls if one.tool_name in (None, call["function"]["name"]))
-            answered = next((call for call in open_calls if call["id"] == one.tool_call_id), None) or next(fitting, None)
-            if answered is not None:
-                open_calls.remove(answered)
+            if (answered := calls.answered_by(one)) is not None:
                 message["tool_call_id"] = answered["id"]
             elif one.tool_call_id is not None:
                 message["tool_call_id"] = one.tool_call_id
@@ -216,6 +214,27 @@ def _messages(given: list[OllamaMessage]) -> list[dict[str, Any]]:
                 message["name"] = one.tool_name
         messages.append(message)
     return messages
+
+
+class _OpenCalls:
+    """The calls of a message that have no result yet. Each is looked at a bounded number of times."""
+
+    def __init__(self, calls: list[dict[str, Any]]) -> None:
+        self._open = dict(enumerate(calls))
+        self._places: dict[tuple[str, str], deque[int]] = {}  # in `_open`, by the calls' ids, by their names, and all
+        for place, call in self._open.items():
+            for key in (("id", call["id"]), ("name", call["function"]["name"]), ("", "")):
+                self._places.setdefault(key, deque()).append(place)
+
+    def answered_by(self, result: OllamaMessage) -> dict[str, Any] | None:
+        """The first call with the id of a result, else of its function. It is open no more."""
+        by_function = ("", "") if result.tool_name is None else ("name", result.tool_name)
+        for key in (("id", result.tool_call_id or ""), by_function):
+            places = self._places.get(key)
+            while places:
+                if (call := self._open.pop(places.popleft(), None)) is not None:
+                    return call
+        return None
 
 
 def error_line(error: ApiError) -> bytes:

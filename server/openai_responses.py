@@ -157,11 +157,11 @@ class ResponseCompletion(ChatCompletion):
 
     def __init__(self, *chat: Any, custom_tools: frozenset[str]) -> None:
         super().__init__(*chat)
-        self._custom_tools = custom_tools
+        self._output = ResponseItems(custom_tools)
 
     async def parts(self) -> AsyncIterator[bytes]:
         """The whole response as JSON. Raises RequestFailed, EngineUnavailable or ApiError."""
-        output = ResponseItems(self._custom_tools)
+        output = self._output
         async for part in self._one_answer():
             list(output.add(part))
         list(output.close())
@@ -169,7 +169,7 @@ class ResponseCompletion(ChatCompletion):
 
     async def events(self) -> AsyncIterator[bytes]:
         """The server-sent events of the response. Raises as `parts`."""
-        output = ResponseItems(self._custom_tools)
+        output = self._output
         for kind in ("response.created", "response.in_progress"):
             yield output.event(kind, response=self._response([]))
         async for part in self._one_answer():
@@ -182,8 +182,12 @@ class ResponseCompletion(ChatCompletion):
 
     def failed(self, error: ApiError) -> bytes:
         """The event of an error that ends a stream."""
-        response = self._response([]) | {"status": "failed", "error": {"code": "server_error", "message": error.message}}
-        return ResponseItems(self._custom_tools).event("response.failed", response=response)
+        output = self._output
+        response = self._response(output.items) | {
+            "status": "failed",
+            "error": {"code": "server_error", "message": error.message},
+        }
+        return output.event("response.failed", response=response)
 
     def _response(self, output: list[dict[str, Any]]) -> dict[str, Any]:
         """The response so far; with a reason it has ended."""
@@ -257,7 +261,7 @@ class ResponseItems:
     def _add_call(self, call: Part) -> Iterator[bytes]:
         head = {"status": "in_progress", "call_id": call.call_id, "name": call.name}
         if call.name in self._custom_tools:
-            key, kind, text = "input", "custom_tool_call", json.loads(call.text).get("input", "")
+            key, kind, text = "input", "custom_tool_call", json.loads(call.text).get("input")
             text, events = text if isinstance(text, str) else call.text, "custom_tool_call_input"
         else:
             key, kind, text, events = "arguments", "function_call", call.text, "function_call_arguments"

@@ -189,7 +189,9 @@ class _Extras(_Accepted):
         except ValidationError as error:
             fault = error.errors(include_url=False, include_input=False)[0]
             place = ".".join(map(str, fault["loc"]))
-            raise invalid(f"kv_hints: {place} of a kv.retain payload: {fault['msg']}", "kv_hints") from None
+            raise invalid(
+                f"kv_hints: {place} of a kv.retain payload: {fault['msg'].removeprefix('Value error, ')}", "kv_hints"
+            ) from None
 
 
 class _Sampling(_Extras):
@@ -347,7 +349,7 @@ class Function(BaseModel):
     """A function that the model may call."""
 
     model_config = ConfigDict(extra="allow")
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]  # Anthropic's limit; OpenAI's is 64
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
@@ -462,6 +464,7 @@ def _alternating(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     Coding agents send several of both, and some of the system between others: these become the user's.
     """
     found: list[dict[str, Any]] = []
+    joined: dict[str, Any] = {}  # the last message that was made of several
     for message in messages:
         before = found[-1] if found else {}
         role, last = message.get("role"), before.get("role")
@@ -469,7 +472,9 @@ def _alternating(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             message, role = message | {"role": "user"}, "user"
         joins = role == last == "user" or (role in _OF_SYSTEM and last in _OF_SYSTEM)
         if joins and isinstance(before["content"], str | list) and isinstance(message.get("content"), str | list):
-            found[-1] = before | {"content": _content_parts(before["content"]) + _content_parts(message["content"])}
+            if joined is not before:
+                found[-1] = joined = before | {"content": list(_content_parts(before["content"]))}
+            joined["content"] += _content_parts(message["content"])
         else:
             found.append(message)
     return found

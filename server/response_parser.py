@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from .response_templates import CallFormat, ResponseTemplate
@@ -15,8 +16,10 @@ from .text_reader import JSON, PYTHON, Literals, MalformedText, Reading, TextRea
 _NAME = re.compile(r"[\w.:/-]*")
 _CALL_KEYS = ("name", "arguments", "parameters", "type", "function", "id")
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")  # of harmony
-_CHANNEL = re.compile(r"(?:<\|channel\|>|^\s*(?:assistant)?\s*)(analysis|commentary|final)\b")
+_CHANNEL = re.compile(r"(?:<\|channel\|>|^\s*(?:assistant\s*)?)(analysis|commentary|final)\b")
 MOST_OTHERS = 32  # parameters that are looked for where the end of another one is missing
+LONGEST_OTHERS = 2048  # characters of their names together
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _REST_OF_HEADER = Literals([" to="])
 _BEGUN_CALL = re.compile(r"""\[?\s*(?:\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*)?"?([\w.-]+)["(]""")
 
@@ -93,6 +96,8 @@ class ResponseParser:
         self._message_end = Literals({*template.header_end, *template.header_open})
         self._message_close = Literals(template.header_end)
         self._text_end = Literals([*template.header_end[:1], *template.header_open[:1]])
+        self._stray_marks = self._hidden_marks.difference(self._text_end.texts)
+        self._text_marks = Literals({*self._text_end.texts, *self._stray_marks})
         begins_amid_reasoning = template.opens_reasoning(prompt_end)
         self._run = self._answer(begins_amid_reasoning) if named is None else self._read_arguments(named)
         next(self._run)
@@ -235,7 +240,7 @@ class ResponseParser:
                 continue
             # A header without a message
             if found or not self._is_cut:
-                self._give_content("".join(parts))
+                self._give_content(self._hidden.sub("", "".join(parts)))
             if found not in self._header_opens:
                 return
             header = found
@@ -249,7 +254,8 @@ class ResponseParser:
         else:
             if self._has_content:
                 self._begin_region()
-            yield from self._reader.find(self._text_end, self._give_content)
+            while (found := (yield from self._reader.find(self._text_marks, self._give_content))) in self._stray_marks:
+                self._reader.take(self._reader.at + len(found))
         yield from self._reader.literal(self._message_close)
 
     def _read_addressed(self, name: str) -> Reading[None]:
@@ -299,6 +305,8 @@ class ResponseParser:
             reader.take(len(reader.text))
             self._begin_region()
         else:
+            if opener and (begun := self._later.begun(text, 0)):  # perhaps the next mark
+                text = reader.put_back(text, begun)
             (self._give_reasoning if self._is_reasoning else self._give_content)(self._hidden.sub("", opener + text))
 
     def _begins_known(self, text: str) -> bool:
@@ -390,7 +398,7 @@ class ResponseParser:
         _, key_end, value_open, _ = form.parameter
         if form.head_end:
             head: list[str] = []
-            if not (yield from reader.until(Literals([form.head_end]), head.append)):
+            if not (yield from reader.until(_literals(form.head_end), head.append)):
                 raise MalformedText
             if "".join(head).endswith("/"):
                 return "{}"
@@ -403,9 +411,9 @@ class ResponseParser:
                 break
             key: list[str] = []
             attributes: list[str] = []
-            if not (yield from reader.until(Literals([key_end]), key.append)):
+            if not (yield from reader.until(_literals(key_end), key.append)):
                 raise MalformedText
-            if value_open and not (yield from reader.until(Literals([value_open]), attributes.append)):
+            if value_open and not (yield from reader.until(_literals(value_open), attributes.append)):
                 raise MalformedText
             named = "".join(key).strip()
             if form.escaped_keys:
@@ -424,9 +432,9 @@ class ResponseParser:
         reader, form = self._reader, self._form
         parts: list[str] = []
         ends = self._parameter_ends
-        if form.missing_ends and 0 < len(others) <= MOST_OTHERS:
+        if form.missing_ends and 0 < len(others) <= MOST_OTHERS and sum(map(len, others)) <= LONGEST_OTHERS:
             opens, key_end = form.parameter[:2]
-            ends = Literals([*ends.texts, *(f"\n{opens}{key}{key_end}" for key in others)])
+            ends = _literals(*ends.texts, *(f"\n{opens}{key}{key_end}" for key in sorted(others)))
         while True:
             found = yield from reader.find(ends, parts.append)
             if not found:
@@ -449,6 +457,12 @@ class ResponseParser:
         self._parts.append(Part("call", arguments, name, call_id))
 
 
+@lru_cache(maxsize=64)
+def _literals(*texts: str) -> Literals:
+    """As `Literals`, for texts that are looked for again with the next parameter or call."""
+    return Literals(texts)
+
+
 def _name_and_arguments(call: Any) -> tuple[str, Any]:
     """Those that an object says: `{"name": ..., "arguments": {...}}`, or with "parameters". Raises MalformedText."""
     if isinstance(call, dict) and isinstance(call.get("function"), dict):
@@ -465,7 +479,7 @@ def _name_and_arguments(call: Any) -> tuple[str, Any]:
             value = json.loads(value, parse_constant=int) if value.strip() else {}  # int raises for NaN
         except (ValueError, RecursionError):
             raise MalformedText from None
-    return name, value
+    return _encodable(name), value
 
 
 def _dumped(value: Any) -> str:
@@ -476,11 +490,12 @@ def _dumped(value: Any) -> str:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
         raise MalformedText from None
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair
-        text = json.dumps(value)
-    return text
+    return _encodable(text)
+
+
+def _encodable(text: str) -> str:
+    """The text with U+FFFD for each half of a surrogate pair that stands alone. JSON's escapes can say one, UTF-8 cannot."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if _SURROGATE.search(text) else text
 
 
 def types_of(schema: Any) -> set[str]:

@@ -6,14 +6,14 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ..cache.retention import Retention
 from .errors import invalid
 
 MOST_S = 86_400.0  # longer hints are shortened to it
 _ANTHROPIC_TTLS = ("5m", "1h")
-_NUMBER = r"(\d+\.?\d*|\.\d+)"
+_NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
 _UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _PART = re.compile(rf"{_NUMBER}({'|'.join(sorted(_UNITS_S, key=len, reverse=True))})")
 
@@ -53,6 +53,12 @@ class RetainDirective(BaseModel):
     priority: Annotated[int, Field(ge=0, le=100)] | None = None
     duration: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     covers_output: bool = False
+
+    @model_validator(mode="after")
+    def _is_range(self) -> RetainDirective:
+        if self.end is not None and self.end <= self.start:
+            raise ValueError(f"a range ends behind its start, got {self.start} to {self.end}")
+        return self
 
 
 class RetainPayload(BaseModel):

@@ -85,6 +85,11 @@ class TextReader:
         record, self._record = self._record or [], None
         return "".join(record)
 
+    def put_back(self, taken: str, size: int) -> str:
+        """Read the last `size` characters of what was read once more. The rest of it."""
+        self.text, self.at = taken[-size:] + self.text[self.at :], 0
+        return taken[:-size]
+
     def more(self) -> Reading[bool]:
         """Wait for more text. False at the end."""
         if self.ended:
@@ -304,6 +309,6 @@ def _value_of(word: str, notation: Notation) -> Any:
         value: int | float | None = None if found is None else float(word) if found[1] or found[2] else int(word)
     except ValueError:  # of too many digits
         value = None
-    if value is None or not math.isfinite(value):
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
         raise MalformedText
     return value

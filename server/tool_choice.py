@@ -7,6 +7,7 @@ constrained to a JSON array of calls, with a named function to its arguments.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urljoin
@@ -48,16 +49,16 @@ class ToolChoice:
         if choice != "none" and not self._tools:
             raise ToolsInvalid("tool_choice needs tools", "tool_choice")
         names = [tool["function"]["name"] for tool in self._tools]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
+        if twice := sorted(name for name, count in Counter(names).items() if count > 1):
             raise ToolsInvalid(f"each tool needs a name of its own, tools has two functions {twice[0]!r}", "tools")
-        self._allowed = names
+        self._allowed = known = frozenset(names)
         if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
-            self._allowed = [tool["function"]["name"] for tool in choice["allowed_tools"]["tools"]]
+            self._allowed = frozenset(tool["function"]["name"] for tool in choice["allowed_tools"]["tools"])
             choice = choice["allowed_tools"]["mode"]
-            if unknown := [name for name in self._allowed if name not in names] or ([] if self._allowed else ["none"]):
+            if unknown := sorted(self._allowed - known) or ([] if self._allowed else ["none"]):
                 raise ToolsInvalid(f"tool_choice allows {unknown[0]!r}, tools has {', '.join(names)}", "tool_choice")
         self.named: str | None = choice["function"]["name"] if isinstance(choice, Mapping) else None
-        if self.named is not None and self.named not in names:
+        if self.named is not None and self.named not in known:
             raise ToolsInvalid(f"tool_choice names {self.named!r}, tools has {', '.join(names)}", "tool_choice")
         self.is_required = choice == "required"
         answers = (fields.get("response_format") or {}).get("type", "text") != "text" or bool(fields.get("structured_outputs"))

@@ -86,6 +86,8 @@ def test_fields_become_those_of_a_chat() -> None:
     chat = MessagesRequest(**BODY, tool_choice={"type": "tool", "name": "dive"}, output_config={"effort": "high"}).as_chat()
     assert chat.tool_choice is not None and not isinstance(chat.tool_choice, str)
     assert (chat.tool_choice.function.name, chat.reasoning_effort) == ("dive", "high")
+    chat = MessagesRequest(**BODY | {"tools": [{"name": "a" * 128, "input_schema": {}}]}).as_chat()
+    assert chat.tools is not None and chat.tools[0].function.name == "a" * 128
     prefilled = [*BODY["messages"], {"role": "assistant", "content": "Down"}]
     options = MessagesRequest(**BODY | {"messages": prefilled}).as_chat().template()
     assert options == {"add_generation_prompt": False, "continue_final_message": True}
@@ -93,7 +95,7 @@ def test_fields_become_those_of_a_chat() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "type 'image' is not supported"),
         ({"tools": None, "tool_choice": {"type": "any"}}, "tool_choice needs tools"),
         ({"tool_choice": {"type": "tool"}}, "needs a name"),
-        ({"tools": [{"name": "a" * 65, "input_schema": {}}]}, "tools.0.function.name"),
+        ({"output_config": {"effort": 3}}, "reasoning_effort"),
     ):
         with pytest.raises(ApiError, match=said):
             MessagesRequest(**BODY | fields).as_chat()
@@ -183,6 +185,12 @@ async def test_stop_reasons(stream: bool) -> None:
             assert (body["stop_reason"], body["stop_sequence"]) == (wanted, "END" if wanted == "stop_sequence" else None)
             blocks = added_up(events) if stream else body["content"]
             assert "".join(block["text"] for block in blocks).strip() == "Hi"
+
+
+async def test_white_space_alone_makes_no_block() -> None:
+    async with scripted(" ", "\n") as server:
+        assert json.loads((await server.ask(PATH, BODY)).body)["content"] == []
+        assert b"content_block" not in (await server.ask(PATH, BODY | {"stream": True})).body
 
 
 async def test_tokens_of_a_prompt_are_counted() -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from durable_rig import CALL, PROMPT, FrontEnd, scripted
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pagetide.server.config import ModelOptions
 from pagetide.server.errors import ApiError
@@ -60,6 +62,25 @@ def test_messages_become_those_of_a_chat() -> None:
     ]
 
 
+_NAMES, _IDS = st.sampled_from(["dive", "look"]), st.sampled_from([None, "a", "b"])
+
+
+@given(st.lists(st.tuples(_IDS, _NAMES), max_size=6), st.lists(st.tuples(_IDS, st.none() | _NAMES), max_size=8))
+def test_a_result_answers_the_first_open_call_of_its_id_or_function(
+    calls: list[tuple[str | None, str]], results: list[tuple[str | None, str | None]]
+) -> None:
+    asked = [{"id": call_id, "function": {"name": name, "arguments": {}}} for call_id, name in calls]
+    told = [{"role": "tool", "content": "x", "tool_call_id": call_id, "tool_name": name} for call_id, name in results]
+    _, *found = OllamaChatRequest(**CHAT | {"messages": [{"role": "assistant", "tool_calls": asked}, *told]}).as_chat().messages
+    unanswered = [(call_id or f"{number:09}", name) for number, (call_id, name) in enumerate(calls, 1)]
+    for message, (call_id, name) in zip(found, results, strict=True):
+        fitting = [one for one in unanswered if one[0] == call_id] or [one for one in unanswered if name in (None, one[1])]
+        wanted = fitting[0][0] if fitting else call_id
+        assert message.model_dump(exclude_unset=True).get("tool_call_id") == wanted
+        if fitting:
+            unanswered.remove(fitting[0])
+
+
 def test_options_become_fields_of_a_chat() -> None:
     options = {
         "num_predict": 7, "temperature": 0.5, "top_k": 4, "top_p": 0.9, "min_p": 0.1, "seed": 3, "stop": ["END"],
@@ -75,10 +96,10 @@ def test_options_become_fields_of_a_chat() -> None:
         **CHAT, options={"num_predict": -1, "seed": -1, "repeat_penalty": 1.1, "repeat_last_n": 0}
     ).as_chat()
     assert free.params() == {"ignore_eos": False}
-    for given, constraint in (("json", {"type": "object"}), ({"type": "array"}, {"type": "array"}), ("", None)):
-        assert OllamaGenerateRequest(**GENERATE, format=given).as_chat().params().get("json_schema") == constraint
-    for given, thinking, effort in ((True, True, None), (False, False, None), ("high", True, "high"), (None, None, None)):
-        chat = OllamaGenerateRequest(**GENERATE, think=given).as_chat()
+    for form, constraint in (("json", {"type": "object"}), ({"type": "array"}, {"type": "array"}), ("", None)):
+        assert OllamaGenerateRequest(**GENERATE, format=form).as_chat().params().get("json_schema") == constraint
+    for think, thinking, effort in ((True, True, None), (False, False, None), ("high", True, "high"), (None, None, None)):
+        chat = OllamaGenerateRequest(**GENERATE, think=think).as_chat()
         assert (chat.enable_thinking, chat.reasoning_effort) == (thinking, effort)
     with_system = OllamaGenerateRequest(**GENERATE, system="Be brief.").as_chat()
     assert [message.role for message in with_system.messages] == ["system", "user"]
@@ -140,6 +161,8 @@ async def test_models_as_ollama_lists_them() -> None:
             found = json.loads((await server.ask(path, body)).body)
             assert (found["done"], found["done_reason"]) == (True, "load")
         assert not server.engine.queue.requests
+        chat = {"model": tag["name"], "messages": [{"role": "user", "content": "Dive"}]}  # as VS Code asks
+        assert json.loads((await server.ask("/v1/chat/completions", chat)).body)["model"] == "kept"
 
 
 def test_sizes_are_those_of_the_engine() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
-from durable_rig import DIVING, scripted
+from durable_rig import DIVING, only, scripted
 
+from pagetide.server.engine_client import RequestFailed
 from pagetide.server.errors import ApiError
 from pagetide.server.openai_responses import ResponsesRequest
 
@@ -130,6 +132,13 @@ async def test_an_answer_whole_and_streamed() -> None:
             assert "".join(deltas) == ended[name] == wanted
 
 
+async def test_the_arguments_of_a_custom_tool_without_its_input_are_the_input() -> None:
+    call = '<tool_call>{"name": "apply_patch", "arguments": {"patch": "*** Begin Patch"}}</tool_call>'
+    async with scripted(call) as server:
+        (item,) = json.loads((await server.ask(PATH, BODY)).body)["output"]
+        assert (item["type"], item["input"]) == ("custom_tool_call", '{"patch": "*** Begin Patch"}')
+
+
 async def test_an_answer_that_is_cut_off_is_incomplete() -> None:
     async with scripted("Down", " <tool_call>", reason="length") as server:
         whole = json.loads((await server.ask(PATH, BODY)).body)
@@ -138,6 +147,23 @@ async def test_an_answer_that_is_cut_off_is_incomplete() -> None:
         assert item["content"][0]["text"].strip() == "Down"
         answer = await server.ask(PATH, BODY | {"stream": True})
         assert answer.events[-1].startswith(b"event: response.incomplete\n")
+
+
+async def test_a_stream_that_fails_ends_with_the_items_so_far() -> None:
+    async with scripted("Hi", " there") as server:
+
+        async def fail(request: Any, generation: Any) -> None:
+            only(2)(request, generation)
+            while generation.pieces:
+                await asyncio.sleep(0)
+            generation.take(RequestFailed("internal", "a fault"))
+
+        server.engine.deliver = lambda request, generation: asyncio.create_task(fail(request, generation))
+        answer = await server.ask(PATH, BODY | {"stream": True})
+        events = [json.loads(one.split(b"data: ")[1]) for one in answer.events]
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert (events[-1]["type"], events[-1]["response"]["status"]) == ("response.failed", "failed")
+        assert events[-1]["response"]["output"][0]["content"][0]["text"] == "Hi"
 
 
 async def test_allowed_tools_are_those_that_are_found() -> None:

@@ -209,13 +209,33 @@ CASES: list[tuple[str, str, Said]] = [
      "</parameter>\n</function>\n"
      "</tool_call>", Said("", "", [("dive", {"deep": True, "x": "1"})])),
     ("hermes", '<tool_call>{"name": "dive", "arguments": {"note": "\\ud800"}}</tool_call>',
-     Said("", "", [("dive", {"note": "\ud800"})])),
+     Said("", "", [("dive", {"note": "\ufffd"})])),
+    ("hermes", '<tool_call>{"name": "\\udc00x", "arguments": {"note": "\\ud83d\\ude00"}}</tool_call>',
+     Said("", "", [("\ufffdx", {"note": "\U0001f600"})])),
+    ("hermes", f'<tool_call>{{"name": "dive", "arguments": {{"depth": {"9" * 400}}}}}</tool_call>',
+     Said("", "", [("dive", {"depth": int("9" * 400)})])),
     ("hermes", '<tool_call>{"name": "dive", "arguments": {"note": "a\nb"}}</tool_call>',
      Said("", "", [("dive", {"note": "a\nb"})])),
     ("gpt-oss", " to=functions.dive<|channel|>commentary<|message|>{}", Said("", "", [("dive", {})])),
     ("gpt-oss", "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b<|end|>",
      Said("", "a\nb", [])),
 ]  # fmt: skip
+
+
+STRAY = [
+    ("gpt-oss", "<|start|>no message<|constrain|>", "no message"),
+    ("gpt-oss", "<|channel|>final<|message|>It<|constrain|> is<|channel|>wet.<|return|>", "It iswet."),
+    ("mistral", "It is[TOOL_CALLS][ARGS] wet.", "It is wet."),
+    ("mistral", "It is[TOOL_CALLS][[TOOL_CALLS] wet.", "It is[ wet."),
+]
+
+
+@given(st.sampled_from(STRAY), st.data())
+def test_marks_in_the_wrong_place_are_no_content(case: tuple[str, str, str], data: st.DataObject) -> None:
+    name, text, content = case
+    hidden = template_named(name).marks
+    assert read(name, text, hidden=hidden) == Said(content, "", [])
+    assert read(name, text, iter(lambda: data.draw(st.integers(1, 12)), 0), hidden=hidden) == Said(content, "", [])
 
 
 @given(st.sampled_from(CASES), st.data())

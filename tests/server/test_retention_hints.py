@@ -37,6 +37,13 @@ def test_durations(text: str, seconds: float) -> None:
     assert duration_s(text) == seconds
 
 
+@pytest.mark.parametrize("text", ["", "m", "1x", "1 m", "9" * 200_000 + "x", "1.5" * 50_000])
+def test_texts_that_are_no_durations(text: str) -> None:
+    """Refused in a time that grows with their length, not with its square: the event loop waits."""
+    with pytest.raises(ValueError, match="give seconds"):
+        duration_s(text)
+
+
 @pytest.mark.parametrize(("fields", "hint"), [
     ({}, None), ({"prompt_cache_options": {"mode": "explicit"}}, None), ({"prompt_cache_retention": "in_memory"}, None),
     ({"prompt_cache_options": {"ttl": "30m"}}, Retention(1800)), ({"prompt_cache_retention": "24h"}, DAY),
@@ -104,6 +111,7 @@ async def test_what_is_no_hint_is_refused() -> None:
             ({"prompt_cache_options": {"ttl": "soon"}}, "prompt_cache_options.ttl: give seconds, or a duration"),
             ({"prompt_cache_options": {"ttl": "-1m"}}, "a time above 0"),
             ({"kv_hints": {"actions": [{}]}}, "action_type is missing"),
+            (kv_hints({"start": 64, "end": 64}), "a range ends behind its start, got 64 to 64"),
             (kv_hints({"duration": 0}), "directives.0.duration of a kv.retain payload"),
         ):  # fmt: skip
             answer = await server.ask("/v1/chat/completions", {"messages": TALK} | fields)
