@@ -93,7 +93,7 @@ def test_the_walks_really_bound_what_stays_cached() -> None:
 @pytest.mark.parametrize("pool", ["fixed", "elastic"])
 def test_the_walks_really_go_ahead(pool: str) -> None:
     variants = [f"{pool}-{kept}-ahead-sound-full" for kept in ("bare", "host")]
-    worlds = [walk(seed, variant, 300, check_every=16) for seed in range(4) for variant in variants]
+    worlds = [walk(seed, variant, 300, check_every=16) for seed in range(6) for variant in variants]
     assert sum(len(world.planned_ahead) for world in worlds) > 400
     assert sum(world.num_left for world in worlds) > 10, "sequences that ended with a plan out behind them"
     assert sum(plan.swaps is not None for world in worlds for plan in world.planned_ahead) > 20

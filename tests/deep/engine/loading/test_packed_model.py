@@ -87,5 +87,6 @@ def test_little_more_memory_of_a_quantized_checkpoint(tmp_path: Path, dtype: str
     found = loaded(tmp_path, dtype)
     weights = found["weights_bytes"]
     assert weights > 80 << 20
-    assert weights < found["stays"] < 1.2 * weights + (12 << 20)
-    assert found["peak"] < 1.15 * found["stays"] + (24 << 20)  # a part of the head, or a piece of a weight, is 16 MiB or more
+    # a part of the head, or a piece of a weight, is 16 MiB or more, and one that was freed may stay with the process
+    assert weights < found["stays"] < 1.2 * weights + (24 << 20)
+    assert found["peak"] < 1.15 * found["stays"] + (24 << 20)
