@@ -67,7 +67,7 @@ class AlertDelivery:
             alert, message = taken
             try:
                 self._deliver(alert, message)
-            except OSError as error:
+            except Exception as error:  # the thread is there for others too
                 self._failed(alert, str(error))
 
     def _deliver(self, alert: Alert, message: dict[str, Any]) -> None:

@@ -121,6 +121,22 @@ def only(num: int) -> Deliver:
     return deliver
 
 
+def failing_after(num: int) -> Deliver:
+    """Deliver the first `num` records, and fail once they are taken."""
+    first, tasks = only(num), set[asyncio.Task[None]]()
+
+    async def fail(generation: Generation) -> None:
+        while generation.pieces:
+            await asyncio.sleep(0)
+        generation.take(RequestFailed("internal", "a fault"))
+
+    def deliver(kept: KeptRequest, generation: Generation) -> None:
+        first(kept, generation)
+        tasks.add(asyncio.create_task(fail(generation)))
+
+    return deliver
+
+
 class DurableEngine:
     """A durable engine client in front of kept requests. `is_durable` may be set to False: it is an ordinary one then.
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -117,3 +119,18 @@ class MonitorProcess:
                 return reader.monitor_pid == self.pid and reader.is_live() and answered
         except RecordError:
             return False
+
+
+def exchanged(port: int, request: bytes) -> bytes:
+    """All that a server on this machine answers to the bytes of `request`."""
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+        answer = b""
+        try:
+            client.sendall(request)
+            client.shutdown(socket.SHUT_WR)
+            while data := client.recv(65536):
+                answer += data
+        except OSError as error:  # it has heard enough
+            if error.errno not in (errno.ENOTCONN, errno.ECONNRESET, errno.EPIPE):
+                raise
+        return answer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import http.client
 import json
 import os
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from monitors import wait_until
+from monitors import exchanged, wait_until
 
 from pagetide.monitor import metrics_server, token_file
 from pagetide.monitor.errors import ConfigInvalid
@@ -46,19 +45,6 @@ class Served:
             connection.request(method, path, None if method == "GET" else body, headers)
             answer = connection.getresponse()
             return answer.status, answer.read().decode()
-
-    def raw(self, request: bytes) -> bytes:
-        with socket.create_connection(("127.0.0.1", self.server.port), timeout=60) as client:
-            answer = b""
-            try:
-                client.sendall(request)
-                client.shutdown(socket.SHUT_WR)
-                while data := client.recv(65536):
-                    answer += data
-            except OSError as error:  # it has heard enough
-                if error.errno not in (errno.ENOTCONN, errno.ECONNRESET, errno.EPIPE):
-                    raise
-            return answer
 
 
 @pytest.fixture(name="file")
@@ -100,7 +86,7 @@ def test_every_refusal_is_an_object_with_the_error(served: Served, file: Path) -
     ):  # fmt: skip
         status, text = served.ask(method, "/reservations/7?x", body, **headers)
         assert status >= 400 and set(json.loads(text)) == {"error"} and json.loads(text)["error"], (method, text)
-    assert served.raw(b"HEAD /reservations HTTP/1.1\r\n\r\n").endswith(b"\r\n\r\n"), "no body"
+    assert exchanged(served.server.port, b"HEAD /reservations HTTP/1.1\r\n\r\n").endswith(b"\r\n\r\n"), "no body"
     assert served.ask("POST", "/metrics", "{}", **good)[1].startswith("<!DOCTYPE")
 
 
@@ -145,7 +131,7 @@ def test_bodies_are_small_json_objects(served: Served, file: Path, caplog: pytes
         (b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n", 411),
         (b"Transfer-Encoding: chunked\r\nContent-Length: 2\r\n\r\n{}", 411), (b'Content-Length: 9\r\n\r\n{"a":', 400),
     ):  # fmt: skip
-        answer_bytes = served.raw(head + more)
+        answer_bytes = exchanged(served.server.port, head + more)
         assert int(answer_bytes.split()[1]) == status, more
     assert not caplog.records
     assert served.ask("POST", body='{"fail": true}', **good)[0] == 500
@@ -168,7 +154,7 @@ def test_noise_is_answered_and_changes_nothing(served: Served, file: Path) -> No
         request = bytearray(good)
         for _ in range(rng.randrange(1, 6)):
             request[rng.randrange(len(request))] = rng.randrange(256)
-        served.raw(bytes(request))
+        exchanged(served.server.port, bytes(request))
     assert all(method == "GET" for method, *_ in served.asked)
     assert served.ask("POST", Authorization=f"Bearer {read_token(file)}")[0] == 201
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from monitors import wait_until
+from monitors import exchanged, wait_until
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from snapshots import sample_lease
@@ -617,20 +617,6 @@ def server(caplog: pytest.LogCaptureFixture) -> Iterator[MetricsServer]:
     assert caplog.records == []
 
 
-def ask(server: MetricsServer, request: bytes) -> bytes:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
-        answer = b""
-        try:
-            client.sendall(request)
-            client.shutdown(socket.SHUT_WR)
-            while data := client.recv(65536):
-                answer += data
-        except OSError as error:  # it has heard enough
-            if error.errno not in (errno.ENOTCONN, errno.ECONNRESET, errno.EPIPE):
-                raise
-        return answer
-
-
 def status_of(answer: bytes) -> int:
     return int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/1.0 ") else 0
 
@@ -645,8 +631,8 @@ def test_any_request_line_is_answered(server: MetricsServer) -> None:
         (b"GET /metrics HTTP/" + b"9" * 5000 + b".1", 400), (b"GET /" + b"a" * 70_000 + b" HTTP/1.1", 414),
         (b"__init__ /metrics HTTP/1.1", 501),
     ]:  # fmt: skip
-        assert status_of(ask(server, request_line + b"\r\n\r\n")) == status, request_line[:80]
-        assert status_of(ask(server, GET + b"\r\n")) == 200
+        assert status_of(exchanged(server.port, request_line + b"\r\n\r\n")) == status, request_line[:80]
+        assert status_of(exchanged(server.port, GET + b"\r\n")) == 200
 
 
 def test_any_accept_header_is_answered(server: MetricsServer) -> None:
@@ -661,7 +647,7 @@ def test_any_accept_header_is_answered(server: MetricsServer) -> None:
         (OPEN + b";escaping=\xff", OPEN + b"; version=1.0.0"),
         *((text, PLAIN + b"; version=0.0.4; charset=utf-8") for text in (b"*/*", b"", b",;=/" * 10_000)),
     ]:
-        head, _, body = ask(server, GET + b"Accept: " + accept + b"\r\n\r\n").partition(b"\r\n\r\n")
+        head, _, body = exchanged(server.port, GET + b"Accept: " + accept + b"\r\n\r\n").partition(b"\r\n\r\n")
         if content_type is None:
             assert status_of(head) == 406, accept[:80]
             assert b"ask for text/plain;version=0.0.4 or application/openmetrics-text;version=1.0.0" in body
@@ -674,11 +660,11 @@ def test_any_accept_header_is_answered(server: MetricsServer) -> None:
 def test_headers_are_bounded_each_and_in_all(server: MetricsServer) -> None:
     """A hundred lines of 64 KiB for each of sixteen connections would be a hundred megabytes."""
     for headers in (b"A: b\r\n" * 200, b"A: " + b"b" * 70_000 + b"\r\n", (b"A: " + b"b" * 1500 + b"\r\n") * 99):
-        assert status_of(ask(server, GET + headers + b"\r\n")) == 431
+        assert status_of(exchanged(server.port, GET + headers + b"\r\n")) == 431
     largest = GET + b"A: " + b"b" * 65_000 + b"\r\nB: " + b"b" * 60_000 + b"\r\n\r\n"
     assert len(largest) < MAX_HEAD_BYTES
-    assert status_of(ask(server, largest)) == 200
-    assert status_of(ask(server, largest[:-2] + b"C: " + b"b" * 10_000 + b"\r\n\r\n")) == 431
+    assert status_of(exchanged(server.port, largest)) == 200
+    assert status_of(exchanged(server.port, largest[:-2] + b"C: " + b"b" * 10_000 + b"\r\n\r\n")) == 431
 
 
 PIECES = [
@@ -692,13 +678,13 @@ def test_random_requests_are_answered_and_leave_nothing(server: MetricsServer) -
     usual = GET + b"Accept: " + OPEN + b";version=1.0.0," + PLAIN + b";version=0.0.4;q=0.5\r\nAccept-Encoding: gzip\r\n\r\n"
     for _ in range(150):
         request = b"".join(rng.choices(PIECES, k=rng.randrange(40))) + b"\r\n\r\n"
-        ask(server, request)
+        exchanged(server.port, request)
         request = bytearray(usual)
         for _ in range(rng.randrange(1, 4)):
             at = rng.randrange(len(request))
             request[at : at + rng.randrange(3)] = rng.choice([*PIECES, rng.randbytes(1)])
-        ask(server, bytes(request))
-    assert status_of(ask(server, usual)) == 200
+        exchanged(server.port, bytes(request))
+    assert status_of(exchanged(server.port, usual)) == 200
 
 
 def test_faults_are_logged_once_a_minute(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -713,10 +699,10 @@ def test_faults_are_logged_once_a_minute(caplog: pytest.LogCaptureFixture, monke
     before = set(threading.enumerate())
     with closing(MetricsServer(read, 0)) as server:
         for _ in range(20):
-            answer = ask(server, GET + b"\r\n")
+            answer = exchanged(server.port, GET + b"\r\n")
             assert status_of(answer) == 500 and b"see the monitor's log" in answer
         now_ns[0] += QUIET_CAUSE_NS
-        assert status_of(ask(server, GET + b"\r\n")) == 500
+        assert status_of(exchanged(server.port, GET + b"\r\n")) == 500
     join_all(set(threading.enumerate()) - before)
     assert {record.levelno for record in caplog.records} == {logging.ERROR}
     told = [(record.getMessage(), record.exc_info and record.exc_info[0]) for record in caplog.records]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from hashlib import sha256
 from typing import Any
 
 import pytest
-from durable_rig import PROMPT, only, scripted
+from durable_rig import PROMPT, failing_after, scripted
 
 from pagetide.server.anthropic import BILLING_BLOCK, MessagesRequest
-from pagetide.server.engine_client import RequestFailed
 from pagetide.server.errors import ApiError
 from pagetide.server.keys import ApiKey, ApiKeys
 
@@ -226,14 +224,7 @@ async def test_errors_have_anthropics_form() -> None:
 
 async def test_a_stream_that_fails_ends_with_an_event_of_the_error() -> None:
     async with scripted("Hi", " there") as server:
-
-        async def fail(request: Any, generation: Any) -> None:
-            only(2)(request, generation)
-            while generation.pieces:
-                await asyncio.sleep(0)
-            generation.take(RequestFailed("internal", "a fault"))
-
-        server.engine.deliver = lambda request, generation: asyncio.create_task(fail(request, generation))
+        server.engine.deliver = failing_after(2)
         answer = await server.ask(PATH, BODY | {"stream": True})
         assert answer.events[-1].startswith(b"event: error\n") and b"[DONE]" not in answer.body
         assert json.loads(answer.events[-1].split(b"data: ")[1])["error"]["type"] == "api_error"

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
 import pytest
-from durable_rig import DIVING, only, scripted
+from durable_rig import DIVING, failing_after, scripted
 
-from pagetide.server.engine_client import RequestFailed
 from pagetide.server.errors import ApiError
 from pagetide.server.openai_responses import ResponsesRequest
 
@@ -151,14 +149,7 @@ async def test_an_answer_that_is_cut_off_is_incomplete() -> None:
 
 async def test_a_stream_that_fails_ends_with_the_items_so_far() -> None:
     async with scripted("Hi", " there") as server:
-
-        async def fail(request: Any, generation: Any) -> None:
-            only(2)(request, generation)
-            while generation.pieces:
-                await asyncio.sleep(0)
-            generation.take(RequestFailed("internal", "a fault"))
-
-        server.engine.deliver = lambda request, generation: asyncio.create_task(fail(request, generation))
+        server.engine.deliver = failing_after(2)
         answer = await server.ask(PATH, BODY | {"stream": True})
         events = [json.loads(one.split(b"data: ")[1]) for one in answer.events]
         assert [event["sequence_number"] for event in events] == list(range(len(events)))
