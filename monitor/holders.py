@@ -73,7 +73,7 @@ class Holders:
         self._idle_after_s, self._alive = idle_after_s, alive
         self._holders: dict[Key, _Holder] = {}
         self._gone: dict[Key, _Holder] = {}  # since the last look: the event of their end may come after it
-        self._known: set[tuple[str, bool]] = set()  # devices of which leases (True) or processes were listed before
+        self._known: set[str] = set()  # devices of which processes were listed before; leases begin with the monitor
 
     def look(self, snapshot: Snapshot) -> list[MemoryEvent]:
         """What changed since the last call. The first list of a device's processes is where it begins."""
@@ -82,14 +82,13 @@ class Holders:
         leases = {(lease.device_uuid, lease.pid) for lease in snapshot.leases}
         there = {device.info.uuid for device in snapshot.devices}
         self._holders = {key: holder for key, holder in self._holders.items() if key[0] in there}
-        self._known = {known for known in self._known if known[0] in there}
+        self._known &= there
         for device in snapshot.devices:
             uuid = device.info.uuid
             seen = self._seen(device, snapshot.leases, leases)
             events += self._update(device, seen)
-            self._known.add((uuid, True))
             if device.detail.reading.processes is not None:
-                self._known.add((uuid, False))
+                self._known.add(uuid)
         if len(events) > MAX_EVENTS:
             largest = sorted(events, key=lambda event: -(abs(event.bytes or 0)))
             events = largest[:MAX_EVENTS]
@@ -155,7 +154,7 @@ class Holders:
         for key, (names, held_bytes, use) in seen.items():
             holder = self._holders.get(key)
             if holder is None:
-                is_known = (uuid, key[2] is not None) in self._known
+                is_known = key[2] is not None or uuid in self._known
                 holder = self._holders[key] = _begun(names, held_bytes, left.pop(key[1], None), step, is_known=is_known)
                 if held_bytes is None and is_known:
                     events.append(holder.event(EventKind.TOOK, reason="the driver does not say how much"))
@@ -198,7 +197,7 @@ class Holders:
 def _begun(names: MemoryEvent, held_bytes: int | None, former: _Holder | None, step: int, *, is_known: bool) -> _Holder:
     """A holder that was not there before; of the `former` one of the same process, with a lease or without, it is no news.
 
-    What is there at the first look at a device is no news either.
+    The processes that are there at the first look at a device are no news either.
     """
     if former is not None:
         return _Holder(names, former.told_bytes, former.held_bytes, former.peak_bytes, former.most_bytes)

@@ -68,6 +68,8 @@ def test_what_was_there_first_is_held_and_not_taken() -> None:
     assert found.look(seen(train(3 * GIB), ProcessUse(8, MIB))) == []
     assert [(event.kind, event.pid, event.held_bytes) for event in found.held()] == [(EventKind.HOLDS, 7, 3 * GIB)]
     assert said(found.look(seen())) == [("ended", "python", -3 * GIB, None, 3 * GIB)], "the small one was never told"
+    leased = holders().look(seen(leases=(lease(2),)))
+    assert said(leased) == [("took", "chat", 2 * GIB, 2 * GIB, 2 * GIB)], "no lease is older than its monitor"
 
 
 def test_a_process_that_left_the_device_and_runs_on_has_returned_its_memory() -> None:
