@@ -173,9 +173,13 @@ def _rotate_heads(
         other = pairs + half
     second = pairs if PAIRED else other
     real = pairs < half
-    mask = (heads < num_heads)[:, None] & real[None, :]
     source = x + heads[:, None] * head_stride
     target = out + heads[:, None] * DIM
+    if DIM > ROTATED:
+        rest = tl.arange(0, DIM_PAD)
+        mask = (heads < num_heads)[:, None] & ((rest >= ROTATED) & (rest < DIM))[None, :]
+        tl.store(target + rest[None, :], tl.load(source + rest[None, :], mask=mask), mask=mask)
+    mask = (heads < num_heads)[:, None] & real[None, :]
     a = tl.load(source + one[None, :], mask=mask, other=0.0).to(tl.float32)
     b = tl.load(source + other[None, :], mask=mask, other=0.0).to(tl.float32)
     cos_a = tl.load(cos + one, mask=real, other=0.0).to(tl.float32)[None, :]
@@ -184,10 +188,6 @@ def _rotate_heads(
     sin_b = tl.load(sin + second, mask=real, other=0.0).to(tl.float32)[None, :]
     tl.store(target + one[None, :], (a * cos_a - b * sin_a).to(out.dtype.element_ty), mask=mask)
     tl.store(target + other[None, :], (b * cos_b + a * sin_b).to(out.dtype.element_ty), mask=mask)
-    if DIM > ROTATED:
-        rest = tl.arange(0, DIM_PAD)
-        mask = (heads < num_heads)[:, None] & ((rest >= ROTATED) & (rest < DIM))[None, :]
-        tl.store(target + rest[None, :], tl.load(source + rest[None, :], mask=mask), mask=mask)
 
 
 @triton.jit(do_not_specialize=["gate_at", "up_at"])

@@ -46,7 +46,7 @@ def test_many_starts_and_ends_leave_nothing(tmp_path: Path) -> None:
         assert running.end() == 0
         wait_until(lambda: not reader.is_live())
         assert held(tmp_path / "run") == before
-        assert before[2] == ["monitor.lock"]
+        assert before[2] == ["events", "monitor.lock"]
     assert "Traceback" not in running.said()
 
 
