@@ -50,6 +50,9 @@ class ResponseParser:
         hidden: Special tokens: among the fixed texts of the template, they never are content.
         prompt_end: The end of the prompt, which may have opened reasoning.
         named: The answer is constrained to the arguments of this function.
+
+    Attributes:
+        message_channels: Of a format in which messages have headers: the channel of each message so far; "" of a call.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class ResponseParser:
         self._schemas = schemas or {}
         self._reader = TextReader()
         self._parts: list[Part] = []
+        self.message_channels: list[str] = []
         self._is_cut = self._is_reasoning = False
         # Of the content
         self._has_content = False
@@ -247,7 +251,10 @@ class ResponseParser:
 
     def _read_message(self, header: str) -> Reading[None]:
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
-        if recipient is not None and recipient[1] != "assistant" and self._calls is not None:
+        is_call = recipient is not None and recipient[1] != "assistant" and self._calls is not None
+        if any(mark in header for mark in self._header_opens):
+            self.message_channels.append("" if is_call or channel is None else channel[1])
+        if recipient is not None and is_call:
             yield from self._read_addressed(recipient[1])
         elif channel is not None and channel[1] == "analysis":
             yield from self._read_reasoning(self._text_end)
