@@ -35,13 +35,14 @@ class AnswerReader:
 
     Args:
         fields: Those of `ToolChoice`, and `skip_special_tokens`, `include_reasoning` and `enable_thinking`, as far as they are
-            given.
+            given. `constraint` is the form of the answer as an argument of `SamplingParams`; {} if it has none.
         template: The model's.
         response_id: The ids of the calls are made of it, so that they are the same whenever the output is read.
         special_tokens: Of the tokenizer. Those in the fixed texts of the template are kept for the parser, and are no content.
         added_tokens: The ids of the tokenizer's added tokens.
-        constrains: Calls that have to be, and those of strict functions, are constrained in the format of the model. Where that
-            cannot be, the former are JSON, and the latter stay free.
+        constrains: Calls that have to be, those of strict functions, and those beside an answer with a form of its own are
+            constrained in the format of the model. Where that cannot be, the first are JSON, the second stay free, and the
+            third are not: the text is an answer.
 
     Attributes:
         prompt_end: The end of the prompt's text. Set it before an answer is read.
@@ -62,12 +63,14 @@ class AnswerReader:
         self._choice = choice = ToolChoice(fields)
         self._response_id = response_id
         self._grammar = self._reasoning_grammar = ""
-        if constrains and (choice.must_call or choice.is_strict):
+        self._answer: Mapping[str, Any] = fields.get("constraint") or {}
+        asks = choice.schemas is not None and bool(self._answer) if choice.has_form else choice.must_call or choice.is_strict
+        if constrains and asks:
             added = added_tokens or {}
             special_ids = {token: added[token] for token in special_tokens if token in added}
             self._constrain(template, special_ids, fields.get("enable_thinking") is not False)
         self._named = None if self._grammar else choice.named
-        if choice.is_constrained and not self._grammar:
+        if (choice.must_call or choice.has_form) and not self._grammar:
             template = REQUIRED_TEMPLATE if choice.is_required else PLAIN_TEMPLATE
         self._template = template
         skips = fields.get("skip_special_tokens") is not False
@@ -84,7 +87,9 @@ class AnswerReader:
 
     def params(self) -> dict[str, Any]:
         """Arguments of `SamplingParams`: the constraint, and the special tokens that the parser reads. Raises ToolsInvalid."""
-        constraint = {"grammar": self._grammar} if self._grammar else self._choice.params()
+        constraint = self._choice.params()
+        if self._grammar:
+            constraint = dict.fromkeys(self._answer) | {"grammar": self._grammar}  # instead of the request's own
         return constraint | ({"kept_special_tokens": self._hidden} if self._hidden else {})
 
     def reasoning_grammar(self) -> ReasoningGrammar | None:
@@ -142,17 +147,22 @@ class AnswerReader:
         choice = self._choice
         try:
             grammar = CallGrammar(template, choice.parameters(), special_ids)
-            if not choice.must_call:
+            if not choice.must_call and not choice.has_form:
                 self._grammar = grammar.automatic()
                 return
-            self._grammar = grammar.required(choice.is_single, "some" if may_reason else "none")
+            answer = None if choice.must_call else self._answer
+            self._grammar = grammar.required(choice.is_single, "some" if may_reason else "none", answer)
             if template.reasoning_open:
-                self._reasoning_grammar = grammar.required(choice.is_single, "begun")
+                self._reasoning_grammar = grammar.required(choice.is_single, "begun", answer)
         except CannotConstrain as error:
-            _tell(f"{error}: {'calls that have to be are JSON' if choice.must_call else 'strict functions are not held to'}")
+            instead = "strict functions are not held to"
+            if choice.has_form:
+                instead = "with a form of its own the answer is never a call"
+            _tell(f"{error}: {'calls that have to be are JSON' if choice.must_call else instead}")
 
     def _parser(self) -> ResponseParser:
-        return ResponseParser(self._template, self._choice.schemas, self._hidden, self.prompt_end, self._named)
+        is_either = self._choice.has_form
+        return ResponseParser(self._template, self._choice.schemas, self._hidden, self.prompt_end, self._named, is_either)
 
     def _parts(self, index: int, parts: list[Part]) -> Iterable[Part]:
         for kind, group in groupby(parts, key=lambda part: part.kind):

@@ -1,16 +1,21 @@
-"""Grammars of llguidance for tool calls in the format of a model family: arguments match their schemas."""
+"""Grammars of llguidance for tool calls in the format of a model family: arguments match their schemas.
+
+docs/decisions/0072-calls-or-a-form.md says how an answer with a form of its own stands beside them.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
-from ..api.json_schemas import readable
+from ..api.json_schemas import json_options, readable
 from ..api.sampling_params import LONGEST_CONSTRAINT
 from .response_parser import types_of
 from .response_templates import ResponseTemplate
+
+Beginning: TypeAlias = Literal["none", "some", "begun"]
 
 _HEAD = "%llguidance {}\n"
 _TEXT = "/(.|\\n)*/"
@@ -49,31 +54,33 @@ class CallGrammar:
         self._length = 0  # of the rules
         self._calls = [self._call(number, *one) for number, one in enumerate(functions.items())]
 
-    def required(self, is_single: bool, reasoning: Literal["none", "some", "begun"] = "some") -> str:
-        """Some calls, perhaps behind reasoning, and nothing else.
+    def required(self, is_single: bool, reasoning: Beginning = "some", answer: Mapping[str, Any] | None = None) -> str:
+        """Some calls or an answer of a given form, perhaps behind reasoning, and nothing else.
 
         Args:
             is_single: One call at most.
             reasoning: "begun" where the prompt ends amid it, so the text begins there.
+            answer: The form, as an argument of `SamplingParams`. None: there have to be calls.
+
+        Raises CannotConstrain if the answer has a form and calls begin without a mark: they could not be told from it.
         """
         written = self._written
         more = "" if is_single else f"({self._terms(written.between)} call)*"
         rules = [f"calls: {self._terms(written.begin)} call {more} {self._terms(written.end)}", self._any_call("")]
-        before = ""
+        before, body = "", "calls"
+        if answer is not None:
+            self._mark()
+            rules.append(f"answer: {_form(answer)}")
+            body = "(calls | answer)"
         if self._template.reasoning_open and reasoning != "none":
             opener, closer = self._template.reasoning_open[0], self._template.reasoning_close[0]
             behind = f"{self._until('reasoning', closer, rules)} {_LINE_END}"
             before = behind if reasoning == "begun" else f"({self._terms(opener)} {behind})?"
-        return self._joined(f"start: {before} calls", *rules)
+        return self._joined(f"start: {before} {body}", *rules)
 
     def automatic(self) -> str:
         """Any text, in which what begins as a call is one. Raises CannotConstrain if calls begin without a mark."""
-        written, form = self._written, self._template.calls
-        assert form is not None
-        beginning = written.begin or written.call
-        mark = next((mark for mark in form.opens if beginning.startswith(mark)), None)
-        if mark is None:
-            raise CannotConstrain(f"calls in the format {self._template.name} begin without a mark")
+        written, mark = self._written, self._mark()
         if written.begin:
             more = f"({self._terms(written.between)} call)*"
             body = f"{self._terms(written.begin.removeprefix(mark))} call {more} {self._terms(written.end)}"
@@ -88,6 +95,14 @@ class CallGrammar:
         marks = (*self._template.reasoning_open, *self._template.reasoning_close, *self._template.dropped)
         others = [f"TEXT <[{self._ids[one]}]>" for one in marks if one in self._ids]
         return self._joined(f"start: ({' | '.join([item, *others])})* tail", "tail: TEXT", f"TEXT: {_TEXT}", *rules)
+
+    def _mark(self) -> str:
+        """What calls begin with. Raises CannotConstrain if that is no mark."""
+        form, beginning = self._template.calls, self._written.begin or self._written.call
+        mark = next((mark for mark in (() if form is None else form.opens) if beginning.startswith(mark)), None)
+        if mark is None:
+            raise CannotConstrain(f"calls in the format {self._template.name} begin without a mark")
+        return mark
 
     def _joined(self, *rules: str) -> str:
         grammar = _HEAD + "\n".join([*rules, *self._rules]) + "\n"
@@ -194,6 +209,22 @@ def _plain(text: str) -> Iterator[str]:
             yield _LINE_END
         if line:
             yield json.dumps(line, ensure_ascii=False)
+
+
+def _form(answer: Mapping[str, Any]) -> str:
+    """The term of an answer with this constraint. Raises CannotConstrain."""
+    ((kind, given),) = answer.items()
+    if kind == "regex":
+        line = re.sub(r"\\.|[/\n]", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), given)
+        return f"/{line}/"
+    if kind == "grammar":
+        return f"%lark {{\n{given}\n}}"
+    try:
+        schema = json.loads(given) if isinstance(given, str) else given
+    except ValueError as error:
+        raise CannotConstrain("the schema of the answer is no JSON") from error
+    options = json_options(schema)
+    return "%json " + json.dumps(readable(schema) | ({} if options is None else {"x-guidance": options}))
 
 
 def _json(schema: Mapping[str, Any]) -> str:
