@@ -133,7 +133,7 @@ SCHEMA = {
 
 @pytest.mark.parametrize("name", [name for name, one in templates().items() if one.calls is not None and one.calls.written])
 def test_what_a_grammar_lets_through_is_calls_that_fit(name: str) -> None:
-    """Bytes drawn at random among those allowed. The parser reads calls with arguments by their schema, or an answer by its own."""
+    """Bytes drawn at random among those allowed. The parser reads calls by their schemas, or an answer by its own."""
     llguidance, jsonschema = pytest.importorskip("llguidance"), pytest.importorskip("jsonschema_rs")
     tokenizer, template = llguidance.LLTokenizer("byte"), templates()[name]
     functions: dict[str, Any] = {"dive": SCHEMA, "look": {"type": "object", "properties": {}, "additionalProperties": False}}
