@@ -280,7 +280,7 @@ def _add_ollama(app: FastAPI, server: Server) -> None:
     @app.post("/api/show")
     async def ollama_show(body: ShowRequest) -> Response:
         server.check_fields(body)
-        return _json(shown(server.models.get(body.model)))
+        return _json(shown(server.models.get(body.model or body.name)))
 
     @app.get("/api/version")
     async def ollama_version() -> Response:
