@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal, TypeAlias
 
 from ..api.json_schemas import json_options, readable
@@ -21,7 +21,7 @@ _HEAD = "%llguidance {}\n"
 _TEXT = "/(.|\\n)*/"
 _LINE_END = "/\\n{0,2}/"
 # As the chat templates of all families write JSON
-_JSON = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _PLACE = re.compile("(NAME|ARGUMENTS|PARAMETERS|INDEX|KEY|VALUE|TYPED)")
 _ANNOTATIONS = {"$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated", "nullable"}
 _OF_OBJECTS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", *_ANNOTATIONS}
@@ -38,11 +38,18 @@ class CallGrammar:
     Args:
         functions: Their parameters by name, each the schema of an object.
         special_ids: The ids of the special tokens, by text. They are no text to a grammar.
+        lenient: Names of functions of which the arguments are held to what can be held, and to no more.
 
     Raises CannotConstrain where the format cannot be constrained, and for parameters that it cannot hold to.
     """
 
-    def __init__(self, template: ResponseTemplate, functions: Mapping[str, Any], special_ids: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        template: ResponseTemplate,
+        functions: Mapping[str, Any],
+        special_ids: Mapping[str, int],
+        lenient: Collection[str] = (),
+    ) -> None:
         written = None if template.calls is None else template.calls.written_with(special_ids)
         if written is None:
             raise CannotConstrain(f"the format {template.name} cannot be constrained")
@@ -52,6 +59,8 @@ class CallGrammar:
         self._special = re.compile("|".join(map(re.escape, sorted(special_ids, key=len, reverse=True))) or "(?!)")
         self._rules: list[str] = []
         self._length = 0  # of the rules
+        self._is_lenient = False  # of the function whose rules are added
+        self._lenient = lenient
         self._calls = [self._call(number, *one) for number, one in enumerate(functions.items())]
 
     def required(self, is_single: bool, reasoning: Beginning = "some", answer: Mapping[str, Any] | None = None) -> str:
@@ -121,14 +130,14 @@ class CallGrammar:
 
     def _call(self, number: int, name: str, schema: Mapping[str, Any]) -> tuple[str, str]:
         """The text at the beginning of a call, and the terms that follow. Adds their rules."""
-        parts = _PLACE.split(self._written.call)
+        parts, self._is_lenient = _PLACE.split(self._written.call), name in self._lenient
         head, at = parts[0], 1
         while parts[at] == "NAME":
             head, at = head + name + parts[at + 1], at + 2
         terms = []
         for place, text in zip(parts[at::2], parts[at + 1 :: 2], strict=True):
             if place == "ARGUMENTS":
-                self._add(f"arguments_{number}: {_json(schema)}")
+                self._add(f"arguments_{number}: {self._json(schema)}")
             elif place == "PARAMETERS":
                 self._add(f"arguments_{number}: {self._parameters(number, schema)}")
             terms += ["/[0-9]+/" if place == "INDEX" else f"arguments_{number}", self._terms(text)]
@@ -136,7 +145,8 @@ class CallGrammar:
 
     def _parameters(self, number: int, schema: Mapping[str, Any]) -> str:
         """The parameters of a function in order, each at most once. Raises CannotConstrain."""
-        if others := schema.keys() - _OF_OBJECTS:
+        others = schema.keys() - _OF_OBJECTS
+        if others and not self._is_lenient:
             raise CannotConstrain(f"parameters in the format {self._template.name} cannot hold {sorted(others)[0]!r}")
         properties, required = schema.get("properties", {}), schema.get("required", [])
         if not isinstance(properties, Mapping) or not isinstance(required, list):
@@ -158,6 +168,8 @@ class CallGrammar:
             raise CannotConstrain(f"a parameter in the format {self._template.name} cannot be named {key!r:.80}")
         is_text = "string" in types_of(schema)
         texts = _texts(schema) if is_text else None
+        if texts is None and is_text and self._is_lenient:
+            texts = []
         as_json = not is_text or (texts is None and bool(form.typed))  # where attributes tell texts from JSON
         before, after = before_key.replace("KEY", key).replace("TYPED", "false" if as_json else "true").split("VALUE")
         if as_json:
@@ -165,8 +177,10 @@ class CallGrammar:
                 raise CannotConstrain("the schema of a tool's parameter is malformed")
             whole = dict(shared) | (dict(schema) if isinstance(schema, Mapping) else {})
             if _REFERENCE.search(json.dumps(whole)):
-                raise CannotConstrain("a reference in a tool's parameters leads out of a parameter")
-            return f"{self._terms(before)} {_json(whole)} {self._terms(after)}"
+                if not self._is_lenient:
+                    raise CannotConstrain("a reference in a tool's parameters leads out of a parameter")
+                whole = {}
+            return f"{self._terms(before)} {self._json(whole)} {self._terms(after)}"
         if texts is None:
             raise CannotConstrain(f"a text in the format {self._template.name} cannot hold to a pattern, a format or a length")
         if texts:
@@ -175,6 +189,10 @@ class CallGrammar:
             return f"{self._terms(before.rstrip())} {some} {self._terms(after.lstrip())}"
         end = form.parameter[3]  # line ends before it are the text's, until they are read
         return f"{self._terms(before.rstrip())} {self._until(rule, end, self._rules)} {self._terms(after.partition(end)[2])}"
+
+    def _json(self, schema: Mapping[str, Any]) -> str:
+        options = _JSON | ({"lenient": True} if self._is_lenient else {})
+        return "%json " + json.dumps(readable(dict(schema)) | {"x-guidance": options})
 
     def _until(self, rule: str, end: str, rules: list[str]) -> str:
         """The term of any text up to `end`, and that. Adds its rule."""
@@ -225,10 +243,6 @@ def _form(answer: Mapping[str, Any]) -> str:
         raise CannotConstrain("the schema of the answer is no JSON") from error
     options = json_options(schema)
     return "%json " + json.dumps(readable(schema) | ({} if options is None else {"x-guidance": options}))
-
-
-def _json(schema: Mapping[str, Any]) -> str:
-    return "%json " + json.dumps(readable(dict(schema)) | _JSON)
 
 
 def _texts(schema: Any) -> list[str] | None:

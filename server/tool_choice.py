@@ -86,6 +86,11 @@ class ToolChoice:
         """Whether a function that may be called demands arguments by its schema."""
         return self.schemas is not None and any(function.get("strict") is True for function in self._callable)
 
+    @property
+    def not_strict(self) -> list[str]:
+        """The functions that may be called with other arguments than their schemas permit."""
+        return [function["name"] for function in self._callable if function.get("strict") is not True]
+
     def parameters(self) -> dict[str, dict[str, Any]]:
         """The schema of the arguments of each function that may be called. Raises ToolsInvalid for one that is no object."""
         named = [one for one in self._callable if self.named in (None, one["name"])]

@@ -152,6 +152,23 @@ def test_calls_or_an_answer_of_a_form_and_nothing_else(template: ResponseTemplat
     assert not [part for part in read if part.kind == "content"]
 
 
+@pytest.mark.parametrize("name", ["hermes", "qwen3-coder"])
+def test_functions_that_are_not_strict_are_held_to_what_can_be_held(name: str) -> None:
+    template = template_named(name)
+    code = {"type": "string", "pattern": "^[A-Z]+$"} if name == "qwen3-coder" else {"type": "string", "minLength": 2}
+    odd = {
+        "type": "object",
+        "not": {"required": ["x"]},
+        "properties": {"n": {"type": "integer"}, "code": code, "r": {"$ref": "#/properties/n"}},
+    }
+    grammar = CallGrammar(template, {"odd": odd}, {}, lenient=["odd"]).required(True, answer={"json_schema": ANSWER})
+    assert accepts(grammar, text_of(template, [("odd", {"n": 3, "code": "ab", "r": 4})]))
+    assert not accepts(grammar, text_of(template, [("odd", {"n": "x"})])), "what can be held is"
+    if name == "qwen3-coder":
+        with pytest.raises(CannotConstrain):
+            CallGrammar(template, {"odd": odd}, {})
+
+
 @pytest.mark.parametrize(("form", "right", "wrong"), [
     ({"regex": "a/b\\/?|[/\\n]\nc"}, ("a/b", "a/b/", "/\nc", "\n\nc"), ("ab", "a/b/c")),
     ({"grammar": '%llguidance {}\nstart: call "}" // of its own\ncall: /[0-9]/'}, ("3}",), ("3", "}")),
