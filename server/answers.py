@@ -87,9 +87,9 @@ class AnswerReader:
 
     def params(self) -> dict[str, Any]:
         """Arguments of `SamplingParams`: the constraint, and the special tokens that the parser reads. Raises ToolsInvalid."""
-        constraint = self._choice.params()
-        if self._grammar:
-            constraint = dict.fromkeys(self._answer) | {"grammar": self._grammar}  # instead of the request's own
+        constraint = dict.fromkeys(self._answer) | {"grammar": self._grammar}  # instead of the request's own
+        if not self._grammar:
+            constraint = self._choice.params()
         return constraint | ({"kept_special_tokens": self._hidden} if self._hidden else {})
 
     def reasoning_grammar(self) -> ReasoningGrammar | None:

@@ -239,10 +239,10 @@ def _form(answer: Mapping[str, Any]) -> str:
         return f"%lark {{\n{given}\n}}"
     try:
         schema = json.loads(given) if isinstance(given, str) else given
-    except ValueError as error:
-        raise CannotConstrain("the schema of the answer is no JSON") from error
-    options = json_options(schema)
-    return "%json " + json.dumps(readable(schema) | ({} if options is None else {"x-guidance": options}))
+        options = json_options(schema)
+        return "%json " + json.dumps(readable(schema if options is None else schema | {"x-guidance": options}))
+    except (ValueError, RecursionError) as error:
+        raise CannotConstrain("the schema of the answer is no JSON, or too deep") from error
 
 
 def _texts(schema: Any) -> list[str] | None:

@@ -172,7 +172,7 @@ def test_functions_that_are_not_strict_are_held_to_what_can_be_held(name: str) -
 @pytest.mark.parametrize(("form", "right", "wrong"), [
     ({"regex": "a/b\\/?|[/\\n]\nc"}, ("a/b", "a/b/", "/\nc", "\n\nc"), ("ab", "a/b/c")),
     ({"grammar": '%llguidance {}\nstart: call "}" // of its own\ncall: /[0-9]/'}, ("3}",), ("3", "}")),
-    ({"json_schema": '{"type": "integer"}'}, ("12",), ('"a"',)),
+    ({"json_schema": '{"type": "integer"}'}, ("12",), ('"a"',)), ({"json_schema": "true"}, ("[1]",), ("a",)),
     ({"json_schema": {"x-guidance": {"whitespace_flexible": False}, "type": "array"}}, ("[1,2]",), ("[1, 2]",)),
 ])  # fmt: skip
 def test_forms_of_an_answer_beside_calls(form: dict[str, Any], right: tuple[str, ...], wrong: tuple[str, ...]) -> None:
@@ -180,6 +180,9 @@ def test_forms_of_an_answer_beside_calls(form: dict[str, Any], right: tuple[str,
     for text in (*right, text_of(HERMES, CALLS)):
         assert accepts(either, text), text
     assert not any(accepts(either, text) for text in wrong)
+    for text in ("{", "[" * 99_999):
+        with pytest.raises(CannotConstrain, match="no JSON, or too deep"):
+            CallGrammar(HERMES, FUNCTIONS, {}).required(False, answer={"json_schema": text})
 
 
 def test_special_tokens_are_named_by_their_ids() -> None:
