@@ -36,7 +36,8 @@ class ToolChoice:
     Attributes:
         named: The function that must be called, if the choice names one.
         is_required: Some function must be called.
-        has_form: The answer has a form of its own. Calls are none of it, unless they are constrained beside it.
+        has_form: The answer has a form of its own. Calls are none of it, unless they are constrained beside it. A call that has
+            to be is no answer.
         is_single: One call at most.
         schemas: The parameters of each function that may be called; None: there are no calls.
 
@@ -61,10 +62,10 @@ class ToolChoice:
         if self.named is not None and self.named not in known:
             raise ToolsInvalid(f"tool_choice names {self.named!r}, tools has {', '.join(names)}", "tool_choice")
         self.is_required = choice == "required"
-        asked = (fields.get("response_format") or {}).get("type", "text")
-        self.has_form = asked != "text" or bool(fields.get("structured_outputs"))
-        if self.must_call and self.has_form:
+        if self.must_call and fields.get("structured_outputs"):
             raise ToolsInvalid("a required tool call cannot have another constraint beside it", "tool_choice")
+        asked = (fields.get("response_format") or {}).get("type", "text")
+        self.has_form = not self.must_call and (asked != "text" or bool(fields.get("structured_outputs")))
         self._choice = choice
         self.is_single = fields.get("parallel_tool_calls") is False or self.named is not None
         self.schemas: dict[str, dict[str, Any]] | None = None

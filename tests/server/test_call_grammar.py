@@ -230,6 +230,8 @@ TOOLS = [{"type": "function", "function": {"name": "dive", "parameters": DIVE, "
     ({"response_format": {"type": "json_object"}, "constraint": FORM, "tool_choice": "none"}, "hermes", set()),
     ({"response_format": {"type": "json_object"}, "constraint": FORM}, "gpt-oss", set()),
     ({"response_format": {"type": "json_object"}, "constraint": FORM, "tools": None}, "hermes", set()),
+    ({"response_format": {"type": "json_object"}, "constraint": FORM, "tool_choice": "required"}, "mistral",
+     {"json_schema", "grammar"}),
 ])  # fmt: skip
 def test_when_calls_are_constrained(fields: dict[str, Any], name: str, kinds: set[str]) -> None:
     reader = AnswerReader({"tools": TOOLS} | fields, template_named(name), added_tokens={}, constrains=True)
