@@ -228,7 +228,7 @@ def _add_generation(app: FastAPI, server: Server) -> None:
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """OpenAI's responses, without a state."""
         server.check_fields(body)
-        make = partial(ResponseCompletion, tools=body.named_tools())
+        make = partial(ResponseCompletion, tools=body.client_tools())
         return await _chat(server, request, server.models.get(body.model), body.as_chat(), make)
 
     @app.post("/v1/messages")

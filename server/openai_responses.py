@@ -24,7 +24,7 @@ _OUTPUTS = ("function_call_output", "custom_tool_call_output")
 _DEFAULT_NAMESPACE = "functions"
 
 
-class NamedTool(NamedTuple):
+class ClientTool(NamedTuple):
     """A tool as the client names it."""
 
     is_custom: bool
@@ -59,10 +59,10 @@ class ResponsesRequest(ChatForm):
     stream_options: Any = None  # without effect, as is the next one
     top_logprobs: Any = None
 
-    def named_tools(self) -> dict[str, NamedTool]:
+    def client_tools(self) -> dict[str, ClientTool]:
         """The tools by the names that the model knows them by."""
         return {
-            str(_name(tool)): NamedTool(tool["type"] == "custom", str(tool.get("name")), tool.get("namespace"))
+            str(_name(tool)): ClientTool(tool["type"] == "custom", str(tool.get("name")), tool.get("namespace"))
             for tool in self._each_tool() if tool.get("type") in ("function", "custom")
         }  # fmt: skip
 
@@ -193,7 +193,7 @@ class ResponseCompletion(ChatCompletion):
 
     kind = "resp"
 
-    def __init__(self, *chat: Any, tools: Mapping[str, NamedTool]) -> None:
+    def __init__(self, *chat: Any, tools: Mapping[str, ClientTool]) -> None:
         super().__init__(*chat)
         self._output = ResponseItems(tools)
 
@@ -252,7 +252,7 @@ class ResponseCompletion(ChatCompletion):
 class ResponseItems:
     """The items of a response as they come, and their events."""
 
-    def __init__(self, tools: Mapping[str, NamedTool]) -> None:
+    def __init__(self, tools: Mapping[str, ClientTool]) -> None:
         self.items: list[dict[str, Any]] = []
         self._tools = tools
         self._open = ""  # the kind of the text of the item that is open: "output_text" or "reasoning_text"
@@ -297,7 +297,7 @@ class ResponseItems:
         yield from self._end_item()
 
     def _add_call(self, call: Part) -> Iterator[bytes]:
-        tool = self._tools.get(call.name, NamedTool(False, call.name, None))
+        tool = self._tools.get(call.name, ClientTool(False, call.name, None))
         head = {"status": "in_progress", "call_id": call.call_id, "name": tool.name}
         if tool.namespace is not None:
             head["namespace"] = tool.namespace
