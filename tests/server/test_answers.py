@@ -57,7 +57,7 @@ async def test_reasoning_that_the_prompt_begins() -> None:
 async def test_of_a_call_that_is_cut_off_nothing_is_left() -> None:
     queue = KeptRequests(reason="length")
     async with FrontEnd(queue) as server:
-        for size in range(1, len(CALL), 3):
+        for size in range(1, len(CALL), 5):
             queue.texts = ("Down. ", CALL[:size])
             message = await message_of(server)
             assert (message["content"].rstrip(" <"), message["finish_reason"]) == ("Down.", "length")
