@@ -27,6 +27,7 @@ _TYPES: dict[type, tuple[str, ...]] = {
     type(None): ("null",),
 }
 _Kind: TypeAlias = tuple[frozenset[str], frozenset[tuple[bool, Any]] | None]
+_WHITESPACE = r"( |\n[ \t]{0,20})"  # of JSON, bounded as in llama.cpp: weak models never stop
 _ABOVE = 1e-9  # how far above an exclusive bound its replacement lies
 
 
@@ -42,6 +43,12 @@ def readable(schema: Any) -> Any:
     """
     anchors = Counter(_dynamic_anchors(schema))
     return _schema(schema, schema, itertools.count(), {name for name, count in anchors.items() if count > 1})
+
+
+def json_options(schema: Any) -> dict[str, str] | None:
+    """llguidance's options for a schema without its own, under `x-guidance`."""
+    own = not isinstance(schema, dict) or "x-guidance" in schema
+    return None if own else {"whitespace_pattern": _WHITESPACE}
 
 
 def _schema(schema: Any, root: Any, unions: Iterator[int], dynamic: set[str]) -> Any:

@@ -35,13 +35,14 @@ class AnswerReader:
 
     Args:
         fields: Those of `ToolChoice`, and `skip_special_tokens`, `include_reasoning` and `enable_thinking`, as far as they are
-            given.
+            given. `constraint` is the form of the answer as an argument of `SamplingParams`; {} if it has none.
         template: The model's.
         response_id: The ids of the calls are made of it, so that they are the same whenever the output is read.
         special_tokens: Of the tokenizer. Those in the fixed texts of the template are kept for the parser, and are no content.
         added_tokens: The ids of the tokenizer's added tokens.
-        constrains: Calls that have to be, and those of strict functions, are constrained in the format of the model. Where that
-            cannot be, the former are JSON, and the latter stay free.
+        constrains: Calls that have to be, those of strict functions, and those beside an answer with a form of its own are
+            constrained in the format of the model. Where that cannot be, the first are JSON, the second stay free, and the
+            third are not: the text is an answer.
 
     Attributes:
         prompt_end: The end of the prompt's text. Set it before an answer is read.
@@ -62,12 +63,14 @@ class AnswerReader:
         self._choice = choice = ToolChoice(fields)
         self._response_id = response_id
         self._grammar = self._reasoning_grammar = ""
-        if constrains and (choice.must_call or choice.is_strict):
+        self._answer: Mapping[str, Any] = fields.get("constraint") or {}
+        asks = choice.schemas is not None and bool(self._answer) if choice.has_form else choice.must_call or choice.is_strict
+        if constrains and asks:
             added = added_tokens or {}
             special_ids = {token: added[token] for token in special_tokens if token in added}
             self._constrain(template, special_ids, fields.get("enable_thinking") is not False)
         self._named = None if self._grammar else choice.named
-        if choice.is_constrained and not self._grammar:
+        if (choice.must_call or choice.has_form) and not self._grammar:
             template = REQUIRED_TEMPLATE if choice.is_required else PLAIN_TEMPLATE
         self._template = template
         skips = fields.get("skip_special_tokens") is not False
@@ -75,12 +78,7 @@ class AnswerReader:
         self._shows_reasoning = fields.get("include_reasoning") is not False
         self._parsers: dict[int, ResponseParser] = {}  # by choice
         self._num_calls: dict[int, int] = {}
-        self._opens_reasoning, self._ends_reasoning = (
-            {ids for mark in marks if (ids := (added_tokens or {}).get(mark.strip())) is not None}
-            for marks in (template.reasoning_open, template.reasoning_close)
-        )
-        self._is_amid: dict[int, bool] = {}  # whether the tokens of a choice end amid reasoning
-        self._num_reasoning = 0
+        self._reasoning = _ReasoningTokens(template, added_tokens or {})
 
     @property
     def is_plain(self) -> bool:
@@ -89,7 +87,9 @@ class AnswerReader:
 
     def params(self) -> dict[str, Any]:
         """Arguments of `SamplingParams`: the constraint, and the special tokens that the parser reads. Raises ToolsInvalid."""
-        constraint = {"grammar": self._grammar} if self._grammar else self._choice.params()
+        constraint = dict.fromkeys(self._answer) | {"grammar": self._grammar}  # instead of the request's own
+        if not self._grammar:
+            constraint = self._choice.params()
         return constraint | ({"kept_special_tokens": self._hidden} if self._hidden else {})
 
     def reasoning_grammar(self) -> ReasoningGrammar | None:
@@ -122,6 +122,7 @@ class AnswerReader:
         found = parser.feed(text)
         if ends:
             found += parser.finish(is_cut)
+            self._reasoning.messages[index] = parser.message_channels
             del self._parsers[index]
         return list(self._parts(index, found))
 
@@ -131,35 +132,37 @@ class AnswerReader:
 
     def count_tokens(self, index: int, token_ids: Sequence[int]) -> None:
         """Count the tokens of reasoning among more tokens of a choice."""
-        if self._ends_reasoning:
-            amid = self._is_amid.get(index, self._template.opens_reasoning(self.prompt_end))
-            for token_id in token_ids:
-                amid = amid or token_id in self._opens_reasoning
-                self._num_reasoning += amid
-                amid = amid and token_id not in self._ends_reasoning
-            self._is_amid[index] = amid
+        self._reasoning.add(index, token_ids, self.prompt_end)
 
     @property
     def num_reasoning_tokens(self) -> int | None:
-        """Tokens of reasoning that were counted, with its marks; None where these are no single tokens."""
-        return self._num_reasoning if self._ends_reasoning else None
+        """Tokens of reasoning that were counted, with its marks; None where these are no single tokens.
+
+        Where messages have headers, those that are reasoning are known once the text of a choice was read to its end.
+        """
+        return self._reasoning.count
 
     def _constrain(self, template: ResponseTemplate, special_ids: Mapping[str, int], may_reason: bool) -> None:
         """Make the grammars of calls in the model's own format, if there are some."""
         choice = self._choice
         try:
-            grammar = CallGrammar(template, choice.parameters(), special_ids)
-            if not choice.must_call:
+            grammar = CallGrammar(template, choice.parameters(), special_ids, choice.not_strict if choice.has_form else ())
+            if not choice.must_call and not choice.has_form:
                 self._grammar = grammar.automatic()
                 return
-            self._grammar = grammar.required(choice.is_single, "some" if may_reason else "none")
+            answer = None if choice.must_call else self._answer
+            self._grammar = grammar.required(choice.is_single, "some" if may_reason else "none", answer)
             if template.reasoning_open:
-                self._reasoning_grammar = grammar.required(choice.is_single, "begun")
+                self._reasoning_grammar = grammar.required(choice.is_single, "begun", answer)
         except CannotConstrain as error:
-            _tell(f"{error}: {'calls that have to be are JSON' if choice.must_call else 'strict functions are not held to'}")
+            instead = "strict functions are not held to"
+            if choice.has_form:
+                instead = "with a form of its own the answer is never a call"
+            _tell(f"{error}: {'calls that have to be are JSON' if choice.must_call else instead}")
 
     def _parser(self) -> ResponseParser:
-        return ResponseParser(self._template, self._choice.schemas, self._hidden, self.prompt_end, self._named)
+        is_either = self._choice.has_form
+        return ResponseParser(self._template, self._choice.schemas, self._hidden, self.prompt_end, self._named, is_either)
 
     def _parts(self, index: int, parts: list[Part]) -> Iterable[Part]:
         for kind, group in groupby(parts, key=lambda part: part.kind):
@@ -174,6 +177,69 @@ class AnswerReader:
         size = None if self._template.calls is None else self._template.calls.id_length
         call_id = part.call_id or (f"call_{digest[:24]}" if size is None else digest[:size])
         return part._replace(call_id=call_id, number=number - 1)
+
+
+class _ReasoningTokens:
+    """Counts the tokens of reasoning in the choices of a request.
+
+    Where messages have headers (harmony), the tokens of each message are counted, and `messages` says which ones are reasoning.
+
+    Attributes:
+        messages: The channels of the messages in the text of a choice, as the parser finds them.
+    """
+
+    def __init__(self, template: ResponseTemplate, added_tokens: Mapping[str, int]) -> None:
+        def ids(*marks: str) -> set[int]:
+            return {added_tokens[mark.strip()] for mark in marks if mark.strip() in added_tokens}
+
+        self.messages: dict[int, list[str]] = {}
+        self._template = template
+        self._opens, self._ends = ids(*template.reasoning_open), ids(*template.reasoning_close)
+        self._headers, self._bodies = ids(*template.header_open), ids(*template.header_close)
+        self._starts, self._message_ends = ids(*template.header_open[:1]), ids(*template.header_end)
+        self._is_amid: dict[int, bool] = {}  # whether the tokens of a choice end amid reasoning
+        self._count = 0
+        self._sizes: dict[int, list[int]] = {}  # tokens of each message of a choice
+        self._places: dict[int, tuple[str, int]] = {}  # where the tokens of a choice end, and those of its header so far
+
+    @property
+    def count(self) -> int | None:
+        """The tokens of reasoning, with its marks; None where these are no single tokens."""
+        if not self._bodies:
+            return self._count if self._ends else None
+        found = 0
+        for index, channels in self.messages.items():
+            sizes = self._sizes.get(index, ())
+            found += sum(size for size, channel in zip(sizes, channels, strict=False) if channel == "analysis")
+        return found
+
+    def add(self, index: int, token_ids: Sequence[int], prompt_end: str) -> None:
+        """Count more tokens of a choice."""
+        if self._bodies:
+            self._add_to_messages(index, token_ids)
+        elif self._ends:
+            amid = self._is_amid.get(index, self._template.opens_reasoning(prompt_end))
+            for token_id in token_ids:
+                amid = amid or token_id in self._opens
+                self._count += amid
+                amid = amid and token_id not in self._ends
+            self._is_amid[index] = amid
+
+    def _add_to_messages(self, index: int, token_ids: Sequence[int]) -> None:
+        sizes = self._sizes.setdefault(index, [])
+        place, num_header = self._places.get(index, ("", 0))
+        for token_id in token_ids:
+            if token_id in (self._starts if place == "body" else self._headers) and place != "header":
+                place, num_header = "header", 0
+            if place == "body":
+                sizes[-1] += 1
+            num_header += place == "header"
+            if token_id in self._message_ends:
+                place = ""
+            elif place == "header" and token_id in self._bodies:
+                place = "body"
+                sizes.append(num_header)
+        self._places[index] = place, num_header
 
 
 @lru_cache(maxsize=64)

@@ -228,7 +228,7 @@ def _add_generation(app: FastAPI, server: Server) -> None:
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """OpenAI's responses, without a state."""
         server.check_fields(body)
-        make = partial(ResponseCompletion, custom_tools=body.custom_tools)
+        make = partial(ResponseCompletion, tools=body.client_tools())
         return await _chat(server, request, server.models.get(body.model), body.as_chat(), make)
 
     @app.post("/v1/messages")
@@ -280,7 +280,7 @@ def _add_ollama(app: FastAPI, server: Server) -> None:
     @app.post("/api/show")
     async def ollama_show(body: ShowRequest) -> Response:
         server.check_fields(body)
-        return _json(shown(server.models.get(body.model)))
+        return _json(shown(server.models.get(body.model or body.name)))
 
     @app.get("/api/version")
     async def ollama_version() -> Response:

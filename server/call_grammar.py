@@ -1,22 +1,27 @@
-"""Grammars of llguidance for tool calls in the format of a model family: arguments match their schemas."""
+"""Grammars of llguidance for tool calls in the format of a model family: arguments match their schemas.
+
+docs/decisions/0072-calls-or-a-form.md says how an answer with a form of its own stands beside them.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Literal, TypeAlias
 
-from ..api.json_schemas import readable
+from ..api.json_schemas import json_options, readable
 from ..api.sampling_params import LONGEST_CONSTRAINT
 from .response_parser import types_of
 from .response_templates import ResponseTemplate
+
+Beginning: TypeAlias = Literal["none", "some", "begun"]
 
 _HEAD = "%llguidance {}\n"
 _TEXT = "/(.|\\n)*/"
 _LINE_END = "/\\n{0,2}/"
 # As the chat templates of all families write JSON
-_JSON = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _PLACE = re.compile("(NAME|ARGUMENTS|PARAMETERS|INDEX|KEY|VALUE|TYPED)")
 _ANNOTATIONS = {"$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated", "nullable"}
 _OF_OBJECTS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", *_ANNOTATIONS}
@@ -33,11 +38,18 @@ class CallGrammar:
     Args:
         functions: Their parameters by name, each the schema of an object.
         special_ids: The ids of the special tokens, by text. They are no text to a grammar.
+        lenient: Names of functions of which the arguments are held to what can be held, and to no more.
 
     Raises CannotConstrain where the format cannot be constrained, and for parameters that it cannot hold to.
     """
 
-    def __init__(self, template: ResponseTemplate, functions: Mapping[str, Any], special_ids: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        template: ResponseTemplate,
+        functions: Mapping[str, Any],
+        special_ids: Mapping[str, int],
+        lenient: Collection[str] = (),
+    ) -> None:
         written = None if template.calls is None else template.calls.written_with(special_ids)
         if written is None:
             raise CannotConstrain(f"the format {template.name} cannot be constrained")
@@ -47,33 +59,37 @@ class CallGrammar:
         self._special = re.compile("|".join(map(re.escape, sorted(special_ids, key=len, reverse=True))) or "(?!)")
         self._rules: list[str] = []
         self._length = 0  # of the rules
+        self._is_lenient = False  # of the function whose rules are added
+        self._lenient = lenient
         self._calls = [self._call(number, *one) for number, one in enumerate(functions.items())]
 
-    def required(self, is_single: bool, reasoning: Literal["none", "some", "begun"] = "some") -> str:
-        """Some calls, perhaps behind reasoning, and nothing else.
+    def required(self, is_single: bool, reasoning: Beginning = "some", answer: Mapping[str, Any] | None = None) -> str:
+        """Some calls or an answer of a given form, perhaps behind reasoning, and nothing else.
 
         Args:
             is_single: One call at most.
             reasoning: "begun" where the prompt ends amid it, so the text begins there.
+            answer: The form, as an argument of `SamplingParams`. None: there have to be calls.
+
+        Raises CannotConstrain if the answer has a form and calls begin without a mark: they could not be told from it.
         """
         written = self._written
         more = "" if is_single else f"({self._terms(written.between)} call)*"
         rules = [f"calls: {self._terms(written.begin)} call {more} {self._terms(written.end)}", self._any_call("")]
-        before = ""
+        before, body = "", "calls"
+        if answer is not None:
+            self._mark()
+            rules.append(f"answer: {_form(answer)}")
+            body = "(calls | answer)"
         if self._template.reasoning_open and reasoning != "none":
             opener, closer = self._template.reasoning_open[0], self._template.reasoning_close[0]
             behind = f"{self._until('reasoning', closer, rules)} {_LINE_END}"
             before = behind if reasoning == "begun" else f"({self._terms(opener)} {behind})?"
-        return self._joined(f"start: {before} calls", *rules)
+        return self._joined(f"start: {before} {body}", *rules)
 
     def automatic(self) -> str:
         """Any text, in which what begins as a call is one. Raises CannotConstrain if calls begin without a mark."""
-        written, form = self._written, self._template.calls
-        assert form is not None
-        beginning = written.begin or written.call
-        mark = next((mark for mark in form.opens if beginning.startswith(mark)), None)
-        if mark is None:
-            raise CannotConstrain(f"calls in the format {self._template.name} begin without a mark")
+        written, mark = self._written, self._mark()
         if written.begin:
             more = f"({self._terms(written.between)} call)*"
             body = f"{self._terms(written.begin.removeprefix(mark))} call {more} {self._terms(written.end)}"
@@ -88,6 +104,14 @@ class CallGrammar:
         marks = (*self._template.reasoning_open, *self._template.reasoning_close, *self._template.dropped)
         others = [f"TEXT <[{self._ids[one]}]>" for one in marks if one in self._ids]
         return self._joined(f"start: ({' | '.join([item, *others])})* tail", "tail: TEXT", f"TEXT: {_TEXT}", *rules)
+
+    def _mark(self) -> str:
+        """What calls begin with. Raises CannotConstrain if that is no mark."""
+        form, beginning = self._template.calls, self._written.begin or self._written.call
+        mark = next((mark for mark in (() if form is None else form.opens) if beginning.startswith(mark)), None)
+        if mark is None:
+            raise CannotConstrain(f"calls in the format {self._template.name} begin without a mark")
+        return mark
 
     def _joined(self, *rules: str) -> str:
         grammar = _HEAD + "\n".join([*rules, *self._rules]) + "\n"
@@ -106,14 +130,14 @@ class CallGrammar:
 
     def _call(self, number: int, name: str, schema: Mapping[str, Any]) -> tuple[str, str]:
         """The text at the beginning of a call, and the terms that follow. Adds their rules."""
-        parts = _PLACE.split(self._written.call)
+        parts, self._is_lenient = _PLACE.split(self._written.call), name in self._lenient
         head, at = parts[0], 1
         while parts[at] == "NAME":
             head, at = head + name + parts[at + 1], at + 2
         terms = []
         for place, text in zip(parts[at::2], parts[at + 1 :: 2], strict=True):
             if place == "ARGUMENTS":
-                self._add(f"arguments_{number}: {_json(schema)}")
+                self._add(f"arguments_{number}: {self._json(schema)}")
             elif place == "PARAMETERS":
                 self._add(f"arguments_{number}: {self._parameters(number, schema)}")
             terms += ["/[0-9]+/" if place == "INDEX" else f"arguments_{number}", self._terms(text)]
@@ -121,7 +145,8 @@ class CallGrammar:
 
     def _parameters(self, number: int, schema: Mapping[str, Any]) -> str:
         """The parameters of a function in order, each at most once. Raises CannotConstrain."""
-        if others := schema.keys() - _OF_OBJECTS:
+        others = schema.keys() - _OF_OBJECTS
+        if others and not self._is_lenient:
             raise CannotConstrain(f"parameters in the format {self._template.name} cannot hold {sorted(others)[0]!r}")
         properties, required = schema.get("properties", {}), schema.get("required", [])
         if not isinstance(properties, Mapping) or not isinstance(required, list):
@@ -143,6 +168,8 @@ class CallGrammar:
             raise CannotConstrain(f"a parameter in the format {self._template.name} cannot be named {key!r:.80}")
         is_text = "string" in types_of(schema)
         texts = _texts(schema) if is_text else None
+        if texts is None and is_text and self._is_lenient:
+            texts = []
         as_json = not is_text or (texts is None and bool(form.typed))  # where attributes tell texts from JSON
         before, after = before_key.replace("KEY", key).replace("TYPED", "false" if as_json else "true").split("VALUE")
         if as_json:
@@ -150,8 +177,10 @@ class CallGrammar:
                 raise CannotConstrain("the schema of a tool's parameter is malformed")
             whole = dict(shared) | (dict(schema) if isinstance(schema, Mapping) else {})
             if _REFERENCE.search(json.dumps(whole)):
-                raise CannotConstrain("a reference in a tool's parameters leads out of a parameter")
-            return f"{self._terms(before)} {_json(whole)} {self._terms(after)}"
+                if not self._is_lenient:
+                    raise CannotConstrain("a reference in a tool's parameters leads out of a parameter")
+                whole = {}
+            return f"{self._terms(before)} {self._json(whole)} {self._terms(after)}"
         if texts is None:
             raise CannotConstrain(f"a text in the format {self._template.name} cannot hold to a pattern, a format or a length")
         if texts:
@@ -160,6 +189,10 @@ class CallGrammar:
             return f"{self._terms(before.rstrip())} {some} {self._terms(after.lstrip())}"
         end = form.parameter[3]  # line ends before it are the text's, until they are read
         return f"{self._terms(before.rstrip())} {self._until(rule, end, self._rules)} {self._terms(after.partition(end)[2])}"
+
+    def _json(self, schema: Mapping[str, Any]) -> str:
+        options = _JSON | ({"lenient": True} if self._is_lenient else {})
+        return "%json " + json.dumps(readable(dict(schema)) | {"x-guidance": options})
 
     def _until(self, rule: str, end: str, rules: list[str]) -> str:
         """The term of any text up to `end`, and that. Adds its rule."""
@@ -196,8 +229,20 @@ def _plain(text: str) -> Iterator[str]:
             yield json.dumps(line, ensure_ascii=False)
 
 
-def _json(schema: Mapping[str, Any]) -> str:
-    return "%json " + json.dumps(readable(dict(schema)) | _JSON)
+def _form(answer: Mapping[str, Any]) -> str:
+    """The term of an answer with this constraint. Raises CannotConstrain."""
+    ((kind, given),) = answer.items()
+    if kind == "regex":
+        line = re.sub(r"\\.|[/\n]", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), given)
+        return f"/{line}/"
+    if kind == "grammar":
+        return f"%lark {{\n{given}\n}}"
+    try:
+        schema = json.loads(given) if isinstance(given, str) else given
+        options = json_options(schema)
+        return "%json " + json.dumps(readable(schema if options is None else schema | {"x-guidance": options}))
+    except (ValueError, RecursionError) as error:
+        raise CannotConstrain("the schema of the answer is no JSON, or too deep") from error
 
 
 def _texts(schema: Any) -> list[str] | None:

@@ -54,8 +54,8 @@ class ChatCompletion:
         try:
             options = body.template()
             fields = body.model_dump(include=_OF_ANSWERS, exclude_none=True) | {
-                "enable_thinking": options.get("enable_thinking")
-            }
+                "enable_thinking": options.get("enable_thinking"), "constraint": body.constraint(),
+            }  # fmt: skip
             known = engine.info.special_tokens, engine.info.added_tokens, engine.info.constrains
             template = PLAIN_TEMPLATE if prompt is not None else model.response_template
             self._answers = AnswerReader(fields, template, response_id, *known)

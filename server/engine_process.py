@@ -177,7 +177,8 @@ class EngineServer:
         context.run(OWNER.set, message.tenant)  # tokenizes in turns with other keys
         task = asyncio.get_running_loop().create_task(self._reported(number, work), context=context)
         self._tasks[number] = task
-        task.add_done_callback(lambda _: (self._tasks.pop(number, None), self._outputs.pop(number, None)))
+        # A task that is cancelled before its first step leaves its work unbegun, which Python would complain about.
+        task.add_done_callback(lambda _: (work.close(), self._tasks.pop(number, None), self._outputs.pop(number, None)))
 
     async def _reported(self, number: int, work: Awaitable[None]) -> None:
         """Await `work`; an error becomes a `Failed` message."""

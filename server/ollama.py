@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from ..common.checked_file import InvalidFile, read_checked
 from .chat import ChatCompletion, logprobs_of
@@ -183,8 +183,15 @@ class OllamaGenerateRequest(OllamaRequest):
 class ShowRequest(RequestBody):
     """The body of `POST /api/show`."""
 
-    model: Name
+    model: Name = ""
+    name: Name = ""  # of older clients; some send both
     verbose: bool | None = None  # without effect: the texts of the vocabulary are not shown
+
+    @model_validator(mode="after")
+    def _named(self) -> ShowRequest:
+        if not (self.model or self.name):
+            raise ValueError("give `model`")
+        return self
 
 
 def _messages(given: list[OllamaMessage]) -> list[dict[str, Any]]:

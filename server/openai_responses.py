@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncIterator, Iterator
-from typing import Annotated, Any
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
@@ -21,6 +21,15 @@ log = logging.getLogger(__name__)
 _STATELESS = "responses are not kept: send the whole conversation in `input`"
 _CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"], "additionalProperties": False}
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
+_DEFAULT_NAMESPACE = "functions"
+
+
+class ClientTool(NamedTuple):
+    """A tool as the client names it."""
+
+    is_custom: bool
+    name: str
+    namespace: str | None
 
 
 class ResponsesRequest(ChatForm):
@@ -50,10 +59,29 @@ class ResponsesRequest(ChatForm):
     stream_options: Any = None  # without effect, as is the next one
     top_logprobs: Any = None
 
-    @property
-    def custom_tools(self) -> frozenset[str]:
-        """The names of tools that take a text."""
-        return frozenset(str(tool.get("name")) for tool in self.tools or () if tool.get("type") == "custom")
+    def client_tools(self) -> dict[str, ClientTool]:
+        """The tools by the names that the model knows them by."""
+        return {
+            str(_name(tool)): ClientTool(tool["type"] == "custom", str(tool.get("name")), tool.get("namespace"))
+            for tool in self._each_tool() if tool.get("type") in ("function", "custom")
+        }  # fmt: skip
+
+    def _each_tool(self) -> Iterator[dict[str, Any]]:
+        """The tools, also those that come amid the input. Those of a namespace have its name as `namespace`.
+
+        Codex sends the tools of an MCP server so. The description of a namespace becomes that of its first tool.
+        """
+        items = self.input if isinstance(self.input, list) else ()
+        more = [tool for item in items if item.get("type") == "additional_tools" for tool in _dicts(item.get("tools"))]
+        for tool in (*(self.tools or ()), *more):
+            if tool.get("type") != "namespace":
+                yield tool
+                continue
+            about = str(tool.get("description") or "")
+            for inner in _dicts(tool.get("tools")):
+                own = str(inner.get("description") or "")
+                yield inner | {"namespace": str(tool.get("name")), "description": f"{about}\n\n{own}".strip()}
+                about = ""
 
     def chat_fields(self) -> dict[str, Any]:
         """See `ChatForm`."""
@@ -75,7 +103,7 @@ class ResponsesRequest(ChatForm):
     def _tools(self) -> dict[str, Any]:
         """OpenAI's fields of the tools of a chat."""
         tools = []
-        for tool in self.tools or ():
+        for tool in self._each_tool():
             kind, description = tool.get("type"), str(tool.get("description") or "")
             if kind == "custom":
                 form = tool.get("format")
@@ -108,7 +136,15 @@ def _dicts(given: Any) -> list[dict[str, Any]]:
 
 def _function(tool: dict[str, Any]) -> dict[str, Any]:
     """A function's name in the form of chats."""
-    return {"type": "function", "function": {"name": tool.get("name")}}
+    return {"type": "function", "function": {"name": _name(tool)}}
+
+
+def _name(tool: dict[str, Any]) -> Any:
+    """The name by which the model knows a tool, or that of a call: with its namespace, if it has one."""
+    name, namespace = tool.get("name"), tool.get("namespace")
+    if namespace is None or namespace == _DEFAULT_NAMESPACE:
+        return name
+    return f"{str(namespace).removesuffix('__')}__{name}"
 
 
 def _messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -137,11 +173,13 @@ def _messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
                 turn()["reasoning_content"] = "\n".join(texts)
         elif kind in ("function_call", "custom_tool_call"):
             arguments = item.get("arguments") if kind == "function_call" else {"input": item.get("input", "")}
-            call = {"name": item.get("name"), "arguments": arguments}
+            call = {"name": _name(item), "arguments": arguments}
             turn().setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": call})
         elif kind in _OUTPUTS:
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
-        elif str(kind).endswith(("_call", "_call_output")):
+        elif kind == "additional_tools":
+            continue  # see `_each_tool`
+        elif str(kind).endswith(("_call", "_output")):
             log.warning("the item of type %s is ignored: this server runs no such tool", str(kind)[:80])
         else:
             raise invalid(f"an item of type {kind!r:.80} in `input` is not supported; {_STATELESS}", "input")
@@ -155,9 +193,9 @@ class ResponseCompletion(ChatCompletion):
 
     kind = "resp"
 
-    def __init__(self, *chat: Any, custom_tools: frozenset[str]) -> None:
+    def __init__(self, *chat: Any, tools: Mapping[str, ClientTool]) -> None:
         super().__init__(*chat)
-        self._output = ResponseItems(custom_tools)
+        self._output = ResponseItems(tools)
 
     async def parts(self) -> AsyncIterator[bytes]:
         """The whole response as JSON. Raises RequestFailed, EngineUnavailable or ApiError."""
@@ -214,9 +252,9 @@ class ResponseCompletion(ChatCompletion):
 class ResponseItems:
     """The items of a response as they come, and their events."""
 
-    def __init__(self, custom_tools: frozenset[str]) -> None:
+    def __init__(self, tools: Mapping[str, ClientTool]) -> None:
         self.items: list[dict[str, Any]] = []
-        self._custom_tools = custom_tools
+        self._tools = tools
         self._open = ""  # the kind of the text of the item that is open: "output_text" or "reasoning_text"
         self._number = 0
 
@@ -259,8 +297,11 @@ class ResponseItems:
         yield from self._end_item()
 
     def _add_call(self, call: Part) -> Iterator[bytes]:
-        head = {"status": "in_progress", "call_id": call.call_id, "name": call.name}
-        if call.name in self._custom_tools:
+        tool = self._tools.get(call.name, ClientTool(False, call.name, None))
+        head = {"status": "in_progress", "call_id": call.call_id, "name": tool.name}
+        if tool.namespace is not None:
+            head["namespace"] = tool.namespace
+        if tool.is_custom:
             key, kind, text = "input", "custom_tool_call", json.loads(call.text).get("input")
             text, events = text if isinstance(text, str) else call.text, "custom_tool_call_input"
         else:

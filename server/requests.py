@@ -231,7 +231,7 @@ class _Sampling(_Extras):
             "prompt_logprobs": self.prompt_logprobs,
             "length_penalty": self.length_penalty,
             "early_stopping": self.early_stopping,
-            **self._constraint(),
+            **self.constraint(),
             **others,
         }
         if self.use_beam_search:
@@ -248,7 +248,8 @@ class _Sampling(_Extras):
         # The most likely, unless asked to draw.
         return {"num_beams": self.n or 1, "temperature": self.temperature or 0.0}
 
-    def _constraint(self) -> dict[str, Any]:
+    def constraint(self) -> dict[str, Any]:
+        """The form of the answer as an argument of `SamplingParams`; {} without one. Raises ApiError."""
         form = self.response_format
         if self.structured_outputs is not None:
             if form is not None and form.type != "text":

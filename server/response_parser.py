@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -50,6 +50,11 @@ class ResponseParser:
         hidden: Special tokens: among the fixed texts of the template, they never are content.
         prompt_end: The end of the prompt, which may have opened reasoning.
         named: The answer is constrained to the arguments of this function.
+        is_either: The answer is constrained to calls with their marks, or to content: what begins as content is content to its
+            end.
+
+    Attributes:
+        message_channels: Of a format in which messages have headers: the channel of each message so far; "" of a call.
     """
 
     def __init__(
@@ -59,12 +64,15 @@ class ResponseParser:
         hidden: Collection[str] = (),
         prompt_end: str = "",
         named: str | None = None,
+        is_either: bool = False,
     ) -> None:
         self._template = template
         self._calls = template.calls if schemas is not None else None
         self._schemas = schemas or {}
         self._reader = TextReader()
         self._parts: list[Part] = []
+        self.message_channels: list[str] = []
+        self._is_either = is_either
         self._is_cut = self._is_reasoning = False
         # Of the content
         self._has_content = False
@@ -136,14 +144,18 @@ class ResponseParser:
                 self._give_content((yield from reader.space()))
                 found = yield from reader.literal(self._first)
                 reader.drop_begun(self._first)
-                may_be_bare = self._calls is not None and self._calls.is_bare and not self._has_content
-                if not found and may_be_bare and (yield from self._begins_bare()):
+                may_be_bare = self._calls is not None and self._calls.is_bare and not self._is_either
+                if not found and may_be_bare and not self._has_content and (yield from self._begins_bare()):
                     yield from self._read_region("")
             else:
                 found = ""
             if not found:
                 found = yield from reader.until(self._later, self._give_content)
-            if found in self._call_opens:
+            if self._is_either and self._has_content:
+                self._give_content(found)
+                yield from self._read_rest(self._give_content)
+                break
+            elif found in self._call_opens:
                 yield from self._read_region(found)
             elif found in self._header_opens:
                 yield from self._read_header(found)
@@ -163,8 +175,13 @@ class ResponseParser:
             self._deliver(name, _dumped((yield from read_value(self._reader, JSON))), "")
         except MalformedText:
             self._give_content("" if self._is_cut else self._reader.recorded())
+        yield from self._read_rest(lambda _: None)
+
+    def _read_rest(self, give: Callable[[str], None]) -> Reading[None]:
+        """All text that is left."""
+        give(self._reader.take(len(self._reader.text)))
         while (yield from self._reader.more()):
-            self._reader.take(len(self._reader.text))
+            give(self._reader.take(len(self._reader.text)))
 
     def _give_content(self, text: str) -> None:
         body = text.strip()
@@ -247,7 +264,10 @@ class ResponseParser:
 
     def _read_message(self, header: str) -> Reading[None]:
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
-        if recipient is not None and recipient[1] != "assistant" and self._calls is not None:
+        is_call = recipient is not None and recipient[1] != "assistant" and self._calls is not None
+        if any(mark in header for mark in self._header_opens):
+            self.message_channels.append("" if is_call or channel is None else channel[1])
+        if recipient is not None and is_call:
             yield from self._read_addressed(recipient[1])
         elif channel is not None and channel[1] == "analysis":
             yield from self._read_reasoning(self._text_end)

@@ -36,9 +36,10 @@ class ToolChoice:
     Attributes:
         named: The function that must be called, if the choice names one.
         is_required: Some function must be called.
-        is_constrained: The text has a form of its own, which is no family's unless its calls are constrained.
+        has_form: The answer has a form of its own. Calls are none of it, unless they are constrained beside it. A call that has
+            to be is no answer.
         is_single: One call at most.
-        schemas: The parameters of each function that may be called; None: calls are not looked for.
+        schemas: The parameters of each function that may be called; None: there are no calls.
 
     Raises ToolsInvalid for inconsistent fields.
     """
@@ -61,15 +62,14 @@ class ToolChoice:
         if self.named is not None and self.named not in known:
             raise ToolsInvalid(f"tool_choice names {self.named!r}, tools has {', '.join(names)}", "tool_choice")
         self.is_required = choice == "required"
-        answers = (fields.get("response_format") or {}).get("type", "text") != "text" or bool(fields.get("structured_outputs"))
-        if (self.named is not None or self.is_required) and answers:
+        if self.must_call and fields.get("structured_outputs"):
             raise ToolsInvalid("a required tool call cannot have another constraint beside it", "tool_choice")
+        asked = (fields.get("response_format") or {}).get("type", "text")
+        self.has_form = not self.must_call and (asked != "text" or bool(fields.get("structured_outputs")))
         self._choice = choice
         self.is_single = fields.get("parallel_tool_calls") is False or self.named is not None
-        self.is_constrained = answers or self.is_required or self.named is not None
-        may_call = choice != "none" and not answers
         self.schemas: dict[str, dict[str, Any]] | None = None
-        if may_call:
+        if choice != "none":
             self.schemas = {tool["name"]: tool.get("parameters") or {} for tool in self._callable}
 
     @property
@@ -86,6 +86,11 @@ class ToolChoice:
     def is_strict(self) -> bool:
         """Whether a function that may be called demands arguments by its schema."""
         return self.schemas is not None and any(function.get("strict") is True for function in self._callable)
+
+    @property
+    def not_strict(self) -> list[str]:
+        """The functions that may be called with other arguments than their schemas permit."""
+        return [function["name"] for function in self._callable if function.get("strict") is not True]
 
     def parameters(self) -> dict[str, dict[str, Any]]:
         """The schema of the arguments of each function that may be called. Raises ToolsInvalid for one that is no object."""

@@ -24,7 +24,7 @@ SHARES = {
 # Arguments for the server under test: contexts are short, and fields beyond the description do not end every request early.
 SERVER = [
     "demo", "--device", "cpu", "--dtype", "float32", "--kv-memory", "8MiB", "--no-share", "--max-seqs", "8",
-    "--max-model-len", "128", "--ignore-unknown-fields",
+    "--max-model-len", "128", "--ignore-unknown-fields", "--response-format", "hermes",
 ]  # fmt: skip
 
 

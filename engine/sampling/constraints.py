@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...api.json_schemas import readable
+from ...api.json_schemas import json_options, readable
 from ...common.error_text import install_command
 from ...scheduler.errors import CANNOT_FOLLOW, RequestRejected
 from ...scheduler.request import Constraint, Sampling
@@ -40,7 +40,6 @@ _STACK_BYTES = 256 << 20
 _LONGEST_MESSAGE = 400  # characters; the library's messages may repeat the whole constraint
 _starting = threading.Lock()  # the size of stacks is the process's
 _END = "<|pagetide: the end|>"  # an extra token after the vocabulary: the output may end here
-_WHITESPACE = r"( |\n[ \t]{0,20})"  # JSON whitespace, bounded as in llama.cpp: weak models never stop
 _NO_BEGINNING = "no text can begin with it: it refers to itself, and nothing comes before the reference"
 _INSTALL = f"constrained output needs llguidance: {install_command('constrained')}"
 
@@ -137,7 +136,7 @@ class Constraints:
             if kind == "json_schema":
                 schema = json.loads(text)
                 text = json.dumps(readable(schema))
-                grammar = library.LLMatcher.grammar_from_json_schema(text, defaults=_json_options(schema))
+                grammar = library.LLMatcher.grammar_from_json_schema(text, defaults=json_options(schema))
             elif kind == "regex":
                 grammar = library.LLMatcher.grammar_from_regex(text)
             else:
@@ -254,12 +253,6 @@ def _library() -> Any:
     except ImportError as error:
         raise RequestRejected(_INSTALL) from error
     return llguidance
-
-
-def _json_options(schema: Any) -> dict[str, str] | None:
-    """llguidance's options for a schema without its own, under `x-guidance`."""
-    own = not isinstance(schema, dict) or "x-guidance" in schema
-    return None if own else {"whitespace_pattern": _WHITESPACE}
 
 
 def _tokenizer_data(tokenizer: Any | None, library: Any) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from durable_rig import CALL, DIVING, FrontEnd, KeptRequests
+import msgspec
+from durable_rig import CALL, DIVING, FrontEnd, KeptRequests, scripted
 
 PATH = "/v1/chat/completions"
 TOOLS = [{"type": "function", "function": {"name": "dive", "parameters": {"type": "object"}}}]
@@ -56,7 +57,7 @@ async def test_reasoning_that_the_prompt_begins() -> None:
 async def test_of_a_call_that_is_cut_off_nothing_is_left() -> None:
     queue = KeptRequests(reason="length")
     async with FrontEnd(queue) as server:
-        for size in range(1, len(CALL), 3):
+        for size in range(1, len(CALL), 5):
             queue.texts = ("Down. ", CALL[:size])
             message = await message_of(server)
             assert (message["content"].rstrip(" <"), message["finish_reason"]) == ("Down.", "length")
@@ -79,3 +80,38 @@ async def test_options_of_reasoning_reach_the_chat_template() -> None:
             {"enable_thinking": None, "thinking": None, "reasoning_effort": "high"},
             {"enable_thinking": False, "thinking": True, "reasoning_effort": None},
         ]  # fmt: skip
+
+
+async def test_an_answer_of_a_given_form_may_be_a_call_at_every_endpoint() -> None:
+    schema = {"type": "object", "properties": {"note": {"type": "string"}}}
+    function = {"name": "dive", "parameters": {"type": "object"}}
+    of_anthropic = {"name": "dive", "input_schema": {"type": "object"}}
+    ask: dict[str, Any] = {"model": "kept", "messages": BODY["messages"], "stream": False}
+    form = {"type": "json_schema", "schema": schema}
+    bodies: dict[str, dict[str, Any]] = {
+        PATH: ask | {"tools": TOOLS, "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
+        "/v1/responses": {
+            "model": "kept",
+            "input": "Dive",
+            "tools": [{"type": "function", **function}],
+            "text": {"format": form},
+        },
+        "/v1/messages": ask | {"tools": [of_anthropic], "max_tokens": 9, "output_config": {"format": form}},
+        "/api/chat": ask | {"tools": TOOLS, "format": schema},
+    }
+    answer = json.dumps({"note": CALL})
+    async with scripted() as server:
+        for constrains in (True, False):
+            server.engine.info = msgspec.structs.replace(server.engine.info, constrains=constrains)
+            for path, body in bodies.items():
+                server.engine.queue.texts = (answer,)
+                said = (await server.ask(path, body)).body.decode()
+                assert json.dumps(answer)[1:-1] in said, path
+                params = server.last_request["params"]
+                assert ("json_schema" in params, "(calls | answer)" in params.get("grammar", "")) == (
+                    not constrains,
+                    constrains,
+                )
+                server.engine.queue.texts = ("<think>Hm.</think>\n", CALL)
+                said = (await server.ask(path, body)).body.decode()
+                assert ("<tool_call>" not in said, '"depth' in said.replace("\\", "")) == (constrains, True), path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -106,8 +107,9 @@ def test_reasoning_comes_before_calls(template: ResponseTemplate) -> None:
 def test_strict_functions_in_an_answer_of_any_text(template: ResponseTemplate) -> None:
     grammar = CallGrammar(template, FUNCTIONS, {})
     if template.name == "llama3":
-        with pytest.raises(CannotConstrain, match="begin without a mark"):
-            grammar.automatic()
+        for make in (grammar.automatic, partial(grammar.required, True, answer={"json_schema": ANSWER})):
+            with pytest.raises(CannotConstrain, match="begin without a mark"):
+                make()
         return
     automatic = grammar.automatic()
     right, wrong = (text_of(template, [("dive", {"depth": depth})]) for depth in (3, -3))
@@ -116,6 +118,71 @@ def test_strict_functions_in_an_answer_of_any_text(template: ResponseTemplate) -
         (f"Down.\n{wrong}", False), (f"<think>\nHm.\n</think>\n\n{right}", True),
     ):  # fmt: skip
         assert accepts(automatic, text) == fits, text
+
+
+ANSWER: dict[str, Any] = {
+    "type": "object", "properties": {"note": {"type": "string"}, "deep": {"type": "boolean"}}, "required": ["note"],
+    "additionalProperties": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("template", [one for one in WRITTEN if one.name in ("hermes", "deepseek-v4", "mistral")], ids=name_of)
+def test_calls_or_an_answer_of_a_form_and_nothing_else(template: ResponseTemplate) -> None:
+    either = CallGrammar(template, FUNCTIONS, {}).required(False, answer={"json_schema": ANSWER})
+    calls, wrong = text_of(template, CALLS), text_of(template, [("dive", {"depth": -1})])
+    answer = json.dumps({"note": calls, "deep": True}, ensure_ascii=False)
+    for text, fits in (
+        (calls, True), (answer, True), ('{\n  "note": "x"\n}', True), ('{"note": 3}', False), ("It is wet.", False),
+        (wrong, False), (calls + answer, False), (answer + calls, False), ("", False),
+    ):  # fmt: skip
+        assert accepts(either, text) == fits, text
+    opener, closer = template.reasoning_open[0], template.reasoning_close[0]
+    begun = CallGrammar(template, FUNCTIONS, {}).required(True, "begun", {"json_schema": ANSWER})
+    assert accepts(either, f"{opener}Hm.{closer}\n\n{answer}") and not accepts(begun, f"Hm.{closer}{calls}")
+    assert accepts(begun, f"Hm.{closer}{answer}") and not accepts(begun, answer)
+    for size in (1, len(answer)):
+        parser, parts = ResponseParser(template, FUNCTIONS, is_either=True), list[Part]()
+        for at in range(0, len(answer), size):
+            parts += parser.feed(answer[at : at + size])
+        assert {part.kind for part in parts} == {"content"}
+        assert "".join(part.text for part in parts + parser.finish()) == answer
+    parser = ResponseParser(template, FUNCTIONS, is_either=True)
+    read = parser.feed(f"{opener}Hm.{closer}{calls}") + parser.finish()
+    assert [(part.name, json.loads(part.text)) for part in read if part.kind == "call"] == CALLS
+    assert not [part for part in read if part.kind == "content"]
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3-coder"])
+def test_functions_that_are_not_strict_are_held_to_what_can_be_held(name: str) -> None:
+    template = template_named(name)
+    code = {"type": "string", "pattern": "^[A-Z]+$"} if name == "qwen3-coder" else {"type": "string", "minLength": 2}
+    odd = {
+        "type": "object",
+        "not": {"required": ["x"]},
+        "properties": {"n": {"type": "integer"}, "code": code, "r": {"$ref": "#/properties/n"}},
+    }
+    grammar = CallGrammar(template, {"odd": odd}, {}, lenient=["odd"]).required(True, answer={"json_schema": ANSWER})
+    assert accepts(grammar, text_of(template, [("odd", {"n": 3, "code": "ab", "r": 4})]))
+    assert not accepts(grammar, text_of(template, [("odd", {"n": "x"})])), "what can be held is"
+    if name == "qwen3-coder":
+        with pytest.raises(CannotConstrain):
+            CallGrammar(template, {"odd": odd}, {})
+
+
+@pytest.mark.parametrize(("form", "right", "wrong"), [
+    ({"regex": "a/b\\/?|[/\\n]\nc"}, ("a/b", "a/b/", "/\nc", "\n\nc"), ("ab", "a/b/c")),
+    ({"grammar": '%llguidance {}\nstart: call "}" // of its own\ncall: /[0-9]/'}, ("3}",), ("3", "}")),
+    ({"json_schema": '{"type": "integer"}'}, ("12",), ('"a"',)), ({"json_schema": "true"}, ("[1]",), ("a",)),
+    ({"json_schema": {"x-guidance": {"whitespace_flexible": False}, "type": "array"}}, ("[1,2]",), ("[1, 2]",)),
+])  # fmt: skip
+def test_forms_of_an_answer_beside_calls(form: dict[str, Any], right: tuple[str, ...], wrong: tuple[str, ...]) -> None:
+    either = CallGrammar(HERMES, FUNCTIONS, {}).required(False, answer=form)
+    for text in (*right, text_of(HERMES, CALLS)):
+        assert accepts(either, text), text
+    assert not any(accepts(either, text) for text in wrong)
+    for text in ("{", "[" * 99_999):
+        with pytest.raises(CannotConstrain, match="no JSON, or too deep"):
+            CallGrammar(HERMES, FUNCTIONS, {}).required(False, answer={"json_schema": text})
 
 
 def test_special_tokens_are_named_by_their_ids() -> None:
@@ -150,6 +217,7 @@ def test_a_text_that_has_to_fit_a_pattern_is_json_where_attributes_say_so() -> N
     assert json.loads(part.text) == {"code": "ABC"}
 
 
+FORM = {"json_schema": {"type": "object"}}
 TOOLS = [{"type": "function", "function": {"name": "dive", "parameters": DIVE, "strict": True}}]
 
 
@@ -158,11 +226,16 @@ TOOLS = [{"type": "function", "function": {"name": "dive", "parameters": DIVE, "
     ({"tool_choice": {"type": "function", "function": {"name": "dive"}}}, "mistral", {"grammar"}), ({}, "hermes", {"grammar"}),
     ({}, "gemma4", set()), ({"tool_choice": "none"}, "hermes", set()),
     ({"tools": [{"type": "function", "function": {"name": "dive"}}]}, "hermes", set()),
-    ({"response_format": {"type": "json_object"}}, "hermes", set()),
+    ({"response_format": {"type": "json_object"}, "constraint": FORM}, "hermes", {"json_schema", "grammar"}),
+    ({"response_format": {"type": "json_object"}, "constraint": FORM, "tool_choice": "none"}, "hermes", set()),
+    ({"response_format": {"type": "json_object"}, "constraint": FORM}, "gpt-oss", set()),
+    ({"response_format": {"type": "json_object"}, "constraint": FORM, "tools": None}, "hermes", set()),
+    ({"response_format": {"type": "json_object"}, "constraint": FORM, "tool_choice": "required"}, "mistral",
+     {"json_schema", "grammar"}),
 ])  # fmt: skip
 def test_when_calls_are_constrained(fields: dict[str, Any], name: str, kinds: set[str]) -> None:
     reader = AnswerReader({"tools": TOOLS} | fields, template_named(name), added_tokens={}, constrains=True)
-    assert set(reader.params()) == kinds
+    assert set(reader.params()) == kinds and reader.params().get("json_schema") != FORM["json_schema"]
     free = AnswerReader({"tools": TOOLS} | fields, template_named(name), added_tokens={})
     assert "grammar" not in free.params()
     if template := reader.template():

@@ -151,7 +151,7 @@ async def test_models_as_ollama_lists_them() -> None:
     async with scripted("Hi") as server:
         (tag,) = (await server.client.get("/api/tags")).json()["models"]
         assert (tag["name"], tag["model"]) == ("kept:latest", "kept:latest")
-        shown = json.loads((await server.ask("/api/show", {"model": tag["name"]})).body)
+        shown = json.loads((await server.ask("/api/show", {"model": tag["name"], "name": tag["name"]})).body)
         assert shown["capabilities"] == ["completion", "tools", "thinking"] and shown["template"] == "{{ messages }}"
         assert shown["model_info"][f"{shown['model_info']['general.architecture']}.context_length"] == 1 << 20
         (one,) = (await server.client.get("/api/ps")).json()["models"]

@@ -137,6 +137,42 @@ async def test_the_arguments_of_a_custom_tool_without_its_input_are_the_input() 
         assert (item["type"], item["input"]) == ("custom_tool_call", '{"patch": "*** Begin Patch"}')
 
 
+async def test_tools_of_a_namespace_are_named_with_it_before_the_model_alone() -> None:
+    """The form in which Codex 0.171 sends the tools of an MCP server, and what it takes back."""
+    sea = {
+        "type": "namespace",
+        "name": "mcp__sea",
+        "description": "The sea.",
+        "tools": [DIVE | {"description": "Down."}, DIVE | {"name": "rise"}],
+    }
+    own = {"type": "namespace", "name": "functions", "description": "", "tools": [PATCH]}
+    earlier = [
+        {"type": "additional_tools", "role": "developer", "tools": [sea | {"name": "mcp__lake__", "tools": [PATCH]}]},
+        {"role": "user", "content": "Dive"},
+        {"type": "function_call", "call_id": "c1", "name": "dive", "namespace": "mcp__sea", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "wet"},
+    ]  # fmt: skip
+    names = ("dive", "mcp__sea__dive", "mcp__sea__rise", "apply_patch", "mcp__lake__apply_patch")
+    call = '<tool_call>{"name": "%s", "arguments": {"input": "x"}}</tool_call>'
+    body = BODY | {"tools": [DIVE, sea, own], "input": earlier}
+    async with scripted(*(call % name for name in names)) as server:
+        output = json.loads((await server.ask(PATH, body)).body)["output"]
+        kinds = ["function_call"] * 3 + ["custom_tool_call"] * 2
+        spaces = [None, "mcp__sea", "mcp__sea", "functions", "mcp__lake__"]
+        said = [(item["type"], item["name"], item.get("namespace")) for item in output]
+        assert said == list(zip(kinds, ("dive", "dive", "rise", "apply_patch", "apply_patch"), spaces, strict=True))
+        sent = server.last_request
+        functions = [tool["function"] for tool in sent["template"]["tools"]]
+        assert [one["name"] for one in functions] == list(names)
+        assert [one["description"] for one in functions[1:3]] == ["The sea.\n\nDown.", ""]
+        assert sent["messages"][1]["tool_calls"][0]["function"]["name"] == "mcp__sea__dive"
+        choice = {"type": "function", "name": "rise", "namespace": "mcp__sea"}
+        await server.ask(PATH, body | {"tool_choice": choice})
+        assert server.last_request["params"]["json_schema"]["type"] == "object"
+        twice = await server.ask(PATH, body | {"tools": [sea, DIVE | {"name": "mcp__sea__rise"}]})
+        assert twice.status == 400 and b"two functions 'mcp__sea__rise'" in twice.body
+
+
 async def test_an_answer_that_is_cut_off_is_incomplete() -> None:
     async with scripted("Down", " <tool_call>", reason="length") as server:
         whole = json.loads((await server.ask(PATH, BODY)).body)

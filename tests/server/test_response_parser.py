@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sys
 from typing import Any, NamedTuple
 
@@ -399,6 +400,33 @@ def test_tokens_of_reasoning_are_counted_by_their_marks() -> None:
     reader.count_tokens(0, [1, 8, 2])
     assert reader.num_reasoning_tokens == 2
     assert AnswerReader({}, template_named("hermes")).num_reasoning_tokens is None
+
+
+HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
+
+
+@pytest.mark.parametrize("messages", [
+    ["<|channel|>analysis<|message|>Hm, 3.<|end|>", "<|start|>assistant<|channel|>final<|message|>Hi<|return|>"],
+    ["<|channel|>analysis<|message|>a<|channel|>b<|end|>",
+     "<|start|>assistant<|channel|>commentary to=functions.dive <|constrain|>json<|message|>{}<|call|>",
+     "<|start|>assistant<|channel|>analysis<|message|>more"],
+    [" to=functions.dive<|message|>{}<|call|>", "<|start|>assistant<|channel|>analysis<|message|>x<|end|>"],
+    ["<|message|>x<|channel|>final<|message|>Hi"],
+])  # fmt: skip
+def test_tokens_of_reasoning_are_those_of_its_messages(messages: list[str]) -> None:
+    """Each mark is a token, and each character of other texts: of messages that are reasoning all are counted."""
+    tools = [{"type": "function", "function": {"name": "dive"}}]
+    ids = {mark: 1000 + number for number, mark in enumerate(HARMONY)}
+    pieces = [re.findall("|".join(map(re.escape, HARMONY)) + "|(?s:.)", text) for text in messages]
+    tokens = [token for piece in pieces for token in piece]
+    wanted = sum(len(piece) for piece in pieces if "analysis" in "".join(piece))
+    for size in (1, 3, len(tokens)):
+        reader = AnswerReader({"tools": tools}, template_named("gpt-oss"), special_tokens=HARMONY, added_tokens=ids)
+        for at in range(0, len(tokens), size):
+            some = tokens[at : at + size]
+            reader.stream(1, "".join(some), ends=at + size >= len(tokens), is_cut=True)
+            reader.count_tokens(1, [ids.get(token, 1) for token in some])
+        assert reader.num_reasoning_tokens == wanted, size
 
 
 def test_reasoning_can_be_left_out() -> None:

@@ -97,7 +97,7 @@ def test_a_named_function_takes_the_text_as_its_arguments() -> None:
 
 
 def test_contradictions_are_refused() -> None:
-    swim, json_answer = {"type": "function", "function": {"name": "swim"}}, {"response_format": {"type": "json_object"}}
+    swim, json_answer = {"type": "function", "function": {"name": "swim"}}, {"structured_outputs": {"regex": "a"}}
     for choice, fields in (("required", {"tools": None}), (swim, {}), ("required", json_answer)):
         with pytest.raises(ToolsInvalid) as caught:
             reader_of(choice, **fields)
@@ -126,5 +126,9 @@ def test_the_chat_template_gets_the_tools() -> None:
 
 def test_an_answer_of_a_given_form_is_no_call() -> None:
     text = '[{"name": "dive", "arguments": {}}]'
-    answer = reader_of(response_format={"type": "json_object"}).read(0, text)
+    form = {"type": "json_object"}
+    answer = reader_of(response_format=form).read(0, text)
     assert (answer.content, answer.calls) == (text, [])
+    demanded = reader_of("required", response_format=form)  # as agents do that have a form for their last answer
+    assert demanded.params()["json_schema"]["type"] == "array"
+    assert calls_in(demanded.read(0, text)) == [("dive", "{}")]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
-from durable_rig import scripted
+from durable_rig import CALL, scripted
+from pydantic import BaseModel
 
 anthropic = pytest.importorskip("anthropic")
 
@@ -41,6 +43,23 @@ async def test_messages_and_streams_and_a_second_turn() -> None:
             assert sent[1]["reasoning_content"] == "Hmm." and sent[1]["tool_calls"][0]["id"] == call.id
             counted = await client.messages.count_tokens(model="kept", messages=ASKED["messages"])
             assert counted.input_tokens == 3
+
+
+class Report(BaseModel):
+    """What the model is to answer."""
+
+    wet: bool
+
+
+async def test_an_answer_of_a_type_or_a_call() -> None:
+    async with scripted() as server, anthropic.AsyncAnthropic(base_url=server.url, api_key="unused", max_retries=0) as client:
+        server.engine.info = msgspec.structs.replace(server.engine.info, constrains=True)
+        server.engine.queue.texts = ("<think>Hm.</think>\n", CALL)
+        called = await client.messages.parse(**ASKED, output_format=Report)
+        assert (called.stop_reason, called.content[-1].name) == ("tool_use", "dive")
+        assert "(calls | answer)" in server.last_request["params"]["grammar"]
+        server.engine.queue.texts = ('{"wet": true}',)
+        assert (await client.messages.parse(**ASKED, output_format=Report)).parsed_output == Report(wet=True)
 
 
 async def test_errors_are_the_clients_own() -> None:

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import httpx2
 import numpy as np
 import openai
 import pytest
@@ -81,6 +82,41 @@ def test_strict_functions_leave_an_answer_free_and_what_cannot_be_held_is_logged
     assert "the format gemma4 cannot be constrained: calls that have to be are JSON" in running.said
 
 
+REPORT = {
+    "type": "object", "required": ["air", "wet"], "additionalProperties": False,
+    "properties": {"air": {"type": "integer", "minimum": 0, "maximum": 9}, "wet": {"type": "boolean"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_answer_with_a_form_or_a_call(running: ServerProcess, name: str) -> None:
+    """A bias for the first character of either chooses it. Where calls cannot be constrained there is an answer."""
+    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="unused", max_retries=0, timeout=120)
+    form: Any = {"type": "json_schema", "json_schema": {"name": "report", "schema": REPORT}}
+    for first in "{<":
+        *_, token = httpx2.post(f"{running.url}/tokenize", json={"model": name, "prompt": first}).json()["tokens"]
+        asked = {**ASKED, "model": name, "response_format": form, "logit_bias": {token: 100}, "tool_choice": "auto"}
+        for seed in range(2):
+            (choice,) = client.chat.completions.create(**asked, seed=seed).choices
+            if first == "<" and name != "gemma4":
+                assert choice.message.tool_calls and all(map(fits, choice.message.tool_calls)) and not choice.message.content
+            else:
+                report = json.loads(choice.message.content or "")
+                assert set(report) == {"air", "wet"} and 0 <= report["air"] <= 9 and not choice.message.tool_calls
+    tools: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    asked = {"model": name, "input": "Dive", "tools": tools, "text": {"format": {**form, **form["json_schema"]}}}
+    for item in client.responses.create(**asked, reasoning={"effort": "none"}, max_output_tokens=400).output:
+        assert item.type == "function_call" or json.loads(item.content[0].text).keys() == {"air", "wet"}  # type: ignore[union-attr]
+    form = {"type": "json_schema", "schema": REPORT}
+    body = {"model": name, "messages": ASKED["messages"], "max_tokens": 400, "thinking": {"type": "disabled"}}
+    body |= {
+        "tools": [{"name": "surface", "input_schema": {"type": "object", "properties": {}}}],
+        "output_config": {"format": form},
+    }
+    for block in httpx2.post(f"{running.url}/v1/messages", json=body, timeout=120).json()["content"]:
+        assert block["type"] == "tool_use" or json.loads(block["text"]).keys() == {"air", "wet"}
+
+
 SCHEMA = {
     "type": "object", "required": ["depth", "crew"], "additionalProperties": False,
     "properties": {
@@ -97,13 +133,16 @@ SCHEMA = {
 
 @pytest.mark.parametrize("name", [name for name, one in templates().items() if one.calls is not None and one.calls.written])
 def test_what_a_grammar_lets_through_is_calls_that_fit(name: str) -> None:
-    """Bytes drawn at random among those allowed. The parser reads calls with arguments by their schema, and nothing else."""
+    """Bytes drawn at random among those allowed. The parser reads calls by their schemas, or an answer by its own."""
     llguidance, jsonschema = pytest.importorskip("llguidance"), pytest.importorskip("jsonschema_rs")
     tokenizer, template = llguidance.LLTokenizer("byte"), templates()[name]
     functions: dict[str, Any] = {"dive": SCHEMA, "look": {"type": "object", "properties": {}, "additionalProperties": False}}
-    grammar = CallGrammar(template, functions, {}).required(False, "none")
-    master = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar), log_level=0)
-    for seed in range(12):
+    masters = []
+    for answer in (None, {"json_schema": REPORT}) if name != "llama3" else (None,):
+        grammar = CallGrammar(template, functions, {}).required(False, "none", answer)
+        masters.append(llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar), log_level=0))
+    for seed in range(24):
+        master, is_either = masters[seed % len(masters)], seed % len(masters) == 1
         draw, matcher, found = random.Random(seed), master.deep_copy(), bytearray()
         while not matcher.is_stopped() and not (matcher.is_accepting() and draw.random() < 0.3):
             mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")[:256]
@@ -111,8 +150,11 @@ def test_what_a_grammar_lets_through_is_calls_that_fit(name: str) -> None:
             assert matcher.consume_token(token)
             found.append(token)
         text = found.decode()
-        parser = ResponseParser(template, functions)
+        parser = ResponseParser(template, functions, is_either=is_either)
         parts = parser.feed(text) + parser.finish()
+        if is_either and parts[0].kind == "content" and parts[0].text.strip():
+            assert jsonschema.is_valid(REPORT, json.loads("".join(part.text for part in parts)))
+            continue
         assert parts and {part.kind for part in parts if part.text.strip()} == {"call"}, text
         for part in parts:
             if part.kind == "call":
