@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import wire
 from .errors import ProtocolViolation
 from .wire import FrameDecoder, Message, to_frame
 
@@ -64,7 +63,6 @@ class Connection:
         pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
         self.peer = Peer(pid, uid)
         self.greeted = False
-        self.protocol = wire.PROTOCOL  # the client's version, once it is greeted
         self.lease_id: int | None = None
         self.reservation_id: int | None = None
         self.closed = False
@@ -101,7 +99,7 @@ class Connection:
             if fd is not None:
                 os.close(fd)
             return
-        frame = to_frame(message, self.protocol)
+        frame = to_frame(message)
         self._out.append((frame, fd))
         self._out_bytes += len(frame)
         self._flush()

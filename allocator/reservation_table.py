@@ -186,9 +186,8 @@ class ReservationTable:
 
     def _tell(self, reservation: ReservationAccount, crowd: _Crowd, now_ns: int) -> None:
         reservation.is_told = True
-        if reservation.connection.protocol >= wire.PROTOCOL:
-            reason = f"{_missing(reservation)} are not free yet: {crowd.holders(reservation)}"
-            reservation.connection.send(wire.QueuedMessage(reservation.reservation_id, reason[: wire.MAX_SENTENCE]))
+        reason = f"{_missing(reservation)} are not free yet: {crowd.holders(reservation)}"
+        reservation.connection.send(wire.QueuedMessage(reservation.reservation_id, reason[: wire.MAX_SENTENCE]))
 
 
 class _Crowd:

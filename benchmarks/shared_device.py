@@ -314,8 +314,6 @@ class _Fresh(DeviceMemory):
 class _Connection:
     """The broker's end of a lease's socket."""
 
-    protocol = wire.PROTOCOL
-
     def __init__(self, number: int, broker: ModelledBroker) -> None:
         self.peer = Peer(number + 1, 0)
         self.lease_id: int | None = None

@@ -13,9 +13,7 @@ import pwd
 import resource
 import stat
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -326,29 +324,22 @@ def monitor(problems: list[Problem], directories: Sequence[RuntimeDir], own: Run
 
 def _broker(directory: RuntimeDir, problems: list[Problem]) -> dict[str, Any]:
     """Whether the broker answers, the number of its leases, and the version of its protocol."""
-    from .allocator.broker_client import BrokerClient, Channel
+    from .allocator.broker_client import BrokerClient
     from .allocator.errors import AllocatorError, ProtocolMismatch
-    from .allocator.wire import PROTOCOL, DoneMessage, LeaseView, ListLeasesMessage
+    from .allocator.wire import PROTOCOL
 
     if not directory.socket.exists():
         return {}  # a monitor that leases nothing, as one that plays a recording
     update = "run monitor and engines with one version of pagetide: restart vram-monitor, or end the engines that use it"
-    protocol, deadline = PROTOCOL, time.monotonic() + _ANSWER_S
-    try:
-        with closing(Channel(directory.socket, deadline, protocol=PROTOCOL)) as channel:
-            channel.send(ListLeasesMessage())
-            channel.wait(deadline, LeaseView, DoneMessage)
-    except ProtocolMismatch as error:
-        protocol = error.theirs
-        problems.append(Problem("monitor", str(error), update, fails=protocol > PROTOCOL))
-    except AllocatorError:
-        pass  # the next call says why
     try:
         leases = BrokerClient(directory.socket, timeout_s=_ANSWER_S).leases()
+    except ProtocolMismatch as error:
+        problems.append(Problem("monitor", str(error), update))
+        return {"socket": str(directory.socket), "protocol": error.theirs}
     except AllocatorError as error:
         problems.append(Problem("monitor", f"its broker does not answer: {error}", update))
         return {"socket": str(directory.socket)}
-    return {"socket": str(directory.socket), "protocol": protocol, "leases": len(leases)}
+    return {"socket": str(directory.socket), "protocol": PROTOCOL, "leases": len(leases)}
 
 
 def _rights(directory: RuntimeDir, own: RuntimeDir, problems: list[Problem]) -> dict[str, Any]:

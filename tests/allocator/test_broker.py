@@ -12,7 +12,6 @@ import stat
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from pagetide.allocator import broker_connection, wire
 from pagetide.allocator.broker import Broker, BrokerThread
 from pagetide.allocator.broker_client import BrokerClient, Channel
 from pagetide.allocator.broker_socket import connect, listen
-from pagetide.allocator.errors import BrokerUnavailable, LeaseRefused, ProtocolMismatch, UnknownEngine
+from pagetide.allocator.errors import BrokerUnavailable, LeaseRefused, UnknownEngine
 from pagetide.allocator.lease_record import LeaseRecordWriter
 from pagetide.allocator.lease_table import LeaseTable
 
@@ -500,17 +499,6 @@ def test_the_blocking_client(folder: Path) -> None:
     listen(path).close()
     with pytest.raises(BrokerUnavailable, match="has ended"):
         BrokerClient(path).leases()
-
-
-@pytest.mark.parametrize(("version", "remedy"), [(wire.PROTOCOL + 1, "update the broker"), (0, "update the engine")])
-def test_a_client_of_another_version_is_told_the_brokers_newest_and_dropped(folder: Path, version: int, remedy: str) -> None:
-    with broker_thread(folder / "broker", Numbers()):
-        channel = Channel(folder / "broker", protocol=version)
-        channel.send(wire.ListLeasesMessage())
-        said = f"speaks version {wire.PROTOCOL} of the lease protocol and this process version {version}; {remedy}"
-        with pytest.raises(ProtocolMismatch, match=said):
-            channel.wait(time.monotonic() + 30, wire.DoneMessage)
-        channel.close()
 
 
 async def raw(bench: Bench, data: bytes = b"") -> socket.socket:

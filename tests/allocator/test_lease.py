@@ -214,15 +214,6 @@ def test_two_orders_of_one_generation_are_told_and_settled_by_a_new_registration
         assert false_broker.request.held_bytes == 300
 
 
-def test_a_successor_that_speaks_an_older_version_is_spoken_to_in_it(folder: Path, false_broker: FalseBroker) -> None:
-    false_broker.protocol = wire.OLDEST_PROTOCOL
-    with engine_of(false_broker, folder) as a:
-        false_broker.socket.close()
-        wait_for(a, Lost)
-        register_again(a, false_broker, 400)
-        assert false_broker.hellos == [wire.PROTOCOL, wire.OLDEST_PROTOCOL] * 2, "the successor might have been newer"
-
-
 def test_the_answer_names_the_newest_order_that_was_seen(folder: Path, false_broker: FalseBroker) -> None:
     with engine_of(false_broker, folder) as a:
         false_broker.say(wire.RecallMessage(1, generation(103), 400, 1000), wire.RecallMessage(1, generation(105), 200, 1000))
