@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import json
 import logging
 import os
-import re
 import signal
 import sys
 import time
@@ -16,11 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .allocator.errors import AllocatorError
 from .common.settings import Settings, add_flags, settings_of
 from .common.units import format_bytes, format_seconds, parse_bytes, parse_seconds
+from .flags import FlagParser
 from .monitor.config import MonitorConfig
 from .monitor.errors import AlreadyMonitored, ConfigInvalid, MonitorError, MonitorFailed
 from .monitor.snapshot import DeviceInfo, LeaseUse, Origin, Snapshot
@@ -95,46 +94,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-class _Parser(argparse.ArgumentParser):
-    """Suggests the nearest option or command for an unknown one."""
-
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self._given = list(sys.argv[1:] if args is None else args)
-        parsed, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._nearest(unknown[0], self._names())}")
-        return parsed
-
-    def error(self, message: str) -> NoReturn:
-        options = [text.split("=")[0] for text in getattr(self, "_given", ()) if text.startswith("--") and text != "--"]
-        unknown = [text for text in options if not any(name.startswith(text) for name in self._names())]
-        if "invalid choice" in message and unknown:  # its value was taken for a command
-            message = f"unrecognized arguments: {unknown[0]}{self._nearest(unknown[0], self._names())}"
-        elif found := re.search(r"invalid choice: '([^']*)' \(", message):
-            message += self._nearest(found[1], [name for name in self._names() if not name.startswith("-")])
-        super().error(message)
-
-    def _names(self) -> list[str]:
-        """All options and commands, those of the commands included."""
-        names: list[str] = []
-        for action in self._actions:
-            names += action.option_strings
-            if isinstance(action, argparse._SubParsersAction):
-                names += action.choices
-                names += [name for command in action.choices.values() for name in command._names()]
-        return names
-
-    def _nearest(self, name: str, names: Sequence[str]) -> str:
-        near = difflib.get_close_matches(name.split("=")[0], names, 1)
-        return f"; did you mean {near[0]}?" if near else ""
-
-
-_Commands: TypeAlias = "argparse._SubParsersAction[_Parser]"
+_Commands: TypeAlias = "argparse._SubParsersAction[FlagParser]"
 
 
 def parser() -> argparse.ArgumentParser:
     """All options. Options not given are None or absent, so that a configuration file can set them."""
-    top = _Parser(
+    top = FlagParser(
         prog="vram-monitor",
         description="Show the memory of GPUs and of this machine, and which processes hold it. Without a command, shows a "
         "live view: q quits, ? explains it.",
