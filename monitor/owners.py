@@ -85,6 +85,12 @@ def owners_in(cgroup: str | None) -> Mapping[OwnerKind, NamedCgroup]:
     return found
 
 
+def owner_names(cgroup: str | None) -> dict[str, str | None]:
+    """The names of the container, pod and unit, for JSON."""
+    found = owners_in(cgroup)
+    return {kind.value: found[kind].name if kind in found else None for kind in OwnerKind if kind is not OwnerKind.USER}
+
+
 def owner_text(cgroup: str | None) -> str | None:
     """The owner that a cgroup names, for a column: the container, else the unit, else the pod."""
     found = owners_in(cgroup)
