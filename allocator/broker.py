@@ -23,11 +23,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..common.on_error import OnError
+from ..monitor.sources.process_facts import user_name
 from . import wire
 from .broker_connection import Connection, Dropped
 from .broker_socket import listen
 from .errors import LeaseRefused, NotPermitted
-from .lease_account import DeviceView, LeaseAccount, user_name
+from .lease_account import DeviceView, LeaseAccount
 from .lease_table import LeaseTable
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import grp
 import os
 import platform
-import pwd
 import resource
 import stat
 import tempfile
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .monitor.runtime_dir import RuntimeDir
+from .monitor.sources.process_facts import user_name
 from .version import __version__
 
 # The optional dependencies (extras of pyproject.toml) that an engine uses, each with the module that shows it is
@@ -354,13 +354,13 @@ def _rights(directory: RuntimeDir, own: RuntimeDir, problems: list[Problem]) -> 
     except FileNotFoundError:
         parent = next(parent for parent in path.parents if parent.exists())
         if directory == own and (why := _why_unusable(parent)) is not None:
-            what = f"the runtime directory {path} is not there, and {_name_of_user(os.getuid())} cannot make it in {parent}"
+            what = f"the runtime directory {path} is not there, and {user_name(os.getuid())} cannot make it in {parent}"
             problems.append(Problem("monitor", f"{what}: {why}", elsewhere))
         return {"path": str(path), "exists": False}
     except OSError as error:
         problems.append(Problem("monitor", f"{path} cannot be examined: {error.strerror}", elsewhere))
         return {"path": str(path), "exists": False}
-    owner, group, user = _name_of_user(found.st_uid), _name_of_group(found.st_gid), _name_of_user(os.getuid())
+    owner, group, user = user_name(found.st_uid), _name_of_group(found.st_gid), user_name(os.getuid())
     try:
         if directory == own:
             directory.check()
@@ -387,13 +387,6 @@ def _why_unusable(folder: Path) -> str | None:
     except OSError as error:
         return error.strerror or str(error)
     return None
-
-
-def _name_of_user(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
 
 
 def _name_of_group(gid: int) -> str:

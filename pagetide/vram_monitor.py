@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from .allocator.errors import AllocatorError
 from .common.settings import Settings, add_flags, settings_of
@@ -94,6 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+T = TypeVar("T")
 _Commands: TypeAlias = "argparse._SubParsersAction[FlagParser]"
 
 
@@ -539,7 +540,8 @@ def _view(args: argparse.Namespace) -> int:
     logging.getLogger("pagetide").addHandler(logging.NullHandler())  # keeps logs off the screen
     refresh = MonitorConfig.resolve(None, {"interval": args.refresh or 1.0}).interval
     config = _settings(args, "devices", *_SOURCE)
-    min_bytes = _parse_min_memory(args.min_memory)
+    size = args.min_memory
+    min_bytes = None if size is None else 0 if size.strip() == "0" else _parsed("--min-memory", parse_bytes, size)
     with _observed(config) as (read, follower):
         from .monitor.view.listing import Listing
 
@@ -564,11 +566,6 @@ def _view(args: argparse.Namespace) -> int:
                 act=act,
             )
     return 0
-
-
-def _parse_min_memory(size: str | None) -> int | None:
-    """Parse --min-memory: 0 or an amount; None if it is not given. Raises ConfigInvalid."""
-    return 0 if size is not None and size.strip() == "0" else None if size is None else _parse_size("--min-memory", size)
 
 
 def _print_json(read: Callable[[], Snapshot], interval_s: float | None, listing: Listing) -> int:
@@ -651,7 +648,7 @@ def _leases(args: argparse.Namespace) -> int:
 
 
 def _limit(args: argparse.Namespace) -> int:
-    print(_send_limit(_client(args), args.engine, _parse_size("--max", args.size), args.engine))
+    print(_send_limit(_client(args), args.engine, _parsed("--max", parse_bytes, args.size), args.engine))
     return 0
 
 
@@ -662,7 +659,7 @@ def _send_limit(client: BrokerClient, engine: str, num_bytes: int, name: str) ->
 
 
 def _recall(args: argparse.Namespace) -> int:
-    print(_send_recall(_client(args), args.engine, _parse_size("SIZE", args.size), args.engine))
+    print(_send_recall(_client(args), args.engine, _parsed("SIZE", parse_bytes, args.size), args.engine))
     return 0
 
 
@@ -699,7 +696,7 @@ def _owners(args: argparse.Namespace) -> int:
     from .event_commands import show_owners
 
     logging.getLogger("pagetide").addHandler(logging.NullHandler())
-    idle_after_s = _parse_time("--idle", args.idle)
+    idle_after_s = _parsed("--idle", parse_seconds, args.idle)
     with _observed(_settings(args, *_SOURCE)) as (read, _):
         return show_owners(args, read(), idle_after_s)
 
@@ -726,8 +723,11 @@ def _reserved(
     """A reservation by the options of `_add_reservation`, with its device. While it waits, stderr says for what."""
     from .allocator.reservation import Reservation, choose_device, shown
 
-    num_bytes = _parse_size(option, size)
-    wait_s, duration_s = _parse_time("--wait", args.wait), None if time is None else _parse_time("--time", time)
+    num_bytes = _parsed(option, parse_bytes, size)
+    wait_s, duration_s = (
+        _parsed("--wait", parse_seconds, args.wait),
+        None if time is None else _parsed("--time", parse_seconds, time),
+    )
     directory, reader = _running(args)
     with reader:
         info = choose_device(reader.devices(), args.device)
@@ -769,20 +769,12 @@ def _described(view: ReservationView, index: str) -> str:
     return f"#{view.reservation_id} {view.name} (pid {view.pid}, {view.user}) {said}"
 
 
-def _parse_size(name: str, size: str) -> int:
-    """Parse a size to bytes. Raises ConfigInvalid, naming the option."""
+def _parsed(option: str, parse: Callable[[str], T], text: str) -> T:
+    """The amount or time of an option. Raises ConfigInvalid, naming it."""
     try:
-        return parse_bytes(size)
+        return parse(text)
     except ValueError as error:
-        raise ConfigInvalid(f"{name}: {error}") from None
-
-
-def _parse_time(name: str, text: str) -> float:
-    """Parse a time to seconds. Raises ConfigInvalid, naming the option."""
-    try:
-        return parse_seconds(text)
-    except ValueError as error:
-        raise ConfigInvalid(f"{name}: {error}") from None
+        raise ConfigInvalid(f"{option}: {error}") from None
 
 
 if __name__ == "__main__":
