@@ -46,7 +46,7 @@ class Channel:
         except OSError as error:
             raise BrokerUnavailable(f"the broker at {path} cannot be reached: {error.strerror}") from error
         self._path = path
-        self._decoder = wire.FrameDecoder()
+        self._decoder = wire.message_reader()
         self._out = bytearray()
         self._fds: deque[int] = deque()
         self._inbox: deque[wire.Message] = deque()

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .errors import ProtocolViolation
-from .wire import FrameDecoder, Message, to_frame
+from .wire import Message, message_reader, to_frame
 
 READ_BYTES = 4096  # per read, so that one client cannot delay the others
 MAX_UNREAD_BYTES = 256 * 1024
@@ -68,7 +68,7 @@ class Connection:
         self.closed = False
         self._sock = sock
         self._received, self._dropped, self._clock = received, dropped, clock
-        self._decoder = FrameDecoder()
+        self._decoder = message_reader()
         self._opened_ns = self._heard_ns = self._part_since_ns = now_ns
         self._burst, self._counted_ns = 0.0, now_ns
         self._out: deque[tuple[bytes, int | None]] = deque()

@@ -1,6 +1,6 @@
 """The lease protocol: messages between engine and broker, as frames of bytes and as validated dataclasses.
 
-    frame      length of the payload, 4 bytes, big-endian | payload, at most 64 KiB
+    frame      as in common/frames.py, with a payload of at most 64 KiB
     payload    one JSON object in UTF-8: {"type": "ask", "target_bytes": 4294967296, "expires_ms": 1000}
 
     engine    hello ──► register ──────────────► ask ──────► report   unmapped, lower_min ──► release
@@ -21,11 +21,11 @@ from __future__ import annotations
 import json
 import math
 import reprlib
-import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_type_hints
 
+from ..common.frames import FrameReader, frame
 from .errors import (
     InvalidLease,
     LeaseRefused,
@@ -36,15 +36,13 @@ from .errors import (
     UnknownEngine,
 )
 
-PROTOCOL = 4
+PROTOCOL = 5
 MAX_PAYLOAD_BYTES = 64 * 1024
 # More memory than any machine has; sums of a few still fit into 64 bits
 MAX_BYTES = 2**62
 MAX_SENTENCE = 4096  # characters
 MAX_RESERVATION_S = 30 * 24 * 3600
 MAX_CLASSES = 8  # kinds of memory that an engine reports
-
-_LENGTH = struct.Struct(">I")
 
 
 class OrderGeneration(NamedTuple):
@@ -466,7 +464,7 @@ def to_frame(message: Message) -> bytes:
     payload = json.dumps({"type": name, **content}, separators=(",", ":"), ensure_ascii=False).encode()
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise ProtocolViolation(f"a frame holds at most {MAX_PAYLOAD_BYTES:,} bytes, {name} has {len(payload):,}")
-    return _LENGTH.pack(len(payload)) + payload
+    return frame(payload)
 
 
 def from_payload(payload: bytes) -> Message:
@@ -520,34 +518,9 @@ def error_of(refused: RefusedMessage) -> LeaseRefused:
     return _REFUSALS.get(refused.code, LeaseRefused)(refused.message)
 
 
-class FrameDecoder:
-    """Decodes messages from bytes in pieces of any size. Buffers at most one incomplete frame between calls."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    @property
-    def has_part(self) -> bool:
-        """Whether an incomplete frame is buffered."""
-        return bool(self._buffer)
-
-    def feed(self, data: bytes) -> Iterator[Message]:
-        """Yield the messages that `data` completes. Raises ProtocolViolation; then stop reading."""
-        self._buffer += data
-        start = 0
-        try:
-            while len(self._buffer) - start >= _LENGTH.size:
-                (length,) = _LENGTH.unpack_from(self._buffer, start)
-                if length > MAX_PAYLOAD_BYTES:  # checked before the payload arrives
-                    raise ProtocolViolation(f"a frame holds at most {MAX_PAYLOAD_BYTES:,} bytes, not {length:,}")
-                end = start + _LENGTH.size + length
-                if len(self._buffer) < end:
-                    break
-                payload = bytes(self._buffer[start + _LENGTH.size : end])
-                start = end
-                yield from_payload(payload)
-        finally:
-            del self._buffer[:start]
+def message_reader() -> FrameReader:
+    """A reader of messages from bytes in pieces of any size. Raises ProtocolViolation; then stop reading."""
+    return FrameReader(lambda payload: from_payload(bytes(payload)), MAX_PAYLOAD_BYTES, ProtocolViolation)
 
 
 def milliseconds(seconds: float, most_s: int = 24 * 3600) -> int:

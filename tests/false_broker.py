@@ -17,7 +17,7 @@ class FalseBroker:
     def __init__(self, path: Path) -> None:
         self._listener = listen(path)
         self._listener.settimeout(60)
-        self._decoder = wire.FrameDecoder()
+        self._decoder = wire.message_reader()
 
     def accept(self) -> None:
         """Accept an engine, and say nothing."""

@@ -32,6 +32,7 @@ from pagetide.allocator.errors import (
 from pagetide.allocator.lease import Lease
 from pagetide.allocator.lease_events import Denied, Granted, Limited, Lost, Recalled, Rejoined
 from pagetide.allocator.lease_record import bounds_between
+from pagetide.common.frames import frame
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="leases need Linux")
 
@@ -340,7 +341,7 @@ def test_a_map_that_runs_while_the_broker_changes_is_bounded_in_the_new_record(f
         assert bounds_between(false_broker.record.read(), false_broker.record.read()) == (400, 400)
 
 
-@pytest.mark.parametrize("harm", [b"\0\0\0\4null", b"\x7f\0\0\0", wire.to_frame(wire.DoneMessage())], ids=repr)
+@pytest.mark.parametrize("harm", [frame(b"null"), b"\x7f" * 8, wire.to_frame(wire.DoneMessage())], ids=repr)
 def test_a_broker_that_makes_no_sense_is_left(folder: Path, false_broker: FalseBroker, harm: bytes) -> None:
     with engine_of(false_broker, folder) as a:
         with changed(a, 300):
