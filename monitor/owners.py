@@ -119,11 +119,11 @@ def owner_uses(
     return sorted(sums.values(), key=lambda owner: (kinds.index(owner.kind), -owner.used_bytes, owner.name))
 
 
-def charge(owners: Sequence[OwnerUse], cgroups: Path = CGROUPS) -> None:
+def charge(owners: Sequence[OwnerUse]) -> None:
     """Read what the kernel charges to the owners' cgroups, as far as this process may."""
     for owner in owners:
         if owner.path is not None:
-            owner.charged_bytes = charged_bytes(owner.path, cgroups)
+            owner.charged_bytes = charged_bytes(owner.path)
 
 
 def charged_bytes(path: str, cgroups: Path = CGROUPS) -> int | None:

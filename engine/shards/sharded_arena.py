@@ -105,7 +105,7 @@ class ShardedArena(ExtentSet):
         An extent that some shard has to unmap again (`undo`) cannot be mapped by the same plan: that may fail once more.
         """
         if uneven := frozenset().union(*self._left).intersection(resize.map.tolist()):
-            self._shift_all(-len(resize.unmap) * self.extent_bytes, 0)
+            self._shift_lower(-len(resize.unmap) * self.extent_bytes)
             return f"extents {sorted(uneven)} are still mapped on some of the {self.num_shards} shards, from a resize before"
         coming, going = len(resize.map) * self.extent_bytes, len(resize.unmap) * self.extent_bytes
         done: list[CountedLease] = []
@@ -115,10 +115,10 @@ class ShardedArena(ExtentSet):
             except GrantExceeded as error:
                 for other in done:
                     other.shift(0, -coming)
-                self._shift_all(-going, 0)
+                self._shift_lower(-going)
                 return f"{type(error).__name__}: {error}"
             done.append(lease)
-        self._shift_all(-going, 0)
+        self._shift_lower(-going)
         return None
 
     def settle(self, resize: Resize, outcomes: Sequence[ResizeOutcome]) -> Settled:
@@ -148,6 +148,6 @@ class ShardedArena(ExtentSet):
         if self._leases is not None and gone:
             self._leases[rank].shift(0, -len(gone) * self.extent_bytes)
 
-    def _shift_all(self, lower_bytes: int, upper_bytes: int) -> None:
+    def _shift_lower(self, num_bytes: int) -> None:
         for lease in self._leases or ():
-            lease.shift(lower_bytes, upper_bytes)
+            lease.shift(num_bytes, 0)
