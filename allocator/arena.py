@@ -6,7 +6,7 @@ contains zeros. On devices where this is slow, part of it runs in the background
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from operator import index
 from typing import Protocol
@@ -87,8 +87,32 @@ class Arena(Protocol):
         ...
 
 
-class NoPreparedExtents:
-    """Background operations that do nothing, for arenas that act entirely within `map` and `unmap`."""
+class ExtentSet:
+    """An arena's extents, and which of them have memory. It holds nothing else, and does nothing in the background.
+
+    Attributes:
+        num_extents: See `Arena`, as for `extent_bytes`.
+    """
+
+    def __init__(self, num_extents: int, extent_bytes: int, mapped: Iterable[int] = ()) -> None:
+        self.num_extents = num_extents
+        self.extent_bytes = extent_bytes
+        self._mapped = frozenset(mapped)
+
+    @property
+    def mapped_extents(self) -> frozenset[int]:
+        """The extents with memory now."""
+        return self._mapped
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of memory behind the range now."""
+        return len(self._mapped) * self.extent_bytes
+
+    @property
+    def held(self) -> HeldBounds:
+        """The mapped bytes, and nothing else."""
+        return HeldBounds(self.mapped_bytes, self.mapped_bytes)
 
     def prepare(self, num_extents: int) -> None:
         """Do nothing: `map` makes memory. Raises ValueError for a negative number."""

@@ -15,7 +15,6 @@ hash) and pins (unfinished copies that read or write it). They determine exactly
     release           live                           without references: in flight, cached or free (or draining), as above
     publish           live, not findable             the same, findable
     forget            findable                       not findable: a cached one is free (or draining)
-    pin               live, cached or in flight      a cached one is in flight
     unpin             pinned                         without pins and references: cached or free (or draining)
     move, the source  live or cached, without pins   in flight, not findable: free (or draining) when unpinned
     move, the target  free                           live or in flight, findable as its source was; pinned
@@ -151,19 +150,6 @@ class BlockAllocator(PoolView):
         self._num_findable -= len(ids)
         self._num_cached -= len(cached)
         self._become_free(cached)
-
-    def pin(self, ids: Iterable[int] | BlockIds) -> None:
-        """Protect `ids` (live, cached or in flight) from reuse while a copy reads or writes them. Raises BlockMisuse."""
-        ids, times = self._counted(ids)
-        first = self._pins[ids] == 0
-        idle = ids[first & (self._references[ids] == 0)]
-        if len(idle):
-            if not self._findable[idle].all():
-                raise BlockMisuse(f"free blocks cannot be pinned: {format_ids(idle[~self._findable[idle]])}")
-            self._num_cached -= len(idle)
-            self._in_flight += len(idle)
-        self._num_pinned += int(first.sum())
-        self._pins[ids] += times
 
     def unpin(self, ids: Iterable[int] | BlockIds) -> None:
         """Drop a pin from each of `ids` after the copy. Raises BlockMisuse for more unpins than pins."""

@@ -23,11 +23,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..common.on_error import OnError
+from ..monitor.sources.process_facts import user_name
 from . import wire
 from .broker_connection import Connection, Dropped
 from .broker_socket import listen
 from .errors import LeaseRefused, NotPermitted
-from .lease_account import DeviceView, LeaseAccount, user_name
+from .lease_account import DeviceView, LeaseAccount
 from .lease_table import LeaseTable
 
 log = logging.getLogger(__name__)
@@ -256,10 +257,8 @@ class Broker:
         if not isinstance(message, wire.HelloMessage):
             raise Dropped("says no hello", f"its first message was {type(message).__name__}")
         connection.greeted = True
-        is_known = wire.OLDEST_PROTOCOL <= message.protocol <= wire.PROTOCOL
-        connection.protocol = message.protocol if is_known else wire.PROTOCOL
-        connection.send(wire.WelcomeMessage(connection.protocol, self._table.epoch, os.getpid()))
-        if not is_known:
+        connection.send(wire.WelcomeMessage(wire.PROTOCOL, self._table.epoch, os.getpid()))
+        if message.protocol != wire.PROTOCOL:
             raise Dropped("is of another version", f"it speaks {message.protocol}, the broker {wire.PROTOCOL}")
 
     def _answer(self, connection: Connection, message: wire.Message) -> None:

@@ -32,12 +32,10 @@ M = TypeVar("M")
 class Channel:
     """One connection to a broker. Not thread-safe."""
 
-    def __init__(self, path: Path, deadline: float | None = None, *, protocol: int = wire.OLDEST_PROTOCOL) -> None:
+    def __init__(self, path: Path, deadline: float | None = None) -> None:
         """Connect and send hello; the answer is checked on the first read. Raises BrokerUnavailable.
 
         If the socket's backlog is full, it retries until `deadline`, by time.monotonic; without a deadline it does not.
-        `protocol` is the version to speak. Commands about leases are the same in all versions, so they use the oldest one,
-        which every broker knows.
         """
         try:
             self._socket = _connect_by(path, deadline)
@@ -48,14 +46,13 @@ class Channel:
         except OSError as error:
             raise BrokerUnavailable(f"the broker at {path} cannot be reached: {error.strerror}") from error
         self._path = path
-        self._decoder = wire.FrameDecoder()
+        self._decoder = wire.message_reader()
         self._out = bytearray()
         self._fds: deque[int] = deque()
         self._inbox: deque[wire.Message] = deque()
         self._failure: LeaseError | None = None
         self._greeted = False
-        self._protocol = protocol
-        self.send(wire.HelloMessage(protocol))
+        self.send(wire.HelloMessage(wire.PROTOCOL))
 
     def fileno(self) -> int:
         """Readable when there is something to receive."""
@@ -69,7 +66,7 @@ class Channel:
     def send(self, message: wire.FromClient) -> None:
         """Send, or queue until the broker reads. Errors are raised later, by `receive` and `wait`."""
         if self._failure is None:
-            self._out += wire.to_frame(message, self._protocol)
+            self._out += wire.to_frame(message)
             self._flush()
             if len(self._out) > _MAX_UNSENT_BYTES:
                 self._failure = BrokerUnavailable(
@@ -146,8 +143,8 @@ class Channel:
     def _greet(self, message: wire.Message) -> None:
         if not isinstance(message, wire.WelcomeMessage):
             raise ProtocolViolation(f"the broker's first message was {type(message).__name__}")
-        if message.protocol != self._protocol:
-            raise ProtocolMismatch(ours=self._protocol, theirs=message.protocol)
+        if message.protocol != wire.PROTOCOL:
+            raise ProtocolMismatch(ours=wire.PROTOCOL, theirs=message.protocol)
         self._greeted = True
 
     def _flush(self) -> None:
@@ -203,13 +200,13 @@ class BrokerClient:
 
     def reservations(self) -> tuple[wire.ReservationView, ...]:
         """All reservations, oldest first."""
-        with self._channel(wire.PROTOCOL) as (channel, deadline):
+        with self._channel() as (channel, deadline):
             return _rows(channel, deadline, wire.ListReservationsMessage(), wire.ReservationView)
 
     @contextlib.contextmanager
-    def _channel(self, protocol: int = wire.OLDEST_PROTOCOL) -> Iterator[tuple[Channel, float]]:
+    def _channel(self) -> Iterator[tuple[Channel, float]]:
         deadline = time.monotonic() + self._timeout_s
-        channel = Channel(self._path, deadline, protocol=protocol)
+        channel = Channel(self._path, deadline)
         try:
             yield channel, deadline
         finally:

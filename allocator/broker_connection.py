@@ -14,9 +14,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import wire
 from .errors import ProtocolViolation
-from .wire import FrameDecoder, Message, to_frame
+from .wire import Message, message_reader, to_frame
 
 READ_BYTES = 4096  # per read, so that one client cannot delay the others
 MAX_UNREAD_BYTES = 256 * 1024
@@ -64,13 +63,12 @@ class Connection:
         pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
         self.peer = Peer(pid, uid)
         self.greeted = False
-        self.protocol = wire.PROTOCOL  # the client's version, once it is greeted
         self.lease_id: int | None = None
         self.reservation_id: int | None = None
         self.closed = False
         self._sock = sock
         self._received, self._dropped, self._clock = received, dropped, clock
-        self._decoder = FrameDecoder()
+        self._decoder = message_reader()
         self._opened_ns = self._heard_ns = self._part_since_ns = now_ns
         self._burst, self._counted_ns = 0.0, now_ns
         self._out: deque[tuple[bytes, int | None]] = deque()
@@ -101,7 +99,7 @@ class Connection:
             if fd is not None:
                 os.close(fd)
             return
-        frame = to_frame(message, self.protocol)
+        frame = to_frame(message)
         self._out.append((frame, fd))
         self._out_bytes += len(frame)
         self._flush()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from . import wire
 from .broker_client import Channel
-from .errors import BrokerUnavailable, LeaseError, LeaseRefused, ProtocolMismatch
+from .errors import BrokerUnavailable, LeaseError, LeaseRefused
 from .lease_events import Lost
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.02, 0.5  # retries for a successor; its grace period is longer
@@ -17,7 +17,7 @@ _ANSWER_WITHIN_S = 5.0
 
 
 class BrokerLink:
-    """At most one channel to a broker. It knows when to try the next one, and in which version of the protocol.
+    """At most one channel to a broker. It knows when to try the next one.
 
     Not thread-safe; `Lease` has a lock.
 
@@ -29,7 +29,6 @@ class BrokerLink:
         self.registered = False  # whether the broker has registered the lease
         self._path, self._clock, self._epoll = path, clock, epoll
         self._channel: Channel | None = None
-        self._protocol = wire.PROTOCOL  # the version to use with the next broker
         self._retry_at, self._retry_s = 0.0, _FIRST_RETRY_S
         self._refusal: str | None = None  # why the last broker refused the lease
         self._answer_by = 0.0
@@ -53,25 +52,16 @@ class BrokerLink:
 
     def connect(self, request: wire.RegisterMessage, deadline: float | None = None) -> None:
         """Connect and send the registration; the answer comes later. Raises BrokerUnavailable."""
-        self._channel = Channel(self._path, deadline, protocol=self._protocol)
+        self._channel = Channel(self._path, deadline)
         self._epoll.register(self._channel, select.EPOLLIN)
         self._answer_by = self._clock() + _ANSWER_WITHIN_S
         self._channel.send(request)
 
     def register(self, request: wire.RegisterMessage, deadline: float) -> wire.RegisteredMessage:
-        """Connect and wait for the answer, by an older protocol if the broker speaks no newer one.
-
-        Raises what `Channel.wait` raises. `deadline` is by time.monotonic.
-        """
-        while True:
-            self.connect(request, deadline)
-            assert self._channel is not None
-            try:
-                return self._channel.wait(deadline, wire.RegisteredMessage)
-            except ProtocolMismatch as error:
-                if not self._choose_older(error):
-                    raise
-                self.close()
+        """Connect and wait for the answer. Raises what `Channel.wait` raises. `deadline` is by time.monotonic."""
+        self.connect(request, deadline)
+        assert self._channel is not None
+        return self._channel.wait(deadline, wire.RegisteredMessage)
 
     def take_fd(self) -> int:
         """The descriptor that came with the answer; the caller closes it. Raises ProtocolViolation if there is none."""
@@ -101,10 +91,6 @@ class BrokerLink:
         """Drop the broker and schedule a retry. Returns `Lost` only for a lost registration or a new refusal."""
         was_registered = self.registered
         self.close()
-        if was_registered:
-            self._protocol = wire.PROTOCOL  # the next broker may speak a newer version
-        elif isinstance(error, ProtocolMismatch):
-            self._choose_older(error)
         refused = isinstance(error, LeaseRefused)
         self._retry_at = self._clock() + (_REFUSED_RETRY_S if refused else 0.0 if was_registered else self._retry_s)
         self._retry_s = min(self._retry_s * 2, _LAST_RETRY_S)
@@ -119,10 +105,3 @@ class BrokerLink:
         if self._channel is not None:
             self._channel.close()  # this also removes it from the epoll set
             self._channel = None
-
-    def _choose_older(self, error: ProtocolMismatch) -> bool:
-        """Whether the broker speaks an older version known here; the next connection then uses that version."""
-        is_known = wire.OLDEST_PROTOCOL <= error.theirs < self._protocol
-        if is_known:
-            self._protocol = error.theirs
-        return is_known

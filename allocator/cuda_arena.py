@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from ..common.on_error import OnError
-from .arena import extents_to_map, extents_to_unmap, runs
+from .arena import ExtentSet, extents_to_map, extents_to_unmap, runs
 from .cuda_driver import NOT_READY, OUT_OF_MEMORY, CudaBindings, CudaDevice, CudaDriver, device_number, recommended_granule
 from .cuda_handles import HandlePool
 from .errors import BlockMisuse, DriverError, OutOfDeviceMemory
@@ -34,7 +34,7 @@ _ACCESS_ATTEMPTS = 9
 _FIRST_PAUSE_S = 0.0005  # doubled each time: an eighth of a second in all
 
 
-class CudaArena:
+class CudaArena(ExtentSet):
     """`num_extents` extents of `extent_bytes` on a CUDA device, at fixed addresses; see `Arena`.
 
     `device_index` counts as torch does. `budget()` returns the bytes free to take, by default from cuMemGetInfo; `map`
@@ -67,10 +67,8 @@ class CudaArena:
         granule = self.granule_bytes(device_index, driver)
         if extent_bytes < 1 or extent_bytes % granule:
             raise ValueError(f"extent_bytes must be a multiple of the device's granule {granule}, got {extent_bytes}")
-        self._num_extents = num_extents
-        self._extent_bytes = extent_bytes
+        super().__init__(num_extents, extent_bytes)
         self._lock = threading.Lock()
-        self._mapped: frozenset[int] = frozenset()
         self._range = _Range(driver, device_index, num_extents, extent_bytes, ready_limit_bytes // extent_bytes)
         self._budget = budget or self._range.device.free_bytes
         self._buffer: CudaBuffer | None = CudaBuffer(self._range.base, num_extents * extent_bytes)
@@ -85,30 +83,10 @@ class CudaArena:
         return recommended_granule(driver, device_number(driver, device_index))
 
     @property
-    def num_extents(self) -> int:
-        """Extents in the reserved range."""
-        return self._num_extents
-
-    @property
-    def extent_bytes(self) -> int:
-        """Bytes of one extent."""
-        return self._extent_bytes
-
-    @property
-    def mapped_extents(self) -> frozenset[int]:
-        """The extents with memory now."""
-        return self._mapped
-
-    @property
-    def mapped_bytes(self) -> int:
-        """Bytes of memory behind the range now."""
-        return len(self._mapped) * self._extent_bytes
-
-    @property
     def held(self) -> HeldBounds:
         """Bounds on the device bytes held until the next call; see `Arena`."""
         least, most = self._range.pool.num_held
-        return HeldBounds(least * self._extent_bytes, most * self._extent_bytes)
+        return HeldBounds(least * self.extent_bytes, most * self.extent_bytes)
 
     @property
     def buffer(self) -> CudaBuffer:
@@ -129,7 +107,7 @@ class CudaArena:
         """
         with self._lock:
             owner = self._open()
-            wanted = extents_to_map(extents, self._num_extents, self._mapped)
+            wanted = extents_to_map(extents, self.num_extents, self._mapped)
             if not wanted:
                 return
             self._refuse_beyond_budget(len(wanted))
@@ -140,7 +118,7 @@ class CudaArena:
                     self._range.pool.start(owner)
             except DriverError as error:
                 if error.code == OUT_OF_MEMORY:
-                    raise self._refusal(len(wanted) * self._extent_bytes, self._budget()) from error
+                    raise self._refusal(len(wanted) * self.extent_bytes, self._budget()) from error
                 raise
             self._mapped |= wanted
 
@@ -152,7 +130,7 @@ class CudaArena:
         """
         with self._lock:
             owner = self._open()
-            unwanted = extents_to_unmap(extents, self._num_extents, self._mapped)
+            unwanted = extents_to_unmap(extents, self.num_extents, self._mapped)
             if not unwanted:
                 return
             with self._range.busy():
@@ -177,9 +155,9 @@ class CudaArena:
             if not num_extents and pool.is_emptying:  # do not wait for its current driver call
                 return
             with pool.first():
-                wanted = min(num_extents, self._num_extents - len(self._mapped))
+                wanted = min(num_extents, self.num_extents - len(self._mapped))
                 if wanted > pool.num_ready:  # never take the last free byte, as in `map`
-                    wanted = min(wanted, pool.num_ready + max(0, self._budget()) // self._extent_bytes)
+                    wanted = min(wanted, pool.num_ready + max(0, self._budget()) // self.extent_bytes)
                 pool.want(wanted)
                 pool.start(owner)
 
@@ -220,7 +198,7 @@ class CudaArena:
 
     def _refuse_beyond_budget(self, count: int) -> None:
         """Check the budget first: creating until the driver refuses would take the last byte from all processes for a while."""
-        missing_bytes = (count - self._range.pool.num_ready) * self._extent_bytes
+        missing_bytes = (count - self._range.pool.num_ready) * self.extent_bytes
         if missing_bytes > 0 and missing_bytes > (free_bytes := self._budget()):
             raise self._refusal(missing_bytes, free_bytes)
 

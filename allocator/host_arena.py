@@ -31,9 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from ..common.host_memory import free_host_bytes
-from .arena import NoPreparedExtents, extents_to_map, extents_to_unmap, runs
+from .arena import ExtentSet, extents_to_map, extents_to_unmap, runs
 from .errors import BlockMisuse, OutOfDeviceMemory
-from .lease_record import HeldBounds
 
 _LINUX = sys.platform == "linux"
 # Extents are 1/32 of a pool: 16 granules, so rounding to whole ones wastes little
@@ -63,7 +62,7 @@ def preferred_granule(total_bytes: int) -> int:
     return _HUGE_PAGE if _HUGE_PAGE and total_bytes >= _LARGE_POOL_GRANULES * _HUGE_PAGE else mmap.PAGESIZE
 
 
-class HostArena(NoPreparedExtents):
+class HostArena(ExtentSet):
     """`num_extents` extents of `extent_bytes` host bytes at fixed addresses; see `Arena`.
 
     `budget()` returns the bytes free to take; `map` checks it first. With `debug` an unmapped extent is protected,
@@ -81,12 +80,10 @@ class HostArena(NoPreparedExtents):
             raise ValueError(f"num_extents must be at least 1, got {num_extents}")
         if extent_bytes < 1 or extent_bytes % mmap.PAGESIZE:
             raise ValueError(f"extent_bytes must be a multiple of the page size {mmap.PAGESIZE}, got {extent_bytes}")
-        self._num_extents = num_extents
-        self._extent_bytes = extent_bytes
+        super().__init__(num_extents, extent_bytes)
         self._budget = budget or free_host_bytes
         self._debug = debug and _LINUX
         self._lock = threading.Lock()
-        self._mapped: frozenset[int] = frozenset()
         length = num_extents * extent_bytes
         slack = _HUGE_PAGE if _HUGE_PAGE <= extent_bytes else 0
         reserved = _reserve(length + slack)
@@ -99,31 +96,6 @@ class HostArena(NoPreparedExtents):
             _mprotect(self._base, length, _PROT_NONE)
 
     @property
-    def num_extents(self) -> int:
-        """Extents in the reserved range."""
-        return self._num_extents
-
-    @property
-    def extent_bytes(self) -> int:
-        """Bytes of one extent; a whole number of pages."""
-        return self._extent_bytes
-
-    @property
-    def mapped_extents(self) -> frozenset[int]:
-        """The extents with memory now."""
-        return self._mapped
-
-    @property
-    def mapped_bytes(self) -> int:
-        """Bytes of memory behind the range now."""
-        return len(self._mapped) * self._extent_bytes
-
-    @property
-    def held(self) -> HeldBounds:
-        """The mapped bytes, and nothing else."""
-        return HeldBounds(self.mapped_bytes, self.mapped_bytes)
-
-    @property
     def buffer(self) -> memoryview:
         """The whole range, writable. Raises BlockMisuse once closed."""
         return self._open()
@@ -132,8 +104,8 @@ class HostArena(NoPreparedExtents):
         """Populate `extents` with zeros, all or none. Raises OutOfDeviceMemory; BlockMisuse if one is mapped."""
         with self._lock:
             self._open()
-            wanted = extents_to_map(extents, self._num_extents, self._mapped)
-            asked = len(wanted) * self._extent_bytes
+            wanted = extents_to_map(extents, self.num_extents, self._mapped)
+            asked = len(wanted) * self.extent_bytes
             if asked and asked > (free := self._budget()):
                 raise OutOfDeviceMemory(asked, free, "host memory")
             try:
@@ -154,7 +126,7 @@ class HostArena(NoPreparedExtents):
             self._open()
             done: list[int] = []
             try:
-                for run in runs(sorted(extents_to_unmap(extents, self._num_extents, self._mapped))):
+                for run in runs(sorted(extents_to_unmap(extents, self.num_extents, self._mapped))):
                     self._give_back(*self._range(run))
                     done.extend(range(*run))
             finally:
@@ -194,12 +166,12 @@ class HostArena(NoPreparedExtents):
         if not _HUGE_PAGE:
             return
         try:
-            if self._extent_bytes % _HUGE_PAGE == 0:
-                return _madvise(*self._range((0, self._num_extents)), mmap.MADV_HUGEPAGE)
-            _madvise(*self._range((0, self._num_extents)), mmap.MADV_NOHUGEPAGE)
-            if self._extent_bytes < _HUGE_PAGE or self._num_extents > _MAX_ADVISED:
+            if self.extent_bytes % _HUGE_PAGE == 0:
+                return _madvise(*self._range((0, self.num_extents)), mmap.MADV_HUGEPAGE)
+            _madvise(*self._range((0, self.num_extents)), mmap.MADV_NOHUGEPAGE)
+            if self.extent_bytes < _HUGE_PAGE or self.num_extents > _MAX_ADVISED:
                 return
-            for extent in range(self._num_extents):
+            for extent in range(self.num_extents):
                 start, length = self._range((extent, extent + 1))
                 inner = start + -start % _HUGE_PAGE
                 inner_bytes = (start + length - inner) // _HUGE_PAGE * _HUGE_PAGE
@@ -211,7 +183,7 @@ class HostArena(NoPreparedExtents):
 
     def _range(self, run: tuple[int, int]) -> tuple[int, int]:
         """(address, bytes) of the extents `run[0]` up to, not including, `run[1]`."""
-        return self._base + run[0] * self._extent_bytes, (run[1] - run[0]) * self._extent_bytes
+        return self._base + run[0] * self.extent_bytes, (run[1] - run[0]) * self.extent_bytes
 
     def _open(self) -> memoryview:
         if self._buffer is None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 from ..monitor.events import EventKind, MemoryEvent
 from ..monitor.snapshot import DeviceInfo
+from ..monitor.sources.process_facts import user_name
 from . import wire
 from .broker_connection import Connection, Peer
 from .device_account import DeviceAccount
@@ -111,17 +111,6 @@ def lease_view(lease: LeaseAccount, now_ns: int) -> wire.LeaseView:
 def named(lease: LeaseAccount) -> str:
     """The engine's name, pid and lease id, for messages."""
     return f"{lease.name!r} (pid {lease.peer.pid}, #{lease.lease_id})"
-
-
-@lru_cache(maxsize=64)
-def user_name(uid: int) -> str:
-    """The user's name, or the uid if the system has no name for it."""
-    import pwd
-
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
 
 
 def peer_event(

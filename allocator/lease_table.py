@@ -17,11 +17,12 @@ from ..common.units import format_bytes
 from ..monitor.errors import MonitorError
 from ..monitor.events import EventKind, MemoryEvent
 from ..monitor.snapshot import DeviceInfo, DeviceMemory
+from ..monitor.sources.process_facts import user_name
 from . import wire
 from .broker_connection import Connection, Peer
 from .device_account import DeviceAccount
 from .errors import LeaseRefused, MinimumsExceedCapacity, NotPermitted, UnknownEngine
-from .lease_account import DeviceView, LeaseAccount, LeasedDevice, device_view, lease_view, named, peer_event, user_name
+from .lease_account import DeviceView, LeaseAccount, LeasedDevice, device_view, lease_view, named, peer_event
 from .lease_policy import Grant, LeaseDemand, LeaseState, Order, Ready, Recall, Rules, Withdraw
 from .lease_record import RecordOwner, Sums
 from .quota import Promise, Quota

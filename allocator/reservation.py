@@ -83,7 +83,7 @@ class Reservation:
         self._retry_at = 0.0
         self._keeper: threading.Thread | None = None
         self._closes: _Closes | None = None
-        self._channel: Channel | None = Channel(path, time.monotonic() + CONNECT_S, protocol=wire.PROTOCOL)
+        self._channel: Channel | None = Channel(path, time.monotonic() + CONNECT_S)
         self._channel.send(request)
         _of_this_process.add(self)
 
@@ -272,7 +272,7 @@ class Reservation:
         duration_ms = self._request.duration_ms if left_s is None else round(left_s * 1000)
         longest_ms = wire.MAX_RESERVATION_S * 1000
         self._request = replace(self._request, duration_ms=duration_ms, wait_ms=longest_ms, renewed=True)
-        self._channel = Channel(self._path, protocol=wire.PROTOCOL)
+        self._channel = Channel(self._path)
         self._channel.send(self._request)
         self._asked, self._refusal = self._request.num_bytes, None
 

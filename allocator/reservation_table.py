@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 
 from ..common.units import format_bytes, format_seconds
 from ..monitor.events import EventKind, MemoryEvent
+from ..monitor.sources.process_facts import user_name
 from . import wire
 from .broker_connection import Connection
 from .errors import MemoryNotFree
-from .lease_account import LeasedDevice, peer_event, user_name
+from .lease_account import LeasedDevice, peer_event
 from .lease_policy import ReservedBytes
 
 log = logging.getLogger(__name__)
@@ -186,9 +187,8 @@ class ReservationTable:
 
     def _tell(self, reservation: ReservationAccount, crowd: _Crowd, now_ns: int) -> None:
         reservation.is_told = True
-        if reservation.connection.protocol >= wire.PROTOCOL:
-            reason = f"{_missing(reservation)} are not free yet: {crowd.holders(reservation)}"
-            reservation.connection.send(wire.QueuedMessage(reservation.reservation_id, reason[: wire.MAX_SENTENCE]))
+        reason = f"{_missing(reservation)} are not free yet: {crowd.holders(reservation)}"
+        reservation.connection.send(wire.QueuedMessage(reservation.reservation_id, reason[: wire.MAX_SENTENCE]))
 
 
 class _Crowd:

@@ -1,25 +1,19 @@
 """The lease protocol: messages between engine and broker, as frames of bytes and as validated dataclasses.
 
-    frame      length of the payload, 4 bytes, big-endian | payload, at most 64 KiB
+    frame      as in common/frames.py, with a payload of at most 64 KiB
     payload    one JSON object in UTF-8: {"type": "ask", "target_bytes": 4294967296, "expires_ms": 1000}
 
     engine    hello ──► register ──────────────► ask ──────► report   unmapped, lower_min ──► release
     broker    ◄── welcome   ◄── registered + record   ◄── grant   ◄── recall, withdraw, limit    ◄── refused
 
-The first frames, `hello` and `welcome`, are the same in every version and carry its number. The client names the
-version it will speak. The broker repeats it if known; otherwise it names its own newest version and ends the
-connection. All other frames are strict: an extra or missing key or a value out of range is a ProtocolViolation and ends
-the connection. Amounts are bytes. Times are durations, since two processes' clocks need not agree.
+The first frames, `hello` and `welcome`, are the same in every version and carry its number. A broker of another version
+than the client's names its own and ends the connection. All other frames are strict: an extra or missing key or a value
+out of range is a ProtocolViolation and ends the connection. Amounts are bytes. Times are durations, since two processes'
+clocks need not agree.
 
 A generation is the revision of a lease's state: (the broker's epoch, a counter that rises with every order). Every
 order has its own generation. An order older than the last is superseded and ignored. An answer names the newest
 generation its engine has seen.
-
-    version 2    an engine asks for its requests alone, and reports what cached prefixes hold as free
-    version 3    `waiting_ms`, `keep_bytes`, `kept_bytes`, `spares_requests`
-    version 4    reservations have a name, a time, a place in the queue, and another size by `resize`
-
-A key that a version added has a default, and is left out for the versions before.
 """
 
 from __future__ import annotations
@@ -27,11 +21,11 @@ from __future__ import annotations
 import json
 import math
 import reprlib
-import struct
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_type_hints
 
+from ..common.frames import FrameReader, frame
 from .errors import (
     InvalidLease,
     LeaseRefused,
@@ -42,16 +36,13 @@ from .errors import (
     UnknownEngine,
 )
 
-PROTOCOL = 4
-OLDEST_PROTOCOL = 2  # the oldest version still supported
+PROTOCOL = 5
 MAX_PAYLOAD_BYTES = 64 * 1024
 # More memory than any machine has; sums of a few still fit into 64 bits
 MAX_BYTES = 2**62
 MAX_SENTENCE = 4096  # characters
 MAX_RESERVATION_S = 30 * 24 * 3600
 MAX_CLASSES = 8  # kinds of memory that an engine reports
-
-_LENGTH = struct.Struct(">I")
 
 
 class OrderGeneration(NamedTuple):
@@ -142,9 +133,6 @@ Classes = Annotated[Mapping[str, int], _classes]
 Order = Annotated[OrderGeneration, _generation]
 
 
-_V3, _V4 = {"since": 3}, {"since": 4}  # of a field: the version that added it
-
-
 # ---- from the client ----------------------------------------------------------------------------
 
 
@@ -178,8 +166,8 @@ class AskMessage:
 
     target_bytes: Bytes
     expires_ms: Ms
-    waiting_ms: Count = field(default=0, metadata=_V3)
-    keep_bytes: Bytes = field(default=0, metadata=_V3)
+    waiting_ms: Count = 0
+    keep_bytes: Bytes = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +176,7 @@ class ReportMessage:
 
     held: Classes
     free_bytes: Bytes
-    kept_bytes: Bytes = field(default=0, metadata=_V3)
+    kept_bytes: Bytes = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,13 +230,13 @@ class ReserveMessage:
 
     device_uuid: Name
     num_bytes: PositiveBytes
-    name: Name = field(default="a program", metadata=_V4)
-    priority: Priority = field(default=0, metadata=_V4)  # of the queue: a lower number is served first
-    duration_ms: MaybeLongMs = field(default=None, metadata=_V4)  # None: no time limit
-    wait_ms: LongMs = field(default=MAX_RESERVATION_S * 1000, metadata=_V4)
-    pid: Pid = field(default=0, metadata=_V4)
+    name: Name = "a program"
+    priority: Priority = 0  # of the queue: a lower number is served first
+    duration_ms: MaybeLongMs = None  # None: no time limit
+    wait_ms: LongMs = MAX_RESERVATION_S * 1000
+    pid: Pid = 0
     # The last broker had granted it: a new one need not wait until the bytes are free.
-    renewed: Flag = field(default=False, metadata=_V4)
+    renewed: Flag = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +293,7 @@ class RecallMessage:
     generation: Order
     target_bytes: Bytes
     deadline_ms: Ms
-    spares_requests: Flag = field(default=False, metadata=_V3)
+    spares_requests: Flag = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,8 +370,8 @@ class ReservedMessage:
     """The bytes are free now and no lease will use them."""
 
     num_bytes: Bytes
-    reservation_id: Count = field(default=0, metadata=_V4)
-    left_ms: MaybeLongMs = field(default=None, metadata=_V4)  # until its end; None: no time limit
+    reservation_id: Count = 0
+    left_ms: MaybeLongMs = None  # until its end; None: no time limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -464,26 +452,19 @@ _NAMES = {kind: name for name, kind in _KINDS.items()}
 _READERS: dict[type, dict[str, _Read[Any]]] = {
     kind: {name: hint.__metadata__[0] for name, hint in get_type_hints(kind, include_extras=True).items()} for kind in _NAMES
 }
-_SINCE: dict[type, dict[str, int]] = {  # keys that a version has added
-    kind: {one.name: one.metadata["since"] for one in fields(kind) if one.default is not MISSING} for kind in _NAMES
-}
 
 
 # ---- message <-> bytes --------------------------------------------------------------------------
 
 
-def to_frame(message: Message, protocol: int = PROTOCOL) -> bytes:
-    """Encode a message for the other side's version. Raises ProtocolViolation if it would refuse the message."""
-    name, since = _NAMES[type(message)], _SINCE[type(message)]
-    content = {
-        key: read(f"{name}.{key}", getattr(message, key))
-        for key, read in _READERS[type(message)].items()
-        if protocol >= since.get(key, 0)
-    }
+def to_frame(message: Message) -> bytes:
+    """Encode a message. Raises ProtocolViolation if the other side would refuse it."""
+    name = _NAMES[type(message)]
+    content = {key: read(f"{name}.{key}", getattr(message, key)) for key, read in _READERS[type(message)].items()}
     payload = json.dumps({"type": name, **content}, separators=(",", ":"), ensure_ascii=False).encode()
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise ProtocolViolation(f"a frame holds at most {MAX_PAYLOAD_BYTES:,} bytes, {name} has {len(payload):,}")
-    return _LENGTH.pack(len(payload)) + payload
+    return frame(payload)
 
 
 def from_payload(payload: bytes) -> Message:
@@ -501,7 +482,7 @@ def from_payload(payload: bytes) -> Message:
     if kind is None:
         raise _wrong("the type of a frame", f"one of {', '.join(_KINDS)}", type_name)
     readers = _READERS[kind]
-    extra, missing = content.keys() - readers.keys(), readers.keys() - content.keys() - _SINCE[kind].keys()
+    extra, missing = content.keys() - readers.keys(), readers.keys() - content.keys()
     if extra or missing:
         raise ProtocolViolation(f"{type_name} has {_listed(sorted(extra))} too many and lacks {_listed(sorted(missing))}")
     message: Message = kind(**{key: readers[key](f"{type_name}.{key}", value) for key, value in content.items()})
@@ -537,34 +518,9 @@ def error_of(refused: RefusedMessage) -> LeaseRefused:
     return _REFUSALS.get(refused.code, LeaseRefused)(refused.message)
 
 
-class FrameDecoder:
-    """Decodes messages from bytes in pieces of any size. Buffers at most one incomplete frame between calls."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    @property
-    def has_part(self) -> bool:
-        """Whether an incomplete frame is buffered."""
-        return bool(self._buffer)
-
-    def feed(self, data: bytes) -> Iterator[Message]:
-        """Yield the messages that `data` completes. Raises ProtocolViolation; then stop reading."""
-        self._buffer += data
-        start = 0
-        try:
-            while len(self._buffer) - start >= _LENGTH.size:
-                (length,) = _LENGTH.unpack_from(self._buffer, start)
-                if length > MAX_PAYLOAD_BYTES:  # checked before the payload arrives
-                    raise ProtocolViolation(f"a frame holds at most {MAX_PAYLOAD_BYTES:,} bytes, not {length:,}")
-                end = start + _LENGTH.size + length
-                if len(self._buffer) < end:
-                    break
-                payload = bytes(self._buffer[start + _LENGTH.size : end])
-                start = end
-                yield from_payload(payload)
-        finally:
-            del self._buffer[:start]
+def message_reader() -> FrameReader:
+    """A reader of messages from bytes in pieces of any size. Raises ProtocolViolation; then stop reading."""
+    return FrameReader(lambda payload: from_payload(bytes(payload)), MAX_PAYLOAD_BYTES, ProtocolViolation)
 
 
 def milliseconds(seconds: float, most_s: int = 24 * 3600) -> int:

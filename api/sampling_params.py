@@ -194,8 +194,8 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, Iterable) or isinstance(value, Mapping)):
                 raise ValueError(f"{name} must be a list, got {value!r:.80}")
-        _check_strings("stop", self.stop_strings, MOST_STOP_STRINGS, LONGEST_STRING)
-        _check_strings("kept_special_tokens", self.kept_special_tokens or (), MOST_STOP_STRINGS, LONGEST_STRING)
+        _check_strings("stop", self.stop_strings, MOST_STOP_STRINGS)
+        _check_strings("kept_special_tokens", self.kept_special_tokens or (), MOST_STOP_STRINGS)
         _check_most("stop_token_ids", self.stop_token_ids, MOST_STOP_IDS)
         for token_id in () if self.stop_token_ids is None else self.stop_token_ids:
             _check_integer("stop_token_ids", token_id, least=0, most=_MOST)
@@ -372,7 +372,7 @@ def _check_logits_settings(params: SamplingParams) -> None:
         value = getattr(params, name)
         if value is not None and (not isinstance(value, kind) or isinstance(value, Mapping)):
             raise ValueError(f"{name} must be a list, got {value!r:.80}")
-    _check_strings("bad_words", params.bad_strings, MOST_BAD_WORDS, LONGEST_STRING)
+    _check_strings("bad_words", params.bad_strings, MOST_BAD_WORDS)
     _check_most("logits_processors", params.logits_processors, MOST_PROCESSORS)
     num_ids = 0
     for ids in params.bad_words_ids or ():
@@ -422,16 +422,16 @@ def _check_most(name: str, values: Sized | None, most: int) -> None:
         raise ValueError(f"{name} must have at most {most:,} entries, got more")
 
 
-def _check_strings(name: str, strings: Sequence[object], most: int, longest: int) -> None:
-    """Check for at most `most` strings, none empty or longer than `longest` characters."""
+def _check_strings(name: str, strings: Sequence[object], most: int) -> None:
+    """Check for at most `most` strings, none empty or longer than LONGEST_STRING characters."""
     _check_most(name, strings, most)
     for one in strings:
         if not isinstance(one, str) or not one:
             raise ValueError(f"{name} must be non-empty strings, got {one!r:.80}")
         if not one.isascii() and any("\ud800" <= character <= "\udfff" for character in one):
             raise ValueError(f"{name} must be text that UTF-8 can say, which half of a surrogate pair is not, got {one!r:.80}")
-        if len(one) > longest:
-            raise ValueError(f"{name} must have at most {longest} characters each, got {len(one):,}: {one!r:.80}")
+        if len(one) > LONGEST_STRING:
+            raise ValueError(f"{name} must have at most {LONGEST_STRING} characters each, got {len(one):,}: {one!r:.80}")
 
 
 def _check_integer(name: str, value: object, least: int, most: int | None = None) -> None:

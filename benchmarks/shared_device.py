@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from benchmarks.modelled_clock import Roofline
 from pagetide.allocator import wire
-from pagetide.allocator.arena import NoPreparedExtents
+from pagetide.allocator.arena import ExtentSet
 from pagetide.allocator.blocks import BlockAllocator
 from pagetide.allocator.broker_connection import Peer
 from pagetide.allocator.errors import GrantExceeded
@@ -34,7 +34,7 @@ from pagetide.allocator.lease_account import LeaseAccount
 from pagetide.allocator.lease_balance import LeaseBalance
 from pagetide.allocator.lease_events import Event, Recalled
 from pagetide.allocator.lease_policy import Rules
-from pagetide.allocator.lease_record import HeldBounds, LeaseRecordWriter
+from pagetide.allocator.lease_record import LeaseRecordWriter
 from pagetide.allocator.lease_table import LeaseTable
 from pagetide.allocator.leased_arena import LeasedArena
 from pagetide.cache.manager import CacheManager
@@ -105,30 +105,21 @@ class FixedMemory:
     def after_step(self) -> None: ...
 
 
-class ModelledArena(NoPreparedExtents):
+class ModelledArena(ExtentSet):
     """Counts extents. See `Arena`."""
 
     def __init__(self, num_extents: int, extent_bytes: int) -> None:
-        self.num_extents, self.extent_bytes = num_extents, extent_bytes
-        self.mapped_extents: frozenset[int] = frozenset({0})
+        super().__init__(num_extents, extent_bytes, {0})
         self.buffer: object = None
 
-    @property
-    def mapped_bytes(self) -> int:
-        return len(self.mapped_extents) * self.extent_bytes
-
-    @property
-    def held(self) -> HeldBounds:
-        return HeldBounds(self.mapped_bytes, self.mapped_bytes)
-
     def map(self, extents: Sequence[int]) -> None:
-        self.mapped_extents |= set(extents)
+        self._mapped |= set(extents)
 
     def unmap(self, extents: Sequence[int]) -> None:
-        self.mapped_extents -= set(extents)
+        self._mapped -= set(extents)
 
     def close(self) -> None:
-        self.mapped_extents = frozenset()
+        self._mapped = frozenset()
 
 
 @dataclass(slots=True, eq=False)
@@ -313,8 +304,6 @@ class _Fresh(DeviceMemory):
 
 class _Connection:
     """The broker's end of a lease's socket."""
-
-    protocol = wire.PROTOCOL
 
     def __init__(self, number: int, broker: ModelledBroker) -> None:
         self.peer = Peer(number + 1, 0)

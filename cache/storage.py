@@ -17,9 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..allocator.arena import Arena, NoPreparedExtents
+from ..allocator.arena import Arena, ExtentSet
 from ..allocator.errors import BlockMisuse, OutOfDeviceMemory
-from ..allocator.lease_record import HeldBounds
 from ..common.host_memory import free_host_bytes
 from .geometry import ITEM_BYTES, Geometry, StatePlace
 
@@ -252,7 +251,7 @@ class Storage:
             raise BlockMisuse(f"blocks {outside.tolist()} are outside the pool of {self.num_blocks:,}")
 
 
-class TensorArena(NoPreparedExtents):
+class TensorArena(ExtentSet):
     """An arena of one torch allocation, mapped as a whole while it lives: for devices without an elastic arena.
 
     All extents are mapped from the start until `close`, so `map` and `unmap` refuse everything but an empty list. The
@@ -262,34 +261,8 @@ class TensorArena(NoPreparedExtents):
     def __init__(self, num_extents: int, extent_bytes: int, device: torch.device | str) -> None:
         if num_extents < 1 or extent_bytes < 1:
             raise ValueError(f"num_extents and extent_bytes must be at least 1, got {num_extents} and {extent_bytes}")
-        self._num_extents = num_extents
-        self._extent_bytes = extent_bytes
+        super().__init__(num_extents, extent_bytes, range(num_extents))
         self._buffer: torch.Tensor | None = _allocate(num_extents * extent_bytes, torch.device(device))
-
-    @property
-    def num_extents(self) -> int:
-        """The number of extents of the allocation."""
-        return self._num_extents
-
-    @property
-    def extent_bytes(self) -> int:
-        """Bytes of one extent."""
-        return self._extent_bytes
-
-    @property
-    def mapped_extents(self) -> frozenset[int]:
-        """All extents until `close`, then none."""
-        return frozenset(range(0 if self._buffer is None else self._num_extents))
-
-    @property
-    def mapped_bytes(self) -> int:
-        """Bytes of the allocation until `close`, then 0."""
-        return len(self.mapped_extents) * self._extent_bytes
-
-    @property
-    def held(self) -> HeldBounds:
-        """Exactly the mapped bytes."""
-        return HeldBounds(self.mapped_bytes, self.mapped_bytes)
 
     @property
     def buffer(self) -> torch.Tensor:
@@ -308,7 +281,7 @@ class TensorArena(NoPreparedExtents):
 
     def close(self) -> None:
         """Drop the allocation; torch frees it with its last view. Idempotent."""
-        self._buffer = None
+        self._buffer, self._mapped = None, frozenset()
 
     def _refuse(self, extents: Sequence[int], why: str) -> None:
         if self._buffer is None:

@@ -30,28 +30,40 @@ def frame(data: bytes) -> bytes:
 
 
 class FrameReader:
-    """Splits a stream of bytes, cut anywhere, into messages. `decode` must keep no reference to its argument."""
+    """Splits a stream of bytes, cut anywhere, into messages of at most `most_bytes`.
 
-    def __init__(self, decode: Callable[[memoryview], Any]) -> None:
-        self._decode = decode
+    `decode` must keep no reference to its argument. `fault` is raised for what is no frame of a message, also by `decode`.
+    """
+
+    def __init__(
+        self, decode: Callable[[memoryview], Any], most_bytes: int = MOST_FRAME_BYTES, fault: type[Exception] = BadFrame
+    ) -> None:
+        self._decode, self._most_bytes, self._fault = decode, most_bytes, fault
         self._buffer = bytearray()
 
+    @property
+    def has_part(self) -> bool:
+        """Whether a part of a frame has come."""
+        return bool(self._buffer)
+
     def feed(self, data: bytes) -> Iterator[Any]:
-        """The messages that `data` completes, to be taken all. Raises BadFrame, after which the stream cannot be read on."""
+        """The messages that `data` completes. Raises `fault`, after which the stream cannot be read on."""
         buffer = self._buffer
         buffer += data
         while len(buffer) >= _LENGTH.size:
             (size,) = _LENGTH.unpack_from(buffer)
-            if size > MOST_FRAME_BYTES:
-                raise BadFrame(f"a frame of {size:,} bytes, and {MOST_FRAME_BYTES:,} are the most: {bytes(buffer[:80])!r}")
+            if size > self._most_bytes:  # before all of it is here
+                raise self._fault(f"a frame of {size:,} bytes, and {self._most_bytes:,} are the most: {bytes(buffer[:80])!r}")
             end = _LENGTH.size + size
             if len(buffer) < end:
                 break
             with memoryview(buffer) as whole, whole[_LENGTH.size : end] as view:
                 try:
                     message = self._decode(view)
+                except self._fault:
+                    raise
                 except Exception as error:
-                    raise BadFrame(f"{type(error).__name__}: {error}") from error
+                    raise self._fault(f"{type(error).__name__}: {error}") from error
             del buffer[:end]
             yield message
 

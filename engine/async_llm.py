@@ -15,7 +15,6 @@ from ..api.sampling_params import SamplingParams
 from ..cache.cache_events import CacheEvents
 from ..common.on_error import OnError
 from ..common.settings import checked, integer, lists_settings, setting
-from ..frames.details import decoder, with_text
 from ..frames.source import encode
 from .async_calls import AsyncCall, AsyncCalls, AsyncRequestHandle, AsyncStream, Encode, Params, encoder
 from .config import EngineArguments, EngineConfig
@@ -27,7 +26,7 @@ from .requests.manager import RequestManager
 from .requests.outputs import StreamChunk
 from .requests.pending_calls import PendingCall
 from .requests.states import RequestState
-from .watch import EngineWatch
+from .watch import EngineWatch, decoder, with_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

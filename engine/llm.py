@@ -21,7 +21,6 @@ from ..api.sampling_params import SamplingParams
 from ..cache.cache_events import CacheEvents
 from ..common.on_error import OnError
 from ..common.settings import lists_settings
-from ..frames.details import decoder, with_text
 from ..frames.source import encode
 from ..scheduler.errors import RequestRejected
 from .config import EngineArguments, EngineConfig
@@ -33,7 +32,7 @@ from .requests.outputs import RequestOutput, StreamChunk, refused
 from .requests.pending_calls import PendingCall
 from .requests.progress import Bar
 from .requests.states import RequestState
-from .watch import EngineWatch
+from .watch import EngineWatch, decoder, with_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

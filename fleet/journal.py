@@ -133,8 +133,6 @@ class Journal:
             if version is not None and version != VERSION:
                 raise JournalError(f"the journal {self.path} has version {version!r}, and this release reads {VERSION}")
             self._database.executescript(SCHEMA)
-            if not any(name == "tenant" for _, name, *_ in self._database.execute("PRAGMA table_info(requests)")):
-                self._database.execute("ALTER TABLE requests ADD COLUMN tenant TEXT NOT NULL DEFAULT ''")
             self._database.execute(_ORPHANS)  # of requests that were refused: their numbers are given again
             (last_end,) = self._database.execute("SELECT max(ended_at) FROM requests").fetchone()
             with self.decoding("the time of an end"):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from ..engine.requests.inputs import PromptInput
-from ..engine.requests.outputs import Completion, RequestOutput, StreamChunk, Timings, TokenLogprobs
+from ..engine.requests.outputs import Completion, RequestOutput, StreamChunk, Timings, TokenLogprobs, mean_logprob
 from ..scheduler.sequence import FinishReason
 from ..server.messages import Piece, RequestEnd, Score
 from .messages import NewRequest
@@ -135,7 +134,7 @@ class PromptOutput:
         params, prompt_scores = self._prompt.params, self.end.prompt_scores
         completions = [self._completion(one) for one in self._continuations]
         if len(completions) > (n := params.n or 1):
-            completions = sorted(completions, key=_mean_logprob, reverse=True)[:n]  # stable, as the engine's
+            completions = sorted(completions, key=mean_logprob, reverse=True)[:n]  # stable, as the engine's
         prompt_logprobs = None
         if params.prompt_logprobs is not None:
             prompt_logprobs = (None, *(_logprobs(one) for one in (prompt_scores or ())[1:]))
@@ -179,9 +178,3 @@ def _logprobs(score: Score) -> TokenLogprobs:
 def _total(scores: Sequence[Score]) -> float:
     """The sum of the tokens' log-probabilities, with the rounding of `LogprobTable.total`."""
     return float(np.array([score.logprob for score in scores], np.float32).sum(dtype=np.float64))
-
-
-def _mean_logprob(completion: Completion) -> float:
-    """The score for `best_of`, as the engine's."""
-    total, is_whole = completion.cumulative_logprob, completion.finish_reason in ("stop", "length")
-    return total / len(completion.token_ids) if is_whole and total is not None and completion.token_ids else -math.inf

@@ -148,10 +148,7 @@ class _Handler(MetricsHandler):
             return self._answer(path, {})
         if path != PATH:
             return self.send_error(404, explain=f"the metrics are at {PATH}")
-        try:
-            accept = _accepted(self.headers.get("Accept", ""))
-        except ValueError as error:
-            return self.send_error(406, explain=str(error))
+        accept = _accepted(self.headers.get("Accept", ""))
         del self.headers["Accept"]
         self.headers["Accept"] = accept
         try:
@@ -222,36 +219,17 @@ def _refuse_constant(constant: str) -> float:
     raise ValueError(f"{constant} is not a JSON number")
 
 
-_MEDIA_TYPES = ("text/plain", "application/openmetrics-text")
-_VERSION = re.compile(r"(\d{1,9})(?:\.(\d{1,9}))?(?:\.(\d{1,9}))?", re.ASCII)
-_NEWEST = (1, 0, 0)  # of either format
+_OPENMETRICS = "application/openmetrics-text"
+_VERSIONS = {"version=0.0.1", "version=1.0.0"}  # the newest is sent
 
 
 def _accepted(header: str) -> str:
-    """The part of an Accept header for the client library: formats that it writes, with numeric versions.
-
-    The library compares versions without validation, and repeats them in its answer. Raises ValueError for an invalid
-    version. A version newer than the library's counts as not accepted, so the answer has an older format.
-    """
-    accepted = []
+    """An Accept header for the client library, which repeats the version that it is asked for: OpenMetrics, or "" for text."""
     for media_range in header.split(","):
-        media_type, *parameters = (part.strip() for part in media_range.split(";"))
-        if media_type not in _MEDIA_TYPES:
-            continue
-        pairs = {key.strip(): value.strip().strip('"') for key, _, value in (one.partition("=") for one in parameters)}
-        version = pairs.get("version")
-        if version is not None:
-            match = _VERSION.fullmatch(version)
-            if match is None:
-                raise ValueError(
-                    f"{version[:40]!r} is no version of {media_type}; ask for text/plain;version=0.0.4 or "
-                    "application/openmetrics-text;version=1.0.0"
-                )
-            if tuple(int(number or 0) for number in match.groups()) > _NEWEST:
-                continue
-        kept = [f"{key}={pairs[key]}" for key in ("version", "escaping") if key in pairs]
-        accepted.append(";".join([media_type, *kept]))
-    return ",".join(accepted)
+        kind, *parameters = (part.strip().replace('"', "") for part in media_range.split(";"))
+        if kind == _OPENMETRICS and _VERSIONS.issuperset(one for one in parameters if one.startswith("version")):
+            return f"{_OPENMETRICS};version=1.0.0"
+    return ""
 
 
 class _Server(socketserver.ThreadingTCPServer):

@@ -85,6 +85,12 @@ def owners_in(cgroup: str | None) -> Mapping[OwnerKind, NamedCgroup]:
     return found
 
 
+def owner_names(cgroup: str | None) -> dict[str, str | None]:
+    """The names of the container, pod and unit, for JSON."""
+    found = owners_in(cgroup)
+    return {kind.value: found[kind].name if kind in found else None for kind in OwnerKind if kind is not OwnerKind.USER}
+
+
 def owner_text(cgroup: str | None) -> str | None:
     """The owner that a cgroup names, for a column: the container, else the unit, else the pod."""
     found = owners_in(cgroup)
@@ -113,11 +119,11 @@ def owner_uses(
     return sorted(sums.values(), key=lambda owner: (kinds.index(owner.kind), -owner.used_bytes, owner.name))
 
 
-def charge(owners: Sequence[OwnerUse], cgroups: Path = CGROUPS) -> None:
+def charge(owners: Sequence[OwnerUse]) -> None:
     """Read what the kernel charges to the owners' cgroups, as far as this process may."""
     for owner in owners:
         if owner.path is not None:
-            owner.charged_bytes = charged_bytes(owner.path, cgroups)
+            owner.charged_bytes = charged_bytes(owner.path)
 
 
 def charged_bytes(path: str, cgroups: Path = CGROUPS) -> int | None:

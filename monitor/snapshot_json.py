@@ -7,8 +7,8 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from .owners import OwnerKind, OwnerUse, owner_uses, owners_in
-from .snapshot import ProcessUse, Snapshot
+from .owners import OwnerUse, owner_names, owner_uses
+from .snapshot import Snapshot
 
 
 def to_json(snapshot: Snapshot, *, indent: int | None = None) -> str:
@@ -37,7 +37,7 @@ def to_dict(snapshot: Snapshot) -> dict[str, Any]:
     """Plain data, including derived values."""
     devices = []
     for device in snapshot.devices:
-        memory = device.memory
+        memory, uses = device.memory, device.detail.reading.processes
         age = memory.age_ns(snapshot.at_ns)
         devices.append(
             asdict(device.info)
@@ -55,7 +55,9 @@ def to_dict(snapshot: Snapshot) -> dict[str, Any]:
                     "error": memory.error,
                 },
                 **asdict(device.detail.reading),
-                "processes": None if (uses := device.detail.reading.processes) is None else [_process(use) for use in uses],
+                "processes": None
+                if (uses := device.detail.reading.processes) is None
+                else [asdict(use) | owner_names(use.cgroup) for use in uses],
                 "owners": [_owner(owner) for owner in owner_uses(device, snapshot.leases, snapshot.devices)],
                 "detail_error": device.detail.error,
             }
@@ -69,12 +71,6 @@ def to_dict(snapshot: Snapshot) -> dict[str, Any]:
         "leases": leases,
         "leases_error": snapshot.leases_error,
     }
-
-
-def _process(use: ProcessUse) -> dict[str, Any]:
-    owners = owners_in(use.cgroup)
-    names = {kind.value: owners[kind].name if kind in owners else None for kind in OwnerKind if kind is not OwnerKind.USER}
-    return asdict(use) | names
 
 
 def _owner(owner: OwnerUse) -> dict[str, Any]:

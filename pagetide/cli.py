@@ -11,6 +11,7 @@ import io
 import json
 import locale
 import logging
+import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -26,6 +27,19 @@ if TYPE_CHECKING:
     from .engine.loading.models import ModelSpec
 
 T = TypeVar("T")
+
+
+class _Parser(FlagParser):
+    """Says of an unknown flag what the Python API says of an argument of this name."""
+
+    def what_is_known(self, flag: str) -> str | None:
+        from .api.arguments import table_answer
+
+        said = table_answer(flag.lstrip("-").replace("-", "_"))
+        if said is None:
+            return None
+        flags = {text for text in self._option_string_actions if text.startswith("--")}
+        return re.sub(r"[a-z_]+", lambda word: own if (own := f"--{word[0].replace('_', '-')}") in flags else word[0], said)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,9 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     from .common.settings import add_flags, settings_of
     from .engine.config import EngineArguments, Scope
 
-    parser = FlagParser(
-        prog="pagetide", description="Run language models over a paged KV cache whose memory grows and shrinks."
-    )
+    parser = _Parser(prog="pagetide", description="Run language models over a paged KV cache whose memory grows and shrinks.")
     parser.add_argument("--version", action="version", version=f"pagetide {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 

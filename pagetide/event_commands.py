@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from .monitor.errors import ConfigInvalid, RecordMissing
 from .monitor.event_log import EventReader, files_of
-from .monitor.event_summary import names_of, summarize
 from .monitor.events import EventKind, MemoryEvent, to_dict
+from .monitor.holders import names_of, summarize
 from .monitor.owners import charge, owner_uses
 from .monitor.snapshot import DeviceKind, Snapshot
 from .monitor.snapshot_json import plain
@@ -120,8 +120,8 @@ def show_owners(args: Namespace, snapshot: Snapshot, idle_after_s: float) -> int
     if not rows:
         print("no process is known to hold memory of these devices")
         return 0
+    from .monitor.view.events import owner_lines
     from .monitor.view.live import print_lines
-    from .monitor.view.owners import owner_lines
 
     print_lines(lambda width, symbols: owner_lines(rows, idle_after_s, width=width, symbols=symbols), _console())
     return 0

@@ -9,19 +9,17 @@ from __future__ import annotations
 import grp
 import os
 import platform
-import pwd
 import resource
 import stat
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from .monitor.runtime_dir import RuntimeDir
+from .monitor.sources.process_facts import user_name
 from .version import __version__
 
 # The optional dependencies (extras of pyproject.toml) that an engine uses, each with the module that shows it is
@@ -326,29 +324,22 @@ def monitor(problems: list[Problem], directories: Sequence[RuntimeDir], own: Run
 
 def _broker(directory: RuntimeDir, problems: list[Problem]) -> dict[str, Any]:
     """Whether the broker answers, the number of its leases, and the version of its protocol."""
-    from .allocator.broker_client import BrokerClient, Channel
+    from .allocator.broker_client import BrokerClient
     from .allocator.errors import AllocatorError, ProtocolMismatch
-    from .allocator.wire import PROTOCOL, DoneMessage, LeaseView, ListLeasesMessage
+    from .allocator.wire import PROTOCOL
 
     if not directory.socket.exists():
         return {}  # a monitor that leases nothing, as one that plays a recording
     update = "run monitor and engines with one version of pagetide: restart vram-monitor, or end the engines that use it"
-    protocol, deadline = PROTOCOL, time.monotonic() + _ANSWER_S
-    try:
-        with closing(Channel(directory.socket, deadline, protocol=PROTOCOL)) as channel:
-            channel.send(ListLeasesMessage())
-            channel.wait(deadline, LeaseView, DoneMessage)
-    except ProtocolMismatch as error:
-        protocol = error.theirs
-        problems.append(Problem("monitor", str(error), update, fails=protocol > PROTOCOL))
-    except AllocatorError:
-        pass  # the next call says why
     try:
         leases = BrokerClient(directory.socket, timeout_s=_ANSWER_S).leases()
+    except ProtocolMismatch as error:
+        problems.append(Problem("monitor", str(error), update))
+        return {"socket": str(directory.socket), "protocol": error.theirs}
     except AllocatorError as error:
         problems.append(Problem("monitor", f"its broker does not answer: {error}", update))
         return {"socket": str(directory.socket)}
-    return {"socket": str(directory.socket), "protocol": protocol, "leases": len(leases)}
+    return {"socket": str(directory.socket), "protocol": PROTOCOL, "leases": len(leases)}
 
 
 def _rights(directory: RuntimeDir, own: RuntimeDir, problems: list[Problem]) -> dict[str, Any]:
@@ -363,13 +354,13 @@ def _rights(directory: RuntimeDir, own: RuntimeDir, problems: list[Problem]) -> 
     except FileNotFoundError:
         parent = next(parent for parent in path.parents if parent.exists())
         if directory == own and (why := _why_unusable(parent)) is not None:
-            what = f"the runtime directory {path} is not there, and {_name_of_user(os.getuid())} cannot make it in {parent}"
+            what = f"the runtime directory {path} is not there, and {user_name(os.getuid())} cannot make it in {parent}"
             problems.append(Problem("monitor", f"{what}: {why}", elsewhere))
         return {"path": str(path), "exists": False}
     except OSError as error:
         problems.append(Problem("monitor", f"{path} cannot be examined: {error.strerror}", elsewhere))
         return {"path": str(path), "exists": False}
-    owner, group, user = _name_of_user(found.st_uid), _name_of_group(found.st_gid), _name_of_user(os.getuid())
+    owner, group, user = user_name(found.st_uid), _name_of_group(found.st_gid), user_name(os.getuid())
     try:
         if directory == own:
             directory.check()
@@ -396,13 +387,6 @@ def _why_unusable(folder: Path) -> str | None:
     except OSError as error:
         return error.strerror or str(error)
     return None
-
-
-def _name_of_user(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
 
 
 def _name_of_group(gid: int) -> str:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import json
 import logging
 import os
-import re
 import signal
 import sys
 import time
@@ -16,11 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from .allocator.errors import AllocatorError
 from .common.settings import Settings, add_flags, settings_of
 from .common.units import format_bytes, format_seconds, parse_bytes, parse_seconds
+from .flags import FlagParser
 from .monitor.config import MonitorConfig
 from .monitor.errors import AlreadyMonitored, ConfigInvalid, MonitorError, MonitorFailed
 from .monitor.snapshot import DeviceInfo, LeaseUse, Origin, Snapshot
@@ -95,46 +94,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-class _Parser(argparse.ArgumentParser):
-    """Suggests the nearest option or command for an unknown one."""
-
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self._given = list(sys.argv[1:] if args is None else args)
-        parsed, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._nearest(unknown[0], self._names())}")
-        return parsed
-
-    def error(self, message: str) -> NoReturn:
-        options = [text.split("=")[0] for text in getattr(self, "_given", ()) if text.startswith("--") and text != "--"]
-        unknown = [text for text in options if not any(name.startswith(text) for name in self._names())]
-        if "invalid choice" in message and unknown:  # its value was taken for a command
-            message = f"unrecognized arguments: {unknown[0]}{self._nearest(unknown[0], self._names())}"
-        elif found := re.search(r"invalid choice: '([^']*)' \(", message):
-            message += self._nearest(found[1], [name for name in self._names() if not name.startswith("-")])
-        super().error(message)
-
-    def _names(self) -> list[str]:
-        """All options and commands, those of the commands included."""
-        names: list[str] = []
-        for action in self._actions:
-            names += action.option_strings
-            if isinstance(action, argparse._SubParsersAction):
-                names += action.choices
-                names += [name for command in action.choices.values() for name in command._names()]
-        return names
-
-    def _nearest(self, name: str, names: Sequence[str]) -> str:
-        near = difflib.get_close_matches(name.split("=")[0], names, 1)
-        return f"; did you mean {near[0]}?" if near else ""
-
-
-_Commands: TypeAlias = "argparse._SubParsersAction[_Parser]"
+T = TypeVar("T")
+_Commands: TypeAlias = "argparse._SubParsersAction[FlagParser]"
 
 
 def parser() -> argparse.ArgumentParser:
     """All options. Options not given are None or absent, so that a configuration file can set them."""
-    top = _Parser(
+    top = FlagParser(
         prog="vram-monitor",
         description="Show the memory of GPUs and of this machine, and which processes hold it. Without a command, shows a "
         "live view: q quits, ? explains it.",
@@ -574,7 +540,8 @@ def _view(args: argparse.Namespace) -> int:
     logging.getLogger("pagetide").addHandler(logging.NullHandler())  # keeps logs off the screen
     refresh = MonitorConfig.resolve(None, {"interval": args.refresh or 1.0}).interval
     config = _settings(args, "devices", *_SOURCE)
-    min_bytes = _parse_min_memory(args.min_memory)
+    size = args.min_memory
+    min_bytes = None if size is None else 0 if size.strip() == "0" else _parsed("--min-memory", parse_bytes, size)
     with _observed(config) as (read, follower):
         from .monitor.view.listing import Listing
 
@@ -599,11 +566,6 @@ def _view(args: argparse.Namespace) -> int:
                 act=act,
             )
     return 0
-
-
-def _parse_min_memory(size: str | None) -> int | None:
-    """Parse --min-memory: 0 or an amount; None if it is not given. Raises ConfigInvalid."""
-    return 0 if size is not None and size.strip() == "0" else None if size is None else _parse_size("--min-memory", size)
 
 
 def _print_json(read: Callable[[], Snapshot], interval_s: float | None, listing: Listing) -> int:
@@ -686,7 +648,7 @@ def _leases(args: argparse.Namespace) -> int:
 
 
 def _limit(args: argparse.Namespace) -> int:
-    print(_send_limit(_client(args), args.engine, _parse_size("--max", args.size), args.engine))
+    print(_send_limit(_client(args), args.engine, _parsed("--max", parse_bytes, args.size), args.engine))
     return 0
 
 
@@ -697,7 +659,7 @@ def _send_limit(client: BrokerClient, engine: str, num_bytes: int, name: str) ->
 
 
 def _recall(args: argparse.Namespace) -> int:
-    print(_send_recall(_client(args), args.engine, _parse_size("SIZE", args.size), args.engine))
+    print(_send_recall(_client(args), args.engine, _parsed("SIZE", parse_bytes, args.size), args.engine))
     return 0
 
 
@@ -734,7 +696,7 @@ def _owners(args: argparse.Namespace) -> int:
     from .event_commands import show_owners
 
     logging.getLogger("pagetide").addHandler(logging.NullHandler())
-    idle_after_s = _parse_time("--idle", args.idle)
+    idle_after_s = _parsed("--idle", parse_seconds, args.idle)
     with _observed(_settings(args, *_SOURCE)) as (read, _):
         return show_owners(args, read(), idle_after_s)
 
@@ -761,8 +723,11 @@ def _reserved(
     """A reservation by the options of `_add_reservation`, with its device. While it waits, stderr says for what."""
     from .allocator.reservation import Reservation, choose_device, shown
 
-    num_bytes = _parse_size(option, size)
-    wait_s, duration_s = _parse_time("--wait", args.wait), None if time is None else _parse_time("--time", time)
+    num_bytes = _parsed(option, parse_bytes, size)
+    wait_s, duration_s = (
+        _parsed("--wait", parse_seconds, args.wait),
+        None if time is None else _parsed("--time", parse_seconds, time),
+    )
     directory, reader = _running(args)
     with reader:
         info = choose_device(reader.devices(), args.device)
@@ -804,20 +769,12 @@ def _described(view: ReservationView, index: str) -> str:
     return f"#{view.reservation_id} {view.name} (pid {view.pid}, {view.user}) {said}"
 
 
-def _parse_size(name: str, size: str) -> int:
-    """Parse a size to bytes. Raises ConfigInvalid, naming the option."""
+def _parsed(option: str, parse: Callable[[str], T], text: str) -> T:
+    """The amount or time of an option. Raises ConfigInvalid, naming it."""
     try:
-        return parse_bytes(size)
+        return parse(text)
     except ValueError as error:
-        raise ConfigInvalid(f"{name}: {error}") from None
-
-
-def _parse_time(name: str, text: str) -> float:
-    """Parse a time to seconds. Raises ConfigInvalid, naming the option."""
-    try:
-        return parse_seconds(text)
-    except ValueError as error:
-        raise ConfigInvalid(f"{name}: {error}") from None
+        raise ConfigInvalid(f"{option}: {error}") from None
 
 
 if __name__ == "__main__":

@@ -88,9 +88,9 @@ class Numbers:
 class Client:
     """A client of a broker in the same loop: everything it sends is read, everything sent to it is here, after `pump`."""
 
-    def __init__(self, bench: Bench, protocol: int = wire.PROTOCOL) -> None:
+    def __init__(self, bench: Bench) -> None:
         self._bench = bench
-        self.channel = Channel(bench.path, protocol=protocol)
+        self.channel = Channel(bench.path)
         self.lease_id = -1
         self.fd = -1
         self.generation = wire.OrderGeneration(0, 0)
@@ -155,8 +155,8 @@ class Bench:
         )
         self.broker = Broker(table, self.path, tick_s=None, pause_s=0, grace_s=self.grace_s)
 
-    def client(self, protocol: int = wire.PROTOCOL) -> Client:
-        self.clients.append(Client(self, protocol))
+    def client(self) -> Client:
+        self.clients.append(Client(self))
         return self.clients[-1]
 
     async def engine(self, name: str, low: int = 0, high: int | None = None, **more: Any) -> Client:

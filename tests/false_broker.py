@@ -12,14 +12,12 @@ from pagetide.allocator.lease_record import RecordOwner
 
 
 class FalseBroker:
-    """Says to one engine what a test wants. `protocol` is the version that it speaks."""
+    """Says to one engine what a test wants."""
 
-    def __init__(self, path: Path, protocol: int = wire.PROTOCOL) -> None:
-        self.protocol = protocol
-        self.hellos: list[int] = []  # the versions that it was spoken to in
+    def __init__(self, path: Path) -> None:
         self._listener = listen(path)
         self._listener.settimeout(60)
-        self._decoder = wire.FrameDecoder()
+        self._decoder = wire.message_reader()
 
     def accept(self) -> None:
         """Accept an engine, and say nothing."""
@@ -27,15 +25,10 @@ class FalseBroker:
         self.socket.settimeout(30)
 
     def serve(self, granted: int = 500) -> None:
-        """Accept an engine and register it; one that speaks a later version than this broker knows has to come again."""
+        """Accept an engine and register it."""
         self.accept()
-        hello = self.hear()
-        assert isinstance(hello, wire.HelloMessage)
-        self.hellos.append(hello.protocol)
-        self.say(wire.WelcomeMessage(min(hello.protocol, self.protocol), 7, 1))
-        if hello.protocol > self.protocol:
-            self.socket.close()
-            return self.serve(granted)
+        assert self.hear() == wire.HelloMessage(wire.PROTOCOL)
+        self.say(wire.WelcomeMessage(wire.PROTOCOL, 7, 1))
         request = self.hear()
         assert isinstance(request, wire.RegisterMessage)
         self.request = request

@@ -21,6 +21,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from pagetide.engine.sampling.logits import Int64, Rows, argmax, index, on_device
 from pagetide.engine.sampling.sampler import Sampler
 from pagetide.scheduler.request import Sampling
 
@@ -98,3 +99,22 @@ def warped(sampling: Sampling, scores: Tensor, least: int = 1) -> Tensor:
         if sampling.min_p:
             warpers.append(MinPLogitsWarper(sampling.min_p, min_tokens_to_keep=least))
     return warpers(torch.zeros((1, 1), dtype=torch.int64), scores)
+
+
+def distribution(sampler: Sampler, rows: Rows, positions: Int64, logits: torch.Tensor) -> torch.Tensor:
+    """float32[n, vocab]: the probabilities that `sampler.sample` draws from; greedy rows are one-hot.
+
+    The logits must be ones for which it finds no bad row.
+    """
+    x = logits.detach().float().clone()
+    sampler._treat(x, rows, positions)
+    result = torch.nn.functional.one_hot(index(argmax(x)[0], x), sampler._vocab_size).float()
+    settings = sampler._settings(rows, positions, sampler._transforms.draws(rows))
+    uploaded = [on_device(array, x) for array in settings.arrays]
+    for part in settings.parts:
+        if sampler._native:
+            weights = torch.ops.pagetide.sample(x, *(array[part.rows] for array in uploaded), True)[2]
+        else:
+            weights = sampler._transforms.weights(x, part, uploaded)[:, : sampler._vocab_size]
+        result[uploaded[0][part.rows]] = weights / weights.sum(-1, keepdim=True, dtype=torch.float64).float()
+    return result

@@ -268,5 +268,5 @@ MAKERS: dict[str, Make] = {
     "flash-attn-3": _library("flash_attn_kernel", "Flash3Kernel"),
     "flash-attn-4": _library("flash_attn_kernel", "Flash4Kernel"),
     "flashinfer": _library("flashinfer_kernel", "FlashInferKernel"),
-    "varlen": _library("varlen_kernel", "VarlenKernel"),
+    "varlen": _library("flash_attn_kernel", "VarlenKernel"),
 }

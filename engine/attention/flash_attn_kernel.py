@@ -1,4 +1,4 @@
-"""Paged attention by the flash-attn libraries 2, 3 and 4, directly on the arena's strided views.
+"""Paged attention by the flash-attn libraries 2, 3 and 4, alone or within torch, directly on the arena's strided views.
 
 Their sources (github.com/Dao-AILab/flash-attention) define the arguments: `flash_attn/flash_attn_interface.py`,
 `hopper/flash_attn_interface.py`, `flash_attn/cute/interface.py`. As in pagetide, a causal mask is aligned to the last key, a
@@ -8,6 +8,7 @@ window counts the keys before and after a query's own, and a softcap applies to 
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import Any
 
 import torch
@@ -97,6 +98,33 @@ class Flash4Kernel(LibraryKernel):
             learnable_sink=call.sinks, softcap=call.softcap or 0.0,
         )  # fmt: skip
         return out
+
+
+class VarlenKernel(LibraryKernel):
+    """torch.nn.attention.varlen, by the flash-attn 3 or 4 that is active in torch."""
+
+    name = "varlen"
+
+    @staticmethod
+    def load() -> Any:
+        """See `LibraryKernel.load`. Torch's own flash-attn 2 refuses block tables, so flash-attn 3 or 4 must be
+        active."""
+        found = library("torch.nn.attention.varlen", "varlen_attn")
+        if "block_table" not in inspect.signature(found.varlen_attn).parameters:
+            raise ImportError(f"the varlen_attn of torch {torch.__version__} takes no block tables", name="torch")
+        active = torch.nn.attention.current_flash_attention_impl()
+        if active is None:
+            raise ImportError("no flash-attn 3 or 4 is active in torch", name="torch")
+        return found
+
+    def attend_part(self, call: AttentionCall, part: SequenceGroup, query: torch.Tensor) -> torch.Tensor:
+        """See `LibraryKernel.attend_part`. A left bound of -1 means none; (-1, 0) means causal."""
+        cache = call.cache
+        return self._library.varlen_attn(
+            query, cache.key, cache.value, part.q_starts, None, part.max_q, part.max_kv,
+            scale=call.scaling, window_size=(-1 if call.left is None else call.left, 0),
+            enable_gqa=query.shape[1] != cache.key.shape[2], seqused_k=part.lens, block_table=part.table(cache.table),
+        )  # fmt: skip
 
 
 def library(module: str, *functions: str) -> Any:

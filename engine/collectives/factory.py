@@ -8,8 +8,7 @@ import torch
 
 from ... import native
 from .group import ShardGroup
-from .memory_file import create_memory
-from .shared_memory_group import SharedMemoryGroup
+from .shared_memory_group import SharedMemoryGroup, create_memory
 
 KINDS = ("auto", "nccl", "shared-memory", "gloo")
 

@@ -5,9 +5,11 @@ One barrier a collective: two slots of each shard are used by turns. The same su
 
 from __future__ import annotations
 
+import fcntl
 import math
 import mmap
 import os
+import tempfile
 import time
 from collections.abc import Sequence
 
@@ -15,7 +17,6 @@ import torch
 from torch import Tensor
 
 from .group import CollectiveAborted, CollectiveCount
-from .memory_file import create_memory
 
 MOST_SHARDS = 63
 _LINE = 64
@@ -23,6 +24,23 @@ _HEADER_BYTES = (MOST_SHARDS + 1) * _LINE
 _SLOT_BYTES = 2 << 20
 _GENERATION = 1 << 40  # numbers of collectives in one, as in collective_ops.cpp
 _SPIN_US, _SPIN_US_CROWDED = 200, 5  # before a wait sleeps; with fewer cores than shards the others need this one
+
+
+def create_memory(name: str, num_bytes: int) -> int:
+    """The descriptor of a new file of zeros without a name; `name` is only a label.
+
+    Child processes share it by the descriptor. It is gone with the last process that has it open.
+    """
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    else:
+        fd, path = tempfile.mkstemp()
+        os.unlink(path)
+    if fd <= 2:  # a program without its standard streams: in a child these numbers are others
+        low, fd = fd, fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+        os.close(low)
+    os.ftruncate(fd, num_bytes)
+    return fd
 
 
 def create_group_memory(size: int) -> int:

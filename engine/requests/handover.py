@@ -23,7 +23,6 @@ from .outputs import TokenLogprobs
 log = logging.getLogger(__name__)
 
 VERSION = 2
-_NEW = {2: ("num_cached_tokens",)}  # keys by the version that added them; older data lack them
 _KEYS = (
     "version", "model", "vocab_size", "prompt", "prompt_token_ids", "token_ids", "sampling", "index", "priority", "cache_salt",
     "num_told_tokens", "num_told_characters", "num_preemptions", "num_cached_tokens", "first_token_s", "total_s", "logprobs",
@@ -43,9 +42,8 @@ class Handover:
     """The state of a request between two steps. `params` leave nothing to the engine's defaults: see `resolved_params`.
 
     The stream has delivered the first `num_told_tokens` of `token_ids` and `num_told_characters` of their text.
-    `num_cached_tokens` (`Finished`) is None if the prompt was not admitted yet or the data are of version 1. `logprobs`
-    are those of `token_ids`; `prompt_logprobs` begin at the prompt's second token and end where the computation did.
-    They are None if not requested.
+    `num_cached_tokens` (`Finished`) is None if the prompt was not admitted yet. `logprobs` are those of `token_ids`;
+    `prompt_logprobs` begin at the prompt's second token and end where the computation did. They are None if not requested.
     """
 
     prompt: str | None
@@ -100,14 +98,12 @@ class Handover:
         if not isinstance(data, Mapping):
             raise RequestRejected(f"what was handed over must be a mapping, as export gives it, got {type(data).__name__}")
         version = data.get("version")
-        if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= VERSION:
+        if version != VERSION:
             raise RequestRejected(
-                f"what was handed over has the version {version!r}, and this process reads versions 1 to {VERSION}: let both "
+                f"what was handed over has the version {version!r}, and this process reads version {VERSION}: let both "
                 f"have the same release of pagetide"
             )
-        newer = [key for since, keys in _NEW.items() if since > version for key in keys]
-        _check_keys("what was handed over", data, [key for key in _KEYS if key not in newer], every=True)
-        data = {**dict.fromkeys(newer), **data}
+        _check_keys("what was handed over", data, _KEYS, every=True)
         _check_model(data, model, vocab_size)
         _check(data, "prompt", str, optional=True)
         _check(data, "cache_salt", str, optional=True)

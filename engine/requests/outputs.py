@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
@@ -192,3 +193,9 @@ def _shown_tokens(token_ids: list[int]) -> str:
     if len(token_ids) <= MOST_SHOWN_TOKENS:
         return repr(token_ids)
     return f"[{', '.join(map(str, token_ids[:MOST_SHOWN_TOKENS]))}, ... {len(token_ids):,} in all]"
+
+
+def mean_logprob(completion: Completion) -> float:
+    """The score for `best_of`: the mean log-probability of a token; -inf unless the reason is "stop" or "length"."""
+    total, whole = completion.cumulative_logprob, completion.finish_reason in ("stop", "length")
+    return total / len(completion.token_ids) if whole and total is not None and completion.token_ids else -math.inf

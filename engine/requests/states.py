@@ -25,7 +25,7 @@ from .handover import Handover, resolved_params, scores_of
 from .inputs import PromptInput
 from .kept_tokens import KeptTokens
 from .logprob_table import LogprobTable
-from .outputs import Completion, RequestOutput, StreamChunk, Timings, TokenLogprobs
+from .outputs import Completion, RequestOutput, StreamChunk, Timings, TokenLogprobs, mean_logprob
 
 log = logging.getLogger(__name__)
 
@@ -388,7 +388,7 @@ class RequestGroup(ABC):
         first = self.states[0].request
         completions = [state.completion for state in self.states if state.completion is not None]
         if self.params.num_started > (n := self.params.n or 1):
-            completions = sorted(completions, key=_mean_logprob, reverse=True)[:n]  # stable
+            completions = sorted(completions, key=mean_logprob, reverse=True)[:n]  # stable
         return RequestOutput(
             first.request_id,
             self.prompt,
@@ -404,12 +404,6 @@ class RequestGroup(ABC):
         for state in self.states:
             if state.completion is None:
                 state.end(Finished(state.request.request_id, "error", NO_TOKENS, 0, lost), now)
-
-
-def _mean_logprob(completion: Completion) -> float:
-    """The score for `best_of`: the mean log-probability of a token; -inf unless the reason is "stop" or "length"."""
-    total, whole = completion.cumulative_logprob, completion.finish_reason in ("stop", "length")
-    return total / len(completion.token_ids) if whole and total is not None and completion.token_ids else -math.inf
 
 
 def ready_chunk(states: list[RequestState], interval: int) -> StreamChunk | None:

@@ -35,12 +35,6 @@ def sample(logits: Tensor, settings: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return tokens, packed
 
 
-def weights(logits: Tensor, settings: Sequence[Tensor]) -> Tensor:
-    """float32[m, vocab]: the weights from which the m rows of `settings` draw, 0 where filtered."""
-    weights: Tensor = torch.ops.pagetide.sample(_readable(logits), *settings, True)[2]
-    return weights
-
-
 def _readable(logits: Tensor) -> Tensor:
     x = logits.detach()
     x = x if x.dtype in _TYPES else x.float()

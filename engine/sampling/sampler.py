@@ -237,24 +237,6 @@ class Sampler:
         """
         return self._constrained.complete(rows)
 
-    def distribution(self, rows: Rows, positions: Int64, logits: Tensor) -> Tensor:
-        """float32[n, vocab]: the probabilities that `sample` draws from; greedy rows are one-hot. Read-only, not fast.
-
-        The logits must be ones for which `sample` finds no bad row.
-        """
-        x = logits.detach().float().clone()
-        self._treat(x, rows, positions)
-        result = torch.nn.functional.one_hot(index(argmax(x)[0], x), self._vocab_size).float()
-        settings = self._settings(rows, positions, self._transforms.draws(rows))
-        uploaded = [on_device(array, x) for array in settings.arrays]
-        for part in settings.parts:
-            if self._native:
-                weights = native_sampling.weights(x, [array[part.rows] for array in uploaded])
-            else:
-                weights = self._transforms.weights(x, part, uploaded)[:, : self._vocab_size]
-            result[uploaded[0][part.rows]] = weights / weights.sum(-1, keepdim=True, dtype=torch.float64).float()
-        return result
-
     def _processed_rows(self, rows: Rows, positions: Int64) -> Bool:
         """bool[n]: which of `rows` request any processor."""
         processed = np.zeros(len(rows), np.bool_)

@@ -17,7 +17,6 @@ class Launch:
     """The first message, to a process that has loaded nothing yet. The descriptors are inherited.
 
     Attributes:
-        collectives: "auto", or another of `collectives.factory.KINDS`.
         num_threads: Of a step on a CPU.
     """
 
@@ -26,7 +25,6 @@ class Launch:
     group_fd: int
     store_fd: int
     num_threads: int
-    collectives: str = "auto"
     log_level: int = 0
     search_path: tuple[str, ...] = ()  # of the driver's modules, for logits processors that are named by theirs
 

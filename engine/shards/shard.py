@@ -113,13 +113,7 @@ class Shard:
             dtype = choose_dtype(config.dtype, checkpoint, device)
             division = Division.of(checkpoint, size, model_geometry(config, checkpoint, device, dtype).layers)
             group = open_group(
-                rank,
-                size,
-                device=device,
-                devices=launch.devices,
-                memory_fd=launch.group_fd,
-                store_fd=launch.store_fd,
-                kind=launch.collectives,
+                rank, size, device=device, devices=launch.devices, memory_fd=launch.group_fd, store_fd=launch.store_fd
             )
             holder = LeaseHolder(device, plan.weights_bytes)
             reference = reference_logits(checkpoint, device, dtype, plan.weights_bytes) if rank == 0 else None

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ...allocator.arena import NoPreparedExtents
+from ...allocator.arena import ExtentSet
 from ...allocator.errors import BlockMisuse, GrantExceeded
 from ...allocator.lease_record import HeldBounds
 from ...scheduler.plan import Resize, Result
@@ -53,8 +53,8 @@ class Settled:
         return replace(result, mapped=mapped, unmapped=unmapped, refused=self.refused)
 
 
-class ShardedArena(NoPreparedExtents):
-    """See `Arena`; it holds no memory itself, and maps nothing but by plans.
+class ShardedArena(ExtentSet):
+    """See `Arena`; it holds no memory itself, and maps nothing but by plans. An extent is mapped that all shards have.
 
     Args:
         leases: Of the shards, which count `mapped` already; None without leases.
@@ -64,22 +64,10 @@ class ShardedArena(NoPreparedExtents):
     def __init__(
         self, num_extents: int, extent_bytes: int, leases: Sequence[CountedLease] | None, mapped: Iterable[int], num_shards: int
     ) -> None:
-        self.num_extents = num_extents
-        self.extent_bytes = extent_bytes
+        super().__init__(num_extents, extent_bytes, mapped)
         self.num_shards = num_shards
         self._leases = leases
-        self._mapped = frozenset(mapped)
         self._left: list[set[int]] = [set() for _ in range(num_shards)]  # mapped there, and not in `_mapped`
-
-    @property
-    def mapped_extents(self) -> frozenset[int]:
-        """The extents with memory on all shards."""
-        return self._mapped
-
-    @property
-    def mapped_bytes(self) -> int:
-        """Bytes of memory behind the range on each shard."""
-        return len(self._mapped) * self.extent_bytes
 
     @property
     def held(self) -> HeldBounds:
@@ -117,7 +105,7 @@ class ShardedArena(NoPreparedExtents):
         An extent that some shard has to unmap again (`undo`) cannot be mapped by the same plan: that may fail once more.
         """
         if uneven := frozenset().union(*self._left).intersection(resize.map.tolist()):
-            self._shift_all(-len(resize.unmap) * self.extent_bytes, 0)
+            self._shift_lower(-len(resize.unmap) * self.extent_bytes)
             return f"extents {sorted(uneven)} are still mapped on some of the {self.num_shards} shards, from a resize before"
         coming, going = len(resize.map) * self.extent_bytes, len(resize.unmap) * self.extent_bytes
         done: list[CountedLease] = []
@@ -127,10 +115,10 @@ class ShardedArena(NoPreparedExtents):
             except GrantExceeded as error:
                 for other in done:
                     other.shift(0, -coming)
-                self._shift_all(-going, 0)
+                self._shift_lower(-going)
                 return f"{type(error).__name__}: {error}"
             done.append(lease)
-        self._shift_all(-going, 0)
+        self._shift_lower(-going)
         return None
 
     def settle(self, resize: Resize, outcomes: Sequence[ResizeOutcome]) -> Settled:
@@ -160,6 +148,6 @@ class ShardedArena(NoPreparedExtents):
         if self._leases is not None and gone:
             self._leases[rank].shift(0, -len(gone) * self.extent_bytes)
 
-    def _shift_all(self, lower_bytes: int, upper_bytes: int) -> None:
+    def _shift_lower(self, num_bytes: int) -> None:
         for lease in self._leases or ():
-            lease.shift(lower_bytes, upper_bytes)
+            lease.shift(num_bytes, 0)

@@ -32,7 +32,7 @@ from .messages import Hello, LoadShard, ShardLoaded
 from .sharded_arena import ShardedArena
 from .sharded_lease import ShardedSharing, acquire_leases
 from .sharded_runner import ShardedRunner
-from .team import SILENT_S, ShardTeam
+from .team import ShardTeam
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ def start_shards(config: EngineConfig) -> DividedEngine:
     _refuse_what_stays_here(config)
     devices = _numbered(config.devices)
     faults = _faults(config, devices)
-    team = ShardTeam(devices, num_threads=max(1, own_threads() // len(devices)), silent_s=SILENT_S)
+    team = ShardTeam(devices, max(1, own_threads() // len(devices)))
     holder = LeaseHolder(torch.device("cpu"), 0)
     sharing: ShardedSharing | None = None
     with OnError(team.close, holder.close, lambda: None if sharing is None else sharing.close()):

@@ -28,7 +28,7 @@ from .pulse import LOOK_S, PulseWatch, Sign
 
 log = logging.getLogger(__name__)
 
-SILENT_S = 10.0  # without a heartbeat
+SILENT_S = 10.0  # without a heartbeat, after which a shard is given up
 MODULE = f"{__package__}.process"
 
 _teams: weakref.WeakSet[ShardTeam] = weakref.WeakSet()
@@ -39,23 +39,18 @@ class ShardTeam:
 
     Args:
         num_threads: Of each shard on a CPU.
-        collectives: "auto", or a kind of `collectives.factory`.
-        silent_s: A shard without a heartbeat for so long is given up.
     """
 
-    def __init__(
-        self, devices: Sequence[str], *, num_threads: int, collectives: str = "auto", silent_s: float = SILENT_S
-    ) -> None:
+    def __init__(self, devices: Sequence[str], num_threads: int) -> None:
         self.devices = tuple(devices)
         self.lost: ShardLost | None = None
         self._maker = MakerProcess()
         self.is_loaded = False  # set by the owner
         self.on_well: Callable[[], None] = lambda: None  # called while shards are at work, and none hangs
-        self._silent_s = silent_s
         self._signs = [Sign()] * len(devices)  # the last of each
         self._group_fd = create_group_memory(len(devices))
         self._store_fd = create_store()
-        self._launch = (num_threads, collectives)
+        self._num_threads = num_threads
         self._processes: list[ChildProcess] = []
         self._changed = threading.Condition()
         self._answers: dict[int, dict[int, Any]] = {}  # by number of the message, then rank
@@ -183,7 +178,7 @@ class ShardTeam:
         with selectors.DefaultSelector() as selector:
             for rank, process in enumerate(self._processes):
                 selector.register(process.socket, selectors.EVENT_READ, rank)
-            watch = PulseWatch(self.size, self._silent_s)
+            watch = PulseWatch(self.size, SILENT_S)
             while not self._closing and self.lost is None:
                 try:
                     for key, _ in selector.select(LOOK_S):
@@ -195,14 +190,13 @@ class ShardTeam:
 
     def _spawn(self) -> None:
         """Start the processes, from this thread: the kernel kills them when it ends."""
-        num_threads, collectives = self._launch
         level = logging.getLogger("pagetide").getEffectiveLevel()
         search_path = tuple(os.path.abspath(place) for place in sys.path)
         shared = (self._group_fd, self._store_fd)
         for rank in range(self.size):
             process = ChildProcess(("-m", MODULE), fds=shared)
             self._processes.append(process)
-            process.channel.send((0, Launch(rank, self.devices, *shared, num_threads, collectives, level, search_path)))
+            process.channel.send((0, Launch(rank, self.devices, *shared, self._num_threads, level, search_path)))
         with self._changed:
             self._answers[0] = {}
 

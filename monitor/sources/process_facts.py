@@ -118,13 +118,18 @@ def _path_in(membership: bytes) -> str:
 
 
 def _user_of(pid: int) -> str | None:
-    import pwd
-
     try:
         status = _read(f"/proc/{pid}/status")
-        uid = int(status.partition(b"\nUid:")[2].split()[0])
+        return user_name(int(status.partition(b"\nUid:")[2].split()[0]))
     except (OSError, IndexError, ValueError):
         return None
+
+
+@lru_cache(maxsize=64)
+def user_name(uid: int) -> str:
+    """The user's name, or the uid if the system has no name for it."""
+    import pwd
+
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

@@ -1,4 +1,4 @@
-"""Events and their summary as tables."""
+"""Events, their summary, and the memory of owners, as tables."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import TypeVar
 
 from rich.style import Style
 
-from ..event_summary import HolderSummary
+from ...common.units import format_seconds
 from ..events import EventKind, MemoryEvent
-from ..owners import owner_text
+from ..holders import HolderSummary
+from ..owners import OwnerUse, owner_text
+from ..snapshot import Device
 from .numbers import amount
 from .symbols import Symbols
 from .table import Column, fitting, row, titles, widest
@@ -26,7 +28,9 @@ _STYLES: dict[EventKind, Style] = {
     EventKind.LOST: ALARM,
     EventKind.UNREADABLE: ALARM,
 }
-_MOST_OWNER = 28  # cells
+_MOST_OWNER, _MOST_OWNER_NAME = 28, 40  # cells
+
+OwnerRow = tuple[Device, OwnerUse]
 
 T = TypeVar("T")
 
@@ -119,3 +123,33 @@ def _who(events: Sequence[MemoryEvent], symbols: Symbols, of: Callable[[T], Memo
             text(lambda event: owner_text(event.cgroup)),
         ),
     ]  # fmt: skip
+
+
+def owner_lines(rows: Sequence[OwnerRow], idle_after_s: float, *, width: int, symbols: Symbols) -> list[Line]:
+    """A header line and a line per device and owner. `charged` only where it was read."""
+    dash = symbols.dash
+
+    def size(title: str, priority: int, name: str) -> Column[OwnerRow]:
+        there = any(getattr(owner, name) is not None for _, owner in rows)
+        return Column(
+            title, max(9, len(title)) if there else 0, priority,
+            lambda one, cells: [right(amount(getattr(one[1], name), dash), cells, symbols)], flush_right=True,
+        )  # fmt: skip
+
+    def used(one: OwnerRow, cells: int) -> Line:
+        mark = "+?" if one[1].unknown else ""
+        return [right(amount(one[1].used_bytes, dash) + mark, cells, symbols, BOLD)]
+
+    columns: list[Column[OwnerRow]] = [
+        Column("DEV", widest("DEV", (device.info.index for device, _ in rows)), 6,
+               lambda one, cells: [left(one[0].info.index, cells, symbols, BOLD)]),
+        Column("OWNER", 9, 5, lambda one, cells: [left(one[1].kind.value, cells, symbols, DIM)]),
+        Column("NAME", widest("NAME", (owner.name for _, owner in rows), _MOST_OWNER_NAME), 8,
+               lambda one, cells: [left(one[1].name, cells, symbols)]),
+        Column("PROCESSES", 9, 2, lambda one, cells: [right(str(one[1].num_processes), cells, symbols)], flush_right=True),
+        Column("MEMORY", 11, 9, used, flush_right=True),
+        size("CHARGED", 3, "charged_bytes"),
+        size(f"IDLE {format_seconds(idle_after_s)}", 4, "idle_bytes"),
+    ]  # fmt: skip
+    chosen = fitting(columns, width)
+    return [titles(chosen, symbols), *(row(chosen, one) for one in rows)]

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
 from rich.segment import Segment, SegmentLines
 
-from ..snapshot import Device, Snapshot
+from ..snapshot import Device, DeviceKind, Origin, Snapshot
 from .devices import device_lines
 from .events import event_lines
 from .headings import head, heading, last_lines
 from .help import help_lines
 from .leases import bar_legend, lease_lines
 from .listing import Listing
-from .notes import note_lines
 from .processes import process_facts, process_lines, process_rows
 from .state import ViewState
 from .symbols import UNICODE, Symbols
-from .text import ALARM, DIM, Line, blank, crop, cut, trimmed
+from .text import ALARM, DIM, Line, blank, crop, cut, printable, trimmed
 
 _NARROW = 60  # cells; narrower pages have no margin
 # Lines; lower pages omit the keys, the gap below the head and the headings of sections
 _LOW = 16
 _MOST_EVENTS = 12  # lines
+_CONTAINED = "In a container, start it with the GPUs (docker run --gpus all)."
+_OTHERS = "GPUs of other makers than NVIDIA are not read."
+_NO_MONITOR = (
+    "No monitor runs, so there are no leases and no events. An engine starts one, and so does `vram-monitor serve`; "
+    "`vram-monitor events` then lists what took memory."
+)
 _PROCESSES_WANTED, _LEASES_WANTED = 6, 4  # minimum lines that devices leave to these before they take a richer form
 
 
@@ -52,7 +58,7 @@ def render(
     """
     view = ViewState(Listing() if listing is None else listing)
     page = _composed(snapshot, view, width, height, symbols, clock, keys=False).lines
-    if height is None and (notes := note_lines(snapshot, _inner(width), symbols)):
+    if height is None and (notes := _note_lines(snapshot, _inner(width), symbols)):
         return SegmentLines([*page.lines, *_page(notes, width).lines], new_lines=True)
     return page
 
@@ -184,3 +190,22 @@ def _margin(width: int) -> int:
 
 def _page(lines: Sequence[Line], width: int) -> SegmentLines:
     return SegmentLines([trimmed(crop([blank(_margin(width)), *line], width)) for line in lines], new_lines=True)
+
+
+def _note_lines(snapshot: Snapshot, width: int, symbols: Symbols) -> list[Line]:
+    """What a printed view does not show, and why, in lines of at most `width` cells; [] if nothing is missing."""
+    lines: list[Line] = []
+    for note in _notes(snapshot):
+        text = printable(note, ascii_only=symbols.ascii_only)
+        lines += [[Segment(part, DIM)] for part in textwrap.wrap(text, width)]
+    return [[], *lines] if lines else []
+
+
+def _notes(snapshot: Snapshot) -> list[str]:
+    notes = []
+    if "nvml" in snapshot.source.split("+") and {device.info.kind for device in snapshot.devices} == {DeviceKind.HOST}:
+        why = snapshot.unavailable.get("nvml", "its driver is missing, or it is hidden from this process")
+        notes.append(f"No NVIDIA GPU is seen: {why}. {_CONTAINED} {_OTHERS} What is shown is the memory of this machine.")
+    if snapshot.origin is Origin.WAITING:
+        notes.append(_NO_MONITOR)
+    return notes

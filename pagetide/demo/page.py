@@ -6,9 +6,10 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rich.cells import cell_len
+from rich.console import Console
 from rich.segment import Segment
 from rich.style import Style
+from rich.text import Text
 
 from ..common.units import MIB
 from ..monitor.view.symbols import Symbols, chart, chart_columns
@@ -16,6 +17,7 @@ from ..monitor.view.text import ALARM, BOLD, DIM, ENGINE, Line, blank, crop, cut
 from .block_map import BlockHolders, legend, letter_of, map_lines, style_of
 
 MOST_CHARACTERS = 6000  # of a text that is shown
+_CONSOLE = Console(color_system=None)  # breaks lines, and prints nothing
 COLUMN_S = 0.25  # of the chart of what is held
 _NOW = Style(color="cyan", bold=True)
 _PARTLY = ENGINE + Style(bgcolor="color(236)")
@@ -222,33 +224,12 @@ def _one_line(text: str, symbols: Symbols) -> str:
 
 def wrapped(prompt: str, text: str, width: int) -> list[Line]:
     """`prompt`, dim, followed by `text`, broken at spaces into lines of at most `width` cells."""
-    whole = prompt + text
-    lines: list[Line] = []
-    for begin, end in _breaks(whole, max(width, 1)):
-        middle = min(max(begin, len(prompt)), end)
-        parts = (Segment(whole[begin:middle], DIM), Segment(whole[middle:end]))
-        lines.append([part for part in parts if part.text])
-    return lines
-
-
-def _breaks(text: str, width: int) -> list[tuple[int, int]]:
-    """Begin and end of each line."""
-    lines, begin, at = [], 0, 0
-    while at < len(text):
-        end = text.find(" ", at + 1)
-        end = len(text) if end < 0 else end
-        if cell_len(text[begin:end]) <= width:
-            at = end
-        elif at > begin:
-            lines.append((begin, at))
-            begin = at = at + (text[at] == " ")
-        else:  # a word longer than a line
-            end = begin + 1
-            while cell_len(text[begin : end + 1]) <= width:
-                end += 1
-            lines.append((begin, end))
-            begin = at = end
-    return [*lines, (begin, len(text))] if begin < len(text) else lines
+    if not prompt and not text:
+        return []
+    lines = Text.assemble((prompt, DIM), text, end="").wrap(_CONSOLE, max(width, 1))
+    for line in lines:
+        line.rstrip()
+    return [[Segment(part.text, part.style or None) for part in line.render(_CONSOLE)] for line in lines]
 
 
 def _padded(lines: list[Line], width: int, height: int) -> list[Line]:

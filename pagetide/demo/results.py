@@ -9,7 +9,6 @@ from typing import Any
 
 from ..common.units import MIB, format_bytes
 from .engines import DemoOutput, changed_tokens
-from .recall import RecallResult
 
 
 @dataclass
@@ -54,6 +53,22 @@ class EngineRun:
             "equal": sum(ours.token_ids == theirs.token_ids for ours, theirs in pairs),
             "changed_tokens": self.num_changed,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class RecallResult:
+    """Bytes of the pool before and after the recall, given back to the system in the run, and grown after the recall."""
+
+    recalls: int
+    before_bytes: int
+    after_bytes: int
+    given_back_bytes: int
+    grown_bytes: int
+
+    @property
+    def share(self) -> float:
+        """The share of the pool that was taken."""
+        return 1 - self.after_bytes / self.before_bytes if self.before_bytes else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -232,7 +232,7 @@ def run_shared(*, seed: int = 0, as_json: bool = False) -> int:
     return 0 if result.is_success else 1
 
 
-def arrivals(seed: int, bursts_of_engines: Sequence[Bursts] = BURSTS) -> list[list[Arrival]]:
+def arrivals(seed: int) -> list[list[Arrival]]:
     """The requests of each engine, and behind them MOST_FURTHER for clients that go on asking."""
     rng = random.Random(seed)
     return [
@@ -241,15 +241,13 @@ def arrivals(seed: int, bursts_of_engines: Sequence[Bursts] = BURSTS) -> list[li
             for at_s, requests in (*bursts, (0.0, MOST_FURTHER))
             for _ in range(requests)
         ]
-        for bursts in bursts_of_engines
+        for bursts in BURSTS
     ]
 
 
-async def share_device(
-    show: Show, *, seed: int = 0, seconds: float = SECONDS, bursts: Sequence[Bursts] = BURSTS
-) -> SharedResult:
+async def share_device(show: Show, *, seed: int = 0, seconds: float = SECONDS) -> SharedResult:
     """Start the processes on their device, watch them for at least `seconds`, and collect the results."""
-    traces = arrivals(seed, bursts)
+    traces = arrivals(seed)
     async with shared_device(KV_MIN, KV_MAX, CONTENDED_BYTES, HEADROOM) as shared:
         requests = await shared.requests(traces, seed)
         rest = [iter(own[-MOST_FURTHER:]) for own in requests]

@@ -126,23 +126,18 @@ def test_a_refusal_is_told_once_and_the_next_attempt_is_late(rig: Rig) -> None:
     assert rig.link.lose(LeaseRefused("something else")) == Lost("something else", refused=True)
 
 
-def test_an_older_broker_is_spoken_to_in_its_version_until_it_is_lost(rig: Rig, broker: FalseBroker) -> None:
-    broker.protocol = wire.OLDEST_PROTOCOL
-    rig.register(broker)
-    assert broker.hellos == [wire.PROTOCOL, wire.OLDEST_PROTOCOL]
-    rig.link.lose(BrokerUnavailable("gone"))
-    rig.register(broker)
-    assert broker.hellos == [wire.PROTOCOL, wire.OLDEST_PROTOCOL] * 2, "its successor may speak a newer one"
-
-
-def test_a_version_that_is_not_known_is_raised(rig: Rig, broker: FalseBroker) -> None:
+@pytest.mark.parametrize(
+    ("version", "remedy"), [(wire.PROTOCOL - 1, "update the broker"), (wire.PROTOCOL + 1, "update the engine")]
+)
+def test_a_broker_of_another_version_is_refused(rig: Rig, broker: FalseBroker, version: int, remedy: str) -> None:
     def other() -> None:
         broker.accept()
-        broker.say(wire.WelcomeMessage(wire.PROTOCOL + 1, 7, 1))
+        broker.say(wire.WelcomeMessage(version, 7, 1))
 
     thread = threading.Thread(target=other)
     thread.start()
-    with pytest.raises(ProtocolMismatch):
+    said = f"speaks version {version} of the lease protocol and this process version {wire.PROTOCOL}; {remedy}"
+    with pytest.raises(ProtocolMismatch, match=said):
         rig.link.register(REQUEST, time.monotonic() + 30)
     thread.join()
 

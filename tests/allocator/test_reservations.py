@@ -276,19 +276,6 @@ async def test_a_renewed_one_holds_at_once_only_while_a_successor_waits_for_thos
     assert await bench.client().say(replace(ASKS, name="liar", num_bytes=700, renewed=True)) == []
 
 
-@on_a_bench()
-async def test_a_client_of_an_older_version_reserves_as_before(bench: Bench) -> None:
-    person = bench.client(protocol=3)
-    await bench.engine("a", 700)
-    (answer,) = await person.say(wire.ReserveMessage(DEVICE, 200))
-    assert answer == wire.ReservedMessage(200)
-    other = bench.client(protocol=3)
-    assert await other.say(wire.ReserveMessage(DEVICE, 200)) == []
-    for _ in range(3):
-        await bench.tick(1.0)
-    assert await other.hear() == [], "nothing that it does not know"
-
-
 # ---- clients ---------------------------------------------------------------------------------------
 
 

@@ -419,9 +419,6 @@ def test_ended_requests_are_kept_for_their_time_whatever_the_systems_clock_does(
 
 def test_a_tenant_with_many_results_displaces_none_of_a_tenant_with_few(path: Path) -> None:
     journal = Journal(path)
-    journal._database.execute("ALTER TABLE requests DROP COLUMN tenant")  # a file of an earlier release
-    journal.close()
-    journal = Journal(path)
     tenants = ["modest", *["greedy"] * 20, "modest", *["other"] * 5]
     requests = [new_request(f"r{number}", tenant=tenant) for number, tenant in enumerate(tenants, 1)]
     journal.commit(changes(*requests, ended=list(range(1, 28))))

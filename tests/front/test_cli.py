@@ -263,6 +263,7 @@ def test_arguments_that_are_none(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, said in [
         ([], "pagetide"),
         (["nosuch"], "nosuch"),
+        (["generat"], ": did you mean generate? ("),
         (["generate"], "model"),
         (["plan"], "pagetide plan: "),
         (["generate", "--model", "m", "--promt", "x"], "generate: unknown flag --promt: did you mean --prompt? ("),

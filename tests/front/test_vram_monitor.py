@@ -286,8 +286,8 @@ def test_small_processes_are_hidden_until_all_are_asked_for_and_the_linux_consol
 
 def test_unknown_options_and_commands_get_the_nearest() -> None:
     for arguments, said in (
-        (("--intervall", "3"), "unrecognized arguments: --intervall; did you mean --interval?"),
-        (("--once", "--min-memry=3"), "unrecognized arguments: --min-memry=3; did you mean --min-memory?"),
+        (("--intervall", "3"), "unknown flag --intervall: did you mean --interval?"),
+        (("--once", "--min-memry=3"), "unknown flag --min-memry: did you mean --min-memory?"),
         (("serve", "--headrom=2GiB"), "did you mean --headroom?"),
         (("recal", "demo", "1"), "did you mean recall?"),
     ):

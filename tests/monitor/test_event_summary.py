@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pagetide.monitor.event_summary import HolderSummary, summarize
 from pagetide.monitor.events import EventKind, MemoryEvent
+from pagetide.monitor.holders import HolderSummary, summarize
 
 HEX = "ab" * 32
 

@@ -18,9 +18,8 @@ from pagetide.engine.attention import trial
 from pagetide.engine.attention.backends import BACKENDS, AttentionSpec
 from pagetide.engine.attention.choose import MAKERS
 from pagetide.engine.attention.context import LayerCache, lengths_on
-from pagetide.engine.attention.flash_attn_kernel import Flash3Kernel, Flash4Kernel, FlashKernel
+from pagetide.engine.attention.flash_attn_kernel import Flash3Kernel, Flash4Kernel, FlashKernel, VarlenKernel
 from pagetide.engine.attention.flashinfer_kernel import FlashInferKernel
-from pagetide.engine.attention.varlen_kernel import VarlenKernel
 
 CPU = torch.device("cpu")
 KERNELS = {

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pagetide import native
-from pagetide.engine.collectives import memory_file, torch_group
+from pagetide.engine.collectives import shared_memory_group, torch_group
 from pagetide.engine.collectives.factory import KINDS, create_store, open_group
 from pagetide.engine.collectives.shared_memory_group import MOST_SHARDS, SharedMemoryGroup, create_group_memory
 
@@ -76,7 +76,7 @@ def test_a_closed_group(descriptors: dict[str, int]) -> None:
 
 def test_memory_without_memfd(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.delattr(os, "memfd_create")
-    monkeypatch.setattr(memory_file.tempfile, "tempdir", str(tmp_path))
-    fd = memory_file.create_memory("label", 100)
+    monkeypatch.setattr(shared_memory_group.tempfile, "tempdir", str(tmp_path))
+    fd = shared_memory_group.create_memory("label", 100)
     assert os.fstat(fd).st_size == 100 and not os.get_inheritable(fd) and not list(tmp_path.iterdir())
     os.close(fd)

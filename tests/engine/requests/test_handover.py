@@ -313,9 +313,8 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "none at all": (lambda d: [], "give what export gave"),
     "a list of others": (lambda d: [7], "must be a mapping, as export gives it, got int"),
     "no version": (lambda d: d.pop("version"), "has the version None"),
-    "another version": (lambda d: d.update(version=3), "has the version 3, and this process reads versions 1 to 2"),
-    "no version at all": (lambda d: d.update(version=0), "has the version 0, and"),
-    "a later key in an earlier version": (lambda d: d.update(version=1), "has the unknown 'num_cached_tokens'"),
+    "another version": (lambda d: d.update(version=3), "has the version 3, and this process reads version 2"),
+    "an earlier version": (lambda d: d.update(version=1), "has the version 1, and"),
     "more tokens found than there are": (lambda d: d.update(num_cached_tokens=10**6), "num_cached_tokens must be from 0 to"),
     "tokens found that are none": (lambda d: d.update(num_cached_tokens=-1), "num_cached_tokens must be from 0 to"),
     "a key is missing": (lambda d: d.pop("token_ids"), "lacks token_ids"),
@@ -379,35 +378,6 @@ def test_counters_are_added_up_and_the_rest_goes_along(exported: dict[str, Any],
     assert output.num_preemptions == 3
     assert output.timings.first_token_s == pytest.approx(1.5)
     assert 100 < output.timings.total_s < 1000
-
-
-OLD = {  # of version 1, as a release before the present one exported it
-    "version": 1, "model": "demo", "vocab_size": 4096, "prompt": "Once upon a time",
-    "prompt_token_ids": [0, 1516, 310, 815, 260, 622], "token_ids": [1695, 3883, 260],
-    "sampling": {
-        "max_new_tokens": 12, "min_new_tokens": 0, "temperature": 1.0, "top_k": 50, "top_p": 0.95, "min_p": 0.0,
-        "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "stop": ["\n\n\n"],
-        "stop_token_ids": [1], "seed": 5, "logprobs": 1,
-    },
-    "index": 0, "priority": 0, "cache_salt": "tenant", "num_told_tokens": 3, "num_told_characters": 12,
-    "num_preemptions": 0, "first_token_s": 0.05, "total_s": 0.12,
-    "logprobs": {
-        "token_ids": [[1695, 13], [3883, 3883], [260, 263]],
-        "logprobs": [[-5.574047, -0.8079825], [-0.8471775, -0.8471775], [-2.8707095, -2.3363519]], "ranks": [26, 1, 5],
-    },
-    "prompt_logprobs": None,
-}  # fmt: skip
-
-
-def test_data_of_an_older_version_are_read(engines: list[LLM]) -> None:
-    params = SamplingParams(temperature=1.0, seed=5, logprobs=1, max_new_tokens=12, stop="\n\n\n")
-    (undisturbed,) = engines[0].generate(["Once upon a time"], params)
-    (output,) = engines[1].import_request(OLD).outputs()
-    assert (output.token_ids, output.text) == (undisturbed.token_ids, undisturbed.text)
-    (handle,) = engines[0].import_request(OLD).requests
-    again = handle.export()
-    assert (again["version"], again["num_cached_tokens"], again["num_told_tokens"]) == (2, None, 3)
-    assert {*again} - {*OLD} == {"num_cached_tokens"}
 
 
 def test_the_tokens_found_cached_are_those_of_where_it_began(engines: list[LLM]) -> None:

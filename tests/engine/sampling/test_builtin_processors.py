@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from sampling_oracle import Case, admitted, as_ids, processed
+from sampling_oracle import Case, admitted, as_ids, distribution, processed
 from torch import Tensor
 from transformers import LogitsProcessor
 
@@ -61,7 +61,7 @@ def test_all_of_them_together_are_those_of_transformers(data: st.DataObject) -> 
     expected = torch.stack([processed(case, x[i : i + 1])[0] for i, case in enumerate(cases)])
     assume(bool((expected.amax(-1) > -torch.inf).all()))  # one with nothing left has a test of its own
     rows, positions = np.arange(len(cases)), np.array([len(tokens) for _, tokens, _ in cases])
-    ours = admitted(cases, vocab_size).distribution(rows, positions, x)
+    ours = distribution(admitted(cases, vocab_size), rows, positions, x)
     wanted = expected.softmax(-1)
     assert (wanted[(ours == 0) != (wanted == 0)] < torch.finfo(torch.float32).tiny).all()
     assert torch.allclose(ours, expected.softmax(-1), rtol=2e-5, atol=1e-12)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sampling_oracle import distribution
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -62,7 +63,7 @@ class Output:
 
     def allowed(self) -> set[int]:
         """What may come next."""
-        shares = self.sampler.distribution(np.array([0]), self._at(), torch.zeros(1, WIDTH))[0]
+        shares = distribution(self.sampler, np.array([0]), self._at(), torch.zeros(1, WIDTH))[0]
         return set(shares.nonzero().flatten().tolist())
 
     def go_on(self, logits: torch.Tensor) -> int | None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sampling_oracle import Ids, admitted, as_ids, logits_of, processed, warped
+from sampling_oracle import Ids, admitted, as_ids, distribution, logits_of, processed, warped
 from torch import Tensor
 from transformers import MinPLogitsWarper, TopPLogitsWarper
 
@@ -91,9 +91,9 @@ def test_distribution_is_that_of_transformers(case: tuple[list[Sampling], list[I
     sampling, histories, x = case
     sampler = _admitted(sampling, histories, x.shape[-1])
     rows, positions = as_ids(np.arange(len(x))), np.array([len(history) for history in histories])
-    ours = sampler.distribution(rows, positions, x).double()
+    ours = distribution(sampler, rows, positions, x).double()
     unread = _admitted(sampling, histories, x.shape[-1], at_hand=False)
-    other = unread.distribution(rows, positions, x).double()
+    other = distribution(unread, rows, positions, x).double()
     # Smaller ones are 0 in one of two vector units, and subnormal in another.
     assert torch.equal(other > 1e-36, ours > 1e-36)
     torch.testing.assert_close(other, ours, atol=1e-7, rtol=2e-6)  # exponentials of torch, or of the native kernels

@@ -22,8 +22,7 @@ from pagetide.demo import run, shared
 from pagetide.demo.block_map import BlockHolders
 from pagetide.demo.engines import DemoEngine, DemoOutput, while_looking
 from pagetide.demo.page import DemoState
-from pagetide.demo.recall import RecallResult
-from pagetide.demo.results import DemoResult, EngineRun, SharedResult, taken
+from pagetide.demo.results import DemoResult, EngineRun, RecallResult, SharedResult, taken
 from pagetide.demo.shared import DeviceSample, Visitor
 
 

@@ -18,7 +18,7 @@ import torch
 
 from pagetide import LLM, AsyncLLM, SamplingParams
 from pagetide.engine.errors import EngineClosed, ShardLost, UnsupportedModel
-from pagetide.engine.shards import sharded_engine, team
+from pagetide.engine.shards import team
 from pagetide.scheduler.errors import RequestRejected
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=20)
@@ -120,7 +120,7 @@ def test_a_killed_shard_ends_all_requests_with_one_error_and_leaves_nothing(rank
 def test_a_shard_whose_step_does_not_end_is_given_up_and_so_is_one_without_a_heartbeat(
     stops: bool, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sharded_engine, "SILENT_S", 4.0)
+    monkeypatch.setattr(team, "SILENT_S", 4.0)
     never = SamplingParams(max_new_tokens=2, logits_processors=[lambda ids, scores: threading.Event().wait()])
     with LLM("demo", tensor_parallel_size=2, **OPTIONS) as llm:
         pids = pids_of(llm)
