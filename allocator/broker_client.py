@@ -206,6 +206,12 @@ class BrokerClient:
         with self._channel(wire.PROTOCOL) as (channel, deadline):
             return _rows(channel, deadline, wire.ListReservationsMessage(), wire.ReservationView)
 
+    def end_reservation(self, reservation_id: int) -> None:
+        """End a reservation of this user; as root or the broker's user any."""
+        with self._channel(wire.PROTOCOL) as (channel, deadline):
+            channel.send(wire.EndReservationMessage(reservation_id))
+            channel.wait(deadline, wire.DoneMessage)
+
     @contextlib.contextmanager
     def _channel(self, protocol: int = wire.OLDEST_PROTOCOL) -> Iterator[tuple[Channel, float]]:
         deadline = time.monotonic() + self._timeout_s
