@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -367,12 +368,13 @@ class _Leases:
         self._broker: Broker | None = None
         self._thread: BrokerThread | None = None
         self._service: ReservationService | None = None
+        self._open_service: Callable[[], ReservationService] | None = None
+        self._service_lock = threading.Lock()
 
     def open(self, daemon: Daemon) -> None:
         from .allocator.broker import Broker, BrokerThread
         from .allocator.lease_table import LeaseTable
         from .allocator.quota import Quota
-        from .allocator.reservation_service import ReservationService
         from .monitor.runtime_dir import group_id
 
         config = self._config
@@ -382,12 +384,21 @@ class _Leases:
         self._broker = Broker(table, daemon.directory.socket, gid=gid)
         self._thread = BrokerThread(self._broker)
         self._thread.start()
-        self._service = ReservationService(daemon.directory.socket, daemon.reader.devices)
+        self._open_service = partial(self._service_of, daemon)
 
     def answer(self, method: str, path: str, body: Mapping[str, Any]) -> tuple[int, object]:
-        if self._service is None:
+        if self._open_service is None:
             return 503, {"error": "the monitor is starting; try again"}
+        with self._service_lock:
+            self._service = self._service or self._open_service()
         return self._service.answer(method, path, body)
+
+    @staticmethod
+    def _service_of(daemon: Daemon) -> ReservationService:
+        """At the first request: a start does not wait for its modules."""
+        from .allocator.reservation_service import ReservationService
+
+        return ReservationService(daemon.directory.socket, daemon.reader.devices)
 
     def leases(self) -> list[LeaseUse]:
         return [] if self._broker is None else [_lease_use(view) for view in self._broker.leases()]

@@ -28,7 +28,7 @@ def card_facts(device: torch.device) -> dict[str, Any]:
 
 
 def card_pieces(device: torch.device) -> tuple[Callable[[int], torch.Tensor], Callable[[list[Any]], None]]:
-    """Functions that take a piece of so many bytes, and give back to the driver those to which a list has the only references."""
+    """Functions that take a piece of so many bytes, and give pieces to which a list has the only references back."""
 
     def give(pieces: list[Any]) -> None:
         pieces.clear()
