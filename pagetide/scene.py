@@ -60,6 +60,11 @@ class Scene:
         self.pieces = self.most_bytes = 0
         self.worst_wait_s = 0.0
         self.recall_s: list[float] = []
+        self._ended = threading.Event()
+
+    def end(self) -> None:
+        """End the swings that are under way."""
+        self._ended.set()
 
     @property
     def external_bytes(self) -> int:
@@ -79,13 +84,13 @@ class Scene:
         """The external process takes a piece. Where the device has not so much after the patience, that is a fault."""
         began = time.monotonic()
         while (free := self.free_bytes()) < num_bytes:
-            if time.monotonic() > began + patience_s:
+            if not self._goes_on(began + patience_s):
                 self.faults.append(
                     f"{format_bytes(num_bytes)} for an external process beside {format_bytes(self.external_bytes)}: "
                     f"{format_bytes(max(0, free))} were free after {patience_s:g} s"
                 )
                 return False
-            time.sleep(0.005)
+            self._ended.wait(0.005)
         self.worst_wait_s = max(self.worst_wait_s, time.monotonic() - began)
         wanted = external.held_bytes + num_bytes
         external.hold(wanted)
@@ -100,18 +105,21 @@ class Scene:
     def swing(self, until: float, least_bytes: int, most_bytes: int, swing: Swing) -> None:
         """Take memory piece by piece up to `most_bytes`, and give it back to `least_bytes`, over and over, until then."""
         piece, here = swing.piece_bytes, most_bytes
-        while time.monotonic() < until:
-            while (held := self.external_bytes) < here and time.monotonic() < until:
+        while self._goes_on(until):
+            while (held := self.external_bytes) < here and self._goes_on(until):
                 wanted = min(self.rng.randint(piece // 2, piece), most_bytes - held)
                 self.take(self.rng.choice(self.externals), wanted, swing.patience_s)
-                time.sleep(swing.pause_s)
-            time.sleep(self.rng.random())
-            while (above := self.external_bytes - least_bytes) >= piece and time.monotonic() < until:
+                self._ended.wait(swing.pause_s)
+            self._ended.wait(self.rng.random())
+            while (above := self.external_bytes - least_bytes) >= piece and self._goes_on(until):
                 external = self.rng.choice(self.externals)
                 external.hold(max(0, external.held_bytes - min(above, self.rng.randint(piece, 4 * piece))))
-                time.sleep(self.rng.random() / 2)
-            time.sleep(self.rng.random())
+                self._ended.wait(self.rng.random() / 2)
+            self._ended.wait(self.rng.random())
             here = self.rng.randint((least_bytes + most_bytes) // 2, most_bytes)
+
+    def _goes_on(self, until: float) -> bool:
+        return time.monotonic() < until and not self._ended.is_set()
 
     def let_go(self) -> None:
         """The external processes give all back."""

@@ -259,6 +259,7 @@ class StressRun:
             clients = [self._client(number, ends_at) for number in range(len(NAMES)) for _ in range(CLIENTS)]
             await asyncio.gather(swing, *clients)
         finally:
+            self.scene.end()
             for other in others:
                 other.cancel()
             ended = await asyncio.gather(*others, return_exceptions=True)
@@ -321,7 +322,7 @@ class StressRun:
             pid = self._rng.choice(self.engines).pid
             if pid not in self._killed and not self.scene.loading:
                 self._killed.add(pid)
-                del self.scene.engines[pid]
+                self.scene.engines.pop(pid, None)
                 os.kill(pid, signal.SIGKILL)
 
     def report(self, seconds: float) -> StressReport:

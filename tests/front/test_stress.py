@@ -97,15 +97,18 @@ def test_a_piece_that_does_not_come_is_named_and_a_swing_goes_up_and_down(monkey
     ]
     clock, held = [0.0], set()
 
-    def sleep(seconds: float) -> None:
+    def wait(seconds: float) -> None:
         clock[0] += max(seconds, 0.001)
         held.add(external.held_bytes)
 
-    monkeypatch.setattr(scene, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    monkeypatch.setattr(scene, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(made, "_ended", SimpleNamespace(wait=wait, is_set=lambda: clock[0] > 500))
     made.faults.clear()
     external.hold(10 * MIB)
     made.swing(200.0, 10 * MIB, 60 * MIB, Swing(8 * MIB, 0.1))
     assert max(held) == 60 * MIB and 10 * MIB <= min(held) < 18 * MIB and made.faults == []
+    made.swing(1e9, 10 * MIB, 60 * MIB, Swing(8 * MIB, 0.1))
+    assert 500 < clock[0] < 510, "it was ended"
 
 
 def test_on_a_card_a_tie_is_no_fault() -> None:
