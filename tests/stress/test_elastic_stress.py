@@ -68,7 +68,7 @@ class LightScene(Scene):
             user.write("quiet")
         ends = {}
         for name, (user, _) in self.users.items():
-            wait_until(lambda t=user: not busy(t.tell("state")), f"the end of {name}'s requests", 120)
+            wait_until(lambda t=user: not busy(t.tell("state")), f"the end of {name}'s requests", 600)
             ends[name] = user.tell("state")
         return ends
 
