@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import psutil
 import pytest
 from monitors import wait_until
 from nvml_standin import COMPILER, GIB, Gpu, NvmlStandin
@@ -71,15 +72,14 @@ def test_killed_it_leaves_nothing_after_the_next_start(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "pagetide", "stress", "--seconds", "60", "--json"]
     killed = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL)
     wait_until(lambda: list(tmp_path.glob(f"{FOLDERS}*/run/broker.sock")), "its device", 120)
+    others = psutil.Process(killed.pid).children(recursive=True)
     killed.kill()
     killed.wait()
+    wait_until(lambda: not any(other.is_running() for other in others), "the end of its engines and its monitor", 120)
     assert list(tmp_path.glob(f"{FOLDERS}*"))
-
-    def is_left() -> bool:
-        with mock.patch.object(tempfile, "tempdir", str(tmp_path)), PrivateDevice(64 * MIB, MIB):
-            return len(list(tmp_path.iterdir())) > 1
-
-    wait_until(lambda: not is_left(), "the end of its engines and its monitor", 120)
+    with mock.patch.object(tempfile, "tempdir", str(tmp_path)), PrivateDevice(64 * MIB, MIB):
+        assert len(list(tmp_path.glob(f"*{FOLDERS}*"))) == 1, "its own"
+    assert not list(tmp_path.glob(f"*{FOLDERS}*"))
 
 
 def test_a_wrong_token_and_a_lost_request_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
