@@ -158,9 +158,9 @@ def test_nobody_loses() -> None:
 
 @pytest.mark.parametrize("kills", [False, True], ids=["", "kills"])
 def test_nobody_loses_with_a_real_model(kills: bool) -> None:
-    report = asyncio.run(under_pressure(lambda state: None, seconds=SECONDS / 6, seed=SEED, kills=kills))
+    report = asyncio.run(under_pressure(lambda state: None, seconds=max(20.0, SECONDS / 6), seed=SEED, kills=kills))
     print("\n".join(report.lines()))
-    assert report.has_passed and report.requests > 20 and report.pieces and report.recall_s and bool(report.kills) == kills
+    assert report.has_passed and report.requests >= 12 and report.pieces and report.recall_s and bool(report.kills) == kills
 
 
 def test_nobody_loses_whatever_is_killed_stopped_or_cut() -> None:
