@@ -5,7 +5,7 @@
 
 The functions read every file that may change the result, by one open and one read of a few µs each, and keep nothing: after
 a move to another cgroup the next call is right. The monitor reads 50 times a second, where each of these files costs several
-times as much as in a loop, since others used the caches meanwhile. `HostMemory` therefore keeps /proc/meminfo open, and
+times as much as in a loop, since others used the caches meanwhile. `HostMemoryReader` therefore keeps /proc/meminfo open, and
 looks for limits every `LIMITS_S`.
 """
 
@@ -78,7 +78,7 @@ def limiting_cgroup(proc: Path = PROC, cgroups: Path = CGROUPS) -> Cgroup | None
     return _measure(proc, cgroups)[1]
 
 
-class HostMemory:
+class HostMemoryReader:
     """Repeated reads of `host_memory`. A limit that appears or changes counts after `LIMITS_S`. Not thread-safe."""
 
     def __init__(self, proc: Path = PROC, cgroups: Path = CGROUPS, clock: Callable[[], float] = time.monotonic) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from mmap import PAGESIZE
 from pathlib import Path
 
-from ...common.host_memory import CGROUPS, PROC, Cgroup, HostMemory, limiting_cgroup
+from ...common.host_memory import CGROUPS, PROC, Cgroup, HostMemoryReader, limiting_cgroup
 from ...common.on_error import OnError
 from ...common.units import MIB, format_bytes
 from ..errors import ConfigInvalid, DeviceUnreadable
@@ -59,7 +59,7 @@ class HostSource:
         if capacity_bytes is not None and capacity_bytes < 1:
             raise ConfigInvalid(f"the capacity of a test device must be at least 1 byte, got {capacity_bytes}")
         self._capacity_bytes = capacity_bytes
-        self._host = HostMemory(proc, cgroups, lambda: clock() / 1e9)
+        self._host = HostMemoryReader(proc, cgroups, lambda: clock() / 1e9)
         self._cgroup = limiting_cgroup(proc, cgroups) if capacity_bytes is None else None
         self._info = _info(capacity_bytes, self._cgroup, _machine_id() if machine_id is None else machine_id)
         self._table = ProcessTable()

@@ -12,7 +12,7 @@ from kernel_files import fake, v1, v2, write
 from pagetide.common.host_memory import (
     LIMITS_S,
     Cgroup,
-    HostMemory,
+    HostMemoryReader,
     HostMemoryReading,
     free_host_bytes,
     host_memory,
@@ -63,7 +63,7 @@ def test_cgroup_v1_with_other_controllers_or_seen_as_the_root(tmp_path: Path) ->
 def test_repeated_reads_see_use_at_once_and_limits_a_little_later(tmp_path: Path) -> None:
     proc, cgroups = fake(tmp_path, "0::/a\n")
     now = [5.0]
-    repeated = HostMemory(proc, cgroups, lambda: now[0])
+    repeated = HostMemoryReader(proc, cgroups, lambda: now[0])
     assert repeated.read() == host_memory(proc, cgroups) == HostMemoryReading(1000 * 1024, 600 * 1024)
     v2(cgroups / "a", "5000", 1000)
     assert repeated.read().total_bytes == 1000 * 1024
