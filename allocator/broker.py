@@ -78,6 +78,10 @@ class Broker:
         """The leases as of the last order or tick. Thread-safe."""
         return self._table.lease_views
 
+    def reservations(self) -> tuple[wire.ReservationView, ...]:
+        """The reservations as of the last order or tick. Thread-safe."""
+        return self._table.reservation_views
+
     def devices(self) -> tuple[DeviceView, ...]:
         """The devices with leases or reservations. Thread-safe."""
         return self._table.device_views
@@ -297,6 +301,9 @@ class Broker:
                 if connection.reservation_id is None:
                     raise LeaseRefused("this connection holds no reservation; reserve first")
                 self._table.resize(connection.reservation_id, message, connection.peer)
+            case wire.EndReservationMessage(reservation_id):
+                self._table.reservations.end_by_hand(reservation_id, connection.peer, os.geteuid())
+                connection.send(wire.DoneMessage())
             case _:
                 raise Dropped("sent a message that only the broker may send", type(message).__name__)
 

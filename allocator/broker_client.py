@@ -203,6 +203,12 @@ class BrokerClient:
         with self._channel() as (channel, deadline):
             return _rows(channel, deadline, wire.ListReservationsMessage(), wire.ReservationView)
 
+    def end_reservation(self, reservation_id: int) -> None:
+        """End a reservation of this user; as root or the broker's user any."""
+        with self._channel() as (channel, deadline):
+            channel.send(wire.EndReservationMessage(reservation_id))
+            channel.wait(deadline, wire.DoneMessage)
+
     @contextlib.contextmanager
     def _channel(self) -> Iterator[tuple[Channel, float]]:
         deadline = time.monotonic() + self._timeout_s

@@ -75,6 +75,7 @@ class LeaseTable:
         self.decide_from_ns = 0  # before this, engines that have not returned yet would count as foreign
         self.leases: dict[int, LeaseAccount] = {}
         self.lease_views: tuple[wire.LeaseView, ...] = ()
+        self.reservation_views: tuple[wire.ReservationView, ...] = ()
         self.device_views: tuple[DeviceView, ...] = ()
         self._readings, self._rules, self.quota = readings, rules, quota
         self._set_engines, self.clock, self._tell = set_engines, clock, tell
@@ -369,6 +370,7 @@ class LeaseTable:
                     format_bytes(view.granted_bytes),
                 )
         self.lease_views = tuple(views)
+        self.reservation_views = tuple(self.reservations.views())
         self.device_views = tuple(device_view(device) for device in self._devices.values())
 
     def close(self) -> None:
@@ -376,7 +378,7 @@ class LeaseTable:
         self.leases.clear()
         self._devices.clear()
         self.reservations.clear()
-        self.lease_views, self.device_views = (), ()
+        self.lease_views, self.reservation_views, self.device_views = (), (), ()
 
     # ---- internal -------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from typing import Any, Protocol
 from ..common.on_error import OnError
 from ..common.units import format_bytes, parse_bytes, parse_seconds
 from ..monitor.poller import select as select_devices
-from ..monitor.snapshot import DeviceInfo, DeviceKind
+from ..monitor.snapshot import DeviceInfo, DeviceKind, ReservationUse
 from ..monitor.watching import watch
 from . import wire
 from .broker_client import Channel
@@ -383,18 +384,25 @@ def _wait_ms(wait_s: float) -> int:
     return min(round(wait_s * 1000), wire.MAX_RESERVATION_S * 1000)
 
 
-def described(view: wire.ReservationView) -> dict[str, Any]:
-    """A reservation as JSON. `left_seconds` is null without a time limit and before the bytes are free."""
-    return {
-        "id": view.reservation_id,
-        "name": view.name,
-        "pid": view.pid,
-        "user": view.user,
-        "device_uuid": view.device_uuid,
-        "state": "held" if view.waiting_ms is None else "waiting",
-        "held_bytes": view.held_bytes,
-        "wanted_bytes": view.wanted_bytes,
-        "priority": view.priority,
-        "waiting_seconds": None if view.waiting_ms is None else view.waiting_ms / 1000,
-        "left_seconds": None if view.left_ms is None else view.left_ms / 1000,
-    }
+def reservation_uses(views: Sequence[wire.ReservationView]) -> list[ReservationUse]:
+    """The reservations as users see them, with their places in the queue of each device."""
+    waiting = [view for view in views if view.waiting_ms is not None]
+    waiting.sort(key=lambda view: (view.priority, -(view.waiting_ms or 0)))
+    ahead = Counter[str]()
+    places = {}
+    for view in waiting:
+        ahead[view.device_uuid] += 1
+        places[view.reservation_id] = ahead[view.device_uuid]
+    return [
+        ReservationUse(
+            view.reservation_id, view.name, view.pid, view.user, view.device_uuid,
+            state="held" if view.waiting_ms is None else "waiting",
+            held_bytes=view.held_bytes,
+            wanted_bytes=view.wanted_bytes,
+            priority=view.priority,
+            place=places.get(view.reservation_id),
+            waiting_seconds=None if view.waiting_ms is None else view.waiting_ms / 1000,
+            left_seconds=None if view.left_ms is None else view.left_ms / 1000,
+        )
+        for view in views
+    ]  # fmt: skip

@@ -4,7 +4,7 @@
     POST   /reservations      {"size": "8GiB", "time": "2h"}, and of "device", "name", "priority", "wait", "pid" what is wanted
     GET    /reservations/7    one of them
     PATCH  /reservations/7    {"size": "12GiB"}, and "wait" if wanted
-    DELETE /reservations/7    its end
+    DELETE /reservations/7    its end, also of one that was made elsewhere: the token has the rights of the monitor's user
 
 An answer comes within `ANSWER_WITHIN_S`: 201 or 200 once the bytes are free, 202 while the reservation still waits (look again
 with GET), 409 with what holds the bytes if its wait is over. Every reservation has a time, and ends with the process `pid` if
@@ -17,6 +17,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from ..monitor.errors import NoSuchDevice
 from ..monitor.snapshot import DeviceInfo
 from .broker_client import BrokerClient
 from .errors import BrokerUnavailable, LeaseClosed, LeaseError, MemoryNotFree, ProtocolMismatch
-from .reservation import Reservation, choose_device, described
+from .reservation import Reservation, choose_device, reservation_uses
 
 MAX_RESERVATIONS = 64
 ANSWER_WITHIN_S = 7.0  # the server ends a connection after 10 s
@@ -70,7 +71,7 @@ class ReservationService:
                 case "PATCH", _, re.Match():
                     return self._resize(self._find(int(one[1])), body)
                 case "DELETE", _, re.Match():
-                    self._find(int(one[1])).close()
+                    self._end(int(one[1]))
                     return 200, {"id": int(one[1]), "state": "ended"}
             raise _Unanswerable(404, "reservations are at /reservations and /reservations/ID")
         except _Unanswerable as error:
@@ -116,6 +117,11 @@ class ReservationService:
         reservation.ask_size(body["size"], parse_seconds(body.get("wait", DEFAULT_WAIT_S)))
         return self._answered(reservation, 200)
 
+    def _end(self, reservation_id: int) -> None:
+        self._row(reservation_id)
+        BrokerClient(self._path).end_reservation(reservation_id)
+        self._prune()
+
     def _answered(self, reservation: Reservation, status: int) -> Answer:
         """The answer once the broker has said what becomes of a reservation, or 202 in time. Raises its refusal."""
         deadline = time.monotonic() + ANSWER_WITHIN_S
@@ -144,7 +150,7 @@ class ReservationService:
         raise _Unanswerable(404, f"no reservation {reservation_id} was made over HTTP; it may have ended")
 
     def _rows(self) -> list[dict[str, Any]]:
-        return [described(view) for view in BrokerClient(self._path).reservations()]
+        return [asdict(use) for use in reservation_uses(BrokerClient(self._path).reservations())]
 
     def _row(self, reservation_id: int) -> dict[str, Any]:
         for row in self._rows():

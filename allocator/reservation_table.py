@@ -17,8 +17,8 @@ from ..common.units import format_bytes, format_seconds
 from ..monitor.events import EventKind, MemoryEvent
 from ..monitor.sources.process_facts import user_name
 from . import wire
-from .broker_connection import Connection
-from .errors import MemoryNotFree
+from .broker_connection import Connection, Peer
+from .errors import LeaseRefused, MemoryNotFree, NotPermitted
 from .lease_account import LeasedDevice, peer_event
 from .lease_policy import ReservedBytes
 
@@ -105,6 +105,17 @@ class ReservationTable:
         reservation.connection.send(wire.ReservationEndedMessage(reason))
         self._tell_event(_event(reservation, EventKind.RELEASED, held_bytes, reason))
         log.info("the reservation of %s has ended with %s: %s", reservation.named(), format_bytes(held_bytes), reason)
+
+    def end_by_hand(self, reservation_id: int, peer: Peer, owner_uid: int) -> None:
+        """End a reservation by user command. Raises LeaseRefused if there is none, NotPermitted if `peer` may not end it."""
+        if (reservation := self._reservations.get(reservation_id)) is None:
+            there = ", ".join(one.named() for one in list(self._reservations.values())[:_MOST_TOLD]) or "none"
+            raise LeaseRefused(f"there is no reservation #{reservation_id}; it may have ended. Those that there are: {there}")
+        holder_uid, user = reservation.connection.peer.uid, user_name(peer.uid)
+        if peer.uid not in (0, owner_uid, holder_uid):
+            may = f"only {user_name(holder_uid)}, root and {user_name(owner_uid)} may do that"
+            raise NotPermitted(f"the reservation of {reservation.named()} cannot be ended by {user}; {may}")
+        self.end(reservation_id, f"{user} has ended it")
 
     def check_times(self, describe: Callable[[LeasedDevice], str]) -> bool:
         """End the reservations with no time left, refuse those that have waited for as long as they wanted, and tell the

@@ -248,6 +248,13 @@ class ResizeMessage:
 
 
 @dataclass(frozen=True, slots=True)
+class EndReservationMessage:
+    """End a reservation of this user, or any as root or the broker's user. Answered by `DoneMessage`."""
+
+    reservation_id: Count
+
+
+@dataclass(frozen=True, slots=True)
 class ListReservationsMessage:
     """List the reservations. Answered by a `ReservationView` for each, then `DoneMessage`."""
 
@@ -346,7 +353,7 @@ class LeaseView:
 
 @dataclass(frozen=True, slots=True)
 class DoneMessage:
-    """The end of the rows."""
+    """The end of the rows, or that a command was carried out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,6 +425,7 @@ FromClient = (
     | RecallBytesMessage
     | ReserveMessage
     | ResizeMessage
+    | EndReservationMessage
     | ListReservationsMessage
 )
 FromBroker = (

@@ -3,9 +3,10 @@
     total   MemTotal, or the smallest limit (memory.max and memory.high) of our memory cgroups and their ancestors
     free    MemAvailable, or what the tightest of these cgroups leaves: limit - use + file pages not used lately
 
-This is read 50 times a second. So every file costs one open and one read of a few µs, and files that cannot change the
-result are not read. No file is kept open and no directory is cached: after a move to another cgroup the next call is
-right.
+The functions read every file that may change the result, by one open and one read of a few µs each, and keep nothing: after
+a move to another cgroup the next call is right. The monitor reads 50 times a second, where each of these files costs several
+times as much as in a loop, since others used the caches meanwhile. `HostMemoryReader` therefore keeps /proc/meminfo open, and
+looks for limits every `LIMITS_S`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from __future__ import annotations
 import errno
 import os
 import re
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +26,9 @@ PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 
 _MEMINFO = re.compile(rb"^MemTotal:\s+(\d+) kB$.*?^MemAvailable:\s+(\d+) kB$", re.MULTILINE | re.DOTALL)
+_ABSENT = (errno.ENOENT, errno.ENODEV)  # a root has no such files; or the cgroup was just removed
 _LARGEST_FILE_BYTES = 1 << 16
+LIMITS_S = 0.25  # between two looks for limits, of repeated reads
 
 
 class HostMemoryReading(NamedTuple):
@@ -46,13 +52,12 @@ def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemoryReading
     `proc` and `cgroups` are the mount points of the kernel's files (cgroup v2, or v1 below `memory/`). Without them, on
     macOS and Windows, psutil gives the figures. Raises OSError if a file exists and cannot be read.
     """
-    total_bytes, free_bytes, _ = _measure(proc, cgroups)
-    return HostMemoryReading(total_bytes, free_bytes)
+    return _measure(proc, cgroups)[0]
 
 
 def free_host_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     """Bytes that this process may still allocate: the free bytes of `host_memory`."""
-    return _measure(proc, cgroups)[1]
+    return host_memory(proc, cgroups).free_bytes
 
 
 def free_address_bytes(proc: Path = PROC) -> int | None:
@@ -70,36 +75,80 @@ def free_address_bytes(proc: Path = PROC) -> int | None:
 
 def limiting_cgroup(proc: Path = PROC, cgroups: Path = CGROUPS) -> Cgroup | None:
     """The cgroup that limits the total of `host_memory`; None if the limit is the machine's memory."""
-    return _measure(proc, cgroups)[2]
+    return _measure(proc, cgroups)[1]
 
 
-def _measure(proc: Path, cgroups: Path) -> tuple[int, int, Cgroup | None]:
-    """(total, free, the cgroup that limits the total)."""
+class HostMemoryReader:
+    """Repeated reads of `host_memory`. A limit that appears or changes counts after `LIMITS_S`. Not thread-safe."""
+
+    def __init__(self, proc: Path = PROC, cgroups: Path = CGROUPS, clock: Callable[[], float] = time.monotonic) -> None:
+        self._proc, self._cgroups, self._clock = proc, cgroups, clock
+        self._meminfo: int | None = None
+        self._limits: Sequence[_CgroupLimit] = ()
+        self._of_bytes, self._look_at = -1, 0.0
+
+    def read(self) -> HostMemoryReading:
+        """Total bytes for this process, and those that it may still allocate. Raises OSError."""
+        if self._meminfo is None:
+            with suppress(FileNotFoundError):  # not Linux
+                self._meminfo = os.open(f"{self._proc}/meminfo", os.O_RDONLY)
+        text = None if self._meminfo is None else os.pread(self._meminfo, _LARGEST_FILE_BYTES, 0)
+        machine_bytes, free_bytes = _machine(self._proc, text)
+        if machine_bytes != self._of_bytes or self._clock() >= self._look_at:
+            self._limits = _limits_below(machine_bytes, self._proc, self._cgroups)
+            self._of_bytes, self._look_at = machine_bytes, self._clock() + LIMITS_S
+        return _within(machine_bytes, free_bytes, self._limits)[0]
+
+    def close(self) -> None:
+        """Close the file that is kept open. Idempotent."""
+        if self._meminfo is not None:
+            os.close(self._meminfo)
+            self._meminfo = None
+
+
+def _measure(proc: Path, cgroups: Path) -> tuple[HostMemoryReading, Cgroup | None]:
+    """The reading, and the cgroup that limits the total."""
     machine_bytes, free_bytes = _machine(proc)
-    total_bytes, limiting = machine_bytes, None
+    return _within(machine_bytes, free_bytes, _limits_below(machine_bytes, proc, cgroups))
+
+
+def _limits_below(machine_bytes: int, proc: Path, cgroups: Path) -> list[_CgroupLimit]:
+    """The limits of this process' memory cgroups, innermost first, without those that the machine is below."""
+    found = []
     for files in _memory_cgroups(proc, cgroups):
         try:
             limit = min((int(one) for one in map(_limit, files.limits) if one != b"max"), default=machine_bytes)
-            if limit >= machine_bytes:
-                continue
+        except OSError as error:
+            if error.errno not in _ABSENT:
+                raise
+        else:
+            found += [_CgroupLimit(files, limit)] if limit < machine_bytes else []
+    return found
+
+
+def _within(machine_bytes: int, free_bytes: int, limits: Sequence[_CgroupLimit]) -> tuple[HostMemoryReading, Cgroup | None]:
+    """What the limits leave of the machine's memory, and the cgroup that limits the total."""
+    total_bytes, limiting = machine_bytes, None
+    for files, limit in limits:
+        try:
             room_bytes = limit - int(_read(files.use))
             if room_bytes < free_bytes:  # reclaimable pages only add to it, and are the most expensive to read
                 match = files.reclaimable.search(_read(files.stat))
                 room_bytes += int(match[1]) if match else 0
         except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ENODEV):  # a root has no such files; or the cgroup was just removed
+            if error.errno in _ABSENT:
                 continue
             raise
         free_bytes = min(free_bytes, room_bytes)
         if limit < total_bytes:
             total_bytes, limiting = limit, files.cgroup
-    return total_bytes, max(0, min(free_bytes, total_bytes)), limiting
+    return HostMemoryReading(total_bytes, max(0, min(free_bytes, total_bytes))), limiting
 
 
-def _machine(proc: Path) -> tuple[int, int]:
-    """(MemTotal, MemAvailable) in bytes."""
+def _machine(proc: Path, meminfo: bytes | None = None) -> tuple[int, int]:
+    """(MemTotal, MemAvailable) in bytes; `meminfo` is the file's text, if it has been read."""
     try:
-        match = _MEMINFO.search(_read(f"{proc}/meminfo"))
+        match = _MEMINFO.search(_read(f"{proc}/meminfo") if meminfo is None else meminfo)
     except FileNotFoundError:  # not Linux
         match = None
     if match is None:
@@ -119,6 +168,13 @@ class _Files:
     use: str
     stat: str
     reclaimable: re.Pattern[bytes]  # in `stat`: file pages not used lately, reclaimed before an OOM kill
+
+
+class _CgroupLimit(NamedTuple):
+    """A cgroup's files, with its limit in bytes."""
+
+    files: _Files
+    limit: int
 
 
 def _memory_cgroups(proc: Path, cgroups: Path) -> tuple[_Files, ...]:

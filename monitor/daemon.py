@@ -32,7 +32,7 @@ from .runtime_dir import (
     pids_of_users,
     readable_dirs,
 )
-from .snapshot import DeviceInfo, LeaseUse, Snapshot
+from .snapshot import DeviceInfo, LeaseUse, ReservationUse, Snapshot
 from .sources import Source
 from .sources.combined import open_source
 from .sources.host import HostSource
@@ -64,6 +64,10 @@ class DaemonService(Protocol):
 
     def leases(self) -> Sequence[LeaseUse]:
         """The current leases. Thread-safe."""
+        ...
+
+    def reservations(self) -> Sequence[ReservationUse]:
+        """The current reservations. Thread-safe."""
         ...
 
     def answer(self, method: str, path: str, body: Mapping[str, Any]) -> tuple[int, object]:
@@ -163,8 +167,9 @@ class Daemon:
         return self._reader
 
     def snapshot(self) -> Snapshot:
-        """All readings, with the leases."""
-        snapshot = self.reader.snapshot().with_leases(self._leases())
+        """All readings, with the leases and reservations."""
+        reservations = () if self._companion is None else self._companion.reservations()
+        snapshot = self.reader.snapshot().with_leases(self._leases(), reservations)
         return snapshot if self._events is None else replace(snapshot, event_counts=self._events.counts)
 
     def tell(self, event: MemoryEvent) -> None:

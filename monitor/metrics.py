@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 from ..version import __version__
 from .events import UNDELIVERED, EventKind, program_name
 from .owners import owner_uses
-from .snapshot import Device, LeaseUse, Snapshot
+from .snapshot import Device, LeaseUse, ReservationUse, Snapshot
 
 # Series per device; a host has hundreds of short-lived processes, each a series of its own
 MAX_PROCESSES = 64
@@ -190,6 +190,15 @@ def _lease_states(lease: LeaseUse) -> LeaseNumbers:
         yield (state,), state == lease.state
 
 
+def _reservation(name: str, text: str, value: Callable[[ReservationUse], float | None]) -> Metric:
+    def samples(snapshot: Snapshot) -> Samples:
+        for one in snapshot.reservations:
+            if (number := value(one)) is not None:
+                yield (one.device_uuid, str(one.id), str(one.pid), one.name, one.user), number
+
+    return Metric(f"vram_reservation_{name}", "gauge", text, ("uuid", "id", "pid", "name", "user"), samples)
+
+
 def _age_s(at_ns: int, now_ns: int) -> float | None:
     return (now_ns - at_ns) / 1e9 if at_ns else None
 
@@ -281,6 +290,12 @@ METRICS: tuple[Metric, ...] = (
         "vram_lease_state", "gauge", "1 for the state that the lease is in, 0 for the other ones.",
         (*_LEASE_LABELS, "state"), _of_leases(_lease_states, max),
     ),
+    # reservations: memory kept free for programs without a lease
+    _reservation("held_bytes", "What is free for the program, or used by it.", lambda one: one.held_bytes),
+    _reservation("wanted_bytes", "What it wants in all; more than held: the rest waits.", lambda one: one.wanted_bytes),
+    _reservation("left_seconds", "Time until its end; absent without a time limit, and before.", lambda one: one.left_seconds),
+    _reservation("waiting_seconds", "Time that it has waited; absent if it does not wait.", lambda one: one.waiting_seconds),
+    _reservation("queue_place", "Its place in the device's queue, from 1; absent if it does not wait.", lambda one: one.place),
     # events
     Metric("vram_events_total", "counter", "Events, by kind.", ("kind",), _events),
     Metric("vram_alerts_undelivered_total", "counter", "Alerts that could not be delivered.", (), _undelivered),

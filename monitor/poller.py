@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 HISTORY_SAMPLES = 256
 BEAT_INTERVALS = 2  # memory intervals between two heartbeats: waking a thread costs more than its work
+MEND_NS = 200_000_000  # between two looks at the record's file, which cost as much as the rest of a beat
 LONGEST_BEAT_S = 1.0  # also bounds how long a truncated file stays, however long the intervals are
 TREND_NS = 5_000_000_000  # how far back the trend looks
 SCAN_INTERVAL_S = 10.0
@@ -209,12 +210,15 @@ class Poller:
             log.error("looking for devices failed; trying again", exc_info=error)
 
     def _supervise(self) -> None:
+        mended_ns = 0
         while True:
             self._rebeat.wait(min(LONGEST_BEAT_S, BEAT_INTERVALS * self._memory.interval_ns / 1e9))
             self._rebeat.clear()
             if self._stopping.is_set():
                 return
-            self._mend()
+            if (now_ns := time.monotonic_ns()) - mended_ns >= MEND_NS:
+                mended_ns = now_ns
+                self._mend()
             self._beat()
             self._memory.separate_slow()
             self._detail.separate_slow()

@@ -156,6 +156,24 @@ class LeaseUse:
         return {"weights": weights, "kv": kv, "other": self.held_bytes - weights - kv}
 
 
+@dataclass(frozen=True, slots=True)
+class ReservationUse:
+    """Memory of a device that is kept free for a program without a lease, or that it waits for."""
+
+    id: int
+    name: str
+    pid: int
+    user: str
+    device_uuid: str
+    state: str  # "held"; "waiting": for all of it, or for more than it holds
+    held_bytes: int
+    wanted_bytes: int
+    priority: int  # of the queue: a lower number is served first
+    place: int | None  # in the queue of its device, from 1; None: it does not wait
+    waiting_seconds: float | None  # None: it does not wait
+    left_seconds: float | None  # until its end; None: no time limit, or it has not begun
+
+
 class Origin(StrEnum):
     """Where a view takes its snapshots from."""
 
@@ -174,7 +192,8 @@ class Snapshot:
     started_ns: int  # monotonic, start of the monitor
     devices: tuple[Device, ...]
     leases: tuple[LeaseUse, ...] = ()
-    leases_error: str | None = None  # why the leases are unknown; then `leases` is empty
+    leases_error: str | None = None  # why leases and reservations are unknown; then there are none
+    reservations: tuple[ReservationUse, ...] = ()
     silent_ns: int | None = None  # time since the monitor's last heartbeat; None: it runs
     # When it was taken, since 1970; None if unknown. Not compared: it is `at_ns` by a clock that may be set.
     unix_seconds: float | None = field(default=None, compare=False)
@@ -183,11 +202,12 @@ class Snapshot:
     event_counts: Mapping[str, int] = field(default_factory=dict)  # by kind, in the monitor's own process
     events: tuple[MemoryEvent, ...] = ()  # the newest, oldest first, as far as a view asked for them
 
-    def with_leases(self, leases: Sequence[LeaseUse]) -> Snapshot:
-        """The same snapshot with these leases, and their engines' names in the process entries."""
+    def with_leases(self, leases: Sequence[LeaseUse], reservations: Sequence[ReservationUse] = ()) -> Snapshot:
+        """The same snapshot with these leases and reservations, and the engines' names in the process entries."""
         engines = {(lease.device_uuid, lease.pid): lease.engine for lease in leases}
         devices = tuple(_named(device, engines) for device in self.devices) if engines else self.devices
-        return replace(self, devices=devices, leases=tuple(leases), leases_error=None)
+        reserved = tuple(reservations)
+        return replace(self, devices=devices, leases=tuple(leases), leases_error=None, reservations=reserved)
 
 
 def _named(device: Device, engines: Mapping[tuple[str, int], str]) -> Device:

@@ -26,7 +26,9 @@ def to_json(snapshot: Snapshot, *, indent: int | None = None) -> str:
          "leases": [{"engine", "pid", "user", "device_uuid", "min_bytes", "max_bytes", "weight", "priority",
                      "granted_bytes", "held_bytes", "held_by_class": {class: bytes}, "spare_bytes", "asked_bytes",
                      "state", "recall_target_bytes", "recall_age_seconds"}] or null,
-         "leases_error"}
+         "leases_error",
+         "reservations": [{"id", "name", "pid", "user", "device_uuid", "state", "held_bytes", "wanted_bytes", "priority",
+                           "place", "waiting_seconds", "left_seconds"}] or null}
 
     Only what JSON has (RFC 8259): no NaN or infinity, and text without the halves of a surrogate pair.
     """
@@ -62,14 +64,15 @@ def to_dict(snapshot: Snapshot) -> dict[str, Any]:
                 "detail_error": device.detail.error,
             }
         )
-    leases = None if snapshot.leases_error is not None else [asdict(lease) for lease in snapshot.leases]
+    known = snapshot.leases_error is None
     return {
         "time": snapshot.unix_seconds,
         "source": snapshot.source,
         "monitor_pid": snapshot.monitor_pid,
         "devices": devices,
-        "leases": leases,
+        "leases": [asdict(lease) for lease in snapshot.leases] if known else None,
         "leases_error": snapshot.leases_error,
+        "reservations": [asdict(reservation) for reservation in snapshot.reservations] if known else None,
     }
 
 

@@ -191,12 +191,14 @@ def _add_demo(commands: Any) -> argparse.ArgumentParser:
 def _add_stress(commands: Any) -> argparse.ArgumentParser:
     stress: argparse.ArgumentParser = commands.add_parser(
         "stress",
-        help="put this machine's memory under pressure, and check every token",
-        description="Two engines with the bundled model serve random requests on a private device of host memory, while an "
-        "external process takes and returns memory and parts of the pools are recalled. Then the same requests run "
-        "undisturbed, and every token is compared. The exit status is 0 if nothing was wrong.",
+        help="put this machine's memory, or a card, under pressure, and check every token",
+        description="Two engines with the bundled model serve random requests on a private device of host memory or, with "
+        "--device cuda, on a card whose other free memory is taken, while an external process takes and returns memory and "
+        "parts of the pools are recalled. Then the same requests run undisturbed, and every token is compared. The exit status "
+        "is 0 if nothing was wrong.",
     )
     stress.add_argument("--seconds", type=float, default=60.0, help="of pressure, at least 5 (default 60)")
+    stress.add_argument("--device", default="cpu", help="cpu: this machine's memory (default); cuda, cuda:1: a card; auto")
     stress.add_argument("--kills", action="store_true", help="also kill engines, start them again and repeat their requests")
     stress.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
     stress.add_argument("--image", type=Path, metavar="FILE", help="write the last view of the memory to this file, as SVG")
@@ -350,7 +352,9 @@ def _demo(args: argparse.Namespace) -> int:
 def _stress(args: argparse.Namespace) -> int:
     from .stress import run_stress
 
-    return run_stress(seconds=args.seconds, seed=args.seed, kills=args.kills, as_json=args.json, image=args.image)
+    return run_stress(
+        seconds=args.seconds, seed=args.seed, device=args.device, kills=args.kills, as_json=args.json, image=args.image
+    )
 
 
 def _models(args: argparse.Namespace) -> int:

@@ -145,16 +145,22 @@ def _wait(process: subprocess.Popen[bytes], reservation: Reservation) -> None:
 
 
 class Lookout:
-    """Watches over a reservation: reports its loss and its renewal on stderr, once each."""
+    """Watches over a reservation: reports its loss, its renewal and its end on stderr, once each."""
 
     def __init__(self, reservation: Reservation, what: str, goes_on: str) -> None:
         """`what` names the reserved amount, `goes_on` what runs without it."""
         self._reservation, self._what, self._goes_on = reservation, what, goes_on
+        self._has_ended = False
 
     def look(self) -> None:
         """Report what has changed since the last look."""
         kept = self._reservation.kept
         self._reservation.poll()
+        if self._reservation.ended and not self._has_ended:
+            self._has_ended = True
+            print(
+                f"vram-monitor: {self._what} are reserved no longer: {self._reservation.trouble}", file=sys.stderr, flush=True
+            )
         if self._reservation.ended or kept == self._reservation.kept:
             return
         if kept:

@@ -24,10 +24,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from .allocator.errors import LeaseError
 from .common.units import MIB
 from .demo.display import Show, fitted, open_display, print_result
-from .demo.engines import DemoEngine, DemoOutput, DemoRequest, while_looking
+from .demo.engines import SAMPLE_S, DemoEngine, DemoOutput, DemoRequest, while_looking
 from .demo.page import DemoState, demo_page
 from .demo.results import counted
 from .demo.shared import (
@@ -39,26 +38,29 @@ from .demo.shared import (
     Arrival,
     DemoDevice,
     DeviceSample,
-    Visitor,
     WatchedDevice,
     engine_options,
     shared_device,
 )  # fmt: skip
+from .engine.self_check.identity import driver_version
 from .monitor.view.picture import picture
 from .monitor.view.symbols import UNICODE
+from .pressure import Card
+from .scene import LeaseWatch, Scene, Swing
 from .version import __version__
 
 CLIENTS = 6  # of each engine
 MOST_REQUESTS = 4000  # of each engine
 PROMPT_TOKENS, OUTPUT_TOKENS = (10, 800), (1, 128)  # from, to
-PAUSE_S, STAY_S, RECALL_S, KILL_S = (0.0, 1.0), (1.0, 5.0), (1.0, 4.0), (8.0, 16.0)  # between two of each
+PAUSE_S, RECALL_S, KILL_S = (0.0, 1.0), (1.0, 4.0), (8.0, 16.0)  # between two of each
 RECALL_BYTES = (1 * MIB, 64 * MIB)
 VISIT_LEAVES = 24 * MIB  # for both pools, of the most that the external process takes
-PIECE_BYTES = 16 * MIB  # at a time: less than the headroom
-LATE_S = 1.0  # beyond the broker's deadline, until a recall counts as unanswered
+SWING = Swing(16 * MIB, 0.1, patience_s=30.0)  # an engine that starts may hold up a piece for seconds
+SETTLE_S = 0.2  # until the monitor has measured a card again
 GROWTH_BYTES = 48 * MIB  # that a program may grow by between the first and the last third
 MOST_STARTS = 20  # of an engine that ends
 SHOWN_FAULTS = 8
+TIE = 1e-3  # between log-probabilities of tokens that are equally likely but for rounding
 SIZE = (100, 30)  # of the picture, in cells
 
 FIRST_STATE = DemoState(
@@ -93,6 +95,7 @@ class StressReport:
     most_held_bytes: int
     capacity_bytes: int
     faults: tuple[str, ...]
+    ties: int = 0  # requests that went another way where two tokens were equally likely, on a card
     machine: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -108,6 +111,7 @@ class StressReport:
             verdict = f"FAIL: {counted(len(self.faults), 'fault')}"
         more = len(self.faults) - SHOWN_FAULTS
         growth = " and ".join(f"{size / MIB:+,.0f} MiB" for size in self.growth_bytes)
+        ties = f"; {counted(self.ties, 'request')} went another way where two tokens were equally likely" if self.ties else ""
         grown = f"; programs grew by {growth}" if growth else ""  # not compared where engines were killed
         return [
             verdict,
@@ -117,7 +121,7 @@ class StressReport:
             f"{counted(self.preemptions, 'preemption')}, {counted(self.kills, 'kill')}",
             f"{counted(len(self.recall_s), 'recall')} ordered{worst}; the external process took "
             f"{counted(self.pieces, 'piece')} and waited at most {1000 * self.worst_wait_s:,.0f} ms for one",
-            f"longest gap between two tokens {1000 * self.longest_gap_s:,.0f} ms{grown}",
+            f"longest gap between two tokens {1000 * self.longest_gap_s:,.0f} ms{grown}{ties}",
             f"at most {self.most_held_bytes / MIB:,.0f} of {self.capacity_bytes / MIB:,.0f} MiB were held",
             ", ".join(f"{name} {value}" for name, value in self.machine.items()),
         ]
@@ -128,12 +132,18 @@ class StressReport:
 
 
 def run_stress(
-    *, seconds: float = 60.0, seed: int = 0, kills: bool = False, as_json: bool = False, image: Path | None = None
+    *,
+    seconds: float = 60.0,
+    seed: int = 0,
+    device: str = "cpu",
+    kills: bool = False,
+    as_json: bool = False,
+    image: Path | None = None,
 ) -> int:
     """Run it, print the report, and write the picture to `image`. Returns 0 if it has passed, else 1.
 
-    Raises ValueError for a time below 5 s or without end and for a folder that is not there, ChildProcessError if an engine
-    cannot be started.
+    `device`: see `ExternalProcess`. Raises ValueError for a time below 5 s or without end, a device and a folder that are not
+    there, ChildProcessError if an engine cannot be started.
     """
     if not 5 <= seconds < math.inf:
         raise ValueError(f"seconds must be at least 5, for engines to come under pressure, and finite; got {seconds:g}")
@@ -149,7 +159,7 @@ def run_stress(
             last = state if state.holdings else last
             show(state)
 
-        report = asyncio.run(under_pressure(keep, seconds=seconds, seed=seed, kills=kills))
+        report = asyncio.run(under_pressure(keep, seconds=seconds, seed=seed, kills=kills, device=device))
     if as_json:
         print(json.dumps(report.to_dict(), indent=1))
     else:
@@ -160,24 +170,22 @@ def run_stress(
     return 0 if report.has_passed else 1
 
 
-async def under_pressure(show: Show, *, seconds: float, seed: int, kills: bool = False) -> StressReport:
+async def under_pressure(show: Show, *, seconds: float, seed: int, kills: bool = False, device: str = "cpu") -> StressReport:
     """Start the processes, disturb them for `seconds`, and compare with an undisturbed run."""
     async with AsyncExitStack() as stack:
-        shared = await stack.enter_async_context(shared_device(KV_MIN, KV_MAX, CONTENDED_BYTES, HEADROOM))
+        shared = await stack.enter_async_context(shared_device(KV_MIN, KV_MAX, CONTENDED_BYTES, HEADROOM, device))
         run = StressRun(shared, seed, stack)
         traces = [[run.arrival() for _ in range(MOST_REQUESTS)] for _ in NAMES]
         run.waiting = [iter(own) for own in await shared.requests(traces, seed)]
-        visitor = Visitor(shared.device, shared.external, PIECE_BYTES, 0.0)
         state = replace(FIRST_STATE, capacity_bytes=shared.device.capacity_bytes)
         watched = WatchedDevice(show, state, run.engines, run.requests)
+        await asyncio.to_thread(run.crowd)
         ends_at = time.monotonic() + seconds
         for engine in run.engines:
             engine.began = time.monotonic()
 
         async def look() -> None:
-            most_bytes = watched.state.contended_bytes - HEADROOM - VISIT_LEAVES
-            visitor.advance(time.monotonic(), run.wanted_bytes(ends_at, max(0, most_bytes)))
-            if run.starting:
+            if run.scene.loading:
                 return  # its process is not there to be measured
             try:
                 for engine in run.engines:
@@ -186,69 +194,72 @@ async def under_pressure(show: Show, *, seconds: float, seed: int, kills: bool =
             except ChildProcessError:
                 return  # killed in between; its clients start it again
             run.samples.append(sample)
-            run.check_leases()
             watched.take(sample)
 
-        await while_looking(run.disturbed(ends_at, kills), look)
-        shared.external.hold(0)
+        with LeaseWatch(run.scene, SAMPLE_S):
+            await while_looking(run.disturbed(ends_at, kills), look)
+        run.scene.let_go()
         for number, own in enumerate(run.requests):
             again = shared.roomy.serve([replace(one, at_s=0.0) for one in own])
             right = await while_looking(again, lambda: watched.compare(shared.roomy))
-            run.faults += faults_of(NAMES[number], run.outputs[number], right)
-    return run.report(seconds, visitor)
+            if shared.device.card is not None:
+                own_outputs = await without_ties(shared.roomy, run.outputs[number], right)
+                run.ties += sum(one is not other for one, other in zip(own_outputs, run.outputs[number], strict=True))
+                run.outputs[number] = own_outputs
+            run.scene.faults += faults_of(NAMES[number], run.outputs[number], right)
+    return run.report(seconds)
 
 
 class StressRun:
-    """The engines under pressure, and what is seen of them. `requests` and `outputs` are those of each engine, in order."""
+    """The engines of a scene, and what is seen of them. `requests` and `outputs` are those of each engine, in order."""
 
     def __init__(self, shared: DemoDevice, seed: int, stack: AsyncExitStack) -> None:
+        self.scene = Scene(shared.device, [shared.external], seed)
+        self.scene.engines = {engine.pid: engine.name for engine in shared.engines}
         self.engines = list(shared.engines)
         self.requests: list[list[DemoRequest]] = [[] for _ in NAMES]
         self.outputs: list[list[DemoOutput | None]] = [[] for _ in NAMES]
         self.waiting: list[Any] = []
         self.samples: list[DeviceSample] = []
-        self.faults: list[str] = []
-        self.starting = 0
         self._shared, self._seed, self._stack = shared, seed, stack
         self._rng = random.Random(seed)
-        self._wanted, self._wanted_until = 0, 0.0
+        self._least_bytes = 0  # that the external process keeps
         self._locks = [asyncio.Lock() for _ in NAMES]
         self._starts = [0 for _ in NAMES]
-        self._recall_s: list[float] = []
         self._killed: set[int] = set()
-        self._repeated = self._preemptions = 0
-        self._over: set[int] = set()  # leases that held more than they were granted at the last look
+        self.ties = self._repeated = self._preemptions = 0
 
     def arrival(self) -> Arrival:
         """A request of random lengths."""
         return Arrival(0.0, self._rng.randint(*PROMPT_TOKENS), self._rng.randint(*OUTPUT_TOKENS))
 
-    def wanted_bytes(self, ends_at: float, most_bytes: int) -> int:
-        """What the external process wants now: another amount from time to time, nothing at the end."""
-        now = time.monotonic()
-        if now >= self._wanted_until and most_bytes:
-            self._wanted, self._wanted_until = self._rng.randint(0, most_bytes), now + self._rng.uniform(*STAY_S)
-        return self._wanted if now < ends_at else 0
-
-    def check_leases(self) -> None:
-        """Note engines that hold more than their lease grants, outside of a recall, at two looks in a row."""
-        over = {}
-        for lease in self._shared.device.leases():
-            if lease.state == "ok" and lease.recall_target_bytes is None and lease.held_bytes > lease.granted_bytes:
-                over[lease.lease_id] = lease
-        for lease in (over[number] for number in self._over & over.keys()):
-            self.faults.append(f"{lease.name} held {lease.held_bytes:,} bytes, and its lease granted {lease.granted_bytes:,}")
-        self._over = set(over)
+    def crowd(self) -> None:
+        """On a card, have the external process hold what is not to be contended for, until the end."""
+        device, (external, *_) = self._shared.device, self.scene.externals
+        if device.card is None:
+            return
+        while (spare := device.free_bytes() - device.headroom_bytes - CONTENDED_BYTES) > SWING.piece_bytes:
+            before = external.held_bytes
+            external.hold(before + spare // 2)
+            time.sleep(SETTLE_S)
+            if external.held_bytes == before:  # its driver has refused it
+                break
+        self._least_bytes = external.held_bytes
 
     async def disturbed(self, ends_at: float, kills: bool) -> None:
-        """Serve clients, recall and kill until `ends_at`, and then what is still running."""
+        """Serve clients, take memory, recall and kill until `ends_at`, and then serve what is still running."""
+        first, device = self._shared.sample(), self._shared.device
+        room = device.capacity_bytes - sum(first.other) - first.external - device.headroom_bytes - VISIT_LEAVES
+        most_bytes = self._least_bytes + max(0, room)
+        swing = asyncio.to_thread(self.scene.swing, ends_at, self._least_bytes, most_bytes, SWING)
         others = [asyncio.ensure_future(self._recalls())]
         if kills:
             others.append(asyncio.ensure_future(self._kills()))
         try:
             clients = [self._client(number, ends_at) for number in range(len(NAMES)) for _ in range(CLIENTS)]
-            await asyncio.gather(*clients)
+            await asyncio.gather(swing, *clients)
         finally:
+            self.scene.end()
             for other in others:
                 other.cancel()
             ended = await asyncio.gather(*others, return_exceptions=True)
@@ -281,11 +292,12 @@ class StressRun:
             if self.engines[number] is not ended:
                 return
             self._starts[number] += 1
+            self.scene.engines.pop(ended.pid, None)
             if ended.pid not in self._killed:
-                self.faults.append(f"{NAMES[number]} ended by itself: {error}")
+                self.scene.faults.append(f"{NAMES[number]} ended by itself: {error}")
             if self._starts[number] > MOST_STARTS:
                 raise error
-            self.starting += 1
+            self.scene.loading += 1
             try:
                 self._preemptions += ended.stats.get("preemptions", 0)
                 again = await DemoEngine.start(NAMES[number], *engine_options(self._shared.device, KV_MIN, KV_MAX))
@@ -294,42 +306,30 @@ class StressRun:
                 again.began = ended.began
                 self.engines[number] = again
                 self._shared.engines[number] = again
+                self.scene.engines[again.pid] = again.name
             finally:
-                self.starting -= 1
+                self.scene.loading -= 1
 
     async def _recalls(self) -> None:
         while True:
             await asyncio.sleep(self._rng.uniform(*RECALL_S))
             number, size = self._rng.randrange(len(NAMES)), self._rng.randint(*RECALL_BYTES)
-            await asyncio.to_thread(self._recall, number, self.engines[number].pid, size)
-
-    def _recall(self, number: int, pid: int, num_bytes: int) -> None:
-        client, began = self._shared.device.client, time.monotonic()
-        try:
-            order = client.recall(str(pid), num_bytes)
-            while any(one.pid == pid and one.held_bytes > order.target_bytes for one in client.leases()):
-                if time.monotonic() > began + order.deadline_ms / 1000 + LATE_S:
-                    if pid not in self._killed:
-                        self.faults.append(f"{NAMES[number]} did not give {num_bytes:,} bytes back in {order.deadline_ms:,} ms")
-                    return
-                time.sleep(0.005)
-        except LeaseError:  # the engine has ended, or starts
-            return
-        self._recall_s.append(time.monotonic() - began)
+            await asyncio.to_thread(self.scene.recall, self.engines[number].pid, size)
 
     async def _kills(self) -> None:
         while True:
             await asyncio.sleep(self._rng.uniform(*KILL_S))
             pid = self._rng.choice(self.engines).pid
-            if pid not in self._killed and not self.starting:
+            if pid not in self._killed and not self.scene.loading:
                 self._killed.add(pid)
+                self.scene.engines.pop(pid, None)
                 os.kill(pid, signal.SIGKILL)
 
-    def report(self, seconds: float, visitor: Visitor) -> StressReport:
+    def report(self, seconds: float) -> StressReport:
         """The figures, with what went wrong."""
         capacity, outputs = self._shared.device.capacity_bytes, [one for own in self.outputs for one in own if one is not None]
         held = max((sample.held_bytes for sample in self.samples), default=0)
-        faults = list(dict.fromkeys(self.faults))
+        faults = list(dict.fromkeys(self.scene.faults))
         if held > capacity:
             faults.append(f"{held:,} bytes were held of a device of {capacity:,}")
         growth = () if self._killed else growths(self.samples)
@@ -338,8 +338,9 @@ class StressRun:
                 faults.append(f"the program of {name} grew by {size / MIB:,.0f} MiB while it served")
         return StressReport(
             seconds, self._seed, sum(map(len, self.requests)), sum(len(one.token_ids) for one in outputs), self._preemptions,
-            tuple(self._recall_s), len(self._killed), self._repeated, visitor.pieces, visitor.worst_wait_s,
-            max((one.longest_gap_s for one in outputs), default=0.0), growth, held, capacity, tuple(faults), machine(),
+            tuple(self.scene.recall_s), len(self._killed), self._repeated, self.scene.pieces, self.scene.worst_wait_s,
+            max((one.longest_gap_s for one in outputs), default=0.0), growth, held, capacity, tuple(faults),
+            self.ties, machine(self._shared.device.card),
         )  # fmt: skip
 
 
@@ -360,6 +361,29 @@ def faults_of(name: str, outputs: Sequence[DemoOutput | None], right: Sequence[D
     return found
 
 
+async def without_ties(
+    roomy: DemoEngine, outputs: Sequence[DemoOutput | None], right: Sequence[DemoOutput]
+) -> list[DemoOutput | None]:
+    """The outputs, with the undisturbed ones in place of those that leave these where two tokens are equally likely.
+
+    On a card the sums of a row depend on the rows beside it, by rounding: which of two such tokens is taken is chance.
+    """
+    found = list(outputs)
+    for number, (ours, theirs) in enumerate(zip(outputs, right, strict=True)):
+        if ours is None or ours.is_failed or theirs.is_failed or len(ours.token_ids) != len(theirs.token_ids):
+            continue
+        pairs = enumerate(zip(ours.token_ids, theirs.token_ids, strict=True))
+        at, pair = next(((at, pair) for at, pair in pairs if pair[0] != pair[1]), (0, ()))
+        if not pair:
+            continue
+        prompt = [*theirs.prompt, *theirs.token_ids[:at]]
+        (again,) = await roomy.serve([DemoRequest(prompt, {"max_new_tokens": 1, "temperature": 0.0, "logprobs": 5})])
+        likely = {token_id: logprob for score in again.scores for token_id, _, logprob in score.top}
+        if set(pair) <= likely.keys() and abs(likely[pair[0]] - likely[pair[1]]) < TIE:
+            found[number] = theirs
+    return found
+
+
 def growths(samples: Sequence[DeviceSample]) -> tuple[int, ...]:
     """What each program grew by, without its pool, between the medians of the first and the last third of `samples`."""
     third = len(samples) // 3
@@ -369,10 +393,11 @@ def growths(samples: Sequence[DeviceSample]) -> tuple[int, ...]:
     return tuple(int(median(own[-third:]) - median(own[:third])) for own in of_engines)
 
 
-def machine() -> dict[str, Any]:
+def machine(card: Card | None = None) -> dict[str, Any]:
     """Where it ran, for the report."""
     packages = {name: version(name) for name in ("torch", "transformers")}
+    device = {"on": "host memory"} if card is None else {"on": card.name, "CUDA": card.cuda, "driver": driver_version()}
     return {
         "pagetide": __version__, **packages, "Python": platform.python_version(), "Linux": platform.release(),
-        platform.machine(): f"{os.cpu_count()} cores",
+        platform.machine(): f"{os.cpu_count()} cores", **device,
     }  # fmt: skip

@@ -7,8 +7,10 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +24,7 @@ from .common.units import format_bytes, format_seconds, parse_bytes, parse_secon
 from .flags import FlagParser
 from .monitor.config import MonitorConfig
 from .monitor.errors import AlreadyMonitored, ConfigInvalid, MonitorError, MonitorFailed
-from .monitor.snapshot import DeviceInfo, LeaseUse, Origin, Snapshot
+from .monitor.snapshot import DeviceInfo, LeaseUse, Origin, ReservationUse, Snapshot
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from .allocator.lease_policy import Rules
     from .allocator.reservation import Reservation
     from .allocator.reservation_service import ReservationService
-    from .allocator.wire import LeaseView, ReservationView
+    from .allocator.wire import LeaseView
     from .monitor.daemon import Daemon
     from .monitor.event_log import EventReader
     from .monitor.following import Follower
@@ -162,8 +164,8 @@ def _add_lease_commands(commands: _Commands) -> None:
     """Add the commands to the broker."""
     leases = commands.add_parser(
         "leases",
-        help="list the leases of engines",
-        description="List the leases of engines: the memory that each holds and may hold.",
+        help="list the leases of engines, and the reservations",
+        description="List the leases of engines, the memory that each holds and may hold, and the reservations.",
     )
     leases.add_argument("--json", action="store_true", help="print JSON")
     leases.set_defaults(run=_leases)
@@ -211,7 +213,14 @@ def _add_lease_commands(commands: _Commands) -> None:
     )
     reservations.add_argument("--json", action="store_true", help="print JSON")
     reservations.set_defaults(run=_reservations)
-    for command in (leases, limit, recall, run, reserve, reservations):
+    release = commands.add_parser(
+        "release",
+        help="end a reservation",
+        description="End a reservation, and tell its program. Its user, root and the monitor's user may do that.",
+    )
+    release.add_argument("reservation", metavar="ID", help="number of the reservation, as vram-monitor reservations shows it")
+    release.set_defaults(run=_release)
+    for command in (leases, limit, recall, run, reserve, reservations, release):
         command.argument_default = argparse.SUPPRESS  # so that it keeps what was given before it
         add_flags(command, _flags("runtime_dir"))
 
@@ -326,12 +335,13 @@ class _Leases:
         self._broker: Broker | None = None
         self._thread: BrokerThread | None = None
         self._service: ReservationService | None = None
+        self._open_service: Callable[[], ReservationService] | None = None
+        self._service_lock = threading.Lock()
 
     def open(self, daemon: Daemon) -> None:
         from .allocator.broker import Broker, BrokerThread
         from .allocator.lease_table import LeaseTable
         from .allocator.quota import Quota
-        from .allocator.reservation_service import ReservationService
         from .monitor.runtime_dir import group_id
 
         config = self._config
@@ -341,15 +351,29 @@ class _Leases:
         self._broker = Broker(table, daemon.directory.socket, gid=gid)
         self._thread = BrokerThread(self._broker)
         self._thread.start()
-        self._service = ReservationService(daemon.directory.socket, daemon.reader.devices)
+        self._open_service = partial(self._service_of, daemon)
 
     def answer(self, method: str, path: str, body: Mapping[str, Any]) -> tuple[int, object]:
-        if self._service is None:
+        if self._open_service is None:
             return 503, {"error": "the monitor is starting; try again"}
+        with self._service_lock:
+            self._service = self._service or self._open_service()
         return self._service.answer(method, path, body)
+
+    @staticmethod
+    def _service_of(daemon: Daemon) -> ReservationService:
+        """At the first request: a start does not wait for its modules."""
+        from .allocator.reservation_service import ReservationService
+
+        return ReservationService(daemon.directory.socket, daemon.reader.devices)
 
     def leases(self) -> list[LeaseUse]:
         return [] if self._broker is None else [_lease_use(view) for view in self._broker.leases()]
+
+    def reservations(self) -> list[ReservationUse]:
+        from .allocator.reservation import reservation_uses
+
+        return [] if self._broker is None else reservation_uses(self._broker.reservations())
 
     def close(self) -> None:
         if self._service is not None:
@@ -454,15 +478,26 @@ def _observed(config: MonitorConfig) -> Iterator[tuple[Callable[[], Snapshot], F
 
 def _with_leases(directory: RuntimeDir, snapshot: Snapshot) -> Snapshot:
     """The snapshot with the leases of the monitor's broker, or with the reason why they are missing."""
-    from .allocator.broker_client import BrokerClient
     from .allocator.errors import LeaseError
 
-    shown = {device.info.uuid for device in snapshot.devices}
     try:
-        views = BrokerClient(directory.socket, timeout_s=_BROKER_TIMEOUT_S).leases()
+        return _leased(snapshot, directory, _BROKER_TIMEOUT_S)
     except LeaseError as error:
         return replace(snapshot, leases_error=str(error))
-    return snapshot.with_leases([_lease_use(view) for view in views if view.device_uuid in shown])
+
+
+def _leased(snapshot: Snapshot, directory: RuntimeDir, timeout_s: float = 5.0) -> Snapshot:
+    """The snapshot with the leases and reservations of its devices. Raises LeaseError."""
+    from .allocator.broker_client import BrokerClient
+    from .allocator.errors import ProtocolMismatch
+    from .allocator.reservation import reservation_uses
+
+    client, shown = BrokerClient(directory.socket, timeout_s=timeout_s), {device.info.uuid for device in snapshot.devices}
+    leases = [_lease_use(view) for view in client.leases() if view.device_uuid in shown]
+    reservations: list[ReservationUse] = []
+    with contextlib.suppress(ProtocolMismatch):  # the monitor is older than this command
+        reservations = [use for use in reservation_uses(client.reservations()) if use.device_uuid in shown]
+    return snapshot.with_leases(leases, reservations)
 
 
 class _WithEvents:
@@ -629,21 +664,25 @@ def _client(args: argparse.Namespace) -> BrokerClient:
 
 
 def _leases(args: argparse.Namespace) -> int:
+    return _show_held(args, "leases")
+
+
+def _show_held(args: argparse.Namespace, what: str) -> int:
+    """Print the leases, or only the reservations; as JSON one of both."""
     directory, reader = _running(args)
-    from .allocator.broker_client import BrokerClient
     from .monitor.snapshot_json import to_dict
 
     with reader:
-        views = BrokerClient(directory.socket).leases()
-        snapshot = reader.snapshot().with_leases([_lease_use(view) for view in views])
+        snapshot = _leased(reader.snapshot(), directory)
     if args.json:
-        print(json.dumps(to_dict(snapshot)["leases"], indent=1))
+        print(json.dumps(to_dict(snapshot)[what], indent=1))
         return 0
     from rich.console import Console
 
     from .monitor.view import live
 
-    live.render_leases(snapshot, Console(highlight=False))
+    show = live.render_leases if what == "leases" else live.show_reservations
+    show(snapshot, Console(highlight=False))
     return 0
 
 
@@ -711,8 +750,6 @@ def _reserve(args: argparse.Namespace) -> int:
         signals, lookout = _Signals(), Lookout(reservation, what, "this command")
         while not reservation.ended and signals.wait(LOOK_S) is None:
             lookout.look()
-        if reservation.ended:
-            print(f"vram-monitor: {what} are reserved no longer: {reservation.trouble}", file=sys.stderr)
     return 0
 
 
@@ -740,33 +777,16 @@ def _reserved(
 
 
 def _reservations(args: argparse.Namespace) -> int:
-    from .allocator.broker_client import BrokerClient
-    from .allocator.reservation import described
+    return _show_held(args, "reservations")
 
-    directory, reader = _running(args)
-    with reader:
-        indices = {info.uuid: info.index for info in reader.devices()}
-    views = BrokerClient(directory.socket).reservations()
-    if args.json:
-        print(json.dumps([described(view) for view in views], indent=1))
-        return 0
-    for view in views:
-        print(_described(view, indices.get(view.device_uuid, view.device_uuid)))
-    if not views:
-        print("no memory is reserved")
+
+def _release(args: argparse.Namespace) -> int:
+    number = args.reservation.removeprefix("#")
+    if not re.fullmatch(r"\d{1,18}", number, re.ASCII):
+        raise ConfigInvalid(f"ID: {args.reservation!r} is no number of a reservation; vram-monitor reservations lists them")
+    _client(args).end_reservation(int(number))
+    print(f"reservation #{number} has ended")
     return 0
-
-
-def _described(view: ReservationView, index: str) -> str:
-    """A line about a reservation."""
-    left = "until it ends" if view.left_ms is None else f"for {format_seconds(view.left_ms / 1000)} more"
-    held = f"has {format_bytes(view.held_bytes)} of {index} {left}"
-    waits = "" if view.waiting_ms is None else (
-        f"waits for {format_bytes(view.wanted_bytes - view.held_bytes)} of {index} since "
-        f"{format_seconds(view.waiting_ms / 1000)}, priority {view.priority}"
-    )  # fmt: skip
-    said = ", and ".join(part for part in (held if view.held_bytes else "", waits) if part)
-    return f"#{view.reservation_id} {view.name} (pid {view.pid}, {view.user}) {said}"
 
 
 def _parsed(option: str, parse: Callable[[str], T], text: str) -> T:

@@ -1,8 +1,7 @@
 """Brokers under test: one on a made-up clock, one in a thread; engines in processes that hold real memory.
 
 Run as a program it is a process: `engine SOCKET NAME MIN MAX GRANULE DEVICE` holds a lease and obeys the broker and its
-standard input; `user SOCKET DEVICE UID GID` is another user's, and takes a lease of each minimum that it is told; `external`
-holds memory and knows no broker.
+standard input; `user SOCKET DEVICE UID GID` is another user's, and takes a lease of each minimum that it is told.
 """
 
 from __future__ import annotations
@@ -401,22 +400,9 @@ def _be_user(path: str, device: str, uid: str, gid: str) -> None:
             say(str(error))
 
 
-def be_external() -> None:
-    """An external process: knows nothing of a broker, holds as many MiB as it was told last."""
-    arena = HostArena(16384, 1 << 20)
-    say({"pid": os.getpid()})
-    for line in sys.stdin:
-        wanted, mapped = int(line), len(arena.mapped_extents)
-        arena.map(range(mapped, wanted))
-        arena.unmap(range(wanted, mapped))
-        say(arena.mapped_bytes)
-
-
 if __name__ == "__main__":
     match sys.argv[1:]:
         case ["engine", *rest]:
             _run(_Engine(*rest))
         case ["user", *rest]:
             _be_user(*rest)
-        case ["external"]:
-            be_external()

@@ -1,8 +1,8 @@
-"""Users of a test device: engines that serve bursts and check every token, and external processes that know of no broker.
+"""Users of a test device: engines that serve bursts and check every token.
 
 Run as a program it is one of them, told what to do by lines on its standard input:
 `light JSON` is an engine without a model: real scheduler, cache, arena, lease and memory, and tokens that depend on what
-lies in the blocks (`ArenaRunner`); `llm JSON` is `LLM("demo")`; `external` allocates through an arena of its own.
+lies in the blocks (`ArenaRunner`); `llm JSON` is `LLM("demo")`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import psutil
-from broker_rig import Process, be_external, lines, processes, say
+from broker_rig import Process, lines, processes, say
 from fakes import VOCAB, FakeRunner
 
 from pagetide.allocator.arena import Arena
@@ -302,33 +302,30 @@ def _light(config: str) -> None:
 
 
 def _llm(config: str) -> None:
-    """`LLM("demo", **options)`. What its requests give alone is known from an engine that shares with nobody, before.
+    """`LLM("demo")`. What its requests give alone is known from an engine that shares with nobody, before.
 
-    With `libraries` the lease's minimum holds so much for code that is read late: this process has read all there is.
     With `waits` there is no engine before `start DIRECTORY`, which makes one in a process of its own (forked, as the libraries
     take seconds to read); that ends at `end`, so that there may be another.
     """
     from pagetide import LLM, SamplingParams
-    from pagetide.engine.memory import lease_holder as sharing
 
     given = json.loads(config)
     rng = random.Random(given.get("seed", 0))
     prompts = [[rng.randrange(3, 500) for _ in range(rng.randint(5, 400))] for _ in range(given.get("prompts", 6))]
     params = SamplingParams(max_new_tokens=given.get("new", 100), temperature=0)
-    sharing.LIBRARIES_BYTES = given.get("libraries", sharing.LIBRARIES_BYTES)
-    with LLM("demo", **given.get("options", {}), share=False) as before:
+    with LLM("demo", share=False) as before:
         alone = [before.generate(prompt, params, progress=False)[0].token_ids for prompt in prompts]
     tally, bursts = Tally(), False
 
     def start() -> LLM:
-        llm = LLM("demo", **given.get("options", {}))
+        llm = LLM("demo")
         memory = llm.stats()["memory"]
         lease = memory["lease"] if memory else None
         say({"pid": os.getpid(), "lease": lease, "min": lease["min_bytes"] if lease else None})
         return llm
 
     def burst() -> None:
-        chosen = [rng.randrange(len(prompts)) for _ in range(rng.randint(1, given.get("burst", 12)))]
+        chosen = [rng.randrange(len(prompts)) for _ in range(rng.randint(1, 12))]
         for i, output in zip(chosen, llm.generate([prompts[i] for i in chosen], params, progress=False), strict=True):
             tally.requests += 1
             tally.finished += 1
@@ -374,4 +371,4 @@ def _llm(config: str) -> None:
 
 
 if __name__ == "__main__":
-    {"light": _light, "llm": _llm, "external": lambda _: be_external()}[sys.argv[1]](sys.argv[2])
+    {"light": _light, "llm": _llm}[sys.argv[1]](sys.argv[2])

@@ -30,8 +30,13 @@ LEASE = st.builds(
     spare_bytes=AMOUNT, asked_bytes=BYTES, state=st.sampled_from(["ok", "recalling", "overdue", "reaping"]) | TEXT,
     recall_target_bytes=BYTES, recall_age_seconds=st.none() | st.floats(0, 1e9),
 )  # fmt: skip
+RESERVATION = st.builds(
+    snapshot.ReservationUse, id=COUNT, name=TEXT, pid=PID, user=TEXT, device_uuid=UUID, state=TEXT, held_bytes=AMOUNT,
+    wanted_bytes=AMOUNT, priority=st.integers(-1000, 1000), place=st.none() | COUNT,
+    waiting_seconds=st.none() | st.floats(0, 1e9), left_seconds=st.none() | st.floats(0, 1e9),
+)  # fmt: skip
 SNAPSHOT = st.builds(
     snapshot.Snapshot, at_ns=st.just(AT_NS), source=TEXT, monitor_pid=PID, started_ns=WHEN,
     devices=st.lists(DEVICE, max_size=5).map(tuple), leases=st.lists(LEASE, max_size=5).map(tuple),
-    leases_error=NAME, silent_ns=BYTES,
+    leases_error=NAME, silent_ns=BYTES, reservations=st.lists(RESERVATION, max_size=5).map(tuple),
 )  # fmt: skip

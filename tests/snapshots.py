@@ -15,6 +15,7 @@ from pagetide.monitor.snapshot import (
     DeviceMemory,
     LeaseUse,
     ProcessUse,
+    ReservationUse,
     Snapshot,
 )
 
@@ -187,6 +188,14 @@ def sample_lease(
         spare_bytes=int(free * GIB), asked_bytes=None, state="ok", recall_target_bytes=None, recall_age_seconds=None,
     )  # fmt: skip
     return replace(lease, **changes)
+
+
+def sample_reservations(number: int) -> list[ReservationUse]:
+    """Reservations on the first device: every other one waits for more."""
+    uuid = sample_device(0).info.uuid
+    held = ReservationUse(1, "comfy", 501, "ada", uuid, "held", 8 * GIB, 8 * GIB, 0, None, None, 7500.0)
+    waits = ReservationUse(2, "train.py", 502, "grace", uuid, "waiting", 2 * GIB, 6 * GIB, 5, 2, 40.5, None)
+    return [replace((held, waits)[i % 2], id=i + 1) for i in range(number)]
 
 
 def leased_snapshot(num_gpus: int = 2) -> Snapshot:

@@ -46,7 +46,7 @@ BOUNDS = {
     "resizing": Bound("p99 of steps while the pool is resized / without", 2.0, "x", "lower", "recall"),
     "failures": Bound("failures of the engine and of an external process beside it", 0.0, "count", "lower", "memory"),
     "held": Bound("share of what was free, less headroom, that the engine holds", 0.9, "x", "higher", "memory"),
-    "faults": Bound("faults of engines in host memory under pressure", 0.0, "count", "lower", "stress"),
+    "faults": Bound("faults of engines beside a process that fills the device, under recalls", 0.0, "count", "lower", "stress"),
 }
 
 

@@ -1,4 +1,4 @@
-"""`pagetide stress` on this machine: two engines in host memory under pressure, every token compared."""
+"""`pagetide stress` on the device: two engines under pressure beside a process that fills the card, every token compared."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ def measure(bench: Bench) -> Iterator[Item]:
         return
     seconds = max(LEAST_S, min(SECONDS, bench.memory_s, bench.left_s - REST_S))
     command = [sys.executable, "-P", "-m", "pagetide", "stress", "--seconds", f"{seconds:.0f}", "--seed", str(bench.seed)]
+    command += ["--device", str(bench.clock.device)]
     timeout_s = bench.left_s if math.isfinite(bench.left_s) else None
     done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=timeout_s, check=False)
     if not done.stdout:
@@ -38,6 +39,7 @@ def measure(bench: Bench) -> Iterator[Item]:
     for name, found_s in waits.items():
         if found_s:
             yield Figure(name, 1000 * max(found_s), "ms", samples=[1000 * one for one in found_s])
-    counts = ("requests", "tokens", "preemptions", "pieces")
+    counts = ("requests", "tokens", "preemptions", "pieces", "ties")
     told = ", ".join(f"{report[name]:,} {name}" for name in counts) + f", {len(report['recall_s'])} recalls"
-    yield Note("stress", (f"{report['seconds']:g} s: {told}", *report["faults"]))
+    machine = ", ".join(f"{name} {value}" for name, value in report["machine"].items())
+    yield Note("stress", (f"{report['seconds']:g} s: {told}", machine, *report["faults"]))

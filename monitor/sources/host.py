@@ -16,17 +16,16 @@ import socket
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from mmap import PAGESIZE
 from pathlib import Path
 
-from ...common.host_memory import CGROUPS, PROC, Cgroup, host_memory, limiting_cgroup
+from ...common.host_memory import CGROUPS, PROC, Cgroup, HostMemoryReader, limiting_cgroup
 from ...common.on_error import OnError
 from ...common.units import MIB, format_bytes
 from ..errors import ConfigInvalid, DeviceUnreadable
 from ..snapshot import MAX_HOST_PROCESSES, DetailReading, DeviceInfo, DeviceKind, MemoryReading, ProcessUse
-from .process_facts import IdleTimes, ProcessFacts, ProcessTable, resident_bytes
+from .process_facts import IdleTimes, ProcessFacts, ProcessTable, all_pids, resident_bytes
 
 SMALLEST_SHOWN_BYTES = MIB
 _LEAST_LOAD = 0.01  # share of a core below which a process counts as idle
@@ -60,7 +59,7 @@ class HostSource:
         if capacity_bytes is not None and capacity_bytes < 1:
             raise ConfigInvalid(f"the capacity of a test device must be at least 1 byte, got {capacity_bytes}")
         self._capacity_bytes = capacity_bytes
-        self._proc, self._cgroups = proc, cgroups
+        self._host = HostMemoryReader(proc, cgroups, lambda: clock() / 1e9)
         self._cgroup = limiting_cgroup(proc, cgroups) if capacity_bytes is None else None
         self._info = _info(capacity_bytes, self._cgroup, _machine_id() if machine_id is None else machine_id)
         self._table = ProcessTable()
@@ -98,7 +97,8 @@ class HostSource:
         """Total and free bytes now. Raises DeviceUnreadable."""
         try:
             if self._capacity_bytes is None:
-                return MemoryReading(*host_memory(self._proc, self._cgroups))
+                with self._lock:
+                    return MemoryReading(*self._host.read())
             with self._lock:
                 used_bytes = sum(member.resident_bytes() for member in self._members)
             return MemoryReading(self._capacity_bytes, max(0, self._capacity_bytes - used_bytes))
@@ -127,16 +127,15 @@ class HostSource:
         return DetailReading(processes=tuple(uses))
 
     def close(self) -> None:
-        """Close the files of the members. Idempotent."""
+        """Close the files that are kept open. Idempotent."""
         with self._lock:
+            self._host.close()
             _close(self._members)
             self._members = ()
 
     def _sizes(self) -> list[tuple[int, int]]:
         """(pid, resident bytes) of the processes that are not small. Takes about 6 µs per process on the machine."""
-        import psutil
-
-        pids = psutil.pids() if self._cgroup is None else _pids_within(self._cgroup.directory)
+        pids = all_pids() if self._cgroup is None else _pids_within(self._cgroup.directory)
         sizes = ((pid, resident_bytes(pid)) for pid in pids)
         return [(pid, size) for pid, size in sizes if size is not None and size >= SMALLEST_SHOWN_BYTES]
 
@@ -246,7 +245,9 @@ def _info(capacity_bytes: int | None, cgroup: Cgroup | None, machine_id: str) ->
         place = socket.gethostname() if cgroup.path == "/" else cgroup.path
         name, scope = f"host memory of cgroup {cgroup.path}", f"cgroup {place}"
     digest = hashlib.sha256(f"pagetide host memory\0{machine_id}\0{scope}".encode()).digest()
-    return DeviceInfo(uuid=f"HOST-{uuid.UUID(bytes=digest[:16])}", index="host", kind=DeviceKind.HOST, name=name)
+    hexes = digest[:16].hex()
+    uuid = "-".join((hexes[:8], hexes[8:12], hexes[12:16], hexes[16:20], hexes[20:]))
+    return DeviceInfo(uuid=f"HOST-{uuid}", index="host", kind=DeviceKind.HOST, name=name)
 
 
 def _machine_id(files: Sequence[Path] = _MACHINE_ID_FILES) -> str:

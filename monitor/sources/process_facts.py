@@ -82,6 +82,15 @@ class IdleTimes:
         return {key: (now_ns - since_ns) / 1e9 for key, since_ns in self._since_ns.items()}
 
 
+def all_pids() -> list[int]:
+    """The processes that this one can see."""
+    if _IS_LINUX:
+        return [int(name) for name in os.listdir(PROC) if name.isdigit()]
+    import psutil
+
+    return psutil.pids()
+
+
 def resident_bytes(pid: int) -> int | None:
     """The resident set of a process; None if it ended or is hidden."""
     if _IS_LINUX:

@@ -18,7 +18,7 @@ _KEYS = (
     ("? h", "this page; q, Esc or ? closes it"),
     ("m p u", "sort the processes by memory, pid or user"),
     ("r", "reverse the order"),
-    ("/", "filter processes and leases by command, user, owner, engine name or pid; Esc clears the filter"),
+    ("/", "filter processes, leases and reservations by command, user, owner, engine name or pid; Esc clears the filter"),
     ("a", f"show all processes, or hide those of the host below {HOST_MIN_BYTES >> 20} MiB (or --min-memory)"),
     ("e", "show the newest events, or hide them again: what took memory, gave it back, was refused or recalled from"),
     ("up down j k", "scroll the processes by one line, or select a lease"),
@@ -32,6 +32,7 @@ _WORDS = (
     ("GRANTED", "what it may hold now"),
     ("SPARE", "the part of HELD that the engine can give back without affecting a request"),
     ("MIN MAX", "what it is guaranteed, and how far it may grow"),
+    ("WANTED", "what a program without a lease has reserved; more than HELD: the rest waits in the queue of its device"),
     (
         "IDLE",
         "time in which the process did not use the device (a GPU: compute; the host: 1 % of a core); empty below a minute",

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...common.units import MIB
 from ..owners import owner_text
-from ..snapshot import Device, DeviceKind, LeaseUse, ProcessUse
+from ..snapshot import Device, DeviceKind, LeaseUse, ProcessUse, ReservationUse
 from .numbers import share_of
 
 HOST_MIN_BYTES = 16 * MIB  # the live view hides smaller processes of the host
@@ -85,6 +85,10 @@ class Listing:
                 lease.pid,
             ),
         )
+
+    def reservations(self, reservations: Sequence[ReservationUse]) -> list[ReservationUse]:
+        """The reservations, in the given order."""
+        return [one for one in reservations if self._matches(one.user, one.name, one.pid)]
 
     def without_small(self, devices: Sequence[Device]) -> tuple[Device, ...]:
         """The devices without their small processes."""

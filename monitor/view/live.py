@@ -16,7 +16,7 @@ from ..errors import MonitorError
 from ..snapshot import Origin, Snapshot
 from .keys import ESCAPE_DELAY_S, Keys, keys_of
 from .listing import Listing
-from .page import render, render_lines, render_live
+from .page import render, render_lines, render_live, render_reservations
 from .page import render_leases as leases_alone
 from .state import Action, ViewState
 from .symbols import ASCII, UNICODE, Symbols
@@ -37,8 +37,13 @@ def render_once(snapshot: Snapshot, console: Console, listing: Listing | None = 
 
 
 def render_leases(snapshot: Snapshot, console: Console) -> None:
-    """Print all leases, in the width of `console`, or that there is none; plain text if it is no terminal."""
+    """Print all leases and reservations, in the width of `console`; plain text if it is no terminal."""
     console.print(leases_alone(snapshot, width=console.width, symbols=_symbols(console)), end="")
+
+
+def show_reservations(snapshot: Snapshot, console: Console) -> None:
+    """Print all reservations, in the width of `console`, or that there is none; plain text if it is no terminal."""
+    console.print(render_reservations(snapshot, width=console.width, symbols=_symbols(console)), end="")
 
 
 def print_lines(lines: Callable[[int, Symbols], list[Line]], console: Console) -> None:

@@ -17,6 +17,7 @@ from .help import help_lines
 from .leases import bar_legend, lease_lines
 from .listing import Listing
 from .processes import process_facts, process_lines, process_rows
+from .reservations import reservation_lines
 from .state import ViewState
 from .symbols import UNICODE, Symbols
 from .text import ALARM, DIM, Line, blank, crop, cut, printable, trimmed
@@ -80,12 +81,24 @@ def render_live(
 
 
 def render_leases(snapshot: Snapshot, *, width: int, symbols: Symbols = UNICODE) -> SegmentLines:
-    """Only the leases, all of them, in at most `width` cells. Otherwise like `render`."""
+    """Only the leases and the reservations, all of them, in at most `width` cells. Otherwise like `render`."""
 
     def lines(inner: int, symbols: Symbols) -> list[Line]:
         leases = Listing().leases(snapshot.leases, snapshot.devices)
         found = lease_lines(leases, snapshot.devices, width=inner, most=None, symbols=symbols)
-        return found or [[Segment(cut("no engine holds a lease", inner, symbols), DIM)]]
+        found = found or [[Segment(cut("no engine holds a lease", inner, symbols), DIM)]]
+        reserved = reservation_lines(snapshot.reservations, snapshot.devices, width=inner, most=None, symbols=symbols)
+        return [*found, [], *reserved] if reserved else found
+
+    return render_lines(lines, width=width, symbols=symbols)
+
+
+def render_reservations(snapshot: Snapshot, *, width: int, symbols: Symbols = UNICODE) -> SegmentLines:
+    """Only the reservations, all of them, in at most `width` cells. Otherwise like `render`."""
+
+    def lines(inner: int, symbols: Symbols) -> list[Line]:
+        found = reservation_lines(snapshot.reservations, snapshot.devices, width=inner, most=None, symbols=symbols)
+        return found or [[Segment(cut("no memory is reserved", inner, symbols), DIM)]]
 
     return render_lines(lines, width=width, symbols=symbols)
 
@@ -110,6 +123,7 @@ def _composed(
         most = max(height - len(lines) - len(foot), 0)
         good = most - min(len(uses), max(_PROCESSES_WANTED, height // 4)) - 2
         good -= min(len(leases), max(_LEASES_WANTED, height // 6)) + 2 if leases else 0
+        good -= min(len(snapshot.reservations), _LEASES_WANTED) + 2 if snapshot.reservations else 0
         good -= _MOST_EVENTS if view.events_open else 0
     lines += device_lines(devices, snapshot.at_ns, width=inner, good=good, most=most, symbols=symbols)
     if height is not None:
@@ -119,6 +133,8 @@ def _composed(
         lines += [*([] if low else [[]]), *shown]
     elif shown := lease_lines(leases, devices, width=inner, most=room, symbols=symbols, selected=view.selected(snapshot)):
         lines += [*([] if low else [heading("leases", [], inner, symbols, bar_legend(symbols))]), *shown]
+    left = None if height is None else height - len(lines) - len(foot)
+    lines += _reservations(snapshot, view.listing, inner, left, low, symbols)
     if view.events_open:
         left = None if height is None else height - len(lines) - len(foot)
         lines += _events(snapshot, inner, left, low, symbols)
@@ -133,6 +149,16 @@ def _composed(
     else:
         lines += _no_processes(devices, view.listing, hidden, inner, symbols)
     return Page(_page(_fitted(lines, foot, height, fill=keys), width), start, max(rows, 1))
+
+
+def _reservations(
+    snapshot: Snapshot, listing: Listing, width: int, left: int | None, low: bool, symbols: Symbols
+) -> list[Line]:
+    """The reservations, in a third of the lines that are left; [] if that is too little for one."""
+    found, most = listing.reservations(snapshot.reservations), None if left is None else left // 3 - (not low)
+    shown = reservation_lines(found, snapshot.devices, width=width, most=most, symbols=symbols)
+    head_line = [heading("reservations", [], width, symbols)] if shown and not low else []
+    return [*head_line, *shown]
 
 
 def _events(snapshot: Snapshot, width: int, left: int | None, low: bool, symbols: Symbols) -> list[Line]:

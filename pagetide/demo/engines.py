@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from ..common.units import MIB
 from ..server.engine_client import Batch, EngineUnavailable, LoadFailed, RemoteEngine, RequestFailed
+from ..server.messages import Score
 
 SAMPLE_S = 0.1
 # Large tensors go back to the system when they are freed (glibc).
@@ -42,6 +43,7 @@ class DemoOutput:
     first_token_s: float = 0.0
     longest_gap_s: float = 0.0  # between two pieces of text
     ended_at: float | None = None
+    scores: list[Score] = field(default_factory=list)  # of its tokens, where the request asks for them
 
     @property
     def is_failed(self) -> bool:
@@ -119,6 +121,7 @@ class DemoEngine:
                 for piece in (piece for _, pieces in read for piece in pieces):
                     output.text += piece.text
                     output.token_ids += piece.token_ids
+                    output.scores += piece.scores or []
                     output.finish_reason = piece.finish_reason or output.finish_reason
             (end,) = await batch.whole()
         output.num_preemptions, output.first_token_s = end.num_preemptions, end.first_token_s or 0.0

@@ -42,6 +42,7 @@ PIECE_BYTES, PIECE_S = 16 * MIB, 0.05  # of the external process, less than the 
 KV_MIN, KV_MAX = 8 * MIB, 128 * MIB
 # More than two busy programs grow by at once, beyond what the broker sees in time
 HEADROOM = 48 * MIB
+CARD_HEADROOM = 256 * MIB  # on a card, where CUDA's contexts and libraries grow too
 RECALL_SHOWN_S = 1.0
 MOST_COLUMNS = 2000
 ONE_CORE = {"OMP_NUM_THREADS": "1"}
@@ -122,22 +123,28 @@ class DemoDevice:
     device: PrivateDevice
 
     def sample(self) -> DeviceSample:
-        """Measure the processes now."""
+        """Measure the processes now; on a card, where only leases tell them apart, all other memory is the external one's."""
         at_s = time.monotonic() - self.engines[0].began
         pids = [engine.pid for engine in self.engines]
         leases = {lease.pid: lease for lease in self.device.leases()}
         kv = tuple(leases[pid].held.get("kv", 0) if pid in leases else 0 for pid in pids)
+        recalling = tuple(pid in leases and leases[pid].state in ("recalling", "overdue") for pid in pids)
+        if self.device.card is not None:
+            held = [leases[pid].held_bytes if pid in leases else 0 for pid in pids]
+            outside = max(0, self.device.capacity_bytes - self.device.free_bytes() - sum(held))
+            programs = tuple(max(0, size - mapped) for size, mapped in zip(held, kv, strict=True))
+            return DeviceSample(at_s, programs, kv, outside, recalling)
         for _ in range(10):  # until no piece came between the readings: memory that moves would be counted twice
             outside = _resident(self.external.pid)
             other = tuple(max(0, _resident(pid) - mapped) for pid, mapped in zip(pids, kv, strict=True))
             if _resident(self.external.pid) == outside:
                 break
-        recalling = tuple(pid in leases and leases[pid].state in ("recalling", "overdue") for pid in pids)
         return DeviceSample(at_s, other, kv, outside, recalling)
 
     async def requests(self, traces: Sequence[Sequence[Arrival]], seed: int) -> list[list[DemoRequest]]:
         """The requests of each engine: pieces of the held-out text, as long as the arrivals say."""
         tokens = [token for text in passages() for token in (await self.roomy.call("tokenize", prompt=text))["tokens"]]
+        drawn = {"temperature": 0.8 if self.device.card is None else 0.0}  # on a card rounding decides between near draws
         found = []
         for number, trace in enumerate(traces):
             own_seed = seed + 100_000 * number
@@ -147,7 +154,7 @@ class DemoDevice:
                 [
                     DemoRequest(
                         tokens[start : start + one.prompt_tokens],
-                        {"max_new_tokens": one.output_tokens, "temperature": 0.8, "seed": own_seed + i, "ignore_eos": True},
+                        drawn | {"max_new_tokens": one.output_tokens, "seed": own_seed + i, "ignore_eos": True},
                         one.at_s,
                     )
                     for i, (one, start) in enumerate(zip(trace, starts, strict=True))
@@ -195,13 +202,19 @@ class DemoDevice:
 
 
 @contextlib.asynccontextmanager
-async def shared_device(kv_min: int, kv_max: int, contended: int, headroom: int) -> AsyncIterator[DemoDevice]:
-    """Both engines on a device that has so many bytes above their minimums. All processes end with the context."""
+async def shared_device(kv_min: int, kv_max: int, contended: int, headroom: int, on: str = "cpu") -> AsyncIterator[DemoDevice]:
+    """Both engines on a device that has so many bytes above their minimums, or on a card. All processes end with the context.
+
+    `on`: see `ExternalProcess`. Raises ValueError if there is no such device.
+    """
     async with contextlib.AsyncExitStack() as stack:
-        external = stack.enter_context(ExternalProcess())
-        roomy = await start_with_room()
+        external = stack.enter_context(ExternalProcess(on))
+        card = external.card
+        roomy = await start_with_room(device="cpu" if card is None else card.device)
         stack.push_async_callback(roomy.close)
         capacity = len(NAMES) * (roomy.stats["memory"]["base_bytes"] + kv_min) + contended + headroom
+        if card is not None:
+            capacity, headroom = card.total_bytes, CARD_HEADROOM
         device = stack.enter_context(PrivateDevice(capacity, headroom, external))
         engines = []
         for name in NAMES:  # one after the other: a model that loads needs more for a moment
@@ -213,7 +226,8 @@ async def shared_device(kv_min: int, kv_max: int, contended: int, headroom: int)
 def engine_options(device: PrivateDevice, kv_min: int, kv_max: int) -> tuple[dict[str, Any], dict[str, str]]:
     """The arguments of `AsyncLLM` and the environment of an engine on `device`."""
     options = {
-        "device": "cpu", "max_seqs": 128, "max_step_tokens": 512, "idle_s": 0.5, "kv_memory": {"min": kv_min, "max": kv_max},
+        "device": "cpu" if device.card is None else device.card.device,
+        "max_seqs": 128, "max_step_tokens": 512, "idle_s": 0.5, "kv_memory": {"min": kv_min, "max": kv_max},
     }  # fmt: skip
     return options, device.environ | ONE_CORE
 

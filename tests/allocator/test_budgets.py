@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,7 @@ class Machine:
         self.proc, self.cgroups = fake(folder, "0::/pod/engine\n", 1000)
         for path in (".", "pod", "pod/engine"):
             self.limit(path, "max")
-        self.source = HostSource(proc=self.proc, cgroups=self.cgroups, machine_id="m")
+        self.source = HostSource(proc=self.proc, cgroups=self.cgroups, machine_id="m", clock=itertools.count(0, 10**9).__next__)
         self.uuid = self.source.scan()[0].uuid
         table = bench.broker._table
         table._readings, table._rules = CgroupNumbers(self.source, bench), lambda info, capacity: Rules.of(capacity)

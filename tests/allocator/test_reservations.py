@@ -262,6 +262,45 @@ async def test_a_process_of_another_user_is_not_ones_own_to_name(bench: Bench, m
 
 
 @on_a_bench()
+async def test_a_command_ends_those_of_its_user_and_as_root_or_the_brokers_user_any(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pagetide.allocator import broker_connection
+
+    person = bench.client()
+    number = await held(person)
+    (connection,) = bench.broker._connections
+    connection.peer = broker_connection.Peer(connection.peer.pid, 4001)
+    other = bench.client()
+    await other.say()
+    (*_, stranger) = bench.broker._connections
+    monkeypatch.setattr(os, "geteuid", lambda: 4000)
+    ends = wire.EndReservationMessage(number)
+    await other.refused(
+        wire.EndReservationMessage(99), "there is no reservation #99; it may have ended. Those that there are: 'train"
+    )
+    stranger.peer = broker_connection.Peer(1, 4002)
+    await other.refused(ends, f"#{number}) cannot be ended by 4002; only 4001, root and 4000 may do that")
+    assert reserved_bytes(bench) == 300
+    for uid in (4001, 4000, 0):
+        stranger.peer = broker_connection.Peer(1, uid)
+        assert await other.say(ends) == [wire.DoneMessage()]
+        (ended,) = await person.hear()
+        assert isinstance(ended, wire.ReservationEndedMessage) and "has ended it" in ended.reason
+        ends = wire.EndReservationMessage(await held(person))
+
+
+@on_a_bench()
+async def test_the_queue_is_by_priority_and_then_by_time(bench: Bench) -> None:
+    await held(bench.client(), num_bytes=800)
+    for name, priority in (("a", 1), ("b", 0), ("c", 1)):
+        assert await bench.client().say(replace(ASKS, name=name, priority=priority)) == []
+        await bench.tick(0.1)
+    places = {use.name: use.place for use in reservation_module.reservation_uses(bench.broker.reservations())}
+    assert places == {"train.py": None, "a": 2, "b": 1, "c": 3}
+
+
+@on_a_bench()
 async def test_a_renewed_one_holds_at_once_only_while_a_successor_waits_for_those_that_return(bench: Bench) -> None:
     table = bench.broker._table
     bench.numbers.used = 300  # of its process
@@ -484,6 +523,9 @@ def test_the_life_of_a_reservation_over_http(service: ReservationService, path: 
     assert ok(service.answer("PATCH", one, {"size": 100}), 200)["held_bytes"] == 100
     assert ok(service.answer("DELETE", one, {}), 200) == {"id": made["id"], "state": "ended"}
     wait_until(lambda: BrokerClient(path).reservations() == (), "its end")
+    with Reservation.granted(path, DEVICE, 5) as elsewhere:
+        ok(service.answer("DELETE", f"/reservations/{elsewhere.reservation_id}", {}), 200)
+        wait_until(lambda: elsewhere.poll() or elsewhere.ended, "its end")
     for method in ("GET", "PATCH", "DELETE"):
         assert "may have ended" in ok(service.answer(method, one, {"size": 1}), 404)["error"]
 

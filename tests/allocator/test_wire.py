@@ -38,6 +38,7 @@ RECORDED = [
         '_ms":7200000,"wait_ms":60000,"pid":71,"renewed":false}'
     ),
     '{"type":"resize","num_bytes":31457280,"wait_ms":0}',
+    '{"type":"end_reservation","reservation_id":7}',
     '{"type":"list_reservations"}',
     '{"type":"release"}',
     '{"type":"welcome","protocol":5,"epoch":39528,"pid":55}',

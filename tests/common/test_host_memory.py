@@ -9,7 +9,15 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from kernel_files import fake, v1, v2, write
 
-from pagetide.common.host_memory import Cgroup, HostMemoryReading, free_host_bytes, host_memory, limiting_cgroup
+from pagetide.common.host_memory import (
+    LIMITS_S,
+    Cgroup,
+    HostMemoryReader,
+    HostMemoryReading,
+    free_host_bytes,
+    host_memory,
+    limiting_cgroup,
+)
 
 MIB = 1 << 20
 
@@ -50,6 +58,25 @@ def test_cgroup_v1_with_other_controllers_or_seen_as_the_root(tmp_path: Path) ->
     v1(cgroups / "memory", 8000, 3000, 500)
     assert host_memory(proc, cgroups) == HostMemoryReading(8000, 5500)
     assert limiting_cgroup(proc, cgroups) == Cgroup("/", cgroups / "memory")
+
+
+def test_repeated_reads_see_use_at_once_and_limits_a_little_later(tmp_path: Path) -> None:
+    proc, cgroups = fake(tmp_path, "0::/a\n")
+    now = [5.0]
+    repeated = HostMemoryReader(proc, cgroups, lambda: now[0])
+    assert repeated.read() == host_memory(proc, cgroups) == HostMemoryReading(1000 * 1024, 600 * 1024)
+    v2(cgroups / "a", "5000", 1000)
+    assert repeated.read().total_bytes == 1000 * 1024
+    now[0] += LIMITS_S
+    assert repeated.read() == HostMemoryReading(5000, 4000)
+    v2(cgroups / "a", "3000", 2500)
+    assert repeated.read() == HostMemoryReading(5000, 2500), "the limit of before, and the use of now"
+    now[0] += LIMITS_S
+    assert repeated.read() == host_memory(proc, cgroups) == HostMemoryReading(3000, 500)
+    (proc / "meminfo").write_text("MemTotal: 2 kB\nMemAvailable: 1 kB\n")
+    assert repeated.read() == HostMemoryReading(2048, 1024), "another machine's total is below the limit"
+    repeated.close()
+    repeated.close()
 
 
 def test_a_process_moved_to_another_cgroup_is_right_at_the_next_call(tmp_path: Path) -> None:

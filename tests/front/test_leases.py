@@ -133,7 +133,7 @@ def test_a_reservation_is_free_before_the_program_starts_and_its_status_is_told(
 
 
 def test_a_reservation_for_a_time_is_listed_and_ends_by_itself(device: Device) -> None:
-    assert device.done("reservations") == "no memory is reserved\n"
+    assert device.done("reservations") == " no memory is reserved\n"
     done = run("reserve", "100MiB", "--time", "100ms", "--name", "notebook", env=device.env)
     assert done.returncode == 0
     assert done.stdout == "100.00 MiB of host are reserved, for 0 s; Ctrl-C or the end of this process gives them back\n"
@@ -142,10 +142,15 @@ def test_a_reservation_for_a_time_is_listed_and_ends_by_itself(device: Device) -
     with Reservation.granted(device.directory / "broker.sock", uuid, 50 * MIB, name="train.py") as lease:
         (row,) = json.loads(device.done("reservations", "--json"))
         assert (row["name"], row["held_bytes"], row["state"], row["left_seconds"]) == ("train.py", 50 * MIB, "held", None)
-        named = f"#{lease.reservation_id} train.py (pid {row['pid']}, {row['user']})"
-        assert device.done("reservations") == f"{named} has 50.00 MiB of host until it ends\n"
+        for command in ("reservations", "leases", "--once"):
+            (shown,) = (line for line in device.done(command).splitlines() if "train.py" in line)
+            assert shown.split()[:4] == ["host", f"#{lease.reservation_id}", str(row["pid"]), "train.py"], shown
+            assert "50 / 50 MiB" in shown and shown.endswith("until it ends"), shown
         said = device.refused("reserve", "900MiB", "--wait", "10ms")
-    assert "'train.py'" in said and "guaranteed to 'tide'" in said
+        assert "'train.py'" in said and "guaranteed to 'tide'" in said
+        assert device.done("release", f"#{lease.reservation_id}") == f"reservation #{lease.reservation_id} has ended\n"
+        wait_until(lambda: lease.poll() or lease.ended, "its end")
+        assert lease.trouble is not None and lease.trouble.endswith("has ended it")
 
 
 def test_a_program_that_is_killed_or_cannot_start_has_the_shells_status(device: Device, tmp_path: Path) -> None:
@@ -185,6 +190,8 @@ def test_bad_input_is_a_sentence_and_status_2_and_changes_nothing(device: Device
             (("run", "--reserve", "1MiB", f"--wait={given}", "--", "true"), f"--wait: cannot read '{given}' as a time")
             for given in ("nan", "inf", "-1", "1 week")
         ),
+        (("release", "999"), "there is no reservation #999; it may have ended. Those that there are: none"),
+        (("release", "comfy"), "ID: 'comfy' is no number of a reservation; vram-monitor reservations lists them"),
         (("reserve", "much"), "SIZE: cannot read 'much'"),
         (("reserve", "1MiB", "--time", "soon"), "--time: cannot read 'soon' as a time"),
         (("reserve", "1MiB", "--time", "40d"), "at most 30 days, got 3,456,000 s"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import psutil
 import pytest
 from monitors import wait_until
 
+from pagetide import pressure
 from pagetide.allocator.lease import Lease
 from pagetide.common.units import MIB
 from pagetide.monitor.errors import MonitorFailed
@@ -33,6 +35,25 @@ def test_an_external_that_was_killed_is_told() -> None:
         psutil.Process(external.pid).kill()
         with pytest.raises(ChildProcessError, match="was killed by SIGKILL"):
             external.hold(MIB)
+
+
+def test_folders_of_devices_that_were_killed_are_removed_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not those that are in use, of which the monitor's end is a part, nor what is none."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder, users = pressure._locked_folder()
+    _, left_users = pressure._locked_folder()
+    left_users.close()  # by the kernel, where its processes are killed
+    others = [tmp_path / name for name in (pressure.FOLDERS + "file", pressure.FOLDERS + "empty", "other")]
+    others[0].touch()
+    others[1].mkdir()
+    others[2].mkdir()
+    pressure._remove_left()
+    assert sorted(tmp_path.iterdir()) == sorted([folder, *others])
+    users.close()
+    pressure._remove_left()
+    assert sorted(tmp_path.iterdir()) == sorted(others)
 
 
 def test_a_private_device_is_leased_out_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

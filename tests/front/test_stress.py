@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,10 +11,13 @@ from typing import Any
 
 import pytest
 
+from pagetide import scene
 from pagetide.common.units import MIB
-from pagetide.demo.engines import DemoOutput
+from pagetide.demo.engines import DemoOutput, DemoRequest
 from pagetide.demo.shared import DeviceSample
-from pagetide.stress import SHOWN_FAULTS, StressReport, StressRun, faults_of, growths, run_stress
+from pagetide.scene import LeaseWatch, Scene, Swing
+from pagetide.server.messages import Score
+from pagetide.stress import SHOWN_FAULTS, StressReport, faults_of, growths, run_stress, without_ties
 
 
 def output(tokens: list[int], reason: str = "length") -> DemoOutput:
@@ -32,18 +37,94 @@ def test_each_fault_is_named() -> None:
     ]
 
 
-def test_a_lease_that_is_exceeded_at_two_looks_is_named() -> None:
-    """Not one that is being recalled, nor one that is seen so once."""
-    kept: dict[str, Any] = {"state": "ok", "recall_target_bytes": None, "granted_bytes": 10 * MIB}
-    views = [SimpleNamespace(lease_id=i, name=f"engine {i}", held_bytes=10 * MIB, **kept) for i in range(3)]
-    shared: Any = SimpleNamespace(engines=[], device=SimpleNamespace(leases=lambda: views))
-    run = StressRun(shared, 0, None)  # type: ignore[arg-type]
-    for held in ((11, 11, 11), (10, 11, 11), (11, 11, 11)):
-        for view, size in zip(views, held, strict=True):
-            view.held_bytes = size * MIB
-        views[2].state = "recalling"
-        run.check_leases()
-    assert set(run.faults) == {f"engine 1 held {11 * MIB:,} bytes, and its lease granted {10 * MIB:,}"}
+def watched(views: Sequence[Any], card: object = None) -> Scene:
+    """A scene whose broker tells of these leases."""
+    device: Any = SimpleNamespace(leases=lambda: views, capacity_bytes=100 * MIB, card=card)
+    return Scene(device, [], 0)
+
+
+def test_what_must_not_be_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease that is exceeded, of this machine's memory as the kernel says, of a card by its record; and promises broken."""
+    kept: dict[str, Any] = {"state": "ok", "recall_target_bytes": None, "recall_age_ms": None, "granted_bytes": 20 * MIB}
+    views = [SimpleNamespace(pid=i, name=f"engine {i}", min_bytes=5 * MIB, held_bytes=20 * MIB, **kept) for i in range(3)]
+    resident = {0: 20 * MIB, 1: 27 * MIB, 2: 29 * MIB}
+    monkeypatch.setattr(scene, "resident_bytes", resident.get)
+    for card in (None, "a card"):
+        made = watched(views, card)
+        made.engines = {0: "engine 0", 1: "engine 1", 2: "engine 2", 9: "one without a lease"}
+        views[2].held_bytes = 29 * MIB
+        watch = LeaseWatch(made)
+        watch._began = 0.0
+        watch._look()
+        assert [fault.split(": ")[1] for fault in made.faults] == ["engine 2 held 29.00 MiB, and its lease granted 20.00 MiB"]
+        assert watch.worst == 9 * MIB
+    views[0].granted_bytes, views[1].granted_bytes = MIB, 95 * MIB
+    views[1].recall_target_bytes, views[1].state = 4 * MIB, "overdue"
+    made.faults.clear()
+    watch._views()
+    assert made.faults == [
+        "116.00 MiB are granted of a device of 100.00 MiB",
+        "engine 0 is granted less than its minimum",
+        "engine 1 is recalled below its minimum",
+    ]
+    assert watch.recalls == {(1, 4 * MIB)} and watch.overdue == {("engine 1", 4 * MIB)}
+    with watch.killing() as after_the_broker:
+        after_the_broker |= {0: 60 * MIB, 1: 60 * MIB}
+    assert made.faults[-1] == "120.00 MiB are held without a broker"
+
+
+class Held:
+    """An external process that a driver refuses what is above `most`."""
+
+    pid = -1
+
+    def __init__(self, most: int = 1 << 40) -> None:
+        self.held_bytes, self.most = 0, most
+
+    def hold(self, num_bytes: int) -> None:
+        self.held_bytes = num_bytes if num_bytes <= self.most else self.held_bytes
+
+
+def test_a_piece_that_does_not_come_is_named_and_a_swing_goes_up_and_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, external = watched([]), Held(80 * MIB)
+    made.externals = [external]  # type: ignore[list-item]
+    monkeypatch.setattr(made, "free_bytes", lambda: 100 * MIB - external.held_bytes)
+    assert made.take(external, 80 * MIB) and not made.take(external, 30 * MIB)  # type: ignore[arg-type]
+    assert made.take(external, 10 * MIB)  # type: ignore[arg-type]
+    assert made.faults == [
+        "30.00 MiB for an external process beside 80.00 MiB: 20.00 MiB were free after 0 s",
+        "the driver refused 10.00 MiB to an external process",
+    ]
+    clock, held = [0.0], set()
+
+    def wait(seconds: float) -> None:
+        clock[0] += max(seconds, 0.001)
+        held.add(external.held_bytes)
+
+    monkeypatch.setattr(scene, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(made, "_ended", SimpleNamespace(wait=wait, is_set=lambda: clock[0] > 500))
+    made.faults.clear()
+    external.hold(10 * MIB)
+    made.swing(200.0, 10 * MIB, 60 * MIB, Swing(8 * MIB, 0.1))
+    assert max(held) == 60 * MIB and 10 * MIB <= min(held) < 18 * MIB and made.faults == []
+    made.swing(1e9, 10 * MIB, 60 * MIB, Swing(8 * MIB, 0.1))
+    assert 500 < clock[0] < 510, "it was ended"
+
+
+def test_on_a_card_a_tie_is_no_fault() -> None:
+    """The tokens that the engine with room would take are told with their log-probabilities."""
+    likely = [(9, b"a", -0.5), (2, b"b", -0.5004), (7, b"c", -0.6)]
+
+    async def serve(requests: Sequence[DemoRequest]) -> list[DemoOutput]:
+        assert [(one.prompt, one.params["logprobs"]) for one in requests] == [([1, 1], 5)]
+        return [DemoOutput([1], scores=[Score.of(9, b"a", -0.5, 1, likely)])]
+
+    roomy: Any = SimpleNamespace(serve=serve)
+    right = [output([1, 2, 3]) for _ in range(4)]
+    ours = [output([1, 2, 3]), output([1, 9, 4]), output([1, 7, 3]), None]
+    found = asyncio.run(without_ties(roomy, ours, right))
+    assert found == [ours[0], right[1], ours[2], None]
+    assert [fault.split(": ")[0] for fault in faults_of("A", found, right)] == ["A, request 2", "A, request 3"]
 
 
 def test_growth_is_between_the_first_and_the_last_third() -> None:

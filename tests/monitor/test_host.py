@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import sys
@@ -105,7 +106,7 @@ def test_the_device_is_the_machine_or_the_cgroup_where_that_has_a_limit(tmp_path
     assert re.fullmatch(r"HOST-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", device.uuid)
     assert memory(source) == MemoryReading(1000 * 1024, 600 * 1024)
     proc, cgroups = machine(tmp_path / "limited", limit="9000")
-    source = opened(proc=proc, cgroups=cgroups)
+    source = opened(proc=proc, cgroups=cgroups, clock=itertools.count(0, 10**9).__next__)
     assert source.scan()[0].name == "host memory of cgroup /slice"
     assert memory(source) == MemoryReading(9000, 4100)
     (cgroups / "slice" / "memory.max").write_text("8000\n")  # a limit that changes is the same device's

@@ -43,6 +43,7 @@ from pagetide.monitor.snapshot import (
     DeviceMemory,
     LeaseUse,
     ProcessUse,
+    ReservationUse,
     Snapshot,
 )
 from pagetide.version import __version__
@@ -115,7 +116,8 @@ def rich_snapshot() -> Snapshot:
         max_bytes=60 * GIB, asked_bytes=50 * GIB, state="recalling", recall_target_bytes=30 * GIB, recall_age_seconds=0.25
     )
     counts = {"took": 4, "refused": 2, UNDELIVERED: 1}
-    return replace(snapshot_of(gpu, mig, host).with_leases([recalled]), event_counts=counts)
+    waits = ReservationUse(7, "train", 400, "bob", "GPU-a", "waiting", 2 * GIB, 6 * GIB, 0, 1, 40.5, 60.0)
+    return replace(snapshot_of(gpu, mig, host).with_leases([recalled], [waits]), event_counts=counts)
 
 
 class Answer(NamedTuple):
@@ -202,6 +204,9 @@ def test_the_page_says_exactly_what_the_snapshot_says(world: World) -> None:
         "vram_poll_failures_total": (3, 7, 0),
     }
     lease = gpu | {"pid": "100", "engine": "chat"}
+    waits = gpu | {"id": "7", "pid": "400", "name": "train", "user": "bob"}
+    reserved = {"held_bytes": 2 * GIB, "wanted_bytes": 6 * GIB, "left_seconds": 60}
+    reserved |= {"waiting_seconds": 40.5, "queue_place": 1}
     owners = (("container", "4f" * 6, 40), ("user", "ann", 40))
     amounts = {"min": 10, "max": 60, "granted": 44, "spare": 2, "asked": 50, "recall_target": 30}
     held, states = {"weights": 15, "kv": 22, "other": 3}, ("ok", "recalling", "overdue", "reaping")
@@ -222,6 +227,7 @@ def test_the_page_says_exactly_what_the_snapshot_says(world: World) -> None:
         **{series("vram_lease_held_bytes", **lease | {"class": name}): gib * GIB for name, gib in held.items()},
         series("vram_lease_recall_age_seconds", **lease): 0.25,
         **{series("vram_lease_state", **lease, state=state): float(state == "recalling") for state in states},
+        **{series(f"vram_reservation_{name}", **waits): value for name, value in reserved.items()},
         series("vram_process_idle_seconds", **gpu, pid="100"): 12.5,
         **{series("vram_owner_used_bytes", **gpu, kind=kind, owner=owner): gib * GIB for kind, owner, gib in owners},
         **{series("vram_events_total", kind=kind): {"took": 4, "refused": 2}.get(kind, 0) for kind in KINDS},
@@ -390,7 +396,7 @@ def test_the_documented_table_is_the_page_and_follows_the_conventions(world: Wor
     world.snapshot = rich_snapshot()
     families = list(parse_text(get(world.port).text))
     assert documented == {one.name: (kind.type, frozenset(one.labels)) for kind in families for one in kind.samples}
-    units = ("bytes", "seconds", "ratio", "celsius", "watts", "bytes_per_second", "info", "up", "stale", "state")
+    units = ("bytes", "seconds", "ratio", "celsius", "watts", "bytes_per_second", "info", "up", "stale", "state", "place")
     for metric in METRICS:
         assert re.fullmatch(r"vram(_[a-z]+)+", metric.name)
         assert metric.name.endswith("_total" if metric.type == "counter" else units), metric.name

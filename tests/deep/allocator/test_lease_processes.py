@@ -13,6 +13,7 @@ from monitors import MonitorProcess, wait_until
 
 from pagetide.allocator import wire
 from pagetide.allocator.broker_client import BrokerClient
+from pagetide.pressure import ExternalProcess
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="leases need Linux")
 MIB = 1 << 20
@@ -39,13 +40,13 @@ def held_by(*engines: Process) -> int:
 
 def test_an_external_is_made_room_for_and_a_killed_engines_memory_goes_to_the_others(folder: Path) -> None:
     path = folder / "run" / "broker.sock"
-    with processes() as start, monitor(folder, str((external := start("external").start()).pid)):
+    with processes() as start, ExternalProcess() as external, monitor(folder, str(external.pid)):
         a, b = (engine_process(start, path, name) for name in "ab")
         for engine in (a, b):
             engine.start().tell(f"ask {480 * MIB}")
         wait_until(lambda: held_by(a, b) > CAPACITY - HEADROOM - 120 * MIB, "both to fill the device")
         for taken in (40, 80, 120, 160):
-            external.tell(str(taken))
+            external.hold(taken * MIB)
             wait_until(
                 lambda taken=taken: sum(resident_bytes(e.pid) for e in (a, b, external)) <= CAPACITY - HEADROOM,
                 f"room after {taken} MiB",

@@ -112,13 +112,14 @@ def test_an_engine_beside_an_external(bench: Bench) -> None:
     assert isinstance(failures, Figure) and failures.value == 0
 
 
-def test_engines_in_host_memory_under_pressure(bench: Bench) -> None:
+def test_engines_under_pressure(bench: Bench) -> None:
     short = of_part("stress", dataclasses.replace(bench, ends_at=time.monotonic() + 20))
     assert isinstance(short[BOUNDS["faults"].name], Unmeasured) and len(short) == 1, "it would not end in time"
     items = of_part("stress", dataclasses.replace(bench, memory_s=5.0))
     faults, note = items[BOUNDS["faults"].name], items["stress"]
     assert isinstance(faults, Figure) and faults.value == 0, items
-    assert isinstance(note, Note) and note.lines[0].startswith("5 s: ") and len(note.lines) == 1
+    assert isinstance(note, Note) and note.lines[0].startswith("5 s: ") and len(note.lines) == 2
+    assert note.lines[1].endswith("on host memory")
     assert "... between two tokens of a request, at most" in items
 
 

@@ -104,7 +104,7 @@ def test_memory_is_kept_for_a_time_until_a_signal_and_over_the_monitors_end(moni
         started.send_signal(number)
         assert started.wait(60) == (0 if number != signal.SIGKILL else -signal.SIGKILL)
         shown = lambda: run("reservations", env=env_of(monitored)).stdout  # noqa: E731
-        wait_until(lambda: shown() == "no memory is reserved\n", "its end")
+        wait_until(lambda: shown() == " no memory is reserved\n", "its end")
     finally:
         started.kill()
         started.communicate(timeout=60)

@@ -29,6 +29,7 @@ from snapshots import (
     sample_device,
     sample_lease,
     sample_leases,
+    sample_reservations,
     sample_snapshot,
     snapshot_of,
     stale,
@@ -195,6 +196,25 @@ def test_leases_name_processes_and_are_told_to_be_unknown() -> None:
     unknown = replace(sample_snapshot(1), leases_error="the broker at /run/x did not answer in time")
     said = "leases are not known: the broker at /run/x did not answer in time"
     assert line_with(page(unknown, 100), said) and line_with(page(unknown, 100, 30), said)
+
+
+def test_reservations_are_a_table_of_their_own_filtered_and_counted_where_room_is_short() -> None:
+    snapshot = sample_snapshot(1).with_leases([], sample_reservations(20))
+    lines = page(snapshot, 120)
+    assert "reservations" in lines[lines.index(line_with(lines, "HELD / WANTED")) - 1]
+    assert line_with(lines, "#1 ", "ada", "8.0 / 8.0 GiB", "for 2 h more")
+    assert line_with(lines, "0  #2", "train.py", "2.0 / 6.0 GiB", "waits as number 2 since 40 s, priority 5")
+    assert "RESERVATION" not in "\n".join(page(sample_snapshot(1), 120))
+    for height in (24, 30, 60):
+        lines = page(snapshot, 120, height)
+        named = sum(re.search(r"  #\d+  50", line) is not None for line in lines)
+        assert named == 20 or line_with(lines, f"{20 - named} more with"), height
+    assert len(Listing(text="TRAIN").reservations(snapshot.reservations)) == 10
+    assert json.loads(to_json(snapshot))["reservations"][0] == {
+        "id": 1, "name": "comfy", "pid": 501, "user": "ada", "device_uuid": snapshot.devices[0].info.uuid, "state": "held",
+        "held_bytes": 8 * GIB, "wanted_bytes": 8 * GIB, "priority": 0, "place": None, "waiting_seconds": None,
+        "left_seconds": 7500.0,
+    }  # fmt: skip
 
 
 def test_processes_come_in_order_and_the_unknown_last() -> None:
@@ -540,7 +560,7 @@ def test_it_has_the_keys_that_are_promised_on_one_line_unless_it_is_to_be_read()
     assert json.loads(to_json(sample_snapshot(2), indent=1)) == json.loads(to_json(sample_snapshot(2)))
     told = json.loads(to_json(replace(sample_snapshot(1), unix_seconds=1_795_000_000.25)))
     assert told["time"] == 1_795_000_000.25 and json.loads(to_json(sample_snapshot(1)))["time"] is None
-    assert list(told) == ["time", "source", "monitor_pid", "devices", "leases", "leases_error"]
+    assert list(told) == ["time", "source", "monitor_pid", "devices", "leases", "leases_error", "reservations"]
     assert (told["source"], told["monitor_pid"]) == ("nvml+host", 4242)
     device = told["devices"][0]
     assert list(device) == [
@@ -561,7 +581,7 @@ def test_it_has_the_keys_that_are_promised_on_one_line_unless_it_is_to_be_read()
 
 def test_leases_that_are_not_known_are_null_and_not_none() -> None:
     told = json.loads(to_json(replace(sample_snapshot(1), leases_error="the broker did not answer")))
-    assert (told["leases"], told["leases_error"]) == (None, "the broker did not answer")
+    assert (told["leases"], told["leases_error"], told["reservations"]) == (None, "the broker did not answer", None)
     assert json.loads(to_json(sample_snapshot(1)))["leases_error"] is None
     known = replace(sample_snapshot(1), leases_error="the broker did not answer").with_leases([])
     assert json.loads(to_json(known))["leases"] == json.loads(to_json(sample_snapshot(1)))["leases"] == []
