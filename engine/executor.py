@@ -10,11 +10,14 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from .. import native
 from ..allocator.arena import Arena
 from ..allocator.cuda_arena import CudaArena
 from ..allocator.errors import DriverUnavailable
@@ -42,6 +45,7 @@ from .layers.fusion import fuse
 from .layers.kernels import kernels_on
 from .layers.linears import rows_as_they_are
 from .layers.onednn import bound_primitives
+from .layers.torch_linears import TorchLinear
 from .loading.checkpoint import Checkpoint
 from .loading.division import Division
 from .loading.loader import load_model, load_tokenizer
@@ -49,6 +53,7 @@ from .loading.probe import probe, random_tokens
 from .loading.quantized_kv_check import TOKENS, calibration_tokens, check_quantized_kv
 from .memory.engine_memory import READY_LIMIT_BYTES
 from .memory.memory_plan import MemoryPlan
+from .process.cpu_threads import one_thread
 from .process.log_suppression import quiet_transformers
 from .process.memory_usage import trim
 from .sampling.follower import TokenFollower
@@ -92,14 +97,19 @@ def load_checked(
     tokenizer = load_tokenizer(config.model)
     how: dict[str, Any] = {} if division is None else {"division": division, "group": group}
     early = check if config.quantization is not None else None  # before weights are rounded, which would hide a fault
-    model = load_model(checkpoint, device, dtype, quantization=config.quantization, pack=True, check=early, **how)
-    with rows_as_they_are():
+    # With native kernels all of torch's operators are small here, unless it quantizes.
+    small = config.quantization is None and device.type == "cpu" and native.instructions() is not None
+    threads: Any = partial(one_thread, torch.ops.pagetide.set_threads.default) if small else nullcontext
+    with threads():
+        model = load_model(checkpoint, device, dtype, quantization=config.quantization, pack=True, check=early, **how)
+    with rows_as_they_are(), threads():
         tokens = random_tokens(checkpoint.config, _TRIAL_TOKENS).to(device)
         kernels = None if "triton" in faults else kernels_on(device)
         if kernels is not None and checkpoint.spec.loaded is not None and kernels.merges_plain:
             kernels = kernels._replace(merges_plain=False)  # the weights stay in the caller's model, too
         computes = fuse(model, tokens, kernels).computes
-        if device.type == "cpu" and not computes and config.quantization is None:
+        packed = device.type == "cpu" or any(isinstance(one, TorchLinear) for one in model.modules())
+        if packed and not computes and config.quantization is None:
             log.warning("linear layers of %s are not packed: the model does not compute with packed ones", plan.model)
             del model
             model = load_model(checkpoint, device, dtype, **how)

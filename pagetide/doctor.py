@@ -148,6 +148,8 @@ def _quantized(found: dict[str, Any]) -> Iterator[str]:
     yield _row("quantized", f"{formats}: on the CPU multiplied as they are, by {found['instructions']}")
     times = ", ".join(f"{form} {ms:.2g} ms" for form, ms in of_a_row.items())
     yield _row("", f"one row times {found['size']} by {found['size']} weights, measured now: {times}")
+    rates = ", ".join(f"{form} {rate / 1e9:.3g}" for form, rate in found["bytes_per_s"].items())
+    yield _row("", f"GB/s of weights out of memory, which pagetide plan estimates by: {rates}")
 
 
 def _host(report: dict[str, Any]) -> Iterator[str]:

@@ -425,10 +425,14 @@ def torch_report(problems: list[Problem], has_driver: bool) -> dict[str, Any] | 
             kernels[name] = {"loads": False, "error": f"{type(error).__name__}: {error}"}
             if torch["sees_cuda"] and not isinstance(error, ImportError):
                 problems.append(Problem("attention", f"{name} is installed and fails: {error}", BACKENDS[name].install or ""))
-    from .engine.layers.quantized_linears import product_ms
+    from .engine.layers.quantized_linears import product_ms, product_rates
     from .engine.loading.weight_files import READ_METHODS
+    from .engine.memory.decode_rate import record
     from .native import instructions
 
     quantized: dict[str, Any] = {"formats": list(READ_METHODS), "instructions": instructions(), "size": _PRODUCT}
     quantized["product_ms"] = product_ms(_PRODUCT)
+    quantized["bytes_per_s"] = rates = product_rates(_PRODUCT)
+    if rates:
+        record(rates)
     return torch | {"attention": kernels, "quantized": quantized}

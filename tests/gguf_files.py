@@ -22,6 +22,7 @@ from pagetide.engine import demo_model
 
 TYPES = {
     "F32": (0, 1, 4), "F16": (1, 1, 2), "BF16": (30, 1, 2), "Q4_0": (2, 32, 18), "Q5_0": (6, 32, 22), "Q8_0": (8, 32, 34),
+    "Q4_1": (3, 32, 20), "Q5_1": (7, 32, 24),
     "Q4_K": (12, 256, 144), "Q5_K": (13, 256, 176), "Q6_K": (14, 256, 210), "MXFP4": (39, 32, 17),
 }  # fmt: skip
 ARCHITECTURES = {
@@ -74,6 +75,15 @@ def quantize(weight: np.ndarray, kind: str) -> np.ndarray:
             if kind == "Q5_0":
                 for j in range(32):
                     out[:, 2 + j // 8] |= ((q[:, j] >> 4) << j % 8).astype(np.uint8)
+    elif kind in ("Q4_1", "Q5_1"):
+        top, least = {"Q4_1": 15, "Q5_1": 31}[kind], x.min(1, keepdims=True).astype(np.float16)
+        d = ((x.max(1, keepdims=True) - least) / top + 1e-9).astype(np.float16)
+        q = np.clip(np.round((x - least) / np.where(d == 0, 1, d).astype(np.float32)), 0, top).astype(np.int32)
+        out[:, :2], out[:, 2:4] = d.view(np.uint8), least.view(np.uint8)
+        for j in range(16):
+            out[:, num_bytes - 16 + j] = (q[:, j] & 15) | (q[:, j + 16] & 15) << 4
+        for j in range(32 if kind == "Q5_1" else 0):
+            out[:, 4 + j // 8] |= ((q[:, j] >> 4) << j % 8).astype(np.uint8)
     elif kind == "MXFP4":
         exponent = np.floor(np.log2(most[:, 0])).astype(np.int32) - 2
         q = np.abs((x / np.exp2(exponent)[:, None])[..., None] - _E2M1).argmin(-1)
@@ -146,6 +156,10 @@ def dequantize(data: np.ndarray, kind: str) -> np.ndarray:
                     y[:, i] = half(0) * ((q | (b[:, 2 + i // 8] >> i % 8 & 1) << 4) - 16)
                 else:
                     y[:, i] = _E2M1[q] * np.exp2(b[:, 0] - 127.0)
+            case "Q4_1" | "Q5_1":
+                q = b[:, num_bytes - 16 + i % 16] >> 4 * (i // 16) & 15
+                q |= (b[:, 4 + i // 8] >> i % 8 & 1) << 4 if kind == "Q5_1" else 0
+                y[:, i] = half(0) * q + half(2)
             case "Q6_K":
                 part, at = divmod(i % 128, 32)
                 low = b[:, 64 * (i // 128) + at + 32 * (part % 2)] >> 4 * (part // 2) & 15

@@ -3,9 +3,10 @@
     python tests/sanitized_kernels.py [FOLDER]
 
 Builds the library once more, into FOLDER (default build/sanitized), and runs the tests of kernels with it, for all instruction
-sets of this processor, up to the first fault. Python itself has no sanitisers, so the library of the address sanitiser is
-loaded before everything else. Leaks are not looked for: torch and Python keep memory until the end. Needs GCC with its
-sanitisers, and skips the tests without.
+sets of this processor, and those of everything that packs weights for them: quantized at load, read from checkpoints in every
+form, decoded from GGUF files, experts. It ends at the first fault. Python itself has no sanitisers, so the library of the
+address sanitiser is loaded before everything else. Leaks are not looked for: torch and Python keep memory until the end. Needs
+GCC with its sanitisers, and skips the tests without.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ KERNEL_TESTS = [
     for folder in ("tests/native", "tests/deep/native")
     for file in sorted((REPOSITORY / folder).glob("test_*.py"))
     if file.name not in WITHOUT_KERNELS
+]
+PACKING_TESTS = [
+    str(REPOSITORY / "tests/engine" / file)
+    for file in ("layers/test_quantized_linears.py", "loading/gguf/test_weights.py", "loading/test_stored_model.py")
 ]
 BUILD = REPOSITORY / "native" / "build.py"
 
@@ -65,7 +70,18 @@ def main(folder: Path) -> int:
     library.parent.mkdir(parents=True, exist_ok=True)
     build.build(library, sanitize=True)
     # A sanitiser ends the process at the first fault: its message must not lie in a file of pytest's then.
-    tests = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--capture=sys", *KERNEL_TESTS]
+    tests = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--capture=sys",
+        *KERNEL_TESTS,
+        *PACKING_TESTS,
+    ]
     return subprocess.run(tests, cwd=REPOSITORY, env=environment(library, preloaded)).returncode
 
 

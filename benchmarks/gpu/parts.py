@@ -205,6 +205,7 @@ SPECS = (  # by value: where the time is short, the last ones are left out
     Spec("recall", "benchmarks.gpu.recall", 70, ("bandwidth",)),
     Spec("swap", "benchmarks.gpu.swap", 45, ("bandwidth",)),
     Spec("memory", "benchmarks.gpu.memory", 75),
+    Spec("quantized", "benchmarks.gpu.quantized", 40),
     Spec("stress", "benchmarks.gpu.stress", 75),
 )
 BY_NAME = {spec.name: spec for spec in SPECS}

@@ -171,7 +171,8 @@ class ModelRunner:
             geometry.extent_bytes,
             self._stream is None,
         )
-        self._threads = CpuThreads(set_native=torch.ops.pagetide.set_threads.default if is_native(model) else None)
+        native = self._device.type == "cpu" and is_native(model)
+        self._threads = CpuThreads(set_native=torch.ops.pagetide.set_threads.default if native else None)
         self._lockstep = Lockstep(group)
         self._block_size = geometry.block_size
         self._max_tokens = max_tokens

@@ -55,14 +55,15 @@ class QuantizedWeight:
     form: WeightForm
     values: torch.Tensor  # int8 [n, k]: integers; for fp8 the bits, for fp4 the bits less 8
     # [ceil(k / group), n], or [n] if group is 0; float32, bfloat16, float16, or uint8 e for 2^(e - 127). With factors int8, or
-    # uint8 [SIX_BIT_BYTES * k / SUPER_GROUP, n]: scales and minimums of groups of 32, as Q4_K has them, for values from 0 on,
-    # which int4 has less 8.
+    # uint8 [SIX_BIT_BYTES * k / SUPER_GROUP, n]: scales and minimums of groups of 32, as Q4_K has them. With minimums values
+    # are from 0 on, which int4 has less 8.
     scales: torch.Tensor
     in_scales: torch.Tensor | None = None  # float32 [k]
     group: int = 0
     zeros: torch.Tensor | None = None  # int8, as scales: subtracted from the values
     order: torch.Tensor | None = None  # int32 [k]: the input that each column of the values multiplies; None: in order
-    # float16 [ceil(k / SUPER_GROUP), n]; of scales of six bits two rows each, of scales and of minimums
+    # float16 [ceil(k / SUPER_GROUP), n]; of scales of six bits two rows each, of scales and of minimums; beside scales in
+    # float16 the minimums, as scales
     factors: torch.Tensor | None = None
 
     def dequantized(self) -> torch.Tensor:
@@ -88,23 +89,47 @@ class QuantizedWeight:
 
     def outputs(self, begin: int, end: int) -> QuantizedWeight:
         """These outputs alone."""
-        zeros = None if self.zeros is None else self.zeros[..., begin:end]
-        return replace(self, values=self.values[begin:end], scales=self.scales[..., begin:end], zeros=zeros)
+        zeros, factors = (None if one is None else one[..., begin:end] for one in (self.zeros, self.factors))
+        return replace(self, values=self.values[begin:end], scales=self.scales[..., begin:end], zeros=zeros, factors=factors)
 
     def inputs(self, begin: int, end: int) -> QuantizedWeight:
-        """These inputs alone, which are whole groups. Raises ValueError if groups have inputs from everywhere."""
+        """These inputs alone, whole groups of scales and factors. Raises ValueError if groups have inputs from everywhere."""
         if self.order is not None:
             raise ValueError("its inputs are grouped out of order (act-order)")
-        scales, zeros = self.scales, self.zeros
-        if self.group:
-            groups = slice(begin // self.group, -(-end // self.group))
-            scales, zeros = scales[groups], None if zeros is None else zeros[groups]
-        return replace(self, values=self.values[:, begin:end].contiguous(), scales=scales, zeros=zeros)
+        if not self.group:
+            return replace(self, values=self.values[:, begin:end].contiguous())
+
+        def part(numbers: torch.Tensor | None, inputs: int = self.group, rows: int = 1) -> torch.Tensor | None:
+            """Of numbers of which `rows` are of `inputs`."""
+            return None if numbers is None else numbers[begin // inputs * rows : -(-end // inputs) * rows]
+
+        scales, factors = part(self.scales), part(self.factors)
+        if self.factors is not None and not self.scales.is_floating_point():
+            factors = part(self.factors, SUPER_GROUP, 2 if self.has_minimums else 1)
+            scales = part(self.scales, SUPER_GROUP, SIX_BIT_BYTES) if self.has_minimums else scales
+        assert scales is not None
+        values, zeros = self.values[:, begin:end].contiguous(), part(self.zeros)
+        return replace(self, values=values, scales=scales, zeros=zeros, factors=factors)
+
+    @property
+    def has_minimums(self) -> bool:
+        """Whether something is subtracted from scaled values, group by group."""
+        return self.factors is not None and self.scales.dtype != torch.int8
+
+    def affine(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """float32 [groups, n] each, or [n] without groups: what a value is multiplied by, and what is added to that."""
+        scales, minimums = self._scales()
+        added = torch.zeros_like(scales) if self.zeros is None else self.zeros.float() * -scales
+        if minimums is not None:
+            added = (8 * scales if self.form == "int4" else added) - minimums
+        return scales, added
 
     def _scales(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """float32, as `_spread` takes them: the scales, and what is subtracted from scaled weights."""
         if self.factors is None:
             return self.scales.float() if self.scales.is_floating_point() else _powers(self.scales), None
+        if self.scales.is_floating_point():
+            return self.scales.float(), self.factors.float()
         if self.scales.dtype == torch.int8:
             of_groups = self.factors.float().repeat_interleave(SUPER_GROUP // self.group, 0)[: len(self.scales)]
             return self.scales.float() * of_groups, None

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from .quantization import Method, QuantizedWeight, choose, quantize
 log = logging.getLogger(__name__)
 
 _RUNS = 8
+_BEYOND_CACHES = 1 << 27  # bytes of weights: more than the caches of most processors hold
 NUM_TOKENS = (2, 64)  # sequences, tokens of each
 
 
@@ -112,8 +114,35 @@ def product_ms(size: int) -> dict[str, float]:
 
     Four-bit forms as most are published. Nothing without native kernels.
     """
+    return {form: 1000 * least for form, (least, _) in _measured(size, 0).items()}
+
+
+def product_rates(size: int, num_bytes: int = _BEYOND_CACHES) -> dict[str, float]:
+    """Bytes per second at which such products read weights out of memory: of at least `num_bytes`, which take turns."""
+    return {form: read / least for form, (least, read) in _measured(size, num_bytes).items()}
+
+
+def _measured(size: int, num_bytes: int) -> dict[str, tuple[float, int]]:
+    """(seconds, bytes) of products of one row with weights of at least `num_bytes`, at least one, by their form."""
     if instructions() is None:
         return {}
+    x, found = torch.ones((1, size), dtype=torch.bfloat16), dict[str, tuple[float, int]]()
+    with torch.inference_mode():
+        for form, weight in _samples(size).items():
+            rows = x.float() if form == "float32" else x
+            copies = [replace(weight, packed=weight.packed.clone()) for _ in range(-(-num_bytes // weight.num_bytes) or 1)]
+            least = math.inf
+            for _ in range(_RUNS):
+                began = time.perf_counter()
+                for copy in copies:
+                    copy.product(rows, None)
+                least = min(least, time.perf_counter() - began)
+            found[form] = least, weight.num_bytes * len(copies)
+    return found
+
+
+def _samples(size: int) -> dict[str, PackedWeight]:
+    """A weight of each form."""
     bits = torch.randint(-8, 8, (size, size), dtype=torch.int8)
 
     def packed(form: WeightForm, group: int, scale: torch.Tensor, zeros: bool = False) -> PackedWeight:
@@ -122,22 +151,18 @@ def product_ms(size: int) -> dict[str, float]:
         points = torch.zeros_like(scales).char() if zeros else None
         return pack(QuantizedWeight(form, values, scales, group=group, zeros=points))
 
+    def plain(dtype: torch.dtype) -> PackedWeight:
+        return NativeLinear.of(nn.Linear(size, size, bias=False, dtype=dtype)).packed
+
     half, power = torch.tensor(0.01, dtype=torch.bfloat16), torch.tensor(120, dtype=torch.uint8)
-    weights = {
-        "bfloat16": NativeLinear.of(nn.Linear(size, size, bias=False, dtype=torch.bfloat16)).packed,
+    return {
+        "float32": plain(torch.float32),
+        "bfloat16": plain(torch.bfloat16),
         "int8": packed("int8", 0, half),
         "int4": packed("int4", 128, half, zeros=True),
         "fp8": packed("fp8", 128, half),
         "fp4": packed("fp4", 32, power),
     }
-    x, least = torch.ones((1, size), dtype=torch.bfloat16), dict.fromkeys(weights, math.inf)
-    with torch.inference_mode():
-        for _ in range(_RUNS):
-            for form, weight in weights.items():
-                began = time.perf_counter()
-                weight.product(x, None)
-                least[form] = min(least[form], 1000 * (time.perf_counter() - began))
-    return least
 
 
 def check_native(quantization: Quantization, device: torch.device) -> None:

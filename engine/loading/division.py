@@ -133,12 +133,7 @@ class Division:
 
         Raises UnsupportedModel if its parts cannot be divided so that each shard computes what it should.
         """
-        if checkpoint.weights.gguf:
-            raise UnsupportedModel(
-                f"{checkpoint.spec.name} cannot be divided over {size} shards: parts of GGUF files are not read; take the "
-                "model in safetensors form"
-            )
-        if not checkpoint.weights.safetensors:
+        if not checkpoint.weights.safetensors and not checkpoint.weights.gguf:
             raise UnsupportedModel(
                 f"{checkpoint.spec.name} cannot be divided over {size} shards: its weights are pickled, and parts of such "
                 "a file cannot be read; save it as safetensors, by save_pretrained()"
@@ -148,7 +143,7 @@ class Division:
                 f"{checkpoint.spec.name} cannot be divided over {size} shards: its weights are stored in a quantized form that "
                 "only a library reads; take the checkpoint it was made of, with quantization='int8' if need be"
             )
-        model, unit = meta_model(checkpoint), math.lcm(1, *(one.group or 1 for one in checkpoint.stored.values()))
+        model, unit = meta_model(checkpoint), math.lcm(1, *(one.inputs_together for one in checkpoint.stored.values()))
         stored = stored_names(model, [tensor.name for tensor in checkpoint.tensors])
         division = replace(_Divider(model, size, layers, checkpoint.spec.name, unit).divide(), stored=stored)
         for rank in range(size):
@@ -272,13 +267,21 @@ class _Divider:
                 self.mlp_layer(name, module)
         self.pair_up()
         if not self.cuts:
-            raise self.refusal("transformers' plan for it divides none of its layers")
+            raise self.refusal(
+                "transformers' plan for it divides none of its layers"
+                + (", only sets of whole experts, and these are not divided here" if self.has_expert_plan else "")
+            )
         embedding, head = self.vocabulary()
         parameters = {name: (one.numel(), one.itemsize, one.is_floating_point()) for name, one in self.model.named_parameters()}
         return Division(
             self.size, self.cuts, tuple(self.reduced), embedding, head, tuple(self.kv_heads), self.kv_groups, whole,
             parameters, self.unit, {},
         )  # fmt: skip
+
+    @property
+    def has_expert_plan(self) -> bool:
+        """Whether transformers has a plan by which each device has some of the experts (gpt-oss)."""
+        return bool(getattr(self.model.config.get_text_config(decoder=True), "base_model_ep_plan", None))
 
     def style(self, name: str) -> str | None:
         """The plan's style for a module or parameter."""

@@ -22,6 +22,7 @@ from ..attention.latent import keep_projections
 from ..collectives.group import ALONE, ShardGroup
 from ..errors import Attempt, CheckpointError, DeviceNotFound, EngineError, NotEnoughMemory, UnsupportedModel, format_error
 from ..layers import Quantization
+from ..layers.torch_linears import has_kernels
 from ..process.cpu_threads import mend_threads_of_a_fork
 from ..process.log_suppression import quiet_transformers
 from ..text.tokenizer_bounds import is_panic
@@ -35,7 +36,7 @@ from .models import DTYPES, TOKENIZER_FILES, ModelSpec, check_device, check_dtyp
 from .packed_model import give_back_unused, pack_model, stored_dtype
 from .quantized_model import quantize_model, quantized_bytes, refuse_quantized
 from .slices import divide_modules, slices_of
-from .stored_model import StoredModel, one_by_one, packs_stored, stored_sizes
+from .stored_model import StoredModel, one_by_one, stored_sizes
 from .text_model import auto_class, making_models, within
 from .tokenizer_trial import try_tokenizer
 from .weight_files import shorten
@@ -73,7 +74,8 @@ def choose_dtype(dtype: str | torch.dtype, checkpoint: Checkpoint, device: torch
     """The type of weights and KV cache. Raises ConfigError for an unknown one.
 
     "auto" is the checkpoint's own type, except that float16 becomes float32 on a CPU (where float16 is slow and
-    overflows in sums), and that an unsupported type (float64, 8-bit floats) becomes float32.
+    overflows in sums) and, of quantized checkpoints, bfloat16 on a GPU with kernels for them, and that an unsupported type
+    (float64, 8-bit floats) becomes float32.
     """
     name = check_dtype(dtype)
     if name == "auto":
@@ -81,6 +83,9 @@ def choose_dtype(dtype: str | torch.dtype, checkpoint: Checkpoint, device: torch
         if name == "float16" and device.type == "cpu":
             name = "float32"
             log.info("%s: float16 weights run as float32 on a CPU", checkpoint.spec.name)
+        if name == "float16" and checkpoint.stored and has_kernels(device):
+            name = "bfloat16"
+            log.info("%s runs as bfloat16: torch's kernels for quantized weights take rows of that type", checkpoint.spec.name)
     chosen: torch.dtype = getattr(torch, name)
     return chosen
 
@@ -171,7 +176,8 @@ def load_model(
 
     Args:
         pack: On a CPU, pack the linear layers (`linears`). Weights are converted and packed one by one, and the pages of
-            their files are given back, so that little more is held than stays.
+            their files are given back, so that little more is held than stays. On CUDA, keep quantized weights so where torch
+            has kernels for them.
         division: Read only the part of this shard, and let the shards of `group` compute together.
         check: Called with the model before it is quantized, in the checkpoint's type, and packed.
 
@@ -187,7 +193,7 @@ def load_model(
         stored = None
         if (checkpoint.stored or checkpoint.weights.gguf) and quantization is None:
             _refuse_other_sizes(checkpoint, meta_model(checkpoint, dtype))
-            stored = StoredModel(checkpoint, dtype, pack=packs and packs_stored(device), part=part)
+            stored = StoredModel(checkpoint, dtype, device=device if pack else None, part=part)
             stored.warn()
         module, packed = _read_stored(checkpoint, device, dtype, quantization, packs, part, stored)
         if checkpoint.caches_latents:
@@ -269,7 +275,7 @@ def _read(
     """The model from the checkpoint's files, on the host; or a shard's part of it; or all but what `stored` packs."""
     mend_threads_of_a_fork()
     if checkpoint.weights.gguf and stored is None:
-        stored = StoredModel(checkpoint, dtype, pack=False)
+        stored = StoredModel(checkpoint, dtype, part=part)
     with making_models() as said, torch.device("cpu"), nullcontext() if stored is None else one_by_one():
         try:
             source: dict[str, Any] = {"pretrained_model_name_or_path": str(checkpoint.spec.path)}

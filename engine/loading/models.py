@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import itertools
 import logging
 import os
 import re
@@ -26,7 +27,7 @@ from ...common.yaml_file import InvalidYaml, read_yaml
 from ..attention.backends import NAMES as ATTENTION
 from ..errors import CheckpointError, ConfigError, ModelNotFound
 from ..layers import Quantization
-from .gguf.file import is_gguf, read_gguf
+from .gguf.file import is_gguf, models_in, read_gguf
 from .gguf.models import family_of
 from .weight_files import find_weights, stored_bytes
 
@@ -59,7 +60,9 @@ MOST_LISTED_KEYS = 8  # in an error about others
 IN_CACHE = "the local hub cache"  # the source of a hub id
 _NOT_TOKENIZER_OPTIONS = ("local_files_only", "trust_remote_code", "force_download", "cache_dir", "token", "revision")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
-_HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?", re.ASCII)
+# A hub id, and behind a colon the quantization of one of its GGUF files, as llama.cpp and Ollama spell it.
+_HUB_ID = re.compile(r"(?:hf\.co/|huggingface\.co/)?([\w][\w.-]*(?:/[\w][\w.-]*)?)(?::([\w.-]+))?", re.ASCII)
+_USUAL_KIND = "Q4_K_M"  # of GGUF files, where none is named
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +130,7 @@ class ModelEntry:
 def resolve_model(reference: str | os.PathLike[str], *, cache_dir: Path | None = None, needs_weights: bool = True) -> ModelSpec:
     """The model for `reference`: a name of the models files, else a folder or a GGUF file, else a hub id in the local cache.
 
+    Of a repository of GGUF files, `owner/name:Q5_K_M` names one; `owner/name` is its only one, or that of Q4_K_M.
     A `Path`, or a text that starts like one (`/`, `./`, `../`, `~`), can only be a folder or a file. `cache_dir` replaces the
     default hub cache (HF_HOME, HF_HUB_CACHE). Without `needs_weights` its configuration has to be here alone.
 
@@ -169,8 +173,9 @@ def resolve_tokenizer(reference: str | os.PathLike[str], *, cache_dir: Path | No
     path_only = not isinstance(reference, str) or text.startswith(("/", "./", "../", "~"))
     entries = {} if path_only else read_models()
     folder, there = (entries[text].resolve(cache_dir).path, True) if text in entries else _looked_for(text)
-    if not there and not path_only and _HUB_ID.fullmatch(text):
-        folder = _cached_tokenizer(text, cache_dir) or folder
+    if not there and not path_only and (named := _HUB_ID.fullmatch(text)):
+        own = _cached_tokenizer(named[1], cache_dir) if named[2] is None else None
+        folder = own or _cached_folder(text, cache_dir, False) or folder
     if not is_gguf(folder) and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ModelNotFound(
             f"there is no tokenizer {text!r:.200}: {folder.absolute()} has none of {', '.join(TOKENIZER_FILES)}; name a known "
@@ -311,19 +316,22 @@ def check_folder(folder: Path, needs_weights: bool = True) -> None:
 
 
 def fetch_command(hub_id: str) -> str:
-    """The command that fetches `hub_id` into the local cache (huggingface_hub >= 0.34)."""
-    return f"hf download {hub_id}"
+    """The command that fetches `hub_id` into the local cache (huggingface_hub >= 0.34): of GGUF files one quantization."""
+    named = _HUB_ID.fullmatch(hub_id)
+    name, kind = (hub_id, None) if named is None else named.groups()
+    kind = kind or (_USUAL_KIND if name.lower().endswith("gguf") else None)
+    return f"hf download {name}" + (f' --include "*{kind}*"' if kind else "")
 
 
 def _fetch_advice(text: str) -> str:
     """How to fetch a model from the hub, if this may be the name of one, after a semicolon."""
-    if _HUB_ID.fullmatch(text) is None:
+    if (named := _HUB_ID.fullmatch(text)) is None:
         return ""
-    if "/" not in text:
+    if "/" not in named[1]:
         return "; a model of the Hugging Face hub goes by its owner and name, as in Qwen/Qwen3-0.6B"
     return (
         f"; if it is a model of the Hugging Face hub, fetch it first with: {fetch_command(text)} (a gated one: accept its "
-        f"terms on https://huggingface.co/{text}, then log in with: hf auth login)"
+        f"terms on https://huggingface.co/{named[1]}, then log in with: hf auth login)"
     )
 
 
@@ -335,32 +343,68 @@ def _cached_ids(cache_dir: Path | None) -> list[str]:
     return [folder.name.removeprefix("models--").replace("--", "/") for folder in folders]
 
 
-def _cached_folder(hub_id: str, cache_dir: Path | None, needs_weights: bool) -> Path | None:
-    """The snapshot of `hub_id`'s main branch in the hub cache, or None. Reads only local files.
+def _cached_folder(text: str, cache_dir: Path | None, needs_weights: bool) -> Path | None:
+    """The snapshot of a hub id's main branch in the hub cache, or one of its GGUF files, or None. Reads only local files.
 
     `snapshot_download(local_files_only=True)` would reject a snapshot without a README. Raises ModelNotFound if the weights are
     missing, with their size if it is known.
     """
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        config = try_to_load_from_cache(hub_id, "config.json", cache_dir=cache_dir)
-    except HFValidationError:
+    named = _HUB_ID.fullmatch(text)
+    snapshot = None if named is None else _snapshot(named[1], cache_dir)
+    if named is None or snapshot is None:
         return None
-    if not isinstance(config, str):
+    hub_id, kind = named.groups()
+    folder = _gguf_of(snapshot, hub_id, kind) or snapshot
+    if folder == snapshot and not (snapshot / "config.json").is_file():
         return None
-    folder = Path(config).parent
     try:
         check_folder(folder, needs_weights)
     except ModelNotFound as error:
-        size = stored_bytes(folder)
+        size = stored_bytes(folder) if folder == snapshot else None
         weights = "" if size is None else f"; {format_bytes(size)} of weights in all"
         raise ModelNotFound(
-            f"{hub_id} is in the local hub cache, but not all of it; fetch the rest with: {fetch_command(hub_id)} "
+            f"{hub_id} is in the local hub cache, but not all of it; fetch the rest with: {fetch_command(text)} "
             f"({error}{weights})"
         ) from error
     return folder
+
+
+def _snapshot(hub_id: str, cache_dir: Path | None) -> Path | None:
+    """The snapshot of `hub_id`'s main branch in the hub cache, which may have a part of its files; None if it is not there."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.file_download import repo_folder_name
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(hub_id)
+        repository = Path(cache_dir or constants.HF_HUB_CACHE) / repo_folder_name(repo_id=hub_id, repo_type="model")
+        folder = repository / "snapshots" / (repository / "refs" / "main").read_text().strip()
+    except (HFValidationError, OSError, UnicodeDecodeError):
+        return None
+    return folder if folder.parent == repository / "snapshots" and folder.is_dir() else None
+
+
+def _gguf_of(snapshot: Path, hub_id: str, kind: str | None) -> Path | None:
+    """The GGUF file in a snapshot that is meant; None if the repository is none of GGUF files. Raises ModelNotFound."""
+    models = models_in(snapshot)
+    if kind is None and any(itertools.chain(snapshot.glob("*.safetensors*"), snapshot.glob("*.bin"))):
+        return None
+    by_kind = {re.split(r"[-.]", name)[-1]: file for name, file in models.items()}
+    listed = ", ".join(sorted(by_kind))
+    if kind is not None:
+        ending = re.compile(rf"(?:.*[-._])?{re.escape(kind)}", re.IGNORECASE | re.DOTALL)
+        found = next((file for name, file in models.items() if ending.fullmatch(name)), None)
+        if found is None:
+            there = f"GGUF files of {listed}" if models else "no GGUF files"
+            raise ModelNotFound(
+                f"{hub_id} is in the local hub cache with {there}, and {kind} is none of them; fetch it with: "
+                f"{fetch_command(f'{hub_id}:{kind}')}"
+            )
+        return found
+    if len(models) > 1 and _USUAL_KIND not in by_kind:
+        raise ModelNotFound(f"{hub_id} has GGUF files of {listed} here: name one of them, as in {hub_id}:{min(by_kind)}")
+    return by_kind.get(_USUAL_KIND) or next(iter(models.values()), None)
 
 
 def _cached_tokenizer(hub_id: str, cache_dir: Path | None) -> Path | None:

@@ -92,7 +92,7 @@ class _Probe:
         self.config = model.config.get_text_config(decoder=True)
         self.shapes = geometry.layers
         self.kernel = kernel
-        self.device = next(model.parameters()).device
+        self.device = next(one.device for one in model.parameters() if not one.is_meta)
         lengths = (getattr(self.config, "max_position_embeddings", None), max_length)
         self.limit = min((n for n in lengths if isinstance(n, int) and n > 0), default=FARTHEST)
         chunks = [shape.window for shape in geometry.layers if shape.chunked and shape.window is not None]

@@ -87,7 +87,7 @@ def calibration_tokens(tokenizer: Any | None, config: Any, count: int = TOKENS) 
 
 def divergence(model: Any, plain: Geometry, quantized: Geometry, tokens: torch.Tensor) -> Divergence:
     """Compare a forward pass over blocks of `quantized` with one over `plain`. Logits that are not finite give NaN nats."""
-    tokens = tokens.to(next(model.parameters()).device)
+    tokens = tokens.to(next(one.device for one in model.parameters() if not one.is_meta))
     with torch.inference_mode():
         rights, gots = (_logits(model, one, tokens).split(_ROWS) for one in (plain, quantized))
         nats = same = 0.0

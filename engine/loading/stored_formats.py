@@ -79,6 +79,7 @@ class StoredWeight:
     decode: Callable[[StoredWeight, _Parts, int], QuantizedWeight]  # the weight, its parts for some outputs, how many
     experts: int = 0
     scale_bytes: int = 0  # of an output, where scales are no part of their own
+    block: int = 0  # inputs that lie together with their scales, where these are no part of their own
     some_outputs: tuple[int, int] | None = None  # of a shard: from, to; None: all
     some_inputs: tuple[int, int] | None = None
 
@@ -112,9 +113,15 @@ class StoredWeight:
         ((begin, end),) = ranges
         if dim == 0:
             return replace(self, some_outputs=(begin, end))
-        if self.group and (begin % self.group or (end % self.group and end != self.k)):
-            raise ValueError(f"inputs {begin} to {end} are not whole groups of {self.group}")
+        whole = self.inputs_together
+        if begin % whole or (end % whole and end != self.k):
+            raise ValueError(f"inputs {begin} to {end} are not whole groups of {whole}")
         return replace(self, some_inputs=(begin, end))
+
+    @property
+    def inputs_together(self) -> int:
+        """Inputs can be read by themselves from multiples of this on."""
+        return self.block or self.group or 1
 
     @property
     def unit(self) -> int:
@@ -151,11 +158,11 @@ class StoredWeight:
     @property
     def packed_bytes(self) -> int:
         """The most bytes that it takes once packed."""
+        (n, k), ordered = self.shape, "g_idx" in self.parts
         if self.scale_bytes:
-            return (self.experts or 1) * (packed_bytes(self.n, self.k, self.form, 0, 0) + self.n * self.scale_bytes)
+            return (self.experts or 1) * (packed_bytes(n, k, self.form, 0, 0) + n * self.scale_bytes * k // self.k)
         group = fitting_group(self.group) or 0
         scale_bytes = _SCALE_BYTES[self.parts["scales"].tensor.dtype] + ("zeros" in self.parts)
-        (n, k), ordered = self.shape, "g_idx" in self.parts
         return (self.experts or 1) * (packed_bytes(n, k, self.form, group, scale_bytes) + 4 * k * ordered)
 
 

@@ -11,14 +11,15 @@ import itertools
 import logging
 import math
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -44,6 +45,8 @@ from ..layers.linears import (
 from ..layers.packed_experts import FIRST, LAST, PackedExperts, is_plain_experts
 from ..layers.quantization import QuantizedWeight
 from ..layers.quantized_linears import pack
+from ..layers.torch_linears import TorchLinear, TorchWeight, difference, obstacle
+from ..layers.torch_linears import num_bytes as torch_bytes
 from ..process.memory_usage import trim
 from .checkpoint import Checkpoint
 from .division import Division
@@ -114,6 +117,30 @@ class Places:
                     embeddings |= {paths[one]: name for one in rows}
         return cls(linears, embeddings, _experts(checkpoint, modules, converters, parts))
 
+    @classmethod
+    def on(cls, device: torch.device, checkpoint: Checkpoint, model: Any, dtype: torch.dtype) -> Places:
+        """Where weights stay packed on `device`: native kernels take all places, torch's only linear layers of their own."""
+        if not packs_stored(device) and not multiplies_by_torch(device):
+            return cls()
+        places = cls.of(checkpoint, model)
+        if packs_stored(device):
+            return places
+        shared = set(places.embeddings.values())
+        return cls(
+            {
+                path: name
+                for path, name in places.linears.items()
+                if name not in shared and _obstacle(checkpoint.stored[name], dtype, device) is None
+            }
+        )
+
+
+def _obstacle(one: StoredWeight, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why torch's kernels on `device` do not multiply a weight as it is."""
+    if one.experts:
+        return "torch's kernels multiply no experts"
+    return obstacle(one.form, *one.shape, one.group, dtype, device)
+
 
 def _experts(
     checkpoint: Checkpoint,
@@ -168,6 +195,18 @@ def packs_stored(device: torch.device) -> bool:
     return device.type == "cpu" and native.instructions() is not None
 
 
+def multiplies_by_torch(device: torch.device) -> bool:
+    """Whether torch has kernels for quantized weights on `device`."""
+    return device.type == "cuda"
+
+
+def _bytes_on(one: StoredWeight, device: torch.device) -> int:
+    """The most bytes of a weight that stays packed."""
+    if packs_stored(device):
+        return one.packed_bytes
+    return torch_bytes(one.form, *one.shape, one.group) + 4 * one.shape[1] * ("g_idx" in one.parts)
+
+
 @dataclass(frozen=True, slots=True)
 class StoredSizes:
     """Bytes of a checkpoint's weights once loaded: all, those of quantized weights that stay so (by form) and that become
@@ -184,23 +223,27 @@ class StoredSizes:
 def stored_sizes(
     checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, division: Division | None = None
 ) -> StoredSizes:
-    """The sizes on `device`, where what is not packed has `dtype`; with `division`, of the largest shard. Reads no weights."""
+    """The sizes on `device`, where what is not packed has `dtype`; with `division`, of the largest shard. Reads no weights.
+
+    On CUDA a few small products are tried there.
+    """
     model, shards = meta_model(checkpoint, dtype), [checkpoint]
     if division is not None:
         shards = [_shard_of(checkpoint, division, rank) for rank in range(division.size)]
         shrink(model, division, 0)
-    packed = Places.of(shards[0], model).names if packs_stored(device) else set()
+    packed = Places.on(device, shards[0], model, dtype).names
     largest = max(one.numel() for one in model.parameters()) * dtype.itemsize
-    return max((_sizes(one, packed, dtype, largest) for one in shards), key=lambda sizes: sizes.weights_bytes)
+    kept = [{name: _bytes_on(one.stored[name], device) for name in packed} for one in shards]
+    sizes = (_sizes(one, each, dtype, largest) for one, each in zip(shards, kept, strict=True))
+    return max(sizes, key=lambda sizes: sizes.weights_bytes)
 
 
-def _sizes(checkpoint: Checkpoint, packed: Collection[str], dtype: torch.dtype, largest_bytes: int) -> StoredSizes:
+def _sizes(checkpoint: Checkpoint, kept: Mapping[str, int], dtype: torch.dtype, largest_bytes: int) -> StoredSizes:
     read = {one.name: one.num_elements * dtype.itemsize for one in checkpoint.tensors if one.name in checkpoint.stored}
-    plain_bytes = sum(size for name, size in read.items() if name not in packed)
-    kept = {name: checkpoint.stored[name].packed_bytes for name in packed}
-    total = checkpoint.weights_bytes(dtype) - sum(read[name] for name in packed) + sum(kept.values())
+    plain_bytes = sum(size for name, size in read.items() if name not in kept)
+    total = checkpoint.weights_bytes(dtype) - sum(read[name] for name in kept) + sum(kept.values())
     # Plain weights are packed first, and then quantized ones, the largest first: see `StoredModel`.
-    before = loading_bytes(_read_tensors(checkpoint, packed, dtype), dtype) - sum(kept.values())
+    before = loading_bytes(_read_tensors(checkpoint, kept, dtype), dtype) - sum(kept.values())
     besides = most_besides((size, checkpoint.stored[name].file_bytes) for name, size in kept.items())
     joined = largest_bytes if plain_bytes else 0  # transformers holds what it joins beside the whole
     by_form: dict[str, int] = {}
@@ -238,11 +281,18 @@ class StoredModel:
         checkpoint: Checkpoint,
         dtype: torch.dtype,
         *,
-        pack: bool,
+        device: torch.device | None = None,
         part: tuple[Division, int] | None = None,
         change: Callable[[Any], None] = lambda model: None,
     ) -> None:
-        """`part`: read only this shard's. `change` gets each new model, which may have no memory, and makes it smaller."""
+        """
+        Args:
+            device: Where weights stay packed if it multiplies them so; None: all become plain.
+            part: Read only this shard's.
+            change: Gets each new model, which may have no memory, and makes it smaller.
+        """
+        self._device = device
+        self._differences: dict[Any, str | None] = {}  # of packed weights from plain ones, by form, sizes and group
         self._checkpoint, self._dtype, self._part = checkpoint if part is None else _shard_of(checkpoint, *part), dtype, part
         self._files = checkpoint.read_tensors()
         self._mapped = MappedFiles(checkpoint.weights.paths)
@@ -254,37 +304,49 @@ class StoredModel:
                 shrink(model, *part)
             self._remove(model)
 
-        if pack:
+        if device is not None:
             model = meta_model(checkpoint, dtype)
             changed(model)
-            self.places = Places.of(self._checkpoint, model)
+            self.places = Places.on(device, self._checkpoint, model, dtype)
         self.kind, self.config = class_to_read(checkpoint, changed)
         self.read = _read_tensors(self._checkpoint, self.places.names, dtype)
-        stored = self._checkpoint.stored
+        stored, shapes = self._checkpoint.stored, {one.name: one for one in checkpoint.tensors}
         self.tensors = {
-            one.name: _PlainWeight(self, stored[one.name]) if one.name in stored else self._plain(one.name) for one in self.read
+            one.name: _Later(partial(self._dequantized, stored[one.name]))
+            if one.name in stored
+            else self._plain(shapes[one.name])
+            for one in self.read
         }
 
-    def _plain(self, name: str) -> torch.Tensor:
+    def _plain(self, whole: StoredTensor) -> torch.Tensor | _Later:
         """A tensor of the files that is not quantized: this shard's part."""
-        tensor = self._files[name]
-        if self._part is None:
+        tensor, part = self._files[whole.name], self._part
+        cut = None if part is None else part[0].cut_of(whole.name, whole.shape)
+        if part is None or cut is None:
             return tensor
-        division, rank = self._part
-        cut = division.cut_of(name, tensor.shape)
-        return tensor if cut is None else cut.of(tensor, rank)
+        rank = part[1]
+        return cut.of(tensor, rank) if isinstance(tensor, torch.Tensor) else _Later(lambda: cut.of(tensor[...], rank))
 
     def warn(self) -> None:
         """Log how many quantized weights do not stay so, if there are any."""
         one, packed = self._checkpoint, len(self.places.names)
-        plain = [tensor.num_bytes for tensor in self.read if tensor.name in one.stored]
+        plain = {tensor.name: tensor.num_bytes for tensor in self.read if tensor.name in one.stored}
         if plain:
             log.warning(
                 "%s: %d of %d weights in %s form become %s, %s in all: %s",
                 one.spec.name, len(plain), len(plain) + packed, one.stored_as, str(self._dtype).removeprefix("torch."),
-                format_bytes(sum(plain)),
-                "these modules or the kernels take no packed ones" if packed else "packed ones need a CPU and native kernels",
+                format_bytes(sum(plain.values())), self._why_plain(plain, bool(packed)),
             )  # fmt: skip
+
+    def _why_plain(self, names: Collection[str], others_packed: bool) -> str:
+        """Why weights do not stay packed, as a clause."""
+        if self._device is not None and multiplies_by_torch(self._device):
+            stored, device = self._checkpoint.stored, self._device
+            said = Counter(
+                _obstacle(stored[name], self._dtype, device) or "their modules take no packed ones" for name in names
+            )
+            return "; ".join(f"{reason} ({number})" for reason, number in said.most_common(3))
+        return "these modules or the kernels take no packed ones" if others_packed else "packed ones need native kernels"
 
     def _remove(self, model: Any) -> None:
         """Take the weights that are packed out of a new model, and keep transformers from drawing some."""
@@ -310,10 +372,12 @@ class StoredModel:
         for path, name in self.places.embeddings.items():
             PackedEmbedding.pack(model.get_submodule(path), of_rows[name], self._dtype)
         linears = sorted(self.places.linears.items(), key=lambda one: stored[one[1]].packed_bytes, reverse=True)
+        by_torch = self._device is not None and not packs_stored(self._device)
         for path, name in linears:
-            weight = of_rows.get(name) or self._packed(name)
-            model.set_submodule(path, NativeLinear(weight, model.get_submodule(path).bias, self._dtype))
-            packed_bytes = _tidied(packed_bytes + weight.num_bytes, unused)
+            bias, made = model.get_submodule(path).bias, of_rows.get(name)
+            layer = self._by_torch(name, bias) if by_torch else NativeLinear(made or self._packed(name), bias, self._dtype)
+            model.set_submodule(path, layer)
+            packed_bytes = _tidied(packed_bytes + stored[name].packed_bytes, unused)
         for path, leaves in self.places.experts.items():
             module = model.get_submodule(path)
             *_, first, last = leaves.values()
@@ -334,6 +398,33 @@ class StoredModel:
             yield begin, one.decoded(parts, begin, min(begin + step, n))
         for part in parts.values():
             self._mapped.give_back(part)
+
+    def _dequantized(self, one: StoredWeight) -> torch.Tensor:
+        """The weight as plain numbers of the model's type."""
+        whole = torch.empty((one.experts or 1, *one.shape), dtype=self._dtype)
+        for expert in range(len(whole)):
+            for begin, piece in self.decoded(one, expert):
+                whole[expert, begin : begin + len(piece.values)] = piece.dequantized()
+        return whole.transpose(1, 2).contiguous() if one.experts else whole[0]
+
+    def _by_torch(self, name: str, bias: torch.Tensor | None) -> nn.Module:
+        """The layer by torch's kernels; a plain one if the first of its sizes, which is compared with its weight, differs."""
+        one, device = self._checkpoint.stored[name], self._device
+        assert device is not None, "packed weights have a device"
+        weight = TorchWeight.of(one.form, one.shape, one.group, self.decoded(one), device)
+        kind = (one.form, one.shape, one.group)
+        if kind not in self._differences:
+            _, piece = next(iter(self.decoded(one)))
+            self._differences[kind] = difference(weight, piece)
+            if (why := self._differences[kind]) is not None:
+                log.warning("%s becomes %s, as others of its sizes: %s", name, self._dtype, why)
+        if self._differences[kind] is None:
+            return TorchLinear(weight, bias)
+        layer = nn.Linear(one.shape[1], one.shape[0], bias is not None, device="meta")
+        layer.weight = nn.Parameter(self._dequantized(one).to(device), requires_grad=False)
+        if bias is not None:
+            layer.bias = nn.Parameter(bias.detach(), requires_grad=False)
+        return layer
 
     def _packed(self, name: str, expert: int = 0) -> PackedWeight:
         one = self._checkpoint.stored[name]
@@ -370,20 +461,14 @@ def _tidied(packed_bytes: int, unused: Iterable[tuple[int, int]]) -> int:
     return 0
 
 
-class _PlainWeight:
-    """Stands for a tensor in a mapping that transformers reads: what it indexes is decoded then."""
+@dataclass(frozen=True, slots=True)
+class _Later:
+    """Stands for a tensor in a mapping that transformers reads: what it indexes is made then."""
 
-    def __init__(self, model: StoredModel, stored: StoredWeight) -> None:
-        self._model, self._stored = model, stored
+    make: Callable[[], torch.Tensor]
 
     def __getitem__(self, key: Any) -> torch.Tensor:
-        one, dtype = self._stored, self._model._dtype
-        whole = torch.empty((one.experts or 1, *one.shape), dtype=dtype)
-        for expert in range(len(whole)):
-            for begin, piece in self._model.decoded(one, expert):
-                whole[expert, begin : begin + len(piece.values)] = piece.dequantized()
-        tensor: torch.Tensor = (whole.transpose(1, 2).contiguous() if one.experts else whole[0])[key]
-        return tensor
+        return self.make()[key]
 
 
 def _without_files(weight: QuantizedWeight) -> QuantizedWeight:

@@ -7,8 +7,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ...allocator.host_arena import preferred_granule
 from ...cache.geometry import EXTENT_TARGET_BYTES, ITEM_BYTES, PAGE_BYTES, FoundLayer, Geometry, GeometryError, LayerShape
@@ -21,6 +21,9 @@ from ..execution.graph_sizes import sizes_for
 from ..layers import Quantization
 from ..loading.model_config import check_length, layer_configs
 from ..loading.models import KV_CACHE_DTYPES, KvCacheDtype, ModelSpec
+
+if TYPE_CHECKING:
+    from .decode_rate import DecodeRate
 
 DEFAULT_CONTEXT = 4096  # tokens, for models without a limit
 CUDA_GRANULE_BYTES = 2 * MIB
@@ -81,6 +84,7 @@ class MemoryPlan:
     loading_bytes: int = 0  # held while weights are read on a CPU, besides those that stay
     num_shards: int = 1  # of the model; all other numbers are of one of them
     replicated_bytes: int = 0  # of the weights, those that every shard has
+    decode: DecodeRate | None = None  # on a CPU whose rates were measured
     answers_bytes: int = 0  # of host memory: what a server may hold of outputs that are not delivered
 
     @property
@@ -158,6 +162,7 @@ class MemoryPlan:
             "left_bytes", "num_shards", "replicated_bytes", "answers_bytes", "state_bytes",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names} | {
+            "decode_estimate": None if self.decode is None else asdict(self.decode),
             "kv_cache_dtypes": {
                 name: {
                     "kv_bytes_per_token": (other := self.with_kv_cache_dtype(name)).kv_bytes_per_token,
@@ -210,6 +215,7 @@ class MemoryPlan:
                 f"{other.sequences_that_fit:,} with the same memory, {other.kv_bytes_per_token:,} bytes per token",
             ),
             *([("... without windows", f"{plain.sequences_that_fit:,} with the same memory")] if plain is not self else ()),
+            *([("decode", self.decode.describe())] if self.decode is not None else ()),
         )
         width = max(len(name) for name, _ in lines)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)

@@ -33,6 +33,7 @@ from ..loading.models import ModelSpec
 from ..loading.packed_model import loading_bytes
 from ..loading.quantized_model import quantized_bytes
 from ..loading.stored_model import stored_sizes
+from .decode_rate import decode_rate
 from .memory_plan import MemoryPlan, check_context, cuda_reserve_bytes, geometry_of, has_latents, plan_pool, step_bytes
 
 
@@ -84,6 +85,7 @@ def plan_memory(
         stored_as=checkpoint.stored_as,
         packed_bytes=stored.packed_bytes if stored else {},
         dequantized_bytes=stored.plain_bytes if stored else 0,
+        decode=decode_rate(checkpoint, dtype, config.quantization) if device.type == "cpu" and division is None else None,
         answers_bytes=_answers_bytes(device, there - weights - primitives, free),
     )
 

@@ -164,6 +164,21 @@ class CpuThreads:
 
 
 @contextmanager
+def one_thread(set_native: Callable[[int], None]) -> Iterator[None]:
+    """Within the context, torch's operators use one thread for the calling thread, native kernels as many as before.
+
+    Small operators end in a barrier at which threads spin, for as long as another process has one of their cores.
+    """
+    most = torch.get_num_threads()
+    with _reduced(1, most):
+        set_native(most)
+        try:
+            yield
+        finally:
+            set_native(0)
+
+
+@contextmanager
 def _reduced(count: int, most: int) -> Iterator[None]:
     """Within the context, torch uses `count` threads for the calling thread; then `most` again."""
     global _num_reduced, _full

@@ -260,7 +260,8 @@ INLINE Vec load_scales(const LinearArgs& args, int64_t at, int lanes) {
   switch (args.scale_type) {
     case ScaleType::float32: return some(static_cast<const float*>(args.scales) + at);
     case ScaleType::bfloat16: return some(static_cast<const BFloat16*>(args.scales) + at);
-    case ScaleType::float16: return some(static_cast<const Float16*>(args.scales) + at);
+    case ScaleType::float16:
+    case ScaleType::minimums: return some(static_cast<const Float16*>(args.scales) + at);
     case ScaleType::int8: return __builtin_convertvector(load_bytes<int8_t>(static_cast<const int8_t*>(args.scales) + at, lanes), Vec);
     case ScaleType::exponents:
     case ScaleType::six_bits: break;
@@ -285,6 +286,7 @@ struct BlockScales {
         __builtin_prefetch(static_cast<const uint8_t*>(args.scales) + (at + kAhead * args.n) * scale_bytes(args.scale_type), 0, 2);
         of[v] = load_scales(args, at, lanes);
         if (args.scale_type == ScaleType::int8) of[v] *= factors(args, k0 / kSuperGroup, column, lanes);
+        if (args.scale_type == ScaleType::minimums) less[v] = factors(args, k0 / kMinimumGroup, column, lanes);
       }
     }
   }
@@ -293,7 +295,7 @@ struct BlockScales {
   static constexpr int64_t kAhead = 4;  // groups: their scales lie far apart, often in few sets of a cache
 
   static int64_t scale_bytes(ScaleType type) {
-    return type == ScaleType::float32 ? 4 : type == ScaleType::bfloat16 || type == ScaleType::float16 ? 2 : 1;
+    return type == ScaleType::float32 ? 4 : type == ScaleType::exponents || type == ScaleType::int8 ? 1 : 2;
   }
 
   static Vec factors(const LinearArgs& args, int64_t row, int64_t column, int lanes) {
@@ -304,7 +306,7 @@ struct BlockScales {
   // Of eight groups the first four have the low six bits of bytes 0 to 3 as scales, and of 4 to 7 as minimums. The others have
   // the halves of bytes 8 to 11, and above them what the first ones leave.
   void set_six_bits(const LinearArgs& args, int v, int64_t k0, int64_t column, int lanes) {
-    const int64_t super = k0 / kSuperGroup, group = k0 % kSuperGroup / kSixBitGroup;
+    const int64_t super = k0 / kSuperGroup, group = k0 % kSuperGroup / kMinimumGroup;
     const uint8_t* rows = static_cast<const uint8_t*>(args.scales) + super * kSixBitBytes * args.n + column;
     const auto byte = [&](int64_t i) { return load_bytes<uint8_t>(rows + i * args.n, lanes); };
     __builtin_prefetch(rows + (kSixBitBytes + group) * args.n, 0, 2);
@@ -332,7 +334,7 @@ static void scaled_row(const LinearArgs& args, int64_t row, T* out) {
     unpack_part(args.weight, args.weight_type, args.k, row, k0, end, values);
     const BlockScales scales(args, k0, first);
     const float scale = args.group ? scales.of[v][lane] : load_scales(args, row, 1)[0], less = scales.less[v][lane];
-    int zero = args.weight_type == Type::int4 && args.scale_type == ScaleType::six_bits ? -8 : 0;
+    int zero = args.weight_type == Type::int4 && has_minimums(args) ? -8 : 0;
     if (args.zeros) zero = args.zeros[(args.group ? k0 / args.group * args.n : 0) + row];
     for (int64_t i = k0; i < end; ++i) out[i] = converted<T>((values[i - k0] - static_cast<float>(zero)) * scale - less);
   }
@@ -665,7 +667,7 @@ static const void* block(const LinearArgs& args, Operand operand, const uint8_t*
       return buffer;
     case Type::int4:
       convert_nibbles(panel + k0 / 2 * kColumns, count, operand, buffer,
-                      ZeroPoints(args, k0, first, args.scale_type == ScaleType::six_bits ? 0 : 8));
+                      ZeroPoints(args, k0, first, has_minimums(args) ? 0 : 8));
       return buffer;
     case Type::fp8:
       convert_bytes(panel + kColumns * 4 + k0 * kColumns, count, operand, buffer, [](IntVec codes, int) { return fp8_values(codes); });
@@ -706,7 +708,7 @@ INLINE int64_t operands_bytes(const LinearArgs& args, Operand operand) {
 }
 
 static int64_t scratch_bytes(const LinearArgs& args) {
-  const int64_t sums = args.scale_type == ScaleType::six_bits ? args.rows * (args.k / kSixBitGroup) * 4 : 0;
+  const int64_t sums = has_minimums(args) ? args.rows * (args.k / kMinimumGroup) * 4 : 0;
   return operands_bytes(args, operand_of(args)) + sums;
 }
 
@@ -768,21 +770,21 @@ static void prepare_rows(const LinearArgs& args, Operand operand, int64_t row_by
   });
 }
 
-// The sums of each kSixBitGroup of a row of x.
+// The sums of each kMinimumGroup of a row of x.
 template <typename T>
 static void sum_groups(const LinearArgs& args, const T* x, float* sums) {
-  for (int64_t k0 = 0; k0 < args.k; k0 += kSixBitGroup) {
+  for (int64_t k0 = 0; k0 < args.k; k0 += kMinimumGroup) {
     Vec total{};
-    for (int64_t i = k0; i < k0 + kSixBitGroup; i += kLanes) total += scaled(args, x, i);
+    for (int64_t i = k0; i < k0 + kMinimumGroup; i += kLanes) total += scaled(args, x, i);
     float sum = 0.f;
     for (int i = 0; i < kLanes; ++i) sum += total[i];
-    sums[k0 / kSixBitGroup] = sum;
+    sums[k0 / kMinimumGroup] = sum;
   }
 }
 
 static void sum_rows(const LinearArgs& args, float* sums) {
   for_items(args.rows, args.rows * args.k < 16384 ? 1 : args.threads, [&, sums](int64_t r) {
-    float* to = sums + r * (args.k / kSixBitGroup);
+    float* to = sums + r * (args.k / kMinimumGroup);
     switch (args.x_type) {
       case Type::float32: return sum_groups(args, static_cast<const float*>(args.x) + r * args.x_stride, to);
       case Type::bfloat16: return sum_groups(args, static_cast<const BFloat16*>(args.x) + r * args.x_stride, to);
@@ -830,11 +832,11 @@ struct Rows {  // of x, as operands
   const uint8_t* data;
   int64_t bytes;        // from one to the next
   const float* scales;  // of the rows, or null
-  const float* sums;    // [rows, k / kSixBitGroup], or null
+  const float* sums;    // [rows, k / kMinimumGroup], or null
 
   // Of row `r`, over the block from k0 on.
   float sum(const LinearArgs& args, int64_t r, int64_t k0) const {
-    return sums == nullptr ? 0.f : sums[r * (args.k / kSixBitGroup) + k0 / kSixBitGroup];
+    return sums == nullptr ? 0.f : sums[r * (args.k / kMinimumGroup) + k0 / kMinimumGroup];
   }
 };
 
@@ -951,7 +953,7 @@ static void multiply(const LinearArgs& args) {
     x.data = static_cast<const uint8_t*>(args.scratch);
     x.scales = static_cast<const float*>(static_cast<const void*>(x.data + args.rows * x.bytes));
   }
-  if (args.scale_type == ScaleType::six_bits) {
+  if (has_minimums(args)) {
     auto* sums = static_cast<float*>(static_cast<void*>(static_cast<uint8_t*>(args.scratch) + operands_bytes(args, operand)));
     sum_rows(args, sums);
     x.sums = sums;

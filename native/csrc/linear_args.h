@@ -1,10 +1,11 @@
 // Products of rows with packed weights: out[r, n] = sum over k of x[r, k] * weight[n, k], plus bias[n].
 
 // exponents: bytes e that stand for 2^(e - 127). The others are multiplied by a factor for each kSuperGroup weights: int8, or six
-// bits as GGUF has them in Q4_K and Q5_K, of a scale and of a minimum that is subtracted. With those, int4 counts from 0 to 15.
-enum class ScaleType : int { float32, bfloat16, float16, exponents, int8, six_bits };
+// bits as GGUF has them in Q4_K and Q5_K, of a scale and of a minimum that is subtracted. minimums: float16 scales, and a float16
+// minimum for each (Q4_1, Q5_1). With minimums, int4 counts from 0 to 15.
+enum class ScaleType : int { float32, bfloat16, float16, exponents, int8, six_bits, minimums };
 constexpr int64_t kSuperGroup = 256;   // weights of a factor
-constexpr int64_t kSixBitGroup = 32;   // weights of a scale of six bits
+constexpr int64_t kMinimumGroup = 32;  // weights of a minimum
 constexpr int64_t kSixBitBytes = 12;   // of the scales and minimums of kSuperGroup weights
 
 struct LinearArgs {
@@ -16,7 +17,8 @@ struct LinearArgs {
   int64_t n, k;
   const void* scales;     // [ceil(k / group), n], or [n] if group is 0; null for weights of x_type. six_bits: bytes
                           // [k / kSuperGroup * kSixBitBytes, n]
-  const void* factors;    // float16 [ceil(k / kSuperGroup), n] of int8 scales; six_bits: two rows each, of scales and minimums
+  const void* factors;    // float16 [ceil(k / kSuperGroup), n] of int8 scales; six_bits: two rows each, of scales and minimums;
+                          // minimums: these, as scales
   ScaleType scale_type;
   int64_t group;          // weights of a scale, a power of 2 from 8 to 256; 0: all of a column
   const int8_t* zeros;    // int8 and int4: what is subtracted from values, with the sizes of scales; or null
@@ -28,6 +30,8 @@ struct LinearArgs {
   void* scratch;          // `scratch_bytes(args)` bytes, aligned to 64
   int threads;
 };
+
+inline bool has_minimums(const LinearArgs& args) { return args.scale_type >= ScaleType::six_bits; }
 
 struct LinearKernels {
   int64_t panel_columns;  // outputs with weights that lie together

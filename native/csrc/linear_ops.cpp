@@ -15,10 +15,10 @@ ScaleType scale_type(const Tensor& scales, bool with_factors) {
   switch (scales.scalar_type()) {
     case ScalarType::Float: return ScaleType::float32;
     case ScalarType::BFloat16: return ScaleType::bfloat16;
-    case ScalarType::Half: return ScaleType::float16;
+    case ScalarType::Half: return with_factors ? ScaleType::minimums : ScaleType::float16;
     case ScalarType::Byte: return with_factors ? ScaleType::six_bits : ScaleType::exponents;
     case ScalarType::Char: return ScaleType::int8;
-    default: STD_TORCH_CHECK(false, "scales are float32, bfloat16, float16, uint8 exponents, or with factors int8 or of six bits");
+    default: STD_TORCH_CHECK(false, "scales are float32, bfloat16, float16, uint8 exponents, or with factors int8, of six bits or float16");
   }
 }
 
@@ -79,16 +79,18 @@ void set_weight(LinearArgs& args, const Tensor& packed, const Scaling& scaling) 
   if (scaling.scales) {
     args.scale_type = scale_type(*scaling.scales, scaling.factors.has_value());
     const bool six_bits = args.scale_type == ScaleType::six_bits;
-    STD_TORCH_CHECK(!six_bits || (group == kSixBitGroup && args.k % kSuperGroup == 0 && !scaling.zeros),
-                    "scales of six bits are of groups of ", kSixBitGroup, " in rows of multiples of ", kSuperGroup, ", without zeros");
+    const int64_t whole_rows = six_bits ? kSuperGroup : kMinimumGroup;
+    STD_TORCH_CHECK(!has_minimums(args) || (group == kMinimumGroup && args.k % whole_rows == 0 && !scaling.zeros),
+                    "scales with minimums are of groups of ", kMinimumGroup, " in rows of multiples of ", whole_rows, ", without zeros");
     const int64_t size = six_bits ? args.k / kSuperGroup * kSixBitBytes * args.n : num_scales;
     check_dense(*scaling.scales, "scales", scaling.scales->scalar_type(), size);
     args.scales = scaling.scales->const_data_ptr();
-    STD_TORCH_CHECK(scaling.factors.has_value() == (six_bits || args.scale_type == ScaleType::int8),
-                    "scales of integers have factors, and others none");
+    STD_TORCH_CHECK(scaling.factors.has_value() == (has_minimums(args) || args.scale_type == ScaleType::int8),
+                    "scales of integers have factors, float16 may have minimums, and others none");
     if (scaling.factors) {
       STD_TORCH_CHECK(group > 0, "scales with factors are of groups");
-      check_dense(*scaling.factors, "factors", ScalarType::Half, six_bits ? 2 * num_factors : num_factors);
+      const int64_t of_groups = args.scale_type == ScaleType::minimums ? num_scales : num_factors;
+      check_dense(*scaling.factors, "factors", ScalarType::Half, six_bits ? 2 * num_factors : of_groups);
       args.factors = scaling.factors->const_data_ptr();
     }
   }
@@ -133,7 +135,7 @@ int64_t most_scratch_bytes(int64_t x_type, int64_t rows, int64_t k) {
   const float scale = 1;
   LinearArgs args{};
   args.x_type = weight_type(x_type);
-  args.weight_type = Type::int4, args.group = kSixBitGroup;  // of no type is a row's copy larger
+  args.weight_type = Type::int4, args.group = kMinimumGroup;  // of no type is a row's copy larger
   args.scale_type = ScaleType::six_bits;
   args.rows = rows, args.k = args.x_stride = k;
   args.in_scales = &scale;  // rows that are scaled are always copied

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from gguf_files import write as write_gguf
 
 from pagetide.api.sampling_params import SamplingParams
 from pagetide.engine import errors
@@ -294,6 +295,47 @@ def test_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ModelNotFound, match=r"hf download org/name .*; 3\.00 GiB of weights in all\)$"):
         resolve_model("org/name", cache_dir=tmp_path / "hub")
+
+
+def test_hub_ids_of_gguf_files(tmp_path: Path) -> None:
+    """As they lie in repositories: one file of each quantization, some split and in folders, and perhaps a configuration."""
+    hub = tmp_path / "hub"
+    snapshot = make_cached(hub, "org/name-GGUF")
+    (snapshot / "model.safetensors").unlink()
+
+    def add(*names: str) -> None:
+        for name in names:
+            (snapshot / name).parent.mkdir(exist_ok=True)
+            split = {"split.count": 2} if "-of-" in name else {}
+            write_gguf(snapshot / name, {"general.architecture": "qwen3", **split}, {})
+
+    def found(text: str) -> str:
+        return str(resolve_model(text, cache_dir=hub).path.relative_to(snapshot))
+
+    add("name-Q8_0.gguf", "mmproj-name-F16.gguf")
+    assert found("org/name-GGUF") == found("org/name-GGUF:q8_0") == found("hf.co/org/name-GGUF:Q8_0") == "name-Q8_0.gguf"
+    there = (
+        r"with GGUF files of Q8_0, and Q4_K_M is none of them; fetch it with: hf download org/name-GGUF --include .\*Q4_K_M\*"
+    )
+    with pytest.raises(ModelNotFound, match=there):
+        found("org/name-GGUF:Q4_K_M")
+    add("F16/name-F16-00001-of-00002.gguf")
+    with pytest.raises(ModelNotFound, match="has GGUF files of F16, Q8_0 here: name one of them, as in org/name-GGUF:F16"):
+        found("org/name-GGUF")
+    with pytest.raises(
+        ModelNotFound, match=r"not all of it; fetch the rest with: .*\*F16\*.* 2 files of a model, and name-F16-00002"
+    ):
+        found("org/name-GGUF:F16")
+    add("F16/name-F16-00002-of-00002.gguf", "name-Q4_K_M.gguf")
+    assert found("org/name-GGUF:F16") == "F16/name-F16-00001-of-00002.gguf"
+    assert found("org/name-GGUF") == "name-Q4_K_M.gguf"
+    assert resolve_tokenizer("org/name-GGUF:Q8_0", cache_dir=hub).name == "name-Q8_0.gguf"
+    (snapshot / "model.safetensors").write_bytes(b"")  # a repository of both
+    assert found("org/name-GGUF") == "."
+    with pytest.raises(
+        ModelNotFound, match=r"fetch it first with: hf download org/other-GGUF --include .*huggingface\.co/org/other-GGUF,"
+    ):
+        found("org/other-GGUF:Q4_0")
 
 
 def test_hub_cache_follows_hf_home_without_torch(tmp_path: Path) -> None:

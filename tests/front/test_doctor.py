@@ -23,6 +23,7 @@ from monitors import MonitorProcess
 from pagetide import __version__, doctor, machine_report, native
 from pagetide.cli import main
 from pagetide.engine.loading.models import user_file
+from pagetide.engine.memory.decode_rate import rates_file
 from pagetide.engine.self_check.report import ABSENT, FAILED, PARTS, PASSED, CheckReport, PartOutcome
 from pagetide.machine_report import EXTRAS, Problem
 from pagetide.monitor.errors import SourceUnavailable
@@ -62,9 +63,11 @@ def test_on_a_machine_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert told["devices"] == [] and told["torch"]["attention"]["torch"] == {"loads": True, "error": None}
     assert [problem for problem in told["problems"] if problem["fails"]] == []
     times = told["torch"]["quantized"]["product_ms"]
-    assert [*times] == (["bfloat16", "int8", "int4", "fp8", "fp4"] if multiplied else []) and all(
+    assert [*times] == (["float32", "bfloat16", "int8", "int4", "fp8", "fp4"] if multiplied else []) and all(
         ms > 0 for ms in times.values()
     )
+    rates = told["torch"]["quantized"]["bytes_per_s"]
+    assert rates.keys() == times.keys() and rates_file().exists() >= multiplied
     assert told["versions"]["torch"] == torch.__version__
     assert told["host"]["total_bytes"] >= told["host"]["free_bytes"] > 0
     assert main(["doctor", "--device", "cuda:1"]) == 2

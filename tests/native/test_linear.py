@@ -149,32 +149,32 @@ def test_published_forms(dtype):
                 assert torch.allclose(rows_of_it.double(), weight.dequantized()[[n - 1, 0]].double(), rtol=ERRORS[dtype])
 
 
-def with_factors(form, six_bits, n, k, generator):
-    """A weight whose scales are integers times factors, as in the K-quants of GGUF."""
-    low, high = {"int4": (-8, 8), "int8": (0, 32) if six_bits else (-32, 32)}[form]
+def with_factors(form, scaling, n, k, generator):
+    """A weight whose scales are integers times factors, as in the K-quants of GGUF, or have minimums, as in Q4_1."""
+    low, high = {"int4": (-8, 8), "int8": (-32, 32) if scaling == "int8" else (0, 32)}[form]
     values = torch.randint(low, high, (n, k), generator=generator, dtype=torch.int8)
-    supers, group = -(-k // 256), 32 if six_bits else 16
-    factors = (torch.rand((2 * supers if six_bits else supers, n), generator=generator) + 0.1).half() / 64
-    if six_bits:
+    supers, group = -(-k // 256), 16 if scaling == "int8" else 32
+    rows = {"six bits": 2 * supers, "int8": supers, "minimums": k // 32}[scaling]
+    factors = (torch.rand((rows, n), generator=generator) + 0.1).half() / 64
+    if scaling == "six bits":
         scales = torch.randint(0, 256, (12 * supers, n), generator=generator, dtype=torch.uint8)
-    else:
+    elif scaling == "int8":
         scales = torch.randint(-128, 128, (-(-k // group), n), generator=generator, dtype=torch.int8)
+    else:
+        scales, factors = (torch.rand((rows, n), generator=generator) - 0.5).half(), factors * 64 - 0.6
     return QuantizedWeight(form, values, scales, group=group, factors=factors)
 
 
+SCALINGS = [("int4", "six bits"), ("int8", "six bits"), ("int8", "int8"), ("int4", "minimums"), ("int8", "minimums")]
+FURTHER_SIZES = {"six bits": (40, 33, 2048), "int8": (5, 40, 300), "minimums": (5, 40, 352)}
+
+
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize(("form", "six_bits"), [("int4", True), ("int8", True), ("int8", False)])
-def test_scales_with_factors(form, six_bits, dtype):
-    for rows, n, k in (
-        (1, 1, 256),
-        (3, 70, 512),
-        (13, 31, 1280),
-        (97, 200, 256),
-        (40, 33, 2048),
-        *(() if six_bits else ((5, 40, 300),)),
-    ):
+@pytest.mark.parametrize(("form", "scaling"), SCALINGS)
+def test_scales_with_factors(form, scaling, dtype):
+    for rows, n, k in ((1, 1, 256), (3, 70, 512), (13, 31, 1280), (97, 200, 256), FURTHER_SIZES[scaling]):
         x, _, bias, generator = drawn(dtype, rows, n, k)
-        weight = with_factors(form, six_bits, n, k, generator)
+        weight = with_factors(form, scaling, n, k, generator)
         whole, packed = weight.dequantized(), pack(weight)
         out = packed.product(x, bias)
         assert_near(out, x.double() @ whole.double().T + bias.double(), dtype, 2)
@@ -185,14 +185,16 @@ def test_scales_with_factors(form, six_bits, dtype):
 
 def test_scales_with_factors_of_other_sizes_are_refused():
     generator = torch.Generator().manual_seed(1)
-    six, eight = (with_factors("int8", six_bits, 8, 512, generator) for six_bits in (True, False))
+    six, eight, half = (with_factors("int8", scaling, 8, 512, generator) for scaling in ("six bits", "int8", "minimums"))
     for weight, message in (
         (replace(six, factors=six.factors[:-1]), "factors must have 32 elements"),
         (replace(six, scales=six.scales[:-1]), "scales must have 192 elements"),
-        (replace(six, group=16), "scales of six bits are of groups of 32"),
+        (replace(six, group=16), "scales with minimums are of groups of 32"),
         (replace(six, factors=six.factors.float()), "factors has another element type"),
+        (replace(half, factors=half.factors[:-1]), "factors must have 128 elements"),
+        (replace(half, zeros=torch.zeros_like(half.scales).char()), "in rows of multiples of 32, without zeros"),
         (replace(eight, factors=None), "scales of integers have factors"),
-        (replace(eight, scales=eight.scales.half()), "scales of integers have factors"),
+        (replace(eight, scales=eight.scales.float()), "scales of integers have factors"),
         (replace(eight, group=0, scales=eight.scales[:1]), "scales with factors are of groups"),
     ):
         for use in (lambda one: one.product(torch.ones(1, 512), None), lambda one: one.rows(torch.tensor([0]), torch.float32)):

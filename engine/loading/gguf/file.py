@@ -35,11 +35,12 @@ _TEXT, _ARRAY = 8, 9
 _SPLIT = re.compile(r"(.*)-\d{5}-of-(\d{5})(\.gguf)", re.DOTALL)
 # By number: name, weights of a block, bytes of a block. Without the last two: a type that is not read.
 _TYPES: Mapping[int, tuple[str, int, int]] = {
-    0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 2: ("Q4_0", 32, 18), 6: ("Q5_0", 32, 22), 8: ("Q8_0", 32, 34),
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34),
     12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 39: ("MXFP4", 32, 17),
 }  # fmt: skip
 _NOT_READ = {
-    3: "Q4_1", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS",
+    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS",
     19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
     29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4", 41: "Q1_0",
 }  # fmt: skip
@@ -130,6 +131,18 @@ def is_gguf(path: Path) -> bool:
             return file.read(len(MAGIC)) == MAGIC
     except (InvalidFile, OSError):
         return False
+
+
+def models_in(folder: Path) -> dict[str, Path]:
+    """The models of the GGUF files in a folder and its folders, by the names of their files without ".gguf": of one that is
+    split, its first file there. Vision projectors are none.
+    """
+    found: dict[str, Path] = {}
+    for file in sorted(folder.rglob("*.gguf")):
+        split = _SPLIT.fullmatch(file.name)
+        if not file.name.startswith("mmproj"):
+            found.setdefault(file.stem if split is None else split[1], file)
+    return found
 
 
 def read_gguf(path: Path) -> GgufFile:

@@ -4,7 +4,9 @@ A block has the weights of neighbouring inputs of an output, and their scales (h
 src/ggml-common.h; `d` is float16):
 
     Q4_0   32   d, 16 bytes: weights 0 to 15 in the low halves, 16 to 31 in the high ones     (q - 8) d
+    Q4_1   32   d, m, 16 bytes as Q4_0                                                       q d + m
     Q5_0   32   d, 4 bytes of fifth bits, 16 bytes as Q4_0                                   (q - 16) d
+    Q5_1   32   d, m, 4 bytes of fifth bits, 16 bytes as Q4_0                                q d + m
     Q8_0   32   d, 32 int8                                                                   q d
     Q4_K   256  d, dmin, 12 bytes of scales and minimums (six bits) of groups of 32, 128 bytes  q d scale - dmin minimum
     Q5_K   256  d, dmin, 12 bytes, 32 bytes of fifth bits, 128 bytes                         the same
@@ -75,11 +77,24 @@ def _q4_0(blocks: torch.Tensor) -> _Scales:
     return _less(_nibbles(blocks, 2), 8), _half(blocks, 0), None
 
 
-def _q5_0(blocks: torch.Tensor) -> _Scales:
-    codes, fifth = _nibbles(blocks, 6).unflatten(-1, (4, 8)), blocks[..., 2:6]
+def _q4_1(blocks: torch.Tensor) -> _Scales:
+    return _less(_nibbles(blocks, 4), 8), _half(blocks, 0), -_half(blocks, 2)
+
+
+def _five_bits(blocks: torch.Tensor, at: int) -> torch.Tensor:
+    """uint8 [n, blocks of a row, 32]: the halves of the 16 bytes from `at` + 4 on, with the fifth bits from `at` on."""
+    codes, fifth = _nibbles(blocks, at + 4).unflatten(-1, (4, 8)), blocks[..., at : at + 4]
     for bit in range(8):
         codes[..., bit] |= (fifth >> bit & 1) << 4
-    return _less(codes.flatten(2), 16), _half(blocks, 0), None
+    return codes.flatten(2)
+
+
+def _q5_0(blocks: torch.Tensor) -> _Scales:
+    return _less(_five_bits(blocks, 2), 16), _half(blocks, 0), None
+
+
+def _q5_1(blocks: torch.Tensor) -> _Scales:
+    return _less(_five_bits(blocks, 4), 0), _half(blocks, 0), -_half(blocks, 2)
 
 
 def _q8_0(blocks: torch.Tensor) -> _Scales:
@@ -128,7 +143,9 @@ def _mxfp4(blocks: torch.Tensor) -> _Scales:
 
 _TYPES: Mapping[str, _Type] = {
     "Q4_0": _Type("int4", 32, 32, 2, _q4_0),
+    "Q4_1": _Type("int4", 32, 32, 4, _q4_1),
     "Q5_0": _Type("int8", 32, 32, 2, _q5_0),
+    "Q5_1": _Type("int8", 32, 32, 4, _q5_1),
     "Q8_0": _Type("int8", 32, 32, 2, _q8_0),
     "Q4_K": _Type("int4", 32, SUPER_GROUP, SIX_BIT_BYTES + 4, _q4_k),
     "Q5_K": _Type("int8", 32, SUPER_GROUP, SIX_BIT_BYTES + 4, _q5_k),
@@ -199,6 +216,7 @@ def _stored(file: GgufFile, place: TensorPlace) -> StoredWeight:
         _decoder(kind, place.change),
         experts=first.shape[0] if len(first.shape) == 3 and place.expert is None else 0,
         scale_bytes=k // kind.block * kind.scale_bytes,
+        block=kind.block,
     )  # fmt: skip
 
 
@@ -214,9 +232,8 @@ def _decoder(kind: _Type, change: str) -> Callable[[StoredWeight, Mapping[str, t
         else:
             blocks = parts["blocks"]
         values, scales, factors = kind.read(blocks.reshape(n, one.k // kind.block, -1))
-        of_scales = scales if factors is None else factors
-        finite = of_scales.isfinite().all() if of_scales.is_floating_point() else (of_scales != 255).all()
-        if not bool(finite):
+        floats = [one for one in (scales, factors) if one is not None and one.is_floating_point()]
+        if not all(bool(one.isfinite().all()) for one in floats) or (not floats and bool((scales == 255).any())):
             raise CheckpointError(f"{one.name} has scales that are not finite; fetch the file again")
         return QuantizedWeight(kind.form, values, scales, group=kind.group, factors=factors)
 

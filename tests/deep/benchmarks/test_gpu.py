@@ -59,6 +59,12 @@ def test_the_devices_limits(bench: Bench) -> None:
     assert CEILINGS.keys() <= bench.known.keys() == set(names)
 
 
+def test_quantized_products(bench: Bench) -> None:
+    items = of_part("quantized", bench)
+    forms = ("bfloat16", "int4 in groups of 32", "int4 in groups of 64", "fp8")
+    assert {f"product, {form}, 1 rows" for form in forms} <= items.keys()
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_decode(bench: Bench, overlap: bool) -> None:
     items = of_part("decode", dataclasses.replace(bench, overlap=overlap))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import tiny
+from gguf_files import write_model
 from safetensors.torch import save_file
 from shard_threads import run_in_threads
 from sharded_engines import CPU, DIVIDED, divided, geometry_of, saved
@@ -124,6 +125,41 @@ def test_quantized_checkpoints_are_divided_at_groups(family: str, pack: bool, tm
         assert family == "mixtral" or held <= sizes[1].weights_bytes
 
 
+WIDE = {"hidden_size": 512, "intermediate_size": 768, "num_attention_heads": 16, "num_key_value_heads": 2, "vocab_size": 128}
+
+
+def mixture(name: str, shape: tuple[int, ...]) -> str:
+    """Query and key, whose rows are reordered head by head, are plain in one layer and in blocks in the other."""
+    if name.startswith(("blk.0.attn_q", "blk.1.attn_k")):
+        return "F16"
+    turns = {
+        "attn_q": "Q5_K",
+        "attn_k": "Q8_0",
+        "attn_v": "Q6_K",
+        "ffn_gate": "Q4_1",
+        "ffn_down": "Q4_K",
+        "attn_output": "Q5_K",
+    }
+    return turns.get(name.split(".")[-2], "Q6_K")
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_gguf_files_are_divided_at_super_groups(pack: bool, tmp_path: Path) -> None:
+    """768 inputs of three super groups: one shard has one of them, and the other one two."""
+    plain_folder = write_model(tiny("llama", **WIDE), tmp_path / "m.gguf", mixture)
+    checkpoint, right = opened(tmp_path / "m.gguf"), logits_of(oracle(plain_folder))
+    division, groups, shards = divided(checkpoint, 2, pack=pack)
+    assert_alike(shards, groups, right)
+    down = next(cut for name, cut in division.cuts.items() if "down_proj" in name)
+    assert [down.width(rank) for rank in range(2)] == [256, 512]
+    if pack and native.instructions() is not None:
+        layers = [one.packed for one in shards[1].modules() if isinstance(one, NativeLinear)]
+        held = sum(one.num_bytes for one in layers)
+        held += sum(p.nbytes for p in shards[1].parameters() if not p.is_meta and p.stride() != (0, 0))
+        held += shards[1].get_input_embeddings().layer._packed.num_bytes
+        assert held <= stored_sizes(checkpoint, CPU, torch.float32, division).weights_bytes
+
+
 def test_quantized_weights_that_cannot_be_cut_are_refused(tmp_path: Path) -> None:
     def refusal(folder: str) -> str:
         with pytest.raises(UnsupportedModel) as caught:
@@ -174,7 +210,7 @@ HRM = {
     ("family", "over", "size", "message"),
     [
         ("gpt2", {}, 2, "no tensor-parallel plan"),
-        ("gpt_oss", {}, 2, "divides none of its layers"),
+        ("gpt_oss", {}, 2, "divides none of its layers, only sets of whole experts, and these are not divided here"),
         ("llama", {}, 4, "6 query heads and 2 heads of K and V.*tensor_parallel_size could be 2, 6"),
         ("llama", {"num_attention_heads": 6, "num_key_value_heads": 3}, 2, "3 heads of K and V.*could be 3, 6"),
         ("llama", {"hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 5}, 2, "could be 5"),

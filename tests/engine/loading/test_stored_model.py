@@ -12,15 +12,29 @@ from pathlib import Path
 
 import pytest
 import torch
+from engines import prompts
 from families import VOCAB, tiny
 from safetensors.torch import load_file, save_file
-from stored_checkpoints import AWQ, FORMATS, FP8, check_logits, check_tokens, gpt_oss, of_compressed, of_gptq, opened, small
+from stored_checkpoints import (
+    AWQ,
+    FORMATS,
+    FP8,
+    check_logits,
+    check_tokens,
+    gpt_oss,
+    of_compressed,
+    of_gptq,
+    opened,
+    oracle,
+    small,
+)
 
 from benchmarks import stored_weights as made
-from pagetide import LLM, native
+from pagetide import LLM, SamplingParams, native
 from pagetide.engine.errors import CheckpointError, ConfigError, UnsupportedModel
 from pagetide.engine.layers.linears import NativeLinear
 from pagetide.engine.layers.packed_experts import PackedExperts
+from pagetide.engine.layers.torch_linears import TorchLinear
 from pagetide.engine.loading import stored_model, tensor_files
 from pagetide.engine.loading.loader import load_model
 from pagetide.engine.loading.mapped_files import MappedFiles
@@ -201,6 +215,62 @@ def test_nothing_is_read_twice_and_the_plan_agrees(tmp_path: Path, counted_reads
             assert not any(mapped.holds(part) for part in (*kept, *model.parameters()) if part.device.type == "cpu")
         else:
             assert "21 of 21 weights in gptq form become float32" in caplog.text
+
+
+SQUARE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8}
+TORCHS = {
+    "AWQ": (AWQ | {"group_size": 32}, made.awq(32), SQUARE),
+    "GPTQ out of order": (of_gptq(group=64), made.gptq(4, 64, False, act_order=True), SQUARE),
+    "fp8 by channel": (of_compressed("float", 8), made.float_quantized(1, 0, dtype=torch.bfloat16), SQUARE),
+}
+
+
+@pytest.mark.parametrize("differs", [False, True])
+@pytest.mark.parametrize("name", TORCHS)
+def test_torchs_kernels(name: str, differs: bool, tmp_path: Path, monkeypatch, caplog) -> None:
+    """As on CUDA, by torch's operators for CPUs: linear layers stay packed, and become plain where a product differs."""
+    caplog.set_level(logging.WARNING)
+    monkeypatch.setattr(stored_model, "packs_stored", lambda device: False)
+    monkeypatch.setattr(stored_model, "multiplies_by_torch", lambda device: True)
+    if differs:
+        monkeypatch.setattr(stored_model, "difference", lambda made, weight: "it differs")
+    config, packer, sizes = TORCHS[name]
+    plain_folder = made.checkpoint(tiny("llama", attention_bias=True, **sizes), tmp_path / "packed", config, packer)
+    checkpoint = opened(tmp_path / "packed")
+    stored_model.stored_sizes.cache_clear()
+    planned = stored_model.stored_sizes(checkpoint, CPU, torch.bfloat16)
+    model = load_model(checkpoint, CPU, torch.bfloat16, pack=True)
+    layers = [one for one in model.modules() if isinstance(one, TorchLinear)]
+    assert planned.plain_bytes == 0 and len(layers) == (0 if differs else len(checkpoint.stored))
+    if not differs:
+        assert (
+            sum(one.packed.num_bytes for one in layers)
+            <= sum(planned.packed_bytes.values())
+            < sum(one.weight.numel() * 2 for one in layers)
+        )
+    ids = torch.tensor(prompts([40], VOCAB))
+    with torch.inference_mode():
+        right, out = oracle(plain_folder)(ids).logits, model(ids).logits
+    assert (out - right).norm() <= (0.15 if "fp8" in name and not differs else 0.06) * right.norm()
+    assert caplog.text.count("becomes torch.bfloat16, as others of its sizes: it differs") == differs * len(
+        {one.shape for one in checkpoint.stored.values()}
+    )
+
+
+def test_engines_over_torchs_kernels(tmp_path: Path, monkeypatch, caplog) -> None:
+    """What they do not multiply becomes plain, with the reason in the log."""
+    caplog.set_level(logging.WARNING)
+    monkeypatch.setattr(stored_model, "packs_stored", lambda device: False)
+    monkeypatch.setattr(stored_model, "multiplies_by_torch", lambda device: True)
+    model = tiny("llama", tie_word_embeddings=True, **SQUARE)
+    made.checkpoint(model, tmp_path / "packed", AWQ | {"group_size": 32}, made.awq(32))
+    stored_model.stored_sizes.cache_clear()
+    greedy = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    for dtype, kinds in (("bfloat16", {"int4"}), ("float32", set())):
+        with LLM(tmp_path / "packed", device="cpu", dtype=dtype, kv_memory=1 << 20) as llm:
+            assert len(llm.generate([[5, 9, 3]], greedy)[0].outputs[0].token_ids) == 4
+            assert set(llm._manager.engine.plan.packed_bytes) == kinds
+    assert "torch's kernels multiply rows of bfloat16, not float32" in caplog.text
 
 
 @needs_native

@@ -12,7 +12,7 @@ from async_rig import run_threads
 
 from pagetide import native
 from pagetide.engine.process import cpu_threads
-from pagetide.engine.process.cpu_threads import CpuThreads, own_threads, thread_counts
+from pagetide.engine.process.cpu_threads import CpuThreads, one_thread, own_threads, thread_counts
 
 
 class Machine:
@@ -200,3 +200,15 @@ def test_native_threads_are_those_of_the_calling_thread() -> None:
     finally:
         torch.ops.pagetide.set_threads(0)
     assert torch.ops.pagetide.num_threads() == before
+
+
+def test_one_thread_of_torch_beside_all_of_the_kernels() -> None:
+    """Others still learn torch's own number meanwhile."""
+    before, of_kernels = torch.get_num_threads(), list[int]()
+    torch.set_num_threads(3)
+    try:
+        with one_thread(of_kernels.append):
+            assert (torch.get_num_threads(), own_threads(), of_kernels) == (1, 3, [3])
+        assert (torch.get_num_threads(), own_threads(), of_kernels) == (3, 3, [3, 0])
+    finally:
+        torch.set_num_threads(before)

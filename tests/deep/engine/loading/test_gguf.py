@@ -14,7 +14,7 @@ from families import VOCAB, tiny
 from gguf_files import TYPES, dequantize, quantize, write_model
 from stored_checkpoints import check_logits, check_tokens, opened
 
-from pagetide import LLM, native
+from pagetide import native
 from pagetide.engine.errors import EngineError
 from pagetide.engine.layers.packed_experts import PackedExperts
 from pagetide.engine.loading.gguf.file import read_gguf
@@ -149,7 +149,15 @@ def test_mutations_are_refused_or_change_nothing(tmp_path: Path) -> None:
     assert loads
 
 
-def test_an_engine_over_several_devices_is_refused_by_name(tmp_path: Path) -> None:
-    write_model(tiny("llama", **SIZES), tmp_path / "m.gguf", in_turns)
-    with pytest.raises(EngineError, match=r"parts of GGUF files are not read; take the model in safetensors form"):
-        LLM(tmp_path / "m.gguf", device="cpu", tensor_parallel_size=2, kv_memory=1 << 20)
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_an_engine_over_two_devices(family: str, tmp_path: Path) -> None:
+    """The inputs of two super groups of each layer that is cut there."""
+    sizes = {
+        "hidden_size": 512,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 512,
+        "num_attention_heads": 16,
+        "head_dim": 32,
+    }
+    plain = write_model(tiny(family, **{**MODELS[family], **sizes}), tmp_path / "m.gguf", in_turns)
+    check_tokens(tmp_path / "m.gguf", plain, device="cpu", tensor_parallel_size=2)

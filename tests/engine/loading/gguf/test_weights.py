@@ -30,7 +30,7 @@ from pagetide.engine.loading.mapped_files import MappedFiles
 CPU = torch.device("cpu")
 needs_native = pytest.mark.skipif(native.instructions() is None, reason="without native kernels nothing stays packed")
 BLOCKS = [name for name, (_, block, _) in TYPES.items() if block > 1]
-MOST_GROWTH = {"Q5_K": 1.56, "Q6_K": 1.31, "Q5_0": 1.56}  # of others 1.01
+MOST_GROWTH = {"Q5_K": 1.56, "Q6_K": 1.31, "Q5_0": 1.56, "Q5_1": 1.51}  # of others 1.01
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8}
 SCALED = {**SIZES, "head_dim": 32, "query_pre_attn_scalar": 32, "num_hidden_layers": 3, "tie_word_embeddings": True}
 MOE = {
@@ -44,7 +44,7 @@ def mixed(name: str, shape: tuple[int, ...]) -> str:
     """Types that take turns, as in the mixtures of llama.cpp."""
     if name in ("token_embd.weight", "output.weight"):
         return "Q6_K"
-    turns = ("Q4_K", "Q6_K", "Q5_K", "Q8_0", "Q4_0", "Q5_0", "F16", "BF16")[3 if shape[-1] % 256 else 0 :]
+    turns = ("Q4_K", "Q6_K", "Q5_K", "Q8_0", "Q4_1", "Q5_1", "F16", "BF16")[3 if shape[-1] % 256 else 0 :]
     return turns[sum(map(ord, name)) % len(turns)]
 
 
