@@ -1,8 +1,9 @@
 """The index of the disk tier: which full blocks of tokens lie on disk, after which prefix, and in which place.
 
-Reasons: docs/decisions/0076-disk-tier.md. It is a prefix index (prefix_index.py) with places on disk instead of blocks: tokens, salts and parents are compared, and the
-policy that evicts from memory evicts here. Each place has a record, which outlives the process (`RECORD`). The hashes are made
-with the key of the folder, and a salt is known by a slow keyed digest, so records name no salt.
+It is a prefix index (prefix_index.py) with places on disk instead of blocks: tokens, salts and parents are compared, and the
+policy that evicts from memory evicts here. Each place has a record, which outlives the process (`record_type`). The hashes are
+made with the key of the folder, and a salt is known by a slow keyed digest, so records name no salt. Reasons:
+docs/decisions/0076-disk-tier.md.
 
     take                   written                  found
     free ─────────► findable, not whole ─────────► whole ─────────► read, compared with the record's check

@@ -17,7 +17,8 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
         "cache",
         help="show or clear what is kept on disk: quantized weights, computed prefixes",
-        description="Computed prefixes are kept in the folder of disk_kv_path; a folder that an engine uses is not cleared. Quantized weights are kept on disk, so that the next start need not quantize again. "
+        description="Computed prefixes are kept in the folder of disk_kv_path; one that an engine uses is not cleared. "
+        "Quantized weights are kept on disk, so that the next start need not quantize again. "
         "PAGETIDE_CACHE_SIZE limits the folder (default 20GiB; 0 disables the cache): the least recently used files "
         "are deleted first.",
     )
