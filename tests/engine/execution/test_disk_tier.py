@@ -138,3 +138,6 @@ def test_what_is_not_kept_on_disk_is_refused(saved: str, tmp_path: Path) -> None
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=match):
             engine(saved, tmp_path, **more)
+    tiny("gemma2").save_pretrained(tmp_path / "windows")
+    with pytest.raises(ConfigError, match="windows, or several groups"):
+        engine(str(tmp_path / "windows"), tmp_path)
