@@ -21,6 +21,7 @@ import os
 import re
 import secrets
 import stat
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
@@ -96,6 +97,7 @@ class DiskFiles:
             raise ConfigError(f"disk_kv_memory: {most_bytes:,} bytes hold no block: the least that do are {least}")
         self._per_file = max(1, min(FILE_BYTES, most_bytes // 16) // block_bytes)
         self._files: dict[int, int] = {}  # descriptors by number
+        self._opening = threading.Lock()
         self._num_records = 0
         self._index_file = -1
         with ExitStack() as undo:
@@ -230,9 +232,11 @@ class DiskFiles:
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _file(self, number: int) -> int:
-        if number not in self._files:
-            self._files[number] = _open_own(self.folder / f"{number:04d}.kv")
-        return self._files[number]
+        """The descriptor of a file. Called by the thread that writes and the one that reads."""
+        with self._opening:
+            if number not in self._files:
+                self._files[number] = _open_own(self.folder / f"{number:04d}.kv")
+            return self._files[number]
 
     def _pieces(self, places: Int32) -> Iterator[tuple[int, int]]:
         """Parts of `places` that are adjacent in a file, each of a few MiB at most."""
