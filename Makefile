@@ -134,6 +134,7 @@ bench:  ## measure; the figures go to build/bench
 	$(BIN)/python -m benchmarks.engine_cpu --json build/bench/engine_cpu.json
 	$(BIN)/python -m benchmarks.quantization --json build/bench/quantization.json
 	$(BIN)/python -m benchmarks.kv_cache_dtype --json build/bench/kv_cache_dtype.json
+	$(BIN)/python -m benchmarks.kept_prefixes --json build/bench/kept_prefixes.json
 	$(BIN)/python -m benchmarks.loading --json build/bench/loading.json
 	$(BIN)/python -m benchmarks.serve --json build/bench/serve.json
 	$(BIN)/python -m benchmarks.windows --json build/bench/windows.json

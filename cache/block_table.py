@@ -33,6 +33,14 @@ class BlockCopies:
     targets: Int32
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockBytes:
+    """Bytes to put into blocks before a forward pass: `data[i]` [payload_bytes] into block `blocks[i]`. Plain data."""
+
+    blocks: Int32
+    data: npt.NDArray[np.uint8]
+
+
 class BlockTables:
     """The tables of one group: `num_tables` for each of `num_rows` rows, of up to `max_blocks` blocks each.
 

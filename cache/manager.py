@@ -15,6 +15,8 @@ With a host tier, an evicted block is first copied to a host slot (demoted), if 
 available. A later hit copies it back (promotes it), if that is worth it too (swapping.py). Releasing the row of a
 preempted sequence therefore swaps the sequence out, as far as its space is needed.
 
+With a disk tier (disk_index.py), committed blocks are also written to files; `put` gives a new row what was read of them.
+
 With windows:
 
     release_passed   give up the blocks that no later token reads
@@ -25,14 +27,16 @@ With windows:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from ..allocator.errors import NoFreeBlocks
 from ..allocator.pool_view import PoolView
-from .block_table import BlockCopies, Index, Int32, TableUpdate
+from .block_table import BlockBytes, BlockCopies, Index, Int32, TableUpdate
 from .cache_events import CacheEventLog
+from .disk_index import KeptPrefixes
 from .eviction import Lru, PolicyFactory
 from .prefix_hash import Chain, NullHasher, PrefixHasher
 from .prefix_index import PrefixHit, PrefixIndex
@@ -48,14 +52,16 @@ from .window_blocks import WindowBlocksOfGroups
 class Extension:
     """The result of an extend, a fork or an admission: new entries of each block table, and blocks to copy first, if any.
 
-    After an admission or a fork, `num_computed` tokens are computed already. `waits`: the next plan copies to or from
-    the admitted row's blocks concurrently with its chunks, so none of the row's own chunks may be in that plan.
+    After an admission or a fork, `num_computed` tokens are computed already, once `read` is in its blocks. `waits`: the next
+    plan copies to or from the admitted row's blocks concurrently with its chunks, so none of the row's own chunks may be in
+    that plan.
     """
 
     tables: tuple[TableUpdate, ...]
     copies: BlockCopies | None = None
     num_computed: int = 0
     waits: bool = False
+    read: BlockBytes | None = None
 
 
 class CacheManager:
@@ -107,13 +113,14 @@ class CacheManager:
         self.swapping = Swapping(self.index, tables.pool, tables.anchors, host_slots, self._bytes_at, max_cached_blocks)
         self.host = self.swapping.host
         self.resizer = PoolResizer(tables, self.swapping, self._bytes_at)
+        self.disk: KeptPrefixes | None = None  # the tier below; assigned before the first use
 
     def rebuilt(self, mapped: Iterable[int] | None = None) -> CacheManager:
         """A new, empty manager of the same pool, to replace this one after an error in its bookkeeping.
 
         `mapped` are the extents that have memory, as the arena reports them; None: those of the bookkeeping.
         """
-        return CacheManager(
+        manager = CacheManager(
             self.row_tables.emptied(self.row_tables.pool.emptied(mapped)),
             self.index.hasher if self.index.capacity else None,
             eviction=self._eviction,
@@ -121,6 +128,8 @@ class CacheManager:
             host_slots=self.host.capacity,
             events=self.index.events,
         )
+        manager.disk = self.disk
+        return manager
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks in all tables together that a sequence of `tokens` tokens holds, once the last of them is computed."""
@@ -214,6 +223,23 @@ class CacheManager:
         """The longest prefix of `chain`, of at most `max_tokens` tokens, that is cached. Read-only."""
         return self.swapping.worth_promoting(self.index.lookup(chain, max_tokens))
 
+    def bytes_at(self, blocks: Int32) -> Int32:
+        """Where the bytes of `blocks` are until the next plan is done."""
+        return self._bytes_at[blocks]
+
+    def put(self, row: int, extension: Extension, first: int, data: npt.NDArray[np.uint8]) -> Extension:
+        """`extension`, of the admission of `row`, with bytes from disk: `data` of its blocks from `first` on.
+
+        They add nothing unless they continue what the row has.
+        """
+        start, rest = divmod(extension.num_computed, self.block_size)
+        data = data[max(0, start - first) :]
+        if rest or first > start or not len(data):
+            return extension
+        blocks = self.row_tables.anchor.blocks[0, row, start : start + len(data)].copy()
+        num_computed = (start + len(data)) * self.block_size
+        return replace(extension, num_computed=num_computed, read=BlockBytes(blocks, data))
+
     def needed(self, upto: int, hit: PrefixHit) -> int:
         """Blocks that `admit` and the chunk after it take from `available`: new ones, and found ones without references."""
         return self.row_tables.needed(upto, hit, self.index)
@@ -273,10 +299,14 @@ class CacheManager:
         own = blocks[first:upto]
         self._committed[row] = full if upto == full else len(blocks)
         self.swapping.registered(own[findable == own], places.slots)
+        if self.disk is not None and upto > first:
+            self.disk.committed(chain, upto)
         return self.row_tables.publish(row, first, findable, self.swapping)
 
     def reset(self) -> None:
         """Forget all cached prefixes. Rows keep their blocks."""
+        if self.disk is not None:
+            self.disk.clear()
         self.swapping.reset(self.index.reset())
         self._committed[:] = self.row_tables.anchor.blocks.shape[2]  # their parents are no longer findable
         self._committed[self.row_tables.lengths == 0] = 0

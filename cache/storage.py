@@ -138,6 +138,27 @@ class Storage:
         self._check(np.asarray([block]))
         return self.blocks[block, : self.geometry.payload_bytes]
 
+    def bytes_of(self, blocks: BlockIds) -> torch.Tensor:
+        """A copy of the `block_bytes` of `blocks`, uint8 [n, payload_bytes], in the order of the device's current stream."""
+        self._check(blocks)
+        size = self.geometry.payload_bytes
+        if self.device.type == "cpu":
+            return torch.from_numpy(self.blocks.numpy()[:, :size][blocks])
+        return self.blocks.index_select(0, self._index(blocks))[:, :size].contiguous()
+
+    def put(self, blocks: BlockIds, data: npt.NDArray[np.uint8]) -> None:
+        """Copy `data` [n, payload_bytes] to the `block_bytes` of `blocks`, in the order of the device's current stream."""
+        self._check(blocks)
+        if (blocks == _NULL_BLOCK).any() or data.shape != (len(blocks), self.geometry.payload_bytes):
+            raise BlockMisuse(f"bytes of the shape {data.shape} cannot be put into the blocks {blocks.tolist():.80}")
+        if self.device.type == "cpu":
+            self.blocks.numpy()[blocks, : data.shape[1]] = data
+            return
+        step = max(1, self.staging_bytes // max(1, data.shape[1]))
+        for start in range(0, len(blocks), step):
+            part = slice(start, start + step)
+            self.blocks[self._index(blocks[part]), : data.shape[1]] = torch.from_numpy(data[part]).to(self.device)
+
     def copy(self, sources: BlockIds, targets: BlockIds) -> None:
         """Copy block `sources[i]` to block `targets[i]`, all as if at once: a target may be the source of another copy.
 

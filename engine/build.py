@@ -34,7 +34,16 @@ from .attention.choose import Site, check, choose
 from .config import EngineConfig
 from .core import EngineCore
 from .errors import ConfigError, NotEnoughMemory
-from .executor import collect, empty_caches, load_checked, make_runner, open_arena, open_host_pool
+from .executor import (
+    check_disk_tier,
+    collect,
+    empty_caches,
+    load_checked,
+    make_runner,
+    open_arena,
+    open_disk_tier,
+    open_host_pool,
+)
 from .layers.quantized_linears import check_native
 from .loading.checkpoint import Checkpoint
 from .loading.hub_kernels import no_hub_kernels
@@ -155,6 +164,7 @@ class Engine:
                 "max_cached_blocks": scheduler.cache.swapping.max_cached_blocks,
             },
             "host_tier": self._host_tier(),
+            "disk_tier": self._disk_tier(),
             "memory": None if self.core.memory is None else self.core.memory.to_dict(),
             "self_check": self._self_check(),
             "shards": self._shards(),
@@ -185,6 +195,10 @@ class Engine:
             "swapped_out_bytes": counters.demoted_blocks * block_bytes,
             "swapped_in_bytes": counters.promoted_blocks * block_bytes,
         }
+
+    def _disk_tier(self) -> dict[str, Any] | None:
+        disk = self.core.disk
+        return None if disk is None else {**disk.to_dict(), "hit_tokens": self.core.scheduler.stats.disk_tokens}
 
     def close(self) -> None:
         """Free the KV memory, and the weights unless they are referenced elsewhere. Idempotent."""
@@ -236,6 +250,7 @@ def _build(
 ) -> Engine:
     device = holder.device
     faults = {} if checked is None else checked.faults
+    check_disk_tier(plan, config)
     loaded = load_checked(config, checkpoint, device, dtype, plan, faults=faults)
     kernel = choose(config.attention, Site.of(device, dtype, plan.geometry), loaded.specs, faults=faults)
     host = open_host_pool(plan, config, pins="swaps" not in faults)
@@ -263,8 +278,11 @@ def _build(
         )
         lease = None if sharing is None else sharing.lease
         core.memory = EngineMemory(SchedulerPoolUse(lambda: core.scheduler, bounds), arena, base, lease=lease, host=host)
-    _log_ready(plan, arena.mapped_bytes, core, began)
     owners: list[Callable[[], None]] = [arena.close, holder.close]
+    if (disk := open_disk_tier(plan, config, checkpoint, runner)) is not None:
+        core.disk = cache.disk = disk
+        owners.insert(0, disk.close)
+    _log_ready(plan, arena.mapped_bytes, core, began)
     if sharing is not None:
         owners.append(sharing.close)
     if core.memory is not None:

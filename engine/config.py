@@ -139,6 +139,15 @@ def _check_devices(devices: Any) -> tuple[str, ...]:
     return names
 
 
+def _disk_path(path: Any) -> str | None:
+    """The folder of the disk tiers. Raises ConfigError."""
+    if path is None:
+        return None
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str) or not os.fspath(path):
+        raise ConfigError(f"disk_kv_path must be the path of a folder, got {path!r:.80}")
+    return os.path.abspath(os.path.expanduser(os.fspath(path)))
+
+
 def _record_path(path: Any) -> str | None:
     """The path of a recording. Raises ConfigError, also where its folder is missing: before a model is loaded for it."""
     if path is None:
@@ -264,6 +273,16 @@ class EngineArguments:
         doc='Host memory, such as "8GiB", for blocks swapped out when the pool is full, instead of computing them again. None: '
         "none. Allocated as needed; freed after `idle_s` without a request and by `close`.", scope=Scope.SERVER,
     )
+    disk_kv_memory: int | str | None = setting(
+        None, size("none"), "disk space for computed prefixes, e.g. 64GiB", unset="none",
+        doc='Disk space, such as "64GiB", for computed prefixes: they outlive eviction, unloading and restarts. They are read '
+        "where that takes less time than computing, into up to 2 GiB of memory. None: none.", scope=Scope.SERVER,
+    )
+    disk_kv_path: str | os.PathLike[str] | None = setting(
+        None, Kind("FOLDER", _disk_path), "folder of the prefixes on disk", unset="~/.cache/pagetide/kv",
+        doc="The folder for `disk_kv_memory`; each model has a folder in it, which one engine at a time uses. None: "
+        "`pagetide/kv` in the user's cache folder.", scope=Scope.SERVER,
+    )
     prefix_hash_secret: bytes | None = setting(
         None, Kind("BYTES", _check_secret), "key of the prefix hashes", secret=True, scope=Scope.API,
         doc="Key of the prefix hashes, at least 16 bytes. Engines with equal secret and block size have equal hashes of the "
@@ -322,7 +341,7 @@ class EngineConfig(EngineArguments):
     Args:
         devices: Of the shards of a model that is divided, one each; a device may be named several times. Empty: not divided.
         block_size: None is 16, or what the attention backend needs.
-        host_kv_memory: 0: none.
+        host_kv_memory, disk_kv_memory: 0: none.
     """
 
     model: ModelSpec
@@ -333,11 +352,14 @@ class EngineConfig(EngineArguments):
     block_size: int | None
     prefix_cache_memory: int | None
     host_kv_memory: int
+    disk_kv_memory: int
+    disk_kv_path: str | None
     record: str | None
 
     def __post_init__(self) -> None:
         of_the_cache = {
             "host_kv_memory keeps what the prefix cache finds again": self.host_kv_memory > 0,
+            "disk_kv_memory keeps what the prefix cache finds again": self.disk_kv_memory > 0,
             "prefix_hash_secret is the prefix cache's": self.prefix_hash_secret is not None,
             "kv_events tell what the prefix cache holds": self.kv_events,
             "prefix_cache_memory is a bound on the prefix cache": self.prefix_cache_memory is not None,
@@ -345,6 +367,9 @@ class EngineConfig(EngineArguments):
         for said, is_given in of_the_cache.items():
             if is_given and not self.prefix_caching:
                 raise ConfigError(f"{said}: leave prefix_caching on, or {said.partition(' ')[0]} out")
+        if self.disk_kv_memory and (self.devices or self.model.loaded is not None):
+            what = "is divided over devices" if self.devices else "was passed as an object: its content has no name"
+            raise ConfigError(f"disk_kv_memory keeps no prefixes of a model that {what}; leave it out")
 
     @property
     def sampling(self) -> SamplingParams:
@@ -377,7 +402,7 @@ class EngineConfig(EngineArguments):
         given["device"] = shards[0] if len(shards) == 1 else given["device"]
         given["devices"] = shards if len(shards) > 1 else ()
         given["block_size"] = None if given["block_size"] == "auto" else given["block_size"]
-        given["host_kv_memory"] = given["host_kv_memory"] or 0
+        given |= {name: given[name] or 0 for name in ("host_kv_memory", "disk_kv_memory")}
         return cls(model=spec, **given)
 
     def tokens_per_block(self) -> int:

@@ -20,10 +20,13 @@ from .errors import Attempt, EngineError, ShardLost, format_error
 from .memory.engine_memory import EngineMemory
 
 if TYPE_CHECKING:
+    from .execution.disk_tier import DiskTier
     from .execution.runner import ModelRunner, PendingStep  # imports torch, which the core does not need
     from .shards.sharded_runner import ShardedRunner, ShardedStep
 
 log = logging.getLogger(__name__)
+
+DISK_WAIT_S = 0.02  # of a step with nothing to do but wait for the disk
 
 
 class EngineCore:
@@ -40,13 +43,14 @@ class EngineCore:
         self.runner = runner
         self.clock = clock
         self.memory: EngineMemory | None = None  # of an elastic pool
+        self.disk: DiskTier | None = None
         # Launched, result not applied: at most two. A result is there already of a plan that is empty, or failed to launch.
         self._pending: deque[tuple[Plan, PendingStep | ShardedStep | Result]] = deque()
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return self.scheduler.has_work or self.is_ahead
+        return self.scheduler.has_work or self.is_ahead or (self.disk is not None and self.disk.is_behind)
 
     @property
     def lost(self) -> ShardLost | None:
@@ -85,9 +89,21 @@ class EngineCore:
                 outputs = replace(outputs, finished=outputs.finished + self._complete().finished)
             if self.memory is not None:
                 self.memory.after_step(waited_for=ahead)
+            if self.disk is not None:
+                self._save(self.disk)
             return outputs
         except Exception as error:
             return self._fail(error, outputs)
+
+    def _save(self, disk: DiskTier) -> None:
+        """Begin to write to `disk` what the prefix cache came to hold. A step with nothing else to do waits for a write."""
+        if disk.is_behind and not (self.scheduler.has_work or self._pending):
+            disk.wait(DISK_WAIT_S)
+        with Attempt() as attempt:
+            disk.save(self.scheduler.cache)
+        if attempt.error is not None:
+            log.error("the disk tier failed, and is not used any more", exc_info=attempt.error)
+            self.disk = self.scheduler.cache.disk = None
 
     def _launch_ahead(self) -> None:
         """Launch the next decode step before the pending one's result is on the host, if it only continues that one."""

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import gc
+import hashlib
+import json
 import logging
 import time
 from collections import Counter
@@ -13,9 +15,11 @@ from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from .. import native
 from ..allocator.arena import Arena
@@ -24,6 +28,9 @@ from ..allocator.errors import DriverUnavailable
 from ..allocator.host_arena import HostArena
 from ..cache.storage import Storage, TensorArena
 from ..common.host_memory import free_host_bytes
+from ..common.units import format_bytes
+from ..native import instructions
+from ..version import __version__
 from .attention.backends import AttentionSpec
 from .attention.choose import WatchedKernel
 from .attention.context import AttentionKernel
@@ -35,6 +42,8 @@ from .attention.states import install as keep_states
 from .collectives.group import ALONE, ShardGroup
 from .config import EngineConfig
 from .errors import ConfigError, NotEnoughMemory
+from .execution.disk_files import BlockKind, DiskFiles, folder_of, kept_dir
+from .execution.disk_tier import DiskTier
 from .execution.graph_sizes import sizes_for
 from .execution.graphs import CudaRecorder
 from .execution.host_pool import HostPool
@@ -50,6 +59,7 @@ from .loading.checkpoint import Checkpoint
 from .loading.division import Division
 from .loading.loader import load_model, load_tokenizer
 from .loading.probe import probe, random_tokens
+from .loading.quantized_cache import QuantizedCache
 from .loading.quantized_kv_check import TOKENS, calibration_tokens, check_quantized_kv
 from .memory.engine_memory import READY_LIMIT_BYTES
 from .memory.memory_plan import MemoryPlan
@@ -174,6 +184,44 @@ def open_host_pool(plan: MemoryPlan, config: EngineConfig, *, pins: bool) -> Hos
         return HostPool(plan.geometry, asked, pins=pins)
     except ValueError as error:
         raise ConfigError(f"host_kv_memory: {error}") from error
+
+
+def open_disk_tier(plan: MemoryPlan, config: EngineConfig, checkpoint: Checkpoint, runner: ModelRunner) -> DiskTier | None:
+    """The disk tier below the blocks of `runner`. None without one, and if its folder cannot be used.
+
+    Raises ConfigError where `check_disk_tier` does, and if `disk_kv_memory` holds no block.
+    """
+    if not config.disk_kv_memory:
+        return None
+    layout = [plan.dtype, plan.quantization, plan.kv_cache_dtype, plan.geometry.layout_id, plan.device.partition(":")[0]]
+    layout.append(runner.kernel.name)
+    path = kept_dir() if config.disk_kv_path is None else Path(config.disk_kv_path)
+    try:
+        content = [__version__, transformers.__version__, torch.__version__, instructions(), *layout]
+        identity = hashlib.sha256(json.dumps([*content, *QuantizedCache().digests(checkpoint)]).encode()).hexdigest()
+        files = DiskFiles(
+            folder_of(path, str(checkpoint.spec.path.resolve()), json.dumps(layout)),
+            config.disk_kv_memory,
+            BlockKind(identity, plan.geometry.payload_bytes, plan.block_size),
+            config.prefix_hash_secret,
+        )
+    except OSError as error:
+        log.warning("disk_kv_memory is not used: %s", error)
+        return None
+    used = format_bytes(files.index.num_used * files.block_bytes)
+    log.info("the disk tier: %s of prefixes in %s, of at most %s", used, files.folder, format_bytes(config.disk_kv_memory))
+    return DiskTier(files, runner.storage)
+
+
+def check_disk_tier(plan: MemoryPlan, config: EngineConfig) -> None:
+    """Raise ConfigError if `disk_kv_memory` is asked for, and blocks of the model are not kept on disk."""
+    groups = plan.geometry.groups
+    if config.disk_kv_memory and (plan.state_bytes or len(groups) > 1 or groups[0].window or groups[0].num_tables > 1):
+        what = "states" if plan.state_bytes else "windows, or several groups of layers"
+        raise ConfigError(
+            f"disk_kv_memory keeps no prefixes of {plan.model}: its layers have {what}, and only blocks of layers that read "
+            "all tokens are kept on disk; leave it out"
+        )
 
 
 def make_runner(

@@ -8,6 +8,7 @@
 - A fork shares the prompt of another request, its leader. It waits until that prompt is computed.
 - A request that needs more blocks than the current limit is deferred and delays no other request.
 - A refused request is not retried before something changes.
+- What lies on disk of a new request's tokens is read before it is queued (disk_index.py).
 """
 
 from __future__ import annotations
@@ -63,8 +64,22 @@ def add(state: SchedulerState, sequence: Sequence) -> None:
         return
     if leader is not None:
         leader.forks[sequence] = None
+    elif _begin_read(state, sequence):
+        return
     if waiting.add(sequence) <= MOST_TRIED:
         waiting.look_again()
+
+
+def _begin_read(state: SchedulerState, sequence: Sequence) -> bool:
+    """Let a new sequence wait for what lies on disk of its tokens, if reading that takes less time than computing it."""
+    disk, cost, most = state.cache.disk, state.cost, sequence.sharable
+    if disk is None or cost is None:
+        return False
+    found = state.cache.lookup(sequence.chain, most).num_tokens
+    sequence.read = disk.begin(sequence.chain, found, most, cost.tokens_per_s)
+    if sequence.read is not None:
+        state.waiting.wait_for_read(sequence)
+    return sequence.read is not None
 
 
 def admitted(state: SchedulerState) -> Iterator[tuple[Sequence, AdmissionPlan, list[str]]]:

@@ -88,6 +88,7 @@ class Stats:
     recomputed_tokens: int = 0
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
+    disk_tokens: int = 0  # of these, from disk
     generated_tokens: int = 0
     step_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKEN_BOUNDS) + 1))
     preemptions: int = 0
@@ -184,6 +185,18 @@ class Decisions:
         self.num_changes += 1
         self._kept[at] = (earlier, self.num_changes, decision)
         return earlier
+
+    def was_read(self, step: int, request_id: str, found: int, read: int, seconds: float, why: str) -> None:
+        """`request_id` found `found` of its tokens in memory, and `read` more were read from disk in `seconds`.
+
+        `why` not all that are there; empty if all were.
+        """
+        self._keep(
+            {
+                "step": step, "what": "read", "request_id": request_id, "found": found, "read": read,
+                "seconds": round(seconds, 6), "why": why,
+            }
+        )  # fmt: skip
 
     def passed(self, step: int, request_id: str, needed: int, others: list[str]) -> None:
         """`request_id`, which needs `needed` blocks, was admitted before `others`, which came first and do not fit."""

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from ..cache.block_table import BlockCopies, Index, Int32, TableUpdate
+from ..cache.block_table import BlockBytes, BlockCopies, Index, Int32, TableUpdate
 from ..cache.host_tier import Swaps
 from .errors import InvalidCallOrder
 from .request import Sampling
@@ -100,11 +100,12 @@ class Plan:
     resize: Resize = NO_RESIZE
     swaps: Swaps | None = None
     given: ForcedTokens | None = None
+    reads: tuple[BlockBytes, ...] = ()
 
     @property
     def moves_memory(self) -> bool:
-        """Whether the plan swaps, copies, maps or unmaps, which ending the requests of its chunks cannot undo."""
-        return bool(self.copies is not None or self.swaps is not None or self.resize)
+        """Whether the plan swaps, copies, maps, unmaps or puts bytes into blocks: ending its requests cannot undo that."""
+        return bool(self.copies is not None or self.swaps is not None or self.resize or self.reads)
 
     @property
     def is_empty(self) -> bool:

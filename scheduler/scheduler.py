@@ -54,6 +54,8 @@ from .sequence import FinishReason, Sequence
 from .state import AdmissionPlan, Limits, SchedulerState
 from .steps import apply_result, continuation, plan_ahead, plan_step
 
+READ_WAIT_S = 0.005  # of a step with nothing to do but wait for the disk
+
 
 class Scheduler:
     """Continuous-batching scheduler; the module docstring gives its rules.
@@ -104,7 +106,7 @@ class Scheduler:
         True once a step has found this. Steps then do nothing until `grow`, `limit_blocks` or another request.
         """
         state = self.state
-        if state.plans.first is not None or state.aborted or state.finished or self.pool.is_resizing:
+        if state.plans.first is not None or state.aborted or state.finished or self.pool.is_resizing or state.waiting.reading:
             return False
         if len(state.by_row) > len(state.paused):
             return False
@@ -158,6 +160,8 @@ class Scheduler:
         state.now = now
         self.cache.index.retained.expire(now)
         state.end_aborted()
+        if state.waiting.reading:
+            state.waiting.requeue_read(0.0 if state.by_row or state.waiting.has_candidates else READ_WAIT_S)
         prefilling = np.array([sequence.row for sequence in state.prefilling], np.int64)
         if len(prefilling):
             self.cache.release_passed(prefilling, self._computed)
@@ -234,6 +238,8 @@ class Scheduler:
             "preempt"  a victim: the blocks won, and the seconds that swapping or computing its loss would take
             "return"   a readmitted request: the tokens it had and those it found
             "cut"      a request that ended because the pool can hold no more
+            "read"     a new request with a prefix on disk: the tokens found in memory and those read, the seconds that this
+                       took, and why not all were read ("computing takes less time": none was)
             "give up"  the cached blocks demoted and evicted over a range of steps, the cost per block of either way, and
                        how likely a block is to be needed again
         """
@@ -352,6 +358,8 @@ class Scheduler:
         """
         extension = self.state.start(sequence, start)
         request, root, num_hit = sequence.request, sequence.root, start.hit.num_tokens
+        if extension.read is not None:
+            num_hit = extension.num_computed
         is_new = root.num_cached_tokens is None
         if is_new:
             root.num_cached_tokens = found = min(num_hit, len(request.prompt_token_ids))

@@ -1,6 +1,6 @@
 """The scheduler's state of one request, and its status: one state machine, changed by `Sequence.set_status` alone.
 
-    waiting   NEW ──► WAITING ◄──► DEFERRED, WAITING_FOR_PROMPT, WAITING_FOR_MOVE
+    waiting   NEW ──► WAITING ◄──► DEFERRED, WAITING_FOR_PROMPT, WAITING_FOR_MOVE; READING ──► WAITING
                  │ admitted   ▲ preempted       │ a beam was preempted, spare or moved
                  ▼            │                 │
     running   PREFILLING ──► DECODING ◄──► PAUSED
@@ -16,6 +16,7 @@ from __future__ import annotations
 import enum
 from typing import Literal
 
+from ..cache.disk_index import PrefixRead
 from ..cache.prefix_hash import Chain
 from .request import Request
 
@@ -32,6 +33,8 @@ class SequenceStatus(enum.Enum):
     WAITING = "waiting"
     # It needs more blocks than the pool's limit; in Waiting.deferred.
     DEFERRED = "deferred"
+    # Blocks of its prompt are read from disk; in Waiting.reading.
+    READING = "reading"
     # A fork of a leader with a prompt that is not computed; in the leader's Sequence.forks, where queued forks are too.
     WAITING_FOR_PROMPT = "waiting for prompt"
     # A beam without a row: its next move decides about its tokens.
@@ -49,7 +52,8 @@ class SequenceStatus(enum.Enum):
 
 _S = SequenceStatus
 TRANSITIONS: dict[SequenceStatus, tuple[SequenceStatus, ...]] = {
-    _S.NEW: (_S.WAITING, _S.WAITING_FOR_PROMPT),
+    _S.NEW: (_S.WAITING, _S.WAITING_FOR_PROMPT, _S.READING),
+    _S.READING: (_S.WAITING, _S.WAITING_FOR_PROMPT, _S.WAITING_FOR_MOVE, _S.FINISHED),
     _S.WAITING: (_S.PREFILLING, _S.DEFERRED, _S.WAITING_FOR_PROMPT, _S.WAITING_FOR_MOVE, _S.FINISHED),
     _S.DEFERRED: (_S.WAITING, _S.WAITING_FOR_PROMPT, _S.WAITING_FOR_MOVE, _S.FINISHED),
     _S.WAITING_FOR_PROMPT: (_S.WAITING, _S.WAITING_FOR_MOVE, _S.FINISHED),
@@ -67,7 +71,7 @@ class Sequence:
 
     __slots__ = (
         "_status", "abort_reason", "admitted_at", "chain", "computed", "forks", "key", "leader", "num_cached_tokens",
-        "number", "passes", "preemptions", "refusal", "request", "root", "row", "scored", "shares", "tokens",
+        "number", "passes", "preemptions", "read", "refusal", "request", "root", "row", "scored", "shares", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: Request, number: int, chain: Chain, leader: Sequence | None = None) -> None:
@@ -84,6 +88,7 @@ class Sequence:
         self.passes = 0  # how often others passed it while it waits
         # Number of the decision that refused it, since it began to wait; 0: none did
         self.refusal = 0
+        self.read: PrefixRead | None = None  # what comes from disk, until it is admitted
         self.abort_reason: FinishReason | None = None  # to be ended, with this reason, as soon as possible
         self.leader = leader  # the sequence with the same first tokens, to be shared
         self.shares = len(self.tokens)  # number of these tokens; NOTHING once admitted

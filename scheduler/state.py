@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ..cache.block_table import BlockCopies, Index, Int32, TableUpdate
+from ..cache.block_table import BlockBytes, BlockCopies, Index, Int32, TableUpdate
 from ..cache.manager import CacheManager, Extension
 from ..cache.prefix_index import PrefixHit
 from .cost import SwapCost
@@ -82,6 +82,7 @@ class Changes:
     admitted: list[Admission] = field(default_factory=list)
     tables: list[tuple[TableUpdate, ...]] = field(default_factory=list)
     copies: list[BlockCopies] = field(default_factory=list)
+    reads: list[BlockBytes] = field(default_factory=list)
     given: dict[int, tuple[int, int]] = field(default_factory=dict)  # by row: a position and its token
 
     def __bool__(self) -> bool:
@@ -234,7 +235,8 @@ class SchedulerState:
     @property
     def num_dependent(self) -> int:
         """Waiting sequences that wait for another one: a fork for its prompt, a beam for its next move."""
-        return self.num_waiting - len(self.waiting.queue) - len(self.waiting.deferred)
+        waiting = self.waiting
+        return self.num_waiting - len(waiting.queue) - len(waiting.deferred) - len(waiting.reading)
 
     def weigh(self) -> None:
         """Pass the current worth of swapping to the host tier."""
@@ -274,6 +276,8 @@ class SchedulerState:
         assert extension is not None, "admitted without enough blocks"
         if extension.copies is not None:
             self.changes.copies.append(extension.copies)
+        if sequence.read is not None:
+            extension = self._take_read(sequence, row, extension)
         self.rows.computed[row] = extension.num_computed
         sequence.set_status(SequenceStatus.PREFILLING)
         sequence.row, sequence.shares = row, NOTHING
@@ -284,6 +288,20 @@ class SchedulerState:
         if sampling.prompt_logprobs is not None and not sequence.is_unscored:
             sampling = replace(sampling, prompt_logprobs=None)  # already returned, and not returned again
         self.changes.admitted.append(Admission(row, request.request_id, tokens, num_prompt, sampling))
+        return extension
+
+    def _take_read(self, sequence: Sequence, row: int, extension: Extension) -> Extension:
+        """`extension`, of the admission of `sequence` to `row`, with what was read from disk for it."""
+        read, sequence.read = sequence.read, None
+        assert read is not None and self.cache.disk is not None
+        data, before = self.cache.disk.finish(read), extension.num_computed
+        if read.chain is sequence.chain:
+            extension = self.cache.put(row, extension, read.first, data)
+        if extension.read is not None:
+            self.changes.reads.append(extension.read)
+        num_read = extension.num_computed - before
+        self.stats.disk_tokens += num_read
+        self.decisions.was_read(self.stats.steps, sequence.request.request_id, before, num_read, read.seconds, read.why)
         return extension
 
     def promote(self) -> list[Sequence]:
@@ -510,6 +528,8 @@ class SchedulerState:
         request = sequence.request
         if request.retention is not None and computed >= (num_prompt := len(request.prompt_token_ids)):
             self.cache.retain(row, num_prompt, request.retention, self.now)
+            if self.cache.disk is not None:
+                self.cache.disk.committed(chain, num_prompt // self.cache.block_size, request.retention)
         return updates
 
     def _hand_over_forks(self, leader: Sequence) -> None:

@@ -149,6 +149,7 @@ def _plan(
         resize=resize,
         swaps=state.cache.host.take_swaps(alone=not moves and not resize),
         given=given_tokens(changes.given),
+        reads=tuple(changes.reads),
     )
     if plan.swaps is not None or state.cache.swapping.evicted_blocks != state.evicted_blocks:
         _count_swaps(state, plan)

@@ -18,14 +18,15 @@ AGING_S = 30.0  # seconds of waiting equal to one step of priority
 class Waiting:
     """Sequences without a row. `queue` is in order; the scheduler reads it and changes it through the methods only.
 
-    Three kinds wait outside `queue`: `deferred` sequences, which need more blocks than the pool may have at present;
-    forks that wait for their leader's prompt (`Sequence.forks`); and beams that wait for a move. `is_blocked` says
-    whether admission refused the sequences that it tried, and nothing changed since.
+    Four kinds wait outside `queue`: `deferred` sequences, which need more blocks than the pool may have at present; those for
+    which blocks are read from disk (`reading`); forks that wait for their leader's prompt (`Sequence.forks`); and beams that
+    wait for a move. `is_blocked` says whether admission refused the sequences that it tried, and nothing changed since.
     """
 
     def __init__(self) -> None:
         self.queue: list[Sequence] = []
         self.deferred: list[Sequence] = []
+        self.reading: list[Sequence] = []
         self.is_blocked = False
 
     @property
@@ -49,6 +50,22 @@ class Waiting:
         sequence = self.queue.pop(place)
         sequence.set_status(SequenceStatus.DEFERRED)
         self.deferred.append(sequence)
+
+    def wait_for_read(self, sequence: Sequence) -> None:
+        """Let a new sequence wait for what is read from disk."""
+        sequence.set_status(SequenceStatus.READING)
+        self.reading.append(sequence)
+
+    def requeue_read(self, patience_s: float) -> None:
+        """Queue the sequences for which all is read. Waits up to `patience_s` for the first one."""
+        for sequence in self.reading.copy():
+            if (read := sequence.read) is not None and patience_s:
+                read.wait(patience_s)
+                patience_s = 0.0
+            if read is None or read.is_over:
+                self.remove(sequence)
+                self.add(sequence)
+                self.look_again()
 
     def requeue_deferred(self) -> None:
         """Queue the deferred sequences again: the limit has changed."""
@@ -123,6 +140,8 @@ class Waiting:
             del self.queue[place]
         elif sequence.status is SequenceStatus.DEFERRED:
             self.deferred.remove(sequence)
+        elif sequence.status is SequenceStatus.READING:
+            self.reading.remove(sequence)
 
     def check_invariants(self, sequences: Collection[Sequence]) -> None:
         """Check that the containers agree with the status of all `sequences` that have not ended.
@@ -138,6 +157,7 @@ class Waiting:
         assert self.queue == sorted(by_status[SequenceStatus.WAITING], key=age), "the queue has others, or is unordered"
         assert set(self.deferred) == set(by_status[SequenceStatus.DEFERRED]), "other sequences are deferred"
         assert len(self.deferred) == len(set(self.deferred)), "a sequence is deferred twice"
+        assert set(self.reading) == set(by_status[SequenceStatus.READING]), "other sequences wait for reads"
         for fork in by_status[SequenceStatus.WAITING_FOR_PROMPT]:
             leader = fork.leader
             assert leader is not None and fork in leader.forks, f"{_name(fork)} waits, but its leader does not know it"

@@ -84,6 +84,12 @@ def _pool(stats: Mapping[str, Any]) -> Iterator[Sample]:
         for direction in ("in", "out"):
             name, text = "pagetide_swapped_bytes", "Copied to the host tier and back"
             yield Sample("counter", name, text, host[f"swapped_{direction}_bytes"], {"direction": direction})
+    if (disk := stats.get("disk_tier")) is not None:
+        yield Sample("gauge", "pagetide_disk_kv_bytes", "Blocks of the disk tier", disk["bytes"])
+        yield Sample("counter", "pagetide_disk_hit_tokens", "Prompt tokens that were read from disk", disk["hit_tokens"])
+        for direction in ("read", "written"):
+            name, text = "pagetide_disk_kv_moved_bytes", "Blocks written to disk and read"
+            yield Sample("counter", name, text, disk[f"{direction}_bytes"], {"direction": direction})
 
 
 def _work(stats: Mapping[str, Any]) -> Iterator[Sample]:

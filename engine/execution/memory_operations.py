@@ -12,7 +12,7 @@ import torch
 
 from ...allocator.arena import Arena
 from ...allocator.errors import BlockMisuse
-from ...cache.block_table import BlockCopies, Index, Int32
+from ...cache.block_table import BlockBytes, BlockCopies, Index, Int32
 from ...cache.host_tier import Swaps
 from ...cache.storage import Storage
 from ...scheduler.plan import NO_EXTENTS, NO_TOKENS, Plan
@@ -99,7 +99,8 @@ class MemoryOperations:
 
 
 class MemoryExecutor:
-    """Executes the memory operations of plans, in this order: map extents, swap out and copy blocks, unmap extents.
+    """Executes the memory operations of plans, in this order: map extents, swap out blocks, put in what was read from disk,
+    copy blocks, unmap extents.
 
     Args:
         arena: The arena that `storage` was built over. Without it no plan may resize the pool.
@@ -128,6 +129,8 @@ class MemoryExecutor:
             moves.mapped = NO_EXTENTS if moves.refused else resize.map
         if swaps is not None:
             self._swap_before(swaps, moves)
+        for read in plan.reads:
+            self._put(read, plan.copies, moves)
         if plan.copies is not None:
             self._copy(plan.copies, moves)
         if arena is not None and len(resize.unmap):
@@ -152,6 +155,17 @@ class MemoryExecutor:
         blocks, slots = swaps.out_blocks[out], swaps.out_slots[out]
         begin = partial(self.host.begin, self.storage, blocks, slots, in_slots, in_blocks)
         moves.swaps.append(Swap(begin, slots, in_blocks))
+
+    def _put(self, read: BlockBytes, copies: BlockCopies | None, moves: MemoryOperations) -> None:
+        try:
+            self.storage.put(read.blocks, read.data)
+        except BlockMisuse:
+            raise
+        except Exception:
+            log.exception("%d blocks from disk could not be used", len(read.blocks))
+            moves.failed_blocks.append(read.blocks)
+            if copies is not None:
+                moves.failed_blocks.append(copies.targets[np.isin(copies.sources, read.blocks)])
 
     def _copy(self, copies: BlockCopies, moves: MemoryOperations) -> None:
         for _ in range(_TRIES):

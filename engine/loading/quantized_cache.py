@@ -97,8 +97,7 @@ class QuantizedCache:
             return None
         try:
             self._check_owner()
-            files = dict.fromkeys([checkpoint.spec.config_file, *checkpoint.weights.paths])
-            digests = [self._digest(path) for path in files]
+            digests = self.digests(checkpoint)
         except OSError as error:
             log.warning("quantized weights are not kept: %s", error)
             return None
@@ -106,6 +105,10 @@ class QuantizedCache:
         if shard is not None:
             what.append(f"shard {shard[1]} of {shard[0]}")
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
+
+    def digests(self, checkpoint: Checkpoint) -> list[str]:
+        """SHA-256 of the configuration and of the weight files, which are read where they have changed. Raises OSError."""
+        return [self._digest(path) for path in dict.fromkeys([checkpoint.spec.config_file, *checkpoint.weights.paths])]
 
     def read(self, key: str) -> dict[str, PackedWeight] | None:
         """The weights by their layers' names, or None without a whole file."""

@@ -3,7 +3,7 @@
 import { count, duration, several, short } from "./format.js";
 
 const WORDS = {
-  wait: "waits", pass: "passes", preempt: "preempted", return: "returns", cut: "cut short", "give up": "cache shrinks",
+  wait: "waits", pass: "passes", preempt: "preempted", return: "returns", cut: "cut short", read: "from disk", "give up": "cache shrinks",
 };
 
 const OLD_STEPS = 50;
@@ -40,6 +40,8 @@ export function inWords(decision) {
       return `is admitted again: ${count(decision.found)} of its ${several(decision.had, "token")} were still cached`;
     case "cut":
       return `ended: it needs ${several(decision.needed, "block")}, and the pool may have ${count(decision.limit)}`;
+    case "read":
+      return `found ${several(decision.found, "token")} in memory and read ${count(decision.read)} from disk${decision.why && `: ${decision.why}`}`;
     case "give up":
       return gaveUp(decision);
     default:

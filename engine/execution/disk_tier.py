@@ -1,0 +1,274 @@
+"""The disk tier: writes what the prefix cache comes to hold, and reads it again for requests that wait.
+
+Blocks are copied from the device between two steps, at most `MOST_WRITES_BYTES` at a time, and written by a thread. What does
+not fit follows after later steps; what has left the device until then is not written. Another thread reads, in the order of
+the requests. The engine's thread calls everything here, and waits for neither.
+
+Reading must take less time than computing, by the rates measured so far. A read that takes longer is abandoned: the request
+starts with the blocks that are there.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+import numpy as np
+
+from ...cache.disk_index import DiskIndex, Records
+from ...cache.manager import CacheManager
+from ...cache.prefix_hash import Chain
+from ...cache.retention import Retention
+from ...cache.storage import Storage
+from .disk_files import Bytes, DiskFiles
+from .transfers import Download
+
+log = logging.getLogger(__name__)
+
+MOST_WRITES_BYTES = 64 << 20  # copied from the device and not written yet
+MOST_READS_BYTES = 2 << 30  # read, or being read, for requests that wait
+LEAST_LIMIT_S = 0.25  # a read is not abandoned before
+PAUSE_S = 60.0  # without writes, after one has failed
+_MOST_FRESH = 1024  # sequences with blocks to write
+_DAY_S = 86_400.0
+_FORGET = 0.9  # factor on earlier measurements
+
+
+class DiskRead:
+    """The read of the blocks `first`, `first + 1`, ... of `chain`, perhaps still in progress."""
+
+    def __init__(self, chain: Chain, first: int, records: Records, limit_s: float) -> None:
+        self.chain = chain
+        self.first = first
+        self.records = records
+        self.why = "" if len(records) else "computing takes less time"  # why not all was read
+        self.seconds = 0.0  # that it took
+        self._began = time.monotonic()
+        self._until = self._began + limit_s
+        self._num = 0
+        self._out: Bytes | None = None
+        self._over = threading.Event()
+        self._stopped = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all is read that will be: it is done, or took too long."""
+        return self._over.is_set() or time.monotonic() >= self._until
+
+    def wait(self, seconds: float) -> None:
+        """Wait until it is over, at most so long."""
+        self._over.wait(min(seconds, max(0.0, self._until - time.monotonic())))
+
+    def take(self) -> Bytes:
+        """End the read. Returns the bytes of the first blocks [n, block_bytes], as many as were read."""
+        num, done = self._num, self._over.is_set()
+        self._stopped = True
+        self.seconds = self.seconds or time.monotonic() - self._began
+        if num < len(self.records) and not self.why:
+            self.why = "damaged" if done else "slower than computing"
+        return np.zeros((0, 0), np.uint8) if self._out is None else self._out[:num]
+
+    def run(self, files: DiskFiles) -> None:
+        """Read. Called in the thread that reads."""
+        began = time.monotonic()
+        try:
+            if self._goes_on(0):
+                self._out = np.empty((len(self.records), files.block_bytes), np.uint8)
+                files.read(self.records, self._out, self._goes_on)
+        except (OSError, MemoryError) as error:
+            self.why = f"{type(error).__name__}: {error}"
+        finally:
+            self.seconds = time.monotonic() - began
+            if not self._stopped and time.monotonic() >= self._until:
+                self.why = self.why or "slower than computing"
+            self._over.set()
+
+    def _goes_on(self, num: int) -> bool:
+        self._num = num
+        return not self._stopped and time.monotonic() < self._until
+
+
+class DiskTier:
+    """The blocks in `files`, which come from `storage` and go there. Not thread-safe."""
+
+    def __init__(self, files: DiskFiles, storage: Storage, clock: Callable[[], float] = time.monotonic) -> None:
+        self._files = files
+        self._storage = storage
+        self._clock = clock
+        self._writer = ThreadPoolExecutor(1, "pagetide-disk-writes")
+        self._reader = ThreadPoolExecutor(1, "pagetide-disk-reads")
+        self._fresh: dict[int, tuple[Chain, int, Retention | None]] = {}  # by chain: blocks that may be written
+        self._writes: deque[tuple[Future[Records], Records]] = deque()
+        self._reads: WeakSet[DiskRead] = WeakSet()
+        self._paused_until = 0.0
+        self._measured = 0.0, 0.0  # bytes read, in so many seconds: recent ones weigh most
+        self._days: dict[int, int] = {}  # bytes written in each
+        self.read_blocks = self.written_blocks = self.hits = self.failures = 0
+
+    @property
+    def index(self) -> DiskIndex:
+        """The blocks that are here."""
+        return self._files.index
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether blocks are to be written, now or once others are."""
+        return bool(self._fresh) and self._clock() >= self._paused_until
+
+    # -- what the scheduler and the cache call -----------------------------------------------------------------------
+
+    def begin(self, chain: Chain, num_found: int, most_tokens: int, tokens_per_s: float) -> DiskRead | None:
+        """Begin to read the blocks of `chain` behind its first `num_found` tokens, up to `most_tokens`.
+
+        None if there are none; a read of none if computing them, `tokens_per_s`, takes less time.
+        """
+        size = chain.hasher.block_size
+        first, upto = num_found // size, most_tokens // size
+        if upto <= first or not self.index.num_used:
+            return None
+        own = self.index.chain(chain.tokens[: upto * size].copy(), chain.salt)
+        places = self.index.find(own, upto)[first:]
+        most = MOST_READS_BYTES // self._files.block_bytes - sum(len(read.records) for read in self._reads)
+        places = places[: max(0, most)]
+        if not len(places):
+            return None
+        compute_s, (num_bytes, seconds) = len(places) * size / tokens_per_s, self._measured
+        if num_bytes and len(places) * self._files.block_bytes * seconds >= compute_s * num_bytes:
+            self._measured = num_bytes, seconds * _FORGET  # so that it is tried again some time
+            return DiskRead(chain, first, self.index.records[:0], 0.0)
+        self.hits += 1
+        self.index.used(own, first + len(places))
+        read = DiskRead(chain, first, self.index.records[places], max(LEAST_LIMIT_S, compute_s))
+        self._reads.add(read)
+        self._reader.submit(read.run, self._files)
+        return read
+
+    def finish(self, read: DiskRead) -> Bytes:
+        """End `read`. Returns the bytes of its first blocks [n, block_bytes], as many as were read."""
+        data = read.take()
+        if not len(read.records):
+            return data
+        num_bytes, seconds = self._measured
+        self._measured = num_bytes * _FORGET + data.nbytes, seconds * _FORGET + read.seconds
+        self.read_blocks += len(data)
+        if read.why == "damaged":
+            log.warning("a block of %s is not as it was written: it is forgotten, and computed again", self._files.folder)
+            self.index.forget(read.records[len(data) : len(data) + 1])
+        return data
+
+    def committed(self, chain: Chain, num_blocks: int, retention: Retention | None = None) -> None:
+        """The first `num_blocks` blocks of `chain` are findable in memory now; `retention`: a hint for them."""
+        _, known, hint = self._fresh.pop(id(chain), (chain, 0, None))
+        if len(self._fresh) < _MOST_FRESH:
+            self._fresh[id(chain)] = chain, max(known, num_blocks), retention or hint
+
+    def clear(self) -> None:
+        """Forget all blocks."""
+        self._fresh.clear()
+        self.index.clear()
+        self._writer.submit(self._files.rewrite)
+
+    # -- what the engine calls ---------------------------------------------------------------------------------------
+
+    def save(self, cache: CacheManager) -> None:
+        """Begin to write blocks that `cache` came to hold, between two steps."""
+        self._settle()
+        now = self._clock()
+        self.index.expire(now)
+        if now < self._paused_until:
+            self._fresh.clear()
+        while self._fresh and (room := MOST_WRITES_BYTES // self._files.block_bytes - self._num_in_flight) > 0:
+            key = next(iter(self._fresh))
+            if not self._save_one(cache, room, *self._fresh[key]):
+                del self._fresh[key]
+
+    def wait(self, seconds: float) -> None:
+        """Wait until a write is done, at most so long."""
+        if self._writes:
+            done = threading.Event()
+            self._writes[0][0].add_done_callback(lambda _: done.set())
+            done.wait(seconds)
+
+    def to_dict(self) -> dict[str, Any]:
+        """State and counters as plain data."""
+        block_bytes, index = self._files.block_bytes, self.index
+        return {
+            "used_blocks": index.num_used,
+            "total_blocks": index.num_places,
+            "bytes": index.num_used * block_bytes,
+            "hits": self.hits,
+            "read_bytes": self.read_blocks * block_bytes,
+            "written_bytes": self.written_blocks * block_bytes,
+            "written_today_bytes": self._days.get(self._today, 0),
+            "read_bytes_per_s": round(self._measured[0] / self._measured[1]) if self._measured[1] else None,
+            "failures": self.failures,
+        }
+
+    def close(self) -> None:
+        """Wait for what is being written, and close the files. Idempotent."""
+        self._fresh.clear()
+        for read in list(self._reads):
+            read.take()
+        self._writer.shutdown()
+        self._reader.shutdown()
+        self._files.close()
+        self.__dict__.pop("_storage", None)
+
+    # -- helpers -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _num_in_flight(self) -> int:
+        return sum(len(records) for _, records in self._writes)
+
+    @property
+    def _today(self) -> int:
+        return int(time.time() // _DAY_S)
+
+    def _save_one(self, cache: CacheManager, room: int, chain: Chain, num_blocks: int, retention: Retention | None) -> bool:
+        """Begin to write up to `room` blocks of `chain`. Returns whether some are left."""
+        size = chain.hasher.block_size
+        own = self.index.chain(chain.tokens[: num_blocks * size].copy(), chain.salt)
+        blocks = cache.index.lookup(chain, num_blocks * size).blocks
+        known = self.index.num_known(own, num_blocks)
+        upto = min(len(blocks), known + room)
+        records = self.index.take(own, upto) if upto > known else self.index.records[:0]
+        if retention is not None:
+            self.index.retain(own, num_blocks, retention, self._clock())
+        if not len(records):
+            return False
+        copied = Download(self._storage.bytes_of(cache.bytes_at(blocks[known : known + len(records)])))
+        self._writes.append((self._writer.submit(partial(_write, self._files, records, copied)), records))
+        return known + len(records) == upto < len(blocks)
+
+    def _settle(self) -> None:
+        """Account for the writes that are over."""
+        while self._writes and self._writes[0][0].done():
+            future, records = self._writes.popleft()
+            error = future.exception()
+            if error is None:
+                self.index.written(future.result())
+                self.written_blocks += len(records)
+                num_bytes = len(records) * self._files.block_bytes
+                self._days = {self._today: self._days.get(self._today, 0) + num_bytes}
+                continue
+            self.index.forget(records)
+            self.failures += 1
+            if self._clock() >= self._paused_until:
+                log.warning(
+                    "%s cannot be written, so no prefixes are kept there for %.0f s: %s", self._files.folder, PAUSE_S, error
+                )
+            self._paused_until = self._clock() + PAUSE_S
+
+
+def _write(files: DiskFiles, records: Records, copied: Download) -> Records:
+    data = copied.wait()
+    written = files.write(records, data)
+    files.tidy()
+    return written

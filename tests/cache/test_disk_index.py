@@ -1,0 +1,125 @@
+"""The disk tier's index: against a dict, and records that were damaged, cut, repeated or mixed up."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pagetide.cache.disk_index import DiskIndex, Records, seal, sound
+from pagetide.cache.retention import Retention
+
+SIZE, KEY = 4, b"k" * 32
+
+
+def tokens(*blocks: int) -> np.ndarray:
+    """Blocks of tokens, each named by a number."""
+    return np.repeat(np.array(blocks, np.int32), SIZE)
+
+
+def put(index: DiskIndex, *blocks: int, salt: bytes | None = None) -> Records:
+    """Write a chain's blocks, the bytes of which are named by a check. Returns the new records."""
+    records = index.take(index.chain(tokens(*blocks), salt), len(blocks))
+    records["data_check"] = 7 + records["place"]
+    index.written(seal(records))
+    return records
+
+
+def found(index: DiskIndex, *blocks: int, salt: bytes | None = None) -> list[int]:
+    return index.find(index.chain(tokens(*blocks), salt), len(blocks)).tolist()
+
+
+def test_it_finds_what_a_dict_of_prefixes_finds_and_evicts_to_stay_within_its_places() -> None:
+    rng = np.random.default_rng(5)
+    index, known = DiskIndex(SIZE, 24, KEY), {}
+    for turn in range(100):
+        path, salt = tuple(rng.integers(0, 3, rng.integers(1, 7)).tolist()), (None, b"a", b"b")[rng.integers(3)]
+        new = put(index, *path, salt=salt)
+        for record in new:
+            known[int(record["place"])] = salt, path[: record["depth"] + 1]
+        index.check_invariants()
+        places = found(index, *path, salt=salt)
+        assert [known[place] for place in places] == [(salt, path[: i + 1]) for i in range(len(path))]
+        index.used(index.chain(tokens(*path), salt), 2)
+        if turn % 10:
+            continue
+        again = DiskIndex(SIZE, 24, KEY)
+        again.load(index.live_records())
+        again.check_invariants()
+        assert found(again, *path, salt=salt) == places
+    assert index.num_used == 24
+    assert len({known[place] for place in range(24)}) == 24
+
+
+def test_a_block_counts_once_it_is_written_and_not_if_another_has_its_place() -> None:
+    index = DiskIndex(SIZE, 2, KEY)
+    first = index.take(index.chain(tokens(1, 2), None), 2)
+    assert found(index, 1, 2) == []
+    assert index.num_known(index.chain(tokens(1, 2), None), 2) == 2
+    second = put(index, 3, 4)
+    assert set(second["place"].tolist()) == {0, 1}
+    index.written(first)
+    index.forget(first)
+    assert found(index, 3, 4) == second["place"].tolist()
+    assert found(index, 1, 2) == []
+    index.forget(second[:1])
+    assert found(index, 3, 4) == []
+    assert index.num_used == 0
+    index.check_invariants()
+
+
+def test_hints_keep_a_prefix_until_they_end() -> None:
+    index = DiskIndex(SIZE, 4, KEY)
+    put(index, 1, 2)
+    index.retain(index.chain(tokens(1, 2), None), 2, Retention(10.0), 0.0)
+    for number in range(3, 9):
+        put(index, number, 100 + number)
+        assert len(found(index, 1, 2)) == 2
+    index.expire(11.0)
+    for number in range(13, 19):
+        put(index, number, 100 + number)
+    assert found(index, 1, 2) == []
+
+
+def test_records_in_any_state_load_as_true_prefixes_or_not_at_all() -> None:
+    index = DiskIndex(SIZE, 8, KEY)
+    written = np.concatenate([put(index, 1, 2, 3), put(index, 1, 4, salt=b"s")])
+    rng = np.random.default_rng(3)
+    size = written.dtype.itemsize
+    for _ in range(25):
+        raw = bytearray(written.tobytes())
+        for at in rng.integers(0, len(raw), rng.integers(1, 4)).tolist():
+            raw[at] ^= 1 << int(rng.integers(8))
+        records = np.frombuffer(bytes(raw[: len(raw) - size * int(rng.integers(2))]), written.dtype)
+        again = DiskIndex(SIZE, 8, KEY)
+        again.load(np.concatenate([records, records[:1]]))
+        again.check_invariants()
+        for path, salt, places in (((1, 2, 3), None, written["place"][:3]), ((1, 4), b"s", written["place"][3:])):
+            have = found(again, *path, salt=salt)
+            assert have == places.tolist()[: len(have)]
+    assert len(sound(written)) == 5
+
+
+def test_a_later_record_of_a_place_replaces_the_earlier_and_what_was_behind_it() -> None:
+    index, other = DiskIndex(SIZE, 8, KEY), DiskIndex(SIZE, 8, KEY)
+    log = np.concatenate([put(index, 1, 2, 3), put(other, 9)])
+    again = DiskIndex(SIZE, 8, KEY)
+    again.load(log)
+    assert (found(again, 9), found(again, 1, 2, 3)) == ([0], [])
+    assert again.num_used == 1
+    again.check_invariants()
+
+
+def test_another_key_or_salt_finds_nothing_and_records_name_no_salt() -> None:
+    index = DiskIndex(SIZE, 8, KEY)
+    records = put(index, 1, 2, salt=b"a secret salt")
+    assert b"a secret salt" not in records.tobytes()
+    for salt in (None, b"", b"a secret sal", b"guess", records[0]["salt"].tobytes()):
+        assert found(index, 1, 2, salt=salt) == []
+    again = DiskIndex(SIZE, 8, b"o" * 32)
+    again.load(records)
+    assert again.num_used == 0
+    index.clear()
+    assert found(index, 1, 2, salt=b"a secret salt") == []
+    index.check_invariants()
+    with pytest.raises(ValueError, match="1 place"):
+        DiskIndex(SIZE, 0, KEY)

@@ -1,0 +1,166 @@
+"""The files of the disk tier: what is read is what was written, whatever happened to the files."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pagetide.engine.errors import ConfigError
+from pagetide.engine.execution import disk_files
+from pagetide.engine.execution.disk_files import BlockKind, DiskFiles, FolderUnusable, clear_folder, folder_bytes, folders
+
+KIND = BlockKind("model", 1000, 4)
+CAP = 64 << 10
+
+
+def opened(folder: Path, most_bytes: int = CAP, kind: BlockKind = KIND, secret: bytes | None = None) -> DiskFiles:
+    return DiskFiles(folder, most_bytes, kind, secret)
+
+
+def block(number: int) -> np.ndarray:
+    """The bytes of the block that is named so."""
+    return np.random.default_rng(number).integers(0, 256, 1000).astype(np.uint8)
+
+
+def write(files: DiskFiles, *path: int) -> None:
+    chain = files.index.chain(np.repeat(np.array(path, np.int32), 4), None)
+    records = files.index.take(chain, len(path))
+    data = np.array([block(path[int(record["depth"])]) for record in records]).reshape(-1, 1000)
+    files.index.written(files.write(records, data))
+
+
+def read(files: DiskFiles, *path: int, goes_on: Callable[[int], bool] = lambda _: True) -> int:
+    """The blocks that are read of `path`: each is the one that was written."""
+    chain = files.index.chain(np.repeat(np.array(path, np.int32), 4), None)
+    records = files.index.records[files.index.find(chain, len(path))]
+    out = np.empty((len(records), 1000), np.uint8)
+    num = files.read(records, out, goes_on)
+    assert all((out[i] == block(path[i])).all() for i in range(num))
+    return num
+
+
+def test_blocks_outlive_the_process_within_the_cap_and_belong_to_one_user(tmp_path: Path) -> None:
+    folder = tmp_path / "kv" / "one"
+    files = opened(folder)
+    for start in range(0, 150, 3):
+        write(files, start, start + 1, start + 2)
+        files.tidy()
+        assert folder_bytes(folder) <= CAP
+        assert read(files, start, start + 1, start + 2) == 3
+    kept = [start for start in range(0, 150, 3) if read(files, start, start + 1, start + 2) == 3]
+    with pytest.raises(FolderUnusable, match="another engine uses"):
+        opened(folder)
+    with pytest.raises(FolderUnusable, match="another engine uses"):
+        clear_folder(folder)
+    files.close()
+    again = opened(folder)
+    assert 10 < len(kept) < 50
+    assert [start for start in range(0, 150, 3) if read(again, start, start + 1, start + 2) == 3] == kept
+    assert {stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()} == {0o600}
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert read(again, kept[0], kept[0] + 1, kept[0] + 2, goes_on=lambda num: False) == 0
+    again.close()
+    assert folders(tmp_path / "kv") == [folder]
+    assert clear_folder(folder) > 0
+    assert not folder.exists()
+
+
+def test_no_damage_of_a_file_is_read(tmp_path: Path) -> None:
+    rng = np.random.default_rng(2)
+    seen = set()
+    for turn in range(24):
+        folder = tmp_path / str(turn)
+        files = opened(folder)
+        write(files, 1, 2, 3, 4)
+        write(files, 1, 2, 5)
+        files.close()
+        path = folder / ("index", "0000.kv")[turn % 2]
+        raw = bytearray(path.read_bytes())
+        if turn % 4 < 2:
+            raw[int(rng.integers(len(raw)))] ^= 1 << int(rng.integers(8))
+        else:
+            raw = raw[: int(rng.integers(len(raw)))]
+        path.write_bytes(raw)
+        again = opened(folder)
+        seen.add(read(again, 1, 2, 3, 4))
+        write(again, 1, 2, 5)
+        read(again, 1, 2, 5)
+        again.index.check_invariants()
+        again.close()
+    assert seen >= {0, 4}
+
+
+@pytest.mark.parametrize("kind", [BlockKind("other", 1000, 4), BlockKind("model", 1004, 4), BlockKind("model", 1000, 8)])
+def test_blocks_of_another_kind_are_dropped(tmp_path: Path, kind: BlockKind) -> None:
+    files = opened(tmp_path / "one")
+    write(files, 1, 2)
+    files.close()
+    opened(tmp_path / "one", kind=kind).close()
+    again = opened(tmp_path / "one")
+    assert again.index.num_used == 0
+    assert not list(again.folder.glob("*.kv"))
+    again.close()
+
+
+def test_a_secret_is_not_in_the_folder_and_without_it_nothing_is_found(tmp_path: Path) -> None:
+    files = opened(tmp_path / "one", secret=b"sixteen bytes or more")
+    write(files, 1, 2)
+    files.close()
+    assert all(b"sixteen bytes" not in file.read_bytes() for file in files.folder.iterdir())
+    same = opened(tmp_path / "one", secret=b"sixteen bytes or more")
+    assert read(same, 1, 2) == 2
+    same.close()
+    other = opened(tmp_path / "one", secret=b"another secret there")
+    assert read(other, 1, 2) == 0
+    other.close()
+
+
+def test_a_full_disk_leaves_whole_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = opened(tmp_path / "one")
+    write(files, 1, 2)
+    left = 1700
+
+    def pwrite(file: int, data: memoryview, offset: int) -> int:
+        nonlocal left
+        if not left:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        num = min(left, len(data))
+        left -= num
+        return real(file, data[:num], offset)
+
+    real = os.pwrite
+    monkeypatch.setattr(disk_files.os, "pwrite", pwrite)
+    for room in (0, 1700, 2000, 2100):
+        left = room
+        with pytest.raises(OSError, match="no space"):
+            write(files, 8, 9)
+        files.index.forget(files.index.records[2:4])
+    monkeypatch.undo()
+    files.close()
+    again = opened(tmp_path / "one")
+    assert (read(again, 1, 2), read(again, 8, 9)) == (2, 0)
+    write(again, 8, 9)
+    assert read(again, 8, 9) == 2
+    again.close()
+
+
+def test_folders_of_others_and_sizes_too_small_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(FolderUnusable, match="others can write"):
+        opened(tmp_path / "open")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FolderUnusable, match="cannot be used"):
+        opened(tmp_path / "file")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "index").symlink_to(tmp_path / "file")
+    with pytest.raises(FolderUnusable, match="cannot be used"):
+        opened(tmp_path / "linked")
+    with pytest.raises(ConfigError, match="hold no block"):
+        opened(tmp_path / "small", 9000)

@@ -1,0 +1,143 @@
+"""The disk tier of a real engine: after a restart it gives the tokens of an engine without a cache."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from families import VOCAB, tiny
+
+from pagetide import LLM, SamplingParams
+from pagetide.cli import main
+from pagetide.engine.errors import ConfigError
+from pagetide.engine.execution import disk_tier
+from pagetide.engine.execution.disk_files import DiskFiles
+from pagetide.engine.execution.disk_tier import DiskRead
+from pagetide.scheduler.cost import SwapCost
+
+GREEDY = SamplingParams(max_new_tokens=6, temperature=0)
+PROMPT = [3 + (7 * i * i + i // 9) % (VOCAB - 3) for i in range(150)]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    tiny("llama").save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def slow_computing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that reading is worth it, and is not abandoned, whatever the machine does."""
+    monkeypatch.setattr(SwapCost, "tokens_per_s", 0.1)
+
+
+def engine(saved: str, path: Path | None, **more: Any) -> LLM:
+    more = {"kv_memory": "2MiB", **more}
+    if path is not None:
+        more = {"disk_kv_memory": "4MiB", "disk_kv_path": path, **more}
+    return LLM(saved, device="cpu", dtype="float32", share=False, **more)
+
+
+def told(llm: LLM, prompts: list[list[int]], **more: Any) -> list[list[int]]:
+    """The tokens for each prompt, one after the other."""
+    return [list(llm.generate([{"prompt_token_ids": prompt, **more}], GREEDY)[0].token_ids) for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"kv_cache_dtype": "int8", "host_kv_memory": "1MiB", "max_chunk_tokens": 40}],
+    ids=["plain", "int8, host, chunks"],
+)
+def test_tokens_after_a_restart_are_those_without_a_cache(saved: str, tmp_path: Path, more: dict[str, Any]) -> None:
+    prompts = [PROMPT, PROMPT[:90] + PROMPT[:40]]
+    with engine(saved, None, prefix_caching=False, kv_cache_dtype=more.get("kv_cache_dtype", "auto")) as plain:
+        expected = told(plain, prompts)
+    with engine(saved, tmp_path, **more) as first:
+        assert told(first, prompts) == expected
+    with engine(saved, tmp_path, **more) as second:
+        assert told(second, prompts, cache_salt="another") == expected
+        assert second.stats()["disk_tier"]["hit_tokens"] == 0
+        assert told(second, prompts) == expected
+        assert second.stats()["disk_tier"]["hit_tokens"] == 144 + 48
+        read = [one for one in second.explain() if one["what"] == "read"]
+        assert [(one["found"], one["read"], one["why"]) for one in read] == [(0, 144, ""), (80, 48, "")]
+        second.reset_prefix_cache()
+        assert told(second, prompts) == expected
+        assert second.stats()["disk_tier"]["hit_tokens"] == 144 + 48
+
+
+def test_reads_that_fail_stall_or_take_longer_than_computing_are_done_without(
+    saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with engine(saved, tmp_path) as llm:
+        expected = told(llm, [PROMPT])
+    (data,) = tmp_path.glob("*/0000.kv")
+    raw = bytearray(data.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    data.write_bytes(raw)
+    with engine(saved, tmp_path) as llm:
+        assert told(llm, [PROMPT]) == expected
+        (decision,) = llm.explain()
+        assert 0 < decision["read"] < 144
+        assert decision["why"] == "damaged"
+    with engine(saved, tmp_path) as llm:
+        monkeypatch.setattr(DiskFiles, "read", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "bad sector")))
+        assert told(llm, [PROMPT]) == expected
+        monkeypatch.setattr(DiskRead, "run", lambda *_: None)
+        monkeypatch.setattr(disk_tier, "LEAST_LIMIT_S", 0.01)
+        monkeypatch.setattr(SwapCost, "tokens_per_s", 1e9)
+        assert told(llm, [PROMPT[:64] + PROMPT[:30]]) == told(llm, [PROMPT[:64] + PROMPT[:30]])
+        assert "bad sector" in llm.explain()[0]["why"]
+        assert llm.stats()["disk_tier"]["hit_tokens"] == 0
+    monkeypatch.undo()
+    with engine(saved, tmp_path) as other, caplog.at_level(logging.WARNING):
+        with engine(saved, tmp_path) as llm:
+            assert llm.stats()["disk_tier"] is None
+            assert told(llm, [PROMPT]) == expected
+        assert "another engine uses" in caplog.text
+        assert other.stats()["disk_tier"]["hit_tokens"] == 0
+
+
+def test_a_disk_that_cannot_be_written_costs_a_warning(saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(DiskFiles, "write", full)
+    with engine(saved, tmp_path) as llm:
+        first = told(llm, [PROMPT])
+        assert told(llm, [PROMPT]) == first
+        assert llm.stats()["disk_tier"]["failures"] >= 1
+        assert llm.stats()["disk_tier"]["used_blocks"] == 0
+
+
+def test_the_command_shows_and_clears_what_no_engine_uses(
+    saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["cache", "clear", "--kind", "kv", "--path", str(tmp_path)]
+    with engine(saved, tmp_path) as llm:
+        told(llm, [PROMPT])
+        assert main(command) == 1
+        assert "another engine uses" in capsys.readouterr().err
+    (folder,) = tmp_path.iterdir()
+    assert main(["cache", "info", "--kind", "kv", "--path", str(tmp_path)]) == 0
+    assert folder.name in capsys.readouterr().out
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["freed_bytes"] > 9 * 1024
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_not_kept_on_disk_is_refused(saved: str, tmp_path: Path) -> None:
+    for more, match in (
+        ({"prefix_caching": False}, "leave prefix_caching on"), ({"disk_kv_memory": "9KiB"}, "hold no block"),
+        ({"tensor_parallel_size": 2}, "divided"), ({"disk_kv_path": 3}, "path of a folder"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=match):
+            engine(saved, tmp_path, **more)
+    tiny("gemma2").save_pretrained(tmp_path / "windows")
+    with pytest.raises(ConfigError, match="windows, or several groups"):
+        engine(str(tmp_path / "windows"), tmp_path)
