@@ -211,6 +211,8 @@ class ModelRegistry:
             model.num_running -= 1
             model.last_used = time.monotonic()
             self._rest(model, keep_alive_s)
+            if self.rules.most_bytes is not None:
+                self._begin(self._trim(self.rules.most_bytes))
 
     async def until_serving(self, model: ServedModel) -> None:
         """Wait until a model serves, for `load_timeout_s` at most; load it or wake it up if need be. Raises ApiError."""
@@ -419,7 +421,16 @@ class ModelRegistry:
             is_asleep = model.state == "asleep" and model.process is not None and model.process.is_alive
             model.state = "waking" if is_asleep else "loading"
 
-    def _residents(self, beside: ServedModel) -> list[Resident]:
+    async def _trim(self, most_bytes: int) -> None:
+        """Put idle models to sleep if all take more than they may: loaded weights may be larger than their files."""
+        if self._room.locked():  # a model looks for room
+            return
+        async with self._room:
+            residents = self._residents()
+            for name in victims(residents, sum(one.num_bytes for one in residents) - most_bytes, time.monotonic()) or ():
+                await self._put_to_sleep(self._models[name])
+
+    def _residents(self, beside: ServedModel | None = None) -> list[Resident]:
         """The models that hold memory, but one. What changes now does not leave."""
         return [
             Resident(

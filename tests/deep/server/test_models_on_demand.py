@@ -40,8 +40,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     broken = folder / "models" / "broken"
     shutil.copytree(ROOT / "engine" / "demo_model", broken)
     (broken / "model.safetensors").write_bytes(b"no weights")
+    # Weights take twice the bytes of their file in float32
     one = (ROOT / "engine" / "demo_model" / "model.safetensors").stat().st_size
-    arguments = ["--models-dir", str(folder / "models"), *ENGINE, "--models-memory", str(int(2.5 * one)), "--pinned", "blue"]
+    arguments = ["--models-dir", str(folder / "models"), *ENGINE, "--models-memory", str(int(4.5 * one)), "--pinned", "blue"]
     arguments += ["--min-resident-s", "0.2"]
     environ = {"OMP_NUM_THREADS": "1", "PAGETIDE_ADMIN_KEY": "sk-operator-1"}
     with ServerProcess(arguments, folder / "log", **environ) as server:
