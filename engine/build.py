@@ -88,6 +88,7 @@ class ModelFacts:
     layout: str = ""
     # Of this host's memory, for outputs that a server has not delivered: no fact of the model.
     answers_bytes: int = field(default=answer_memory.LEAST_PLANNED_BYTES, compare=False)
+    weights_bytes: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,6 +114,7 @@ class Engine:
             plan.max_model_len, self.encoder.vocab_size, plan.block_size, plan.device, plan.dtype, self.sampling,
             self.eos_token_ids, self.encoder.bos_token_id, plan.geometry.num_tables,
             f"weights {plan.quantization or plan.stored_as or plan.dtype}, KV {plan.kv_cache_dtype}", plan.answers_bytes,
+            plan.weights_bytes,
         )  # fmt: skip
 
     def stats(self) -> dict[str, Any]:

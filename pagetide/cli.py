@@ -209,10 +209,12 @@ def _add_stress(commands: Any) -> argparse.ArgumentParser:
 
 def _add_modules(commands: Any) -> list[argparse.ArgumentParser]:
     """Add the commands that have modules of their own."""
-    from . import disk_cache, doctor, fleet_command, replay, serve
+    from . import disk_cache, doctor, fleet_command, model_commands, replay, serve
     from .batch import run
 
-    return [one.add_parser(commands) for one in (run, serve, replay, doctor, disk_cache, fleet_command)]
+    return [one.add_parser(commands) for one in (run, serve, replay, doctor, disk_cache, fleet_command)] + (
+        model_commands.add_parsers(commands)
+    )
 
 
 def _add_json(parser: argparse.ArgumentParser, what: str) -> None:

@@ -92,6 +92,8 @@ def check_engines(models: Sequence[ModelOptions]) -> None:
     from .engine.loading.model_config import check_length, written_length
 
     for one in models:
+        if not one.residency.preload:  # a broken one is an error of its requests
+            continue
         try:
             config = EngineConfig.resolve(one.reference, **one.engine)
             if config.max_model_len is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
@@ -29,7 +30,7 @@ from .choices import json_encode
 from .completions import TextCompletion
 from .config import ENGINE_OPTIONS, ModelOptions
 from .engine_client import Batch, EngineClient, EngineUnavailable, RequestFailed
-from .errors import ApiError, error_body, from_engine, unavailable
+from .errors import ApiError, error_body, from_engine, invalid, unavailable
 from .fields import IGNORED
 from .guard import CorsHeaders, CorsQuestions, Guard, GuardRules, RequestContext
 from .keys import ApiKey, ApiKeys
@@ -42,6 +43,7 @@ from .ollama import (
     OllamaChatRequest,
     OllamaGenerate,
     OllamaGenerateRequest,
+    OllamaRequest,
     ShowRequest,
     listed,
     loaded,
@@ -94,6 +96,13 @@ class Server:
         self.durable_batches: set[Batch] = set()
         self.page = PageEndpoints(models, keys)
         self._ignored_fields: set[str] = set()  # that the log has told of
+        self._has_served = False
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether requests are accepted, and all preloaded models have served once."""
+        self._has_served = self._has_served or self.models.is_ready
+        return self._has_served and not self.admission.draining
 
     def check_fields(self, body: RequestBody) -> None:
         """Refuse a body with unknown fields, and log each field of other servers that is ignored once. Raises ApiError."""
@@ -210,40 +219,33 @@ def _add_generation(app: FastAPI, server: Server) -> None:
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         server.check_fields(body)
-        model, key = server.models.get(body.model), RequestContext.of(request.scope).key
-        salt = server.cache_salt(body.cache_salt, key)
-        durable = await _durable(model.engine, "cmpl", request, body)
-        work = TextCompletion(model, body, salt, server.metrics.of(model), durable)
-        return await _run(server, request, model, work, body, durable)
+        return await _run(server, request, server.models.get(body.model), body, TextCompletion, kind="cmpl")
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         server.check_fields(body)
-        model = server.models.get(body.model)
-        return await _chat(
-            server, request, model, body, ChatCompletion, await _durable(model.engine, "chatcmpl", request, body)
-        )
+        return await _run(server, request, server.models.get(body.model), body, ChatCompletion, kind="chatcmpl")
 
     @app.post("/v1/responses")
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """OpenAI's responses, without a state."""
         server.check_fields(body)
         make = partial(ResponseCompletion, tools=body.client_tools())
-        return await _chat(server, request, server.models.get(body.model), body.as_chat(), make)
+        return await _run(server, request, server.models.get(body.model), body.as_chat(), make)
 
     @app.post("/v1/messages")
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Anthropic's messages."""
         server.check_fields(body)
-        return await _chat(server, request, server.models.get_claude(body.model), body.as_chat(), MessageCompletion)
+        return await _run(server, request, server.models.get_claude(body.model), body.as_chat(), MessageCompletion)
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountRequest, request: Request) -> Response:
         """The tokens of the prompt of a message."""
         server.check_fields(body)
-        work = MessageCompletion(server.models.get_claude(body.model), body.as_chat(), None)
-        context = RequestContext.of(request.scope)
-        count = await work.count_prompt(context.tenant)
+        model, context = server.models.get_claude(body.model), RequestContext.of(request.scope)
+        async with server.models.using(model):
+            count = await MessageCompletion(model, body.as_chat(), None).count_prompt(context.tenant)
         server.admission.charge_converted(context.key, count)
         return _json({"input_tokens": count})
 
@@ -255,8 +257,8 @@ def _add_ollama(app: FastAPI, server: Server) -> None:
         server.check_fields(body)
         model = server.models.get(body.model)
         if not body.messages:
-            return _json(loaded(body, model))
-        return await _chat(server, request, model, body.as_chat(), OllamaChat)
+            return await _keep(server, request, model, body)
+        return await _run(server, request, model, body.as_chat(), OllamaChat, keep_alive_s=body.keep_alive)
 
     @app.post("/api/generate")
     async def ollama_generate(body: OllamaGenerateRequest, request: Request) -> Response:
@@ -264,9 +266,9 @@ def _add_ollama(app: FastAPI, server: Server) -> None:
         server.check_fields(body)
         model = server.models.get(body.model)
         if not body.prompt:
-            return _json(loaded(body, model))
+            return await _keep(server, request, model, body)
         make = partial(OllamaGenerate, prompt=body.prompt if body.raw else None)
-        return await _chat(server, request, model, body.as_chat(), make)
+        return await _run(server, request, model, body.as_chat(), make, keep_alive_s=body.keep_alive)
 
     @app.get("/api/tags")
     async def ollama_tags() -> Response:
@@ -360,38 +362,62 @@ async def _described(
     return [describe(model, engines) for model, (engines, _) in zip(of_all, stats, strict=True)]
 
 
-async def _chat(
-    server: Server,
-    request: Request,
-    model: ServedModel,
-    chat: ChatRequest,
-    make: Callable[..., ChatCompletion],
-    durable: DurableRequest | None = None,
-) -> Response:
-    """Serve a chat; `make` says in which API's form."""
-    salt = server.cache_salt(chat.cache_salt, RequestContext.of(request.scope).key)
-    work = make(model, chat, salt, server.metrics.of(model), durable)
-    return await _run(server, request, model, work, chat, durable)
+async def _keep(server: Server, request: Request, model: ServedModel, body: OllamaRequest) -> Response:
+    """Answer a request of Ollama's without a prompt: it loads the model, or unloads it if nothing runs. Raises ApiError."""
+    if body.keep_alive != 0:
+        async with server.models.using(model, body.keep_alive):
+            return _json(loaded(body, model, "load"))
+    if model.options.residency.pinned:
+        raise invalid(f"{model.name!r} is pinned: POST /sleep, with an admin key, frees its memory", "keep_alive")
+    if not (model.num_running or model.num_waiting):
+        await server.models.unload(model, reason="keep_alive")
+    return _json(loaded(body, model, "unload"))
 
 
 async def _run(
     server: Server,
     request: Request,
     model: ServedModel,
+    body: CompletionRequest | ChatRequest,
+    make: Callable[..., TextCompletion | ChatCompletion],
+    *,
+    kind: str = "",
+    keep_alive_s: float | None = None,
+) -> Response:
+    """Serve a generating request to its end, once its model is loaded.
+
+    Args:
+        make: Makes the work, in the API's form.
+        kind: Of the response's id, if the request can be durable.
+        keep_alive_s: See `ModelRegistry.using`.
+    """
+    RequestContext.of(request.scope).facts["model"] = model.name
+    async with AsyncExitStack() as stack:
+        await unless_left(stack.enter_async_context(server.models.using(model, keep_alive_s)), request.receive)
+        durable = await _durable(model.engine, kind, request, body) if kind else None
+        salt = server.cache_salt(body.cache_salt, RequestContext.of(request.scope).key)
+        work = make(model, body, salt, server.metrics.of(model), durable)
+        return await _served(server, request, model, work, body, durable, stack)
+
+
+async def _served(
+    server: Server,
+    request: Request,
+    model: ServedModel,
     work: TextCompletion | ChatCompletion,
     body: CompletionRequest | ChatRequest,
     durable: DurableRequest | None,
+    using: AsyncExitStack,
 ) -> Response:
-    """Serve a generating request to its end."""
+    """Serve a request with a loaded model; `using` is closed at its end."""
     context, batch = RequestContext.of(request.scope), work.batch
-    context.facts["model"] = model.name
     batch.request_id, batch.tenant = context.request_id, context.tenant
     batch.retention = body.retention
     if context.key is not None:
         context.key.check_priority(body.priority)
         batch.retention = None if batch.retention is None else context.key.bounded(batch.retention)
     reserved: int | None = 0  # tokens; None if they are refused
-    async with AsyncExitStack() as stack:
+    async with using.pop_all() as stack:
 
         def end() -> None:
             batch.end()
@@ -441,6 +467,8 @@ def _add_models(app: FastAPI, server: Server) -> None:
             "root": model.options.reference,
             "state": model.state,
         }
+        if model.level:
+            entry["sleep_level"] = model.level
         if model.process is not None and model.process.is_alive:
             entry["max_model_len"] = model.process.info.max_model_len
         return entry
@@ -460,48 +488,57 @@ def _add_tokens(app: FastAPI, server: Server) -> None:
         server.check_fields(body)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give either prompt or messages", param="prompt")
-        engine = server.models.get(body.model).engine
+        model = server.models.get(body.model)
         template = {**(body.chat_template_kwargs or {}), "add_generation_prompt": body.add_generation_prompt}
         if body.tools:
             template["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
         context = RequestContext.of(request.scope)
-        found = await engine.call(
-            "tokenize",
-            prompt=body.prompt,
-            template=template,
-            add_special_tokens=body.add_special_tokens,
-            messages=None if body.messages is None else [message.model_dump(exclude_unset=True) for message in body.messages],
-            texts=bool(body.return_token_strs),
-            tenant=context.tenant,
-        )
+        messages = None if body.messages is None else [message.model_dump(exclude_unset=True) for message in body.messages]
+        async with server.models.using(model):
+            most = model.engine.info.max_model_len
+            found = await model.engine.call(
+                "tokenize",
+                prompt=body.prompt,
+                template=template,
+                add_special_tokens=body.add_special_tokens,
+                messages=messages,
+                texts=bool(body.return_token_strs),
+                tenant=context.tenant,
+            )
         server.admission.charge_converted(context.key, len(found["tokens"]))
         texts = {"token_strs": found["texts"]} if body.return_token_strs else {}
-        most = engine.info.max_model_len
         return _json({"count": len(found["tokens"]), "max_model_len": most, "tokens": found["tokens"], **texts})
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         server.check_fields(body)
-        engine, context = server.models.get(body.model).engine, RequestContext.of(request.scope)
+        model, context = server.models.get(body.model), RequestContext.of(request.scope)
         server.admission.charge_converted(context.key, len(body.tokens))
-        return _json({"prompt": await engine.call("detokenize", tenant=context.tenant, tokens=body.tokens)})
+        async with server.models.using(model):
+            return _json({"prompt": await model.engine.call("detokenize", tenant=context.tenant, tokens=body.tokens)})
 
 
 def _add_health(app: FastAPI, server: Server) -> None:
     @app.get("/health")
     async def health() -> Response:
+        """Whether requests are accepted, and the models that are loaded at the start have served."""
+        return Response(status_code=200 if server.is_healthy else 503)
+
+    @app.get("/live")
+    async def live() -> Response:
         """Whether the HTTP process answers."""
         return Response(status_code=200)
 
     @app.get("/ready")
     async def ready() -> Response:
-        """Whether all models can serve."""
+        """Whether all models serve that are to. Models that sleep or are unloaded do for a request."""
+        failures = {model.name: model.error for model in server.models if model.state == "failed"}
         states = {model.name: model.state for model in server.models}
         if server.admission.draining:
             raise unavailable("the server is shutting down")
         if not server.models.is_ready:
-            raise unavailable(f"not all models are ready: {states}")
-        return _json({"status": "ready", "models": states})
+            raise unavailable(f"not all models are ready: {states}" + (f", failures: {failures}" if failures else ""))
+        return _json({"status": "ready", "models": states, "failures": failures})
 
     @app.get("/version")
     async def version() -> Response:
@@ -521,23 +558,40 @@ def _add_admin(app: FastAPI, server: Server) -> None:
     @app.post("/sleep")
     async def sleep(
         model: str | None = None,
-        level: int = 1,
+        level: Annotated[int, Query(ge=1, le=2)] = 1,
         drain_s: Annotated[float | None, Query(ge=0, le=MOST_DRAIN_S, allow_inf_nan=False)] = None,
     ) -> Response:
-        """Free the memory of a model, or of all; as vLLM's. `level` makes no difference: weights are read again."""
+        """Free the memory of a model, or of all; as vLLM's. Weights are read again at either level."""
         named = [server.models.get(model)] if model is not None else list(server.models)
         with server.metrics.sleep_operation("sleep"):
             for one in named:
-                await server.models.sleep(one, drain_s)
+                await server.models.sleep(one, drain_s, level)
         return Response(status_code=200)
 
     @app.post("/wake_up")
     async def wake_up(model: str | None = None) -> Response:
-        named = [server.models.get(model)] if model is not None else list(server.models)
+        """Wake a model up, or load it; without a name, wake all that sleep."""
+        sleeping = [one for one in server.models if one.state == "asleep"]
+        named = [server.models.get(model)] if model is not None else sleeping
         with server.metrics.sleep_operation("wake"):
             for one in named:
                 await server.models.wake_up(one)
         return Response(status_code=200)
+
+    @app.post("/unload")
+    async def unload_model(
+        model: str, drain_s: Annotated[float, Query(ge=0, le=MOST_DRAIN_S, allow_inf_nan=False)] = 0.0
+    ) -> Response:
+        """End the engine of a model, which the next request loads again."""
+        one = server.models.get(model)
+        _check_own(one)
+        await server.models.unload(one, drain_s)
+        return Response(status_code=200)
+
+    @app.get("/running")
+    async def running_models() -> Response:
+        """The models that are loaded, asleep, or on the way."""
+        return _json({"running": [_placed(one) for one in server.models if one.state != "unloaded"]})
 
     @app.get("/is_sleeping")
     async def is_sleeping(model: str | None = None) -> Response:
@@ -559,8 +613,29 @@ def _add_admin(app: FastAPI, server: Server) -> None:
 
     @app.post("/admin/models/unload")
     async def unload(body: UnloadRequest) -> Response:
-        engine = server.models.get(body.name).process
-        if engine is not None and engine.is_durable:
-            raise ApiError(400, f"the model {body.name} is served by other processes, not by this server", param="name")
+        _check_own(server.models.get(body.name))
         await server.models.remove(body.name, body.drain_s)
         return _json({"name": body.name})
+
+
+def _check_own(model: ServedModel) -> None:
+    """Raise ApiError for a model of other processes."""
+    if model.process is not None and model.process.is_durable:
+        raise ApiError(400, f"the model {model.name} is served by other processes, not by this server", param="name")
+
+
+def _placed(model: ServedModel) -> dict[str, Any]:
+    """A model in `/running`."""
+    now = time.monotonic()
+    return {
+        "model": model.name,
+        "state": model.state,
+        "sleep_level": model.level,
+        "error": model.error,
+        "weights_bytes": model.weights_bytes,
+        "running": model.num_running,
+        "waiting": model.num_waiting,
+        "idle_s": 0.0 if model.num_running else round(now - model.last_used, 3),
+        "expires_in_s": None if model.expires_at == math.inf else round(max(model.expires_at - now, 0.0), 3),
+        "pinned": model.options.residency.pinned,
+    }

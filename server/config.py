@@ -29,6 +29,7 @@ from ..common.settings import (
     integer,
     items,
     located,
+    number,
     of_environ,
     of_file,
     path,
@@ -41,6 +42,7 @@ from ..common.settings import (
     text,
 )
 from ..engine.config import EngineArguments, Scope
+from .residency import Residency, RouterRules
 from .response_templates import names
 
 _MOST_PEM_BYTES = 1 << 20
@@ -52,6 +54,7 @@ ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # with t
 ENGINE_SETTINGS = settings_of(EngineArguments, Scope.SERVER)
 ENGINE_OPTIONS = settings_of(EngineArguments, Scope.ENTRY)
 _MODEL_KEYS = ("name", "model", "response_format", "chat_template")
+_KEEP_ALIVE_S = 300.0  # of models that are loaded when asked for, as Ollama's
 _OF_MODELS = (*_MODEL_KEYS, "record", "record_text")  # settings that a model's entry may have too
 # Variables that are no settings of the file.
 _OTHER_VARIABLES = ("CONFIG", "SERVE_CONFIG", "API_KEY", "ADMIN_KEY", "RUNTIME_DIR", "GID", "CACHE_SIZE")
@@ -73,6 +76,7 @@ class ModelOptions:
         engine: Arguments of `LLM`.
         response_format: How the model writes its answers; None: as its tokenizer and chat template say.
         chat_template: A chat template, used instead of the model's own; among settings the name of its file.
+        residency: When it is loaded, and how long it stays.
     """
 
     name: str
@@ -80,6 +84,7 @@ class ModelOptions:
     engine: Mapping[str, Any] = field(default_factory=dict)
     response_format: str | None = None
     chat_template: str | None = None
+    residency: Residency = field(default_factory=Residency)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +118,28 @@ class ServeConfig:
     host: str = setting("127.0.0.1", text("ADDRESS"), "address to listen on")
     port: int = setting(8000, integer(0, 65_535, "a port"), "port to listen on; 0 picks a free one")
     api_key_file: Path | None = setting(None, path(), "YAML file with API keys and their limits")
+    models_dir: Path | None = setting(
+        None, path("DIR"), "folder of models: its subfolders and GGUF files are served by name, each loaded when asked for",
+    )
+    models_memory: int | None = setting(
+        None, size(), "memory for the weights of loaded models together; beyond it the least recently used idle one sleeps",
+        unset="as many as can be loaded",
+    )
+    preload: tuple[str, ...] = setting(
+        (), items(text(), "NAME", sep=","), "model of --models-dir to load at the start; repeatable",
+    )
+    pinned: tuple[str, ...] = setting(
+        (), items(text(), "NAME", sep=","), "model of --models-dir that is never unloaded by itself; repeatable",
+    )
+    keep_alive: float = setting(
+        _KEEP_ALIVE_S, replace(number(-1), metavar="SECONDS", read=seconds(0).read),
+        "how long a model of --models-dir stays loaded without requests; -1 is forever",
+    )
+    load_timeout: float = setting(300.0, seconds(0, 1e9), "how long a request waits for its model to be loaded or woken up")
+    min_resident_s: float | None = setting(
+        None, seconds(0, 1e9), "how long a model stays loaded at least before another takes its place",
+        unset="four times its loading, at least 1 s",
+    )
     max_queue: int = setting(256, integer(), "maximum number of waiting sequences; beyond it requests get 429")
     drain_timeout: float = setting(30.0, seconds(0, 1e9), "how long running requests may finish after SIGTERM")
     chat_template: Path | None = setting(None, path(), "chat template to use instead of the models' own")
@@ -142,6 +169,11 @@ class ServeConfig:
     ssl_keyfile: Path | None = setting(None, path(), "TLS private key")
     # fmt: on
     models: tuple[ModelOptions, ...] = ()
+
+    @property
+    def router_rules(self) -> RouterRules:
+        """When models leave for others."""
+        return RouterRules(self.load_timeout, self.models_memory, self.min_resident_s)
 
     @property
     def is_loopback(self) -> bool:
@@ -203,6 +235,9 @@ class ServeConfig:
         if not found and file is not None and entries_of is not None:
             found = _models(file, entries_of, [name for name in _OF_MODELS if name in first])
         served = names.get("served_model_name", ())
+        if (folder := own.get("models_dir")) is not None:
+            found += _in_folder(folder, own)
+            served = [*served, *(one.name for one in found[len(served) :])] if served else ()
         if served and len(served) != len(found):
             raise ServeConfigInvalid(f"{len(found)} models, but {len(served)} served_model_name: give one for each")
         top, over = (_engine(where) for where in (in_file, first))
@@ -222,6 +257,9 @@ class ServeConfig:
         if not self.models:
             raise ServeConfigInvalid("no model given: use `pagetide serve MODEL`, or `models:` in the configuration file")
         names = [model.name for model in self.models]
+        for setting_name in ("preload", "pinned"):
+            if unknown := set(getattr(self, setting_name)) - set(names):
+                raise ServeConfigInvalid(f"{setting_name} names {min(unknown)!r}; there are {', '.join(names)}")
         if twice := {name for name in names if names.count(name) > 1}:
             raise ServeConfigInvalid(f"two models are named {twice.pop()!r}: rename one of them")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
@@ -237,6 +275,32 @@ class ServeConfig:
 
 # All settings but the models themselves, by name.
 EVERY = {**settings_of(ModelNames), **settings_of(ServeConfig), **ENGINE_SETTINGS}
+
+
+def _in_folder(folder: Path, own: Mapping[str, Any]) -> list[ModelOptions]:
+    """The models of a folder by name: subfolders with a configuration, and GGUF files (of several parts the first).
+
+    Raises ServeConfigInvalid if there are none.
+    """
+    try:
+        paths = sorted(folder.iterdir())
+    except OSError as error:
+        raise ServeConfigInvalid(f"models_dir: {said_of(error)}") from error
+    found = []
+    for one in paths:
+        name = one.name if (one / "config.json").is_file() else one.stem if _is_whole_gguf(one) else None
+        if name is not None:
+            preload, pinned = name in own.get("preload", ()), name in own.get("pinned", ())
+            residency = Residency(own.get("keep_alive", _KEEP_ALIVE_S), pinned, preload)
+            found.append(ModelOptions(name, str(one.absolute()), residency=residency))
+    if not found:
+        raise ServeConfigInvalid(f"models_dir: {folder} has no subfolder with a config.json and no GGUF file")
+    return found
+
+
+def _is_whole_gguf(file: Path) -> bool:
+    part = re.search(r"-(\d{5})-of-\d{5}$", file.stem)
+    return file.suffix == ".gguf" and file.is_file() and (part is None or int(part[1]) == 1)
 
 
 def _check_tls(certificates: Path, key: Path) -> None:

@@ -318,6 +318,7 @@ def _info(llm: AsyncLLM) -> ModelInfo:
         response_template=response_template(tokenizer),
         added_tokens=added_tokens(tokenizer),
         constrains=can_constrain(tokenizer),
+        weights_bytes=facts.weights_bytes,
     )
 
 

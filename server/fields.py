@@ -27,7 +27,7 @@ _NEEDS = 'it changes nothing without "{}", which is not served'
 # Other servers' fields that change no token: accepted with any value, and logged the first time, with the reason.
 IGNORED: dict[str, str] = {
     "num_ctx": "the context is set by --max-model-len at the start; longer prompts are refused",
-    "keep_alive": "models stay loaded; POST /sleep frees their memory",
+    "keep_alive": "--keep-alive sets it; Ollama's endpoints take it",
     **dict.fromkeys(
         ("num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "use_mmap", "use_mlock", "low_vram", "f16_kv",
          "vocab_only", "logits_all"),

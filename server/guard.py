@@ -34,12 +34,23 @@ access_log = logging.getLogger("pagetide.access")
 
 _DIGITS = 20  # of a body's length: `int` takes some thousands only
 BODY_S = 30.0  # a body that takes longer is refused
-OPEN_PATHS = ("/health", "/ready")
-ADMIN_PATHS = ("/admin/", "/sleep", "/wake_up")
+OPEN_PATHS = ("/health", "/live", "/ready")
+ADMIN_PATHS = ("/admin/", "/sleep", "/unload", "/wake_up")
 COOKIE_PATHS = ("/page/", "/v1/")  # where the page's cookie counts as its key
 KEYLESS_PATHS = ("/page/info", "/page/session")  # a key is looked for, and not needed
 # That answer HEAD
-HEAD_PATHS = ("/health", "/ready", "/version", "/metrics", "/load", "/page/info", "/v1/models", "/api/tags", "/api/version")
+HEAD_PATHS = (
+    "/health",
+    "/live",
+    "/ready",
+    "/version",
+    "/metrics",
+    "/load",
+    "/page/info",
+    "/v1/models",
+    "/api/tags",
+    "/api/version",
+)
 GENERATING_PATHS = (
     "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/api/chat", "/api/generate",
 )  # fmt: skip

@@ -172,6 +172,7 @@ class ModelInfo(Struct, frozen=True):
     response_template: str = ""
     added_tokens: dict[str, int] = {}
     constrains: bool = False
+    weights_bytes: int = 0
 
 
 class ModelReady(Struct, tag=True, frozen=True):

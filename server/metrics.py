@@ -17,7 +17,7 @@ from ..version import __version__
 from .admission import RequestAdmission
 from .engine_client import Batch, EngineUnavailable, Generation, RequestFailed
 from .engine_samples import samples
-from .models import ModelRegistry, ServedModel
+from .models import STATES, ModelRegistry, ServedModel
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STATS_S = 2.0  # an engine that does not answer within this time is left out
@@ -56,7 +56,7 @@ HISTOGRAMS: dict[str, tuple[str, Sequence[float] | None]] = {
     "request_params_n": ("Continuations of a request", _COUNTS),
 }
 REASONS = {"stop": "stop", "length": "length", "aborted": "abort", "error": "error"}  # pagetide's and vLLM's
-_PROBES = ("/metrics", "/health", "/ready", "/load", "/version")
+_PROBES = ("/metrics", "/health", "/live", "/ready", "/load", "/version")
 _NAMED = {"/v1/models/": "/v1/models/{name}", "/page/": "/page/{path}"}  # handlers of many paths
 _METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 
@@ -212,6 +212,17 @@ class Metrics:
         labels = name | {"engine": ENGINE}
         families.add("gauge", "pagetide_model_ready", "1 if it serves requests", name, float(model.state == "ready"))
         families.add("counter", "pagetide_engine_restarts", "Restarts after an unexpected end", name, model.num_restarts)
+        for one in STATES:
+            is_on = float(model.state == one)
+            families.add("gauge", "pagetide_model_state", "1 for the present state", name | {"state": one}, is_on)
+        families.add("gauge", "pagetide_model_waiting_requests", "Requests that wait for it to serve", name, model.num_waiting)
+        for how in ("load", "wake"):
+            how_labels = name | {"how": how}
+            families.add("counter", "pagetide_model_loads", "Times it was loaded or woken up", how_labels, model.comings[how])
+            families.add("counter", "pagetide_model_load_seconds", "Seconds of these", how_labels, model.coming_s[how])
+        for reason in ("asked", "ended", "keep_alive", "memory"):
+            text = "Times it left the memory"
+            families.add("counter", "pagetide_model_unloads", text, name | {"reason": reason}, model.goings[reason])
         if model.state in ("ready", "asleep"):
             states = {"awake": model.state == "ready", "weights_offloaded": False, "discard_all": model.state == "asleep"}
             for state, is_on in states.items():

@@ -1,16 +1,22 @@
-"""The models of a server: each is an engine process, loaded, watched, restarted when it dies, put to sleep, unloaded."""
+"""The models of a server: each is an engine process, loaded at the start or for a request, watched, put to sleep, unloaded."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, Literal
 
+from ..common.units import format_bytes
 from .config import ModelOptions
 from .engine_client import EngineClient, EngineUnavailable, LoadFailed, RemoteEngine, RequestFailed
 from .errors import ApiError, unavailable
+from .residency import Resident, RouterRules, victims
 from .response_templates import ResponseTemplate, choose_template, template_named
 
 log = logging.getLogger(__name__)
@@ -18,22 +24,53 @@ log = logging.getLogger(__name__)
 FIRST_RESTART_S, MOST_RESTART_S = 1.0, 60.0
 GOOD_AFTER_S = 60.0  # an engine that lived so long is restarted at once
 
+LOOK_S = 0.02  # between looks for room
+FAILED_S = 5.0  # a model that could not be loaded is not tried again for so long
+FOREVER_S = 1e9  # a keep_alive beyond is endless
+UNUSED_S = 0.005  # until an end is noticed
+WEIGHTS = ("*.safetensors", "*.bin")
+
 LATEST = ":latest"  # Ollama's tag of a name without one
 
-State = Literal["loading", "ready", "asleep", "failed"]
+State = Literal["unloaded", "loading", "ready", "asleep", "waking", "failed"]
+STATES: tuple[State, ...] = ("unloaded", "loading", "ready", "asleep", "waking", "failed")
 
 
 class ServedModel:
-    """One model, its engine process and its state. Make it with `ModelRegistry.add`."""
+    """One model, its engine process and its state. Make it with `ModelRegistry.add`.
+
+    Attributes:
+        level: Of its sleep, 0 unless it sleeps.
+        is_missing: It is to serve from the start on, and is not loaded yet, or its engine has ended by itself.
+        num_waiting, num_running: Requests that wait until it serves, and that it serves.
+        since, last_used: Times of `time.monotonic`: when it came to serve, and when its last request ended.
+        expires_at: When it is unloaded if no request comes, by the same clock.
+        exchange_s: How long its last loading or waking took.
+        weights_bytes: Of its files until it was loaded once.
+        comings: Loads ("load") and wakes ("wake"), and their seconds in `coming_s`.
+        goings: By their reasons: "memory", "keep_alive", "asked", "ended".
+    """
 
     def __init__(self, options: ModelOptions) -> None:
         self.options = options
-        self.state: State = "loading"
+        self.is_missing = options.residency.preload
+        self.state: State = "loading" if self.is_missing else "unloaded"
+        self.level = 0
         self.error: str | None = None
         self.created = int(time.time())
-        self.num_restarts = 0
+        self.num_restarts = self.num_waiting = self.num_running = 0
         self.process: EngineClient | None = None
-        self.changing = asyncio.Lock()  # held while it goes to sleep or wakes up
+        self.changing = asyncio.Lock()  # held while it is loaded, goes to sleep, wakes up or is unloaded
+        self.coming: asyncio.Task[None] | None = None  # loads it or wakes it up
+        self.timer: asyncio.TimerHandle | None = None  # unloads it
+        self.since = self.last_used = time.monotonic()
+        self.expires_at = math.inf
+        self.exchange_s = 0.0
+        self.restart_s = FIRST_RESTART_S
+        self.weights_bytes = _written_bytes(options.reference)
+        self.comings: Counter[str] = Counter()
+        self.coming_s = {"load": 0.0, "wake": 0.0}
+        self.goings: Counter[str] = Counter()
 
     @property
     def name(self) -> str:
@@ -44,7 +81,7 @@ class ServedModel:
     def engine(self) -> EngineClient:
         """The engine. Raises ApiError while it cannot serve."""
         if self.state == "asleep":
-            raise unavailable(f"the model {self.name} is asleep: wake it up with POST /wake_up")
+            raise unavailable(f"the model {self.name} is asleep: a request that generates wakes it up, and POST /wake_up")
         if self.process is None or not self.process.is_alive or self.state != "ready":
             state = "not reachable now" if self.state == "ready" else self.state
             raise unavailable(f"the model {self.name} is {state}" + (f": {self.error}" if self.error else ""))
@@ -54,6 +91,16 @@ class ServedModel:
     def has_engine(self) -> bool:
         """Whether an engine can take requests; a fleet may have no worker now."""
         return self.process is not None and self.process.is_alive and self.process.info.max_seqs > 0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it serves if it is to: one that sleeps or is unloaded does for a request."""
+        return not self.is_missing and (self.state != "ready" or self.has_engine)
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether a request may begin; a fleet that is away refuses it."""
+        return self.state == "ready" and self.process is not None and (self.process.is_alive or self.process.is_durable)
 
     @property
     def response_template(self) -> ResponseTemplate:
@@ -71,12 +118,17 @@ class ModelRegistry:
 
     Args:
         start: Makes the client of a model: starts an engine process unless it is given.
+        rules: When a model leaves for another one.
     """
 
-    def __init__(self, start: Callable[..., Awaitable[EngineClient]] = RemoteEngine.start) -> None:
+    def __init__(
+        self, start: Callable[..., Awaitable[EngineClient]] = RemoteEngine.start, rules: RouterRules | None = None
+    ) -> None:
         self._start = start
+        self.rules = RouterRules() if rules is None else rules
+        self._room = asyncio.Lock()  # held while a model looks for room
+        self._tasks: set[asyncio.Task[None]] = set()
         self._models: dict[str, ServedModel] = {}
-        self._watchers: dict[str, asyncio.Task[None]] = {}
         self._processes: set[EngineClient] = set()  # those that may run, of models that are being removed too
 
     def __iter__(self) -> Any:
@@ -90,8 +142,8 @@ class ModelRegistry:
 
     @property
     def is_ready(self) -> bool:
-        """Whether all models serve, or sleep."""
-        return bool(self._models) and all(model.state in ("ready", "asleep") and model.has_engine for model in self)
+        """Whether all models serve that are to; others sleep, or are loaded for requests."""
+        return bool(self._models) and all(model.is_settled for model in self)
 
     def get(self, name: str | None) -> ServedModel:
         """The model of this name; without a name the only one. Raises ApiError.
@@ -115,11 +167,12 @@ class ModelRegistry:
         return self.get(name)
 
     def add(self, options: ModelOptions) -> ServedModel:
-        """Begin to load a model in the background. Raises ApiError if its name is taken."""
+        """Take a model, and begin to load it if it is preloaded. Raises ApiError if its name is taken."""
         if options.name in self._models:
             raise ApiError(409, f"a model named {options.name!r} is served already: unload it first", param="name")
         model = self._models[options.name] = ServedModel(options)
-        self._watchers[options.name] = asyncio.create_task(self._keep(model))
+        if options.residency.preload:
+            self._come(model)
         return model
 
     async def loaded(self, model: ServedModel) -> None:
@@ -139,33 +192,77 @@ class ModelRegistry:
         """Forget a model, give its requests `drain_s` seconds, and end its engine. Raises ApiError."""
         model = self.get(name)
         del self._models[model.name]
-        watcher = self._watchers.pop(model.name)
-        watcher.cancel()
-        await asyncio.gather(watcher, return_exceptions=True)
-        if model.process is not None:
-            await model.process.stop(drain_s)
-            self._processes.discard(model.process)
+        await self.unload(model, drain_s)
 
-    async def sleep(self, model: ServedModel, drain_s: float | None) -> None:
-        """Let the requests of a model end within `drain_s`, and free all its memory. Idempotent."""
+    @asynccontextmanager
+    async def using(self, model: ServedModel, keep_alive_s: float | None = None) -> AsyncIterator[None]:
+        """Hold a model for a request, which waits until the model is loaded or awake. Raises ApiError.
+
+        Args:
+            keep_alive_s: As of `Residency`, after this request; None: as the model's settings say.
+        """
+        await self.until_serving(model)
+        model.num_running += 1
+        if model.timer is not None:
+            model.timer.cancel()
+        try:
+            yield
+        finally:
+            model.num_running -= 1
+            model.last_used = time.monotonic()
+            self._rest(model, keep_alive_s)
+            if self.rules.most_bytes is not None:
+                self._begin(self._trim(self.rules.most_bytes))
+
+    async def until_serving(self, model: ServedModel) -> None:
+        """Wait until a model serves, for `load_timeout_s` at most; load it or wake it up if need be. Raises ApiError."""
+        model.num_waiting += 1
+        try:
+            async with asyncio.timeout(self.rules.load_timeout_s):
+                while not model.can_serve:
+                    await self._arrival(model)
+        except TimeoutError:
+            raise unavailable(
+                f"the model {model.name} is {model.state} still after {self.rules.load_timeout_s:g} s (--load-timeout)"
+            ) from None
+        finally:
+            model.num_waiting -= 1
+
+    async def sleep(self, model: ServedModel, drain_s: float | None, level: int = 1, reason: str = "asked") -> None:
+        """Let the requests of a model end within `drain_s`, and free all its memory. Idempotent; an unloaded one stays so."""
         async with model.changing:
-            if model.state == "asleep":
+            if model.state in ("asleep", "unloaded", "failed"):
                 return
             engine = model.engine
-            model.state = "asleep"
+            model.state, model.level = "asleep", level
             try:
                 await engine.call("sleep", drain_s=drain_s)
             except RequestFailed as error:
                 if error.is_refusal:
-                    model.state = "ready"
+                    model.state, model.level = "ready", 0
                 raise
+            model.goings[reason] += 1
 
     async def wake_up(self, model: ServedModel) -> None:
-        """Load a model again that sleeps. Idempotent."""
+        """Load a model again that sleeps or is unloaded. Idempotent. Raises ApiError."""
         async with model.changing:
-            if model.state == "asleep" and model.process is not None:
-                await model.process.call("wake_up")
-                model.state = "ready"
+            if not model.can_serve:
+                await self._bring(model)
+
+    async def unload(self, model: ServedModel, drain_s: float = 0.0, reason: str = "asked") -> None:
+        """End a model's engine; the next request loads it again. Idempotent."""
+        if model.coming is not None and not model.coming.done():
+            model.coming.cancel()
+            await asyncio.wait({model.coming})
+        if model.timer is not None:
+            model.timer.cancel()
+        async with model.changing:
+            process, model.process = model.process, None
+            model.state, model.level, model.is_missing = "unloaded", 0, False
+            if process is not None:
+                model.goings[reason] += 1
+                await process.stop(drain_s)
+                self._processes.discard(process)
 
     async def stop(self, drain_s: float = 0.0) -> None:
         """End all engines."""
@@ -175,35 +272,221 @@ class ModelRegistry:
         """End all engines at once, those too that `stop` waits for."""
         await asyncio.gather(*(process.kill() for process in self._processes))
 
-    async def _keep(self, model: ServedModel) -> None:
-        """Load a model, and start its engine again whenever it ends."""
-        wait_s = FIRST_RESTART_S
-        while True:
-            began = time.monotonic()
-            try:
-                await self._load(model)
-            except (LoadFailed, EngineUnavailable, OSError) as error:
-                model.error = str(error)
-                if not model.num_restarts:
-                    model.state = "failed"
-                    return
-                log.error("the model %s cannot be loaded again: %s", model.name, error)
-            else:
-                assert model.process is not None
-                await model.process.ended.wait()
-                await model.process.kill()  # its connection may have broken alone
-                self._processes.discard(model.process)
-                log.error("the engine of %s ended unexpectedly; restarting it", model.name)
-            model.state, model.num_restarts = "loading", model.num_restarts + 1
-            wait_s = FIRST_RESTART_S if time.monotonic() - began > GOOD_AFTER_S else min(2 * wait_s, MOST_RESTART_S)
-            await asyncio.sleep(wait_s)
+    # -- loading -----------------------------------------------------------------------------------------------------
 
-    async def _load(self, model: ServedModel) -> None:
+    def _come(self, model: ServedModel, pause_s: float | None = None) -> asyncio.Task[None]:
+        """The task that loads a model or wakes it up. With `pause_s` it begins then, and tries until it succeeds."""
+        if model.coming is None or model.coming.done():
+            model.coming = self._begin(self._brought(model) if pause_s is None else self._again(model, pause_s))
+        return model.coming
+
+    def _begin(self, work: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        # Its waiters may have left: asyncio would print the error then
+        task.add_done_callback(lambda one: None if one.cancelled() else one.exception())
+        return task
+
+    async def _arrival(self, model: ServedModel) -> None:
+        """Wait for the end of a model's loading. Raises ApiError."""
+        if self._models.get(model.name) is not model:
+            raise unavailable(f"the model {model.name} was unloaded")
+        if model.state == "ready" and (model.coming is None or model.coming.done()):
+            await asyncio.sleep(UNUSED_S)
+            return
+        if model.state == "failed" and time.monotonic() - model.since < FAILED_S:
+            raise _failed(model)
+        coming = self._come(model)
+        await asyncio.wait({coming})
+        if coming.cancelled():
+            raise unavailable(f"the model {model.name} was unloaded before it was ready")
+        coming.result()
+
+    async def _brought(self, model: ServedModel) -> None:
+        async with model.changing:
+            if not model.can_serve:
+                await self._bring(model)
+
+    async def _again(self, model: ServedModel, pause_s: float) -> None:
+        """Load a model again whose engine has ended, until it serves."""
+        while not model.can_serve:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MOST_RESTART_S)
+            try:
+                await self._brought(model)
+            except ApiError as error:
+                model.state = "loading"
+                log.error("the model %s cannot be loaded again: %s", model.name, error)
+
+    async def _bring(self, model: ServedModel) -> None:
+        """Load a model or wake it up, once there is room. `changing` is held. Raises ApiError."""
+        try:
+            await self._make_room(model)
+            began = time.monotonic()
+            how = "wake" if model.state == "waking" and await self._wakes(model) else "load"
+            while how == "load" and not await self._loads(model):
+                pass
+        except (LoadFailed, EngineUnavailable, OSError) as error:
+            model.error, model.state, model.since = str(error), "failed", time.monotonic()
+            raise _failed(model) from error
+        except asyncio.CancelledError:
+            model.state = "unloaded"
+            raise
+        assert model.process is not None
+        now = time.monotonic()
+        model.state, model.level, model.error, model.is_missing = "ready", 0, None, False
+        model.weights_bytes = model.process.info.weights_bytes or model.weights_bytes
+        model.exchange_s, model.since = now - began, now
+        model.last_used = now
+        model.comings[how] += 1
+        model.coming_s[how] += model.exchange_s
+        if not model.num_waiting:
+            self._rest(model, None)
+
+    async def _wakes(self, model: ServedModel) -> bool:
+        """Wake a model up. False: its engine cannot, and is ended."""
+        assert model.process is not None
+        try:
+            await model.process.call("wake_up")
+        except (RequestFailed, EngineUnavailable) as error:
+            log.error("the engine of %s cannot wake up, and is started anew: %s", model.name, error)
+            process, model.process = model.process, None
+            await process.kill()
+            self._processes.discard(process)
+            return False
+        return True
+
+    async def _loads(self, model: ServedModel) -> bool:
+        """Start a model's engine. False: memory is short, and another model has left for it. Raises as `start`."""
+        model.state = "loading"
         options = model.options
-        arguments = dict(options.engine)
-        model.process = await self._start(options.reference, arguments, name=options.name)
-        self._processes.add(model.process)
-        model.state, model.error = "ready", None
+        try:
+            process = await self._start(options.reference, dict(options.engine), name=options.name)
+        except LoadFailed as error:
+            if error.kind == "NotEnoughMemory" and (names := victims(self._residents(model), 1, time.monotonic())):
+                await self._put_to_sleep(self._models[names[0]])
+                return False
+            raise
+        model.process = process
+        self._processes.add(process)
+        self._begin(self._watch(model, process))
+        return True
+
+    async def _watch(self, model: ServedModel, process: EngineClient) -> None:
+        """Notice the end of an engine that was not asked to end."""
+        began = time.monotonic()
+        await process.ended.wait()
+        if model.process is not process:
+            return
+        await process.kill()  # its connection may have broken alone
+        self._processes.discard(process)
+        if model.process is not process or model.changing.locked():  # what changes it finds it dead
+            return
+        model.goings["ended"] += 1
+        if model.state != "ready" or not model.options.residency.preload:
+            log.error("the engine of %s ended unexpectedly; the next request starts it again", model.name)
+            model.process, model.state, model.level = None, "unloaded", 0
+            return
+        log.error("the engine of %s ended unexpectedly; restarting it", model.name)
+        model.state, model.is_missing, model.num_restarts = "loading", True, model.num_restarts + 1
+        lived_long = time.monotonic() - began > GOOD_AFTER_S
+        model.restart_s = FIRST_RESTART_S if lived_long else min(2 * model.restart_s, MOST_RESTART_S)
+        self._come(model, model.restart_s)
+
+    # -- room --------------------------------------------------------------------------------------------------------
+
+    async def _make_room(self, model: ServedModel) -> None:
+        """Put others to sleep until a model fits, and count it from then on. Raises EngineUnavailable."""
+        async with self._room:  # in the order of the first requests
+            most = self.rules.most_bytes
+            while most is not None:
+                others = self._residents(model)
+                pinned = sum(one.num_bytes for one in others if one.pinned)
+                if model.weights_bytes + pinned > most:
+                    raise EngineUnavailable(
+                        f"its weights take {format_bytes(model.weights_bytes)}, pinned models {format_bytes(pinned)}, and "
+                        f"all may take {format_bytes(most)} (--models-memory)"
+                    )
+                excess = sum(one.num_bytes for one in others) + model.weights_bytes - most
+                names = victims(others, excess, time.monotonic())
+                if names == []:
+                    break
+                if names:
+                    await self._put_to_sleep(self._models[names[0]])
+                    continue
+                if not (model.num_waiting or model.is_missing):
+                    raise EngineUnavailable("no request waits for it any more")
+                await asyncio.sleep(LOOK_S)
+            is_asleep = model.state == "asleep" and model.process is not None and model.process.is_alive
+            model.state = "waking" if is_asleep else "loading"
+
+    async def _trim(self, most_bytes: int) -> None:
+        """Put idle models to sleep if all take more than they may: loaded weights may be larger than their files."""
+        if self._room.locked():  # a model looks for room
+            return
+        async with self._room:
+            residents = self._residents()
+            for name in victims(residents, sum(one.num_bytes for one in residents) - most_bytes, time.monotonic()) or ():
+                await self._put_to_sleep(self._models[name])
+
+    def _residents(self, beside: ServedModel | None = None) -> list[Resident]:
+        """The models that hold memory, but one. What changes now does not leave."""
+        return [
+            Resident(
+                one.name,
+                one.weights_bytes,
+                one.last_used,
+                math.inf if one.state != "ready" or one.changing.locked() else one.since + self._stays_s(one),
+                one.num_running + one.num_waiting,
+                one.options.residency.pinned,
+            )
+            for one in self
+            if one is not beside and (one.state in ("ready", "loading", "waking") or one.changing.locked())
+            and not (one.state in ("asleep", "unloaded") and one.coming is not None and not one.coming.done())
+        ]  # fmt: skip
+
+    def _stays_s(self, model: ServedModel) -> float:
+        return self.rules.resident_s(model.exchange_s)
+
+    async def _put_to_sleep(self, model: ServedModel) -> None:
+        """Free the memory of an idle model for another one."""
+        log.info("%s is put to sleep: another model needs the memory", model.name)
+        try:
+            await self.sleep(model, 0.0, reason="memory")
+        except (ApiError, RequestFailed, EngineUnavailable) as error:
+            log.error("the engine of %s cannot sleep, and is ended: %s", model.name, error)
+            await self.unload(model, reason="memory")
+
+    def _rest(self, model: ServedModel, keep_alive_s: float | None) -> None:
+        """Unload a model later that has no requests."""
+        residency = model.options.residency
+        keep_s = residency.keep_alive_s if keep_alive_s is None else keep_alive_s
+        if model.timer is not None:
+            model.timer.cancel()
+        model.expires_at = math.inf
+        if model.num_running or model.num_waiting or residency.pinned or not 0 <= keep_s < FOREVER_S:
+            return
+        model.expires_at = time.monotonic() + keep_s
+        model.timer = asyncio.get_running_loop().call_later(keep_s, self._expire, model)
+
+    def _expire(self, model: ServedModel) -> None:
+        if not (model.num_running or model.num_waiting) and model.state in ("ready", "asleep"):
+            self._begin(self.unload(model, reason="keep_alive"))
 
     def _names(self) -> str:
         return ", ".join(map(repr, self._models)) or "none"
+
+
+def _failed(model: ServedModel) -> ApiError:
+    return unavailable(f"the model {model.name} cannot be loaded: {model.error}")
+
+
+def _written_bytes(reference: str) -> int:
+    """Bytes of the weights in a folder, or of a file; 0 for what is named otherwise."""
+    path = Path(reference)
+    try:
+        files = [path] if path.is_file() else [file for pattern in WEIGHTS for file in path.glob(pattern)]
+        return sum(file.stat().st_size for file in files)
+    except OSError:
+        return 0

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from ..common.checked_file import InvalidFile, read_checked
 from .chat import ChatCompletion, logprobs_of
@@ -40,6 +42,10 @@ _IMAGES = "only text is served: leave `images` out"
 
 def _lower(given: Any) -> Any:
     return given.lower() if isinstance(given, str) else given
+
+
+def _seconds(given: Any) -> Any:
+    return duration_s(given) if isinstance(given, str) else given
 
 
 class OllamaOptions(RequestBody):
@@ -101,21 +107,16 @@ class OllamaRequest(ChatForm):
     stream: bool | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None
     options: OllamaOptions | None = None
-    keep_alive: float | str | None = None
+    keep_alive: Annotated[float | None, BeforeValidator(_seconds)] = None
     think: bool | Literal["low", "medium", "high", "max"] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     priority: int = 0
     cache_salt: Name | None = None
 
-    @field_validator("keep_alive")
-    @classmethod
-    def _is_duration(cls, given: float | str | None) -> float | str | None:
-        return duration_s(given) if isinstance(given, str) else given
-
     def check_fields(self, ignores_unknown: bool) -> list[str]:
         """See `RequestBody`; the fields of `options` too."""
-        found = super().check_fields(ignores_unknown) + (["keep_alive"] if self.keep_alive is not None else [])
+        found = super().check_fields(ignores_unknown)
         return found + (self.options.check_fields(ignores_unknown) if self.options is not None else [])
 
     def chat_fields(self) -> dict[str, Any]:
@@ -128,16 +129,6 @@ class OllamaRequest(ChatForm):
             "enable_thinking": None if self.think is None else self.think is not False,
             "reasoning_effort": self.think if isinstance(self.think, str) else None,
         }
-
-    def load_reason(self) -> str:
-        """The `done_reason` of a request without a prompt. Raises ApiError for one that asks to unload the model."""
-        if self.keep_alive == 0:
-            raise invalid(
-                "a keep_alive of 0 without a prompt asks to unload the model, which this API does not do: POST /sleep, with an "
-                "admin key, frees its memory",
-                "keep_alive",
-            )
-        return "load"
 
 
 class OllamaChatRequest(OllamaRequest):
@@ -314,9 +305,8 @@ class OllamaGenerate(OllamaChat):
         return {"response": content, **more}
 
 
-def loaded(body: OllamaRequest, model: ServedModel) -> dict[str, Any]:
-    """The answer to a request without a prompt. Raises ApiError if the model cannot serve."""
-    reason, _ = body.load_reason(), model.engine
+def loaded(body: OllamaRequest, model: ServedModel, reason: str) -> dict[str, Any]:
+    """The answer to a request without a prompt, which loaded the model ("load") or unloaded it ("unload")."""
     form = {"message": {"role": "assistant", "content": ""}} if isinstance(body, OllamaChatRequest) else {"response": ""}
     return {"model": model.name, "created_at": utc(datetime.now(UTC)), **form, "done": True, "done_reason": reason}
 
@@ -349,24 +339,27 @@ def running(model: ServedModel, stats: Mapping[str, Mapping[str, Any]]) -> dict[
     """A model in `/api/ps`: `size` is that of the weights and of the KV pool now. Arguments as of `listed`."""
     entry = listed(model, stats)
     del entry["modified_at"]
+    left_s = max(model.expires_at - time.monotonic(), 0.0)
     sizes = [(one["device"].startswith("cpu"), one["weights_bytes"] + one["kv_bytes"]) for one in stats.values()]
     return entry | {
         "size": sum(size for _, size in sizes),
         "size_vram": sum(size for on_cpu, size in sizes if not on_cpu),
         "context_length": model.engine.info.max_model_len,
-        "expires_at": _FOREVER,
+        "expires_at": _FOREVER if left_s == math.inf else utc(datetime.now(UTC) + timedelta(seconds=left_s)),
     }
 
 
 def shown(model: ServedModel) -> dict[str, Any]:
-    """The answer of `/api/show`. Raises ApiError while the model is not loaded."""
-    info, family = model.engine.info, _details(model)["family"]
+    """The answer of `/api/show`, for a model that is not loaded with what its folder says."""
+    info, details = None if model.process is None else model.process.info, _details(model)
+    family = details["family"]
+    facts = {"general.architecture": family} | ({} if info is None else {f"{family}.context_length": info.max_model_len})
     return {
         "modelfile": f"# Served by pagetide, which has no modelfiles.\nFROM {model.options.reference}\n",
         "parameters": "",
-        "template": model.options.chat_template or info.chat_template or "",
-        "details": _details(model),
-        "model_info": {"general.architecture": family, f"{family}.context_length": info.max_model_len},
+        "template": model.options.chat_template or (info and info.chat_template) or "",
+        "details": details,
+        "model_info": facts,
         "capabilities": capabilities(model),
         "modified_at": utc(datetime.fromtimestamp(model.created, UTC)),
     }
@@ -379,7 +372,7 @@ def utc(time: datetime) -> str:
 
 def _details(model: ServedModel) -> dict[str, Any]:
     info = None if model.process is None else model.process.info
-    family = "unknown" if info is None else _family(info.path)
+    family = _family(model.options.reference if info is None else info.path)
     level = "" if info is None else info.dtype
     return {
         "parent_model": "", "format": "safetensors", "family": family, "families": [family], "parameter_size": "",

@@ -121,7 +121,7 @@ async def serve_on(
     hosts = tuple(dict.fromkeys(name.lower() for name in names))
     rules = GuardRules(hosts, config.cors_origin, not config.open_metrics, config.max_body)
     options = AppOptions(config.max_queue, config.ignore_unknown_fields, rules)
-    models = ModelRegistry() if models is None else models
+    models = ModelRegistry(rules=config.router_rules) if models is None else models
     server = Server(models, keys, options)
     http = HttpServer(
         make_app(server),
@@ -154,10 +154,12 @@ async def _load(
 ) -> bool:
     """Wait until all models are ready and say so. Returns False, and ends the server, if one cannot be loaded."""
     names = ", ".join(model.name for model in config.models)
-    print(f"loading {names}: {config.url} answers with 503 until the line that begins with ready", file=sys.stderr)
+    at_once = ", ".join(model.name for model in config.models if model.residency.preload)
+    if at_once:
+        print(f"loading {at_once}: requests wait until the line that begins with ready", file=sys.stderr)
     while not server.models.is_ready:
         for model in server.models:
-            if model.state == "failed":
+            if model.state == "failed" and model.is_missing:
                 print(f"pagetide: the model {model.name} cannot be loaded: {model.error}", file=sys.stderr)
                 http.should_exit = True
                 return False

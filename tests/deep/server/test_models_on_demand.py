@@ -1,0 +1,128 @@
+"""`pagetide serve --models-dir` with real engines: three models, memory for two."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from checkout import ROOT
+from servers import ServerProcess, children
+
+from pagetide import LLM, SamplingParams
+
+ENGINE = ["--device", "cpu", "--dtype", "float32", "--kv-memory", "8MiB", "--no-share", "--max-seqs", "4"]
+NAMES = ("blue", "fin", "sperm")
+OPS = {"Authorization": "Bearer sk-operator-1"}
+PROMPT = "The sea"
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[str]:
+    """The outputs of a model alone, by seed."""
+    with LLM("demo", device="cpu", dtype="float32", kv_memory="8MiB", share=False) as llm:
+        params = [SamplingParams(max_new_tokens=16, temperature=1.0, seed=seed, ignore_eos=True) for seed in range(6)]
+        return [output.text for output in llm.generate([PROMPT] * 6, params, progress=False)]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("on demand")
+    for name in NAMES:
+        shutil.copytree(ROOT / "engine" / "demo_model", folder / "models" / name)
+    broken = folder / "models" / "broken"
+    shutil.copytree(ROOT / "engine" / "demo_model", broken)
+    (broken / "model.safetensors").write_bytes(b"no weights")
+    # Weights take twice the bytes of their file in float32
+    one = (ROOT / "engine" / "demo_model" / "model.safetensors").stat().st_size
+    arguments = ["--models-dir", str(folder / "models"), *ENGINE, "--models-memory", str(int(4.5 * one)), "--pinned", "blue"]
+    arguments += ["--min-resident-s", "0.2"]
+    environ = {"OMP_NUM_THREADS": "1", "PAGETIDE_ADMIN_KEY": "sk-operator-1"}
+    with ServerProcess(arguments, folder / "log", **environ) as server:
+        yield server
+
+
+def complete(server: ServerProcess, model: str, seed: int = 0) -> Any:
+    body = {"model": model, "prompt": PROMPT, "max_tokens": 16, "seed": seed, "temperature": 1.0, "ignore_eos": True}
+    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=300)
+
+
+def text(answer: Any) -> str:
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+def states(server: ServerProcess) -> dict[str, str]:
+    return {one["id"]: one["state"] for one in httpx.get(f"{server.url}/v1/models").json()["data"]}
+
+
+def counted(server: ServerProcess, name: str, **labels: str) -> float:
+    text = ",".join(f'{key}="{value}"' for key, value in sorted(labels.items()))
+    found = re.findall(rf"^{name}{{{re.escape(text)}}} (\S+)$", httpx.get(f"{server.url}/metrics").text, re.MULTILINE)
+    return float(found[0])
+
+
+def test_fifty_first_requests_load_a_model_once(server: ServerProcess, wanted: list[str]) -> None:
+    assert states(server) == dict.fromkeys((*NAMES, "broken"), "unloaded")
+    assert httpx.get(f"{server.url}/health").status_code == httpx.get(f"{server.url}/ready").status_code == 200
+    with ThreadPoolExecutor(50) as pool:
+        answers = list(pool.map(lambda number: text(complete(server, "blue", number % 6)), range(50)))
+    assert answers == [wanted[number % 6] for number in range(50)]
+    assert counted(server, "pagetide_model_loads_total", model_name="blue", how="load") == 1 == len(children(server))
+
+
+def test_models_take_turns_and_no_request_is_lost(server: ServerProcess, wanted: list[str]) -> None:
+    def turn(number: int) -> None:
+        name = NAMES[number % 3]
+        assert text(complete(server, name, number % 6)) == wanted[number % 6]
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(turn, range(30)))
+    assert states(server)["blue"] == "ready"  # pinned
+    assert counted(server, "pagetide_model_unloads_total", model_name="blue", reason="memory") == 0
+    slept = sum(counted(server, "pagetide_model_unloads_total", model_name=n, reason="memory") for n in ("fin", "sperm"))
+    assert slept >= 1 and sorted(states(server).values()).count("asleep") == 1
+
+
+def test_a_model_that_cannot_be_loaded_is_an_error_to_its_requests_alone(server: ServerProcess, wanted: list[str]) -> None:
+    answer = complete(server, "broken")
+    assert answer.status_code == 503 and "broken cannot be loaded" in answer.json()["error"]["message"]
+    assert answer.headers["retry-after"] and states(server)["broken"] == "failed"
+    ready = httpx.get(f"{server.url}/ready")
+    assert ready.status_code == 200 and list(ready.json()["failures"]) == ["broken"]
+    assert text(complete(server, "blue")) == wanted[0]
+
+
+def test_a_killed_engine_is_loaded_by_the_next_request(server: ServerProcess, wanted: list[str]) -> None:
+    for pid in children(server):
+        os.kill(pid, signal.SIGKILL)
+    until = time.monotonic() + 60
+    while "ready" in states(server).values() or "asleep" in states(server).values():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    assert [text(complete(server, name, 1)) for name in NAMES] == [wanted[1]] * 3
+
+
+def test_keep_alive_sleep_and_stop_of_operators(server: ServerProcess, wanted: list[str]) -> None:
+    ask = {"model": "fin", "prompt": "x", "stream": False, "keep_alive": 0, "options": {"num_predict": 2}}
+    assert httpx.post(f"{server.url}/api/generate", json=ask, timeout=300).status_code == 200
+    until = time.monotonic() + 60
+    while states(server)["fin"] != "unloaded":
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    for path, state in (
+        ("/sleep?model=blue&level=2", "asleep"),
+        ("/unload?model=blue", "unloaded"),
+        ("/wake_up?model=blue", "ready"),
+    ):
+        assert httpx.post(f"{server.url}{path}", headers=OPS, timeout=300).status_code == 200
+        assert states(server)["blue"] == state
+    (blue,) = [one for one in httpx.get(f"{server.url}/running").json()["running"] if one["model"] == "blue"]
+    assert (blue["state"], blue["pinned"], blue["expires_in_s"], blue["weights_bytes"] > 0) == ("ready", True, None, True)

@@ -1,0 +1,115 @@
+"""Models that come for requests and leave for others: the decision, and the router with made-up engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from page_rig import MadeUpEngine, eventually
+
+from pagetide.server.config import ModelOptions
+from pagetide.server.engine_client import LoadFailed
+from pagetide.server.errors import ApiError
+from pagetide.server.models import ModelRegistry
+from pagetide.server.residency import Residency, Resident, RouterRules, victims
+
+ON_DEMAND = Residency(keep_alive_s=-1, pinned=False, preload=False)
+
+
+def test_the_least_recently_used_leave_and_none_without_need() -> None:
+    a, b, c = Resident("a", 10, 1, 0), Resident("b", 20, 2, 0), Resident("c", 40, 3, 5)
+    assert victims([c, b, a], 0, 9) == [] and victims([c, b, a], 10, 9) == ["a"]
+    assert victims([c, b, a], 15, 9) == ["b"]  # "a" goes for nothing
+    assert victims([c, b, a], 35, 9) == ["c"] and victims([c, b, a], 45, 9) == ["a", "c"]
+    assert victims([c, b, a], 35, 4) is None  # "c" has its minimum residency
+    held = [Resident("a", 10, 1, 0, pinned=True), Resident("b", 20, 2, 0, num_requests=1)]
+    assert victims(held, 1, 9) is None
+    assert RouterRules().resident_s(0.1) == 1 and RouterRules().resident_s(3) == 12
+    assert RouterRules(min_resident_s=0).resident_s(3) == 0
+
+
+def registry(start: Callable[..., Awaitable[Any]], names: str = "abc", **rules: Any) -> ModelRegistry:
+    """A registry of models of 10 bytes each, of which two fit."""
+    found = ModelRegistry(start, RouterRules(**({"most_bytes": 25, "min_resident_s": 0.0} | rules)))
+    for name in names:
+        found.add(ModelOptions(name, "made up", residency=ON_DEMAND)).weights_bytes = 10
+    return found
+
+
+async def test_concurrent_first_requests_load_once_and_the_oldest_leaves() -> None:
+    started: list[str] = []
+
+    async def start(reference: str, options: dict[str, Any], name: str) -> Any:
+        started.append(name)
+        await asyncio.sleep(0)
+        return MadeUpEngine(options)
+
+    models = registry(start)
+    a, b, c = models
+
+    async def use(model: Any) -> None:
+        async with models.using(model):
+            await asyncio.sleep(0)
+
+    await asyncio.gather(*(use(a) for _ in range(50)))
+    await use(b)
+    async with models.using(a):
+        await use(c)
+        assert (started, [one.state for one in models]) == (["a", "b", "c"], ["ready", "asleep", "ready"])
+        async with models.using(c):
+            waiting = asyncio.create_task(use(b))
+            await asyncio.sleep(0.05)
+            assert b.num_waiting == 1 and b.state == "asleep"  # both others serve
+        await waiting
+    assert [one.state for one in models] == ["ready", "ready", "asleep"]
+    assert b.comings == {"load": 1, "wake": 1} and c.goings == {"memory": 1}
+    await models.stop()
+
+
+async def test_a_failed_loading_is_the_error_of_all_that_wait_and_a_slow_one_ends_in_time() -> None:
+    gate = asyncio.Event()
+
+    async def start(reference: str, options: dict[str, Any], name: str) -> Any:
+        await gate.wait()
+        raise LoadFailed("CheckpointError", "no weights")
+
+    models = registry(start, "a", load_timeout_s=0.05)
+    (a,) = models
+    with pytest.raises(ApiError, match=r"still after 0\.05 s") as slow:
+        await models.until_serving(a)
+    assert slow.value.status == 503 and slow.value.headers["retry-after"]
+    models.rules = RouterRules()
+    waiting = [asyncio.create_task(models.until_serving(a)) for _ in range(3)]
+    await asyncio.sleep(0)
+    gate.set()
+    errors = await asyncio.gather(*waiting, return_exceptions=True)
+    assert {str(error) for error in errors} == {"the model a cannot be loaded: no weights"} and a.state == "failed"
+    await models.stop()
+
+
+async def test_keep_alive_memory_that_is_short_and_an_engine_that_ends() -> None:
+    short = ["b"]
+
+    async def start(reference: str, options: dict[str, Any], name: str) -> Any:
+        if name in short:
+            short.remove(name)
+            raise LoadFailed("NotEnoughMemory", "too little")
+        return MadeUpEngine(options)
+
+    models = registry(start, "ab", most_bytes=None)
+    a, b = models
+    async with models.using(a):
+        pass
+    async with models.using(b, 0.0):
+        assert a.state == "asleep" and a.goings == {"memory": 1}
+    await eventually(lambda: b.state == "unloaded")
+    assert b.goings == {"keep_alive": 1} and models.is_ready
+    async with models.using(a):
+        assert isinstance(a.process, MadeUpEngine)
+        a.process.ended.set()
+    await eventually(lambda: a.state == "unloaded")
+    async with models.using(a):
+        assert a.state == "ready"
+    await models.stop()
