@@ -193,7 +193,7 @@ def _add_stress(commands: Any) -> argparse.ArgumentParser:
         "stress",
         help="put this machine's memory, or a card, under pressure, and check every token",
         description="Two engines with the bundled model serve random requests on a private device of host memory or, with "
-        "--device cuda, on a card whose other free memory is taken, while an external process takes and returns memory and "
+        "--device cuda, on a card without other free memory, while an external process takes and returns memory and "
         "parts of the pools are recalled. Then the same requests run undisturbed, and every token is compared. The exit status "
         "is 0 if nothing was wrong.",
     )

@@ -51,7 +51,7 @@ IGNORED: dict[str, str] = {
     "stream_interval": "a stream sends the tokens of each step", "rid": "the header x-request-id names a request",
     **dict.fromkeys(("session_id", "custom_labels"), "requests stand alone"),
     **dict.fromkeys(("routed_dp_rank", "data_parallel_rank"), "the server chooses the engine"),
-    **dict.fromkeys(("provider", "route"), _ONE_SERVER), "ttl": "models stay loaded; POST /sleep frees their memory",
+    **dict.fromkeys(("provider", "route"), _ONE_SERVER), "ttl": "see --keep-alive and POST /sleep",
     "usage": 'every answer has it; streams with "stream_options": {"include_usage": true}',
     **dict.fromkeys(("mirostat_tau", "mirostat_eta"), _NEEDS.format("mirostat")),
     **dict.fromkeys(

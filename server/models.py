@@ -309,7 +309,7 @@ class ModelRegistry:
                 await self._bring(model)
 
     async def _again(self, model: ServedModel, pause_s: float) -> None:
-        """Load a model again whose engine has ended, until it serves."""
+        """Load a model again after the end of its engine, until it serves."""
         while not model.can_serve:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MOST_RESTART_S)
