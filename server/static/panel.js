@@ -19,7 +19,9 @@ export const STATES = [
 const STATE_NAMES = Object.fromEntries([...STATES.map(([kind, name]) => [kind, name]), ["null", "the null block"]]);
 const EMPTY = {
   loading: "The model is loading: its blocks appear when it is ready.",
+  unloaded: "The model is not loaded: its next request loads it.",
   asleep: "The model sleeps: it holds no memory.",
+  waking: "The model wakes up: its blocks appear when it is ready.",
   failed: "The model could not be loaded: the server's log has the reason.",
 };
 let numPanels = 0; // for the ids of elements: names of models may have any characters
