@@ -171,7 +171,9 @@ class CallGrammar:
         if texts is None and is_text and self._is_lenient:
             texts = []
         as_json = not is_text or (texts is None and bool(form.typed))  # where attributes tell texts from JSON
-        before, after = before_key.replace("KEY", key).replace("TYPED", "false" if as_json else "true").split("VALUE")
+        before, after = before_key.split("VALUE")  # first: a key may be named as a place is
+        places = {"KEY": key, "TYPED": "false" if as_json else "true"}
+        before = _PLACE.sub(lambda found: places[found[0]], before)
         if as_json:
             if not isinstance(schema, Mapping | bool):
                 raise CannotConstrain("the schema of a tool's parameter is malformed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -204,6 +205,18 @@ def test_special_tokens_are_named_by_their_ids() -> None:
 def test_what_cannot_be_constrained_says_so(name: str, parameters: dict[str, Any], said: str) -> None:
     with pytest.raises(CannotConstrain, match=said):
         CallGrammar(template_named(name), {"f": {"type": "object"} | parameters}, {}).required(False)
+
+
+@pytest.mark.parametrize("template", [one for one in WRITTEN if one.calls and one.calls.written[0].parameter], ids=name_of)
+def test_parameters_that_are_named_as_places_are(template: ResponseTemplate) -> None:
+    values = {"VALUE": 1, "ENV_VALUE": 2, "TYPED": 3, "KEY": 4}
+    schema = {"type": "object", "properties": dict.fromkeys(values, {"type": "integer"}), "required": [*values]}
+    text = text_of(template, [("f", dict(zip("abcd", values.values(), strict=True)))])
+    for letter, key in zip("abcd", values, strict=True):
+        text = re.sub(rf"(?<=[=>\"]){letter}(?=[>\"<])", key, text)
+    assert accepts(CallGrammar(template, {"f": schema}, {}).required(True), text), text
+    (part,) = (part for part in ResponseParser(template, {"f": schema}).feed(text) if part.kind == "call")
+    assert json.loads(part.text) == values
 
 
 def test_a_text_that_has_to_fit_a_pattern_is_json_where_attributes_say_so() -> None:
