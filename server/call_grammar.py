@@ -149,7 +149,8 @@ class CallGrammar:
         if others and not self._is_lenient:
             raise CannotConstrain(f"parameters in the format {self._template.name} cannot hold {sorted(others)[0]!r}")
         properties, required = schema.get("properties", {}), schema.get("required", [])
-        if not isinstance(properties, Mapping) or not isinstance(required, list):
+        are_names = isinstance(required, list) and all(isinstance(key, str) for key in required)
+        if not isinstance(properties, Mapping) or not are_names:
             raise CannotConstrain("`properties` or `required` of a tool's parameters are malformed")
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         named = dict(properties) | {key: True for key in required if key not in properties}

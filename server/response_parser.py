@@ -344,6 +344,8 @@ class ResponseParser:
                 found = yield from reader.literal(self._item_or_close)
                 if not found and not count:
                     raise MalformedText
+                if not found:
+                    reader.drop_begun(self._item_or_close, least=1)
                 if not found or found in self._form.close:
                     return
             self._deliver(*(yield from self._read_call()))

@@ -153,10 +153,10 @@ class TextReader:
             if not (yield from self.more()) and found is None:
                 self.drop_begun(literals)
 
-    def drop_begun(self, literals: Literals) -> None:
-        """Leave out the beginning of a literal that the end of a text cut off."""
+    def drop_begun(self, literals: Literals, least: int = 2) -> None:
+        """Leave out the beginning of a literal, of `least` characters, that the end of a text cut off."""
         rest = self.text[self.at :]
-        if self.is_cut and len(rest) > 1 and not rest[0].isalnum() and literals.is_begun(rest):
+        if self.is_cut and len(rest) >= least and not rest[0].isalnum() and literals.is_begun(rest):
             self.at = len(self.text)
 
     def until(self, literals: Literals, give: Callable[[str], object]) -> Reading[str]:

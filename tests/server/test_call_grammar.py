@@ -200,6 +200,7 @@ def test_special_tokens_are_named_by_their_ids() -> None:
     ("glm4", {"properties": {"a": {"type": "string", "pattern": "x"}}}, "a pattern, a format or a length"),
     ("glm4", {"properties": {"a": {"$ref": "#/properties/b"}}}, "leads out of a parameter"),
     ("glm4", {"properties": {"a>": {"type": "integer"}}}, "cannot be named"),
+    ("glm4", {"required": [3]}, "malformed"), ("glm4", {"required": [[1]]}, "malformed"),
     ("hermes", {"description": "x" * 140_000}, "longer than the"),
 ])  # fmt: skip
 def test_what_cannot_be_constrained_says_so(name: str, parameters: dict[str, Any], said: str) -> None:

@@ -152,11 +152,12 @@ def test_reasoning_content_and_calls_of_each_family_however_the_text_is_cut(name
         assert read(name, text, iter(lambda draw=draw: draw.randint(1, 20), 0)) == wanted
 
 
+@pytest.mark.parametrize("is_special", [True, False])
 @pytest.mark.parametrize("name", ANSWERS)
-def test_of_an_answer_that_is_cut_off_anywhere_no_mark_or_half_call_is_content(name: str) -> None:
+def test_of_an_answer_that_is_cut_off_anywhere_no_mark_or_half_call_is_content(name: str, is_special: bool) -> None:
     text = ANSWERS[name]
     for size in range(len(text)):
-        found = read(name, text[:size], is_cut=True, hidden=template_named(name).marks)
+        found = read(name, text[:size], is_cut=True, hidden=template_named(name).marks if is_special else ())
         content, reasoning = found.content.rstrip("<[").strip(), found.reasoning.rstrip("<[").strip()  # not yet a mark
         assert "Down.".startswith(content) and "Hm.".startswith(reasoning), (text[:size], found)
         assert found.calls == DIVED[: len(found.calls)], (text[:size], found)
