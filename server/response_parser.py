@@ -83,6 +83,7 @@ class ResponseParser:
         in_template = template.special_marks(hidden)
         self._hidden = re.compile("|".join(map(re.escape, sorted(in_template, key=len, reverse=True))) or "(?!)")
         self._hidden_marks = set(in_template)
+        self._not_content = {*in_template, *template.dropped, *template.reasoning_close}
         form = self._calls
         self._call_opens = set() if form is None else set(form.opens)
         self._header_opens = set(template.header_open)
@@ -143,7 +144,7 @@ class ResponseParser:
             if not self._has_content or self._at_region:  # reasoning, and calls without a mark, begin here
                 self._give_content((yield from reader.space()))
                 found = yield from reader.literal(self._first)
-                reader.drop_begun(self._first)
+                reader.drop_begun(self._first, least=1 if self._is_either and self._at_region else 2)
                 may_be_bare = self._calls is not None and self._calls.is_bare and not self._is_either
                 if not found and may_be_bare and not self._has_content and (yield from self._begins_bare()):
                     yield from self._read_region("")
@@ -161,7 +162,7 @@ class ResponseParser:
                 yield from self._read_header(found)
             elif found in self._template.reasoning_open:
                 yield from self._read_reasoning()
-            elif found and found not in self._hidden_marks and found not in self._template.dropped:
+            elif found and found not in self._not_content:
                 self._give_content(found)
             elif not found and reader.ended and reader.at == len(reader.text):
                 break
@@ -225,7 +226,9 @@ class ResponseParser:
                 break
             reader.take(reader.at + len(found))
             yield from self._read_region(found)
-            if not self._is_reasoning:
+            if not self._is_reasoning:  # a mark that would have ended it may follow
+                self._later = Literals({*self._later.texts, *self._template.reasoning_close})
+                self._first = Literals({*self._first.texts, *self._template.reasoning_close})
                 return
         if end is None:
             reader.take(reader.at + len(found))

@@ -266,6 +266,20 @@ def test_a_named_call_is_read_in_the_format_of_the_family() -> None:
     assert other is not None and other.opens == ("<think>",) and accepts(other.grammar, f"Hm.</think>\n\n{text}")
 
 
+@pytest.mark.parametrize("name", ["hermes", "qwen3-coder", "glm4", "minimax-m2", "kimi-k2"])
+def test_what_reasoning_says_of_calls_is_no_call_where_a_grammar_holds_those_behind_it(name: str) -> None:
+    template = template_named(name)
+    wrong, right = (text_of(template, [("dive", {"depth": depth})]) for depth in (-9, 3))
+    form = {"response_format": {"type": "json_object"}, "constraint": FORM}
+    for fields, end in ((form, "{}"), (form, right), ({"tool_choice": "required"}, right)):
+        reader = AnswerReader({"tools": TOOLS} | fields, template, added_tokens={}, constrains=True)
+        text = f"<think>maybe {wrong} no.</think>{end}"
+        assert accepts(reader.params()["grammar"], text)
+        answer = reader.read(0, text)
+        assert answer.reasoning == f"maybe {wrong} no." and answer.content == ("" if end == right else end)
+        assert [call.text for call in answer.calls] == (['{"depth": 3}'] if end == right else [])
+
+
 @pytest.mark.parametrize(
     ("end", "grammar"), [("assistant\n<think>\n", "begun"), ("<think>\n\n</think>\n\n", "some"), ("", "some")]
 )

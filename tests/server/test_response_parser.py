@@ -251,6 +251,8 @@ def test_a_call_amid_reasoning_ends_it_where_the_format_says_so() -> None:
     call = '<tool_call>{"name": "surface"}</tool_call>'
     assert read("hermes", f"Hm.\n{call}", prompt_end="<think>\n") == Said("", "Hm.", [("surface", {})])
     assert read("hermes", "Say <tool_call> now.</think>Hi", prompt_end="<think>\n") == Said("Hi", "Say <tool_call> now.", [])
+    text = f"<think>Hm. {call} No.</think>\n\nHi"
+    assert read("hermes", text) == read("hermes", text, iter(lambda: 1, 0)) == Said("No.\n\nHi", "Hm.", [("surface", {})])
     text = "[THINK]Say [TOOL_CALLS]surface[ARGS]{} now.[/THINK]Hi"
     assert read("mistral", text) == Said("Hi", "Say [TOOL_CALLS]surface[ARGS]{} now.", [])
 
