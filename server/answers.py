@@ -148,7 +148,8 @@ class AnswerReader:
         """Make the grammars of calls in the model's own format, if there are some."""
         choice = self._choice
         try:
-            grammar = CallGrammar(template, choice.parameters(), special_ids, choice.not_strict if choice.has_form else ())
+            lenient = choice.not_strict if choice.has_form else ()
+            grammar = CallGrammar(template, choice.parameters(lenient), special_ids, lenient)
             if not choice.must_call and not choice.has_form:
                 self._grammar = grammar.automatic()
                 return

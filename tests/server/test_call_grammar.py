@@ -170,6 +170,28 @@ def test_functions_that_are_not_strict_are_held_to_what_can_be_held(name: str) -
             CallGrammar(template, {"odd": odd}, {})
 
 
+CHAIN = {str(at): {"anyOf": [{"$ref": f"#/$defs/{at + 1}"}]} for at in range(3000)} | {"3000": {}}
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3-coder"])
+@pytest.mark.parametrize("parameters", [
+    {"properties": {"a": {"type": "string", "pattern": "^(?!x)"}}}, {"properties": {"a": {"type": "dict"}}},
+    {"properties": {"a": {"$ref": "#/$defs/none"}}}, {"properties": None}, {"type": "string"}, {"required": [3]},
+    {"properties": {"a": {"$ref": "#/$defs/0"}}, "$defs": CHAIN}, {"properties": {"a": False}, "required": ["a"]},
+    {"properties": {"a": 3, "b b": {}, "c[]": {}}},
+])  # fmt: skip
+def test_a_function_that_is_not_strict_takes_no_answer_and_no_calls_away(name: str, parameters: dict[str, Any]) -> None:
+    """Its arguments are held to nothing where its schema cannot be, and those of other functions are."""
+    template = template_named(name)
+    odd = {"type": "function", "function": {"name": "odd", "parameters": {"type": "object"} | parameters}}
+    fields = {"tools": [*TOOLS, odd], "response_format": {"type": "json_object"}, "constraint": FORM}
+    grammar = AnswerReader(fields, template, added_tokens={}, constrains=True).params()["grammar"]
+    is_named = "properties" in parameters and parameters["properties"] is not None
+    arguments: dict[str, Any] = {"a": "x" if "pattern" in str(parameters) else 1} if is_named or name == "hermes" else {}
+    assert accepts(grammar, text_of(template, [("odd", arguments)])) and accepts(grammar, "{}")
+    assert accepts(grammar, text_of(template, CALLS[:1])) and not accepts(grammar, text_of(template, [("dive", {})]))
+
+
 @pytest.mark.parametrize(("form", "right", "wrong"), [
     ({"regex": "a/b\\/?|[/\\n]\nc"}, ("a/b", "a/b/", "/\nc", "\n\nc"), ("ab", "a/b/c")),
     ({"grammar": '%llguidance {}\nstart: call "}" // of its own\ncall: /[0-9]/'}, ("3}",), ("3", "}")),
@@ -211,7 +233,7 @@ def test_what_cannot_be_constrained_says_so(name: str, parameters: dict[str, Any
 @pytest.mark.parametrize("template", [one for one in WRITTEN if one.calls and one.calls.written[0].parameter], ids=name_of)
 def test_parameters_that_are_named_as_places_are(template: ResponseTemplate) -> None:
     values = {"VALUE": 1, "ENV_VALUE": 2, "TYPED": 3, "KEY": 4}
-    schema = {"type": "object", "properties": dict.fromkeys(values, {"type": "integer"}), "required": [*values]}
+    schema = {"type": "object", "properties": {key: {"type": "integer"} for key in values}, "required": [*values]}
     text = text_of(template, [("f", dict(zip("abcd", values.values(), strict=True)))])
     for letter, key in zip("abcd", values, strict=True):
         text = re.sub(rf"(?<=[=>\"]){letter}(?=[>\"<])", key, text)
