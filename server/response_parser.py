@@ -19,9 +19,10 @@ _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")  # of harmony
 _CHANNEL = re.compile(r"(?:<\|channel\|>|^\s*(?:assistant\s*)?)(analysis|commentary|final)\b")
 MOST_OTHERS = 32  # parameters that are looked for where the end of another one is missing
 LONGEST_OTHERS = 2048  # characters of their names together
+_HALF = "\ufffd"  # as a text is decoded that ends amid a character
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _REST_OF_HEADER = Literals([" to="])
-_BEGUN_CALL = re.compile(r"""\[?\s*(?:\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*)?"?([\w.-]+)["(]""")
+_BEGUN_CALL = re.compile(r"""\[?\s*(?:\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*)?"?([\w.-]+)(["(]|\Z)""")
 
 
 class Part(NamedTuple):
@@ -70,6 +71,7 @@ class ResponseParser:
         self._calls = template.calls if schemas is not None else None
         self._schemas = schemas or {}
         self._reader = TextReader()
+        self._unsure = ""  # at the end of the text: what replaces a character of which bytes are missing
         self._parts: list[Part] = []
         self.message_channels: list[str] = []
         self._is_either = is_either
@@ -113,8 +115,11 @@ class ResponseParser:
 
     def feed(self, text: str) -> list[Part]:
         """The parts that more text completes."""
-        if text:
-            self._run.send(text)
+        text = self._unsure + text
+        whole = text.rstrip(_HALF)
+        self._unsure = text[len(whole) :]
+        if whole:
+            self._run.send(whole)
         return self._taken()
 
     def finish(self, is_cut: bool = False) -> list[Part]:
@@ -125,6 +130,8 @@ class ResponseParser:
         """
         self._is_cut = self._reader.is_cut = is_cut
         with suppress(StopIteration):
+            if self._unsure and not (is_cut and self._reader.holds):
+                self._run.send(self._unsure)
             self._run.send(None)
         return self._taken()
 
@@ -333,9 +340,11 @@ class ResponseParser:
             (self._give_reasoning if self._is_reasoning else self._give_content)(self._hidden.sub("", opener + text))
 
     def _begins_known(self, text: str) -> bool:
-        """Whether a text begins a call of a function that there is."""
+        """Whether a text begins a call of a function that there is, or ends amid its name."""
         found = _BEGUN_CALL.match(text)
-        return found is not None and found[1] in self._schemas
+        if found is None or found[2]:
+            return found is not None and found[1] in self._schemas
+        return any(name.startswith(found[1]) for name in self._schemas)
 
     def _read_items(self, opener: str) -> Reading[None]:
         """Calls of which each has a mark of its own. Raises MalformedText if there is none."""

@@ -85,6 +85,11 @@ class TextReader:
         record, self._record = self._record or [], None
         return "".join(record)
 
+    @property
+    def holds(self) -> bool:
+        """Whether there is text of which more decides what it is."""
+        return self._record is not None or self.at < len(self.text)
+
     def put_back(self, taken: str, size: int) -> str:
         """Read the last `size` characters of what was read once more. The rest of it."""
         self.text, self.at = taken[-size:] + self.text[self.at :], 0

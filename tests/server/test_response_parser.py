@@ -163,6 +163,17 @@ def test_of_an_answer_that_is_cut_off_anywhere_no_mark_or_half_call_is_content(n
         assert found.calls == DIVED[: len(found.calls)], (text[:size], found)
 
 
+@pytest.mark.parametrize(("name", "text", "wanted"), [
+    ("deepseek-v3", ANSWERS["deepseek-v3"].partition("{")[0] + "{}\n```<\ufffd", Said("Down.", "Hm.", [])),
+    ("deepseek-v4", "Down.\n\n<\ufffd", Said("Down.\n\n<", "", [])), ("hermes", "1 \ufffd", Said("1 \ufffd", "", [])),
+    ("llama3", '{"name": "di', Said("", "", [])), ("llama3", '{"name": "Di', Said('{"name": "Di', "", [])),
+    ("llama3", '{"name": "dive', Said("", "", [])), ("llama4", "[surf", Said("", "", [])),
+])  # fmt: skip
+def test_cuts_amid_a_character_of_a_mark_or_a_name(name: str, text: str, wanted: Said) -> None:
+    assert read(name, text, is_cut=True) == read(name, text, iter(lambda: 1, 0), is_cut=True) == wanted
+    assert "\ufffd" not in text or "\ufffd" in read(name, text).content, "of an answer that ends all text is there"
+
+
 CASES: list[tuple[str, str, Said]] = [
     # Without a mark
     ("llama3", '{"name": "dive", "parameters": {"depth": 1}}', Said("", "", [("dive", {"depth": 1})])),
