@@ -156,7 +156,10 @@ class CallGrammar:
             raise CannotConstrain(f"parameters in the format {self._template.name} cannot hold {sorted(others)[0]!r}")
         properties, required = schema.get("properties", {}), schema.get("required", [])
         if self._is_lenient:
-            properties, required = _of_type(properties, {}), [key for key in _of_type(required, []) if isinstance(key, str)]
+            properties, required = (
+                _of_type(properties, {}),
+                [key for key in _of_type(required, list[Any]()) if isinstance(key, str)],
+            )
         are_names = isinstance(required, list) and all(isinstance(key, str) for key in required)
         if not isinstance(properties, Mapping) or not are_names:
             raise CannotConstrain("`properties` or `required` of a tool's parameters are malformed")

@@ -192,6 +192,16 @@ def test_a_function_that_is_not_strict_takes_no_answer_and_no_calls_away(name: s
     assert accepts(grammar, text_of(template, CALLS[:1])) and not accepts(grammar, text_of(template, [("dive", {})]))
 
 
+def test_what_explains_parameters_is_no_part_of_a_grammar() -> None:
+    noted = {"title": "t", "description": "x" * 140_000, "default": "d", "examples": ["e"], "$comment": "c"}
+    for name in ("hermes", "qwen3-coder"):
+        template, properties = template_named(name), {"title": {"type": "integer"} | noted, "note": {"type": "array"} | noted}
+        schema = {"type": "object", "properties": properties, "required": ["title"]} | noted
+        grammar = CallGrammar(template, {"f": schema}, {}).required(True)
+        assert accepts(grammar, text_of(template, [("f", {"title": 3})])) and len(grammar) < 2_000
+        assert not accepts(grammar, text_of(template, [("f", {"title": "x"})]))
+
+
 @pytest.mark.parametrize(("form", "right", "wrong"), [
     ({"regex": "a/b\\/?|[/\\n]\nc"}, ("a/b", "a/b/", "/\nc", "\n\nc"), ("ab", "a/b/c")),
     ({"grammar": '%llguidance {}\nstart: call "}" // of its own\ncall: /[0-9]/'}, ("3}",), ("3", "}")),
@@ -223,7 +233,7 @@ def test_special_tokens_are_named_by_their_ids() -> None:
     ("glm4", {"properties": {"a": {"$ref": "#/properties/b"}}}, "leads out of a parameter"),
     ("glm4", {"properties": {"a>": {"type": "integer"}}}, "cannot be named"),
     ("glm4", {"required": [3]}, "malformed"), ("glm4", {"required": [[1]]}, "malformed"),
-    ("hermes", {"description": "x" * 140_000}, "longer than the"),
+    ("hermes", {"properties": {"x" * 140_000: {}}}, "longer than the"),
 ])  # fmt: skip
 def test_what_cannot_be_constrained_says_so(name: str, parameters: dict[str, Any], said: str) -> None:
     with pytest.raises(CannotConstrain, match=said):
