@@ -60,7 +60,8 @@ class ServedModel:
         self.created = int(time.time())
         self.num_restarts = self.num_waiting = self.num_running = 0
         self.process: EngineClient | None = None
-        self.changing = asyncio.Lock()  # held while it is loaded, goes to sleep, wakes up or is unloaded
+        self.changing = asyncio.Lock()  # held while it is loaded, goes to sleep, wakes up or is unloaded: see `change`
+        self.num_changing = 0  # that hold it or wait for it
         self.coming: asyncio.Task[None] | None = None  # loads it or wakes it up
         self.timer: asyncio.TimerHandle | None = None  # unloads it
         self.since = self.last_used = time.monotonic()
@@ -76,6 +77,21 @@ class ServedModel:
     def name(self) -> str:
         """The model's name in requests."""
         return self.options.name
+
+    @asynccontextmanager
+    async def change(self) -> AsyncIterator[None]:
+        """Load it, let it sleep, wake it up or unload it alone. Does not wait if `num_changing` is 0."""
+        self.num_changing += 1
+        try:
+            async with self.changing:
+                yield
+        finally:
+            self.num_changing -= 1
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a request runs or waits for it."""
+        return bool(self.num_running or self.num_waiting)
 
     @property
     def engine(self) -> EngineClient:
@@ -228,24 +244,15 @@ class ModelRegistry:
         finally:
             model.num_waiting -= 1
 
-    async def sleep(self, model: ServedModel, drain_s: float | None, level: int = 1, reason: str = "asked") -> None:
+    async def sleep(self, model: ServedModel, drain_s: float | None, level: int = 1) -> None:
         """Let the requests of a model end within `drain_s`, and free all its memory. Idempotent; an unloaded one stays so."""
-        async with model.changing:
-            if model.state in ("asleep", "unloaded", "failed"):
-                return
-            engine = model.engine
-            model.state, model.level = "asleep", level
-            try:
-                await engine.call("sleep", drain_s=drain_s)
-            except RequestFailed as error:
-                if error.is_refusal:
-                    model.state, model.level = "ready", 0
-                raise
-            model.goings[reason] += 1
+        async with model.change():
+            if model.state not in ("asleep", "unloaded", "failed"):
+                await self._sleeps(model, drain_s, level, "asked")
 
     async def wake_up(self, model: ServedModel) -> None:
         """Load a model again that sleeps or is unloaded. Idempotent. Raises ApiError."""
-        async with model.changing:
+        async with model.change():
             if not model.can_serve:
                 await self._bring(model)
 
@@ -256,13 +263,8 @@ class ModelRegistry:
             await asyncio.wait({model.coming})
         if model.timer is not None:
             model.timer.cancel()
-        async with model.changing:
-            process, model.process = model.process, None
-            model.state, model.level, model.is_missing = "unloaded", 0, False
-            if process is not None:
-                model.goings[reason] += 1
-                await process.stop(drain_s)
-                self._processes.discard(process)
+        async with model.change():
+            await self._ends(model, drain_s, reason)
 
     async def stop(self, drain_s: float = 0.0) -> None:
         """End all engines."""
@@ -304,7 +306,7 @@ class ModelRegistry:
         coming.result()
 
     async def _brought(self, model: ServedModel) -> None:
-        async with model.changing:
+        async with model.change():
             if not model.can_serve:
                 await self._bring(model)
 
@@ -426,9 +428,12 @@ class ModelRegistry:
         if self._room.locked():  # a model looks for room
             return
         async with self._room:
-            residents = self._residents()
-            for name in victims(residents, sum(one.num_bytes for one in residents) - most_bytes, time.monotonic()) or ():
-                await self._put_to_sleep(self._models[name])
+            while names := self._too_many(most_bytes):
+                await self._put_to_sleep(self._models[names[0]])  # one at a time: requests may come for the others
+
+    def _too_many(self, most_bytes: int) -> list[str] | None:
+        residents = self._residents()
+        return victims(residents, sum(one.num_bytes for one in residents) - most_bytes, time.monotonic())
 
     def _residents(self, beside: ServedModel | None = None) -> list[Resident]:
         """The models that hold memory, but one. What changes now does not leave."""
@@ -437,7 +442,7 @@ class ModelRegistry:
                 one.name,
                 one.weights_bytes,
                 one.last_used,
-                math.inf if one.state != "ready" or one.changing.locked() else one.since + self._stays_s(one),
+                math.inf if one.state != "ready" or one.num_changing else one.since + self._stays_s(one),
                 one.num_running + one.num_waiting,
                 one.options.residency.pinned,
             )
@@ -450,13 +455,38 @@ class ModelRegistry:
         return self.rules.resident_s(model.exchange_s)
 
     async def _put_to_sleep(self, model: ServedModel) -> None:
-        """Free the memory of an idle model for another one."""
-        log.info("%s is put to sleep: another model needs the memory", model.name)
+        """Free the memory of an idle model that nothing changes for another one.
+
+        `_room` may be held: this waits for no other change of the model, which may wait for `_room`.
+        """
+        async with model.change():
+            log.info("%s is put to sleep: another model needs the memory", model.name)
+            try:
+                await self._sleeps(model, 0.0, 1, "memory")
+            except (ApiError, RequestFailed, EngineUnavailable) as error:
+                log.error("the engine of %s cannot sleep, and is ended: %s", model.name, error)
+                await self._ends(model, 0.0, "memory")
+
+    async def _sleeps(self, model: ServedModel, drain_s: float | None, level: int, reason: str) -> None:
+        """As `sleep`, in a change."""
+        engine = model.engine
+        model.state, model.level = "asleep", level
         try:
-            await self.sleep(model, 0.0, reason="memory")
-        except (ApiError, RequestFailed, EngineUnavailable) as error:
-            log.error("the engine of %s cannot sleep, and is ended: %s", model.name, error)
-            await self.unload(model, reason="memory")
+            await engine.call("sleep", drain_s=drain_s)
+        except RequestFailed as error:
+            if error.is_refusal:
+                model.state, model.level = "ready", 0
+            raise
+        model.goings[reason] += 1
+
+    async def _ends(self, model: ServedModel, drain_s: float, reason: str) -> None:
+        """As `unload`, in a change."""
+        process, model.process = model.process, None
+        model.state, model.level, model.is_missing = "unloaded", 0, False
+        if process is not None:
+            model.goings[reason] += 1
+            await process.stop(drain_s)
+            self._processes.discard(process)
 
     def _rest(self, model: ServedModel, keep_alive_s: float | None) -> None:
         """Unload a model later that has no requests."""

@@ -113,3 +113,41 @@ async def test_keep_alive_memory_that_is_short_and_an_engine_that_ends() -> None
     async with models.using(a):
         assert a.state == "ready"
     await models.stop()
+
+
+class SlowSleeper(MadeUpEngine):
+    """Falls asleep once `may_sleep` is set."""
+
+    may_sleep = asyncio.Event()
+
+    async def call(self, method: str, **arguments: Any) -> Any:
+        if method == "sleep":
+            await self.may_sleep.wait()
+        return await super().call(method, **arguments)
+
+
+async def slow_sleeper(reference: str, options: dict[str, Any], name: str) -> Any:
+    return SlowSleeper(options)
+
+
+async def test_a_trim_looks_again_after_each_model_and_waits_for_no_other_change() -> None:
+    for meanwhile in ("used", "unloaded"):
+        SlowSleeper.may_sleep = asyncio.Event()
+        models = registry(slow_sleeper, most_bytes=30)
+        a, b, c = models
+        for one in models:
+            async with models.using(one):
+                pass
+        for one in models:
+            one.weights_bytes = 20
+        async with models.using(c):
+            pass
+        await eventually(lambda a=a: a.state == "asleep")  # and b would be next
+        if meanwhile == "unloaded":
+            await models.unload(b)
+        asyncio.get_running_loop().call_later(0.02, SlowSleeper.may_sleep.set)
+        async with asyncio.timeout(30), models.using(b):
+            await eventually(lambda a=a: not a.changing.locked())
+            await asyncio.sleep(0.01)
+            assert (a.state, b.state) == ("asleep", "ready") and b.process is not None and b.process.is_alive
+        await models.stop()
