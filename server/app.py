@@ -363,14 +363,13 @@ async def _described(
 
 
 async def _keep(server: Server, request: Request, model: ServedModel, body: OllamaRequest) -> Response:
-    """Answer a request of Ollama's without a prompt: it loads the model, or unloads it if nothing runs. Raises ApiError."""
+    """Answer a request of Ollama's without a prompt: it loads the model, or unloads it once nothing runs. Raises ApiError."""
     if body.keep_alive != 0:
         async with server.models.using(model, body.keep_alive):
             return _json(loaded(body, model, "load"))
     if model.options.residency.pinned:
         raise invalid(f"{model.name!r} is pinned: POST /sleep, with an admin key, frees its memory", "keep_alive")
-    if not (model.num_running or model.num_waiting):
-        await server.models.unload(model, reason="keep_alive")
+    await server.models.release(model)
     return _json(loaded(body, model, "unload"))
 
 

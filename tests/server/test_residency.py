@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -151,3 +152,52 @@ async def test_a_trim_looks_again_after_each_model_and_waits_for_no_other_change
             await asyncio.sleep(0.01)
             assert (a.state, b.state) == ("asleep", "ready") and b.process is not None and b.process.is_alive
         await models.stop()
+
+
+async def test_a_request_that_leaves_while_its_model_waits_for_room_changes_nothing() -> None:
+    models = registry(slow_sleeper, "ab", most_bytes=15)
+    SlowSleeper.may_sleep = asyncio.Event()
+    SlowSleeper.may_sleep.set()
+    a, b = models
+    async with models.using(a):
+        for _ in range(2):
+            leaving = asyncio.create_task(models.until_serving(b))
+            await asyncio.sleep(0.03)
+            assert b.num_waiting == 1
+            leaving.cancel()
+            await eventually(lambda: b.coming is not None and b.coming.done())
+            assert (b.state, b.error, b.num_waiting) == ("unloaded", None, 0)
+        operator = asyncio.create_task(models.wake_up(b))
+        await asyncio.sleep(0.03)
+        assert b.num_waiting == 1 and not operator.done()
+    await operator
+    assert (a.state, b.state) == ("asleep", "ready")
+    await models.stop()
+
+
+async def test_a_keep_alive_ends_no_model_that_has_got_a_request_and_each_that_has_none() -> None:
+    models = registry(slow_sleeper, "")
+    a = models.add(ModelOptions("a", "made up", residency=Residency(0.0, pinned=False, preload=False)))
+    for turns in range(6):
+        async with models.using(a):
+            pass
+        for _ in range(turns):  # around the timer and the unloading
+            await asyncio.sleep(0)
+        async with models.using(a):
+            await asyncio.sleep(0.005)
+            assert a.process is not None and a.process.is_alive
+    await eventually(lambda: a.state == "unloaded")
+    leaving = asyncio.create_task(models.until_serving(a))
+    while a.state != "ready":
+        await asyncio.sleep(0)
+    leaving.cancel()  # in the turn in which the loading ends
+    await eventually(lambda: a.state == "unloaded")
+    b = models.add(ModelOptions("b", "made up", residency=ON_DEMAND))
+    async with models.using(b, 300.0):
+        await models.release(b)
+        assert b.state == "ready"
+    await eventually(lambda: b.state == "unloaded")
+    async with models.using(b):
+        pass
+    assert b.state == "ready" and b.expires_at == math.inf  # by its own settings
+    await models.stop()
