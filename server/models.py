@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import glob
 import logging
 import math
+import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -28,7 +30,8 @@ LOOK_S = 0.02  # between looks for room
 FAILED_S = 5.0  # a model that could not be loaded is not tried again for so long
 FOREVER_S = 1e9  # a keep_alive beyond is endless
 UNUSED_S = 0.005  # until an end is noticed
-WEIGHTS = ("*.safetensors", "*.bin")
+WEIGHTS = ("*.safetensors", "*.bin")  # of a folder, the first that are there
+PART = re.compile(r"-\d{5}(-of-\d{5}\.gguf)$")
 
 LATEST = ":latest"  # Ollama's tag of a name without one
 
@@ -549,10 +552,15 @@ def _failed(model: ServedModel) -> ApiError:
 
 
 def _written_bytes(reference: str) -> int:
-    """Bytes of the weights in a folder, or of a file; 0 for what is named otherwise."""
+    """Bytes of the weights in a folder, or of a file with its further parts; 0 for what is named otherwise."""
     path = Path(reference)
     try:
-        files = [path] if path.is_file() else [file for pattern in WEIGHTS for file in path.glob(pattern)]
+        if path.is_file():
+            files = [path]
+            if (part := PART.search(path.name)) is not None:
+                files = list(path.parent.glob(f"{glob.escape(path.name[: part.start()])}-?????{part[1]}"))
+        else:
+            files = next((found for pattern in WEIGHTS if (found := list(path.glob(pattern)))), [])
         return sum(file.stat().st_size for file in files)
     except OSError:
         return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from page_rig import MadeUpEngine, eventually
 from pagetide.server.config import ModelOptions
 from pagetide.server.engine_client import LoadFailed
 from pagetide.server.errors import ApiError
-from pagetide.server.models import ModelRegistry
+from pagetide.server.models import ModelRegistry, ServedModel
 from pagetide.server.residency import Residency, Resident, RouterRules, victims
 
 ON_DEMAND = Residency(keep_alive_s=-1, pinned=False, preload=False)
@@ -201,3 +202,14 @@ async def test_a_keep_alive_ends_no_model_that_has_got_a_request_and_each_that_h
         pass
     assert b.state == "ready" and b.expires_at == math.inf  # by its own settings
     await models.stop()
+
+
+def test_weights_before_a_model_was_loaded_are_those_of_all_parts_and_of_one_format(tmp_path: Path) -> None:
+    for name, size in (("a-00001-of-00002.gguf", 1), ("a-00002-of-00002.gguf", 2), ("b-00001-of-00002.gguf", 4), ("c.gguf", 8)):
+        (tmp_path / name).write_bytes(bytes(size))
+    for name, size in (("model.safetensors", 16), ("pytorch_model.bin", 32)):
+        (tmp_path / "d").mkdir(exist_ok=True)
+        (tmp_path / "d" / name).write_bytes(bytes(size))
+    names = ("a-00001-of-00002.gguf", "c.gguf", "d", "none")
+    models = [ServedModel(ModelOptions(name, str(tmp_path / name), residency=ON_DEMAND)) for name in names]
+    assert [one.weights_bytes for one in models] == [3, 8, 16, 0]
