@@ -262,7 +262,7 @@ def folders(path: Path) -> list[Path]:
     """The folders of disk tiers in `path`."""
     if not path.is_dir():
         return []
-    return sorted(folder for folder in path.iterdir() if not folder.is_symlink() and (folder / "index").is_file())
+    return sorted(folder for folder in path.iterdir() if _is_own(folder))
 
 
 def folder_bytes(folder: Path) -> int:
@@ -273,19 +273,32 @@ def folder_bytes(folder: Path) -> int:
 def clear_folder(folder: Path) -> int:
     """Delete the files of a disk tier that no engine uses, and nothing else. Returns the bytes that they had.
 
-    Raises FolderUnusable if an engine uses it, and OSError.
+    Raises FolderUnusable if an engine uses it, or it is no disk tier, and OSError.
     """
+    if not _is_own(folder):
+        raise FolderUnusable(f"{folder} is no folder of a disk tier: the header of its index is not there, or damaged")
     lock = _locked(folder)
     try:
         num_bytes = folder_bytes(folder)
         names = [file for file in folder.iterdir() if _OWN_NAME.fullmatch(file.name)]
-        for file in sorted(names, key=lambda file: file.name == "lock"):
+        # the index, which tells that the others are of a disk tier, goes after them
+        for file in sorted(names, key=lambda file: (file.name in ("index", "lock"), file.name)):
             file.unlink()
     finally:
         os.close(lock)
     with suppress(OSError):  # it has something else
         folder.rmdir()
     return num_bytes
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether `folder` is of a disk tier: others have files called index too."""
+    index = folder / "index"
+    if folder.is_symlink() or index.is_symlink() or not index.is_file():
+        return False
+    with suppress(OSError), index.open("rb") as file:
+        return bool(_header(file.read(_HEADER_BYTES)))
+    return False
 
 
 def _locked(folder: Path) -> int:

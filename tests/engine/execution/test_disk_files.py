@@ -150,6 +150,22 @@ def test_a_full_disk_leaves_whole_what_was_there(tmp_path: Path, monkeypatch: py
     again.close()
 
 
+def test_no_files_of_others_are_cleared(tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()
+    for name in ("index", "lock", "0000.kv"):
+        (tmp_path / ".git" / name).write_bytes(b"DIRC\0\0\0\2")
+    files = opened(tmp_path / "one")
+    write(files, 1, 2)
+    files.close()
+    (tmp_path / "one" / "notes.kv").write_text("mine")
+    assert folders(tmp_path) == [tmp_path / "one"]
+    with pytest.raises(FolderUnusable, match="no folder of a disk tier"):
+        clear_folder(tmp_path / ".git")
+    clear_folder(tmp_path / "one")
+    assert sorted(file.name for file in (tmp_path / ".git").iterdir()) == ["0000.kv", "index", "lock"]
+    assert [file.name for file in (tmp_path / "one").iterdir()] == ["notes.kv"]
+
+
 def test_folders_of_others_and_sizes_too_small_are_refused(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
