@@ -99,6 +99,7 @@ class DiskFiles:
         self._files: dict[int, int] = {}  # descriptors by number
         self._opening = threading.Lock()
         self._num_records = 0
+        self._unsettled: Records = np.zeros(0, self._dtype)  # written, and perhaps not known to the index as whole yet
         self._index_file = -1
         with ExitStack() as undo:
             undo.callback(self.close)
@@ -115,7 +116,7 @@ class DiskFiles:
             self.index = DiskIndex(kind.block_size, num_places, key)
             self.index.load(records)
             undo.pop_all()
-        self._drop_beyond()
+        self._drop_beyond(self.index.live_records())
 
     def write(self, records: Records, data: Bytes) -> Records:
         """Write the blocks `data` [n, block_bytes] to the places of `records`, and then the records, which are returned with
@@ -130,6 +131,7 @@ class DiskFiles:
         records["data_check"] = [_check(record, row) for record, row in zip(records, data, strict=True)]
         self._settle({int(place) // self._per_file for place in records["place"]})
         self._append(seal(records))
+        self._unsettled = np.concatenate((self.index.unsettled(self._unsettled), records))
         return records
 
     def read(self, records: Records, out: Bytes, goes_on: Callable[[int], bool]) -> int:
@@ -157,12 +159,13 @@ class DiskFiles:
     def tidy(self) -> None:
         """Write the index anew if it is much longer than it need be. Raises OSError."""
         if self._num_records > 2 * self.index.num_places:
-            self._rewrite(self.index.live_records())
+            self._rewrite(self._kept())
 
     def rewrite(self) -> None:
         """Write the index anew, and free what lies behind the last whole block. Raises OSError."""
-        self._rewrite(self.index.live_records())
-        self._drop_beyond()
+        records = self._kept()
+        self._rewrite(records)
+        self._drop_beyond(records)
 
     def close(self) -> None:
         """Unlock the folder. Idempotent."""
@@ -199,6 +202,11 @@ class DiskFiles:
         return hashlib.blake2b(
             bytes.fromhex(key), key=b"" if secret is None else hashlib.sha256(secret).digest()
         ).digest(), records
+
+    def _kept(self) -> Records:
+        """The records of all blocks that are whole. The index, of another thread, may not know of the last ones yet."""
+        unsettled = self.index.unsettled(self._unsettled)  # looked up first, so that none is settled between the two
+        return np.concatenate((self.index.live_records(), unsettled))
 
     def _rewrite(self, records: Records) -> None:
         """Replace the index by one of `records`."""
@@ -245,10 +253,9 @@ class DiskFiles:
             for start in range(first, last, most):
                 yield start, min(start + most, last)
 
-    def _drop_beyond(self) -> None:
-        """Cut the files behind the last place in use: of an earlier, larger tier, or of blocks that are not known."""
-        used = np.flatnonzero(self.index.whole)
-        end = int(used[-1]) + 1 if len(used) else 0
+    def _drop_beyond(self, records: Records) -> None:
+        """Cut the files behind the last place of `records`: of an earlier, larger tier, or of blocks that are not known."""
+        end = int(records["place"].max()) + 1 if len(records) else 0
         with suppress(OSError):
             for path in self.folder.glob("*.kv"):
                 most = (end - int(path.stem) * self._per_file) * self.block_bytes

@@ -71,6 +71,25 @@ def test_blocks_outlive_the_process_within_the_cap_and_belong_to_one_user(tmp_pa
     assert not folder.exists()
 
 
+def test_an_index_that_is_written_anew_has_the_blocks_that_are_not_settled_yet(tmp_path: Path) -> None:
+    files, length, rewritten = opened(tmp_path / "one"), 0, 0
+    for start in range(0, 300, 3):
+        chain = files.index.chain(np.repeat(np.arange(start, start + 3, dtype=np.int32), 4), None)
+        records = files.write(files.index.take(chain, 3), np.array([block(start + i) for i in range(3)]))
+        files.tidy()
+        before, length = length, (files.folder / "index").stat().st_size
+        if length < before:
+            rewritten += 1
+            files.close()
+            files = opened(tmp_path / "one")
+            assert read(files, start, start + 1, start + 2) == 3
+            continue
+        files.index.written(records)
+    assert rewritten > 1
+    assert len(files.index.unsettled(records)) == 0
+    files.close()
+
+
 def test_no_damage_of_a_file_is_read(tmp_path: Path) -> None:
     rng = np.random.default_rng(2)
     seen = set()
