@@ -80,7 +80,7 @@ class PrefixRead(Protocol):
 
     @property
     def seconds(self) -> float:
-        """That it took."""
+        """That it took, without the time in which others were read."""
         ...
 
     @property
@@ -90,6 +90,10 @@ class PrefixRead(Protocol):
 
     def wait(self, seconds: float) -> None:
         """Wait until it is over, at most so long."""
+        ...
+
+    def stop(self) -> None:
+        """End it soon: its blocks are not needed. No effect once it is over."""
         ...
 
 

@@ -72,10 +72,14 @@ class DiskRead:
         """Wait until it is over, at most so long."""
         self._over.wait(min(seconds, max(0.0, self._until - time.monotonic())))
 
+    def stop(self) -> None:
+        """End it soon: its blocks are not needed. No effect once it is over."""
+        self._stopped = True
+
     def take(self) -> Bytes:
         """End the read. Returns the bytes of the first blocks [n, block_bytes], as many as were read."""
         done, num, began = self._over.is_set(), self._num, self._began
-        self._stopped = True
+        self.stop()
         if began is not None:
             self.seconds = self.seconds or time.monotonic() - began
         if num < len(self.records) and not self.why:
