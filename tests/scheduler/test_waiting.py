@@ -57,6 +57,14 @@ def test_what_is_read_for_an_aborted_request_is_read_no_further() -> None:
     assert not world.scheduler.has_work
 
 
+def test_a_request_goes_on_without_its_read_if_the_disk_tier_has_failed() -> None:
+    world, read = reading_world()
+    world.cache.disk, read.is_over = None, True
+    world.run()
+    assert world.started == ["reads"]
+    assert read.stop.called
+
+
 NOT_ASKED = {"expected": None, "margin": None, "in_steps": None}
 
 

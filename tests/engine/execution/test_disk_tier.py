@@ -146,6 +146,30 @@ def test_a_disk_that_cannot_be_written_costs_a_warning(saved: str, tmp_path: Pat
         assert llm.stats()["disk_tier"]["used_blocks"] == 0
 
 
+def test_a_tier_that_fails_is_not_used_and_costs_no_request(
+    saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine(saved, tmp_path) as llm:
+        expected = told(llm, [PROMPT])[0]
+    failed, read_all = threading.Event(), DiskFiles.read
+
+    def save(*_: Any) -> None:
+        failed.set()
+        raise RuntimeError("a fault")
+
+    def read_late(self: DiskFiles, *args: Any) -> int:
+        failed.wait()
+        return read_all(self, *args)
+
+    monkeypatch.setattr(DiskTier, "save", save)
+    monkeypatch.setattr(DiskFiles, "read", read_late)
+    with engine(saved, tmp_path) as llm:
+        other, output = llm.generate([[5] * 40, PROMPT], GREEDY)
+        assert list(output.token_ids) == expected
+        assert other.finish_reason == output.finish_reason
+        assert llm.stats()["disk_tier"] is None
+
+
 def test_the_command_shows_and_clears_what_no_engine_uses(
     saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
