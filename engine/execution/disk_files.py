@@ -47,6 +47,7 @@ FILE_BYTES = 64 << 20  # of one file, an extent of the tier
 _HEADER_BYTES = 4096
 _PIECE_BYTES = 4 << 20  # read at once, between two looks at the time
 _OWN_NAME = re.compile(r"lock|index|index\.tmp|\d{4,}\.kv")
+_MOST_FILES = 256  # in a folder that was made for a smaller tier: each takes a descriptor
 _INDEX_COPIES = 4  # the old index of up to three times the records, and a new one beside it
 
 
@@ -107,16 +108,17 @@ class DiskFiles:
             self._lock = _locked(folder)
             header = {
                 "version": VERSION, "identity": kind.identity, "block_bytes": block_bytes, "record_bytes": self._dtype.itemsize,
-                "per_file": self._per_file, "keyed": "" if secret is None else hashlib.sha256(b"kept" + secret).hexdigest(),
+                "keyed": "" if secret is None else hashlib.sha256(b"kept" + secret).hexdigest(),
             }  # fmt: skip
             try:
-                key, records = self._open(header, secret)
+                key, records = self._open(header, num_places, secret)
+                self.index = DiskIndex(kind.block_size, num_places, key)
+                self.index.load(records)
+                self._drop_beyond(self.index.live_records())
+                self.tidy()
             except OSError as error:
                 raise FolderUnusable(f"{folder} cannot be used: {error}") from error
-            self.index = DiskIndex(kind.block_size, num_places, key)
-            self.index.load(records)
             undo.pop_all()
-        self._drop_beyond(self.index.live_records())
 
     def write(self, records: Records, data: Bytes) -> Records:
         """Write the blocks `data` [n, block_bytes] to the places of `records`, and then the records, which are returned with
@@ -174,15 +176,20 @@ class DiskFiles:
                 os.close(file)
         self._files, self._index_file, self._lock = {}, -1, -1
 
-    def _open(self, header: dict[str, Any], secret: bytes | None) -> tuple[bytes, Records]:
-        """The key of the folder and its records; a folder of others begins anew."""
+    def _open(self, header: dict[str, Any], num_places: int, secret: bytes | None) -> tuple[bytes, Records]:
+        """The key of the folder and its records; a folder of others begins anew, and so does one of far too many files.
+
+        An extent stays as long as it was: a tier of another size has more or fewer of them.
+        """
         self._index_file = _open_own(self.folder / "index")
         raw = b""
         while piece := os.read(self._index_file, 1 << 24):
             raw += piece
         found = _header(raw[:_HEADER_BYTES])
-        key = found.pop("key", "")
-        if found == header and len(raw) >= _HEADER_BYTES:
+        key, per_file = found.pop("key", ""), found.pop("per_file", 0)
+        is_fit = per_file >= min(self._per_file, -(-num_places // _MOST_FILES))
+        if found == header and is_fit and len(raw) >= _HEADER_BYTES:
+            self._per_file = per_file
             size = self._dtype.itemsize
             self._num_records = (len(raw) - _HEADER_BYTES) // size
             records = np.frombuffer(raw, self._dtype, self._num_records, _HEADER_BYTES)
@@ -195,7 +202,7 @@ class DiskFiles:
                 if _OWN_NAME.fullmatch(file.name) and file.name not in ("lock", "index"):
                     file.unlink()
             key = secrets.token_hex(32)
-            text = json.dumps({**header, "key": key}).encode()
+            text = json.dumps({**header, "per_file": self._per_file, "key": key}).encode()
             self._header = (b"%s %08x\n" % (text, zlib.crc32(text))).ljust(_HEADER_BYTES, b"\0")
             records = np.zeros(0, self._dtype)
             self._rewrite(records)
@@ -257,7 +264,7 @@ class DiskFiles:
         """Cut the files behind the last place of `records`: of an earlier, larger tier, or of blocks that are not known."""
         end = int(records["place"].max()) + 1 if len(records) else 0
         with suppress(OSError):
-            for path in self.folder.glob("*.kv"):
+            for path in (file for file in self.folder.glob("*.kv") if _OWN_NAME.fullmatch(file.name)):
                 most = (end - int(path.stem) * self._per_file) * self.block_bytes
                 if most <= 0 and int(path.stem) not in self._files:
                     path.unlink()

@@ -169,6 +169,32 @@ def test_a_full_disk_leaves_whole_what_was_there(tmp_path: Path, monkeypatch: py
     again.close()
 
 
+def test_a_tier_of_another_size_keeps_the_blocks_that_have_room(tmp_path: Path) -> None:
+    starts = range(0, 120, 3)
+    files = opened(tmp_path / "one")
+    for start in starts:
+        write(files, start, start + 1, start + 2)
+    files.close()
+    kept = []
+    for most_bytes in (CAP, 4 * CAP, CAP // 2, 4 * CAP, 1024 * CAP):
+        files = opened(tmp_path / "one", most_bytes)
+        kept.append(sum(read(files, start, start + 1, start + 2) for start in starts))
+        files.index.check_invariants()
+        assert folder_bytes(tmp_path / "one") <= most_bytes
+        files.close()
+    assert kept[0] == kept[1] > kept[2] > 0
+    assert kept[2:] == [kept[2], kept[2], 0]
+
+
+def test_files_of_others_in_the_folder_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir(0o700)
+    for name in ("x.kv", "12.kv", "9999.kv"):
+        (tmp_path / "one" / name).write_text("there")
+    opened(tmp_path / "one").close()
+    opened(tmp_path / "one").close()
+    assert sorted(file.name for file in (tmp_path / "one").glob("*.kv")) == ["12.kv", "x.kv"]
+
+
 def test_no_files_of_others_are_cleared(tmp_path: Path) -> None:
     (tmp_path / ".git").mkdir()
     for name in ("index", "lock", "0000.kv"):
