@@ -89,8 +89,8 @@ def test_the_settings_are_accepted_and_show_every_key(tmp_path: Path) -> None:
     for model in sample.models:
         EngineConfig.resolve(model.reference, **dict(model.engine))
     text = re.sub(r"^# (?=(?!model:|ssl_)[a-z_]+: )", "", text, flags=re.MULTILINE)  # there are no files of certificates
-    (tiny := tmp_path / "models" / "tiny").mkdir(parents=True)
-    (tiny / "config.json").write_text("{}")
+    (tiny := tmp_path / "models" / "tiny").parent.mkdir()
+    tiny.symlink_to(Path(__file__).parents[3] / "engine" / "demo_model")
     (file := tmp_path / "all.yaml").write_text(text.replace("/srv/models", str(tiny.parent)))
     whole = ServeConfig.resolve({}, {}, file)
     assert {key for key in keys if getattr(whole, key) in (None, ())} == {"ssl_certfile", "ssl_keyfile"}
