@@ -9,6 +9,7 @@ import gc
 import hashlib
 import json
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -216,6 +217,10 @@ def open_disk_tier(plan: MemoryPlan, config: EngineConfig, checkpoint: Checkpoin
 def check_disk_tier(plan: MemoryPlan, config: EngineConfig) -> None:
     """Raise ConfigError if `disk_kv_memory` is asked for, and blocks of the model are not kept on disk."""
     groups = plan.geometry.groups
+    if config.disk_kv_memory and not hasattr(os, "posix_fadvise"):
+        raise ConfigError(
+            "disk_kv_memory needs Linux: files of other systems would take memory for what is on disk; leave it out"
+        )
     if config.disk_kv_memory and (plan.state_bytes or len(groups) > 1 or groups[0].window or groups[0].num_tables > 1):
         what = "states" if plan.state_bytes else "windows, or several groups of layers"
         raise ConfigError(

@@ -128,6 +128,7 @@ def parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_record(commands)
     _add_lease_commands(commands)
+    _add_reservation_commands(commands)
     _add_event_commands(commands)
     return top
 
@@ -187,6 +188,12 @@ def _add_lease_commands(commands: _Commands) -> None:
     recall.add_argument("engine", metavar="ENGINE", help="name, process id or '#number' of the engine")
     recall.add_argument("size", metavar="SIZE", help="amount to recall, e.g. 512MiB")
     recall.set_defaults(run=_recall)
+    for command in (leases, limit, recall):
+        _of_a_broker(command)
+
+
+def _add_reservation_commands(commands: _Commands) -> None:
+    """Add the commands that reserve memory for other programs."""
     run = commands.add_parser(
         "run",
         help="start a program once enough memory is free",
@@ -220,9 +227,14 @@ def _add_lease_commands(commands: _Commands) -> None:
     )
     release.add_argument("reservation", metavar="ID", help="number of the reservation, as vram-monitor reservations shows it")
     release.set_defaults(run=_release)
-    for command in (leases, limit, recall, run, reserve, reservations, release):
-        command.argument_default = argparse.SUPPRESS  # so that it keeps what was given before it
-        add_flags(command, _flags("runtime_dir"))
+    for command in (run, reserve, reservations, release):
+        _of_a_broker(command)
+
+
+def _of_a_broker(command: argparse.ArgumentParser) -> None:
+    """Let a command take the flag that names the broker's folder; it keeps what was given before the command."""
+    command.argument_default = argparse.SUPPRESS
+    add_flags(command, _flags("runtime_dir"))
 
 
 def _add_reservation(command: argparse.ArgumentParser) -> None:

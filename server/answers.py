@@ -80,7 +80,7 @@ class AnswerReader:
         self._shows_reasoning = fields.get("include_reasoning") is not False
         self._parsers: dict[int, ResponseParser] = {}  # by choice
         self._num_calls: dict[int, int] = {}
-        self._reasoning = _ReasoningTokens(template, added_tokens or {})
+        self._reasoning = _ReasoningTokens(template, added_tokens or {}, choice.schemas is not None)
 
     @property
     def is_plain(self) -> bool:
@@ -187,17 +187,22 @@ class _ReasoningTokens:
 
     Where messages have headers (harmony), the tokens of each message are counted, and `messages` says which ones are reasoning.
 
+    Args:
+        has_calls: The parser looks for calls, which end reasoning in some formats.
+
     Attributes:
         messages: The channels of the messages in the text of a choice, as the parser finds them.
     """
 
-    def __init__(self, template: ResponseTemplate, added_tokens: Mapping[str, int]) -> None:
+    def __init__(self, template: ResponseTemplate, added_tokens: Mapping[str, int], has_calls: bool) -> None:
         def ids(*marks: str) -> set[int]:
             return {added_tokens[mark.strip()] for mark in marks if mark.strip() in added_tokens}
 
         self.messages: dict[int, list[str]] = {}
         self._template = template
         self._opens, self._ends = ids(*template.reasoning_open), ids(*template.reasoning_close)
+        calls = template.calls if has_calls and template.calls_end_reasoning else None
+        self._calls = set() if calls is None else ids(*calls.opens)
         self._headers, self._bodies = ids(*template.header_open), ids(*template.header_close)
         self._starts, self._message_ends = ids(*template.header_open[:1]), ids(*template.header_end)
         self._is_amid: dict[int, bool] = {}  # whether the tokens of a choice end amid reasoning
@@ -223,7 +228,7 @@ class _ReasoningTokens:
         elif self._ends:
             amid = self._is_amid.get(index, self._template.opens_reasoning(prompt_end))
             for token_id in token_ids:
-                amid = amid or token_id in self._opens
+                amid = (amid or token_id in self._opens) and token_id not in self._calls
                 self._count += amid
                 amid = amid and token_id not in self._ends
             self._is_amid[index] = amid

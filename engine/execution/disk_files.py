@@ -334,6 +334,9 @@ def _locked(folder: Path) -> int:
     except OSError as error:
         os.close(lock)
         raise FolderUnusable(f"another engine uses {folder}: give this one another disk_kv_path") from error
+    if not os.fstat(lock).st_nlink:
+        os.close(lock)
+        raise FolderUnusable(f"{folder} was cleared in this moment: start again")
     return lock
 
 

@@ -414,6 +414,12 @@ def test_tokens_of_reasoning_are_counted_by_their_marks() -> None:
     reader.count_tokens(0, [1, 8, 2])
     assert reader.num_reasoning_tokens == 2
     assert AnswerReader({}, template_named("hermes")).num_reasoning_tokens is None
+    # A call ends reasoning where calls are looked for.
+    marks = {"<think>": 1, "</think>": 2, "<tool_call>": 3, "</tool_call>": 4}
+    for fields, count in (({"tools": [{"type": "function", "function": {"name": "dive"}}]}, 3), ({}, 7)):
+        reader = AnswerReader(fields, template_named("hermes"), added_tokens=marks)
+        reader.count_tokens(0, [1, 50, 51, 3, 52, 53, 4])
+        assert reader.num_reasoning_tokens == count
 
 
 HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")

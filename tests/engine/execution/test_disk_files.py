@@ -225,3 +225,19 @@ def test_folders_of_others_and_sizes_too_small_are_refused(tmp_path: Path) -> No
         opened(tmp_path / "linked")
     with pytest.raises(ConfigError, match="hold no block"):
         opened(tmp_path / "small", 9000)
+
+
+def test_a_folder_that_is_cleared_while_it_is_locked_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock of a file that is gone keeps no later engine out."""
+    opened(tmp_path / "one").close()
+    lock = disk_files.fcntl.flock
+
+    def late(file: int, operation: int) -> None:
+        monkeypatch.setattr(disk_files.fcntl, "flock", lock)
+        clear_folder(tmp_path / "one")
+        lock(file, operation)
+
+    monkeypatch.setattr(disk_files.fcntl, "flock", late)
+    with pytest.raises(FolderUnusable, match="cleared in this moment"):
+        opened(tmp_path / "one")
+    opened(tmp_path / "one").close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import os
 import threading
 from pathlib import Path
 from typing import Any, cast
@@ -193,6 +194,10 @@ def test_what_is_not_kept_on_disk_is_refused(saved: str, tmp_path: Path) -> None
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=match):
             engine(saved, tmp_path, **more)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(os, "posix_fadvise")
+        with pytest.raises(ConfigError, match="needs Linux"):
+            engine(saved, tmp_path)
     tiny("gemma2").save_pretrained(tmp_path / "windows")
     with pytest.raises(ConfigError, match="windows, or several groups"):
         engine(str(tmp_path / "windows"), tmp_path)
