@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -17,10 +18,10 @@ from checkout import ROOT
 from servers import ServerProcess, children
 
 from pagetide import LLM, SamplingParams
+from pagetide.cli import main
 
 ENGINE = ["--device", "cpu", "--dtype", "float32", "--kv-memory", "8MiB", "--no-share", "--max-seqs", "4"]
 NAMES = ("blue", "fin", "sperm")
-OPS = {"Authorization": "Bearer sk-operator-1"}
 PROMPT = "The sea"
 
 
@@ -75,7 +76,7 @@ def test_fifty_first_requests_load_a_model_once(server: ServerProcess, wanted: l
     with ThreadPoolExecutor(50) as pool:
         answers = list(pool.map(lambda number: text(complete(server, "blue", number % 6)), range(50)))
     assert answers == [wanted[number % 6] for number in range(50)]
-    assert counted(server, "pagetide_model_loads_total", model_name="blue", how="load") == 1 == len(children(server))
+    assert counted(server, "pagetide_model_loads_total", model_name="blue", operation="load") == 1 == len(children(server))
 
 
 def test_models_take_turns_and_no_request_is_lost(server: ServerProcess, wanted: list[str]) -> None:
@@ -110,19 +111,26 @@ def test_a_killed_engine_is_loaded_by_the_next_request(server: ServerProcess, wa
     assert [text(complete(server, name, 1)) for name in NAMES] == [wanted[1]] * 3
 
 
-def test_keep_alive_sleep_and_stop_of_operators(server: ServerProcess, wanted: list[str]) -> None:
+def test_keep_alive_and_the_commands_of_operators(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     ask = {"model": "fin", "prompt": "x", "stream": False, "keep_alive": 0, "options": {"num_predict": 2}}
     assert httpx.post(f"{server.url}/api/generate", json=ask, timeout=300).status_code == 200
     until = time.monotonic() + 60
     while states(server)["fin"] != "unloaded":
         assert time.monotonic() < until
         time.sleep(0.02)
-    for path, state in (
-        ("/sleep?model=blue&level=2", "asleep"),
-        ("/unload?model=blue", "unloaded"),
-        ("/wake_up?model=blue", "ready"),
-    ):
-        assert httpx.post(f"{server.url}{path}", headers=OPS, timeout=300).status_code == 200
+    assert main(["stop", "blue", "--url", server.url]) == 2
+    assert "API key" in capsys.readouterr().err and states(server)["blue"] == "ready"
+    monkeypatch.setenv("PAGETIDE_ADMIN_KEY", "sk-operator-1")
+    for command, state in (
+        (["sleep", "blue", "--level", "2"], "asleep"), (["wake", "blue"], "ready"), (["stop", "blue"], "unloaded"),
+        (["load", "blue"], "ready"),
+    ):  # fmt: skip
+        assert main([*command, "--url", server.url]) == 0
         assert states(server)["blue"] == state
-    (blue,) = [one for one in httpx.get(f"{server.url}/running").json()["running"] if one["model"] == "blue"]
+    assert main(["ps", "--json", "--url", server.url]) == 0
+    (blue,) = [one for one in json.loads(capsys.readouterr().out) if one["model"] == "blue"]
     assert (blue["state"], blue["pinned"], blue["expires_in_s"], blue["weights_bytes"] > 0) == ("ready", True, None, True)
+    assert main(["ps", "--url", server.url]) == 0
+    assert re.search(r"^MODEL +STATE .*\nblue +ready ", capsys.readouterr().out, re.MULTILINE)
