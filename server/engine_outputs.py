@@ -29,12 +29,14 @@ class Asleep(Exception):
 
 def error_kind(error: Exception) -> ErrorKind:
     """The kind of `Failed` for an error of the engine."""
-    from ..engine.errors import EngineClosed
+    from ..engine.errors import EngineClosed, NotEnoughMemory
 
     if isinstance(error, PromptTooLong):
         return "too_long"
     if isinstance(error, RequestRejected | ValueError | TypeError):
         return "invalid"
+    if isinstance(error, NotEnoughMemory):
+        return "memory"
     return "unavailable" if isinstance(error, Asleep | EngineClosed) else "internal"
 
 

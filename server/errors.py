@@ -92,7 +92,7 @@ def from_engine(error: Exception) -> ApiError:
         if error.kind == "limited":
             headers = {"retry-after": str(RETRY_UNAVAILABLE_S)}
             return ApiError(429, str(error), code="rate_limit_exceeded", headers=headers)
-        if error.kind == "unavailable":
+        if error.kind in ("unavailable", "memory"):
             return unavailable(str(error))
         return ApiError(500, f"the engine failed on this request: {error}")
     if isinstance(error, EngineUnavailable):

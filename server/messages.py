@@ -16,7 +16,7 @@ from ..scheduler.sequence import FinishReason
 BEAT_S = 1.0  # interval of `Alive`
 
 ErrorKind: TypeAlias = Literal[
-    "invalid", "too_long", "unavailable", "internal", "conflict", "not_found", "limited", "cancelled"
+    "invalid", "too_long", "unavailable", "memory", "internal", "conflict", "not_found", "limited", "cancelled"
 ]
 
 

@@ -18,7 +18,7 @@ from ..common.units import format_bytes
 from .config import ModelOptions
 from .engine_client import EngineClient, EngineUnavailable, LoadFailed, RemoteEngine, RequestFailed
 from .errors import ApiError, unavailable
-from .residency import Resident, RouterRules, victims
+from .residency import Departure, Resident, RouterRules, victims
 from .response_templates import ResponseTemplate, choose_template, template_named
 
 log = logging.getLogger(__name__)
@@ -53,6 +53,8 @@ class ServedModel:
         weights_bytes: Of its files until it was loaded once.
         comings: Loads ("load") and wakes ("wake"), and their seconds in `coming_s`.
         goings: By their reasons: "memory", "keep_alive", "asked", "ended".
+        holds: It has memory, or has been given room for it.
+        departure: When it left the memory for another model last; None: never.
     """
 
     def __init__(self, options: ModelOptions) -> None:
@@ -77,6 +79,8 @@ class ServedModel:
         self.comings: Counter[str] = Counter()
         self.coming_s = {"load": 0.0, "wake": 0.0}
         self.goings: Counter[str] = Counter()
+        self.holds = False
+        self.departure: Departure | None = None
 
     @property
     def name(self) -> str:
@@ -142,6 +146,10 @@ class ServedModel:
 
 class _NotWanted(ApiError):
     """All requests left before there was room for their model, which stays as it is."""
+
+
+class _MemoryShort(Exception):
+    """The device lacks memory for a model now; the message is the engine's."""
 
 
 class ModelRegistry:
@@ -352,12 +360,12 @@ class ModelRegistry:
     async def _bring(self, model: ServedModel) -> None:
         """Load a model or wake it up, once there is room. `changing` is held. Raises ApiError."""
         try:
-            await self._make_room(model)
-            began = time.monotonic()
-            how = "wake" if model.state == "waking" and await self._wakes(model) else "load"
-            while how == "load" and not await self._loads(model):
-                pass
-        except (LoadFailed, EngineUnavailable, OSError) as error:
+            began, how = await self._enters(model)
+        except (_MemoryShort, LoadFailed, EngineUnavailable, OSError) as error:
+            model.holds = False
+            if model.state == "asleep":  # for want of memory: the next request tries again
+                self._rest(model, None)
+                raise unavailable(f"the model {model.name} cannot wake up: {error}") from error
             model.error, model.state, model.since = str(error), "failed", time.monotonic()
             model.stays()
             raise _failed(model) from error
@@ -377,12 +385,47 @@ class ModelRegistry:
         model.coming_s[how] += model.exchange_s
         self._rest(model, None)
 
+    async def _enters(self, model: ServedModel) -> tuple[float, str]:
+        """Load a model or wake it up, once there is room, and once more each time that another one has left for it.
+
+        Returns when that began, and "load" or "wake". Raises as `_make_room`, `start` and `_others_leave`.
+        """
+        async with self._room:  # in the order of the first requests
+            await self._make_room(model)
+        try:
+            return await self._tries(model)
+        except _MemoryShort as error:
+            short = error
+        async with self._room:  # to the end: no other model takes what is given up for this one
+            while True:
+                await self._others_leave(model, short)
+                await self._make_room(model)
+                try:
+                    return await self._tries(model)
+                except _MemoryShort as error:
+                    short = error
+
+    async def _tries(self, model: ServedModel) -> tuple[float, str]:
+        """Load a model that has been given room, or wake it up. Returns as `_enters`. Raises _MemoryShort, and as `start`."""
+        began = time.monotonic()
+        try:
+            if model.state == "waking" and await self._wakes(model):
+                return began, "wake"
+            await self._loads(model)
+        except _MemoryShort:
+            model.holds = False
+            model.state = "asleep" if model.state == "waking" else "loading" if model.is_missing else "unloaded"
+            raise
+        return began, "load"
+
     async def _wakes(self, model: ServedModel) -> bool:
-        """Wake a model up. False: its engine cannot, and is ended."""
+        """Wake a model up. False: its engine cannot, and is ended. Raises _MemoryShort: it sleeps on."""
         assert model.process is not None
         try:
             await model.process.call("wake_up")
         except (RequestFailed, EngineUnavailable) as error:
+            if isinstance(error, RequestFailed) and error.kind == "memory":
+                raise _MemoryShort(str(error)) from error
             log.error("the engine of %s cannot wake up, and is started anew: %s", model.name, error)
             process, model.process = model.process, None
             await process.kill()
@@ -390,21 +433,19 @@ class ModelRegistry:
             return False
         return True
 
-    async def _loads(self, model: ServedModel) -> bool:
-        """Start a model's engine. False: memory is short, and another model has left for it. Raises as `start`."""
+    async def _loads(self, model: ServedModel) -> None:
+        """Start a model's engine. Raises _MemoryShort, and as `start`."""
         model.state = "loading"
         options = model.options
         try:
             process = await self._start(options.reference, dict(options.engine), name=options.name)
         except LoadFailed as error:
-            if error.kind == "NotEnoughMemory" and (names := victims(self._residents(model), 1, time.monotonic())):
-                await self._put_to_sleep(self._models[names[0]])
-                return False
+            if error.kind == "NotEnoughMemory":
+                raise _MemoryShort(str(error)) from error
             raise
         model.process = process
         self._processes.add(process)
         self._begin(self._watch(model, process))
-        return True
 
     async def _watch(self, model: ServedModel, process: EngineClient) -> None:
         """Notice the end of an engine that was not asked to end."""
@@ -419,11 +460,11 @@ class ModelRegistry:
         model.goings["ended"] += 1
         if model.state != "ready" or not model.options.residency.preload:
             log.error("the engine of %s ended unexpectedly; the next request starts it again", model.name)
-            model.process, model.state, model.level = None, "unloaded", 0
+            model.process, model.state, model.level, model.holds = None, "unloaded", 0, False
             model.stays()
             return
         log.error("the engine of %s ended unexpectedly; restarting it", model.name)
-        model.state, model.is_missing, model.num_restarts = "loading", True, model.num_restarts + 1
+        model.state, model.is_missing, model.num_restarts, model.holds = "loading", True, model.num_restarts + 1, False
         lived_long = time.monotonic() - began > GOOD_AFTER_S
         model.restart_s = FIRST_RESTART_S if lived_long else min(2 * model.restart_s, MOST_RESTART_S)
         self._come(model, model.restart_s)
@@ -431,29 +472,51 @@ class ModelRegistry:
     # -- room --------------------------------------------------------------------------------------------------------
 
     async def _make_room(self, model: ServedModel) -> None:
-        """Put others to sleep until a model fits, and count it from then on. Raises EngineUnavailable, and _NotWanted."""
-        async with self._room:  # in the order of the first requests
-            most = self.rules.most_bytes
-            while most is not None:
-                others = self._residents(model)
-                pinned = sum(one.num_bytes for one in others if one.pinned)
-                if model.weights_bytes + pinned > most:
-                    raise EngineUnavailable(
-                        f"its weights take {format_bytes(model.weights_bytes)}, pinned models {format_bytes(pinned)}, and "
-                        f"all may take {format_bytes(most)} (--models-memory)"
-                    )
-                excess = sum(one.num_bytes for one in others) + model.weights_bytes - most
-                names = victims(others, excess, time.monotonic())
-                if names == []:
-                    break
-                if names:
-                    await self._put_to_sleep(self._models[names[0]])
-                    continue
-                if not (model.num_waiting or model.is_missing):
-                    raise _NotWanted(503, f"no request waits for the model {model.name} any more")
-                await asyncio.sleep(LOOK_S)
-            is_asleep = model.state == "asleep" and model.process is not None and model.process.is_alive
-            model.state = "waking" if is_asleep else "loading"
+        """Put others to sleep until a model fits, and count it from then on. `_room` is held. Raises EngineUnavailable, and
+        _NotWanted.
+        """
+        most = self.rules.most_bytes
+        while most is not None:
+            others = self._residents(model)
+            pinned = sum(one.num_bytes for one in others if one.pinned)
+            if model.weights_bytes + pinned > most:
+                raise EngineUnavailable(
+                    f"its weights take {format_bytes(model.weights_bytes)}, pinned models {format_bytes(pinned)}, and "
+                    f"all may take {format_bytes(most)} (--models-memory)"
+                )
+            excess = sum(one.num_bytes for one in others) + model.weights_bytes - most
+            names = victims(others, excess, time.monotonic())
+            if names == []:
+                break
+            if names:
+                await self._put_to_sleep(self._models[names[0]], model)
+                continue
+            await self._look_again(model)
+        is_asleep = model.state == "asleep" and model.process is not None and model.process.is_alive
+        model.state, model.holds = "waking" if is_asleep else "loading", True
+
+    async def _look_again(self, model: ServedModel) -> None:
+        """Let a model wait for room. Raises _NotWanted."""
+        if not (model.num_waiting or model.is_missing):
+            raise _NotWanted(503, f"no request waits for the model {model.name} any more")
+        await asyncio.sleep(LOOK_S)
+
+    async def _others_leave(self, model: ServedModel, short: _MemoryShort) -> None:
+        """Put a model to sleep for one that the device lacks memory for, once one may leave, or return once one has left by
+        itself. `_room` is held. Raises `short` if none will ever leave, and _NotWanted.
+        """
+        first = self._passing(model)
+        if not first:
+            raise short
+        while first <= self._passing(model):
+            if names := victims(self._residents(model), 1, time.monotonic()):
+                await self._put_to_sleep(self._models[names[0]], model)
+                return
+            await self._look_again(model)
+
+    def _passing(self, model: ServedModel) -> set[str]:
+        """The other models that hold memory for a time."""
+        return {one.name for one in self._residents(model) if not one.pinned}
 
     async def _trim(self, most_bytes: int) -> None:
         """Put idle models to sleep if all take more than they may: loaded weights may be larger than their files."""
@@ -479,20 +542,21 @@ class ModelRegistry:
                 one.options.residency.pinned,
             )
             for one in self
-            if one is not beside and (one.state in ("ready", "loading", "waking") or one.changing.locked())
-            and not (one.state in ("asleep", "unloaded") and one.coming is not None and not one.coming.done())
-        ]  # fmt: skip
+            if one is not beside and one.holds
+        ]
 
     def _stays_s(self, model: ServedModel) -> float:
         return self.rules.resident_s(model.exchange_s)
 
-    async def _put_to_sleep(self, model: ServedModel) -> None:
-        """Free the memory of an idle model that nothing changes for another one.
+    async def _put_to_sleep(self, model: ServedModel, taker: ServedModel | None = None) -> None:
+        """Free the memory of an idle model that nothing changes for another one, or because all take too much.
 
         `_room` may be held: this waits for no other change of the model, which may wait for `_room`.
         """
         async with model.change():
-            log.info("%s is put to sleep: another model needs the memory", model.name)
+            idle_s = time.monotonic() - model.last_used
+            model.departure = Departure(time.time(), None if taker is None else taker.name, idle_s, model.weights_bytes)
+            log.info("%s is put to sleep %s", model.name, model.departure)
             try:
                 await self._sleeps(model, 0.0, 1, "memory")
             except (ApiError, RequestFailed, EngineUnavailable) as error:
@@ -509,6 +573,8 @@ class ModelRegistry:
             if error.is_refusal:
                 model.state, model.level = "ready", 0
             raise
+        finally:
+            model.holds = model.state == "ready"
         model.goings[reason] += 1
 
     async def _ends(self, model: ServedModel, drain_s: float, reason: str) -> None:
@@ -516,10 +582,13 @@ class ModelRegistry:
         process, model.process = model.process, None
         model.state, model.level, model.is_missing, model.is_leaving = "unloaded", 0, False, False
         model.stays()
-        if process is not None:
-            model.goings[reason] += 1
-            await process.stop(drain_s)
-            self._processes.discard(process)
+        try:
+            if process is not None:
+                model.goings[reason] += 1
+                await process.stop(drain_s)
+                self._processes.discard(process)
+        finally:
+            model.holds = False
 
     def _rest(self, model: ServedModel, keep_alive_s: float | None) -> None:
         """Unload a loaded model later that has no requests."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ..common.units import format_bytes
+
 LEAST_RESIDENT_S = 1.0
 RESIDENT_EXCHANGES = 4  # a model stays for as many times of its loading at least
 
@@ -66,6 +68,27 @@ class Resident:
     def may_leave(self, now: float) -> bool:
         """Whether another model may take its place."""
         return not self.pinned and not self.num_requests and now >= self.stays_until
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """A model has left the memory for another one.
+
+    Attributes:
+        at: In seconds since 1970.
+        taker: The model that needed the memory; None: all took more than they may.
+        idle_s: Seconds without requests, by which it was chosen: no other one that might leave had more.
+        num_bytes: Of its weights.
+    """
+
+    at: float
+    taker: str | None
+    idle_s: float
+    num_bytes: int
+
+    def __str__(self) -> str:
+        taker = "as all take more than they may" if self.taker is None else f"for {self.taker}"
+        return f"{taker}: it had no request for {self.idle_s:.1f} s, and gives {format_bytes(self.num_bytes)}"
 
 
 def victims(residents: Iterable[Resident], excess_bytes: int, now: float) -> list[str] | None:

@@ -12,7 +12,7 @@ import pytest
 from page_rig import MadeUpEngine, eventually
 
 from pagetide.server.config import ModelOptions
-from pagetide.server.engine_client import LoadFailed
+from pagetide.server.engine_client import LoadFailed, RequestFailed
 from pagetide.server.errors import ApiError
 from pagetide.server.models import ModelRegistry, ServedModel
 from pagetide.server.residency import Residency, Resident, RouterRules, victims
@@ -114,6 +114,58 @@ async def test_keep_alive_memory_that_is_short_and_an_engine_that_ends() -> None
     await eventually(lambda: a.state == "unloaded")
     async with models.using(a):
         assert a.state == "ready"
+    await models.stop()
+
+
+async def test_a_model_that_finds_no_memory_waits_for_others_and_a_refused_wake_sleeps_on() -> None:
+    free, started = 2, list[str]()
+
+    class Tight(MadeUpEngine):
+        async def call(self, method: str, **arguments: Any) -> Any:
+            nonlocal free
+            if method == "wake_up" and not free:
+                raise RequestFailed("memory", "too little")
+            free += {"sleep": 1, "wake_up": -1}.get(method, 0)
+            return await super().call(method, **arguments)
+
+    async def start(reference: str, options: dict[str, Any], name: str) -> Any:
+        nonlocal free
+        if not free:
+            raise LoadFailed("NotEnoughMemory", "too little")
+        free -= 1
+        started.append(name)
+        return Tight(options)
+
+    models = registry(start, most_bytes=None)
+    a, b, c = models
+
+    async def use(model: Any) -> None:
+        async with models.using(model):
+            pass
+
+    async with models.using(a), models.using(b):
+        loading = asyncio.create_task(use(c))
+        await asyncio.sleep(0.05)
+        assert (c.num_waiting, c.state, c.holds, free) == (1, "unloaded", False, 0)
+    await loading
+    left = a if a.state == "asleep" else b
+    kept = b if left is a else a
+    assert (c.state, kept.state) == ("ready", "ready") and left.departure is not None and left.departure.taker == "c"
+    process = left.process
+    async with models.using(c), models.using(kept):
+        waking = asyncio.create_task(use(left))
+        await asyncio.sleep(0.05)
+        assert (left.num_waiting, left.state, left.process) == (1, "asleep", process)
+    await waking
+    assert (left.state, left.process, sorted(started)) == ("ready", process, ["a", "b", "c"])
+    for one in models:
+        await models.sleep(one, 0.0)
+    free = 0  # another program's
+    with pytest.raises(ApiError, match="cannot wake up: too little") as refused:
+        await models.until_serving(a)
+    assert refused.value.status == 503 and a.state == "asleep" and a.error is None
+    free = 1
+    await use(a)
     await models.stop()
 
 
