@@ -17,8 +17,8 @@ for _power, _letter in enumerate("kmgt", start=1):
     _UNITS |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
 
 
-_TIME = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(ms|s|min|h|d|)\s*")
-_SECONDS = {"": 1, "s": 1, "min": 60, "h": 3600, "d": 86400}
+_TIME = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(ms|s|min|m|h|d|)\s*")
+_SECONDS = {"": 1, "s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
 
 
 def parse_bytes(amount: int | str) -> int:
@@ -56,7 +56,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def parse_seconds(time: float | str) -> float:
-    """Seconds from a number or from text such as "2h", "1.5 min", "90s", "20ms", "1d". Raises ValueError for anything else."""
+    """Seconds from a number or from text such as "2h", "1.5 min", "5m", "90s", "20ms". Raises ValueError for anything else."""
     if isinstance(time, int | float) and not isinstance(time, bool) and 0 <= time <= 1e12:
         return float(time)
     match = _TIME.fullmatch(time) if isinstance(time, str) else None

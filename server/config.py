@@ -55,7 +55,7 @@ ENGINE_SETTINGS = settings_of(EngineArguments, Scope.SERVER)
 ENGINE_OPTIONS = settings_of(EngineArguments, Scope.ENTRY)
 _MODEL_KEYS = ("name", "model", "response_format", "chat_template")
 _KEEP_ALIVE_S = 300.0  # of models that are loaded when asked for, as Ollama's
-_OF_MODELS = (*_MODEL_KEYS, "record", "record_text")  # settings that a model's entry may have too
+_OF_MODELS = (*_MODEL_KEYS, "keep_alive", "record", "record_text")  # settings that a model's entry may have too
 # Variables that are no settings of the file.
 _OTHER_VARIABLES = ("CONFIG", "SERVE_CONFIG", "API_KEY", "ADMIN_KEY", "RUNTIME_DIR", "GID", "CACHE_SIZE")
 _NEAR = 0.8  # as similar is an unknown variable to one that it is meant to be
@@ -101,6 +101,22 @@ class ModelNames:
     # fmt: on
 
 
+_KEEP_ALIVE = replace(number(-1), metavar="SECONDS", read=seconds(0).read)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntrySettings:
+    """When the model of an entry is loaded, and how long it stays. An entry that says any of this is loaded when asked for."""
+
+    # fmt: off
+    keep_alive: float | None = setting(
+        None, _KEEP_ALIVE, "how long the model stays loaded without requests; -1 is forever", unset="as for all models",
+    )
+    pinned: bool = setting(False, switch(), "the model is never unloaded by itself")
+    preload: bool = setting(False, switch(), "load the model at the start")
+    # fmt: on
+
+
 def _check_proxy(given: Any) -> str:
     try:
         if given != "*":
@@ -132,8 +148,7 @@ class ServeConfig:
         (), items(text(), "NAME", sep=","), "model of --models-dir that is never unloaded by itself; repeatable",
     )
     keep_alive: float = setting(
-        _KEEP_ALIVE_S, replace(number(-1), metavar="SECONDS", read=seconds(0).read),
-        "how long a model of --models-dir stays loaded without requests; -1 is forever",
+        _KEEP_ALIVE_S, _KEEP_ALIVE, "how long a model of --models-dir stays loaded without requests; -1 is forever",
     )
     load_timeout: float = setting(300.0, seconds(0, 1e9), "how long a request waits for its model to be loaded or woken up")
     min_resident_s: float | None = setting(
@@ -233,10 +248,11 @@ class ServeConfig:
         _check_engine(merged)
         found = list(models) or [ModelOptions(name, name) for name in names.get("model", ())]
         if not found and file is not None and entries_of is not None:
-            found = _models(file, entries_of, [name for name in _OF_MODELS if name in first])
+            found = _models(file, entries_of, [name for name in _OF_MODELS if name in first], own)
         served = names.get("served_model_name", ())
         if (folder := own.get("models_dir")) is not None:
-            found += _in_folder(folder, own)
+            named = {one.name for one in found if entries_of is not None}  # an entry goes before the folder's model
+            found += [one for one in _in_folder(folder, own) if one.name not in named]
             served = [*served, *(one.name for one in found[len(served) :])] if served else ()
         if served and len(served) != len(found):
             raise ServeConfigInvalid(f"{len(found)} models, but {len(served)} served_model_name: give one for each")
@@ -290,12 +306,16 @@ def _in_folder(folder: Path, own: Mapping[str, Any]) -> list[ModelOptions]:
     for one in paths:
         name = one.name if (one / "config.json").is_file() else one.stem if _is_whole_gguf(one) else None
         if name is not None:
-            preload, pinned = name in own.get("preload", ()), name in own.get("pinned", ())
-            residency = Residency(own.get("keep_alive", _KEEP_ALIVE_S), pinned, preload)
-            found.append(ModelOptions(name, str(one.absolute()), residency=residency))
+            found.append(ModelOptions(name, str(one.absolute()), residency=_residency(name, EntrySettings(), own)))
     if not found:
         raise ServeConfigInvalid(f"models_dir: {folder} has no subfolder with a config.json and no GGUF file")
     return found
+
+
+def _residency(name: str, entry: EntrySettings, own: Mapping[str, Any]) -> Residency:
+    """Of a model that is loaded when asked for, by its entry and the settings for all models."""
+    keep_s = own.get("keep_alive", _KEEP_ALIVE_S) if entry.keep_alive is None else entry.keep_alive
+    return Residency(keep_s, entry.pinned or name in own.get("pinned", ()), entry.preload or name in own.get("preload", ()))
 
 
 def _is_whole_gguf(file: Path) -> bool:
@@ -352,8 +372,8 @@ def _engine(given: Given) -> dict[str, Any]:
     return {name: given[name].value for name in ENGINE_SETTINGS if name in given}
 
 
-def _models(file: Path, listed: Sourced, overridden: Sequence[str]) -> list[ModelOptions]:
-    """The entries of `models`; `overridden` is left out of them."""
+def _models(file: Path, listed: Sourced, overridden: Sequence[str], of_all: Mapping[str, Any]) -> list[ModelOptions]:
+    """The entries of `models`; `overridden` is left out of them, and `of_all` are the settings for all models."""
     if not isinstance(listed.value, list):
         raise ServeConfigInvalid(f"{listed.where}: a list was expected, got {listed.value!r:.80}")
     found = []
@@ -365,12 +385,17 @@ def _models(file: Path, listed: Sourced, overridden: Sequence[str]) -> list[Mode
         given = entries(file, Sourced(value, where, node), ServeConfigInvalid) if isinstance(value, Mapping) else {}
         if "model" not in given or not isinstance(given["model"].value, str):
             raise ServeConfigInvalid(f"{where}: an entry is a model, or a mapping with `model:`, got {value!r:.80}")
-        check_names(given, [*_MODEL_KEYS, *ENGINE_OPTIONS], ServeConfigInvalid, answer=table_answer)
+        of_entry = settings_of(EntrySettings)
+        check_names(given, [*_MODEL_KEYS, *of_entry, *ENGINE_OPTIONS], ServeConfigInvalid, answer=table_answer)
         model = given.pop("model").value
         name = str(given.pop("name").value or model) if "name" in given else model
-        given = {name: one for name, one in readable(given, ENGINE_OPTIONS).items() if name not in overridden}
+        on_demand = not given.keys().isdisjoint(of_entry)
+        given = {key: one for key, one in readable(given, {**ENGINE_OPTIONS, **of_entry}).items() if key not in overridden}
         own = _checked(ServeConfig, {key: given.pop(key) for key in _MODEL_KEYS if key in given})
+        when = _checked(EntrySettings, {key: given.pop(key) for key in of_entry if key in given})
+        residency = _residency(name, EntrySettings(**when), of_all) if on_demand else Residency()
         _check_engine(given)
         template, engine = own.get("chat_template"), {key: one.value for key, one in given.items()}
-        found.append(ModelOptions(name, model, engine, own.get("response_format"), None if template is None else str(template)))
+        template = None if template is None else str(template)
+        found.append(ModelOptions(name, model, engine, own.get("response_format"), template, residency))
     return found

@@ -478,11 +478,12 @@ class ModelRegistry:
         most = self.rules.most_bytes
         while most is not None:
             others = self._residents(model)
-            pinned = sum(one.num_bytes for one in others if one.pinned)
-            if model.weights_bytes + pinned > most:
+            staying = sum(one.weights_bytes for one in self if one is not model and self._stays_for(one, model))
+            if model.weights_bytes + staying > most:
+                kinds = "pinned and preloaded" if model.is_missing else "pinned"
                 raise EngineUnavailable(
-                    f"its weights take {format_bytes(model.weights_bytes)}, pinned models {format_bytes(pinned)}, and "
-                    f"all may take {format_bytes(most)} (--models-memory)"
+                    f"its weights take {format_bytes(model.weights_bytes)}, those of {kinds} models {format_bytes(staying)}, "
+                    f"and all may take {format_bytes(most)} (--models-memory): raise it, or pin and preload less"
                 )
             excess = sum(one.num_bytes for one in others) + model.weights_bytes - most
             names = victims(others, excess, time.monotonic())
@@ -494,6 +495,14 @@ class ModelRegistry:
             await self._look_again(model)
         is_asleep = model.state == "asleep" and model.process is not None and model.process.is_alive
         model.state, model.holds = "waking" if is_asleep else "loading", True
+
+    def _stays_for(self, one: ServedModel, newcomer: ServedModel) -> bool:
+        """Whether a model leaves never for a newcomer: pinned ones, and preloaded ones at the start, where all are to serve.
+
+        False while it is loaded, as the bytes of its weights are not known yet.
+        """
+        residency = one.options.residency
+        return one.holds and one.state != "loading" and (residency.pinned or (newcomer.is_missing and residency.preload))
 
     async def _look_again(self, model: ServedModel) -> None:
         """Let a model wait for room. Raises _NotWanted."""

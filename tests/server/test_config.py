@@ -10,6 +10,7 @@ import pytest
 
 from pagetide.cli import _parser
 from pagetide.server.config import ENGINE_SETTINGS, ModelOptions, ServeConfig, ServeConfigInvalid
+from pagetide.server.residency import Residency
 
 DEMO = [ModelOptions("demo", "demo")]
 
@@ -62,6 +63,28 @@ def test_an_entry_may_merge_another_and_say_more(tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text("models:\n- &one {model: a, max_seqs: 2, idle_s: 1}\n- {<<: *one, name: b, max_seqs: 3}\n")
     assert engines(ServeConfig.resolve({}, {}, file)) == {"a": {"max_seqs": 2, "idle_s": 1}, "b": {"max_seqs": 3, "idle_s": 1}}
+
+
+def test_entries_say_when_a_model_is_loaded_and_go_before_the_folder(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / "models" / name).mkdir(parents=True)
+        (tmp_path / "models" / name / "config.json").write_text("{}")
+    file = tmp_path / "serve.yaml"
+    file.write_text(
+        f"models_dir: {tmp_path / 'models'}\nkeep_alive: 2m\npinned: [b]\npreload: d\nmodels:\n- demo\n"
+        "- {model: demo, name: a, keep_alive: 1m}\n"
+        "- {model: demo, name: c, pinned: true}\n- {model: demo, name: d, keep-alive: -1}"
+    )
+    wanted = {
+        "demo": Residency(), "a": Residency(60, False, False), "c": Residency(120, True, False),
+        "d": Residency(-1, False, True), "b": Residency(120, True, False),
+    }  # fmt: skip
+    assert {one.name: one.residency for one in ServeConfig.resolve({}, {}, file).models} == wanted
+    flag = ServeConfig.resolve({"keep_alive": 7}, {}, file)
+    assert [one.residency.keep_alive_s for one in flag.models] == [-1, 7, 7, 7, 7]
+    file.write_text("models: [{model: demo, keep_alive: -2}]")
+    with pytest.raises(ServeConfigInvalid, match=r"serve\.yaml:1: keep_alive must be a number of at least -1, got -2"):
+        ServeConfig.resolve({}, {}, file)
 
 
 def test_every_flag_of_the_engine_is_a_setting() -> None:

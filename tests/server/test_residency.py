@@ -91,6 +91,27 @@ async def test_a_failed_loading_is_the_error_of_all_that_wait_and_a_slow_one_end
     await models.stop()
 
 
+async def test_preloaded_models_that_exceed_the_memory_together_are_an_error_and_wait_for_none() -> None:
+    gate = asyncio.Event()
+
+    async def start(reference: str, options: dict[str, Any], name: str) -> Any:
+        await gate.wait()
+        return MadeUpEngine(options)
+
+    for pinned in (True, False):
+        models = registry(start, "")
+        a, b, c = (models.add(ModelOptions(name, "made up", residency=Residency(-1, pinned, True))) for name in "abc")
+        for one in models:
+            one.weights_bytes = 10
+        await asyncio.sleep(0.05)
+        gate.set()
+        await eventually(lambda a=a, b=b: a.state == b.state == "ready")
+        await eventually(lambda c=c: c.state == "failed")
+        assert "10 bytes, those of pinned and preloaded models 20 bytes, and all may take 25 bytes" in str(c.error)
+        assert not models.is_ready and c.is_missing
+        await models.stop()
+
+
 async def test_keep_alive_memory_that_is_short_and_an_engine_that_ends() -> None:
     short = ["b"]
 
