@@ -22,11 +22,12 @@ from starlette.types import ASGIApp
 from ..api.arguments import table_answer
 from ..common.settings import unknown_setting
 from ..version import __version__
+from . import anthropic, openai_responses
 from .admission import RequestAdmission
 from .anthropic import CountRequest, MessageCompletion, MessagesRequest
 from .bodies import BodyRoute
 from .chat import ChatCompletion
-from .choices import json_encode
+from .choices import error_event, json_encode
 from .completions import TextCompletion
 from .config import ENGINE_OPTIONS, ModelOptions
 from .engine_client import Batch, EngineClient, EngineUnavailable, RequestFailed
@@ -65,7 +66,7 @@ from .requests import (
     from_validation,
 )
 from .resume import DurableRequest, keyed_id
-from .streams import ClientLeft, StreamedResponse, header_value, json_response, unless_left
+from .streams import ClientLeft, StreamedResponse, awaited_stream, header_value, json_response, unless_left
 
 log = logging.getLogger(__name__)
 
@@ -231,13 +232,15 @@ def _add_generation(app: FastAPI, server: Server) -> None:
         """OpenAI's responses, without a state."""
         server.check_fields(body)
         make = partial(ResponseCompletion, tools=body.client_tools())
-        return await _run(server, request, server.models.get(body.model), body.as_chat(), make)
+        model = server.models.get(body.model)
+        return await _run(server, request, model, body.as_chat(), make, failed=openai_responses.error_event)
 
     @app.post("/v1/messages")
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Anthropic's messages."""
         server.check_fields(body)
-        return await _run(server, request, server.models.get_claude(body.model), body.as_chat(), MessageCompletion)
+        model = server.models.get_claude(body.model)
+        return await _run(server, request, model, body.as_chat(), MessageCompletion, failed=anthropic.error_event)
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountRequest, request: Request) -> Response:
@@ -258,7 +261,7 @@ def _add_ollama(app: FastAPI, server: Server) -> None:
         model = server.models.get(body.model)
         if not body.messages:
             return await _keep(server, request, model, body)
-        return await _run(server, request, model, body.as_chat(), OllamaChat, keep_alive_s=body.keep_alive)
+        return await _run(server, request, model, body.as_chat(), OllamaChat, failed=None, keep_alive_s=body.keep_alive)
 
     @app.post("/api/generate")
     async def ollama_generate(body: OllamaGenerateRequest, request: Request) -> Response:
@@ -268,7 +271,7 @@ def _add_ollama(app: FastAPI, server: Server) -> None:
         if not body.prompt:
             return await _keep(server, request, model, body)
         make = partial(OllamaGenerate, prompt=body.prompt if body.raw else None)
-        return await _run(server, request, model, body.as_chat(), make, keep_alive_s=body.keep_alive)
+        return await _run(server, request, model, body.as_chat(), make, failed=None, keep_alive_s=body.keep_alive)
 
     @app.get("/api/tags")
     async def ollama_tags() -> Response:
@@ -401,6 +404,7 @@ async def _run(
     make: Callable[..., TextCompletion | ChatCompletion],
     *,
     kind: str = "",
+    failed: Callable[[ApiError], bytes] | None = error_event,
     keep_alive_s: float | None = None,
 ) -> Response:
     """Serve a generating request to its end, once its model is loaded.
@@ -408,15 +412,21 @@ async def _run(
     Args:
         make: Makes the work, in the API's form.
         kind: Of the response's id, if the request can be durable.
+        failed: Makes the event of an error of a stream that waits for its model, with comments; None: streams of this API have
+            no comments, and begin with the answer.
         keep_alive_s: See `ModelRegistry.using`.
     """
     RequestContext.of(request.scope).facts["model"] = model.name
-    async with AsyncExitStack() as stack:
-        await stack.enter_async_context(_using(server, request, model, keep_alive_s))
-        durable = await _durable(model.engine, kind, request, body) if kind else None
-        salt = server.cache_salt(body.cache_salt, RequestContext.of(request.scope).key)
-        work = make(model, body, salt, server.metrics.of(model), durable)
-        return await _served(server, request, model, work, body, durable, stack)
+
+    async def served() -> Response:
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(_using(server, request, model, keep_alive_s))
+            durable = await _durable(model.engine, kind, request, body) if kind else None
+            salt = server.cache_salt(body.cache_salt, RequestContext.of(request.scope).key)
+            work = make(model, body, salt, server.metrics.of(model), durable)
+            return await _served(server, request, model, work, body, durable, stack)
+
+    return await served() if failed is None or not body.stream else await awaited_stream(served(), failed)
 
 
 async def _served(

@@ -192,6 +192,12 @@ def _messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     return messages
 
 
+def error_event(error: ApiError) -> bytes:
+    """The event of an error that ends a stream before its response was created."""
+    body = {"type": "error", "sequence_number": 0, "code": "server_error", "message": error.message, "param": error.param}
+    return b"event: error\ndata: " + json_encode(body) + b"\n\n"
+
+
 class ResponseCompletion(ChatCompletion):
     """A chat with a response in the form of OpenAI's responses."""
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -22,6 +22,9 @@ ARRIVED = "pagetide.arrived"  # in a scope: whether all of the request has arriv
 LEFT = "pagetide.left"  # in a scope: whether the client is gone
 # In a scope: the lock of its key, for work of which one key has one piece at a time
 TURN = "pagetide.turn"
+
+COMMENT = b": the model is being loaded\n\n"
+QUIET_S = 10.0  # the longest time without a byte of a stream that waits for its model: proxies and clients end silent ones
 
 Value = TypeVar("Value")
 
@@ -78,6 +81,50 @@ class StreamedResponse(Response):
             api_error = error if isinstance(error, ApiError) else from_engine(error)
             await send({"type": "http.response.body", "body": self._failed(api_error), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class AwaitedStream(StreamedResponse):
+    """The stream that `making` makes, with comments before it.
+
+    Args:
+        failed: Makes the last part if there is no stream to say it.
+    """
+
+    def __init__(self, making: asyncio.Task[Response], failed: Callable[[ApiError], bytes]) -> None:
+        held = AsyncExitStack()
+        held.push_async_callback(self._end)
+        super().__init__(self._commented(), held, failed)
+        self._making = making
+
+    async def _commented(self) -> AsyncIterator[bytes]:
+        while not self._making.done():
+            yield COMMENT
+            await asyncio.wait({self._making}, timeout=QUIET_S)
+        made = self._making.result()
+        assert isinstance(made, StreamedResponse)
+        self._held.push_async_callback(made._held.aclose)
+        self._failed = made._failed
+        async for part in made._parts:
+            yield part
+
+    async def _end(self) -> None:
+        self._making.cancel()
+        await asyncio.gather(self._making, return_exceptions=True)
+
+
+async def awaited_stream(making: Coroutine[Any, Any, Response], failed: Callable[[ApiError], bytes]) -> Response:
+    """The response that `making` makes; a stream of server-sent events begins with comments after QUIET_S.
+
+    Raises what `making` raises until then; later `failed` makes an event of it.
+    """
+    task = asyncio.create_task(making)
+    try:
+        await asyncio.wait({task}, timeout=QUIET_S)
+    except asyncio.CancelledError:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        raise
+    return task.result() if task.done() else AwaitedStream(task, failed)
 
 
 async def json_response(parts: AsyncIterator[bytes], receive: Receive, hold: Callable[[], AsyncExitStack]) -> Response:

@@ -8,16 +8,18 @@ import threading
 from typing import Any
 
 import httpx2
+import pytest
 from async_rig import until
 from page_rig import LocalServer
 
 from pagetide import AsyncLLM
 from pagetide.engine.errors import ShardLost
-from pagetide.server import engine_process
+from pagetide.server import engine_process, streams
 from pagetide.server.config import ModelOptions
 from pagetide.server.connection import MessageConnection
-from pagetide.server.engine_client import RemoteEngine
+from pagetide.server.engine_client import LoadFailed, RemoteEngine
 from pagetide.server.messages import Start, ToServer
+from pagetide.server.residency import Residency
 
 PROMPT_TOKENS = 50
 BLOCK_SIZE = 16
@@ -109,6 +111,57 @@ async def test_two_steps_after_a_client_has_left_its_blocks_are_cached() -> None
         for first in (100, 200):  # they come again
             usage = (await client.post(PATH, json=body_of(first, max_tokens=1))).json()["usage"]
             assert usage["prompt_tokens_details"]["cached_tokens"] == PROMPT_TOKENS // BLOCK_SIZE * BLOCK_SIZE
+
+
+MESSAGES = [{"role": "user", "content": "x"}]
+STREAMS = {  # the body of a stream of each API, and of the event of a failed loading
+    PATH: ({"prompt": "x"}, '"type":"service_unavailable_error"'),
+    "/v1/chat/completions": ({"messages": MESSAGES}, '"type":"service_unavailable_error"'),
+    "/v1/responses": ({"input": "x"}, '"type":"error"'),
+    "/v1/messages": ({"messages": MESSAGES, "max_tokens": 1}, '"type":"overloaded_error"'),
+    "/api/generate": ({"prompt": "x"}, ""),
+}
+
+
+async def test_a_stream_that_waits_for_its_model_begins_with_comments_and_then_fails_or_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(streams, "QUIET_S", 0.02)
+    gate, loading = Gate(), asyncio.Event()
+    gate.open_for_good()
+
+    async def start(model: str, options: dict[str, Any], name: str) -> RemoteEngine:
+        await loading.wait()
+        if name == "broken":
+            raise LoadFailed("CheckpointError", "no weights")
+        return await served_here(gate, model, options, name)
+
+    on_demand = Residency(-1, pinned=False, preload=False)
+    names = {"broken": {}, "served": OPTIONS}
+    models = [ModelOptions(name, "demo", options, residency=on_demand) for name, options in names.items()]
+    async with LocalServer(start, models) as server, httpx2.AsyncClient(base_url=server.url, timeout=FAR_S) as client:
+
+        async def ask(path: str, name: str) -> httpx2.Response:
+            return await client.post(path, json=STREAMS[path][0] | {"model": name, "stream": True})
+
+        early = [asyncio.create_task(ask(path, "broken")) for path in STREAMS]
+        served = asyncio.create_task(ask(PATH, "served"))
+        async with client.stream("POST", PATH, json={"model": "served", "prompt": "x", "stream": True}) as left:
+            assert await anext(left.aiter_lines()) == streams.COMMENT.decode().strip()
+        await until(lambda: server.models.get("served").num_waiting == 1)
+        loading.set()
+        for answer, (path, (_, event)) in zip(await asyncio.gather(*early), STREAMS.items(), strict=True):
+            if path.startswith("/api/"):  # lines of JSON have no comments
+                assert answer.status_code == 503 and answer.headers["retry-after"]
+                continue
+            assert answer.status_code == 200 and answer.content.startswith(streams.COMMENT)
+            data = answer.text.split("data: ")
+            assert event in data[1] and "broken cannot be loaded: no weights" in data[1], path
+        text = (await served).text
+        assert text.startswith(streams.COMMENT.decode()) and text.endswith("data: [DONE]\n\n") and "error" not in text
+        monkeypatch.undo()
+        again = await ask(PATH, "broken")  # at once
+        assert again.status_code == 503 and again.headers["retry-after"]
 
 
 def body_of(first: int, **fields: Any) -> dict[str, Any]:
