@@ -140,15 +140,20 @@ async def test_a_stream_that_waits_for_its_model_begins_with_comments_and_then_f
     names = {"broken": {}, "served": OPTIONS}
     models = [ModelOptions(name, "demo", options, residency=on_demand) for name, options in names.items()]
     async with LocalServer(start, models) as server, httpx2.AsyncClient(base_url=server.url, timeout=FAR_S) as client:
+        begun: list[str] = []
 
         async def ask(path: str, name: str) -> httpx2.Response:
-            return await client.post(path, json=STREAMS[path][0] | {"model": name, "stream": True})
+            async with client.stream("POST", path, json=STREAMS[path][0] | {"model": name, "stream": True}) as response:
+                begun.append(path)
+                await response.aread()
+            return response
 
         early = [asyncio.create_task(ask(path, "broken")) for path in STREAMS]
         served = asyncio.create_task(ask(PATH, "served"))
         async with client.stream("POST", PATH, json={"model": "served", "prompt": "x", "stream": True}) as left:
             assert await anext(left.aiter_lines()) == streams.COMMENT.decode().strip()
-        await until(lambda: server.models.get("served").num_waiting == 1)
+        waiting = [server.models.get(name) for name in names]
+        await until(lambda: [one.num_waiting for one in waiting] == [len(STREAMS), 1] and len(begun) == len(STREAMS))
         loading.set()
         for answer, (path, (_, event)) in zip(await asyncio.gather(*early), STREAMS.items(), strict=True):
             if path.startswith("/api/"):  # lines of JSON have no comments
