@@ -8,9 +8,9 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
@@ -72,6 +72,7 @@ log = logging.getLogger(__name__)
 
 OWNER = "pagetide"
 DEFAULT_MAX_QUEUE = 256
+STOP_DRAIN_S = 30.0  # of a model's requests, where the page stops it
 
 
 @dataclass(frozen=True, slots=True)
@@ -617,6 +618,23 @@ def _add_admin(app: FastAPI, server: Server) -> None:
         await server.models.unload(one, drain_s)
         return Response(status_code=200)
 
+    @app.post("/page/model", include_in_schema=False)
+    async def change(request: Request, model: str, action: Literal["load", "sleep", "wake", "stop"]) -> Response:
+        """The page's buttons. A session of an admin key may use them."""
+        key = RequestContext.of(request.scope).key
+        if key is None or not key.admin:
+            raise ApiError(403, f"only an admin key may {action} a model: sign in with one")
+        one = server.models.get(model)
+        _check_own(one)
+        if action == "sleep":
+            work = server.models.sleep(one, None)
+        elif action == "stop":
+            work = server.models.unload(one, STOP_DRAIN_S)
+        else:
+            work = server.models.wake_up(one)
+        await _unless_stopped(server, work)
+        return _json({"state": one.state})
+
     @app.get("/running")
     async def running_models() -> Response:
         """The models that are loaded, asleep, or on the way: those too that wait for room."""
@@ -667,4 +685,5 @@ def _placed(model: ServedModel) -> dict[str, Any]:
         "idle_s": 0.0 if model.num_running else round(now - model.last_used, 3),
         "expires_in_s": None if model.expires_at == math.inf else round(max(model.expires_at - now, 0.0), 3),
         "pinned": model.options.residency.pinned,
+        "unloaded_for": None if model.departure is None else asdict(model.departure),
     }

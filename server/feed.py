@@ -208,8 +208,13 @@ class PageFeed:
             await asyncio.sleep(LOOK_S)
 
     def _models_event(self) -> bytes:
-        states = [{"name": model.name, "state": model.state} for model in self._models]
-        return b"event: models\ndata: " + json_encode(states) + b"\n\n"
+        return b"event: models\ndata: " + json_encode([_state(model) for model in self._models]) + b"\n\n"
+
+
+def _state(model: ServedModel) -> dict[str, Any]:
+    """The state of a model, and of one that has left for another one why."""
+    left = model.departure is not None and model.state in ("asleep", "unloaded")
+    return {"name": model.name, "state": model.state} | ({"unloaded_for": str(model.departure)} if left else {})
 
 
 class FollowedEngine:

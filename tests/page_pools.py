@@ -459,6 +459,13 @@ def _handler(rig: PageRig) -> type[BaseHTTPRequestHandler]:
                 return self.json(200, {"admin": True}, set_cookie=cookie)
             if not self.signed_in():
                 return self.json(401, {"error": {"message": "there is no API key"}})
+            if path == "/page/model":
+                asked = parse_qs(urlsplit(self.path).query)
+                state = {"load": "loading", "sleep": "asleep", "wake": "waking", "stop": "unloaded"}[asked["action"][0]]
+                if state == "loading":
+                    return self.json(503, {"error": {"message": "no weights"}})
+                rig.tell(**{asked["model"][0]: state})
+                return self.json(200, {"state": state})
             body = json.loads(content)
             with rig.changed:
                 rig.bodies.append((path, body, self.headers.get("x-request-id", "")))

@@ -150,6 +150,14 @@ export class Model {
     return { full: frame.full, runs, admitted, ended, decisions, before };
   }
 
+  /** It holds no memory from then on. @param {number} time */
+  leave(time) {
+    const last = this.samples[this.samples.length - 1];
+    if (!last) return;
+    const nothing = { kv: 0, weights: 0, base: 0, prepared: 0, lease: null };
+    this.samples.push({ ...last, ...nothing, time: Math.max(last.time, time) });
+  }
+
   /** The newest decision about a request, by its id or label. @param {string} id */
   decisionAbout(id) {
     let newest = null;

@@ -14,9 +14,11 @@ import { PromptBox } from "./prompt.js";
 import { Replay } from "./replay.js";
 import { RequestLists } from "./requests.js";
 import { Session } from "./session.js";
+import { messageOf } from "./sse.js";
 
 const UPDATE_MS = 250; // lists and charts; the maps follow every frame
 const THEME_KEY = "pagetide theme";
+const HOLDS_NOTHING = new Set(["asleep", "unloaded", "failed"]);
 
 /** What all views share. */
 class App {
@@ -135,6 +137,16 @@ class App {
     return this.ask(`explain?model=${encodeURIComponent(model.name)}&request=${encodeURIComponent(id)}`);
   }
 
+  /** Loads a model, lets it sleep, wakes it up or stops it. @returns {Promise<string>} why the server refuses, or "" */
+  async change(model, action) {
+    try {
+      const response = await fetch(`model?model=${encodeURIComponent(model.name)}&action=${action}`, { method: "POST" });
+      return response.ok ? "" : messageOf(response);
+    } catch {
+      return "the server does not answer";
+    }
+  }
+
   // ---- what views tell
 
   /** Dims all but a request's blocks. @param {string|null} id */
@@ -202,9 +214,12 @@ class App {
 
   #showModels(list) {
     const before = [...this.shown.keys()].join("\n");
-    for (const { name, state } of list) {
+    const newest = Math.max(0, ...this.models.map((model) => model.time));
+    for (const { name, state, unloaded_for: why } of list) {
       if (!this.shown.has(name)) this.#add(name);
-      this.shown.get(name).model.state = state;
+      const { model } = this.shown.get(name);
+      if (HOLDS_NOTHING.has(state) && model.state !== state) model.leave?.(newest);
+      Object.assign(model, { state, why: why ?? "" });
     }
     for (const [name, { panel }] of this.shown) {
       if (list.some((one) => one.name === name)) continue;

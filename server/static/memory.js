@@ -178,7 +178,10 @@ export class DeviceChart {
     const layer = (model, value, look) => ({ values: binned(model.samples, until, seconds, value), ...look });
     const layers = models.map((model, at) => layer(model, (sample) => sample.kv, { colour: colour(at) }));
     if (view !== "cache") {
-      models.forEach((model, at) => layers.push(layer(model, besideCache, { colour: colour(at), alpha: 0.35 })));
+      models.forEach((model, at) => {
+        layers.push(layer(model, (sample) => sample.weights, { colour: colour(at), alpha: 0.55 }));
+        layers.push(layer(model, besideWeights, { colour: colour(at), alpha: 0.25 }));
+      });
     }
     const { device } = known.memory;
     const lines = [];
@@ -195,9 +198,11 @@ export class DeviceChart {
     this.name.hidden = !device?.name;
     models.forEach((model, at) => {
       const name = models.length > 1 ? model.name : null;
-      this.legend.show(name ? `${name}, KV` : "KV cache", `model-${at % 4}`, size(model.memory.kv));
-      const beside = view === "cache" ? null : size(besideCache(model.memory));
-      this.legend.show(name ? `${name}, rest` : "weights, process", `model-${at % 4} pale`, beside);
+      const now = model.samples[model.samples.length - 1];
+      const beside = (bytes) => (view === "cache" ? null : size(bytes));
+      this.legend.show(name ? `${name}, KV` : "KV cache", `model-${at % 4}`, size(now.kv));
+      this.legend.show(name ? `${name}, weights` : "weights", `model-${at % 4} pale`, beside(now.weights));
+      this.legend.show(name ? `${name}, rest` : "process", `model-${at % 4} faint`, beside(besideWeights(now)));
     });
     const whole = view === "device" && device;
     this.legend.show("other processes", "others", whole ? size(device.others ?? 0) : null);
@@ -206,6 +211,11 @@ export class DeviceChart {
 }
 
 /** An engine's memory beside its KV cache. */
-function besideCache({ weights = 0, base = 0, prepared = 0 }) {
-  return weights + base + prepared;
+function besideCache({ weights = 0, ...process }) {
+  return weights + besideWeights(process);
+}
+
+/** An engine's memory beside its KV cache and its weights. */
+function besideWeights({ base = 0, prepared = 0 }) {
+  return base + prepared;
 }

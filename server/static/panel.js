@@ -24,6 +24,12 @@ const EMPTY = {
   waking: "The model wakes up: its blocks appear when it is ready.",
   failed: "The model could not be loaded: the server's log has the reason.",
 };
+const ACTIONS = [ // of an admin key: the name of the button, and the states in which it is there
+  ["load", "Load", ["unloaded", "failed"]],
+  ["wake", "Wake", ["asleep"]],
+  ["sleep", "Sleep", ["ready"]],
+  ["stop", "Stop", ["ready", "asleep", "loading", "waking"]],
+];
 let numPanels = 0; // for the ids of elements: names of models may have any characters
 const LARGE_POOL_CELL = 6; // CSS pixels: below, the wheel zooms
 
@@ -44,6 +50,10 @@ export class ModelPanel {
     });
     this.summary = element("p", { class: "summary", id: `summary-${this.number}` });
     this.statePill = element("span", { class: "pill" });
+    this.actions = element("div", { class: "actions", role: "group", "aria-label": `What to do with ${model.name}`, hidden: true });
+    this.buttons = ACTIONS.map(([action, name]) => element("button", { type: "button", class: "quiet", text: name, on: { click: () => this.#act(action) } }));
+    this.actions.append(...this.buttons);
+    this.said = element("p", { class: "summary", role: "alert", hidden: true });
     this.chart = new LeaseChart(app.theme);
     this.reset = element("button", { type: "button", class: "quiet", text: "Fit", on: { click: () => this.map.reset() } });
     this.node = this.#build();
@@ -64,7 +74,18 @@ export class ModelPanel {
     this.age = element("p", { class: "age", role: "status", hidden: true });
     this.place = element("div", { class: "map-place" }, this.canvas, this.age);
     return element("section", { class: "card panel", "aria-labelledby": `title-${this.number}` },
-      element("div", { class: "card-head" }, title, this.statePill, legend, this.tools), this.place, this.summary, this.chart.node);
+      element("div", { class: "card-head" }, title, this.statePill, this.actions, legend, this.tools),
+      this.place, this.said, this.summary, this.chart.node);
+  }
+
+  async #act(action) {
+    this.#say("");
+    this.#say(await this.app.change(this.model, action));
+  }
+
+  #say(text) {
+    setText(this.said, text);
+    this.said.hidden = !text;
   }
 
   #chip(kind, name, meaning) {
@@ -109,12 +130,15 @@ export class ModelPanel {
     const { model } = this;
     setText(this.statePill, model.state);
     this.statePill.dataset.state = model.state;
+    this.actions.hidden = !this.app.isAdmin() || this.app.isReplay();
+    ACTIONS.forEach(([, , states], at) => (this.buttons[at].hidden = !states.includes(model.state)));
     this.node.classList.toggle("empty", !model.pool);
-    if (!model.pool) return setText(this.summary, EMPTY[model.state] ?? "The first frame has not come yet.");
+    const why = model.why ? ` It was put to sleep ${model.why}.` : "";
+    if (!model.pool) return setText(this.summary, (EMPTY[model.state] ?? "The first frame has not come yet.") + why);
     const isOld = model.state in EMPTY;
     this.node.classList.toggle("old", isOld);
     this.age.hidden = !isOld;
-    if (isOld) setText(this.age, `${model.state}: the picture is of ${clock(model.time)}`);
+    if (isOld) setText(this.age, `${model.state}: the picture is of ${clock(model.time)}${why && `.${why}`}`);
     const { counts, pool } = model;
     const shown = { ...counts, unmapped: pool.num_blocks - 1 - counts.mapped, shared: countShared(model.cells) };
     for (const [kind, { number }] of this.chips) setText(number, count(shown[kind]));

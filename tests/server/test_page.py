@@ -125,7 +125,7 @@ async def test_the_limits_of_a_key_are_those_of_its_session(files: Path) -> None
         assert refused.status_code == 429 and "the key alice may use 1,000 tokens a minute" in refused.text
 
 
-async def test_an_admins_session_sees_text_and_does_nothing(files: Path) -> None:
+async def test_an_admins_session_sees_text_and_has_the_buttons_of_models_alone(files: Path) -> None:
     async with PageServer(keys=two_keys(), files=files) as server, server.client() as client:
         cookie = await cookie_of(client, OPS) | HERE
         assert (await client.get("/page/info", headers=cookie)).json()["admin"]
@@ -134,6 +134,14 @@ async def test_an_admins_session_sees_text_and_does_nothing(files: Path) -> None
         for path in ("/sleep", "/wake_up", "/admin/models/load", "/admin/models/unload"):
             assert (await client.post(path, headers=cookie, json={"model": "one"})).status_code == 401
         assert server.models.is_ready and server.engine.calls == ["block"]
+        model = server.models.get("one")
+        for action, state in (("sleep", "asleep"), ("wake", "ready"), ("stop", "unloaded"), ("load", "ready")):
+            answer = await client.post(f"/page/model?model=one&action={action}", headers=cookie)
+            assert (answer.status_code, answer.json(), model.state) == (200, {"state": state}, state)
+        others = [(await cookie_of(client, ALICE) | HERE, 403), (cookie | {"Sec-Fetch-Site": "same-site"}, 403), ({}, 401)]
+        for headers, status in others:
+            assert (await client.post("/page/model?model=one&action=stop", headers=headers)).status_code == status
+        assert model.state == "ready" and model.goings == {"asked": 2}
 
 
 OTHER_SITES = [

@@ -24,6 +24,7 @@ from browser_rig import (
     pixels,
     seen,
     shown,
+    sign_in,
     wait_for_step,
 )
 from page_pools import MadeUpFleet, PageRig, Simulation, record
@@ -360,6 +361,32 @@ def test_the_page_says_that_a_model_loads_or_sleeps(open_page: Open) -> None:
         page.locator(".age").wait_for(state="hidden")
         rig.tell(demo="asleep")
         page.get_by_text("asleep: the picture is of").wait_for()
+
+
+def test_an_admin_has_buttons_for_models_and_others_none(open_page: Open) -> None:
+    pools = [Simulation("demo", 512, 8), Simulation("more", 512, 8, seed=2)]
+    with PageRig(pools, key="sk-1") as rig:
+        page = open_page(rig.url, may_fail="Failed to load resource")
+        sign_in(page, "sk-1")
+        rig.step(3)
+        for pool in pools:
+            wait_for_step(page, pool)
+        page.get_by_label("Engines").check()
+        legend = page.locator("#device .chart-legend")
+        legend.get_by_text("demo, weights").wait_for()
+        group = page.get_by_role("group", name="What to do with demo")
+        for name, wanted in (("Sleep", ["Wake", "Stop"]), ("Wake", ["Stop"]), ("Stop", ["Load"])):
+            group.get_by_role("button", name=name).click()
+            page.wait_for_function(
+                """([name, wanted]) => [...document.querySelectorAll(`[aria-label="What to do with ${name}"] button`)].filter(
+                    (one) => !one.hidden).map((one) => one.textContent).join() === wanted""", arg=["demo", ",".join(wanted)]
+            )  # fmt: skip
+        entry = legend.locator("div", has_text="demo, weights").locator("dd")
+        page.wait_for_function("(node) => node.textContent.startsWith('0 ')", arg=entry.element_handle())
+        group.get_by_role("button", name="Load").click()
+        page.get_by_role("alert").get_by_text("no weights").wait_for()
+    with shown(open_page, Simulation("demo", 512, 8), steps=1) as (_, page):
+        assert page.get_by_role("group", name="What to do with demo").is_hidden()
 
 
 def test_the_page_says_why_the_server_refuses(open_page: Open) -> None:
