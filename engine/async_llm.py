@@ -256,9 +256,9 @@ class AsyncLLM(AsyncCalls):
                 and waking reads them from disk. Elsewhere both free everything.
             timeout_s: See `stop`.
 
-        The first sleep on a CPU writes a file of the weights to the disk cache, unless the checkpoint or the cache has them as
-        they are used. Where that cannot be done (logged), and elsewhere, waking loads the model again. One call of `sleep` and
-        `wake_up` at a time. Raises EngineClosed if the engine was stopped.
+        The first sleep on a CPU writes the weights to an unnamed file in the folder of the disk cache, but those that the
+        checkpoint or the cache has as they are used. Where that cannot be done (logged), and elsewhere, waking loads the model
+        again. One call of `sleep` and `wake_up` at a time. Raises EngineClosed if the engine was stopped.
         """
         if not self._sleeps:
             self._kept = self._engine_thread.open().kept

@@ -89,10 +89,9 @@ class KeptModel:
     memory. The next engine goes on with it.
     """
 
-    def __init__(self, loaded: CheckedModel, checkpoint: Checkpoint, plan: MemoryPlan) -> None:
+    def __init__(self, loaded: CheckedModel, plan: MemoryPlan) -> None:
         self.loaded = loaded
         self._layout = self._layout_of(plan)
-        self._identity = [str(checkpoint.spec.path.resolve()), plan.dtype, str(plan.quantization), str(instructions())]
         self._weights: MappedWeights | None = None  # from the first sleep on
 
     @classmethod
@@ -103,7 +102,7 @@ class KeptModel:
         if any(isinstance(one, PackedLinear) for one in loaded.model.modules()):
             log.info("%s is loaded again after a sleep: weights in oneDNN's layout cannot lie in files", plan.model)
             return None
-        return cls(loaded, checkpoint, plan)
+        return cls(loaded, plan)
 
     def fits(self, plan: MemoryPlan) -> bool:
         """Whether an engine with this plan can go on with the model."""
@@ -126,7 +125,7 @@ class KeptModel:
         """
         try:
             if self._weights is None:
-                self._weights = MappedWeights.of(self.loaded.model, QuantizedCache(), self._identity)
+                self._weights = MappedWeights.of(self.loaded.model, QuantizedCache())
             self._weights.drop(level)
         except OSError as error:
             log.warning("the model is loaded again when it wakes up, as its weights cannot lie in a file: %s", error)

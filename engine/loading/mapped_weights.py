@@ -2,19 +2,17 @@
 
 Tensors keep their addresses: whole pages of them are replaced by pages of a file with the same content, mapped privately
 (docs/decisions/0075-weights-that-sleep.md). A tensor that a file of the checkpoint or of the cache holds stays in that one;
-all others go into one file of the cache, in the order of the layers.
+all others go into one file of this process alone, in the order of the layers.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import json
-import logging
 import mmap
 import os
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -27,12 +25,12 @@ from ..layers.linears import PackedWeight
 from .mapped_files import LIBC, same_content, span_of
 from .quantized_cache import QuantizedCache
 
-log = logging.getLogger(__name__)
-
 Level = Literal[1, 2]
 
 LEAST_BYTES = 16 * mmap.PAGESIZE  # of a tensor that sleeps
 MOST_EXTENTS = 16_384  # each is up to two mappings more, of 65,530 that a process may have
+_WRITE_BYTES = 64 * MIB  # at once
+_HUGE_BYTES = 2 * MIB  # of a huge page
 _PIECE_BYTES = 4 * MIB  # populated between two looks at whether to stop
 _MADV_COLD, _MADV_POPULATE_READ = 20, 22  # of Linux 5.4 and 5.14
 _MAP_FIXED = 0x10
@@ -54,43 +52,33 @@ class MappedWeights:
     For one thread at a time, but `coming_bytes`. The tensors may be read at any time, which reads the file where need be.
     """
 
-    def __init__(self, extents: list[Extent], tensors: list[torch.Tensor]) -> None:
+    def __init__(self, extents: list[Extent], tensors: list[torch.Tensor], own: BinaryIO | None) -> None:
         self.num_bytes = sum(one.num_bytes for one in extents)
         self._extents = extents
         self._tensors = tensors  # so that no other memory comes to lie at these addresses
+        self._own = own  # file
         self._coming_bytes = 0
         self._stops = threading.Event()
         self._filling: threading.Thread | None = None
 
     @classmethod
-    def of(cls, model: nn.Module, cache: QuantizedCache, identity: list[str]) -> MappedWeights:
+    def of(cls, model: nn.Module, cache: QuantizedCache) -> MappedWeights:
         """Let the weights of `model`, which nothing may write meanwhile, lie in files: those that they are mapped from already,
-        and one of `cache` for all others.
-
-        Args:
-            identity: What the file's name is made of, together with the sizes: a model's place, type and form.
+        and an unnamed one of `cache` for all others.
 
         Raises OSError if the file cannot be made; the model is as it was.
         """
         tensors = [one for one in _tensors(model) if one.device.type == "cpu"]
         spans = _spans(tensors)
         mapped = _mapped(spans)
-        others = [span for span in spans if span not in mapped]
-        file: BinaryIO | None = None
-        if others:
-            sizes = [end - begin for begin, end in others]
-            key = hashlib.sha256(json.dumps([*identity, sizes]).encode()).hexdigest()[:32]
-            file = cache.file_of(key, [_memory(*span) for span in others])
-        extents, offset = [], 0
-        for begin, end in spans:
-            extent = mapped.get((begin, end))
-            if extent is None:
-                assert file is not None
-                extent = Extent(begin, end - begin, file, offset)
-                offset += end - begin
-                _replace(extent)
-            extents.append(extent)
-        return cls(extents, tensors)
+        moved = [span for span in spans if span not in mapped]
+        with ExitStack() as undo:
+            own = undo.enter_context(cache.unnamed_file(sum(end - begin for begin, end in moved))) if moved else None
+            there = dict(mapped) if own is None else mapped | _written(moved, own)
+            undo.pop_all()
+        for span in moved:
+            _replace(there[span])
+        return cls([there[span] for span in spans], tensors, own)
 
     @property
     def coming_bytes(self) -> int:
@@ -118,7 +106,9 @@ class MappedWeights:
             _advise(one, mmap.MADV_DONTNEED)
         if level == 2:
             for one in self._extents:
-                os.posix_fadvise(one.file.fileno(), one.offset, one.num_bytes, os.POSIX_FADV_DONTNEED)
+                whole = one.file is self._own  # huge pages reach over the ends of extents
+                offset, size = (0, 0) if whole else (one.offset, one.num_bytes)
+                os.posix_fadvise(one.file.fileno(), offset, size, os.POSIX_FADV_DONTNEED)
 
     def fill(self) -> None:
         """Begin to map all pages in the order of the layers, on a thread of its own, which reads what the page cache lacks."""
@@ -222,6 +212,26 @@ def _opened(path: str, inode: int) -> BinaryIO | None:
     return None
 
 
+def _written(spans: Iterable[tuple[int, int]], file: BinaryIO) -> dict[tuple[int, int], Extent]:
+    """The extents of the spans in a new file, which gets their content. Raises OSError.
+
+    Large ones lie in the file as they do in memory within huge pages, as which the system can map them then, in a tenth of the
+    time.
+    """
+    found, offset = {}, 0
+    for begin, end in spans:
+        if end - begin >= _HUGE_BYTES:
+            offset += (begin - offset) % _HUGE_BYTES
+        found[begin, end] = extent = Extent(begin, end - begin, file, offset)
+        memory = _memory(begin, end)
+        while memory:
+            written = os.pwrite(file.fileno(), memory[:_WRITE_BYTES], offset)
+            memory, offset = memory[written:], offset + written
+        assert offset == extent.offset + extent.num_bytes
+    os.fsync(file.fileno())  # a disk that is full may say so only now
+    return found
+
+
 def _memory(begin: int, end: int) -> memoryview:
     """The bytes at these addresses, which stay in use."""
     return memoryview((ctypes.c_ubyte * (end - begin)).from_address(begin)).cast("B")
@@ -233,6 +243,8 @@ def _replace(extent: Extent) -> None:
     if _MMAP(extent.begin, extent.num_bytes, prot, flags, extent.file.fileno(), extent.offset) != extent.begin:
         error = ctypes.get_errno()
         raise OSError(error, f"weights cannot be mapped: {os.strerror(error)}")
+    if extent.num_bytes >= _HUGE_BYTES:
+        _advise(extent, mmap.MADV_HUGEPAGE)
 
 
 def _advise(extent: Extent, advice: int) -> None:

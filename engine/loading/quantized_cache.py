@@ -24,17 +24,16 @@ import stat
 import tempfile
 import time
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate, repeat
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 import transformers
 
-from ...common.checked_file import InvalidFile, open_checked, read_checked
+from ...common.checked_file import open_checked, read_checked
 from ...common.units import GIB, format_bytes, parse_bytes
 from ...native import instructions
 from ..errors import ConfigError
@@ -42,7 +41,6 @@ from ..layers import GROUP, Quantization
 from ..layers.linears import PackedWeight
 from ..layers.quantization import VERSION
 from .checkpoint import Checkpoint
-from .mapped_files import same_content
 
 log = logging.getLogger(__name__)
 
@@ -137,46 +135,38 @@ class QuantizedCache:
         if size > self.most_bytes:
             log.info("quantized weights of %s are not kept: %s is %d bytes", format_bytes(size), VARIABLE, self.most_bytes)
             return
-        padded = [piece for data in arrays for piece in (data, bytes(_aligned(len(data)) - len(data)))]
+        half = None
         try:
-            self._new_file(key, size, [header, *padded]).close()
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._make_room(size)
+            descriptor, half = tempfile.mkstemp(prefix=key, suffix=".tmp", dir=self.folder)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(header)
+                for data in arrays:
+                    file.write(data)
+                    file.write(bytes(_aligned(len(data)) - len(data)))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(half, self._path(key))
+            half = None
         except OSError as error:
             log.warning("quantized weights are not kept, and are made again at the next start: %s", error)
+        finally:
+            if half is not None:
+                with suppress(OSError):
+                    os.unlink(half)
 
-    def file_of(self, key: str, pieces: Sequence[memoryview]) -> BinaryIO:
-        """A file of `pieces`, one behind the other, each of whole pages: one that has them already, or a new one.
+    def unnamed_file(self, num_bytes: int) -> BinaryIO:
+        """A file in the folder for this process alone, which is gone with it, whatever ends it.
 
-        Raises OSError, also if the cache keeps no file of this size.
+        Raises OSError, also if the folder may not hold so much.
         """
-        size = sum(map(len, pieces))
-        if size > self.most_bytes or not self.folder.is_absolute():
-            raise OSError(errno.EFBIG, f"{VARIABLE} is {self.most_bytes:,} bytes, and these weights have {size:,}")
-        self._check_owner()
-        path = self._path(key)
-        with suppress(FileNotFoundError, InvalidFile), ExitStack() as undo:
-            file = undo.enter_context(open_checked(path, "weights"))
-            starts = accumulate(map(len, pieces), initial=0)
-            if os.fstat(file.fileno()).st_size == size and all(map(same_content, repeat(file), starts, pieces)):
-                os.utime(path)
-                undo.pop_all()
-                return file
-        return self._new_file(key, size, pieces)
-
-    def _new_file(self, key: str, size: int, pieces: Iterable[bytes | memoryview]) -> BinaryIO:
-        """The file of `key`, made of `pieces`, which have `size` bytes together. Raises OSError, and leaves nothing then."""
+        if num_bytes > self.most_bytes or not self.folder.is_absolute():
+            raise OSError(errno.EFBIG, f"{VARIABLE} is {self.most_bytes:,} bytes, and {num_bytes:,} are needed")
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._make_room(size)
-        descriptor, half = tempfile.mkstemp(prefix=key, suffix=".tmp", dir=self.folder)
-        with ExitStack() as undo:
-            undo.callback(Path(half).unlink, missing_ok=True)
-            file: BinaryIO = undo.enter_context(os.fdopen(descriptor, "r+b"))
-            for piece in pieces:
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())  # a disk that is full may say so only now
-            os.replace(half, self._path(key))
-            undo.pop_all()
-        return file
+        self._check_owner()
+        self._make_room(num_bytes)
+        return tempfile.TemporaryFile(dir=self.folder, buffering=0)  # type: ignore[return-value]
 
     def files(self) -> list[CacheFile]:
         """The files of weights, also unfinished ones; the least recently used first."""
