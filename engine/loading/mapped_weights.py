@@ -54,7 +54,7 @@ class MappedWeights:
 
     def __init__(self, extents: list[Extent], tensors: list[torch.Tensor], own: BinaryIO | None) -> None:
         self.num_bytes = sum(one.num_bytes for one in extents)
-        self._extents = extents
+        self.extents = extents
         self._tensors = tensors  # so that no other memory comes to lie at these addresses
         self._own = own  # file
         self._coming_bytes = 0
@@ -89,7 +89,7 @@ class MappedWeights:
     def cached_bytes(self) -> int:
         """Bytes that are in memory, of this process or of the page cache."""
         pages = 0
-        for one in self._extents:
+        for one in self.extents:
             state = (ctypes.c_ubyte * (one.num_bytes // mmap.PAGESIZE))()
             if LIBC.mincore(ctypes.c_void_p(one.begin), ctypes.c_size_t(one.num_bytes), state) == 0:
                 pages += sum(bytes(state).translate(_LOWEST_BIT))
@@ -101,11 +101,11 @@ class MappedWeights:
         Pages that another process has mapped stay in memory.
         """
         self.stop()
-        for one in self._extents:
+        for one in self.extents:
             _advise(one, _MADV_COLD)
             _advise(one, mmap.MADV_DONTNEED)
         if level == 2:
-            for one in self._extents:
+            for one in self.extents:
                 whole = one.file is self._own  # huge pages reach over the ends of extents
                 offset, size = (0, 0) if whole else (one.offset, one.num_bytes)
                 os.posix_fadvise(one.file.fileno(), offset, size, os.POSIX_FADV_DONTNEED)
@@ -131,7 +131,7 @@ class MappedWeights:
 
     def _fill(self) -> None:
         """A page that cannot be mapped now is read when it is used, as in kernels before 5.14."""
-        for one in self._extents:
+        for one in self.extents:
             for at in range(0, one.num_bytes, _PIECE_BYTES):
                 if self._stops.is_set():
                     return
