@@ -31,6 +31,8 @@ from benchmarks.loading import memory_bytes
 from benchmarks.processes import Worker
 from pagetide import AsyncLLM, SamplingParams
 from pagetide.common.units import MIB
+from pagetide.engine.build import build
+from pagetide.engine.config import EngineArguments, EngineConfig
 from pagetide.engine.loading.mapped_weights import Level, MappedWeights
 from pagetide.engine.process.memory_usage import trim
 
@@ -45,11 +47,24 @@ Samples = dict[str, list[float]]
 
 def measure_here(pipe: Connection, folder: str, dtype: str, rounds: int) -> None:
     """The process: one engine."""
-    pipe.send(asyncio.run(_samples(folder, dtype, rounds)))
-
-
-async def _samples(folder: str, dtype: str, rounds: int) -> Samples:
     samples: Samples = defaultdict(list)
+    engine = build(EngineConfig.of(EngineArguments(model=folder, **_options(dtype))))
+    kept = engine.kept
+    engine.close()
+    assert kept is not None and kept.sleep(1) and kept.weights is not None
+    room = bytearray(kept.weights.num_bytes)
+    for _, level in itertools.product(range(rounds), LEVELS):
+        _measure_weights(kept.weights, level, room, samples)
+    del engine, kept, room
+    asyncio.run(_measure_engine(folder, dtype, rounds, samples))
+    pipe.send(dict(samples))
+
+
+def _options(dtype: str) -> dict[str, Any]:
+    return {"device": "cpu", "dtype": dtype, "kv_memory": "16MiB", "max_seqs": 4, "share": False}
+
+
+async def _measure_engine(folder: str, dtype: str, rounds: int, samples: Samples) -> None:
     ids = itertools.count()
 
     async def first_s() -> float:
@@ -59,20 +74,14 @@ async def _samples(folder: str, dtype: str, rounds: int) -> Samples:
         return time.perf_counter() - began
 
     began = time.perf_counter()
-    llm = AsyncLLM(folder, device="cpu", dtype=dtype, kv_memory="16MiB", max_seqs=4, share=False)
+    llm = AsyncLLM(folder, **_options(dtype))
     samples["load_s"].append(time.perf_counter() - began)
     async with llm:
         for _ in range(3):
             await first_s()
-        kept: Any = llm._engine_thread.open().kept
         began = time.perf_counter()
         await llm.sleep(1)
         samples["first_sleep_s"].append(time.perf_counter() - began)
-        weights: MappedWeights = kept._weights
-        room = bytearray(weights.num_bytes)
-        for _, level in itertools.product(range(rounds), LEVELS):
-            _measure_weights(weights, level, room, samples)
-        del room
         await llm.wake_up()
         for _, level in itertools.product(range(rounds), LEVELS):
             samples["warm_s"].append(await first_s())
@@ -86,7 +95,6 @@ async def _samples(folder: str, dtype: str, rounds: int) -> Samples:
             samples[f"first_{level}_s"].append(await first_s())
         before = await _cycles(llm, 10)
         samples["growth"].append(await _cycles(llm, CYCLES) - before)
-    return dict(samples)
 
 
 def _measure_weights(weights: MappedWeights, level: Level, room: bytearray, samples: Samples) -> None:

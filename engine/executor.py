@@ -92,7 +92,7 @@ class KeptModel:
     def __init__(self, loaded: CheckedModel, plan: MemoryPlan) -> None:
         self.loaded = loaded
         self._layout = self._layout_of(plan)
-        self._weights: MappedWeights | None = None  # from the first sleep on
+        self.weights: MappedWeights | None = None  # from the first sleep on
 
     @classmethod
     def of(cls, loaded: CheckedModel, checkpoint: Checkpoint, plan: MemoryPlan) -> KeptModel | None:
@@ -111,12 +111,12 @@ class KeptModel:
     @property
     def asleep_bytes(self) -> int:
         """Bytes of weights that lie in files."""
-        return 0 if self._weights is None else self._weights.num_bytes
+        return 0 if self.weights is None else self.weights.num_bytes
 
     @property
     def coming_bytes(self) -> int:
         """Bytes of these that are yet to come to memory while the model wakes up."""
-        return 0 if self._weights is None else self._weights.coming_bytes
+        return 0 if self.weights is None else self.weights.coming_bytes
 
     def sleep(self, level: Level) -> bool:
         """Give the memory of the weights back: see `MappedWeights.drop`. No engine may use the model. Idempotent.
@@ -124,9 +124,9 @@ class KeptModel:
         The first time, the files are made. False if they cannot be (logged): the model is as it was then.
         """
         try:
-            if self._weights is None:
-                self._weights = MappedWeights.of(self.loaded.model, QuantizedCache())
-            self._weights.drop(level)
+            if self.weights is None:
+                self.weights = MappedWeights.of(self.loaded.model, QuantizedCache())
+            self.weights.drop(level)
         except OSError as error:
             log.warning("the model is loaded again when it wakes up, as its weights cannot lie in a file: %s", error)
             return False
@@ -134,13 +134,13 @@ class KeptModel:
 
     def wake(self) -> None:
         """Begin to bring the weights back, layer by layer, while the engine is built and begins to compute."""
-        if self._weights is not None:
-            self._weights.fill()
+        if self.weights is not None:
+            self.weights.fill()
 
     def stop(self) -> None:
         """End `wake`."""
-        if self._weights is not None:
-            self._weights.stop()
+        if self.weights is not None:
+            self.weights.stop()
 
     @staticmethod
     def _layout_of(plan: MemoryPlan) -> tuple[Any, ...]:

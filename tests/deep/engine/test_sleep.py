@@ -77,9 +77,9 @@ async def test_a_sleeping_model_holds_neither_its_weights_nor_a_lease(saved: Pat
         assert leases() == []
         awake = resident_bytes()
         assert kept.asleep_bytes >= 0.95 * weights
-        assert kept._weights is not None and kept._weights.cached_bytes == kept.asleep_bytes
+        assert kept.weights is not None and kept.weights.cached_bytes == kept.asleep_bytes
         await llm.sleep(2)
-        assert kept._weights.cached_bytes <= 0.05 * kept.asleep_bytes
+        assert kept.weights.cached_bytes <= 0.05 * kept.asleep_bytes
         await llm.wake_up()
         wait_until(lambda: kept.coming_bytes == 0)
         (again,) = leases()
