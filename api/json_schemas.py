@@ -14,6 +14,9 @@ FORMATS = frozenset(("date", "date-time", "duration", "email", "hostname", "ipv4
 
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _DATA = ("const", "enum", "default", "examples")
+_NOTES: dict[str, type | tuple[type, ...]] = {
+    "title": str, "description": str, "$comment": str, "examples": list, "default": (str, int, float, list, type(None)),
+}  # fmt: skip
 # Bounds of the work for one `oneOf` and for one schema: what is beyond them is left to the library, which refuses it.
 _MOST_BRANCHES, _MOST_NAMES, _MOST_VALUES = 64, 16, 64
 _MOST_UNIONS = 64
@@ -34,7 +37,7 @@ _ABOVE = 1e-9  # how far above an exclusive bound its replacement lies
 def readable(schema: Any) -> Any:
     """An equivalent schema that llguidance reads correctly; it refuses what is left of `oneOf`.
 
-    - An unknown `format` is left out.
+    - An unknown `format` is left out, and so are texts for readers, examples and defaults: they would count towards limits.
     - `oneOf` whose branches exclude each other, as the branches of a discriminated union do, becomes `anyOf`.
     - `$id` of draft 7 that names a place (`#name`) becomes `$anchor`. `$dynamicRef` becomes `$ref`, which means the same unless
       its anchor is in the schema several times.
@@ -60,6 +63,8 @@ def _schema(schema: Any, root: Any, unions: Iterator[int], dynamic: set[str]) ->
     root = schema if _names_place(schema.get("$id", "#")) is None else root
     found: dict[str, Any] = {}
     for key, value in schema.items():
+        if isinstance(value, _NOTES.get(key, ())):
+            continue
         if key in _DATA:
             found[key] = value
         elif key in _SCHEMAS_BY_NAME and isinstance(value, dict):

@@ -80,7 +80,7 @@ class PrefixRead(Protocol):
 
     @property
     def seconds(self) -> float:
-        """That it took."""
+        """That it took, without the time in which others were read."""
         ...
 
     @property
@@ -90,6 +90,10 @@ class PrefixRead(Protocol):
 
     def wait(self, seconds: float) -> None:
         """Wait until it is over, at most so long."""
+        ...
+
+    def stop(self) -> None:
+        """End it soon: its blocks are not needed. No effect once it is over."""
         ...
 
 
@@ -176,10 +180,14 @@ class DiskIndex:
 
     def written(self, records: Records) -> None:
         """The blocks of `records` are whole on disk, unless other blocks have their places by now."""
-        at = records["place"]
-        same = (self.records["digest"][at] == records["digest"]).all(axis=1) & self._index.findable(at)
-        self.records[at[same]] = records[same]
-        self.whole[at[same]] = True
+        records = records[self._have_places(records)]
+        self.records[records["place"]] = records
+        self.whole[records["place"]] = True
+
+    def unsettled(self, records: Records) -> Records:
+        """Those of `records` that have their places, and are not told to be `written` yet."""
+        found: Records = records[self._have_places(records) & ~self.whole[records["place"]]]
+        return found
 
     def forget(self, records: Records) -> None:
         """Forget the blocks of `records`, and what lies behind them, unless other blocks have their places by now."""
@@ -253,6 +261,12 @@ class DiskIndex:
         assert (self.records["place"][used] == np.flatnonzero(used)).all(), "a record names another place"
 
     # -- helpers -----------------------------------------------------------------------------------------------------
+
+    def _have_places(self, records: Records) -> npt.NDArray[np.bool_]:
+        """Whether the blocks of `records` still have their places."""
+        at = records["place"]
+        same: npt.NDArray[np.bool_] = (self.records["digest"][at] == records["digest"]).all(axis=1)
+        return same & self._index.findable(at)
 
     def _places(self, chain: Chain, num_blocks: int) -> Int32:
         hit = self._index.lookup(chain, num_blocks * self._index.hasher.block_size)

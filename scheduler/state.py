@@ -291,9 +291,15 @@ class SchedulerState:
         return extension
 
     def _take_read(self, sequence: Sequence, row: int, extension: Extension) -> Extension:
-        """`extension`, of the admission of `sequence` to `row`, with what was read from disk for it."""
+        """`extension`, of the admission of `sequence` to `row`, with what was read from disk for it.
+
+        Nothing was if the disk tier has failed since.
+        """
         read, sequence.read = sequence.read, None
-        assert read is not None and self.cache.disk is not None
+        assert read is not None
+        if self.cache.disk is None:
+            read.stop()
+            return extension
         data, before = self.cache.disk.finish(read), extension.num_computed
         if read.chain is sequence.chain:
             extension = self.cache.put(row, extension, read.first, data)

@@ -131,7 +131,10 @@ class Waiting:
             self.release_forks(heir)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove `sequence` from the queue, the deferred ones and its leader's forks. Its status is yet to change."""
+        """Remove `sequence` from the queue, the deferred ones and its leader's forks. Its status is yet to change.
+
+        What is being read for it is read no further: others wait for theirs.
+        """
         if sequence.leader is not None:
             sequence.leader.forks.pop(sequence, None)
         if sequence.status is SequenceStatus.WAITING:
@@ -142,6 +145,8 @@ class Waiting:
             self.deferred.remove(sequence)
         elif sequence.status is SequenceStatus.READING:
             self.reading.remove(sequence)
+            if sequence.read is not None:
+                sequence.read.stop()
 
     def check_invariants(self, sequences: Collection[Sequence]) -> None:
         """Check that the containers agree with the status of all `sequences` that have not ended.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
 from typing import Any
@@ -72,6 +72,8 @@ class AnswerReader:
         self._named = None if self._grammar else choice.named
         if (choice.must_call or choice.has_form) and not self._grammar:
             template = REQUIRED_TEMPLATE if choice.is_required else PLAIN_TEMPLATE
+        elif choice.must_call or choice.has_form:  # the grammar holds calls to their schemas behind reasoning alone
+            template = replace(template, calls_end_reasoning=False)
         self._template = template
         skips = fields.get("skip_special_tokens") is not False
         self._hidden = template.special_marks(special_tokens) if skips else []
@@ -146,7 +148,8 @@ class AnswerReader:
         """Make the grammars of calls in the model's own format, if there are some."""
         choice = self._choice
         try:
-            grammar = CallGrammar(template, choice.parameters(), special_ids, choice.not_strict if choice.has_form else ())
+            lenient = choice.not_strict if choice.has_form else ()
+            grammar = CallGrammar(template, choice.parameters(lenient), special_ids, lenient)
             if not choice.must_call and not choice.has_form:
                 self._grammar = grammar.automatic()
                 return

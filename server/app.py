@@ -6,8 +6,8 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any
@@ -244,7 +244,7 @@ def _add_generation(app: FastAPI, server: Server) -> None:
         """The tokens of the prompt of a message."""
         server.check_fields(body)
         model, context = server.models.get_claude(body.model), RequestContext.of(request.scope)
-        async with server.models.using(model):
+        async with _using(server, request, model):
             count = await MessageCompletion(model, body.as_chat(), None).count_prompt(context.tenant)
         server.admission.charge_converted(context.key, count)
         return _json({"input_tokens": count})
@@ -362,15 +362,34 @@ async def _described(
     return [describe(model, engines) for model, (engines, _) in zip(of_all, stats, strict=True)]
 
 
+@asynccontextmanager
+async def _using(
+    server: Server, request: Request, model: ServedModel, keep_alive_s: float | None = None
+) -> AsyncIterator[None]:
+    """As `ModelRegistry.using`. Raises ClientLeft if the client leaves before the model serves."""
+    async with AsyncExitStack() as stack:
+        await unless_left(stack.enter_async_context(server.models.using(model, keep_alive_s)), request.receive)
+        yield
+
+
+async def _unless_stopped(server: Server, work: Awaitable[None]) -> None:
+    """Wait for an operation of an operator, which the end of the server cuts off. Raises ApiError then."""
+    try:
+        await work
+    except asyncio.CancelledError:
+        if not server.admission.draining:
+            raise
+        raise unavailable("the server is shutting down") from None
+
+
 async def _keep(server: Server, request: Request, model: ServedModel, body: OllamaRequest) -> Response:
-    """Answer a request of Ollama's without a prompt: it loads the model, or unloads it if nothing runs. Raises ApiError."""
+    """Answer a request of Ollama's without a prompt: it loads the model, or unloads it once nothing runs. Raises ApiError."""
     if body.keep_alive != 0:
-        async with server.models.using(model, body.keep_alive):
+        async with _using(server, request, model, body.keep_alive):
             return _json(loaded(body, model, "load"))
     if model.options.residency.pinned:
         raise invalid(f"{model.name!r} is pinned: POST /sleep, with an admin key, frees its memory", "keep_alive")
-    if not (model.num_running or model.num_waiting):
-        await server.models.unload(model, reason="keep_alive")
+    await server.models.release(model)
     return _json(loaded(body, model, "unload"))
 
 
@@ -393,7 +412,7 @@ async def _run(
     """
     RequestContext.of(request.scope).facts["model"] = model.name
     async with AsyncExitStack() as stack:
-        await unless_left(stack.enter_async_context(server.models.using(model, keep_alive_s)), request.receive)
+        await stack.enter_async_context(_using(server, request, model, keep_alive_s))
         durable = await _durable(model.engine, kind, request, body) if kind else None
         salt = server.cache_salt(body.cache_salt, RequestContext.of(request.scope).key)
         work = make(model, body, salt, server.metrics.of(model), durable)
@@ -494,7 +513,7 @@ def _add_tokens(app: FastAPI, server: Server) -> None:
             template["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
         context = RequestContext.of(request.scope)
         messages = None if body.messages is None else [message.model_dump(exclude_unset=True) for message in body.messages]
-        async with server.models.using(model):
+        async with _using(server, request, model):
             most = model.engine.info.max_model_len
             found = await model.engine.call(
                 "tokenize",
@@ -514,7 +533,7 @@ def _add_tokens(app: FastAPI, server: Server) -> None:
         server.check_fields(body)
         model, context = server.models.get(body.model), RequestContext.of(request.scope)
         server.admission.charge_converted(context.key, len(body.tokens))
-        async with server.models.using(model):
+        async with _using(server, request, model):
             return _json({"prompt": await model.engine.call("detokenize", tenant=context.tenant, tokens=body.tokens)})
 
 
@@ -565,7 +584,7 @@ def _add_admin(app: FastAPI, server: Server) -> None:
         named = [server.models.get(model)] if model is not None else list(server.models)
         with server.metrics.sleep_operation("sleep"):
             for one in named:
-                await server.models.sleep(one, drain_s, level)
+                await _unless_stopped(server, server.models.sleep(one, drain_s, level))
         return Response(status_code=200)
 
     @app.post("/wake_up")
@@ -575,7 +594,7 @@ def _add_admin(app: FastAPI, server: Server) -> None:
         named = [server.models.get(model)] if model is not None else sleeping
         with server.metrics.sleep_operation("wake"):
             for one in named:
-                await server.models.wake_up(one)
+                await _unless_stopped(server, server.models.wake_up(one))
         return Response(status_code=200)
 
     @app.post("/unload")
@@ -590,8 +609,8 @@ def _add_admin(app: FastAPI, server: Server) -> None:
 
     @app.get("/running")
     async def running_models() -> Response:
-        """The models that are loaded, asleep, or on the way."""
-        return _json({"running": [_placed(one) for one in server.models if one.state != "unloaded"]})
+        """The models that are loaded, asleep, or on the way: those too that wait for room."""
+        return _json({"running": [_placed(one) for one in server.models if one.state != "unloaded" or one.num_waiting]})
 
     @app.get("/is_sleeping")
     async def is_sleeping(model: str | None = None) -> Response:
@@ -608,7 +627,7 @@ def _add_admin(app: FastAPI, server: Server) -> None:
             if name not in ENGINE_OPTIONS:
                 raise ApiError(400, unknown_setting(name, ENGINE_OPTIONS, table_answer), param="options")
         model = server.models.add(ModelOptions(body.name or body.model, body.model, body.options))
-        await server.models.loaded(model)
+        await _unless_stopped(server, server.models.loaded(model))
         return _json({"name": model.name, "seconds": round(time.monotonic() - began, 3)})
 
     @app.post("/admin/models/unload")

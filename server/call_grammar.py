@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Literal, TypeAlias
+from functools import lru_cache
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from ..api.json_schemas import json_options, readable
 from ..api.sampling_params import LONGEST_CONSTRAINT
@@ -23,9 +24,14 @@ _LINE_END = "/\\n{0,2}/"
 # As the chat templates of all families write JSON
 _JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _PLACE = re.compile("(NAME|ARGUMENTS|PARAMETERS|INDEX|KEY|VALUE|TYPED)")
+_KEY = re.compile(r"[\w.$-]+")
 _ANNOTATIONS = {"$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated", "nullable"}
 _OF_OBJECTS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", *_ANNOTATIONS}
 _REFERENCE = re.compile(r'"\$(?:ref|dynamicRef)": "(?!#/\$defs/|#/definitions/)')
+
+# Of what is compiled here, before the engine does, to see whether a schema can be held: work, characters and references
+_FUEL, _LONGEST_CHAIN, _MOST_REFERENCES = 8_000, 8_192, 4
+_Given = TypeVar("_Given")
 
 
 class CannotConstrain(ValueError):
@@ -137,7 +143,7 @@ class CallGrammar:
         terms = []
         for place, text in zip(parts[at::2], parts[at + 1 :: 2], strict=True):
             if place == "ARGUMENTS":
-                self._add(f"arguments_{number}: {self._json(schema)}")
+                self._add(f"arguments_{number}: {self._json(schema, {'type': 'object'})}")
             elif place == "PARAMETERS":
                 self._add(f"arguments_{number}: {self._parameters(number, schema)}")
             terms += ["/[0-9]+/" if place == "INDEX" else f"arguments_{number}", self._terms(text)]
@@ -149,12 +155,20 @@ class CallGrammar:
         if others and not self._is_lenient:
             raise CannotConstrain(f"parameters in the format {self._template.name} cannot hold {sorted(others)[0]!r}")
         properties, required = schema.get("properties", {}), schema.get("required", [])
-        if not isinstance(properties, Mapping) or not isinstance(required, list):
+        if self._is_lenient:
+            properties, required = (
+                _of_type(properties, {}),
+                [key for key in _of_type(required, list[Any]()) if isinstance(key, str)],
+            )
+        are_names = isinstance(required, list) and all(isinstance(key, str) for key in required)
+        if not isinstance(properties, Mapping) or not are_names:
             raise CannotConstrain("`properties` or `required` of a tool's parameters are malformed")
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         named = dict(properties) | {key: True for key in required if key not in properties}
         terms = []
         for place, (key, value) in enumerate(named.items()):
+            if self._is_lenient and key not in required and not _KEY.fullmatch(key):
+                continue
             rule = f"parameter_{number}_{place}"
             self._add(f"{rule}: {self._parameter(f'value_{number}_{place}', key, value, shared)}")
             terms.append(rule if key in required else f"{rule}?")
@@ -164,23 +178,25 @@ class CallGrammar:
         """The terms of a parameter. Raises CannotConstrain."""
         form, before_key = self._template.calls, self._written.parameter
         assert form is not None
-        if not re.fullmatch(r"[\w.$-]+", key):
+        if not _KEY.fullmatch(key):
             raise CannotConstrain(f"a parameter in the format {self._template.name} cannot be named {key!r:.80}")
         is_text = "string" in types_of(schema)
         texts = _texts(schema) if is_text else None
         if texts is None and is_text and self._is_lenient:
             texts = []
         as_json = not is_text or (texts is None and bool(form.typed))  # where attributes tell texts from JSON
-        before, after = before_key.replace("KEY", key).replace("TYPED", "false" if as_json else "true").split("VALUE")
+        before, after = before_key.split("VALUE")  # first: a key may be named as a place is
+        places = {"KEY": key, "TYPED": "false" if as_json else "true"}
+        before = _PLACE.sub(lambda found: places[found[0]], before)
         if as_json:
-            if not isinstance(schema, Mapping | bool):
+            if not isinstance(schema, Mapping | bool) and not self._is_lenient:
                 raise CannotConstrain("the schema of a tool's parameter is malformed")
             whole = dict(shared) | (dict(schema) if isinstance(schema, Mapping) else {})
             if _REFERENCE.search(json.dumps(whole)):
                 if not self._is_lenient:
                     raise CannotConstrain("a reference in a tool's parameters leads out of a parameter")
                 whole = {}
-            return f"{self._terms(before)} {self._json(whole)} {self._terms(after)}"
+            return f"{self._terms(before)} {self._json(whole, {})} {self._terms(after)}"
         if texts is None:
             raise CannotConstrain(f"a text in the format {self._template.name} cannot hold to a pattern, a format or a length")
         if texts:
@@ -190,9 +206,16 @@ class CallGrammar:
         end = form.parameter[3]  # line ends before it are the text's, until they are read
         return f"{self._terms(before.rstrip())} {self._until(rule, end, self._rules)} {self._terms(after.partition(end)[2])}"
 
-    def _json(self, schema: Mapping[str, Any]) -> str:
-        options = _JSON | ({"lenient": True} if self._is_lenient else {})
-        return "%json " + json.dumps(readable(dict(schema)) | {"x-guidance": options})
+    def _json(self, schema: Mapping[str, Any], least: Mapping[str, Any]) -> str:
+        """The term of a value. `least`: what a lenient function is held to where its schema cannot be held."""
+        if not self._is_lenient:
+            return "%json " + json.dumps(readable(dict(schema)) | {"x-guidance": _JSON})
+        options = _JSON | {"lenient": True}
+        try:
+            term = "%json " + json.dumps(readable(dict(schema)) | {"x-guidance": options})
+        except RecursionError:
+            term = ""
+        return term if term and _compiles(term) else "%json " + json.dumps(dict(least) | {"x-guidance": options})
 
     def _until(self, rule: str, end: str, rules: list[str]) -> str:
         """The term of any text up to `end`, and that. Adds its rule."""
@@ -213,6 +236,33 @@ class CallGrammar:
             yield f"<[{self._ids[found[0]]}]>"
             at = found.end()
         yield from _plain(text[at:])
+
+
+def _of_type(value: Any, other: _Given) -> _Given:
+    """The value if its type is that of `other`, else that."""
+    return value if isinstance(value, type(other)) else other
+
+
+@lru_cache(maxsize=64)
+def _compiles(term: str) -> bool:
+    """Whether llguidance takes a term. Chains of references with which its recursion may overflow the stack are not tried."""
+    if len(term) > LONGEST_CONSTRAINT or (len(term) > _LONGEST_CHAIN and term.count('ef": "') > _MOST_REFERENCES):
+        return False
+    try:
+        from llguidance import LLMatcher, LLParserLimits
+    except ImportError:  # the engine will tell
+        return True
+    limits = LLParserLimits(initial_lexer_fuel=_FUEL, step_max_items=_FUEL)
+    matcher = LLMatcher(_bytes(), f"{_HEAD}start: {term}", log_level=0, limits=limits)
+    return not matcher.is_error() and any(matcher.compute_bitmask()) and not matcher.is_error()
+
+
+@lru_cache(maxsize=1)
+def _bytes() -> Any:
+    """llguidance's tokenizer of bytes."""
+    from llguidance import LLTokenizer
+
+    return LLTokenizer("byte")
 
 
 def _check_length(length: int) -> None:

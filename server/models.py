@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import glob
 import logging
 import math
+import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +30,8 @@ LOOK_S = 0.02  # between looks for room
 FAILED_S = 5.0  # a model that could not be loaded is not tried again for so long
 FOREVER_S = 1e9  # a keep_alive beyond is endless
 UNUSED_S = 0.005  # until an end is noticed
-WEIGHTS = ("*.safetensors", "*.bin")
+WEIGHTS = ("*.safetensors", "*.bin")  # of a folder, the first that are there
+PART = re.compile(r"-\d{5}(-of-\d{5}\.gguf)$")
 
 LATEST = ":latest"  # Ollama's tag of a name without one
 
@@ -45,6 +48,7 @@ class ServedModel:
         num_waiting, num_running: Requests that wait until it serves, and that it serves.
         since, last_used: Times of `time.monotonic`: when it came to serve, and when its last request ended.
         expires_at: When it is unloaded if no request comes, by the same clock.
+        is_leaving: It is unloaded once it has no requests.
         exchange_s: How long its last loading or waking took.
         weights_bytes: Of its files until it was loaded once.
         comings: Loads ("load") and wakes ("wake"), and their seconds in `coming_s`.
@@ -60,11 +64,13 @@ class ServedModel:
         self.created = int(time.time())
         self.num_restarts = self.num_waiting = self.num_running = 0
         self.process: EngineClient | None = None
-        self.changing = asyncio.Lock()  # held while it is loaded, goes to sleep, wakes up or is unloaded
+        self.changing = asyncio.Lock()  # held while it is loaded, goes to sleep, wakes up or is unloaded: see `change`
+        self.num_changing = 0  # that hold it or wait for it
         self.coming: asyncio.Task[None] | None = None  # loads it or wakes it up
         self.timer: asyncio.TimerHandle | None = None  # unloads it
         self.since = self.last_used = time.monotonic()
         self.expires_at = math.inf
+        self.is_leaving = False
         self.exchange_s = 0.0
         self.restart_s = FIRST_RESTART_S
         self.weights_bytes = _written_bytes(options.reference)
@@ -76,6 +82,27 @@ class ServedModel:
     def name(self) -> str:
         """The model's name in requests."""
         return self.options.name
+
+    @asynccontextmanager
+    async def change(self) -> AsyncIterator[None]:
+        """Load it, let it sleep, wake it up or unload it alone. Does not wait if `num_changing` is 0."""
+        self.num_changing += 1
+        try:
+            async with self.changing:
+                yield
+        finally:
+            self.num_changing -= 1
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a request runs or waits for it."""
+        return bool(self.num_running or self.num_waiting)
+
+    def stays(self) -> None:
+        """It is not unloaded for want of requests for now."""
+        self.expires_at = math.inf
+        if self.timer is not None:
+            self.timer.cancel()
 
     @property
     def engine(self) -> EngineClient:
@@ -111,6 +138,10 @@ class ServedModel:
         if self.options.chat_template is not None:
             return choose_template(self.options.chat_template)
         return choose_template(None if info is None else info.chat_template, "" if info is None else info.response_template)
+
+
+class _NotWanted(ApiError):
+    """All requests left before there was room for their model, which stays as it is."""
 
 
 class ModelRegistry:
@@ -201,10 +232,10 @@ class ModelRegistry:
         Args:
             keep_alive_s: As of `Residency`, after this request; None: as the model's settings say.
         """
+        model.is_leaving = model.is_leaving and keep_alive_s is None
         await self.until_serving(model)
         model.num_running += 1
-        if model.timer is not None:
-            model.timer.cancel()
+        model.stays()
         try:
             yield
         finally:
@@ -216,53 +247,52 @@ class ModelRegistry:
 
     async def until_serving(self, model: ServedModel) -> None:
         """Wait until a model serves, for `load_timeout_s` at most; load it or wake it up if need be. Raises ApiError."""
+        with self._waiting(model):
+            try:
+                async with asyncio.timeout(self.rules.load_timeout_s):
+                    while not model.can_serve:
+                        await self._arrival(model)
+            except TimeoutError:
+                raise unavailable(
+                    f"the model {model.name} is {model.state} still after {self.rules.load_timeout_s:g} s (--load-timeout)"
+                ) from None
+
+    @contextmanager
+    def _waiting(self, model: ServedModel) -> Iterator[None]:
+        """Count one that waits for a model. It may serve by the end, though all have left."""
         model.num_waiting += 1
         try:
-            async with asyncio.timeout(self.rules.load_timeout_s):
-                while not model.can_serve:
-                    await self._arrival(model)
-        except TimeoutError:
-            raise unavailable(
-                f"the model {model.name} is {model.state} still after {self.rules.load_timeout_s:g} s (--load-timeout)"
-            ) from None
+            yield
         finally:
             model.num_waiting -= 1
+            if not model.is_used:
+                self._rest(model, None)
 
-    async def sleep(self, model: ServedModel, drain_s: float | None, level: int = 1, reason: str = "asked") -> None:
+    async def sleep(self, model: ServedModel, drain_s: float | None, level: int = 1) -> None:
         """Let the requests of a model end within `drain_s`, and free all its memory. Idempotent; an unloaded one stays so."""
-        async with model.changing:
-            if model.state in ("asleep", "unloaded", "failed"):
-                return
-            engine = model.engine
-            model.state, model.level = "asleep", level
-            try:
-                await engine.call("sleep", drain_s=drain_s, level=level)
-            except RequestFailed as error:
-                if error.is_refusal:
-                    model.state, model.level = "ready", 0
-                raise
-            model.goings[reason] += 1
+        async with model.change():
+            if model.state not in ("asleep", "unloaded", "failed"):
+                await self._sleeps(model, drain_s, level, "asked")
 
     async def wake_up(self, model: ServedModel) -> None:
-        """Load a model again that sleeps or is unloaded. Idempotent. Raises ApiError."""
-        async with model.changing:
-            if not model.can_serve:
-                await self._bring(model)
+        """Load a model again that sleeps or is unloaded, once there is room. Idempotent. Raises ApiError."""
+        with self._waiting(model):
+            async with model.change():
+                if not model.can_serve:
+                    await self._bring(model)
 
-    async def unload(self, model: ServedModel, drain_s: float = 0.0, reason: str = "asked") -> None:
+    async def unload(self, model: ServedModel, drain_s: float = 0.0) -> None:
         """End a model's engine; the next request loads it again. Idempotent."""
         if model.coming is not None and not model.coming.done():
             model.coming.cancel()
             await asyncio.wait({model.coming})
-        if model.timer is not None:
-            model.timer.cancel()
-        async with model.changing:
-            process, model.process = model.process, None
-            model.state, model.level, model.is_missing = "unloaded", 0, False
-            if process is not None:
-                model.goings[reason] += 1
-                await process.stop(drain_s)
-                self._processes.discard(process)
+        async with model.change():
+            await self._ends(model, drain_s, "asked")
+
+    async def release(self, model: ServedModel) -> None:
+        """Unload a model as soon as it has no requests."""
+        model.is_leaving = model.is_used or model.state not in ("unloaded", "failed")
+        await self._expired(model)
 
     async def stop(self, drain_s: float = 0.0) -> None:
         """End all engines."""
@@ -304,7 +334,7 @@ class ModelRegistry:
         coming.result()
 
     async def _brought(self, model: ServedModel) -> None:
-        async with model.changing:
+        async with model.change():
             if not model.can_serve:
                 await self._bring(model)
 
@@ -329,7 +359,11 @@ class ModelRegistry:
                 pass
         except (LoadFailed, EngineUnavailable, OSError) as error:
             model.error, model.state, model.since = str(error), "failed", time.monotonic()
+            model.stays()
             raise _failed(model) from error
+        except _NotWanted:
+            self._rest(model, None)
+            raise
         except asyncio.CancelledError:
             model.state = "unloaded"
             raise
@@ -341,8 +375,7 @@ class ModelRegistry:
         model.last_used = now
         model.comings[how] += 1
         model.coming_s[how] += model.exchange_s
-        if not model.num_waiting:
-            self._rest(model, None)
+        self._rest(model, None)
 
     async def _wakes(self, model: ServedModel) -> bool:
         """Wake a model up. False: its engine cannot, and is ended."""
@@ -387,6 +420,7 @@ class ModelRegistry:
         if model.state != "ready" or not model.options.residency.preload:
             log.error("the engine of %s ended unexpectedly; the next request starts it again", model.name)
             model.process, model.state, model.level = None, "unloaded", 0
+            model.stays()
             return
         log.error("the engine of %s ended unexpectedly; restarting it", model.name)
         model.state, model.is_missing, model.num_restarts = "loading", True, model.num_restarts + 1
@@ -397,7 +431,7 @@ class ModelRegistry:
     # -- room --------------------------------------------------------------------------------------------------------
 
     async def _make_room(self, model: ServedModel) -> None:
-        """Put others to sleep until a model fits, and count it from then on. Raises EngineUnavailable."""
+        """Put others to sleep until a model fits, and count it from then on. Raises EngineUnavailable, and _NotWanted."""
         async with self._room:  # in the order of the first requests
             most = self.rules.most_bytes
             while most is not None:
@@ -416,7 +450,7 @@ class ModelRegistry:
                     await self._put_to_sleep(self._models[names[0]])
                     continue
                 if not (model.num_waiting or model.is_missing):
-                    raise EngineUnavailable("no request waits for it any more")
+                    raise _NotWanted(503, f"no request waits for the model {model.name} any more")
                 await asyncio.sleep(LOOK_S)
             is_asleep = model.state == "asleep" and model.process is not None and model.process.is_alive
             model.state = "waking" if is_asleep else "loading"
@@ -426,9 +460,12 @@ class ModelRegistry:
         if self._room.locked():  # a model looks for room
             return
         async with self._room:
-            residents = self._residents()
-            for name in victims(residents, sum(one.num_bytes for one in residents) - most_bytes, time.monotonic()) or ():
-                await self._put_to_sleep(self._models[name])
+            while names := self._too_many(most_bytes):
+                await self._put_to_sleep(self._models[names[0]])  # one at a time: requests may come for the others
+
+    def _too_many(self, most_bytes: int) -> list[str] | None:
+        residents = self._residents()
+        return victims(residents, sum(one.num_bytes for one in residents) - most_bytes, time.monotonic())
 
     def _residents(self, beside: ServedModel | None = None) -> list[Resident]:
         """The models that hold memory, but one. What changes now does not leave."""
@@ -437,7 +474,7 @@ class ModelRegistry:
                 one.name,
                 one.weights_bytes,
                 one.last_used,
-                math.inf if one.state != "ready" or one.changing.locked() else one.since + self._stays_s(one),
+                math.inf if one.state != "ready" or one.num_changing else one.since + self._stays_s(one),
                 one.num_running + one.num_waiting,
                 one.options.residency.pinned,
             )
@@ -450,29 +487,61 @@ class ModelRegistry:
         return self.rules.resident_s(model.exchange_s)
 
     async def _put_to_sleep(self, model: ServedModel) -> None:
-        """Free the memory of an idle model for another one."""
-        log.info("%s is put to sleep: another model needs the memory", model.name)
+        """Free the memory of an idle model that nothing changes for another one.
+
+        `_room` may be held: this waits for no other change of the model, which may wait for `_room`.
+        """
+        async with model.change():
+            log.info("%s is put to sleep: another model needs the memory", model.name)
+            try:
+                await self._sleeps(model, 0.0, 1, "memory")
+            except (ApiError, RequestFailed, EngineUnavailable) as error:
+                log.error("the engine of %s cannot sleep, and is ended: %s", model.name, error)
+                await self._ends(model, 0.0, "memory")
+
+    async def _sleeps(self, model: ServedModel, drain_s: float | None, level: int, reason: str) -> None:
+        """As `sleep`, in a change."""
+        engine = model.engine
+        model.state, model.level = "asleep", level
         try:
-            await self.sleep(model, 0.0, reason="memory")
-        except (ApiError, RequestFailed, EngineUnavailable) as error:
-            log.error("the engine of %s cannot sleep, and is ended: %s", model.name, error)
-            await self.unload(model, reason="memory")
+            await engine.call("sleep", drain_s=drain_s, level=level)
+        except RequestFailed as error:
+            if error.is_refusal:
+                model.state, model.level = "ready", 0
+            raise
+        model.goings[reason] += 1
+
+    async def _ends(self, model: ServedModel, drain_s: float, reason: str) -> None:
+        """As `unload`, in a change."""
+        process, model.process = model.process, None
+        model.state, model.level, model.is_missing, model.is_leaving = "unloaded", 0, False, False
+        model.stays()
+        if process is not None:
+            model.goings[reason] += 1
+            await process.stop(drain_s)
+            self._processes.discard(process)
 
     def _rest(self, model: ServedModel, keep_alive_s: float | None) -> None:
-        """Unload a model later that has no requests."""
+        """Unload a loaded model later that has no requests."""
         residency = model.options.residency
         keep_s = residency.keep_alive_s if keep_alive_s is None else keep_alive_s
-        if model.timer is not None:
-            model.timer.cancel()
-        model.expires_at = math.inf
-        if model.num_running or model.num_waiting or residency.pinned or not 0 <= keep_s < FOREVER_S:
+        keep_s = 0.0 if model.is_leaving else keep_s
+        model.stays()
+        if model.is_used or residency.pinned or not 0 <= keep_s < FOREVER_S:
+            return
+        if model.state not in ("ready", "asleep"):
+            model.is_leaving = model.is_leaving and model.state not in ("unloaded", "failed")
             return
         model.expires_at = time.monotonic() + keep_s
-        model.timer = asyncio.get_running_loop().call_later(keep_s, self._expire, model)
+        model.timer = asyncio.get_running_loop().call_later(keep_s, lambda: self._begin(self._expired(model)))
 
-    def _expire(self, model: ServedModel) -> None:
-        if not (model.num_running or model.num_waiting) and model.state in ("ready", "asleep"):
-            self._begin(self.unload(model, reason="keep_alive"))
+    async def _expired(self, model: ServedModel) -> None:
+        """Unload a model that loads or serves for no request; one may have come since its timer."""
+        if model.is_used or (model.coming is not None and not model.coming.done()):
+            return
+        async with model.change():
+            if not model.is_used and model.state in ("ready", "asleep"):
+                await self._ends(model, 0.0, "keep_alive")
 
     def _names(self) -> str:
         return ", ".join(map(repr, self._models)) or "none"
@@ -483,10 +552,15 @@ def _failed(model: ServedModel) -> ApiError:
 
 
 def _written_bytes(reference: str) -> int:
-    """Bytes of the weights in a folder, or of a file; 0 for what is named otherwise."""
+    """Bytes of the weights in a folder, or of a file with its further parts; 0 for what is named otherwise."""
     path = Path(reference)
     try:
-        files = [path] if path.is_file() else [file for pattern in WEIGHTS for file in path.glob(pattern)]
+        if path.is_file():
+            files = [path]
+            if (part := PART.search(path.name)) is not None:
+                files = list(path.parent.glob(f"{glob.escape(path.name[: part.start()])}-?????{part[1]}"))
+        else:
+            files = next((found for pattern in WEIGHTS if (found := list(path.glob(pattern)))), [])
         return sum(file.stat().st_size for file in files)
     except OSError:
         return 0

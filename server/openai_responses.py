@@ -67,20 +67,20 @@ class ResponsesRequest(ChatForm):
         }  # fmt: skip
 
     def _each_tool(self) -> Iterator[dict[str, Any]]:
-        """The tools, also those that come amid the input. Those of a namespace have its name as `namespace`.
+        """The tools, also those that come amid the input, equal ones once. Those of a namespace have its name as `namespace`.
 
         Codex sends the tools of an MCP server so. The description of a namespace becomes that of its first tool.
         """
         items = self.input if isinstance(self.input, list) else ()
         more = [tool for item in items if item.get("type") == "additional_tools" for tool in _dicts(item.get("tools"))]
-        for tool in (*(self.tools or ()), *more):
+        for tool in {json.dumps(tool, sort_keys=True): tool for tool in (*(self.tools or ()), *more)}.values():
             if tool.get("type") != "namespace":
                 yield tool
                 continue
             about = str(tool.get("description") or "")
             for inner in _dicts(tool.get("tools")):
                 own = str(inner.get("description") or "")
-                yield inner | {"namespace": str(tool.get("name")), "description": f"{about}\n\n{own}".strip()}
+                yield inner | {"namespace": tool.get("name"), "description": f"{about}\n\n{own}".strip()}
                 about = ""
 
     def chat_fields(self) -> dict[str, Any]:
@@ -122,8 +122,11 @@ class ResponsesRequest(ChatForm):
             return {"tools": None, "tool_choice": None}
         choice: Any = self.tool_choice
         if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-            allowed = [_function(tool) for tool in _dicts(choice.get("tools")) if "name" in tool]
-            choice = {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode", "auto"), "tools": allowed}}
+            given = _dicts(choice.get("tools"))
+            named = [_function(tool) for tool in given if tool.get("type") in ("function", "custom")]
+            allowed = {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode", "auto"), "tools": named}}
+            # Where only tools of OpenAI's servers are allowed, none is.
+            choice = "none" if given and not named else allowed
         elif isinstance(choice, dict):
             choice = _function(choice) if choice.get("type") in ("function", "custom") else "auto"
         return {"tools": tools, "tool_choice": choice}
@@ -170,7 +173,8 @@ def _messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
         elif kind == "reasoning":
             texts = [str(part.get("text", "")) for part in _dicts(item.get("content")) + _dicts(item.get("summary"))]
             if texts:
-                turn()["reasoning_content"] = "\n".join(texts)
+                before = turn().get("reasoning_content")
+                turn()["reasoning_content"] = "\n".join(texts if before is None else [before, *texts])
         elif kind in ("function_call", "custom_tool_call"):
             arguments = item.get("arguments") if kind == "function_call" else {"input": item.get("input", "")}
             call = {"name": _name(item), "arguments": arguments}

@@ -19,9 +19,10 @@ _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")  # of harmony
 _CHANNEL = re.compile(r"(?:<\|channel\|>|^\s*(?:assistant\s*)?)(analysis|commentary|final)\b")
 MOST_OTHERS = 32  # parameters that are looked for where the end of another one is missing
 LONGEST_OTHERS = 2048  # characters of their names together
+_HALF = "\ufffd"  # as a text is decoded that ends amid a character
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _REST_OF_HEADER = Literals([" to="])
-_BEGUN_CALL = re.compile(r"""\[?\s*(?:\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*)?"?([\w.-]+)["(]""")
+_BEGUN_CALL = re.compile(r"""\[?\s*(?:\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*)?"?([\w.-]+)(["(]|\Z)""")
 
 
 class Part(NamedTuple):
@@ -70,6 +71,7 @@ class ResponseParser:
         self._calls = template.calls if schemas is not None else None
         self._schemas = schemas or {}
         self._reader = TextReader()
+        self._unsure = ""  # at the end of the text: what replaces a character of which bytes are missing
         self._parts: list[Part] = []
         self.message_channels: list[str] = []
         self._is_either = is_either
@@ -83,6 +85,7 @@ class ResponseParser:
         in_template = template.special_marks(hidden)
         self._hidden = re.compile("|".join(map(re.escape, sorted(in_template, key=len, reverse=True))) or "(?!)")
         self._hidden_marks = set(in_template)
+        self._not_content = {*in_template, *template.dropped, *template.reasoning_close}
         form = self._calls
         self._call_opens = set() if form is None else set(form.opens)
         self._header_opens = set(template.header_open)
@@ -112,8 +115,11 @@ class ResponseParser:
 
     def feed(self, text: str) -> list[Part]:
         """The parts that more text completes."""
-        if text:
-            self._run.send(text)
+        text = self._unsure + text
+        whole = text.rstrip(_HALF)
+        self._unsure = text[len(whole) :]
+        if whole:
+            self._run.send(whole)
         return self._taken()
 
     def finish(self, is_cut: bool = False) -> list[Part]:
@@ -124,6 +130,8 @@ class ResponseParser:
         """
         self._is_cut = self._reader.is_cut = is_cut
         with suppress(StopIteration):
+            if self._unsure and not (is_cut and self._reader.holds):
+                self._run.send(self._unsure)
             self._run.send(None)
         return self._taken()
 
@@ -143,7 +151,7 @@ class ResponseParser:
             if not self._has_content or self._at_region:  # reasoning, and calls without a mark, begin here
                 self._give_content((yield from reader.space()))
                 found = yield from reader.literal(self._first)
-                reader.drop_begun(self._first)
+                reader.drop_begun(self._first, least=1 if self._is_either and self._at_region else 2)
                 may_be_bare = self._calls is not None and self._calls.is_bare and not self._is_either
                 if not found and may_be_bare and not self._has_content and (yield from self._begins_bare()):
                     yield from self._read_region("")
@@ -161,7 +169,7 @@ class ResponseParser:
                 yield from self._read_header(found)
             elif found in self._template.reasoning_open:
                 yield from self._read_reasoning()
-            elif found and found not in self._hidden_marks and found not in self._template.dropped:
+            elif found and found not in self._not_content:
                 self._give_content(found)
             elif not found and reader.ended and reader.at == len(reader.text):
                 break
@@ -225,7 +233,9 @@ class ResponseParser:
                 break
             reader.take(reader.at + len(found))
             yield from self._read_region(found)
-            if not self._is_reasoning:
+            if not self._is_reasoning:  # a mark that would have ended it may follow
+                self._later = Literals({*self._later.texts, *self._template.reasoning_close})
+                self._first = Literals({*self._first.texts, *self._template.reasoning_close})
                 return
         if end is None:
             reader.take(reader.at + len(found))
@@ -330,9 +340,11 @@ class ResponseParser:
             (self._give_reasoning if self._is_reasoning else self._give_content)(self._hidden.sub("", opener + text))
 
     def _begins_known(self, text: str) -> bool:
-        """Whether a text begins a call of a function that there is."""
+        """Whether a text begins a call of a function that there is, or ends amid its name."""
         found = _BEGUN_CALL.match(text)
-        return found is not None and found[1] in self._schemas
+        if found is None or found[2]:
+            return found is not None and found[1] in self._schemas
+        return any(name.startswith(found[1]) for name in self._schemas)
 
     def _read_items(self, opener: str) -> Reading[None]:
         """Calls of which each has a mark of its own. Raises MalformedText if there is none."""
@@ -344,6 +356,8 @@ class ResponseParser:
                 found = yield from reader.literal(self._item_or_close)
                 if not found and not count:
                     raise MalformedText
+                if not found:
+                    reader.drop_begun(self._item_or_close, least=1)
                 if not found or found in self._form.close:
                     return
             self._deliver(*(yield from self._read_call()))

@@ -85,6 +85,11 @@ class TextReader:
         record, self._record = self._record or [], None
         return "".join(record)
 
+    @property
+    def holds(self) -> bool:
+        """Whether there is text of which more decides what it is."""
+        return self._record is not None or self.at < len(self.text)
+
     def put_back(self, taken: str, size: int) -> str:
         """Read the last `size` characters of what was read once more. The rest of it."""
         self.text, self.at = taken[-size:] + self.text[self.at :], 0
@@ -153,10 +158,10 @@ class TextReader:
             if not (yield from self.more()) and found is None:
                 self.drop_begun(literals)
 
-    def drop_begun(self, literals: Literals) -> None:
-        """Leave out the beginning of a literal that the end of a text cut off."""
+    def drop_begun(self, literals: Literals, least: int = 2) -> None:
+        """Leave out the beginning of a literal, of `least` characters, that the end of a text cut off."""
         rest = self.text[self.at :]
-        if self.is_cut and len(rest) > 1 and not rest[0].isalnum() and literals.is_begun(rest):
+        if self.is_cut and len(rest) >= least and not rest[0].isalnum() and literals.is_begun(rest):
             self.at = len(self.text)
 
     def until(self, literals: Literals, give: Callable[[str], object]) -> Reading[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 from urllib.parse import urljoin
 
@@ -92,10 +92,17 @@ class ToolChoice:
         """The functions that may be called with other arguments than their schemas permit."""
         return [function["name"] for function in self._callable if function.get("strict") is not True]
 
-    def parameters(self) -> dict[str, dict[str, Any]]:
-        """The schema of the arguments of each function that may be called. Raises ToolsInvalid for one that is no object."""
-        named = [one for one in self._callable if self.named in (None, one["name"])]
-        return {function["name"]: _parameters(function) for function in named}
+    def parameters(self, lenient: Collection[str] = ()) -> dict[str, dict[str, Any]]:
+        """The schema of the arguments of each function that may be called.
+
+        Raises ToolsInvalid for one that permits no object, unless the function is `lenient`: it takes any then.
+        """
+        found = {}
+        for function in self._callable:
+            name = function["name"]
+            if self.named in (None, name):
+                found[name] = _parameters(function) if name not in lenient or _takes_objects(function) else {"type": "object"}
+        return found
 
     def params(self) -> dict[str, Any]:
         """The constraint as arguments of `SamplingParams`. Raises ToolsInvalid for parameters that are no object."""
@@ -151,13 +158,18 @@ def _parameters(function: dict[str, Any]) -> dict[str, Any]:
     given = function.get("parameters")
     if given is None:
         return _NO_PARAMETERS
-    kinds = given.get("type", "object")
-    values = [given["const"]] if "const" in given else given.get("enum", [{}])
-    if "object" not in (kinds if isinstance(kinds, list) else [kinds]) or not (
-        isinstance(values, list) and any(isinstance(value, dict) for value in values)
-    ):
+    if not _takes_objects(function):
         raise ToolsInvalid(f"the parameters of {function['name']!r} permit no object, which a call's arguments are", "tools")
     return {**given, "type": "object"}
+
+
+def _takes_objects(function: dict[str, Any]) -> bool:
+    """Whether a function's parameters permit an object, as far as their type and values say."""
+    given = function.get("parameters") or {}
+    kinds = given.get("type", "object")
+    values = [given["const"]] if "const" in given else given.get("enum", [{}])
+    of_type = "object" in (kinds if isinstance(kinds, list) else [kinds])
+    return of_type and isinstance(values, list) and any(isinstance(value, dict) for value in values)
 
 
 def _identified(parameters: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -47,6 +47,7 @@ FILE_BYTES = 64 << 20  # of one file, an extent of the tier
 _HEADER_BYTES = 4096
 _PIECE_BYTES = 4 << 20  # read at once, between two looks at the time
 _OWN_NAME = re.compile(r"lock|index|index\.tmp|\d{4,}\.kv")
+_MOST_FILES = 256  # in a folder that was made for a smaller tier: each takes a descriptor
 _INDEX_COPIES = 4  # the old index of up to three times the records, and a new one beside it
 
 
@@ -99,6 +100,7 @@ class DiskFiles:
         self._files: dict[int, int] = {}  # descriptors by number
         self._opening = threading.Lock()
         self._num_records = 0
+        self._unsettled: Records = np.zeros(0, self._dtype)  # written, and perhaps not known to the index as whole yet
         self._index_file = -1
         with ExitStack() as undo:
             undo.callback(self.close)
@@ -106,16 +108,17 @@ class DiskFiles:
             self._lock = _locked(folder)
             header = {
                 "version": VERSION, "identity": kind.identity, "block_bytes": block_bytes, "record_bytes": self._dtype.itemsize,
-                "per_file": self._per_file, "keyed": "" if secret is None else hashlib.sha256(b"kept" + secret).hexdigest(),
+                "keyed": "" if secret is None else hashlib.sha256(b"kept" + secret).hexdigest(),
             }  # fmt: skip
             try:
-                key, records = self._open(header, secret)
+                key, records = self._open(header, num_places, secret)
+                self.index = DiskIndex(kind.block_size, num_places, key)
+                self.index.load(records)
+                self._drop_beyond(self.index.live_records())
+                self.tidy()
             except OSError as error:
                 raise FolderUnusable(f"{folder} cannot be used: {error}") from error
-            self.index = DiskIndex(kind.block_size, num_places, key)
-            self.index.load(records)
             undo.pop_all()
-        self._drop_beyond()
 
     def write(self, records: Records, data: Bytes) -> Records:
         """Write the blocks `data` [n, block_bytes] to the places of `records`, and then the records, which are returned with
@@ -130,6 +133,7 @@ class DiskFiles:
         records["data_check"] = [_check(record, row) for record, row in zip(records, data, strict=True)]
         self._settle({int(place) // self._per_file for place in records["place"]})
         self._append(seal(records))
+        self._unsettled = np.concatenate((self.index.unsettled(self._unsettled), records))
         return records
 
     def read(self, records: Records, out: Bytes, goes_on: Callable[[int], bool]) -> int:
@@ -157,12 +161,13 @@ class DiskFiles:
     def tidy(self) -> None:
         """Write the index anew if it is much longer than it need be. Raises OSError."""
         if self._num_records > 2 * self.index.num_places:
-            self._rewrite(self.index.live_records())
+            self._rewrite(self._kept())
 
     def rewrite(self) -> None:
         """Write the index anew, and free what lies behind the last whole block. Raises OSError."""
-        self._rewrite(self.index.live_records())
-        self._drop_beyond()
+        records = self._kept()
+        self._rewrite(records)
+        self._drop_beyond(records)
 
     def close(self) -> None:
         """Unlock the folder. Idempotent."""
@@ -171,15 +176,20 @@ class DiskFiles:
                 os.close(file)
         self._files, self._index_file, self._lock = {}, -1, -1
 
-    def _open(self, header: dict[str, Any], secret: bytes | None) -> tuple[bytes, Records]:
-        """The key of the folder and its records; a folder of others begins anew."""
+    def _open(self, header: dict[str, Any], num_places: int, secret: bytes | None) -> tuple[bytes, Records]:
+        """The key of the folder and its records; a folder of others begins anew, and so does one of far too many files.
+
+        An extent stays as long as it was: a tier of another size has more or fewer of them.
+        """
         self._index_file = _open_own(self.folder / "index")
         raw = b""
         while piece := os.read(self._index_file, 1 << 24):
             raw += piece
         found = _header(raw[:_HEADER_BYTES])
-        key = found.pop("key", "")
-        if found == header and len(raw) >= _HEADER_BYTES:
+        key, per_file = found.pop("key", ""), found.pop("per_file", 0)
+        is_fit = per_file >= min(self._per_file, -(-num_places // _MOST_FILES))
+        if found == header and is_fit and len(raw) >= _HEADER_BYTES:
+            self._per_file = per_file
             size = self._dtype.itemsize
             self._num_records = (len(raw) - _HEADER_BYTES) // size
             records = np.frombuffer(raw, self._dtype, self._num_records, _HEADER_BYTES)
@@ -192,13 +202,18 @@ class DiskFiles:
                 if _OWN_NAME.fullmatch(file.name) and file.name not in ("lock", "index"):
                     file.unlink()
             key = secrets.token_hex(32)
-            text = json.dumps({**header, "key": key}).encode()
+            text = json.dumps({**header, "per_file": self._per_file, "key": key}).encode()
             self._header = (b"%s %08x\n" % (text, zlib.crc32(text))).ljust(_HEADER_BYTES, b"\0")
             records = np.zeros(0, self._dtype)
             self._rewrite(records)
         return hashlib.blake2b(
             bytes.fromhex(key), key=b"" if secret is None else hashlib.sha256(secret).digest()
         ).digest(), records
+
+    def _kept(self) -> Records:
+        """The records of all blocks that are whole. The index, of another thread, may not know of the last ones yet."""
+        unsettled = self.index.unsettled(self._unsettled)  # looked up first, so that none is settled between the two
+        return np.concatenate((self.index.live_records(), unsettled))
 
     def _rewrite(self, records: Records) -> None:
         """Replace the index by one of `records`."""
@@ -245,12 +260,11 @@ class DiskFiles:
             for start in range(first, last, most):
                 yield start, min(start + most, last)
 
-    def _drop_beyond(self) -> None:
-        """Cut the files behind the last place in use: of an earlier, larger tier, or of blocks that are not known."""
-        used = np.flatnonzero(self.index.whole)
-        end = int(used[-1]) + 1 if len(used) else 0
+    def _drop_beyond(self, records: Records) -> None:
+        """Cut the files behind the last place of `records`: of an earlier, larger tier, or of blocks that are not known."""
+        end = int(records["place"].max()) + 1 if len(records) else 0
         with suppress(OSError):
-            for path in self.folder.glob("*.kv"):
+            for path in (file for file in self.folder.glob("*.kv") if _OWN_NAME.fullmatch(file.name)):
                 most = (end - int(path.stem) * self._per_file) * self.block_bytes
                 if most <= 0 and int(path.stem) not in self._files:
                     path.unlink()
@@ -262,7 +276,7 @@ def folders(path: Path) -> list[Path]:
     """The folders of disk tiers in `path`."""
     if not path.is_dir():
         return []
-    return sorted(folder for folder in path.iterdir() if not folder.is_symlink() and (folder / "index").is_file())
+    return sorted(folder for folder in path.iterdir() if _is_own(folder))
 
 
 def folder_bytes(folder: Path) -> int:
@@ -273,19 +287,32 @@ def folder_bytes(folder: Path) -> int:
 def clear_folder(folder: Path) -> int:
     """Delete the files of a disk tier that no engine uses, and nothing else. Returns the bytes that they had.
 
-    Raises FolderUnusable if an engine uses it, and OSError.
+    Raises FolderUnusable if an engine uses it, or it is no disk tier, and OSError.
     """
+    if not _is_own(folder):
+        raise FolderUnusable(f"{folder} is no folder of a disk tier: the header of its index is not there, or damaged")
     lock = _locked(folder)
     try:
         num_bytes = folder_bytes(folder)
         names = [file for file in folder.iterdir() if _OWN_NAME.fullmatch(file.name)]
-        for file in sorted(names, key=lambda file: file.name == "lock"):
+        # the index, which tells that the others are of a disk tier, goes after them
+        for file in sorted(names, key=lambda file: (file.name in ("index", "lock"), file.name)):
             file.unlink()
     finally:
         os.close(lock)
     with suppress(OSError):  # it has something else
         folder.rmdir()
     return num_bytes
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether `folder` is of a disk tier: others have files called index too."""
+    index = folder / "index"
+    if folder.is_symlink() or index.is_symlink() or not index.is_file():
+        return False
+    with suppress(OSError), index.open("rb") as file:
+        return bool(_header(file.read(_HEADER_BYTES)))
+    return False
 
 
 def _locked(folder: Path) -> int:

@@ -49,13 +49,19 @@ class DiskRead:
         self.first = first
         self.records = records
         self.why = "" if len(records) else "computing takes less time"  # why not all was read
-        self.seconds = 0.0  # that it took
-        self._began = time.monotonic()
-        self._until = self._began + limit_s
+        self.seconds = 0.0  # that it took, without the time in which others were read
+        self._began: float | None = None
+        self._until = time.monotonic() + limit_s
         self._num = 0
         self._out: Bytes | None = None
         self._over = threading.Event()
         self._stopped = False
+        self._is_cut = False  # it did not go on, for it was stopped or took too long
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the thread that reads came to it."""
+        return self._began is not None
 
     @property
     def is_over(self) -> bool:
@@ -66,13 +72,18 @@ class DiskRead:
         """Wait until it is over, at most so long."""
         self._over.wait(min(seconds, max(0.0, self._until - time.monotonic())))
 
+    def stop(self) -> None:
+        """End it soon: its blocks are not needed. No effect once it is over."""
+        self._stopped = True
+
     def take(self) -> Bytes:
         """End the read. Returns the bytes of the first blocks [n, block_bytes], as many as were read."""
-        num, done = self._num, self._over.is_set()
-        self._stopped = True
-        self.seconds = self.seconds or time.monotonic() - self._began
+        done, num, began = self._over.is_set(), self._num, self._began
+        self.stop()
+        if began is not None:
+            self.seconds = self.seconds or time.monotonic() - began
         if num < len(self.records) and not self.why:
-            self.why = "damaged" if done else "slower than computing"
+            self.why = "damaged" if done and not self._is_cut else "slower than computing"
         return np.zeros((0, 0), np.uint8) if self._out is None else self._out[:num]
 
     def run(self, files: DiskFiles) -> None:
@@ -80,19 +91,19 @@ class DiskRead:
         began = time.monotonic()
         try:
             if self._goes_on(0):
+                self._began = began
                 self._out = np.empty((len(self.records), files.block_bytes), np.uint8)
                 files.read(self.records, self._out, self._goes_on)
         except (OSError, MemoryError) as error:
             self.why = f"{type(error).__name__}: {error}"
         finally:
             self.seconds = time.monotonic() - began
-            if not self._stopped and time.monotonic() >= self._until:
-                self.why = self.why or "slower than computing"
             self._over.set()
 
     def _goes_on(self, num: int) -> bool:
         self._num = num
-        return not self._stopped and time.monotonic() < self._until
+        self._is_cut = self._stopped or time.monotonic() >= self._until
+        return not self._is_cut
 
 
 class DiskTier:
@@ -155,8 +166,9 @@ class DiskTier:
         data = read.take()
         if not len(read.records):
             return data
-        num_bytes, seconds = self._measured
-        self._measured = num_bytes * _FORGET + data.nbytes, seconds * _FORGET + read.seconds
+        if read.has_begun:
+            num_bytes, seconds = self._measured
+            self._measured = num_bytes * _FORGET + data.nbytes, seconds * _FORGET + read.seconds
         self.read_blocks += len(data)
         if read.why == "damaged":
             log.warning("a block of %s is not as it was written: it is forgotten, and computed again", self._files.folder)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest.mock import Mock
+
 import pytest
 from fakes import World
 
@@ -32,6 +35,34 @@ def test_a_stream_of_high_priority_does_not_starve_a_low_one() -> None:
     assert 2 * AGING_S - 5 <= second, "it is of low priority"
     world.complete()
     assert "low" in world.started[: int(2 * AGING_S) + 5]
+
+
+def reading_world() -> tuple[World, Any]:
+    """A request waits for its read from disk, which goes on."""
+    world = World(64, caching=True)
+    world.cache.disk = Mock()
+    read = world.cache.disk.begin.return_value = Mock(is_over=False)
+    world.add("reads", 40, 2)
+    world.step()
+    assert world.started == []
+    assert not read.stop.called
+    return world, read
+
+
+def test_what_is_read_for_an_aborted_request_is_read_no_further() -> None:
+    world, read = reading_world()
+    world.scheduler.abort("reads")
+    world.step()
+    read.stop.assert_called_once_with()
+    assert not world.scheduler.has_work
+
+
+def test_a_request_goes_on_without_its_read_if_the_disk_tier_has_failed() -> None:
+    world, read = reading_world()
+    world.cache.disk, read.is_over = None, True
+    world.run()
+    assert world.started == ["reads"]
+    assert read.stop.called
 
 
 NOT_ASKED = {"expected": None, "margin": None, "in_steps": None}

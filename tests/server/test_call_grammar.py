@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -169,6 +170,38 @@ def test_functions_that_are_not_strict_are_held_to_what_can_be_held(name: str) -
             CallGrammar(template, {"odd": odd}, {})
 
 
+CHAIN = {str(at): {"anyOf": [{"$ref": f"#/$defs/{at + 1}"}]} for at in range(3000)} | {"3000": {}}
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3-coder"])
+@pytest.mark.parametrize("parameters", [
+    {"properties": {"a": {"type": "string", "pattern": "^(?!x)"}}}, {"properties": {"a": {"type": "dict"}}},
+    {"properties": {"a": {"$ref": "#/$defs/none"}}}, {"properties": None}, {"type": "string"}, {"required": [3]},
+    {"properties": {"a": {"$ref": "#/$defs/0"}}, "$defs": CHAIN}, {"properties": {"a": False}, "required": ["a"]},
+    {"properties": {"a": 3, "b b": {}, "c[]": {}}},
+])  # fmt: skip
+def test_a_function_that_is_not_strict_takes_no_answer_and_no_calls_away(name: str, parameters: dict[str, Any]) -> None:
+    """Its arguments are held to nothing where its schema cannot be, and those of other functions are."""
+    template = template_named(name)
+    odd = {"type": "function", "function": {"name": "odd", "parameters": {"type": "object"} | parameters}}
+    fields = {"tools": [*TOOLS, odd], "response_format": {"type": "json_object"}, "constraint": FORM}
+    grammar = AnswerReader(fields, template, added_tokens={}, constrains=True).params()["grammar"]
+    is_named = "properties" in parameters and parameters["properties"] is not None
+    arguments: dict[str, Any] = {"a": "x" if "pattern" in str(parameters) else 1} if is_named or name == "hermes" else {}
+    assert accepts(grammar, text_of(template, [("odd", arguments)])) and accepts(grammar, "{}")
+    assert accepts(grammar, text_of(template, CALLS[:1])) and not accepts(grammar, text_of(template, [("dive", {})]))
+
+
+def test_what_explains_parameters_is_no_part_of_a_grammar() -> None:
+    noted = {"title": "t", "description": "x" * 140_000, "default": "d", "examples": ["e"], "$comment": "c"}
+    for name in ("hermes", "qwen3-coder"):
+        template, properties = template_named(name), {"title": {"type": "integer"} | noted, "note": {"type": "array"} | noted}
+        schema = {"type": "object", "properties": properties, "required": ["title"]} | noted
+        grammar = CallGrammar(template, {"f": schema}, {}).required(True)
+        assert accepts(grammar, text_of(template, [("f", {"title": 3})])) and len(grammar) < 2_000
+        assert not accepts(grammar, text_of(template, [("f", {"title": "x"})]))
+
+
 @pytest.mark.parametrize(("form", "right", "wrong"), [
     ({"regex": "a/b\\/?|[/\\n]\nc"}, ("a/b", "a/b/", "/\nc", "\n\nc"), ("ab", "a/b/c")),
     ({"grammar": '%llguidance {}\nstart: call "}" // of its own\ncall: /[0-9]/'}, ("3}",), ("3", "}")),
@@ -199,11 +232,24 @@ def test_special_tokens_are_named_by_their_ids() -> None:
     ("glm4", {"properties": {"a": {"type": "string", "pattern": "x"}}}, "a pattern, a format or a length"),
     ("glm4", {"properties": {"a": {"$ref": "#/properties/b"}}}, "leads out of a parameter"),
     ("glm4", {"properties": {"a>": {"type": "integer"}}}, "cannot be named"),
-    ("hermes", {"description": "x" * 140_000}, "longer than the"),
+    ("glm4", {"required": [3]}, "malformed"), ("glm4", {"required": [[1]]}, "malformed"),
+    ("hermes", {"properties": {"x" * 140_000: {}}}, "longer than the"),
 ])  # fmt: skip
 def test_what_cannot_be_constrained_says_so(name: str, parameters: dict[str, Any], said: str) -> None:
     with pytest.raises(CannotConstrain, match=said):
         CallGrammar(template_named(name), {"f": {"type": "object"} | parameters}, {}).required(False)
+
+
+@pytest.mark.parametrize("template", [one for one in WRITTEN if one.calls and one.calls.written[0].parameter], ids=name_of)
+def test_parameters_that_are_named_as_places_are(template: ResponseTemplate) -> None:
+    values = {"VALUE": 1, "ENV_VALUE": 2, "TYPED": 3, "KEY": 4}
+    schema = {"type": "object", "properties": {key: {"type": "integer"} for key in values}, "required": [*values]}
+    text = text_of(template, [("f", dict(zip("abcd", values.values(), strict=True)))])
+    for letter, key in zip("abcd", values, strict=True):
+        text = re.sub(rf"(?<=[=>\"]){letter}(?=[>\"<])", key, text)
+    assert accepts(CallGrammar(template, {"f": schema}, {}).required(True), text), text
+    (part,) = (part for part in ResponseParser(template, {"f": schema}).feed(text) if part.kind == "call")
+    assert json.loads(part.text) == values
 
 
 def test_a_text_that_has_to_fit_a_pattern_is_json_where_attributes_say_so() -> None:
@@ -250,6 +296,20 @@ def test_a_named_call_is_read_in_the_format_of_the_family() -> None:
     assert [(call.name, call.text) for call in answer.calls] == [("dive", '{"depth": 3}')] and not answer.content
     other = reader.reasoning_grammar()
     assert other is not None and other.opens == ("<think>",) and accepts(other.grammar, f"Hm.</think>\n\n{text}")
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3-coder", "glm4", "minimax-m2", "kimi-k2"])
+def test_what_reasoning_says_of_calls_is_no_call_where_a_grammar_holds_those_behind_it(name: str) -> None:
+    template = template_named(name)
+    wrong, right = (text_of(template, [("dive", {"depth": depth})]) for depth in (-9, 3))
+    form = {"response_format": {"type": "json_object"}, "constraint": FORM}
+    for fields, end in ((form, "{}"), (form, right), ({"tool_choice": "required"}, right)):
+        reader = AnswerReader({"tools": TOOLS} | fields, template, added_tokens={}, constrains=True)
+        text = f"<think>maybe {wrong} no.</think>{end}"
+        assert accepts(reader.params()["grammar"], text)
+        answer = reader.read(0, text)
+        assert answer.reasoning == f"maybe {wrong} no." and answer.content == ("" if end == right else end)
+        assert [call.text for call in answer.calls] == (['{"depth": 3}'] if end == right else [])
 
 
 @pytest.mark.parametrize(

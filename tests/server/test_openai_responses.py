@@ -43,6 +43,7 @@ def test_items_become_messages_of_a_chat() -> None:
         {"role": "user", "content": "Dive"},
         {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Down."}]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "So."}]},
         {"type": "function_call", "call_id": "c1", "name": "dive", "arguments": '{"depth": 3}'},
         {"type": "custom_tool_call", "call_id": "c2", "name": "apply_patch", "input": "x"},
         {"type": "function_call_output", "call_id": "c1", "output": "wet"},
@@ -60,7 +61,7 @@ def test_items_become_messages_of_a_chat() -> None:
         {"role": "user", "content": "Dive"},
         {
             "role": "assistant",
-            "reasoning_content": "Hm.",
+            "reasoning_content": "Hm.\nSo.",
             "content": [{"type": "output_text", "text": "Down."}],
             "tool_calls": calls,
         },
@@ -147,7 +148,7 @@ async def test_tools_of_a_namespace_are_named_with_it_before_the_model_alone() -
     }
     own = {"type": "namespace", "name": "functions", "description": "", "tools": [PATCH]}
     earlier = [
-        {"type": "additional_tools", "role": "developer", "tools": [sea | {"name": "mcp__lake__", "tools": [PATCH]}]},
+        {"type": "additional_tools", "tools": [DIVE, sea, sea | {"name": "mcp__lake__", "tools": [PATCH]}]},
         {"role": "user", "content": "Dive"},
         {"type": "function_call", "call_id": "c1", "name": "dive", "namespace": "mcp__sea", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "c1", "output": "wet"},
@@ -203,5 +204,7 @@ async def test_allowed_tools_are_those_that_are_found() -> None:
         await server.ask(PATH, BODY | {"tool_choice": choice | {"mode": "required"}})
         schema = server.last_request["params"]["json_schema"]
         assert [one["properties"]["name"]["const"] for one in schema["items"]["anyOf"]] == ["apply_patch"]
+        hosted = {"tool_choice": choice | {"tools": [{"type": "mcp", "server_label": "sea", "name": "dive"}]}}
+        assert (await server.ask(PATH, BODY | hosted)).status == 200 and "json_schema" not in server.last_request["params"]
         refused = await server.ask(PATH, BODY | {"tool_choice": choice | {"tools": [{"type": "function", "name": "swim"}]}})
         assert refused.status == 400 and b"tool_choice allows 'swim'" in refused.body

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from page_rig import MadeUpEngine, eventually
 from pagetide.server.config import ModelOptions
 from pagetide.server.engine_client import LoadFailed
 from pagetide.server.errors import ApiError
-from pagetide.server.models import ModelRegistry
+from pagetide.server.models import ModelRegistry, ServedModel
 from pagetide.server.residency import Residency, Resident, RouterRules, victims
 
 ON_DEMAND = Residency(keep_alive_s=-1, pinned=False, preload=False)
@@ -113,3 +115,101 @@ async def test_keep_alive_memory_that_is_short_and_an_engine_that_ends() -> None
     async with models.using(a):
         assert a.state == "ready"
     await models.stop()
+
+
+class SlowSleeper(MadeUpEngine):
+    """Falls asleep once `may_sleep` is set."""
+
+    may_sleep = asyncio.Event()
+
+    async def call(self, method: str, **arguments: Any) -> Any:
+        if method == "sleep":
+            await self.may_sleep.wait()
+        return await super().call(method, **arguments)
+
+
+async def slow_sleeper(reference: str, options: dict[str, Any], name: str) -> Any:
+    return SlowSleeper(options)
+
+
+async def test_a_trim_looks_again_after_each_model_and_waits_for_no_other_change() -> None:
+    for meanwhile in ("used", "unloaded"):
+        SlowSleeper.may_sleep = asyncio.Event()
+        models = registry(slow_sleeper, most_bytes=30)
+        a, b, c = models
+        for one in models:
+            async with models.using(one):
+                pass
+        for one in models:
+            one.weights_bytes = 20
+        async with models.using(c):
+            pass
+        await eventually(lambda a=a: a.state == "asleep")  # and b would be next
+        if meanwhile == "unloaded":
+            await models.unload(b)
+        asyncio.get_running_loop().call_later(0.02, SlowSleeper.may_sleep.set)
+        async with asyncio.timeout(30), models.using(b):
+            await eventually(lambda a=a: not a.changing.locked())
+            await asyncio.sleep(0.01)
+            assert (a.state, b.state) == ("asleep", "ready") and b.process is not None and b.process.is_alive
+        await models.stop()
+
+
+async def test_a_request_that_leaves_while_its_model_waits_for_room_changes_nothing() -> None:
+    models = registry(slow_sleeper, "ab", most_bytes=15)
+    SlowSleeper.may_sleep = asyncio.Event()
+    SlowSleeper.may_sleep.set()
+    a, b = models
+    async with models.using(a):
+        for _ in range(2):
+            leaving = asyncio.create_task(models.until_serving(b))
+            await asyncio.sleep(0.03)
+            assert b.num_waiting == 1
+            leaving.cancel()
+            await eventually(lambda: b.coming is not None and b.coming.done())
+            assert (b.state, b.error, b.num_waiting) == ("unloaded", None, 0)
+        operator = asyncio.create_task(models.wake_up(b))
+        await asyncio.sleep(0.03)
+        assert b.num_waiting == 1 and not operator.done()
+    await operator
+    assert (a.state, b.state) == ("asleep", "ready")
+    await models.stop()
+
+
+async def test_a_keep_alive_ends_no_model_that_has_got_a_request_and_each_that_has_none() -> None:
+    models = registry(slow_sleeper, "")
+    a = models.add(ModelOptions("a", "made up", residency=Residency(0.0, pinned=False, preload=False)))
+    for turns in range(6):
+        async with models.using(a):
+            pass
+        for _ in range(turns):  # around the timer and the unloading
+            await asyncio.sleep(0)
+        async with models.using(a):
+            await asyncio.sleep(0.005)
+            assert a.process is not None and a.process.is_alive
+    await eventually(lambda: a.state == "unloaded")
+    leaving = asyncio.create_task(models.until_serving(a))
+    while a.state != "ready":
+        await asyncio.sleep(0)
+    leaving.cancel()  # in the turn in which the loading ends
+    await eventually(lambda: a.state == "unloaded")
+    b = models.add(ModelOptions("b", "made up", residency=ON_DEMAND))
+    async with models.using(b, 300.0):
+        await models.release(b)
+        assert b.state == "ready"
+    await eventually(lambda: b.state == "unloaded")
+    async with models.using(b):
+        pass
+    assert b.state == "ready" and b.expires_at == math.inf  # by its own settings
+    await models.stop()
+
+
+def test_weights_before_a_model_was_loaded_are_those_of_all_parts_and_of_one_format(tmp_path: Path) -> None:
+    for name, size in (("a-00001-of-00002.gguf", 1), ("a-00002-of-00002.gguf", 2), ("b-00001-of-00002.gguf", 4), ("c.gguf", 8)):
+        (tmp_path / name).write_bytes(bytes(size))
+    for name, size in (("model.safetensors", 16), ("pytorch_model.bin", 32)):
+        (tmp_path / "d").mkdir(exist_ok=True)
+        (tmp_path / "d" / name).write_bytes(bytes(size))
+    names = ("a-00001-of-00002.gguf", "c.gguf", "d", "none")
+    models = [ServedModel(ModelOptions(name, str(tmp_path / name), residency=ON_DEMAND)) for name in names]
+    assert [one.weights_bytes for one in models] == [3, 8, 16, 0]

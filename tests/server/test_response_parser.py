@@ -152,14 +152,26 @@ def test_reasoning_content_and_calls_of_each_family_however_the_text_is_cut(name
         assert read(name, text, iter(lambda draw=draw: draw.randint(1, 20), 0)) == wanted
 
 
+@pytest.mark.parametrize("is_special", [True, False])
 @pytest.mark.parametrize("name", ANSWERS)
-def test_of_an_answer_that_is_cut_off_anywhere_no_mark_or_half_call_is_content(name: str) -> None:
+def test_of_an_answer_that_is_cut_off_anywhere_no_mark_or_half_call_is_content(name: str, is_special: bool) -> None:
     text = ANSWERS[name]
     for size in range(len(text)):
-        found = read(name, text[:size], is_cut=True, hidden=template_named(name).marks)
+        found = read(name, text[:size], is_cut=True, hidden=template_named(name).marks if is_special else ())
         content, reasoning = found.content.rstrip("<[").strip(), found.reasoning.rstrip("<[").strip()  # not yet a mark
         assert "Down.".startswith(content) and "Hm.".startswith(reasoning), (text[:size], found)
         assert found.calls == DIVED[: len(found.calls)], (text[:size], found)
+
+
+@pytest.mark.parametrize(("name", "text", "wanted"), [
+    ("deepseek-v3", ANSWERS["deepseek-v3"].partition("{")[0] + "{}\n```<\ufffd", Said("Down.", "Hm.", [])),
+    ("deepseek-v4", "Down.\n\n<\ufffd", Said("Down.\n\n<", "", [])), ("hermes", "1 \ufffd", Said("1 \ufffd", "", [])),
+    ("llama3", '{"name": "di', Said("", "", [])), ("llama3", '{"name": "Di', Said('{"name": "Di', "", [])),
+    ("llama3", '{"name": "dive', Said("", "", [])), ("llama4", "[surf", Said("", "", [])),
+])  # fmt: skip
+def test_cuts_amid_a_character_of_a_mark_or_a_name(name: str, text: str, wanted: Said) -> None:
+    assert read(name, text, is_cut=True) == read(name, text, iter(lambda: 1, 0), is_cut=True) == wanted
+    assert "\ufffd" not in text or "\ufffd" in read(name, text).content, "of an answer that ends all text is there"
 
 
 CASES: list[tuple[str, str, Said]] = [
@@ -250,6 +262,8 @@ def test_a_call_amid_reasoning_ends_it_where_the_format_says_so() -> None:
     call = '<tool_call>{"name": "surface"}</tool_call>'
     assert read("hermes", f"Hm.\n{call}", prompt_end="<think>\n") == Said("", "Hm.", [("surface", {})])
     assert read("hermes", "Say <tool_call> now.</think>Hi", prompt_end="<think>\n") == Said("Hi", "Say <tool_call> now.", [])
+    text = f"<think>Hm. {call} No.</think>\n\nHi"
+    assert read("hermes", text) == read("hermes", text, iter(lambda: 1, 0)) == Said("No.\n\nHi", "Hm.", [("surface", {})])
     text = "[THINK]Say [TOOL_CALLS]surface[ARGS]{} now.[/THINK]Hi"
     assert read("mistral", text) == Said("Hi", "Say [TOOL_CALLS]surface[ARGS]{} now.", [])
 

@@ -119,11 +119,12 @@ def check(outputs: list[RequestOutput], load: list[Ask], expected: dict[str, Req
 
 def check_clean(llm: LLM, expected: dict[str, RequestOutput]) -> None:
     """All blocks are back, and the engine goes on."""
-    scheduler = llm._manager.open().core.scheduler
-    scheduler.check_invariants()
-    counts = scheduler.cache.pool.counts()
-    assert (counts.live, counts.in_flight, scheduler.num_running, scheduler.num_waiting) == (0, 0, 0, 0)
-    assert not llm._manager.delivery.groups
+    with llm.locked_engine() as engine:
+        scheduler = engine.core.scheduler
+        scheduler.check_invariants()
+        counts = scheduler.cache.pool.counts()
+        assert (counts.live, counts.in_flight, scheduler.num_running, scheduler.num_waiting) == (0, 0, 0, 0)
+        assert not llm._manager.delivery.groups
     assert check(served(llm, LOAD[1:3]), LOAD[1:3], expected, None) == 0
 
 

@@ -71,6 +71,25 @@ def test_blocks_outlive_the_process_within_the_cap_and_belong_to_one_user(tmp_pa
     assert not folder.exists()
 
 
+def test_an_index_that_is_written_anew_has_the_blocks_that_are_not_settled_yet(tmp_path: Path) -> None:
+    files, length, rewritten = opened(tmp_path / "one"), 0, 0
+    for start in range(0, 300, 3):
+        chain = files.index.chain(np.repeat(np.arange(start, start + 3, dtype=np.int32), 4), None)
+        records = files.write(files.index.take(chain, 3), np.array([block(start + i) for i in range(3)]))
+        files.tidy()
+        before, length = length, (files.folder / "index").stat().st_size
+        if length < before:
+            rewritten += 1
+            files.close()
+            files = opened(tmp_path / "one")
+            assert read(files, start, start + 1, start + 2) == 3
+            continue
+        files.index.written(records)
+    assert rewritten > 1
+    assert len(files.index.unsettled(records)) == 0
+    files.close()
+
+
 def test_no_damage_of_a_file_is_read(tmp_path: Path) -> None:
     rng = np.random.default_rng(2)
     seen = set()
@@ -148,6 +167,48 @@ def test_a_full_disk_leaves_whole_what_was_there(tmp_path: Path, monkeypatch: py
     write(again, 8, 9)
     assert read(again, 8, 9) == 2
     again.close()
+
+
+def test_a_tier_of_another_size_keeps_the_blocks_that_have_room(tmp_path: Path) -> None:
+    starts = range(0, 120, 3)
+    files = opened(tmp_path / "one")
+    for start in starts:
+        write(files, start, start + 1, start + 2)
+    files.close()
+    kept = []
+    for most_bytes in (CAP, 4 * CAP, CAP // 2, 4 * CAP, 1024 * CAP):
+        files = opened(tmp_path / "one", most_bytes)
+        kept.append(sum(read(files, start, start + 1, start + 2) for start in starts))
+        files.index.check_invariants()
+        assert folder_bytes(tmp_path / "one") <= most_bytes
+        files.close()
+    assert kept[0] == kept[1] > kept[2] > 0
+    assert kept[2:] == [kept[2], kept[2], 0]
+
+
+def test_files_of_others_in_the_folder_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir(0o700)
+    for name in ("x.kv", "12.kv", "9999.kv"):
+        (tmp_path / "one" / name).write_text("there")
+    opened(tmp_path / "one").close()
+    opened(tmp_path / "one").close()
+    assert sorted(file.name for file in (tmp_path / "one").glob("*.kv")) == ["12.kv", "x.kv"]
+
+
+def test_no_files_of_others_are_cleared(tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()
+    for name in ("index", "lock", "0000.kv"):
+        (tmp_path / ".git" / name).write_bytes(b"DIRC\0\0\0\2")
+    files = opened(tmp_path / "one")
+    write(files, 1, 2)
+    files.close()
+    (tmp_path / "one" / "notes.kv").write_text("mine")
+    assert folders(tmp_path) == [tmp_path / "one"]
+    with pytest.raises(FolderUnusable, match="no folder of a disk tier"):
+        clear_folder(tmp_path / ".git")
+    clear_folder(tmp_path / "one")
+    assert sorted(file.name for file in (tmp_path / ".git").iterdir()) == ["0000.kv", "index", "lock"]
+    assert [file.name for file in (tmp_path / "one").iterdir()] == ["notes.kv"]
 
 
 def test_folders_of_others_and_sizes_too_small_are_refused(tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 from families import VOCAB, tiny
 
@@ -15,8 +17,8 @@ from pagetide import LLM, SamplingParams
 from pagetide.cli import main
 from pagetide.engine.errors import ConfigError
 from pagetide.engine.execution import disk_tier
-from pagetide.engine.execution.disk_files import DiskFiles
-from pagetide.engine.execution.disk_tier import DiskRead
+from pagetide.engine.execution.disk_files import BlockKind, DiskFiles
+from pagetide.engine.execution.disk_tier import DiskRead, DiskTier
 from pagetide.scheduler.cost import SwapCost
 
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0)
@@ -103,6 +105,35 @@ def test_reads_that_fail_stall_or_take_longer_than_computing_are_done_without(
         assert other.stats()["disk_tier"]["hit_tokens"] == 0
 
 
+def test_reads_that_wait_for_others_count_not_as_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = DiskFiles(tmp_path / "one", 64 << 10, BlockKind("model", 1000, 4))
+    chain = files.index.chain(np.arange(8, dtype=np.int32), None)
+    files.index.written(files.write(files.index.take(chain, 2), np.zeros((2, 1000), np.uint8)))
+    began, go_on = threading.Event(), threading.Event()
+    read_all = DiskFiles.read
+
+    def read_late(self: DiskFiles, *args: Any) -> int:
+        began.set()
+        go_on.wait()
+        return read_all(self, *args)
+
+    monkeypatch.setattr(DiskFiles, "read", read_late)
+    tier = DiskTier(files, cast("Any", None))
+    first, behind = tier.begin(chain, 0, 8, 0.1), tier.begin(chain, 0, 8, 0.1)
+    assert first is not None
+    assert behind is not None
+    began.wait()
+    assert len(tier.finish(behind)) == 0
+    assert (behind.why, behind.seconds) == ("slower than computing", 0.0)
+    assert tier.to_dict()["read_bytes_per_s"] is None
+    go_on.set()
+    first.wait(60)
+    assert len(tier.finish(first)) == 2
+    assert first.seconds > 0
+    assert tier.to_dict()["read_bytes_per_s"] > 0
+    tier.close()
+
+
 def test_a_disk_that_cannot_be_written_costs_a_warning(saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "no space left on device")
@@ -113,6 +144,30 @@ def test_a_disk_that_cannot_be_written_costs_a_warning(saved: str, tmp_path: Pat
         assert told(llm, [PROMPT]) == first
         assert llm.stats()["disk_tier"]["failures"] >= 1
         assert llm.stats()["disk_tier"]["used_blocks"] == 0
+
+
+def test_a_tier_that_fails_is_not_used_and_costs_no_request(
+    saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine(saved, tmp_path) as llm:
+        expected = told(llm, [PROMPT])[0]
+    failed, read_all = threading.Event(), DiskFiles.read
+
+    def save(*_: Any) -> None:
+        failed.set()
+        raise RuntimeError("a fault")
+
+    def read_late(self: DiskFiles, *args: Any) -> int:
+        failed.wait()
+        return read_all(self, *args)
+
+    monkeypatch.setattr(DiskTier, "save", save)
+    monkeypatch.setattr(DiskFiles, "read", read_late)
+    with engine(saved, tmp_path) as llm:
+        other, output = llm.generate([[5] * 40, PROMPT], GREEDY)
+        assert list(output.token_ids) == expected
+        assert other.finish_reason == output.finish_reason
+        assert llm.stats()["disk_tier"] is None
 
 
 def test_the_command_shows_and_clears_what_no_engine_uses(

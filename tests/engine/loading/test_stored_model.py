@@ -95,13 +95,13 @@ def test_experts_that_are_stored_one_by_one(family: str, tmp_path: Path) -> None
 def test_plain_weights_are_decoded_when_they_are_needed(tmp_path: Path, monkeypatch) -> None:
     """Threads that read ahead would hold all experts beside those that are joined."""
     made.checkpoint(tiny("mixtral"), tmp_path / "packed", of_gptq(), made.gptq(4, 8, False))
-    threads, original = set(), stored_model._PlainWeight.__getitem__
+    threads, original = set(), stored_model._Later.__getitem__
 
     def noting(self, key):
         threads.add(threading.current_thread())
         return original(self, key)
 
-    monkeypatch.setattr(stored_model._PlainWeight, "__getitem__", noting)
+    monkeypatch.setattr(stored_model._Later, "__getitem__", noting)
     before = dict(os.environ)
     load_model(opened(tmp_path / "packed"), CPU, torch.float32, pack=False)
     assert threads == {threading.current_thread()} and dict(os.environ) == before
