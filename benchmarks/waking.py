@@ -5,7 +5,8 @@
 A random Qwen2-like model, in a process of its own. Level 1 leaves the weights to the page cache; level 2 gives them back.
 "Waking" of weights is mapping all of them (`MappedWeights.fill`), against `read` of the same bytes of the same file into
 memory that is there already; after level 2 both read from the disk. Waking of the engine is `AsyncLLM.wake_up`, and the
-first token that of a prompt of 64 tokens right after it. Growth is that of the resident set over 100 sleeps.
+first token that of a prompt of 64 tokens right after it. Growth is that of the resident set over 100 sleeps with a token
+between them, behind 10 more and those that were timed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import os
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -93,8 +94,8 @@ async def _measure_engine(folder: str, dtype: str, rounds: int, samples: Samples
             samples[f"sleep_{level}_s"].append(slept - began)
             samples[f"wake_{level}_s"].append(woken - slept)
             samples[f"first_{level}_s"].append(await first_s())
-        before = await _cycles(llm, 10)
-        samples["growth"].append(await _cycles(llm, CYCLES) - before)
+        before = await _cycles(llm, first_s, 10)
+        samples["growth"].append(await _cycles(llm, first_s, CYCLES) - before)
 
 
 def _measure_weights(weights: MappedWeights, level: Level, room: bytearray, samples: Samples) -> None:
@@ -117,11 +118,12 @@ def _measure_weights(weights: MappedWeights, level: Level, room: bytearray, samp
     samples["weights"] = [weights.num_bytes]
 
 
-async def _cycles(llm: AsyncLLM, count: int) -> int:
-    """The resident set after so many sleeps, asleep."""
-    for _ in range(count):
-        await llm.sleep(1)
+async def _cycles(llm: AsyncLLM, generate: Callable[[], Awaitable[object]], count: int) -> int:
+    """The resident set after so many sleeps, of both levels in turn, with a token between them; asleep."""
+    for _, level in zip(range(count), itertools.cycle(LEVELS), strict=False):
+        await llm.sleep(level)
         await llm.wake_up()
+        await generate()
     await llm.sleep(1)
     gc.collect()
     trim(torch.device("cpu"))

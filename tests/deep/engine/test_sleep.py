@@ -60,7 +60,7 @@ async def test_tokens_stay_and_memory_does_not_grow_over_sleeps(saved: Path, qua
             await llm.wake_up()
             return slept
 
-        before = await cycles(10)
+        before = await cycles(50)  # by then free pieces of the heap, 3 MiB more than at first, have become no more
         assert await cycles(100 if quantization is None else 20) <= before + 4 * MIB
 
 
