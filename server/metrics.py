@@ -217,9 +217,9 @@ class Metrics:
             families.add("gauge", "pagetide_model_state", "1 for the present state", name | {"state": one}, is_on)
         families.add("gauge", "pagetide_model_waiting_requests", "Requests that wait for it to serve", name, model.num_waiting)
         for how in ("load", "wake"):
-            how_labels = name | {"how": how}
-            families.add("counter", "pagetide_model_loads", "Times it was loaded or woken up", how_labels, model.comings[how])
-            families.add("counter", "pagetide_model_load_seconds", "Seconds of these", how_labels, model.coming_s[how])
+            ways = name | {"operation": how}
+            families.add("counter", "pagetide_model_loads", "Times it was loaded or woken up", ways, model.comings[how])
+            families.add("counter", "pagetide_model_load_seconds", "Seconds of these", ways, model.coming_s[how])
         for reason in ("asked", "ended", "keep_alive", "memory"):
             text = "Times it left the memory"
             families.add("counter", "pagetide_model_unloads", text, name | {"reason": reason}, model.goings[reason])

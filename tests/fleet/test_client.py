@@ -178,7 +178,8 @@ async def test_front_ends_that_attach_again_give_each_reader_all_records(rig: Ri
             await asyncio.sleep(0)
     for generation in generations:
         check_output(request, await ended(generation))
-    assert [generation.is_attached for generation in generations] == [False, True, True]
+    # Which front end the queue hears first is open; one of them begins the request.
+    assert sorted(generation.is_attached for generation in generations) == [False, True, True]
     assert rig.server.queue.counters.accepted == 1
 
 

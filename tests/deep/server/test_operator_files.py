@@ -24,7 +24,9 @@ UNIT = FOLDER / "pagetide-serve.service"
 DOCUMENT = (ROOT / "docs" / "serve.md").read_text("utf-8")
 FILES = OperatorFiles(FOLDER, r"vllm:\w+|pagetide_\w+|http_\w+|process_\w+", r"\d+m")
 load = FILES.load
-UNSEEN = {  # not on the page of a server that is well, and not on the dashboard either
+UNSEEN = {
+    *(f"pagetide_model_{one}" for one in ("state", "waiting_requests", "loads_total", "load_seconds_total", "unloads_total")),
+    # not on the page of a server that is well, and not on the dashboard either
     "pagetide_build_info",
     "pagetide_engine_info",
 }
@@ -87,7 +89,9 @@ def test_the_settings_are_accepted_and_show_every_key(tmp_path: Path) -> None:
     for model in sample.models:
         EngineConfig.resolve(model.reference, **dict(model.engine))
     text = re.sub(r"^# (?=(?!model:|ssl_)[a-z_]+: )", "", text, flags=re.MULTILINE)  # there are no files of certificates
-    (file := tmp_path / "all.yaml").write_text(text)
+    (tiny := tmp_path / "models" / "tiny").parent.mkdir()
+    tiny.symlink_to(Path(__file__).parents[3] / "engine" / "demo_model")
+    (file := tmp_path / "all.yaml").write_text(text.replace("/srv/models", str(tiny.parent)))
     whole = ServeConfig.resolve({}, {}, file)
     assert {key for key in keys if getattr(whole, key) in (None, ())} == {"ssl_certfile", "ssl_keyfile"}
     for model in whole.models:
