@@ -136,6 +136,7 @@ bench:  ## measure; the figures go to build/bench
 	$(BIN)/python -m benchmarks.kv_cache_dtype --json build/bench/kv_cache_dtype.json
 	$(BIN)/python -m benchmarks.kept_prefixes --json build/bench/kept_prefixes.json
 	$(BIN)/python -m benchmarks.loading --json build/bench/loading.json
+	$(BIN)/python -m benchmarks.waking --json build/bench/waking.json
 	$(BIN)/python -m benchmarks.serve --json build/bench/serve.json
 	$(BIN)/python -m benchmarks.windows --json build/bench/windows.json
 	$(BIN)/python -m benchmarks.states --json build/bench/states.json

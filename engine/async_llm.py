@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from .build import ModelFacts
+    from .executor import KeptModel
+    from .loading.mapped_weights import Level
 
 # Blocks of which the event loop makes plain data, some 2 ms; of more another thread does
 MOST_ON_LOOP = 1024
@@ -75,9 +77,17 @@ class AsyncLLM(AsyncCalls):
     def __init__(self, arguments: AsyncArguments) -> None:
         max_waiting = checked(AsyncArguments, {"max_waiting": arguments.max_waiting}, ConfigError)["max_waiting"]
         self.config = EngineConfig.of(arguments)
-        self._manager = RequestManager(self.config)
-        self._engine_thread = EngineThread(self._manager, "AsyncLLM", max_waiting, on_demand=False)
-        weakref.finalize(self, self._engine_thread.forget).atexit = False  # engine_thread.py ends it at exit
+        self._max_waiting = max_waiting
+        self._kept: KeptModel | None = None  # while it sleeps: None if the model is loaded again
+        self._sleeps = False
+        self._build()
+
+    def _build(self) -> None:
+        """Build the engine, and start its thread."""
+        self._manager = RequestManager(self.config, self._kept)
+        self._engine_thread = EngineThread(self._manager, "AsyncLLM", self._max_waiting, on_demand=False)
+        self._forgetting = weakref.finalize(self, self._engine_thread.forget)
+        self._forgetting.atexit = False  # engine_thread.py ends it at exit
 
     @explains_arguments("AsyncLLM.stream")
     def stream(
@@ -238,6 +248,45 @@ class AsyncLLM(AsyncCalls):
             await _send(self._engine_thread.end)
             self._engine_thread.join()  # returns at once: the thread has resolved its last waiter
 
+    async def sleep(self, level: Level = 1, timeout_s: float | None = 0.0) -> None:
+        """`stop`, and give the memory of the weights back, until `wake_up`. Idempotent.
+
+        Args:
+            level: On a CPU, 1 leaves the weights to the page cache, from which the system takes what it needs; 2 frees them,
+                and waking reads them from disk. Elsewhere both free everything.
+            timeout_s: See `stop`.
+
+        The first sleep on a CPU writes the weights to an unnamed file in the folder of the disk cache, but those that the
+        checkpoint or the cache has as they are used. Where that cannot be done (logged), and elsewhere, waking loads the model
+        again. One call of `sleep` and `wake_up` at a time. Raises EngineClosed if the engine was stopped.
+        """
+        if not self._sleeps:
+            self._kept = self._engine_thread.open().kept
+            await self.stop(timeout_s)
+            self._forgetting.detach()
+            self._sleeps = True
+        if self._kept is not None and not await asyncio.to_thread(self._kept.sleep, level):
+            self._kept = None
+            await asyncio.to_thread(_collect)
+
+    async def wake_up(self) -> None:
+        """Serve again after `sleep`, as a new engine with the same settings. Idempotent. What the engine needs at least is
+        leased at once.
+
+        Weights come back in the order of the layers while the first requests are computed. Raises what the constructor raises:
+        the engine sleeps on then. Raises EngineClosed if the engine was stopped.
+        """
+        if not self._sleeps:
+            self._engine_thread.open()
+            return
+        try:
+            await asyncio.to_thread(self._build)
+        except BaseException:
+            if self._kept is not None:
+                await asyncio.to_thread(self._kept.sleep, 1)
+            raise
+        self._kept, self._sleeps = None, False
+
     def __repr__(self) -> str:
         """The model, where and how it runs, the size of its pool and its requests."""
         return f"AsyncLLM({self.config.model.name!r}, {self._engine_thread.describe()})"
@@ -250,6 +299,15 @@ class AsyncLLM(AsyncCalls):
 
     async def _num_ahead(self) -> int:
         return 2 * self.config.max_seqs
+
+
+def _collect() -> None:
+    """Free a model that nothing refers to any more."""
+    import torch
+
+    from .executor import collect
+
+    collect(torch.device("cpu"))
 
 
 class _Submission:

@@ -35,6 +35,7 @@ from .config import EngineConfig
 from .core import EngineCore
 from .errors import ConfigError, NotEnoughMemory
 from .executor import (
+    KeptModel,
     check_disk_tier,
     collect,
     empty_caches,
@@ -105,6 +106,7 @@ class Engine:
     owners: tuple[Callable[[], None], ...]  # free the memory, called in order
     self_check: CheckReport | None = None  # on CUDA, unless switched off
     team: ShardTeam | None = None  # of a divided model
+    kept: KeptModel | None = None  # what the engine leaves behind, if it is to sleep
 
     @property
     def facts(self) -> ModelFacts:
@@ -209,8 +211,11 @@ class Engine:
                 last.callback(free)
 
 
-def build(config: EngineConfig) -> Engine:
+def build(config: EngineConfig, kept: KeptModel | None = None) -> Engine:
     """Load the model, check that it can be served, and map the KV pool. Nothing stays allocated if it raises.
+
+    Args:
+        kept: What the same engine left behind for its sleep, which goes on with it: nothing is loaded or checked again.
 
     Raises what `Checkpoint.open`, `plan_memory`, `load_model`, `load_tokenizer` and `probe` raise.
     """
@@ -223,11 +228,13 @@ def build(config: EngineConfig) -> Engine:
         # Raises if the model does not fit, before weights are read.
         checkpoint, device, dtype, plan = _planned(config, None)
         check(config.attention, Site.of(device, dtype, plan.geometry), plan.geometry, faults)
+        if kept is not None and not kept.fits(plan):
+            kept = None
         holder = LeaseHolder(device, plan.weights_bytes)
         with OnError(holder.close):
-            sharing = acquire_lease(config, plan, holder)
+            sharing = acquire_lease(config, plan, holder, None if kept is None else kept.asleep_bytes)
             with OnError(lambda: None if sharing is None else sharing.close()):
-                return _build(config, checkpoint, dtype, plan, holder, sharing, checked, began)
+                return _build(config, checkpoint, dtype, plan, holder, sharing, checked, began, kept)
 
 
 def _self_check(config: EngineConfig) -> CheckReport | None:
@@ -249,11 +256,17 @@ def _build(
     sharing: Sharing | None,
     checked: CheckReport | None,
     began: float,
+    kept: KeptModel | None,
 ) -> Engine:
     device = holder.device
     faults = {} if checked is None else checked.faults
     check_disk_tier(plan, config)
-    loaded = load_checked(config, checkpoint, device, dtype, plan, faults=faults)
+    if kept is None:
+        loaded = load_checked(config, checkpoint, device, dtype, plan, faults=faults)
+        kept = KeptModel.of(loaded, checkpoint, plan)
+    else:
+        loaded, holder.awaited = kept.loaded, lambda: kept.coming_bytes
+        kept.wake()
     kernel = choose(config.attention, Site.of(device, dtype, plan.geometry), loaded.specs, faults=faults)
     host = open_host_pool(plan, config, pins="swaps" not in faults)
     arena = _open_pool(plan, holder, None if sharing is None else sharing.lease, elastic="pool" not in faults)
@@ -280,7 +293,7 @@ def _build(
         )
         lease = None if sharing is None else sharing.lease
         core.memory = EngineMemory(SchedulerPoolUse(lambda: core.scheduler, bounds), arena, base, lease=lease, host=host)
-    owners: list[Callable[[], None]] = [arena.close, holder.close]
+    owners: list[Callable[[], None]] = [arena.close, holder.close, *([] if kept is None else [kept.stop])]
     if (disk := open_disk_tier(plan, config, checkpoint, runner)) is not None:
         core.disk = cache.disk = disk
         owners.insert(0, disk.close)
@@ -300,6 +313,7 @@ def _build(
         encoder.all_ends(checkpoint.eos_token_ids),
         tuple(owners),
         checked,
+        kept=kept,
     )
 
 

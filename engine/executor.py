@@ -54,11 +54,12 @@ from .execution.runner import ModelRunner
 from .layers.fusion import fuse
 from .layers.kernels import kernels_on
 from .layers.linears import rows_as_they_are
-from .layers.onednn import bound_primitives
+from .layers.onednn import PackedLinear, bound_primitives
 from .layers.torch_linears import TorchLinear
 from .loading.checkpoint import Checkpoint
 from .loading.division import Division
 from .loading.loader import load_model, load_tokenizer
+from .loading.mapped_weights import Level, MappedWeights
 from .loading.probe import probe, random_tokens
 from .loading.quantized_cache import QuantizedCache
 from .loading.quantized_kv_check import TOKENS, calibration_tokens, check_quantized_kv
@@ -82,6 +83,69 @@ class CheckedModel:
     model: Any
     tokenizer: Any | None
     specs: Counter[AttentionSpec]
+
+
+class KeptModel:
+    """A checked model on the host, which its engine leaves behind when it sleeps: the weights lie in files then, and take no
+    memory. The next engine goes on with it.
+    """
+
+    def __init__(self, loaded: CheckedModel, plan: MemoryPlan) -> None:
+        self.loaded = loaded
+        self._layout = self._layout_of(plan)
+        self.weights: MappedWeights | None = None  # from the first sleep on
+
+    @classmethod
+    def of(cls, loaded: CheckedModel, checkpoint: Checkpoint, plan: MemoryPlan) -> KeptModel | None:
+        """None for a model whose weights cannot sleep: on another device, with others that use it, or in oneDNN's layout."""
+        if plan.device != "cpu" or checkpoint.spec.loaded is not None:
+            return None
+        if any(isinstance(one, PackedLinear) for one in loaded.model.modules()):
+            log.info("%s is loaded again after a sleep: weights in oneDNN's layout cannot lie in files", plan.model)
+            return None
+        return cls(loaded, plan)
+
+    def fits(self, plan: MemoryPlan) -> bool:
+        """Whether an engine with this plan can go on with the model."""
+        return self._layout == self._layout_of(plan)
+
+    @property
+    def asleep_bytes(self) -> int:
+        """Bytes of weights that lie in files."""
+        return 0 if self.weights is None else self.weights.num_bytes
+
+    @property
+    def coming_bytes(self) -> int:
+        """Bytes of these that are yet to come to memory while the model wakes up."""
+        return 0 if self.weights is None else self.weights.coming_bytes
+
+    def sleep(self, level: Level) -> bool:
+        """Give the memory of the weights back: see `MappedWeights.drop`. No engine may use the model. Idempotent.
+
+        The first time, the files are made. False if they cannot be (logged): the model is as it was then.
+        """
+        try:
+            if self.weights is None:
+                self.weights = MappedWeights.of(self.loaded.model, QuantizedCache())
+            self.weights.drop(level)
+        except OSError as error:
+            log.warning("the model is loaded again when it wakes up, as its weights cannot lie in a file: %s", error)
+            return False
+        return True
+
+    def wake(self) -> None:
+        """Begin to bring the weights back, layer by layer, while the engine is built and begins to compute."""
+        if self.weights is not None:
+            self.weights.fill()
+
+    def stop(self) -> None:
+        """End `wake`."""
+        if self.weights is not None:
+            self.weights.stop()
+
+    @staticmethod
+    def _layout_of(plan: MemoryPlan) -> tuple[Any, ...]:
+        return plan.device, plan.dtype, plan.quantization, plan.geometry.layout_id, plan.geometry.gathers
 
 
 def load_checked(

@@ -279,8 +279,8 @@ def first_waiting(state: SchedulerState, most: int) -> list[Sequence]:
     """The first `most` sequences without a row, in the order of service; last those that wait for another one."""
     waiting = state.waiting
     first = waiting.queue[:most]
-    if waiting.deferred:
-        first = heapq.nsmallest(most, first + waiting.deferred, key=age)
+    if others := waiting.deferred + waiting.reading:
+        first = heapq.nsmallest(most, first + others, key=age)
     if state.num_dependent and len(first) < most:
         dependent = (s for s in state.by_id.values() if s.status in _DEPENDENT)
         first += islice(dependent, min(state.num_dependent, most - len(first)))

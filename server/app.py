@@ -591,7 +591,7 @@ def _add_admin(app: FastAPI, server: Server) -> None:
         level: Annotated[int, Query(ge=1, le=2)] = 1,
         drain_s: Annotated[float | None, Query(ge=0, le=MOST_DRAIN_S, allow_inf_nan=False)] = None,
     ) -> Response:
-        """Free the memory of a model, or of all; as vLLM's. Weights are read again at either level."""
+        """Free the memory of a model, or of all; as vLLM's. On a CPU level 1 leaves weights to the page cache."""
         named = [server.models.get(model)] if model is not None else list(server.models)
         with server.metrics.sleep_operation("sleep"):
             for one in named:

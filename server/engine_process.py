@@ -64,6 +64,7 @@ from .messages import (
 if TYPE_CHECKING:
     from ..engine.async_calls import AsyncOutputs, AsyncStream
     from ..engine.async_llm import AsyncLLM
+    from ..engine.loading.mapped_weights import Level
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ class EngineServer:
         self._stop: asyncio.Future[Stop] = asyncio.get_running_loop().create_future()
         self._connection: MessageConnection[ToEngine]
         self._llm: AsyncLLM | None = None
+        self._asleep: AsyncLLM | None = None
         self._watched: AsyncLLM | None = None  # `_llm`, until that has ended
         self._num_beats = 0  # of this process
         self._changing = asyncio.Lock()  # sleeping, waking up
@@ -279,21 +281,23 @@ class EngineServer:
         before_s = llm.frame_s
         return await llm.frame(full), max(llm.frame_s - before_s, 0.0)
 
-    async def _sleep(self, drain_s: float | None = None) -> None:
-        """End all requests within `drain_s`, and free all memory of the model."""
+    async def _sleep(self, drain_s: float | None = None, level: Level = 1) -> None:
+        """End all requests within `drain_s`, and free the memory of the model: see `AsyncLLM.sleep`. Idempotent."""
         async with self._changing:
-            if (llm := self._llm) is None:
-                return
-            self._llm = None  # refuses new requests meanwhile
-            gc.unfreeze()  # for the model's memory in cycles
-            await llm.stop(drain_s)
+            if self._llm is not None:
+                self._asleep, self._llm = self._llm, None  # refuses new requests meanwhile
+                gc.unfreeze()  # for the model's memory in cycles
+            if self._asleep is not None:
+                await self._asleep.sleep(level, drain_s)
             self._watched = None
 
     async def _wake_up(self) -> None:
         async with self._changing:
-            if self._llm is None:
-                start = self._start.result()
-                self._llm = self._watched = await asyncio.to_thread(self._load, start)
+            if self._asleep is not None:
+                await self._asleep.wake_up()
+                self._llm = self._watched = self._asleep
+                self._asleep = None
+                gc.freeze()
 
 
 def _info(llm: AsyncLLM) -> ModelInfo:

@@ -577,7 +577,7 @@ class ModelRegistry:
         engine = model.engine
         model.state, model.level = "asleep", level
         try:
-            await engine.call("sleep", drain_s=drain_s)
+            await engine.call("sleep", drain_s=drain_s, level=level)
         except RequestFailed as error:
             if error.is_refusal:
                 model.state, model.level = "ready", 0

@@ -18,7 +18,7 @@ import numpy as np
 from pagetide.allocator.blocks import BlockAllocator
 from pagetide.cache.layer_groups import LayerGroup
 from pagetide.cache.manager import CacheManager
-from pagetide.cache.prefix_hash import PrefixHasher
+from pagetide.cache.prefix_hash import Chain, PrefixHasher
 from pagetide.cache.retention import Retention
 from pagetide.cache.state_tables import tables_for
 from pagetide.scheduler.cost import SwapCost
@@ -161,6 +161,9 @@ class FakeRunner:
                     if slot * self.block_size >= start:
                         self._poison(plan, self.tables[number, row, [slot]])
         self._fresh(mapped["mapped"])
+        for read in plan.reads:
+            assert UNMAPPED not in self.pool[read.blocks], "what was read goes to memory that is gone"
+            self.pool[read.blocks] = read.data
         moved = self._move_memory(plan)
         assert list(plan.lengths == 1) == sorted(plan.lengths == 1, reverse=True), "chunks of one token come first"
         assert len(set(plan.rows.tolist())) == len(plan.rows), "a row twice in a step"
@@ -356,13 +359,71 @@ class PendingStep:
         return self.result
 
 
+class FakeRead:
+    """A read of blocks of `chain`, which hold their tokens, that is over after some looks."""
+
+    why, seconds = "", 0.0
+
+    def __init__(self, chain: Chain, first: int, data: np.ndarray, looks: int) -> None:
+        self.chain, self.first, self.data = chain, first, data
+        self._looks = looks
+
+    @property
+    def is_over(self) -> bool:
+        self._looks -= 1
+        return self._looks < 0
+
+    def wait(self, seconds: float) -> None:
+        pass
+
+    def stop(self) -> None:
+        """No effect once it is over."""
+        if self._looks >= 0:
+            self.data = self.data[:0]
+
+
+class FakeDisk:
+    """A disk tier without an end. Some reads are not worth it, and of some a part comes."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self.num_read = 0
+        self._rng = rng
+        self._kept: set[tuple[bytes | None, bytes]] = set()
+
+    def begin(self, chain: Chain, num_found: int, most_tokens: int, tokens_per_s: float) -> FakeRead | None:
+        size = chain.hasher.block_size
+        first = num = num_found // size
+        while (num + 1) * size <= most_tokens and self._key(chain, num + 1) in self._kept:
+            num += 1
+        if num == first:
+            return None
+        if self._rng.random() < 0.2:
+            num = int(self._rng.integers(first, num))
+        data = chain.tokens[first * size : num * size].reshape(-1, size)
+        return FakeRead(chain, first, data.copy(), int(self._rng.integers(8)))
+
+    def finish(self, read: FakeRead) -> np.ndarray:
+        self.num_read += len(read.data)
+        return read.data
+
+    def committed(self, chain: Chain, num_blocks: int, retention: Retention | None = None) -> None:
+        self._kept |= {self._key(chain, num + 1) for num in range(num_blocks)}
+
+    def clear(self) -> None:
+        self._kept.clear()
+
+    def _key(self, chain: Chain, num_blocks: int) -> tuple[bytes | None, bytes]:
+        return chain.salt, chain.tokens[: num_blocks * chain.hasher.block_size].tobytes()
+
+
 class World:
     """Scheduler, manager and fake runner together; checks invariants around every step.
 
     With `blocks_per_extent` the pool is elastic: `usable` blocks and the null block are a whole number of extents, of which
     the first `num_mapped` have memory at the start (None: all). At most `max_cached` blocks stay cached (None: no bound).
     With `host_slots` there is a host tier, which `cost` (None: always) says the worth of; what it holds is compared after
-    every step. With `ahead` a step is planned and begun while the one before it is out, wherever that can be.
+    every step. With `disk` there is a disk tier. With `ahead` a step is planned and begun while the one before it is out,
+    wherever that can be.
     """
 
     def __init__(
@@ -370,7 +431,7 @@ class World:
         max_model_len: int = 4096, max_chunk_tokens: int | None = None, forecast: bool = False,
         blocks_per_extent: int | None = None, num_mapped: int | None = None, caching: bool = False,
         max_cached: int | None = None, host_slots: int = 0, cost: SwapCost | None = None, ahead: bool = False,
-        groups: tuple[LayerGroup, ...] = (LayerGroup(),),
+        disk: FakeDisk | None = None, groups: tuple[LayerGroup, ...] = (LayerGroup(),),
     ) -> None:  # fmt: skip
         num_extents = (usable + 1) // (blocks_per_extent or usable + 1)
         mapped = range(num_extents if num_mapped is None else num_mapped)
@@ -381,6 +442,7 @@ class World:
             max_cached_blocks=max_cached,
             host_slots=host_slots,
         )
+        self.cache.disk = disk
         self.now = 0.0
         limits = Limits(max_seqs, max_step_tokens, max_model_len, max_chunk_tokens, forecast)
         self.scheduler = Scheduler(self.cache, limits, cost or SwapCost(1, block_size))

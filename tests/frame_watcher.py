@@ -36,8 +36,8 @@ def naive_running(scheduler: Scheduler) -> list[list[int]]:
 
 def naive_waiting(scheduler: Scheduler) -> tuple[int, list[str], set[str]]:
     """How many wait; the ids of those that wait for a row, in order; the ids of those that wait for another one."""
-    waiting = [s for s in scheduler.state.by_id.values() if s.status.value.startswith(("waiting", "deferred"))]
-    ready = [s for s in waiting if s.status.value in ("waiting", "deferred")]
+    waiting = [s for s in scheduler.state.by_id.values() if s.status.value.startswith(("waiting", "deferred", "reading"))]
+    ready = [s for s in waiting if s.status.value in ("waiting", "deferred", "reading")]
     ready.sort(key=lambda s: (s.request.arrival + 30 * s.request.priority, s.request.priority, s.request.arrival, s.number))
     names = [s.request.request_id for s in ready]
     return len(waiting), names, {s.request.request_id for s in waiting} - set(names)

@@ -3,8 +3,9 @@
 In an elastic walk the pool grows and gives back between steps, its limit moves, and the device refuses now and then. With
 caching, prompts begin alike, some with what another request has generated; in half the walks what stays cached is bounded.
 With a host tier, of 1 to 12 slots, what has to go is swapped out and in; now and then swapping is not worth it, or the host
-has no memory. With groups, some layers read only a part of each sequence. Ahead, a step is mostly planned while the one before
-is out, and anything may happen in between. In a faulty walk some chunks are deferred and some copies fail.
+has no memory. With a disk tier some prompts are read. With groups, some layers read only a part of each sequence. Ahead, a step
+is mostly planned while the one before is out, and anything may happen in between. In a faulty walk some chunks are deferred and
+some copies fail.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from fakes import VOCAB, World, continuation, fake_logprob
+from fakes import VOCAB, FakeDisk, World, continuation, fake_logprob
 
 from pagetide.cache.layer_groups import LayerGroup, most_columns_in, state_group
 from pagetide.cache.retention import Retention
@@ -26,11 +27,12 @@ VARIANTS = tuple(
     "-".join(words)
     for words in product(
         ("fixed", "elastic"),
-        ("bare", "prefixes", "host"),
+        ("bare", "prefixes", "host", "disk"),
         ("alternate", "ahead"),
         ("sound", "faulty"),
         ("full", "groups", "states"),
     )
+    if "disk" not in words or "full" in words  # others keep nothing on disk
 )
 
 # Of any two of these words that go together, some variant has both.
@@ -44,6 +46,8 @@ PAIRWISE = (
     "fixed-bare-ahead-faulty-states",
     "elastic-prefixes-alternate-sound-states",
     "fixed-host-alternate-sound-states",
+    "fixed-disk-alternate-faulty-full",
+    "elastic-disk-ahead-sound-full",
 )
 
 
@@ -51,8 +55,8 @@ def walk(seed: int, variant: str, events: int, check_every: int = 1, look: Calla
     """`events` random events in a random small world, then the rest is run to its end and everything is checked.
 
     `variant`, one of VARIANTS, says whether the pool is fixed or elastic; whether nothing is cached, prefixes are, or there is
-    a host tier too; whether plans and results alternate or steps are planned ahead; whether chunks and copies fail; and whether
-    all layers read all tokens, there are groups with windows, or layers with states too.
+    a host or a disk tier too; whether plans and results alternate or steps are planned ahead; whether chunks and copies fail;
+    and whether all layers read all tokens, there are groups with windows, or layers with states too.
     Invariants are checked in one of `check_every` plans and results, and at the end; each time `look` is called too.
     """
     pool, kept, order, faults, layers = variant.split("-")
@@ -71,8 +75,9 @@ def walk(seed: int, variant: str, events: int, check_every: int = 1, look: Calla
     apart = np.random.default_rng((seed, 1))
     bounded = kept != "bare" and apart.random() < 0.5
     max_cached = int(apart.choice([0, apart.integers(0, shape["usable"] + 1)])) if bounded else None
+    disk = FakeDisk(np.random.default_rng((seed, 2))) if kept == "disk" else None
     return _walk(
-        rng, events, **shape, caching=kept != "bare", max_cached=max_cached, ahead=order == "ahead",
+        rng, events, **shape, disk=disk, caching=kept != "bare", max_cached=max_cached, ahead=order == "ahead",
         faults=faults == "faulty", check_every=check_every, look=look, layers=layers,
     )  # fmt: skip
 
@@ -167,7 +172,7 @@ def _walk(
             begun = bool(world.begun)
             world.now += float(rng.random())
             plan = world.due()
-            can = world.scheduler.num_running + world.scheduler.num_waiting
+            can = world.scheduler.num_running + world.scheduler.num_waiting - len(world.scheduler.state.waiting.reading)
             # Who is seated may have been told to wait for a copy that was called off: the next step computes its tokens.
             idle = not (len(plan.rows) or plan.moves_memory or plan.admitted)
             assert begun or not (idle and can) or waits_for_memory(world), "an idle step"

@@ -72,10 +72,15 @@ class PackedWeight:
     factors: torch.Tensor | None = None
 
     @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The weight, and what belongs to it."""
+        parts = (self.packed, self.scales, self.in_scales, self.zeros, self.order, self.factors)
+        return [part for part in parts if part is not None]
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the weight and its scales."""
-        parts = (self.packed, self.scales, self.in_scales, self.zeros, self.order, self.factors)
-        return sum(part.nbytes for part in parts if part is not None)
+        return sum(part.nbytes for part in self.tensors)
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [..., k] -> [..., n]. `bias` [n] has the type of x."""

@@ -11,6 +11,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Iterable
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
@@ -31,7 +32,7 @@ class MappedFiles:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's elements lie in a mapping."""
-        begin, end = _span(tensor)
+        begin, end = span_of(tensor)
         at = bisect_right(self._ranges, (begin, end)) - 1
         # A tensor may begin where a mapping does.
         return any(first <= begin and end <= last for first, last in self._ranges[max(0, at) : at + 2])
@@ -39,11 +40,11 @@ class MappedFiles:
     def give_back(self, tensor: torch.Tensor) -> None:
         """Drop the pages that lie within a mapped tensor, which must not have been written. Reading it reads the file again."""
         if self.holds(tensor):
-            drop_pages(*_span(tensor))
+            drop_pages(*span_of(tensor))
 
     def besides(self, tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
         """The addresses (begin, end) in the tensors' mappings at which none of them lies."""
-        used, found = sorted({_span(one) for one in tensors if not one.is_meta and self.holds(one)}), []
+        used, found = sorted({span_of(one) for one in tensors if not one.is_meta and self.holds(one)}), []
         for begin, end in self._ranges:
             inside = [span for span in used if begin <= span[0] and span[1] <= end]
             for first, last in [*inside, (end, end)] if inside else ():
@@ -52,19 +53,31 @@ class MappedFiles:
         return found
 
 
-_LIBC = ctypes.CDLL(None)
+LIBC = ctypes.CDLL(None)
 
 
 def drop_pages(begin: int, end: int) -> None:
     """Drop the pages of a mapped file that lie within these addresses, which must not have been written."""
     begin, end = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
     if begin < end:  # a refusal only leaves the pages where they are
-        _LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+        LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Addresses of the first byte and behind the last one."""
+def span_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses of a tensor's first byte and behind its last one."""
     if not tensor.numel():
         return tensor.data_ptr(), tensor.data_ptr()
     last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
+
+
+def same_content(file: BinaryIO, offset: int, memory: memoryview) -> bool:
+    """Whether a file has the bytes `memory` at `offset`, a multiple of the page size."""
+    if os.fstat(file.fileno()).st_size < offset + len(memory):
+        return False
+    # Private and writable, as torch wants it: the file stays as it is
+    with mmap.mmap(file.fileno(), len(memory), offset=offset, flags=mmap.MAP_PRIVATE) as mapped:
+        theirs = torch.frombuffer(mapped, dtype=torch.uint8)
+        same = torch.equal(torch.frombuffer(memory, dtype=torch.uint8), theirs)
+        del theirs  # a mapping that is in use is not closed
+        return same

@@ -13,6 +13,7 @@ A file is a line of JSON, and the arrays it lists, each aligned to 64 bytes. Arr
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -154,6 +155,18 @@ class QuantizedCache:
             if half is not None:
                 with suppress(OSError):
                     os.unlink(half)
+
+    def unnamed_file(self, num_bytes: int) -> BinaryIO:
+        """A file in the folder for this process alone, which is gone with it, whatever ends it.
+
+        Raises OSError, also if the folder may not hold so much.
+        """
+        if num_bytes > self.most_bytes or not self.folder.is_absolute():
+            raise OSError(errno.EFBIG, f"{VARIABLE} is {self.most_bytes:,} bytes, and {num_bytes:,} are needed")
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._check_owner()
+        self._make_room(num_bytes)
+        return tempfile.TemporaryFile(dir=self.folder, buffering=0)  # type: ignore[return-value]
 
     def files(self) -> list[CacheFile]:
         """The files of weights, also unfinished ones; the least recently used first."""

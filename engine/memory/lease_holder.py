@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -44,6 +44,7 @@ class LeaseHolder:
     """One engine's part of the memory that its process holds on a device, excluding that of the process's other engines.
 
     Shared memory, such as libraries, counts for each engine. `arena` and `host`, the host tier's memory, are set when created.
+    `awaited` tells the bytes of weights that come to memory while the engine serves, after a sleep.
     """
 
     _all: ClassVar[list[LeaseHolder]] = []  # of this process
@@ -52,14 +53,16 @@ class LeaseHolder:
         self.device = device
         self.arena: Arena | None = None
         self.host: HostPool | None = None
+        self.awaited: Callable[[], int] = int
         self._weights_bytes = weights_bytes
         self._all.append(self)
 
     @property
     def base_bytes(self) -> int:
-        """Bytes that the process holds now for this engine, besides KV in the pool and the host tier."""
+        """Bytes that the process holds for this engine now, and awaits, besides KV in the pool and the host tier."""
         others = sum(other._own_bytes for other in self._all if other.device == self.device and other is not self)
-        return max(0, process_bytes(self.device) - others - self._resident_kv_bytes)
+        awaited = self.awaited()  # before what is there is counted: what comes between is counted twice, not missed
+        return max(0, process_bytes(self.device) - others - self._resident_kv_bytes) + awaited
 
     @property
     def _own_bytes(self) -> int:
@@ -94,8 +97,12 @@ class Sharing:
         self.name = ""
 
 
-def acquire_lease(config: EngineConfig, plan: MemoryPlan, holder: LeaseHolder) -> Sharing | None:
+def acquire_lease(
+    config: EngineConfig, plan: MemoryPlan, holder: LeaseHolder, asleep_bytes: int | None = None
+) -> Sharing | None:
     """Acquire a lease with the plan's minimum granted. None without `config.share` or without a broker (logged).
+
+    `asleep_bytes`: Of a model that wakes up in this process, the weights that do so: all else of it is held already.
 
     Raises NotEnoughMemory if the minimum does not fit beside those of other leases, or is not granted within 30 s.
     """
@@ -107,8 +114,11 @@ def acquire_lease(config: EngineConfig, plan: MemoryPlan, holder: LeaseHolder) -
         log.warning("memory is not shared with other engines: %s", error)
         return None
     held = holder.base_bytes
-    working = max(plan.reserve_bytes, plan.loading_bytes)  # no step runs before the weights are read
-    base = held + plan.weights_bytes + plan.primitives_bytes + working + HEAP_BYTES + LIBRARIES_BYTES
+    if asleep_bytes is None:
+        working = max(plan.reserve_bytes, plan.loading_bytes)  # no step runs before the weights are read
+        base = held + plan.weights_bytes + plan.primitives_bytes + working + HEAP_BYTES + LIBRARIES_BYTES
+    else:
+        base = held + asleep_bytes + plan.reserve_bytes + HEAP_BYTES
     name, sharing = take_name(plan.model), None
     try:
         with OnError(watched.close):

@@ -30,6 +30,7 @@ from .states import RequestGroup, RequestState
 
 if TYPE_CHECKING:
     from ..build import Engine
+    from ..executor import KeptModel
 
 log = logging.getLogger(__name__)
 
@@ -40,15 +41,17 @@ STATS_S = 0.02  # maximum age of the statistics when a step begins, for reads du
 class RequestManager:
     """One engine and its pending requests. For one thread, but `open`, `intake`, `last_stats` and the checks of the process.
 
+    `kept`: see `build`.
+
     Raises what `build` raises; nothing stays allocated then.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, kept: KeptModel | None = None) -> None:
         # It imports torch, which takes seconds: what is wrong with a configuration is said before.
         from ..build import build
 
         self._maker = MakerProcess()
-        self.engine: Engine | None = build(config)
+        self.engine: Engine | None = build(config, kept)
         with ExitStack() as undo:
             undo.callback(self.engine.close)
             self.recorder: EngineRecorder | None = open_recorder(self.engine, config)

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,12 @@ from engines import prompts as prompts_of
 from families import VOCAB, tiny
 
 from pagetide import LLM, AsyncLLM, EngineClosed, RequestOutput, RequestRejected, SamplingParams
-from pagetide.engine.errors import ConfigError
+from pagetide.engine import build
+from pagetide.engine.errors import ConfigError, NotEnoughMemory
 
 MIB = 1 << 20
 BLOCK = 8192  # bytes that a block of 16 tokens takes of so small a pool, about
+ACQUIRE = build.acquire_lease
 SHARED = {"device": "cpu", "kv_memory": MIB}
 
 
@@ -658,3 +661,48 @@ async def test_an_error_of_the_tokenizer_is_its_own_requests() -> None:
         assert "out of range" in str(caught.value.__cause__)
         assert len({tuple(output.token_ids) for task in good for output in await task}) == 1
         assert (await llm.stats())["waiting"] == 0
+
+
+async def test_an_engine_that_sleeps_wakes_up_with_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is loaded again, and tokens are the same; a model that others use, or without a file, is loaded again."""
+    tiny("llama", hidden_size=192, intermediate_size=256).save_pretrained(tmp_path)
+    loads: list[Any] = []
+    load = build.load_checked
+    monkeypatch.setattr(build, "load_checked", lambda *args, **more: loads.append(1) or load(*args, **more))
+    prompts, params = [[5, 6, 7], [8, 9]], up_to(6, temperature=0)
+    async with AsyncLLM(str(tmp_path), **SHARED) as llm:
+        expected = tokens_of(await llm.generate(prompts, params))
+        for level in (1, 2, 1):
+            await llm.sleep(level)
+            await llm.sleep(2)
+            with pytest.raises(EngineClosed):
+                await llm.generate(prompts, params)
+            await llm.wake_up()
+            await llm.wake_up()
+            assert tokens_of(await llm.generate(prompts, params)) == expected and len(loads) == 1
+        monkeypatch.setenv("PAGETIDE_CACHE_SIZE", "0")
+        for _ in range(2):
+            await llm.sleep()
+            monkeypatch.setattr(build, "acquire_lease", _no_memory)
+            with pytest.raises(NotEnoughMemory):
+                await llm.wake_up()
+            monkeypatch.setattr(build, "acquire_lease", ACQUIRE)
+            await llm.wake_up()
+            assert tokens_of(await llm.generate(prompts, params)) == expected
+    with pytest.raises(EngineClosed):
+        await llm.sleep()
+    with pytest.raises(EngineClosed):
+        await llm.wake_up()
+
+
+async def test_a_loaded_model_keeps_its_weights_in_a_sleep() -> None:
+    model = tiny("llama")
+    async with AsyncLLM(model, **SHARED) as llm:
+        expected = tokens_of(await llm.generate([[5, 6]], up_to(4, temperature=0)))
+        await llm.sleep()
+        await llm.wake_up()
+        assert tokens_of(await llm.generate([[5, 6]], up_to(4, temperature=0))) == expected
+
+
+def _no_memory(*arguments: Any) -> None:
+    raise NotEnoughMemory(2, 1, "the model", "free some")
