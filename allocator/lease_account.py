@@ -105,6 +105,7 @@ def lease_view(lease: LeaseAccount, now_ns: int) -> wire.LeaseView:
         state=status,
         recall_target_bytes=recalls[-1].target_bytes if recalls else None,
         recall_age_ms=(now_ns - recalls[0].issued_ns) // 1_000_000 if recalls else None,
+        kept_bytes=min(state.kept_bytes, wire.MAX_BYTES),
     )  # fmt: skip
 
 

@@ -36,7 +36,7 @@ from .errors import (
     UnknownEngine,
 )
 
-PROTOCOL = 5
+PROTOCOL = 6
 MAX_PAYLOAD_BYTES = 64 * 1024
 # More memory than any machine has; sums of a few still fit into 64 bits
 MAX_BYTES = 2**62
@@ -349,6 +349,7 @@ class LeaseView:
     state: Name  # ok, recalling, overdue, reaping
     recall_target_bytes: MaybeBytes
     recall_age_ms: MaybeMs  # since the oldest pending recall
+    kept_bytes: Bytes = 0  # of `free_bytes`, what holds cached prefixes
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,6 +145,15 @@ class LeaseUse:
     state: str  # "ok", "recalling", "overdue", "reaping": its process ended and its memory is not back
     recall_target_bytes: int | None
     recall_age_seconds: float | None  # since the oldest unserved recall
+    kept_bytes: int = 0  # of the spare bytes, what holds cached prefixes
+
+    @property
+    def kv_parts(self) -> dict[str, int]:
+        """The bytes of the KV cache: "live" (in use), "cached" (prefixes that no request uses) and "free"."""
+        kv = self.held_parts()["kv"]
+        spare = min(self.spare_bytes, kv)
+        cached = min(self.kept_bytes, spare)
+        return {"live": kv - spare, "cached": cached, "free": spare - cached}
 
     def held_parts(self) -> dict[str, int]:
         """The held bytes by class: "weights", "kv" and "other", which is the rest.

@@ -417,6 +417,7 @@ def _lease_use(view: LeaseView) -> LeaseUse:
         state=view.state,
         recall_target_bytes=view.recall_target_bytes,
         recall_age_seconds=None if view.recall_age_ms is None else view.recall_age_ms / 1000,
+        kept_bytes=view.kept_bytes,
     )
 
 

@@ -162,6 +162,7 @@ def sample_leases(num_gpus: int = 2) -> tuple[LeaseUse, ...]:
             leases += (
                 sample_lease(
                     "embed-small", 43210 + pids, uuid, 24, held=18, weights=1.2, kv=16, free=11.5, minimum=4, limit=32,
+                    kept_bytes=8 * GIB,
                     state="recalling", recall_target_bytes=int(8.5 * GIB), recall_age_seconds=0.34,
                 ),
                 sample_lease(

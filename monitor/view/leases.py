@@ -16,6 +16,7 @@ from .text import ALARM, BOLD, BUSY, DIM, ENGINE, OTHER, REVERSE, YELLOW, Line, 
 _NARROW = 72  # minimum width, in cells, for full state texts
 _MOST_STATE = 34
 _STATE_STYLES = {"ok": DIM, "recalling": YELLOW, "overdue": ALARM, "reaping": YELLOW}
+_PARTS = ("weights", "live", "cached", "free", "other")
 _PART_STYLES = {"weights": BUSY, "other": OTHER, "kv": ENGINE}  # in the order of the bar: the growing part at its end
 
 
@@ -90,6 +91,9 @@ def _columns(leases: Sequence[LeaseUse], indices: Mapping[str, str], width: int,
         line = [Segment(f"{held:>{held_width}}", BOLD), Segment(f" / {granted:>{granted_width}} {unit}", DIM)]
         return [blank(cells - width_of(line)), *line]
 
+    def part(name: str) -> Column[LeaseUse]:
+        return Column(name.upper(), 9, -1, lambda lease, cells: bytes_cell(_parts(lease)[name], cells), flush_right=True)
+
     return [
         Column(
             "DEV", widest("DEV", map(index, leases)), 7,
@@ -110,6 +114,7 @@ def _columns(leases: Sequence[LeaseUse], indices: Mapping[str, str], width: int,
             "HELD / GRANTED", max(len("HELD / GRANTED"), held_width + granted_width + len(" /  GiB")), 8, held_of_granted,
             flush_right=True,
         ),
+        *(part(name) for name in _PARTS if any(_parts(lease)[name] for lease in leases)),
         Column("SPARE", 9, 4, lambda lease, cells: bytes_cell(lease.spare_bytes, cells), flush_right=True),
         Column(
             "MAX", 9 if any(lease.max_bytes is not None for lease in leases) else 0, 2,
@@ -120,6 +125,11 @@ def _columns(leases: Sequence[LeaseUse], indices: Mapping[str, str], width: int,
             lambda lease, cells: [left(state(lease), cells, symbols, _STATE_STYLES.get(lease.state))],
         ),
     ]  # fmt: skip
+
+
+def _parts(lease: LeaseUse) -> dict[str, int]:
+    """The held bytes: "weights", "live", "cached", "free" and "other"."""
+    return lease.held_parts() | lease.kv_parts
 
 
 def _engine_names(names: Sequence[str], alone: int, beside_pid: int, symbols: Symbols) -> tuple[int, bool]:

@@ -65,7 +65,7 @@ async def test_a_lease_is_granted_asked_recalled_and_released(bench: Bench) -> N
 @on_a_bench()
 async def test_the_view_tells_all_there_is(bench: Bench) -> None:
     a = await bench.engine("a", 100, 700, weight=2.5, priority=3, granule_bytes=50)
-    await a.say(wire.AskMessage(500, 60_000), wire.ReportMessage({"weights": 80, "kv": 20}, 10))
+    await a.say(wire.AskMessage(500, 60_000), wire.ReportMessage({"weights": 80, "kv": 20}, 6, 4))
     writer = LeaseRecordWriter(os.dup(a.fd))
     writer.set(100, 200)
     await bench.tick()
@@ -75,7 +75,7 @@ async def test_the_view_tells_all_there_is(bench: Bench) -> None:
         wire.LeaseView(
             a.lease_id, "a", os.getpid(), pwd.getpwuid(os.getuid()).pw_name, DEVICE, 100, 700, 2.5, 3,
             granted_bytes=500, held_bytes=200, held={"weights": 80, "kv": 20}, free_bytes=10, asked_bytes=500,
-            state="ok", recall_target_bytes=None, recall_age_ms=None,
+            state="ok", recall_target_bytes=None, recall_age_ms=None, kept_bytes=4,
         ),
     )  # fmt: skip
     (device,) = bench.broker.devices()

@@ -48,7 +48,7 @@ RECORDED = [
         '{"type":"lease_view","lease_id":1,"name":"demo-71","pid":71,"user":"root","device_uuid":"HOST-1","mi'
         'n_bytes":663543808,"max_bytes":942429184,"weight":1.0,"priority":0,"granted_bytes":853598208,"held_b'
         'ytes":794615808,"held":{"weights":31998976,"other":611884032,"kv":150732800},"free_bytes":6553600,"a'
-        'sked_bytes":null,"state":"ok","recall_target_bytes":null,"recall_age_ms":null}'
+        'sked_bytes":null,"state":"ok","recall_target_bytes":null,"recall_age_ms":null,"kept_bytes":6553600}'
     ),
     '{"type":"done"}',
     '{"type":"recall","lease_id":1,"generation":[39528,12],"target_bytes":763158528,"deadline_ms":1000,"spares_requests":true}',
@@ -83,7 +83,7 @@ def payload(**content: Any) -> bytes:
 def test_there_is_a_recorded_frame_of_every_kind() -> None:
     assert {json.loads(text)["type"] for text in RECORDED} == set(wire._KINDS)
     assert {type(message) for message in SAMPLES} == {*get_args(wire.FromClient), *get_args(wire.FromBroker)}
-    assert wire.PROTOCOL == 5
+    assert wire.PROTOCOL == 6
 
 
 def test_a_recorded_frame_is_read_and_would_be_sent_the_same() -> None:

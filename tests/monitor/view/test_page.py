@@ -589,6 +589,7 @@ def test_leases_that_are_not_known_are_null_and_not_none() -> None:
     assert list(told[0]) == [
         "engine", "pid", "user", "device_uuid", "min_bytes", "max_bytes", "weight", "priority", "granted_bytes",
         "held_bytes", "held_by_class", "spare_bytes", "asked_bytes", "state", "recall_target_bytes", "recall_age_seconds",
+        "kept_bytes",
     ]  # fmt: skip
     assert [LeaseUse(**lease) for lease in told] == list(sample_leases(1))
 
