@@ -158,12 +158,17 @@ class ModelRegistry:
     Args:
         start: Makes the client of a model: starts an engine process unless it is given.
         rules: When a model leaves for another one.
+        clock: The time, as that of `time.monotonic`; benchmarks have one of their own.
     """
 
     def __init__(
-        self, start: Callable[..., Awaitable[EngineClient]] = RemoteEngine.start, rules: RouterRules | None = None
+        self,
+        start: Callable[..., Awaitable[EngineClient]] = RemoteEngine.start,
+        rules: RouterRules | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._start = start
+        self._clock = clock
         self.rules = RouterRules() if rules is None else rules
         self._room = asyncio.Lock()  # held while a model looks for room
         self._tasks: set[asyncio.Task[None]] = set()
@@ -210,6 +215,7 @@ class ModelRegistry:
         if options.name in self._models:
             raise ApiError(409, f"a model named {options.name!r} is served already: unload it first", param="name")
         model = self._models[options.name] = ServedModel(options)
+        model.since = model.last_used = self._clock()
         if options.residency.preload:
             self._come(model)
         return model
@@ -248,7 +254,7 @@ class ModelRegistry:
             yield
         finally:
             model.num_running -= 1
-            model.last_used = time.monotonic()
+            model.last_used = self._clock()
             self._rest(model, keep_alive_s)
             if self.rules.most_bytes is not None:
                 self._begin(self._trim(self.rules.most_bytes))
@@ -333,7 +339,7 @@ class ModelRegistry:
         if model.state == "ready" and (model.coming is None or model.coming.done()):
             await asyncio.sleep(UNUSED_S)
             return
-        if model.state == "failed" and time.monotonic() - model.since < FAILED_S:
+        if model.state == "failed" and self._clock() - model.since < FAILED_S:
             raise _failed(model)
         coming = self._come(model)
         await asyncio.wait({coming})
@@ -366,7 +372,7 @@ class ModelRegistry:
             if model.state == "asleep":  # for want of memory: the next request tries again
                 self._rest(model, None)
                 raise unavailable(f"the model {model.name} cannot wake up: {error}") from error
-            model.error, model.state, model.since = str(error), "failed", time.monotonic()
+            model.error, model.state, model.since = str(error), "failed", self._clock()
             model.stays()
             raise _failed(model) from error
         except _NotWanted:
@@ -376,7 +382,7 @@ class ModelRegistry:
             model.state = "unloaded"
             raise
         assert model.process is not None
-        now = time.monotonic()
+        now = self._clock()
         model.state, model.level, model.error, model.is_missing = "ready", 0, None, False
         model.weights_bytes = model.process.info.weights_bytes or model.weights_bytes
         model.exchange_s, model.since = now - began, now
@@ -407,7 +413,7 @@ class ModelRegistry:
 
     async def _tries(self, model: ServedModel) -> tuple[float, str]:
         """Load a model that has been given room, or wake it up. Returns as `_enters`. Raises _MemoryShort, and as `start`."""
-        began = time.monotonic()
+        began = self._clock()
         try:
             if model.state == "waking" and await self._wakes(model):
                 return began, "wake"
@@ -449,7 +455,7 @@ class ModelRegistry:
 
     async def _watch(self, model: ServedModel, process: EngineClient) -> None:
         """Notice the end of an engine that was not asked to end."""
-        began = time.monotonic()
+        began = self._clock()
         await process.ended.wait()
         if model.process is not process:
             return
@@ -465,7 +471,7 @@ class ModelRegistry:
             return
         log.error("the engine of %s ended unexpectedly; restarting it", model.name)
         model.state, model.is_missing, model.num_restarts, model.holds = "loading", True, model.num_restarts + 1, False
-        lived_long = time.monotonic() - began > GOOD_AFTER_S
+        lived_long = self._clock() - began > GOOD_AFTER_S
         model.restart_s = FIRST_RESTART_S if lived_long else min(2 * model.restart_s, MOST_RESTART_S)
         self._come(model, model.restart_s)
 
@@ -486,7 +492,7 @@ class ModelRegistry:
                     f"and all may take {format_bytes(most)} (--models-memory): raise it, or pin and preload less"
                 )
             excess = sum(one.num_bytes for one in others) + model.weights_bytes - most
-            names = victims(others, excess, time.monotonic())
+            names = victims(others, excess, self._clock())
             if names == []:
                 break
             if names:
@@ -518,7 +524,7 @@ class ModelRegistry:
         if not first:
             raise short
         while first <= self._passing(model):
-            if names := victims(self._residents(model), 1, time.monotonic()):
+            if names := victims(self._residents(model), 1, self._clock()):
                 await self._put_to_sleep(self._models[names[0]], model)
                 return
             await self._look_again(model)
@@ -537,7 +543,7 @@ class ModelRegistry:
 
     def _too_many(self, most_bytes: int) -> list[str] | None:
         residents = self._residents()
-        return victims(residents, sum(one.num_bytes for one in residents) - most_bytes, time.monotonic())
+        return victims(residents, sum(one.num_bytes for one in residents) - most_bytes, self._clock())
 
     def _residents(self, beside: ServedModel | None = None) -> list[Resident]:
         """The models that hold memory, but one. What changes now does not leave."""
@@ -563,7 +569,7 @@ class ModelRegistry:
         `_room` may be held: this waits for no other change of the model, which may wait for `_room`.
         """
         async with model.change():
-            idle_s = time.monotonic() - model.last_used
+            idle_s = self._clock() - model.last_used
             model.departure = Departure(time.time(), None if taker is None else taker.name, idle_s, model.weights_bytes)
             log.info("%s is put to sleep %s", model.name, model.departure)
             try:
@@ -610,7 +616,7 @@ class ModelRegistry:
         if model.state not in ("ready", "asleep"):
             model.is_leaving = model.is_leaving and model.state not in ("unloaded", "failed")
             return
-        model.expires_at = time.monotonic() + keep_s
+        model.expires_at = self._clock() + keep_s
         model.timer = asyncio.get_running_loop().call_later(keep_s, lambda: self._begin(self._expired(model)))
 
     async def _expired(self, model: ServedModel) -> None:

@@ -29,6 +29,7 @@ COMMANDS = {
     "engine_cpu": "--rounds 1 --hidden 32 --layers 1 --prompts 2 --new-tokens 3 --dtypes float32",
     "kept_prefixes": "--rounds 1 --hidden 256 --layers 4 --vocab 512 --tokens 2000",
     "kv_cache_dtype": "--passages 1 --hidden 128 --layers 1 --vocab 256 --cases 2x20 1x40 --new-tokens 2 --rounds 1",
+    "models_on_demand": "--data none --cards 4090 --counts 4 --only router,ollama --seeds 1",
     "memory": "--batches 3 --hidden 32 --layers 1 --most 2 --first 1",
     "prefix": "--repeats 1 --blocks 2000",
     "prefix_hits": "--data none --requests 10",

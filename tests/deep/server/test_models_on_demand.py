@@ -7,14 +7,17 @@ import os
 import re
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import pytest
 from checkout import ROOT
+from monitors import MonitorProcess
 from servers import ServerProcess, children
 
 from pagetide import LLM, SamplingParams
@@ -109,6 +112,52 @@ def test_a_killed_engine_is_loaded_by_the_next_request(server: ServerProcess, wa
         assert time.monotonic() < until
         time.sleep(0.02)
     assert [text(complete(server, name, 1)) for name in NAMES] == [wanted[1]] * 3
+
+
+def test_a_model_that_a_full_device_refuses_waits_for_a_busy_one_and_sleeps_on_meanwhile(
+    tmp_path: Path, wanted: list[str]
+) -> None:
+    """The device has memory for one engine. What is refused is the real engine's lease, at its start and at its waking."""
+    file = tmp_path / "serve.yaml"
+    file.write_text("models:\n- {model: demo, name: a, keep_alive: -1}\n- {model: demo, name: b, keep_alive: 1h}\n")
+    arguments = ["--config", str(file), "--min-resident-s", "0", "--max-seqs", "4", "--dtype", "float32", "--device", "cpu"]
+    arguments += ["--kv-memory", "min=512MiB,max=512MiB"]
+    environ = {"OMP_NUM_THREADS": "1", "PAGETIDE_RUNTIME_DIR": str(tmp_path / "run")}
+    with (
+        MonitorProcess(tmp_path / "run", "--capacity", "1300MiB"),
+        ServerProcess(arguments, tmp_path / "log", **environ) as server,
+        ThreadPoolExecutor(4) as pool,
+    ):
+
+        def keep_busy(model: str) -> None:
+            while not is_enough.is_set():
+                text(complete(server, model))
+
+        def other_while_busy(busy: str, other: str, tried: str, refused: str) -> None:
+            is_enough.clear()
+            working = [pool.submit(keep_busy, busy) for _ in range(3)]
+            asked = pool.submit(complete, server, other, 2)
+            for state in (tried, refused):
+                until = time.monotonic() + 60
+                while states(server)[other] != state:
+                    assert time.monotonic() < until, state
+            is_enough.set()
+            assert text(asked.result()) == wanted[2]
+            for one in working:
+                one.result()
+
+        is_enough = threading.Event()
+        assert text(complete(server, "a", 1)) == wanted[1]
+        other_while_busy("a", "b", "loading", "unloaded")
+        assert states(server) == {"a": "asleep", "b": "ready"}
+        engines = children(server)
+        other_while_busy("b", "a", "asleep", "asleep")
+        assert states(server) == {"a": "ready", "b": "asleep"} and children(server) == engines
+        assert "cannot wake up" not in (tmp_path / "log").read_text()
+        for name in "ab":
+            assert counted(server, "pagetide_model_loads_total", model_name=name, operation="load") == 1
+        left = {one["model"]: one["unloaded_for"] for one in httpx.get(f"{server.url}/running").json()["running"]}
+        assert left["b"]["taker"] == "a" and left["a"]["taker"] == "b" and left["b"]["num_bytes"] > 0
 
 
 def test_keep_alive_and_the_commands_of_operators(

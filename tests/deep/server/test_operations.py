@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+from checkout import ROOT
 from monitors import wait_until
 from servers import ServerProcess, children
 
@@ -236,7 +237,15 @@ def test_starts_that_cannot_succeed_say_why(tmp_path: Path) -> None:
     assert nothing.returncode == 2 and "no model given" in nothing.stderr
     missing = run("moby", "--port", "0")
     assert missing.returncode == 2 and "the model moby cannot be loaded" in missing.stderr
-    assert all("Traceback" not in one.stderr for one in (open_to_all, busy, nothing, missing))
+    models = [ROOT / "engine" / "demo_model"] * 2
+    entries = ", ".join(f"{{model: {model}, name: {name}, preload: true}}" for name, model in zip("ab", models, strict=True))
+    (tmp_path / "serve.yaml").write_text(f"models: [{entries}]")
+    weights = (models[0] / "model.safetensors").stat().st_size
+    sizes = "--models-memory", str(weights * 3 // 2), "--kv-memory", "8MiB", "--dtype", "bfloat16"
+    exceeding = run("--config", str(tmp_path / "serve.yaml"), "--port", "0", *sizes, "--no-share")
+    assert exceeding.returncode == 1 and "cannot be loaded: its weights take" in exceeding.stderr
+    assert "those of pinned and preloaded models" in exceeding.stderr
+    assert all("Traceback" not in one.stderr for one in (open_to_all, busy, nothing, missing, exceeding))
 
 
 def test_an_import_that_fails_while_it_serves_ends_it_once() -> None:
