@@ -2,7 +2,7 @@
 
     python -m benchmarks.engine_cpu [--json FILE] [--rounds 3] [--dtypes float32 bfloat16] [--seed 0]
                                     [--hidden 512] [--layers 8] [--prompts 16] [--new-tokens 64]
-                                    [--peers DIR [--busy 0] [--long-prompt 2048]]
+                                    [--peers DIR [--only REGEX] [--busy 0] [--long-prompt 2048]]
 
 A random Llama (hidden 512, 8 layers, 8 heads over 4 KV heads, vocabulary 8192), 16 ragged prompts of 64 to 256 tokens, 64
 new tokens each, greedy, output tokens from end to end. Targets are for these sizes. The engines take turns, so that drift in
@@ -100,11 +100,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=sorted(TARGETS))
     parser.add_argument("--peers", type=Path, metavar="DIR", help="other engines, made by benchmarks.peers.make")
     parser.add_argument("--busy", type=int, default=0, help="busy processes beside the peers (%(default)s)")
+    parser.add_argument("--only", default="", metavar="REGEX", help="the workloads with peers, by their names")
     parser.add_argument("--long-prompt", type=whole, default=2048, help="tokens before the peers' first (%(default)s)")
     args = parser.parse_args(argv)
     if args.peers is not None:
         found = compare_peers(
-            args.peers.absolute(), args.prompts, args.new_tokens, args.long_prompt, args.rounds, args.busy, args.seed
+            args.peers.absolute(), args.only, args.prompts, args.new_tokens, args.long_prompt, args.rounds, args.busy, args.seed
         )
         report(f"engines on the CPU, {args.busy} busy processes", found, args.seed, args.json)
         return

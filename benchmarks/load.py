@@ -18,7 +18,15 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+)
 
 from pagetide import SamplingParams
 from pagetide.engine import demo_model
@@ -56,6 +64,17 @@ def save_qwen2(folder: Path, hidden: int, layers: int, seed: int, positions: int
         hidden, layers, seed, intermediate_size=19 * hidden // 4, num_attention_heads=16, num_key_value_heads=2,
         vocab_size=max(VOCABULARY, 32 * hidden), max_position_embeddings=positions, tie_word_embeddings=True, pad_token_id=0,
     ).save_pretrained(folder)  # fmt: skip
+
+
+def save_qwen3(folder: Path, hidden: int, layers: int, seed: int, positions: int = 2048) -> None:
+    """One with the ratios of Qwen3's small models: 0.6 billion parameters at 1,024 x 28, 1.7 at 2,048 x 28."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=128, vocab_size=max(VOCABULARY, 151_936 * min(hidden, 1024) // 1024),
+        max_position_embeddings=positions, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
 
 
 def prompts(count: int, seed: int) -> list[list[int]]:

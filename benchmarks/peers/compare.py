@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -15,32 +16,36 @@ from benchmarks.load import agreement, prompts
 from benchmarks.peers.protocol import PeerProcess
 from benchmarks.processes import busy
 
-OURS, FASTEST = "pagetide", "openvino"
-LEAST_BUSY = 0.9
+OURS = "pagetide"
 KV_BYTES, KV_TOKENS = 2**30, 16384
 
 
 @dataclass(frozen=True)
 class PeerWorkload:
-    """A model, a dtype and a number of prompts. `least` is the target of the ratio to OpenVINO GenAI."""
+    """A model, a type of weights and a number of prompts."""
 
     name: str
     model: str
     dtype: str
     count: int
-    least: float | None = None
     first_token: bool = False
 
 
 WORKLOADS = (
-    PeerWorkload("512 x 8 float32 x 16", "llama", "float32", 16, 0.9),
-    PeerWorkload("512 x 8 bfloat16 x 16", "llama", "bfloat16", 16, 0.75),
-    PeerWorkload("512 x 8 float32 x 1", "llama", "float32", 1, 0.8),
-    PeerWorkload("0.39 B bfloat16 x 16", "qwen2", "bfloat16", 16, 0.95),
+    PeerWorkload("512 x 8 float32 x 16", "llama", "float32", 16),
+    PeerWorkload("512 x 8 bfloat16 x 16", "llama", "bfloat16", 16),
+    PeerWorkload("512 x 8 float32 x 1", "llama", "float32", 1),
+    PeerWorkload("0.39 B bfloat16 x 16", "qwen2", "bfloat16", 16),
     PeerWorkload("512 x 8 bfloat16 first token", "llama", "bfloat16", 1, first_token=True),
     PeerWorkload("0.39 B bfloat16 first token", "qwen2", "bfloat16", 1, first_token=True),
+    *(
+        PeerWorkload(f"{size} B {dtype} x {count}", f"qwen3-{size}b", dtype, count)
+        for size in ("0.6", "1.7")
+        for dtype in ("int8", "int4")
+        for count in (1, 4, 16)
+    ),
 )
-MOST_FIRST_TOKEN = 1.1
+LEAST = MOST_FIRST_TOKEN = 1.0  # of the ratio to the better of the others
 
 
 @dataclass
@@ -83,43 +88,47 @@ def run(folder: Path, work: PeerWorkload, inputs: list[list[int]], new_tokens: i
     return runs
 
 
-def figures(work: PeerWorkload, runs: PeerRuns, num_tokens: int, num_busy: int) -> list[Figure]:
-    """Speed of each engine, our ratio to each of the others within a round, and how far the tokens agree."""
+def figures(work: PeerWorkload, runs: PeerRuns, num_tokens: int) -> list[Figure]:
+    """Speed of each engine, our ratio to the better of the others within a round, and how far the tokens agree."""
     ours = runs.seconds[OURS]
-    speeds, ratios, same = [], [], []
+    others = {name: seconds for name, seconds in runs.seconds.items() if name != OURS}
+    better = list(map(min, zip(*others.values(), strict=True)))
+    speeds = []
     for name, seconds in runs.seconds.items():
         if work.first_token:
             speeds.append(median(f"{work.name} {name}", seconds, "s"))
         else:
             rates = [num_tokens / each for each in seconds]
             speeds.append(median(f"{work.name} {name}", rates, "tokens/s", None, "higher"))
-        if name == OURS:
-            continue
-        label = f"{work.name} pagetide / {name}"
-        if work.first_token:
-            most = MOST_FIRST_TOKEN if name == FASTEST and not num_busy else None
-            ratios.append(median(label, [a / b for a, b in zip(ours, seconds, strict=True)], "x", most))
-        else:
-            least = LEAST_BUSY if num_busy else work.least
-            least = least if name == FASTEST else None if num_busy else 1.0
-            within = [b / a for a, b in zip(ours, seconds, strict=True)]
-            ratios.append(median(label, within, "x", least, "higher"))
-        share = agreement(runs.tokens[OURS], runs.tokens[name])
-        same.append(Figure(f"{work.name} same tokens as {name}", share, "share", better="higher"))
-    return [*speeds, *ratios, *same]
+    label = f"{work.name} pagetide / better of the others"
+    if work.first_token:
+        ratio = median(label, [a / b for a, b in zip(ours, better, strict=True)], "x", MOST_FIRST_TOKEN)
+    else:
+        ratio = median(label, [b / a for a, b in zip(ours, better, strict=True)], "x", LEAST, "higher")
+    same = [
+        Figure(f"{work.name} same tokens as {name}", agreement(runs.tokens[OURS], runs.tokens[name]), "share", better="higher")
+        for name in others
+    ]
+    return [*speeds, ratio, *same]
 
 
-def compare(folder: Path, count: int, new_tokens: int, long_prompt: int, rounds: int, num_busy: int, seed: int) -> list[Figure]:
-    """The figures of all workloads. `count` replaces 16 prompts; a first token's prompt has `long_prompt` tokens."""
+def compare(
+    folder: Path, only: str, count: int, new_tokens: int, long_prompt: int, rounds: int, num_busy: int, seed: int
+) -> list[Figure]:
+    """The figures of all workloads whose names the regular expression `only` finds.
+
+    `count` replaces 16 prompts; a first token's prompt has `long_prompt` tokens.
+    """
     found: list[Figure] = []
-    for work in WORKLOADS:
+    for work in (one for one in WORKLOADS if re.search(only, one.name)):
         if work.first_token:
             pieces = prompts(long_prompt // 64 + 1, seed)
             inputs, tokens = [[token for piece in pieces for token in piece][:long_prompt]], 1
         else:
             inputs, tokens = prompts(min(work.count, count), seed), new_tokens
         runs = run(folder, work, inputs, tokens, rounds, num_busy)
-        found += figures(work, runs, tokens * len(inputs), num_busy)
-        for figure in found[-2 * len(runs.seconds) :]:
+        new = figures(work, runs, tokens * len(inputs))
+        found += new
+        for figure in new:
             print(f"  {figure.name}: {figure.value:.2f} {figure.unit}", flush=True)
     return found

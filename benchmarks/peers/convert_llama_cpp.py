@@ -1,8 +1,9 @@
-"""Converts a Llama or Qwen2 model in transformers' format for llama.cpp. Runs in llama.cpp's environment.
+"""Converts a Llama, Qwen2 or Qwen3 model in transformers' format for llama.cpp. Runs in llama.cpp's environment.
 
-    python -m benchmarks.peers.convert_llama_cpp MODEL
+    python -m benchmarks.peers.convert_llama_cpp MODEL TYPE...
 
-Writes MODEL/float32.gguf and MODEL/bfloat16.gguf, without a tokenizer: prompts are token ids. Vectors stay in float32.
+Writes MODEL/float32.gguf and MODEL/bfloat16.gguf, without a tokenizer: prompts are token ids. Vectors stay in float32. And
+MODEL/int8.gguf and MODEL/int4.gguf: Q8_0 and Q4_K_M, made by llama.cpp's own quantizer from the one in bfloat16.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import llama_cpp
 import numpy as np
 
 NAMES = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
 }  # fmt: skip
+QUANTIZED = {"int8": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "int4": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M}
 OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
@@ -68,7 +72,10 @@ def write(folder: Path, dtype: str) -> None:
     writer.add_head_count_kv(kv_heads)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    writer.add_rope_dimension_count(config["hidden_size"] // heads)
+    head_size = config.get("head_dim") or config["hidden_size"] // heads
+    writer.add_key_length(head_size)
+    writer.add_value_length(head_size)
+    writer.add_rope_dimension_count(head_size)
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
     for name, array in tensors(folder / "model.safetensors"):
@@ -84,6 +91,19 @@ def write(folder: Path, dtype: str) -> None:
     writer.close()
 
 
+def quantize(folder: Path, dtype: str) -> None:
+    """Write one quantized file."""
+    source = folder / "bfloat16.gguf"
+    if not source.exists():
+        write(folder, "bfloat16")
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = QUANTIZED[dtype]
+    if status := llama_cpp.llama_model_quantize(str(source).encode(), str(folder / f"{dtype}.gguf").encode(), params):
+        raise RuntimeError(f"llama.cpp's quantizer gave {status}")
+
+
 if __name__ == "__main__":
-    for each in ("float32", "bfloat16"):
-        write(Path(sys.argv[1]), each)
+    model = Path(sys.argv[1])
+    for each in sys.argv[2:]:
+        if not (model / f"{each}.gguf").exists():
+            (quantize if each in QUANTIZED else write)(model, each)

@@ -15,6 +15,7 @@ from benchmarks.peers.protocol import serve
 BATCH = 2048
 SILENT = llama_cpp.llama_log_callback(lambda level, text, data: None)  # lines of every layer
 TYPES = {"float32": int(gguf.GGMLQuantizationType.F32), "bfloat16": int(gguf.GGMLQuantizationType.BF16)}
+QUANTIZED_KV = int(gguf.GGMLQuantizationType.F16)  # its default
 
 
 class LlamaCppServer:
@@ -31,7 +32,7 @@ class LlamaCppServer:
         params.n_ctx, params.n_seq_max, params.kv_unified = request["kv_tokens"], request["max_seqs"], True
         params.n_batch = params.n_ubatch = BATCH
         params.n_threads = params.n_threads_batch = request["threads"]
-        params.type_k = params.type_v = TYPES[request["dtype"]]
+        params.type_k = params.type_v = TYPES.get(request["dtype"], QUANTIZED_KV)
         self._context = llama_cpp.llama_init_from_model(self._model, params)
         if not self._context:
             raise RuntimeError("llama.cpp cannot make a context with these types of KV")

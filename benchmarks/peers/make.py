@@ -2,7 +2,7 @@
 
     python -m benchmarks.peers.make DIR
 
-About 10 minutes: llama.cpp is compiled for this processor, which needs cmake and a C++ compiler. A complete environment is
+About 25 minutes and 25 GB: llama.cpp is compiled for this processor, which needs cmake and a C++ compiler. What is complete is
 kept.
 """
 
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.load import save_model, save_qwen2
+from benchmarks.load import save_model, save_qwen2, save_qwen3
 from benchmarks.peers.protocol import ROOT
 
 POSITIONS = 4096
@@ -47,10 +47,22 @@ def make_environment(folder: Path, calls: list[list[str]]) -> None:
     complete.touch()
 
 
-def save_models(folder: Path, hidden: int = 512, layers: int = 8, qwen_hidden: int = 1024, qwen_layers: int = 24) -> None:
-    """The models in transformers' format."""
-    save_model(folder / "llama", hidden, layers, 0, POSITIONS)
-    save_qwen2(folder / "qwen2", qwen_hidden, qwen_layers, 0, POSITIONS)
+# The types of weights that a model is served in; those of 8 and 4 bits are each engine's own forms.
+MODELS = {
+    "llama": ("float32", "bfloat16"), "qwen2": ("float32", "bfloat16"), "qwen3-0.6b": ("int8", "int4"),
+    "qwen3-1.7b": ("int8", "int4"),
+}  # fmt: skip
+
+
+def save_models(folder: Path, layers: int | None = None, hidden: int | None = None) -> None:
+    """The models in transformers' format; `layers` and `hidden` replace those of all."""
+    for save, name, width, depth in (
+        (save_model, "llama", 512, 8),
+        (save_qwen2, "qwen2", 1024, 24),
+        (save_qwen3, "qwen3-0.6b", 1024, 28),
+        (save_qwen3, "qwen3-1.7b", 2048, 28),
+    ):
+        save(folder / name, hidden or width, layers or depth, 0, POSITIONS)
 
 
 def write_engines(folder: Path, engines: dict[str, tuple[str, str]]) -> None:
@@ -64,13 +76,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("dir", type=Path, metavar="DIR")
     folder = parser.parse_args(argv).dir.absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    save_models(folder / "models")
+    if not (folder / "models" / "complete").exists():
+        save_models(folder / "models")
+        (folder / "models" / "complete").touch()
     engines = {}
     for name, calls in PACKAGES.items():
         make_environment(folder / name, calls)
         python = str(folder / name / "bin" / "python")
-        for model in ("llama", "qwen2"):
-            command = [python, "-m", f"benchmarks.peers.convert_{name}", str(folder / "models" / model)]
+        for model, types in MODELS.items():
+            command = [python, "-m", f"benchmarks.peers.convert_{name}", str(folder / "models" / model), *types]
             subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
         engines[name] = python, f"benchmarks.peers.{name}_server"
     write_engines(folder, engines)

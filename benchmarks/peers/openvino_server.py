@@ -11,7 +11,8 @@ import openvino_genai
 
 from benchmarks.peers.protocol import serve
 
-TYPES = {"float32": "f32", "bfloat16": "bf16"}
+TYPES = {"float32": "f32", "bfloat16": "bf16", "int8": "bf16", "int4": "bf16"}
+QUANTIZED = ("int8", "int4")
 
 
 class OpenvinoServer:
@@ -25,13 +26,12 @@ class OpenvinoServer:
         scheduler.max_num_batched_tokens = 4096
         scheduler.enable_prefix_caching = False
         self.settings = {"kv": kind, "compute": kind, "threads": request["threads"]}
-        properties = {
-            "KV_CACHE_PRECISION": kind,
-            "INFERENCE_PRECISION_HINT": kind,
-            "INFERENCE_NUM_THREADS": request["threads"],
-            "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
-        }
+        properties = {"KV_CACHE_PRECISION": kind, "INFERENCE_PRECISION_HINT": kind, "INFERENCE_NUM_THREADS": request["threads"]}
         folder = request["model"] + "/openvino"
+        if request["dtype"] in QUANTIZED:
+            folder += "-" + request["dtype"]
+        else:
+            properties["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = 0
         self._pipeline = openvino_genai.ContinuousBatchingPipeline(folder, scheduler, "CPU", properties)
 
     def run(self, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:

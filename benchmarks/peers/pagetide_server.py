@@ -13,8 +13,10 @@ class PagetideServer:
     """See `PeerEngine`."""
 
     def __init__(self, request: dict[str, Any]) -> None:
+        quantized = request["dtype"] in ("int8", "int4")
         self._llm = LLM(
-            request["model"], device="cpu", dtype=request["dtype"], kv_memory=request["kv_bytes"], share=False,
+            request["model"], device="cpu", dtype="bfloat16" if quantized else request["dtype"],
+            quantization=request["dtype"] if quantized else None, kv_memory=request["kv_bytes"], share=False,
             max_seqs=request["max_seqs"], prefix_caching=False,
         )  # fmt: skip
         self.settings = {"kv": request["dtype"], "compute": request["dtype"], "threads": request["threads"]}
