@@ -7,7 +7,8 @@ A request is in time if its first token comes within FIRST_S and the others BETW
 the same requests:
 
     router      the real `ModelRegistry`: its queue, victims, minimum residency; a model that finds no memory waits for others.
-                A sleeper wakes by a copy from pinned memory over the link; KV memory is one elastic pool
+                A sleeper wakes by a copy from pinned memory over the link. Each model that is in has KV memory for the longest
+                request, and all share the rest
     reload      the same, but waking reads the weights from the page cache: what pagetide does on CUDA today
     lru         as router, without a minimum residency
     sleep       vLLM's sleep mode, level 1, driven by such a router: 0.3 s and the link, KV memory of FIXED_TOKENS a model
@@ -186,13 +187,14 @@ class CardModel:
     """A model on a card: its requests, its KV memory and its cached sessions.
 
     Args:
-        fixed_tokens: The tokens of a KV memory of its own; None: it shares the card's.
+        fixed_tokens: The tokens of its KV memory; None: it has those of the longest request at least, and shares the rest.
     """
 
-    def __init__(self, card: Card, shape: Model, fixed_tokens: int | None) -> None:
+    def __init__(self, card: ModelledCard, shape: Model, fixed_tokens: int | None) -> None:
         self.card, self.shape = card, shape
         self.roofline = Roofline(card.spec.gpu, shape, REACHED)
-        self.fixed_bytes = 0 if fixed_tokens is None else fixed_tokens * shape.kv_bytes
+        self.is_elastic = fixed_tokens is None
+        self.kv_bytes = shape.kv_bytes * (LONGEST_TOKENS + MOST_OUTPUT if fixed_tokens is None else fixed_tokens)
         self.waiting: deque[SessionRequest] = deque()
         self.running: list[SessionRequest] = []
         self.cached: OrderedDict[int, tuple[int, float]] = OrderedDict()  # tokens and time, by session
@@ -201,13 +203,13 @@ class CardModel:
 
     @property
     def base_bytes(self) -> int:
-        """What it takes while it is in, whatever runs."""
-        return self.shape.weights_bytes + WORKSPACE_BYTES + self.fixed_bytes
+        """What it takes beside KV."""
+        return self.shape.weights_bytes + WORKSPACE_BYTES
 
-    @property
-    def needed_bytes(self) -> int:
-        """What it needs to come in: also the KV of the longest request."""
-        return self.base_bytes + (0 if self.fixed_bytes else (LONGEST_TOKENS + MOST_OUTPUT) * self.shape.kv_bytes)
+    def taken_bytes(self, more_bytes: int = 0, cached: bool = True) -> int:
+        """What it takes while it is in, with or without what it has cached."""
+        kv_bytes = self.live_bytes + more_bytes + (self.cached_bytes if cached else 0)
+        return self.base_bytes + (max(self.kv_bytes, kv_bytes) if self.is_elastic else self.kv_bytes)
 
     @property
     def live_bytes(self) -> int:
@@ -241,7 +243,7 @@ class CardModel:
         request.done.set()
 
 
-class Card:
+class ModelledCard:
     """A card that computes the steps of its models in turn."""
 
     def __init__(self, spec: CardSpec, count: int, fixed_tokens: int | None) -> None:
@@ -254,14 +256,17 @@ class Card:
 
     def can_enter(self, model: CardModel) -> bool:
         """Whether a model finds the memory that it needs, cached sessions aside."""
-        used = sum(one.base_bytes + (0 if one.fixed_bytes else one.live_bytes) for one in self.models if one.is_in)
-        return used + model.needed_bytes <= self.num_bytes
+        return sum(one.taken_bytes(cached=False) for one in self._present(model)) <= self.num_bytes
+
+    def _present(self, model: CardModel) -> list[CardModel]:
+        """The models that are in, and this one."""
+        return [one for one in self.models if one.is_in or one is model]
 
     async def enter(self, model: CardModel, seconds: float, bytes_per_s: float) -> None:
         """Copy the weights of a model that finds memory."""
         model.is_in = True
         model.num_loads += 1
-        self._evict([one for one in self.models if not one.fixed_bytes], lambda: self._free_bytes >= 0)
+        self._evict(model, 0)
         await asyncio.sleep(seconds)
         async with self.link:
             await asyncio.sleep(model.shape.weights_bytes / bytes_per_s)
@@ -273,31 +278,28 @@ class Card:
         model.cached.clear()
         self.changed.set()
 
-    @property
-    def _free_bytes(self) -> int:
-        own = sum(one.base_bytes for one in self.models if one.is_in)
-        return self.num_bytes - own - sum(one.live_bytes + one.cached_bytes for one in self.models if not one.fixed_bytes)
-
     def find_kv(self, model: CardModel, num_bytes: int) -> bool:
         """Whether there is KV memory for a request, without sessions that were used longest ago."""
-        if model.fixed_bytes:
-            pool = [model]
-
-            def free_bytes() -> int:
-                return model.fixed_bytes - model.live_bytes - model.cached_bytes
-        else:
-            pool = [one for one in self.models if not one.fixed_bytes]
-
-            def free_bytes() -> int:
-                return self._free_bytes
-
-        if free_bytes() + sum(one.cached_bytes for one in pool) < num_bytes:
+        if not model.is_elastic and model.live_bytes + num_bytes > model.kv_bytes:
             return False
-        self._evict(pool, lambda: free_bytes() >= num_bytes)
+        needed = sum(one.taken_bytes(num_bytes if one is model else 0, cached=False) for one in self._present(model))
+        if needed > self.num_bytes:
+            return False
+        self._evict(model, num_bytes)
         return True
 
-    def _evict(self, models: list[CardModel], suffices: Callable[[], bool]) -> None:
-        while not suffices() and (some := [one for one in models if one.cached]):
+    def _evict(self, model: CardModel, num_bytes: int) -> None:
+        """Forget sessions until so much more KV of a model has its place."""
+        while True:
+            if model.is_elastic:
+                present = self._present(model)
+                excess = sum(one.taken_bytes(num_bytes if one is model else 0) for one in present) - self.num_bytes
+                pool = [one for one in present if one is model or one.taken_bytes() > one.base_bytes + one.kv_bytes]
+            else:
+                excess, pool = model.live_bytes + model.cached_bytes + num_bytes - model.kv_bytes, [model]
+            some = [one for one in pool if one.cached]
+            if excess <= 0 or not some:
+                return
             min(some, key=lambda one: next(iter(one.cached.values()))[1]).cached.popitem(last=False)
 
     async def compute(self) -> None:
@@ -420,7 +422,7 @@ class CardEngine:
 class RealRouter:
     """The server's registry."""
 
-    def __init__(self, card: Card, wakes: Wakes) -> None:
+    def __init__(self, card: ModelledCard, wakes: Wakes) -> None:
         async def start(reference: str, options: Any, name: str) -> Any:
             model = card.models[int(name)]
             if not card.can_enter(model):
@@ -453,7 +455,7 @@ class LoadingRouter:
         in_order: Requests to models that are in wait too while a model waits for room.
     """
 
-    def __init__(self, card: Card, most: int, start_s: float, in_order: bool = False) -> None:
+    def __init__(self, card: ModelledCard, most: int, start_s: float, in_order: bool = False) -> None:
         self._card, self._most, self._start_s, self._in_order = card, most, start_s, in_order
         self._clock = asyncio.get_running_loop().time
         self._queue = asyncio.Lock()
@@ -507,7 +509,7 @@ class LoadingRouter:
         self._card.leave(self._card.models[model])
 
 
-ARRANGEMENTS: dict[str, tuple[int | None, Callable[[Card], Router]]] = {
+ARRANGEMENTS: dict[str, tuple[int | None, Callable[[ModelledCard], Router]]] = {
     "router": (None, lambda card: RealRouter(card, Wakes(0.02, 0.02))),
     "reload": (None, lambda card: RealRouter(card, Wakes(0.5, 0.02, from_page_cache=True))),
     "lru": (None, lambda card: RealRouter(card, Wakes(0.02, 0.02, min_resident_s=0.0))),
@@ -535,7 +537,7 @@ def run(spec: CardSpec, count: int, arrangement: str, load: Sequence[SessionRequ
 
 async def _serve(spec: CardSpec, count: int, arrangement: str, load: Sequence[SessionRequest]) -> DemandOutcome:
     fixed_tokens, make = ARRANGEMENTS[arrangement]
-    card = Card(spec, count, fixed_tokens)
+    card = ModelledCard(spec, count, fixed_tokens)
     router = make(card)
     computing = asyncio.create_task(card.compute())
     await router.prepare()
