@@ -238,6 +238,11 @@ class SchedulerState:
         waiting = self.waiting
         return self.num_waiting - len(waiting.queue) - len(waiting.deferred) - len(waiting.reading)
 
+    @property
+    def most_pinned(self) -> int:
+        """Blocks that pins may hold: of the largest pool, those that one request of the greatest length does not need."""
+        return self.limit_blocks - self.cache.blocks_for(self.cache.max_tokens - 1)
+
     def weigh(self) -> None:
         """Pass the current worth of swapping to the host tier."""
         if self.cache.host.capacity and self.cost is not None:
@@ -535,7 +540,8 @@ class SchedulerState:
         if request.retention is not None and computed >= (num_prompt := len(request.prompt_token_ids)):
             self.cache.retain(row, num_prompt, request.retention, self.now)
             if self.cache.disk is not None:
-                self.cache.disk.committed(chain, num_prompt // self.cache.block_size, request.retention)
+                hint = None if request.retention.pin else request.retention
+                self.cache.disk.committed(chain, num_prompt // self.cache.block_size, hint)
         return updates
 
     def _hand_over_forks(self, leader: Sequence) -> None:

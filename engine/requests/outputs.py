@@ -153,6 +153,14 @@ class RequestOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class PinnedPrefix:
+    """The first `num_tokens` tokens of a prompt, which stay computed until `unpin_prefix` of the engine that gave this."""
+
+    name: str
+    num_tokens: int  # in full blocks
+
+
+@dataclass(frozen=True, slots=True)
 class StreamChunk:
     """New tokens and text of one continuation. `text` ends at a whole character and never changes later.
 
