@@ -16,6 +16,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -178,6 +180,9 @@ class DiskTier:
     def committed(self, chain: Chain, num_blocks: int, retention: Retention | None = None) -> None:
         """The first `num_blocks` blocks of `chain` are findable in memory now; `retention`: a hint for them."""
         _, known, hint = self._fresh.pop(id(chain), (chain, 0, None))
+        if retention is not None:
+            most = num_blocks * chain.hasher.block_size
+            retention = replace(retention, num_tokens=min(most, retention.num_tokens or most))
         if len(self._fresh) < _MOST_FRESH:
             self._fresh[id(chain)] = chain, max(known, num_blocks), retention or hint
 
@@ -193,7 +198,7 @@ class DiskTier:
         """Begin to write blocks that `cache` came to hold, between two steps."""
         self._settle()
         now = self._clock()
-        self.index.expire(now)
+        self.index.expire(time.time())
         if now < self._paused_until:
             self._fresh.clear()
         while self._fresh and (room := MOST_WRITES_BYTES // self._files.block_bytes - self._num_in_flight) > 0:
@@ -214,6 +219,7 @@ class DiskTier:
         return {
             "used_blocks": index.num_used,
             "total_blocks": index.num_places,
+            "retained_blocks": index.num_retained,
             "bytes": index.num_used * block_bytes,
             "hits": self.hits,
             "read_bytes": self.read_blocks * block_bytes,
@@ -252,7 +258,10 @@ class DiskTier:
         upto = min(len(blocks), known + room)
         records = self.index.take(own, upto) if upto > known else self.index.records[:0]
         if retention is not None:
-            self.index.retain(own, num_blocks, retention, self._clock())
+            noted = self.index.retain(own, num_blocks, retention, time.time())
+            if len(noted):
+                self._writer.submit(_note, self._files, noted)
+            records = self.index.records[records["place"]]
         if not len(records):
             return False
         copied = Download(self._storage.bytes_of(cache.bytes_at(blocks[known : known + len(records)])))
@@ -277,6 +286,11 @@ class DiskTier:
                     "%s cannot be written, so no prefixes are kept there for %.0f s: %s", self._files.folder, PAUSE_S, error
                 )
             self._paused_until = self._clock() + PAUSE_S
+
+
+def _note(files: DiskFiles, records: Records) -> None:
+    with suppress(OSError):  # the hint ends with this process then
+        files.note(records)
 
 
 def _write(files: DiskFiles, records: Records, copied: Download) -> Records:

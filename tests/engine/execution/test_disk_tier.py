@@ -15,6 +15,7 @@ import pytest
 from families import VOCAB, tiny
 
 from pagetide import LLM, SamplingParams
+from pagetide.cache.retention import Retention
 from pagetide.cli import main
 from pagetide.engine.errors import ConfigError
 from pagetide.engine.execution import disk_tier
@@ -61,8 +62,9 @@ def test_tokens_after_a_restart_are_those_without_a_cache(saved: str, tmp_path: 
     with engine(saved, None, prefix_caching=False, kv_cache_dtype=more.get("kv_cache_dtype", "auto")) as plain:
         expected = told(plain, prompts)
     with engine(saved, tmp_path, **more) as first:
-        assert told(first, prompts) == expected
+        assert told(first, prompts, retention=Retention(1e4, num_tokens=100)) == expected
     with engine(saved, tmp_path, **more) as second:
+        assert second.stats()["disk_tier"]["retained_blocks"] == 6 + 1, "hints outlive the process"
         assert told(second, prompts, cache_salt="another") == expected
         assert second.stats()["disk_tier"]["hit_tokens"] == 0
         assert told(second, prompts) == expected
