@@ -285,7 +285,7 @@ class EngineArguments:
     disk_kv_memory: int | str | None = setting(
         None, size("none"), "disk space for computed prefixes, e.g. 64GiB", unset="none",
         doc='Disk space, such as "64GiB", for computed prefixes: they outlive eviction, unloading and restarts. They are read '
-        "where that takes less time than computing, into up to 2 GiB of memory. None: none.", scope=Scope.SERVER,
+        "where that takes less time than computing, into memory of the plan (2 GiB at most). None: none.", scope=Scope.SERVER,
     )
     disk_kv_path: str | os.PathLike[str] | None = setting(
         None, Kind("FOLDER", _disk_path), "folder of the prefixes on disk", unset="~/.cache/pagetide/kv",

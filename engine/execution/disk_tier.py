@@ -35,12 +35,21 @@ from .transfers import Download
 log = logging.getLogger(__name__)
 
 MOST_WRITES_BYTES = 64 << 20  # copied from the device and not written yet
-MOST_READS_BYTES = 2 << 30  # read, or being read, for requests that wait
+MOST_READS_BYTES = 2 << 30  # read, or being read, for requests that wait; less where the plan says so
+_SEQUENCES = 4  # reads of so many of the greatest length
+_ROOM_SHARE = 8  # of what weights leave, this part is for reads at most
 LEAST_LIMIT_S = 0.25  # a read is not abandoned before
 PAUSE_S = 60.0  # without writes, after one has failed
 _MOST_FRESH = 1024  # sequences with blocks to write
 _DAY_S = 86_400.0
 _FORGET = 0.9  # factor on earlier measurements
+
+
+def planned_bytes(sequence_bytes: int, room_bytes: int) -> int:
+    """Host memory of a disk tier: for blocks on their way from disk, those of a few sequences of the greatest length at most,
+    which take `sequence_bytes` each, and for blocks on their way to it. `room_bytes`: what the weights leave of the host.
+    """
+    return min(MOST_READS_BYTES, _SEQUENCES * sequence_bytes, max(0, room_bytes) // _ROOM_SHARE) + 2 * MOST_WRITES_BYTES
 
 
 class DiskRead:
@@ -109,11 +118,21 @@ class DiskRead:
 
 
 class DiskTier:
-    """The blocks in `files`, which come from `storage` and go there. Not thread-safe."""
+    """The blocks in `files`, which come from `storage` and go there. Not thread-safe.
 
-    def __init__(self, files: DiskFiles, storage: Storage, clock: Callable[[], float] = time.monotonic) -> None:
+    `host_bytes` bound what is read ahead: see `planned_bytes`.
+    """
+
+    def __init__(
+        self,
+        files: DiskFiles,
+        storage: Storage,
+        host_bytes: int = MOST_READS_BYTES + 2 * MOST_WRITES_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._files = files
         self._storage = storage
+        self._most_reads = max(1, (host_bytes - 2 * MOST_WRITES_BYTES) // files.block_bytes)  # blocks
         self._clock = clock
         self._writer = ThreadPoolExecutor(1, "pagetide-disk-writes")
         self._reader = ThreadPoolExecutor(1, "pagetide-disk-reads")
@@ -148,7 +167,7 @@ class DiskTier:
             return None
         own = self.index.chain(chain.tokens[: upto * size].copy(), chain.salt)
         places = self.index.find(own, upto)[first:]
-        most = MOST_READS_BYTES // self._files.block_bytes - sum(len(read.records) for read in self._reads)
+        most = self._most_reads - sum(len(read.records) for read in self._reads)
         places = places[: max(0, most)]
         if not len(places):
             return None
