@@ -53,13 +53,16 @@ def planned_bytes(sequence_bytes: int, room_bytes: int) -> int:
 
 
 class DiskRead:
-    """The read of the blocks `first`, `first + 1`, ... of `chain`, perhaps still in progress."""
+    """The read of the blocks `first`, `first + 1`, ... of `chain`, perhaps still in progress.
 
-    def __init__(self, chain: Chain, first: int, records: Records, limit_s: float) -> None:
+    `why`: why not all is read, if that is known before.
+    """
+
+    def __init__(self, chain: Chain, first: int, records: Records, limit_s: float, why: str = "") -> None:
         self.chain = chain
         self.first = first
         self.records = records
-        self.why = "" if len(records) else "computing takes less time"  # why not all was read
+        self.why = why  # why not all was read
         self.seconds = 0.0  # that it took, without the time in which others were read
         self._began: float | None = None
         self._until = time.monotonic() + limit_s
@@ -168,13 +171,15 @@ class DiskTier:
         own = self.index.chain(chain.tokens[: upto * size].copy(), chain.salt)
         places = self.index.find(own, upto)[first:]
         most = self._most_reads - sum(len(read.records) for read in self._reads)
-        places = places[: max(0, most)]
         if not len(places):
             return None
+        if most <= 0:
+            return DiskRead(chain, first, self.index.records[:0], 0.0, "reads for other requests take the memory for them")
+        places = places[:most]
         compute_s, (num_bytes, seconds) = len(places) * size / tokens_per_s, self._measured
         if num_bytes and len(places) * self._files.block_bytes * seconds >= compute_s * num_bytes:
             self._measured = num_bytes, seconds * _FORGET  # so that it is tried again some time
-            return DiskRead(chain, first, self.index.records[:0], 0.0)
+            return DiskRead(chain, first, self.index.records[:0], 0.0, "computing takes less time")
         self.hits += 1
         self.index.used(own, first + len(places))
         read = DiskRead(chain, first, self.index.records[places], max(LEAST_LIMIT_S, compute_s))

@@ -121,10 +121,13 @@ def test_reads_that_wait_for_others_count_not_as_slow(tmp_path: Path, monkeypatc
         return read_all(self, *args)
 
     monkeypatch.setattr(DiskFiles, "read", read_late)
-    tier = DiskTier(files, cast("Any", None))
-    first, behind = tier.begin(chain, 0, 8, 0.1), tier.begin(chain, 0, 8, 0.1)
+    tier = DiskTier(files, cast("Any", None), disk_tier.planned_bytes(1000, 1 << 20))  # for 4 blocks
+    first, behind, third = (tier.begin(chain, 0, 8, 0.1) for _ in range(3))
     assert first is not None
     assert behind is not None
+    assert third is not None
+    assert (third.is_over, third.why) == (True, "reads for other requests take the memory for them")
+    assert len(tier.finish(third)) == 0
     began.wait()
     assert len(tier.finish(behind)) == 0
     assert (behind.why, behind.seconds) == ("slower than computing", 0.0)
