@@ -8,6 +8,7 @@ from fakes import World
 
 from pagetide.cache.layer_groups import LayerGroup
 from pagetide.cache.retention import Retention
+from pagetide.frames.cells import FIRST_ROW, SHARED, CellReader
 from pagetide.scheduler.errors import RequestRejected
 from pagetide.scheduler.request import Request, Sampling
 from pagetide.scheduler.scheduler import PIN_WAIT_S
@@ -148,6 +149,18 @@ def test_where_the_pool_does_not_grow_pins_end_for_requests_that_wait() -> None:
     world.run()
     assert pins_of(world) == (1, 5, 1)
     world.check_outputs()
+
+
+def test_watchers_see_pinned_blocks_as_cached_unless_a_row_holds_them() -> None:
+    world, reader = World(24, BLOCK, caching=True, max_model_len=40), CellReader(25)
+    pin(world, 1, 5)
+    cells, _ = reader.read(world.scheduler.state, np.empty(0, np.int64))
+    assert np.bincount(cells, minlength=7).tolist() == [0, 19, 0, 5, 0, 1, 0]
+    world.add("r", np.append(prompt_of(1, 3), 5).astype(np.int32), 9)
+    world.step()
+    cells, _ = reader.read(world.scheduler.state, np.array([0]))
+    assert [int((cells == value).sum()) for value in (3, FIRST_ROW, FIRST_ROW | SHARED)] == [2, 1, 3]
+    world.run()
 
 
 def test_a_block_whose_copy_has_failed_is_pinned_no_more() -> None:
