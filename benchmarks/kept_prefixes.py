@@ -1,7 +1,7 @@
 """The disk tier on the CPU: the first token after a restart, and what writing costs where nothing is ever found.
 
-    python -m benchmarks.kept_prefixes [--json FILE] [--hidden 1024] [--layers 16] [--vocab 8192] [--tokens 8000]
-                                       [--rounds 3] [--seed 0] [--no-unused]
+    python -m benchmarks.kept_prefixes [--json FILE] [--hidden 1024] [--layers 16] [--kv-heads 8] [--vocab 8192]
+                                       [--tokens 8000] [--rounds 3] [--seed 0] [--no-unused]
     python -m benchmarks.kept_prefixes --traces [--data DIR] [--requests N] [--json FILE]
 
 A random Qwen2-like model in bfloat16 is saved, and an engine with a disk tier computes a prompt of so many tokens and ends.
@@ -153,6 +153,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--no-unused", action="store_true", help="leave out the loads that never hit")
     parser.add_argument("--hidden", type=whole, default=1024, help="of the random model (%(default)s)")
     parser.add_argument("--layers", type=whole, default=16, help="of the random model (%(default)s)")
+    parser.add_argument("--kv-heads", type=whole, help="of the random model (default: half as many as heads)")
     parser.add_argument("--vocab", type=whole, default=8192, help="of the random model (%(default)s)")
     parser.add_argument("--tokens", type=whole, default=8000, help="of the prompt (%(default)s)")
     args = parser.parse_args(argv)
@@ -169,8 +170,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         saved = Path(folder) / "model"
         random_qwen2(
             args.hidden, args.layers, args.seed, intermediate_size=11 * args.hidden // 4, num_attention_heads=heads,
-            num_key_value_heads=heads // 2, head_dim=64, vocab_size=args.vocab, max_position_embeddings=args.tokens + 200,
-            tie_word_embeddings=False,
+            num_key_value_heads=args.kv_heads or heads // 2, head_dim=64, vocab_size=args.vocab,
+            max_position_embeddings=args.tokens + 200, tie_word_embeddings=False,
         ).save_pretrained(saved)  # fmt: skip
         prompt = np.random.default_rng(args.seed).integers(1, args.vocab, args.tokens + TAIL).tolist()
         figures = restarts(saved, prompt, engine, args.rounds)

@@ -25,8 +25,8 @@ Decision = dict[str, Any]
 class Finished:
     """The end of a request: the reason, and all generated tokens.
 
-    `num_cached_tokens` is the number of prompt tokens that the prefix cache had, on the device or the host, when the
-    request was first admitted; None if it was never admitted. All forks of a prompt have the number of the request
+    `num_cached_tokens` is the number of prompt tokens that the prefix cache had, on the device, the host or disk, when
+    the request was first admitted; None if it was never admitted. All forks of a prompt have the number of the request
     admitted first. Tokens that the others share with it do not count as cached.
 
     `admitted_at` is the time of that first admission, as `Scheduler.schedule` was given it.

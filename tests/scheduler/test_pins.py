@@ -183,7 +183,7 @@ def test_random_lives_with_pins(seed: int) -> None:
         host_slots=8 * (seed % 2), forecast=seed > 1, ahead=seed % 2 > 0,
     )  # fmt: skip
     world.scheduler.pool.limit_blocks = 47
-    for turn in range(250):
+    for turn in range(150):
         choice, number = rng.integers(12), int(rng.integers(8))
         if choice < 4:
             tokens = np.append(prompt_of(number, int(rng.integers(1, 6))), rng.integers(0, 900, rng.integers(1, 9)))

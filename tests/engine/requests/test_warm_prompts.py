@@ -16,7 +16,7 @@ from pagetide.engine.errors import ConfigError
 from pagetide.scheduler.cost import SwapCost
 
 PREFIX = [3 + (7 * i * i + i // 9) % (VOCAB - 3) for i in range(70)]
-OPTIONS: dict[str, Any] = {"device": "cpu", "share": False, "kv_memory": "1MiB", "max_model_len": 256}
+OPTIONS: dict[str, Any] = {"device": "cpu", "share": False, "kv_memory": "512KiB", "max_model_len": 256}
 
 
 def cached(outputs: list[Any]) -> list[int]:
@@ -34,13 +34,12 @@ def test_a_pinned_prefix_is_found_by_its_salt_until_it_is_unpinned() -> None:
         llm.reset_prefix_cache()
         pinned = llm.pin_prefix(PREFIX, cache_salt="ann")
         assert (pinned.num_tokens, counted(llm.stats())) == (64, (1, 4, 0))
-        for _ in range(2):
-            llm.generate([[i + 3, *[9] * 250] for i in range(12)], one_token)
+        llm.generate([[i + 3, *[9] * 250] for i in range(10)], one_token)
         again = llm.generate([PREFIX + [5] * 9], SamplingParams(max_new_tokens=7, temperature=0), cache_salt="ann")
         assert (cached(again), again[0].token_ids) == ([64], plain)
-        for number in range(9):
+        for number in range(4):
             llm.pin_prefix([number + 3] * 240)
-        expected = "takes 15 more blocks, and 12 may be pinned: of 167 blocks 139 are pinned, and one request of 256 tokens"
+        expected = "takes 15 more blocks, and 3 may be pinned: of 83 blocks 64 are pinned, and one request of 256 tokens"
         with pytest.raises(RequestRejected, match=expected):
             llm.pin_prefix([12] * 240)
         assert llm.unpin_prefix(pinned)
