@@ -312,6 +312,7 @@ class SchedulerState:
             self.changes.reads.append(extension.read)
         num_read = extension.num_computed - before
         self.stats.disk_tokens += num_read
+        sequence.root.num_disk_tokens = num_read
         self.decisions.was_read(self.stats.steps, sequence.request.request_id, before, num_read, read.seconds, read.why)
         return extension
 
@@ -474,8 +475,9 @@ class SchedulerState:
         request, root = sequence.request, sequence.root
         generated = tokens[len(request.prompt_token_ids) :]
         end = Finished(
-            request.request_id, reason, generated, sequence.preemptions, error, root.num_cached_tokens, root.admitted_at
-        )
+            request.request_id, reason, generated, sequence.preemptions, error, root.num_cached_tokens, root.admitted_at,
+            root.num_disk_tokens,
+        )  # fmt: skip
         self.ends.add(request, end)
         return end
 
