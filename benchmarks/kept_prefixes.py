@@ -1,11 +1,15 @@
 """The disk tier on the CPU: the first token after a restart, and what writing costs where nothing is ever found.
 
-    python -m benchmarks.kept_prefixes [--json FILE] [--hidden 1024] [--layers 16] [--vocab 8192] [--tokens 8000]
-                                       [--rounds 3] [--seed 0]
+    python -m benchmarks.kept_prefixes [--json FILE] [--hidden 1024] [--layers 16] [--kv-heads 8] [--vocab 8192]
+                                       [--tokens 8000] [--rounds 3] [--seed 0] [--no-unused]
+    python -m benchmarks.kept_prefixes --traces [--data DIR] [--requests N] [--json FILE]
 
 A random Qwen2-like model in bfloat16 is saved, and an engine with a disk tier computes a prompt of so many tokens and ends.
 The next engine gets the prompt with 64 other tokens behind it. Beside that: a cold read of the same files, 64 tokens computed
 behind a prefix in memory, and all computed. Then prompts that none has seen, in engines with the tier and without, by turns.
+
+With `--traces`, without a model: hits against writes of the public traces, one request at a time, by the real cache manager for
+what is in memory and the real index of the tier below it. Sizes of the tier are shares of all blocks of a trace.
 """
 
 from __future__ import annotations
@@ -19,10 +23,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.arguments import parser_of, whole
+from benchmarks.arguments import add_data, parser_of, whole
 from benchmarks.figures import Figure, median, report
 from benchmarks.load import random_qwen2
+from benchmarks.prefix_hits import TRACES, OneAtATime, Prompt, load
 from pagetide import LLM, SamplingParams
+from pagetide.cache.disk_index import DiskIndex
+from pagetide.cache.reuse_density import ReuseDensity
 
 TAIL = 64
 MOST_RESTART = 1.5  # times a cold read and computing the tail
@@ -92,24 +99,84 @@ def unused(saved: Path, args: Any, engine: dict[str, Any]) -> Figure:
     return median("tokens/s with an unused tier / without", ratios[1:], "x", LEAST_UNUSED, "higher")
 
 
+def endless_hits(prompts: Sequence[Prompt]) -> tuple[int, int]:
+    """Blocks that a pool without an end finds, and all blocks that differ."""
+    seen: set[int] = set()
+    num_hits = 0
+    for prompt in prompts:
+        known = [int(block) in seen for block in prompt.blocks]
+        num_hits += known.index(False) if False in known else len(known)
+        seen.update(prompt.blocks.tolist())
+    return num_hits, len(seen)
+
+
+def tiers(prompts: Sequence[Prompt], num_blocks: int, num_places: int) -> tuple[int, int, int]:
+    """Blocks that `prompts` find in memory for `num_blocks` and on disk in `num_places`, those of disk, and those written."""
+    memory = OneAtATime(ReuseDensity, num_blocks, max(len(prompt.blocks) for prompt in prompts)) if num_blocks else None
+    disk = DiskIndex(1, num_places, bytes(32))
+    num_hits = num_read = num_written = 0
+    for prompt in prompts:
+        num, chain = len(prompt.blocks), disk.chain(prompt.blocks.astype(np.int32), None)
+        in_memory = 0 if memory is None else memory.serve(prompt.blocks, tail=True)
+        on_disk = len(disk.find(chain, num))
+        if on_disk > in_memory:
+            disk.used(chain, on_disk)
+        new = disk.take(chain, num)
+        disk.written(new)
+        num_hits += max(in_memory, on_disk)
+        num_read += max(0, on_disk - in_memory)
+        num_written += len(new)
+    return num_hits, num_read, num_written
+
+
+def frontier(name: str, prompts: Sequence[Prompt], memories: Sequence[int], shares: Sequence[float]) -> list[Figure]:
+    """Hits and writes of each memory and each size of the tier."""
+    endless, num_all = endless_hits(prompts)
+    figures = [Figure(f"{name}: all blocks", num_all, "blocks"), Figure(f"{name}: hits of an endless pool", endless, "blocks")]
+    for num_blocks in memories:
+        for share in shares:
+            label = f"{name}, {num_blocks} in memory, {share:g} on disk"
+            hits, read, written = tiers(prompts, num_blocks, max(1, int(share * num_all)))
+            figures += [
+                Figure(f"{label}: hits of the endless", hits / endless, "x", 0.95 if share >= 0.5 else None, "higher"),
+                Figure(f"{label}: written of what is read", written / max(1, read), "x"),
+                Figure(f"{label}: times each block is written", written / num_all, "x"),
+            ]
+    return figures
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__, rounds=3)
+    add_data(parser, "the public traces", "no traces")
+    parser.add_argument("--traces", action="store_true", help="hits against writes on the traces, and nothing else")
+    parser.add_argument("--requests", type=whole, metavar="N", help="of the traces, the first N of each only")
+    parser.add_argument("--no-unused", action="store_true", help="leave out the loads that never hit")
     parser.add_argument("--hidden", type=whole, default=1024, help="of the random model (%(default)s)")
     parser.add_argument("--layers", type=whole, default=16, help="of the random model (%(default)s)")
+    parser.add_argument("--kv-heads", type=whole, help="of the random model (default: half as many as heads)")
     parser.add_argument("--vocab", type=whole, default=8192, help="of the random model (%(default)s)")
     parser.add_argument("--tokens", type=whole, default=8000, help="of the prompt (%(default)s)")
     args = parser.parse_args(argv)
+    if args.traces:
+        if args.data is None:
+            parser.error("--traces needs --data DIR with the public traces")
+        read = {name: load(make(args.data), size)[: args.requests] for name, (make, size) in TRACES.items()}
+        figures = [one for name, prompts in read.items() for one in frontier(name, prompts, (0, 5_000), (0.1, 0.25, 0.5, 1.0))]
+        report("Kept prefixes on traces", figures, args.seed, args.json)
+        return
     heads = max(2, args.hidden // 64)
     engine = {"device": "cpu", "dtype": "bfloat16", "share": False, "kv_memory": "1GiB", "max_seqs": 8}
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / "model"
         random_qwen2(
             args.hidden, args.layers, args.seed, intermediate_size=11 * args.hidden // 4, num_attention_heads=heads,
-            num_key_value_heads=heads // 2, head_dim=64, vocab_size=args.vocab, max_position_embeddings=args.tokens + 200,
-            tie_word_embeddings=False,
+            num_key_value_heads=args.kv_heads or heads // 2, head_dim=64, vocab_size=args.vocab,
+            max_position_embeddings=args.tokens + 200, tie_word_embeddings=False,
         ).save_pretrained(saved)  # fmt: skip
         prompt = np.random.default_rng(args.seed).integers(1, args.vocab, args.tokens + TAIL).tolist()
-        figures = [*restarts(saved, prompt, engine, args.rounds), unused(saved, args, engine)]
+        figures = restarts(saved, prompt, engine, args.rounds)
+        if not args.no_unused:
+            figures.append(unused(saved, args, engine))
     report("Kept prefixes", figures, args.seed, args.json)
 
 

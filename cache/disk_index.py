@@ -14,6 +14,7 @@ docs/decisions/0076-disk-tier.md.
 from __future__ import annotations
 
 import hashlib
+import math
 import zlib
 from typing import Any, Protocol
 
@@ -28,18 +29,24 @@ from .retention import Retention
 from .reuse_density import ReuseDensity
 
 Records = npt.NDArray[Any]  # of the dtype `record_type`
+Seconds = npt.NDArray[np.float64]
 MOST_PLACES = 1 << 20  # the index takes some 200 bytes of memory for each
 _SALT_ROUNDS = 20_000  # of PBKDF2: some 10 ms, so that salts cannot be guessed by the million
 _MOST_SALTS = 4096  # remembered
 _EVICTED_SHARE = 64  # of all places, this part is evicted at once
+_LEAST_LATER_S = 1.0  # a hint that ends so little later is not written again
 
 
 def record_type(block_size: int) -> np.dtype[Any]:
-    """The dtype of the record of one block. `check` is over the bytes behind it, `data_check` over the block's bytes."""
+    """The dtype of the record of one block. `check` is over the bytes behind it, `data_check` over the block's bytes.
+
+    `until`: the time to which a hint retains the block and those before it, in seconds of the system's clock; 0: no hint.
+    """
     return np.dtype(
         [
             ("check", "<u4"), ("data_check", "<u4"), ("place", "<u4"), ("depth", "<u4"), ("digest", "<u8", (2,)),
-            ("parent", "<u8", (2,)), ("salted", "<u4"), ("salt", "u1", (32,)), ("tokens", "<i4", (block_size,)),
+            ("parent", "<u8", (2,)), ("salted", "<u4"), ("until", "<f8"), ("salt", "u1", (32,)),
+            ("tokens", "<i4", (block_size,)),
         ]
     )  # fmt: skip
 
@@ -139,6 +146,11 @@ class DiskIndex:
         """Places that hold a block, or are about to."""
         return self.num_places - len(self._free)
 
+    @property
+    def num_retained(self) -> int:
+        """Blocks that hints retain."""
+        return self._index.retained.num_nodes
+
     def chain(self, tokens: Int32, salt: bytes | None) -> Chain:
         """The chain of `tokens` under `salt`, for the calls of this index."""
         return self._index.hasher.chain(tokens, None if salt is None else self._digest_of(salt))
@@ -196,15 +208,27 @@ class DiskIndex:
             if self._index.findable(np.array([at]))[0] and (self.records["digest"][at] == record["digest"]).all():
                 self._evict(np.array([at], np.int32))
 
-    def retain(self, chain: Chain, num_blocks: int, retention: Retention, now: float) -> None:
-        """Retain the first `num_blocks` blocks of `chain` as a hint says."""
+    def retain(self, chain: Chain, num_blocks: int, retention: Retention, now: float) -> Records:
+        """Retain the first `num_blocks` blocks of `chain` as a hint says. `now`: see `record_type`, also in other calls.
+
+        Returns what is to be written so that a later process knows: a record of the last whole one of these blocks, or none if
+        one that says so is written. Those of blocks that are not whole yet have it.
+        """
         if retention.num_tokens is not None:
             num_blocks = min(num_blocks, retention.num_tokens // self._index.hasher.block_size)
         places = self._places(chain, num_blocks)
-        if len(places):
-            self._index.mark_used(places)
-            self._index.retain(places, retention, now)
-            self._index.mark_evictable(places)
+        if not len(places):
+            return self.records[:0]
+        self._index.mark_used(places)
+        self._index.retain(places, retention, now)
+        self._index.mark_evictable(places)
+        until, whole = self._index.retained_until(places), self.whole[places]
+        self.records["until"][places[~whole]] = until[~whole]
+        last = places[whole & (until > 0)][-1:]
+        last = last[self._index.retained_until(last) > self.records["until"][last] + _LEAST_LATER_S]
+        self.records["until"][last] = self._index.retained_until(last)
+        self.records[last] = seal(self.records[last])
+        return self.records[last]
 
     def expire(self, now: float) -> None:
         """End the hints that are over."""
@@ -216,11 +240,11 @@ class DiskIndex:
         self.whole[:] = False
         self._free = np.arange(self.num_places - 1, -1, -1, dtype=np.int32)
 
-    def load(self, records: Records) -> None:
+    def load(self, records: Records, now: float = math.inf) -> None:
         """Take in `records` of an earlier process, in the order in which they were written, into the empty index.
 
         Of several records of a place or a block the last one counts. A block is taken in if all blocks before it are there and
-        its hash is that of their tokens.
+        its hash is that of their tokens. Hints that end after `now` hold on.
         """
         records = sound(records)
         records = records[records["place"] < self.num_places]
@@ -242,14 +266,18 @@ class DiskIndex:
             path = [leaf]
             while path[-1] in parents:
                 path.append(parents[path[-1]])
-            self._load_path(records[path[::-1]])
+            self._load_path(records[path[::-1]], now)
         used = self._index.findable(np.arange(self.num_places))
         self.whole[:] = used
         self._free = np.flatnonzero(~used)[::-1].astype(np.int32)
 
     def live_records(self) -> Records:
-        """The records of all whole blocks, ancestors first."""
+        """The records of all whole blocks, ancestors first, with the hints of now."""
         records = self.records[self.whole]
+        until = self._index.retained_until(records["place"])
+        later = until > records["until"]
+        records["until"][later] = until[later]
+        records[later] = seal(records[later])
         return records[np.argsort(records["depth"], kind="stable")]
 
     def check_invariants(self) -> None:
@@ -272,10 +300,12 @@ class DiskIndex:
         hit = self._index.lookup(chain, num_blocks * self._index.hasher.block_size)
         return hit.blocks.astype(np.int32)
 
-    def _register(self, chain: Chain, known: Int32, places: Int32) -> None:
-        """Register `places` behind the `known` ones, which are marked as used."""
+    def _register(self, chain: Chain, known: Int32, places: Int32, until: Seconds | None = None, now: float = 0.0) -> None:
+        """Register `places` behind the `known` ones, which are marked as used; `until`: what hints say of each of both."""
         blocks = np.concatenate((known, places))
         self._index.register(chain, blocks, len(known))
+        for end in () if until is None else np.unique(until[until > now]):
+            self._index.retain(blocks[: np.count_nonzero(until >= end)], Retention(float(end) - now), now)
         self._index.mark_evictable(blocks)
 
     def _records_of(self, chain: Chain, first: int, places: Int32) -> Records:
@@ -291,7 +321,7 @@ class DiskIndex:
             records["salt"] = np.frombuffer(chain.salt, np.uint8)
         return records
 
-    def _load_path(self, path: Records) -> None:
+    def _load_path(self, path: Records, now: float) -> None:
         """Register the blocks of `path`, from a root on, as far as they are true."""
         salt = path[0]["salt"].tobytes() if path[0]["salted"] else None
         chain = self._index.hasher.chain(path["tokens"].ravel(), salt)
@@ -299,7 +329,8 @@ class DiskIndex:
         known = self._places(chain, len(path))
         self._index.mark_used(known)
         fresh = path[len(known) :]
-        self._register(chain, known, fresh["place"].astype(np.int32))
+        until = np.maximum.accumulate(path["until"][::-1])[::-1]  # an ancestor is retained as long as what is behind it
+        self._register(chain, known, fresh["place"].astype(np.int32), until, now)
         self.records[fresh["place"]] = fresh
 
     def _evict(self, places: Int32) -> None:

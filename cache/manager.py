@@ -26,6 +26,7 @@ With windows:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -46,6 +47,8 @@ from .reuse_density import ReuseDensity
 from .row_tables import BlockMoves, Computed, RowTables
 from .swapping import Swapping
 from .window_blocks import WindowBlocksOfGroups
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,6 +99,7 @@ class CacheManager:
         tables.provide_anchors(num_nodes)
         self.row_tables = tables
         self.tables = tables.with_bytes
+        self.pins = tables.pins
         self._eviction = eviction
         # Where each block's bytes are until the next plan is done.
         self._bytes_at = np.arange(self.pool.num_blocks, dtype=np.int32)
@@ -283,8 +287,24 @@ class CacheManager:
         """Retain the full blocks of `row`'s first `num_tokens` tokens, which are committed, as a hint says."""
         if retention.num_tokens is not None:
             num_tokens = min(num_tokens, retention.num_tokens)
-        full = num_tokens // self.block_size
-        self.index.retain(self.row_tables.anchor.blocks[0, row, :full], retention, now)
+        blocks = self.row_tables.anchor.blocks[0, row, : num_tokens // self.block_size]
+        if retention.pin:
+            self.pins.hold(retention.pin, blocks, self.index)
+        else:
+            self.index.retain(blocks, retention, now)
+
+    def unpin(self, name: str) -> bool:
+        """End pin `name`. Returns whether it was there."""
+        was_there = self.pins.end(name, self.index)
+        self.swapping.trim()
+        return was_there
+
+    def end_newest_pin(self) -> None:
+        """End the newest pin, of which there is one, as its blocks are needed."""
+        before = self.pins.num_blocks
+        name = self.pins.end_newest(self.index)
+        log.warning("%s has ended: its blocks are needed, %d of %d stay pinned", name, self.pins.num_blocks, before)
+        self.swapping.trim()
 
     def _commit(self, row: int, chain: Chain, full: int) -> tuple[TableUpdate, ...]:
         """Make the first `full` blocks of `row` findable."""
@@ -304,15 +324,18 @@ class CacheManager:
         return self.row_tables.publish(row, first, findable, self.swapping)
 
     def reset(self) -> None:
-        """Forget all cached prefixes. Rows keep their blocks."""
+        """Forget all cached prefixes, and end all pins. Rows keep their blocks."""
         if self.disk is not None:
             self.disk.clear()
+        while len(self.pins):
+            self.pins.end_newest(self.index)
         self.swapping.reset(self.index.reset())
         self._committed[:] = self.row_tables.anchor.blocks.shape[2]  # their parents are no longer findable
         self._committed[self.row_tables.lengths == 0] = 0
 
     def forget(self, blocks: Int32) -> None:
-        """Forget `blocks`, which no table contains, and their cached descendants."""
+        """Forget `blocks`, which no table contains, and their cached descendants. Pins that hold some of them end."""
+        self.pins.end_with(blocks, self.index)
         self.swapping.forget(np.unique(blocks))
 
     # -- the host tier -------------------------------------------------------------------------------------------

@@ -163,6 +163,11 @@ class PrefixIndex:
         nodes = self.blocks.node_at[blocks]
         self.retained.retain(nodes[: leading(nodes != NONE)].astype(np.int64), retention, now)
 
+    def retained_until(self, blocks: Ids) -> npt.NDArray[np.float64]:
+        """The time until which hints retain each of `blocks`; 0: no hint, or nothing is findable there."""
+        nodes = self.blocks.node_at[as_index(blocks)]
+        return np.where(nodes == NONE, 0.0, self.retained.until[nodes])
+
     def keep_branch(self, hit: PrefixHit) -> None:
         """Where requests share a prefix up to the end of `hit.matched` and go different ways then, keep what is read there."""
         if self.windows and len(hit.matched) and len(self._tree.children(hit.matched[-1:])):

@@ -28,12 +28,14 @@ class Retention:
         num_tokens: Of the prompt's beginning; None: all of it.
         owner: Its hints share `max_blocks`.
         max_blocks: That hints of the owner retain at the same time; None: no limit.
+        pin: The name of a pin that holds the blocks from then on (pinned_prefixes.py); empty: none.
     """
 
     seconds: float
     num_tokens: int | None = None
     owner: str = ""
     max_blocks: int | None = None
+    pin: str = ""
 
 
 class RetainedPrefixes:
@@ -47,7 +49,7 @@ class RetainedPrefixes:
         self._tree = tree
         self.policy = policy
         self._most = num_blocks // 2
-        self._until = np.zeros(tree.capacity, np.float64)  # 0: not retained
+        self.until = np.zeros(tree.capacity, np.float64)  # by node; 0: not retained. Read-only
         self._held = np.zeros(tree.capacity, np.bool_)  # retained and evictable
         self._owner = np.zeros(tree.capacity, np.int64)  # of retained nodes
         self._owners: dict[str, int] = {}
@@ -63,7 +65,7 @@ class RetainedPrefixes:
         """Retain the first of `nodes`, a chain from its root that a sequence uses, as many as the bounds allow."""
         owner = self._owners.setdefault(retention.owner, len(self._owners))
         self._counts += [0] * (owner == len(self._counts))
-        known = int(np.count_nonzero(self._until[nodes]))  # the first ones
+        known = int(np.count_nonzero(self.until[nodes]))  # the first ones
         room = self._most - self.num_nodes
         if retention.max_blocks is not None:
             room = min(room, retention.max_blocks - self._counts[owner])
@@ -72,20 +74,20 @@ class RetainedPrefixes:
         self._owner[fresh] = owner
         self._counts[owner] += len(fresh)
         until = now + retention.seconds
-        self._until[nodes] = np.maximum(self._until[nodes], until)
+        self.until[nodes] = np.maximum(self.until[nodes], until)
         self._next_look = min(self._next_look, until)
 
     def expire(self, now: float) -> None:
         """End the hints that are over."""
         if now < self._next_look:
             return
-        over = np.flatnonzero((self._until > 0) & (self._until <= now))
+        over = np.flatnonzero((self.until > 0) & (self.until <= now))
         evictable = over[self._held[over]]
         self._forget(over)
         if len(evictable):
             self.policy.mark_evictable(evictable[np.argsort(self._tree.depths[evictable], kind="stable")])
         if self.num_nodes:
-            first = float(self._until.min(where=self._until > 0, initial=math.inf))
+            first = float(self.until.min(where=self.until > 0, initial=math.inf))
             self._next_look = max(first, now + LOOK_S)
         else:
             self._next_look = math.inf
@@ -98,7 +100,7 @@ class RetainedPrefixes:
 
     def mark_evictable(self, nodes: Nodes) -> None:
         if self.num_nodes:
-            retained = self._until[nodes] > 0
+            retained = self.until[nodes] > 0
             self._held[nodes[retained]] = True
             nodes = nodes[~retained]
         self.policy.mark_evictable(nodes)
@@ -115,12 +117,12 @@ class RetainedPrefixes:
         if len(found) >= n or not self.num_nodes:
             return found
         held = np.flatnonzero(self._held)
-        order = np.lexsort((-self._tree.depths[held], self._until[held]))
+        order = np.lexsort((-self._tree.depths[held], self.until[held]))
         return np.concatenate((found, held[order][: n - len(found)]))
 
     def remove(self, nodes: Nodes) -> None:
         if self.num_nodes:
-            self._forget(nodes[self._until[nodes] > 0])
+            self._forget(nodes[self.until[nodes] > 0])
         self.policy.remove(nodes)
 
     def ranks(self, nodes: Nodes) -> Ranks:
@@ -129,19 +131,19 @@ class RetainedPrefixes:
 
     def check_invariants(self, evictable: Nodes) -> None:
         """`evictable` are all nodes that a request does not use, on the device. Raises AssertionError."""
-        retained = np.flatnonzero(self._until)
+        retained = np.flatnonzero(self.until)
         assert len(retained) == self.num_nodes <= self._most, "retained nodes are not counted, or too many"
         counts = np.bincount(self._owner[retained], minlength=len(self._counts)).tolist()
         assert counts == self._counts, "owners are not counted"
         parents = self._tree.parents_of(retained)
         inner = parents >= 0
-        assert (self._until[parents[inner]] >= self._until[retained[inner]]).all(), "a node is retained longer than its parent"
+        assert (self.until[parents[inner]] >= self.until[retained[inner]]).all(), "a node is retained longer than its parent"
         held = np.intersect1d(retained, evictable)
         assert np.flatnonzero(self._held).tolist() == held.tolist(), "retained nodes that are evictable are not held"
 
     def _forget(self, nodes: Nodes) -> None:
         """End the retention of `nodes`, which the policy does not know as evictable yet."""
-        self._until[nodes] = 0.0
+        self.until[nodes] = 0.0
         self._held[nodes] = False
         for owner, count in enumerate(np.bincount(self._owner[nodes], minlength=len(self._counts)).tolist()):
             self._counts[owner] -= count

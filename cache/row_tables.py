@@ -6,13 +6,14 @@ give blocks back (grouped_tables.py). With states it has one more (state_tables.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from ..allocator.blocks import BlockAllocator, BlockIds
 from .block_table import BlockTables, Index, Int32, TableUpdate, merged
 from .layer_groups import LayerGroup, most_columns_in
+from .pinned_prefixes import PinnedPrefixes
 from .prefix_index import PrefixHit, PrefixIndex
 from .swapping import Swapping
 
@@ -53,6 +54,7 @@ class RowTables:
         self.anchors = pool
         self.others: tuple[tuple[LayerGroup, BlockTables], ...] = ()  # the groups of other tables
         self.with_bytes: tuple[BlockTables, ...] = (self.anchor,)
+        self.pins = PinnedPrefixes(pool)  # beside what rows hold
 
     def emptied(self, pool: BlockAllocator) -> RowTables:
         """The same tables without entries, for blocks of `pool`."""
@@ -72,9 +74,9 @@ class RowTables:
 
     @property
     def num_shared(self) -> int:
-        """Blocks saved by sharing: table entries minus distinct live blocks."""
+        """Blocks saved by sharing: table entries and pinned blocks minus distinct live blocks."""
         held = sum(int(table.lengths.sum() - table.starts.sum()) * table.num_tables for table in self.with_bytes)
-        return held - self.pool.counts().live
+        return held + self.pins.num_blocks - self.pool.counts().live
 
     def short(self, rows: Index, upto: Index) -> Index:
         """The `rows` with tables that do not reach `upto[i]` tokens."""
@@ -227,7 +229,8 @@ class RowTables:
 
     def check_invariants(self, index: PrefixIndex) -> None:
         """Check entries and references. Raises AssertionError."""
-        self._check_pool(self.pool, self.with_bytes, np.concatenate((index.blocks.used, index.windows.blocks)))
+        pinned = [index.blocks.of_node[nodes] for nodes in self.pins.nodes]
+        self._check_pool(self.pool, self.with_bytes, np.concatenate((index.blocks.used, index.windows.blocks)), pinned)
         assert not self.anchor.starts.any(), "a block is passed that all tokens read"
 
     # -- helpers -----------------------------------------------------------------------------------------------------
@@ -262,8 +265,11 @@ class RowTables:
         return taken, table.replace(row, first + replaced, findable[:, replaced])
 
     @staticmethod
-    def _check_pool(pool: BlockAllocator, tables: tuple[BlockTables, ...], findable: Int32) -> None:
-        pool.check_invariants([t.of(int(row)).ravel() for t in tables for row in np.flatnonzero(t.lengths)], findable)
+    def _check_pool(
+        pool: BlockAllocator, tables: tuple[BlockTables, ...], findable: Int32, pinned: Iterable[Int32] = ()
+    ) -> None:
+        of_rows = [t.of(int(row)).ravel() for t in tables for row in np.flatnonzero(t.lengths)]
+        pool.check_invariants([*of_rows, *pinned], findable)
 
 
 def _in_order(some: BlockIds, blocks: BlockIds) -> BlockIds:

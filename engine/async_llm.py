@@ -23,9 +23,10 @@ from .requests.engine_thread import STATS_S, EngineThread, result_of
 from .requests.inputs import Message, Prompt, Prompts, check_count
 from .requests.intake import RequestIntake
 from .requests.manager import RequestManager
-from .requests.outputs import StreamChunk
+from .requests.outputs import PinnedPrefix, StreamChunk
 from .requests.pending_calls import PendingCall
 from .requests.states import RequestState
+from .requests.warm_prompts import warm_up
 from .watch import EngineWatch, decoder, with_text
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class AsyncLLM(AsyncCalls):
         self._engine_thread = EngineThread(self._manager, "AsyncLLM", self._max_waiting, on_demand=False)
         self._forgetting = weakref.finalize(self, self._engine_thread.forget)
         self._forgetting.atexit = False  # engine_thread.py ends it at exit
+        warm_up(self.config.warm_prompts, self._engine_thread, self._manager)
 
     @explains_arguments("AsyncLLM.stream")
     def stream(
@@ -156,8 +158,31 @@ class AsyncLLM(AsyncCalls):
         result: Value = await _send(self._engine_thread.run_with_encoder, lambda: function(self.tokenizer))
         return result
 
+    @explains_arguments("AsyncLLM.pin_prefix")
+    async def pin_prefix(self, prompt: Prompt, *, cache_salt: str | None = None) -> PinnedPrefix:
+        """Compute a prefix, unless it is cached, and keep it in memory until `unpin_prefix`: see `LLM.pin_prefix`."""
+        thread = self._engine_thread
+        (one,) = await _send(thread.run_with_encoder, lambda: thread.intake.encode_pin(prompt))
+        loop = asyncio.get_running_loop()
+
+        def unpin() -> None:
+            """Behind the messages of what may be cancelled here. Its result is not awaited."""
+            thread.run_with_engine(loop.create_future(), lambda _: thread.intake.unpin(one))
+
+        with OnError(unpin):
+            await _send(thread.run_with_engine, lambda _: thread.intake.open_pin(one, cache_salt))
+            (output,) = await self._outputs(lambda _: [one], 0, cache_salt)
+            pinned: PinnedPrefix = await _send(thread.run_with_engine, lambda _: thread.intake.pinned(one, output))
+            return pinned
+
+    async def unpin_prefix(self, prefix: PinnedPrefix) -> bool:
+        """End a pin. Returns whether its blocks were pinned until now."""
+        thread = self._engine_thread
+        was_there: bool = await _send(thread.run_with_engine, lambda engine: engine.core.scheduler.cache.unpin(prefix.name))
+        return was_there
+
     async def reset_prefix_cache(self) -> None:
-        """Hide all blocks computed so far from later requests. Running requests keep their blocks."""
+        """Hide all blocks computed so far from later requests, and end all pins. Running requests keep their blocks."""
         await _send(self._engine_thread.run_with_engine, lambda engine: engine.core.scheduler.cache.reset())
 
     async def stats(self) -> dict[str, Any]:

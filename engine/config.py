@@ -139,6 +139,15 @@ def _check_devices(devices: Any) -> tuple[str, ...]:
     return names
 
 
+def _warm_prompts(path: Any) -> str | None:
+    """The path of a file of prompts. Raises ConfigError."""
+    if path is None:
+        return None
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str) or not os.path.isfile(path):
+        raise ConfigError(f"warm_prompts: {path!r:.80} is no file: name one with a prompt in JSON on each line")
+    return os.path.abspath(os.fspath(path))
+
+
 def _disk_path(path: Any) -> str | None:
     """The folder of the disk tiers. Raises ConfigError."""
     if path is None:
@@ -276,12 +285,18 @@ class EngineArguments:
     disk_kv_memory: int | str | None = setting(
         None, size("none"), "disk space for computed prefixes, e.g. 64GiB", unset="none",
         doc='Disk space, such as "64GiB", for computed prefixes: they outlive eviction, unloading and restarts. They are read '
-        "where that takes less time than computing, into up to 2 GiB of memory. None: none.", scope=Scope.SERVER,
+        "where that takes less time than computing, into memory of the plan (2 GiB at most). None: none.", scope=Scope.SERVER,
     )
     disk_kv_path: str | os.PathLike[str] | None = setting(
         None, Kind("FOLDER", _disk_path), "folder of the prefixes on disk", unset="~/.cache/pagetide/kv",
         doc="The folder for `disk_kv_memory`; each model has a folder in it, which one engine at a time uses. None: "
         "`pagetide/kv` in the user's cache folder.", scope=Scope.SERVER,
+    )
+    warm_prompts: str | os.PathLike[str] | None = setting(
+        None, Kind("FILE", _warm_prompts), "prompts to compute at the start, one JSON value a line",
+        doc="A file of prompts to compute, or to read from disk, before the engine is ready. Each line is one in JSON: a text, "
+        'token ids, or an object with `prompt`, `prompt_token_ids` or `messages`, perhaps `cache_salt`, and `"pin": true` for '
+        "one to keep in memory as `LLM.pin_prefix` does. A prompt that fails is a warning.", scope=Scope.SERVER,
     )
     prefix_hash_secret: bytes | None = setting(
         None, Kind("BYTES", _check_secret), "key of the prefix hashes", secret=True, scope=Scope.API,
@@ -354,12 +369,14 @@ class EngineConfig(EngineArguments):
     host_kv_memory: int
     disk_kv_memory: int
     disk_kv_path: str | None
+    warm_prompts: str | None
     record: str | None
 
     def __post_init__(self) -> None:
         of_the_cache = {
             "host_kv_memory keeps what the prefix cache finds again": self.host_kv_memory > 0,
             "disk_kv_memory keeps what the prefix cache finds again": self.disk_kv_memory > 0,
+            "warm_prompts are kept by the prefix cache": self.warm_prompts is not None,
             "prefix_hash_secret is the prefix cache's": self.prefix_hash_secret is not None,
             "kv_events tell what the prefix cache holds": self.kv_events,
             "prefix_cache_memory is a bound on the prefix cache": self.prefix_cache_memory is not None,

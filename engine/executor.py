@@ -275,7 +275,7 @@ def open_disk_tier(plan: MemoryPlan, config: EngineConfig, checkpoint: Checkpoin
         return None
     used = format_bytes(files.index.num_used * files.block_bytes)
     log.info("the disk tier: %s of prefixes in %s, of at most %s", used, files.folder, format_bytes(config.disk_kv_memory))
-    return DiskTier(files, runner.storage)
+    return DiskTier(files, runner.storage, plan.disk_buffer_bytes)
 
 
 def check_disk_tier(plan: MemoryPlan, config: EngineConfig) -> None:

@@ -28,10 +28,11 @@ from .errors import EngineClosed
 from .requests.engine_thread import EngineThread, result_of
 from .requests.inputs import Message, Prompt, PromptInput, Prompts, check_count, joined_progress, pair_params, paired, text_of
 from .requests.manager import RequestManager
-from .requests.outputs import RequestOutput, StreamChunk, refused
+from .requests.outputs import PinnedPrefix, RequestOutput, StreamChunk, refused
 from .requests.pending_calls import PendingCall
 from .requests.progress import Bar
 from .requests.states import RequestState
+from .requests.warm_prompts import warm_up
 from .watch import EngineWatch, decoder, with_text
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class LLM:
         self._manager = RequestManager(self.config)
         self._engine_thread = EngineThread(self._manager, "LLM", max_waiting=sys.maxsize, on_demand=True)
         weakref.finalize(self, self._engine_thread.forget).atexit = False  # engine_thread.py ends it at exit
+        warm_up(self.config.warm_prompts, self._engine_thread, self._manager)
 
     @explains_arguments("LLM.generate")
     def generate(
@@ -273,8 +275,40 @@ class LLM:
         """The prompt token ids of `generate` for this prompt. Raises RequestRejected for an invalid prompt."""
         return self._engine_thread.intake.tokenize(prompt, sampling_params or SamplingParams())
 
+    @explains_arguments("LLM.pin_prefix")
+    def pin_prefix(self, prompt: Prompt, *, cache_salt: str | None = None) -> PinnedPrefix:
+        """Compute a prefix, unless it is cached, and keep its full blocks in memory until `unpin_prefix`.
+
+        Requests that begin with these tokens, and have the same `cache_salt`, find them. `render` gives the tokens of a chat;
+        leave its generation prompt out with `add_generation_prompt=False` where other messages may follow.
+
+        A pin ends by itself with `reset_prefix_cache`, and if a recall, a lower limit or the device takes the memory of its
+        blocks; the newest ends first. `stats()["prefix_cache"]` counts pins, their blocks, and `lost_pins`.
+
+        Raises:
+            RequestRejected: too few blocks would be left for one request of `max_model_len` tokens, the prompt has no full
+                block, or it cannot be computed.
+        """
+        thread = self._engine_thread
+        (one,) = thread.intake.encode_pin(prompt)
+        with OnError(lambda: thread.ask(thread.run_with_engine, lambda _: thread.intake.unpin(one))):
+            thread.ask(thread.run_with_engine, lambda _: thread.intake.open_pin(one, cache_salt))
+            call = self._begin([one], 0, cache_salt)
+            try:
+                (output,) = self._outputs(call, False)
+            finally:
+                call.close()
+            pinned: PinnedPrefix = thread.ask(thread.run_with_engine, lambda _: thread.intake.pinned(one, output))
+            return pinned
+
+    def unpin_prefix(self, prefix: PinnedPrefix) -> bool:
+        """End a pin: its blocks are cached as others are. Returns whether they were pinned until now."""
+        thread = self._engine_thread
+        was_there: bool = thread.ask(thread.run_with_engine, lambda engine: engine.core.scheduler.cache.unpin(prefix.name))
+        return was_there
+
     def reset_prefix_cache(self) -> None:
-        """Hide all blocks computed so far from later requests. Running requests keep their blocks."""
+        """Hide all blocks computed so far from later requests, and end all pins. Running requests keep their blocks."""
         self._engine_thread.ask(self._engine_thread.run_with_engine, lambda engine: engine.core.scheduler.cache.reset())
 
     def stats(self) -> dict[str, Any]:

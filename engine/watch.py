@@ -122,6 +122,9 @@ class MemoryReader:
             },
             "device": self._device_now(0 if lease is None else lease["held_bytes"]),
         }  # fmt: skip
+        if (disk := engine.core.disk) is not None:
+            kept = disk.to_dict()
+            content["disk"] = {"bytes": kept["bytes"], "written_today": kept["written_today_bytes"]}
         return MemoryFigures(content, held.get("recalls", 0), held.get("recalled_bytes", 0))
 
     def _device_now(self, held_bytes: int) -> dict[str, Any] | None:

@@ -37,6 +37,8 @@ _ABSENT = {
     "pause": "its workers run for all its clients; `pagetide fleet drain` ends one of them",
     "resume": "its workers run for all its clients",
     "reset_prefix_cache": "its workers run for all its clients; give requests another cache_salt",
+    "pin_prefix": f"{_ONE_ENGINE}; workers pin prompts of `warm_prompts` in fleet.yaml",
+    "unpin_prefix": f"{_ONE_ENGINE}; workers pin prompts of `warm_prompts` in fleet.yaml",
     "explain": f"{_ONE_ENGINE}; `pagetide fleet status` shows their memory",
     "frame": f"{_ONE_ENGINE}; `pagetide fleet status` shows their memory",
     "block": f"{_ONE_ENGINE}; `pagetide fleet status` shows their memory",
@@ -69,7 +71,7 @@ class Fleet(AsyncCalls):
     refused, as they are code. A stream has no `requests` to export. The workers do not show a prompt's `label`.
     `num_preemptions` is 0. Times are measured in this process. If the queue or a worker refuses a prompt (it is larger than
     their pools), other prompts of the call may have been started, and are aborted. `import_request`, `pause`, `resume`,
-    `reset_prefix_cache`, `explain`, `frame`, `block`, `cache_events` and `config` do not exist.
+    `pin_prefix`, `reset_prefix_cache`, `explain`, `frame`, `block`, `cache_events` and `config` do not exist.
 
     Raises:
         FleetError: in every call: the fleet cannot be reached, or failed on the request.

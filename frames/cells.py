@@ -2,7 +2,7 @@
 
 A cell is the state of a block in 16 bits, so that a million blocks are two megabytes:
 
-    0 .. 5        `BlockState`: unmapped, free, draining, cached, in flight, the null block
+    0 .. 5        `BlockState`: unmapped, free, draining, cached (or pinned, and in no row), in flight, the null block
     16 + row      live, and held by the sequence in `row`; of several the one that is served first
     | SHARED      several rows hold it
 
@@ -17,6 +17,7 @@ import binascii
 import numpy as np
 import numpy.typing as npt
 
+from ..allocator.pool_view import BlockState
 from ..cache.block_table import BlockTables, Index
 from ..scheduler.state import SchedulerState
 
@@ -51,6 +52,8 @@ class CellReader:
         pool.states(cells, self._mask)
         for table in state.cache.tables:
             self._write_owners(cells, table, served_last_first)
+        if state.cache.pins.num_blocks:  # those that no row has
+            np.copyto(cells, np.uint16(BlockState.CACHED), where=np.equal(cells, BlockState.LIVE, out=self._mask))
         if state.cache.row_tables.num_shared:
             np.bitwise_or(cells, np.uint16(SHARED), out=cells, where=pool.are_shared(self._mask))
         self.cells, self._next = cells, before

@@ -18,6 +18,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from ..cache.block_table import Int32
 from ..cache.prefix_index import NO_HIT
 from .errors import DuplicateRequest, PromptTooLong, RequestRejected
 from .forecast import ForecastPeak
@@ -54,6 +55,29 @@ def check_request(state: SchedulerState, request: Request) -> None:
             f"the prompt's {length:,} tokens{also} need {needed:,} blocks of {cache.block_size} tokens{tables}, the whole "
             f"pool has {cache.pool.capacity:,}: shorten it, or give the engine more kv_memory"
         )
+
+
+def open_pin(state: SchedulerState, name: str, token_ids: Int32, cache_salt: bytes | None) -> None:
+    """Open the pin `name` for the full blocks of a prompt. The request that computes it names the pin in its `Retention`.
+
+    Pins leave room for a request of the greatest length. Raises RequestRejected.
+    """
+    cache, size = state.cache, state.cache.block_size
+    if not cache.index.capacity:
+        raise RequestRejected("a pin holds blocks of the prefix cache, which is off: leave prefix_caching on")
+    if cache.row_tables.others:
+        raise RequestRejected("a pin needs layers that all read all tokens, and this model has layers with windows or states")
+    if (num_blocks := len(token_ids) // size) < 1:
+        raise RequestRejected(f"a pin holds full blocks of {size} tokens, and the prefix has {len(token_ids)}")
+    hit = cache.index.lookup(cache.chain(token_ids, cache_salt), len(token_ids))
+    needed, promised = num_blocks - cache.pins.num_among(hit.nodes), cache.pins.num_promised
+    if needed > (room := max(0, state.most_pinned - promised)):
+        raise RequestRejected(
+            f"a pin of {len(token_ids):,} tokens takes {needed:,} more blocks, and {room:,} may be pinned: of "
+            f"{state.limit_blocks:,} blocks {promised:,} are pinned, and one request of {cache.max_tokens:,} tokens needs the "
+            "others; unpin a prefix, give the engine more kv_memory, or a lower max_model_len"
+        )
+    cache.pins.open(name, num_blocks)
 
 
 def add(state: SchedulerState, sequence: Sequence) -> None:
@@ -132,7 +156,7 @@ def expected_blocks(state: SchedulerState, newcomers: list[Sequence]) -> int:
     known = np.append(state.rows.known[state.running_rows], np.array([len(s.tokens) for s in newcomers], np.int64))
     if not len(known):
         return 0
-    now = int(cache.row_tables.blocks_for_each(known).sum()) - cache.row_tables.num_shared
+    now = int(cache.row_tables.blocks_for_each(known).sum()) + cache.pins.num_blocks - cache.row_tables.num_shared
     return min(max(now, expected_peak(state, newcomers).blocks), cache.pool.capacity)
 
 
@@ -146,9 +170,8 @@ def expected_peak(state: SchedulerState, newcomers: list[Sequence]) -> ForecastP
     allowed = np.append(rows.limit[running] - rows.prompt[running], limit - prompt)
     known = np.append(rows.known[running], known)
     peak = state.forecast.peak(known, generated, allowed, cache.block_size)
-    return replace(
-        peak, blocks=cache.row_tables.in_all_tables(peak.blocks, known, allowed - generated) - cache.row_tables.num_shared
-    )
+    blocks = cache.row_tables.in_all_tables(peak.blocks, known, allowed - generated)
+    return replace(peak, blocks=blocks + cache.pins.num_blocks - cache.row_tables.num_shared)
 
 
 def _may_pass(refused: list[Sequence]) -> bool:

@@ -25,9 +25,9 @@ Decision = dict[str, Any]
 class Finished:
     """The end of a request: the reason, and all generated tokens.
 
-    `num_cached_tokens` is the number of prompt tokens that the prefix cache had, on the device or the host, when the
-    request was first admitted; None if it was never admitted. All forks of a prompt have the number of the request
-    admitted first. Tokens that the others share with it do not count as cached.
+    `num_cached_tokens` is the number of prompt tokens that the prefix cache had, on the device, the host or disk, when
+    the request was first admitted; None if it was never admitted. All forks of a prompt have the number of the request
+    admitted first. Tokens that the others share with it do not count as cached. Of them, `num_disk_tokens` were read from disk.
 
     `admitted_at` is the time of that first admission, as `Scheduler.schedule` was given it.
     """
@@ -39,6 +39,7 @@ class Finished:
     error: str | None = None
     num_cached_tokens: int | None = None
     admitted_at: float | None = None
+    num_disk_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

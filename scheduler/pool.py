@@ -43,16 +43,19 @@ class ElasticPool:
         """Upper bound of the pool's size in blocks: its capacity, unless the caller sets less.
 
         A limit below the mapped size takes nothing from running sequences, but no request is admitted above it, and
-        `excess_extents` says how many extents to give back. Values are clamped to the capacity. It may be set while a
-        plan is pending.
+        `excess_extents` says how many extents to give back. Pins that leave too little below it end. Values are clamped to
+        the capacity. It may be set while a plan is pending.
         """
         return self._state.limit_blocks
 
     @limit_blocks.setter
     def limit_blocks(self, blocks: int) -> None:
+        cache = self._state.cache
         if blocks < 0:
             raise ValueError(f"limit_blocks cannot be negative, got {blocks}")
         self._state.limit_blocks = min(blocks, self._pool.capacity)
+        while len(cache.pins) and cache.pins.num_promised > self._state.most_pinned:
+            cache.end_newest_pin()
         self._state.waiting.requeue_deferred()
 
     @property
@@ -136,7 +139,7 @@ class ElasticPool:
         return given
 
     def make_idle(self, num_extents: int) -> None:
-        """Preempt sequences, in the order of preemption.py, until `give_back` has `num_extents` or none runs.
+        """Preempt sequences, in the order of preemption.py, until `give_back` has `num_extents` or none runs; then end pins.
 
         The next step withholds these extents from admission.
         """
@@ -145,7 +148,10 @@ class ElasticPool:
         removable = len(self._growing) + len(self._pool.drainable_extents)  # if no row held a block
         due = min(num_extents, removable)
         from_pool = (due - len(self._growing)) * self._pool.blocks_per_extent
-        preempt_until(self._state, lambda: from_pool - self._pool.available, self._state.by_row)
+        lacking = preempt_until(self._state, lambda: from_pool - self._pool.available, self._state.by_row)
+        while lacking > 0 and len(self._state.cache.pins):
+            self._state.cache.end_newest_pin()
+            lacking = from_pool - self._pool.available
         self._state.withheld_blocks = due * self._pool.blocks_per_extent
 
     def reopen_admission(self) -> None:

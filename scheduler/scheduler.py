@@ -24,6 +24,7 @@ sequence are handled alike. Rules:
   blocks until `apply_beam_moves` names its token, or another beam that it continues; it then shares that beam's blocks
   as a fork does. If another sequence needs blocks, such waiting beams are preempted; their candidates are kept.
 - Between steps the pool can grow and give idle extents back (pool.py).
+- Pinned prefixes keep their blocks, unless a recall or a lower limit takes these, or the pool cannot grow for requests.
 
 `schedule` assigns rows and blocks, preempts and ends sequences; the plan that it returns tells the runner. `apply` appends the
 step's tokens, ends what they end, and reports every end, those of `schedule` too. The two alternate, but the next plan may
@@ -35,12 +36,13 @@ What they change is one `SchedulerState` (state.py); the functions of admission.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..cache.block_table import Index
+from ..cache.block_table import Index, Int32
 from ..cache.manager import CacheManager
 from . import admission
 from .cost import SwapCost
@@ -55,6 +57,7 @@ from .state import AdmissionPlan, Limits, SchedulerState
 from .steps import apply_result, continuation, plan_ahead, plan_step
 
 READ_WAIT_S = 0.005  # of a step with nothing to do but wait for the disk
+PIN_WAIT_S = 10.0  # for which requests wait while nothing runs, before a pin ends for them
 
 
 class Scheduler:
@@ -74,6 +77,7 @@ class Scheduler:
         self.cache, self.rows = cache, state.rows
         self.stats, self.decisions, self.ends = state.stats, state.decisions, state.ends
         self.pool = ElasticPool(state)
+        self._stuck_since = math.inf  # nothing runs, and requests do not fit beside pins
 
     def rebuilt(self, error: str, mapped: Iterable[int] | None = None) -> tuple[Scheduler, StepOutputs]:
         """Return an empty replacement scheduler, and outputs that finish every request with `error`.
@@ -122,6 +126,10 @@ class Scheduler:
     def check(self, request: Request) -> None:
         """Raise RequestRejected, PromptTooLong or DuplicateRequest if `add` would refuse `request`."""
         admission.check_request(self.state, request)
+
+    def open_pin(self, name: str, token_ids: Int32, cache_salt: bytes | None) -> None:
+        """Open a pin for the full blocks of a prompt: see `admission.open_pin`. Raises RequestRejected."""
+        admission.open_pin(self.state, name, token_ids, cache_salt)
 
     def abort(self, request_id: str, reason: FinishReason = "aborted") -> bool:
         """End a request in any state. The next `StepOutputs` contain its `Finished`, once.
@@ -172,6 +180,8 @@ class Scheduler:
             preempt_until(state, lambda: self._chunk_prefills(step), state.by_row)
         if state.waiting.queue and step.num_tokens > 0 and not step.lacks_blocks:
             preempt_until(state, lambda: self._admit(step), state.paused)
+        if len(self.cache.pins):
+            self._yield_pins()
         self.pool.reopen_admission()
         plan = state.plans.first = plan_step(state, decodes, step.chunks, *self.pool.take_resize())
         return plan
@@ -298,6 +308,17 @@ class Scheduler:
             if forks := by_row[row].forks:
                 computed[i] = min(int(computed[i]), *(len(fork.tokens) - 1 for fork in forks))
         return computed
+
+    def _yield_pins(self) -> None:
+        """End the newest pin if requests have not begun beside the pins for a while: the pool cannot grow as it should."""
+        state = self.state
+        if state.by_row or not state.waiting.queue:
+            self._stuck_since = math.inf
+            return
+        self._stuck_since = min(self._stuck_since, state.now)
+        if state.now - self._stuck_since >= PIN_WAIT_S:
+            self.cache.end_newest_pin()
+            state.waiting.look_again()
 
     def _chunk_prefills(self, step: _Step) -> int:
         """Add the next chunks of running prompts to `step`. Returns 1 if it is empty, since blocks are short; else 0."""

@@ -71,7 +71,8 @@ class Sequence:
 
     __slots__ = (
         "_status", "abort_reason", "admitted_at", "chain", "computed", "forks", "key", "leader", "num_cached_tokens",
-        "number", "passes", "preemptions", "read", "refusal", "request", "root", "row", "scored", "shares", "tokens",
+        "num_disk_tokens", "number", "passes", "preemptions", "read", "refusal", "request", "root", "row", "scored", "shares",
+        "tokens",
     )  # fmt: skip
 
     def __init__(self, request: Request, number: int, chain: Chain, leader: Sequence | None = None) -> None:
@@ -94,6 +95,7 @@ class Sequence:
         self.shares = len(self.tokens)  # number of these tokens; NOTHING once admitted
         self.root: Sequence = self if leader is None else leader.root  # all sequences of a root have the same prompt
         self.num_cached_tokens: int | None = None  # of a root: prompt tokens that its family's first member found
+        self.num_disk_tokens = 0  # of a root: of these, those that were read from disk
         self.admitted_at: float | None = None  # of a root: when that was (seconds of the caller's clock)
         self.forks: dict[Sequence, None] = {}  # forks not admitted yet, in order
 

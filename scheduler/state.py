@@ -238,6 +238,11 @@ class SchedulerState:
         waiting = self.waiting
         return self.num_waiting - len(waiting.queue) - len(waiting.deferred) - len(waiting.reading)
 
+    @property
+    def most_pinned(self) -> int:
+        """Blocks that pins may hold: of the largest pool, those that one request of the greatest length does not need."""
+        return self.limit_blocks - self.cache.blocks_for(self.cache.max_tokens - 1)
+
     def weigh(self) -> None:
         """Pass the current worth of swapping to the host tier."""
         if self.cache.host.capacity and self.cost is not None:
@@ -307,6 +312,7 @@ class SchedulerState:
             self.changes.reads.append(extension.read)
         num_read = extension.num_computed - before
         self.stats.disk_tokens += num_read
+        sequence.root.num_disk_tokens = num_read
         self.decisions.was_read(self.stats.steps, sequence.request.request_id, before, num_read, read.seconds, read.why)
         return extension
 
@@ -469,8 +475,9 @@ class SchedulerState:
         request, root = sequence.request, sequence.root
         generated = tokens[len(request.prompt_token_ids) :]
         end = Finished(
-            request.request_id, reason, generated, sequence.preemptions, error, root.num_cached_tokens, root.admitted_at
-        )
+            request.request_id, reason, generated, sequence.preemptions, error, root.num_cached_tokens, root.admitted_at,
+            root.num_disk_tokens,
+        )  # fmt: skip
         self.ends.add(request, end)
         return end
 
@@ -535,7 +542,8 @@ class SchedulerState:
         if request.retention is not None and computed >= (num_prompt := len(request.prompt_token_ids)):
             self.cache.retain(row, num_prompt, request.retention, self.now)
             if self.cache.disk is not None:
-                self.cache.disk.committed(chain, num_prompt // self.cache.block_size, request.retention)
+                hint = None if request.retention.pin else request.retention
+                self.cache.disk.committed(chain, num_prompt // self.cache.block_size, hint)
         return updates
 
     def _hand_over_forks(self, leader: Sequence) -> None:

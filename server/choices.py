@@ -66,15 +66,19 @@ def finish_reason(piece: Piece) -> str | None:
 
 
 def usage(generations: list[Generation], num_dropped: int = 0) -> dict[str, Any]:
-    """OpenAI's `usage` of these prompts. `num_dropped` output tokens were asked for by the server alone."""
+    """OpenAI's `usage` of these prompts. `num_dropped` output tokens were asked for by the server alone.
+
+    `disk_tokens` are those of the cached ones that were read from disk, if there are some.
+    """
     prompt = sum(len(generation.prompt_token_ids or ()) for generation in generations)
     output = sum(generation.num_generated for generation in generations) - num_dropped
-    cached = sum(one.finished.num_cached_tokens for one in generations if one.finished is not None)
+    ends = [one.finished for one in generations if one.finished is not None]
+    cached, from_disk = sum(end.num_cached_tokens for end in ends), sum(end.num_disk_tokens for end in ends)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": output,
         "total_tokens": prompt + output,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {"cached_tokens": cached} | ({"disk_tokens": from_disk} if from_disk else {}),
     }
 
 

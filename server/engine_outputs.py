@@ -156,5 +156,5 @@ def request_end(
     total_s = max(one.total_s for one in each)
     return RequestEnd(
         number, pieces, output.num_cached_tokens, scores, each[0].queued_s, first_token_s, total_s, num_generated,
-        output.num_preemptions,
+        output.num_preemptions, output.num_disk_tokens,
     )  # fmt: skip

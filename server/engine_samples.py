@@ -66,6 +66,7 @@ def _prefixes(stats: Mapping[str, Any]) -> Iterator[Sample]:
         yield Sample("counter", "vllm:prefix_cache_hits", "Prompt tokens found", cache["hit_tokens"])
         text = "Blocks of prefixes that requests ask to be kept"
         yield Sample("gauge", "pagetide_retained_kv_blocks", text, cache["retained_blocks"])
+        yield Sample("gauge", "pagetide_pinned_kv_blocks", "Blocks of pinned prefixes", cache["pinned_blocks"])
 
 
 def _pool(stats: Mapping[str, Any]) -> Iterator[Sample]:

@@ -259,6 +259,7 @@ class RequestEnd(Struct, tag=True, frozen=True):
     total_s: float = 0.0
     num_generated: int = 0
     num_preemptions: int = 0
+    num_disk_tokens: int = 0  # of the cached ones
 
 
 class Aborted(Struct, tag=True, frozen=True):

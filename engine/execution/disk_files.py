@@ -22,6 +22,7 @@ import re
 import secrets
 import stat
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
@@ -42,7 +43,7 @@ log = logging.getLogger(__name__)
 
 Bytes = npt.NDArray[np.uint8]
 
-VERSION = 1
+VERSION = 2
 FILE_BYTES = 64 << 20  # of one file, an extent of the tier
 _HEADER_BYTES = 4096
 _PIECE_BYTES = 4 << 20  # read at once, between two looks at the time
@@ -113,7 +114,7 @@ class DiskFiles:
             try:
                 key, records = self._open(header, num_places, secret)
                 self.index = DiskIndex(kind.block_size, num_places, key)
-                self.index.load(records)
+                self.index.load(records, time.time())
                 self._drop_beyond(self.index.live_records())
                 self.tidy()
             except OSError as error:
@@ -135,6 +136,13 @@ class DiskFiles:
         self._append(seal(records))
         self._unsettled = np.concatenate((self.index.unsettled(self._unsettled), records))
         return records
+
+    def note(self, records: Records) -> None:
+        """Append `records`, which replace those of whole blocks. They are on disk soon, and lost with the machine. Raises
+        OSError.
+        """
+        self._append(records)
+        self.tidy()
 
     def read(self, records: Records, out: Bytes, goes_on: Callable[[int], bool]) -> int:
         """Read the blocks of `records` to `out` [n, block_bytes], in order, while it `goes_on` with the number read so far.

@@ -16,6 +16,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -33,7 +35,9 @@ from .transfers import Download
 log = logging.getLogger(__name__)
 
 MOST_WRITES_BYTES = 64 << 20  # copied from the device and not written yet
-MOST_READS_BYTES = 2 << 30  # read, or being read, for requests that wait
+MOST_READS_BYTES = 2 << 30  # read, or being read, for requests that wait; less where the plan says so
+_SEQUENCES = 4  # reads of so many of the greatest length
+_ROOM_SHARE = 8  # of what weights leave, this part is for reads at most
 LEAST_LIMIT_S = 0.25  # a read is not abandoned before
 PAUSE_S = 60.0  # without writes, after one has failed
 _MOST_FRESH = 1024  # sequences with blocks to write
@@ -41,14 +45,24 @@ _DAY_S = 86_400.0
 _FORGET = 0.9  # factor on earlier measurements
 
 
-class DiskRead:
-    """The read of the blocks `first`, `first + 1`, ... of `chain`, perhaps still in progress."""
+def planned_bytes(sequence_bytes: int, room_bytes: int) -> int:
+    """Host memory of a disk tier: for blocks on their way from disk, those of a few sequences of the greatest length at most,
+    which take `sequence_bytes` each, and for blocks on their way to it. `room_bytes`: what the weights leave of the host.
+    """
+    return min(MOST_READS_BYTES, _SEQUENCES * sequence_bytes, max(0, room_bytes) // _ROOM_SHARE) + 2 * MOST_WRITES_BYTES
 
-    def __init__(self, chain: Chain, first: int, records: Records, limit_s: float) -> None:
+
+class DiskRead:
+    """The read of the blocks `first`, `first + 1`, ... of `chain`, perhaps still in progress.
+
+    `why`: why not all is read, if that is known before.
+    """
+
+    def __init__(self, chain: Chain, first: int, records: Records, limit_s: float, why: str = "") -> None:
         self.chain = chain
         self.first = first
         self.records = records
-        self.why = "" if len(records) else "computing takes less time"  # why not all was read
+        self.why = why  # why not all was read
         self.seconds = 0.0  # that it took, without the time in which others were read
         self._began: float | None = None
         self._until = time.monotonic() + limit_s
@@ -107,11 +121,21 @@ class DiskRead:
 
 
 class DiskTier:
-    """The blocks in `files`, which come from `storage` and go there. Not thread-safe."""
+    """The blocks in `files`, which come from `storage` and go there. Not thread-safe.
 
-    def __init__(self, files: DiskFiles, storage: Storage, clock: Callable[[], float] = time.monotonic) -> None:
+    `host_bytes` bound what is read ahead: see `planned_bytes`.
+    """
+
+    def __init__(
+        self,
+        files: DiskFiles,
+        storage: Storage,
+        host_bytes: int = MOST_READS_BYTES + 2 * MOST_WRITES_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._files = files
         self._storage = storage
+        self._most_reads = max(1, (host_bytes - 2 * MOST_WRITES_BYTES) // files.block_bytes)  # blocks
         self._clock = clock
         self._writer = ThreadPoolExecutor(1, "pagetide-disk-writes")
         self._reader = ThreadPoolExecutor(1, "pagetide-disk-reads")
@@ -146,14 +170,16 @@ class DiskTier:
             return None
         own = self.index.chain(chain.tokens[: upto * size].copy(), chain.salt)
         places = self.index.find(own, upto)[first:]
-        most = MOST_READS_BYTES // self._files.block_bytes - sum(len(read.records) for read in self._reads)
-        places = places[: max(0, most)]
+        most = self._most_reads - sum(len(read.records) for read in self._reads)
         if not len(places):
             return None
+        if most <= 0:
+            return DiskRead(chain, first, self.index.records[:0], 0.0, "reads for other requests take the memory for them")
+        places = places[:most]
         compute_s, (num_bytes, seconds) = len(places) * size / tokens_per_s, self._measured
         if num_bytes and len(places) * self._files.block_bytes * seconds >= compute_s * num_bytes:
             self._measured = num_bytes, seconds * _FORGET  # so that it is tried again some time
-            return DiskRead(chain, first, self.index.records[:0], 0.0)
+            return DiskRead(chain, first, self.index.records[:0], 0.0, "computing takes less time")
         self.hits += 1
         self.index.used(own, first + len(places))
         read = DiskRead(chain, first, self.index.records[places], max(LEAST_LIMIT_S, compute_s))
@@ -178,6 +204,9 @@ class DiskTier:
     def committed(self, chain: Chain, num_blocks: int, retention: Retention | None = None) -> None:
         """The first `num_blocks` blocks of `chain` are findable in memory now; `retention`: a hint for them."""
         _, known, hint = self._fresh.pop(id(chain), (chain, 0, None))
+        if retention is not None:
+            most = num_blocks * chain.hasher.block_size
+            retention = replace(retention, num_tokens=min(most, retention.num_tokens or most))
         if len(self._fresh) < _MOST_FRESH:
             self._fresh[id(chain)] = chain, max(known, num_blocks), retention or hint
 
@@ -193,7 +222,7 @@ class DiskTier:
         """Begin to write blocks that `cache` came to hold, between two steps."""
         self._settle()
         now = self._clock()
-        self.index.expire(now)
+        self.index.expire(time.time())
         if now < self._paused_until:
             self._fresh.clear()
         while self._fresh and (room := MOST_WRITES_BYTES // self._files.block_bytes - self._num_in_flight) > 0:
@@ -214,6 +243,7 @@ class DiskTier:
         return {
             "used_blocks": index.num_used,
             "total_blocks": index.num_places,
+            "retained_blocks": index.num_retained,
             "bytes": index.num_used * block_bytes,
             "hits": self.hits,
             "read_bytes": self.read_blocks * block_bytes,
@@ -252,7 +282,10 @@ class DiskTier:
         upto = min(len(blocks), known + room)
         records = self.index.take(own, upto) if upto > known else self.index.records[:0]
         if retention is not None:
-            self.index.retain(own, num_blocks, retention, self._clock())
+            noted = self.index.retain(own, num_blocks, retention, time.time())
+            if len(noted):
+                self._writer.submit(_note, self._files, noted)
+            records = self.index.records[records["place"]]
         if not len(records):
             return False
         copied = Download(self._storage.bytes_of(cache.bytes_at(blocks[known : known + len(records)])))
@@ -277,6 +310,11 @@ class DiskTier:
                     "%s cannot be written, so no prefixes are kept there for %.0f s: %s", self._files.folder, PAUSE_S, error
                 )
             self._paused_until = self._clock() + PAUSE_S
+
+
+def _note(files: DiskFiles, records: Records) -> None:
+    with suppress(OSError):  # the hint ends with this process then
+        files.note(records)
 
 
 def _write(files: DiskFiles, records: Records, copied: Download) -> Records:

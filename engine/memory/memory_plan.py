@@ -85,6 +85,7 @@ class MemoryPlan:
     num_shards: int = 1  # of the model; all other numbers are of one of them
     replicated_bytes: int = 0  # of the weights, those that every shard has
     decode: DecodeRate | None = None  # on a CPU whose rates were measured
+    disk_buffer_bytes: int = 0  # of host memory: blocks on their way to disk and back; on a CPU a part of the reserve
     answers_bytes: int = 0  # of host memory: what a server may hold of outputs that are not delivered
 
     @property
@@ -159,7 +160,7 @@ class MemoryPlan:
             "model", "device", "dtype", "quantization", "stored_as", "kv_cache_dtype", "free_bytes", "weights_bytes",
             "packed_bytes", "dequantized_bytes", "primitives_bytes", "reserve_bytes", "kv_bytes", "min_kv_bytes", "num_blocks",
             "block_size", "kv_bytes_per_token", "max_model_len", "context", "tokens_that_fit", "sequences_that_fit",
-            "left_bytes", "num_shards", "replicated_bytes", "answers_bytes", "state_bytes",
+            "left_bytes", "num_shards", "replicated_bytes", "disk_buffer_bytes", "answers_bytes", "state_bytes",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names} | {
             "decode_estimate": None if self.decode is None else asdict(self.decode),
@@ -200,6 +201,7 @@ class MemoryPlan:
             *([("... on every shard", format_bytes(self.replicated_bytes))] if self.num_shards > 1 else []),
             *([("primitives", format_bytes(self.primitives_bytes))] if self.primitives_bytes else []),
             ("working reserve", format_bytes(self.reserve_bytes)),
+            *([("disk tier", f"{format_bytes(self.disk_buffer_bytes)} of host memory")] * bool(self.disk_buffer_bytes)),
             *(
                 [("answers", f"at most {format_bytes(self.answers_bytes)} of host memory, in a server")]
                 * bool(self.answers_bytes)

@@ -20,6 +20,7 @@ from ...cache.geometry import FoundLayer, Geometry
 from ...common import answer_memory
 from ..config import EngineConfig
 from ..errors import UnsupportedModel
+from ..execution.disk_tier import planned_bytes
 from ..layers import Quantization
 from ..layers.linears import scratch_bytes
 from ..layers.onednn import by_head_primitive_bytes, primitive_bytes
@@ -34,7 +35,16 @@ from ..loading.packed_model import loading_bytes
 from ..loading.quantized_model import quantized_bytes
 from ..loading.stored_model import stored_sizes
 from .decode_rate import decode_rate
-from .memory_plan import MemoryPlan, check_context, cuda_reserve_bytes, geometry_of, has_latents, plan_pool, step_bytes
+from .memory_plan import (
+    MemoryPlan,
+    check_context,
+    cuda_reserve_bytes,
+    geometry_of,
+    has_latents,
+    model_length,
+    plan_pool,
+    step_bytes,
+)
 
 
 def plan_memory(
@@ -67,6 +77,8 @@ def plan_memory(
     weights = _weights_bytes(config, checkpoint, device, dtype, _with_known(free, {device: there}), division)
     base = model_geometry(config, checkpoint, device, dtype, division)
     primitives = _primitives_bytes(checkpoint, base, device, dtype)
+    room = there - weights - primitives
+    disk_buffer = _disk_buffer_bytes(config, checkpoint, base, device, room, free)
     stored = stored_sizes(checkpoint, device, dtype, division) if checkpoint.stored else None
     return plan_pool(
         config,
@@ -78,7 +90,8 @@ def plan_memory(
         total_bytes=there if config.kv_memory.max_bytes is None else total(device),
         weights_bytes=weights,
         primitives_bytes=primitives,
-        reserve_bytes=_reserve_bytes(config, checkpoint, base, device, dtype),
+        reserve_bytes=_reserve_bytes(config, checkpoint, base, device, dtype) + disk_buffer * (device.type == "cpu"),
+        disk_buffer_bytes=disk_buffer,
         context=context,
         remedy=lambda asked_bytes: address_remedy(asked_bytes, device),
         loading_bytes=_loading_bytes(config, checkpoint, device, dtype, division),
@@ -86,7 +99,7 @@ def plan_memory(
         packed_bytes=stored.packed_bytes if stored else {},
         dequantized_bytes=stored.plain_bytes if stored else 0,
         decode=decode_rate(checkpoint, dtype, config.quantization) if device.type == "cpu" and division is None else None,
-        answers_bytes=_answers_bytes(device, there - weights - primitives, free),
+        answers_bytes=_answers_bytes(device, room, free),
     )
 
 
@@ -145,6 +158,21 @@ def _reserve_bytes(
     widest = max(inputs for inputs, _ in linear_shapes(checkpoint.text_config))
     reserve = step_bytes(config, checkpoint, geometry, _name(dtype), on_cpu=True)
     return reserve + scratch_bytes(widest, config.max_step_tokens, dtype)
+
+
+def _disk_buffer_bytes(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    geometry: Geometry,
+    device: torch.device,
+    room_bytes: int,
+    free: Callable[[torch.device], int],
+) -> int:
+    """Host memory for the disk tier, if there is one. `room_bytes` are what weights leave on `device`."""
+    if not config.disk_kv_memory:
+        return 0
+    host_bytes = room_bytes if device.type == "cpu" else free(torch.device("cpu"))
+    return planned_bytes(geometry.kv_bytes_per_token * model_length(config, checkpoint), host_bytes)
 
 
 def _answers_bytes(device: torch.device, room_bytes: int, free: Callable[[torch.device], int]) -> int:

@@ -101,6 +101,7 @@ class BeamGroup(RequestGroup):
         self._search = BeamSearch(rules, list(self._running))
         self._num_preemptions = 0
         self._num_cached_tokens: int | None = None
+        self._num_disk_tokens = 0
         self._admitted_at: float | None = None
         self._end: FinishReason | None = None  # why it ended early
         self._error: str | None = None
@@ -173,6 +174,7 @@ class BeamGroup(RequestGroup):
         self._num_preemptions += finished.num_preemptions
         if finished.num_cached_tokens is not None:  # all forks have the same number
             self._num_cached_tokens, self._admitted_at = finished.num_cached_tokens, finished.admitted_at
+            self._num_disk_tokens = finished.num_disk_tokens
         is_dropped = finished.reason == "stop"  # the search needed it no more
         if not is_dropped and not self._is_decided:
             self._end, self._error = finished.reason, finished.error
@@ -208,4 +210,5 @@ class BeamGroup(RequestGroup):
             self._error,
             self._num_cached_tokens,
             self._admitted_at,
+            self._num_disk_tokens,
         )

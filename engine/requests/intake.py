@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...api.sampling_params import SamplingParams
+from ...cache.retention import Retention
 from ...scheduler.errors import RequestRejected
 from ...scheduler.request import LogitsProcessor, Request
 from ..shards.processors import serialized
@@ -16,7 +17,18 @@ from ..text.chat_template import NESTED
 from .beams import BeamRules
 from .groups import BeamGroup, ContinuationGroup
 from .handover import Handover
-from .inputs import Prompt, PromptInput, Prompts, checked_priority, conversations, encode_pairs, pair_params, parse_prompt
+from .inputs import (
+    Prompt,
+    PromptInput,
+    Prompts,
+    check_cache_salt,
+    checked_priority,
+    conversations,
+    encode_pairs,
+    pair_params,
+    parse_prompt,
+)
+from .outputs import PinnedPrefix, RequestOutput
 from .states import RequestGroup
 
 if TYPE_CHECKING:
@@ -50,11 +62,37 @@ class RequestIntake:
                 raise RequestRejected(f"the prompt cannot be read: {type(error).__name__}: {error}") from error
         return self.encode([prompt], params)
 
+    def encode_pin(self, prompt: Prompt) -> list[PromptInput]:
+        """As `encode_one`, for a request that computes the prompt and pins it. The pin is yet to be opened."""
+        (one,) = self.encode_one(prompt, SamplingParams(max_new_tokens=1, temperature=0, num_beams=1))
+        return [one._replace(retention=Retention(0.0, pin=f"pin {next(self.numbers)}"))]
+
     def tokenize(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """The token ids of one prompt."""
         content, *_ = parse_prompt(prompt)
         ids: list[int] = self.engine.encoder.encode(content, params).tolist()
         return ids
+
+    def open_pin(self, prompt: PromptInput, cache_salt: str | None) -> None:
+        """Open the pin of `encode_pin`'s `prompt`, before it is submitted. Call it in the engine's thread."""
+        assert prompt.retention is not None
+        check_cache_salt(cache_salt)
+        salt = _encoded(_salt(prompt, cache_salt))
+        self.engine.core.scheduler.open_pin(prompt.retention.pin, prompt.token_ids, salt)
+
+    def pinned(self, prompt: PromptInput, output: RequestOutput) -> PinnedPrefix:
+        """The pin of `prompt`, which has been computed with this `output`. Call it in the engine's thread."""
+        assert prompt.retention is not None
+        name, cache = prompt.retention.pin, self.engine.core.scheduler.cache
+        if not (num_held := cache.pins.num_held(name)):
+            why = output.error or f"its request ended as {output.finish_reason!r}, or its blocks were needed meanwhile"
+            raise RequestRejected(f"the prefix of {len(prompt.token_ids):,} tokens is not pinned: {why}")
+        return PinnedPrefix(name, num_held * cache.block_size)
+
+    def unpin(self, prompt: PromptInput) -> None:
+        """End the pin of `prompt`, if it has one. Call it in the engine's thread."""
+        if prompt.retention is not None:
+            self.engine.core.scheduler.cache.unpin(prompt.retention.pin)
 
     def parse_exported(self, data: Any) -> list[PromptInput]:
         """Parse the data of one or several exported requests (`RequestHandle.export`)."""
@@ -122,7 +160,7 @@ class RequestIntake:
             sampling=sampling,
             priority=checked_priority(before.priority if before is not None and priority is None else priority),
             arrival=self.engine.core.clock(),
-            cache_salt=None if salt is None else salt.encode("utf-8", "surrogatepass"),
+            cache_salt=_encoded(salt),
             label=prompt.label,
             retention=prompt.retention,
         )
@@ -137,6 +175,10 @@ def _in_context(context: Context | None, processor: LogitsProcessor) -> LogitsPr
     run.__qualname__ = getattr(processor, "__qualname__", type(processor).__name__)
     called: LogitsProcessor = run
     return called
+
+
+def _encoded(salt: str | None) -> bytes | None:
+    return None if salt is None else salt.encode("utf-8", "surrogatepass")
 
 
 def _salt(prompt: PromptInput, cache_salt: str | None) -> str | None:

@@ -92,7 +92,7 @@ class RequestOutput:
 
     `num_cached_tokens` is the number of `prompt_token_ids` found in the prefix cache at the first admission; these were not
     computed. It is 0 for a prompt that was never admitted, and one number for all continuations and beams. An imported
-    request keeps the number of its first engine.
+    request keeps the number of its first engine. Of these, `num_disk_tokens` were read from the disk tier here.
 
     `prompt_logprobs` has one entry for each of `prompt_token_ids`, None for the first. It is None if not requested, and shorter
     if the request ended before its prompt was computed.
@@ -104,6 +104,7 @@ class RequestOutput:
     completions: tuple[Completion, ...]
     prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
+    num_disk_tokens: int = 0
 
     @property
     def outputs(self) -> tuple[Completion, ...]:
@@ -150,6 +151,14 @@ class RequestOutput:
         prompt = _shown_tokens(self.prompt_token_ids) if self.prompt is None else _shown_text(self.prompt)
         count = f"{len(self.prompt_token_ids)} tokens"
         return f"RequestOutput({self.request_id!r}, prompt={prompt} ({count}), completions={list(self.completions)!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedPrefix:
+    """The first `num_tokens` tokens of a prompt, which stay computed until `unpin_prefix` of the engine that gave this."""
+
+    name: str
+    num_tokens: int  # in full blocks
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,7 @@ class RequestState:
         self._new_text: list[str] = []
         self._first_token_at: float | None = None
         self._num_preemptions = 0  # in another process, before the import
+        self.num_disk_tokens = 0
         self.num_cached_tokens: int | None = None  # of the prompt at its first admission, here or in another process
         self._admitted_at: float | None = None  # that admission, if it was here
         self._failure: str | None = None  # why the request ends with an error
@@ -236,6 +237,7 @@ class RequestState:
         """Record `num_cached_tokens` and the time of the first admission."""
         if self.num_cached_tokens is None:
             self.num_cached_tokens, self._admitted_at = end.num_cached_tokens, end.admitted_at
+            self.num_disk_tokens = end.num_disk_tokens
 
     @property
     def _num_characters(self) -> int:
@@ -396,6 +398,7 @@ class RequestGroup(ABC):
             tuple(completions),
             self.states[0].prompt_logprobs,
             self.states[0].num_cached_tokens or 0,
+            self.states[0].num_disk_tokens,
         )
 
     def end_lost(self, now: float) -> None:

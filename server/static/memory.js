@@ -116,6 +116,8 @@ export class LeaseChart {
     show("at least", "bound", lease.min);
     show("at most", "bound", lease.max);
     show("recall to", "recall", lease.recall_target);
+    show("on disk", "disk", memory.disk?.bytes);
+    show("written to disk today", "disk", memory.disk?.written_today);
   }
 }
 

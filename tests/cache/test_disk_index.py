@@ -80,6 +80,32 @@ def test_hints_keep_a_prefix_until_they_end() -> None:
     assert found(index, 1, 2) == []
 
 
+def test_hints_are_in_records_and_hold_until_their_time_in_the_next_process() -> None:
+    index, retention = DiskIndex(SIZE, 16, KEY), Retention(100.0)
+    log = [put(index, 1, 2, 3, 4), put(index, 1, 2, 5), put(index, 7, 8)]
+    log.append(index.retain(index.chain(tokens(1, 2, 3, 4), None), 3, retention, 1000.0))
+    assert (log[-1]["depth"].tolist(), log[-1]["until"].tolist()) == ([2], [1100.0]), "one record for all before it"
+    assert not len(index.retain(index.chain(tokens(1, 2, 3), None), 3, retention, 1000.5)), "hardly later"
+    chain = index.chain(tokens(9, 10), None)
+    fresh = index.take(chain, 2)
+    assert not len(index.retain(chain, 2, Retention(60.0), 1000.0)), "not written yet"
+    fresh = index.records[fresh["place"]]
+    assert fresh["until"].tolist() == [1060.0] * 2
+    index.written(seal(fresh))
+    log.append(fresh)
+    for written in (np.concatenate(log), index.live_records()):
+        assert len(sound(written)) == len(written)
+        for now, held in ((1001.0, [1, 2, 3, 9, 10]), (1070.0, [1, 2, 3]), (1200.0, [])):
+            again = DiskIndex(SIZE, 16, KEY)
+            again.load(written, now)
+            again.check_invariants()
+            kept = again.records["place"][again._index.retained_until(np.arange(16)) > now]
+            assert sorted(again.records["tokens"][kept, 0].tolist()) == held
+            for number in range(20, 60):
+                put(again, number, number)
+            assert [len(found(again, *path)) for path in ((1, 2, 3), (9, 10))] == [held.count(3) * 3, held.count(9) * 2]
+
+
 def test_records_in_any_state_load_as_true_prefixes_or_not_at_all() -> None:
     index = DiskIndex(SIZE, 8, KEY)
     written = np.concatenate([put(index, 1, 2, 3), put(index, 1, 4, salt=b"s")])

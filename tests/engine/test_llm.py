@@ -609,7 +609,8 @@ def test_stats_are_plain_data_and_count(saved, load):
     cached = {"cached": 1, "free": empty["blocks"]["free"] - 1}
     resumed = {"lookups": 0, "lookup_tokens": 0, "hit_tokens": 0}
     found = {"lookups": 1, "lookup_tokens": 20, "hit_tokens": 0, "resumed": resumed}
-    prefixes = found | {"findable_blocks": 1, "retained_blocks": 0, "max_cached_blocks": None}
+    prefixes = found | {"findable_blocks": 1, "retained_blocks": 0, "pins": 0, "pinned_blocks": 0, "lost_pins": 0}
+    prefixes["max_cached_blocks"] = None
     assert after == empty | {
         "steps": 5, "computed_tokens": 24, "prompt_tokens": 20, "generated_tokens": 5, "peak_used_blocks": 2,
         "step_tokens": empty["step_tokens"] | {"steps": [4, 0, 0, 1, *[0] * 10]},

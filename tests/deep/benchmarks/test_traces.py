@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.kept_prefixes import endless_hits, tiers
 from benchmarks.load import BadTrace, agentic, azure, mooncake
 from benchmarks.modelled_clock import H200, LLAMA_8B, Roofline
+from benchmarks.prefix_hits import made_loads
 from pagetide.scheduler.plan import Plan
 
 
@@ -71,3 +73,15 @@ def test_a_broken_trace_is_refused_with_its_line(tmp_path: Path, broken: str | N
         (tmp_path / "mooncake_conversation_0-20min.jsonl").write_text(broken)
     with pytest.raises(BadTrace, match=why):
         mooncake(tmp_path)
+
+
+@pytest.mark.parametrize("num_blocks", [0, 2_000])
+def test_a_tier_for_all_blocks_finds_what_an_endless_pool_finds_and_writes_each_once(num_blocks: int) -> None:
+    prompts = made_loads(0)["conversations"][:300]
+    endless, num_all = endless_hits(prompts)
+    hits, read, written = tiers(prompts, num_blocks, num_all)
+    assert (hits, written) == (endless, num_all)
+    assert (read == endless) == (num_blocks == 0)
+    fewer, _, again = tiers(prompts, num_blocks, num_all // 8)
+    assert fewer < endless
+    assert again > num_all

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from families import VOCAB, tiny
 from hypothesis import settings
 
 from pagetide import LLM, SamplingParams
+from pagetide.cache.retention import Retention
 from pagetide.engine.execution.disk_files import BlockKind, DiskFiles, folder_bytes
 from pagetide.scheduler.cost import SwapCost
 
@@ -34,7 +36,7 @@ def content(path: tuple[int, ...]) -> np.ndarray:
 
 
 def write_for_ever(folder: Path, seed: int) -> None:
-    """Write random prefixes until killed; now and then the disk is full, also in the middle of a write."""
+    """Write random prefixes, and hints for them, until killed; now and then the disk is full, also amid a write."""
     draw, real = random.Random(seed), os.pwrite
 
     def pwrite(file: int, data: Any, offset: int) -> int:
@@ -46,8 +48,11 @@ def write_for_ever(folder: Path, seed: int) -> None:
     os.pwrite = pwrite  # type: ignore[assignment]
     while True:
         path = tuple(draw.randint(0, 3) for _ in range(draw.randint(1, 8)))
-        records = files.index.take(files.index.chain(np.repeat(np.array(path, np.int32), 4), None), len(path))
+        chain = files.index.chain(np.repeat(np.array(path, np.int32), 4), None)
+        records = files.index.take(chain, len(path))
         if not len(records):
+            with suppress(OSError):
+                files.note(files.index.retain(chain, len(path), Retention(draw.choice((1.0, 9.0, 99.0))), time.time()))
             continue
         data = np.array([content(path[: int(record["depth"]) + 1]) for record in records])
         try:
@@ -58,7 +63,7 @@ def write_for_ever(folder: Path, seed: int) -> None:
 
 
 def test_no_kill_full_disk_or_flipped_bit_gives_a_wrong_block_or_more_than_the_cap(tmp_path: Path) -> None:
-    draw, num_read, num_damaged = random.Random(7), 0, 0
+    draw, num_read, num_damaged, num_retained = random.Random(7), 0, 0, 0
     for kill in range(NUM_KILLS):
         child = os.fork()
         if not child:
@@ -80,6 +85,7 @@ def test_no_kill_full_disk_or_flipped_bit_gives_a_wrong_block_or_more_than_the_c
         files = DiskFiles(tmp_path / "kv", CAP, KIND)
         files.index.check_invariants()
         assert folder_bytes(tmp_path / "kv") <= CAP
+        num_retained += files.index.num_retained
         for record in files.index.live_records():
             path = path_of(files, record)
             out = np.empty((1, 3000), np.uint8)
@@ -91,6 +97,7 @@ def test_no_kill_full_disk_or_flipped_bit_gives_a_wrong_block_or_more_than_the_c
         files.close()
     assert num_read
     assert num_damaged
+    assert num_retained
 
 
 def path_of(files: DiskFiles, record: Any) -> tuple[int, ...]:

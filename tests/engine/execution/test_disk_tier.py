@@ -15,6 +15,7 @@ import pytest
 from families import VOCAB, tiny
 
 from pagetide import LLM, SamplingParams
+from pagetide.cache.retention import Retention
 from pagetide.cli import main
 from pagetide.engine.errors import ConfigError
 from pagetide.engine.execution import disk_tier
@@ -61,11 +62,14 @@ def test_tokens_after_a_restart_are_those_without_a_cache(saved: str, tmp_path: 
     with engine(saved, None, prefix_caching=False, kv_cache_dtype=more.get("kv_cache_dtype", "auto")) as plain:
         expected = told(plain, prompts)
     with engine(saved, tmp_path, **more) as first:
-        assert told(first, prompts) == expected
+        assert told(first, prompts, retention=Retention(1e4, num_tokens=100)) == expected
     with engine(saved, tmp_path, **more) as second:
+        assert second.stats()["disk_tier"]["retained_blocks"] == 6 + 1, "hints outlive the process"
         assert told(second, prompts, cache_salt="another") == expected
         assert second.stats()["disk_tier"]["hit_tokens"] == 0
-        assert told(second, prompts) == expected
+        outputs = [second.generate([prompt], GREEDY)[0] for prompt in prompts]
+        assert [output.token_ids for output in outputs] == expected
+        assert [(output.num_cached_tokens, output.num_disk_tokens) for output in outputs] == [(144, 144), (128, 48)]
         assert second.stats()["disk_tier"]["hit_tokens"] == 144 + 48
         read = [one for one in second.explain() if one["what"] == "read"]
         assert [(one["found"], one["read"], one["why"]) for one in read] == [(0, 144, ""), (80, 48, "")]
@@ -119,10 +123,13 @@ def test_reads_that_wait_for_others_count_not_as_slow(tmp_path: Path, monkeypatc
         return read_all(self, *args)
 
     monkeypatch.setattr(DiskFiles, "read", read_late)
-    tier = DiskTier(files, cast("Any", None))
-    first, behind = tier.begin(chain, 0, 8, 0.1), tier.begin(chain, 0, 8, 0.1)
+    tier = DiskTier(files, cast("Any", None), disk_tier.planned_bytes(1000, 1 << 20))  # for 4 blocks
+    first, behind, third = (tier.begin(chain, 0, 8, 0.1) for _ in range(3))
     assert first is not None
     assert behind is not None
+    assert third is not None
+    assert (third.is_over, third.why) == (True, "reads for other requests take the memory for them")
+    assert len(tier.finish(third)) == 0
     began.wait()
     assert len(tier.finish(behind)) == 0
     assert (behind.why, behind.seconds) == ("slower than computing", 0.0)

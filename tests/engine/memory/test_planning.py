@@ -220,6 +220,16 @@ def test_little_memory_still_gives_a_pool(checkpoint: Checkpoint) -> None:
     assert (made.num_blocks, made.sequences_that_fit) == (4, 0)
 
 
+def test_buffers_of_a_disk_tier_are_in_the_plan(checkpoint: Checkpoint) -> None:
+    """128 MiB for writes, and what 4 sequences of the greatest length take for reads, if that is no eighth of the memory."""
+    plain, kept = (plan(checkpoint, free=GIB, **more) for more in ({}, {"disk_kv_memory": "1GiB"}))
+    assert (plain.disk_buffer_bytes, kept.disk_buffer_bytes) == (0, 128 * MIB + 4 * 128 * KV_BYTES)
+    assert kept.reserve_bytes == plain.reserve_bytes + kept.disk_buffer_bytes
+    assert "disk tier" in kept.describe() and "disk tier" not in plain.describe()
+    weights = checkpoint.weights_bytes(torch.float32)
+    assert plan(checkpoint, free=weights + MIB, disk_kv_memory="1GiB").disk_buffer_bytes == 128 * MIB + MIB // 8
+
+
 def test_model_length(checkpoint: Checkpoint) -> None:
     assert model_length(EngineConfig.resolve(checkpoint.spec), checkpoint) == 128
     assert model_length(EngineConfig.resolve(checkpoint.spec, max_model_len=128), checkpoint) == 128

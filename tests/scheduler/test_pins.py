@@ -1,0 +1,215 @@
+"""Pinned prefixes: what they hold against others, what takes them, and that requests get what they would get without."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from fakes import World
+
+from pagetide.cache.layer_groups import LayerGroup
+from pagetide.cache.retention import Retention
+from pagetide.frames.cells import FIRST_ROW, SHARED, CellReader
+from pagetide.scheduler.errors import RequestRejected
+from pagetide.scheduler.request import Request, Sampling
+from pagetide.scheduler.scheduler import PIN_WAIT_S
+
+BLOCK = 4
+
+
+def prompt_of(number: int, num_blocks: int) -> np.ndarray:
+    """The tokens of a prompt: a block of its own in front, so that no two share a prefix."""
+    return np.array([(37 * number + token) % 900 for token in range(BLOCK * num_blocks)], np.int32)
+
+
+def pin(world: World, number: int, num_blocks: int) -> str:
+    """Pin a prompt and compute it. Returns the pin's name."""
+    name, tokens = f"pin {number} {num_blocks}", prompt_of(number, num_blocks)
+    world.scheduler.open_pin(name, tokens, None)
+    world.add_request(Request(f"{name} {len(world.requests)}", tokens, Sampling(1), retention=Retention(0.0, pin=name)))
+    world.run()
+    world.scheduler.check_invariants()
+    return name
+
+
+def found(world: World, number: int, num_blocks: int) -> int:
+    """The blocks of a prompt that a new request finds."""
+    name = f"find {len(world.requests)}"
+    world.add(name, np.append(prompt_of(number, num_blocks), 7).astype(np.int32), 1)
+    world.run()
+    cached = world.finished[name].num_cached_tokens
+    assert cached is not None
+    return cached // BLOCK
+
+
+def crowd(world: World) -> None:
+    """Requests that need the whole pool again and again."""
+    for number in range(50, 56):
+        for repeat in range(2):
+            world.add(f"crowd {number}-{repeat}-{len(world.requests)}", prompt_of(number, 6), 9)
+    world.run()
+    world.check_outputs()
+
+
+def pins_of(world: World) -> tuple[int, int, int]:
+    pins = world.cache.pins
+    return len(pins), pins.num_blocks, pins.num_lost
+
+
+@pytest.mark.parametrize("more", [{}, {"host_slots": 16}, {"forecast": True}, {"max_cached": 0}])
+def test_a_pinned_prefix_outlives_every_load_until_it_is_unpinned(more) -> None:
+    world = World(24, BLOCK, caching=True, max_model_len=40, max_seqs=8, **more)
+    name = pin(world, 1, 5)
+    assert (pins_of(world), world.used, world.cache.pool.available) == ((1, 5, 0), 5, 19)
+    crowd(world)
+    assert found(world, 1, 5) == 5
+    other = pin(world, 1, 7)
+    assert (pins_of(world), world.used) == ((2, 7, 0), 7), "the blocks of both count once"
+    assert world.cache.unpin(name)
+    assert not world.cache.unpin(name)
+    assert world.used == 7
+    assert world.cache.unpin(other)
+    assert (pins_of(world), world.used, world.cache.pool.available) == ((0, 0, 0), 0, 24)
+    crowd(world)
+    world.check_empty()
+
+
+def test_a_pin_leaves_room_for_the_longest_request_and_says_how_much_there_is() -> None:
+    world = World(24, BLOCK, caching=True, max_model_len=40)
+    first = pin(world, 1, 8)
+    world.scheduler.open_pin("to come", prompt_of(2, 4), None)
+    with pytest.raises(RequestRejected, match="takes 3 more blocks, and 2 may be pinned: of 24 blocks 12 are pinned"):
+        world.scheduler.open_pin("pin", prompt_of(3, 3), None)
+    world.scheduler.open_pin("more of the first", np.append(prompt_of(1, 8), prompt_of(4, 2)), None)
+    world.cache.unpin("more of the first")
+    world.add("longest", 39, 1)
+    world.run()
+    with pytest.raises(RequestRejected, match="full blocks of 4 tokens, and the prefix has 3"):
+        world.scheduler.open_pin("pin", prompt_of(3, 1)[:3], None)
+    world.cache.reset()
+    assert pins_of(world) == (0, 0, 2)
+    assert not world.cache.unpin(first)
+    assert found(world, 1, 8) == 0
+    world.check_empty()
+
+
+def test_what_cannot_be_pinned_is_refused() -> None:
+    with pytest.raises(RequestRejected, match="leave prefix_caching on"):
+        World(24, BLOCK).scheduler.open_pin("pin", prompt_of(1, 2), None)
+    windows = World(64, BLOCK, caching=True, max_model_len=40, groups=(LayerGroup(), LayerGroup(8)))
+    with pytest.raises(RequestRejected, match="layers with windows or states"):
+        windows.scheduler.open_pin("pin", prompt_of(1, 2), None)
+
+
+def test_a_pin_that_has_ended_before_its_prompt_is_computed_holds_nothing() -> None:
+    world = World(24, BLOCK, caching=True, max_model_len=40, max_step_tokens=8)
+    tokens = prompt_of(1, 5)
+    world.scheduler.open_pin("pin", tokens, None)
+    world.add_request(Request("r", tokens, Sampling(1), retention=Retention(0.0, pin="pin")))
+    world.step()
+    assert world.cache.unpin("pin")
+    world.complete()
+    assert pins_of(world) == (0, 0, 0)
+
+
+def test_extents_leave_with_pinned_blocks_moved_and_a_recall_ends_the_newest_pins_last() -> None:
+    world = World(31, BLOCK, blocks_per_extent=4, caching=True, max_model_len=40)
+    for number, num_blocks in ((1, 5), (2, 6), (3, 7)):
+        pin(world, number, num_blocks)
+    world.add("runs", 12, 8)
+    world.step()
+    world.scheduler.pool.make_idle(2)
+    assert world.scheduler.pool.give_back(2) == 2
+    world.run()
+    assert (pins_of(world), world.cache.pool.usable) == ((3, 18, 0), 23)
+    assert [found(world, number, num) for number, num in ((1, 5), (2, 6), (3, 7))] == [5, 6, 7]
+    world.add("victim", 12, 27)
+    world.step()
+    world.scheduler.pool.make_idle(3)
+    assert world.scheduler.pool.give_back(3) == 3
+    assert (pins_of(world), world.waiting_ids) == ((2, 11, 1), ["victim"])
+    world.scheduler.pool.grow(5)
+    world.run()
+    world.check_outputs()
+    assert [found(world, number, num) for number, num in ((1, 5), (2, 6))] == [5, 6]
+    world.scheduler.pool.limit_blocks = 16
+    assert pins_of(world) == (1, 5, 2)
+
+
+def test_where_the_pool_does_not_grow_pins_end_for_requests_that_wait() -> None:
+    world = World(31, BLOCK, blocks_per_extent=4, num_mapped=4, caching=True, max_model_len=40)
+    pin(world, 1, 5)
+    pin(world, 2, 5)
+    world.add("long", 35, 2)
+    world.step()
+    world.now = PIN_WAIT_S - 1
+    world.step()
+    assert pins_of(world) == (2, 10, 0)
+    world.now = PIN_WAIT_S
+    world.step()
+    world.run()
+    assert pins_of(world) == (1, 5, 1)
+    world.check_outputs()
+
+
+def test_watchers_see_pinned_blocks_as_cached_unless_a_row_holds_them() -> None:
+    world, reader = World(24, BLOCK, caching=True, max_model_len=40), CellReader(25)
+    pin(world, 1, 5)
+    cells, _ = reader.read(world.scheduler.state, np.empty(0, np.int64))
+    assert np.bincount(cells, minlength=7).tolist() == [0, 19, 0, 5, 0, 1, 0]
+    world.add("r", np.append(prompt_of(1, 3), 5).astype(np.int32), 9)
+    world.step()
+    cells, _ = reader.read(world.scheduler.state, np.array([0]))
+    assert [int((cells == value).sum()) for value in (3, FIRST_ROW, FIRST_ROW | SHARED)] == [2, 1, 3]
+    world.run()
+
+
+def test_a_block_whose_copy_has_failed_is_pinned_no_more() -> None:
+    world = World(31, BLOCK, blocks_per_extent=4, caching=True, max_model_len=40)
+    pin(world, 1, 5)
+    pin(world, 2, 5)
+    (nodes, _) = world.cache.pins.nodes
+    world.cache.forget(world.cache.index.blocks.of_node[nodes[2:3]])
+    world.scheduler.check_invariants()
+    assert pins_of(world) == (1, 5, 1)
+    assert (found(world, 1, 5), found(world, 2, 5)) == (2, 5)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_lives_with_pins(seed: int) -> None:
+    """Requests, pins and resizes at random: each output is as without, and all invariants hold at every step."""
+    rng = np.random.default_rng(seed)
+    world = World(
+        47, BLOCK, blocks_per_extent=4, caching=True, max_model_len=60, max_seqs=6, max_step_tokens=32,
+        host_slots=8 * (seed % 2), forecast=seed > 1, ahead=seed % 2 > 0,
+    )  # fmt: skip
+    world.scheduler.pool.limit_blocks = 47
+    for turn in range(150):
+        choice, number = rng.integers(12), int(rng.integers(8))
+        if choice < 4:
+            tokens = np.append(prompt_of(number, int(rng.integers(1, 6))), rng.integers(0, 900, rng.integers(1, 9)))
+            world.add(f"r{turn}", tokens.astype(np.int32), int(rng.integers(1, 12)), arrival=float(turn))
+        elif choice == 4:
+            tokens, name = prompt_of(number, int(rng.integers(1, 6))), f"pin {turn}"
+            try:
+                world.scheduler.open_pin(name, tokens, None)
+            except RequestRejected:
+                continue
+            world.add_request(Request(name, tokens, Sampling(1), 0, turn, retention=Retention(0.0, pin=name)))
+        elif choice == 5:
+            world.cache.unpin(f"pin {rng.integers(max(1, turn))}")
+        elif choice == 6 and not world.begun and world.scheduler.state.plans.first is None:
+            if rng.random() < 0.5:
+                world.scheduler.pool.make_idle(3)
+                world.scheduler.pool.give_back(3)
+            else:
+                world.scheduler.pool.grow(4)
+        world.now += 1.0
+        if world.scheduler.has_work and not world.scheduler.starving:
+            world.step()
+    while world.begun or world.scheduler.state.plans.first is not None:
+        world.finish(world.due())
+    world.scheduler.pool.grow(11)
+    world.run()
+    world.check_outputs()
+    world.cache.reset()
+    world.check_empty()
