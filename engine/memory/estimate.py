@@ -219,7 +219,7 @@ def estimate(
     if config.quantization is not None or config.devices or config.device.startswith("cpu"):
         raise ConfigError(
             "an estimate is of one CUDA device, without quantized weights: leave out --quantization, --tensor-parallel-size, "
-            "--devices and --device cpu, or add --exact"
+            "--devices and --device cpu, or install torch, which counts these"
         )
     model = WrittenModel.read(config.model, file) if model is None else model
     check_context(config, model, context)
