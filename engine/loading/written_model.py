@@ -8,7 +8,7 @@ configuration only the text decoder counts. Imports no torch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +16,11 @@ from typing import Any, Literal
 
 from ...cache.geometry import FoundLayer, StateShape
 from ..errors import CheckpointError, UnsupportedModel
-from ..layers import LEAST_QUANTIZED, Quantization, weight_bytes
+from ..layers import LEAST_QUANTIZED, Quantization, WeightForm, torch_bytes, weight_bytes
 from .gguf.models import written_config
 from .model_config import check_counts, check_rope, context_length
 from .models import DTYPES, ModelSpec
-from .weight_files import READ_METHODS
+from .weight_files import READ_METHODS, stored_form
 
 _ROPE_KINDS = {"su": "longrope"}  # older names
 # Types of whole multimodal configurations without a `text_config`.
@@ -192,6 +192,7 @@ class WrittenModel:
     context_length: int | None
     caches_latents: bool
     stored_as: str | None  # the quantization of stored weights, if they are quantized
+    stored: tuple[WeightForm, int] | None  # as `stored_form` says
     linears: Mapping[tuple[int, int], int]  # (outputs, inputs) of linear layers that can be quantized: how many of them
     num_others: int  # all other parameters, without an output head of its own
 
@@ -221,6 +222,7 @@ class WrittenModel:
             context_length=context_length(config, _rope(config, family), file),
             caches_latents=not own_code and (not quantized or dict(quantized).get("quant_method") in READ_METHODS),
             stored_as=None if not quantized else str(dict(quantized).get("quant_method") or "a quantized form"),
+            stored=stored_form(dict(quantized)) if quantized else None,
             linears=weights.linears,
             num_others=weights.others,
         )
@@ -249,6 +251,15 @@ class WrittenModel:
         """All parameters; tied weights count once."""
         head = 0 if self.config.tie_word_embeddings else self.config.vocab_size * self.config.hidden_size
         return sum(n * k * count for (n, k), count in self.linears.items()) + self.num_others + head
+
+    def kept_linears(self) -> Iterator[tuple[WeightForm, int, int]]:
+        """(form, elements, bytes) of the linear layers, those of a shape together, that CUDA keeps as they are stored."""
+        if self.stored is None:
+            return
+        form, group = self.stored
+        for (n, k), count in self.linears.items():
+            if (size := torch_bytes(form, n, k, group)) is not None:
+                yield form, n * k * count, size * count
 
     def quantized_bytes(self, quantization: Quantization, itemsize: int) -> int:
         """Bytes of the weights with linear layers quantized, and all others in `itemsize` bytes each.

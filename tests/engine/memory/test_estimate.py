@@ -180,6 +180,39 @@ def test_what_the_files_say_besides(tmp_path: Path) -> None:
     assert estimate(settled(file), file).notes == (said,)
 
 
+BY_CHANNEL = {"weights": {"num_bits": 8, "type": "float", "strategy": "channel", "group_size": None}}
+BY_GROUP = {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "bytes_of"),
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 32}, lambda n, k: n * k / 2 + 4 * n * k / 32),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32}, lambda n, k: n * k / 2 + 4 * n * k / 32),
+        ({"quant_method": "compressed-tensors", "config_groups": {"0": BY_GROUP}}, lambda n, k: n * k / 2 + 4 * n * k / 32),
+        ({"quant_method": "compressed-tensors", "config_groups": {"0": BY_CHANNEL}}, lambda n, k: n * k + 4 * n),
+        ({"quant_method": "fp8", "ignored_layers": ["lm_head", "model.visual.merger"]}, lambda n, k: n * k + 4 * n),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, None),
+        ({"quant_method": "awq", "bits": 4, "group_size": 32, "modules_to_not_convert": ["mlp.down_proj"]}, None),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 32}, None),
+        ({"quant_method": "modelopt"}, None),
+    ],
+)
+def test_stored_weights_that_a_card_keeps(quantization: dict[str, Any], bytes_of: Any, tmp_path: Path) -> None:
+    """Linear layers in int4 and fp8 as torch's kernels take them, float16 as bfloat16; in other forms as plain numbers."""
+    fields = {"quantization_config": quantization, "torch_dtype": "float16", "num_attention_heads": 15}
+    file = written(tmp_path, "llama", fields)
+    made = estimate(settled(file), file, memory_bytes=4 * GIB)
+    linears = 4 * [*[(480, 480)] * 4, (640, 480), (640, 480), (480, 640)]
+    elements = sum(n * k for n, k in linears)
+    packed = 0 if bytes_of is None else sum(int(bytes_of(n, k)) for n, k in linears)
+    others = made.model.num_parameters - elements
+    assert made.dtype == ("float16" if bytes_of is None else "bfloat16") and made.plan is not None
+    assert made.weights_bytes == 2 * others + (packed or 2 * elements)
+    assert sum(made.plan.packed_bytes.values()) == packed and made.plan.weights_bytes == made.weights_bytes
+    assert len(made.notes) == 1 and ("without torch's kernels" in made.notes[0]) == bool(packed)
+
+
 def test_what_cannot_be_told_is_refused(tmp_path: Path) -> None:
     for fields, said in [
         ({"model_type": "mamba"}, "the sizes of a 'mamba' model cannot be told from its fields"),
