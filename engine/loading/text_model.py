@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
-from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from ..errors import CheckpointError, EngineError
@@ -37,7 +37,23 @@ _making = threading.RLock()
 
 def auto_class(config: Any) -> Any | None:
     """transformers' class of models with this configuration that continue text; None if it has none."""
-    return next((one for one in _AUTO_CLASSES if type(config) in one._model_mapping), None)
+    found = [one for one in _AUTO_CLASSES if type(config) in one._model_mapping]
+    whole = (one for one in found if _reads_the_whole(one._model_mapping[type(config)], config))
+    return next(whole, found[0] if found else None)
+
+
+def _reads_the_whole(kind: Any, config: Any) -> bool:
+    """Whether a model class finds its tensors in checkpoints of `config`, which may have other parts too.
+
+    Of a class of the text alone (Emu3's) transformers has to know how their names differ.
+    """
+    text = getattr(kind, "config_class", None)
+    return (
+        text is None
+        or text is type(config)
+        or kind.base_model_prefix != "model"
+        or get_checkpoint_conversion_mapping(text.model_type) is not None
+    )
 
 
 def has_other_parts(config: Any) -> bool:
