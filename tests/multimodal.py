@@ -70,6 +70,12 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
                       "num_res_blocks": 1, "hidden_size": 32, "num_attention_heads": 4},
         "vocabulary_map": {"<image>": 150, "<|visual token 000000|>": 140, "<|visual token 000001|>": 141, "<|extra_200|>": 3},
     },
+    "qwen2_5_omni_thinker": _with(
+        _MROPE, {**_QWEN_VISION, "fullatt_block_indexes": [1]},
+        audio_config={"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 32,
+                      "output_dim": 48},
+        audio_token_index=150, image_token_index=151, video_token_index=152,
+    ),
     "paligemma": _with({}, {"projection_dim": 48}, "gemma", image_token_index=151),
     "idefics3": _with({}, {}, "llama", image_token_id=151),
     "kimi_k25": _with(_LATENT, {}, "deepseek_v3", image_token_id=151),

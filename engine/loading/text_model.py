@@ -56,6 +56,21 @@ def _reads_the_whole(kind: Any, config: Any) -> bool:
     )
 
 
+def continuing_part(config: Any) -> Any:
+    """The part of a configuration with the model that continues text, where the whole only holds several models, such as the
+    thinker and the talker of Qwen-Omni; else `config`. transformers reads such a part from the files of the whole.
+    """
+    auto = auto_class(config)
+    if auto is None or getattr(auto._model_mapping[type(config)], "forward", None) is not nn.Module.forward:
+        return config
+    parts = (getattr(config, name, None) for name in config.sub_configs)
+    part = next((one for one in parts if one is not None and auto_class(one) is not None), config)
+    for name in ("quantization_config", "dtype"):
+        if getattr(part, name, None) is None and getattr(config, name, None) is not None:
+            setattr(part, name, getattr(config, name))
+    return part
+
+
 def has_other_parts(config: Any) -> bool:
     """Whether the model has parts besides its language model."""
     return config.get_text_config(decoder=True) is not config
