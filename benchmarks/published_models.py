@@ -23,7 +23,7 @@ import yaml
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from .stored_weights import checkpoint, experts_checkpoint, packer_of
+from .stored_weights import checkpoint, experts_checkpoint, packer_of, stays
 
 FILE = Path(__file__).with_name("published_models.yaml")
 
@@ -276,7 +276,8 @@ def save(model: PreTrainedModel, published: PublishedModel, folder: Path) -> Pre
     if published.stored == "mxfp4":
         model = type(model).from_pretrained(experts_checkpoint(model, folder), dtype=torch.float32)
     elif packer is not None:
-        model = type(model).from_pretrained(checkpoint(model, folder, config, packer), dtype=torch.float32)
+        stored = checkpoint(model, folder, config, lambda base: None if stays(base, config) else packer, by_name=True)
+        model = type(model).from_pretrained(stored, dtype=torch.float32)
     else:
         model.save_pretrained(folder)
     file = folder / "config.json"

@@ -6,6 +6,7 @@ Each packer rounds a weight to numbers of its own, and returns its tensors with 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -223,7 +224,16 @@ def packer_of(config: Mapping[str, Any]) -> Packer | None:
             return awq(group)
         case "fp8":
             return float_quantized(0, 0) if block is None else float_quantized(*block, "weight_scale_inv")
+        case "compressed-tensors" if config["format"] == "pack-quantized":
+            (weights,) = (one["weights"] for one in config["config_groups"].values())
+            return compressed(weights["num_bits"], weights["group_size"], weights["symmetric"])
     return None
+
+
+def stays(base: str, config: Mapping[str, Any]) -> bool:
+    """Whether a published `quantization_config` leaves this linear layer as it is, as compressed-tensors names such."""
+    named = config.get("ignore", ("lm_head",))
+    return any(re.match(one[3:], base) if one.startswith("re:") else base.endswith(one) for one in named)
 
 
 def write(folder: Path, tensors: Tensors, config: dict[str, Any] | None, shards: int = 1) -> None:

@@ -33,7 +33,7 @@ from ..scheduler.state import Limits
 from .attention.choose import Site, check, choose
 from .config import EngineConfig
 from .core import EngineCore
-from .errors import ConfigError, NotEnoughMemory
+from .errors import NotEnoughMemory
 from .executor import (
     KeptModel,
     check_disk_tier,
@@ -361,17 +361,13 @@ def plan_only(
 
     Args:
         has_weights: Whether the model's weight files are here; else transformers makes its tensors of the configuration.
-        memory_bytes: The free memory of a device that is not here: CUDA, unless `config` says "cpu".
-
-    Raises ConfigError for a divided model without weights, or on a device that is not here.
+        memory_bytes: The free memory of a device, or of each of them, that is not here: CUDA, unless `config` says "cpu".
     """
     with _loading:
-        if has_weights and memory_bytes is None:
-            return plan_shard(config, context) if config.devices else _planned(config, context)[-1]
         if config.devices:
-            raise ConfigError(
-                "the plan of a divided model needs its weight files and its devices: leave out --memory, --config"
-            )
+            return plan_shard(config, context, has_weights=has_weights, memory_bytes=memory_bytes)
+        if has_weights and memory_bytes is None:
+            return _planned(config, context)[-1]
         checkpoint = Checkpoint.open(config.model) if has_weights else outlined(config.model)
         device = choose_device(config.device) if memory_bytes is None else torch.device(_kind_of(config.device))
 

@@ -393,11 +393,12 @@ def _plan(args: argparse.Namespace) -> int:
     resolve = partial(EngineConfig.resolve, spec)
     config = _located(args, settings_of(EngineArguments, Scope.PLAN), resolve)  # its errors come before torch is loaded
     plan: Any
-    if args.exact or (has_weights and memory_bytes is None and find_spec("torch") is not None):
+    exact = (has_weights and memory_bytes is None) or config.devices or config.quantization or config.device == "cpu"
+    if args.exact or (exact and find_spec("torch") is not None):
         from .engine.build import plan_only
 
         if file != spec.config_file:
-            raise ValueError(f"--exact needs a folder: rename {file.name} to config.json")
+            raise ValueError(f"this plan is counted by transformers, which needs a folder: rename {file.name} to config.json")
         free_bytes = memory_bytes if memory_bytes is None or device == "cpu" else memory_bytes - CONTEXT_BYTES
         plan = plan_only(config, context=args.context, has_weights=has_weights, memory_bytes=free_bytes)
     else:
@@ -422,6 +423,9 @@ def _model_to_plan(args: argparse.Namespace) -> tuple[ModelSpec, Path, bool]:
 
     if args.config is not None:
         file = args.config.absolute()
+        if not file.is_file():
+            why = "is a folder: name it without --config" if file.is_dir() else "is not there"
+            raise ValueError(f"--config takes the file of a model's configuration, and {file} {why}")
         return ModelSpec(str(args.config), file.parent, "a configuration"), file, False
     spec = resolve_model(args.model, needs_weights=False)
     try:

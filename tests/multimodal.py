@@ -48,6 +48,34 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
     "llava": _with({}, {"model_type": "clip_vision_model"}, "llama", image_token_index=151),
     "llava_onevision": _with({}, {"model_type": "siglip_vision_model"}, "qwen2", image_token_index=151),
     "gemma3": _with({"sliding_window": 6}, {}, image_token_id=151, mm_tokens_per_image=4),
+    "glm4v": _with(
+        {"head_dim": None, "hidden_size": 96, "rope_parameters": {**_MROPE["rope_parameters"], "partial_rotary_factor": 0.5}},
+        {**_QWEN_VISION, "out_hidden_size": 96, "image_size": 28, "patch_size": 14},
+    ),
+    # Layers have experts for images beside those for text, of another width.
+    "ernie4_5_vl_moe": _with(
+        {"moe_intermediate_size": [32, 16], "moe_num_experts": 4, "moe_k": 2,
+         "rope_parameters": {**_MROPE["rope_parameters"], "mrope_section": [1, 1, 2]}},
+        _QWEN_VISION | {"image_size": 28, "patch_size": 14},
+    ),
+    "granite4_vision": _with(
+        {"attention_multiplier": 0.3}, {"model_type": "clip_vision_model", "hidden_size": 64}, downsample_rate="1/2",
+        deepstack_layer_map=[[0, 1], [1, 2]], image_grid_pinpoints=[[28, 28]], spatial_target_layers=[0, 1, 2],
+        qformer_config={"hidden_size": 64, "num_attention_heads": 4, "encoder_hidden_size": 64, "intermediate_size": 48},
+    ),
+    # transformers' class of its text does not know the names of its tensors.
+    "emu3": {
+        "text_config": _TEXT | {"bos_token_id": 1},
+        "vq_config": {"codebook_size": 16, "embed_dim": 4, "base_channels": 32, "channel_multiplier": [1, 1],
+                      "num_res_blocks": 1, "hidden_size": 32, "num_attention_heads": 4},
+        "vocabulary_map": {"<image>": 150, "<|visual token 000000|>": 140, "<|visual token 000001|>": 141, "<|extra_200|>": 3},
+    },
+    "qwen2_5_omni_thinker": _with(
+        _MROPE, {**_QWEN_VISION, "fullatt_block_indexes": [1]},
+        audio_config={"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 32,
+                      "output_dim": 48},
+        audio_token_index=150, image_token_index=151, video_token_index=152,
+    ),
     "paligemma": _with({}, {"projection_dim": 48}, "gemma", image_token_index=151),
     "idefics3": _with({}, {}, "llama", image_token_id=151),
     "kimi_k25": _with(_LATENT, {}, "deepseek_v3", image_token_id=151),

@@ -16,30 +16,16 @@ from functools import lru_cache
 import torch
 from torch import nn
 
-from . import WeightForm
+from . import WeightForm, torch_bytes, torch_group
 from .linears import as_parameter, placeholder
 from .quantization import QuantizedWeight
 
-_GROUPS = (256, 128, 64, 32)
 _INNER_TILES = (8, 4, 2)  # of 16 inputs, that lie together
-_OUTPUTS = 16  # of which both kernels take multiples
 _LARGEST_FP8 = 448.0
 # Of a product's norm: scales and zeros are rounded to bfloat16; rows to three bits.
 _ERRORS: dict[WeightForm, float] = {"int4": 2**-6, "fp8": 2**-4}
 _TRIAL_ROWS = (1, 17, 130)
 _TRIAL_OUTPUTS, _TRIAL_INPUTS = 256, 1024
-
-
-def group_of(k: int, group: int) -> int | None:
-    """The size of groups by which the int4 kernel holds weights with a scale for each `group` of `k` inputs; None: none."""
-    return next((size for size in _GROUPS if (group or k) % size == 0 and k % size == 0), None)
-
-
-def num_bytes(form: WeightForm, n: int, k: int, group: int) -> int:
-    """Bytes of a weight that has no `obstacle`, with its scales."""
-    if form == "fp8":
-        return n * k + 4 * n
-    return n * k // 2 + 4 * n * (k // (group_of(k, group) or k))
 
 
 def obstacle(form: WeightForm, n: int, k: int, group: int, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -48,10 +34,9 @@ def obstacle(form: WeightForm, n: int, k: int, group: int, dtype: torch.dtype, d
         return f"torch multiplies no {form} weights"
     if dtype != torch.bfloat16:
         return f"torch's kernels multiply rows of bfloat16, not {str(dtype).removeprefix('torch.')}"
-    size = group_of(k, group) if form == "int4" else 0
-    if size is None or (form == "fp8" and group) or n % _OUTPUTS or k % _OUTPUTS:
+    if torch_bytes(form, n, k, group) is None:
         return f"torch's kernel for {form} takes no {n} by {k} weights in groups of {group or k}"
-    return _fault(form, size, device)
+    return _fault(form, (torch_group(k, group) or 0) if form == "int4" else 0, device)
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -117,7 +102,7 @@ class TorchWeight:
         Args:
             group: Inputs of a scale of the pieces; 0: all.
         """
-        (n, k), size, order = shape, group_of(shape[1], group) or 0, None
+        (n, k), size, order = shape, torch_group(shape[1], group) or 0, None
         as_bytes = form == "fp8" or device.type == "cpu"
         codes = torch.empty((n, k if as_bytes else k // 2), dtype=torch.uint8, device=device)
         scales = torch.empty((1, n) if form == "fp8" else (k // size, n, 2), device=device)

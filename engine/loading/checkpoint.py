@@ -28,7 +28,7 @@ from .model_config import check_counts, check_files, check_implementations, chec
 from .models import ModelSpec
 from .stored_formats import INSTEAD, StoredWeight, read_formats
 from .tensor_files import TensorFiles
-from .text_model import auto_class, may_have_more, remove_modules, unused_modules, whole_model, without_place
+from .text_model import auto_class, continuing_part, may_have_more, remove_modules, unused_modules, whole_model, without_place
 from .weight_files import READ_METHODS, StoredTensor, WeightFiles, find_weights, stored_twice
 
 log = logging.getLogger(__name__)
@@ -133,6 +133,11 @@ class Checkpoint:
             unused = unused_modules(model)
         except ImportError as error:
             raise UnsupportedModel(f"{self.spec.name}: {' '.join(str(error).split())}") from error
+        except (NotImplementedError, AttributeError) as error:  # of classes that say nothing of their embeddings
+            raise UnsupportedModel(
+                f"a {self.config.model_type} model is not served: which of its parts continues text cannot be told "
+                f"({type(error).__name__}: {error})"
+            ) from error
         remove_modules(model, unused)
         unread = without_place(model, [tensor.name for tensor in self.tensors])
         if unread:
@@ -351,6 +356,7 @@ def read_config(spec: ModelSpec) -> PreTrainedConfig:
             )
     except Exception as error:  # transformers raises whatever its checks or the folder's code raise
         raise CheckpointError(f"{file} is not a configuration that transformers can read: {error}") from error
+    config = continuing_part(config)
     _refuse_encoders(config)
     if auto_class(config) is None and "AutoModelForCausalLM" not in code:
         raise UnsupportedModel(

@@ -59,6 +59,8 @@ def outlined(spec: ModelSpec) -> Checkpoint:
     """
     config = read_config(spec)
     given = take_quantization(config)
+    if given is not None and config.dtype is None and config.get_text_config().dtype is None:
+        config.dtype = torch.bfloat16  # what is not quantized: see `Checkpoint.open`
     bare = Checkpoint(spec, config, WeightFiles((), safetensors=True), (), {}).of_text()
     model = meta_model(bare)
     kept = model.state_dict().keys()

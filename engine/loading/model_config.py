@@ -167,6 +167,12 @@ def layer_configs(text_config: Any) -> list[Any]:
     return list(text_config.per_layer_config) if getattr(text_config, "is_heterogeneous", False) else [text_config]
 
 
+def experts_per_token(text_config: Any) -> int:
+    """Of a mixture's experts, how many a token is routed to; 0 if the configuration names no number."""
+    given = (getattr(text_config, name, None) for name in ("num_experts_per_tok", "top_k_experts"))  # the second: Gemma 4
+    return next((one for one in given if isinstance(one, int) and one > 0), 0)
+
+
 def linear_shapes(text_config: Any) -> list[tuple[int, int]]:
     """(inputs, outputs) of the linear layers of such a model, each once: the output head, and those of unlike layers.
 

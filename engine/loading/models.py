@@ -22,10 +22,11 @@ import yaml
 from ... import configs
 from ...api.arguments import answer
 from ...api.sampling_params import ALIASES, SamplingParams
+from ...cache.geometry import ITEM_BYTES
 from ...common.units import format_bytes
 from ...common.yaml_file import InvalidYaml, read_yaml
 from ..attention.backends import NAMES as ATTENTION
-from ..errors import CheckpointError, ConfigError, ModelNotFound
+from ..errors import CheckpointError, ConfigError, EngineError, ModelNotFound
 from ..layers import Quantization
 from .gguf.file import is_gguf, models_in, read_gguf
 from .gguf.models import family_of
@@ -360,13 +361,25 @@ def _cached_folder(text: str, cache_dir: Path | None, needs_weights: bool) -> Pa
     try:
         check_folder(folder, needs_weights)
     except ModelNotFound as error:
-        size = stored_bytes(folder) if folder == snapshot else None
-        weights = "" if size is None else f"; {format_bytes(size)} of weights in all"
+        size = _weights_bytes(snapshot) if folder == snapshot else None
+        rest = "the rest" if size is None else f"the rest, {format_bytes(size)} of weights in all,"
         raise ModelNotFound(
-            f"{hub_id} is in the local hub cache, but not all of it; fetch the rest with: {fetch_command(text)} "
-            f"({error}{weights})"
+            f"{hub_id} is in the local hub cache, but not all of it; fetch {rest} with: {fetch_command(text)} ({error})"
         ) from error
     return folder
+
+
+def _weights_bytes(folder: Path) -> int | None:
+    """Bytes of a folder's weights, by their index or by its configuration, whether they are here or not; None if unknown."""
+    from .written_model import WrittenModel  # which imports this module
+
+    if (size := stored_bytes(folder)) is not None:
+        return size
+    try:
+        model = WrittenModel.read(ModelSpec(folder.name, folder, IN_CACHE), folder / "config.json")
+    except EngineError:
+        return None
+    return None if model.stored_as is not None else model.num_parameters * ITEM_BYTES[model.dtype]
 
 
 def _snapshot(hub_id: str, cache_dir: Path | None) -> Path | None:

@@ -33,6 +33,7 @@ from transformers.core_model_loading import (
 from ... import native
 from ...common.units import format_bytes
 from ..attention.latent import latent_projections
+from ..layers import torch_bytes
 from ..layers.linears import (
     COLUMN_PARTS,
     NativeLinear,
@@ -46,7 +47,6 @@ from ..layers.packed_experts import FIRST, LAST, PackedExperts, is_plain_experts
 from ..layers.quantization import QuantizedWeight
 from ..layers.quantized_linears import pack
 from ..layers.torch_linears import TorchLinear, TorchWeight, difference, obstacle
-from ..layers.torch_linears import num_bytes as torch_bytes
 from ..process.memory_usage import trim
 from .checkpoint import Checkpoint
 from .division import Division
@@ -204,7 +204,7 @@ def _bytes_on(one: StoredWeight, device: torch.device) -> int:
     """The most bytes of a weight that stays packed."""
     if packs_stored(device):
         return one.packed_bytes
-    return torch_bytes(one.form, *one.shape, one.group) + 4 * one.shape[1] * ("g_idx" in one.parts)
+    return (torch_bytes(one.form, *one.shape, one.group) or 0) + 4 * one.shape[1] * ("g_idx" in one.parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
-from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from ..errors import CheckpointError, EngineError
@@ -37,7 +37,38 @@ _making = threading.RLock()
 
 def auto_class(config: Any) -> Any | None:
     """transformers' class of models with this configuration that continue text; None if it has none."""
-    return next((one for one in _AUTO_CLASSES if type(config) in one._model_mapping), None)
+    found = [one for one in _AUTO_CLASSES if type(config) in one._model_mapping]
+    whole = (one for one in found if _reads_the_whole(one._model_mapping[type(config)], config))
+    return next(whole, found[0] if found else None)
+
+
+def _reads_the_whole(kind: Any, config: Any) -> bool:
+    """Whether a model class finds its tensors in checkpoints of `config`, which may have other parts too.
+
+    Of a class of the text alone (Emu3's) transformers has to know how their names differ.
+    """
+    text = getattr(kind, "config_class", None)
+    return (
+        text is None
+        or text is type(config)
+        or kind.base_model_prefix != "model"
+        or get_checkpoint_conversion_mapping(text.model_type) is not None
+    )
+
+
+def continuing_part(config: Any) -> Any:
+    """The part of a configuration with the model that continues text, where the whole only holds several models, such as the
+    thinker and the talker of Qwen-Omni; else `config`. transformers reads such a part from the files of the whole.
+    """
+    auto = auto_class(config)
+    if auto is None or getattr(auto._model_mapping[type(config)], "forward", None) is not nn.Module.forward:
+        return config
+    parts = (getattr(config, name, None) for name in config.sub_configs)
+    part = next((one for one in parts if one is not None and auto_class(one) is not None), config)
+    for name in ("quantization_config", "dtype"):
+        if getattr(part, name, None) is None and getattr(config, name, None) is not None:
+            setattr(part, name, getattr(config, name))
+    return part
 
 
 def has_other_parts(config: Any) -> bool:

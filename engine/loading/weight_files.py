@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...common.checked_file import open_checked
 from ..errors import CheckpointError, ModelNotFound
+from ..layers import WeightForm
 from .gguf.file import is_gguf, read_gguf
 from .model_config import MOST_INDEX_BYTES, read_json
 
@@ -30,6 +32,8 @@ _CANDIDATES = (
 )
 # `quant_method` of the quantized weights that are read here, without a quantizer's library.
 READ_METHODS = ("compressed-tensors", "gptq", "awq", "fp8", "fbgemm_fp8", "modelopt", "mxfp4", "gguf")
+# What those leave as it is without a word for layers of a text decoder.
+_BESIDES = re.compile(r"lm_head|visual|vision|audio|image|projector|embed|mtp|router|gate$|re:.*gate\$")
 _ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1,
     "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
@@ -71,6 +75,30 @@ class WeightFiles:
         """The tensors listed in the headers. Read-only; safetensors only. Raises CheckpointError naming a broken file."""
         found = {tensor.name: tensor for path in self.paths for tensor in read_header(path)}
         return tuple(found.values())
+
+
+def stored_form(given: Mapping[str, Any]) -> tuple[WeightForm, int] | None:
+    """How the linear layers of a decoder are stored, by a `quantization_config`: the form, and the weights of an output for
+    each scale, 0 for all. None if some are stored otherwise, or in a form that torch's kernels never take.
+    """
+    method, group = given.get("quant_method"), given.get("group_size")
+    left = given.get("ignore") or given.get("modules_to_not_convert") or given.get("ignored_layers") or ()
+    if not all(isinstance(one, str) and _BESIDES.search(one) for one in left) or given.get("dynamic"):
+        return None
+    match method:
+        case "awq" | "gptq" if given.get("bits") == 4 and isinstance(group, int):
+            return "int4", max(0, group)
+        case "fp8" | "fbgemm_fp8" if not given.get("weight_block_size"):
+            return "fp8", 0
+        case "compressed-tensors" if isinstance(groups := given.get("config_groups"), Mapping) and len(groups) == 1:
+            weights = next(iter(groups.values())).get("weights") or {}
+            sizes = {"group": weights.get("group_size"), "channel": 0, "tensor": 0}
+            group = sizes.get(str(weights.get("strategy")))
+            if weights.get("num_bits") == 4 and weights.get("type") == "int" and isinstance(group, int):
+                return "int4", group
+            return ("fp8", 0) if weights.get("num_bits") == 8 and weights.get("type") == "float" and group == 0 else None
+        case _:
+            return None
 
 
 def stored_twice(tensors: Sequence[StoredTensor], *, tied: bool) -> StoredTensor | None:

@@ -8,19 +8,19 @@ configuration only the text decoder counts. Imports no torch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from ...cache.geometry import FoundLayer
+from ...cache.geometry import FoundLayer, StateShape
 from ..errors import CheckpointError, UnsupportedModel
-from ..layers import LEAST_QUANTIZED, Quantization, weight_bytes
+from ..layers import LEAST_QUANTIZED, Quantization, WeightForm, torch_bytes, weight_bytes
 from .gguf.models import written_config
 from .model_config import check_counts, check_rope, context_length
 from .models import DTYPES, ModelSpec
-from .weight_files import READ_METHODS
+from .weight_files import READ_METHODS, stored_form
 
 _ROPE_KINDS = {"su": "longrope"}  # older names
 # Types of whole multimodal configurations without a `text_config`.
@@ -30,10 +30,16 @@ _NEEDED = (
 )  # fmt: skip
 _SIZES = (
     *_NEEDED, "num_key_value_heads", "head_dim", "moe_intermediate_size", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim",
-    "qk_rope_head_dim", "v_head_dim", "shared_expert_intermediate_size", "decoder_sparse_step", "sliding_window_pattern",
-    "num_experts_per_tok",
+    "qk_rope_head_dim", "v_head_dim", "decoder_sparse_step", "sliding_window_pattern",
+    "num_experts_per_tok", "global_head_dim", "num_global_key_value_heads", "vocab_size_per_layer_input",
+    "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads",
+    "full_attention_interval",
 )  # fmt: skip
-_COUNTS = ("n_shared_experts", "first_k_dense_replace", "max_window_layers")  # which may be 0
+# Which may be 0.
+_COUNTS = (
+    "n_shared_experts", "first_k_dense_replace", "max_window_layers", "shared_expert_intermediate_size",
+    "hidden_size_per_layer_input", "num_kv_shared_layers",
+)  # fmt: skip
 # What a configuration may leave out, unless the family says otherwise.
 _DEFAULTS: Mapping[str, Any] = {
     "num_key_value_heads": None, "head_dim": None, "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False,
@@ -52,10 +58,11 @@ class Family:
         qk_norm: Norms of query and key, by "head" or by "row" of all heads; of a field, only where it is set.
         norms: Of a layer, of the hidden size.
         gated: Whether an MLP has three matrices, not two.
-        fused: Which linear layers are one: "qkv", "gate_up".
+        gated_query: Whether the projection of queries gives a gate for each of their elements too.
+        fused: Which linear layers are one: "qkv", "gate_up", those of a recurrence ("delta").
         experts: The field that counts them; empty: no experts.
         shared: The field of the width of shared experts, or of their number.
-        types: How layers have windows where `layer_types` does not say it.
+        types: How layers have windows, or states ("interval"), where `layer_types` does not say it.
         layered_rope: Rotary scaling is of some layers only, so that it does not extend the positions.
     """
 
@@ -68,13 +75,19 @@ class Family:
     norms: int = 2
     norm_bias: bool = False
     gated: bool = True
+    gated_query: bool = False
     fused: tuple[str, ...] = ()
     experts: str = ""
     expert_width: str = "moe_intermediate_size"
     shared: str = ""
-    types: Literal["", "alternate", "pattern", "from_layer"] = ""
+    types: Literal["", "alternate", "pattern", "from_layer", "interval"] = ""
     pattern: int = 0
     layered_rope: bool = False
+
+    @property
+    def own_heads_without_window(self) -> bool:
+        """Whether layers without a window have other heads, as in Gemma 4."""
+        return "global_head_dim" in self.defaults
 
 
 def _yarn(factor: int, original: int) -> dict[str, Any]:
@@ -93,6 +106,23 @@ _GEMMA3 = {
     "num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True, "sliding_window": 4096,
     "max_position_embeddings": 131_072,
 }  # fmt: skip
+_GEMMA4 = Family(
+    {
+        "vocab_size": 262_144, "head_dim": 256, "num_key_value_heads": 4, "global_head_dim": 512,
+        "num_global_key_value_heads": None, "max_position_embeddings": 131_072, "attention_k_eq_v": False,
+        "num_kv_shared_layers": 0, "use_double_wide_mlp": False, "enable_moe_block": False, "num_experts": None,
+        "top_k_experts": None, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144,
+        "sliding_window": 512, "tie_word_embeddings": True,
+    },
+    **_LLAMA, norms=4, qk_norm="head", types="pattern", pattern=6, layered_rope=True,
+)  # fmt: skip
+# Three layers of four have a gated delta rule instead of attention.
+_DELTA = {
+    "head_dim": 256, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "full_attention_interval": 4,
+}  # fmt: skip
+_OF_DELTA: dict[str, Any] = {**_LLAMA, "qk_norm": "head", "gated_query": True, "types": "interval"}
+_SHARED: dict[str, Any] = {**_MOE, "shared": "shared_expert_intermediate_size"}
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(**_LLAMA, mlp_bias="mlp_bias"),
@@ -112,10 +142,17 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_vl_text": Family({"num_key_value_heads": 32, "head_dim": 128}, **_LLAMA, qk_norm="head"),
     "qwen3_vl_moe_text": Family({"num_key_value_heads": 16, "tie_word_embeddings": True}, **_LLAMA,
                                 qk_norm="head", **_MOE),
+    "qwen3_next": Family(_DELTA | {"num_key_value_heads": 2}, **_OF_DELTA, **_SHARED, fused=("delta",)),
+    "qwen3_5_text": Family(_DELTA | {"num_key_value_heads": 4}, **_OF_DELTA),
+    "qwen3_5_moe_text": Family(_DELTA | {"num_key_value_heads": 2, "intermediate_size": None}, **_OF_DELTA, **_SHARED),
     "gemma": Family({"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True}, **_LLAMA),
     "gemma2": Family({"head_dim": 256, "num_key_value_heads": 4, "tie_word_embeddings": True, "sliding_window": 4096}, **_LLAMA,
                      norms=4, types="alternate"),
     "gemma3_text": Family(_GEMMA3, **_LLAMA, norms=4, qk_norm="head", types="pattern", pattern=6, layered_rope=True),
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": replace(_GEMMA4, defaults={
+        **_GEMMA4.defaults, "sliding_window": 1024, "max_position_embeddings": 262_144, "hidden_size_per_layer_input": 0,
+    }),
     "phi3": Family(fused=("qkv", "gate_up")),
     "glm4": Family({"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True}, qkv_bias="attention_bias", norms=4,
                    fused=("gate_up",)),
@@ -155,6 +192,7 @@ class WrittenModel:
     context_length: int | None
     caches_latents: bool
     stored_as: str | None  # the quantization of stored weights, if they are quantized
+    stored: tuple[WeightForm, int] | None  # as `stored_form` says
     linears: Mapping[tuple[int, int], int]  # (outputs, inputs) of linear layers that can be quantized: how many of them
     num_others: int  # all other parameters, without an output head of its own
 
@@ -180,10 +218,11 @@ class WrittenModel:
         return cls(
             spec=spec,
             config=config,
-            dtype=_dtype(written, vars(config)),
+            dtype=_dtype(written, vars(config), unnamed="bfloat16" if quantized else "float32"),
             context_length=context_length(config, _rope(config, family), file),
             caches_latents=not own_code and (not quantized or dict(quantized).get("quant_method") in READ_METHODS),
             stored_as=None if not quantized else str(dict(quantized).get("quant_method") or "a quantized form"),
+            stored=stored_form(dict(quantized)) if quantized else None,
             linears=weights.linears,
             num_others=weights.others,
         )
@@ -195,14 +234,32 @@ class WrittenModel:
 
     @property
     def found(self) -> tuple[FoundLayer, ...]:
-        """The configuration tells the layers."""
-        return ()
+        """Of a model with states what its layers hand to the cache; else (), since the configuration tells the layers."""
+        config = self.config
+        if "linear_attention" not in (config.layer_types or ()):
+            return ()
+        heads, key_dim, value_dim, width = _delta_sizes(config)
+        state = FoundLayer((
+            StateShape("conv", 0, (width, config.linear_conv_kernel_dim), self.dtype),
+            StateShape("recurrent", 0, (heads, key_dim, value_dim), "float32"),
+        ))  # fmt: skip
+        plain = FoundLayer(kv=(config.num_key_value_heads, config.head_dim, config.head_dim))
+        return tuple(state if kind == "linear_attention" else plain for kind in config.layer_types)
 
     @property
     def num_parameters(self) -> int:
         """All parameters; tied weights count once."""
         head = 0 if self.config.tie_word_embeddings else self.config.vocab_size * self.config.hidden_size
         return sum(n * k * count for (n, k), count in self.linears.items()) + self.num_others + head
+
+    def kept_linears(self) -> Iterator[tuple[WeightForm, int, int]]:
+        """(form, elements, bytes) of the linear layers, those of a shape together, that CUDA keeps as they are stored."""
+        if self.stored is None:
+            return
+        form, group = self.stored
+        for (n, k), count in self.linears.items():
+            if (size := torch_bytes(form, n, k, group)) is not None:
+                yield form, n * k * count, size * count
 
     def quantized_bytes(self, quantization: Quantization, itemsize: int) -> int:
         """Bytes of the weights with linear layers quantized, and all others in `itemsize` bytes each.
@@ -211,6 +268,12 @@ class WrittenModel:
         """
         linears = sum(weight_bytes(n, k, quantization) * count for (n, k), count in self.linears.items())
         return linears + self.num_others * itemsize + weight_bytes(self.config.vocab_size, self.config.hidden_size, "int8")
+
+
+def _delta_sizes(config: Any) -> tuple[int, int, int, int]:
+    """Of a gated delta rule: heads, dimensions of a key and of a value, and what its convolution takes of a token."""
+    heads, key_dim, value_dim = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
+    return heads, key_dim, value_dim, 2 * config.linear_num_key_heads * key_dim + heads * value_dim
 
 
 def _completed(file: Path, written: Mapping[str, Any]) -> tuple[Any, Family]:
@@ -237,7 +300,7 @@ def _completed(file: Path, written: Mapping[str, Any]) -> tuple[Any, Family]:
         text = {**text, **({family.experts: text[other]} if other in text else {})}
     needed = (*_NEEDED, *((family.experts, family.expert_width) if family.experts else ()))
     fields = {**_DEFAULTS, **family.defaults, **text, "model_type": kind}
-    if missing := [name for name in needed if fields.get(name) is None]:
+    if missing := [name for name in needed if fields.get(name) is None and name not in family.defaults]:
         raise UnsupportedModel(f"{file} does not say {', '.join(missing)}, which has no default in this family; {_ASK}")
     for name in (*_SIZES, *_COUNTS, *needed):
         least, value = int(name not in _COUNTS), fields.get(name)
@@ -253,7 +316,20 @@ def _completed(file: Path, written: Mapping[str, Any]) -> tuple[Any, Family]:
         )
     config.num_key_value_heads = config.num_key_value_heads or config.num_attention_heads
     config.layer_types = _layer_types(file, config, family)
+    if family.own_heads_without_window:
+        _complete_gemma4(file, config)
     return config, family
+
+
+def _complete_gemma4(file: Path, config: Any) -> None:
+    """Layers without a window have heads of their own; the last layer never has one. Mutates `config`."""
+    if getattr(config, "use_bidirectional_attention", None) == "all":
+        raise UnsupportedModel(f"{file}: use_bidirectional_attention is 'all', so that it continues no text; {_ASK}")
+    config.layer_types[-1] = "full_attention"
+    heads = (config.attention_k_eq_v and config.num_global_key_value_heads) or config.num_key_value_heads
+    own = SimpleNamespace(**vars(config) | {"head_dim": config.global_head_dim, "num_key_value_heads": heads})
+    config.per_layer_config = [config if kind == "sliding_attention" else own for kind in config.layer_types]
+    config.is_heterogeneous = True
 
 
 _ASK = "add --exact, which asks transformers"
@@ -274,6 +350,9 @@ def _layer_types(file: Path, config: Any, family: Family) -> list[str] | None:
             sliding = [bool((index + 1) % step) for index in layers]
         case "from_layer":
             sliding = [config.sliding_window is not None and index >= config.max_window_layers for index in layers]
+        case "interval":
+            step = config.full_attention_interval
+            return ["linear_attention" if (index + 1) % step else "full_attention" for index in layers]
         case _:
             if getattr(config, "use_sliding_window", False):
                 raise UnsupportedModel(f"{file}: use_sliding_window does not say which layers have windows; {_ASK}")
@@ -292,9 +371,9 @@ def _rope(config: Any, family: Family) -> Mapping[str, Any]:
     return {**more, **rope, "rope_type": _ROPE_KINDS.get(str(kind), kind)}
 
 
-def _dtype(*configs: Mapping[str, Any]) -> str:
-    """The type of the weights that a configuration names, by name; float32 if it names none that is served."""
-    said = next((one[key] for one in configs for key in ("dtype", "torch_dtype") if one.get(key)), "float32")
+def _dtype(*configs: Mapping[str, Any], unnamed: str) -> str:
+    """The type of the weights that a configuration names, by name; `unnamed` if it names none, float32 if it is not served."""
+    said = next((one[key] for one in configs for key in ("dtype", "torch_dtype") if one.get(key)), unnamed)
     name = str(said).removeprefix("torch.")
     return name if name in DTYPES and name != "auto" else "float32"
 
@@ -309,10 +388,18 @@ class _Weights:
         hidden = config.hidden_size
         norm = hidden * (2 if family.norm_bias else 1)
         self.others += config.vocab_size * hidden + norm
+        if family.own_heads_without_window and (inputs := config.hidden_size_per_layer_input):
+            self._add(config.num_hidden_layers * inputs, hidden)
+            self.others += config.vocab_size_per_layer_input * config.num_hidden_layers * inputs + inputs
         for index in range(config.num_hidden_layers):
             self.others += family.norms * norm
             if getattr(config, "kv_lora_rank", None):
                 self._add_latent_attention()
+            elif family.types == "interval" and config.layer_types[index] == "linear_attention":
+                self._add_delta_rule()
+            elif family.own_heads_without_window:
+                self._add_gemma4(index)
+                continue
             else:
                 self._add_attention()
             if self._is_sparse(index):
@@ -335,13 +422,47 @@ class _Weights:
         hidden, heads = config.hidden_size, config.num_attention_heads
         head_dim = config.head_dim or hidden // heads
         query, kv = heads * head_dim, config.num_key_value_heads * head_dim
-        for width in (query + 2 * kv,) if "qkv" in family.fused else (query, kv, kv):
+        queries = 2 * query if family.gated_query else query
+        for width in (query + 2 * kv,) if "qkv" in family.fused else (queries, kv, kv):
             self._add(width, hidden, self._has(family.qkv_bias))
         self._add(hidden, query, self._has(family.o_bias))
         if family.qk_norm and self._has(family.qk_norm_if or True):
             self.others += 2 * head_dim if family.qk_norm == "head" else query + kv
         if config.model_type == "gpt_oss":
             self.others += heads  # sinks
+
+    def _add_delta_rule(self) -> None:
+        """A gated delta rule: projections, a convolution, a gate and a decay for each head, a norm."""
+        config = self._config
+        hidden, (heads, _, value_dim, width) = config.hidden_size, _delta_sizes(config)
+        value = heads * value_dim
+        for outputs in (width + value, 2 * heads) if "delta" in self._family.fused else (width, value, heads, heads):
+            self._add(outputs, hidden)
+        self._add(hidden, value)
+        self.others += width * config.linear_conv_kernel_dim + 2 * heads + value_dim
+
+    def _add_gemma4(self, index: int) -> None:
+        """A layer of Gemma 4: of the last, some read K and V of others; experts and inputs of a layer are beside an MLP."""
+        config, layer, bias = self._config, self._config.per_layer_config[index], self._has(self._family.qkv_bias)
+        hidden, query = config.hidden_size, config.num_attention_heads * layer.head_dim
+        shares = index >= config.num_hidden_layers - config.num_kv_shared_layers
+        self._add(query, hidden, bias)
+        self._add(hidden, query, bias)
+        self.others += layer.head_dim + 1  # a norm, and the factor of the layer
+        if not shares:
+            same = config.attention_k_eq_v and config.layer_types[index] == "full_attention"
+            for _ in range(1 if same else 2):
+                self._add(layer.num_key_value_heads * layer.head_dim, hidden, bias)
+            self.others += layer.head_dim
+        self._add_mlp(config.intermediate_size * (2 if shares and config.use_double_wide_mlp else 1))
+        if inputs := config.hidden_size_per_layer_input:
+            self._add(inputs, hidden)
+            self._add(hidden, inputs)
+            self.others += hidden
+        if config.enable_moe_block:
+            count = config.num_experts
+            self._add(count, hidden)
+            self.others += count * 3 * hidden * config.moe_intermediate_size + 4 * hidden + count  # with norms, scales
 
     def _add_latent_attention(self) -> None:
         """Multi-head latent attention. The projection from latents is never quantized."""

@@ -25,6 +25,7 @@ from ... import native
 from ...common.units import format_bytes
 from ..layers import LEAST_QUANTIZED, Quantization, weight_bytes
 from ..loading.checkpoint import Checkpoint
+from ..loading.model_config import experts_per_token
 from ..loading.weight_files import stored_twice
 from ..process.cpu_threads import own_threads
 from ..self_check.cache import cache_dir
@@ -126,5 +127,5 @@ def _read_bytes(checkpoint: Checkpoint, dtype: torch.dtype, quantization: Quanti
 def _share_of_experts(text: Any) -> float:
     """Of a mixture's experts, those that a token is routed to."""
     count = next((one for name in _COUNTS if isinstance(one := getattr(text, name, None), int) and one > 0), 0)
-    used = getattr(text, "num_experts_per_tok", None)
-    return used / count if isinstance(used, int) and 0 < used <= count else 1.0
+    used = experts_per_token(text)
+    return used / count if 0 < used <= count else 1.0

@@ -5,7 +5,8 @@ By the arithmetic of `memory_plan`, as for a CUDA device that is here. What is a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ from ...cache.geometry import ITEM_BYTES, FoundLayer, Geometry
 from ...common.units import GIB, MIB, format_bytes, parse_bytes
 from ..config import EngineConfig
 from ..errors import ConfigError, ModelNotFound, NotEnoughMemory
-from ..layers import Quantization
+from ..layers import Quantization, WeightForm
 from ..loading.gguf.file import is_gguf
 from ..loading.models import IN_CACHE, fetch_command
 from ..loading.weight_files import find_weights, stored_bytes, stored_twice
@@ -190,6 +191,9 @@ class EstimatedModel(Described, Protocol):
     def found(self) -> tuple[FoundLayer, ...]:
         """As for `layer_shapes`."""
 
+    def kept_linears(self) -> Iterable[tuple[WeightForm, int, int]]:
+        """(form, elements, bytes) of stored quantized layers that a CUDA device keeps as they are, as far as this is known."""
+
     def quantized_bytes(self, quantization: Quantization, itemsize: int) -> int:
         """Bytes of the weights with linear layers quantized, and all others in `itemsize` bytes each."""
 
@@ -219,12 +223,20 @@ def estimate(
     if config.quantization is not None or config.devices or config.device.startswith("cpu"):
         raise ConfigError(
             "an estimate is of one CUDA device, without quantized weights: leave out --quantization, --tensor-parallel-size, "
-            "--devices and --device cpu, or add --exact"
+            "--devices and --device cpu, or install torch, which counts these"
         )
     model = WrittenModel.read(config.model, file) if model is None else model
     check_context(config, model, context)
     dtype = model.dtype if config.dtype == "auto" else config.dtype
-    source, notes, weights_bytes = _counted(model, dtype, file)
+    kept = [*model.kept_linears()]
+    if kept and config.dtype == "auto" and dtype == "float16":
+        dtype = "bfloat16"  # which the kernels take
+    packed: Counter[str] = Counter()
+    for form, _, num_bytes in kept if dtype == "bfloat16" else ():
+        packed[form] += num_bytes
+    source, notes, weights_bytes = _counted(model, dtype, file, packed)
+    if packed:
+        weights_bytes += packed.total() - sum(elements for _, elements, _ in kept) * ITEM_BYTES[dtype]
     geometry = geometry_of(config, model, dtype, on_cpu=False, found=model.found)
     reserve_bytes = cuda_reserve_bytes(config, model, geometry, dtype)
 
@@ -235,7 +247,8 @@ def estimate(
             raise NotEnoughMemory(weights_bytes, free_bytes, what, "take a smaller model or a larger device")
         return plan_pool(
             config, model, geometry, device=name, dtype=dtype, free_bytes=free_bytes, total_bytes=free_bytes,
-            weights_bytes=weights_bytes, reserve_bytes=reserve_bytes, context=context,
+            weights_bytes=weights_bytes, reserve_bytes=reserve_bytes, context=context, packed_bytes=packed,
+            stored_as=model.stored_as if packed else None,
         )  # fmt: skip
 
     table: dict[int, MemoryPlan | None] = {}
@@ -249,13 +262,19 @@ def estimate(
     return Estimate(model, dtype, source, notes, weights_bytes, reserve_bytes, geometry, counted, plan, table)
 
 
-def _counted(model: EstimatedModel, dtype: str, file: Path) -> tuple[str, tuple[str, ...], int]:
-    """(source, notes, bytes of the weights): by the headers of weight files if these have the counted parameters alone."""
+def _counted(model: EstimatedModel, dtype: str, file: Path, packed: Mapping[str, int]) -> tuple[str, tuple[str, ...], int]:
+    """(source, notes, bytes of the weights in `dtype`): by the headers of weight files if these have what is counted alone.
+
+    `packed`: bytes of what stays as it is stored, by form.
+    """
     counted, folder = model.num_parameters, file if is_gguf(file) else file.parent
     if model.stored_as is not None:
         stored = stored_bytes(folder)
         files = "" if stored is None else f", in files of {format_bytes(stored)}"
         note = f"the weights are stored in {model.stored_as}{files}; here they count as {dtype}"
+        if packed:
+            sizes = ", ".join(f"{format_bytes(size)} in {form}" for form, size in packed.items())
+            note += f", and {sizes}: a card without torch's kernels for these takes more"
         return file.name, (note,), counted * ITEM_BYTES[dtype]
     try:
         weights = find_weights(folder) if file == model.spec.config_file else None

@@ -19,7 +19,7 @@ from ..config import EngineConfig, KvMemory
 from ..errors import ConfigError, NotEnoughMemory, UnsupportedModel
 from ..execution.graph_sizes import sizes_for
 from ..layers import Quantization
-from ..loading.model_config import check_length, layer_configs
+from ..loading.model_config import check_length, experts_per_token, layer_configs
 from ..loading.models import KV_CACHE_DTYPES, KvCacheDtype, ModelSpec
 
 if TYPE_CHECKING:
@@ -405,11 +405,12 @@ def _values_per_token(layer: Any) -> int:
     head_dim = getattr(layer, "head_dim", None) or hidden // (getattr(layer, "num_attention_heads", 0) or 1)
     heads = getattr(layer, "num_attention_heads", 0) or 0
     kv_heads = getattr(layer, "num_key_value_heads", None) or heads
-    experts = getattr(layer, "num_experts_per_tok", 0) or 0
-    one_expert = getattr(layer, "moe_intermediate_size", None) or 0
-    dense = getattr(layer, "intermediate_size", None) or 4 * hidden
-    widest = max(dense if isinstance(dense, (list, tuple)) else (dense,))
-    intermediate = max(widest, experts * (one_expert or widest))
+    one_expert, dense = (
+        max(width) if isinstance(width, (list, tuple)) else width or 0  # of layers, or of experts for text and for images
+        for width in (getattr(layer, name, None) for name in ("moe_intermediate_size", "intermediate_size"))
+    )
+    widest = dense or 4 * hidden
+    intermediate = max(widest, experts_per_token(layer) * (one_expert or widest))
     attention = 2 * head_dim * (heads + 2 * kv_heads)
     # Queries, before and after the product by head; outputs the same way.
     if rank := getattr(layer, "kv_lora_rank", None):

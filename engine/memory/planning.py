@@ -7,7 +7,7 @@ querying the free memory creates the process's context).
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,7 +21,7 @@ from ...common import answer_memory
 from ..config import EngineConfig
 from ..errors import UnsupportedModel
 from ..execution.disk_tier import planned_bytes
-from ..layers import Quantization
+from ..layers import Quantization, WeightForm
 from ..layers.linears import scratch_bytes
 from ..layers.onednn import by_head_primitive_bytes, primitive_bytes
 from ..layers.packing import held_twice_bytes
@@ -253,6 +253,10 @@ class OutlinedModel:
     def num_parameters(self) -> int:
         """All parameters; tied weights count once."""
         return self.checkpoint.weights_bytes(torch.float32) // torch.float32.itemsize
+
+    def kept_linears(self) -> Iterable[tuple[WeightForm, int, int]]:
+        """None: all stored quantized weights are counted as plain ones."""
+        return ()
 
     def quantized_bytes(self, quantization: Quantization, itemsize: int) -> int:
         """Bytes of the weights with linear layers quantized, and all others in `itemsize` bytes each."""

@@ -20,6 +20,7 @@ from ..layers.quantized_linears import check_native
 from ..loading.checkpoint import Checkpoint
 from ..loading.division import Division
 from ..loading.loader import choose_dtype, free_bytes, total_bytes
+from ..loading.meta_models import outlined
 from ..memory.base_memory import BaseMemory
 from ..memory.decision import PoolBounds
 from ..memory.engine_memory import EngineMemory
@@ -83,12 +84,23 @@ class DividedEngine:
             self.sharing.close()
 
 
-def plan_shard(config: EngineConfig, context: int | None = None) -> MemoryPlan:
-    """The memory plan of each shard, for sequences of `context` tokens. Starts no process. Raises as `start_shards`."""
+def plan_shard(
+    config: EngineConfig, context: int | None = None, *, has_weights: bool = True, memory_bytes: int | None = None
+) -> MemoryPlan:
+    """The memory plan of each shard, for sequences of `context` tokens. Starts no process. Raises as `start_shards`.
+
+    Args:
+        has_weights: Whether the model's weight files are here; else transformers makes its tensors of the configuration.
+        memory_bytes: The free memory of each device, of which none is here.
+    """
     _refuse_what_stays_here(config)
-    devices = _numbered(config.devices)
-    checkpoint, dtype, division = _divided(config, devices)
-    rooms = [(free_bytes(torch.device(name)), total_bytes(torch.device(name))) for name in devices]
+    devices = _numbered(config.devices, are_here=memory_bytes is None)
+    checkpoint = Checkpoint.open(config.model) if has_weights else outlined(config.model)
+    dtype, division = _divided(config, checkpoint, devices, are_here=memory_bytes is None)
+    rooms = [
+        (free_bytes(device), total_bytes(device)) if memory_bytes is None else (memory_bytes, memory_bytes)
+        for device in map(torch.device, devices)
+    ]
     return _planned(config, checkpoint, dtype, division, devices, rooms, context)
 
 
@@ -105,7 +117,8 @@ def start_shards(config: EngineConfig) -> DividedEngine:
     sharing: ShardedSharing | None = None
     with OnError(team.close, holder.close, lambda: None if sharing is None else sharing.close()):
         team.start()
-        checkpoint, dtype, division = _divided(config, devices)  # while the shards import torch
+        checkpoint = Checkpoint.open(config.model)  # while the shards import torch
+        dtype, division = _divided(config, checkpoint, devices)
         hellos: list[Hello] = team.wait(0, range(team.size))
         team.forget(0)
         rooms = [(hello.free_bytes, hello.total_bytes) for hello in hellos]
@@ -118,20 +131,19 @@ def start_shards(config: EngineConfig) -> DividedEngine:
         return DividedEngine(config, checkpoint, plan, team, holder, sharing, arena, faults)
 
 
-def _divided(config: EngineConfig, devices: Sequence[str]) -> tuple[Checkpoint, torch.dtype, Division]:
-    """The model's metadata, its dtype, and how it is divided.
-
-    Raises what `Checkpoint.open` and `Division.of` raise, and ConfigError.
-    """
-    checkpoint, device = Checkpoint.open(config.model), torch.device(devices[0])
+def _divided(
+    config: EngineConfig, checkpoint: Checkpoint, devices: Sequence[str], *, are_here: bool = True
+) -> tuple[torch.dtype, Division]:
+    """The model's dtype, and how it is divided. Raises what `Division.of` raises, and ConfigError."""
+    device = torch.device(devices[0])
     dtype = choose_dtype(config.dtype, checkpoint, device)
-    if config.quantization is not None:
+    if config.quantization is not None and are_here:
         check_native(config.quantization, device)
     layers = model_geometry(config, checkpoint, device, dtype).layers
     division = Division.of(checkpoint, len(devices), layers)
     if left := division.describe():
         log.warning("%s: %s", config.model.name, left)
-    return checkpoint, dtype, division
+    return dtype, division
 
 
 def _refuse_what_stays_here(config: EngineConfig) -> None:
@@ -143,13 +155,16 @@ def _refuse_what_stays_here(config: EngineConfig) -> None:
         raise ConfigError(f"{asked}, which needs Linux or macOS")
 
 
-def _numbered(devices: Sequence[str]) -> tuple[str, ...]:
-    """The devices with "auto" and "cuda" replaced: cuda:0, cuda:1, ... or as often the CPU. Raises DeviceNotFound."""
+def _numbered(devices: Sequence[str], *, are_here: bool = True) -> tuple[str, ...]:
+    """The devices with "auto" and "cuda" replaced: cuda:0, cuda:1, ... or as often the CPU.
+
+    Raises DeviceNotFound if they should be here and are not.
+    """
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if devices[0] == "cpu" or (devices[0] == "auto" and not there):
+    if devices[0] == "cpu" or (devices[0] == "auto" and not there and are_here):
         return ("cpu",) * len(devices)
     wanted = tuple(f"cuda:{i}" for i in range(len(devices))) if devices[0] in ("auto", "cuda") else tuple(devices)
-    if missing := [name for name in wanted if int(name.partition(":")[2]) >= there]:
+    if missing := [name for name in wanted if are_here and int(name.partition(":")[2]) >= there]:
         found = ", ".join(f"cuda:{i}" for i in range(there)) or "none"
         raise DeviceNotFound(
             f"{len(wanted)} shards were asked for on {', '.join(wanted)}, and {', '.join(missing)} is not there: torch sees "

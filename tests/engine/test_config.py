@@ -287,13 +287,20 @@ def test_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelNotFound, match=r"did you mean org/name\? .*hf download org/nmae \(a gated one: "):
         resolve_model("org/nmae", cache_dir=tmp_path / "hub")
     (snapshot / "model.safetensors").unlink()
-    half = r"not all of it; fetch the rest with: hf download org/name .*has no weights"
-    with pytest.raises(ModelNotFound, match=half):
+    half = r"not all of it; fetch the rest{} with: hf download org/name .*has no weights"
+    with pytest.raises(ModelNotFound, match=half.format("")):
+        resolve_model("org/name", cache_dir=tmp_path / "hub")
+    sizes = {
+        "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8, "vocab_size": 1 << 20,
+        "max_position_embeddings": 64, "dtype": "bfloat16", "tie_word_embeddings": True, "model_type": "llama",
+    }  # fmt: skip
+    (snapshot / "config.json").write_text(json.dumps(sizes))
+    with pytest.raises(ModelNotFound, match=half.format(r", 1\.01 GiB of weights in all,")):
         resolve_model("org/name", cache_dir=tmp_path / "hub")
     assert resolve_model("org/name", cache_dir=tmp_path / "hub", needs_weights=False) == spec
     index = {"metadata": {"total_size": 3 << 30}, "weight_map": {"a": "1.safetensors"}}
     (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ModelNotFound, match=r"hf download org/name .*; 3\.00 GiB of weights in all\)$"):
+    with pytest.raises(ModelNotFound, match=r"the rest, 3\.00 GiB of weights in all, with: hf download org/name "):
         resolve_model("org/name", cache_dir=tmp_path / "hub")
 
 

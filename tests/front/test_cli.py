@@ -255,6 +255,15 @@ def test_a_plan_of_a_configuration_alone(tmp_path: Path, capsys: pytest.CaptureF
     assert json.loads(capsys.readouterr().out)["source"] == "the headers of its weight files"
     assert main(["plan", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith(" 80 GB")
+    divided = []  # the weights are here, or not, or the configuration alone is named
+    for more in (["demo"], [str(tmp_path)], ["--config", str(tmp_path / "config.json")]):
+        assert main(["plan", *more, "--tensor-parallel-size", "2", *device]) == 0
+        divided.append(json.loads(capsys.readouterr().out) | {"model": "", "answers_bytes": 0})
+    assert divided[0] == divided[1] == divided[2] and divided[0]["device"] == "cuda:0,cuda:1"
+    assert divided[0]["weights_bytes"] < plans[0]["weights_bytes"]
+    assert "other.json is not there" in refused(capsys, "plan", "--config", str(tmp_path / "other.json"))
+    assert "is a folder: name it without" in refused(capsys, "plan", "--config", str(tmp_path))
+    (tmp_path / "config.json").rename(tmp_path / "other.json")
     assert "needs a folder: rename" in refused(capsys, "plan", "--config", str(tmp_path / "other.json"), "--exact")
     assert "is neither auto, cpu" in refused(capsys, "plan", "demo", "--device", "voodoo2")
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pagetide.engine.layers import torch_linears
+from pagetide.engine.layers import torch_bytes, torch_linears
 from pagetide.engine.layers.quantization import QuantizedWeight
-from pagetide.engine.layers.torch_linears import TorchLinear, TorchWeight, difference, num_bytes, obstacle
+from pagetide.engine.layers.torch_linears import TorchLinear, TorchWeight, difference, obstacle
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 N, K = 64, 512
@@ -52,7 +52,7 @@ def test_products_are_those_of_the_dequantized_weight(kind: str) -> None:
     made = TorchWeight.of(weight.form, (N, K), weight.group, pieces, CPU)
     assert obstacle(weight.form, N, K, weight.group, BF16, CPU) is None
     assert difference(made, weight) is None
-    assert made.num_bytes == num_bytes(weight.form, N, K, weight.group) + (4 * K if kind == "64" else 0)
+    assert made.num_bytes == torch_bytes(weight.form, N, K, weight.group) + (4 * K if kind == "64" else 0)
     layer = TorchLinear(made, torch.arange(N).bfloat16())
     x = torch.eye(K, dtype=BF16)[None]  # a product is a column of the weight, and its errors do not add up
     plain = weight.dequantized().T

@@ -12,11 +12,13 @@ from families import tiny
 from multimodal import greedy_tokens, saved_multimodal
 from safetensors.torch import load_file, save_file
 from transformers import core_model_loading
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from pagetide import LLM, SamplingParams
 from pagetide.engine.loading.checkpoint import Checkpoint
 from pagetide.engine.loading.loader import load_model
 from pagetide.engine.loading.models import resolve_model
+from pagetide.engine.loading.text_model import auto_class
 
 pytestmark = pytest.mark.usefixtures("no_network")
 PROMPTS = [[5, 9, 17, 3, 44], [(31 * i * i + 7 * i) % 140 + 2 for i in range(18)]]
@@ -59,6 +61,20 @@ def test_text_alone_is_read_and_gives_the_tokens_of_the_whole_model(
     with LLM(tmp_path, **ENGINE) as llm:
         outputs = llm.generate(PROMPTS, GREEDY, progress=False)
     assert [output.token_ids for output in outputs] == [greedy_tokens(whole, prompt, 8) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("llama4", "Llama4ForCausalLM"),
+        ("qwen3_5", "Qwen3_5ForCausalLM"),
+        ("mistral3", "Mistral3ForConditionalGeneration"),
+        ("emu3", "Emu3ForConditionalGeneration"),  # Emu3ForCausalLM finds no tensor in files of the whole
+    ],
+)
+def test_a_class_of_the_text_alone_has_to_know_the_names_in_files(kind: str, name: str) -> None:
+    config = CONFIG_MAPPING[kind]()
+    assert auto_class(config)._model_mapping[type(config)].__name__ == name
 
 
 def test_heads_that_predict_further_tokens_are_neither_read_nor_counted(tmp_path: Path, caplog: Any) -> None:

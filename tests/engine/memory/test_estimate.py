@@ -39,6 +39,8 @@ LEAST: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 200},
     "qwen3_moe": EXPERTS,
+    "qwen3_next": EXPERTS | {"shared_expert_intermediate_size": 200},
+    "qwen3_5_moe_text": EXPERTS | {"shared_expert_intermediate_size": 200},
     "glm4_moe": LATENT,
     "glm4_moe_lite": LATENT,
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
@@ -60,6 +62,12 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("gemma3_text", {"num_hidden_layers": 8, "sliding_window": 32, "num_key_value_heads": 1,
                      "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "max_position_embeddings": 2048}),
     ("gemma3_text", {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 32}),
+    ("gemma4_text", {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 32,
+                     "layer_types": ["sliding_attention", "full_attention"] * 2, "num_global_key_value_heads": 1}),
+    ("gemma4_text", EXPERTS | {"enable_moe_block": True, "top_k_experts": 6, "hidden_size_per_layer_input": 0,
+                               "attention_k_eq_v": True, "num_global_key_value_heads": 2, "num_hidden_layers": 6}),
+    ("qwen3_next", EXPERTS | {"shared_expert_intermediate_size": 200, "mlp_only_layers": [1], "full_attention_interval": 2,
+                              "linear_num_value_heads": 48, "linear_key_head_dim": 64, "dtype": "bfloat16"}),
     ("phi3", {"num_key_value_heads": 4, "sliding_window": 100, "max_position_embeddings": 4096,
               "original_max_position_embeddings": 1024, "rope_scaling": {
                   "type": "longrope", "short_factor": [1.0] * 12, "long_factor": [2.0] * 12}}),
@@ -168,8 +176,41 @@ def test_what_the_files_say_besides(tmp_path: Path) -> None:
     )
     file = written(tmp_path, "llama", {"quantization_config": {"quant_method": "awq"}})
     size = format_bytes((tmp_path / "model.safetensors").stat().st_size)
-    said = f"the weights are stored in awq, in files of {size}; here they count as float32"
+    said = f"the weights are stored in awq, in files of {size}; here they count as bfloat16"
     assert estimate(settled(file), file).notes == (said,)
+
+
+BY_CHANNEL = {"weights": {"num_bits": 8, "type": "float", "strategy": "channel", "group_size": None}}
+BY_GROUP = {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "bytes_of"),
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 32}, lambda n, k: n * k / 2 + 4 * n * k / 32),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32}, lambda n, k: n * k / 2 + 4 * n * k / 32),
+        ({"quant_method": "compressed-tensors", "config_groups": {"0": BY_GROUP}}, lambda n, k: n * k / 2 + 4 * n * k / 32),
+        ({"quant_method": "compressed-tensors", "config_groups": {"0": BY_CHANNEL}}, lambda n, k: n * k + 4 * n),
+        ({"quant_method": "fp8", "ignored_layers": ["lm_head", "model.visual.merger"]}, lambda n, k: n * k + 4 * n),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, None),
+        ({"quant_method": "awq", "bits": 4, "group_size": 32, "modules_to_not_convert": ["mlp.down_proj"]}, None),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 32}, None),
+        ({"quant_method": "modelopt"}, None),
+    ],
+)
+def test_stored_weights_that_a_card_keeps(quantization: dict[str, Any], bytes_of: Any, tmp_path: Path) -> None:
+    """Linear layers in int4 and fp8 as torch's kernels take them, float16 as bfloat16; in other forms as plain numbers."""
+    fields = {"quantization_config": quantization, "torch_dtype": "float16", "num_attention_heads": 15}
+    file = written(tmp_path, "llama", fields)
+    made = estimate(settled(file), file, memory_bytes=4 * GIB)
+    linears = 4 * [*[(480, 480)] * 4, (640, 480), (640, 480), (480, 640)]
+    elements = sum(n * k for n, k in linears)
+    packed = 0 if bytes_of is None else sum(int(bytes_of(n, k)) for n, k in linears)
+    others = made.model.num_parameters - elements
+    assert made.dtype == ("float16" if bytes_of is None else "bfloat16") and made.plan is not None
+    assert made.weights_bytes == 2 * others + (packed or 2 * elements)
+    assert sum(made.plan.packed_bytes.values()) == packed and made.plan.weights_bytes == made.weights_bytes
+    assert len(made.notes) == 1 and ("without torch's kernels" in made.notes[0]) == bool(packed)
 
 
 def test_what_cannot_be_told_is_refused(tmp_path: Path) -> None:

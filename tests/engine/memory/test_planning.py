@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -262,6 +263,10 @@ def test_the_reserve_counts_the_largest_of_layers_that_differ_experts_and_worksp
     expected = 10 * (4 * 64 + 3 * 200 + 2 * 16 * (4 + 4)) * 2 + 3 * 1000 * 10
     assert working_reserve_bytes(config, 10, 3, "bfloat16", on_cpu=True) == expected
     assert working_reserve_bytes(config, 10, 3, "bfloat16", on_cpu=False) == expected + CUDA_WORKSPACE_BYTES
+    # As Gemma 4 calls it, and with experts for text and for images, as in ERNIE 4.5 VL.
+    others = SimpleNamespace(**SIZES, top_k_experts=3, moe_intermediate_size=[40, 20])
+    expected = 10 * (4 * 64 + 3 * 3 * 40 + 2 * 16 * (4 + 4)) * 2 + 3 * 1000 * 10
+    assert working_reserve_bytes(others, 10, 3, "bfloat16", on_cpu=True) == expected
 
 
 LLAMA_8B = Geometry(tuple([LayerShape(8, 128, 128)] * 32), 16, "bfloat16", granule_bytes=2 * MIB)  # 2 MiB a block

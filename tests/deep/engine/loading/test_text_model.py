@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from multimodal import MULTIMODAL, greedy_tokens, saved_multimodal
+from safetensors.torch import load_file, save_file
 
 from pagetide import LLM, SamplingParams, UnsupportedModel, native
 from pagetide.cache.geometry import Geometry
@@ -52,6 +54,19 @@ def test_text_gives_the_tokens_of_the_whole_model(kind: str, tmp_path: Path) -> 
     assert generated(tmp_path) == expected
     assert generated(whole) == expected, "a loaded model, which stays whole"
     assert all(whole.get_submodule(part) is not None for part in checkpoint.unused_modules)
+
+
+def test_the_part_of_a_whole_that_continues_text(tmp_path: Path) -> None:
+    """As Qwen-Omni is published: a thinker beside a talker, under names of their own."""
+    thinker = saved_multimodal("qwen2_5_omni_thinker", tmp_path)
+    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    tensors = {f"thinker.{name}": tensor for name, tensor in load_file(file).items()}
+    save_file(tensors | {"talker.model.norm.weight": torch.ones(8)}, file, {"format": "pt"})
+    config.write_text(json.dumps({"model_type": "qwen2_5_omni", "thinker_config": json.loads(config.read_text())}))
+    checkpoint = Checkpoint.open(resolve_model(tmp_path))
+    assert "talker.model.norm.weight" in checkpoint.unread
+    assert checkpoint.unused_modules == ("model.audio_tower", "model.visual")
+    assert generated(tmp_path) == [greedy_tokens(thinker, prompt, 8) for prompt in PROMPTS]
 
 
 @pytest.mark.skipif(native.instructions() is None, reason="without native kernels nothing is quantized")
