@@ -206,7 +206,7 @@ class Reservation:
             BrokerUnavailable: There is no broker now.
         """
         num_bytes, wait_s = parse_bytes(size), parse_seconds(wait)
-        with self._resizing:
+        with self._resizing, OnError(self._call_off):
             self.ask_size(num_bytes, wait_s)
             self.wait_answered(wait_s)
         if self.num_bytes != num_bytes:  # another broker has answered, which knows only of the old size
@@ -266,6 +266,13 @@ class Reservation:
                 self._end(reason)
             case _:
                 raise ProtocolViolation(f"the broker answered with {type(message).__name__}")
+
+    def _call_off(self) -> None:
+        """After an interrupt, ask for the size that there is, in place of the question that the broker may yet answer."""
+        with self._lock:
+            if self._asked is not None and self._channel is not None and self.kept:
+                self._channel.send(wire.ResizeMessage(self.num_bytes, 0))
+                self._asked = self.num_bytes
 
     def _renew(self) -> None:
         """Ask the broker's successor, which may know nothing of what was granted."""

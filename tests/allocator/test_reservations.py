@@ -365,6 +365,24 @@ def test_a_client_waits_grows_shrinks_and_ends(path: Path) -> None:
                 Reservation.ask(path, DEVICE, **({"num_bytes": 1} | wrong))  # type: ignore[arg-type]
 
 
+def test_an_interrupted_resize_is_called_off(path: Path) -> None:
+    def interrupt(reason: str) -> None:
+        raise KeyboardInterrupt
+
+    with broker_thread(path, Numbers()), Reservation.granted(path, DEVICE, 300) as lease:
+        other = Reservation.granted(path, DEVICE, 400)
+        lease.keep()
+        wait, lease.wait_answered = lease.wait_answered, lambda wait_s: wait(wait_s, interrupt)  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            lease.resize(900)
+        lease.wait_answered = wait  # type: ignore[method-assign]
+        wait_until(lambda: [one.wanted_bytes for one in BrokerClient(path).reservations()] == [300, 400])
+        other.close()
+        wait_until(lambda: [one.held_bytes for one in BrokerClient(path).reservations()] == [300])
+        lease.resize(200)
+        assert lease.num_bytes == 200
+
+
 def test_sizes_that_several_threads_want_are_asked_for_one_after_the_other(path: Path) -> None:
     with broker_thread(path, Numbers()), Reservation.granted(path, DEVICE, 300) as lease, ThreadPoolExecutor(4) as threads:
         lease.keep()
