@@ -20,7 +20,7 @@ from .monitor.event_log import EventReader, files_of
 from .monitor.events import EventKind, MemoryEvent, to_dict
 from .monitor.holders import names_of, summarize
 from .monitor.owners import charge, owner_uses
-from .monitor.snapshot import DeviceKind, Snapshot
+from .monitor.snapshot import MAX_HOST_PROCESSES, DeviceKind, Snapshot
 from .monitor.snapshot_json import plain
 
 if TYPE_CHECKING:
@@ -125,7 +125,9 @@ def show_owners(args: Namespace, snapshot: Snapshot, idle_after_s: float) -> int
     if args.json:
         shown = ("kind", "name", "num_processes", "used_bytes", "unknown", "idle_bytes", "charged_bytes")
         told = [
-            {"device": device.info.index, "device_uuid": device.info.uuid} | {name: getattr(owner, name) for name in shown}
+            {"device": device.info.index, "device_uuid": device.info.uuid}
+            | {name: getattr(owner, name) for name in shown}
+            | {"largest_only": device.lists_largest_only}
             for device, owner in rows
         ]
         print(json.dumps(plain(told), indent=1))
@@ -137,6 +139,9 @@ def show_owners(args: Namespace, snapshot: Snapshot, idle_after_s: float) -> int
     from .monitor.view.live import print_lines
 
     print_lines(lambda width, symbols: owner_lines(rows, idle_after_s, width=width, symbols=symbols), _console())
+    for device in snapshot.devices:
+        if device.lists_largest_only:
+            print(f"{device.info.index}: the {MAX_HOST_PROCESSES} largest processes are counted; CHARGED has all of a cgroup")
     return 0
 
 

@@ -170,6 +170,10 @@ def test_owners_are_summed_for_each_device() -> None:
     assert mine["used_bytes"] > 0 and mine["num_processes"] > 0 and mine["device"] == "host" and mine["charged_bytes"] is None
     shown = run_here("owners", "--source", "host", "--idle", "30")
     assert shown.returncode == 0 and "IDLE 30 s" in shown.stdout.splitlines()[0]
+    from pagetide.monitor.snapshot import MAX_HOST_PROCESSES
+
+    is_cut = sum(one["num_processes"] for one in users.values()) >= MAX_HOST_PROCESSES
+    assert {one["largest_only"] for one in told} == {is_cut}
     refused = run_here("owners", "--idle", "soon")
     assert refused.returncode == 2 and "--idle: cannot read 'soon' as a time" in refused.stderr
     nothing = run_here("owners", "--source", "host", "--capacity", "1GiB")
