@@ -17,7 +17,7 @@ import random
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -58,7 +58,7 @@ RECALL_BYTES = (1 * MIB, 64 * MIB)
 VISIT_LEAVES = 24 * MIB  # for both pools, of the most that the external process takes
 SWING = Swing(16 * MIB, 0.1, patience_s=30.0)  # an engine that starts may hold up a piece for seconds
 SETTLE_S = 0.2  # until the monitor has measured a card again
-LATE_S = 120.0  # beyond the time of pressure, until a request without an end is lost
+LATE_S = 120.0  # without a token, after the time of pressure, until requests without an end are lost
 LOOK_S = 5.0  # for the statistics of engines, of which one may hang
 GROWTH_BYTES = 48 * MIB  # that a program may grow by between the first and the last third
 MOST_STARTS = 20  # of an engine that ends
@@ -277,11 +277,20 @@ class StressRun:
             self.scene.faults.append(fault)
 
     async def _serve_clients(self, ends_at: float) -> None:
-        """What is not served long after the end is lost: its output stays None."""
-        clients = [self._client(number, ends_at) for number in range(len(NAMES)) for _ in range(CLIENTS)]
-        with suppress(TimeoutError):
-            async with asyncio.timeout(ends_at - time.monotonic() + LATE_S):
-                await asyncio.gather(*clients)
+        """Serve clients until all have ended, or no token comes any more: what is not served then is lost, its output None."""
+        clients = asyncio.gather(*(self._client(number, ends_at) for number in range(len(NAMES)) for _ in range(CLIENTS)))
+        tokens, late_at = -1, math.inf
+        try:
+            while not clients.done() and time.monotonic() < late_at:
+                await asyncio.wait([clients], timeout=SAMPLE_S)
+                before, tokens = tokens, sum(len(one.token_ids) for engine in self.engines for one in engine.outputs)
+                if tokens != before or self.scene.loading:
+                    late_at = max(time.monotonic(), ends_at) + LATE_S
+            if clients.done():
+                clients.result()
+        finally:
+            clients.cancel()
+            await asyncio.wait([clients])
 
     async def _client(self, number: int, ends_at: float) -> None:
         while time.monotonic() < ends_at and (request := next(self.waiting[number], None)) is not None:

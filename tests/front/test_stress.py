@@ -139,7 +139,7 @@ def test_an_engine_that_never_answers_and_a_monitor_that_ended_are_named(monkeyp
 
     monkeypatch.setattr(stress, "LATE_S", 0.05)
     monkeypatch.setattr(stress, "PAUSE_S", (0.0, 0.0))
-    engines = [SimpleNamespace(pid=pid, name=f"{pid}", serve=serve) for pid, serve in enumerate((answers, hangs))]
+    engines = [SimpleNamespace(pid=pid, name=f"{pid}", serve=serve, outputs=[]) for pid, serve in enumerate((answers, hangs))]
     device = SimpleNamespace(monitor_ended=None)
     shared: Any = SimpleNamespace(engines=engines, device=device, external=None)
     run = StressRun(shared, 0, AsyncExitStack())
