@@ -256,11 +256,12 @@ class StressRun:
         room = device.capacity_bytes - sum(first.other) - first.external - device.headroom_bytes - VISIT_LEAVES
         most_bytes = self._least_bytes + max(0, room)
         swing = asyncio.to_thread(self.scene.swing, ends_at, self._least_bytes, most_bytes, SWING)
-        others = [asyncio.ensure_future(self._recalls())]
+        served = asyncio.ensure_future(self._serve_clients(ends_at))  # not to start engines again after an error of the swing
+        others = [served, asyncio.ensure_future(self._recalls())]
         if kills:
             others.append(asyncio.ensure_future(self._kills()))
         try:
-            await asyncio.gather(swing, self._serve_clients(ends_at))
+            await asyncio.gather(swing, served)
         finally:
             self.scene.end()
             for other in others:
@@ -290,7 +291,7 @@ class StressRun:
                 clients.result()
         finally:
             clients.cancel()
-            await asyncio.wait([clients])
+            await asyncio.gather(clients, return_exceptions=True)
 
     async def _client(self, number: int, ends_at: float) -> None:
         while time.monotonic() < ends_at and (request := next(self.waiting[number], None)) is not None:
