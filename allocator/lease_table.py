@@ -238,10 +238,8 @@ class LeaseTable:
             there = ", ".join(named(lease) for lease in found)
             raise UnknownEngine(f"{len(found)} leases match {engine!r}; name one by its pid or #number: {there}")
         if peer.uid not in (0, owner_uid, found[0].peer.uid):
-            raise NotPermitted(
-                f"{named(found[0])} is {user_name(found[0].peer.uid)}'s; "
-                f"only that user, root and {user_name(owner_uid)} may do that"
-            )
+            may = " and ".join(dict.fromkeys(map(user_name, (found[0].peer.uid, 0, owner_uid))))
+            raise NotPermitted(f"{named(found[0])} is {user_name(found[0].peer.uid)}'s; only {may} may do that")
         return found[0]
 
     def holds(self, number: int) -> bool:

@@ -35,6 +35,7 @@ from .errors import BrokerUnavailable, InvalidLease, LeaseClosed, LeaseError, Pr
 
 CONNECT_S = 5.0  # also what an answer may take beyond the wait that was asked for
 _RETRY_S = 1.0  # between attempts to renew a reservation
+_TOLD_S = 0.5  # beyond its time, within which the broker ends it, and not the socket, for which others would see no reason
 _LOOK_S = 0.05  # between looks at how long a thread has waited for an answer
 
 
@@ -148,7 +149,8 @@ class Reservation:
         with self._lock:
             if self.ended:
                 return
-            if self.left_s == 0:
+            told_s = 0.0 if self._channel is None else _TOLD_S
+            if self._ends_at is not None and self._clock() >= self._ends_at + told_s:
                 self._end("its time is over")
                 return
             try:
@@ -206,7 +208,7 @@ class Reservation:
             BrokerUnavailable: There is no broker now.
         """
         num_bytes, wait_s = parse_bytes(size), parse_seconds(wait)
-        with self._resizing:
+        with self._resizing, OnError(self._call_off):
             self.ask_size(num_bytes, wait_s)
             self.wait_answered(wait_s)
         if self.num_bytes != num_bytes:  # another broker has answered, which knows only of the old size
@@ -267,6 +269,13 @@ class Reservation:
             case _:
                 raise ProtocolViolation(f"the broker answered with {type(message).__name__}")
 
+    def _call_off(self) -> None:
+        """After an interrupt, ask for the size that there is, in place of the question that the broker may yet answer."""
+        with self._lock:
+            if self._asked is not None and self._channel is not None and self.kept:
+                self._channel.send(wire.ResizeMessage(self.num_bytes, 0))
+                self._asked = self.num_bytes
+
     def _renew(self) -> None:
         """Ask the broker's successor, which may know nothing of what was granted."""
         left_s = self.left_s
@@ -316,7 +325,7 @@ class Reservation:
             with self._lock:
                 fd = self.fileno()
                 left_s = self.left_s
-            idle_s = min(_RETRY_S, _RETRY_S if left_s is None else left_s + 0.001)
+            idle_s = min(_RETRY_S, _RETRY_S if left_s is None else max(left_s, _LOOK_S))
             _wait_readable(fd, idle_s)
             self.poll()
 

@@ -113,8 +113,8 @@ class ReservationTable:
             raise LeaseRefused(f"there is no reservation #{reservation_id}; it may have ended. Those that there are: {there}")
         holder_uid, user = reservation.connection.peer.uid, user_name(peer.uid)
         if peer.uid not in (0, owner_uid, holder_uid):
-            may = f"only {user_name(holder_uid)}, root and {user_name(owner_uid)} may do that"
-            raise NotPermitted(f"the reservation of {reservation.named()} cannot be ended by {user}; {may}")
+            may = " and ".join(dict.fromkeys(map(user_name, (holder_uid, 0, owner_uid))))
+            raise NotPermitted(f"the reservation of {reservation.named()} cannot be ended by {user}; only {may} may do that")
         self.end(reservation_id, f"{user} has ended it")
 
     def check_times(self, describe: Callable[[LeasedDevice], str]) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -282,13 +283,15 @@ def files_of(directory: Path) -> dict[int, Path]:
 
 
 def _is_full(path: Path, most_bytes: int) -> bool:
-    """Whether nothing is to be appended to a file: it is large enough, or another program has damaged it as a whole."""
+    """Whether nothing is to be appended to a file: it is large enough, or another program has damaged or replaced it."""
     try:
-        size = path.stat().st_size
+        found = path.lstat()
     except FileNotFoundError:
         return False
+    if not stat.S_ISREG(found.st_mode):  # to open a pipe would wait for a reader
+        return True
     with _opened(path) as recording:
-        return size >= most_bytes or (size > 0 and recording is None)
+        return found.st_size >= most_bytes or (found.st_size > 0 and recording is None)
 
 
 def _path(directory: Path, number: int) -> Path:
@@ -300,7 +303,7 @@ def _opened(path: Path) -> Iterator[FrameRecording | None]:
     """A file of a log; None if it is gone or damaged as a whole."""
     try:
         recording = FrameRecording(path, "events")
-    except (FileNotFoundError, RecordingError):
+    except (FileNotFoundError, IsADirectoryError, RecordingError):
         yield None
         return
     with recording:

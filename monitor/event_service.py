@@ -33,7 +33,12 @@ log = logging.getLogger(__name__)
 PEAK_S = 0.2  # between two looks at what leases hold
 LOOK_S = 1.0  # between two snapshots, and two writes
 MAX_PENDING = 256  # distinct events between two writes
-MAX_REFUSALS = 8  # of them, of one user
+MAX_REFUSALS, MAX_RESERVATIONS = 8, 32  # of them, of one user: refused; reserved, and as many released
+_BOUNDED = {
+    EventKind.REFUSED: (MAX_REFUSALS, "more requests of this user were refused"),
+    EventKind.RESERVED: (MAX_RESERVATIONS, "more reservations of this user"),
+    EventKind.RELEASED: (MAX_RESERVATIONS, "more reservations of this user"),
+}
 
 
 class EventQueue:
@@ -42,18 +47,21 @@ class EventQueue:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._events: dict[object, MemoryEvent] = {}
-        self._refusals: Counter[str | None] = Counter()
+        self._of_users: Counter[tuple[EventKind, str | None]] = Counter()
         self._lost = 0
 
     def add(self, event: MemoryEvent) -> None:
         """Add an event that happens now."""
-        key: object = (event.kind, event.holder, event.reason)
+        # Reservations of one process, such as those over HTTP, have names
+        key: object = (event.kind, event.holder, event.command, event.reason)
         with self._lock:
-            if event.kind is EventKind.REFUSED and key not in self._events:
-                self._refusals[event.user] += 1
-                if self._refusals[event.user] > MAX_REFUSALS:
-                    key = event.kind, event.user
-                    event = MemoryEvent(kind=event.kind, user=event.user, reason="more requests of this user were refused")
+            if event.kind in _BOUNDED and key not in self._events:
+                most, more = _BOUNDED[event.kind]
+                user = event.kind, event.user
+                self._of_users[user] += 1
+                if self._of_users[user] > most:
+                    key, num_bytes = user, None if event.kind is EventKind.REFUSED else event.bytes
+                    event = MemoryEvent(kind=event.kind, user=event.user, bytes=num_bytes, reason=more)
             if (before := self._events.get(key)) is not None:
                 amount = None if event.bytes is None else event.bytes + (before.bytes or 0)
                 merged = amount if event.kind is not EventKind.REFUSED else before.bytes
@@ -68,7 +76,7 @@ class EventQueue:
         with self._lock:
             events, self._events = list(self._events.values()), {}
             lost, self._lost = self._lost, 0
-            self._refusals.clear()
+            self._of_users.clear()
         if lost:
             events.append(MemoryEvent(kind=EventKind.LOST, time=time.time(), times=lost, reason="too many at once"))
         return events

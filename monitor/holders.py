@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ..common.units import MIB
 from .events import EventKind, MemoryEvent, program_name
 from .owners import owner_names
-from .snapshot import MAX_HOST_PROCESSES, Device, DeviceKind, LeaseUse, ProcessUse, Snapshot
+from .snapshot import Device, LeaseUse, ProcessUse, Snapshot
 
 MOST_STEP_BYTES = 256 * MIB
 MAX_EVENTS = 256  # of one snapshot, those of most bytes
@@ -176,8 +176,7 @@ class Holders:
             return True
         if processes is None or device.detail.error is not None:
             return False
-        is_cut = device.info.kind is DeviceKind.HOST and len(processes) >= MAX_HOST_PROCESSES
-        return not is_cut or pid is None or not self._alive(pid)
+        return not device.lists_largest_only or pid is None or not self._alive(pid)
 
     def _idleness(self, holder: _Holder, use: ProcessUse | None, step: int) -> Iterator[MemoryEvent]:
         seconds = None if use is None else use.idle_seconds

@@ -61,8 +61,8 @@ class OwnerUse:
     used_bytes: int = 0  # sum over processes: of host memory, shared pages count for each
     unknown: int = 0  # processes of unknown memory
     idle_bytes: int = 0  # of the used bytes, what was held without use for the asked time
-    charged_bytes: int | None = None  # of host memory: what the kernel charges to its cgroup, each page once; None: not read
-    path: str | None = field(default=None, repr=False)  # of its cgroup
+    charged_bytes: int | None = None  # of host memory: what the kernel charges to its cgroups, each page once; None: not read
+    paths: set[str] = field(default_factory=set, repr=False)  # of its cgroups: units of two users may have one name
 
 
 @lru_cache(maxsize=1024)  # the same cgroups recur every second
@@ -109,7 +109,8 @@ def owner_uses(
     sums: dict[tuple[OwnerKind, str], OwnerUse] = {}
     for held in _held(device, leases, others):
         for kind, named in held.owners():
-            owner = sums.setdefault((kind, named.name), OwnerUse(kind, named.name, path=named.path or None))
+            owner = sums.setdefault((kind, named.name), OwnerUse(kind, named.name))
+            owner.paths |= {named.path} if named.path else set()
             owner.num_processes += 1
             owner.used_bytes += held.num_bytes or 0
             owner.unknown += held.num_bytes is None
@@ -122,8 +123,9 @@ def owner_uses(
 def charge(owners: Sequence[OwnerUse]) -> None:
     """Read what the kernel charges to the owners' cgroups, as far as this process may."""
     for owner in owners:
-        if owner.path is not None:
-            owner.charged_bytes = charged_bytes(owner.path)
+        outer = [path for path in owner.paths if not any(path.startswith(f"{other}/") for other in owner.paths)]
+        charged = [num_bytes for path in outer if (num_bytes := charged_bytes(path)) is not None]
+        owner.charged_bytes = sum(charged) if charged else None
 
 
 def charged_bytes(path: str, cgroups: Path = CGROUPS) -> int | None:

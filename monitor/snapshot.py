@@ -124,6 +124,11 @@ class Device:
     memory: DeviceMemory
     detail: DeviceDetail
 
+    @property
+    def lists_largest_only(self) -> bool:
+        """Whether it is a host with so many processes that only its largest ones are listed."""
+        return self.info.kind is DeviceKind.HOST and len(self.detail.reading.processes or ()) >= MAX_HOST_PROCESSES
+
 
 @dataclass(frozen=True, slots=True)
 class LeaseUse:

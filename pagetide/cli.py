@@ -93,10 +93,12 @@ def _missing(error: ModuleNotFoundError) -> int:
 
 def _is_ours(error: Exception) -> bool:
     """Whether the error message suffices for the user, without a traceback."""
+    from .allocator.errors import AllocatorError
     from .engine.errors import EngineError
+    from .monitor.errors import MonitorError
     from .scheduler.errors import SchedulerError
 
-    return isinstance(error, EngineError | SchedulerError | ValueError | OSError)
+    return isinstance(error, EngineError | SchedulerError | AllocatorError | MonitorError | ValueError | OSError)
 
 
 def _of_the_locale(error: Exception) -> str:

@@ -20,7 +20,7 @@ from .monitor.event_log import EventReader, files_of
 from .monitor.events import EventKind, MemoryEvent, to_dict
 from .monitor.holders import names_of, summarize
 from .monitor.owners import charge, owner_uses
-from .monitor.snapshot import DeviceKind, Snapshot
+from .monitor.snapshot import MAX_HOST_PROCESSES, DeviceKind, Snapshot
 from .monitor.snapshot_json import plain
 
 if TYPE_CHECKING:
@@ -58,12 +58,9 @@ def time_of(option: str, text: str, now_s: float) -> float:
     given = text.strip()
     if match := _AGO.fullmatch(given):
         return now_s - float(match[1]) * _UNITS[match[2]]
-    now = datetime.fromtimestamp(now_s)
     try:
         if _CLOCK.fullmatch(given):
-            parts = [int(part) for part in given.split(":")]
-            then = now.replace(hour=parts[0], minute=parts[1], second=parts[2] if len(parts) > 2 else 0, microsecond=0)
-            return (then if then <= now else then - timedelta(days=1)).timestamp()
+            return _last_time_of_day(given, now_s)
         return datetime.fromisoformat(given).timestamp()
     except (ValueError, OverflowError, OSError):
         raise ConfigInvalid(
@@ -71,15 +68,30 @@ def time_of(option: str, text: str, now_s: float) -> float:
         ) from None
 
 
+def _last_time_of_day(given: str, now_s: float) -> float:
+    """When it was last so late. An hour that a clock set back has twice counts twice. Raises ValueError."""
+    hour, minute, second = [*map(int, given.split(":")), 0][:3]
+    today = datetime.fromtimestamp(now_s).replace(hour=hour, minute=minute, second=second, microsecond=0)
+    there = [(today - timedelta(days=days)).replace(fold=fold).timestamp() for days in (0, 1) for fold in (0, 1)]
+    return max(at_s for at_s in there if at_s <= now_s)
+
+
+def span_of(since: str, until: str | None, now_s: float) -> tuple[float, float]:
+    """The first and the last second. Of two times of day the second may be to come. Raises ConfigInvalid."""
+    since_s, until_s = time_of("--since", since, now_s), math.inf
+    if until is not None:
+        until_s = time_of("--until", until, now_s)
+        if until_s < since_s and all(_CLOCK.fullmatch(one.strip()) for one in (since, until)):
+            until_s = math.inf
+    if until_s < since_s:
+        raise ConfigInvalid(f"--until {until} is before --since {since}; a time of day is the last one that has passed")
+    return since_s, until_s
+
+
 def show_events(args: Namespace, log: Path) -> int:
     """Print the events of a time, their summary, or what comes."""
     now_s = time.time()
-    since_s = time_of("--since", args.since, now_s)
-    until_s = math.inf if args.until is None else time_of("--until", args.until, now_s)
-    if until_s < since_s:
-        raise ConfigInvalid(
-            f"--until {args.until} is before --since {args.since}; a time of day is the last one that has passed"
-        )
+    since_s, until_s = span_of(args.since, args.until, now_s)
     if args.follow and (args.summary or args.until is not None):
         raise ConfigInvalid("--follow goes with neither --summary nor --until")
     reader = EventReader(log)
@@ -96,8 +108,9 @@ def show_events(args: Namespace, log: Path) -> int:
         time.sleep(FOLLOW_S)
         newest = reader.newest(1)
         if newest and newest[-1].id != last_id:
-            _print_events(args, reader.since_id(last_id), first=False)
-            last_id = newest[-1].id
+            came = reader.since_id(last_id)  # more may have come since `newest` was read
+            _print_events(args, came, first=False)
+            last_id = (came or newest)[-1].id
     return 0
 
 
@@ -112,7 +125,9 @@ def show_owners(args: Namespace, snapshot: Snapshot, idle_after_s: float) -> int
     if args.json:
         shown = ("kind", "name", "num_processes", "used_bytes", "unknown", "idle_bytes", "charged_bytes")
         told = [
-            {"device": device.info.index, "device_uuid": device.info.uuid} | {name: getattr(owner, name) for name in shown}
+            {"device": device.info.index, "device_uuid": device.info.uuid}
+            | {name: getattr(owner, name) for name in shown}
+            | {"largest_only": device.lists_largest_only}
             for device, owner in rows
         ]
         print(json.dumps(plain(told), indent=1))
@@ -124,6 +139,9 @@ def show_owners(args: Namespace, snapshot: Snapshot, idle_after_s: float) -> int
     from .monitor.view.live import print_lines
 
     print_lines(lambda width, symbols: owner_lines(rows, idle_after_s, width=width, symbols=symbols), _console())
+    for device in snapshot.devices:
+        if device.lists_largest_only:
+            print(f"{device.info.index}: the {MAX_HOST_PROCESSES} largest processes are counted; CHARGED has all of a cgroup")
     return 0
 
 

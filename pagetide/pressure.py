@@ -125,6 +125,12 @@ class PrivateDevice:
         self._said = self.said  # the next one begins its log anew
 
     @property
+    def monitor_ended(self) -> str | None:
+        """How the monitor has ended; None while it runs."""
+        assert self._process is not None
+        return None if self._process.status is None else self._process.ending()
+
+    @property
     def said(self) -> str:
         """What the monitors have logged."""
         return self._said + self._directory.log.read_text("utf-8", "replace")

@@ -24,6 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from .allocator.errors import LeaseError
 from .common.units import MIB
 from .demo.display import Show, fitted, open_display, print_result
 from .demo.engines import SAMPLE_S, DemoEngine, DemoOutput, DemoRequest, while_looking
@@ -57,6 +58,8 @@ RECALL_BYTES = (1 * MIB, 64 * MIB)
 VISIT_LEAVES = 24 * MIB  # for both pools, of the most that the external process takes
 SWING = Swing(16 * MIB, 0.1, patience_s=30.0)  # an engine that starts may hold up a piece for seconds
 SETTLE_S = 0.2  # until the monitor has measured a card again
+LATE_S = 120.0  # without a token, after the time of pressure, until requests without an end are lost
+LOOK_S = 5.0  # for the statistics of engines, of which one may hang
 GROWTH_BYTES = 48 * MIB  # that a program may grow by between the first and the last third
 MOST_STARTS = 20  # of an engine that ends
 SHOWN_FAULTS = 8
@@ -147,10 +150,9 @@ def run_stress(
     """
     if not 5 <= seconds < math.inf:
         raise ValueError(f"seconds must be at least 5, for engines to come under pressure, and finite; got {seconds:g}")
-    if image is not None and not image.parent.is_dir():
-        raise ValueError(
-            f"the picture cannot be written to {image}: there is no folder {image.parent}; make it, or name another"
-        )
+    if image is not None and (image.is_dir() or not image.parent.is_dir()):
+        what = "that is a folder" if image.is_dir() else f"there is no folder {image.parent}"
+        raise ValueError(f"the picture cannot be written to {image}: {what}; make or name another")
     last = FIRST_STATE
     with open_display(FIRST_STATE, silent=as_json) as show:
 
@@ -185,14 +187,16 @@ async def under_pressure(show: Show, *, seconds: float, seed: int, kills: bool =
             engine.began = time.monotonic()
 
         async def look() -> None:
+            run.look_at_monitor()
             if run.scene.loading:
                 return  # its process is not there to be measured
             try:
-                for engine in run.engines:
-                    await engine.look()
+                async with asyncio.timeout(LOOK_S):
+                    for engine in run.engines:
+                        await engine.look()
                 sample = shared.sample()
-            except ChildProcessError:
-                return  # killed in between; its clients start it again
+            except (ChildProcessError, TimeoutError, LeaseError):
+                return  # killed in between; its clients start it again. Or it hangs, or there is no broker: faults say so
             run.samples.append(sample)
             watched.take(sample)
 
@@ -252,12 +256,12 @@ class StressRun:
         room = device.capacity_bytes - sum(first.other) - first.external - device.headroom_bytes - VISIT_LEAVES
         most_bytes = self._least_bytes + max(0, room)
         swing = asyncio.to_thread(self.scene.swing, ends_at, self._least_bytes, most_bytes, SWING)
-        others = [asyncio.ensure_future(self._recalls())]
+        served = asyncio.ensure_future(self._serve_clients(ends_at))  # not to start engines again after an error of the swing
+        others = [served, asyncio.ensure_future(self._recalls())]
         if kills:
             others.append(asyncio.ensure_future(self._kills()))
         try:
-            clients = [self._client(number, ends_at) for number in range(len(NAMES)) for _ in range(CLIENTS)]
-            await asyncio.gather(swing, *clients)
+            await asyncio.gather(swing, served)
         finally:
             self.scene.end()
             for other in others:
@@ -266,7 +270,28 @@ class StressRun:
         for error in ended:
             if isinstance(error, Exception):
                 raise error
-        self._preemptions += sum(engine.stats["preemptions"] for engine in self.engines)
+        self._preemptions += sum(engine.stats.get("preemptions", 0) for engine in self.engines)
+
+    def look_at_monitor(self) -> None:
+        """Name the end of the monitor as a fault."""
+        if (how := self._shared.device.monitor_ended) is not None and (fault := f"the monitor {how}") not in self.scene.faults:
+            self.scene.faults.append(fault)
+
+    async def _serve_clients(self, ends_at: float) -> None:
+        """Serve clients until all have ended, or no token comes any more: what is not served then is lost, its output None."""
+        clients = asyncio.gather(*(self._client(number, ends_at) for number in range(len(NAMES)) for _ in range(CLIENTS)))
+        tokens, late_at = -1, math.inf
+        try:
+            while not clients.done() and time.monotonic() < late_at:
+                await asyncio.wait([clients], timeout=SAMPLE_S)
+                before, tokens = tokens, sum(len(one.token_ids) for engine in self.engines for one in engine.outputs)
+                if tokens != before or self.scene.loading:
+                    late_at = max(time.monotonic(), ends_at) + LATE_S
+            if clients.done():
+                clients.result()
+        finally:
+            clients.cancel()
+            await asyncio.gather(clients, return_exceptions=True)
 
     async def _client(self, number: int, ends_at: float) -> None:
         while time.monotonic() < ends_at and (request := next(self.waiting[number], None)) is not None:

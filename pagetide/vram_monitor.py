@@ -269,7 +269,7 @@ def _add_event_commands(commands: _Commands) -> None:
         "owners",
         help="sum the memory of containers, pods, systemd units and users",
         description="Sum the memory of processes by their container, pod, systemd unit and user, on each device. Of host "
-        "memory, shared pages count for each process; CHARGED is what the kernel charges to the cgroup.",
+        "memory, the 64 largest processes count, and shared pages for each; CHARGED is what the kernel charges to the cgroup.",
     )
     owners.add_argument(
         "--idle", default="10min", metavar="TIME", help="count memory that was not used for so long as idle (default: 10min)"

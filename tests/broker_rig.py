@@ -204,9 +204,11 @@ def on_a_bench(**options: Any) -> Callable[[Callable[..., Awaitable[None]]], Cal
 
 
 @contextlib.contextmanager
-def broker_thread(path: Path, numbers: Any, quota: Quota | None = None, **options: Any) -> Iterator[Broker]:
+def broker_thread(
+    path: Path, numbers: Any, quota: Quota | None = None, tell: Callable[[Any], None] = lambda event: None, **options: Any
+) -> Iterator[Broker]:
     """A broker with a real clock."""
-    broker = Broker(LeaseTable(numbers, lambda info, capacity: RULES, quota), path, **options)
+    broker = Broker(LeaseTable(numbers, lambda info, capacity: RULES, quota, tell=tell), path, **options)
     thread = BrokerThread(broker)
     thread.start()
     try:

@@ -60,6 +60,10 @@ def _event_columns(events: Sequence[MemoryEvent], symbols: Symbols, *, dated: bo
         sign = "+" if event.kind is EventKind.TOOK else ""
         return sign + amount(event.bytes, "")
 
+    def said(event: MemoryEvent) -> str:
+        times = f"({event.times} times)" if event.times > 1 and event.bytes is not None else ""
+        return " ".join(filter(None, (times, event.reason)))
+
     def text(read: Callable[[MemoryEvent], str], style: Style | None = None) -> Callable[[MemoryEvent, int], Line]:
         return lambda event, cells: [left(read(event), cells, symbols, style)]
 
@@ -77,7 +81,7 @@ def _event_columns(events: Sequence[MemoryEvent], symbols: Symbols, *, dated: bo
         Column("HELD", 9, 6, number(lambda event: amount(event.held_bytes, "")), flush_right=True),
         Column("PEAK", 9, 3, number(lambda event: amount(event.peak_bytes, "")), flush_right=True),
         *_who(events, symbols, lambda event: event),
-        Column("", 12, 4, text(lambda event: event.reason or "", DIM), stretches=True),
+        Column("", 12, 4, text(said, DIM), stretches=True),
     ]
 
 

@@ -482,7 +482,7 @@ async def test_only_root_the_owner_and_its_own_user_command_an_engine(bench: Ben
     lease.peer = broker_connection.Peer(lease.peer.pid, engine_uid)
     for uid in (0, owner_uid, engine_uid):
         assert table.find("a", broker_connection.Peer(1, uid), owner_uid) is lease
-    with pytest.raises(LeaseRefused, match="is 4001's; only that user, root and 4000 may do that"):
+    with pytest.raises(LeaseRefused, match="is 4001's; only 4001 and root and 4000 may do that"):
         table.find("a", broker_connection.Peer(1, 4002), owner_uid)
 
 

@@ -27,6 +27,7 @@ from pagetide.allocator.errors import BrokerUnavailable, InvalidLease, LeaseClos
 from pagetide.allocator.reservation import Reservation, choose_device, shown
 from pagetide.allocator.reservation_service import MAX_RESERVATIONS, ReservationService
 from pagetide.monitor.errors import NoSuchDevice
+from pagetide.monitor.events import MemoryEvent
 from pagetide.monitor.snapshot import DeviceInfo, DeviceKind
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="leases need Linux")
@@ -280,7 +281,7 @@ async def test_a_command_ends_those_of_its_user_and_as_root_or_the_brokers_user_
         wire.EndReservationMessage(99), "there is no reservation #99; it may have ended. Those that there are: 'train"
     )
     stranger.peer = broker_connection.Peer(1, 4002)
-    await other.refused(ends, f"#{number}) cannot be ended by 4002; only 4001, root and 4000 may do that")
+    await other.refused(ends, f"#{number}) cannot be ended by 4002; only 4001 and root and 4000 may do that")
     assert reserved_bytes(bench) == 300
     for uid in (4001, 4000, 0):
         stranger.peer = broker_connection.Peer(1, uid)
@@ -365,6 +366,24 @@ def test_a_client_waits_grows_shrinks_and_ends(path: Path) -> None:
                 Reservation.ask(path, DEVICE, **({"num_bytes": 1} | wrong))  # type: ignore[arg-type]
 
 
+def test_an_interrupted_resize_is_called_off(path: Path) -> None:
+    def interrupt(reason: str) -> None:
+        raise KeyboardInterrupt
+
+    with broker_thread(path, Numbers()), Reservation.granted(path, DEVICE, 300) as lease:
+        other = Reservation.granted(path, DEVICE, 400)
+        lease.keep()
+        wait, lease.wait_answered = lease.wait_answered, lambda wait_s: wait(wait_s, interrupt)  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            lease.resize(900)
+        lease.wait_answered = wait  # type: ignore[method-assign]
+        wait_until(lambda: [one.wanted_bytes for one in BrokerClient(path).reservations()] == [300, 400])
+        other.close()
+        wait_until(lambda: [one.held_bytes for one in BrokerClient(path).reservations()] == [300])
+        lease.resize(200)
+        assert lease.num_bytes == 200
+
+
 def test_sizes_that_several_threads_want_are_asked_for_one_after_the_other(path: Path) -> None:
     with broker_thread(path, Numbers()), Reservation.granted(path, DEVICE, 300) as lease, ThreadPoolExecutor(4) as threads:
         lease.keep()
@@ -374,9 +393,11 @@ def test_sizes_that_several_threads_want_are_asked_for_one_after_the_other(path:
 
 
 def test_its_time_ends_for_the_client_too(path: Path) -> None:
-    with broker_thread(path, Numbers()), Reservation.granted(path, DEVICE, 300, duration_s=0.05) as lease:
+    told: list[MemoryEvent] = []
+    with broker_thread(path, Numbers(), tell=told.append), Reservation.granted(path, DEVICE, 300, duration_s=0.05) as lease:
         wait_until(lambda: lease.poll() or lease.ended, "its end")
         assert not lease.kept and lease.trouble == "its time is over"
+        wait_until(lambda: [event.reason for event in told] == [None, "its time is over"])
 
 
 def test_it_is_made_again_at_the_next_broker(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import time
@@ -13,7 +14,7 @@ import pytest
 from monitors import command, run_here
 
 from pagetide.common.units import GIB
-from pagetide.event_commands import time_of
+from pagetide.event_commands import span_of, time_of
 from pagetide.monitor.config import LEAST_EVENTS_BYTES
 from pagetide.monitor.errors import ConfigInvalid
 from pagetide.monitor.event_log import EventLog
@@ -56,6 +57,28 @@ def written(directory: Path, *events: MemoryEvent) -> EventLog:
 )  # fmt: skip
 def test_times_are_of_day_of_a_date_or_ago(text: str, seconds: float) -> None:
     assert time_of("--since", text, NOW) == pytest.approx(NOW + seconds)
+
+
+def test_an_hour_that_the_clock_has_twice_and_one_that_it_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "CET-1CEST,M3.5.0,M10.5.0/3")
+    time.tzset()
+    try:
+        back_s = datetime(2026, 10, 25, 3).timestamp() - 3600  # 02:00 for the second time
+        for text, ago_s in (("02:10", 600), ("02:30", 3000), ("01:30", 6600), ("03:00", 84000 + 3600)):
+            assert time_of("--since", text, back_s + 1200) == back_s + 1200 - ago_s
+        forward_s = datetime(2026, 3, 29, 3).timestamp()
+        assert forward_s - 3600 <= time_of("--since", "02:30", forward_s + 300) <= forward_s
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+def test_of_two_times_of_day_the_second_may_be_to_come() -> None:
+    assert span_of("09:00", "11:00", NOW) == (NOW - 3600, math.inf)
+    assert span_of("23:00", "01:00", NOW) == (NOW - 11 * 3600, NOW - 9 * 3600)
+    for since, until in (("30min", "09:00"), ("09:00", "2h")):
+        with pytest.raises(ConfigInvalid, match="is before --since"):
+            span_of(since, until, NOW)
 
 
 @pytest.mark.parametrize("text", ["", "25:00", "03:60", "yesterday", "-1h", "2026-13-01", "1y", "03"])
@@ -147,6 +170,10 @@ def test_owners_are_summed_for_each_device() -> None:
     assert mine["used_bytes"] > 0 and mine["num_processes"] > 0 and mine["device"] == "host" and mine["charged_bytes"] is None
     shown = run_here("owners", "--source", "host", "--idle", "30")
     assert shown.returncode == 0 and "IDLE 30 s" in shown.stdout.splitlines()[0]
+    from pagetide.monitor.snapshot import MAX_HOST_PROCESSES
+
+    is_cut = sum(one["num_processes"] for one in users.values()) >= MAX_HOST_PROCESSES
+    assert {one["largest_only"] for one in told} == {is_cut}
     refused = run_here("owners", "--idle", "soon")
     assert refused.returncode == 2 and "--idle: cannot read 'soon' as a time" in refused.stderr
     nothing = run_here("owners", "--source", "host", "--capacity", "1GiB")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from pagetide import scene
+from pagetide import scene, stress
 from pagetide.common.units import MIB
 from pagetide.demo.engines import DemoOutput, DemoRequest
 from pagetide.demo.shared import DeviceSample
 from pagetide.scene import LeaseWatch, Scene, Swing
 from pagetide.server.messages import Score
-from pagetide.stress import SHOWN_FAULTS, StressReport, faults_of, growths, run_stress, without_ties
+from pagetide.stress import CLIENTS, SHOWN_FAULTS, StressReport, StressRun, faults_of, growths, run_stress, without_ties
 
 
 def output(tokens: list[int], reason: str = "length") -> DemoOutput:
@@ -127,6 +129,31 @@ def test_on_a_card_a_tie_is_no_fault() -> None:
     assert [fault.split(": ")[0] for fault in faults_of("A", found, right)] == ["A, request 2", "A, request 3"]
 
 
+def test_an_engine_that_never_answers_and_a_monitor_that_ended_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answers(requests: Sequence[DemoRequest]) -> list[DemoOutput]:
+        return [output([1])]
+
+    async def hangs(requests: Sequence[DemoRequest]) -> list[DemoOutput]:
+        await asyncio.sleep(1000)
+        return []
+
+    monkeypatch.setattr(stress, "LATE_S", 0.05)
+    monkeypatch.setattr(stress, "PAUSE_S", (0.0, 0.0))
+    engines = [SimpleNamespace(pid=pid, name=f"{pid}", serve=serve, outputs=[]) for pid, serve in enumerate((answers, hangs))]
+    device = SimpleNamespace(monitor_ended=None)
+    shared: Any = SimpleNamespace(engines=engines, device=device, external=None)
+    run = StressRun(shared, 0, AsyncExitStack())
+    run.waiting = [iter([DemoRequest([1], {})] * 20) for _ in engines]
+    asyncio.run(run._serve_clients(time.monotonic() + 0.5))
+    assert len(run.outputs[0]) == 20 and None not in run.outputs[0]
+    assert run.outputs[1] == [None] * CLIENTS, "each client waits for one"
+    run.look_at_monitor()
+    device.monitor_ended = "was killed by SIGKILL"
+    for _ in range(3):
+        run.look_at_monitor()
+    assert run.scene.faults == ["the monitor was killed by SIGKILL"]
+
+
 def test_growth_is_between_the_first_and_the_last_third() -> None:
     samples = [DeviceSample(float(i), (100 * MIB + i * MIB, 100 * MIB), (0, 0), 0) for i in range(30)]
     samples[3] = DeviceSample(3.0, (900 * MIB, 100 * MIB), (0, 0), 0)  # one that stands out
@@ -156,5 +183,6 @@ def test_what_cannot_be_is_refused_before_the_run(tmp_path: Path) -> None:
     for seconds in (4, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="at least 5"):
             run_stress(seconds=seconds)
-    with pytest.raises(ValueError, match="there is no folder"):
-        run_stress(image=tmp_path / "none" / "a.svg")
+    for image, said in ((tmp_path / "none" / "a.svg", "there is no folder"), (tmp_path, "that is a folder")):
+        with pytest.raises(ValueError, match=said):
+            run_stress(image=image)

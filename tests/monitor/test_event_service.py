@@ -18,7 +18,7 @@ from pagetide.common.units import GIB
 from pagetide.monitor import event_service
 from pagetide.monitor.config import LEAST_EVENTS_BYTES
 from pagetide.monitor.event_log import EventLog, EventReader
-from pagetide.monitor.event_service import MAX_PENDING, MAX_REFUSALS, EventQueue, EventService
+from pagetide.monitor.event_service import MAX_PENDING, MAX_REFUSALS, MAX_RESERVATIONS, EventQueue, EventService
 from pagetide.monitor.events import EventKind, MemoryEvent
 from pagetide.monitor.snapshot import ProcessUse, Snapshot
 
@@ -151,6 +151,11 @@ def test_a_flood_is_merged_bounded_and_counted() -> None:
     events = pending.take()
     assert [event.times for event in events] == [1] * MAX_REFUSALS + [10_000 - MAX_REFUSALS]
     assert events[-1].reason == "more requests of this user were refused"
+    for number in range(300):  # of one process, as over HTTP
+        pending.add(MemoryEvent(kind=EventKind.RESERVED, pid=7, user="eve", command=f"job {number}", bytes=2))
+    events = pending.take()
+    assert [event.command for event in events] == [*(f"job {number}" for number in range(MAX_RESERVATIONS)), None]
+    assert (sum(event.bytes or 0 for event in events), events[-1].times) == (600, 300 - MAX_RESERVATIONS)
     for number in range(10_000):
         pending.add(MemoryEvent(kind=EventKind.DIED, pid=number))
     events = pending.take()

@@ -8,7 +8,8 @@ import pytest
 from snapshots import sample_device, sample_lease
 
 from pagetide.common.units import GIB
-from pagetide.monitor.owners import OwnerKind, owner_text, owner_uses, owners_in
+from pagetide.monitor import owners
+from pagetide.monitor.owners import OwnerKind, charge, owner_text, owner_uses, owners_in
 from pagetide.monitor.snapshot import Device, LeaseUse, ProcessUse
 
 HEX = "4f5a9d0c1b2e" + "7" * 52
@@ -81,6 +82,15 @@ def test_each_kind_of_owner_is_summed_by_itself() -> None:
         ("user", "ann"): (3, 8, 1, 0),
         ("user", "bob"): (1, 4, 0, 4),
     }
+
+
+def test_units_of_one_name_are_charged_together_and_nested_ones_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    charges = {"/user-1/nb.service": 5, "/user-2/nb.service": 7, "/user-2/nb.service/nb.service": 6}
+    monkeypatch.setattr(owners, "charged_bytes", charges.get)
+    uses = [ProcessUse(pid, GIB, cgroup=path) for pid, path in enumerate([*charges, "/gone/nb.service", "/gone/b.service"])]
+    found = owner_uses(device(tuple(uses)), ())
+    charge(found)
+    assert {owner.name: owner.charged_bytes for owner in found} == {"nb.service": 12, "b.service": None}
 
 
 def test_leases_stand_for_processes_that_the_driver_does_not_name() -> None:

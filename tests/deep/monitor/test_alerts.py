@@ -17,6 +17,7 @@ import psutil
 import pytest
 from monitors import MonitorProcess, wait_until
 
+from pagetide.common.child_process import ChildProcess
 from pagetide.monitor.event_log import EventReader
 from pagetide.monitor.events import EventKind
 
@@ -123,6 +124,17 @@ grep SigBlk /proc/self/status >> "$0"
     assert (told["alert"], told["state"]) == ("chat", "firing") and "free on device host, less than 2.00 GiB" in told["text"]
     alerts = [event.reason or "" for event in EventReader(directory / "events").newest(100) if event.kind is EventKind.ALERT]
     assert {reason.partition(":")[0] for reason in alerts} == {"hangs", "intruder", "chat", "fails", "missing"}
+
+
+def test_a_command_that_takes_too_long_ends_with_what_it_has_started(tmp_path: Path) -> None:
+    program = "from pagetide.monitor import alert_delivery as it; it.TIMEOUT_S = 0.5; it.main()"
+    script = 'sleep 600 & echo $! > "$0"; sleep 600'
+    with ChildProcess(("-c", program), captures=True) as child:
+        message = {"alert": "a", "state": "firing", "text": "t"}
+        child.send((["sh", "-c", script, str(tmp_path / "pid")], None, message))
+        assert child.wait(30) == -signal.SIGKILL and child.said == "sh took longer than 0.5 s"
+    pid = int((tmp_path / "pid").read_text())
+    wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
 
 
 def test_rules_are_read_again_on_sighup(tmp_path: Path) -> None:
