@@ -284,6 +284,7 @@ class AsyncLLM(AsyncCalls):
         disk meanwhile is loaded. Raises what the constructor raises: the engine sleeps on then. Raises EngineClosed if the
         engine was stopped.
         """
+        self._check_stopped()
         await asyncio.to_thread(self._awake)
 
     def _fall_asleep(self, level: Level) -> None:
@@ -322,6 +323,8 @@ class AsyncLLM(AsyncCalls):
             _collect()
 
     def _check_stopped(self) -> None:
+        """Raise EngineClosed if the engine was stopped, and in a forked child."""
+        self._manager.check_process()
         if self._stopped:
             raise self._engine_thread.closed()
 

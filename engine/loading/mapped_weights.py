@@ -109,6 +109,8 @@ class MappedWeights:
             _advise(one, _MADV_COLD)
             _advise(one, mmap.MADV_DONTNEED)
         if level == 2:
+            for file in {one.file for one in self.extents} - {self._own}:
+                os.fsync(file.fileno())  # what was just written, such as downloaded, would stay
             for one in self.extents:
                 whole = one.file is self._own  # huge pages reach over the ends of extents
                 offset, size = (0, 0) if whole else (one.offset, one.num_bytes)
@@ -119,8 +121,9 @@ class MappedWeights:
         self.stop()
         self._coming_bytes = self.num_bytes
         self._stops.clear()
-        self._filling = threading.Thread(target=self._fill, name="pagetide-wake", daemon=True)
-        self._filling.start()
+        filling = threading.Thread(target=self._fill, name="pagetide-wake", daemon=True)
+        filling.start()
+        self._filling = filling
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait for `fill`."""
