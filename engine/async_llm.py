@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -80,7 +81,8 @@ class AsyncLLM(AsyncCalls):
         self.config = EngineConfig.of(arguments)
         self._max_waiting = max_waiting
         self._kept: KeptModel | None = None  # while it sleeps: None if the model is loaded again
-        self._sleeps = False
+        self._sleeps = self._stopped = False
+        self._changing = threading.Lock()  # held while it falls asleep or wakes up, by a thread that no cancelled call ends
         self._build()
 
     def _build(self) -> None:
@@ -262,16 +264,23 @@ class AsyncLLM(AsyncCalls):
         Args:
             timeout_s: Seconds to `drain` first, so that requests in flight can finish; None is no limit.
 
-        Waiting callers get their outputs so far, with finish reason "aborted". Later calls raise EngineClosed.
+        Waiting callers get their outputs so far, with finish reason "aborted". Later calls raise EngineClosed. It waits for a
+        `sleep` or `wake_up` that runs.
         """
+        self._stopped = True
         try:
-            if timeout_s is None or timeout_s > 0:
-                with suppress(TimeoutError, EngineClosed):
-                    async with asyncio.timeout(timeout_s):
-                        await self.drain()
+            await self._drained(timeout_s)
         finally:
             await _send(self._engine_thread.end)
             self._engine_thread.join()  # returns at once: the thread has resolved its last waiter
+            if self._changing.locked() or self._sleeps or not self._engine_thread.ended:
+                await asyncio.to_thread(self._forget)
+
+    async def _drained(self, timeout_s: float | None) -> None:
+        if timeout_s is None or timeout_s > 0:
+            with suppress(TimeoutError, EngineClosed):
+                async with asyncio.timeout(timeout_s):
+                    await self.drain()
 
     async def sleep(self, level: Level = 1, timeout_s: float | None = 0.0) -> None:
         """`stop`, and give the memory of the weights back, until `wake_up`. Idempotent.
@@ -283,34 +292,66 @@ class AsyncLLM(AsyncCalls):
 
         The first sleep on a CPU writes the weights to an unnamed file in the folder of the disk cache, but those that the
         checkpoint or the cache has as they are used. Where that cannot be done (logged), and elsewhere, waking loads the model
-        again. One call of `sleep` and `wake_up` at a time. Raises EngineClosed if the engine was stopped.
+        again. Calls of `sleep` and `wake_up` take turns, and go on if they are cancelled. Raises EngineClosed if the engine was
+        stopped.
         """
-        if not self._sleeps:
-            self._kept = self._engine_thread.open().kept
-            await self.stop(timeout_s)
-            self._forgetting.detach()
-            self._sleeps = True
-        if self._kept is not None and not await asyncio.to_thread(self._kept.sleep, level):
-            self._kept = None
-            await asyncio.to_thread(_collect)
+        self._check_stopped()
+        try:
+            await self._drained(timeout_s)
+        finally:
+            await asyncio.to_thread(self._fall_asleep, level)
 
     async def wake_up(self) -> None:
         """Serve again after `sleep`, as a new engine with the same settings. Idempotent. What the engine needs at least is
         leased at once.
 
-        Weights come back in the order of the layers while the first requests are computed. Raises what the constructor raises:
-        the engine sleeps on then. Raises EngineClosed if the engine was stopped.
+        Weights come back in the order of the layers while the first requests are computed; a checkpoint that has changed on
+        disk meanwhile is loaded. Raises what the constructor raises: the engine sleeps on then. Raises EngineClosed if the
+        engine was stopped.
         """
-        if not self._sleeps:
-            self._engine_thread.open()
-            return
-        try:
-            await asyncio.to_thread(self._build)
-        except BaseException:
-            if self._kept is not None:
-                await asyncio.to_thread(self._kept.sleep, 1)
-            raise
-        self._kept, self._sleeps = None, False
+        self._check_stopped()
+        await asyncio.to_thread(self._awake)
+
+    def _fall_asleep(self, level: Level) -> None:
+        with self._changing:
+            self._check_stopped()
+            if not self._sleeps:
+                self._kept = self._engine_thread.open().kept
+                self._engine_thread.end()
+                self._engine_thread.join()
+                self._forgetting.detach()
+                self._sleeps = True
+            if self._kept is not None and not self._kept.sleep(level):
+                self._kept = None
+                _collect()
+
+    def _awake(self) -> None:
+        with self._changing:
+            self._check_stopped()
+            if not self._sleeps:
+                self._engine_thread.open()
+                return
+            try:
+                self._build()
+            except BaseException:
+                if self._kept is not None:
+                    self._kept.sleep(self._kept.level)
+                raise
+            self._kept, self._sleeps = None, False
+
+    def _forget(self) -> None:
+        """Free a model that sleeps, or an engine that came to be meanwhile."""
+        with self._changing:
+            self._engine_thread.end()
+            self._engine_thread.join()
+            self._kept = None
+            _collect()
+
+    def _check_stopped(self) -> None:
+        """Raise EngineClosed if the engine was stopped, and in a forked child."""
+        self._manager.check_process()
+        if self._stopped:
+            raise self._engine_thread.closed()
 
     def __repr__(self) -> str:
         """The model, where and how it runs, the size of its pool and its requests."""

@@ -231,7 +231,7 @@ def build(config: EngineConfig, kept: KeptModel | None = None) -> Engine:
         # Raises if the model does not fit, before weights are read.
         checkpoint, device, dtype, plan = _planned(config, None)
         check(config.attention, Site.of(device, dtype, plan.geometry), plan.geometry, faults)
-        if kept is not None and not kept.fits(plan):
+        if kept is not None and not kept.fits(plan, checkpoint.stamps()):
             kept = None
         holder = LeaseHolder(device, plan.weights_bytes)
         with OnError(holder.close):
@@ -265,8 +265,9 @@ def _build(
     faults = {} if checked is None else checked.faults
     check_disk_tier(plan, config)
     if kept is None:
+        files = checkpoint.stamps()
         loaded = load_checked(config, checkpoint, device, dtype, plan, faults=faults)
-        kept = KeptModel.of(loaded, checkpoint, plan)
+        kept = KeptModel.of(loaded, checkpoint, plan, files)
     else:
         loaded, holder.awaited = kept.loaded, lambda: kept.coming_bytes
         kept.wake()

@@ -90,24 +90,32 @@ class KeptModel:
     memory. The next engine goes on with it.
     """
 
-    def __init__(self, loaded: CheckedModel, plan: MemoryPlan) -> None:
+    def __init__(self, loaded: CheckedModel, plan: MemoryPlan, files: object) -> None:
         self.loaded = loaded
-        self._layout = self._layout_of(plan)
+        self._layout, self._files = self._layout_of(plan), files
         self.weights: MappedWeights | None = None  # from the first sleep on
+        self.level: Level = 1  # of the last sleep
 
     @classmethod
-    def of(cls, loaded: CheckedModel, checkpoint: Checkpoint, plan: MemoryPlan) -> KeptModel | None:
-        """None for a model whose weights cannot sleep: on another device, with others that use it, or in oneDNN's layout."""
+    def of(cls, loaded: CheckedModel, checkpoint: Checkpoint, plan: MemoryPlan, files: object) -> KeptModel | None:
+        """None for a model whose weights cannot sleep: on another device, with others that use it, or in oneDNN's layout.
+
+        `files`: What `Checkpoint.stamps` said before they were read.
+        """
         if plan.device != "cpu" or checkpoint.spec.loaded is not None:
             return None
         if any(isinstance(one, PackedLinear) for one in loaded.model.modules()):
             log.info("%s is loaded again after a sleep: weights in oneDNN's layout cannot lie in files", plan.model)
             return None
-        return cls(loaded, plan)
+        return cls(loaded, plan, files)
 
-    def fits(self, plan: MemoryPlan) -> bool:
-        """Whether an engine with this plan can go on with the model."""
-        return self._layout == self._layout_of(plan)
+    def fits(self, plan: MemoryPlan, files: object) -> bool:
+        """Whether an engine with this plan can go on with the model: not if its `files` have changed (logged), in which weights
+        may lie, and by which prefixes on disk are known.
+        """
+        if files != self._files:
+            log.info("%s is loaded again: its files have changed", plan.model)
+        return files == self._files and self._layout == self._layout_of(plan)
 
     @property
     def asleep_bytes(self) -> int:
@@ -124,6 +132,7 @@ class KeptModel:
 
         The first time, the files are made. False if they cannot be (logged): the model is as it was then.
         """
+        self.level = level
         try:
             if self.weights is None:
                 self.weights = MappedWeights.of(self.loaded.model, QuantizedCache())

@@ -124,6 +124,13 @@ class Checkpoint:
         """The tensors of the weight files by name, as the headers have them. Raises CheckpointError."""
         return GgufTensors(read_gguf(self.spec.path)) if self.weights.gguf else TensorFiles(self.weights.paths)
 
+    def stamps(self) -> tuple[object, ...]:
+        """What changes if the configuration or a weight file is written or replaced. Raises OSError."""
+        if self.spec.loaded is not None:
+            return ()
+        paths = dict.fromkeys([self.spec.config_file, *self.weights.paths])
+        return tuple((path, one.st_ino, one.st_size, one.st_mtime_ns) for path in paths if (one := path.stat()))
+
     def of_text(self) -> Checkpoint:
         """This checkpoint without the parts that text does not need. Raises CheckpointError if it has no such model."""
         if self.has_own_code or not may_have_more(self.config, [tensor.name for tensor in self.tensors]):

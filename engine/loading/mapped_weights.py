@@ -8,9 +8,12 @@ all others go into one file of this process alone, in the order of the layers.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import threading
+import weakref
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -76,6 +79,7 @@ class MappedWeights:
             own = undo.enter_context(cache.unnamed_file(sum(end - begin for begin, end in moved))) if moved else None
             there = dict(mapped) if own is None else mapped | _written(moved, own)
             undo.pop_all()
+        _restored_when_free(tensors, moved)
         for span in moved:
             _replace(there[span])
         return cls([there[span] for span in spans], tensors, own)
@@ -105,6 +109,8 @@ class MappedWeights:
             _advise(one, _MADV_COLD)
             _advise(one, mmap.MADV_DONTNEED)
         if level == 2:
+            for file in {one.file for one in self.extents} - {self._own}:
+                os.fsync(file.fileno())  # what was just written, such as downloaded, would stay
             for one in self.extents:
                 whole = one.file is self._own  # huge pages reach over the ends of extents
                 offset, size = (0, 0) if whole else (one.offset, one.num_bytes)
@@ -115,8 +121,9 @@ class MappedWeights:
         self.stop()
         self._coming_bytes = self.num_bytes
         self._stops.clear()
-        self._filling = threading.Thread(target=self._fill, name="pagetide-wake", daemon=True)
-        self._filling.start()
+        filling = threading.Thread(target=self._fill, name="pagetide-wake", daemon=True)
+        filling.start()
+        self._filling = filling
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait for `fill`."""
@@ -130,13 +137,13 @@ class MappedWeights:
         self._filling, self._coming_bytes = None, 0
 
     def _fill(self) -> None:
-        """A page that cannot be mapped now is read when it is used, as in kernels before 5.14."""
+        """A page that cannot be mapped now is read when it is used."""
         for one in self.extents:
             for at in range(0, one.num_bytes, _PIECE_BYTES):
                 if self._stops.is_set():
                     return
                 size = min(_PIECE_BYTES, one.num_bytes - at)
-                _madvise(one.begin + at, size, _MADV_POPULATE_READ)
+                _populate(one.begin + at, size)
                 self._coming_bytes -= size
 
 
@@ -237,26 +244,59 @@ def _memory(begin: int, end: int) -> memoryview:
     return memoryview((ctypes.c_ubyte * (end - begin)).from_address(begin)).cast("B")
 
 
+def _restored_when_free(tensors: Iterable[torch.Tensor], spans: Iterable[tuple[int, int]]) -> None:
+    """Let the pages of `spans` be plain memory again once no tensor uses them any more, and before their allocator has them.
+
+    The file would last as long as the process else; and some allocators, jemalloc among them, take pages that they have dropped
+    for zeros.
+    """
+    ordered, reached = sorted(spans), 0
+    storages = {one.data_ptr(): one for tensor in tensors if (one := tensor.untyped_storage()).nbytes()}
+    for begin, storage in sorted(storages.items(), key=lambda item: item[0]):
+        end = begin + storage.nbytes()
+        inside = ordered[bisect_left(ordered, (max(begin, reached), 0)) : bisect_left(ordered, (end, 0))]
+        reached = max(reached, end)
+        if inside and inside[-1][1] <= end:
+            weakref.finalize(storage, _restore, inside).atexit = False
+
+
+def _restore(spans: list[tuple[int, int]]) -> None:
+    for begin, end in spans:
+        _map(begin, end - begin, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+
+
 def _replace(extent: Extent) -> None:
     """Map the file over the memory of `extent`, which has the same content. Raises OSError."""
-    prot, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
-    if _MMAP(extent.begin, extent.num_bytes, prot, flags, extent.file.fileno(), extent.offset) != extent.begin:
+    if _map(extent.begin, extent.num_bytes, mmap.MAP_PRIVATE, extent.file.fileno(), extent.offset) != extent.begin:
         error = ctypes.get_errno()
         raise OSError(error, f"weights cannot be mapped: {os.strerror(error)}")
     if extent.num_bytes >= _HUGE_BYTES:
         _advise(extent, mmap.MADV_HUGEPAGE)
 
 
+def _map(begin: int, num_bytes: int, flags: int, descriptor: int, offset: int) -> int | None:
+    """Map over what is mapped there."""
+    return _MMAP(begin, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags | _MAP_FIXED, descriptor, offset)  # type: ignore[no-any-return]
+
+
 def _advise(extent: Extent, advice: int) -> None:
     _madvise(extent.begin, extent.num_bytes, advice)
 
 
-def _madvise(begin: int, num_bytes: int, advice: int) -> None:
-    """A refusal changes nothing but the time of what follows."""
-    LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(num_bytes), advice)
+def _populate(begin: int, num_bytes: int) -> None:
+    """Map pages. Kernels before 5.14 do it when the pages are read."""
+    if _madvise(begin, num_bytes, _MADV_POPULATE_READ) == errno.EINVAL:
+        torch.frombuffer(_memory(begin, begin + num_bytes), dtype=torch.uint8)[:: mmap.PAGESIZE].sum()
+
+
+def _madvise(begin: int, num_bytes: int, advice: int) -> int:
+    """A refusal, of which this is the error's number, changes nothing but the time of what follows."""
+    refused = _LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(num_bytes), advice)
+    return ctypes.get_errno() if refused else 0
 
 
 _LOWEST_BIT = bytes(byte & 1 for byte in range(256))
-_MMAP = ctypes.CDLL(None, use_errno=True).mmap
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_MMAP = _LIBC.mmap
 _MMAP.restype = ctypes.c_void_p
 _MMAP.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]

@@ -159,12 +159,14 @@ class QuantizedCache:
     def unnamed_file(self, num_bytes: int) -> BinaryIO:
         """A file in the folder for this process alone, which is gone with it, whatever ends it.
 
-        Raises OSError, also if the folder may not hold so much.
+        Raises OSError, also if the folder may not hold so much, or lies in memory.
         """
         if num_bytes > self.most_bytes or not self.folder.is_absolute():
             raise OSError(errno.EFBIG, f"{VARIABLE} is {self.most_bytes:,} bytes, and {num_bytes:,} are needed")
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._check_owner()
+        if _lies_in_memory(self.folder):
+            raise OSError(errno.ENODEV, f"{self.folder} lies in memory (tmpfs): set XDG_CACHE_HOME to a folder on a disk")
         self._make_room(num_bytes)
         return tempfile.TemporaryFile(dir=self.folder, buffering=0)  # type: ignore[return-value]
 
@@ -303,6 +305,14 @@ def _array(name: str, entry: dict[str, Any], dtype: torch.dtype, content: memory
     if zlib.crc32(data) != entry["crc32"]:
         raise ValueError(f"the weights of {name} are damaged")
     return torch.frombuffer(data, dtype=dtype, count=count).view(entry["shape"])
+
+
+def _lies_in_memory(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
+    """Whether files in a folder take memory that the system cannot take back."""
+    device = folder.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    lines = [line.split() for line in mounts.read_text().splitlines()] if mounts.exists() else []
+    return any(one[2] == number and one[one.index("-", 6) + 1] in ("tmpfs", "ramfs") for one in lines)
 
 
 def _user(otherwise: int) -> int:

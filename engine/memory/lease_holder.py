@@ -66,7 +66,7 @@ class LeaseHolder:
 
     @property
     def _own_bytes(self) -> int:
-        return self._weights_bytes + self._resident_kv_bytes
+        return max(0, self._weights_bytes - self.awaited()) + self._resident_kv_bytes
 
     @property
     def _resident_kv_bytes(self) -> int:

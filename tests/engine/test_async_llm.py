@@ -695,6 +695,77 @@ async def test_an_engine_that_sleeps_wakes_up_with_its_model(tmp_path: Path, mon
         await llm.wake_up()
 
 
+async def test_cancelled_changes_go_on_and_stop_waits_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One engine at a time, whatever calls are cancelled or come at once; none of it is left after `stop`."""
+    tiny("llama").save_pretrained(tmp_path)
+    entered, goes = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def slowly(*arguments: Any) -> Any:
+        loop.call_soon_threadsafe(entered.set)
+        assert goes.wait(30)
+        return ACQUIRE(*arguments)
+
+    async def waking() -> asyncio.Task[None]:
+        entered.clear(), goes.clear()
+        task = asyncio.create_task(llm.wake_up())
+        await entered.wait()
+        return task
+
+    llm, earlier = AsyncLLM(str(tmp_path), **SHARED), _steppers()
+    kept = weakref.ref(llm._engine_thread.open().kept)
+    running, falling = asyncio.create_task(llm.generate([5, 6], LONG)), None
+    await until(lambda: llm._manager.has_work)
+    await llm.pause()
+    falling = asyncio.create_task(llm.sleep(2, timeout_s=None))
+    await asyncio.sleep(0)
+    falling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await falling
+    assert (await running)[0].finish_reason == "aborted"
+    monkeypatch.setattr(build, "acquire_lease", slowly)
+    cancelled = await waking()
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    others = [asyncio.create_task(one) for one in (llm.wake_up(), llm.sleep(), llm.sleep(2), llm.wake_up())]
+    goes.set()
+    await asyncio.gather(*others)
+    await llm.wake_up()
+    assert len(await llm.generate([5, 6], up_to(3))) == 1 and len(_steppers()) == len(earlier)
+    await llm.sleep()
+    last = await waking()
+    stopping = asyncio.create_task(llm.stop())
+    goes.set()
+    await asyncio.gather(last, stopping)
+    assert len(_steppers()) == len(earlier) - 1 and kept() is None
+    for again in (llm.wake_up, llm.sleep):
+        with pytest.raises(EngineClosed):
+            await again()
+
+
+def _steppers() -> list[threading.Thread]:
+    return [one for one in threading.enumerate() if one.name == "pagetide-steps"]
+
+
+async def test_a_sleeper_that_is_stopped_is_freed_and_a_changed_checkpoint_is_loaded(tmp_path: Path) -> None:
+    model, other = tiny("llama", hidden_size=192), tiny("llama", hidden_size=192, seed=1)
+    model.save_pretrained(tmp_path)
+    async with AsyncLLM(str(tmp_path), **SHARED) as llm:
+        kept = weakref.ref(llm._engine_thread.open().kept)
+        first = tokens_of(await llm.generate([[5, 6]], up_to(8, temperature=0)))
+        await llm.sleep(2)
+        other.save_pretrained(tmp_path)
+        await llm.wake_up()
+        second = tokens_of(await llm.generate([[5, 6]], up_to(8, temperature=0)))
+        kept_now = weakref.ref(llm._engine_thread.open().kept)
+        assert kept_now() is not kept() and second != first
+        await llm.sleep()
+    assert kept_now() is None
+    async with AsyncLLM(other, **SHARED) as llm:
+        assert tokens_of(await llm.generate([[5, 6]], up_to(8, temperature=0))) == second
+
+
 async def test_a_loaded_model_keeps_its_weights_in_a_sleep() -> None:
     model = tiny("llama")
     async with AsyncLLM(model, **SHARED) as llm:

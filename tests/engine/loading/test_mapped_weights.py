@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from pagetide.engine.layers.linears import PackedWeight
-from pagetide.engine.loading import mapped_weights
+from pagetide.engine.loading import mapped_weights, quantized_cache
 from pagetide.engine.loading.mapped_weights import LEAST_BYTES, MappedWeights
 from pagetide.engine.loading.quantized_cache import QuantizedCache
 
@@ -93,13 +94,15 @@ def test_weights_that_a_file_has_stay_in_it(cache: QuantizedCache, tmp_path: Pat
         assert (weights._own is None) == (module is kept)
 
 
-@pytest.mark.parametrize("fault", ["full", "bound", "others"])
+@pytest.mark.parametrize("fault", ["full", "bound", "others", "in memory"])
 def test_no_file_leaves_the_weights_as_they_are(cache: QuantizedCache, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(file: BinaryIO) -> None:
         raise OSError(errno.ENOSPC, "no space left")
 
     if fault == "full":
         monkeypatch.setattr(mapped_weights.os, "fsync", full)
+    elif fault == "in memory":
+        monkeypatch.setattr(quantized_cache, "_lies_in_memory", lambda folder: folder == cache.folder)
     elif fault == "bound":
         cache.most_bytes = MIB
     else:
@@ -110,6 +113,38 @@ def test_no_file_leaves_the_weights_as_they_are(cache: QuantizedCache, fault: st
     with pytest.raises(OSError):
         MappedWeights.of(model, cache)
     assert model.content() == content and not (cache.folder.exists() and list(cache.folder.iterdir()))
+
+
+def test_pages_without_tensors_are_plain_memory_again(cache: QuantizedCache) -> None:
+    """Before an allocator gets them; what lies in one tensor is kept as long as it."""
+    model = Model()
+    weights = MappedWeights.of(model, cache)
+    files, second, content = str(cache.folder), model.second, model.content()[2]
+    assert Path("/proc/self/maps").read_text().count(files) >= 3
+    del model, weights
+    gc.collect()
+    assert second.numpy().tobytes() == content and Path("/proc/self/maps").read_text().count(files) in (1, 2)
+    del second
+    gc.collect()
+    assert files not in Path("/proc/self/maps").read_text()
+
+
+def test_old_kernels_read_what_they_cannot_map_ahead(cache: QuantizedCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped_weights, "_MADV_POPULATE_READ", 4711)
+    weights = MappedWeights.of(Model(), cache)
+    weights.drop(2)
+    weights.fill()
+    weights.wait()
+    assert weights.cached_bytes == weights.num_bytes
+
+
+def test_folders_in_memory_are_known_by_their_mounts(tmp_path: Path) -> None:
+    device = tmp_path.stat().st_dev
+    line = f"36 25 {os.major(device)}:{os.minor(device)} / /home/me rw,nosuid shared:5 - {{}} tmpfs rw,size=4k\n"
+    mounts = tmp_path / "mountinfo"
+    for kinds, expected in ((("tmpfs",), True), (("ext4",), False), ((), False)):
+        mounts.write_text("25 1 999:77 / / rw - tmpfs none rw\n" + "".join(map(line.format, kinds)))
+        assert quantized_cache._lies_in_memory(tmp_path, mounts) is expected
 
 
 def test_filling_ends_when_it_is_told_to(cache: QuantizedCache) -> None:

@@ -94,6 +94,12 @@ async def test_an_async_engine_in_a_fork() -> None:
             assert told.startswith("EngineClosed: ") and "is a fork of it" in told
         assert (await llm.generate([5], SHORT))[0].token_ids == expected
         assert (await task)[0].finish_reason == "length"
+        await llm.sleep()
+        for call in (llm.sleep, llm.wake_up, llm.stop):
+            told = in_a_fork(lambda call=call: asyncio.run(awaited(call)))
+            assert told.startswith("EngineClosed: ") and "is a fork of it" in told
+        await llm.wake_up()
+        assert (await llm.generate([5], SHORT))[0].token_ids == expected
 
 
 def test_leaving_a_with_block_in_a_fork_is_quiet(llm: LLM) -> None:
