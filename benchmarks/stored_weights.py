@@ -100,6 +100,8 @@ def float_quantized(
         spread = scales.float().repeat_interleave(high, 0)[:n].repeat_interleave(wide, 1)[:, :k]
         small = (weight / spread).to(torch.float8_e4m3fn)
         stored = scales.to(torch.float8_e8m0fnu) if exponents else scales
+        if exponents and suffix == "weight_scale":  # compressed-tensors has them as bytes
+            stored = stored.view(torch.uint8)
         return {"weight": small, suffix: stored if rows else stored.reshape(1)}, small.float() * spread
 
     return packer

@@ -50,6 +50,7 @@ FORMATS = {
     "fp8 by channel": ("llama", of_compressed("float", 8), float_quantized(1, 0, dtype=torch.bfloat16)),
     "fp8 in blocks": ("llama", FP8, float_quantized(32, 16, "weight_scale_inv")),
     "fp8 in blocks with exponents": ("llama", FP8, float_quantized(32, 16, "weight_scale_inv", exponents=True)),
+    "MXFP8 in groups": ("llama", of_compressed("float", 8, 32), float_quantized(1, 32, exponents=True)),
     "fp8 without blocks": ("llama", {"quant_method": "fp8"}, float_quantized(0, 0)),
     "MXFP4 in groups": ("llama", of_compressed("float", 4, 32), mxfp4_packed()),
     "GPTQ": ("qwen3", of_gptq(), gptq(4, 16, True)),

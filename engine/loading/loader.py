@@ -349,12 +349,28 @@ def _refuse_holes(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
             f"fetch or save the model again"
         )
     unexpected = {*info["unexpected_keys"]} - {*checkpoint.unread, *checkpoint.unread.values()}
-    if names := sorted(name for name in unexpected if not within(name, checkpoint.unused_modules)):
+    names = sorted(name for name in unexpected if not within(name, checkpoint.unused_modules))
+    if names := _without_zero_biases(checkpoint, names):
         if checkpoint.weights.gguf:  # the metadata alone does not tell that the model computes something else
             raise UnsupportedModel(
                 f"{path} has tensors for which a {checkpoint.config.model_type} has no place: {shorten(names)}"
             )
         log.warning("%s: the model has no place for %d tensors: %s", path, len(names), shorten(names))
+
+
+def _without_zero_biases(checkpoint: Checkpoint, names: list[str]) -> list[str]:
+    """Tensors without a place, but for biases of zeros: writers of GPTQ give these to all layers.
+
+    Raises UnsupportedModel for another bias of a quantized layer, without which the model would compute something else.
+    """
+    biases = [name for name in names if name.endswith(".bias") and f"{name[:-5]}.weight" in checkpoint.stored]
+    files: Any = checkpoint.read_tensors() if biases else {}
+    if wrong := [name for name in biases if bool(files[name][...].any())]:
+        raise UnsupportedModel(
+            f"{checkpoint.spec.path} has {shorten(wrong)}, and a {checkpoint.config.model_type} with its config.json has no "
+            "place for biases there; take another version of the model"
+        )
+    return [name for name in names if name not in biases]
 
 
 def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase | None:

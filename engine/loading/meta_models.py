@@ -38,12 +38,14 @@ def meta_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> Any:
     return model
 
 
-def class_to_read(checkpoint: Checkpoint, change: Callable[[Any], None] = lambda model: None) -> tuple[type[Any], Any]:
-    """The class of the checkpoint's model, and the configuration that it takes.
+def class_to_read(
+    checkpoint: Checkpoint, change: Callable[[Any], None] = lambda model: None, kind: type[Any] | None = None
+) -> tuple[type[Any], Any]:
+    """The class of the checkpoint's model, which is a subclass of `kind` if that is known, and the configuration that it takes.
 
     New models lack the parts that text does not need, and `change` gets each, before weights are read into it.
     """
-    kind = type(meta_model(checkpoint))
+    kind = kind or type(meta_model(checkpoint))
 
     def changed(model: Any) -> None:
         remove_modules(model, checkpoint.unused_modules)

@@ -23,6 +23,7 @@ import torch
 
 from ..errors import CheckpointError, UnsupportedModel
 from ..layers import WeightForm, packed_bytes
+from ..layers.linears import PackedWeight
 from ..layers.quantization import QuantizedWeight
 from .name_patterns import matches
 from .weight_files import StoredTensor
@@ -80,6 +81,7 @@ class StoredWeight:
     experts: int = 0
     scale_bytes: int = 0  # of an output, where scales are no part of their own
     block: int = 0  # inputs that lie together with their scales, where these are no part of their own
+    pack: Callable[[StoredWeight, _Parts, int], PackedWeight] | None = None  # by the kernels; None: what `decode` gives
     some_outputs: tuple[int, int] | None = None  # of a shard: from, to; None: all
     some_inputs: tuple[int, int] | None = None
 
@@ -311,6 +313,8 @@ def _schemes(files: _StoredTensors, groups: Sequence[Mapping[str, Any]], bases: 
 
 def _packed_integers(files: _StoredTensors, base: str, scheme: Mapping[str, Any]) -> StoredWeight:
     bits = scheme.get("num_bits")
+    if files.has(f"{base}.weight_global_scale"):
+        raise files.refuse("as NVFP4")
     if bits not in (4, 8) or scheme.get("type") != "int":
         raise files.refuse(f"of {bits!r:.20} bits, {scheme.get('type')!r:.20}")
     packed, scales = files.get(f"{base}.weight_packed", ("I32",), 2), files.get(f"{base}.weight_scale", _FLOATS, 1, 2)
@@ -378,7 +382,7 @@ def _bytes_with_scales(files: _StoredTensors, base: str, scheme: Mapping[str, An
     if not n or not k:
         raise ValueError(f"a weight of {n} by {k}")
     suffix = "weight_scale_inv" if files.has(f"{base}.weight_scale_inv") else "weight_scale"
-    scales = files.get(f"{base}.{suffix}", (*_FLOATS, _POWERS), 0, 1, 2)
+    scales = files.get(f"{base}.{suffix}", (*_FLOATS, _POWERS, *(("U8",) if weight.dtype == _FP8 else ())), 0, 1, 2)
     rows, group = 1, 0
     if scheme.get("strategy") == "block":
         rows, group = map(int, scheme["block_structure"])
@@ -399,7 +403,7 @@ def _bytes_with_scales(files: _StoredTensors, base: str, scheme: Mapping[str, An
 
 def _decode_bytes(one: StoredWeight, parts: _Parts, n: int) -> QuantizedWeight:
     values = parts["values"].view(torch.int8)
-    if one.form == "fp8" and bool((values == 127).any() or (values == -1).any()):
+    if one.form == "fp8" and int((values & 127).amax()) == 127:
         raise CheckpointError(f"{one.name} has weights that are not a number; fetch or save the model again")
     rows, scales = one.parts["scales"].outputs, parts["scales"]
     if one.parts["scales"].tensor.dtype == _POWERS:
@@ -528,10 +532,9 @@ def _codes(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _nibbles(data: torch.Tensor) -> torch.Tensor:
     """uint8: the halves of bytes along the last dimension, the low ones first."""
-    halves = torch.empty((*data.shape, 2), dtype=torch.uint8)
-    torch.bitwise_and(data, 15, out=halves[..., 0])
-    torch.bitwise_right_shift(data, 4, out=halves[..., 1])
-    return halves.flatten(-2)
+    both = data.contiguous().to(torch.int16)  # operators on all of it: on every other byte they take four times as long
+    both |= both << 4
+    return both.bitwise_and_(0x0F0F).view(torch.uint8)
 
 
 def _signed(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -569,7 +572,7 @@ def _ordered(
                     f"{one.name}: its g_idx does not put {one.group} weights into each of its groups, from 0 to "
                     f"{len(scales) - 1}; fetch or save the model again"
                 )
-            values = values[:, order].contiguous()
+            values = values.gather(1, order.expand(len(values), -1))
     return QuantizedWeight(
         one.form, values, scales, group=one.group, zeros=zeros, order=None if order is None else order.to(torch.int32)
     )

@@ -304,11 +304,11 @@ class StoredModel:
                 shrink(model, *part)
             self._remove(model)
 
+        model = meta_model(checkpoint, dtype)
         if device is not None:
-            model = meta_model(checkpoint, dtype)
             changed(model)
             self.places = Places.on(device, self._checkpoint, model, dtype)
-        self.kind, self.config = class_to_read(checkpoint, changed)
+        self.kind, self.config = class_to_read(checkpoint, changed, type(model))
         self.read = _read_tensors(self._checkpoint, self.places.names, dtype)
         stored, shapes = self._checkpoint.stored, {one.name: one for one in checkpoint.tensors}
         self.tensors = {
@@ -389,15 +389,23 @@ class StoredModel:
 
     def decoded(self, one: StoredWeight, expert: int = 0) -> Iterable[tuple[int, QuantizedWeight]]:
         """The weight in pieces: the first output of each, and the piece. Its parts are read once."""
+        with self._parts(one, expert) as parts:
+            multiple, (n, _) = math.lcm(_COLUMNS, one.unit), one.shape
+            step = max(1, _CHUNK_WEIGHTS // (one.k * multiple)) * multiple
+            for begin in range(0, n, step):
+                yield begin, one.decoded(parts, begin, min(begin + step, n))
+
+    @contextmanager
+    def _parts(self, one: StoredWeight, expert: int) -> Iterator[dict[str, torch.Tensor]]:
+        """The parts of a weight by role, the pages of which go back afterwards."""
         parts = {role: self._files[part.tensor.name] for role, part in one.parts.items()}
         if one.experts:
             parts = {role: part[expert] for role, part in parts.items()}
-        multiple, (n, _) = math.lcm(_COLUMNS, one.unit), one.shape
-        step = max(1, _CHUNK_WEIGHTS // (one.k * multiple)) * multiple
-        for begin in range(0, n, step):
-            yield begin, one.decoded(parts, begin, min(begin + step, n))
-        for part in parts.values():
-            self._mapped.give_back(part)
+        try:
+            yield parts
+        finally:
+            for part in parts.values():
+                self._mapped.give_back(part)
 
     def _dequantized(self, one: StoredWeight) -> torch.Tensor:
         """The weight as plain numbers of the model's type."""
@@ -428,6 +436,9 @@ class StoredModel:
 
     def _packed(self, name: str, expert: int = 0) -> PackedWeight:
         one = self._checkpoint.stored[name]
+        if one.pack is not None and one.shape == (one.n, one.k):
+            with self._parts(one, expert) as parts:
+                return one.pack(one, parts, one.n)
         pieces = ((begin, pack(_without_files(fitted(piece)))) for begin, piece in self.decoded(one, expert))
         return PackedWeight.gathered(one.shape[0], pieces)
 

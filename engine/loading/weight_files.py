@@ -38,7 +38,7 @@ _ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1,
     "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
 }  # fmt: skip
-_OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight", "output_projection.weight")
+OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight", "output_projection.weight")
 LOOKED_FOR = tuple(name for name, _ in _CANDIDATES)
 _MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 
@@ -105,7 +105,7 @@ def stored_twice(tensors: Sequence[StoredTensor], *, tied: bool) -> StoredTensor
     """The output head among `tensors`, if it is `tied` to the embedding and stored as well."""
     if not tied:
         return None
-    heads = [tensor for tensor in tensors if tensor.name.endswith(_OUTPUT_HEADS)]
+    heads = [tensor for tensor in tensors if tensor.name.endswith(OUTPUT_HEADS)]
     others = [tensor.shape for tensor in tensors if "emb" in tensor.name or "wte" in tensor.name]
     return heads[0] if heads and heads[0].shape in others else None
 

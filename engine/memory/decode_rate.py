@@ -26,7 +26,7 @@ from ...common.units import format_bytes
 from ..layers import LEAST_QUANTIZED, Quantization, weight_bytes
 from ..loading.checkpoint import Checkpoint
 from ..loading.model_config import experts_per_token
-from ..loading.weight_files import stored_twice
+from ..loading.weight_files import OUTPUT_HEADS, stored_twice
 from ..process.cpu_threads import own_threads
 from ..self_check.cache import cache_dir
 
@@ -112,14 +112,15 @@ def _read_bytes(checkpoint: Checkpoint, dtype: torch.dtype, quantization: Quanti
     twice = stored_twice(checkpoint.tensors, tied=tied)
     share, sizes = _share_of_experts(text), dict[str, float]()
     for one in checkpoint.tensors:
-        looked_up = not tied and ("emb" in one.name or "wte" in one.name)
-        if one is twice or looked_up:
+        embeds = "emb" in one.name or "wte" in one.name
+        if one is twice or (embeds and not tied):
             continue
         form, size = plain, float(one.num_elements * dtype.itemsize)
         if (stored := checkpoint.stored.get(one.name)) is not None and stored.packs:
             form, size = stored.form, stored.packed_bytes
         elif quantization is not None and len(one.shape) == 2 and one.num_elements >= LEAST_QUANTIZED:
-            form, size = quantization, weight_bytes(*one.shape, quantization)
+            bits: Quantization = "int8" if embeds or one.name.endswith(OUTPUT_HEADS) else quantization
+            form, size = bits, weight_bytes(*one.shape, bits)
         sizes[form] = sizes.get(form, 0) + size * (share if ".experts." in one.name else 1)
     return sizes
 

@@ -114,18 +114,18 @@ INLINE void store_run(const T* values, uint8_t* panel, int64_t to) {
   }
 }
 
-// Blocks of kBlock of k, so that the lines of the panel which a column writes are in a cache for the next one.
-template <Type type, typename From, typename To>
-static void pack_panel(const From* weight, int64_t n, int64_t k, int64_t first, uint8_t* panel) {
+// Blocks of kBlock of k, so that the lines of the panel which a column writes are in a cache for the next one. `read(row, k0,
+// count, values)` writes some weights of a row.
+template <Type type, typename To, typename Read>
+static void pack_panel(const Read& read, int64_t n, int64_t k, int64_t first, uint8_t* panel) {
   constexpr int64_t run = run_of(type);
   if (k % kBlock != 0 || first + kColumns > n) __builtin_memset(panel, type == Type::int4 ? 0x88 : 0, panel_stride(type, k));
   int32_t totals[kColumns] = {};
   for (int64_t k0 = 0; k0 < k; k0 += kBlock) {
     const int64_t count = k0 + kBlock < k ? kBlock : k - k0;
     for (int64_t c = 0; c < kColumns && first + c < n; ++c) {
-      const From* row = weight + (first + c) * k + k0;
       To values[kBlock];
-      for (int64_t i = 0; i < count; ++i) values[i] = converted<To>(row[i]);
+      read(first + c, k0, count, values);
       for (int64_t i = count; i < rounded_up(count, run); ++i) values[i] = To{};
       for (int64_t i = 0; i < count; i += run) store_run<type>(values + i, panel, place(type, k0 + i, c));
       if constexpr (type == Type::int8) {
@@ -138,12 +138,21 @@ static void pack_panel(const From* weight, int64_t n, int64_t k, int64_t first, 
   }
 }
 
-template <Type type, typename From, typename To>
-static void pack_panels(const void* weight, int64_t n, int64_t k, void* packed, int threads) {
+template <Type type, typename To, typename Read>
+static void pack_panels_of(const Read& read, int64_t n, int64_t k, void* packed, int threads) {
   const int64_t bytes = panel_stride(type, k);
   for_items(rounded_up(n, kColumns) / kColumns, threads, [=](int64_t p) {
-    pack_panel<type, From, To>(static_cast<const From*>(weight), n, k, p * kColumns, static_cast<uint8_t*>(packed) + p * bytes);
+    pack_panel<type, To>(read, n, k, p * kColumns, static_cast<uint8_t*>(packed) + p * bytes);
   });
+}
+
+template <Type type, typename From, typename To>
+static void pack_panels(const void* weight, int64_t n, int64_t k, void* packed, int threads) {
+  const auto read = [=](int64_t row, int64_t k0, int64_t count, To* values) {
+    const From* from = static_cast<const From*>(weight) + row * k + k0;
+    for (int64_t i = 0; i < count; ++i) values[i] = converted<To>(from[i]);
+  };
+  pack_panels_of<type, To>(read, n, k, packed, threads);
 }
 
 template <Type type, typename To>
@@ -164,6 +173,67 @@ static void pack(const void* weight, Type from, Type type, int64_t n, int64_t k,
     case Type::fp8: return pack_panels<Type::int8, int8_t, int8_t>(weight, n, k, packed, threads);
     case Type::int4:
     case Type::fp4: return pack_panels<Type::int4, int8_t, int8_t>(weight, n, k, packed, threads);
+  }
+}
+
+// The values of a block, as `pack` takes them.
+template <Block kind>
+INLINE void decode_block(const uint8_t* block, int8_t* values) {
+  constexpr int kLess = block_type(kind) != Type::int8 ? 8 : kind == Block::q5_0 ? 16 : kind == Block::q6_k ? 32 : 0;
+  const auto value = [](int code) { return static_cast<int8_t>(code - kLess); };
+  if constexpr (kind == Block::q8_0) {
+    __builtin_memcpy(values, block + 2, 32);
+  } else if constexpr (kind == Block::q6_k) {
+    for (int64_t half = 0; half < 2; ++half, values += 128) {
+      const uint8_t *low = block + 64 * half, *high = block + 128 + 32 * half;
+      for (int i = 0; i < 32; ++i) {
+        values[i] = value((low[i] & 15) | (high[i] & 3) << 4);
+        values[i + 32] = value((low[i + 32] & 15) | (high[i] >> 2 & 3) << 4);
+        values[i + 64] = value(low[i] >> 4 | (high[i] >> 4 & 3) << 4);
+        values[i + 96] = value(low[i + 32] >> 4 | high[i] >> 6 << 4);
+      }
+    }
+  } else if constexpr (block_weights(kind) == kSuperGroup) {
+    const uint8_t* bytes = block + block_bytes(kind) - 128;
+    for (int part = 0; part < 4; ++part, bytes += 32, values += 64) {
+      for (int i = 0; i < 32; ++i) {
+        const int fifth = kind == Block::q5_k ? block[16 + i] >> 2 * part : 0;
+        values[i] = value((bytes[i] & 15) | (fifth & 1) << 4);
+        values[i + 32] = value(bytes[i] >> 4 | (fifth >> 1 & 1) << 4);
+      }
+    }
+  } else {
+    const uint8_t* bytes = block + block_bytes(kind) - 16;
+    uint32_t fifth = 0;
+    if constexpr (block_type(kind) == Type::int8) __builtin_memcpy(&fifth, bytes - 4, sizeof fifth);
+    for (int i = 0; i < 16; ++i) {
+      values[i] = value((bytes[i] & 15) | static_cast<int>(fifth >> i & 1) << 4);
+      values[i + 16] = value(bytes[i] >> 4 | static_cast<int>(fifth >> (i + 16) & 1) << 4);
+    }
+  }
+}
+
+template <Block kind>
+static void pack_blocks_of(const void* blocks, int64_t n, int64_t k, void* packed, int threads) {
+  constexpr int64_t each = block_weights(kind), bytes = block_bytes(kind);
+  const auto read = [=](int64_t row, int64_t k0, int64_t count, int8_t* values) {
+    const uint8_t* from = static_cast<const uint8_t*>(blocks) + (row * k + k0) / each * bytes;
+    for (int64_t i = 0; i < count; i += each, from += bytes) decode_block<kind>(from, values + i);
+  };
+  pack_panels_of<layout_of(block_type(kind)), int8_t>(read, n, k, packed, threads);
+}
+
+static void pack_blocks(const void* blocks, Block kind, int64_t n, int64_t k, void* packed, int threads) {
+  switch (kind) {
+    case Block::q4_0: return pack_blocks_of<Block::q4_0>(blocks, n, k, packed, threads);
+    case Block::q4_1: return pack_blocks_of<Block::q4_1>(blocks, n, k, packed, threads);
+    case Block::q5_0: return pack_blocks_of<Block::q5_0>(blocks, n, k, packed, threads);
+    case Block::q5_1: return pack_blocks_of<Block::q5_1>(blocks, n, k, packed, threads);
+    case Block::q8_0: return pack_blocks_of<Block::q8_0>(blocks, n, k, packed, threads);
+    case Block::q4_k: return pack_blocks_of<Block::q4_k>(blocks, n, k, packed, threads);
+    case Block::q5_k: return pack_blocks_of<Block::q5_k>(blocks, n, k, packed, threads);
+    case Block::q6_k: return pack_blocks_of<Block::q6_k>(blocks, n, k, packed, threads);
+    case Block::mxfp4: return pack_blocks_of<Block::mxfp4>(blocks, n, k, packed, threads);
   }
 }
 
@@ -970,6 +1040,6 @@ static void multiply(const LinearArgs& args) {
   });
 }
 
-static const LinearKernels kernels = {kColumns, packed_bytes, pack, unpack, unpack_rows, scaled_rows, scratch_bytes, multiply};
+static const LinearKernels kernels = {kColumns, packed_bytes, pack, pack_blocks, unpack, unpack_rows, scaled_rows, scratch_bytes, multiply};
 
 }  // namespace linear

@@ -8,6 +8,33 @@ constexpr int64_t kSuperGroup = 256;   // weights of a factor
 constexpr int64_t kMinimumGroup = 32;  // weights of a minimum
 constexpr int64_t kSixBitBytes = 12;   // of the scales and minimums of kSuperGroup weights
 
+// Blocks of weights and their scales in GGUF files, by its numbers: engine/loading/gguf/weights.py has their layouts.
+enum class Block : int { q4_0 = 2, q4_1 = 3, q5_0 = 6, q5_1 = 7, q8_0 = 8, q4_k = 12, q5_k = 13, q6_k = 14, mxfp4 = 39 };
+
+constexpr int64_t block_weights(Block kind) { return kind >= Block::q4_k && kind <= Block::q6_k ? kSuperGroup : 32; }
+
+// 0 of a number that is no block's.
+constexpr int64_t block_bytes(Block kind) {
+  switch (kind) {
+    case Block::q4_0: return 18;
+    case Block::q4_1: return 20;
+    case Block::q5_0: return 22;
+    case Block::q5_1: return 24;
+    case Block::q8_0: return 34;
+    case Block::q4_k: return 144;
+    case Block::q5_k: return 176;
+    case Block::q6_k: return 210;
+    case Block::mxfp4: return 17;
+  }
+  return 0;
+}
+
+// The type that weights in blocks are packed as.
+constexpr Type block_type(Block kind) {
+  if (kind == Block::mxfp4) return Type::fp4;
+  return kind == Block::q4_0 || kind == Block::q4_1 || kind == Block::q4_k ? Type::int4 : Type::int8;
+}
+
 struct LinearArgs {
   const void* x;  // [rows, k] of x_type, rows `x_stride` elements apart
   Type x_type;    // float32, bfloat16 or float16, also of bias and out
@@ -39,6 +66,8 @@ struct LinearKernels {
   // weight [n, k], contiguous: floats of type `from`, which are converted to `type` as torch does it, or int8 values for int8
   // (-128 .. 127) and int4 (-8 .. 7), the bits of fp8, or those of fp4 less 8. `packed` is aligned to 64.
   void (*pack)(const void* weight, Type from, Type type, int64_t n, int64_t k, void* packed, int threads);
+  // The values of weights [n, k] in blocks, one behind the other along k, without their scales: as `pack` of these values.
+  void (*pack_blocks)(const void* blocks, Block kind, int64_t n, int64_t k, void* packed, int threads);
   // The inverse, one weight row: float32 values, without scales.
   void (*unpack)(const void* packed, Type type, int64_t n, int64_t k, int64_t row, float* values);
   // Weight rows as they were packed, [count, k] of `type`, a type of floats.

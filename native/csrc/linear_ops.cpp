@@ -48,6 +48,21 @@ Tensor pack_weight(const Tensor& weight, int64_t type_number) {
   return packed;
 }
 
+// blocks uint8 [n, blocks of a row, bytes], of GGUF's type `kind` -> bytes, as `pack_weight` of their values.
+Tensor pack_blocks(const Tensor& blocks, int64_t kind_number) {
+  const Block kind = static_cast<Block>(kind_number);
+  STD_TORCH_CHECK(0 <= kind_number && kind_number < 256 && block_bytes(kind) > 0, "unknown type of blocks ", kind_number);
+  STD_TORCH_CHECK(blocks.dim() == 3 && blocks.size(2) == block_bytes(kind), "blocks [n, blocks of a row, ", block_bytes(kind), "]");
+  STD_TORCH_CHECK(blocks.size(1) <= kMostSize / kSuperGroup, blocks.size(1), " blocks of a row");
+  const int64_t n = blocks.size(0), k = blocks.size(1) * block_weights(kind);
+  check_dense(blocks, "blocks", ScalarType::Byte, n * blocks.size(1) * block_bytes(kind));
+  check_sizes(n, k);
+  Tensor packed = empty_bytes(blocks, kernels()->linear.packed_bytes(block_type(kind), n, k));
+  if (n == 0 || k == 0) return packed;  // perhaps there is no memory
+  kernels()->linear.pack_blocks(blocks.const_data_ptr(), kind, n, k, packed.mutable_data_ptr(), threads());
+  return packed;
+}
+
 // float32 [k]: row `row` of a packed weight, without scales.
 Tensor unpack_row(const Tensor& packed, int64_t type_number, int64_t n, int64_t k, int64_t row) {
   const Type type = weight_type(type_number);
@@ -183,6 +198,7 @@ Tensor linear(const Tensor& x, const Tensor& packed, int64_t type_number, int64_
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pagetide, m) {
   m.def("pack_weight(Tensor weight, int type) -> Tensor");
+  m.def("pack_blocks(Tensor blocks, int kind) -> Tensor");
   m.def("unpack_row(Tensor packed, int type, int n, int k, int row) -> Tensor");
   m.def("embed(Tensor packed, int type, int n, int k, Tensor ids, int out_type, Tensor? scales=None, int group=0, "
         "Tensor? zeros=None, Tensor? factors=None) -> Tensor");
@@ -194,6 +210,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pagetide, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(pagetide, CPU, m) {
   m.impl("pack_weight", TORCH_BOX(&pagetide::pack_weight));
+  m.impl("pack_blocks", TORCH_BOX(&pagetide::pack_blocks));
   m.impl("unpack_row", TORCH_BOX(&pagetide::unpack_row));
   m.impl("embed", TORCH_BOX(&pagetide::embed));
   m.impl("linear", TORCH_BOX(&pagetide::linear));

@@ -34,7 +34,7 @@ _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _TEXT, _ARRAY = 8, 9
 _SPLIT = re.compile(r"(.*)-\d{5}-of-(\d{5})(\.gguf)", re.DOTALL)
 # By number: name, weights of a block, bytes of a block. Without the last two: a type that is not read.
-_TYPES: Mapping[int, tuple[str, int, int]] = {
+TYPES: Mapping[int, tuple[str, int, int]] = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
     7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34),
     12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 39: ("MXFP4", 32, 17),
@@ -44,7 +44,7 @@ _NOT_READ = {
     19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
     29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4", 41: "Q1_0",
 }  # fmt: skip
-INSTEAD = f"take a file in {', '.join(name for name, *_ in _TYPES.values())} or a mixture of these, such as Q4_K_M"
+INSTEAD = f"take a file in {', '.join(name for name, *_ in TYPES.values())} or a mixture of these, such as Q4_K_M"
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,10 +244,10 @@ class _Header:
         return GgufFile(self._path, metadata, tensors)
 
     def _tensor(self, name: str, shape: tuple[int, ...], kind: int, offset: int) -> GgufTensor:
-        if kind not in _TYPES:
+        if kind not in TYPES:
             said = _NOT_READ.get(kind, f"of type {kind}")
             raise UnsupportedModel(f"{self._path}: {name} is {said}, for which there are no kernels here: {INSTEAD}")
-        spelled, weights, num_bytes = _TYPES[kind]
+        spelled, weights, num_bytes = TYPES[kind]
         if shape[-1] % weights:
             raise ValueError(f"{name} has rows of {shape[-1]:,}, and {spelled} has blocks of {weights}")
         return GgufTensor(name, spelled, shape, self._path, offset, prod(shape) // weights * num_bytes)

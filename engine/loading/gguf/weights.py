@@ -27,27 +27,32 @@ import torch
 from ....common.units import format_bytes
 from ...errors import CheckpointError, UnsupportedModel
 from ...layers import WeightForm
+from ...layers.linears import PackedWeight
 from ...layers.quantization import SIX_BIT_BYTES, SUPER_GROUP, QuantizedWeight
 from ..stored_formats import StoredPart, StoredWeight
 from ..weight_files import StoredTensor
-from .file import INSTEAD, GgufFile, GgufTensor
+from .file import INSTEAD, TYPES, GgufFile, GgufTensor
 from .models import TensorPlace, places_of
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 if TYPE_CHECKING:
-    _Scales = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # values [n, k], scales, factors as in QuantizedWeight
+    _Scales = tuple[torch.Tensor, torch.Tensor | None]  # scales, factors as in QuantizedWeight
 
 
 @dataclass(frozen=True, slots=True)
 class _Type:
-    """What blocks of `block` weights become, with `scale_bytes` of scales. `read` takes uint8 [n, blocks of a row, bytes]."""
+    """What blocks of `block` weights become, with `scale_bytes` of scales.
+
+    Both functions take uint8 [n, blocks of a row, bytes]; `values` gives int8 [n, k], which the kernels decode by themselves.
+    """
 
     form: WeightForm
     group: int
     block: int
     scale_bytes: int
-    read: Callable[[torch.Tensor], _Scales]
+    values: Callable[[torch.Tensor], torch.Tensor]
+    scales: Callable[[torch.Tensor], _Scales]
 
 
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
@@ -73,32 +78,12 @@ def _nibbles(blocks: torch.Tensor, at: int) -> torch.Tensor:
     return codes.flatten(2)
 
 
-def _q4_0(blocks: torch.Tensor) -> _Scales:
-    return _less(_nibbles(blocks, 2), 8), _half(blocks, 0), None
-
-
-def _q4_1(blocks: torch.Tensor) -> _Scales:
-    return _less(_nibbles(blocks, 4), 8), _half(blocks, 0), -_half(blocks, 2)
-
-
 def _five_bits(blocks: torch.Tensor, at: int) -> torch.Tensor:
     """uint8 [n, blocks of a row, 32]: the halves of the 16 bytes from `at` + 4 on, with the fifth bits from `at` on."""
     codes, fifth = _nibbles(blocks, at + 4).unflatten(-1, (4, 8)), blocks[..., at : at + 4]
     for bit in range(8):
         codes[..., bit] |= (fifth >> bit & 1) << 4
     return codes.flatten(2)
-
-
-def _q5_0(blocks: torch.Tensor) -> _Scales:
-    return _less(_five_bits(blocks, 2), 16), _half(blocks, 0), None
-
-
-def _q5_1(blocks: torch.Tensor) -> _Scales:
-    return _less(_five_bits(blocks, 4), 0), _half(blocks, 0), -_half(blocks, 2)
-
-
-def _q8_0(blocks: torch.Tensor) -> _Scales:
-    return blocks[..., 2:].contiguous().view(torch.int8).flatten(1), _half(blocks, 0), None
 
 
 def _k_codes(blocks: torch.Tensor, at: int) -> torch.Tensor:
@@ -108,50 +93,56 @@ def _k_codes(blocks: torch.Tensor, at: int) -> torch.Tensor:
     return codes.flatten(-2)
 
 
-def _six_bit_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales uint8 [SIX_BIT_BYTES * blocks of a row, n] and factors float16 [2 * blocks of a row, n]."""
-    scales = blocks[..., 4 : 4 + SIX_BIT_BYTES].permute(1, 2, 0).flatten(0, 1).contiguous()
-    return scales, torch.stack([_half(blocks, 0), _half(blocks, 2)], 1).flatten(0, 1)
-
-
-def _q4_k(blocks: torch.Tensor) -> _Scales:
-    return _less(_k_codes(blocks, 16), 8), *_six_bit_scales(blocks)
-
-
-def _q5_k(blocks: torch.Tensor) -> _Scales:
+def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
     codes, fifth = _k_codes(blocks, 48), blocks[..., 16:48]
     for bit in range(8):
         shifted = fifth << 4 - bit if bit < 4 else fifth >> bit - 4
         codes[..., bit // 2, bit % 2, :] |= shifted.bitwise_and_(16)
-    return _less(codes, 0), *_six_bit_scales(blocks)
+    return _less(codes, 0)
 
 
-def _q6_k(blocks: torch.Tensor) -> _Scales:
+def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
     codes = torch.empty((*blocks.shape[:2], 2, 2, 2, 32), dtype=torch.uint8)  # 64 low bytes and 32 high ones for 128 weights
     _write_halves(blocks[..., :128].unflatten(-1, (2, 2, 32)), codes)
     high = blocks[..., 128:192].unflatten(-1, (2, 32))
     for part, shift in enumerate((4, 2, 0, -2)):
         shifted = high << shift if shift > 0 else high >> -shift
         codes[..., part // 2, part % 2, :] |= shifted.bitwise_and_(48)
-    scales = blocks[..., 192:208].permute(1, 2, 0).flatten(0, 1).contiguous().view(torch.int8)
-    return _less(codes, 32), scales, _half(blocks, 208)
+    return _less(codes, 32)
 
 
-def _mxfp4(blocks: torch.Tensor) -> _Scales:
-    return _less(_nibbles(blocks, 1), 8), blocks[..., 0].T.contiguous(), None
+def _half_scales(blocks: torch.Tensor) -> _Scales:
+    return _half(blocks, 0), None
+
+
+def _half_minimums(blocks: torch.Tensor) -> _Scales:
+    return _half(blocks, 0), -_half(blocks, 2)
+
+
+def _six_bit_scales(blocks: torch.Tensor) -> _Scales:
+    """Scales uint8 [SIX_BIT_BYTES * blocks of a row, n] and factors float16 [2 * blocks of a row, n]."""
+    scales = blocks[..., 4 : 4 + SIX_BIT_BYTES].permute(1, 2, 0).flatten(0, 1).contiguous()
+    return scales, torch.stack([_half(blocks, 0), _half(blocks, 2)], 1).flatten(0, 1)
+
+
+def _int8_scales(blocks: torch.Tensor) -> _Scales:
+    return blocks[..., 192:208].permute(1, 2, 0).flatten(0, 1).contiguous().view(torch.int8), _half(blocks, 208)
 
 
 _TYPES: Mapping[str, _Type] = {
-    "Q4_0": _Type("int4", 32, 32, 2, _q4_0),
-    "Q4_1": _Type("int4", 32, 32, 4, _q4_1),
-    "Q5_0": _Type("int8", 32, 32, 2, _q5_0),
-    "Q5_1": _Type("int8", 32, 32, 4, _q5_1),
-    "Q8_0": _Type("int8", 32, 32, 2, _q8_0),
-    "Q4_K": _Type("int4", 32, SUPER_GROUP, SIX_BIT_BYTES + 4, _q4_k),
-    "Q5_K": _Type("int8", 32, SUPER_GROUP, SIX_BIT_BYTES + 4, _q5_k),
-    "Q6_K": _Type("int8", 16, SUPER_GROUP, 16 + 2, _q6_k),
-    "MXFP4": _Type("fp4", 32, 32, 1, _mxfp4),
+    "Q4_0": _Type("int4", 32, 32, 2, lambda blocks: _less(_nibbles(blocks, 2), 8), _half_scales),
+    "Q4_1": _Type("int4", 32, 32, 4, lambda blocks: _less(_nibbles(blocks, 4), 8), _half_minimums),
+    "Q5_0": _Type("int8", 32, 32, 2, lambda blocks: _less(_five_bits(blocks, 2), 16), _half_scales),
+    "Q5_1": _Type("int8", 32, 32, 4, lambda blocks: _less(_five_bits(blocks, 4), 0), _half_minimums),
+    "Q8_0": _Type("int8", 32, 32, 2, lambda blocks: blocks[..., 2:].contiguous().view(torch.int8).flatten(1), _half_scales),
+    "Q4_K": _Type("int4", 32, SUPER_GROUP, SIX_BIT_BYTES + 4, lambda blocks: _less(_k_codes(blocks, 16), 8), _six_bit_scales),
+    "Q5_K": _Type("int8", 32, SUPER_GROUP, SIX_BIT_BYTES + 4, _q5_k, _six_bit_scales),
+    "Q6_K": _Type("int8", 16, SUPER_GROUP, 16 + 2, _q6_k, _int8_scales),
+    "MXFP4": _Type(
+        "fp4", 32, 32, 1, lambda blocks: _less(_nibbles(blocks, 1), 8), lambda blocks: (blocks[..., 0].T.contiguous(), None)
+    ),
 }
+_NUMBERS = {name: number for number, (name, *_) in TYPES.items()}
 
 
 def read_weights(file: GgufFile, dtype: str) -> tuple[dict[str, StoredWeight], tuple[StoredTensor, ...]]:
@@ -205,6 +196,7 @@ def _raw(place: TensorPlace) -> dict[str, tuple[GgufTensor, StoredTensor]]:
 
 def _stored(file: GgufFile, place: TensorPlace) -> StoredWeight:
     first, kind = place.sources[0], _TYPES[place.sources[0].type]
+    reader = _Reader(first.type, place.change)
     dimensions = 3 if place.expert is not None or place.name.endswith(_PROJECTIONS) else 2
     if len(first.shape) != dimensions or place.change in ("less 1", "row"):
         raise CheckpointError(f"{file.path}: {first.name} is {first.type} {list(first.shape)}, which no weight here is")
@@ -213,31 +205,52 @@ def _stored(file: GgufFile, place: TensorPlace) -> StoredWeight:
     return StoredWeight(
         place.name, kind.form, n * len(place.sources), k, kind.group,
         {role: StoredPart(raw, 0, outputs) for role, (_, raw) in _raw(place).items()},
-        _decoder(kind, place.change),
+        reader.decode,
         experts=first.shape[0] if len(first.shape) == 3 and place.expert is None else 0,
         scale_bytes=k // kind.block * kind.scale_bytes,
         block=kind.block,
+        pack=reader.pack,
     )  # fmt: skip
 
 
 _PROJECTIONS = ("experts.gate_up_proj", "experts.down_proj")  # of all experts
 
 
-def _decoder(kind: _Type, change: str) -> Callable[[StoredWeight, Mapping[str, torch.Tensor], int], QuantizedWeight]:
-    def decode(one: StoredWeight, parts: Mapping[str, torch.Tensor], n: int) -> QuantizedWeight:
-        if change == "turns":
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Reads a weight of a type: decoded, or as the kernels have it."""
+
+    kind: str
+    change: str
+
+    def decode(self, one: StoredWeight, parts: Mapping[str, torch.Tensor], n: int) -> QuantizedWeight:
+        """As StoredWeight.decode."""
+        kind, (blocks, scales, factors) = _TYPES[self.kind], self._read(one, parts, n)
+        return QuantizedWeight(kind.form, kind.values(blocks), scales, group=kind.group, factors=factors)
+
+    def pack(self, one: StoredWeight, parts: Mapping[str, torch.Tensor], n: int) -> PackedWeight:
+        """As StoredWeight.pack."""
+        kind, (blocks, scales, factors) = _TYPES[self.kind], self._read(one, parts, n)
+        packed = torch.ops.pagetide.pack_blocks(blocks, _NUMBERS[self.kind])
+        return PackedWeight(kind.form, n, one.k, packed, scales, group=kind.group, factors=factors)
+
+    def _read(
+        self, one: StoredWeight, parts: Mapping[str, torch.Tensor], n: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Blocks uint8 [n, blocks of a row, bytes], and their scales and factors, which have memory of their own."""
+        if self.change == "turns":
             blocks = torch.stack([parts["gate"], parts["up"]], 1)
-        elif change == "halves":
+        elif self.change == "halves":
             blocks = parts["blocks"].unflatten(1, (-1, 2)).transpose(1, 2)
         else:
             blocks = parts["blocks"]
-        values, scales, factors = kind.read(blocks.reshape(n, one.k // kind.block, -1))
+        kind = _TYPES[self.kind]
+        blocks = blocks.reshape(n, one.k // kind.block, -1)
+        scales, factors = kind.scales(blocks)
         floats = [one for one in (scales, factors) if one is not None and one.is_floating_point()]
         if not all(bool(one.isfinite().all()) for one in floats) or (not floats and bool((scales == 255).any())):
             raise CheckpointError(f"{one.name} has scales that are not finite; fetch the file again")
-        return QuantizedWeight(kind.form, values, scales, group=kind.group, factors=factors)
-
-    return decode
+        return blocks, scales, factors
 
 
 class GgufTensors:

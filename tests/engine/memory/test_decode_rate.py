@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import tiny
+from families import VOCAB, tiny
 from stored_checkpoints import AWQ, opened
 
 from benchmarks import stored_weights as made
 from pagetide import native
 from pagetide.engine.config import EngineConfig
+from pagetide.engine.layers import weight_bytes
 from pagetide.engine.loading.checkpoint import Checkpoint
 from pagetide.engine.loading.models import ModelSpec
 from pagetide.engine.memory.decode_rate import DecodeRate, decode_rate, rates_file, record
@@ -58,8 +59,10 @@ def test_forms_have_rates_of_their_own(tmp_path: Path) -> None:
     found = decode_rate(checkpoint, torch.bfloat16, file=file)
     assert found is not None and found.seconds == pytest.approx(packed / 5e8 + plain / 2e9)
     whole = saved(tmp_path / "whole", **sizes)
-    rounded = decode_rate(whole, torch.bfloat16, "int8", file=file)
-    assert rounded is not None and rounded.bytes_per_token < 0.6 * 2 * elements(whole)
+    eight, four = (decode_rate(whole, torch.bfloat16, bits, file=file) for bits in ("int8", "int4"))
+    assert eight is not None and eight.bytes_per_token < 0.6 * 2 * elements(whole)
+    head = weight_bytes(VOCAB, 256, "int8")  # of eight bits in both forms
+    assert four is not None and head < four.bytes_per_token < head + 0.6 * (eight.bytes_per_token - head)
 
 
 @needs_native

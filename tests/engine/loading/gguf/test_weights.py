@@ -55,13 +55,18 @@ def test_blocks_are_what_they_stand_for(kind: str) -> None:
     data = quantize(rng.normal(0.1, 1, (40, 512)).astype(np.float32) * rng.uniform(0.01, 3, (40, 1)).astype(np.float32), kind)
     right = torch.from_numpy(dequantize(data, kind))
     one = weights._TYPES[kind]
-    values, scales, factors = one.read(torch.from_numpy(data).view(40, 512 // one.block, -1))
-    weight = QuantizedWeight(one.form, values, scales, group=one.group, factors=factors)
+    blocks = torch.from_numpy(data).view(40, 512 // one.block, -1)
+    scales, factors = one.scales(blocks)
+    weight = QuantizedWeight(one.form, one.values(blocks), scales, group=one.group, factors=factors)
     assert torch.equal(weight.dequantized(), right)
     if native.instructions() is None:
         return
-    packed, ids = pack(weight), torch.tensor([[39, 0], [17, 39]])
-    assert torch.equal(packed.rows(ids, torch.float32), right[ids])
+    packed = replace(pack(weight), packed=torch.ops.pagetide.pack_blocks(blocks, TYPES[kind][0]))  # as files are read
+    assert torch.equal(packed.rows(torch.arange(40), torch.float32), right)
+    few = replace(packed, n=7, k=one.block, packed=torch.ops.pagetide.pack_blocks(blocks[:7, :1].contiguous(), TYPES[kind][0]))
+    scales, factors = one.scales(blocks[:7, :1])
+    few = replace(few, scales=scales, factors=factors)
+    assert torch.equal(few.rows(torch.arange(7), torch.float32), right[:7, : one.block])
     for rows in (1, 13, 60):
         x = torch.randn(rows, 512, generator=torch.Generator().manual_seed(rows))
         expected = x.double() @ right.double().T
