@@ -1,4 +1,4 @@
-"""Pinned prefixes: chains of the prefix index whose blocks stay on the device although no request uses them.
+"""Pinned prefixes: chains of the prefix index with blocks that stay on the device although no request uses them.
 
 A pin holds a reference to each of its blocks, as a row does, so they are live: not evicted, and moved when their extent is
 given back. It is opened before its prompt is computed, which counts its blocks, and holds them once they are findable.

@@ -98,7 +98,7 @@ class KeptModel:
 
     @classmethod
     def of(cls, loaded: CheckedModel, checkpoint: Checkpoint, plan: MemoryPlan, files: object) -> KeptModel | None:
-        """None for a model whose weights cannot sleep: on another device, with others that use it, or in oneDNN's layout.
+        """None for a model with weights that cannot sleep: on another device, with others that use it, or in oneDNN's layout.
 
         `files`: What `Checkpoint.stamps` said before they were read.
         """

@@ -115,7 +115,7 @@ def figures(work: PeerWorkload, runs: PeerRuns, num_tokens: int) -> list[Figure]
 def compare(
     folder: Path, only: str, count: int, new_tokens: int, long_prompt: int, rounds: int, num_busy: int, seed: int
 ) -> list[Figure]:
-    """The figures of all workloads whose names the regular expression `only` finds.
+    """The figures of the workloads that the regular expression `only` finds by name.
 
     `count` replaces 16 prompts; a first token's prompt has `long_prompt` tokens.
     """
