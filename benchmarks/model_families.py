@@ -401,14 +401,17 @@ be served. `python -m benchmarks.model_families --families TYPE` repeats one.
 
 **Images and sound.** Of transformers' image-text-to-text models the text is served, and other parts are neither read nor held
 ([0059](decisions/0059-text-of-multimodal-models.md)). Tiny ones that transformers saved gave, from their folders, the tokens
-of the whole model: `aria`, `aya_vision`, `cohere2_vision`, `cosmos3_omni`, `deepseek_vl`, `deepseek_vl_hybrid`, `fast_vlm`,
-`fuyu`, `gemma3`, `gemma3n`, `gemma4`, `gemma4_unified`, `glm46v`, `glm4v_moe`, `glm_ocr`, `got_ocr2`,
-`hyperclovax_vision_v2`, `idefics2`, `idefics3`, `internvl`, `kimi_k25`, `lfm2_vl`, `lighton_ocr`, `llama4`, `llava`,
-`llava_next`, `llava_next_video`, `llava_onevision`, `minimax_m3_vl`, `mistral3` (with a decoder of `mistral4` too),
-`mistral_large4`, `ovis2`, `paddleocr_vl`, `pp_chart2table`, `qianfan_ocr`, `qwen2_vl`, `qwen2_5_omni_thinker`, `qwen2_5_vl`,
-`qwen3_omni_moe_thinker`, `qwen3_vl`, `qwen3_vl_moe`, `smolvlm`, `video_llama_3`, `video_llava`, `vipllava`. Refused are
+of the whole model: `aria`, `aya_vision`, `chameleon`, `cohere2_vision`, `cosmos3_omni`, `deepseek_vl`, `deepseek_vl_hybrid`,
+`emu3`, `ernie4_5_vl_moe`, `exaone4_5`, `fast_vlm`, `fuyu`, `gemma3`, `gemma3n`, `gemma4`, `gemma4_unified`, `glm46v`,
+`glm4v`, `glm4v_moe`, `glm_ocr`, `glmasr`, `got_ocr2`, `granite4_vision`, `granite_docling`, `hyperclovax_vision_v2`,
+`idefics2`, `idefics3`, `internvl`, `kimi_k25`, `lfm2_vl`, `lfm3_vl`, `lighton_ocr`, `llama4`, `llava`, `llava_next`,
+`llava_next_video`, `llava_onevision`, `minicpmv4_6`, `minimax_m3_vl`, `mistral3` (with a decoder of `mistral4` too),
+`mistral_large4`, `molmo2`, `muse_glimmer`, `nemotron_h_omni`, `ovis2`, `paddleocr_vl`, `pp_chart2table`, `qianfan_ocr`,
+`qwen2_5_omni` (the thinker), `qwen2_5_vl`, `qwen2_audio`, `qwen2_vl`, `qwen3_asr`, `qwen3_omni_moe` (the thinker),
+`qwen3_vl`, `qwen3_vl_moe`, `smolvlm`, `step3p7`, `video_llama_3`, `video_llava`, `vipllava`, `voxtral`. Refused are
 `paligemma`, in which tokens of a prompt see later ones, `git`, `mllama` (Llama 3.2 Vision), and models that compute nothing
-without an image (`blip-2`, `idefics`, `instructblip`).
+without an image (`blip-2`, `idefics`, `instructblip`). Two hold parts for images inside their decoder, which are read and
+held too: `chameleon` the coder of images, `ernie4_5_vl_moe` experts.
 
 **Latent attention.** Types {latent} cache latents instead of
 K and V of all heads ([0052](decisions/0052-latent-attention.md)).

@@ -31,6 +31,7 @@ from ..layers import Quantization
 from .gguf.file import is_gguf, models_in, read_gguf
 from .gguf.models import family_of
 from .weight_files import find_weights, stored_bytes
+from .written_model import WrittenModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -371,8 +372,6 @@ def _cached_folder(text: str, cache_dir: Path | None, needs_weights: bool) -> Pa
 
 def _weights_bytes(folder: Path) -> int | None:
     """Bytes of a folder's weights, by their index or by its configuration, whether they are here or not; None if unknown."""
-    from .written_model import WrittenModel  # which imports this module
-
     if (size := stored_bytes(folder)) is not None:
         return size
     try:

@@ -19,7 +19,6 @@ from ..errors import CheckpointError, UnsupportedModel
 from ..layers import LEAST_QUANTIZED, Quantization, WeightForm, torch_bytes, weight_bytes
 from .gguf.models import written_config
 from .model_config import check_counts, check_rope, context_length
-from .models import DTYPES, ModelSpec
 from .weight_files import READ_METHODS, stored_form
 
 _ROPE_KINDS = {"su": "longrope"}  # older names
@@ -186,7 +185,7 @@ FAMILIES: Mapping[str, Family] = {
 class WrittenModel:
     """A model of a known family, by its configuration. `config` is the text decoder's, completed."""
 
-    spec: ModelSpec
+    spec: Any  # a ModelSpec, whose module imports this one
     config: Any
     dtype: str  # float32, bfloat16 or float16
     context_length: int | None
@@ -197,7 +196,7 @@ class WrittenModel:
     num_others: int  # all other parameters, without an output head of its own
 
     @classmethod
-    def read(cls, spec: ModelSpec, file: Path) -> WrittenModel:
+    def read(cls, spec: Any, file: Path) -> WrittenModel:
         """The model of `file`. Raises CheckpointError for an invalid file, UnsupportedModel for one that cannot be counted."""
         written = written_config(file)
         check_rope(file, written)
@@ -210,7 +209,7 @@ class WrittenModel:
             ) from error
 
     @classmethod
-    def _of(cls, spec: ModelSpec, file: Path, written: dict[str, Any]) -> WrittenModel:
+    def _of(cls, spec: Any, file: Path, written: dict[str, Any]) -> WrittenModel:
         config, family = _completed(file, written)
         weights = _Weights(config, family)
         own_code = spec.trust_remote_code and "AutoModelForCausalLM" in (written.get("auto_map") or {})
@@ -375,7 +374,7 @@ def _dtype(*configs: Mapping[str, Any], unnamed: str) -> str:
     """The type of the weights that a configuration names, by name; `unnamed` if it names none, float32 if it is not served."""
     said = next((one[key] for one in configs for key in ("dtype", "torch_dtype") if one.get(key)), unnamed)
     name = str(said).removeprefix("torch.")
-    return name if name in DTYPES and name != "auto" else "float32"
+    return name if name in ("bfloat16", "float16") else "float32"
 
 
 class _Weights:
