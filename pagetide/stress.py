@@ -364,7 +364,7 @@ class StressRun:
         faults = list(dict.fromkeys(self.scene.faults))
         if held > capacity:
             faults.append(f"{held:,} bytes were held of a device of {capacity:,}")
-        growth = () if self._killed else growths(self.samples)
+        growth = () if self._killed or any(self._starts) else growths(self.samples)
         for name, size in zip(NAMES, growth, strict=False):
             if size > GROWTH_BYTES:
                 faults.append(f"the program of {name} grew by {size / MIB:,.0f} MiB while it served")
