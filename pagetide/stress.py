@@ -255,7 +255,7 @@ class StressRun:
         first, device = self._shared.sample(), self._shared.device
         room = device.capacity_bytes - sum(first.other) - first.external - device.headroom_bytes - VISIT_LEAVES
         most_bytes = self._least_bytes + max(0, room)
-        swing = asyncio.to_thread(self.scene.swing, ends_at, self._least_bytes, most_bytes, SWING)
+        swing = asyncio.to_thread(self._swing, ends_at, most_bytes)
         served = asyncio.ensure_future(self._serve_clients(ends_at))  # not to start engines again after an error of the swing
         others = [served, asyncio.ensure_future(self._recalls())]
         if kills:
@@ -271,6 +271,11 @@ class StressRun:
             if isinstance(error, Exception):
                 raise error
         self._preemptions += sum(engine.stats.get("preemptions", 0) for engine in self.engines)
+
+    def _swing(self, ends_at: float, most_bytes: int) -> None:
+        """The external process comes and goes, and is gone at the end: an engine that was killed may be starting."""
+        self.scene.swing(ends_at, self._least_bytes, most_bytes, SWING)
+        self.scene.externals[0].hold(self._least_bytes)
 
     def look_at_monitor(self) -> None:
         """Name the end of the monitor as a fault."""
@@ -332,6 +337,8 @@ class StressRun:
                 self.engines[number] = again
                 self._shared.engines[number] = again
                 self.scene.engines[again.pid] = again.name
+            except ValueError as refused:  # there was no room for it; its clients try again
+                self.scene.faults.append(f"{NAMES[number]} could not be started again: {refused}")
             finally:
                 self.scene.loading -= 1
 
@@ -357,7 +364,7 @@ class StressRun:
         faults = list(dict.fromkeys(self.scene.faults))
         if held > capacity:
             faults.append(f"{held:,} bytes were held of a device of {capacity:,}")
-        growth = () if self._killed else growths(self.samples)
+        growth = () if self._killed or any(self._starts) else growths(self.samples)
         for name, size in zip(NAMES, growth, strict=False):
             if size > GROWTH_BYTES:
                 faults.append(f"the program of {name} grew by {size / MIB:,.0f} MiB while it served")
