@@ -51,8 +51,10 @@ def measure_here(pipe: Connection, folder: str, dtype: str, rounds: int) -> None
     samples: Samples = defaultdict(list)
     engine = build(EngineConfig.of(EngineArguments(model=folder, **_options(dtype))))
     kept = engine.kept
+    assert kept is not None
+    kept.stays = True
     engine.close()
-    assert kept is not None and kept.sleep(1) and kept.weights is not None
+    assert kept.sleep(1) and kept.weights is not None
     room = bytearray(kept.weights.num_bytes)
     for _, level in itertools.product(range(rounds), LEVELS):
         _measure_weights(kept.weights, level, room, samples)

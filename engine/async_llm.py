@@ -317,6 +317,8 @@ class AsyncLLM(AsyncCalls):
             self._check_stopped()
             if not self._sleeps:
                 self._kept = self._engine_thread.open().kept
+                if self._kept is not None:
+                    self._kept.stays = True
                 self._engine_thread.end()
                 self._engine_thread.join()
                 self._forgetting.detach()
@@ -337,7 +339,12 @@ class AsyncLLM(AsyncCalls):
                 if self._kept is not None:
                     self._kept.sleep(self._kept.level)
                 raise
-            self._kept, self._sleeps = None, False
+            kept, self._kept, self._sleeps = self._kept, None, False
+            if kept is not None:
+                kept.stays = False
+                if kept is not self._engine_thread.open().kept:  # it has been loaded again
+                    del kept
+                    _collect()
 
     def _forget(self) -> None:
         """Free a model that sleeps, or an engine that came to be meanwhile."""

@@ -269,8 +269,8 @@ def _build(
         loaded = load_checked(config, checkpoint, device, dtype, plan, faults=faults)
         kept = KeptModel.of(loaded, checkpoint, plan, files)
     else:
-        loaded, holder.awaited = kept.loaded, lambda: kept.coming_bytes
-        kept.wake()
+        holder.awaited = lambda: kept.coming_bytes
+        loaded = kept.wake()
     kernel = choose(config.attention, Site.of(device, dtype, plan.geometry), loaded.specs, faults=faults)
     host = open_host_pool(plan, config, pins="swaps" not in faults)
     arena = _open_pool(plan, holder, None if sharing is None else sharing.lease, elastic="pool" not in faults)
@@ -297,7 +297,7 @@ def _build(
         )
         lease = None if sharing is None else sharing.lease
         core.memory = EngineMemory(SchedulerPoolUse(lambda: core.scheduler, bounds), arena, base, lease=lease, host=host)
-    owners: list[Callable[[], None]] = [arena.close, holder.close, *([] if kept is None else [kept.stop])]
+    owners: list[Callable[[], None]] = [arena.close, holder.close, *([] if kept is None else [kept.release])]
     if (disk := open_disk_tier(plan, config, checkpoint, runner)) is not None:
         core.disk = cache.disk = disk
         owners.insert(0, disk.close)

@@ -91,7 +91,8 @@ class KeptModel:
     """
 
     def __init__(self, loaded: CheckedModel, plan: MemoryPlan, files: object) -> None:
-        self.loaded = loaded
+        self.stays = False  # when its engine ends
+        self._loaded: CheckedModel | None = loaded
         self._layout, self._files = self._layout_of(plan), files
         self.weights: MappedWeights | None = None  # from the first sleep on
         self.level: Level = 1  # of the last sleep
@@ -135,22 +136,27 @@ class KeptModel:
         self.level = level
         try:
             if self.weights is None:
-                self.weights = MappedWeights.of(self.loaded.model, QuantizedCache())
+                assert self._loaded is not None
+                self.weights = MappedWeights.of(self._loaded.model, QuantizedCache())
             self.weights.drop(level)
         except OSError as error:
             log.warning("the model is loaded again when it wakes up, as its weights cannot lie in a file: %s", error)
             return False
         return True
 
-    def wake(self) -> None:
+    def wake(self) -> CheckedModel:
         """Begin to bring the weights back, layer by layer, while the engine is built and begins to compute."""
+        assert self._loaded is not None
         if self.weights is not None:
             self.weights.fill()
+        return self._loaded
 
-    def stop(self) -> None:
-        """End `wake`."""
+    def release(self) -> None:
+        """End `wake`, and unless the model stays, let it go. Idempotent."""
         if self.weights is not None:
             self.weights.stop()
+        if not self.stays:
+            self._loaded = self.weights = None
 
     @staticmethod
     def _layout_of(plan: MemoryPlan) -> tuple[Any, ...]:

@@ -689,6 +689,8 @@ async def test_an_engine_that_sleeps_wakes_up_with_its_model(tmp_path: Path, mon
             monkeypatch.setattr(build, "acquire_lease", ACQUIRE)
             await llm.wake_up()
             assert tokens_of(await llm.generate(prompts, params)) == expected
+        model = weakref.ref(llm._engine_thread.open().core.runner.model)
+    assert model() is None, "it is free when the engine has ended"
     with pytest.raises(EngineClosed):
         await llm.sleep()
     with pytest.raises(EngineClosed):

@@ -140,7 +140,7 @@ def test_old_kernels_read_what_they_cannot_map_ahead(cache: QuantizedCache, monk
 
 def test_folders_in_memory_are_known_by_their_mounts(tmp_path: Path) -> None:
     device = tmp_path.stat().st_dev
-    line = f"36 25 {os.major(device)}:{os.minor(device)} / /mnt/some rw,nosuid shared:5 - {{}} tmpfs rw,size=4k\n"
+    line = f"36 25 {os.major(device)}:{os.minor(device)} / /some/folder rw,nosuid shared:5 - {{}} tmpfs rw,size=4k\n"
     mounts = tmp_path / "mountinfo"
     for kinds, expected in ((("tmpfs",), True), (("ext4",), False), ((), False)):
         mounts.write_text("25 1 999:77 / / rw - tmpfs none rw\n" + "".join(map(line.format, kinds)))
