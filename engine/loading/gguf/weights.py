@@ -121,12 +121,12 @@ def _half_minimums(blocks: torch.Tensor) -> _Scales:
 
 def _six_bit_scales(blocks: torch.Tensor) -> _Scales:
     """Scales uint8 [SIX_BIT_BYTES * blocks of a row, n] and factors float16 [2 * blocks of a row, n]."""
-    scales = blocks[..., 4 : 4 + SIX_BIT_BYTES].permute(1, 2, 0).flatten(0, 1).contiguous()
+    scales = blocks[..., 4 : 4 + SIX_BIT_BYTES].flatten(1).T.contiguous()
     return scales, torch.stack([_half(blocks, 0), _half(blocks, 2)], 1).flatten(0, 1)
 
 
 def _int8_scales(blocks: torch.Tensor) -> _Scales:
-    return blocks[..., 192:208].permute(1, 2, 0).flatten(0, 1).contiguous().view(torch.int8), _half(blocks, 208)
+    return blocks[..., 192:208].flatten(1).T.contiguous().view(torch.int8), _half(blocks, 208)
 
 
 _TYPES: Mapping[str, _Type] = {
