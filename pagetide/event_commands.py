@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .common.units import parse_seconds
 from .monitor.errors import ConfigInvalid, RecordMissing
 from .monitor.event_log import EventReader, files_of
 from .monitor.events import EventKind, MemoryEvent, to_dict
@@ -31,9 +32,7 @@ if TYPE_CHECKING:
 FOLLOW_S = 0.5  # between two looks at the log
 _ROWS = 2000  # of a table that is printed at once
 _PIPE_CELLS = 240  # width of a table that no terminal shows
-_AGO = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|min|h|d)")
 _CLOCK = re.compile(r"\d{1,2}:\d{2}(:\d{2})?")
-_UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 
 def find_log(directories: Sequence[RuntimeDir], named: Path | None) -> Path:
@@ -56,8 +55,9 @@ def find_log(directories: Sequence[RuntimeDir], named: Path | None) -> Path:
 def time_of(option: str, text: str, now_s: float) -> float:
     """Seconds since 1970 of "03:12", "2026-11-27 03:12", "90s", "15min", "2h", "1d" (ago). Raises ConfigInvalid."""
     given = text.strip()
-    if match := _AGO.fullmatch(given):
-        return now_s - float(match[1]) * _UNITS[match[2]]
+    if given[-1:].isalpha():
+        with suppress(ValueError):
+            return now_s - parse_seconds(given)
     try:
         if _CLOCK.fullmatch(given):
             return _last_time_of_day(given, now_s)
