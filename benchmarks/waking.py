@@ -1,12 +1,13 @@
 """An engine on the CPU that sleeps and wakes up: its times against reading the same bytes, and what it gives back.
 
-    python -m benchmarks.waking [--json FILE] [--rounds 9] [--hidden 1024] [--layers 8] [--dtype float32] [--seed 0]
+    python -m benchmarks.waking [--json FILE] [--rounds 9] [--hidden 1024] [--layers 8] [--dtype float32] [--cycles 100]
+                               [--seed 0]
 
 A random Qwen2-like model, in a process of its own. Level 1 leaves the weights to the page cache; level 2 gives them back.
 "Waking" of weights is mapping all of them (`MappedWeights.fill`), against `read` of the same bytes of the same file into
 memory that is there already; after level 2 both read from the disk. Waking of the engine is `AsyncLLM.wake_up`, and the
 first token that of a prompt of 64 tokens right after it. Growth is that of the resident set over 100 sleeps with a token
-between them, behind 10 more and those that were timed.
+between them, behind a tenth as many more and those that were timed.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ ONE = SamplingParams(max_new_tokens=1, temperature=0)
 Samples = dict[str, list[float]]
 
 
-def measure_here(pipe: Connection, folder: str, dtype: str, rounds: int) -> None:
+def measure_here(pipe: Connection, folder: str, dtype: str, rounds: int, cycles: int) -> None:
     """The process: one engine."""
     samples: Samples = defaultdict(list)
     engine = build(EngineConfig.of(EngineArguments(model=folder, **_options(dtype))))
@@ -59,7 +60,7 @@ def measure_here(pipe: Connection, folder: str, dtype: str, rounds: int) -> None
     for _, level in itertools.product(range(rounds), LEVELS):
         _measure_weights(kept.weights, level, room, samples)
     del engine, kept, room
-    asyncio.run(_measure_engine(folder, dtype, rounds, samples))
+    asyncio.run(_measure_engine(folder, dtype, rounds, cycles, samples))
     pipe.send(dict(samples))
 
 
@@ -67,7 +68,7 @@ def _options(dtype: str) -> dict[str, Any]:
     return {"device": "cpu", "dtype": dtype, "kv_memory": "16MiB", "max_seqs": 4, "share": False}
 
 
-async def _measure_engine(folder: str, dtype: str, rounds: int, samples: Samples) -> None:
+async def _measure_engine(folder: str, dtype: str, rounds: int, cycles: int, samples: Samples) -> None:
     ids = itertools.count()
 
     async def first_s() -> float:
@@ -96,8 +97,8 @@ async def _measure_engine(folder: str, dtype: str, rounds: int, samples: Samples
             samples[f"sleep_{level}_s"].append(slept - began)
             samples[f"wake_{level}_s"].append(woken - slept)
             samples[f"first_{level}_s"].append(await first_s())
-        before = await _cycles(llm, first_s, 10)
-        samples["growth"].append(await _cycles(llm, first_s, CYCLES) - before)
+        before = await _cycles(llm, first_s, cycles // 10)
+        samples["growth"].append(await _cycles(llm, first_s, cycles) - before)
 
 
 def _measure_weights(weights: MappedWeights, level: Level, room: bytearray, samples: Samples) -> None:
@@ -134,7 +135,7 @@ async def _cycles(llm: AsyncLLM, generate: Callable[[], Awaitable[object]], coun
     return held
 
 
-def figures_of(samples: Samples) -> list[Figure]:
+def figures_of(samples: Samples, cycles: int) -> list[Figure]:
     """The figures, ratios of each round."""
 
     def ratio(one: str, other: str) -> list[float]:
@@ -158,7 +159,7 @@ def figures_of(samples: Samples) -> list[Figure]:
         median("first token, awake", samples["warm_s"], "s"),
         median("level 1: first token after waking / awake", [one / warm for one in samples["first_1_s"]], "x", 1.3),
         median("level 2: first token after waking / awake", [one / warm for one in samples["first_2_s"]], "x"),
-        median(f"growth over {CYCLES} sleeps", [size / MIB for size in samples["growth"]], "MiB", 4.0),
+        median(f"growth over {cycles} sleeps", [size / MIB for size in samples["growth"]], "MiB", 4.0),
     ]
 
 
@@ -167,14 +168,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--hidden", type=whole, default=HIDDEN, help="of the model, a multiple of 64 (%(default)s)")
     parser.add_argument("--layers", type=whole, default=LAYERS, help="of the model (%(default)s)")
     parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float32"])
+    parser.add_argument("--cycles", type=whole, default=CYCLES, help="sleeps over which memory may grow (%(default)s)")
     args = parser.parse_args(argv)
     if args.hidden % 64:
         parser.error(f"16 heads of an even size need a hidden size that is a multiple of 64, got {args.hidden}")
     with tempfile.TemporaryDirectory() as scratch:
         save_qwen2(Path(scratch), args.hidden, args.layers, args.seed)
-        with Worker(measure_here, scratch, args.dtype, args.rounds) as worker:
+        with Worker(measure_here, scratch, args.dtype, args.rounds, args.cycles) as worker:
             samples: Samples = worker.receive()
-    report("sleeping and waking on the CPU", figures_of(samples), args.seed, args.json)
+    report("sleeping and waking on the CPU", figures_of(samples, args.cycles), args.seed, args.json)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ WITH_PROCESSES = {
     "goodput": "--data none --rounds 1 --seconds 0.25 --step-ms 1 --only pagetide",
     "loading": "--rounds 1 --hidden 64 --layers 1 --dtypes float32",
     "monitor": "--starts 1 --seconds 0.1",
+    "waking": "--rounds 1 --hidden 64 --layers 1 --cycles 2",
 }
 
 
