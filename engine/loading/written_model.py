@@ -185,7 +185,7 @@ FAMILIES: Mapping[str, Family] = {
 class WrittenModel:
     """A model of a known family, by its configuration. `config` is the text decoder's, completed."""
 
-    spec: Any  # a ModelSpec, whose module imports this one
+    spec: Any  # a ModelSpec: its module imports this one
     config: Any
     dtype: str  # float32, bfloat16 or float16
     context_length: int | None
