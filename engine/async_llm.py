@@ -322,7 +322,7 @@ class AsyncLLM(AsyncCalls):
                 self._engine_thread.end()
                 self._engine_thread.join()
                 self._forgetting.detach()
-                self._sleeps = True
+                self._sleeps = self._engine_thread.may_wake = True
             if self._kept is not None and not self._kept.sleep(level):
                 self._kept = None
                 _collect()
@@ -351,7 +351,7 @@ class AsyncLLM(AsyncCalls):
         with self._changing:
             self._engine_thread.end()
             self._engine_thread.join()
-            self._kept = None
+            self._engine_thread.may_wake, self._kept = False, None
             _collect()
 
     def _check_stopped(self) -> None:

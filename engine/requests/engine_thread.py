@@ -75,6 +75,7 @@ class EngineThread(threading.Thread):
 
         super().__init__(name="pagetide-steps", daemon=True)
         self.ended = self._is_finishing = False
+        self.may_wake = False  # another thread may follow it
         self._owner = owner
         self._on_demand = on_demand
         self._failure: BaseException | None = None  # what broke the engine
@@ -284,6 +285,8 @@ class EngineThread(threading.Thread):
 
     def closed(self) -> EngineClosed:
         """The error for calls after the end. Its cause is the fault that broke the engine, if one did."""
+        if self.may_wake:
+            return EngineClosed(f"this {self._owner} is asleep: wake it up first (wake_up)")
         why = "is closed" if self._failure is None else f"has ended: {self._failure}"
         error = EngineClosed(f"this {self._owner} {why}: create a new one")
         error.__cause__ = self._failure

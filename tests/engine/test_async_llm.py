@@ -675,7 +675,7 @@ async def test_an_engine_that_sleeps_wakes_up_with_its_model(tmp_path: Path, mon
         for level in (1, 2, 1):
             await llm.sleep(level)
             await llm.sleep(2)
-            with pytest.raises(EngineClosed):
+            with pytest.raises(EngineClosed, match="asleep: wake it up"):
                 await llm.generate(prompts, params)
             await llm.wake_up()
             await llm.wake_up()
@@ -742,7 +742,7 @@ async def test_cancelled_changes_go_on_and_stop_waits_for_them(tmp_path: Path, m
     await asyncio.gather(last, stopping)
     assert len(_steppers()) == len(earlier) - 1 and kept() is None
     for again in (llm.wake_up, llm.sleep):
-        with pytest.raises(EngineClosed):
+        with pytest.raises(EngineClosed, match="is closed"):
             await again()
 
 
