@@ -333,7 +333,7 @@ def _packed_integers(files: _StoredTensors, base: str, scheme: Mapping[str, Any]
         zeros = files.get(f"{base}.weight_zero_point", ("I32",), 2)
         files.check(zeros, (-(-n // per_word), -(-k // group) if group else 1))
         parts["zeros"] = StoredPart(zeros, 0, per_word)
-    if files.has(f"{base}.weight_g_idx"):
+    if files.has(f"{base}.weight_g_idx") or (group and scheme.get("actorder") in ("group", "dynamic")):
         parts["g_idx"] = StoredPart(files.get(f"{base}.weight_g_idx", ("I32", "I64"), 1))
         files.check(parts["g_idx"].tensor, (k,))
     return StoredWeight(f"{base}.weight", _INTEGERS[bits], n, k, group if group < k else 0, parts, _decode_packed)  # type: ignore[arg-type]
@@ -430,7 +430,7 @@ def _gptq(files: _StoredTensors, given: Mapping[str, Any]) -> Iterable[StoredWei
         files.check(words, (k * bits // 32, n))
         files.check(zeros, (groups, n * bits // 32))
         parts = {"values": StoredPart(words, 1), "scales": StoredPart(scales, 1), "zeros": StoredPart(zeros, 1, 32 // bits)}
-        if files.has(f"{base}.g_idx"):
+        if files.has(f"{base}.g_idx") or (given.get("desc_act") and groups > 1):
             parts["g_idx"] = StoredPart(files.get(f"{base}.g_idx", ("I32", "I64"), 1))
             files.check(parts["g_idx"].tensor, (k,))
         decode = _decode_gptq if form == "gptq_v2" else _decode_gptq_v1

@@ -400,6 +400,11 @@ def test_other_formats_that_are_not_whole_are_refused(tmp_path: Path) -> None:
         ("not a number", lambda t: t[f"{Q}.weight"].view(torch.uint8)[3, 3].copy_(nan.view(torch.uint8))),
     )):  # fmt: skip
         assert said in broken(packed(f"b{i}", FP8, made.float_quantized(32, 16, "weight_scale_inv")), change), said
+    for name in ("GPTQ out of order", "int4 in groups out of order"):
+        _, config, packer = FORMATS[name]
+        leaf = "g_idx" if "GPTQ" in name else "weight_g_idx"
+        said = broken(packed(name, config, packer), lambda t, leaf=leaf: t.pop(f"{Q}.{leaf}"))
+        assert f"{leaf} is missing, which its" in said
     gpt_oss(tmp_path / "c")
     name = "model.layers.0.mlp.experts.down_proj"
     assert "_scales is missing" in broken(tmp_path / "c", lambda t: t.pop(f"{name}_scales"))
