@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..common.units import format_bytes
+from . import reservations
 from .config import ModelOptions
 from .engine_client import EngineClient, EngineUnavailable, LoadFailed, RemoteEngine, RequestFailed
 from .errors import ApiError, unavailable
@@ -496,7 +497,7 @@ class ModelRegistry:
             if names == []:
                 break
             if names:
-                await self._put_to_sleep(self._models[names[0]], model)
+                await self._put_to_sleep(self._models[names[0]], model.name)
                 continue
             await self._look_again(model)
         is_asleep = model.state == "asleep" and model.process is not None and model.process.is_alive
@@ -525,7 +526,7 @@ class ModelRegistry:
             raise short
         while first <= self._passing(model):
             if names := victims(self._residents(model), 1, self._clock()):
-                await self._put_to_sleep(self._models[names[0]], model)
+                await self._put_to_sleep(self._models[names[0]], model.name)
                 return
             await self._look_again(model)
 
@@ -540,6 +541,18 @@ class ModelRegistry:
         async with self._room:
             while names := self._too_many(most_bytes):
                 await self._put_to_sleep(self._models[names[0]])  # one at a time: requests may come for the others
+
+    async def make_way(self) -> None:
+        """Put idle models to sleep, one after the other, while reservations wait for memory of their devices. Has no end."""
+        while True:
+            await asyncio.sleep(reservations.LOOK_S)
+            if self._room.locked() or not victims(self._residents(), 1, self._clock()):
+                continue
+            takers = await asyncio.to_thread(reservations.waited_for)
+            async with self._room:
+                names = victims([one for one in self._residents() if one.name in takers], 1, self._clock())
+                if names:
+                    await self._put_to_sleep(self._models[names[0]], f"the reservation {takers[names[0]]}")
 
     def _too_many(self, most_bytes: int) -> list[str] | None:
         residents = self._residents()
@@ -563,14 +576,14 @@ class ModelRegistry:
     def _stays_s(self, model: ServedModel) -> float:
         return self.rules.resident_s(model.exchange_s)
 
-    async def _put_to_sleep(self, model: ServedModel, taker: ServedModel | None = None) -> None:
-        """Free the memory of an idle model that nothing changes for another one, or because all take too much.
+    async def _put_to_sleep(self, model: ServedModel, taker: str | None = None) -> None:
+        """Free the memory of an idle model that nothing changes for `taker`, or because all take too much.
 
         `_room` may be held: this waits for no other change of the model, which may wait for `_room`.
         """
         async with model.change():
             idle_s = self._clock() - model.last_used
-            model.departure = Departure(time.time(), None if taker is None else taker.name, idle_s, model.weights_bytes)
+            model.departure = Departure(time.time(), taker, idle_s, model.weights_bytes)
             log.info("%s is put to sleep %s", model.name, model.departure)
             try:
                 await self._sleeps(model, 0.0, 1, "memory")

@@ -72,11 +72,11 @@ class Resident:
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """A model has left the memory for another one.
+    """A model has left the memory for another one, or for a reservation.
 
     Attributes:
         at: In seconds since 1970.
-        taker: The model that needed the memory; None: all took more than they may.
+        taker: What needed the memory; None: all took more than they may.
         idle_s: Seconds without requests, by which it was chosen: no other one that might leave had more.
         num_bytes: Of its weights.
     """

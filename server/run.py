@@ -140,8 +140,9 @@ async def serve_on(
         models.add(one)
     with terminal_log(sys.stderr) as terminal:
         loading = asyncio.create_task(_load(server, http, config, keys.has_users, terminal))
+        making_way = asyncio.create_task(models.make_way())
         await http.serve(sockets=[listening])
-        waiting = [task for task in (loading, stopping) if task is not None]
+        waiting = [task for task in (loading, making_way, stopping) if task is not None]
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)

@@ -20,7 +20,7 @@ from checkout import ROOT
 from monitors import MonitorProcess
 from servers import ServerProcess, children
 
-from pagetide import LLM, SamplingParams
+from pagetide import LLM, SamplingParams, reserve
 from pagetide.cli import main
 
 ENGINE = ["--device", "cpu", "--dtype", "float32", "--kv-memory", "8MiB", "--no-share", "--max-seqs", "4"]
@@ -115,9 +115,11 @@ def test_a_killed_engine_is_loaded_by_the_next_request(server: ServerProcess, wa
 
 
 def test_a_model_that_a_full_device_refuses_waits_for_a_busy_one_and_sleeps_on_meanwhile(
-    tmp_path: Path, wanted: list[str]
+    tmp_path: Path, wanted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device has memory for one engine. What is refused is the real engine's lease, at its start and at its waking."""
+    """The device has memory for one engine. What is refused is the real engine's lease, at its start and at its waking. An idle
+    one makes way for a reservation.
+    """
     file = tmp_path / "serve.yaml"
     file.write_text("models:\n- {model: demo, name: a, keep_alive: -1}\n- {model: demo, name: b, keep_alive: 1h}\n")
     arguments = ["--config", str(file), "--min-resident-s", "0", "--max-seqs", "4", "--dtype", "float32", "--device", "cpu"]
@@ -158,6 +160,13 @@ def test_a_model_that_a_full_device_refuses_waits_for_a_busy_one_and_sleeps_on_m
             assert counted(server, "pagetide_model_loads_total", model_name=name, operation="load") == 1
         left = {one["model"]: one["unloaded_for"] for one in httpx.get(f"{server.url}/running").json()["running"]}
         assert left["b"]["taker"] == "a" and left["a"]["taker"] == "b" and left["b"]["num_bytes"] > 0
+
+        monkeypatch.setenv("PAGETIDE_RUNTIME_DIR", environ["PAGETIDE_RUNTIME_DIR"])
+        with reserve("900MiB", name="trainer", wait=60.0):
+            assert states(server) == {"a": "asleep", "b": "asleep"}
+            running = httpx.get(f"{server.url}/running").json()["running"]
+            assert "the reservation trainer" in [one["unloaded_for"]["taker"] for one in running]
+        assert text(complete(server, "a", 3)) == wanted[3]
 
 
 def test_keep_alive_and_the_commands_of_operators(
