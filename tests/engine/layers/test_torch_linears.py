@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -84,6 +85,15 @@ def test_why_weights_are_not_multiplied_as_they_are(monkeypatch: pytest.MonkeyPa
     assert not torch_linears.has_kernels(CPU)
 
 
+@pytest.fixture
+def kept_faults() -> Iterator[None]:
+    """What kernels are found to do is kept for a process: it is not what others find."""
+    torch_linears._fault.cache_clear()
+    yield
+    torch_linears._fault.cache_clear()
+
+
+@pytest.mark.usefixtures("kept_faults")
 def test_kernels_that_fail_or_differ_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device that is too old, or with a torch that has another layout."""
     right = torch_linears._converted
