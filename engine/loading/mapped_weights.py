@@ -17,7 +17,6 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import torch
@@ -25,7 +24,7 @@ from torch import nn
 
 from ...common.units import MIB
 from ..layers.linears import PackedWeight
-from .mapped_files import LIBC, same_content, span_of
+from .mapped_files import LIBC, file_ranges, same_content, span_of
 from .quantized_cache import QuantizedCache
 
 Level = Literal[1, 2]
@@ -187,7 +186,7 @@ def _mapped(spans: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Extent]:
     """The extents of the spans that lie in private mappings of files which still have the same content."""
     found: dict[tuple[int, int], Extent] = {}
     files: dict[str, BinaryIO | None] = {}
-    ranges = list(_file_ranges())
+    ranges = list(file_ranges())
     for begin, end in spans:
         for first, last, offset, inode, path in ranges:
             if first <= begin and end <= last:
@@ -196,15 +195,6 @@ def _mapped(spans: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Extent]:
                 if extent is not None and same_content(extent.file, extent.offset, _memory(begin, end)):
                     found[begin, end] = extent
     return found
-
-
-def _file_ranges() -> Iterator[tuple[int, int, int, int, str]]:
-    """Private mappings of files: addresses, offset, inode and path."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        addresses, permissions, offset, _, inode, *path = line.split(maxsplit=5)
-        if path and path[0].startswith("/") and permissions.endswith("p"):
-            begin, end = (int(address, 16) for address in addresses.split("-"))
-            yield begin, end, int(offset, 16), int(inode), path[0]
 
 
 def _opened(path: str, inode: int) -> BinaryIO | None:
@@ -291,12 +281,11 @@ def _populate(begin: int, num_bytes: int) -> None:
 
 def _madvise(begin: int, num_bytes: int, advice: int) -> int:
     """A refusal, of which this is the error's number, changes nothing but the time of what follows."""
-    refused = _LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(num_bytes), advice)
+    refused = LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(num_bytes), advice)
     return ctypes.get_errno() if refused else 0
 
 
 _LOWEST_BIT = bytes(byte & 1 for byte in range(256))
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_MMAP = _LIBC.mmap
+_MMAP = LIBC.mmap
 _MMAP.restype = ctypes.c_void_p
 _MMAP.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
