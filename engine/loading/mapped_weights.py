@@ -59,7 +59,7 @@ class MappedWeights:
         self.extents = extents
         self._tensors = tensors  # so that no other memory comes to lie at these addresses
         self._own = own  # file
-        self._coming_bytes = 0
+        self.coming_bytes = 0  # that `fill` has not mapped yet
         self._stops = threading.Event()
         self._filling: threading.Thread | None = None
 
@@ -82,11 +82,6 @@ class MappedWeights:
         for span in moved:
             _replace(there[span])
         return cls([there[span] for span in spans], tensors, own)
-
-    @property
-    def coming_bytes(self) -> int:
-        """Bytes that `fill` has not mapped yet."""
-        return self._coming_bytes
 
     @property
     def cached_bytes(self) -> int:
@@ -118,7 +113,7 @@ class MappedWeights:
     def fill(self) -> None:
         """Begin to map all pages in the order of the layers, on a thread of its own, which reads what the page cache lacks."""
         self.stop()
-        self._coming_bytes = self.num_bytes
+        self.coming_bytes = self.num_bytes
         self._stops.clear()
         filling = threading.Thread(target=self._fill, name="pagetide-wake", daemon=True)
         filling.start()
@@ -133,7 +128,7 @@ class MappedWeights:
         """End `fill`. Idempotent."""
         self._stops.set()
         self.wait()
-        self._filling, self._coming_bytes = None, 0
+        self._filling, self.coming_bytes = None, 0
 
     def _fill(self) -> None:
         """A page that cannot be mapped now is read when it is used."""
@@ -143,7 +138,7 @@ class MappedWeights:
                     return
                 size = min(_PIECE_BYTES, one.num_bytes - at)
                 _populate(one.begin + at, size)
-                self._coming_bytes -= size
+                self.coming_bytes -= size
 
 
 def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
