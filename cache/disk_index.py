@@ -128,7 +128,10 @@ class KeptPrefixes(Protocol):
 
 
 class DiskIndex:
-    """The blocks in the places `0 .. num_places - 1` of a disk tier, under the folder's `key`. Not thread-safe."""
+    """The blocks in the places `0 .. num_places - 1` of a disk tier, under the folder's `key`.
+
+    The engine's thread alone changes it. The one that writes the files reads `live_records` and `unsettled` meanwhile.
+    """
 
     def __init__(self, block_size: int, num_places: int, key: bytes) -> None:
         if num_places < 1:

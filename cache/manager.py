@@ -283,8 +283,12 @@ class CacheManager:
         self.row_tables.keep_ends(row, num_tokens, is_prompt, self.index)
         return updates
 
-    def retain(self, row: int, num_tokens: int, retention: Retention, now: float) -> None:
-        """Retain the full blocks of `row`'s first `num_tokens` tokens, which are committed, as a hint says."""
+    def retain(self, row: int, chain: Chain, num_tokens: int, retention: Retention, now: float) -> None:
+        """Retain the full blocks of `row`'s first `num_tokens` tokens, those of `chain`, here and on disk as a hint says; pin
+        those here if it names a pin. They are committed.
+        """
+        if self.disk is not None:
+            self.disk.committed(chain, num_tokens // self.block_size, None if retention.pin else retention)
         if retention.num_tokens is not None:
             num_tokens = min(num_tokens, retention.num_tokens)
         blocks = self.row_tables.anchor.blocks[0, row, : num_tokens // self.block_size]

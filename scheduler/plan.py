@@ -6,7 +6,8 @@ to compute. Execution order:
 
 1. rows are released (`released`) and taken (`admitted`); tokens (`given`) and table entries (`tables`) are added
 2. extents get memory (`resize.map`)
-3. blocks are swapped out (`swaps`) and copied (`copies`), so that they are read before they are written
+3. blocks are swapped out (`swaps`), filled from disk (`reads`) and copied (`copies`), so that they are read before they are
+   written
 4. extents lose memory (`resize.unmap`)
 5. the chunks run
 

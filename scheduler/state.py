@@ -540,10 +540,7 @@ class SchedulerState:
         updates = self.cache.commit(row, chain, computed, is_prompt)
         request = sequence.request
         if request.retention is not None and computed >= (num_prompt := len(request.prompt_token_ids)):
-            self.cache.retain(row, num_prompt, request.retention, self.now)
-            if self.cache.disk is not None:
-                hint = None if request.retention.pin else request.retention
-                self.cache.disk.committed(chain, num_prompt // self.cache.block_size, hint)
+            self.cache.retain(row, chain, num_prompt, request.retention, self.now)
         return updates
 
     def _hand_over_forks(self, leader: Sequence) -> None:

@@ -36,6 +36,7 @@ import numpy.typing as npt
 
 from ...cache.block_table import Int32
 from ...cache.disk_index import MOST_PLACES, DiskIndex, Records, record_type, seal
+from ...common.state_dir import user_dir
 from ...common.units import format_bytes
 from ..errors import ConfigError
 
@@ -54,9 +55,7 @@ _INDEX_COPIES = 4  # the old index of up to three times the records, and a new o
 
 def kept_dir(environ: Mapping[str, str] = os.environ) -> Path:
     """The folder of the disk tiers of engines that name none. It is relative if there is no home directory."""
-    named = environ.get("XDG_CACHE_HOME", "")
-    base = Path(named) if os.path.isabs(named) else Path(os.path.expanduser("~")) / ".cache"
-    return base / "pagetide" / "kv"
+    return user_dir("cache", environ) / "kv"
 
 
 def folder_of(path: Path, name: str, what: str) -> Path:

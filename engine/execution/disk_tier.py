@@ -2,7 +2,7 @@
 
 Blocks are copied from the device between two steps, at most `MOST_WRITES_BYTES` at a time, and written by a thread. What does
 not fit follows after later steps; what has left the device until then is not written. Another thread reads, in the order of
-the requests. The engine's thread calls everything here, and waits for neither.
+the requests. The engine's thread calls everything here, and waits for them only in a step with nothing else to do, some ms.
 
 Reading must take less time than computing, by the rates measured so far. A read that takes longer is abandoned: the request
 starts with the blocks that are there.

@@ -80,27 +80,22 @@ class HostPool:
         if num_bytes < least:
             raise ValueError(f"{num_bytes:,} bytes of host memory hold no block: the least that do are {format_bytes(least)}")
         arena = HostArena(num_bytes // geometry.extent_bytes, geometry.extent_bytes)
-        self._storage = Storage(geometry, arena, "cpu")
+        self.storage = Storage(geometry, arena, "cpu")  # of the slots: slot i is block i
         self._blocks_per_extent = geometry.blocks_per_extent
         self._thread = ThreadPoolExecutor(1, "pagetide-swaps")  # starts with the first copy
-        self._extents = HostExtents(arena, self._storage.blocks.data_ptr(), self._thread)
+        self._extents = HostExtents(arena, self.storage.blocks.data_ptr(), self._thread)
         self._cuda: _Cuda | None = None
         self._pins = pins
 
     @property
     def num_slots(self) -> int:
         """The number of slots, with or without memory."""
-        return self._storage.num_blocks - 1
+        return self.storage.num_blocks - 1
 
     @property
     def mapped_bytes(self) -> int:
         """Host memory allocated now."""
         return self._extents.mapped_bytes
-
-    @property
-    def storage(self) -> Storage:
-        """The storage of the slots: slot i is block i."""
-        return self._storage
 
     @property
     def fastest(self) -> FastestSwapMethod | None:
@@ -125,12 +120,12 @@ class HostPool:
         cuda = self._cuda_of(device)
         lost = self._populate(out_slots)
         kept = ~np.isin(out_slots, lost)
-        out = self._storage.pieces_from(device, out_blocks[kept], out_slots[kept])
-        back = device.pieces_from(self._storage, in_slots, in_blocks)
+        out = self.storage.pieces_from(device, out_blocks[kept], out_slots[kept])
+        back = device.pieces_from(self.storage, in_slots, in_blocks)
 
         def copy() -> None:
-            cuda.fastest.copy_out(self._storage, device, out, self._extents.all_locked)
-            cuda.fastest.copy_back(device, self._storage, back, self._extents.all_locked)
+            cuda.fastest.copy_out(self.storage, device, out, self._extents.all_locked)
+            cuda.fastest.copy_back(device, self.storage, back, self._extents.all_locked)
 
         return _InStream(copy, cuda.stream, lost, int(np.count_nonzero(kept)) + len(in_slots))
 
@@ -147,7 +142,7 @@ class HostPool:
             cuda = self._cuda_of(device)
             timer = partial(_seconds_in, cuda.stream)
             locked = self._extents.all_locked
-            seconds = cuda.fastest.measure(device, self._storage, num_measured, locked, timer) / 2
+            seconds = cuda.fastest.measure(device, self.storage, num_measured, locked, timer) / 2
         else:
             seconds = self.swap(device, blocks, blocks).seconds  # the first touch takes longer
         self.give_back(self.mapped_bytes)
@@ -174,8 +169,8 @@ class HostPool:
         mapped_bytes = self.mapped_bytes
         lost = self._populate(out_slots)
         kept = ~np.isin(out_slots, lost)
-        self._storage.copy_from(device, out_blocks[kept], out_slots[kept])
-        device.copy_from(self._storage, in_slots, in_blocks)
+        self.storage.copy_from(device, out_blocks[kept], out_slots[kept])
+        device.copy_from(self.storage, in_slots, in_blocks)
         num = int(np.count_nonzero(kept)) + len(in_slots)
         return lost, num if self.mapped_bytes == mapped_bytes else 0
 

@@ -9,7 +9,7 @@ import ctypes
 import mmap
 import os
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,11 +24,8 @@ class MappedFiles:
     def __init__(self, paths: Iterable[Path]) -> None:
         names = {os.path.realpath(path) for path in paths}
         self._ranges: list[tuple[int, int]] = []  # ascending
-        for line in _MAPS.read_text().splitlines() if names and _MAPS.exists() else ():
-            addresses, permissions, _, _, _, *name = line.split(maxsplit=5)
-            if name and permissions.endswith("p") and name[0] in names:
-                begin, end = (int(address, 16) for address in addresses.split("-"))
-                self._ranges.append((begin, end))
+        if names and _MAPS.exists():
+            self._ranges = [(begin, end) for begin, end, _, _, path in file_ranges() if path in names]
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's elements lie in a mapping."""
@@ -53,7 +50,16 @@ class MappedFiles:
         return found
 
 
-LIBC = ctypes.CDLL(None)
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def file_ranges() -> Iterator[tuple[int, int, int, int, str]]:
+    """Private mappings of files in this process: addresses, offset, inode and path. Raises OSError where it is not Linux."""
+    for line in _MAPS.read_text().splitlines():
+        addresses, permissions, offset, _, inode, *path = line.split(maxsplit=5)
+        if path and path[0].startswith("/") and permissions.endswith("p"):
+            begin, end = (int(address, 16) for address in addresses.split("-"))
+            yield begin, end, int(offset, 16), int(inode), path[0]
 
 
 def drop_pages(begin: int, end: int) -> None:

@@ -17,7 +17,6 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import torch
@@ -25,7 +24,7 @@ from torch import nn
 
 from ...common.units import MIB
 from ..layers.linears import PackedWeight
-from .mapped_files import LIBC, same_content, span_of
+from .mapped_files import LIBC, file_ranges, same_content, span_of
 from .quantized_cache import QuantizedCache
 
 Level = Literal[1, 2]
@@ -60,7 +59,7 @@ class MappedWeights:
         self.extents = extents
         self._tensors = tensors  # so that no other memory comes to lie at these addresses
         self._own = own  # file
-        self._coming_bytes = 0
+        self.coming_bytes = 0  # that `fill` has not mapped yet
         self._stops = threading.Event()
         self._filling: threading.Thread | None = None
 
@@ -83,11 +82,6 @@ class MappedWeights:
         for span in moved:
             _replace(there[span])
         return cls([there[span] for span in spans], tensors, own)
-
-    @property
-    def coming_bytes(self) -> int:
-        """Bytes that `fill` has not mapped yet."""
-        return self._coming_bytes
 
     @property
     def cached_bytes(self) -> int:
@@ -119,7 +113,7 @@ class MappedWeights:
     def fill(self) -> None:
         """Begin to map all pages in the order of the layers, on a thread of its own, which reads what the page cache lacks."""
         self.stop()
-        self._coming_bytes = self.num_bytes
+        self.coming_bytes = self.num_bytes
         self._stops.clear()
         filling = threading.Thread(target=self._fill, name="pagetide-wake", daemon=True)
         filling.start()
@@ -134,7 +128,7 @@ class MappedWeights:
         """End `fill`. Idempotent."""
         self._stops.set()
         self.wait()
-        self._filling, self._coming_bytes = None, 0
+        self._filling, self.coming_bytes = None, 0
 
     def _fill(self) -> None:
         """A page that cannot be mapped now is read when it is used."""
@@ -144,7 +138,7 @@ class MappedWeights:
                     return
                 size = min(_PIECE_BYTES, one.num_bytes - at)
                 _populate(one.begin + at, size)
-                self._coming_bytes -= size
+                self.coming_bytes -= size
 
 
 def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
@@ -187,7 +181,7 @@ def _mapped(spans: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Extent]:
     """The extents of the spans that lie in private mappings of files which still have the same content."""
     found: dict[tuple[int, int], Extent] = {}
     files: dict[str, BinaryIO | None] = {}
-    ranges = list(_file_ranges())
+    ranges = list(file_ranges())
     for begin, end in spans:
         for first, last, offset, inode, path in ranges:
             if first <= begin and end <= last:
@@ -196,15 +190,6 @@ def _mapped(spans: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Extent]:
                 if extent is not None and same_content(extent.file, extent.offset, _memory(begin, end)):
                     found[begin, end] = extent
     return found
-
-
-def _file_ranges() -> Iterator[tuple[int, int, int, int, str]]:
-    """Private mappings of files: addresses, offset, inode and path."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        addresses, permissions, offset, _, inode, *path = line.split(maxsplit=5)
-        if path and path[0].startswith("/") and permissions.endswith("p"):
-            begin, end = (int(address, 16) for address in addresses.split("-"))
-            yield begin, end, int(offset, 16), int(inode), path[0]
 
 
 def _opened(path: str, inode: int) -> BinaryIO | None:
@@ -291,12 +276,11 @@ def _populate(begin: int, num_bytes: int) -> None:
 
 def _madvise(begin: int, num_bytes: int, advice: int) -> int:
     """A refusal, of which this is the error's number, changes nothing but the time of what follows."""
-    refused = _LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(num_bytes), advice)
+    refused = LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(num_bytes), advice)
     return ctypes.get_errno() if refused else 0
 
 
 _LOWEST_BIT = bytes(byte & 1 for byte in range(256))
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_MMAP = _LIBC.mmap
+_MMAP = LIBC.mmap
 _MMAP.restype = ctypes.c_void_p
 _MMAP.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]

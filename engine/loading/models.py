@@ -23,6 +23,7 @@ from ... import configs
 from ...api.arguments import answer
 from ...api.sampling_params import ALIASES, SamplingParams
 from ...cache.geometry import ITEM_BYTES
+from ...common.state_dir import user_dir
 from ...common.units import format_bytes
 from ...common.yaml_file import InvalidYaml, read_yaml
 from ..attention.backends import NAMES as ATTENTION
@@ -188,10 +189,7 @@ def resolve_tokenizer(reference: str | os.PathLike[str], *, cache_dir: Path | No
 
 def user_file(environ: Mapping[str, str] = os.environ) -> Path:
     """The user's models file: $XDG_CONFIG_HOME/pagetide/models.yaml, by default in ~/.config. Need not exist."""
-    named = environ.get("XDG_CONFIG_HOME", "")
-    # The XDG base directory specification requires relative paths to be ignored.
-    base = Path(named) if os.path.isabs(named) else Path(os.path.expanduser("~")) / ".config"
-    return base / "pagetide" / "models.yaml"
+    return user_dir("config", environ) / "models.yaml"
 
 
 def _is_present(file: Path) -> bool:

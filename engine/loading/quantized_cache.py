@@ -34,6 +34,7 @@ import torch
 import transformers
 
 from ...common.checked_file import open_checked, read_checked
+from ...common.state_dir import user_dir
 from ...common.units import GIB, format_bytes, parse_bytes
 from ...native import instructions
 from ..errors import ConfigError
@@ -56,9 +57,7 @@ _ARRAYS = {"packed": torch.uint8, "scales": torch.float32, "in_scales": torch.fl
 
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
     """The folder of the cache. Does not create it. It is relative if there is no home directory."""
-    named = environ.get("XDG_CACHE_HOME", "")
-    base = Path(named) if os.path.isabs(named) else Path(os.path.expanduser("~")) / ".cache"
-    return base / "pagetide" / "quantized"
+    return user_dir("cache", environ) / "quantized"
 
 
 def most_bytes(environ: Mapping[str, str] = os.environ) -> int:

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 
 from ... import native
+from ...common.state_dir import user_dir
 from ...common.units import format_bytes
 from ..layers import LEAST_QUANTIZED, Quantization, weight_bytes
 from ..loading.checkpoint import Checkpoint
 from ..loading.model_config import experts_per_token
 from ..loading.weight_files import OUTPUT_HEADS, stored_twice
 from ..process.cpu_threads import own_threads
-from ..self_check.cache import cache_dir
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class DecodeRate:
 
 def rates_file(environ: Mapping[str, str] = os.environ) -> Path:
     """Where rates are kept. Need not exist."""
-    return cache_dir(environ).with_name("product-rates.json")
+    return user_dir("cache", environ) / "product-rates.json"
 
 
 def record(rates: Mapping[str, float], file: Path | None = None) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ...common.on_error import OnError
+from ...common.state_dir import user_dir
 from .report import PartOutcome
 
 log = logging.getLogger(__name__)
@@ -28,11 +29,7 @@ log = logging.getLogger(__name__)
 
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
     """The folder of results. Does not create it."""
-    named = environ.get("XDG_CACHE_HOME", "")
-    # The XDG base directory specification requires relative paths to be ignored. Without a home directory the path stays
-    # relative to "~"; `Cache.write` refuses relative paths.
-    base = Path(named) if os.path.isabs(named) else Path(os.path.expanduser("~")) / ".cache"
-    return base / "pagetide" / "self-check"
+    return user_dir("cache", environ) / "self-check"
 
 
 class Cache:
