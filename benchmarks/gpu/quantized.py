@@ -13,9 +13,9 @@ from functools import partial
 import torch
 
 from benchmarks.figures import Figure
-from pagetide.engine.layers import WeightForm
+from pagetide.engine.layers import WeightForm, torch_bytes
 from pagetide.engine.layers.quantization import QuantizedWeight
-from pagetide.engine.layers.torch_linears import TorchWeight, difference, num_bytes, obstacle
+from pagetide.engine.layers.torch_linears import TorchWeight, difference, obstacle
 
 from .bench import Bench
 from .parts import Item, Unmeasured
@@ -55,7 +55,7 @@ def _quantized(bench: Bench, form: WeightForm, group: int, counts: dict[int, tor
     if (why := difference(made, weight)) is not None:
         yield Unmeasured(name, why)
         return
-    assert made.num_bytes == num_bytes(form, n, k, group), "the plan counts other bytes"
+    assert made.num_bytes == torch_bytes(form, n, k, group), "the plan counts other bytes"
     yield Figure(f"{name}, bytes of a bfloat16 weight", made.num_bytes / (2 * n * k), "x", better="lower")
     copies = [TorchWeight.of(form, (n, k), group, [(0, weight)], device) for _ in range(_copies(bench, made.num_bytes))]
     for rows, x in counts.items():
