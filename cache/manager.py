@@ -133,6 +133,7 @@ class CacheManager:
             events=self.index.events,
         )
         manager.disk = self.disk
+        manager.pins.num_lost = self.pins.num_lost + len(self.pins)
         return manager
 
     def blocks_for(self, tokens: int) -> int:
@@ -341,6 +342,7 @@ class CacheManager:
         """Forget `blocks`, which no table contains, and their cached descendants. Pins that hold some of them end."""
         self.pins.end_with(blocks, self.index)
         self.swapping.forget(np.unique(blocks))
+        self.swapping.trim()  # the other blocks of these pins may count as cached now
 
     # -- the host tier -------------------------------------------------------------------------------------------
 

@@ -153,6 +153,7 @@ class Scheduler:
         if (sequence := self.state.not_aborted(request_id)) is None:
             return None
         self.state.end(sequence, "aborted")
+        self._stuck_since = math.inf
         return self.state.finished.pop()
 
     def schedule(self, now: float = 0.0) -> Plan:
@@ -180,8 +181,7 @@ class Scheduler:
             preempt_until(state, lambda: self._chunk_prefills(step), state.by_row)
         if state.waiting.queue and step.num_tokens > 0 and not step.lacks_blocks:
             preempt_until(state, lambda: self._admit(step), state.paused)
-        if len(self.cache.pins):
-            self._yield_pins()
+        self._yield_pins()
         self.pool.reopen_admission()
         plan = state.plans.first = plan_step(state, decodes, step.chunks, *self.pool.take_resize())
         return plan
@@ -312,7 +312,7 @@ class Scheduler:
     def _yield_pins(self) -> None:
         """End the newest pin if requests have not begun beside the pins for a while: the pool cannot grow as it should."""
         state = self.state
-        if state.by_row or not state.waiting.queue:
+        if state.by_row or not state.waiting.queue or not len(self.cache.pins):
             self._stuck_since = math.inf
             return
         self._stuck_since = min(self._stuck_since, state.now)

@@ -548,11 +548,14 @@ class ModelRegistry:
             await asyncio.sleep(reservations.LOOK_S)
             if self._room.locked() or not victims(self._residents(), 1, self._clock()):
                 continue
-            takers = await asyncio.to_thread(reservations.waited_for)
-            async with self._room:
-                names = victims([one for one in self._residents() if one.name in takers], 1, self._clock())
-                if names:
-                    await self._put_to_sleep(self._models[names[0]], f"the reservation {takers[names[0]]}")
+            try:
+                takers = await asyncio.to_thread(reservations.waited_for)
+                async with self._room:
+                    names = victims([one for one in self._residents() if one.name in takers], 1, self._clock())
+                    if names:
+                        await self._put_to_sleep(self._models[names[0]], f"the reservation {takers[names[0]]}")
+            except Exception:
+                log.exception("no model makes way for a reservation now")
 
     def _too_many(self, most_bytes: int) -> list[str] | None:
         residents = self._residents()
