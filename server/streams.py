@@ -100,16 +100,20 @@ class AwaitedStream(StreamedResponse):
         while not self._making.done():
             yield COMMENT
             await asyncio.wait({self._making}, timeout=QUIET_S)
-        made = self._making.result()
+        try:
+            made = self._making.result()
+        except (ApiError, RequestFailed, EngineUnavailable, ClientLeft):
+            raise
+        except Exception as error:
+            log.exception("a stream failed before it was made")
+            raise ApiError(500, "the server failed on this request; see its log") from error
         assert isinstance(made, StreamedResponse)
-        self._held.push_async_callback(made._held.aclose)
         self._failed = made._failed
         async for part in made._parts:
             yield part
 
     async def _end(self) -> None:
-        self._making.cancel()
-        await asyncio.gather(self._making, return_exceptions=True)
+        await _cut_off(self._making)
 
 
 async def awaited_stream(making: Coroutine[Any, Any, Response], failed: Callable[[ApiError], bytes]) -> Response:
@@ -121,10 +125,17 @@ async def awaited_stream(making: Coroutine[Any, Any, Response], failed: Callable
     try:
         await asyncio.wait({task}, timeout=QUIET_S)
     except asyncio.CancelledError:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await _cut_off(task)
         raise
     return task.result() if task.done() else AwaitedStream(task, failed)
+
+
+async def _cut_off(making: asyncio.Task[Response]) -> None:
+    """End the making of a response, or close one that is made."""
+    making.cancel()
+    (made,) = await asyncio.gather(making, return_exceptions=True)
+    if isinstance(made, StreamedResponse):
+        await made._held.aclose()
 
 
 async def json_response(parts: AsyncIterator[bytes], receive: Receive, hold: Callable[[], AsyncExitStack]) -> Response:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from typing import Any
 
 import httpx2
@@ -15,6 +17,7 @@ from page_rig import LocalServer
 from pagetide import AsyncLLM
 from pagetide.engine.errors import ShardLost
 from pagetide.server import engine_process, streams
+from pagetide.server.choices import error_event
 from pagetide.server.config import ModelOptions
 from pagetide.server.connection import MessageConnection
 from pagetide.server.engine_client import LoadFailed, RemoteEngine
@@ -230,3 +233,80 @@ async def test_a_process_whose_engine_has_ended_by_itself_ends_too() -> None:
 
 def raise_(error: Exception) -> None:
     raise error
+
+
+class Made:
+    """The work of a request that waits for its model, and what it makes."""
+
+    def __init__(self) -> None:
+        self.may_end = asyncio.Event()
+        self.error: Exception | None = None
+        self.num_closed = 0
+
+    async def make(self) -> streams.StreamedResponse:
+        await self.may_end.wait()
+        if self.error is not None:
+            raise self.error
+        held = AsyncExitStack()
+        held.callback(self._close)
+        return streams.StreamedResponse(self._parts(), held)
+
+    def _close(self) -> None:
+        self.num_closed += 1
+
+    async def _parts(self) -> AsyncIterator[bytes]:
+        yield b"data: [DONE]\n\n"
+
+
+async def test_what_a_waiting_stream_holds_is_given_back_whenever_its_client_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "QUIET_S", 0.0)
+    made, leaves = Made(), asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        await leaves.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        if message.get("body"):  # the client reads no comment
+            made.may_end.set()
+            await asyncio.Event().wait()
+
+    response = await streams.awaited_stream(made.make(), error_event)
+    sending = asyncio.create_task(response({"type": "http"}, receive, send))
+    await made.may_end.wait()
+    await asyncio.sleep(0.001)
+    leaves.set()
+    await sending
+    assert made.num_closed == 1
+    monkeypatch.setattr(streams, "QUIET_S", FAR_S)
+    for turns in range(6):
+        made = Made()
+        waiting = asyncio.create_task(streams.awaited_stream(made.make(), error_event))
+        await asyncio.sleep(0.001)
+        made.may_end.set()
+        for _ in range(turns + 1):
+            await asyncio.sleep(0)
+        waiting.cancel()
+        (found,) = await asyncio.gather(waiting, return_exceptions=True)
+        if isinstance(found, streams.StreamedResponse):
+            await found({"type": "http"}, receive, send)
+        assert made.num_closed == 1, turns
+
+
+async def test_a_waiting_stream_that_fails_as_no_one_foresaw_ends_with_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "QUIET_S", 0.0)
+    made, sent = Made(), list[bytes]()
+    made.error = KeyError("x")
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+        if sent[-1] == streams.COMMENT:
+            made.may_end.set()
+
+    response = await streams.awaited_stream(made.make(), error_event)
+    await response({"type": "http"}, receive, send)
+    assert streams.COMMENT in sent and sent[-1] == b"" and b"the server failed on this request" in sent[-2]
