@@ -174,6 +174,7 @@ class ModelRegistry:
         self._room = asyncio.Lock()  # held while a model looks for room
         self._tasks: set[asyncio.Task[None]] = set()
         self._models: dict[str, ServedModel] = {}
+        self._leaving: set[ServedModel] = set()  # that are being removed, and may have memory still
         self._processes: set[EngineClient] = set()  # those that may run, of models that are being removed too
 
     def __iter__(self) -> Any:
@@ -228,7 +229,7 @@ class ModelRegistry:
         """
         while model.state == "loading" and self._models.get(model.name) is model:
             await asyncio.sleep(0.01)
-        if self._models.get(model.name) is not model:
+        if self._models.get(model.name) is not model or model.state == "unloaded":
             raise ApiError(409, f"the model {model.name} was unloaded before it was ready", param="name")
         if model.state == "failed":
             await self.remove(model.name)
@@ -238,7 +239,11 @@ class ModelRegistry:
         """Forget a model, give its requests `drain_s` seconds, and end its engine. Raises ApiError."""
         model = self.get(name)
         del self._models[model.name]
-        await self.unload(model, drain_s)
+        self._leaving.add(model)
+        try:
+            await self.unload(model, drain_s)
+        finally:
+            self._leaving.discard(model)
 
     @asynccontextmanager
     async def using(self, model: ServedModel, keep_alive_s: float | None = None) -> AsyncIterator[None]:
@@ -290,11 +295,10 @@ class ModelRegistry:
                 await self._sleeps(model, drain_s, level, "asked")
 
     async def wake_up(self, model: ServedModel) -> None:
-        """Load a model again that sleeps or is unloaded, once there is room. Idempotent. Raises ApiError."""
-        with self._waiting(model):
-            async with model.change():
-                if not model.can_serve:
-                    await self._bring(model)
+        """As `until_serving`, and a model that failed is tried at once. Idempotent. Raises ApiError."""
+        if model.state == "failed":
+            model.since = -math.inf
+        await self.until_serving(model)
 
     async def unload(self, model: ServedModel, drain_s: float = 0.0) -> None:
         """End a model's engine; the next request loads it again. Idempotent."""
@@ -368,20 +372,23 @@ class ModelRegistry:
         """Load a model or wake it up, once there is room. `changing` is held. Raises ApiError."""
         try:
             began, how = await self._enters(model)
-        except (_MemoryShort, LoadFailed, EngineUnavailable, OSError) as error:
+        except _NotWanted:
+            self._rest(model, None)
+            raise
+        except asyncio.CancelledError:
+            # An engine that has begun to wake up does so: the next waking finds it awake
+            model.state = "asleep" if model.process is not None and model.process.is_alive else "unloaded"
+            raise
+        except Exception as error:
             model.holds = False
+            if not isinstance(error, _MemoryShort | LoadFailed | EngineUnavailable | OSError):
+                log.exception("the loading of %s failed", model.name)
             if model.state == "asleep":  # for want of memory: the next request tries again
                 self._rest(model, None)
                 raise unavailable(f"the model {model.name} cannot wake up: {error}") from error
             model.error, model.state, model.since = str(error), "failed", self._clock()
             model.stays()
             raise _failed(model) from error
-        except _NotWanted:
-            self._rest(model, None)
-            raise
-        except asyncio.CancelledError:
-            model.state = "unloaded"
-            raise
         assert model.process is not None
         now = self._clock()
         model.state, model.level, model.error, model.is_missing = "ready", 0, None, False
@@ -496,10 +503,11 @@ class ModelRegistry:
             names = victims(others, excess, self._clock())
             if names == []:
                 break
+            self._check_wanted(model)
             if names:
                 await self._put_to_sleep(self._models[names[0]], model.name)
-                continue
-            await self._look_again(model)
+            else:
+                await asyncio.sleep(LOOK_S)
         is_asleep = model.state == "asleep" and model.process is not None and model.process.is_alive
         model.state, model.holds = "waking" if is_asleep else "loading", True
 
@@ -511,11 +519,10 @@ class ModelRegistry:
         residency = one.options.residency
         return one.holds and one.state != "loading" and (residency.pinned or (newcomer.is_missing and residency.preload))
 
-    async def _look_again(self, model: ServedModel) -> None:
-        """Let a model wait for room. Raises _NotWanted."""
+    def _check_wanted(self, model: ServedModel) -> None:
+        """Raise _NotWanted if there need not be room for a model any more."""
         if not (model.num_waiting or model.is_missing):
             raise _NotWanted(503, f"no request waits for the model {model.name} any more")
-        await asyncio.sleep(LOOK_S)
 
     async def _others_leave(self, model: ServedModel, short: _MemoryShort) -> None:
         """Put a model to sleep for one that the device lacks memory for, once one may leave, or return once one has left by
@@ -525,10 +532,11 @@ class ModelRegistry:
         if not first:
             raise short
         while first <= self._passing(model):
+            self._check_wanted(model)
             if names := victims(self._residents(model), 1, self._clock()):
                 await self._put_to_sleep(self._models[names[0]], model.name)
                 return
-            await self._look_again(model)
+            await asyncio.sleep(LOOK_S)
 
     def _passing(self, model: ServedModel) -> set[str]:
         """The other models that hold memory for a time."""
@@ -550,6 +558,8 @@ class ModelRegistry:
                 continue
             try:
                 takers = await asyncio.to_thread(reservations.waited_for)
+                if self._room.locked():  # until a model has room, for which others leave, this answer is old
+                    continue
                 async with self._room:
                     names = victims([one for one in self._residents() if one.name in takers], 1, self._clock())
                     if names:
@@ -562,17 +572,19 @@ class ModelRegistry:
         return victims(residents, sum(one.num_bytes for one in residents) - most_bytes, self._clock())
 
     def _residents(self, beside: ServedModel | None = None) -> list[Resident]:
-        """The models that hold memory, but one. What changes now does not leave."""
+        """The models that hold memory, but one. What changes or is removed now does not leave."""
         return [
             Resident(
                 one.name,
                 one.weights_bytes,
                 one.last_used,
-                math.inf if one.state != "ready" or one.num_changing else one.since + self._stays_s(one),
+                math.inf
+                if one.state != "ready" or one.num_changing or one in self._leaving
+                else one.since + self._stays_s(one),
                 one.num_running + one.num_waiting,
                 one.options.residency.pinned,
             )
-            for one in self
+            for one in (*self, *self._leaving)
             if one is not beside and one.holds
         ]
 

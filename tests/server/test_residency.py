@@ -286,3 +286,124 @@ def test_weights_before_a_model_was_loaded_are_those_of_all_parts_and_of_one_for
     names = ("a-00001-of-00002.gguf", "c.gguf", "d", "none")
     models = [ServedModel(ModelOptions(name, str(tmp_path / name), residency=ON_DEMAND)) for name in names]
     assert [one.weights_bytes for one in models] == [3, 8, 16, 0]
+
+
+async def test_an_unloading_while_a_model_wakes_up_leaves_no_engine_behind() -> None:
+    class SlowToWake(MadeUpEngine):
+        async def call(self, method: str, **arguments: Any) -> Any:
+            if method == "wake_up":
+                await may_wake.wait()
+            return await super().call(method, **arguments)
+
+    async def start(reference: str, options: dict[str, Any], name: str) -> Any:
+        engines.append(SlowToWake(options))
+        return engines[-1]
+
+    for turns in range(6):
+        may_wake, engines = asyncio.Event(), list[SlowToWake]()
+        models = registry(start, "a")
+        (a,) = models
+        await models.until_serving(a)
+        await models.sleep(a, 0.0)
+        waking = [asyncio.create_task(models.until_serving(a))]
+        await eventually(lambda a=a: a.state == "waking")
+        waking.append(asyncio.create_task(models.wake_up(a)))
+        await asyncio.sleep(0)
+        unloading = asyncio.create_task(models.unload(a))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        waking.append(asyncio.create_task(models.until_serving(a)))
+        may_wake.set()
+        await asyncio.gather(unloading, *waking, return_exceptions=True)
+        await models.unload(a)
+        assert [one.is_alive for one in engines] == [False] * len(engines) and not a.holds
+        await models.stop()
+
+
+async def test_a_removed_model_is_not_loaded_again_and_has_its_memory_until_its_requests_have_ended() -> None:
+    may_end = asyncio.Event()
+
+    class SlowToEnd(MadeUpEngine):
+        async def stop(self, drain_s: float = 0.0) -> None:
+            await may_end.wait()
+            await super().stop()
+
+        kill = stop
+
+    async def start(reference: str, options: dict[str, Any], name: str) -> Any:
+        return SlowToEnd(options)
+
+    models = registry(start, "ab", most_bytes=15)
+    a, b = models
+    await models.until_serving(a)
+    removing = asyncio.create_task(models.remove("a", 5.0))
+    await asyncio.sleep(0)
+    with pytest.raises(ApiError, match="a was unloaded"):
+        await models.wake_up(a)
+    waiting = asyncio.create_task(models.until_serving(b))
+    await asyncio.sleep(0.05)
+    assert (b.state, b.holds, b.num_waiting) == ("unloaded", False, 1)
+    may_end.set()
+    await removing
+    await waiting
+    assert b.state == "ready" and a.process is None
+    await models.stop()
+
+
+async def test_a_loading_that_fails_as_no_one_foresaw_is_an_error_and_holds_nothing() -> None:
+    async def start(reference: str, options: dict[str, Any], name: str) -> Any:
+        raise OverflowError("an option cannot be sent")
+
+    models = registry(start, "a")
+    (a,) = models
+    with pytest.raises(ApiError, match="cannot be loaded: an option cannot be sent"):
+        await models.until_serving(a)
+    assert (a.state, a.holds) == ("failed", False)
+    b = models.add(ModelOptions("b", "made up"))
+    async with asyncio.timeout(30):
+        with pytest.raises(ApiError, match="b cannot be loaded: an option cannot be sent"):
+            await models.loaded(b)
+    await models.stop()
+
+
+async def test_none_leaves_for_a_model_that_no_request_waits_for_any_more() -> None:
+    SlowSleeper.may_sleep = asyncio.Event()
+    SlowSleeper.may_sleep.set()
+    models = registry(slow_sleeper, "ab", most_bytes=15)
+    a, b = models
+    await models.until_serving(a)
+    async with models._room:  # of another model
+        leaving = asyncio.create_task(models.until_serving(b))
+        await eventually(lambda: b.coming is not None)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+    await eventually(lambda: b.coming is not None and b.coming.done())
+    assert (a.state, b.state, b.num_waiting) == ("ready", "unloaded", 0)
+    await models.stop()
+
+
+async def test_what_waits_for_a_loading_is_told_that_it_was_cut_off() -> None:
+    async def start(reference: str, options: dict[str, Any], name: str) -> Any:
+        await asyncio.Event().wait()
+
+    models = registry(start, "")
+    a = models.add(ModelOptions("a", "made up"))
+    loading = asyncio.create_task(models.loaded(a))
+    await eventually(lambda: a.holds)
+    await models.unload(a)
+    with pytest.raises(ApiError, match="a was unloaded before it was ready"):
+        await loading
+    await models.stop()
+
+
+async def test_an_operator_waits_for_room_no_longer_than_a_request() -> None:
+    models = registry(slow_sleeper, "abc", most_bytes=15, load_timeout_s=0.05)
+    SlowSleeper.may_sleep = asyncio.Event()
+    SlowSleeper.may_sleep.set()
+    a, b, c = models
+    async with models.using(a):
+        with pytest.raises(ApiError, match=r"b is unloaded still after 0\.05 s"):
+            await models.wake_up(b)
+        await eventually(lambda: not models._room.locked())
+    await models.until_serving(c)
+    await models.stop()
