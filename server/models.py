@@ -10,7 +10,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -273,9 +273,7 @@ class ModelRegistry:
                     while not model.can_serve:
                         await self._arrival(model)
             except TimeoutError:
-                raise unavailable(
-                    f"the model {model.name} is {model.state} still after {self.rules.load_timeout_s:g} s (--load-timeout)"
-                ) from None
+                raise self._too_late(model) from None
 
     @contextmanager
     def _waiting(self, model: ServedModel) -> Iterator[None]:
@@ -295,10 +293,21 @@ class ModelRegistry:
                 await self._sleeps(model, drain_s, level, "asked")
 
     async def wake_up(self, model: ServedModel) -> None:
-        """As `until_serving`, and a model that failed is tried at once. Idempotent. Raises ApiError."""
-        if model.state == "failed":
-            model.since = -math.inf
-        await self.until_serving(model)
+        """Load a model again that sleeps or is unloaded, in turn with other changes; it waits for room as long as a request.
+        Idempotent. Raises ApiError.
+        """
+        with ExitStack() as waiting:
+            waiting.enter_context(self._waiting(model))
+            timer = asyncio.get_running_loop().call_later(self.rules.load_timeout_s, waiting.close)
+            try:
+                async with model.change():
+                    self._check_served(model)
+                    if not model.can_serve:
+                        await self._bring(model)
+            except _NotWanted:
+                raise self._too_late(model) from None
+            finally:
+                timer.cancel()
 
     async def unload(self, model: ServedModel, drain_s: float = 0.0) -> None:
         """End a model's engine; the next request loads it again. Idempotent."""
@@ -339,8 +348,7 @@ class ModelRegistry:
 
     async def _arrival(self, model: ServedModel) -> None:
         """Wait for the end of a model's loading. Raises ApiError."""
-        if self._models.get(model.name) is not model:
-            raise unavailable(f"the model {model.name} was unloaded")
+        self._check_served(model)
         if model.state == "ready" and (model.coming is None or model.coming.done()):
             await asyncio.sleep(UNUSED_S)
             return
@@ -351,6 +359,15 @@ class ModelRegistry:
         if coming.cancelled():
             raise unavailable(f"the model {model.name} was unloaded before it was ready")
         coming.result()
+
+    def _check_served(self, model: ServedModel) -> None:
+        """Raise ApiError for a model that was removed."""
+        if self._models.get(model.name) is not model:
+            raise unavailable(f"the model {model.name} was unloaded")
+
+    def _too_late(self, model: ServedModel) -> ApiError:
+        waited_s = self.rules.load_timeout_s
+        return unavailable(f"the model {model.name} is {model.state} still after {waited_s:g} s (--load-timeout)")
 
     async def _brought(self, model: ServedModel) -> None:
         async with model.change():

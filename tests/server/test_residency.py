@@ -338,14 +338,15 @@ async def test_a_removed_model_is_not_loaded_again_and_has_its_memory_until_its_
     await models.until_serving(a)
     removing = asyncio.create_task(models.remove("a", 5.0))
     await asyncio.sleep(0)
-    with pytest.raises(ApiError, match="a was unloaded"):
-        await models.wake_up(a)
+    operator = asyncio.create_task(models.wake_up(a))
     waiting = asyncio.create_task(models.until_serving(b))
     await asyncio.sleep(0.05)
     assert (b.state, b.holds, b.num_waiting) == ("unloaded", False, 1)
     may_end.set()
     await removing
     await waiting
+    with pytest.raises(ApiError, match="a was unloaded"):
+        await operator
     assert b.state == "ready" and a.process is None
     await models.stop()
 
