@@ -35,6 +35,7 @@ from .errors import ApiError, error_body, from_engine, invalid, unavailable
 from .fields import IGNORED
 from .guard import CorsHeaders, CorsQuestions, Guard, GuardRules, RequestContext
 from .keys import ApiKey, ApiKeys
+from .messages import ModelInfo
 from .metrics import CONTENT_TYPE, Metrics, engine_stats
 from .models import ModelRegistry, ServedModel
 from .ollama import (
@@ -124,12 +125,12 @@ class Server:
             return f"-{given}" if given else None
         return f"{len(key.name)}:{key.name}{given or ''}"
 
-    def token_count(self, model: ServedModel, work: TextCompletion | ChatCompletion) -> int:
+    def token_count(self, info: ModelInfo, work: TextCompletion | ChatCompletion) -> int:
         """The tokens that a request may come to need: its prompts, and their outputs. Its prompts are tokenized.
 
         A request that was there before has its tokens already.
         """
-        longest, generations = model.engine.info.max_model_len, work.batch.generations
+        longest, generations = info.max_model_len, work.batch.generations
         each, total = work.num_sequences // len(generations), 0
         for one in (one for one in generations if not one.is_attached):
             num_prompt = len(one.prompt_token_ids or ())
@@ -137,9 +138,8 @@ class Server:
             total += num_prompt + each * (room if one.max_new_tokens is None else min(one.max_new_tokens, room))
         return total
 
-    def block_count(self, model: ServedModel, work: TextCompletion | ChatCompletion) -> int:
+    def block_count(self, info: ModelInfo, work: TextCompletion | ChatCompletion) -> int:
         """The KV blocks that a request may come to need. Its prompts are tokenized."""
-        info = model.engine.info
         block_size, longest = info.block_size, info.max_model_len
         lengths = [
             longest if one.max_new_tokens is None else min(len(one.prompt_token_ids or ()) + one.max_new_tokens, longest)
@@ -419,15 +419,34 @@ async def _run(
     """
     RequestContext.of(request.scope).facts["model"] = model.name
 
-    async def served() -> Response:
+    async def tried() -> Response:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(_using(server, request, model, keep_alive_s))
-            durable = await _durable(model.engine, kind, request, body) if kind else None
+            durable = await _durable(_awake(model), kind, request, body) if kind else None
             salt = server.cache_salt(body.cache_salt, RequestContext.of(request.scope).key)
+            _awake(model)
             work = make(model, body, salt, server.metrics.of(model), durable)
             return await _served(server, request, model, work, body, durable, stack)
 
+    async def served() -> Response:
+        while True:
+            try:
+                return await tried()
+            except _FellAsleep:
+                log.debug("%s fell asleep before a request began, which waits for it", model.name)
+
     return await served() if failed is None or not body.stream else await awaited_stream(served(), failed)
+
+
+class _FellAsleep(Exception):
+    """An operator put the model to sleep, or unloaded it, between the first look and the beginning of a request."""
+
+
+def _awake(model: ServedModel) -> EngineClient:
+    """The engine of a model that was ready before. Raises _FellAsleep, and as `ServedModel.engine`."""
+    if model.state != "ready":
+        raise _FellAsleep
+    return model.engine
 
 
 async def _served(
@@ -439,8 +458,8 @@ async def _served(
     durable: DurableRequest | None,
     using: AsyncExitStack,
 ) -> Response:
-    """Serve a request with a loaded model; `using` is closed at its end."""
-    context, batch = RequestContext.of(request.scope), work.batch
+    """Serve a request with a loaded model; `using` is closed at its end. Raises _FellAsleep before it has begun."""
+    context, batch, info = RequestContext.of(request.scope), work.batch, model.engine.info
     batch.request_id, batch.tenant = context.request_id, context.tenant
     batch.retention = body.retention
     if context.key is not None:
@@ -461,8 +480,8 @@ async def _served(
             used = reserved if batch.goes_on else batch.num_computed  # what goes on may come to need them all
             server.admission.settle_tokens(context.key, reserved, used)
 
-        answer = stack.enter_context(server.admission.answer(context.key, model.name, model.engine.info.answers_bytes))
-        answer(work.answer_size(model.engine.info.max_model_len))
+        answer = stack.enter_context(server.admission.answer(context.key, model.name, info.answers_bytes))
+        answer(work.answer_size(info.max_model_len))
         stack.enter_context(server.admission.sequences(context.key, work.num_sequences))
         if durable is not None:
             batch.is_kept = durable.has_key
@@ -470,13 +489,18 @@ async def _served(
             stack.callback(server.durable_batches.discard, batch)
         stack.callback(end)
         try:
-            await unless_left(work.begin(), request.receive)
-            answer(work.answer_size(model.engine.info.max_model_len))  # with the prompts
-            most, reserved = server.token_count(model, work), None
+            try:
+                await unless_left(work.begin(), request.receive)
+            except RequestFailed as error:
+                if error.kind == "unavailable" and model.state != "ready":
+                    raise _FellAsleep from error
+                raise
+            answer(work.answer_size(info.max_model_len))  # with the prompts
+            most, reserved = server.token_count(info, work), None
             server.admission.reserve_tokens(context.key, most)
             reserved = most
             if context.key is not None and context.key.max_blocks is not None:
-                stack.enter_context(server.admission.blocks(context.key, server.block_count(model, work)))
+                stack.enter_context(server.admission.blocks(context.key, server.block_count(info, work)))
         except (ApiError, RequestFailed):  # it is refused
             batch.is_kept = any(one.is_attached for one in batch.generations)
             raise

@@ -223,6 +223,7 @@ class EngineServer:
         params = completed(submit, params, len(ids), _info(llm).max_model_len, llm.facts.sampling.temperature)
         end = prompt_end(llm.tokenizer, ids) if submit.messages is not None else ""
         params = by_prompt_end(submit, params, end)
+        self._awake()  # what is accepted is served, though the model falls asleep then
         self._send(Accepted(submit.number, ids, params.max_new_tokens, end))
         make = partial(scores, llm.tokenizer)
         prompts = [{"prompt_token_ids": ids, "label": submit.request_id, "retention": submit.retention}]

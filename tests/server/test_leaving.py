@@ -16,7 +16,7 @@ from page_rig import LocalServer
 
 from pagetide import AsyncLLM
 from pagetide.engine.errors import ShardLost
-from pagetide.server import engine_process, streams
+from pagetide.server import app, engine_process, streams
 from pagetide.server.choices import error_event
 from pagetide.server.config import ModelOptions
 from pagetide.server.connection import MessageConnection
@@ -310,3 +310,38 @@ async def test_a_waiting_stream_that_fails_as_no_one_foresaw_ends_with_an_event(
     response = await streams.awaited_stream(made.make(), error_event)
     await response({"type": "http"}, receive, send)
     assert streams.COMMENT in sent and sent[-1] == b"" and b"the server failed on this request" in sent[-2]
+
+
+async def test_a_request_that_begins_as_its_model_falls_asleep_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, reached, goes_on = Gate(), asyncio.Event(), asyncio.Event()
+    gate.open_for_good()
+
+    async def start(model: str, options: dict[str, Any], name: str) -> RemoteEngine:
+        return await served_here(gate, model, options, name)
+
+    async def held(*_: Any) -> None:
+        reached.set()
+        await goes_on.wait()
+
+    async with (
+        LocalServer(start, [ModelOptions("served", "demo", OPTIONS)]) as server,
+        httpx2.AsyncClient(base_url=server.url, timeout=FAR_S) as client,
+    ):
+        model, tokenize = server.models.get("served"), gate.llm.tokenize
+
+        async def slowly(*arguments: Any) -> list[int]:
+            await held()
+            return await tokenize(*arguments)
+
+        for where, what in ((app, "_durable"), (gate.llm, "tokenize")):  # here, and in the engine
+            reached.clear()
+            goes_on.clear()
+            monkeypatch.setattr(where, what, held if where is app else slowly)
+            asked = asyncio.create_task(client.post(PATH, json={"prompt": "x", "max_tokens": 2}))
+            await reached.wait()
+            await server.models.sleep(model, FAR_S)
+            goes_on.set()
+            answer = await asked
+            assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 2, (what, answer.text)
+            monkeypatch.undo()
+        assert model.comings == {"load": 1, "wake": 2} and not model.is_used
