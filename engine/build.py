@@ -132,6 +132,7 @@ class Engine:
             "attention": "transformers" if self.plan.geometry.gathers else self.core.runner.kernel.name,
             "overlap": self.core.runner.overlaps,
             "cuda_graphs": [] if self.core.runner.graphs is None else list(self.core.runner.graphs.sizes),
+            "fused_layers": self.core.runner.fused_layers,
             "max_model_len": self.plan.max_model_len,
             "weights_bytes": self.plan.weights_bytes,
             "kv_bytes": self.arena.mapped_bytes,

@@ -35,6 +35,7 @@ from ..version import __version__
 from .attention.backends import AttentionSpec
 from .attention.choose import WatchedKernel
 from .attention.context import AttentionKernel
+from .attention.decoder_layers import LayerWatch
 from .attention.gathered import install as attend_by_sequence
 from .attention.gathered import is_installed as attends_by_sequence
 from .attention.interface import register
@@ -221,10 +222,13 @@ def _check_attention(model: Any, plan: MemoryPlan, tokenizer: Any | None, checkp
     """
     watched = WatchedKernel()
     plain = replace(plan.geometry, dtype=plan.dtype)
-    probe(model, plain, max_length=plan.max_model_len, kernel=watched)
+    layers = LayerWatch(model)
+    with layers.noting():
+        probe(model, plain, max_length=plan.max_model_len, kernel=watched)
     if not attends_by_sequence(model):
         with quiet_transformers():  # it warns of configurations of parts that were not loaded
             model.set_attn_implementation(register())
+        layers.fuse()
     if plan.geometry.has_scales:
         tokens = calibration_tokens(tokenizer, checkpoint.config, min(TOKENS, plan.max_model_len))
         check_quantized_kv(model, plain, plan.geometry, tokens, name=plan.model, kv_cache_dtype=plan.kv_cache_dtype)

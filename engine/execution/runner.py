@@ -24,6 +24,7 @@ from ...cache.block_table import Index, Int32
 from ...common.heartbeat import COMPILING_S, STILL_S, Progress
 from ...scheduler.plan import NO_LOGPROBS, NO_ROWS, NO_TOKENS, Candidates, ChunkLogprobs, Failure, Plan, Result
 from ..attention.context import AttentionKernel, StepContext, running
+from ..attention.decoder_layers import fused_layers
 from ..attention.states import ModelStates
 from ..collectives.group import ALONE, CollectiveAborted, ShardGroup
 from ..errors import Attempt, format_error
@@ -201,6 +202,7 @@ class ModelRunner:
         self._model = model
         self._keeps = "logits_to_keep" in inspect.signature(getattr(model, "forward", model)).parameters
         self.graphs: DecodeGraphs | None = None
+        self.fused_layers = fused_layers(model) if isinstance(model, torch.nn.Module) else 0
 
     @property
     def sampler(self) -> Sampler:

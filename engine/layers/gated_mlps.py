@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -30,9 +30,32 @@ class GateParts:
     n: int
 
 
-def fused_mlp(
-    module: nn.Module, layers: list[Linear], merged: MergedLinears | None, kernels: RowKernels
-) -> Callable[[torch.Tensor], torch.Tensor] | None:
+@dataclass(frozen=True, slots=True, eq=False)
+class FusedMlp:
+    """The function of a gated MLP by two products and a kernel."""
+
+    parts: GateParts
+    kind: int  # one of KINDS
+    down: Linear | Reduced  # in a divided model what sums the outputs of all shards
+    kernels: RowKernels
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., tokens, hidden] -> the same shape.
+
+        As many collectives as the module itself has: another shard's may not be replaced.
+        """
+        return self.down.total(self._local(x)) if isinstance(self.down, Reduced) else self._local(x)
+
+    def _local(self, x: torch.Tensor) -> torch.Tensor:
+        most_rows, parts = self.kernels.most_rows, self.parts
+        if most_rows is not None and x.shape[-2] > most_rows:
+            return torch.cat([self._local(piece) for piece in x.split(most_rows, -2)], -2)
+        down = self.down.layer if isinstance(self.down, Reduced) else self.down
+        out: torch.Tensor = down(self.kernels.gated(parts.whole.forward(x), parts.n, parts.gate_at, parts.up_at, self.kind))
+        return out
+
+
+def fused_mlp(module: nn.Module, layers: list[Linear], merged: MergedLinears | None, kernels: RowKernels) -> FusedMlp | None:
     """A function that equals `module`; None if it is not known to be a gated MLP.
 
     Args:
@@ -49,30 +72,10 @@ def fused_mlp(
             both = parts.whole(x)
             for kind in KINDS.values():
                 if _agrees(kernels.gated(both, parts.n, parts.gate_at, parts.up_at, kind), hidden):
-                    return _mlp(parts, kind, down, kernels)
+                    return FusedMlp(parts, kind, down, kernels)
     except Exception:  # of a module of another kind on such an input, or of a compiler
         pass
     return None
-
-
-def _mlp(parts: GateParts, kind: int, down: Linear | Reduced, kernels: RowKernels) -> Callable[[torch.Tensor], torch.Tensor]:
-    whole, gated, most_rows = parts.whole.forward, kernels.gated, kernels.most_rows
-    n, gate_at, up_at = parts.n, parts.gate_at, parts.up_at
-    local = down.layer if isinstance(down, Reduced) else down
-
-    def mlp(x: torch.Tensor) -> torch.Tensor:
-        if most_rows is not None and x.shape[-2] > most_rows:
-            return torch.cat([mlp(piece) for piece in x.split(most_rows, -2)], -2)
-        return local(gated(whole(x), n, gate_at, up_at, kind))
-
-    if not isinstance(down, Reduced):
-        return mlp
-
-    def summed(x: torch.Tensor) -> torch.Tensor:
-        """As many collectives as the module itself has: another shard's may not be replaced."""
-        return down.total(mlp(x))
-
-    return summed
 
 
 def _places(layers: list[Linear], merged: MergedLinears | None) -> Iterator[GateParts]:

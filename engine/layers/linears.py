@@ -55,6 +55,11 @@ def rows_as_they_are() -> Iterator[None]:
         _ROWS_AS_THEY_ARE.reset(token)
 
 
+def quantizes_rows() -> bool:
+    """Whether products of the calling thread quantize their rows where the weight says so."""
+    return not _ROWS_AS_THEY_ARE.get()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
     """A weight [n, k] in the layout of this processor's products."""
@@ -88,7 +93,7 @@ class PackedWeight:
             x = x.index_select(-1, self.order)
         out: torch.Tensor = _linear()(
             x.reshape(-1, self.k), self.packed, TYPES[self.type], self.n, bias, self.scales, self.group, self.in_scales,
-            self.rows_in_int8 and not _ROWS_AS_THEY_ARE.get(), self.zeros, self.factors,
+            self.rows_in_int8 and quantizes_rows(), self.zeros, self.factors,
         )  # fmt: skip
         return out.view(*x.shape[:-1], self.n)
 

@@ -7,8 +7,9 @@ another order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -52,7 +53,7 @@ class MergedLinears:
     def install(self) -> None:
         """Let the layers return their columns of the product."""
         for i, layer in enumerate(self.layers):
-            layer.forward = self._reader(i)  # type: ignore[method-assign, assignment]
+            layer.forward = partial(self._read, i)  # type: ignore[method-assign]
 
     def undo(self) -> None:
         """Let each layer compute its own product again, from its part of the joined weight."""
@@ -63,15 +64,18 @@ class MergedLinears:
                 parts = {name: getattr(one, name) for name in COLUMN_PARTS if getattr(one, name) is not None}
                 layer.packed = replace(one, **{name: part.contiguous() for name, part in parts.items()})
 
-    def _reader(self, i: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        def read(x: torch.Tensor) -> torch.Tensor:
-            """x [..., in_features] -> [..., out_features], rows as far apart as those of the whole product."""
-            if self._input is not x or i not in self._columns:
-                pieces = self.whole.forward(x).split_with_sizes(self._sizes, -1)
-                self._input, self._columns = x, {layer: pieces[at] for layer, at in enumerate(self._pieces)}
-            out = self._columns.pop(i)
-            if not self._columns:
-                self._input = None
-            return out
+    @classmethod
+    def around(cls, layer: nn.Module) -> MergedLinears | None:
+        """The product that `layer` reads its outputs from; None if it computes them itself."""
+        owner = getattr(getattr(vars(layer).get("forward"), "func", None), "__self__", None)
+        return owner if isinstance(owner, cls) else None
 
-        return read
+    def _read(self, i: int, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in_features] -> [..., out_features] of layer `i`, rows as far apart as those of the whole product."""
+        if self._input is not x or i not in self._columns:
+            pieces = self.whole.forward(x).split_with_sizes(self._sizes, -1)
+            self._input, self._columns = x, {layer: pieces[at] for layer, at in enumerate(self._pieces)}
+        out = self._columns.pop(i)
+        if not self._columns:
+            self._input = None
+        return out

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from .agreement import agrees
 from .kernels import RowKernels
-
-Norm = Callable[..., torch.Tensor]
 
 # What the weight is added to, and whether the normalised row is rounded before it is multiplied.
 FORMS = ((0.0, True), (0.0, False), (1.0, False), (1.0, True))
@@ -20,7 +18,24 @@ ERROR = 1e-5  # in float32: sums of another order
 _ROWS = 13
 
 
-def fused_norm(module: nn.Module, x: torch.Tensor, kernels: RowKernels, gate: torch.Tensor | None = None) -> Norm | None:
+@dataclass(frozen=True, slots=True, eq=False)
+class FusedNorm:
+    """The function of an RMS norm by a kernel."""
+
+    kernels: RowKernels
+    weight: torch.Tensor | None
+    eps: float
+    offset: float  # added to the weight
+    rounds_first: bool  # the normalised row is rounded before it is multiplied
+
+    def __call__(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden_states [..., n], and perhaps a gate of that shape -> the same shape."""
+        if gate is None or (gated_norm := self.kernels.gated_norm) is None:
+            return self.kernels.rms_norm(hidden_states, self.weight, self.eps, self.offset, self.rounds_first)
+        return gated_norm(hidden_states, gate, self.weight, self.eps, self.offset, self.rounds_first)
+
+
+def fused_norm(module: nn.Module, x: torch.Tensor, kernels: RowKernels, gate: torch.Tensor | None = None) -> FusedNorm | None:
     """A function that equals `module` on rows like those of `x` [..., n]; None if `module` is not known to be an RMS norm.
 
     With a `gate` like x, of its rows and those of a gate: the SiLU of the gate times the norm.
@@ -43,19 +58,14 @@ def fused_norm(module: nn.Module, x: torch.Tensor, kernels: RowKernels, gate: to
         inputs = [tuple(part.to(x.device) for part in one) for one in _trial_inputs(x.shape[-1], gate is not None)]
         right = [wide(*one) for one in inputs]
         known = None if weight is None else weight.float()
-        forms = [form for form in forms if _agrees(_norm(kernels, known, *form), inputs, right, ERROR)]
+        forms = [form for form in forms if _agrees(FusedNorm(kernels, known, *form), inputs, right, ERROR)]
         inputs = [tuple(part.to(x.dtype) for part in one) for one in inputs]
         right = [module(*one) for one in inputs] if forms else []
     except Exception:  # a module of another kind may raise anything on such inputs
         return None
-    forms = [
-        form
-        for form in forms
-        if _agrees(_norm(kernels, weight, *form), inputs, right, max(ERROR, 2 * torch.finfo(x.dtype).eps))
-    ]
-    if not forms:
-        return None
-    return _norm(kernels, weight, *max(forms, key=lambda form: _same_bits(_norm(kernels, weight, *form), inputs, right)))
+    error = max(ERROR, 2 * torch.finfo(x.dtype).eps)
+    norms = [one for form in forms if _agrees(one := FusedNorm(kernels, weight, *form), inputs, right, error)]
+    return max(norms, key=lambda norm: _same_bits(norm, inputs, right), default=None)
 
 
 def _trial_inputs(n: int, gated: bool) -> list[tuple[torch.Tensor, ...]]:
@@ -65,21 +75,10 @@ def _trial_inputs(n: int, gated: bool) -> list[tuple[torch.Tensor, ...]]:
     return [(one, *gates) for one in (*(noise * scale for scale in SCALES), noise + 3)]
 
 
-def _norm(kernels: RowKernels, weight: torch.Tensor | None, eps: float, offset: float, rounds_first: bool) -> Norm:
-    rms_norm, gated_norm = kernels.rms_norm, kernels.gated_norm
-
-    def norm(hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
-        if gate is None or gated_norm is None:
-            return rms_norm(hidden_states, weight, eps, offset, rounds_first)
-        return gated_norm(hidden_states, gate, weight, eps, offset, rounds_first)
-
-    return norm
-
-
-def _agrees(norm: Norm, inputs: list[tuple[torch.Tensor, ...]], right: list[object], relative: float) -> bool:
+def _agrees(norm: FusedNorm, inputs: list[tuple[torch.Tensor, ...]], right: list[object], relative: float) -> bool:
     floor = torch.finfo(inputs[0][0].dtype).tiny
     return all(agrees(norm(*one), to, relative, floor) for one, to in zip(inputs, right, strict=True))
 
 
-def _same_bits(norm: Norm, inputs: list[tuple[torch.Tensor, ...]], right: list[torch.Tensor]) -> int:
+def _same_bits(norm: FusedNorm, inputs: list[tuple[torch.Tensor, ...]], right: list[torch.Tensor]) -> int:
     return sum(int((norm(*one) == to).sum()) for one, to in zip(inputs, right, strict=True))

@@ -77,6 +77,32 @@ def with_globals(module: nn.Module, replaced: dict[str, Callable[..., Any]]) -> 
     return types.MethodType(function, module)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class FusedRotation:
+    """The kernel's rotation for calls with the same further arguments; for others, `function`."""
+
+    function: Callable[..., Any]
+    rest: tuple[Any, ...]
+    more: dict[str, Any]
+    kernels: RowKernels
+    token_dim: int
+    rotation: int  # one of ROTATIONS
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """The rotated (q, k)."""
+        if args == self.rest and kwargs == self.more and cos.dtype == q.dtype == k.dtype:
+            return self.kernels.rotate(q, k, cos, sin, self.token_dim, self.rotation)
+        return self.function(q, k, cos, sin, *args, **kwargs)
+
+    @classmethod
+    def within(cls, module: nn.Module) -> FusedRotation | None:
+        """That of a module with the forward of `fused_attention_forward`; None for another."""
+        known = getattr(getattr(vars(module).get("forward"), "__func__", None), "__globals__", {})
+        return next((one for one in known.values() if isinstance(one, cls)), None)
+
+
 def fused_attention_forward(module: nn.Module, calls: list[RotaryCall], kernels: RowKernels) -> Callable[..., Any] | None:
     """The module's forward with a kernel in place of the function that it called; None if that does something else."""
     if len(calls) != 1:
@@ -88,22 +114,9 @@ def fused_attention_forward(module: nn.Module, calls: list[RotaryCall], kernels:
     for token_dim in (1, 2):
         for rotation in ROTATIONS:
             if _agrees(function, call, kernels, token_dim, rotation):
-                return with_globals(module, {call.name: _rotation(function, call, kernels, token_dim, rotation)})
+                found = FusedRotation(function, call.rest, call.more, kernels, token_dim, rotation)
+                return with_globals(module, {call.name: found})
     return None
-
-
-def _rotation(
-    function: Callable[..., Any], call: RotaryCall, kernels: RowKernels, token_dim: int, rotation: int
-) -> Callable[..., Any]:
-    """The kernel's rotation for calls like `call`; for others, `function`."""
-    rest, more, rotate = call.rest, call.more, kernels.rotate
-
-    def rotated(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args == rest and kwargs == more and cos.dtype == q.dtype == k.dtype:
-            return rotate(q, k, cos, sin, token_dim, rotation)
-        return function(q, k, cos, sin, *args, **kwargs)
-
-    return rotated
 
 
 def _agrees(function: Callable[..., Any], call: RotaryCall, kernels: RowKernels, token_dim: int, rotation: int) -> bool:

@@ -70,6 +70,7 @@ class ShardedRunner:
         self.kernel = KernelFacts(first.kernel, first.captures)
         self.overlaps = first.overlaps
         self.graphs = GraphFacts(first.graph_sizes) if first.graph_sizes else None
+        self.fused_layers = 0  # collectives lie within layers
         self.host = ShardedHostPool(team, first.num_slots) if first.num_slots else None
         self.collectives = first.collectives
         self.times = StepTimes()

@@ -33,22 +33,10 @@ void check_rows(const Tensor& rows, const char* name, int64_t heads, int64_t dim
 
 WriteArgs checked_write(const Tensor& rows, const char* name, const Tensor& cache, const std::optional<Tensor>& scales,
                         const Tensor& blocks, const Tensor& offsets) {
-  WriteArgs args{};
-  args.type = type_of(rows, name);
-  args.to = view_of(cache, scales, args.type, "the cache");
-  args.tokens = rows.size(0), args.kv_heads = cache.size(2);
+  WriteArgs args = write_args(type_of(rows, name), rows.size(0), cache, scales, blocks, offsets);
   check_rows(rows, name, args.kv_heads, args.to.dim);
   args.from = rows.const_data_ptr();
   args.token_stride = rows.stride(0), args.head_stride = rows.stride(1);
-  args.blocks = static_cast<const int64_t*>(blocks.const_data_ptr());
-  args.offsets = static_cast<const int64_t*>(offsets.const_data_ptr());
-  for (int64_t t = 0; t < args.tokens; ++t) {
-    STD_TORCH_CHECK(0 <= args.blocks[t] && args.blocks[t] < cache.size(0), "token ", t, " goes to block ", args.blocks[t], " of ",
-                    cache.size(0));
-    STD_TORCH_CHECK(0 <= args.offsets[t] && args.offsets[t] < cache.size(1), "token ", t, " goes to slot ", args.offsets[t], " of ",
-                    cache.size(1));
-  }
-  args.threads = threads();
   return args;
 }
 
@@ -57,8 +45,6 @@ WriteArgs checked_write(const Tensor& rows, const char* name, const Tensor& cach
 void write_kv(const Tensor& key, const std::optional<Tensor>& value, Tensor cache_key, Tensor cache_value, const Tensor& blocks,
               const Tensor& offsets, const std::optional<Tensor>& key_scale, const std::optional<Tensor>& value_scale) {
   STD_TORCH_CHECK(key.dim() == 3 && (!value || value->dim() == 3), "key and value have three dimensions: tokens, heads and the head's");
-  check_dense(blocks, "blocks", ScalarType::Long, key.size(0));
-  check_dense(offsets, "offsets", ScalarType::Long, key.size(0));
   STD_TORCH_CHECK(!value || value->size(0) == key.size(0), "key and value differ in tokens");
   const WriteArgs keys = checked_write(key, "key", cache_key, key_scale, blocks, offsets);
   if (value) {
@@ -72,21 +58,67 @@ void write_kv(const Tensor& key, const std::optional<Tensor>& value, Tensor cach
 Tensor attend(const Tensor& query, const Tensor& cache_key, const Tensor& cache_value, const Tensor& tables, const Tensor& bounds,
               const Tensor& lens, double scaling, int64_t window, double softcap, const std::optional<Tensor>& sinks,
               const std::optional<Tensor>& key_scale, const std::optional<Tensor>& value_scale) {
+  STD_TORCH_CHECK(query.dim() == 3, "query has three dimensions: tokens, heads and the head's");
+  const int64_t tokens = query.size(0), heads = query.size(1);
+  AttentionArgs args = attention_args(type_of(query, "query"), heads, cache_key, cache_value, key_scale, value_scale);
+  check_rows(query, "query", heads, args.key.dim);
+  args.query = query.const_data_ptr();
+  args.query_stride = query.stride(0), args.query_head_stride = query.stride(1);
+  set_chunks(args, tokens, tables, bounds, lens);
+  STD_TORCH_CHECK(window >= 0 && softcap >= 0, "window and softcap must not be negative");
+  args.scaling = static_cast<float>(scaling), args.window = window, args.softcap = static_cast<float>(softcap);
+  if (sinks) {
+    check_dense(*sinks, "sinks", ScalarType::Float, heads);
+    args.sinks = static_cast<const float*>(sinks->const_data_ptr());
+  }
+  Tensor out = torch::stable::new_empty(query, {tokens, heads, args.value.dim});
+  args.out = out.mutable_data_ptr();
+  Tensor scratch = empty_bytes(query, kernels()->attention.scratch_bytes(args));
+  args.scratch = scratch.mutable_data_ptr();
+  attend_to(args, tokens);
+  return out;
+}
+
+}  // namespace
+
+WriteArgs write_args(Type type, int64_t tokens, const Tensor& cache, const std::optional<Tensor>& scales, const Tensor& blocks,
+                     const Tensor& offsets) {
+  WriteArgs args{};
+  args.type = type;
+  args.to = view_of(cache, scales, type, "the cache");
+  args.tokens = tokens, args.kv_heads = cache.size(2);
+  check_dense(blocks, "blocks", ScalarType::Long, tokens);
+  check_dense(offsets, "offsets", ScalarType::Long, tokens);
+  args.blocks = static_cast<const int64_t*>(blocks.const_data_ptr());
+  args.offsets = static_cast<const int64_t*>(offsets.const_data_ptr());
+  for (int64_t t = 0; t < tokens; ++t) {
+    STD_TORCH_CHECK(0 <= args.blocks[t] && args.blocks[t] < cache.size(0), "token ", t, " goes to block ", args.blocks[t], " of ",
+                    cache.size(0));
+    STD_TORCH_CHECK(0 <= args.offsets[t] && args.offsets[t] < cache.size(1), "token ", t, " goes to slot ", args.offsets[t], " of ",
+                    cache.size(1));
+  }
+  args.threads = threads();
+  return args;
+}
+
+AttentionArgs attention_args(Type type, int64_t heads, const Tensor& cache_key, const Tensor& cache_value,
+                             const std::optional<Tensor>& key_scale, const std::optional<Tensor>& value_scale) {
   AttentionArgs args{};
-  args.type = type_of(query, "query");
-  args.key = view_of(cache_key, key_scale, args.type, "the cache of keys");
-  args.value = view_of(cache_value, value_scale, args.type, "the cache of values");
+  args.type = type;
+  args.key = view_of(cache_key, key_scale, type, "the cache of keys");
+  args.value = view_of(cache_value, value_scale, type, "the cache of values");
   args.num_blocks = cache_key.size(0), args.block_size = cache_key.size(1), args.kv_heads = cache_key.size(2);
   for (int64_t d = 0; d < 3; ++d) STD_TORCH_CHECK(cache_value.size(d) == cache_key.size(d), "the caches differ in dimension ", d);
   STD_TORCH_CHECK(cache_value.scalar_type() == cache_key.scalar_type(), "the caches differ in type");
   STD_TORCH_CHECK(1 <= args.key.dim && args.key.dim <= 576 && 1 <= args.value.dim && args.value.dim <= 576,
                   "heads have 1 to 576 dimensions, got ", args.key.dim, " and ", args.value.dim);
-  STD_TORCH_CHECK(query.dim() == 3, "query has three dimensions: tokens, heads and the head's");
-  args.heads = query.size(1);
-  STD_TORCH_CHECK(args.kv_heads > 0 && args.heads % args.kv_heads == 0, args.heads, " heads over ", args.kv_heads, " KV heads");
-  check_rows(query, "query", args.heads, args.key.dim);
-  args.query = query.const_data_ptr();
-  args.query_stride = query.stride(0), args.query_head_stride = query.stride(1);
+  args.heads = heads;
+  STD_TORCH_CHECK(args.kv_heads > 0 && heads % args.kv_heads == 0, heads, " heads over ", args.kv_heads, " KV heads");
+  args.threads = threads();
+  return args;
+}
+
+void set_chunks(AttentionArgs& args, int64_t tokens, const Tensor& tables, const Tensor& bounds, const Tensor& lens) {
   STD_TORCH_CHECK(tables.dim() == 2, "tables have two dimensions: chunks and blocks");
   args.chunks = tables.size(0), args.width = tables.size(1);
   check_dense(tables, "tables", ScalarType::Long, args.chunks * args.width);
@@ -95,14 +127,7 @@ Tensor attend(const Tensor& query, const Tensor& cache_key, const Tensor& cache_
   args.tables = static_cast<const int64_t*>(tables.const_data_ptr());
   args.bounds = static_cast<const int32_t*>(bounds.const_data_ptr());
   args.lens = static_cast<const int32_t*>(lens.const_data_ptr());
-  const int64_t tokens = query.size(0), filled = args.bounds[args.chunks];
-  const int64_t token_bytes = args.heads * args.value.dim * (args.type == Type::float32 ? 4 : 2);
-  Tensor out = torch::stable::new_empty(query, {tokens, args.heads, args.value.dim});
-  args.out = out.mutable_data_ptr();
-  const auto clear = [&](int64_t begin, int64_t end) {
-    if (begin == end) return;  // perhaps there is no memory
-    std::memset(static_cast<char*>(args.out) + begin * token_bytes, 0, (end - begin) * token_bytes);
-  };
+  const int64_t filled = args.bounds[args.chunks];
   STD_TORCH_CHECK(args.bounds[0] == 0 && filled <= tokens, "chunks of tokens ", args.bounds[0], " to ", filled, " of ", tokens);
   for (int64_t i = 0; i < args.chunks; ++i) {
     const int64_t count = static_cast<int64_t>(args.bounds[i + 1]) - args.bounds[i], all = args.lens[i];
@@ -110,28 +135,25 @@ Tensor attend(const Tensor& query, const Tensor& cache_key, const Tensor& cache_
     STD_TORCH_CHECK(0 <= count && (all == 0 || fits), "chunk ", i, " is ", count, " of ", all, " tokens in ", args.width, " blocks of ",
                     args.block_size);
   }
-  for (int64_t i = 0; i < args.chunks; ++i) {  // all bounds are in order by now
+}
+
+void attend_to(AttentionArgs& args, int64_t tokens) {
+  const int64_t token_bytes = args.heads * args.value.dim * bytes_of(args.type), filled = args.bounds[args.chunks];
+  const auto clear = [&](int64_t begin, int64_t end) {
+    if (begin == end) return;  // perhaps there is no memory
+    std::memset(static_cast<char*>(args.out) + begin * token_bytes, 0, (end - begin) * token_bytes);
+  };
+  for (int64_t i = 0; i < args.chunks; ++i) {
     if (args.lens[i] == 0) clear(args.bounds[i], args.bounds[i + 1]);
   }
-  STD_TORCH_CHECK(window >= 0 && softcap >= 0, "window and softcap must not be negative");
-  args.scaling = static_cast<float>(scaling), args.window = window, args.softcap = static_cast<float>(softcap);
-  if (sinks) {
-    check_dense(*sinks, "sinks", ScalarType::Float, args.heads);
-    args.sinks = static_cast<const float*>(sinks->const_data_ptr());
-  }
   clear(filled, tokens);
-  if (filled == 0 || args.heads == 0) return out;
-  args.threads = threads();
-  Tensor scratch = empty_bytes(query, kernels()->attention.scratch_bytes(args));
-  args.scratch = scratch.mutable_data_ptr();
+  if (filled == 0 || args.heads == 0) return;
   int fault = 0;
   args.fault = &fault;
   kernels()->attention.attend(args);
   STD_TORCH_CHECK(fault == 0, "a table names a block that is not among the ", args.num_blocks);
-  return out;
 }
 
-}  // namespace
 }  // namespace pagetide
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pagetide, m) {

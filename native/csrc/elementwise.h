@@ -205,6 +205,26 @@ static void gate(const GateArgs& args) {
   }
 }
 
-static const ElementwiseKernels kernels = {norm, rotate, gate};
+// --- sums ---
+
+template <typename T>
+static void add_rows(const AddArgs& args) {
+  for_rows(args.rows, args.n, args.threads, [&](int64_t begin, int64_t end) {
+    const T* a = static_cast<const T*>(args.a) + begin * args.n;
+    const T* b = static_cast<const T*>(args.b) + begin * args.n;
+    T* out = static_cast<T*>(args.out) + begin * args.n;
+    for_vectors<T>((end - begin) * args.n, [&](int64_t i, auto load, auto store) { store(out + i, load(a + i) + load(b + i)); });
+  });
+}
+
+static void add(const AddArgs& args) {
+  switch (args.type) {
+    case Type::float32: return add_rows<float>(args);
+    case Type::bfloat16: return add_rows<BFloat16>(args);
+    default: return add_rows<Float16>(args);
+  }
+}
+
+static const ElementwiseKernels kernels = {norm, rotate, gate, add};
 
 }  // namespace elementwise

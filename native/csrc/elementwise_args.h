@@ -46,8 +46,17 @@ struct GateArgs {
   int threads;
 };
 
+struct AddArgs {
+  Type type;
+  int64_t rows, n;
+  const void *a, *b;  // [rows, n], dense
+  void* out;          // a, b or other memory
+  int threads;
+};
+
 struct ElementwiseKernels {
   void (*norm)(const NormArgs& args);
   void (*rotate)(const RotateArgs& args);
   void (*gate)(const GateArgs& args);
+  void (*add)(const AddArgs& args);
 };

@@ -104,24 +104,9 @@ RotatedHeads heads_of(const Tensor& x, const char* name, int64_t token_dim, cons
 // [1 or batch, tokens, dims that rotate]. The results lie as [batch, tokens, heads, dim].
 std::tuple<Tensor, Tensor> rotate(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, int64_t token_dim,
                                   int64_t rotation) {
-  RotateArgs args{};
-  STD_TORCH_CHECK(0 <= rotation && rotation <= static_cast<int64_t>(Rotation::neighbours), "unknown rotation ", rotation);
   STD_TORCH_CHECK(token_dim == 1 || token_dim == 2, "token_dim must be 1 or 2, got ", token_dim);
-  args.type = type_of(cos, "cos"), args.rotation = static_cast<Rotation>(rotation);
-  check_dense_rows(cos, "cos");
-  check_dense_rows(sin, "sin");
-  STD_TORCH_CHECK(cos.dim() == 3 && sin.dim() == 3 && sin.scalar_type() == cos.scalar_type(), "cos and sin have three dimensions and one type");
-  for (int64_t d = 0; d < 3; ++d) {
-    STD_TORCH_CHECK(cos.size(d) == sin.size(d) && (cos.size(d) <= 1 || cos.stride(d) == sin.stride(d)), "cos and sin differ in dimension ", d);
-  }
   STD_TORCH_CHECK(q.dim() == 4, "q has four dimensions");
-  args.batch = q.size(0), args.tokens = q.size(token_dim);
-  STD_TORCH_CHECK((cos.size(0) == 1 || cos.size(0) == args.batch) && cos.size(1) == args.tokens, "cos must be [", args.batch, ", ",
-                  args.tokens, ", ...]");
-  args.rotated = cos.size(2) * (args.rotation == Rotation::halves_of_pairs ? 2 : 1);
-  STD_TORCH_CHECK(args.rotated % 2 == 0, "an even number of dimensions rotates, got ", args.rotated);
-  args.cos = cos.const_data_ptr(), args.sin = sin.const_data_ptr();
-  args.cos_batch_stride = cos.size(0) == 1 ? 0 : cos.stride(0), args.cos_token_stride = cos.size(1) == 1 ? 0 : cos.stride(1);
+  RotateArgs args = rotate_args(q.size(0), q.size(token_dim), cos, sin, rotation);
   Tensor out[2];
   Tensor in[2] = {q, k};
   for (int i = 0; i < 2; ++i) {
@@ -130,7 +115,6 @@ std::tuple<Tensor, Tensor> rotate(const Tensor& q, const Tensor& k, const Tensor
     out[i] = torch::stable::new_empty(q, {args.batch, args.tokens, args.parts[i].heads, args.parts[i].dim});
     args.parts[i].out = out[i].mutable_data_ptr();
   }
-  args.threads = threads();
   kernels()->elementwise.rotate(args);
   if (token_dim == 1) return {out[0], out[1]};
   return {torch::stable::transpose(out[0], 1, 2), torch::stable::transpose(out[1], 1, 2)};
@@ -162,6 +146,27 @@ Tensor gated(const Tensor& both, int64_t n, int64_t gate_at, int64_t up_at, int6
 }
 
 }  // namespace
+
+RotateArgs rotate_args(int64_t batch, int64_t tokens, const Tensor& cos, const Tensor& sin, int64_t rotation) {
+  RotateArgs args{};
+  STD_TORCH_CHECK(0 <= rotation && rotation <= static_cast<int64_t>(Rotation::neighbours), "unknown rotation ", rotation);
+  args.type = type_of(cos, "cos"), args.rotation = static_cast<Rotation>(rotation);
+  check_dense_rows(cos, "cos");
+  check_dense_rows(sin, "sin");
+  STD_TORCH_CHECK(cos.dim() == 3 && sin.dim() == 3 && sin.scalar_type() == cos.scalar_type(), "cos and sin have three dimensions and one type");
+  for (int64_t d = 0; d < 3; ++d) {
+    STD_TORCH_CHECK(cos.size(d) == sin.size(d) && (cos.size(d) <= 1 || cos.stride(d) == sin.stride(d)), "cos and sin differ in dimension ", d);
+  }
+  args.batch = batch, args.tokens = tokens;
+  STD_TORCH_CHECK((cos.size(0) == 1 || cos.size(0) == batch) && cos.size(1) == tokens, "cos must be [", batch, ", ", tokens, ", ...]");
+  args.rotated = cos.size(2) * (args.rotation == Rotation::halves_of_pairs ? 2 : 1);
+  STD_TORCH_CHECK(args.rotated % 2 == 0, "an even number of dimensions rotates, got ", args.rotated);
+  args.cos = cos.const_data_ptr(), args.sin = sin.const_data_ptr();
+  args.cos_batch_stride = cos.size(0) == 1 ? 0 : cos.stride(0), args.cos_token_stride = cos.size(1) == 1 ? 0 : cos.stride(1);
+  args.threads = threads();
+  return args;
+}
+
 }  // namespace pagetide
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pagetide, m) {

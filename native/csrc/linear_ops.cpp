@@ -122,7 +122,6 @@ Tensor embed(const Tensor& packed, int64_t type_number, int64_t n, int64_t k, co
   LinearArgs args{};
   args.weight_type = weight_type(type_number), args.x_type = weight_type(out_type);
   args.n = n, args.k = k;
-  const ScalarType types[] = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half};
   STD_TORCH_CHECK(is_float(args.x_type), "rows are float32, bfloat16 or float16");
   const bool whole = is_float(args.weight_type);
   STD_TORCH_CHECK(!whole || args.weight_type == args.x_type, "rows of floats have the type of the weight");
@@ -133,7 +132,7 @@ Tensor embed(const Tensor& packed, int64_t type_number, int64_t n, int64_t k, co
   for (int64_t i = 0; i < count; ++i) {
     STD_TORCH_CHECK(0 <= rows[i] && rows[i] < n, "index ", rows[i], " is out of range: ", n, " rows");
   }
-  Tensor values = torch::stable::new_empty(packed, {count, k}, types[out_type]);
+  Tensor values = torch::stable::new_empty(packed, {count, k}, scalar_type(args.x_type));
   args.out = values.mutable_data_ptr();
   args.threads = threads();
   if (whole) {
@@ -161,32 +160,16 @@ int64_t most_scratch_bytes(int64_t x_type, int64_t rows, int64_t k) {
 Tensor linear(const Tensor& x, const Tensor& packed, int64_t type_number, int64_t n, const std::optional<Tensor>& bias,
               const std::optional<Tensor>& scales, int64_t group, const std::optional<Tensor>& in_scales, bool rows_in_int8,
               const std::optional<Tensor>& zeros, const std::optional<Tensor>& factors) {
-  LinearArgs args{};
-  args.weight_type = weight_type(type_number);
-  args.x_type = type_of(x, "x");
   check_dense_rows(x, "x");
   STD_TORCH_CHECK(x.dim() == 2, "x has two dimensions, rows and features");
-  args.rows = x.size(0), args.k = x.size(1), args.n = n;
-  args.x_stride = args.rows > 1 ? x.stride(0) : args.k;
-  STD_TORCH_CHECK(args.weight_type == args.x_type || !is_float(args.weight_type), "x and weight differ in type");
-  set_weight(args, packed, {scales, zeros, factors, group});
-  STD_TORCH_CHECK(!rows_in_int8 || (args.weight_type == Type::int8 && args.k <= 65536 && group == 0 && !zeros),
-                  "rows are quantised for int8 weights of at most 65536 columns, with a scale each");
-  args.rows_in_int8 = rows_in_int8;
-  if (bias) {
-    check_dense(*bias, "bias", x.scalar_type(), n);
-    args.bias = bias->const_data_ptr();
-  }
-  if (in_scales) {
-    check_dense(*in_scales, "in_scales", ScalarType::Float, args.k);
-    args.in_scales = static_cast<const float*>(in_scales->const_data_ptr());
-  }
-  Tensor out = torch::stable::new_empty(x, {args.rows, n});
-  if (args.rows == 0 || n == 0) return out;
+  const int64_t rows = x.size(0), k = x.size(1);
+  const ProductWeight weight = {packed, bias, scales, in_scales, zeros, factors, type_number, n, group, rows_in_int8};
+  LinearArgs args = product_args(type_of(x, "x"), rows, k, weight);
+  args.x_stride = rows > 1 ? x.stride(0) : k;
+  Tensor out = torch::stable::new_empty(x, {rows, n});
+  if (rows == 0 || n == 0) return out;
   args.x = x.const_data_ptr();
   args.out = out.mutable_data_ptr();
-  args.out_stride = n;
-  args.threads = threads();
   Tensor scratch = empty_bytes(x, kernels()->linear.scratch_bytes(args));
   args.scratch = scratch.mutable_data_ptr();
   kernels()->linear.multiply(args);
@@ -194,6 +177,28 @@ Tensor linear(const Tensor& x, const Tensor& packed, int64_t type_number, int64_
 }
 
 }  // namespace
+
+LinearArgs product_args(Type x_type, int64_t rows, int64_t k, const ProductWeight& weight) {
+  LinearArgs args{};
+  args.weight_type = weight_type(weight.type), args.x_type = x_type;
+  args.rows = rows, args.k = args.x_stride = k, args.n = args.out_stride = weight.n;
+  STD_TORCH_CHECK(args.weight_type == x_type || !is_float(args.weight_type), "x and weight differ in type");
+  set_weight(args, weight.packed, {weight.scales, weight.zeros, weight.factors, weight.group});
+  STD_TORCH_CHECK(!weight.rows_in_int8 || (args.weight_type == Type::int8 && k <= 65536 && weight.group == 0 && !weight.zeros),
+                  "rows are quantised for int8 weights of at most 65536 columns, with a scale each");
+  args.rows_in_int8 = weight.rows_in_int8;
+  if (weight.bias) {
+    check_dense(*weight.bias, "bias", scalar_type(x_type), weight.n);
+    args.bias = weight.bias->const_data_ptr();
+  }
+  if (weight.in_scales) {
+    check_dense(*weight.in_scales, "in_scales", ScalarType::Float, k);
+    args.in_scales = static_cast<const float*>(weight.in_scales->const_data_ptr());
+  }
+  args.threads = threads();
+  return args;
+}
+
 }  // namespace pagetide
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pagetide, m) {
