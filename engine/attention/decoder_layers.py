@@ -192,7 +192,7 @@ class LayerWatch:
 
     def _fused(self, layer: nn.Module, noted: _Noted) -> bool:
         try:
-            trial = _Trial(layer, noted)
+            trial = _LayerTrial(layer, noted)
             for parts in self._candidates[layer]:
                 fused = trial.layer_of(parts)
                 if fused is not None and trial.agrees(fused):
@@ -215,7 +215,7 @@ class _Recorder(NativeKernel):
         return super().attend(call)
 
 
-class _Trial:
+class _LayerTrial:
     """What a layer computes of random rows in the place of noted ones."""
 
     def __init__(self, layer: nn.Module, noted: _Noted) -> None:

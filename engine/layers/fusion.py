@@ -164,12 +164,24 @@ def _linears(model: nn.Module, kernels: RowKernels) -> set[nn.Module]:
     return packed | {one for one in model.modules() if is_plain(one) and uses[id(one.weight)] == 1}
 
 
+class WholeList(nn.ModuleList):
+    """A list of modules that is its own slice of all of them: models go through such a slice, which was made in each step."""
+
+    def __getitem__(self, idx: Any) -> Any:
+        """A module, or a list."""
+        if isinstance(idx, slice) and idx.indices(len(self._modules)) == (0, len(self._modules), 1):
+            return self
+        return super().__getitem__(idx)
+
+
 def _shorten_lookups(model: nn.Module) -> None:
     """Make children plain attributes of their modules: `nn.Module.__getattr__` is Python, and took 5 % of a small step.
 
     Assigning another module to such a name replaces both, as `nn.Module.__setattr__` does.
     """
     for module in model.modules():
+        if type(module) is nn.ModuleList:
+            module.__class__ = WholeList
         for name, child in module.named_children():
             if not hasattr(type(module), name):
                 vars(module)[name] = child

@@ -84,6 +84,16 @@ def test_tokens_equal_those_of_transformers(name):
     assert first[2:3] == again, "the same seed, whatever else runs"
 
 
+def test_slices_of_lists_of_layers():
+    model = tiny("llama")
+    fused_model(model)
+    layers = model.model.layers
+    assert layers[:3] is layers[:] is layers[0:9] is layers
+    for part in (slice(2), slice(1, None), slice(None, None, -1)):
+        assert list(layers[part]) == list(layers)[part]
+    assert layers[-1] is list(layers)[2]
+
+
 def test_nothing_without_native_kernels(monkeypatch):
     model = tiny("llama")
     pack_linears(model)
