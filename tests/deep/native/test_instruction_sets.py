@@ -23,6 +23,7 @@ def test_other_instruction_sets(instructions):
         pytest.skip(f"this processor uses {run.stdout.strip()}")
     folder = Path(__file__).parents[2] / "native"
     files = [str(file) for file in folder.glob("test_*.py") if file.name != "test_other_processors.py"]
+    files.append(str(folder.parent / "engine" / "attention" / "test_decoder_layers.py"))
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     run = subprocess.run(command, env=environ, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-3000:]
