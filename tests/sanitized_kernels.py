@@ -29,7 +29,12 @@ KERNEL_TESTS = [
 ]
 PACKING_TESTS = [
     str(REPOSITORY / "tests/engine" / file)
-    for file in ("layers/test_quantized_linears.py", "loading/gguf/test_weights.py", "loading/test_stored_model.py")
+    for file in (
+        "attention/test_decoder_layers.py",
+        "layers/test_quantized_linears.py",
+        "loading/gguf/test_weights.py",
+        "loading/test_stored_model.py",
+    )
 ]
 BUILD = REPOSITORY / "native" / "build.py"
 

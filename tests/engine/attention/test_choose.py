@@ -282,9 +282,10 @@ def test_an_engine_on_a_cpu_attends_by_native_kernels_else_by_torch(monkeypatch:
     with LLM("demo", **options()) as llm:
         assert llm.stats()["attention"] == ("torch" if native.instructions() is None else "native")
         assert llm.stats()["block_size"] == 16
+        assert llm.stats()["fused_layers"] == (0 if native.instructions() is None else 8)
     monkeypatch.setattr(native, "instructions", lambda: None)
     with LLM("demo", **options()) as llm:
-        assert llm.stats()["attention"] == "torch"
+        assert llm.stats()["attention"] == "torch" and llm.stats()["fused_layers"] == 0
     with pytest.raises(ConfigError, match=r"attention='native' is not there .* install g\+\+ or clang"):
         LLM("demo", **options(attention="native"))
     with pytest.raises(ConfigError, match="attention='triton' cannot serve this model: it needs a CUDA device"):
